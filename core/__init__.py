@@ -1,1 +1,4 @@
-"""The engine: requests, scheduler, KV pool, plan, runner. It knows no device, no HTTP and no image file."""
+"""The engine: requests, scheduler, KV cache pool, bucket plan and model runner.
+
+It is independent of the device, of HTTP and of image file formats.
+"""

@@ -1,4 +1,4 @@
-"""The interface between engine and device: protocols, the tensors that cross it, and the lookup of a backend."""
+"""The interface between engine and device: protocols, the tensors that are passed, and the lookup of a backend."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class ProgramState(IntEnum):
-    """The state of a program."""
+    """The state of a program, in ascending order: planned, compiled, captured as a graph."""
 
     PLANNED = 0
     COMPILED = 1
@@ -50,7 +50,7 @@ class ProgramState(IntEnum):
 
 
 class OutOfDeviceMemory(RuntimeError):
-    """The device has not enough memory for a program; what it held before stays intact."""
+    """Raised when the device has not enough memory for a program; what was allocated before stays intact."""
 
 
 class Pending(Protocol[T_co]):
@@ -69,7 +69,10 @@ class Weight(Protocol):
 
 
 class ExpertWeights(Protocol):
-    """The experts of one layer in the layout of their backend (``Ops.pack_experts``); ``inner``: of this rank."""
+    """The experts of one layer in their backend's layout (``Ops.pack_experts``).
+
+    ``count`` is the number of experts, ``inner`` the columns of one expert on this rank.
+    """
 
     count: int
     inner: int
@@ -82,7 +85,7 @@ class Ops(Protocol):
     dtype unless another one is named.
 
     Attributes:
-        copies: ``pack_weight`` keeps no view of the weight, whose memory may be used again.
+        copies: True if ``pack_weight`` copies the weight, so that the caller may reuse the weight's memory.
     """
 
     copies: bool
@@ -93,146 +96,175 @@ class Ops(Protocol):
     def pack_quantised(self, q: QTensor, bias: Tensor | None = None) -> Weight:
         """Packs a quantised weight [out, in] and a bias [out]; ``linear`` multiplies by its dequantised values.
 
-        Where ``Policy.quantised`` is ``FLOATS8``, the tensors of ``q`` lie on the host.
+        If ``Policy.quantised`` is ``FLOATS8``, the tensors of ``q`` lie on the host.
         """
 
     def linear(self, x: Tensor, w: Weight) -> Tensor:
-        """[n, in] -> [n, out]."""
+        """Returns x [n, in] times the packed weight, plus its bias: [n, out]."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(norm of the sum, the sum itself), [n, width] each; the sum x [+ residual] is the new residual stream.
+        """Returns (norm of the sum, the sum), [n, width] each. The sum x [+ residual] is the new residual stream.
 
-        A float32 weight of a 16-bit model multiplies before the norm is rounded.
+        In a 16-bit model, a float32 weight is multiplied before the norm is rounded to 16 bits.
         """
         ...
 
     def layer_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(norm of the sum, the sum itself), as ``rms_norm``; the norm is (sum - mean) / deviation * weight + bias."""
+        """Returns (norm of the sum, the sum), like ``rms_norm``; the norm is (sum - mean) / deviation * weight +
+        bias.
+        """
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """[n, 2 x inner] -> [n, inner]: silu of the first half times the second half."""
+        """Returns silu of the first half of ``gate_up`` times its second half: [n, 2 x inner] -> [n, inner]."""
 
     def act(self, x: Tensor, kind: str) -> Tensor:
-        """An activation of [n, width]: ``silu``, ``gelu``, ``gelu_tanh``, ``quick_gelu`` or ``relu``."""
+        """Applies an activation to x [n, width]: ``silu``, ``gelu``, ``gelu_tanh``, ``quick_gelu`` or ``relu``."""
 
     def act_mul(self, gate_up: Tensor, kind: str) -> Tensor:
-        """[n, 2 x inner] -> [n, inner]: the activation of the first half times the second half."""
+        """Returns the activation of the first half of ``gate_up`` times its second half: [n, 2 x inner] -> [n,
+        inner].
+        """
 
     def pack_experts(self, gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> ExpertWeights:
         """Packs gate_up [2 x inner, hidden] and down [hidden, inner] of each expert."""
         ...
 
     def experts(self, x: Tensor, scores: Tensor, w: ExpertWeights, top: int, normalise: bool, kind: str) -> Tensor:
-        """Gated MLPs, [n, hidden] -> [n, hidden]: a token's sum over the ``top`` experts of its best scores.
+        """Runs gated MLPs, [n, hidden] -> [n, hidden]: for each token, the weighted sum of its ``top`` best-scored
+        experts.
 
         Args:
-            scores: [n, count], the router's; a share is their softmax in float32 over all experts.
-            normalise: whether a token's shares are divided by their sum.
+            scores: [n, count], the router's output; an expert's weight is the float32 softmax of the scores over all
+                experts.
+            normalise: if True, the weights of a token's experts are divided by their sum.
             kind: the activation, as for ``act``.
         """
         ...
 
     def rotary(self, positions: Tensor, inv_freq: Tensor, axis: Tensor) -> Rotary:
-        """Factors of int32 positions [axes, n] (vision: [n, axes]), float32 [d / 2] and int64 [d / 2]."""
+        """Returns the rotary factors (cos and sin) of int32 positions [axes, n] (vision: [n, axes]).
+
+        ``inv_freq`` is float32 [d / 2]; ``axis`` is int64 [d / 2], the position axis of each frequency.
+        """
 
     def prepare_attn(self, attn: Attn, heads: int, kv: LayerKV) -> Attn:
-        """What the attention of all layers shares, made once a launch: masks and the like, or ``attn`` itself.
+        """Computes once a launch what the attention of all layers shares, e.g. masks; may return ``attn`` itself.
 
-        ``heads`` are query heads of this rank; ``kv`` is any layer's cache, for its shape and dtype.
+        ``heads`` is the number of query heads of this rank; ``kv`` is any layer's cache, for its shape and dtype.
         """
 
     def rope_store(
         self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotates q [n, h, d] and k [n, g, d], stores k and v [n, g, d] in the cache.
+        """Rotates q [n, h, d] and k [n, g, d], and stores k and v [n, g, d] in the cache.
 
         Returns:
-            The rotated q, and what ``attend`` takes as k and v: the launch's own, k rotated. A device whose attention
-            reads all keys from the cache may return k and v as they came.
+            The rotated q, and the k and v to pass to ``attend``: those of this launch, with k rotated. A device whose
+            attention reads all keys from the cache may return k and v unchanged.
         """
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
-        """Attention of q [n, h, d] over the paged cache -> [n, h, d]; q, k and v are ``rope_store``'s.
+        """Computes attention of q [n, h, d] over the paged cache -> [n, h, d]; q, k and v come from ``rope_store``.
 
-        A token at place p of its row sees the keys up to p, or up to ``attn.upto`` where the launch has that, and where
-        there is a ``window`` (static, of a layer) only those from p - window + 1 on. Without one the argument is left
-        out, so that a device which never serves a model with windows need not take it.
+        A token at position p of its row attends to the keys up to p (up to ``attn.upto`` if the launch has it). With a
+        sliding ``window`` (constant per layer), only keys from p - window + 1 on count. Callers omit the argument if
+        the layer has no window, so that a device which serves no such model need not accept it.
         """
 
     def patches(self, pixels: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
-        """uint8 [s, values] -> pixels * scale + shift, [s, values] of ``dtype``.
+        """Converts uint8 pixels [s, values] to pixels * scale + shift, [s, values] of ``dtype``.
 
-        Where ``Policy.aligned`` is above 1, ``scale`` and ``shift`` may be longer: pixels that are not there are 0.
+        If ``Policy.aligned`` is above 1, ``scale`` and ``shift`` may be longer than a slot: missing pixels count as 0.
         """
 
     def prepare_segments(self, seg: Segments) -> Segments:
-        """What the attention of all layers of the tower shares, made once a launch, or ``seg`` itself."""
+        """Computes once a launch what the attention of all tower layers shares; may return ``seg`` itself."""
 
     def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         """Rotates q and k, [s, heads, d] each."""
 
     def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
-        """Attention inside windows of WINDOW_SLOTS; [s, heads, d] each -> [s, heads, d]."""
+        """Computes attention inside windows of WINDOW_SLOTS slots; [s, heads, d] each -> [s, heads, d]."""
 
     def attend_images(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
-        """Attention over all slots of an image; [s, heads, d] each -> [s, heads, d]."""
+        """Computes attention over all slots of an image; [s, heads, d] each -> [s, heads, d]."""
 
     def embed(
         self, tokens: Tensor, from_slot: Tensor, last: Tensor, image_row: Tensor, arena: Tensor, table: Tensor
     ) -> Tensor:
-        """[n, hidden]: rows of ``table`` [V, hidden] or of ``arena``, as ``StepInputs`` says; indices are int32."""
+        """Returns the inputs [n, hidden] of the decoder: rows of ``table`` [V, hidden] or of ``arena``, selected as
+        ``StepInputs`` describes; indices are int32.
+        """
 
     def gather_rows(self, source: Tensor, rows: Tensor) -> Tensor:
-        """``source[rows]``; rows are int64 [r]."""
+        """Returns ``source[rows]``; rows are int64 [r]."""
 
     def interpolate(self, table: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
-        """[s, width]: sum over j of ``table[near[:, j]] * share[:, j]``, in float32, rounded once; j is below count."""
+        """Returns [s, width]: the sum over j of ``table[rows[:, j]] * weights[:, j]``, computed in float32 and
+        rounded once.
+        """
 
     def scatter_rows(self, target: Tensor, rows: Tensor, values: Tensor) -> None:
-        """``target[rows] = values``; rows are int64 [n], values [n, width]."""
+        """Sets ``target[rows] = values``; rows are int64 [n], values [n, width]."""
 
     def sample(self, logits: Tensor, head: HeadTensors, state: SamplerState, full: bool) -> HeadTensorsOut:
-        """Draws from logits [r, V] and updates the sampler state."""
+        """Samples tokens from logits [r, V] and updates the sampler state."""
 
     def reset(self, reset: ResetTensors, state: SamplerState) -> None:
-        """Replaces the sampler state of r slots."""
+        """Replaces the sampler state of r rows."""
 
     def pool(self, x: Tensor, group: Tensor, head: Tensor | None) -> Tensor:
         """Sums rows of x [r, hidden] by group (int32 [r], from 1; 0: in no sum) in float32.
 
         Args:
-            head: float32 [classes, hidden]; the sums are multiplied with it.
+            head: float32 [classes, hidden] by which the sums are multiplied; None: they are returned as they are.
 
         Returns:
-            float32 [r, hidden or classes]: group g in row g - 1. A value that is not finite spoils its own group alone.
+            float32 [r, hidden or classes]: group g in row g - 1. A non-finite value affects its own group only.
         """
         ...
 
     def layer(self, run: Callable[..., T], *args: Any) -> T:
-        """``run(*args)``, one layer of a stack; a device without values may reuse the outcome of an equal layer."""
+        """Runs one layer of a stack: ``run(*args)``.
+
+        A device whose tensors hold no values may reuse the result of an equal layer.
+        """
 
     def first_residual(self, x: Tensor) -> Tensor | None:
-        """The residual stream before the first layer of a stack: None, or zeros where one compiled layer serves all."""
+        """Returns the residual stream before the first layer of a stack: None, or zeros if one compiled layer is
+        used for all.
+        """
 
     def region(self, run: Callable[..., T], *args: Any) -> T:
-        """``run(*args)``, a part beside the layers that buckets may share: ``args`` hold every tensor but weights."""
+        """Runs ``run(*args)``, code outside the layers whose compilation buckets may share.
+
+        ``args`` hold every tensor that it reads except weights.
+        """
         ...
 
     def by_rows(self, run: Callable[..., None], rows: tuple[Any, ...], *shared: Any) -> None:
-        """``run(*rows, *shared)``, a region that stores what each row gives; it may run in pieces, and a row twice."""
+        """Runs ``run(*rows, *shared)``, a region that stores the results of each row.
+
+        The device may split it into pieces and may compute a row twice.
+        """
 
     def by_pieces(self, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """``run(x)``, [n, width] -> [n, out], each row by itself and without collectives; it may run in pieces."""
+        """Returns ``run(x)``, [n, width] -> [n, out], which treats each row separately and uses no collectives.
+
+        The device may split it into pieces.
+        """
 
     def cut(self, kind: str) -> None:
-        """Marks a place where a device may cut the graph: ``layer`` or ``collective``."""
+        """Marks a position at which a device may cut the graph: ``layer`` or ``collective``."""
 
 
 Body = Callable[[Any], Any]
-"""A program's body: takes the stage's tensors, and reads weights, KV cache, arena and state as attributes."""
+"""The body of a program: takes the tensors of its stage; reads weights, KV cache, arena and sampler state as
+attributes.
+"""
 
 
 class Program(Protocol):
@@ -243,23 +275,31 @@ class Program(Protocol):
     bytes: int
 
     def compile(self) -> None:
-        """PLANNED -> COMPILED: compiles what a first run would compile, with as little computing as possible."""
+        """Compiles everything that a first run would compile, with as little computation as possible: PLANNED ->
+        COMPILED.
+        """
         ...
 
     def rehearse(self) -> None:
-        """Runs one launch on what the buffers hold: memory and compilations of a real one; values may be skipped."""
+        """Runs one launch on the current contents of the buffers, with the memory use and compilations of a real one.
+
+        The device may skip the computation of values.
+        """
         ...
 
     def run(self) -> Any: ...
 
     def capture(self) -> None:
-        """COMPILED -> CAPTURED, or still COMPILED if the device has no graphs; raises if memory runs out."""
+        """Captures the program as a graph: COMPILED -> CAPTURED, or still COMPILED if the device has no graphs.
+
+        Raises OutOfDeviceMemory if memory runs out.
+        """
         ...
 
     def replay(self) -> Any: ...
 
     def release(self) -> int:
-        """CAPTURED -> COMPILED; returns the bytes that came back."""
+        """Frees the graph, CAPTURED -> COMPILED; returns the number of bytes freed."""
         ...
 
 
@@ -274,21 +314,21 @@ class Memory(Protocol):
     def free(self) -> int: ...
 
     def real_kv_bytes(self) -> int | None:
-        """Bytes of KV cache that an imitated card can really hold; None: all of it."""
+        """Returns the bytes of KV cache that a simulated card can really hold; None: all of it."""
         ...
 
 
 @dataclass(frozen=True)
 class BackendConfig:
-    """The model and limits that a backend is made for. Heads are those of the whole model; 0: not known.
+    """The model and the limits that a backend is created for. Heads are counted over the whole model; 0: unknown.
 
-    ``windows``: of the model's layers, each once, 0 where a layer sees all keys. ``upto``: text launches have
-    ``Attn.upto``, because a token of this model may see keys behind its own place.
+    ``windows``: the distinct sliding windows of the model's layers; 0 stands for full attention. ``upto``: text
+    launches have ``Attn.upto``, because tokens of this model may attend to later positions.
 
-    ``host_layers``: of the model's last layers, whose weights lie in host memory; ``host_buffer``: bytes of each of the
-    two buffers that they arrive in. ``packed``: where packed weights are kept between starts.
+    ``host_layers``: how many of the last layers have their weights in host memory; ``host_buffer``: bytes of each of
+    the two device buffers that they are copied to. ``packed``: the file that keeps packed weights between starts.
 
-    With several ranks, all of them make their backends together: they meet at ``rendezvous``
+    With several ranks, all of them create their backends at the same time and connect at ``rendezvous``
     (core/executor/process_groups.py). ``world`` ranks share the layers of a stage; there are ``stages`` of them.
     ``index`` is the card of the first of the ``local_world`` ranks of this machine.
     """
@@ -321,27 +361,27 @@ class BackendConfig:
 
     @property
     def number(self) -> int:
-        """This rank's number among those of all stages."""
+        """Global rank: the number of this rank among those of all stages."""
         return self.stage * self.world + self.rank
 
     @property
     def ranks(self) -> int:
-        """The ranks of all stages."""
+        """Number of ranks of all stages together."""
         return self.stages * self.world
 
     @property
     def card(self) -> int:
-        """The number of this rank's card on its machine."""
+        """Index of this rank's card on its machine."""
         return self.index + (self.number if self.local_rank is None else self.local_rank)
 
     @property
     def cards(self) -> int:
-        """How many cards of its machine the group has."""
+        """Number of cards of this machine that the group uses."""
         return self.ranks if self.local_world is None else self.local_world
 
 
 class Backend(Protocol):
-    """A device, made by ``make_backend(cfg)`` of its package."""
+    """A device, created by ``make_backend(cfg)`` of its package."""
 
     name: str
     label: str
@@ -352,25 +392,27 @@ class Backend(Protocol):
     memory: Memory
     comm: Comm
     policy: Policy
-    notes: tuple[str, ...]  # lines to show at start-up
+    notes: tuple[str, ...]  # lines to print at start-up
     slot: SlotForm  # of VISION launches; a multimodal model sets it before programs are made
 
     def kv_blocks(self, wanted: int, block_bytes: int) -> int:
-        """How many of ``wanted`` KV blocks are allocated; an imitated card only accounts for the others."""
+        """Returns how many of ``wanted`` KV blocks are allocated; a simulated card only accounts for the others."""
         ...
 
     def compilations(self) -> int:
-        """Recipes or kernels compiled so far; constant while shapes repeat."""
+        """Returns the number of recipes or kernels compiled so far; constant while shapes repeat."""
         ...
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor [shape] of zeros that lives as long as the engine; if possible, memory is taken as it is written."""
+        """Returns a tensor of zeros that lives as long as the engine; if possible, pages are allocated on first
+        write.
+        """
         ...
 
     def program(self, bucket: Bucket, body: nn.Module | Body) -> Program: ...
 
     def fill(self, program: Program, inputs: Inputs) -> None:
-        """Copies host arrays into the program's static tensors and fills the rest with inert padding."""
+        """Copies host arrays into the program's static tensors and fills the rest with padding that has no effect."""
         ...
 
     @overload
@@ -383,10 +425,11 @@ class Backend(Protocol):
 
 
 def load(name: str) -> Callable[[BackendConfig], Backend]:
-    """``make_backend`` of a built-in backend or of one found by the entry-point group ``trencadis.backends``.
+    """Returns ``make_backend`` of a built-in backend or of one installed under the entry-point group
+    ``trencadis.backends``.
 
-    Its module also has ``pick_dtype(asked, stored) -> torch.dtype`` and ``pick_policy(name) -> Policy``.
-    Raises StartupError where there is no such backend.
+    Its module also has ``pick_dtype(asked, stored) -> torch.dtype`` and ``pick_policy(name) -> Policy``. Raises
+    StartupError if there is no such backend.
     """
     if name in BUILT:
         make: Callable[[BackendConfig], Backend] = import_module(TABLE[name]).make_backend

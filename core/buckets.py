@@ -14,26 +14,31 @@ from functools import cached_property, lru_cache
 from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
 
 DEFAULT_VISION_SLOTS = (256, 576, 1024, 1600, 3136, 4096, 6400, 7744, 9216, 12544)
-"""Slots of the default VISION buckets; above them the list grows by 1.5 to the largest need. Their images are squares
-of whole windows."""
+"""Slots of the default VISION buckets.
+
+Above the last, sizes grow by 1.5 up to the largest need. Each corresponds to a square image of whole windows.
+"""
 
 ENCODER_SLOTS = 12544
-"""Slots that the images of one launch share; a larger image has a launch of its own."""
+"""Most slots of a launch that several images share; a larger image gets a launch of its own."""
 
 POOL_ROWS = 512
-"""Rows of a POOL launch, unless more requests run at a time: a prompt's mean takes its tokens in slices of so many."""
+"""Rows of a POOL launch, unless more requests run at a time.
+
+MEAN pooling sums a prompt's tokens in slices of this size.
+"""
 
 
 @dataclass(frozen=True)
 class Density:
-    """Points per octave of ``exp``: ``points`` up to a size of ``upto``."""
+    """The density of sizes on an axis with rule ``exp``: ``points`` per octave for sizes up to ``upto``."""
 
     upto: int
     points: int
 
 
 class Stage(IntEnum):
-    """Kinds of launches. A backend's policy names the stages that it has and their axes."""
+    """Kinds of launches. A backend's policy lists the stages that it supports and their axes."""
 
     PREFILL = 1
     DECODE = 2
@@ -58,7 +63,7 @@ MIXED_AXES = {
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """One planned shape: an entry of the warm-up list, a dictionary key and a metric label."""
+    """One planned shape; used as an entry of the warm-up list, a dictionary key and a metric label."""
 
     stage: Stage
     dims: tuple[int, ...]
@@ -84,8 +89,8 @@ class AxisRule:
         minimum: smallest size.
         step: the unit that sizes are rounded up to.
         density: points per octave by size.
-        coarsest: 0: every size is kept; else sizes that save less than ``Policy.tolerance`` are left out, while no need
-            is padded to more than this many times its size.
+        coarsest: 0: every size is kept. Otherwise sizes that save less than ``Policy.tolerance`` are dropped, as long
+            as no need is padded to more than this many times its size.
     """
 
     minimum: int = 1
@@ -100,16 +105,16 @@ SMALLEST, LARGEST = "smallest", "largest"
 
 @dataclass(frozen=True)
 class InputSizes:
-    """What the sizes of a bucket's input tensors depend on beside the bucket.
+    """Everything besides the bucket that determines the sizes of its input tensors.
 
     Args:
-        row_blocks: KV blocks of the longest row that a backend allows for.
+        row_blocks: KV blocks of the longest row that the backend supports.
         kv_heads: KV heads of one rank.
-        group: query heads of a KV head.
-        slot: of a VISION launch.
+        group: query heads per KV head.
+        slot: the form of a VISION launch's slots.
         upto: text launches have ``Attn.upto``.
-        windows: some layers see a window of keys.
-        head_dim: values of a head.
+        windows: some layers have a sliding window.
+        head_dim: size of a head.
     """
 
     vocab: int
@@ -125,12 +130,12 @@ class InputSizes:
 
 @dataclass(frozen=True)
 class GraphMemory:
-    """What graphs of a device keep.
+    """What captured graphs of a device keep in memory.
 
     Args:
-        cached: every tensor that goes from one recipe to the next; False: outputs alone.
-        cut_layers: layers between two cuts of a graph; 0: graphs are cut before collectives alone.
-        library: bytes that a library's products work in, for the graphs of each stage that share their workspace.
+        cached: they keep every tensor passed from one recipe to the next; False: outputs only.
+        cut_layers: layers between two cuts of a graph; 0: graphs are cut before collectives only.
+        library: bytes of workspace of the matrix-product library, shared by the graphs of a stage.
     """
 
     cached: bool = True
@@ -138,7 +143,7 @@ class GraphMemory:
     library: int = 0
 
     def cuts(self, layers: int) -> int:
-        """Cuts of a graph of ``layers``."""
+        """Returns the number of cuts of a graph of ``layers`` layers."""
         return layers // self.cut_layers if self.cut_layers else 0
 
 
@@ -148,65 +153,70 @@ class Policy:
 
     Args:
         axes: names of each stage's axes.
-        alignment: per stage, the unit that each axis is rounded up to if it has no list of sizes.
+        alignment: per stage and axis, the unit to round up to if the axis has no list of sizes.
         boundaries: per stage and axis, ascending sizes to choose from; an empty tuple means alignment alone.
         mixed: prefill and decode rows share one ragged launch; False: rectangular launches, split by cost.
-        depth: steps in flight beyond the one being scheduled.
-        flat_kv: a layer's cache is [blocks x block_size, KV heads, head_dim]: what a compiler's functionalised graph
-            writes in place must be a base tensor and no view.
-        overlaps: another thread than the one that launches may wait for results.
+        depth: steps in flight besides the one being scheduled.
+        flat_kv: a layer's cache has the shape [blocks x block_size, KV heads, head_dim], because a compiler's
+            functionalised graph can only write in place to a base tensor, not to a view.
+        overlaps: a thread other than the launching one may wait for results.
         block_sizes: KV block sizes that the device supports, the default first.
         captures: whether programs can be captured as graphs.
-        graphless: the mode in which a device that captures has no graphs, as users are told; empty: it has them.
-        cost: a pure polynomial of the bucket; ``Plan.fit`` takes the cheapest bucket.
-        rules: per stage, how the planner fills each axis; empty: nothing is planned, needs are rounded by alignment.
-            FRESH has a third rule: the tokens of rows that share a launch.
-        corners: per stage and axis, the corner of a bucket's cell that must be able to occur for it to be kept.
-        fresh_tokens: FRESH: most tokens of a row that shares its launch.
-        merge_tokens: FRESH: most padded tokens of a launch that rows share; above it, separate launches cost the same.
-        tolerance: share of a launch's cost that a size must save to be kept, on axes that may be coarse.
+        graphless: name of the mode in which a device that can capture runs without graphs, for messages; empty: it has
+            graphs.
+        cost: cost of a bucket as a polynomial of its sizes; ``Plan.fit`` takes the cheapest bucket.
+        rules: per stage, how the planner fills each axis; empty: no plan, needs are rounded up to the alignment. FRESH
+            has a third rule, for the tokens of rows that share a launch.
+        corners: per stage and axis, the corner of a bucket's cell; a bucket is kept only if needs at this corner can
+            occur.
+        fresh_tokens: FRESH: most tokens of a row in a launch that several rows share.
+        merge_tokens: FRESH: most padded tokens of such a launch; above it, separate launches cost the same.
+        tolerance: fraction of a launch's cost that a size must save to be kept, on axes with ``AxisRule.coarsest``.
         context_tokens: CONTEXT: most tokens of a launch.
         decode_blocks: DECODE: most blocks of a launch, unless one full-length row needs more.
         max_buckets: most buckets of a plan whose axes the user did not set; 0: no limit.
         capture_order: ``descending``: largest first; ``strategy``: in the order in which the budget selects them.
-        capture_limit: per stage, the most padded tokens of a launch that is captured; a larger one runs so long that
-            its launch overhead does not count, so that its bucket is only compiled.
-        utilisation_of: what `--gpu-memory-utilization` is a share of: ``free`` memory after profiling, or ``total``.
-        pool_cost: how graphs of a stage share workspaces: ``sum``: not at all; ``max``: all of them share the largest.
-        graph_memory: what graphs keep, where they do not share workspaces.
+        capture_limit: per stage, the most padded tokens of a launch that is captured. Larger launches run so long that
+            their launch overhead is negligible; their buckets are only compiled.
+        utilisation_of: the memory that `--gpu-memory-utilization` is a fraction of: ``free`` (after profiling) or
+            ``total``.
+        pool_cost: how graphs of a stage share workspaces: ``sum``: each has its own; ``max``: all share the largest.
+        graph_memory: what graphs keep in memory if they do not share workspaces.
         encoder_slots: most slots of a VISION launch of several images; one image may need more.
-        ridge: operations that the device computes while it reads one byte; 0: unknown.
+        ridge: operations that the device computes in the time to read one byte; 0: unknown.
         inputs: exact bytes of a bucket's input tensors; None: a formula estimates them.
         invariant_rows: the unit that row counts are padded to so that a row's bits do not depend on the others
             (`--batch-invariant`); 0: the device cannot guarantee that.
-        quantised: the form in which quantised weights are kept (core/quant/scheme.py); empty: dequantised as they load.
-        host_kv: evicted KV blocks can go to host memory; the backend is a ``host_block_copies.CopyingBackend``.
-        host_blocks: how many of them one launch gathers or scatters, ascending; the backend is a ``PlanningBackend``
-            there. Empty: copies need no launches, and no memory of their own.
+        quantised: the form in which quantised weights are kept (core/quant/scheme.py); empty: they are dequantised
+            while loading.
+        host_kv: evicted KV blocks can go to host memory. The backend is a ``CopyingBackend``
+            (core/launches/host_block_copies.py).
+        host_blocks: numbers of such blocks that one launch gathers or scatters, ascending; the backend is then a
+            ``PlanningBackend``. Empty: copies need no launches and no memory of their own.
         host_weights: the weights of some layers can lie in host memory, and be copied within launches
             (`--cpu-offload-gb`). The backend is ``core.models.interface.HostLayering``.
-        kv_codes: forms of an 8-bit KV cache (core/quant/kv_cache_format.py) -> the torch type of their codes here;
-            empty: none.
-        aligned: values of which the widths of products are multiples where ranks or models cut them otherwise; zeros
-            fill them as weights are loaded. 1: no width is changed.
-        masked_head: SAMPLE has a third variant, ``masked``: the best id that a row's mask allows, and nothing else. Its
-            backend's ops are ``core.models.interface.MaskingOps``.
-        best_head: the best of a row's logits may be found without them. Its backend's ops are
+        kv_codes: supported forms of an 8-bit KV cache (core/quant/kv_cache_format.py) -> the torch dtype of their codes
+            on this device; empty: none.
+        aligned: the unit that widths of matrix products are padded to with zeros while weights load. 1: no width is
+            changed.
+        masked_head: SAMPLE has a third variant, ``masked``, which returns only the best id that a row's mask allows.
+            The backend's ops are ``core.models.interface.MaskingOps``.
+        best_head: the argmax of a row can be computed without storing the logits. The backend's ops are
             ``core.models.interface.BestOps``.
-        split_head: rows that take the argmax have a SAMPLE of their own beside others, which cost many times as much.
-        drawn_head: SAMPLE has a variant ``draw``: a token by all parameters, and no log-probabilities. Its backend's
-            ops are ``core.models.interface.DrawingOps``.
-        attention: libraries that attend where they are installed and asked for (`--attention-backend`) -> the bytes
-            that they work in beside a bucket's inputs; launches of a stage share them as they share inputs.
-        windows: ``Ops.attend`` takes a window.
-        upto: text launches have ``Attn.upto`` where ``BackendConfig.upto`` asks for it.
-        encoder_data_parallel: its ranks may each hold the vision tower and gather rows of the arena
-        (core/launches/encoder_data_parallel.py).
-        cross_attention: text launches have ``TextTensors.cross_attention`` where layers attend to images.
-        cross_attention_bytes: bytes that attention to them works in; None: it gathers
-        (core/memory/cross_attention_memory.py).
-        stages: its backend has a ``pipe`` (core/launches/stage_transfer.py) where ``BackendConfig.stages`` asks for
-        several.
+        split_head: greedy rows get a SAMPLE launch of their own if other rows, which cost many times as much, are in
+            the step.
+        drawn_head: SAMPLE has a variant ``draw``, which samples by all parameters but returns no log-probabilities. The
+            backend's ops are ``core.models.interface.DrawingOps``.
+        attention: optional attention libraries (`--attention-backend`) -> the bytes of workspace that they need in
+            addition to a bucket's inputs; launches of a stage share the workspace as they share inputs.
+        windows: ``Ops.attend`` accepts a window.
+        upto: text launches have ``Attn.upto`` if ``BackendConfig.upto`` is set.
+        encoder_data_parallel: each rank may hold the whole vision tower and gather arena rows from the others
+            (core/launches/encoder_data_parallel.py).
+        cross_attention: text launches have ``TextTensors.cross_attention`` for layers that attend to images.
+        cross_attention_bytes: bytes of workspace of that attention; None: it gathers the rows
+            (core/memory/cross_attention_memory.py).
+        stages: the backend has a ``pipe`` (core/launches/stage_transfer.py) if ``BackendConfig.stages`` is above 1.
     """
 
     axes: Mapping[Stage, tuple[str, ...]]
@@ -257,9 +267,9 @@ class Policy:
 
 
 def escape(need: int, unit: int = 1) -> int:
-    """The size for a need above every boundary: the next multiple of 1/8 of its leading power of two.
+    """Returns the size for a need above every boundary: the next multiple of 1/8 of its leading power of two.
 
-    So only few such shapes can arise. The result is divisible by ``unit``.
+    This limits the number of such shapes. The result is divisible by ``unit``.
     """
     step = max(unit, (1 << (need.bit_length() - 1)) // 8)
     step = -(-step // unit) * unit
@@ -274,8 +284,9 @@ class Plan:
         buckets: every planned bucket; needs of other stages are rounded by the policy's alignment and boundaries.
         block_size: tokens of a KV block (0: the policy has no axis of blocks).
         notes: lines about what the planner changed or dropped.
-        whole: no prompt is cut, because its tokens attend to each other.
-        units: images of the arena that tokens of one launch may attend to; 0: none does, or every number is a size.
+        whole: prompts are never cut into chunks, because all their tokens attend to each other.
+        units: images in the arena that tokens of one launch may attend to; 0: there is no cross-attention, or any
+            number is a valid size.
     """
 
     policy: Policy
@@ -294,25 +305,27 @@ class Plan:
         return {key: BucketTable(found, self.policy.cost) for key, found in lists.items()}
 
     def of(self, stage: Stage) -> tuple[Bucket, ...]:
-        """The planned buckets of one stage, ascending."""
+        """Returns the planned buckets of one stage, ascending."""
         return tuple(sorted(b for b in self.buckets if b.stage is stage))
 
     def find(self, stage: Stage, needs: tuple[int, ...], variant: str = "") -> Bucket | None:
-        """The cheapest planned bucket that holds ``needs``; None if there is none."""
+        """Returns the cheapest planned bucket that holds ``needs``; None if there is none."""
         table = self._tables.get((stage, variant))
         return None if table is None else table.find(needs)
 
     def table(self, stage: Stage, variant: str = "") -> BucketTable | None:
-        """The lookup table of one stage, for callers with thousands of needs; None if nothing is planned."""
+        """Returns the lookup table of one stage, for callers with thousands of needs; None if nothing is planned."""
         return self._tables.get((stage, variant))
 
     def sizes(self, stage: Stage, axis: int = 0) -> tuple[int, ...]:
-        """The sizes of one axis over the planned buckets of a stage, ascending."""
+        """Returns the sizes of one axis over the planned buckets of a stage, ascending."""
         table = next((t for (s, _), t in self._tables.items() if s is stage), None)
         return () if table is None else tuple(table.axes[axis])
 
     def fit(self, stage: Stage, needs: tuple[int, ...], variant: str = "") -> Bucket:
-        """The bucket for ``needs``, one need per axis of the stage; it does not depend on what is captured."""
+        """Returns the bucket for ``needs``, one need per axis of the stage; the result does not depend on what is
+        captured.
+        """
         table = self._tables.get((stage, variant))
         if table is not None:
             return table.find(needs) or self._escape(stage, needs, variant, table)
@@ -320,11 +333,11 @@ class Plan:
 
     @cached_property
     def _rounded(self) -> Callable[[Stage, tuple[int, ...], str], Bucket]:
-        """``_round``, remembered: decoding asks for the same bucket in each step."""
+        """``_round`` with a cache, since decoding asks for the same bucket in each step."""
         return lru_cache(maxsize=256)(self._round)
 
     def _round(self, stage: Stage, needs: tuple[int, ...], variant: str) -> Bucket:
-        """The bucket of a stage without a plan."""
+        """Returns the bucket of a stage without a plan: needs rounded to alignment and boundaries."""
         axes = self.policy.axes[stage]
         if len(needs) != len(axes):
             raise ValueError(f"{stage.name} has axes {axes}, got needs {needs}")
@@ -333,13 +346,13 @@ class Plan:
         return Bucket(stage, dims, variant)
 
     def _escape(self, stage: Stage, needs: tuple[int, ...], variant: str, table: BucketTable) -> Bucket:
-        """A bucket for needs above those that are planned."""
+        """Returns a bucket for needs above all planned ones."""
         unit = self.policy.alignment[stage]
         dims = tuple(_fit_axis(max(n, 1), a, tuple(s)) for n, a, s in zip(needs, unit, table.axes, strict=True))
         return Bucket(stage, dims, variant)
 
     def is_within_boundaries(self, stage: Stage, needs: tuple[int, ...], variant: str = "") -> bool:
-        """Whether no need lies above the stage's boundaries, which would take an escape shape."""
+        """Returns True if no need lies above the stage's boundaries, i.e. no escape shape is necessary."""
         if (stage, variant) in self._tables:
             return self.find(stage, needs, variant) is not None
         lists = self.policy.boundaries.get(stage, ())
@@ -363,12 +376,12 @@ class BucketTable:
         self._rows = rows
 
     def find_with_cost(self, needs: tuple[int, ...]) -> tuple[float, Bucket] | None:
-        """The cell's bucket and its cost; None above the list."""
+        """Returns (cost, bucket) of the cell; None if a need lies above the list."""
         row = self._rows[bisect_left(self.axes[0], needs[0])]
         return row[0] if self._flat else row[bisect_left(self.axes[1], needs[1])]
 
     def find(self, needs: tuple[int, ...]) -> Bucket | None:
-        """The cell's bucket; None above the list."""
+        """Returns the cell's bucket; None if a need lies above the list."""
         found = self.find_with_cost(needs)
         return None if found is None else found[1]
 
@@ -382,17 +395,17 @@ def _fit_axis(need: int, alignment: int, boundaries: tuple[int, ...]) -> int:
 
 
 def _fit_listed_size(need: int, alignment: int, boundaries: tuple[int, ...]) -> int:
-    """The size for ``need`` on an axis that has a list of sizes."""
+    """Returns the size for ``need`` on an axis with a list of sizes."""
     i = bisect_left(boundaries, need)
     return boundaries[i] if i < len(boundaries) else escape(need, alignment)
 
 
 def capturable(policy: Policy, bucket: Bucket) -> bool:
-    """Whether a launch of ``bucket`` is small enough to gain from a graph."""
+    """Returns True if a launch of ``bucket`` is small enough to gain from a graph."""
     limit = policy.capture_limit.get(bucket.stage)
     return limit is None or padded_tokens(bucket) <= limit
 
 
 def padded_tokens(bucket: Bucket) -> int:
-    """Text tokens, slots or rows that a launch of ``bucket`` computes, padding included."""
+    """Returns the text tokens, slots or rows that a launch of ``bucket`` computes, padding included."""
     return bucket.dims[0] * bucket.dims[1] if bucket.stage is Stage.FRESH else bucket.dims[0]

@@ -1,4 +1,4 @@
-"""Engine configuration: frozen values from which flags, the YAML reader and the start-up dump are generated."""
+"""Engine configuration: frozen values from which the flags, the YAML reader and the start-up dump are generated."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from trencadis.core.quant.kv_cache_format import NAMES
 from trencadis.core.request import MAX_LOGPROBS
 
 KV_DTYPES = ("nvfp4", "bfloat16", "float16")
-"""What ``--kv-cache-dtype`` takes elsewhere."""
+"""Values of vLLM's ``--kv-cache-dtype`` that are not supported here."""
 
 LOADERS = (
     "npcache", "tensorizer", "sharded_state", "gguf", "bitsandbytes", "mistral", "runai_streamer_sharded",
 )  # fmt: skip
-"""What ``--load-format`` takes elsewhere."""
+"""Values of vLLM's ``--load-format`` that are not supported here."""
 
 WEIGHTS = ("bitsandbytes", "gguf", "modelopt", "modelopt_fp4", "mxfp4", "torchao", "quark", "aqlm", "hqq")
-"""What ``--quantization`` takes elsewhere."""
+"""Values of vLLM's ``--quantization`` that are not supported here."""
 
 ATTENTION = (
     "AUTO", "NONE", "NULL", "TRITON", "TRITON_ATTN", "CPU_ATTN", "HPU_ATTN", "HPU_ATTN_V1", "IPEX", "TORCH_SDPA",
     "XFORMERS", "FLEX_ATTENTION", "TREE_ATTN", "PALLAS", "NO_ATTENTION", "CUSTOM", "DUAL_CHUNK_FLASH_ATTN",
     "DIFFERENTIAL_FLASH_ATTN", "ROCM_FLASH", "ROCM_ATTN", "ROCM_AITER_FA", "ROCM_AITER_UNIFIED_ATTN",
 )  # fmt: skip
-"""What ``--attention-backend`` takes elsewhere, and is the device's own attention here."""
+"""Values of vLLM's ``--attention-backend`` that select the device's own attention here."""
 
 ATTENTION_LIBRARIES = ("FLASH_ATTN", "FLASHINFER")
 
 OLDER_ATTENTION = "_VLLM_V1"
-"""How such names ended once."""
+"""Suffix of such names in older versions of vLLM."""
 
 
 @dataclass(frozen=True)
@@ -281,10 +281,10 @@ class EngineConfig:
 
     @property
     def ranks(self) -> int:
-        """All ranks of an engine."""
+        """Total number of ranks of an engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def without_secrets(self) -> EngineConfig:
-        """The configuration without keys, for child processes, which do not ask the hub."""
+        """Returns the configuration without keys, for child processes, which do not access the hub."""
         empty: dict[str, Any] = {one.name: "" for one, option in options(self) if option.secret}
         return replace(self, **empty)

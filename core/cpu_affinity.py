@@ -1,4 +1,4 @@
-"""The CPUs that this process may use: how many, by which thread pools are sized, and which. Torch-free."""
+"""Finds the CPUs that this process may use: their number, which sizes thread pools, and their ids. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 from trencadis.core.errors import StartupError
 
 BIND, RESERVED = "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU"
-"""Variables: auto, nobind, or lists of CPUs, one a rank (0-31|32-63); and how many cores of each rank stay free."""
+"""Environment variables: auto, nobind, or one list of CPUs per rank (0-31|32-63); number of reserved cores per rank."""
 
 Nodes = tuple[tuple[int, ...], ...]
-"""CPUs of each NUMA node, one a core."""
+"""The CPUs of each NUMA node, one per core."""
 
 
 def available_cpus(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """CPUs that this process may use: those of its affinity, limited by the cgroup's quota (v2, then v1)."""
+    """Returns the number of CPUs that this process may use: its affinity, limited by the cgroup quota (v2, then v1)."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = (cgroup / "cpu.max").read_text().split()
@@ -37,7 +37,9 @@ def computing_cpus(
     machine: Path = Path("/sys/devices/system/cpu"),
     usable: Iterable[int] | None = None,
 ) -> int:
-    """Threads for products: ``available_cpus``, but one of each core, whose second thread has no units of its own.
+    """Returns the number of threads for matrix products: ``available_cpus``, but one per core.
+
+    The second hardware thread of a core has no arithmetic units of its own.
 
     Args:
         usable: CPUs of this process (None: its affinity).
@@ -57,9 +59,9 @@ def nodes_of(
     machine: Path = Path("/sys/devices/system/cpu"),
     nodes: Path = Path("/sys/devices/system/node"),
 ) -> Nodes:
-    """One CPU of each core among ``usable``, by node: the nodes with most cores first, then in their order.
+    """Returns one CPU per core of ``usable``, grouped by NUMA node: the nodes with most cores first, then by number.
 
-    Where the system tells nothing of cores or nodes, each CPU is a core, and all are of one node.
+    If the system does not list cores or nodes, each CPU counts as a core, and all belong to one node.
     """
     cores = dict[str, int]()
     for cpu in sorted(usable):
@@ -83,9 +85,9 @@ def nodes_of(
 
 
 def share_cpus(nodes: Nodes, rank: int, ranks: int, reserved: int = 0) -> tuple[int, ...]:
-    """The CPUs of one of ``ranks`` ranks: whole nodes, or its part of one where there are more ranks than nodes.
+    """Returns the CPUs of one of ``ranks`` ranks: whole nodes, or a part of one if there are more ranks than nodes.
 
-    ``reserved``: how many of them, the last ones, stay free; one is left to the rank in any case.
+    ``reserved``: how many of them, counted from the end, stay free; the rank keeps at least one.
     """
     if ranks <= len(nodes):
         mine = [cpu for held in nodes[rank * len(nodes) // ranks : (rank + 1) * len(nodes) // ranks] for cpu in held]
@@ -101,18 +103,18 @@ def share_cpus(nodes: Nodes, rank: int, ranks: int, reserved: int = 0) -> tuple[
 def choose_cpus(
     text: str, reserved: int, rank: int, ranks: int, threads: int, nodes: Nodes, available: int
 ) -> tuple[int, ...]:
-    """The CPUs that a rank's threads are kept to, one each; empty: wherever the system puts them.
+    """Returns the CPUs to bind a rank's threads to, one each; empty: the threads are not bound.
 
-    ``auto`` keeps them where there are several nodes and the process may use all of their cores: whose quota is smaller
-    shares its CPUs with others, which the system spreads better.
+    ``auto`` binds them if there are several nodes and the process may use all their cores. With a smaller quota it
+    shares its CPUs with other processes, and the system's own placement is better.
 
     Args:
-        text, reserved: ``BIND`` and ``RESERVED``.
-        threads: of this rank.
-        available: CPUs by affinity and quota.
+        text, reserved: the values of the variables ``BIND`` and ``RESERVED``.
+        threads: number of threads of this rank.
+        available: number of CPUs by affinity and quota.
 
     Raises:
-        StartupError: ``text`` is none of these, names too few lists, or CPUs that the process may not use.
+        StartupError: ``text`` has another form or too few lists.
     """
     if text == "nobind":
         return ()
@@ -132,7 +134,7 @@ def choose_cpus(
 
 
 def parse_cpu_list(text: str) -> tuple[int, ...]:
-    """The CPUs of a list such as ``0-3,8,10-11``; raises ValueError for anything else."""
+    """Parses a list of CPUs such as ``0-3,8,10-11``; raises ValueError for anything else."""
     found = list[int]()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
@@ -142,7 +144,7 @@ def parse_cpu_list(text: str) -> tuple[int, ...]:
 
 
 def own_cpus(rank: int, ranks: int, threads: int, text: str, reserved: int) -> Sequence[int]:
-    """``choose_cpus`` on this machine."""
+    """Returns ``choose_cpus`` for this machine; raises StartupError if it names CPUs that this process may not use."""
     if not hasattr(os, "sched_setaffinity"):
         return ()
     usable = os.sched_getaffinity(0)

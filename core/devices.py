@@ -26,22 +26,22 @@ SETTLERS = {
     "cuda": "trencadis.backends.cuda.visible_devices",
     "hpu": "trencadis.backends.hpu.start.hpu_env",
 }
-"""Torch-free modules with ``settle(environ, index, rank, world) -> Settled``, which runs before torch is imported."""
+"""Torch-free modules with ``settle(environ, index, rank, world) -> DeviceEnv``, which runs before torch is imported."""
 
 TIMERS = {"cuda": "trencadis.backends.cuda.timing.time_report"}
 """Modules with ``times(model, ranks, card, rows, context, depth)`` and ``lines(report)``, for ``plan --time``."""
 
 GROUP = "trencadis.backends"
-"""Entry-point group in which an installed package offers ``make_backend``; its module also has ``pick_policy``."""
+"""Entry-point group under which an installed package offers ``make_backend``; its module also has ``pick_policy``."""
 
 KERNELS = "trencadis.backends.cpu.native.kernel_table"
-"""A module with ``line()``: what multiplies quantised weights on the CPU."""
+"""A module with ``line()``, which names the kernels for quantised weights on the CPU."""
 
 RESOURCES = {"cuda": "GPU", "hpu": "HPU", "cpu": "CPU"}
-"""What a rank takes of a node of a cluster, by device."""
+"""The cluster resource that a rank takes, by device."""
 
 CARD_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HABANA_VISIBLE_MODULES")
-"""Variables in which a scheduler of clusters says which cards a process may use."""
+"""Environment variables in which a cluster scheduler lists the cards that a process may use."""
 
 CONFORMANCE = "trencadis.backends.conformance"
 """The checks that every backend must pass."""
@@ -49,12 +49,12 @@ CONFORMANCE = "trencadis.backends.conformance"
 
 @dataclass(frozen=True)
 class DeviceEnv:
-    """What a device needs of a process before torch is imported.
+    """The changes to a process's environment that a device needs before torch is imported.
 
     Args:
-        variables: to be added to the environment.
-        lines: what was found, to be shown at the start.
-        removed: variables to be taken out of it.
+        variables: variables to add to the environment.
+        lines: findings to print at start-up.
+        removed: variables to remove.
     """
 
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class DeviceEnv:
 
 
 def find_installed_backend(name: str) -> EntryPoint | None:
-    """The entry point of a backend that another package offers; a built-in name is never taken."""
+    """Returns the entry point of a backend from another package; built-in names cannot be replaced."""
     return None if name in TABLE else next((e for e in entry_points(group=GROUP) if e.name == name), None)
 
 
@@ -84,22 +84,22 @@ def import_backend(offered: EntryPoint) -> ModuleType:
 
 
 def list_devices() -> list[str]:
-    """Every device that can be asked for: the built-in ones, then those of installed packages."""
+    """Returns every device name that can be requested: the built-in ones, then those of installed packages."""
     return [*BUILT, *sorted({e.name for e in entry_points(group=GROUP)} - set(TABLE))]
 
 
 PREFERRED = ("cuda",)
-"""Devices that ``auto`` tries, best first, before the CPU."""
+"""Devices that ``auto`` tries before the CPU, best first."""
 
 LISTED = ("cuda", "hpu")
-"""Devices whose packages have ``describe_devices()``, ``usable()`` and ``cards(policy, environ)``."""
+"""Devices whose packages have ``listing()``, ``usable()`` and ``cards(policy, environ)``."""
 
 
 def parse(asked: str) -> tuple[str, int]:
-    """``cuda:1`` as (name, index); the index defaults to 0.
+    """Splits ``cuda:1`` into (name, index); the index defaults to 0.
 
     Raises:
-        StartupError: what follows the colon is no index.
+        StartupError: the text after the colon is not a number.
     """
     name, colon, index = asked.partition(":")
     if colon and not index.isdecimal():
@@ -108,7 +108,7 @@ def parse(asked: str) -> tuple[str, int]:
 
 
 def choose(asked: str) -> tuple[str, int, str]:
-    """(name, index, a line to show the user or ""). ``auto`` takes the best device that is usable here."""
+    """Returns (name, index, a line for the user or ""). ``auto`` selects the best device that is usable here."""
     if asked != "auto":
         return *parse(asked), ""
     for name in PREFERRED:
@@ -119,17 +119,17 @@ def choose(asked: str) -> tuple[str, int, str]:
 
 
 def likely(asked: str) -> str:
-    """The name of the device that ``asked`` probably means, without loading any device library."""
+    """Returns the device name that ``asked`` probably selects, without loading a device library."""
     if asked != "auto":
         return parse(asked)[0]
     return next((name for name in PREFERRED if import_module(TABLE[name]).has_card()), "cpu")
 
 
 def cards(asked: str, policy: str, environ: Mapping[str, str]) -> tuple[int, str] | None:
-    """How many cards a process here may use for ``--device ASKED``, and that in words; loads no device library.
+    """Returns how many cards a process may use for ``--device ASKED``, and a description; loads no device library.
 
-    None where it does not matter or is not known: on the CPU, for one card that is named, where a card is imitated, for
-    devices of other packages.
+    Returns None if the number is irrelevant or unknown: on the CPU, for one card given by index, for a simulated card,
+    and for devices of other packages.
 
     Raises:
         StartupError: a variable that names cards cannot be read.
@@ -142,7 +142,7 @@ def cards(asked: str, policy: str, environ: Mapping[str, str]) -> tuple[int, str
 
 
 def describe_devices() -> list[str]:
-    """One line for each device of this machine, or why there is none of a kind."""
+    """Returns one line for each device of this machine, or the reason why there is none of a kind."""
     lines: list[str] = []
     for name in LISTED:
         package = import_module(TABLE[name])
@@ -151,13 +151,13 @@ def describe_devices() -> list[str]:
 
 
 def kernels() -> str:
-    """Which kernels serve on this CPU and why, in one line."""
+    """Returns one line that says which kernels run on this CPU and why."""
     line: str = import_module(KERNELS).line()
     return line
 
 
 def policy_of(device: str, name: str = "") -> Policy:
-    """The policy called ``name`` of a device, from which plans are made without the device.
+    """Returns the policy called ``name`` of a device, from which plans are made without the device.
 
     Raises:
         StartupError: no such device, or one without a policy.
@@ -177,10 +177,10 @@ def policy_of(device: str, name: str = "") -> Policy:
 
 
 def timer(name: str) -> ModuleType:
-    """What says how long steps take on a device that is not there.
+    """Returns the module that predicts step times of a device that need not be present.
 
     Raises:
-        StartupError: nothing is known of this device's times.
+        StartupError: there are no figures for this device.
     """
     if name not in TIMERS:
         raise StartupError(f"plan --time: there are figures of cards for {', '.join(TIMERS)} alone, not for {name}")

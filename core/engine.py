@@ -1,4 +1,7 @@
-"""The engine's loop: schedule, execute, update. It takes requests and returns Deltas; the executor hides devices."""
+"""The engine's loop: schedule, execute, update.
+
+It takes requests and returns Deltas; the executor abstracts devices.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +25,18 @@ if TYPE_CHECKING:
 
 
 GRAMMAR_WAIT = 0.005
-"""Seconds that an engine with nothing else to do waits at a time for a grammar."""
+"""Seconds that an idle engine waits per step for a grammar."""
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitedGrammar:
-    """A request whose grammar the ranks compile; steps go on meanwhile."""
+    """A request whose grammar is being compiled by the ranks; other requests continue meanwhile."""
 
     request: Request
     compiled: Pending[str]
 
     def wait(self, seconds: float) -> None:
-        """Waits until it is compiled, at most ``seconds``."""
+        """Waits until the grammar is compiled, at most ``seconds``."""
         end = time.monotonic() + seconds
         while not self.compiled.done() and time.monotonic() < end:
             time.sleep(seconds / 10)
@@ -69,13 +72,13 @@ class Engine:
         self._reported_version = watch.version if watch is not None else 0
 
     def info(self) -> EngineInfo:
-        """The sizes that the engine started with."""
+        """Returns the sizes that the engine started with."""
         return self._info
 
     # Requests
 
     def add(self, request: Request) -> None:
-        """Queues a request, after its grammar is compiled if it has one; errors come back as Deltas of ``step``."""
+        """Queues a request, once its grammar (if any) is compiled; errors come back as Deltas of ``step``."""
         self._quiet = False
         if request.rule is not None and request.rule.grammar:
             self._compile_first(request, request.rule.grammar)
@@ -83,50 +86,53 @@ class Engine:
             self.life.add(request)
 
     def _compile_first(self, request: Request, grammar: str) -> None:
-        """Keeps a request until its grammar is compiled."""
+        """Holds a request back until its grammar is compiled."""
         request.arrival = request.arrival or self.scheduler.clock()
         self._compiling.append(AwaitedGrammar(request, self.executor.prepare(grammar)))
 
     def abort(self, request_id: str, choice: int = -1) -> None:
-        """Ends a request, or one choice of it; ignored if it is gone."""
+        """Ends a request, or one choice of it; does nothing if it has already ended."""
         self._quiet = False
         self._admit(request_id)
         self.life.abort(request_id, choice)
 
     def add_media(self, request_id: str, index: int, pixels: UInt8) -> None:
-        """Takes pixels that ``needs`` asked for, uint8, flat or [slots, values]."""
+        """Accepts pixels that ``needs`` listed: uint8, flat or [slots, values]."""
         self._quiet = False
         self.life.add_media(request_id, index, pixels)
 
     def media_failed(self, request_id: str, index: int, status: int, message: str) -> None:
-        """Ends a request whose pixels cannot be sent with this error."""
+        """Ends a request whose pixels cannot be delivered, with this error."""
         self._quiet = False
         self.life.fail(request_id, status, message)
 
     def reset_prefix_cache(self) -> None:
-        """Forgets all cached blocks; running requests go on."""
+        """Drops all cached blocks; running requests continue."""
         self.scheduler.pool.forget()
 
     def set_vocabulary(self, data: bytes | bytearray) -> None:
-        """Gives every rank the bytes of each token, packed; to be called before a request whose rule has a grammar."""
+        """Sends the packed bytes of each token to every rank.
+
+        Must be called before the first request with a grammar.
+        """
         self.executor.set_vocabulary(data)
 
     def reset_encoder_cache(self) -> None:
-        """Forgets the embeddings of images that no running request pins."""
+        """Drops the embeddings of images that no running request pins."""
         self.scheduler.arena.empty()
 
     def needs(self) -> list[PixelNeed]:
-        """The pixels needed since the last call."""
+        """Returns the pixels that have become needed since the last call."""
         return self.scheduler.pixel_queue.take_outbox()
 
     # The loop
 
     def step(self) -> list[Delta]:
-        """Submits a Step and takes the results of the oldest one that is due; returns the Deltas, possibly none."""
+        """Submits a Step and takes the results of the oldest one that is due; returns its Deltas, possibly none."""
         return self._step_and_warm() if self._warming else self._step()
 
     def _step_and_warm(self) -> list[Delta]:
-        """A step, after a piece of background warm-up where the pace allows one."""
+        """Runs a step, preceded by some background warm-up if the pacing allows it."""
         start = time.monotonic()
         loaded = not self.idle()
         if self._pace.allows(loaded):
@@ -137,7 +143,7 @@ class Engine:
         return deltas
 
     def _warm(self, loaded: bool) -> None:
-        """Runs one piece of background warm-up with nothing in flight, and more as ``WarmupPacing`` allows."""
+        """Runs one unit of background warm-up with nothing in flight, and more as ``WarmupPacing`` allows."""
         while self._flying:
             self._take(self._flying.popleft().result())
         start = now = time.monotonic()
@@ -149,7 +155,7 @@ class Engine:
                 return
 
     def _admit(self, now: str = "") -> None:
-        """Queues requests whose grammar is compiled, and request ``now`` whatever its grammar."""
+        """Queues requests whose grammar is compiled, and request ``now`` even if its grammar is not."""
         for entry in [e for e in self._compiling if e.request.id == now or e.compiled.done()]:
             self._compiling.remove(entry)
             problem = entry.compiled.result() if entry.compiled.done() else ""
@@ -189,15 +195,15 @@ class Engine:
         self.life.update(output)
 
     def busy(self) -> bool:
-        """Whether ``step`` has work to do; False also while all requests wait for pixels."""
+        """Returns True if ``step`` has work to do; False also while all requests wait for pixels."""
         return self._warming or not self._quiet or bool(self._compiling)
 
     def idle(self) -> bool:
-        """Whether no request is left and no step is in flight."""
+        """Returns True if there is no request and no step in flight."""
         return not self.life.requests and not self._flying and not self._compiling
 
     def stats(self) -> EngineStats:
-        """Counters and gauges; lists hold what happened since the last call."""
+        """Returns counters and gauges; lists hold the events since the last call."""
         s = self.scheduler
         made = replace(
             s.totals,
@@ -218,7 +224,7 @@ class Engine:
         return made
 
     def _add_rare(self, made: EngineStats) -> None:
-        """Adds what an engine counts that has a tier in host memory, a log of evictions or graphs."""
+        """Adds the values that exist only with a host memory tier, an eviction log or graphs."""
         pool = self.scheduler.pool
         if pool.host is not None:
             made.host_used, made.host_total = pool.host.used, pool.host.size
@@ -228,7 +234,7 @@ class Engine:
             made.graphs, made.plan = self._watch.counters(), self._take_changed_plan(self._watch)
 
     def _take_changed_plan(self, watch: GraphReporter) -> GraphPlan | None:
-        """The plan, if a program's state changed since the last call."""
+        """Returns the plan if a program's state changed since the last call; else None."""
         if watch.version == self._reported_version:
             return None
         self._reported_version = watch.version

@@ -1,7 +1,7 @@
 """What an engine reports: its sizes, its plan, its launches, its counters.
 
-These are plain values, for which an engine in the same process needs no codec; core/process/engine_messages.py sends
-them between processes. Torch-free.
+The values are plain, so that an engine in the same process needs no codec; core/process/engine_messages.py sends them
+between processes. Torch-free.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class BucketState(NamedTuple):
 
 
 class LedgerRow(NamedTuple):
-    """What takes memory, and how many bytes."""
+    """One user of device memory, and its bytes."""
 
     name: str
     bytes: int
 
 
 class PoolBytes(NamedTuple):
-    """Bytes of one graph pool: its budget, spent on graphs, not returned by released ones."""
+    """Bytes of one graph pool: budget, spent on graphs, and not recovered from released graphs."""
 
     budget: int
     spent: int
@@ -43,7 +43,7 @@ class PoolBytes(NamedTuple):
 
 @dataclass(slots=True)
 class GraphPlan:
-    """Every planned bucket and where the device's bytes go; ledger rows sum to ``total``."""
+    """Every planned bucket and the use of the device's memory; ledger rows sum to ``total``."""
 
     version: int
     buckets: list[BucketState] = field(default_factory=list)
@@ -67,7 +67,7 @@ class GraphCounters:
 
 
 class BucketUse(NamedTuple):
-    """One launch: real and padded tokens, slots or rows; the rest as in ``StepStats``."""
+    """One launch: real and padded tokens, slots or rows; the other fields are those of ``StepStats``."""
 
     stage: str
     real: int
@@ -97,11 +97,11 @@ class EngineInfo:
     arena_bytes: int = 0
     seconds: float = 0.0
     step_seconds: float = 0.0
-    """Predicted for the largest step; 0: unknown. A step that takes far longer counts as a hang."""
+    """Predicted duration of the largest step; 0: unknown. A step that takes far longer counts as a hang."""
     notes: list[str] = field(default_factory=list)
     graphs: GraphPlan | None = None
     host_blocks: int = 0
-    """KV blocks that host memory holds for what makes room on the device."""
+    """KV blocks in host memory for those evicted from the device."""
 
 
 @dataclass(slots=True)
@@ -111,30 +111,30 @@ class EngineStats:
     running: int = 0
     waiting: int = 0
     deferred: int = 0
-    """Those of ``waiting`` that wait for a grammar or for images, and not for room."""
+    """Requests among ``waiting`` that wait for a grammar or for images rather than for KV blocks."""
     kv_used: int = 0
     kv_total: int = 0
     kv_cached: int = 0
-    """Blocks in the prefix cache, in use or not."""
+    """Blocks in the prefix cache, whether in use or not."""
     kv_evictions: int = 0
     steps: int = 0
     preemptions: int = 0
     prompt_tokens: int = 0
-    """Tokens of prompts that are done, from a cache or not."""
+    """Tokens of finished prompts, whether cached or computed."""
     prompt_cached: int = 0
-    """Those of ``prompt_tokens`` that the prefix cache held."""
+    """Tokens among ``prompt_tokens`` found in the prefix cache."""
     generation_tokens: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
     host_hits: int = 0
-    """Tokens of ``prefix_hits`` that came back from host memory."""
+    """Tokens among ``prefix_hits`` that were copied back from host memory."""
     host_used: int = 0
     host_total: int = 0
-    """Blocks of host memory."""
+    """KV blocks that host memory can hold."""
     mm_queries: int = 0
     mm_hits: int = 0
     cpu_threads: int = 0
-    """Threads of rank 0 that compute now on a CPU; 0: another device computes."""
+    """Threads of rank 0 that currently compute on the CPU; 0: another device computes."""
     arena_used: int = 0
     arena_total: int = 0
     images_encoded: int = 0

@@ -1,4 +1,4 @@
-"""The environment variables that are read beside those of flags: name, kind, default, meaning."""
+"""The environment variables that are read in addition to those of flags: name, kind, default, meaning."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ class Env:
 
     Args:
         kind: bool, int, float, str or secret.
-        effect: ``read``; ``ignored`` (accepted, one line says why);
-            ``refused`` (it asks for what is not done here; the meaning says why and what to do).
-        refuses: what a refused variable is refused for: ``true``, ``false``, or any value.
-        plugin: of vLLM's Gaudi plug-in, or of the bridge below it; they have a table of their own.
+        effect: ``read``; ``ignored`` (accepted, one line says why); ``refused`` (the requested behaviour is not
+            supported; the meaning says why and what to do).
+        refuses: the values for which a refused variable is an error: ``true``, ``false``, or any value.
+        plugin: True for variables of vLLM's Gaudi plug-in or its PyTorch bridge; the documentation lists them in a
+            separate table.
     """
 
     name: str
@@ -222,13 +223,13 @@ _SECRET = re.compile(r"(^|_)(KEY|APIKEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS
 
 
 def secret(name: str) -> bool:
-    """Whether a variable holds a key, by the table or, if it is not in there, by its name."""
+    """Returns True if a variable holds a secret, by the table or, if it is not listed, by its name."""
     known = BY_NAME.get(name)
     return known.kind == "secret" if known is not None else bool(_SECRET.search(name.upper()))
 
 
 def shapes(name: str) -> bool:
-    """Whether a variable of the table changes the planned shapes."""
+    """Returns True if a variable of the table changes the planned shapes."""
     return "_BUCKET" in name or name == "VLLM_EXPONENTIAL_BUCKETING"
 
 
@@ -236,7 +237,7 @@ def parse_bool(text: str, name: str) -> bool:
     """Parses ``true t 1 yes y on`` and their opposites, in upper or lower case.
 
     Raises:
-        StartupError: anything else; the line names the variable or flag.
+        StartupError: the text is anything else; the message names the variable or flag.
     """
     low = text.strip().lower()
     if low in TRUE:
@@ -247,19 +248,22 @@ def parse_bool(text: str, name: str) -> bool:
 
 
 def get(name: str, environ: Mapping[str, str] | None = None) -> str | None:
-    """The text of a variable of the table; None if it is unset or empty."""
+    """Returns the text of a variable of the table; None if it is unset or empty."""
     env = BY_NAME[name]
     return (os.environ if environ is None else environ).get(env.name) or None
 
 
 def get_bool(name: str, environ: Mapping[str, str] | None = None) -> bool:
-    """A boolean of the table, or its default if it is unset."""
+    """Returns a boolean of the table, or its default if it is unset; raises StartupError if it cannot be parsed."""
     text = get(name, environ)
     return parse_bool(BY_NAME[name].default if text is None else text, name)
 
 
 def get_int(name: str, environ: Mapping[str, str] | None = None) -> int | None:
-    """An integer of the table, or its default if it is unset; None if that is no number."""
+    """Returns an integer of the table, or its default if it is unset (None if the default is no number).
+
+    Raises StartupError if it cannot be parsed.
+    """
     text = get(name, environ)
     if text is None:
         default = BY_NAME[name].default
@@ -271,7 +275,7 @@ def get_int(name: str, environ: Mapping[str, str] | None = None) -> int | None:
 
 
 def get_float(name: str, environ: Mapping[str, str] | None = None) -> float | None:
-    """A number of the table; None if it is unset."""
+    """Returns a number of the table; None if it is unset. Raises StartupError if it cannot be parsed."""
     text = get(name, environ)
     try:
         value = None if text is None else float(text)
@@ -285,14 +289,14 @@ def get_float(name: str, environ: Mapping[str, str] | None = None) -> float | No
 def review(
     environ: Mapping[str, str], flags: Collection[str] = (), others: Callable[[str], Env | None] = lambda name: None
 ) -> Iterator[str]:
-    """One line for each variable that is set and has no effect or is unknown.
+    """Yields one line for each variable that is set and has no effect or is unknown.
 
     Args:
-        flags: variables that flags read.
-        others: finds a variable of another server by its name.
+        flags: names of the variables that flags read.
+        others: looks up a variable of another server by name.
 
     Raises:
-        StartupError: a variable that is refused, or a boolean or number that cannot be read.
+        StartupError: a variable is refused, or a boolean or number cannot be parsed.
     """
     for name in sorted(environ):
         env = BY_NAME.get(name) or others(name)
@@ -311,7 +315,7 @@ def review(
 
 
 def _read(env: Env, environ: Mapping[str, str]) -> None:
-    """Reads a variable as what it is; StartupError, if it is not."""
+    """Parses a variable by its kind, so that StartupError is raised if that fails."""
     if env.kind == "bool":
         get_bool(env.name, environ)
     elif env.kind == "int":
@@ -321,7 +325,10 @@ def _read(env: Env, environ: Mapping[str, str]) -> None:
 
 
 def _refuse(env: Env, text: str) -> None:
-    """Raises StartupError for a value that asks for what is not done here; its opposite is what happens anyway."""
+    """Raises StartupError if the value requests unsupported behaviour.
+
+    The opposite value is accepted, as it is the default.
+    """
     asks = True if env.refuses == ALWAYS else parse_bool(text, env.name) == (env.refuses == "true")
     if asks:
         raise StartupError(f"{env.name}={text!r} is refused: {env.meaning}. Unset it.")
@@ -338,7 +345,7 @@ def markdown(flags: Iterable[Env], others: Iterable[Env] = ()) -> str:
 
     Args:
         flags: the variables that set a flag.
-        others: those of another server.
+        others: variables of another server.
     """
     every = (*flags, *TABLE)
     titles = (
@@ -368,7 +375,7 @@ _OTHERS = "Variables of vLLM 0.32 and before, beside those above. Neutral ones h
 
 
 def _group_by_reason(others: Iterable[Env]) -> Iterator[str]:
-    """A row for each reason."""
+    """Yields one table row for each reason, with all variables that share it."""
     names: dict[tuple[str, str], list[str]] = {}
     for env in others:
         names.setdefault((_here(env), env.meaning), []).append(f"`{env.name}`")
@@ -384,7 +391,7 @@ _OF_PLUGINS = (
 
 
 def _here(env: Env) -> str:
-    """``works``, ``neutral`` or ``refused``, with the default or what is refused."""
+    """Returns ``works``, ``neutral`` or ``refused``, with the default or the refused values."""
     if env.effect == READ:
         return f"works; default {env.default}" if env.default else "works"
     return "neutral" if env.effect == IGNORED else f"refused ({env.refuses})"

@@ -1,4 +1,4 @@
-"""Typed errors. Each is a reply to a client: an HTTP status, a short message and the parameter at fault."""
+"""Typed errors for clients, each with an HTTP status, a short message and the parameter at fault."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
 """Characters that a terminal or a reader of lines takes for something else than text."""
 
 MAX_MESSAGE = 199
-"""Longest message that is sent to a client, in characters."""
+"""Longest message sent to a client, in characters."""
 
 
 class TrencadisError(Exception):
-    """Base of all errors that a user sees.
+    """Base class of all errors that are reported to users.
 
     Args:
         message: one short sentence; cut to ``MAX_MESSAGE`` characters.
-        param: the request field it is about, such as ``messages[0].content[1]``; cut likewise.
+        param: the request field at fault, such as ``messages[0].content[1]``; cut in the same way.
         retry_after: seconds after which the same request may succeed.
     """
 
@@ -32,12 +32,12 @@ class TrencadisError(Exception):
 
 
 def _printable(text: str) -> str:
-    """``text``, cut, without lone surrogates, which a quoted part of a request may hold and UTF-8 cannot encode."""
+    """Returns ``text`` cut to ``MAX_MESSAGE``, with lone surrogates escaped, which UTF-8 cannot encode."""
     return text[:MAX_MESSAGE].encode("utf-8", "backslashreplace").decode()[:MAX_MESSAGE]
 
 
 class BadRequest(TrencadisError):
-    """400: the request itself is wrong."""
+    """400: the request is invalid."""
 
     status = 400
     type = "BadRequestError"
@@ -51,7 +51,7 @@ class Unauthorized(TrencadisError):
 
 
 class Forbidden(TrencadisError):
-    """403: refused by the operator's rules (an address, a path, a disabled feature)."""
+    """403: forbidden by the operator's rules (an address, a path, a disabled feature)."""
 
     status = 403
     type = "PermissionDeniedError"
@@ -65,14 +65,14 @@ class NotFound(TrencadisError):
 
 
 class RequestTimeout(TrencadisError):
-    """408: the request did not come in time."""
+    """408: the request was not received in time."""
 
     status = 408
     type = "RequestTimeoutError"
 
 
 class Conflict(TrencadisError):
-    """409: contradicts what the server already holds."""
+    """409: the request conflicts with the server's current state."""
 
     status = 409
     type = "ConflictError"
@@ -86,14 +86,14 @@ class TooLarge(TrencadisError):
 
 
 class UnsupportedMedia(TrencadisError):
-    """415: bytes that are no image of a known format."""
+    """415: the bytes are no image of a known format."""
 
     status = 415
     type = "UnsupportedMediaTypeError"
 
 
 class Unprocessable(TrencadisError):
-    """422: a media URL that did not answer."""
+    """422: a media URL could not be fetched."""
 
     status = 422
     type = "UnprocessableEntityError"
@@ -114,18 +114,18 @@ class QueueFull(TrencadisError):
 
 
 class KeyLimitReached(QueueFull):
-    """429 too: a limit of the client's key is reached, however much room the server has."""
+    """429: a limit of the client's API key is reached, regardless of the server's load."""
 
 
 class Unavailable(TrencadisError):
-    """503: loading, draining, or the engine died."""
+    """503: the server is loading or draining, or the engine has died."""
 
     status = 503
     type = "ServiceUnavailableError"
 
 
 class DeadlineExceeded(TrencadisError):
-    """504: the request has used the seconds that it or the operator gives it."""
+    """504: the request has exceeded its time limit, set by itself or by the operator."""
 
     status = 504
     type = "GatewayTimeoutError"
@@ -152,5 +152,5 @@ BY_STATUS: dict[int, type[TrencadisError]] = {
 
 
 def from_status(status: int, message: str, param: str | None = None) -> TrencadisError:
-    """The error for ``status`` as it came over the wire."""
+    """Returns the error for an HTTP ``status``, as decoded from a message of another process."""
     return BY_STATUS.get(status, TrencadisError)(message, param=param)

@@ -1,4 +1,4 @@
-"""How a field of a configuration states its whole flag: help, parser, choices, bounds, variables, other names."""
+"""Declares flags as dataclass fields: help text, parser, choices, bounds, environment variables, aliases."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ YEAR = 365 * 86400.0
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """From ``least`` to ``most``; ``above`` and ``below``: that end itself is outside."""
+    """The interval from ``least`` to ``most``; ``above`` and ``below`` exclude the respective end."""
 
     least: float
     most: float
@@ -22,18 +22,18 @@ class Bound:
     below: bool = False
 
     def holds(self, value: float) -> bool:
-        """False for a NaN too."""
+        """Returns True if ``value`` lies inside; False for a NaN."""
         outside = (self.above and value == self.least) or (self.below and value == self.most)
         return self.least <= value <= self.most and not outside
 
     @property
     def span(self) -> str:
-        """As mathematicians write it: ``[0, 1)``."""
+        """The interval in mathematical notation: ``[0, 1)``."""
         least, most = (f"{v}" if isinstance(v, int) else f"{v:.16g}" for v in (self.least, self.most))
         return f"{'(' if self.above else '['}{least}, {most}{')' if self.below else ']'}"
 
     def rule(self, value: float) -> str:
-        """What ``value`` breaks."""
+        """Returns the rule that ``value`` violates, for an error message."""
         if value <= 0 and (self.least == 1 or (self.least == 0 and self.above and self.most > 1)):
             return "must be positive"
         return f"must be in {self.span}"
@@ -45,20 +45,20 @@ SECONDS, SOME_SECONDS, SHARE = Bound(0, YEAR), Bound(0, YEAR, above=True), Bound
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Option:
-    """What a flag is beside its name, type and default.
+    """The properties of a flag other than its name, type and default.
 
     Args:
-        kind: the parser, where the type does not name it: bytes, commas, count, json, limits or upper.
-        choices: the values there are.
-        means: another word for a value -> the value.
-        later: a value that other servers take -> why it is refused, and what serves.
-        bare: the value of the flag without one, where it may stand so.
-        unset: texts that stand for None, beside auto, none and null.
+        kind: the parser, if the type does not determine it: bytes, commas, count, json, limits or upper.
+        choices: the valid values.
+        means: synonym of a value -> the value.
+        later: a value that other servers accept -> why it is refused, and what to use instead.
+        bare: the value if the flag is given without one; None: it needs a value.
+        unset: texts that mean None, besides auto, none and null.
         bound: limits of a number; every numeric flag has one.
         aliases: other names of the flag.
-        env: variables that set it, the first wins.
-        secret: never printed, and told to no other process.
-        hidden: only in ``--help=all``.
+        env: environment variables that set it; the first one wins.
+        secret: never printed, and not passed to other processes.
+        hidden: shown only by ``--help=all``.
     """
 
     help: str
@@ -76,7 +76,7 @@ class Option:
 
 
 def opt(default: Any, help: str, **more: Any) -> Any:
-    """A field that is also a flag; ``more`` are the arguments of ``Option``."""
+    """Declares a dataclass field that is also a flag; ``more`` are the arguments of ``Option``."""
     metadata = {"option": Option(help, **more)}
     if isinstance(default, dict | list):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
@@ -84,6 +84,6 @@ def opt(default: Any, help: str, **more: Any) -> Any:
 
 
 def options(config: Any) -> Iterator[tuple[dataclasses.Field[Any], Option]]:
-    """The fields of a configuration (the class, or a value of it) with what they say."""
+    """Yields the fields of a configuration (a class or an instance) with their ``Option``."""
     for one in dataclasses.fields(config):
         yield one, one.metadata["option"]

@@ -1,4 +1,4 @@
-"""Finds the known name that a mistyped one stands for; names that merely look alike do not count."""
+"""Suggests the known name that a mistyped one stands for; names that merely look alike do not count."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ LONGEST = 200
 """Most characters of a name that is compared: the time grows with their square."""
 
 LIKE = 0.75
-"""Least share of equal letters of a word and its misspelling."""
+"""Minimum similarity of a word and its misspelling, from 0 to 1."""
 
 
 def suggest_name(written: str, names: Iterable[str]) -> str:
-    """The name whose words are those of ``written``, possibly misspelt or cut short; "" if there is none.
+    """Returns the name whose words are those of ``written``, possibly misspelt or cut short; "" if there is none.
 
     Names are compared word by word: as a whole, --max-lora-rank shares more letters with --max-log-len than many a typo
     with the intended name. If two or more words are written, one may be missing.
@@ -31,7 +31,7 @@ def _words(name: str) -> list[str]:
 
 
 def _alike(written: list[str], known: list[str]) -> float:
-    """Likeness of two names from 0 (different) to 1."""
+    """Returns the similarity of two names from 0 (different) to 1."""
     if len(written) == len(known):
         each = [_word(a, b) for a, b in zip(written, known, strict=True)]
         alike = bool(each) and all(each) and (len(each) == 1 or 1 in each)
@@ -42,13 +42,13 @@ def _alike(written: list[str], known: list[str]) -> float:
 
 
 def _cut(written: list[str], rest: list[str]) -> float:
-    """Likeness if one of the known words is missing; each other word must be equal or cut short."""
+    """Returns the similarity if one of the known words is missing; each other word must be equal or cut short."""
     pairs = list(zip(written, rest, strict=True))
     return sum(_word(a, b) for a, b in pairs) / (len(rest) + 1) if all(_short(a, b) for a, b in pairs) else 0
 
 
 def _short(written: str, known: str) -> bool:
-    """Whether the words are equal, or one is the beginning of the other."""
+    """Returns True if the words are equal, or one is the beginning of the other."""
     less, more = sorted((written, known), key=len)
     return written == known or (len(less) > 2 and more.startswith(less))
 

@@ -1,6 +1,6 @@
-"""Names that plug-ins of other packages may still import, and what they are called now.
+"""Former names that plug-ins of other packages may still import, and their current names.
 
-A plug-in that fails because of such a name ends the start with one line that names its successor.
+If a plug-in fails because of such a name, the start ends with one line that gives the current name.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ MODULES = {
     "server.tools.qwen3": "server.tools.qwen3_tool_parser",
     "server.tools.qwen3_values": "server.tools.qwen3_parameters",
 }
-"""Modules of before, without ``trencadis.``, and where they are now."""
+"""Former modules, without ``trencadis.`` -> their current names."""
 
 NAMES = {
     "CLASH": "UUID_CONFLICT",
@@ -229,7 +229,7 @@ NAMES = {
     "spread": "scale_and_shift",
     "together": "merge_or_separate",
 }
-"""Classes, functions and constants of any of these modules."""
+"""Former names of classes, functions and constants of any of these modules -> current names."""
 
 MEMBERS = {
     "Attention": {"turned": "rotary_dim", "form": "kv_format"},
@@ -332,7 +332,7 @@ MEMBERS = {
     "VideoProcessor": {"frames": "frame_limits"},
     "WeightSource": {"quantised": "take_quantised", "stacked": "take_stacked"},
 }
-"""Methods, attributes and constructor arguments, by the name that the class has now."""
+"""Current class name -> former names of methods, attributes and constructor arguments -> current names."""
 
 
 def find_successors(error: BaseException) -> str:
@@ -353,7 +353,9 @@ def find_successors(error: BaseException) -> str:
 
 
 def find_old_members(subject: type) -> str:
-    """As ``find_successors``, for the methods and attributes that a plug-in's class defines by their old names."""
+    """Returns the same as ``find_successors``, for methods and attributes that a plug-in's class defines by former
+    names.
+    """
     pairs = [
         (f"{subject.__name__}.{old}", new)
         for base in subject.__mro__[1:]
@@ -364,7 +366,7 @@ def find_old_members(subject: type) -> str:
 
 
 def _renamed_imports(error: ImportError) -> Iterator[tuple[str, str]]:
-    """(old, new) of the module and of the names that the failing import statement asks for."""
+    """Yields (old, new) for the module and the names of the failing import statement."""
     statement = _failing_import(error)
     module = (statement.module if isinstance(statement, ast.ImportFrom) else None) or error.name or ""
     inside = module.removeprefix("trencadis.")
@@ -380,7 +382,7 @@ def _renamed_imports(error: ImportError) -> Iterator[tuple[str, str]]:
 
 
 def _failing_import(error: ImportError) -> ast.stmt | None:
-    """The import statement that raised ``error``, read from its source; None if that cannot be found."""
+    """Returns the import statement that raised ``error``, read from its source; None if it cannot be found."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
     if not frames or frames[-1].lineno is None:
         return None
@@ -395,7 +397,7 @@ def _failing_import(error: ImportError) -> ast.stmt | None:
 
 
 def _renamed_attribute(error: AttributeError) -> Iterator[tuple[str, str]]:
-    """(old, new) of an attribute that a module, a class or an instance of this package had."""
+    """Yields (old, new) for a former attribute of a module, a class or an instance of this package."""
     name, owner = error.name or "", error.obj
     module = str(getattr(owner, "__name__", ""))
     if module.startswith("trencadis."):
@@ -411,7 +413,7 @@ def _renamed_attribute(error: AttributeError) -> Iterator[tuple[str, str]]:
 
 
 def _renamed_keyword(message: str) -> Iterator[tuple[str, str]]:
-    """(old, new) of a field that a constructor of this package no longer takes."""
+    """Yields (old, new) for a field that a constructor of this package no longer accepts."""
     found = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", message)
     if found is not None and found[2] in MEMBERS.get(found[1], {}):
         yield f"{found[1]}({found[2]}=)", MEMBERS[found[1]][found[2]]

@@ -1,4 +1,4 @@
-"""How start-up and warm-up report their progress. Torch-free."""
+"""Progress reports of start-up and warm-up. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Called when a phase begins and while it runs: ``fraction`` or ``done`` of ``total``, ``eta`` in seconds."""
+    """Called when a phase begins and during it: ``fraction`` or ``done`` of ``total``, ``eta`` in seconds."""
 
     def __call__(
         self, name: str, detail: str = "", fraction: float = 0.0, done: int = 0, total: int = 0, eta: float = 0.0
@@ -40,7 +40,7 @@ class SilentProgress:
 
 @dataclass(slots=True)
 class Warming:
-    """Progress of warm-up: its phase, ``done`` of ``total`` pieces, seconds left (``eta``), seconds spent."""
+    """Progress of warm-up: phase, ``done`` of ``total`` units, seconds left (``eta``), seconds spent."""
 
     phase: str = "planned"
     done: int = 0
@@ -51,12 +51,12 @@ class Warming:
 
     @property
     def fraction(self) -> float:
-        """Share of pieces that are done."""
+        """Fraction of units that are done."""
         return self.done / self.total if self.total else 1.0
 
 
 class Throttle:
-    """Passes a report on when a phase changes or ends, otherwise at most once in ``seconds``."""
+    """Forwards a report when a phase changes or ends, otherwise at most once in ``seconds``."""
 
     def __init__(self, tell: Progress, seconds: float = 1.0) -> None:
         self._report, self._seconds = tell, seconds

@@ -1,4 +1,4 @@
-"""What a user asks of the engine: tokens, media spans and sampling parameters. Torch-free."""
+"""A request to the engine: tokens, media spans and sampling parameters. Torch-free."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from trencadis.core.masks.structured_outputs import (
 
 MAX_LOGPROBS = 20
 MAX_BEAMS = MAX_LOGPROBS // 2
-"""Most beams of a request: half of the best ids that SAMPLE reports, so that there are enough beside those that end."""
+"""Most beams of a request: half of the top ids that SAMPLE reports, so that enough are left besides those that end."""
 
 MAX_BIAS = 300
 MAX_SCORED = 128
-"""Most ids of ``logprob_token_ids``."""
+"""Largest number of ``logprob_token_ids``."""
 GREEDY_BELOW = 1e-5
 NO_LOGPROB = -2
-"""The target, in a SAMPLE launch, of a row that is drawn and wants no log-probabilities; -1: it wants them."""
+"""Target, in a SAMPLE launch, of a row that samples without log-probabilities; -1: with them."""
 BOUNDS = {
     "n": Bound(1, 16384),
     "temperature": Bound(0.0, 2.0),
@@ -38,7 +38,7 @@ BOUNDS = {
     "repetition_penalty": Bound(0.0, 100.0, above=True),
     "min_tokens": Bound(0, MOST),
 }
-"""Bounds of the numbers that every ``SamplingParams`` has."""
+"""Bounds of the numeric values of ``SamplingParams``."""
 
 
 def _check_bound(name: str, value: float, bound: Bound) -> None:
@@ -47,14 +47,14 @@ def _check_bound(name: str, value: float, bound: Bound) -> None:
 
 
 def _as_list(given: Any) -> list[Any]:
-    """``given`` as a list: one text is one entry, None is none."""
+    """Returns ``given`` as a list: a single text becomes one entry, None an empty list."""
     if isinstance(given, list):
         return given
     return [given] if isinstance(given, str) else [*given] if isinstance(given, Iterable) else []
 
 
 class RequestOutputKind(Enum):
-    """What each output of a stream holds: all so far, what is new, or everything once at the end."""
+    """Contents of each output of a stream: everything so far, only new parts, or everything once at the end."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -65,37 +65,39 @@ UNSUPPORTED = {
     "logits_processors": "functions over logits",
     "extra_args": "arguments of plugins",
 }
-"""vLLM's parameters that would change an answer and are not built, and what each of them needs."""
+"""vLLM's parameters that would change an answer and are not supported, with a description."""
 
 
 @dataclass(slots=True)
 class SamplingParams:
-    """How to draw tokens. Values follow the OpenAI API and vLLM's extensions; ranges are checked on construction.
+    """How tokens are sampled. Values follow the OpenAI API and vLLM's extensions; ranges are checked on construction.
 
     Order of application: logit_bias, repetition, frequency and presence penalties, masks (min_tokens), then argmax
-    (temperature < 1e-5) or temperature, min_p, top_k, top_p and an inverse-CDF draw. ``logprobs`` are of raw logits.
+    (temperature < 1e-5) or temperature, min_p, top_k, top_p and an inverse-CDF draw. ``logprobs`` are computed from raw
+    logits.
 
     Args:
-        stop: texts that end the answer; one text, or None, is taken too.
-        truncate_prompt_tokens: keeps the prompt's last tokens (offline use); -1: as many as the model takes.
-        detokenize: whether the answer has a text beside its ids.
-        spaces_between_special_tokens: no effect: special tokens are shown as they stand, without blanks around them.
-        output_kind: what each output of ``AsyncLLM.generate`` and ``LLMEngine.step`` holds.
-        best_of: ``n``, under its older name.
-        logprob_token_ids: at most ``MAX_SCORED`` ids whose log-probabilities are reported with each token, in place of
-            the best ids.
-        flat_logprobs: offline, log-probabilities come as a few long lists (``FlatLogprobs``).
-        skip_reading_prefix_cache: the prompt is computed whole, whatever is cached.
-        skip_clone: no effect: an engine always works on a copy.
-        structured_outputs: the form that answers have (offline use); ``guided_decoding`` is its older name.
-        allowed_token_ids: nothing else is drawn, EOS neither unless it is listed; beside a grammar its end is.
-        bad_words: texts that the answer does not hold, at the start of a text or behind a blank.
-        thinking_token_budget: most tokens of a thought, which is then ended; -1 or None: any number.
+        stop: texts that end the answer; a single text or None is accepted, too.
+        truncate_prompt_tokens: keep only the last tokens of the prompt (offline use); -1: as many as the model
+            supports.
+        detokenize: True if the answer has text in addition to its ids.
+        spaces_between_special_tokens: no effect; special tokens are shown without added blanks.
+        output_kind: contents of each output of ``AsyncLLM.generate`` and ``LLMEngine.step``.
+        best_of: older name of ``n``.
+        logprob_token_ids: at most ``MAX_SCORED`` ids whose log-probabilities are reported with each token, instead of
+            the top ids.
+        flat_logprobs: return log-probabilities as a few long lists (``FlatLogprobs``, offline use).
+        skip_reading_prefix_cache: compute the whole prompt, even if parts are cached.
+        skip_clone: no effect; an engine always works on a copy.
+        structured_outputs: the form of the answers (offline use); ``guided_decoding`` is its older name.
+        allowed_token_ids: only these ids are sampled. EOS must be listed, except with a grammar.
+        bad_words: texts that must not occur in the answer, at its start or after a blank.
+        thinking_token_budget: largest number of thinking tokens; thinking is then ended. -1 or None: no limit.
 
-    The last ones are vLLM's as well and are not built (``UNSUPPORTED``).
+    The last parameters of vLLM are accepted but not supported (``UNSUPPORTED``).
 
     Raises:
-        BadRequest: a value is out of range, or asks for something that is not built; ``param`` names it.
+        BadRequest: a value is out of range or not supported; ``param`` names it.
     """
 
     n: int = 1
@@ -147,7 +149,7 @@ class SamplingParams:
                 setattr(self, name, read(value, self))
 
     def clone(self) -> SamplingParams:
-        """A copy that shares nothing with this one; its values are checked again."""
+        """Returns an independent copy, whose values are checked again."""
         bias = None if self.logit_bias is None else dict(self.logit_bias)
         allowed = None if self.allowed_token_ids is None else [*self.allowed_token_ids]
         return replace(
@@ -156,23 +158,23 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the next token is the argmax."""
+        """True if the next token is the argmax."""
         return self.temperature < GREEDY_BELOW
 
     @property
     def reports(self) -> bool:
-        """Whether log-probabilities of the answer's tokens are wanted."""
+        """True if log-probabilities of the answer's tokens are requested."""
         return self.logprobs is not None or self.logprob_token_ids is not None
 
     @property
     def needs_state(self) -> bool:
-        """Whether the sampler keeps counts or biases for this request (RESET is issued when it enters)."""
+        """True if the sampler keeps counts or biases for this request (a RESET is issued when it starts)."""
         penalty = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
         return bool(penalty or self.logit_bias)
 
 
 LISTS = ("stop", "stop_token_ids", "bad_words")
-"""Parameters that are also taken as one value, or as None."""
+"""Parameters that may also be given as a single value or None."""
 Reader = Callable[[Any, SamplingParams], Any]
 
 
@@ -221,7 +223,7 @@ def _best_of(value: int, params: SamplingParams) -> int:
 
 
 def _bounded_reader(name: str, bound: Bound, beside: int | None = None) -> Reader:
-    """The number ``beside`` the bound is allowed as well."""
+    """Returns a reader that accepts numbers within ``bound``, and the value ``beside``."""
 
     def read(value: Any, params: SamplingParams) -> Any:
         if value != beside:
@@ -264,17 +266,18 @@ READERS: dict[str, Reader] = {
     "best_of": _best_of,
     **{name: _refuse_unsupported(name, what) for name, what in UNSUPPORTED.items()},
 }
-"""What a parameter that is given becomes, and its check."""
+"""Parameter -> function that checks and converts a given value."""
 
 
 @dataclass(frozen=True, slots=True)
 class BeamRule:
-    """How the beams of a request are searched; ``params.n`` says how many are kept.
+    """Parameters of a beam search; ``params.n`` is the number of beams.
 
     Args:
         length_penalty: answers are ranked by the sum of their log-probabilities divided by length ** length_penalty.
-        early_stopping: True: the search ends once as many beams have ended as are kept; False: once no running one
-            is better at its present length; None: once none can become better, at its longest for penalties above 0.
+        early_stopping: True: the search ends once ``params.n`` beams have ended. False: once no running beam is better
+            at its present length. None: once no running beam can become better (for penalties above 0, at the maximum
+            length).
     """
 
     length_penalty: float = 1.0
@@ -283,23 +286,24 @@ class BeamRule:
 
 @dataclass(slots=True)
 class Request:
-    """One prompt and how to continue it. ``params.n`` choices share it.
+    """One prompt and how to continue it; ``params.n`` choices share it.
 
     Args:
         id: unique while the request lives.
         tokens: prompt ids, placeholders expanded; at least one.
-        spans: its media, by ascending offset.
+        spans: the media in the prompt, by ascending offset.
         positions: little-endian int32 [3, len(tokens)] rotary positions, or None where all three equal the index.
-        delta: beyond the prompt, position = index + delta.
+        delta: after the prompt, position = index + delta.
         salt: cache_salt; requests share cached blocks and images only under equal salts.
         priority: lower runs first.
-        arrival: seconds (``time.time``), second key of the total order.
-        rule: what its choices may draw, beyond ``params``.
-        beams: searches for the ``params.n`` best answers instead of drawing them; all come at the end, best first.
-        tenant: whose share it counts against under ``--scheduling-policy fair``.
-        weight: of that share.
-        pool: which hidden rows a pooling engine takes (``core.checkpoint.pooling_config``); "": tokens are generated.
-        replica: before it is submitted, the engine of several that it is pinned to, -1: any; then where it was sent.
+        arrival: arrival time in seconds (``time.time``), the second key of the total order.
+        rule: constraints on its choices beyond ``params``.
+        beams: search for the ``params.n`` best answers instead of sampling; they are returned at the end, best first.
+        tenant: the tenant that it is charged to under ``--scheduling-policy fair``.
+        weight: weight of the tenant's share.
+        pool: kind of pooling (``core.checkpoint.pooling_config``); "": tokens are generated.
+        replica: with several engines, the one that the request is pinned to (-1: any), and after submission the one
+            that it was sent to.
     """
 
     id: str
@@ -321,9 +325,9 @@ class Request:
 
 @dataclass(slots=True)
 class TokenLogprob:
-    """Log-probability of one token and of other ids at its place, raw logits, natural log.
+    """Log-probability (natural log, raw logits) of one token, and those of other ids at its position.
 
-    The others are the best ids, best first, or those of ``logprob_token_ids``, whose ranks are in ``top_ranks`` then.
+    The others are the top ids, best first, or those of ``logprob_token_ids``, whose ranks are then in ``top_ranks``.
     """
 
     token: int
@@ -336,15 +340,15 @@ class TokenLogprob:
 
 @dataclass(slots=True)
 class RequestStats:
-    """Seconds and counts of one choice, filled when it ends.
+    """Durations in seconds and counts of one choice, filled when it ends.
 
     Args:
-        prefill: from its first step to its first token.
-        encode: of the VISION launches that held its images, as far as the host waited for them.
-        images: looked up in the arena; ``image_hits`` of them were there.
-        launches: of the steps that it took part in; ``misses`` of them had a shape that was not planned.
-        first_buckets: those of its first step, which other rows may share; ``last_buckets``: of its last one.
-        ended: when it ended, in seconds since 1970 by the clock of the engine's machine.
+        prefill: time from its first step to its first token.
+        encode: time of the VISION launches with its images, as far as the host waited for them.
+        images: images looked up in the arena; ``image_hits`` of them were found.
+        launches: launches of the steps that it took part in; ``misses`` of them had an unplanned shape.
+        first_buckets: buckets of its first step, which other rows may share; ``last_buckets``: those of its last step.
+        ended: end time in seconds since 1970, by the clock of the engine's machine.
     """
 
     queue: float = 0.0
@@ -364,12 +368,11 @@ class RequestStats:
 
 @dataclass(slots=True)
 class Delta:
-    """What one step added to one choice of a request.
+    """The additions of one step to one choice of a request.
 
     ``finish`` is None while it runs, else ``stop``, ``length``, ``repetition``, ``abort`` or ``error``; it is set
-    exactly once per choice. ``stop_token`` is the id that ended it where that was no EOS; ``status`` and ``message``
-    explain an error.
-    ``pooled`` are little-endian float32 [width], of a pooling request that ends by ``stop``.
+    exactly once per choice. ``stop_token`` is the id that ended it if that was not EOS; ``status`` and ``message``
+    explain an error. ``pooled`` is little-endian float32 [width], set if a pooling request ends by ``stop``.
     """
 
     id: str

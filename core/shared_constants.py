@@ -1,4 +1,7 @@
-"""Constants that several packages share: reserved blocks and rows, windows of slots, limits of clips. No imports."""
+"""Constants that several packages share: reserved blocks and rows, windows of slots, limits of video clips.
+
+No imports.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,15 @@ ZERO_ROW, SINK_ROW = 0, 1
 RESERVED_ROWS = 2
 
 WINDOW_SLOTS = 64
-"""VISION slots of a window, the unit of the tower's masks; real slots come first in it."""
+"""VISION slots per window, the unit of the tower's masks; real slots come first in it."""
 
 MAX_CLIP_FRAMES = 768
-"""Most frames that are taken of a clip, unless the server says otherwise."""
+"""Default limit of the frames taken from a clip."""
 
 MAX_CLIP_SECONDS = 3600.0
-"""Longest clip, unless the server says otherwise."""
+"""Default limit of a clip's duration in seconds."""
 
 
 def align_up(width: int, unit: int) -> int:
-    """``width`` with zeros behind it: the next multiple of ``unit``."""
+    """Returns the next multiple of ``unit``: the width after zero padding."""
     return -(-width // unit) * unit

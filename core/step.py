@@ -1,4 +1,4 @@
-"""What the scheduler sends to the ranks in one step, and what comes back. Torch-free; arrays are numpy.
+"""The data that the scheduler sends to the ranks in one step, and the results. Torch-free; arrays are numpy.
 
 ``Step`` is small and equal on every rank; ranks build ``StepInputs`` from it (``core/launches/host_inputs.py``).
 """
@@ -16,7 +16,7 @@ from trencadis.core.masks.constraints import Rule
 from trencadis.core.shapes.cross_attention_inputs import NO_CROSS_ATTENTION, CrossAttentionInputs, CrossAttentionSpans
 
 PENDING = -1
-"""Stands for a token that was sampled but is not fetched yet: the device reads it from its slot."""
+"""Stands for a token that has been sampled but not fetched: the device reads it from its sampler slot."""
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -31,12 +31,12 @@ class Sample:
 
     Args:
         uniform: the host's random number in (0, 1).
-        banned: ids that must not be drawn now (min_tokens), possibly none.
-        logprobs: number of best ids to report; -1: no logprobs, so that the launch may leave them out.
-        full: whether the row needs more than the argmax.
-        best: whether, if ``full``, the argmax of what its mask allows is all that it needs.
-        handle: the choice of the rank's matcher manager whose mask the row takes (``Opening.key``); 0: none.
-        scored: ids whose log-probabilities are wanted beside the token's.
+        banned: ids that must not be sampled now (min_tokens), possibly none.
+        logprobs: number of top ids to report; -1: no logprobs, so that the launch may omit them.
+        full: True if the row needs more than the argmax.
+        best: True if a ``full`` row needs only the argmax over the ids that its mask allows.
+        handle: the choice in the rank's matcher manager whose mask applies to the row (``Opening.key``); 0: none.
+        scored: ids whose log-probabilities are requested in addition to the token's.
     """
 
     temperature: float = 0.0
@@ -56,7 +56,7 @@ class Sample:
 
 
 class Draw(NamedTuple):
-    """One draw: the scheduler's key of the sequence, its sampler slot, and how to sample."""
+    """One sample: the scheduler's key of the sequence, its sampler slot, and how to sample."""
 
     key: int
     slot: int
@@ -65,14 +65,14 @@ class Draw(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ImageRows:
-    """Arena rows that replace token embeddings: chunk tokens [start, start + len(rows)) take ``rows``."""
+    """Arena rows that replace token embeddings: chunk tokens [start, start + len(rows)) use ``rows``."""
 
     start: int
     rows: Int32
 
 
 class PoolSpan(NamedTuple):
-    """Tokens [start, stop) of a chunk whose hidden rows are summed; ``each``: every row is wanted for itself."""
+    """Tokens [start, stop) of a chunk whose hidden rows are summed; ``each``: every row is returned separately."""
 
     start: int
     stop: int
@@ -80,7 +80,7 @@ class PoolSpan(NamedTuple):
 
 
 class BidirectionalSpan(NamedTuple):
-    """Tokens [start, stop) of a chunk that attend to each other, and not only to those before them."""
+    """Tokens [start, stop) of a chunk that attend to each other, also to later ones."""
 
     start: int
     stop: int
@@ -98,11 +98,11 @@ class Row:
         blocks: ids of the KV blocks that hold [0, context + len(tokens)).
         positions: int32 [3, len(tokens)].
         images: arena rows inside this chunk.
-        samples: one entry per sequence that draws from the last token's hidden row, possibly none.
+        samples: one entry per sequence that samples from the last token's hidden row, possibly none.
         targets: prompt_logprobs: int32 [len(tokens)], the id to score at each token; -1: none.
-        pool: which tokens a pooling request takes from this chunk, possibly none.
-        spans: which tokens attend to each other, each in one launch (``TextConfig.upto``); cross_attention: images they
-        attend to.
+        pool: the tokens of this chunk that a pooling request pools, possibly none.
+        spans: tokens that attend to each other, each span in one launch (``TextConfig.upto``). cross_attention: images
+            that the tokens attend to.
     """
 
     key: int
@@ -121,7 +121,7 @@ class Row:
 
 
 class PixelNeed(NamedTuple):
-    """The engine needs the pixels of image number ``image`` of a request."""
+    """A request by the engine for the pixels of image number ``image`` of a request."""
 
     request_id: str
     image: int
@@ -139,7 +139,7 @@ class Encode:
 
 
 class Bias(NamedTuple):
-    """logit_bias of one id."""
+    """The logit_bias of one id."""
 
     token: int
     value: float
@@ -147,7 +147,7 @@ class Bias(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """Sampler state of a slot, built whole on the host: prompt ids seen, ids output so far, bias pairs."""
+    """Sampler state of a slot, built completely on the host: prompt ids, output ids so far, bias pairs."""
 
     slot: int
     prompt: tuple[int, ...]
@@ -157,13 +157,13 @@ class Reset:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """A choice whose draws follow a rule from this Step on.
+    """A choice whose samples follow a rule from this Step on.
 
     Args:
-        key: the scheduler's key of the sequence; its samples name it as their handle.
-        output: ids that it has drawn so far; none of them is PENDING.
+        key: the scheduler's key of the sequence; its samples use it as their handle.
+        output: ids that it has sampled so far, none of them PENDING.
         stops: ids besides EOS that end it.
-        endless: whether EOS does not end it (ignore_eos, without a grammar).
+        endless: True if EOS does not end it (ignore_eos, without a grammar).
     """
 
     key: int
@@ -182,9 +182,9 @@ class BlockMove(NamedTuple):
 
 
 class Joining(NamedTuple):
-    """Row number ``row`` of this Step joins the persistent batch from the next Step on.
+    """Row number ``row`` of this Step joins the persistent batch, starting with the next Step.
 
-    ``delta``: the rotary position of a token that it draws, less the token's index.
+    ``delta``: rotary position of a sampled token minus the token's index.
     """
 
     row: int
@@ -195,18 +195,19 @@ class Joining(NamedTuple):
 class BatchChange:
     """Changes of the persistent batch in one Step; its rows are not in ``Step.rows``.
 
-    Such a row is in the persistent batch (``core/launches/rank_input_batch.py``): it computes the token that the Step
-    before drew for it and draws one more by the same parameters. Order: ``left``, ``grown``, the launches, ``joins``.
+    A row in the persistent batch (``core/launches/rank_input_batch.py``) computes the token that the previous Step
+    sampled for it, and samples the next one with the same parameters. Order of application: ``left``, ``grown``, the
+    launches, ``joins``.
 
     Args:
-        version: number of the change, from 1; a rank that missed one must not go on.
+        version: number of the change, from 1; a rank that missed one must not continue.
         count: rows of the persistent batch while the Step runs.
-        left: rows that are given up, one after the other; the last row moves into each.
-        grown: int32 [2, k]: rows, and the block that each gets behind those it has.
-        uniform: float32 [count]: the host's random numbers; [0] where all rows take the argmax.
-        joins: rows of this Step that get the next rows of the batch, in order.
-        tokens: int32 [count]: the token that each row computes, where the host knows it (several pipeline stages: the
-            first has no sampler slots); else [0].
+        left: rows that are freed, one after another; the last row moves into each.
+        grown: int32 [2, k]: rows, and the block that is appended to each.
+        uniform: float32 [count]: the host's random numbers; empty if all rows take the argmax.
+        joins: rows of this Step that become the next rows of the batch, in order.
+        tokens: int32 [count]: the token that each row computes, if the host knows it (with several pipeline stages, as
+            the first has no sampler slots); else empty.
     """
 
     version: int
@@ -222,9 +223,9 @@ class BatchChange:
 class Step:
     """One step of the engine. Order on the device: moves, resets, images, text launches, one SAMPLE, or POOL.
 
-    Each rank's matcher manager (``core.masks.manager``) forgets the choices ``closings``, then follows the
-    ``openings``. Hidden rows and draws of the persistent rows come first, in their order. With several pipeline stages,
-    Steps in flight belong to different micro-batches, which share no row; each has a persistent batch of its own.
+    Each rank's matcher manager (``core.masks.manager``) closes the choices ``closings``, then opens the ``openings``.
+    Hidden rows and samples of the persistent rows come first, in their order. With several pipeline stages, Steps in
+    flight belong to different micro-batches, which share no row; each has its own persistent batch.
     """
 
     number: int
@@ -234,7 +235,7 @@ class Step:
     openings: tuple[Opening, ...] = ()
     closings: tuple[int, ...] = ()
     moves: tuple[BlockMove, ...] = ()
-    batch: BatchChange | None = None  # None: its persistent batch is empty and stays so
+    batch: BatchChange | None = None  # None: the persistent batch is empty and stays empty
     micro_batch: int = 0
 
     @property
@@ -244,7 +245,7 @@ class Step:
 
     @property
     def tokens(self) -> int:
-        """Real text tokens computed in this step."""
+        """Number of real text tokens computed in this step."""
         return self.persistent_count + sum(len(r.tokens) for r in self.rows)
 
 
@@ -263,9 +264,12 @@ class StepInputs:
     slot: Int32  # [r]
     adapter: Int32  # [r] 0: none
     table: Int32 | None = None
-    """[more than r, width]: ``blocks``, then ZERO blocks. The next Step changes it: launches that run later copy."""
-    last: Int32 | None = None  # [r] the block of each row's token, where each row has one; None: as ``blocks`` says
-    upto: Int32 | None = None  # [n] ``Attn.upto``; None: each token's own place
+    """[more than r, width]: ``blocks``, then ZERO blocks.
+
+    The next Step changes it, so launches that run later must copy it.
+    """
+    last: Int32 | None = None  # [r] block of each row's token, if each row has one token; None: see ``blocks``
+    upto: Int32 | None = None  # [n] ``Attn.upto``; None: each token's own position
     cross_attention: CrossAttentionInputs | None = None  # None: no token attends to an image
 
 
@@ -283,7 +287,7 @@ class HeadInputs:
     frequency: Float32  # [r]
     repetition: Float32  # [r]
     uniform: Float32  # [r]
-    target: Int32  # [r] below 0: draw, NO_LOGPROB if its log-probabilities are not read; else the id that is scored
+    target: Int32  # [r] below 0: sample (NO_LOGPROB: without log-probabilities); else the id to score
     mask_row: Int32  # [r] row of ``masks``; 0: everything allowed
     masks: UInt8  # [m, ceil(vocabulary / 8)] little bit order, row 0 all ones
 
@@ -293,12 +297,12 @@ class VisionInputs:
     """Host arrays of one VISION launch: s slots in windows of WINDOW_SLOTS; real patches come first in each window."""
 
     pixels: UInt8  # [s, values of a slot]
-    position: Int32  # [s, 2] patch row and column inside its image, or what the tower reads there
+    position: Int32  # [s, 2] patch row and column inside its image, or other data that the tower defines
     segment: Int32  # [s / WINDOW_SLOTS] image number of each window, ascending
     count: Int32  # [s / WINDOW_SLOTS] real patches of each window
     rows: Int32  # [s / cell] arena row of each cell of slots; padding goes to the sink row
-    position_rows: Int32 | None = None  # [s, near] rows of the table of positions; None: the model has none to mix
-    position_weights: Float32 | None = None  # [s, near] what each of them counts; 0 in padding
+    position_rows: Int32 | None = None  # [s, near] rows of the position table; None: no interpolation
+    position_weights: Float32 | None = None  # [s, near] weights of these rows; 0 in padding
     padding_window: Int32 | None = None  # [s / WINDOW_SLOTS] ``Segments.padding_window``
 
 
@@ -323,10 +327,10 @@ class PoolInputs:
 
 @dataclass(slots=True)
 class StepStats:
-    """One launch as metrics see it.
+    """Statistics of one launch for metrics.
 
     Args:
-        planned: False if its need lay above the plan.
+        planned: False if its need exceeded the plan.
         items: images of a VISION launch; ``needed``: slots that they need.
         miss: why it had no graph (core/graphs/miss_reasons.py); empty: it had one, or the device captures none.
     """
@@ -361,11 +365,11 @@ class PoolOutput:
 
 
 Pooled = Float64 | Float32
-"""Values [rows, width]: one row in float64 where rows are summed, else a row of float32 a token."""
+"""Values [rows, width]: one row in float64 if rows are summed, else a float32 row per token."""
 
 
 def append_pooled(held: Pooled | None, more: Pooled, each: bool) -> Pooled:
-    """Returns ``held`` combined with the rows of later tokens: summed, or appended where ``each`` token has a row."""
+    """Returns ``held`` combined with the rows of later tokens: summed, or appended if ``each`` token has a row."""
     if held is None:
         return more
     return np.concatenate([held, more]) if each else np.asarray(held + more, np.float64)
@@ -381,13 +385,13 @@ class TargetScores:
 
 @dataclass(slots=True)
 class StepOutput:
-    """What a Step produced.
+    """The results of a Step.
 
     Args:
         samples: the row in ``head`` of each sequence that a ``Row`` sampled, by its key; persistent rows come first.
         scored: log-probabilities of the ids in ``Sample.scored``.
-        failures: by key, why a choice cannot go on under its rule, in one line; its token counts for nothing.
-        text: keys of choices that drew a stop id as text, because their grammar may not end there.
+        failures: key -> why a choice cannot continue under its rule, in one line; its token is ignored.
+        text: keys of choices that sampled a stop id as text, because their grammar may not end there.
     """
 
     number: int

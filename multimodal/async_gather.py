@@ -1,4 +1,4 @@
-"""Runs awaitables concurrently; none outlives the first error. Torch-free."""
+"""Runs awaitables concurrently and cancels the rest after the first error. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 async def gather_or_cancel(work: Iterable[Awaitable[T]]) -> list[T]:
     """Returns the results in order; the first error, or the caller's cancellation, cancels the others.
 
-    A bare ``gather`` lets them go on: downloads and decoding for a request that has been answered.
+    A bare ``gather`` would let them continue: downloads and decoding for a request that has already been answered.
     """
     tasks = [asyncio.ensure_future(one) for one in work]
     try:

@@ -1,4 +1,4 @@
-"""Media errors carry the request field that caused them. Torch-free."""
+"""Adds to media errors the request field that caused them. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trencadis.core.errors import TrencadisError
 
 @contextmanager
 def attach_param(param: str | None) -> Iterator[None]:
-    """Sets ``param``, a request field, on every TrencadisError raised inside that carries none."""
+    """Sets ``param``, a request field, on every TrencadisError raised in the block that has none."""
     try:
         yield
     except TrencadisError as error:

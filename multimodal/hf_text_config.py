@@ -1,4 +1,4 @@
-"""Reads the text_config of a vision-language checkpoint, with transformers' defaults of its model_type."""
+"""Reads the text_config of a vision-language checkpoint, with transformers' defaults for its model_type."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DECODERS: Mapping[str, tuple[Callable[[JsonFields, JsonFields, bool], ParsedConf
     "qwen2": (qwen2.describe, QWEN2),
     "qwen3": (qwen3.describe, QWEN2),
 }
-"""By model_type: the parser of a decoder, and its configuration's defaults."""
+"""model_type -> the parser of the decoder, and the defaults of its configuration."""
 
 DECODER_PREFIXES: Mapping[str, str] = {
     "language_model.model.": "",
@@ -35,7 +35,7 @@ DECODER_PREFIXES: Mapping[str, str] = {
     "model.language_model.": "",
     "lm_head.": "lm_head.",
 }
-"""Stored prefixes of a decoder's weights beside a tower."""
+"""Stored prefixes of a decoder's weights in a vision-language checkpoint -> canonical ones."""
 
 PREFIXES: Mapping[str, str] = {
     "model.vision_tower.vision_model.": "visual.",
@@ -46,13 +46,13 @@ PREFIXES: Mapping[str, str] = {
     "multi_modal_projector.": "visual.projector.",
     **DECODER_PREFIXES,
 }
-"""The same with those of a ``vision_tower`` and a ``multi_modal_projector``, in transformers 5 and on the hub."""
+"""The same, plus those of a ``vision_tower`` and a ``multi_modal_projector``, in transformers 5 and on the hub."""
 
 
 def read_text_config(
     root: JsonFields, c: JsonFields, tied: bool, kinds: tuple[str, ...], **defaults: Any
 ) -> TextConfig:
-    """The decoder of a text_config; a model_type that is left out is the first of ``kinds``."""
+    """Reads the decoder from a text_config; the default of model_type is the first of ``kinds``."""
     c.only("model_type", kinds, kinds[0])
     describe, left_out = DECODERS[c.values.get("model_type", kinds[0])]
     return describe(root, c.with_defaults({**left_out, **defaults}), tied).text

@@ -2,7 +2,7 @@
 
 Options come from three places, most specific first: a content part (qwen-vl-utils' keys, on the part or inside its
 ``image_url``/``video_url`` object), its OpenAI ``detail``, the request's ``mm_processor_kwargs``. The server's settings
-fill in what none of them sets.
+apply where none of them is set.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from trencadis.core.errors import BadRequest
 
 CLIP_TOKENS = 128_000
-"""Most tokens of a clip."""
+"""Most tokens of a video clip."""
 
 LOW_DETAIL_PIXELS = 512 * 512
 """Most pixels of an image with detail ``low``, from OpenAI's documentation."""
@@ -33,7 +33,7 @@ class MediaOptions:
         resized_height: height in pixels to resize to, rounded as in ``smart_resize``; requires ``resized_width``.
         resized_width: width in pixels; requires ``resized_height``.
         detail: ``low`` caps max_pixels at 512 x 512, ``high`` and ``auto`` change nothing.
-        num_crops: most tiles that an image is cut into, for models that cut images by that.
+        num_crops: most tiles that an image is cut into, for models with this option.
         fps: frames to sample per second of video.
         nframes: frames to sample from a video; excludes ``fps``.
         min_frames: least frames that ``fps`` may give.
@@ -58,7 +58,7 @@ class MediaOptions:
     video_end: float | None = None
 
     def merge_over(self, base: MediaOptions) -> MediaOptions:
-        """These options, with those of ``base`` where these are not set."""
+        """Returns these options; unset ones are taken from ``base``."""
         return self if base == NO_OPTIONS else self._merge_over(base)
 
     def _merge_over(self, base: MediaOptions) -> MediaOptions:
@@ -76,8 +76,9 @@ class MediaOptions:
 
     @property
     def key(self) -> str:
-        """A string that is equal exactly for equal options. Part of a video's digest; an image's is computed by its
-        processor.
+        """A string that is equal only for equal options.
+
+        It is part of a video's digest; for images, the processor's fingerprint is used.
         """
         return ",".join(f"{name}={value!r}" for name, value in self.given.items())
 
@@ -99,7 +100,7 @@ _FIXED_VALUES: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 """Further keys of the reference processors, with the values that change nothing here; other values are refused."""
 CHECKPOINT_KEYS = ("patch_size", "temporal_patch_size", "merge_size", "rescale_factor", "image_mean", "image_std")
-"""Keys that the checkpoint fixes; the server compares them with its values."""
+"""Keys that the checkpoint fixes; the server checks that the values are equal."""
 KNOWN_KEYS = sorted({*_NAMES, *_FIXED_VALUES, "size", "num_frames", "images_kwargs", "videos_kwargs"})
 ACCEPTED_KEYS = [name for name in KNOWN_KEYS if _FIXED_VALUES.get(name, True) or name in CHECKPOINT_KEYS]
 """Keys for which at least one value is accepted."""
@@ -110,7 +111,7 @@ class MediaPart(NamedTuple):
 
     Args:
         source: a URL, the bytes of a file, a PIL image, an array or a list of frames; None: ``uuid`` identifies it.
-        path: JSON path of the content part, which errors name.
+        path: JSON path of the content part, for errors.
         options: the part's own options; ``MediaScope`` holds those of the whole request.
         kind: ``image`` or ``video``.
         uuid: the client's own name for the content.
@@ -133,15 +134,16 @@ def _ignore_fetch() -> None:
 
 @dataclass(frozen=True, slots=True)
 class MediaScope:
-    """Who sends the media of a request, and under which options and limits.
+    """The sender of a request's media, with its options and limits.
 
     Args:
         salt: cache_salt; images are shared through a cache only under equal salts.
         tenant: digest of the API key; a uuid names media within (tenant, salt).
         options: options of the whole request; a part's own options win.
-        charge: called with the number of resized pixels before they are decoded; raises QueueFull if there is no room.
+        charge: called with the number of resized pixels before they are decoded; raises QueueFull if the server is
+            full.
         videos: options of the request's videos; None: ``options``.
-        on_fetch: called before something is downloaded: until then the request takes this process's time.
+        on_fetch: called before a download starts; until then the request uses only this process's time.
     """
 
     salt: str = ""
@@ -157,7 +159,7 @@ class MediaScope:
         return self.options if self.videos is None else self.videos
 
     def with_kwargs(self, kwargs: Mapping[str, Any]) -> MediaScope:
-        """This scope with the options of the request's ``mm_processor_kwargs``.
+        """Returns this scope with the options of the request's ``mm_processor_kwargs``.
 
         Raises:
             BadRequest: see ``request_options``.
@@ -181,7 +183,7 @@ def part_options(part: Mapping[str, Any], path: str) -> MediaOptions:
 
 
 def _read_options(part: Mapping[str, Any], inner: Mapping[str, Any], path: str) -> MediaOptions:
-    """``part_options`` of a part that has some; ``inner`` is its URL object."""
+    """Reads the options of a part that has some; ``inner`` is its URL object."""
     found: dict[str, Any] = {}
     for place, where in ((inner, f"{path}.{_inner_name(part)}"), (part, path)):
         for name, real in _NAMES.items():
@@ -201,10 +203,10 @@ def request_options(
     ``size`` holds shortest_edge and longest_edge, which mean min_pixels and max_pixels.
 
     Args:
-        kind: ``image`` or ``video``: include the options of that kind alone; "": include both.
+        kind: ``image`` or ``video``: include only the options of that kind; "": include both.
 
     Raises:
-        BadRequest: an unknown key, a value that this server cannot honour, or an invalid value.
+        BadRequest: a key is unknown, or a value is invalid or not supported.
     """
     found: dict[str, Any] = {}
     own: dict[str, Any] = {}
@@ -231,7 +233,7 @@ def request_options(
 
 
 def media_scope(salt: str, kwargs: Mapping[str, Any] | None) -> MediaScope:
-    """The scope of a prompt of this process's user with these ``mm_processor_kwargs``.
+    """Returns the scope of an offline prompt with these ``mm_processor_kwargs``.
 
     Raises:
         BadRequest: see ``request_options``.
@@ -240,7 +242,7 @@ def media_scope(salt: str, kwargs: Mapping[str, Any] | None) -> MediaScope:
 
 
 def part_uuid(part: Mapping[str, Any], path: str) -> str | None:
-    """The ``uuid`` of a content part.
+    """Returns the ``uuid`` of a content part.
 
     Raises:
         BadRequest: it is not a string of 1 to 128 characters without NUL.

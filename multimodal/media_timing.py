@@ -1,4 +1,4 @@
-"""How long a request's media take before the engine receives them. Torch-free.
+"""Measures how long a request's media take before the engine receives them. Torch-free.
 
 A context variable carries the record through the request's tasks, so no function passes it on. Stages of several images
 overlap: seconds are sums over images.
@@ -21,9 +21,9 @@ class MediaTimes:
     """Time spent on one request's media.
 
     Args:
-        seconds: by stage; ``decode`` includes the wait for a worker.
-        num_prepared: how many images and videos were decoded; the others came from the cache.
-        started: when the first of them was begun, and ``ended`` when all were there (``time.monotonic``).
+        seconds: seconds by stage; ``decode`` includes waiting for a worker.
+        num_prepared: number of decoded images and videos; the others came from the cache.
+        started: time when the first of them was started; ``ended``: when all were ready (``time.monotonic``).
     """
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
@@ -37,7 +37,7 @@ _current: ContextVar[MediaTimes | None] = ContextVar("media_times", default=None
 
 @contextmanager
 def record_media_times() -> Iterator[MediaTimes]:
-    """Records the stages of the code inside, and of tasks started there."""
+    """Records the stages of the code in the block, and of tasks started there."""
     times = MediaTimes(started=time.monotonic())
     token = _current.set(times)
     try:
@@ -49,7 +49,7 @@ def record_media_times() -> Iterator[MediaTimes]:
 
 @contextmanager
 def time_stage(name: str) -> Iterator[None]:
-    """Adds the time spent inside to stage ``name``, if a record is open."""
+    """Adds the time spent in the block to stage ``name``, if a record is open."""
     start = time.perf_counter()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Clients' own names for media: which content a (tenant, salt, uuid) stands for. Only digests are stored."""
+"""Clients' own names for media: maps (tenant, salt, uuid) to content digests. Only digests are stored."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from threading import Lock
 from trencadis.core.errors import Conflict
 
 ENTRIES = 1 << 16
-"""Most names that are remembered; about 250 bytes each."""
+"""Most names that are stored; about 250 bytes each."""
 UUID_CONFLICT = "This uuid already names other media; use a new one for other bytes."
 
 
@@ -28,7 +28,7 @@ class UuidRegistry:
         return len(self._content)
 
     def find(self, tenant: str, salt: str, uuid: str) -> str | None:
-        """The digest that the name stands for, or None."""
+        """Returns the digest that the name stands for, or None."""
         name = name_digest(tenant, salt, uuid)
         with self._lock:
             if name in self._content:
@@ -45,7 +45,7 @@ class UuidRegistry:
             raise Conflict(UUID_CONFLICT)
 
     def remember(self, tenant: str, salt: str, uuid: str, content: str) -> None:
-        """Gives the name to ``content``, once that is decoded and known to be an image or video.
+        """Assigns the name to ``content``; called once that has been decoded and is known to be an image or video.
 
         Raises:
             Conflict: it stands for other content.
@@ -60,6 +60,9 @@ class UuidRegistry:
 
 
 def name_digest(tenant: str, salt: str, uuid: str) -> bytes:
-    """A digest (24 bytes) of the triple; each part follows its length, so that no two triples give the same bytes."""
+    """Returns a digest (24 bytes) of the triple.
+
+    Each part is preceded by its length, so that no two triples give the same bytes.
+    """
     parts = [p.encode("utf-8", "surrogatepass") for p in (tenant, salt, uuid)]
     return hashlib.blake2b(b"".join(b"%d:" % len(p) + p for p in parts), digest_size=24).digest()

@@ -1,1 +1,1 @@
-"""What a checkpoint's JSON files say: typed fields, the model's configuration, its rotary table."""
+"""Readers of a checkpoint's JSON files: typed fields, the model's configuration, its rotary settings."""

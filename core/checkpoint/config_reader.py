@@ -1,7 +1,7 @@
 """Reads a checkpoint's config.json, in the hub's layout or that of transformers 5. Torch-free.
 
-Every key that can change a result is used, or must have a value that is implemented, or is refused; keys that nothing
-here knows are listed for one line of warning. A missing key has transformers' default.
+Every key that can change a result is used, checked against the implemented values, or refused; unknown keys are
+collected for one warning line. A missing key has transformers' default.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ NEUTRAL = frozenset(
         "vision_token_id",
     ]
 )
-"""Keys that change no result of any family, or that others read: generation's, pooling's, the tokenizer's."""
+"""Keys that change no result of any family, or that are read elsewhere (generation, pooling, tokenizer)."""
 
 
 def check_regular_files(folder: Path) -> None:
@@ -145,13 +145,14 @@ def load_config(path: Path, quantization: str = "", overrides: Mapping[str, Any]
     """Reads ``path``/config.json (and generation_config.json for the EOS ids).
 
     Args:
-        quantization: ``--quantization``: what to make of a 16-bit checkpoint, or what the checkpoint must be.
-        overrides: ``--hf-overrides``: nested values over those of the file.
+        quantization: ``--quantization``: how to quantise a 16-bit checkpoint, or the format that the checkpoint must
+            have.
+        overrides: ``--hf-overrides``: nested values that replace those of the file.
 
     Raises:
         StartupError: the file is unreadable, the architecture is not supported, the checkpoint is quantised in another
-            way than asked or in one that is not implemented, or a value is not implemented; the line says what the
-            checkpoint holds and what is supported.
+            way than requested or in one that is not implemented, or a value is not implemented. The message says what
+            the checkpoint holds and what is supported.
     """
     check_regular_files(path)
     raw = read_json(path / "config.json")
@@ -182,7 +183,7 @@ def load_config(path: Path, quantization: str = "", overrides: Mapping[str, Any]
 
 
 def merge_values(held: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """``held`` with the values of ``over``; objects are merged key by key, anything else replaces what was there."""
+    """Returns ``held`` updated with ``over``; objects are merged key by key, anything else is replaced."""
     out = dict(held)
     for key, value in over.items():
         before = out.get(key)
@@ -191,7 +192,7 @@ def merge_values(held: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, 
 
 
 def _describe_contents(path: Path) -> str:
-    """What a folder without config.json holds."""
+    """Describes, for an error message, what a folder without config.json holds."""
     for pattern, kind, instead in (
         ("*.gguf", "a GGUF file", "take the safetensors checkpoint that it was made of"),
         ("params.json", "a checkpoint of another format", "take the repository's files in transformers' format"),
@@ -231,7 +232,7 @@ def _build_config(
 
 
 def _choose_quantisation(path: Path, held: Quantisation | None, asked: str) -> Quantisation | None:
-    """How the weights are quantised: as the checkpoint has them, or as they are made while they load."""
+    """Returns how the weights are quantised: as stored in the checkpoint, or while they load; None: not at all."""
     inc = envs.get(VARIABLE) or ""
     if asked == "inc" and held is None:
         return from_inc(given_scales(inc))
@@ -250,7 +251,7 @@ def _choose_quantisation(path: Path, held: Quantisation | None, asked: str) -> Q
 
 
 def _read_tied(root: JsonFields, text: JsonFields, default: bool) -> bool:
-    """Whether either place says so: older files have the key in text_config."""
+    """Returns True if either place sets ``tie_word_embeddings``: older files have the key in text_config."""
     places = (root, text) if text is not root else (root,)
     said = [place.boolean("tie_word_embeddings") for place in places if "tie_word_embeddings" in place.values]
     return any(said) if said else default
@@ -265,7 +266,7 @@ def _dtype(root: JsonFields, text: JsonFields) -> str:
 
 
 def _eos(path: Path, root: JsonFields, text: JsonFields, vocab: int) -> tuple[int, ...]:
-    """EOS ids of the first place that names any."""
+    """Returns the EOS ids from the first file that names any: generation_config.json, text_config, config.json."""
     where = path / "generation_config.json"
     for place in (JsonFields(read_json(where) or {}, where), text, root):
         if place.is_given("eos_token_id"):

@@ -1,4 +1,4 @@
-"""What the parsers of several families read of config.json: sizes, heads, activations, attention. Torch-free."""
+"""Parsers of config.json keys that several families share: sizes, heads, activations, attention. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trencadis.core.checkpoint.rope_config import HALVES, Sections, partial_rope
 
 MOST_LAYERS = 1024
 WIDEST = 2**22
-"""Largest hidden size, intermediate size and vocabulary."""
+"""Upper limit of hidden size, intermediate size and vocabulary."""
 
 MOST_HEADS = 2**14
 MOST_EXPERTS = 4096
@@ -19,11 +19,11 @@ ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu", "quick_gelu": "quick_gelu",
     "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
 }  # fmt: skip
-"""transformers' names -> those of ``Ops.act``."""
+"""transformers' activation names -> those of ``Ops.act``."""
 
 
 class Heads(NamedTuple):
-    """Hidden size, query heads, KV heads, size of a head."""
+    """Hidden size, number of query heads, number of KV heads, and head size."""
 
     hidden: int
     heads: int
@@ -32,12 +32,12 @@ class Heads(NamedTuple):
 
 
 def heads_of(c: JsonFields, whole: bool = False, absent: bool = False, default: int = 0) -> Heads:
-    """The heads of a decoder.
+    """Reads the head counts and sizes of a decoder.
 
     Args:
-        whole: heads must fill the hidden size.
+        whole: head_dim * heads must equal the hidden size.
         absent: ``num_key_value_heads`` may be left out; it is then ``num_attention_heads``.
-        default: of ``head_dim``; 0: hidden_size / num_attention_heads.
+        default: the default of ``head_dim``; 0: hidden_size / num_attention_heads.
     """
     hidden = c.integer("hidden_size", most=WIDEST)
     heads = c.integer("num_attention_heads", most=MOST_HEADS)
@@ -57,7 +57,7 @@ def heads_of(c: JsonFields, whole: bool = False, absent: bool = False, default: 
 
 
 def activation_of(c: JsonFields, key: str, default: str) -> str:
-    """The activation under ``key``, by ``Ops.act``'s name."""
+    """Returns the activation under ``key``, by its name in ``Ops.act``."""
     c.only(key, tuple(ACTIVATIONS), default)
     return ACTIVATIONS[c.values.get(key, default)]
 
@@ -68,7 +68,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 def experts_of(
     c: JsonFields, key: str, top: int, *, inner: int, normalise: bool, dense: tuple[int, ...] = ()
 ) -> ExpertsConfig:
-    """The experts of a decoder: their number under ``key``, ``top`` is the default of ``num_experts_per_tok``."""
+    """Reads the experts of a decoder: ``key`` names their number, ``top`` is the default of ``num_experts_per_tok``."""
     count = c.integer(key, most=MOST_EXPERTS)
     taken = c.integer("num_experts_per_tok", default=top)
     if taken > count:
@@ -77,7 +77,7 @@ def experts_of(
 
 
 def full_attention(c: JsonFields) -> None:
-    """Refuses a model whose attention is not causal and full in every layer."""
+    """Raises StartupError for a model whose attention is not causal and full in every layer."""
     if c.is_given("use_sliding_window") and c.boolean("use_sliding_window"):
         c.refuse("use_sliding_window", "implemented: full attention (false)")
     _causal(c)
@@ -85,7 +85,7 @@ def full_attention(c: JsonFields) -> None:
 
 
 def layer_types(c: JsonFields, implemented: tuple[str, ...] = (FULL, SLIDING)) -> list[str] | None:
-    """The kind of each layer's attention; None: the file does not list them."""
+    """Returns the attention type of each layer; None: the file does not list them."""
     types: list[str] | None = c.values.get("layer_types") if c.is_given("layer_types") else None
     if types is None:
         return None
@@ -98,14 +98,14 @@ def layer_types(c: JsonFields, implemented: tuple[str, ...] = (FULL, SLIDING)) -
 
 
 class Windows(NamedTuple):
-    """``TextConfig``'s fields of these names."""
+    """The fields ``window`` and ``full_layers`` of ``TextConfig``."""
 
     window: int = 0
     full_layers: tuple[int, ...] = ()
 
 
 def windows_of(c: JsonFields, window: int, types: list[str]) -> Windows:
-    """The window of the layers that have one; ``window`` 0: none has."""
+    """Returns the sliding window and the full-attention layers; ``window`` 0: no layer has a window."""
     full = tuple(i for i, kind in enumerate(types) if kind == FULL)
     if window == 0 and len(full) < len(types):
         c.refuse("layer_types", f"{SLIDING} needs a sliding_window")
@@ -113,9 +113,9 @@ def windows_of(c: JsonFields, window: int, types: list[str]) -> Windows:
 
 
 def some_windows(c: JsonFields) -> Windows:
-    """Windows of the layers from ``max_window_layers`` on, or of those that ``layer_types`` names, where asked for.
+    """Reads the sliding windows of the layers from ``max_window_layers`` on, or of those that ``layer_types`` lists.
 
-    Without ``use_sliding_window`` the window counts for nothing, as in transformers.
+    Without ``use_sliding_window`` the window is ignored, as in transformers.
     """
     _causal(c)
     asked = c.is_given("use_sliding_window") and c.boolean("use_sliding_window")
@@ -140,15 +140,15 @@ def gated_decoder(
     sections: Sections = HALVES,
     act: tuple[str, str] = ("hidden_act", "silu"), **parts: Any,
 ) -> TextConfig:  # fmt: skip
-    """A decoder of RMS norms, rotary heads and gated MLPs, with the keys that most decoders share.
+    """Reads a decoder with RMS norms, rotary heads and gated MLPs from the keys that most decoders share.
 
     Args:
         positions: default of ``max_position_embeddings``.
         theta: default of ``rope_theta``.
-        axes: whether positions have three axes.
+        axes: True if positions have three axes.
         sections: default of ``mrope_section``.
         act: key of the activation, and its default.
-        trained: default of ``original_max_position_embeddings``, where heads may be rotated in part; 0: they may not.
+        trained: default of ``original_max_position_embeddings`` if heads may be partly rotated; 0: they may not.
         parts: further fields of TextConfig.
     """
     most = c.integer("max_position_embeddings", default=positions)
@@ -156,7 +156,7 @@ def gated_decoder(
         rope = partial_rope_of(c, most, heads.head_dim, theta, trained)
     else:
         rope = rope_of(c, most, heads.head_dim, axes=axes, base=theta, sections=sections)
-    # Scores are products of queries and keys, each of which the rotary table multiplies.
+    # Scores are products of queries and keys, and the rotary table scales each of the two.
     scale = heads.head_dim**-0.5 * rope.magnitude**2 if rope.magnitude != 1 else 0.0
     return TextConfig(
         **heads._asdict(),

@@ -1,8 +1,9 @@
-"""Scales that Intel's neural-compressor measured: ``QUANT_CONFIG`` names its configuration, which names the files.
+"""Reads scales that Intel's neural-compressor measured: ``QUANT_CONFIG`` names its configuration, which names the
+files.
 
-Read: the JSON twins of its files, ``<dump_stats_path>_hooks_<observer>_<SCALE_METHOD>`` with the scales, else
+The JSON variants of its files are read: ``<dump_stats_path>_hooks_<observer>_<SCALE_METHOD>`` with the scales, else
 ``<dump_stats_path>_hooks_<observer>`` with the largest magnitudes; each as one file or as ``_<rank>_<world>`` ones. Its
-.npz files are pickles, which nothing here opens. Torch-free.
+.npz files are pickles and are never opened. Torch-free.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ VARIABLE = "QUANT_CONFIG"
 WITHOUT = "--quantization fp8 needs no measurement"
 
 LEAST_RANGE, INPUT_BACKOFF, WEIGHT_BACKOFF = 240.0, 0.25, 0.5
-"""The range of e4m3 on the smallest card, and the shares of it that measured magnitudes of activations and of weights
-take: neural-compressor's own, so that larger values still have codes."""
+"""The range of e4m3 on the smallest card, and the fractions of it that measured magnitudes of activations and weights
+are scaled to.
+
+They are neural-compressor's values and leave headroom for larger values.
+"""
 
 FREE = ("UNIT_SCALE", "HW_ALIGNED_SINGLE_SCALE")
 """Methods whose scales are all 1, without files."""
@@ -32,20 +36,22 @@ MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 class GivenScale(NamedTuple):
-    """What a module's activations are divided by, and its weight; None: the weight gets a scale a row as it loads."""
+    """The divisors of a module's activations and of its weight; weight None: one scale per row is computed while
+    loading.
+    """
 
     activation: float
     weight: float | None
 
 
 def given_scales(path: str) -> dict[str, GivenScale]:
-    """The scales of each module by its canonical name.
+    """Returns the scales of each module by its canonical name.
 
     Args:
         path: the value of ``QUANT_CONFIG``.
 
     Raises:
-        StartupError: a file is missing or holds something else; the line names it.
+        StartupError: a file is missing or has other contents; the message names it.
     """
     if not path:
         raise StartupError(f"--quantization inc takes its scales from the files that {VARIABLE} names; {WITHOUT}")
@@ -73,13 +79,13 @@ def given_scales(path: str) -> dict[str, GivenScale]:
 
 
 def _names(settings: Mapping[str, Any], *keys: str) -> list[str]:
-    """Parts of modules' names that a list holds."""
+    """Returns the parts of module names that a block or allow list holds."""
     held: dict[str, Any] = next((settings[k] for k in keys if isinstance(settings.get(k), dict)), {})
     return [str(name) for name in held.get("names", []) if name]
 
 
 def _read_scales(path: str, settings: Mapping[str, Any], method: str) -> Iterator[tuple[str, GivenScale]]:
-    """(module, scales) of every file there is; the largest where ranks' files differ."""
+    """Yields (module, scales) from all files; if the files of several ranks differ, the larger scale counts."""
     if method in FREE:
         raise StartupError(f"{path}: scale_method {method} has no files and rounds without scales; {WITHOUT}")
     base = str(settings.get("dump_stats_path", "stats")) + "_hooks_" + str(settings.get("observer", "maxabs"))
@@ -96,7 +102,7 @@ def _read_scales(path: str, settings: Mapping[str, Any], method: str) -> Iterato
 
 
 def _files(base: str) -> list[Path]:
-    """``base``.json, or those of the ranks of one world."""
+    """Returns ``base``.json, or the files of all ranks of one world size; empty: there are none."""
     whole = Path(f"{base}.json")
     if whole.is_file():
         return [whole]
@@ -137,12 +143,12 @@ def _nodes(file: Path, measured: bool) -> Iterator[tuple[str, GivenScale]]:
 
 
 def _power(scale: float) -> float:
-    """The power of two that is not below ``scale``, as the methods round that neural-compressor takes by default."""
+    """Returns the smallest power of two >= ``scale``, as neural-compressor's default methods round."""
     return 2.0 ** math.ceil(math.log2(scale)) if scale > 0 and math.isfinite(scale) else scale
 
 
 def _numbers(tree: Any) -> Iterator[float]:
-    """The numbers in nested lists and objects."""
+    """Yields the numbers in nested lists and objects."""
     if isinstance(tree, bool) or tree is None:
         return
     if isinstance(tree, int | float):
@@ -154,7 +160,9 @@ def _numbers(tree: Any) -> Iterator[float]:
 
 
 def _modules(node: str) -> tuple[str, ...]:
-    """Canonical names of a node of the decoder, as vLLM fuses its modules or as a checkpoint names them."""
+    """Returns the canonical names of a decoder node, which is named as in vLLM's fused modules or as in a
+    checkpoint.
+    """
     if node == "lm_head" or node.endswith(".lm_head"):
         return ("lm_head",)
     found = NODE.search(node)

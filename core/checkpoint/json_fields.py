@@ -1,4 +1,4 @@
-"""Typed values of a checkpoint's JSON files; errors name file, key and value. Torch-free."""
+"""Typed access to the values of a checkpoint's JSON files; errors name file, key and value. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any, NoReturn
 from trencadis.core.errors import StartupError
 
 MOST = 2**31 - 1
-"""Largest value of any count: that of an int32."""
+"""Upper limit of any count: the largest int32."""
 
 
 class Missing:
-    """Stands for "no default"."""
+    """The type of the marker for "no default"."""
 
 
 NO_DEFAULT = Missing()
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The JSON object in ``path``, or None if there is no such file.
+    """Returns the JSON object in ``path``, or None if there is no such file.
 
     Raises:
         StartupError: the file cannot be read or holds no JSON object.
@@ -42,7 +42,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def format_value(value: Any) -> str:
-    """A value as an error line shows it."""
+    """Formats a value for an error message, cut to 80 characters."""
     text = json.dumps(value, ensure_ascii=False, default=repr)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -52,9 +52,9 @@ class JsonFields:
 
     Args:
         values: key -> value. A null counts as a value, which most readers refuse.
-        where: the file.
+        where: the file, for messages.
         prefix: path of the object inside the file, with a dot at the end.
-        hint: what an operator can do about an error here.
+        hint: advice that is appended to errors.
     """
 
     def __init__(self, values: Mapping[str, Any], where: Path | str, prefix: str = "", hint: str = "") -> None:
@@ -69,11 +69,13 @@ class JsonFields:
         raise StartupError(f"{self.where}: {self.prefix}{key} is {format_value(self.values[key])}; {rule}{hint}")
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> JsonFields:
-        """These fields with ``defaults`` for keys that are left out; what is read of them counts here as well."""
+        """Returns these fields with ``defaults`` for missing keys; keys read from the copy count as read here as
+        well.
+        """
         return self._sharing({**defaults, **self.values})
 
     def with_values(self, **values: Any) -> JsonFields:
-        """These fields with other values of some keys; what is read of one counts as read of both."""
+        """Returns these fields with some values replaced; keys read from the copy count as read here as well."""
         return self._sharing({**self.values, **values})
 
     def _sharing(self, values: Mapping[str, Any]) -> JsonFields:
@@ -82,7 +84,7 @@ class JsonFields:
         return made
 
     def unread(self) -> set[str]:
-        """Keys that no reader has asked for."""
+        """Returns the keys that have not been read."""
         return set(self.values) - self._read
 
     def _value(self, key: str, default: Any = None) -> Any:
@@ -90,12 +92,12 @@ class JsonFields:
         return self.values.get(key, default)
 
     def is_given(self, key: str) -> bool:
-        """Whether the key has a value other than null."""
+        """Returns True if the key has a value other than null."""
         self._read.add(key)
         return self.values.get(key) is not None
 
     def within(self, key: str, default: Mapping[str, Any] | None = None) -> JsonFields:
-        """The object under ``key``; a null counts as an empty one."""
+        """Returns the object under ``key``; a null counts as an empty one."""
         value = self._value(key)
         if value is None:
             value = default or {}
@@ -104,7 +106,7 @@ class JsonFields:
         return JsonFields(value, self.where, f"{self.prefix}{key}.", self.hint)
 
     def integer(self, key: str, least: int = 1, most: int = MOST, default: int | Missing = NO_DEFAULT) -> int:
-        """A whole number."""
+        """Returns a whole number between ``least`` and ``most``; refuses any other value."""
         rule = f"it must be a whole number from {least} to {most}"
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
@@ -114,7 +116,7 @@ class JsonFields:
     def number(
         self, key: str, least: float, most: float, default: float | Missing = NO_DEFAULT, above: bool = False
     ) -> float:
-        """A finite number from ``least``, or with ``above`` from above it, to ``most``."""
+        """Returns a finite number from ``least`` (excluded if ``above``) to ``most``; refuses any other value."""
         begin = f"above {least:g} and at most {most:g}" if above else f"from {least:g} to {most:g}"
         value = self._value(key, default)
         # A NaN fails every comparison.
@@ -124,14 +126,14 @@ class JsonFields:
         return float(value)
 
     def boolean(self, key: str, default: bool | Missing = NO_DEFAULT) -> bool:
-        """true or false."""
+        """Returns true or false; refuses any other value."""
         value = self._value(key, default)
         if not isinstance(value, bool):
             self.refuse(key, "it must be true or false")
         return value
 
     def integers(self, key: str, least: int = 0, most: int = MOST, length: int | None = None) -> tuple[int, ...]:
-        """A list of whole numbers."""
+        """Returns a list of whole numbers between ``least`` and ``most``, of ``length`` entries if that is given."""
         value = self._value(key)
         count = f"{length} whole numbers" if length is not None else "whole numbers"
         rule = f"it must be a list of {count} from {least} to {most}"
@@ -142,7 +144,7 @@ class JsonFields:
         return tuple(value)
 
     def numbers(self, key: str, length: int, above: float, most: float) -> tuple[float, ...]:
-        """A list of ``length`` finite numbers above ``above``."""
+        """Returns a list of ``length`` finite numbers above ``above`` and at most ``most``."""
         value = self._value(key)
         good = isinstance(value, list) and len(value) == length
         good = good and all(isinstance(n, int | float) and not isinstance(n, bool) and above < n <= most for n in value)
@@ -151,7 +153,7 @@ class JsonFields:
         return tuple(float(n) for n in value)
 
     def only(self, key: str, implemented: Sequence[Any], default: Any = NO_DEFAULT) -> None:
-        """Refuses every value except those in ``implemented``; types must be equal as well."""
+        """Raises StartupError unless the value is one of ``implemented``; the types must be equal as well."""
         value = self._value(key, default)
         if not any(type(value) is type(one) and value == one for one in implemented):
             self.refuse(key, f"implemented: {', '.join(format_value(one) for one in implemented)}")

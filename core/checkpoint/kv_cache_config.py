@@ -1,4 +1,4 @@
-"""The form of the KV cache that flags and checkpoint ask for together. Torch-free."""
+"""Determines the format of the KV cache from flags and checkpoint. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from trencadis.core.quant.kv_cache_format import FP8, INT8, KVFormat, parse_kv_f
 
 
 def requested_kv_format(config: EngineConfig, model: ModelConfig) -> KVFormat | None:
-    """How this configuration holds keys and values; None: in the engine's type.
+    """Returns the format of keys and values in the KV cache; None: the engine's dtype.
 
     Raises:
-        StartupError: a checkpoint's scales are asked for, and the cache has none or they are made for other codes.
+        StartupError: the checkpoint's scales are requested, but the cache is not 8-bit or the scales are made for other
+            codes.
     """
     static = config.kv_cache_scales == "checkpoint"
     form = parse_kv_format(config.kv_cache_dtype, model.text.head_dim, model.text.qkv_bias, static)
@@ -29,7 +30,7 @@ def requested_kv_format(config: EngineConfig, model: ModelConfig) -> KVFormat | 
 
 
 def _codes(model: ModelConfig) -> str:
-    """The codes that a checkpoint's KV scales are made for; fp8 where config.json does not say."""
+    """Returns the codes that a checkpoint's KV scales are made for; fp8 if config.json does not say."""
     raw = read_json(model.path / "config.json") or {}
     for place in (raw, raw.get("text_config")):
         quant = place.get("quantization_config") if isinstance(place, dict) else None

@@ -1,4 +1,4 @@
-"""Ids of words that a chat model answers with (yes, no), read from tokenizer.json. Torch-free."""
+"""Looks up the ids of a chat model's answer words (yes, no) in tokenizer.json. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from trencadis.core.errors import StartupError
 
 
 class LabelTokens(NamedTuple):
-    """Words that an answer may begin with, and their ids."""
+    """Words that an answer may begin with, and their token ids."""
 
     words: tuple[str, ...]
     ids: tuple[int, ...]
 
 
 def label_tokens(folder: Path, choices: Sequence[Sequence[str]]) -> LabelTokens:
-    """The first of ``choices`` whose words are tokens of the vocabulary as they stand, without a blank before them.
+    """Returns the first of ``choices`` whose words all are single tokens of the vocabulary, without a preceding blank.
 
     Raises:
-        StartupError: there is no vocabulary, or each choice has a word that is not one token of it.
+        StartupError: there is no vocabulary, or every choice has a word that is not a single token.
     """
     model = (read_json(folder / "tokenizer.json") or {}).get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None

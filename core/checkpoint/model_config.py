@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json describes, as frozen values that ``config_reader`` reads. Torch-free."""
+"""A checkpoint's configuration as frozen values; ``core.checkpoint.config_reader`` reads it. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ RMS, RMS_ONE, LAYER = "rms", "rms_one", "layer"
 """Norms: x / rms(x) * weight; the same times 1 + weight, in float32; (x - mean) / deviation * weight + bias."""
 
 PRE, POST, SANDWICH = "pre", "post", "sandwich"
-"""Where norms stand: before attention and MLP, behind the sums with what went in, or before and behind each of both."""
+"""Position of the norms: before attention and MLP; after the residual sums; or both before and after attention and
+MLP.
+"""
 
 GATED, PLAIN = "gated", "plain"
-"""MLPs: down(act(gate) * up); down(act(up))."""
+"""Kinds of MLP: down(act(gate) * up); down(act(up))."""
 
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """The experts of a decoder's layers: gated MLPs of which each token takes a few.
+    """The experts of a decoder's layers: gated MLPs, a few of which are applied to each token.
 
     Args:
         count: experts of a layer.
-        top: experts of a token.
-        inner: columns of an expert.
-        normalise: whether the shares of a token's experts are divided by their sum.
-        dense: layers that have an MLP of ``TextConfig.intermediate`` columns instead.
+        top: experts per token.
+        inner: intermediate size of an expert.
+        normalise: if True, the weights of a token's experts are divided by their sum.
+        dense: layers that have one MLP of ``TextConfig.intermediate`` columns instead.
     """
 
     count: int
@@ -43,39 +45,42 @@ class ExpertsConfig:
     dense: tuple[int, ...] = ()
 
     def values(self, hidden: int, ranks: int = 1, only: int = 0) -> int:
-        """Weights of one layer on one of ``ranks`` devices, with the router; ``only``: of so many experts."""
+        """Returns the number of weights of one layer on one of ``ranks`` devices, router included.
+
+        ``only``: count just that many experts.
+        """
         return hidden * (self.count + 3 * (only or self.count) * -(-self.inner // ranks))
 
 
 @dataclass(frozen=True)
 class TextConfig:
-    """The decoder, and the parts of its layers, which are alike but for ``experts``.
+    """The decoder. All layers are alike, except which of them have ``experts``, windows or cross-attention.
 
     Args:
-        eps: of every norm.
-        tied: whether the head is the embedding's table.
-        mrope_section: frequencies of each of three axes of positions; None: there is one axis.
-        interleaved: whether frequencies of the axes take turns, those of the first filling what is left.
-        rotary: whether heads are rotated by their positions.
-        rotary_dim: values of a head that are rotated; 0: all. Half of them lie at the start of each half of a head.
-        scale: of the scores; 0: head_dim ** -0.5.
-        table: width of the embedding and of the head, where it is not ``hidden``; two matrices lead in and out.
-        learned: rows of a table of learned positions that are added to the embeddings; 0: none.
-        position_offset: row of position 0 in it.
-        types: rows of a table of token types that is added too, with a norm behind the sum; 0: neither. The type of a
-            token is what its second position lies above its first.
-        pad: the id that takes no position; -1: none.
-        kv: how the KV cache holds keys and values; None: in the engine's type.
-        residual_scale: of what attention and MLP add to the stream.
-        logit_scale: of the logits.
-        window: keys that a token sees, itself included; 0: all.
-        full_layers: layers that see all keys in spite of ``window``.
-        local_theta: rotary base of layers with a window, without scaling; 0: one table serves all layers.
-        bidirectional_images: whether tokens of an image attend to each other, besides those before them.
-        causal: whether a token sees those before it alone; else all of its row, whose prompt is then one chunk.
+        eps: epsilon of every norm.
+        tied: True if the head shares the embedding table.
+        mrope_section: number of frequencies of each of three position axes; None: there is one axis.
+        interleaved: True if the frequencies of the axes alternate; the first axis gets the remaining ones.
+        rotary: True if heads are rotated by position.
+        rotary_dim: rotated values of a head; 0: all. Half of them are at the start of each half of the head.
+        scale: factor of the attention scores; 0: head_dim ** -0.5.
+        table: width of embedding and head if it is not ``hidden``; two matrices then project in and out. 0: ``hidden``.
+        learned: rows of the table of learned positions that is added to the embeddings; 0: none.
+        position_offset: row of position 0 in that table.
+        types: rows of a table of token types that is added too, followed by a norm; 0: neither. A token's type is its
+            second position minus its first.
+        pad: the token id that takes no position; -1: none.
+        kv: format of the KV cache; None: the engine's dtype.
+        residual_scale: factor of the outputs of attention and MLP before they are added to the residual stream.
+        logit_scale: factor of the logits.
+        window: keys that a token attends to, itself included; 0: all.
+        full_layers: layers with full attention in spite of ``window``.
+        local_theta: rotary base of the layers with a window, without scaling; 0: all layers share one table.
+        bidirectional_images: True if tokens of an image attend to all tokens of that image, also later ones.
+        causal: True if a token attends only to earlier ones; False: to its whole row, and prompts are not chunked.
         experts: None: every layer has one MLP.
-        cross_attention_layers: layers that attend to rows of images and not to tokens; they have no KV cache.
-        spare: rows of the embedding's table behind the vocabulary, of ids that are never drawn.
+        cross_attention_layers: layers that attend to image rows instead of tokens; they have no KV cache.
+        spare: rows of the embedding table beyond the vocabulary, for ids that are never sampled.
     """
 
     hidden: int
@@ -124,47 +129,47 @@ class TextConfig:
 
     @property
     def long_from(self) -> int:
-        """Most tokens of a request that takes the short factors of its rotary table; 0: there is one table."""
+        """Longest request, in tokens, that uses the short factors of LongRoPE; 0: there is one table."""
         return self.rope_scaling.original_max_position if isinstance(self.rope_scaling, LongScaling) else 0
 
     @property
     def dense_layers(self) -> int:
-        """Layers with one MLP; the others have experts."""
+        """Number of layers with one MLP; the others have experts."""
         return self.layers if self.experts is None else len(self.experts.dense)
 
     def window_of(self, layer: int) -> int:
-        """Keys that a token sees in a layer; 0: all."""
+        """Returns the sliding window of a layer in keys; 0: full attention."""
         return 0 if layer in self.full_layers else self.window
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """The windows of all layers, each once."""
+        """The distinct windows of all layers, ascending."""
         return tuple(sorted({self.window_of(i) for i in range(self.layers)}))
 
     @property
     def upto(self) -> bool:
-        """Whether a token may see keys behind its own place (``Attn.upto``)."""
+        """True if a token may attend to later positions (``Attn.upto``)."""
         return not self.causal or self.bidirectional_images
 
     @property
     def width(self) -> int:
-        """Columns of the embedding's table, of an image's tokens and of the rows that the head reads."""
+        """Width of the embedding table, of an image's tokens and of the rows that the head reads."""
         return self.table or self.hidden
 
     @property
     def score_scale(self) -> float:
-        """What scores are multiplied by."""
+        """Factor of the attention scores."""
         return self.scale or self.head_dim**-0.5
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What the engine needs of a checkpoint.
+    """What the engine needs to know about a checkpoint.
 
-    ``dtype``: of its 16- or 32-bit weights, ``quant``: of others; ``pooling`` None: it generates. ``unread``: keys of
-    config.json that nothing here knows. ``template_token``: what a template puts for an image, where that is no
-    ``image_token``. ``part``: what a pipeline stage holds; None: everything.
-    ``encoder_data_parallel``: each rank has the whole tower, and images are dealt to ranks.
+    ``dtype``: type of its 16- or 32-bit weights; ``quant``: format of the quantised ones. ``pooling`` None: the model
+    generates. ``unread``: unknown keys of config.json. ``template_token``: the token that the chat template inserts for
+    an image if it is not ``image_token``. ``part``: the share of a pipeline stage; None: everything.
+    ``encoder_data_parallel``: each rank has the whole tower, and images are distributed over the ranks.
     """
 
     path: Path
@@ -186,17 +191,17 @@ class ModelConfig:
 
     @property
     def share(self) -> StageShare:
-        """What is held here."""
+        """The part of the model on this stage."""
         return self.part or StageShare(0, self.text.layers)
 
     @property
     def cached(self) -> tuple[int, ...]:
-        """The layers here that have a KV cache."""
+        """The layers of this stage that have a KV cache."""
         return tuple(layer for layer in self.share.layers if layer not in self.text.cross_attention_layers)
 
     @property
     def encodes_images(self) -> bool:
-        """Whether images are encoded here."""
+        """True if this stage holds the vision tower."""
         return self.vision is not None and self.share.starts
 
     @property
@@ -206,17 +211,19 @@ class ModelConfig:
 
     @property
     def placeholder_token(self) -> int:
-        """The id that stands for an image in a rendered template; -1: there is none."""
+        """The id that stands for an image in a rendered chat template; -1: there is none."""
         return self.template_token if self.template_token >= 0 else self.image_token
 
     @property
     def row_parts(self) -> int:
-        """Rows of the arena's tensor, each as wide as an embedding, that one row of the arena has."""
+        """How many rows of the arena's tensor, each as wide as an embedding, form one arena row."""
         return 1 if self.vision is None else 1 + self.vision.deepstack
 
     def alignment_unit(self, unit: int) -> int:
-        """The unit of products' widths on a device that wants ``unit``; 1 where columns are quantised in groups, which
-        zeros behind them would end."""
+        """Returns the unit that product widths are padded to on a device whose unit is ``unit``.
+
+        The result is 1 if columns are quantised in groups, because zeros appended to a group would change it.
+        """
         return unit if self.quant is None or self.quant.widest_group() == 1 else 1
 
 
@@ -229,17 +236,17 @@ class SquareImage(NamedTuple):
 
 
 def reserved_rows(config: ModelConfig) -> int:
-    """Arena rows that no item gets: ZERO, SINK, and those that hold the same for every image."""
+    """Returns the number of arena rows that no item gets: ZERO, SINK, and those that are the same for every image."""
     return RESERVED_ROWS + (0 if config.vision is None else config.vision.constants)
 
 
 @dataclass(frozen=True)
 class ImageNeeds:
-    """What images may need: slots and tokens of the largest, slots of the smallest; all 0 without a tower.
+    """Limits of images: slots and tokens of the largest, slots of the smallest; all 0 without a tower.
 
-    ``images``: (slots of one, fewest, most at a time) of sizes that the user named; 0 images: as many as a prompt
-    may hold. ``tile``: slots of every image, where all have as many; 0: they differ. ``squares``: the smallest square
-    of each number of slots, by rising size.
+    ``images``: (slots of one image, fewest, most at a time) for each size that the user named; 0 images: as many as a
+    prompt may hold. ``tile``: slots of every image if all are equal; 0: they differ. ``squares``: the smallest square
+    image for each number of slots, ascending.
     """
 
     slots: int = 0

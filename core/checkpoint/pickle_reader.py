@@ -1,8 +1,9 @@
 """Reads the pickle of a torch.save file without unpickling it: nothing is imported and nothing is called. Torch-free.
 
-A pickle is a program for a stack machine. This one knows the opcodes that torch.save emits (protocol 2) and five things
-that a program may name: ordered dictionaries, tensors, parameters, storages and types; each becomes a plain record. The
-rest is refused by name. Opcodes: CPython's ``pickletools``; records: ``torch/_utils.py``.
+A pickle is a program for a stack machine. The machine here implements the opcodes that torch.save emits (protocol 2)
+and accepts five kinds of names: ordered dictionaries, tensors, parameters, storages and types; each becomes a plain
+record. Anything else is refused with its name in the error. Opcodes: CPython's ``pickletools``; records:
+``torch/_utils.py``.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ STORAGES = {
     "LongStorage": "I64", "IntStorage": "I32", "ShortStorage": "I16", "CharStorage": "I8", "ByteStorage": "U8",
     "BoolStorage": "BOOL",
 }  # fmt: skip
-"""torch's classes of storages: the type of their elements, as safetensors call it."""
+"""torch's storage classes -> the dtype of their elements, as safetensors names it."""
 TYPES = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
-"""Types that have no class of storages: their storages are bytes."""
+"""Dtypes that have no storage class of their own: their storages are bytes."""
 
 
 class Storage(NamedTuple):
-    """Entry ``key`` of the archive: ``elements`` of ``dtype``; "": as many bytes."""
+    """Entry ``key`` of the archive: ``elements`` values of ``dtype``; dtype "": that many bytes."""
 
     dtype: str
     key: str
@@ -48,7 +49,9 @@ class StoredTensor(NamedTuple):
 
 
 class PickleName(NamedTuple):
-    """What a program names: ``kind`` is a key of ``PickleProgram.CALLS``, storage or type; ``dtype`` its type."""
+    """A name in the program: ``kind`` is a key of ``PickleProgram.CALLS``, "storage" or "type"; ``dtype`` is its
+    type.
+    """
 
     kind: str
     dtype: str = ""
@@ -66,7 +69,7 @@ NAMES = {
 
 
 def tensors(pickle: bytes) -> dict[str, StoredTensor]:
-    """The tensors of a pickled state dict by name.
+    """Returns the tensors of a pickled state dict by name.
 
     Raises:
         ValueError: it holds an opcode, a name or a value that no state dict has, or is damaged or too long.
@@ -77,7 +80,7 @@ def tensors(pickle: bytes) -> dict[str, StoredTensor]:
 
 
 class PickleProgram:
-    """The stack machine, over one pickle."""
+    """The stack machine that interprets one pickle."""
 
     def __init__(self, pickle: bytes) -> None:
         self.pickle = pickle
@@ -203,7 +206,9 @@ class PickleProgram:
         self._set([name, value])
 
     def _build(self) -> None:
-        """Attributes of a dictionary: modules keep versions there (``_metadata``), which change no tensor."""
+        """Discards the attributes of a dictionary: modules keep versions there (``_metadata``), which change no
+        tensor.
+        """
         state, held = self._pop(), self._pop()
         if not isinstance(state, dict) or not isinstance(held, dict):
             raise ValueError("its data.pkl gives attributes to what is no dictionary")
@@ -234,7 +239,7 @@ def _dictionary(given: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _tensor(given: tuple[Any, ...]) -> StoredTensor:
-    """(storage, offset, size, strides, requires_grad, hooks[, metadata])."""
+    """Builds a tensor from (storage, offset, size, strides, requires_grad, hooks[, metadata])."""
     match given:
         case (Storage(str(dtype)) as storage, offset, shape, strides, bool(), dict() as hooks, *rest) if (
             dtype and not hooks and rest in ([], [None])
@@ -245,7 +250,7 @@ def _tensor(given: tuple[Any, ...]) -> StoredTensor:
 
 
 def _typed_tensor(given: tuple[Any, ...]) -> StoredTensor:
-    """(storage, offset, size, strides, requires_grad, hooks, type[, metadata])."""
+    """Builds a tensor from (storage, offset, size, strides, requires_grad, hooks, type[, metadata])."""
     match given:
         case (
             Storage("") as storage,
@@ -263,7 +268,10 @@ def _typed_tensor(given: tuple[Any, ...]) -> StoredTensor:
 
 
 def _view(storage: Storage, dtype: str, offset: Any, shape: Any, strides: Any) -> StoredTensor:
-    """Checks kinds and signs; whether the view lies in its storage is checked where the type's width is known."""
+    """Checks types and signs.
+
+    That the view lies inside its storage is checked later, when the dtype's width is known.
+    """
     if type(shape) is not tuple or type(strides) is not tuple or len(shape) != len(strides) or len(shape) > MAX_DIMS:
         raise ValueError("its data.pkl has a tensor whose shape and strides do not fit")
     if any(type(n) is not int or not 0 <= n < MAX_SIZE for n in (offset, *shape, *strides)):
@@ -274,7 +282,7 @@ def _view(storage: Storage, dtype: str, offset: Any, shape: Any, strides: Any) -
 
 
 def _parameter(given: tuple[Any, ...]) -> StoredTensor:
-    """(tensor, requires_grad, hooks)."""
+    """Unwraps the tensor from (tensor, requires_grad, hooks)."""
     match given:
         case (StoredTensor() as tensor, bool(), dict() as hooks) if not hooks:
             return tensor

@@ -1,4 +1,4 @@
-"""Whether a configuration pools, and how: flags first, then the files of sentence-transformers, then config.json.
+"""Decides whether a configuration pools, and how: from flags, the files of sentence-transformers, then config.json.
 
 Torch-free. Names of keys are vLLM's (``--pooler-config``, ``--hf-overrides``) and sentence-transformers'.
 """
@@ -36,14 +36,17 @@ from trencadis.core.models.family import GENERATE, ClassHead
 
 KINDS = {"LAST": LAST, "MEAN": MEAN, "CLS": FIRST, "ALL": ALL, "STEP": ALL}
 REWARD = "reward"
-"""Of ``--convert``: values of every token."""
+"""A value of ``--convert``: scores for every token."""
 MODES = {
     "pooling_mode_lasttoken": LAST, "pooling_mode_mean_tokens": MEAN, "pooling_mode_cls_token": FIRST,
     "lasttoken": LAST, "mean": MEAN, "cls": FIRST,
 }  # fmt: skip
 PROBLEMS = {"regression": IDENTITY, "multi_label_classification": SIGMOID, "single_label_classification": SOFTMAX}
 WORDS = (("no", "yes"), ("No", "Yes"))
-"""Answers of a chat model that judges a pair, as far as they are tokens; the last one says that it fits."""
+"""Answers with which a chat model judges a pair.
+
+The first tuple whose words are tokens is used, and its last word means a match.
+"""
 
 POOLING_KEYS = (
     "classifier_from_token",
@@ -53,39 +56,39 @@ POOLING_KEYS = (
     "num_labels",
     "problem_type",
 )
-"""Keys of ``--hf-overrides`` that mean nothing to a server that generates."""
+"""Keys of ``--hf-overrides`` that are refused unless the server pools."""
 
 MOST_CLASSES = 65536
 
 
 class StoredPooling(NamedTuple):
-    """What the files of sentence-transformers say."""
+    """Pooling settings from the files of sentence-transformers."""
 
     kind: str
     normalize: bool
 
 
 def load_model(config: EngineConfig) -> ModelConfig:
-    """The model of ``config.model``, a local folder, with its pooling and the form of its KV cache.
+    """Loads the configuration of the model in ``config.model``, a local folder, with its pooling and KV cache format.
 
     Raises:
-        StartupError: see ``load_config``; or the flags ask for what the checkpoint cannot do.
+        StartupError: see ``load_config``; or the checkpoint does not support what the flags request.
     """
     path = Path(config.model)
     model = load_config(path, config.quantization, _early_overrides(config, path))
     text = dataclasses.replace(model.text, kv=requested_kv_format(config, model))
     longest = config.max_model_len or text.max_positions
     if not text.full_layers and not text.local_theta and text.window >= longest:
-        text = dataclasses.replace(text, window=0)  # it hides nothing
+        text = dataclasses.replace(text, window=0)  # no request is long enough for it to matter
     apart = model.vision is not None and config.mm_encoder_tp_mode == "data" and config.tensor_parallel_size > 1
     return dataclasses.replace(model, text=text, pooling=pooling_of(config, model), encoder_data_parallel=apart)
 
 
 def _early_overrides(config: EngineConfig, path: Path) -> dict[str, Any]:
-    """The overrides that are read with config.json.
+    """Returns the overrides to apply while config.json is read.
 
-    A class head that is named for a checkpoint with an output head is a conversion (``_requested_runner``): its weights
-    are those of the output head.
+    If they name an architecture with a class head for a checkpoint with an output head, the model is converted
+    (``_requested_runner``) and keeps its architecture, because the class head's weights are rows of the output head.
     """
     over = dict(config.hf_overrides)
     if _named_kind(over) == CLASS_HEAD and _named_kind(read_json(path / "config.json") or {}) == GENERATE:
@@ -94,7 +97,7 @@ def _early_overrides(config: EngineConfig, path: Path) -> dict[str, Any]:
 
 
 def _named_kind(values: Mapping[str, Any]) -> str:
-    """What the architecture that ``values`` name has behind its decoder; "": they name none that is known."""
+    """Returns the kind of head of the architecture that ``values`` names; "": none or an unknown one."""
     named = values.get("architectures")
     name = named[0] if isinstance(named, list) and named else None
     if not isinstance(name, str) or name not in registry.architectures():
@@ -103,10 +106,10 @@ def _named_kind(values: Mapping[str, Any]) -> str:
 
 
 def pooling_of(config: EngineConfig, model: ModelConfig) -> Pooling | None:
-    """How this configuration pools; None: it generates.
+    """Returns how this configuration pools; None: it generates.
 
     Raises:
-        StartupError: flags that contradict each other or the checkpoint.
+        StartupError: flags contradict each other or the checkpoint.
     """
     runner, convert = _requested_runner(config)
     family = registry.family_of(model.architecture)
@@ -140,7 +143,7 @@ def _pooling_overrides(config: EngineConfig) -> list[tuple[str, Any]]:
 
 
 def _requested_runner(config: EngineConfig) -> tuple[str, str]:
-    """Runner and conversion as the flags say; ``--task`` is their older form."""
+    """Returns (runner, conversion) from the flags; ``--task`` is their older form."""
     runner, convert, task = config.runner, config.convert, config.task
     if task != "auto":
         older = ("generate", "auto") if task == "generate" else ("pooling", task)
@@ -155,14 +158,14 @@ def _requested_runner(config: EngineConfig) -> tuple[str, str]:
     return runner, convert
 
 
-# What the checkpoint says
+# Settings from the checkpoint
 
 
 def _read_stored_pooling(path: Path) -> StoredPooling | None:
-    """Pooling by the files of sentence-transformers; None: there are none.
+    """Reads the pooling from the files of sentence-transformers; None: there are none.
 
     Raises:
-        StartupError: a module or a mode that is not implemented.
+        StartupError: a module or a mode is not implemented.
     """
     modules = _modules(path)
     if modules is None:
@@ -174,7 +177,7 @@ def _read_stored_pooling(path: Path) -> StoredPooling | None:
             kind = _mode(path / str(module.get("path", "")) / "config.json")
         elif name == "Normalize":
             normalize = True
-        elif not name.endswith("Transformer"):  # also a repository's own, of which the chat template does the rest
+        elif not name.endswith("Transformer"):  # also custom classes; their prompts come from the chat template
             raise StartupError(f"{path / 'modules.json'} has the module {name}; implemented: Pooling and Normalize")
     return StoredPooling(kind, normalize) if kind else None
 
@@ -252,7 +255,9 @@ def _label_tokens(config: EngineConfig, model: ModelConfig, words: Any) -> Pooli
 
 
 def _activation(raw: Mapping[str, Any], classes: int) -> str:
-    """From scores to probabilities: sentence-transformers' function, else the kind of problem, else the classes."""
+    """Returns the activation: sentence-transformers' function, else by ``problem_type``, else by the number of
+    classes.
+    """
     nested = raw.get("sentence_transformers")
     named = nested.get("activation_fn") if isinstance(nested, dict) else raw.get("sbert_ce_default_activation_function")
     if isinstance(named, str):
@@ -270,11 +275,11 @@ def _number(key: Any) -> int:
     return int(key) if str(key).lstrip("-").isdigit() else 0
 
 
-# What the flags say
+# Settings from the flags
 
 
 def _apply_pooler_config(made: Pooling, asked: Mapping[str, Any]) -> Pooling:
-    """``made`` with the values of ``--pooler-config``."""
+    """Returns ``made`` updated with the values of ``--pooler-config``."""
     changed: dict[str, Any] = {}
     for name, value in asked.items():
         if value is None:

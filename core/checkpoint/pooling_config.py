@@ -1,38 +1,42 @@
-"""What a pooling engine makes of a prompt, in place of an answer. Torch-free."""
+"""How a pooling engine turns a prompt into vectors or scores. Torch-free."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 LAST, MEAN, FIRST, ALL = "last", "mean", "first", "all"
-"""Which of a prompt's hidden rows are taken: the last token's, the mean of all, the first token's (CLS), every one."""
+"""Which of a prompt's hidden states are pooled: the last token's, the mean of all, the first token's (CLS), all of
+them.
+"""
 
 EMBED, CLASSIFY = "embed", "classify"
-"""What comes out: a vector, or the scores of classes."""
+"""The result: an embedding, or the scores of classes."""
 
 TOKEN_TASKS = {EMBED: "token_embed", CLASSIFY: "token_classify"}
-"""vLLM's names of the same for every token of a prompt."""
+"""vLLM's names for the same tasks with one result per token."""
 
 SOFTMAX, SIGMOID, IDENTITY = "softmax", "sigmoid", "identity"
 
 
 @dataclass(frozen=True)
 class Pooling:
-    """How an engine pools; ``None`` in its place: it generates.
+    """How an engine pools. Engines that generate have None instead.
 
     Args:
-        kind: the rows that a request takes; one that asks for a token task takes every row.
-        normalize: embeddings have length 1, unless a request says otherwise.
-        classes: rows of the class head; 0 with ``embed``.
-        inner: activation behind a linear of hidden x hidden before the class head; "": there is none.
-        biased: whether the head's linears have biases.
-        label_tokens: ids whose rows of the output head are the class head; empty: the checkpoint has one of its own.
-        activation: from scores to probabilities, unless a request says otherwise.
-        labels: names of the classes, as many as there are.
+        kind: the hidden states that a request pools; token tasks use all of them.
+        normalize: scale embeddings to length 1; a request may override it.
+        classes: rows of the class head; 0 for ``embed``.
+        inner: activation after a linear layer [hidden, hidden] that precedes the class head; "": there is no such
+            layer.
+        biased: True if the head's linear layers have biases.
+        label_tokens: token ids whose rows of the output head form the class head; empty: the checkpoint has a class
+            head.
+        activation: maps scores to probabilities; a request may turn it off.
+        labels: names of all classes.
         bias: subtracted from scores before the activation (``logit_bias`` of ``--pooler-config``).
         dimensions: sizes to which an embedding may be cut; empty: any (a Matryoshka checkpoint); None: none.
-        default_dimensions: the size where a request names none; 0: all.
-        step_tag: of every token's values, those of this id alone are answered; -1: all.
+        default_dimensions: the size of an embedding if a request names none; 0: all dimensions.
+        step_tag: only values of tokens with this id are returned; -1: those of all tokens.
     """
 
     task: str = EMBED
@@ -51,18 +55,18 @@ class Pooling:
 
     @property
     def scores(self) -> bool:
-        """Whether a text pair gets one score from the class head: it has one class, or those of label tokens."""
+        """True if the class head gives one score per text pair: it has one class or uses label tokens."""
         return self.task == CLASSIFY and self.kind != ALL and (self.classes == 1 or bool(self.label_tokens))
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """What requests may ask for, the default first."""
+        """The tasks that requests may name, the default first."""
         each = TOKEN_TASKS[self.task]
         return (each,) if self.kind == ALL else (self.task, each)
 
     @property
     def line(self) -> str:
-        """What was chosen, for the log."""
+        """One line for the log that describes the pooling."""
         rows = {LAST: "the last token", MEAN: "the mean of all tokens", FIRST: "the first token", ALL: "every token"}
         taken = rows[self.kind] + (f" with id {self.step_tag}" if self.step_tag >= 0 else "")
         if self.task == EMBED:

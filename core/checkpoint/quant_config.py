@@ -1,4 +1,4 @@
-"""``quantization_config`` of a checkpoint: which weights are quantised, and how. Torch-free."""
+"""Parses ``quantization_config`` of a checkpoint: which weights are quantised, and how. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from trencadis.core.quant.scheme import Scheme
 
 WORKS = "compressed-tensors, fp8, AWQ (GEMM), GPTQ (4 and 8 bits) and 16-bit safetensors work"
 ONLINE = ("fp8", "int8", "int4")
-"""What ``--quantization`` makes of a 16-bit checkpoint."""
+"""Values of ``--quantization`` that quantise a 16-bit checkpoint while it loads."""
 
 ONLINE_GROUP = 32
-"""Columns that share a scale in 4 bits; measured on the demo model: groups of 128 lose several points more."""
+"""Columns that share a scale in 4-bit weights. On the demo model, groups of 128 lost several points more accuracy."""
 
 TOWER = "visual."
-"""What the canonical names of a vision tower begin with, its projector's among them."""
+"""Prefix of the canonical names of a vision tower's weights, its projector included."""
 
 GROUPS = 65536
 LONGEST_PATTERN = 512
@@ -29,7 +29,10 @@ LONGEST_PATTERN = 512
 
 @dataclass(frozen=True)
 class QuantRule:
-    """A scheme and the modules that have it: names, ``re:`` patterns or the class Linear. None: 16 bits."""
+    """A scheme and the modules that it applies to: names, ``re:`` patterns or the class Linear.
+
+    Scheme None: 16 bits.
+    """
 
     targets: tuple[str, ...]
     scheme: Scheme | None
@@ -37,16 +40,16 @@ class QuantRule:
 
 @dataclass(frozen=True)
 class Quantisation:
-    """How a checkpoint's weights are stored, or what becomes of them as they load.
+    """How a checkpoint's weights are stored, or how they are quantised while they load.
 
     Args:
-        method: a name of ``core.quant.formats``' table, or ``online``.
-        label: the method as a user knows it.
-        rules: the first that matches a module's name counts.
+        method: a name in the table of ``core.quant.formats``, or ``online``.
+        label: the method's name for users.
+        rules: the first one that matches a module's name applies.
         ignore: modules in 16 bits: names, ``re:`` patterns, and with ``within`` any part of a dotted name.
-        given: scales of the only modules that are quantised as they load; empty: all of the decoder's are.
-        prefixes, inner: (stored, canonical) parts of names (``StoredNames``), by which files call modules of the tower;
-            the inner ones, with dots at both ends, also those of the decoder.
+        given: the only modules that are quantised while they load, with their scales; empty: all of the decoder.
+        prefixes, inner: (stored, canonical) parts of names (``StoredNames``) by which files name modules of the tower.
+        The inner ones, with dots at both ends, apply to the decoder as well.
     """
 
     method: str
@@ -59,7 +62,7 @@ class Quantisation:
     inner: tuple[tuple[str, str], ...] = ()
 
     def scheme(self, module: str) -> Scheme | None:
-        """The scheme of a module by its canonical name (``layers.0.mlp.up_proj``); None: 16 bits."""
+        """Returns the scheme of a module by its canonical name (``layers.0.mlp.up_proj``); None: 16 bits."""
         known: dict[str, Scheme | None] = self._known
         if module not in known:
             known[module] = self._find(module)
@@ -83,7 +86,7 @@ class Quantisation:
         return None
 
     def given_scale(self, module: str) -> GivenScale | None:
-        """The scales that a file holds for a module."""
+        """Returns the scales that a file holds for a module; None: it holds none."""
         known: dict[str, GivenScale] = self._given
         return known.get(module)
 
@@ -93,16 +96,19 @@ class Quantisation:
 
     @property
     def schemes(self) -> tuple[Scheme, ...]:
-        """Every scheme that a weight may have."""
+        """All distinct schemes that a weight may have."""
         return tuple(dict.fromkeys(rule.scheme for rule in self.rules if rule.scheme is not None))
 
     def widest_group(self) -> int:
-        """The group that ranks' shares of an MLP should end at; 1: none."""
+        """Returns the largest group size, of which each rank's part of an MLP should be a multiple.
+
+        1: there are no groups.
+        """
         return max((s.group for s in self.schemes), default=0) or 1
 
 
 def aliases(module: str, inner: tuple[tuple[str, str], ...] = ()) -> tuple[str, ...]:
-    """The names that a module has had in transformers' models; ``inner``: as in ``Quantisation``."""
+    """Returns the names that a module has had in transformers' models. ``inner`` is explained in ``Quantisation``."""
     if module.startswith(TOWER):
         return module, f"model.{module}"
     stored = f"{module}."
@@ -117,11 +123,11 @@ def aliases(module: str, inner: tuple[tuple[str, str], ...] = ()) -> tuple[str, 
 
 
 Renames = Sequence[tuple[str, str]]
-"""(stored, canonical) prefixes or inner parts of names."""
+"""(stored, canonical) pairs of prefixes or inner parts of names."""
 
 
 def canonical_name(stored: str, prefixes: Iterable[tuple[str, str]], inner: Renames) -> str | None:
-    """The canonical name of a stored one; None if no prefix matches."""
+    """Returns the canonical form of a stored name; None if no prefix matches."""
     for prefix, ours in prefixes:
         if stored.startswith(prefix):
             name = ours + stored[len(prefix) :]
@@ -132,9 +138,9 @@ def canonical_name(stored: str, prefixes: Iterable[tuple[str, str]], inner: Rena
 
 
 def tower_names(module: str, prefixes: Renames, inner: Renames) -> tuple[str, ...]:
-    """The stored names of a tower's module, whose canonical one begins with ``visual``; none for others.
+    """Returns the stored names of a vision tower's module (canonical prefix ``visual``); empty for other modules.
 
-    Several stored parts may have one canonical form: all that lead back to ``module`` count.
+    Several stored parts may have the same canonical form: all names that map back to ``module`` are returned.
     """
     if not module.startswith(TOWER):
         return ()
@@ -153,7 +159,7 @@ def _matches(pattern: str, names: Iterable[str], within: bool = False) -> bool:
 
 
 def online(name: str) -> Quantisation:
-    """What ``--quantization fp8 | int8 | int4`` asks for."""
+    """Returns the quantisation for ``--quantization fp8 | int8 | int4``."""
     schemes = {
         "fp8": Scheme(8, "float", activations="token"),
         "int8": Scheme(8, activations="token"),
@@ -163,7 +169,9 @@ def online(name: str) -> Quantisation:
 
 
 def from_inc(scales: dict[str, GivenScale]) -> Quantisation:
-    """What ``--quantization inc`` asks for: 8-bit floats with a file's scales of weights and activations."""
+    """Returns the quantisation for ``--quantization inc``: 8-bit floats with a file's scales of weights and
+    activations.
+    """
     rule = QuantRule(("Linear",), Scheme(8, "float", activations="given"))
     return Quantisation("online", "inc", (rule,), given=tuple(sorted(scales.items())))
 
@@ -172,7 +180,7 @@ def read_quantisation(place: JsonFields) -> Quantisation:
     """Reads the object ``quantization_config``.
 
     Raises:
-        StartupError: a method, format or value that is not implemented; the line says what is held and what works.
+        StartupError: a method, format or value is not implemented; the message says what the file holds and what works.
     """
     value = place.values["quantization_config"]
     if not isinstance(value, dict):
@@ -229,7 +237,7 @@ def _group(c: JsonFields, name: str) -> QuantRule:
 
 
 def _spans(w: JsonFields) -> tuple[int, int]:
-    """(columns, rows) that share a scale."""
+    """Returns (columns, rows) that share a scale."""
     size = w.values.get("group_size")
     group = 0 if size in (None, -1) else w.integer("group_size", 1, GROUPS)
     strategy = w.values.get("strategy")
@@ -315,7 +323,7 @@ def _gptq_scheme(c: JsonFields, base: Scheme | None) -> Scheme:
 
 
 def _patterns(c: JsonFields, key: str) -> tuple[str, ...]:
-    """A list of names and ``re:`` patterns; null counts as empty."""
+    """Returns a list of names and ``re:`` patterns; null counts as empty."""
     found: Any = c.values.get(key)
     if found is None:
         return ()

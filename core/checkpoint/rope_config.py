@@ -1,6 +1,4 @@
-"""Rotary settings of a checkpoint: base, scaling of the frequencies, how much of a head is rotated, and position
-axes.
-"""
+"""Rotary settings of a checkpoint: base, frequency scaling, rotated part of a head, and position axes."""
 
 from __future__ import annotations
 
@@ -11,11 +9,11 @@ from trencadis.core.checkpoint.json_fields import JsonFields
 
 TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 LONG = ("longrope", "su", "yarn")
-"""What Phi-3's files have called LongRoPE."""
+"""Names under which Phi-3's files have listed LongRoPE."""
 
 Sections = tuple[int, int, int]
 HALVES: Sections = (16, 24, 24)
-"""Frequencies of each axis of positions, where a file does not say."""
+"""Default number of frequencies of each position axis."""
 
 LARGEST_BASE = 1e12
 LARGEST_FACTOR = 1e6
@@ -40,11 +38,12 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN (arXiv 2309.00071, section 3): slow frequencies are divided by ``factor``, fast ones stay.
+    """YaRN (arXiv 2309.00071, section 3): slow frequencies are divided by ``factor``, fast ones stay as they are.
 
     Args:
-        fast, slow: rotations within ``original_max_position`` above which a frequency stays, below which it is divided.
-        whole: whether the frequencies at these rotations are rounded outwards to whole indices.
+        fast, slow: number of rotations within ``original_max_position`` above which a frequency stays as it is, and
+        below which it is divided.
+        whole: True if the indices of the frequencies at these bounds are rounded outwards to whole numbers.
         magnitude: what cos and sin are multiplied by.
     """
 
@@ -72,15 +71,15 @@ class LongScaling:
 
 
 Scaling = LinearScaling | RopeScaling | YarnScaling | LongScaling
-"""How a table departs from theta ** (-2i / head_dim)."""
+"""The ways in which frequencies differ from theta ** (-2i / head_dim)."""
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """The rotary settings of a decoder beside its head size.
+    """The rotary settings of a decoder, apart from its head size.
 
-    ``reach``: positions up to which they are meant; ``magnitude``: what queries and keys are multiplied by, as wholes;
-    ``rotary_dim``: values of a head that are rotated, 0: all.
+    ``reach``: number of positions that they support; ``magnitude``: factor of whole queries and keys; ``rotary_dim``:
+    rotated values of a head, 0: all.
     """
 
     theta: float
@@ -94,12 +93,12 @@ class RopeConfig:
 def rope_of(
     text: JsonFields, max_positions: int, head_dim: int, axes: bool, base: float, sections: Sections = HALVES
 ) -> RopeConfig:
-    """The rotary settings of a text model, from ``rope_scaling`` (the hub's) or ``rope_parameters`` (transformers 5's).
+    """Reads a text model's rotary settings from ``rope_scaling`` (the hub's) or ``rope_parameters`` (transformers 5's).
 
-    If both are given, the first counts, as in transformers.
+    If both are given, the first is used, as in transformers.
 
     Args:
-        axes: whether the model has positions on three axes.
+        axes: True if the model has positions on three axes.
         base: the default of ``rope_theta``.
         sections: the default of ``mrope_section``.
     """
@@ -118,7 +117,7 @@ def rope_of(
     if kind == "linear":
         scaling = LinearScaling(rope.number("factor", 0, LARGEST_FACTOR, above=True))
     elif kind == "dynamic":
-        # Without effect up to max_position_embeddings, beyond which no request goes here.
+        # It has no effect up to max_position_embeddings, and no request is longer.
         rope.number("factor", 1, LARGEST_FACTOR)
     elif kind == "llama3":
         scaling = _llama3(text, rope, max_positions)
@@ -129,11 +128,10 @@ def rope_of(
 
 
 def partial_rope_of(text: JsonFields, max_positions: int, head_dim: int, base: float, trained: int) -> RopeConfig:
-    """The rotary settings of a model whose heads may be rotated in part, plain or by LongRoPE, as in transformers'
-    Phi-3.
+    """Reads rotary settings of a model with partly rotated heads, plain or with LongRoPE, like transformers' Phi-3.
 
     Args:
-        trained: default of ``original_max_position_embeddings``, which counts as the decoder's key alone.
+        trained: default of ``original_max_position_embeddings``, which is read from the decoder's keys only.
     """
     rope = text.within("rope_scaling" if text.values.get("rope_scaling") else "rope_parameters")
     part = rope if "partial_rotary_factor" in rope.values else text
@@ -192,7 +190,10 @@ def _magnitude(factor: float, scale: float) -> float:
 
 
 def _original(text: JsonFields, rope: JsonFields, max_positions: int) -> int:
-    """The length that the model was trained with; the decoder's key counts before the table's, as in transformers."""
+    """Returns the context length of the training.
+
+    The decoder's key is preferred to the rope table's, as in transformers.
+    """
     name = "original_max_position_embeddings"
     return text.integer(name) if name in text.values else rope.integer(name, default=max_positions)
 
@@ -207,7 +208,10 @@ def _llama3(text: JsonFields, rope: JsonFields, max_positions: int) -> RopeScali
 
 
 def _section(rope: JsonFields, head_dim: int, default: Sections) -> Sections:
-    """Number of frequencies of each axis; by default those of the published models, whose head size is 128."""
+    """Returns the number of frequencies of each axis.
+
+    The default is that of the published models with head size 128.
+    """
     key = "mrope_section"
     time, height, width = rope.integers(key, length=3) if key in rope.values else default
     if time + height + width != head_dim // 2:

@@ -10,8 +10,8 @@ from functools import cached_property
 class StageShare:
     """Layers [first, stop) of a decoder on stage ``stage`` of ``stages``.
 
-    The first stage has the tower, the arena of its rows and the embedding besides; the last has the final norm, the
-    head and the sampler state.
+    The first stage also holds the vision tower, the arena with its output rows and the embedding; the last one also
+    holds the final norm, the head and the sampler state.
     """
 
     first: int
@@ -21,21 +21,24 @@ class StageShare:
 
     @cached_property
     def starts(self) -> bool:
-        """Whether tokens enter here."""
+        """True on the first stage, where tokens are embedded."""
         return self.stage == 0
 
     @cached_property
     def ends(self) -> bool:
-        """Whether tokens are drawn here."""
+        """True on the last stage, where tokens are sampled."""
         return self.stage == self.stages - 1
 
     @property
     def layers(self) -> range:
-        """The decoder's layers that are here."""
+        """The decoder layers of this stage."""
         return range(self.first, self.stop)
 
     def holds(self, name: str) -> bool:
-        """Whether a weight is needed here, by its canonical name; the embedding's table may be the head, too."""
+        """Returns True if this stage needs a weight, given its canonical name.
+
+        The embedding table counts for the last stage, too, since it may be tied to the head.
+        """
         top, _, rest = name.partition(".")
         if top == "layers":
             number = rest.partition(".")[0]

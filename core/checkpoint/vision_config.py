@@ -1,4 +1,4 @@
-"""What the engine asks of a vision tower, whatever its family: sizes, weights, costs. Torch-free."""
+"""The interface of a vision tower's configuration, for every family: sizes, weights, costs. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 CUT_WIDTHS = 6
-"""Widths of the residual stream that cross the cuts before the two collectives of a layer."""
+"""Widths of the residual stream that are passed at the cuts before the two collectives of a layer."""
 
 
 class SlotForm(NamedTuple):
-    """A slot of a VISION launch: its uint8 values, and how many slots (a cell) become one row of the arena.
+    """A slot (one patch) of a VISION launch: its number of uint8 values, and how many slots (a cell) form one arena
+    row.
 
-    ``position_neighbours``: rows of a table of positions that a slot's own position is a weighted sum of; 0: the launch
-    has none. ``padding_windows``: some windows hold padding slots, which other slots attend to and which do not attend
-    to each other (``Segments.padding_window``). ``cross_attention_rows``: arena rows of an image that layers of the
-    decoder attend to (``VisionConfig.cross_attention_rows``).
+    ``position_neighbours``: number of rows of the position table that a slot's position embedding interpolates; 0: the
+    launch has none. ``padding_windows``: some windows hold padding slots, which other slots attend to and which do not
+    attend to each other (``Segments.padding_window``). ``cross_attention_rows``: arena rows of an image that decoder
+    layers attend to (``VisionConfig.cross_attention_rows``).
     """
 
     values: int = 0
@@ -28,11 +29,14 @@ class SlotForm(NamedTuple):
 
 
 NO_SLOT = SlotForm()
-"""Of a model without a vision tower."""
+"""The slot form of a model without a vision tower."""
 
 
 class SharedMatrix(NamedTuple):
-    """A matrix of one rank; ``whole``: input features of all ranks, ``first``: it is not fused behind another one."""
+    """One rank's part of a weight matrix.
+
+    ``whole``: input features over all ranks; ``first``: it is not fused with a preceding matrix.
+    """
 
     name: str
     rows: int
@@ -43,12 +47,12 @@ class SharedMatrix(NamedTuple):
 
 @dataclass(frozen=True)
 class VisionConfig(ABC):
-    """A tower: ``depth`` layers over slots, and what makes rows of the decoder's width of their output.
+    """A vision tower: ``depth`` layers over slots, and the projector to rows of the decoder's width.
 
-    A family derives from it, adds the fields that its parser reads, and answers in values what the plans ask; sizes are
-    those of one layer. ``ranks`` devices share heads and columns. ``constants``: rows of the arena that hold the same
-    for every image (``media_spans.TokenRun``), which its model writes when it is bound. ``rotary``: heads are rotated
-    by the place of their slot.
+    A family derives from it, adds the fields that its parser reads, and implements the sizes that planning needs; they
+    count one layer. ``ranks`` devices share heads and columns. ``constants``: arena rows with the same content for
+    every image (``media_spans.TokenRun``), which the model writes when it is bound. ``rotary``: heads are rotated by
+    the position of their slot.
     """
 
     constants: ClassVar[int] = 0
@@ -68,55 +72,61 @@ class VisionConfig(ABC):
     @property
     @abstractmethod
     def whole(self) -> int:
-        """Layers whose attention spans a whole item; the others attend inside windows."""
+        """Number of layers that attend over a whole item; the others attend inside windows."""
 
     @property
     def deepstack(self) -> int:
-        """Parts of an arena row behind the first; part i is added to the decoder's stream behind layer i - 1."""
+        """Parts of an arena row after the first; part i is added to the decoder's residual stream after layer i - 1."""
         return 0
 
     @property
     def cross_attention_rows(self) -> int:
-        """Arena rows of an image that layers attend to (``TextConfig.cross_attention_layers``); 0: tokens take rows
-        instead.
+        """Arena rows of an image for cross-attention (``TextConfig.cross_attention_layers``).
+
+        0: tokens use rows instead.
         """
         return 0
 
     @property
     def head_dim(self) -> int:
-        """Values of a head."""
+        """Size of a head."""
         return self.hidden // self.heads
 
     @abstractmethod
     def slot_weights(self) -> float:
-        """Weights that apply to one slot: layers, embedding, and a slot's share of what makes rows."""
+        """Returns the number of weights applied to one slot: layers, embedding, and its share of the projector."""
 
     @abstractmethod
     def count_weights(self) -> int:
-        """Weights of the whole tower, without norms and biases (under 0.1 %)."""
+        """Returns the number of weights of the whole tower, without norms and biases (under 0.1 %)."""
 
     @abstractmethod
     def count_rank_weights(self, ranks: int, unit: int = 1) -> int:
-        """Weights of rank 0, exact; biases of what ranks sum lie there alone. ``unit``: what a device wants widths to
-        be multiples of (``Policy.aligned``), here and below."""
+        """Returns the exact number of weights of rank 0, which alone holds the biases of summed outputs.
+
+        ``unit``: the multiple that widths are padded to (``Policy.aligned``), also in the methods below.
+        """
 
     @abstractmethod
     def tables(self, unit: int = 1) -> int:
-        """Bytes of tables that are no weights and have the same type on every device."""
+        """Returns the bytes of constant tables, whose dtype is the same on every device."""
 
     @abstractmethod
     def matrices(self, ranks: int, unit: int = 1) -> Iterator[SharedMatrix]:
-        """What a checkpoint may quantise, by canonical names."""
+        """Yields the matrices that a checkpoint may quantise, with their canonical names."""
 
     @abstractmethod
     def activations(self, slots: int, itemsize: int, ranks: int, unit: int = 1) -> int:
-        """Most bytes that a launch of ``slots`` slots holds at a time."""
+        """Returns the peak activation memory in bytes of a launch of ``slots`` slots."""
 
     @property
     def cut_widths(self) -> int:
-        """Widths of the stream that cross the cuts before a layer's two collectives, where ranks share it."""
+        """Widths of the residual stream passed at the cuts before a layer's two collectives if ranks share it."""
         return CUT_WIDTHS
 
     @abstractmethod
     def exit_keeps(self, slots: int, itemsize: int, ranks: int, cached: bool) -> int:
-        """Bytes that a graph keeps of what makes rows; ``cached``: whether graphs keep what crosses a cut."""
+        """Returns the bytes that a graph keeps for the projector.
+
+        ``cached``: True if graphs keep the tensors passed at a cut.
+        """

@@ -1,7 +1,7 @@
-"""The directory of a zip archive whose entries are stored as they are, so that they can be mapped. Torch-free.
+"""Reads the directory of a zip archive whose entries are stored uncompressed, so that they can be mapped. Torch-free.
 
-After PKWARE's APPNOTE 6.3, with the records of 64 bits that archives above 4 GiB have. Python's ``zipfile`` reads the
-whole directory, however long, and takes entries that share their bytes.
+Follows PKWARE's APPNOTE 6.3, with the 64-bit records of archives above 4 GiB. Python's ``zipfile`` is not used because
+it reads a directory of any length and accepts entries that share bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MAX_DIRECTORY = 4 << 20
 MAX_ENTRIES = 20_000
 MAX_COMMENT = 0xFFFF
 NONE32, NONE16 = 0xFFFFFFFF, 0xFFFF
-"""The value of a field whose true value stands in a 64-bit record."""
+"""Markers in a field whose value is stored in a 64-bit record."""
 
 _END = struct.Struct("<4s4H2IH")
 _END64 = struct.Struct("<4sQ2H2I4Q")
@@ -27,7 +27,7 @@ _EXTRA64 = 1
 
 
 class ArchiveEntry(NamedTuple):
-    """Bytes [start, start + size) of the file; ``crc``: CRC-32 that the directory states."""
+    """Bytes [start, start + size) of the file; ``crc`` is the CRC-32 from the directory."""
 
     start: int
     size: int
@@ -35,11 +35,11 @@ class ArchiveEntry(NamedTuple):
 
 
 def entries(data: mmap) -> dict[str, ArchiveEntry]:
-    """The entries of an archive by name.
+    """Returns the entries of an archive by name.
 
     Raises:
-        ValueError: it is no archive, it is damaged, or an entry is compressed, encrypted, doubled, shares bytes with
-            another or has a name that leads out of a folder.
+        ValueError: the data is no archive or damaged, or an entry is compressed, encrypted, duplicated, shares bytes
+            with another or has a name that leads out of the folder.
     """
     extent, size, count = _directory(data)
     found: dict[str, ArchiveEntry] = {}
@@ -61,7 +61,7 @@ def entries(data: mmap) -> dict[str, ArchiveEntry]:
 
 
 def _directory(data: mmap) -> tuple[int, int, int]:
-    """Offset, size and number of entries of the central directory."""
+    """Returns offset, size and number of entries of the central directory."""
     end = data.rfind(b"PK\x05\x06", max(0, len(data) - MAX_COMMENT - _END.size))
     if end < 0 or end + _END.size > len(data):
         raise ValueError("its directory is missing: the file is cut off, or no zip archive")
@@ -82,7 +82,10 @@ def _directory(data: mmap) -> tuple[int, int, int]:
 
 
 def _central(data: mmap, at: int, end: int) -> tuple[str, int, ArchiveEntry, int]:
-    """Name, offset of the local header, size and CRC of the entry at ``at``, and where the next one begins."""
+    """Reads the directory entry at ``at``.
+
+    Returns its name, local header offset, size and CRC, and the next entry's offset.
+    """
     if at + _CENTRAL.size > end:
         raise ValueError("its directory is damaged")
     mark, _, _, flags, method, _, _, crc, packed, size, named, extra, comment, _, _, _, header = _CENTRAL.unpack_from(
@@ -104,7 +107,7 @@ def _central(data: mmap, at: int, end: int) -> tuple[str, int, ArchiveEntry, int
 
 
 def _wide(extra: bytes, fields: list[int]) -> list[int]:
-    """``fields`` with the values of the 64-bit extra field for those that do not fit."""
+    """Returns ``fields`` with the marked ones replaced by values of the 64-bit extra field."""
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<2H", extra, at)
@@ -117,7 +120,7 @@ def _wide(extra: bytes, fields: list[int]) -> list[int]:
 
 
 def _data_start(data: mmap, header: int, name: str, limit: int) -> int:
-    """Where the bytes of an entry begin, behind its local header, whose name must be the directory's."""
+    """Returns the offset of an entry's bytes, after its local header, whose name must equal the directory's."""
     if header + _LOCAL.size > limit:
         raise ValueError(f"{name[:80]!r} is cut off")
     mark, *_, named, extra = _LOCAL.unpack_from(data, header)

@@ -1,1 +1,1 @@
-"""Executors: where the ranks of an engine run."""
+"""Executors, which run the ranks of an engine."""

@@ -27,14 +27,14 @@ RETRY_SECONDS = 0.3
 """Seconds between two attempts."""
 
 REFUSALS = 5
-"""Attempts that the engine may refuse in a row; one that restarts refuses some."""
+"""Refused attempts in a row after which to give up; an engine that restarts refuses some."""
 
 
 def connect_to_engine(target: rank_messages.ConnectInfo) -> KeyedLink:
-    """Connects to the engine; retries until it answers or the patience of ``target`` ends.
+    """Connects to the engine; retries until it answers or ``target.patience`` seconds have passed.
 
     Raises:
-        StartupError: it does not answer in time, or it is another group's.
+        StartupError: the engine does not answer in time, or it belongs to another group.
     """
     end, refused = time.monotonic() + target.patience, 0
     context = target.tls.context(server=False)
@@ -65,7 +65,7 @@ def connect_to_engine(target: rank_messages.ConnectInfo) -> KeyedLink:
 
 
 class HeadlessRanks:
-    """Processes of this machine's ranks for a remote engine; they end with this object."""
+    """Runs this machine's rank processes for a remote engine; they end when this object is closed."""
 
     def __init__(self, targets: Sequence[rank_messages.ConnectInfo]) -> None:
         self._ended: SimpleQueue[tuple[int, str]] = SimpleQueue()
@@ -93,10 +93,10 @@ class HeadlessRanks:
         self._ended.put((process.wait(), said))
 
     def wait(self) -> int:
-        """Waits until one of the ranks has ended, then ends the others; its exit code.
+        """Waits until one of the ranks has ended, then ends the others; returns its exit code.
 
         Raises:
-            StartupError: it could not reach the engine.
+            StartupError: it reported a failure, e.g. that the engine cannot be reached.
         """
         code, said = self._ended.get()
         self.close()
@@ -105,7 +105,7 @@ class HeadlessRanks:
         return code
 
     def close(self) -> None:
-        """Ends them."""
+        """Ends all rank processes; kills those that do not end in time."""
         for _, link in self._processes:
             link.close()
         for process, _ in self._processes:

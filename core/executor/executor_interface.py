@@ -1,4 +1,4 @@
-"""The interface of executors: Steps go in, their outputs come back in order."""
+"""The interface of executors: Steps are submitted, their outputs come back in the same order."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class Rank(Protocol):
     def execute(self, step: Step) -> Pending[StepOutput]: ...
 
     def warm(self) -> Warming | None:
-        """Runs one piece of background warm-up; None if none is left."""
+        """Runs one unit of background warm-up; returns None if none is left."""
         ...
 
     def set_vocabulary(self, data: bytes | bytearray) -> None:
-        """Takes a packed ``core.masks.vocabulary.Vocabulary`` and returns; a thread opens it."""
+        """Takes a packed ``core.masks.vocabulary.Vocabulary`` and returns at once; a thread decodes it."""
         ...
 
     def prepare(self, grammar: str) -> Future[str]:
-        """Compiles a grammar in a thread; the result is what is wrong with it, or empty."""
+        """Compiles a grammar in a thread; the result is an error message, or empty."""
         ...
 
 
@@ -34,8 +34,8 @@ class RankHandle(Protocol):
     """A rank that has started up.
 
     Attributes:
-        depth: Steps in flight beyond the one whose result is awaited.
-        overlaps: another thread than the one that launches may wait for results.
+        depth: Steps in flight in addition to the one whose result is awaited.
+        overlaps: a thread other than the launching one may wait for results.
     """
 
     @property
@@ -56,17 +56,17 @@ class Executor(Protocol):
     def submit(self, step: Step) -> Pending[StepOutput]: ...
 
     def warm(self) -> Pending[Warming | None]:
-        """One piece of background warm-up on every rank; to be called with nothing in flight."""
+        """Runs one unit of background warm-up on every rank; must be called with nothing in flight."""
         ...
 
     def set_vocabulary(self, data: bytes | bytearray) -> None:
-        """Gives every rank a packed ``core.masks.vocabulary.Vocabulary``, before the first grammar."""
+        """Sends a packed ``core.masks.vocabulary.Vocabulary`` to every rank; must precede the first grammar."""
         ...
 
     def prepare(self, grammar: str) -> Pending[str]:
-        """Every rank compiles a grammar beside its Steps; the result is what is wrong with it, or empty.
+        """Compiles a grammar on every rank while Steps continue; the result is an error message, or empty.
 
-        A Step that opens a choice under a grammar that is not prepared waits for its compilation.
+        A Step that starts a choice with an unprepared grammar waits for its compilation.
         """
         ...
 

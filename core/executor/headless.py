@@ -1,4 +1,6 @@
-"""Runs this machine's ranks for an engine elsewhere: ``--headless``, and torchrun's processes beside the first."""
+"""Runs this machine's ranks for an engine on another machine: ``--headless``, and all torchrun processes but the
+first.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from trencadis.core.links.topology import Topology
 log = logging.getLogger("trencadis.engine")
 
 PAUSE = 1.0
-"""Seconds before ranks are started again."""
+"""Seconds to wait before ranks are started again."""
 
 FOR_EVER = 1e9
 
@@ -28,7 +30,7 @@ def make_connect_infos(
     """Returns the connection data of each rank that this machine, or this process, starts.
 
     Raises:
-        StartupError: the key or a file of TLS is no good.
+        StartupError: the key file or a TLS file is unusable.
     """
     if config.group_key_file:
         GroupKey.read(config.group_key_file)
@@ -51,10 +53,10 @@ def run_headless(config: EngineConfig, topology: Topology, environ: Mapping[str,
     """Runs this machine's ranks until their engine ends; returns the exit code.
 
     Args:
-        again: starts them anew for the engine's successor, until a signal comes; else returns the exit code.
+        again: restart them for the next engine, until a signal arrives; False: return the exit code.
 
     Raises:
-        StartupError: the engine cannot be reached, or is of another group.
+        StartupError: the engine cannot be reached, or belongs to another group.
     """
     said = make_connect_infos(config, topology, environ, FOR_EVER if again else 600.0)
     while True:

@@ -1,4 +1,4 @@
-"""Which launcher a configuration asks for."""
+"""Chooses the launcher of the ranks for a configuration."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from trencadis.core.links.topology import RAY, Topology
 
 
 def launcher_of(config: EngineConfig, topology: Topology, environ: Mapping[str, str]) -> Launcher:
-    """The launcher of a group whose ranks lie so.
+    """Returns the launcher for a group of ranks with this placement.
 
     Raises:
-        StartupError: an address, a key or a file is no good.
+        StartupError: an address, a key or a file is unusable.
     """
     if topology.backend == RAY:
         from trencadis.core.executor.on_ray.ray_launcher import RayLauncher  # needs the extra

@@ -1,7 +1,7 @@
-"""Several ranks: rank 0 on threads of this process, the others wherever a launcher starts them; all run the same Steps.
+"""Runs several ranks: rank 0 on threads of this process, the others wherever a launcher starts them.
 
-A caller waits for rank 0 or for the failure of any rank, never for a collective whose partner is gone. Once a rank has
-failed, every later call raises.
+All ranks run the same Steps. A caller waits for rank 0 or for the failure of any rank, never for a collective whose
+partner has gone. Once a rank has failed, every later call raises.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ log = logging.getLogger("trencadis.engine")
 
 FACTORY = "trencadis.core.startup.engine_builder:rank_of"
 SETTLE = 0.3
-"""Seconds to wait for the cause of a failure: when a rank dies, errors of the others' collectives may arrive first."""
+"""Seconds to wait for the cause of a failure: when a rank dies, the other ranks' collective errors may arrive first."""
 
 COMING = 1800.0
-"""Seconds in which ranks of other machines must come."""
+"""Seconds in which ranks of other machines must connect."""
 
 REMINDED = 30.0
-"""Seconds between two lines about ranks that have not come."""
+"""Seconds between two log lines about missing ranks."""
 
 GOODBYE = 1.0
-"""Seconds in which ranks of other machines may say that they have heard of the end."""
+"""Seconds to wait until ranks of other machines have received ``Shutdown``."""
 
 T = TypeVar("T")
 O = TypeVar("O", bound=RankHandle)  # noqa: E741
@@ -59,7 +59,7 @@ O = TypeVar("O", bound=RankHandle)  # noqa: E741
 
 @dataclass
 class PendingGrammar:
-    """A grammar that ``left`` ranks still compile."""
+    """A grammar that ``left`` ranks are still compiling."""
 
     future: Future[str]
     left: int
@@ -67,10 +67,10 @@ class PendingGrammar:
 
 
 class MultiprocExecutor:
-    """``core.executor.executor_interface.Executor`` over several ranks.
+    """An ``Executor`` (core/executor/executor_interface.py) for several ranks.
 
     Args:
-        factory: builds each other rank (``module:function``, called with a configuration and a ``RankInfo``).
+        factory: builds each of the other ranks (``module:function``, see ``rank_process.build``).
         launcher: starts the other ranks; None: as processes of this machine.
     """
 
@@ -107,7 +107,7 @@ class MultiprocExecutor:
             self._pulse = HeartbeatThread(self._beat)
 
     def _begin(self, child: RemoteRankState, link: Link) -> None:
-        """Sends a rank what it starts with."""
+        """Sends a rank its first message: configuration, rank info and factory."""
         with suppress(LinkClosed):
             link.send(
                 rank_messages.encode(
@@ -115,13 +115,13 @@ class MultiprocExecutor:
                 )
             )
 
-    # What the engine calls
+    # Methods that the engine calls
 
     def start(self, own: Callable[[RankInfo], O]) -> O:
-        """Builds rank 0 by ``own`` and waits for the others.
+        """Builds rank 0 with ``own`` and waits for the others.
 
         Raises:
-            StartupError: of any rank, in its words.
+            StartupError: raised by any rank, with its message.
             RankFailed: a rank died.
         """
         try:
@@ -140,7 +140,7 @@ class MultiprocExecutor:
         """Waits for the ranks of other machines and compares their versions and checkpoints with those of rank 0.
 
         Raises:
-            StartupError: they do not come, or differ.
+            StartupError: they do not connect in time, or differ.
         """
         if not others:
             return
@@ -175,7 +175,7 @@ class MultiprocExecutor:
         return SubmittedWork(self._call(self._results, lambda: self._result(launched.result())))
 
     def _submit_along(self, step: Step) -> Pending[StepOutput]:
-        """Starts ``step`` on every pipeline stage; its result comes from the last."""
+        """Starts ``step`` on every pipeline stage; the result comes from the last one."""
         future = self._open_future()
         if not future.done():
             self._outcomes.expect(step.number, future)
@@ -186,7 +186,7 @@ class MultiprocExecutor:
         return SubmittedWork(future)
 
     def _open_future(self) -> Future[Any]:
-        """A future that fails as soon as any rank does."""
+        """Returns a new future that fails as soon as any rank fails."""
         future: Future[Any] = Future()
         with self._lock:
             if self._failure is not None:
@@ -196,13 +196,14 @@ class MultiprocExecutor:
         return future
 
     def warm(self) -> Pending[Warming | None]:
-        """Runs one piece of background warm-up on every rank; the result is rank 0's."""
+        """Runs one unit of background warm-up on every rank; the result is rank 0's."""
         self._broadcast(rank_messages.RunWarmup())
         return SubmittedWork(self._call(self._launches, self._warm))
 
     def _warm(self) -> Warming | None:
-        """Runs one piece of warm-up with heartbeats marked as unsteady, because a compiler may hold the
-        interpreter's lock.
+        """Runs one unit of warm-up with heartbeats marked as unsteady.
+
+        A compiler may hold the interpreter's lock for long, so that regular heartbeats cannot be guaranteed.
         """
         self._steady = False
         self._beat()
@@ -212,12 +213,12 @@ class MultiprocExecutor:
             self._steady = True
 
     def set_vocabulary(self, data: bytes | bytearray) -> None:
-        """Gives every rank a packed ``core.masks.vocabulary.Vocabulary``, before the first grammar."""
+        """Sends a packed ``core.masks.vocabulary.Vocabulary`` to every rank; must precede the first grammar."""
         self._broadcast(rank_messages.SetVocabulary(bytes(data)))
         self._rank.set_vocabulary(data)
 
     def prepare(self, grammar: str) -> Pending[str]:
-        """Every rank compiles a grammar beside its Steps."""
+        """Compiles a grammar on every rank while Steps continue; the result is an error message, or empty."""
         self._grammars += 1
         number, future = self._grammars, Future[str]()
         with self._lock:
@@ -242,14 +243,14 @@ class MultiprocExecutor:
         self._settle(entry.future, entry.problem)
 
     def close(self) -> None:
-        """Ends the other ranks once rank 0 has run all submitted Steps."""
+        """Ends the other ranks after rank 0 has run all submitted Steps."""
         if self._closing:
             return
         self._closing, well = True, self._failure is None
         if well:
             self._launches.put(lambda: leave_group(self._launcher.describe_rank(0).rendezvous))
         for thread in (self._results, self._launches):
-            thread.end(PATIENCE if well else 0.0)  # one that waits in a collective whose partner is gone stays there
+            thread.end(PATIENCE if well else 0.0)  # a thread stuck in a collective without its partner never ends
         if well:
             self._say_goodbye()
         if self._pulse is not None:
@@ -268,7 +269,7 @@ class MultiprocExecutor:
         self._launcher.close()
 
     def _say_goodbye(self) -> None:
-        """Tells ranks of other machines that the engine ends as it should."""
+        """Tells ranks of other machines that the engine ends normally."""
         others, end = [c for c in self.children if c.remote and c.link is not None], time.monotonic() + GOODBYE
         for child in others:
             self._send(child, rank_messages.encode(rank_messages.Shutdown()))
@@ -278,7 +279,7 @@ class MultiprocExecutor:
     # Rank 0
 
     def _call(self, thread: SerialThread, work: Callable[[], T]) -> Future[T]:
-        """Runs ``work`` on a thread of rank 0. The future fails as soon as any rank does."""
+        """Runs ``work`` on a thread of rank 0; the returned future fails as soon as any rank fails."""
         future: Future[T] = self._open_future()
         if future.done():
             return future
@@ -314,7 +315,7 @@ class MultiprocExecutor:
             self._send(child, data)
 
     def _broadcast_step(self, step: Step) -> None:
-        """Sends a Step; its pixels go to ranks that encode."""
+        """Sends a Step to every other rank; pixels go only to ranks that encode."""
         data = rank_messages.encode(rank_messages.RunStep(step))
         lean = data
         if step.images and not all(child.rank_info.encodes for child in self.children):
@@ -336,7 +337,7 @@ class MultiprocExecutor:
                 link.beat(self._steady)
 
     def _watch(self, child: RemoteRankState) -> None:
-        """Receives one rank's messages until it is gone."""
+        """Receives one rank's messages until it ends, and reports its death."""
         try:
             link = child.linked.result()
             if child.remote:
@@ -373,7 +374,7 @@ class MultiprocExecutor:
                     return self._note_failure(child.number, kind(f"rank {child.number}{child.at}: {message}"))
 
     def _compare(self, rank: int, number: int, digest: int) -> None:
-        """Checks that all ranks have drawn the same tokens, because the next step reads them on each device."""
+        """Checks that all ranks have sampled the same tokens, because the next step reads them on each device."""
         with self._lock:
             said, count = self._digests.get(number, (digest, 0))
             self._digests[number] = said, count + 1
@@ -385,7 +386,7 @@ class MultiprocExecutor:
     # Failure
 
     def _note_failure(self, rank: int, error: Exception) -> None:
-        """Notes a failure; the first one waits for others that may be its cause, then ends the group."""
+        """Records a failure; after the first one, waits for others that may be its cause, then ends the group."""
         weight = 0 if isinstance(error, StartupError) else 1 if isinstance(error, RankDied) else 2
         with self._lock:
             first = not self._troubles
@@ -396,7 +397,7 @@ class MultiprocExecutor:
             self._fail_group()
 
     def _fail_group(self) -> None:
-        """Ends the group: kills the other ranks, and every open future fails."""
+        """Kills the other ranks and fails every open future with the most likely cause."""
         with self._lock:
             failure = self._failure = min(self._troubles).error
             waiting, self._open = self._open, set()
@@ -404,7 +405,7 @@ class MultiprocExecutor:
             self._pulse.end()
         for child in self.children:
             child.process.kill()
-        self._launcher.close()  # the engine may end without close()
+        self._launcher.close()  # the engine may exit without close()
         for future in waiting:
             with suppress(InvalidStateError):
                 future.set_exception(failure)

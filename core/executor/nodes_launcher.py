@@ -1,4 +1,6 @@
-"""Ranks of other machines, or of torchrun: they come to the engine over TCP (``core.links.auth_listener``)."""
+"""Launches ranks on other machines or under torchrun: they connect to the engine over TCP
+(``core.links.auth_listener``).
+"""
 
 from __future__ import annotations
 
@@ -30,21 +32,21 @@ class RemoteRank:
     linked: Future[Link]
 
     def kill(self) -> None:
-        """Closes the link, or refuses the one that comes."""
+        """Closes the link, or cancels it if the rank has not connected yet."""
         if not self.linked.cancel() and self.linked.exception() is None:
             self.linked.result().close()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Nothing is known of the process."""
+        """Returns 0, since the state of the remote process is unknown."""
         return 0
 
 
 class NodesLauncher:
-    """Some ranks here, the others on other machines.
+    """Starts the ranks of this machine, and waits for connections from those of other machines.
 
     Args:
-        rendezvous: where the ranks meet (``groups.serve_store``).
-        key_file: removed at the end.
+        rendezvous: address of the ranks' store (``process_groups.serve_store``).
+        key_file: a temporary key file, removed by ``close``.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class NodesLauncher:
         self.location_note = f"{host}:{port}"
 
     def describe_rank(self, number: int) -> RankInfo:
-        """Machines have as many ranks each, in order."""
+        """Returns the info of any rank; all machines have the same number of ranks, in order."""
         here = self._topology.here
         host = "" if number < here else f"node {number // here}"
         world, stages = self._topology.world, self._config.pipeline_parallel_size
@@ -69,7 +71,7 @@ class NodesLauncher:
         return RankInfo(number, world, self._rendezvous, number % here, here, host, encodes=encodes, stages=stages)
 
     def launch(self, number: int) -> RemoteRankState:
-        """Starts a process, or waits for one from elsewhere."""
+        """Starts a process for a local rank, or waits for the connection of a remote one."""
         rank_info = self.describe_rank(number)
         if number not in self._listener.links:
             return start_local_rank(self._config, rank_info)
@@ -77,7 +79,7 @@ class NodesLauncher:
         return RemoteRankState(rank_info, RemoteRank(linked), linked, remote=True)
 
     def close(self) -> None:
-        """Closes the listener, and removes the key that torchrun's processes of one machine share."""
+        """Closes the listener, and removes the key file that torchrun's processes of one machine share."""
         self._listener.close()
         if self._key_file is not None:
             self._key_file.unlink(missing_ok=True)
@@ -86,10 +88,10 @@ class NodesLauncher:
 def open_listener(
     config: EngineConfig, topology: Topology, environ: Mapping[str, str]
 ) -> tuple[AuthListener, Path | None]:
-    """Listens for the ranks that others start; with the file of a key, where one was made for it.
+    """Returns a listener for ranks that are started elsewhere, and the key file if one was created for it.
 
     Raises:
-        StartupError: the address cannot be listened on, or a file of the group is no good.
+        StartupError: the address cannot be listened on, or a key or TLS file is unusable.
     """
     host, port = listen_address(config, environ)
     expected = range(1 if topology.alone else topology.here, topology.world)
@@ -101,18 +103,20 @@ def open_listener(
 
 
 def listen_address(config: EngineConfig, environ: Mapping[str, str]) -> tuple[str, int]:
-    """Where the engine listens for ranks."""
+    """Returns (host, port) on which the engine listens for ranks."""
     host = envs.get("MASTER_ADDR", environ) if config.distributed_executor_backend == EXTERNAL else config.master_addr
     return host or config.master_addr, config.master_port
 
 
 def tls_files(config: EngineConfig) -> TlsFiles:
-    """The files of TLS."""
+    """Returns the TLS files of the configuration."""
     return TlsFiles(config.group_tls_cert, config.group_tls_key, config.group_tls_ca)
 
 
 def shared_key(config: EngineConfig, environ: Mapping[str, str]) -> Path:
-    """The file in which rank 0 leaves the key for torchrun's other processes, in a folder of the user's own."""
+    """Returns the file through which rank 0 shares a key with torchrun's other processes, in a private folder of
+    the user.
+    """
     cache = envs.get("TRENCADIS_CACHE", environ)
     folder = Path(cache) if cache else Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trencadis"
     run = f"{environ.get('TORCHELASTIC_RUN_ID')} {environ.get('MASTER_PORT')} {config.master_port}"
@@ -120,10 +124,10 @@ def shared_key(config: EngineConfig, environ: Mapping[str, str]) -> Path:
 
 
 def _write(path: Path) -> None:
-    """Writes a new secret to a file that nobody else can read and that appears whole.
+    """Writes a new secret atomically to a file that only this user can read.
 
     Raises:
-        StartupError: it cannot be written.
+        StartupError: the file cannot be written.
     """
     new = path.with_suffix(f".{os.getpid()}")
     try:

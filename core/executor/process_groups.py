@@ -1,5 +1,8 @@
-"""torch.distributed for the ranks of one engine: on one machine they meet over a file and use the loopback interface,
-over hosts they meet at rank 0's store and use the interface of the route to it."""
+"""Sets up torch.distributed for the ranks of one engine.
+
+On one machine they share a file store and use the loopback interface; across hosts they connect to rank 0's store and
+use the interface of the route to it.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +18,25 @@ from trencadis.core.executor.rank_info import TCP
 from trencadis.core.links.network_route import interface_to
 
 TIMEOUT = timedelta(minutes=30)
-"""Of collectives, in case a lost rank is not noticed by its socket."""
+"""Timeout of collectives, in case a lost rank is not noticed through its socket."""
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
 
 _joined: set[str] = set()
 _stores: dict[str, Any] = {}
-"""Stores that this process serves, by rendezvous."""
+"""Stores served by this process, by rendezvous."""
 
 _chosen: dict[str, str] = {}
-"""Variables that ``restrict_interface`` has set; what the user set is left alone."""
+"""Environment variables set by ``restrict_interface``; values set by the user are kept."""
 
 
 def serve_store(host: str, world: int) -> str:
     """Serves a store for ``world`` ranks on ``host``, an address of this machine; returns its rendezvous.
 
-    The store and the collectives know nothing of the group's key: whoever reaches their ports may disturb them.
+    The store and the collectives are not protected by the group's key: anyone who reaches their ports can disturb them.
 
     Raises:
-        OSError: ``host`` is no address of this machine.
+        OSError: ``host`` is not an address of this machine.
     """
     family, _, _, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -55,7 +58,7 @@ def serve_store(host: str, world: int) -> str:
 
 
 def open_store(cfg: BackendConfig) -> Any:
-    """The store of a group: a file's, or rank 0's."""
+    """Returns the store of a group: a file store, or a client of rank 0's store."""
     restrict_interface(cfg.rendezvous)
     c10d: Any = torch.distributed
     if not cfg.rendezvous.startswith(TCP):
@@ -69,8 +72,10 @@ def open_store(cfg: BackendConfig) -> Any:
 
 
 def restrict_interface(rendezvous: str) -> None:
-    """Keeps collectives on the interface that leads to rank 0, unless the user names another; by default they listen on
-    the address of the host's name."""
+    """Binds collectives to the interface of the route to rank 0, unless the user names another one.
+
+    By default they listen on the address of the host name.
+    """
     name = "lo"
     if rendezvous.startswith(TCP):
         name = interface_to(rendezvous.removeprefix(TCP).rpartition(":")[0].strip("[]"))
@@ -83,7 +88,7 @@ def restrict_interface(rendezvous: str) -> None:
 
 
 def join_group(cfg: BackendConfig, collectives: str) -> None:
-    """Joins the process's default group, of all ranks, unless it exists already.
+    """Joins the process's default group, which contains all ranks, unless it exists already.
 
     Args:
         collectives: backends by torch's names, such as ``gloo`` or ``cpu:gloo,cuda:nccl``.
@@ -97,9 +102,7 @@ def join_group(cfg: BackendConfig, collectives: str) -> None:
 
 
 def leave_group(rendezvous: str) -> None:
-    """Destroys the group that ``join_group`` made there, so that the process may join another one, and ends its
-    store.
-    """
+    """Destroys the group that ``join_group`` created and its store, so that the process may join another one."""
     if rendezvous in _joined:
         _joined.discard(rendezvous)
         torch.distributed.destroy_process_group()

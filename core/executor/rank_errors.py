@@ -1,4 +1,4 @@
-"""What goes wrong with ranks. Torch-free."""
+"""Errors of ranks. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class RankDied(RankFailed):
     """A rank ended without reporting why.
 
     Args:
-        capture: the bucket whose capture it had begun, which may be why; empty: none.
+        capture: the bucket whose capture was in progress and may be the cause; empty: none.
     """
 
     def __init__(self, message: str, capture: str = "") -> None:
@@ -23,8 +23,9 @@ class RankDied(RankFailed):
 
 @dataclass(order=True)
 class RankError:
-    """A failure of a rank; the one with the lowest weight is reported as the cause. The least is taken as the cause:
-    a StartupError, then a silent death, then other errors.
+    """A failure of a rank. The lowest one is reported as the cause.
+
+    A StartupError has weight 0, a death without report 1, other errors 2; ``order`` breaks ties.
     """
 
     weight: int

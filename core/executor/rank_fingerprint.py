@@ -1,4 +1,4 @@
-"""What ranks on several machines must have in common before they load anything. Torch-free."""
+"""Fingerprints by which ranks on several machines check that they match before they load anything. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pathlib import Path
 from trencadis.core.errors import StartupError
 
 SAMPLE = 4096
-"""Bytes that are read at the start, in the middle and at the end of each large file."""
+"""Bytes read at the start, in the middle and at the end of each large file."""
 
 WHOLE = 4 << 20
-"""Files up to this size are read whole."""
+"""Files up to this size in bytes are read completely."""
 
 NAMED = {"trencadis": "Trencadis", "torch": "torch", "python": "Python", "checkpoint": "checkpoint"}
 
@@ -34,14 +34,14 @@ def compute_rank_fingerprint(model: str) -> RankFingerprint:
     """Returns the fingerprint of this process.
 
     Raises:
-        StartupError: the folder ``model`` is not here.
+        StartupError: the folder ``model`` does not exist here.
     """
     python = ".".join(platform.python_version_tuple()[:2])
     return RankFingerprint(_version("trencadis"), python, _version("torch").partition("+")[0], checkpoint_digest(model))
 
 
 def checkpoint_digest(model: str) -> str:
-    """A digest of the names, sizes and parts of a checkpoint's files: small ones whole, of large ones three places.
+    """Returns a digest of a checkpoint's files: names, sizes and contents, for large files three samples.
 
     Raises:
         StartupError: there is no such folder.

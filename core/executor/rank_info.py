@@ -1,4 +1,4 @@
-"""Checks how many ranks can share a model; a rank's number and sizes. Torch-free."""
+"""The numbers and sizes of a rank; checks how many ranks can share a model. Torch-free."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ class RankInfo:
     """One rank of ``world``.
 
     Args:
-        rendezvous: where the ranks of an engine meet for their collectives: a file that only they know, or
-            ``tcp://host:port``.
-        local: the rank among those of its machine, which counts its card; None: all ranks are on one machine.
-        ranks_on_machine: how many ranks its machine has; None: all.
-        host: the machine, where it is not the engine's.
-        masked: whether the rank sees its own card alone.
-        encodes: whether the rank runs the vision tower; the others get Steps without pixels.
-        stages: pipeline stages; the ranks of a stage, which share its layers, follow one another.
+        rendezvous: store through which the ranks set up their collectives: a private file, or ``tcp://host:port``.
+        local: the local rank, which selects the card; None: all ranks are on one machine.
+        ranks_on_machine: number of ranks on its machine; None: all.
+        host: the machine's name if it is not the engine's machine.
+        masked: True if the rank sees only its own card.
+        encodes: True if the rank runs the vision tower; other ranks get Steps without pixels.
+        stages: number of pipeline stages; the ranks of a stage, which share its layers, have consecutive numbers.
     """
 
     rank: int = 0
@@ -39,61 +38,63 @@ class RankInfo:
 
     @property
     def local_rank(self) -> int:
-        """The rank among those of its machine."""
+        """The number of this rank on its machine."""
         return self.rank if self.local is None else self.local
 
     @property
     def local_world(self) -> int:
-        """Ranks of its machine."""
+        """The number of ranks on its machine."""
         return self.world if self.ranks_on_machine is None else self.ranks_on_machine
 
     @property
     def peers(self) -> int:
-        """Ranks of a stage."""
+        """The number of ranks per stage."""
         return self.world // self.stages
 
     @property
     def stage(self) -> int:
-        """This rank's stage."""
+        """The stage of this rank."""
         return self.rank // self.peers
 
     @property
     def peer(self) -> int:
-        """This rank's number among those of its stage."""
+        """The number of this rank within its stage."""
         return self.rank % self.peers
 
     @property
     def draws(self) -> bool:
-        """Whether it is on the last stage, which draws tokens."""
+        """True on the last stage, which samples tokens."""
         return self.stage == self.stages - 1
 
     @property
     def answers(self) -> bool:
-        """Whether it sends the results of Steps to rank 0."""
+        """True if this rank sends the results of Steps to rank 0."""
         return self.draws and self.peer == 0 and self.stages > 1
 
     @property
     def card(self) -> int:
-        """The number of its card among those that it sees and that its engine has."""
+        """Index of its card among the visible cards of the engine."""
         return 0 if self.masked else self.local_rank
 
     @property
     def cards(self) -> int:
-        """How many cards of its engine it sees."""
+        """Number of visible cards of the engine."""
         return 1 if self.masked else self.local_world
 
 
 TCP = "tcp://"
-"""Before the address of a rendezvous that is no file."""
+"""Prefix of a rendezvous that is an address and not a file."""
 
 
 def folder_of(rendezvous: str) -> Path | None:
-    """The folder of a rendezvous that is a file."""
+    """Returns the folder of a rendezvous file; None for an address or an empty rendezvous."""
     return None if not rendezvous or rendezvous.startswith(TCP) else Path(rendezvous).parent
 
 
 def can_share(model: ModelConfig, world: int) -> bool:
-    """Whether ``world`` ranks can share the model: each has whole heads and all KV heads that they read."""
+    """Returns True if ``world`` ranks can share the model, i.e. each gets whole heads and all KV heads that they
+    use.
+    """
     t, v = model.text, None if model.encoder_data_parallel else model.vision
     if world < 1 or t.heads % world or (v is not None and v.heads % world):
         return False
@@ -101,7 +102,7 @@ def can_share(model: ModelConfig, world: int) -> bool:
 
 
 def check_size(model: ModelConfig, world: int) -> None:
-    """Raises StartupError if ``world`` ranks cannot share ``model``; the line names the numbers that can."""
+    """Raises StartupError if ``world`` ranks cannot share ``model``; the message lists the numbers that can."""
     if can_share(model, world):
         return
     t, v = model.text, model.vision
@@ -113,7 +114,7 @@ def check_size(model: ModelConfig, world: int) -> None:
 
 
 def requested_threads(flag: int | None, environ: Mapping[str, str]) -> int | None:
-    """CPU threads asked for the whole engine: ``--threads``, else OMP_NUM_THREADS; None: as many as there are CPUs.
+    """Returns the requested CPU threads of the engine: ``--threads``, else OMP_NUM_THREADS; None: one per CPU.
 
     Raises:
         StartupError: OMP_NUM_THREADS is no number.
@@ -122,5 +123,5 @@ def requested_threads(flag: int | None, environ: Mapping[str, str]) -> int | Non
 
 
 def threads_of(asked: int | None, world: int) -> int:
-    """CPU threads of each of ``world`` ranks; ``asked``: threads of the whole engine."""
+    """Returns the CPU threads of each of ``world`` ranks; ``asked`` counts the threads of the whole engine."""
     return max((asked or computing_cpus()) // max(world, 1), 1)

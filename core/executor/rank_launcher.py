@@ -1,4 +1,4 @@
-"""Starts ranks, links to them and ends them: on this machine over socket pairs, on others over TCP."""
+"""Starts, connects and ends ranks: on this machine over socket pairs, on others over TCP."""
 
 from __future__ import annotations
 
@@ -30,35 +30,35 @@ LEFT_SECONDS = 3600.0
 """Age from which a folder of a process that is gone is removed by the next start."""
 
 PATIENCE = 5.0
-"""Seconds that ranks have to end by themselves before they are killed."""
+"""Seconds that ranks have to exit by themselves before they are killed."""
 
 
 class RankProcessHandle(Protocol):
-    """How a rank is ended; ``subprocess.Popen`` is one."""
+    """Handle to end a rank, e.g. a ``subprocess.Popen``."""
 
     def kill(self) -> None:
-        """Ends it now; does not wait, and does nothing where it has ended."""
+        """Ends the rank at once without waiting; does nothing if it has ended."""
         ...
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit code.
+        """Waits for the rank to end and returns its exit code.
 
         Raises:
-            subprocess.TimeoutExpired: it still runs.
+            subprocess.TimeoutExpired: it is still running.
         """
         ...
 
 
 @dataclass
 class RemoteRankState:
-    """Another rank.
+    """The engine's state of another rank.
 
     Args:
-        linked: the link to it, once there is one.
-        remote: its process was not started by this one, so that versions and files must be compared.
-        fingerprint: what it would load; of remote ranks.
-        gone: set when nothing comes from it any more.
-        capturing: the bucket whose capture it has begun; empty: none.
+        linked: future of the link to it.
+        remote: True if another machine started its process, so that versions and files must be compared.
+        fingerprint: versions and checkpoint of a remote rank.
+        gone: set when its link is closed.
+        capturing: the bucket that it is capturing; empty: none.
     """
 
     rank_info: RankInfo
@@ -72,18 +72,18 @@ class RemoteRankState:
 
     @property
     def number(self) -> int:
-        """The rank."""
+        """The number of the rank."""
         return self.rank_info.rank
 
     @property
     def link(self) -> Link | None:
-        """The link, where there is one."""
+        """The link, or None if the rank is not connected."""
         done = self.linked.done() and not self.linked.cancelled() and self.linked.exception() is None
         return self.linked.result() if done else None
 
     @property
     def at(self) -> str:
-        """The rank's machine, to be put behind its number."""
+        """The rank's machine in parentheses, to append to its number; empty for the engine's machine."""
         return f" ({self.rank_info.host})" if self.rank_info.host else ""
 
     def describe_end(self, why: str) -> str:
@@ -98,32 +98,32 @@ class RemoteRankState:
 
 
 def name_ranks(children: Sequence[RemoteRankState]) -> str:
-    """The ranks in words."""
+    """Returns the ranks as text, e.g. ``ranks 1, 2``."""
     numbers = ", ".join(str(child.number) for child in children)
     return f"rank {numbers}" if len(children) == 1 else f"ranks {numbers}"
 
 
 class Launcher(Protocol):
-    """Where ranks come from."""
+    """Starts ranks, or waits for ranks that are started elsewhere."""
 
     location_note: str
-    """The address at which remote ranks come in; empty where there are none."""
+    """The address to which remote ranks connect; empty if there are none."""
 
     def describe_rank(self, number: int) -> RankInfo:
-        """The place of any rank, 0 too."""
+        """Returns the info of any rank, including 0."""
         ...
 
     def launch(self, number: int) -> RemoteRankState:
-        """Starts a rank, or begins to wait for it."""
+        """Starts a rank, or starts waiting for its connection."""
         ...
 
     def close(self) -> None:
-        """Removes what the launcher made; ranks that still run are killed by then."""
+        """Removes everything that the launcher created; ranks that still run have been killed before."""
         ...
 
 
 class LocalLauncher:
-    """Processes of this machine, which meet over a file in a folder of their own."""
+    """Starts ranks as processes of this machine, which share a file store in a temporary folder."""
 
     location_note = ""
 
@@ -134,13 +134,13 @@ class LocalLauncher:
         CLEANUPS.append(self.close)
 
     def describe_rank(self, number: int) -> RankInfo:
-        """All ranks are here."""
+        """Returns the info of a rank; all are on this machine."""
         stages = self._config.pipeline_parallel_size
         encodes = number < self._world // stages
         return RankInfo(number, self._world, str(self.folder / "store"), encodes=encodes, stages=stages)
 
     def launch(self, number: int) -> RemoteRankState:
-        """Starts a process."""
+        """Starts the rank's process."""
         return start_local_rank(self._config, self.describe_rank(number))
 
     def close(self) -> None:
@@ -167,7 +167,7 @@ def _remove_left_folders() -> None:
 
 
 def start_local_rank(config: EngineConfig, rank_info: RankInfo) -> RemoteRankState:
-    """A rank's process on this machine, over a socket pair."""
+    """Starts a rank's process on this machine, connected by a socket pair."""
     process, sock = spawn_rank(threads_of(config.threads, rank_info.local_world))
     linked: Future[Link] = Future()
     linked.set_result(PlainLink(sock))
@@ -175,7 +175,10 @@ def start_local_rank(config: EngineConfig, rank_info: RankInfo) -> RemoteRankSta
 
 
 def spawn_rank(threads: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """A process of ``core.executor.rank_process``, and our end of its socket; it ends when that is closed."""
+    """Starts ``core.executor.rank_process``; returns the process and this end of its socket.
+
+    The process ends when the socket is closed.
+    """
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(

@@ -20,10 +20,10 @@ class ConnectInfo(msgspec.Struct, tag=True):
     """Down, from the parent process: address and key of the engine to connect to; the engine then sends ``StartRank``.
 
     Args:
-        key: the group's, or empty: it is in ``key_file``, which is read again before each attempt.
+        key: the group's key; empty: ``key_file`` holds it and is read before each attempt.
         patience: seconds in which the engine must answer.
-        model: the checkpoint's folder on this machine; empty: the engine's path holds here too.
-        threads: CPU threads asked for all ranks of this machine.
+        model: the checkpoint's folder on this machine; empty: the same path as on the engine's machine.
+        threads: requested CPU threads of all ranks of this machine.
     """
 
     address: str
@@ -39,11 +39,11 @@ class ConnectInfo(msgspec.Struct, tag=True):
     threads: int | None = None
 
     def __repr__(self) -> str:
-        return f"Dial({self.address}, {self.port}, rank {self.rank})"  # a report of a crash may show it: no key
+        return f"Dial({self.address}, {self.port}, rank {self.rank})"  # no key: crash reports may show it
 
 
 class StartRank(msgspec.Struct, tag=True):
-    """Down, first message of the engine: the configuration, what the rank is, and the factory of its runner."""
+    """Down, first message of the engine: the configuration, the rank's info, and the factory of its runner."""
 
     config: EngineConfig
     rank_info: RankInfo
@@ -55,27 +55,27 @@ class RendezvousDone(msgspec.Struct, tag=True):
 
 
 class Shutdown(msgspec.Struct, tag=True):
-    """Down, to ranks of other machines: the engine ends as it should."""
+    """Down, to ranks of other machines: the engine ends normally."""
 
 
 class RunStep(msgspec.Struct, tag=True):
-    """Down: the Step that every rank runs next."""
+    """Down: the next Step, which every rank runs."""
 
     step: Step
 
 
 class RunWarmup(msgspec.Struct, tag=True):
-    """Down: run one piece of background warm-up."""
+    """Down: run one unit of background warm-up."""
 
 
 class SetVocabulary(msgspec.Struct, tag=True):
-    """Down: a packed ``core.masks.vocabulary.Vocabulary``, before the first Step that needs it."""
+    """Down: a packed ``core.masks.vocabulary.Vocabulary``, sent before the first Step that needs it."""
 
     data: bytes
 
 
 class CompileGrammar(msgspec.Struct, tag=True):
-    """Down: compile a grammar beside the Steps; ``GrammarCompiled`` answers with the same number."""
+    """Down: compile a grammar while Steps continue; ``GrammarCompiled`` answers with the same number."""
 
     number: int
     grammar: str
@@ -92,20 +92,20 @@ class RendezvousJoined(msgspec.Struct, tag=True):
 
 
 class RankReady(msgspec.Struct, tag=True):
-    """Up: this rank takes Steps."""
+    """Up: this rank is ready for Steps."""
 
 
 class StepDone(msgspec.Struct, tag=True):
-    """Up: a Step has run; ``digest`` is that of the tokens it sampled, which must be equal on all ranks."""
+    """Up: a Step has run; ``digest`` covers the sampled tokens and must be equal on all ranks."""
 
     number: int
     digest: int
 
 
 class StepAnswer(msgspec.Struct, tag=True):
-    """Up: what the last pipeline stage made of a Step; ``digest`` as in ``StepDone``.
+    """Up: the last pipeline stage's output of a Step; ``digest`` is that of ``StepDone``.
 
-    ``pooled``: [rows, width], each in the type that it has.
+    ``pooled``: arrays [rows, width], each with its own dtype.
     """
 
     number: int
@@ -121,12 +121,12 @@ class StepAnswer(msgspec.Struct, tag=True):
 
     @classmethod
     def of(cls, output: StepOutput) -> StepAnswer:
-        """The frame of an output."""
+        """Converts a step's output to a message."""
         o, pooled = output, cast(dict[int, Float64], output.pooled)
         return cls(o.number, digest(o), o.samples, o.head, o.targets, o.scored, pooled, o.stats, o.failures, [*o.text])
 
     def output(self) -> StepOutput:
-        """The output."""
+        """Converts the message back to a step's output."""
         pooled = cast(dict[int, Pooled], self.pooled)
         text = set(self.text)
         return StepOutput(
@@ -135,21 +135,21 @@ class StepAnswer(msgspec.Struct, tag=True):
 
 
 class CaptureProgress(msgspec.Struct, tag=True):
-    """Up: the capture of ``bucket`` begins, or has ended, so that the engine knows it if this rank dies."""
+    """Up: the capture of ``bucket`` begins or has ended, so that the engine can name it if this rank dies."""
 
     bucket: str
     begun: bool
 
 
 class GrammarCompiled(msgspec.Struct, tag=True):
-    """Up: a grammar is compiled; ``problem`` says what is wrong with it, or is empty."""
+    """Up: a grammar is compiled; ``problem`` is an error message, or empty."""
 
     number: int
     problem: str
 
 
 class RankFailure(msgspec.Struct, tag=True):
-    """Up: this rank cannot go on; ``code`` 2 means a StartupError."""
+    """Up: this rank cannot continue; ``code`` 2 means a StartupError."""
 
     message: str
     code: int = 1
@@ -185,15 +185,15 @@ decode_up = msgspec.msgpack.Decoder(Up, dec_hook=_array).decode
 
 
 encode = _encoder.encode
-"""The bytes of a message."""
+"""Encodes a message as bytes."""
 
 
 def without_pixels(step: Step) -> Step:
-    """``step`` for a rank that does not encode."""
+    """Returns ``step`` without pixels, for a rank that does not encode."""
     images = tuple(dataclasses.replace(image, pixels=image.pixels[:0]) for image in step.images)
     return dataclasses.replace(step, images=images)
 
 
 def digest(output: StepOutput) -> int:
-    """A digest of the tokens that a Step sampled; 0 if it sampled none."""
+    """Returns a digest of the tokens that a Step sampled; 0 if it sampled none."""
     return 0 if output.head is None else zlib.crc32(np.ascontiguousarray(output.head.token).tobytes()) or 1

@@ -1,8 +1,8 @@
-"""A rank's process: ``python -P -m trencadis.core.executor.rank_process FD`` with one end of a socket pair, over which
-it gets Steps, or is told where to get them.
+"""A rank's process: ``python -P -m trencadis.core.executor.rank_process FD`` with one end of a socket pair.
 
-A reader thread receives messages and ends the process when the engine ends, whatever the main thread waits for; the
-main thread builds the rank and runs the Steps in order.
+Over the socket it receives Steps, or the address of the remote engine that sends them. A reader thread receives
+messages and ends the process when the engine ends, even if the main thread is blocked; the main thread builds the rank
+and runs the Steps in order.
 """
 
 from __future__ import annotations
@@ -41,27 +41,25 @@ if TYPE_CHECKING:
 log = logging.getLogger("trencadis.engine")
 
 LOST = 3
-"""Exit code of a rank that has connected and whose engine is gone without a goodbye."""
+"""Exit code of a rank whose remote engine ended without ``Shutdown``."""
 
 FAREWELL = 0.5
-"""Seconds in which the report of a failure may leave a process that ends."""
+"""Seconds to wait before exit, so that a failure report can be sent."""
 
 
 class CaptureReporter(SilentProgress):
-    """Tells the engine which capture begins; all else is rank 0's to report."""
+    """Reports only captures to the engine; all other progress is reported by rank 0."""
 
     def __init__(self, send: Callable[[rank_messages.Up], None]) -> None:
         self._send = send
 
     def capture(self, bucket: str, begun: bool) -> None:
-        """Before and after each."""
+        """Reports that the capture of ``bucket`` begins or has ended."""
         self._send(rank_messages.CaptureProgress(bucket, begun))
 
 
 def build(factory: str, config: EngineConfig, rank_info: RankInfo, progress: Progress) -> RankHandle:
-    """Builds a rank: calls ``package.module:function`` with the configuration, its rank and the receiver of progress
-    reports.
-    """
+    """Builds a rank: calls ``package.module:function`` with configuration, rank info and progress receiver."""
     module, _, name = factory.partition(":")
     made: Any = getattr(import_module(module), name)
     opened: RankHandle = made(config, rank_info, progress)
@@ -69,12 +67,10 @@ def build(factory: str, config: EngineConfig, rank_info: RankInfo, progress: Pro
 
 
 class RankProcess:
-    """One rank behind one link.
+    """One rank, connected by one link.
 
-    Args:
-        connect_info: how the link was made, if this process has connected: then versions are compared first, and the
-        engine says
-            goodbye where it ends as it should.
+    If this process connected to a remote engine (``target`` is given), versions are compared first, and the engine
+    sends ``Shutdown`` when it ends normally.
     """
 
     def __init__(self, link: Link, target: rank_messages.ConnectInfo | None = None) -> None:
@@ -86,19 +82,19 @@ class RankProcess:
         HeartbeatThread(lambda: link.beat(self.steady))
 
     def listen(self, first: rank_messages.Down | None = None) -> None:
-        """Starts the reader thread; ``first`` has been received already."""
+        """Starts the reader thread; ``first`` is a message that has already been received."""
         if first is not None:
             self.take(first)
         threading.Thread(target=self.read, name="reader", daemon=True).start()
 
     def take(self, message: rank_messages.Down) -> None:
-        """Queues a message."""
+        """Queues a message for the main thread."""
         if isinstance(message, rank_messages.StartRank):
             self.rendezvous = message.rank_info.rendezvous
         self.queue.put(message)
 
     def read(self) -> None:
-        """The reader thread. It ends the process at once when the engine is gone."""
+        """Body of the reader thread; ends the process at once when the engine is gone."""
         try:
             while True:
                 message = rank_messages.decode_down(self.link.receive())
@@ -121,12 +117,12 @@ class RankProcess:
         child_process.exit_now(code)
 
     def send(self, message: rank_messages.Up) -> None:
-        """Sends one message to the engine; several threads call it."""
+        """Sends one message to the engine; may be called from several threads."""
         with suppress(LinkClosed):  # the reader thread ends the process
             self.link.send(rank_messages.encode(message))
 
     def await_start(self) -> rank_messages.StartRank:
-        """Waits for the engine's first message; after a connection over TCP, until all ranks have been compared."""
+        """Waits for the engine's first message and, on a TCP link, until all ranks have been compared."""
         begin = self.queue.get()
         assert isinstance(begin, rank_messages.StartRank)
         if self.connect_info is None:
@@ -139,7 +135,7 @@ class RankProcess:
         return begin
 
     def serve(self) -> None:
-        """Builds the rank, then runs Steps and pieces of warm-up as they arrive."""
+        """Builds the rank, then runs Steps and units of warm-up as they arrive."""
         begin = self.await_start()
         self.rank_info = begin.rank_info
         level = "WARNING" if begin.config.log_level == "INFO" else begin.config.log_level
@@ -172,7 +168,7 @@ class RankProcess:
                     self.warm(opened.rank)
 
     def warm(self, rank: Rank) -> None:
-        """Runs a piece of warm-up; a compiler may hold the interpreter's lock for long, so beats promise nothing."""
+        """Runs one unit of warm-up with heartbeats marked as unsteady, since a compiler may hold the GIL for long."""
         self.steady = False
         self.link.beat(False)
         try:
@@ -181,25 +177,26 @@ class RankProcess:
             self.steady = True
 
     def compile(self, rank: Rank, number: int, grammar: str) -> None:
-        """Compiles a grammar in a thread and reports it."""
+        """Compiles a grammar in a thread and reports the result."""
         rank.prepare(grammar).add_done_callback(
             lambda done: self.send(rank_messages.GrammarCompiled(number, done.result()))
         )
 
     def report_step(self, output: StepOutput) -> None:
-        """Reports a finished Step, where tokens are drawn."""
+        """Reports a finished Step if this rank is on the last stage."""
         if self.rank_info.answers:
             self.send(rank_messages.StepAnswer.of(output))
         elif self.rank_info.draws:
             self.send(rank_messages.StepDone(output.number, rank_messages.digest(output)))
 
     def run_one_by_one(self, rank: Rank) -> Callable[[Step], None]:
-        """Runs each Step to its end before the next."""
+        """Returns a function that runs each Step to its end."""
         return lambda step: self.report_step(rank.execute(step).result())
 
     def run_overlapped(self, opened: RankHandle) -> Callable[[Step], None]:
-        """Returns a function that launches Steps while another thread waits for results, with as many in flight as
-        on rank 0.
+        """Returns a function that launches Steps while another thread waits for results.
+
+        As many Steps are in flight as on rank 0.
         """
         results, free = SerialThread("results"), threading.Semaphore(opened.depth + 1)
 
@@ -218,7 +215,7 @@ class RankProcess:
         return run
 
     def report_failure(self, error: BaseException) -> int:
-        """Reports why this rank ends; returns the exit code."""
+        """Reports to the engine why this rank ends; returns the exit code."""
         user = isinstance(error, StartupError)
         log.debug("a rank failed", exc_info=error)
         self.send(
@@ -227,11 +224,11 @@ class RankProcess:
             else rank_messages.RankFailure(f"{type(error).__name__}: {error}"[:500])
         )
         if self.connect_info is not None:
-            time.sleep(FAREWELL)  # under TLS a thread sends it
+            time.sleep(FAREWELL)  # under TLS, another thread sends the report
         return 2 if user else 1
 
     def main(self) -> int:
-        """Serves until the engine ends the process; returns the exit code of a rank that fails."""
+        """Serves until the engine ends the process; returns the exit code if the rank fails."""
         try:
             self.serve()
         except BaseException as error:
@@ -267,7 +264,7 @@ def main(sock: socket.socket) -> int:
 
 
 def _exit_with_parent(parent: PlainLink) -> NoReturn:
-    """Ends the process with the one that started it."""
+    """Ends this process when its parent process ends."""
     with suppress(LinkClosed):
         while True:
             parent.receive()

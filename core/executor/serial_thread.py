@@ -1,4 +1,4 @@
-"""A thread that runs functions one after another."""
+"""A thread that runs functions in order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from queue import SimpleQueue
 
 
 class SerialThread:
-    """Runs functions in order. It is a daemon thread, so that one stuck in a device call does not keep the process."""
+    """Runs functions in order on a daemon thread, so that a stuck device call does not keep the process alive."""
 
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
@@ -24,7 +24,7 @@ class SerialThread:
         self._queue.put(work)
 
     def end(self, patience: float) -> None:
-        """Ends the thread once everything has run; waits for that at most ``patience`` seconds."""
+        """Ends the thread after all queued functions; waits for it at most ``patience`` seconds."""
         self._queue.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(patience)

@@ -1,4 +1,4 @@
-"""One rank in this process, which runs Steps inline at depth 0, else on a thread of its own."""
+"""Executor for one rank in this process: runs Steps inline at depth 0, else on a separate thread."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ class SubmittedWork(Generic[T]):
     future: Future[T]
 
     def done(self) -> bool:
-        """Whether ``result`` would not wait."""
+        """Returns True if ``result`` would not block."""
         return self.future.done()
 
     def result(self) -> T:
-        """Waits for it; raises what it raised."""
+        """Waits for the result; raises the work's exception."""
         return self.future.result()
 
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A Step that is launched on the executor's thread, while the caller's thread waits for its result."""
+    """A Step launched on the executor's thread, whose result the caller's thread waits for."""
 
     future: Future[Pending[StepOutput]]
 
     def done(self) -> bool:
-        """Whether ``result`` would not wait."""
+        """Returns True if ``result`` would not block."""
         return self.future.done() and self.future.result().done()
 
     def result(self) -> StepOutput:
-        """Waits for the launches, then for their fetches; raises what either raised."""
+        """Waits for the launches, then for their outputs; raises the exception of either."""
         return self.future.result().result()
 
 
 class UniprocExecutor:
-    """Runs Steps one after another, with up to ``depth`` submitted beyond the one whose result is awaited.
+    """Runs Steps in order, with up to ``depth`` submitted in addition to the one whose result is awaited.
 
     Args:
-        overlaps: the caller waits for results, so that the thread prepares the next Step while the device runs this
-            one. False: the thread waits for each Step itself.
+        overlaps: the caller's thread waits for results, so that the executor's thread can prepare the next Step while
+            the device runs this one. False: the executor's thread waits for each Step itself.
     """
 
     def __init__(self, rank: Rank, depth: int, overlaps: bool = False) -> None:
@@ -69,7 +69,7 @@ class UniprocExecutor:
         return SubmittedWork(self._thread.submit(lambda: self._rank.execute(step).result()))
 
     def warm(self) -> Pending[Warming | None]:
-        """Runs one piece of background warm-up on the thread that runs Steps."""
+        """Runs one unit of background warm-up on the thread that runs Steps."""
         if self._thread is None:
             done: Future[Warming | None] = Future()
             done.set_result(self._rank.warm())
@@ -77,11 +77,11 @@ class UniprocExecutor:
         return SubmittedWork(self._thread.submit(self._rank.warm))
 
     def set_vocabulary(self, data: bytes | bytearray) -> None:
-        """Gives the rank a packed ``core.masks.vocabulary.Vocabulary``, before the first grammar."""
+        """Passes a packed ``core.masks.vocabulary.Vocabulary`` to the rank; must precede the first grammar."""
         self._rank.set_vocabulary(data)
 
     def prepare(self, grammar: str) -> Pending[str]:
-        """The rank compiles a grammar beside its Steps."""
+        """Compiles a grammar on the rank while Steps continue."""
         return SubmittedWork(self._rank.prepare(grammar))
 
     def close(self) -> None:

@@ -1,1 +1,1 @@
-"""The text families that are built in, one record each: ``core.models.family.Family``. Torch-free."""
+"""The built-in text model families, one ``core.models.family.Family`` record each. Torch-free."""

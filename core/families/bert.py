@@ -1,4 +1,4 @@
-"""BERT: an encoder. Every token sees the whole prompt; norms stand behind the sums, and one behind the embeddings."""
+"""BERT, an encoder: bidirectional attention, norms after the residual sums, and a norm after the embeddings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trencadis.core.checkpoint.pooling_config import FIRST
 from trencadis.core.models.family import BARE, CLASSIFY, ClassHead, Family, ParsedConfig, StoredNames
 
 TANH = ClassHead(FIRST, "tanh", biased=True)
-"""The head of this family: the first token's row through a dense layer, its tanh, and a linear."""
+"""The class head of this family: the first token's hidden state through a dense layer, tanh, and a linear layer."""
 
 PARTS = {
     "embeddings.word_embeddings.": "embed_tokens.",
@@ -29,15 +29,15 @@ INNER = (
     (".output.LayerNorm.", ".post_attention_layernorm."),
 )
 DROPPED = frozenset({"attention_probs_dropout_prob", "hidden_dropout_prob", "output_past"})
-"""Keys that matter in training alone."""
+"""Keys that matter only in training."""
 
 
 def encoder(c: JsonFields, tied: bool, *, offset: int = 0, pad: int = -1) -> TextConfig:
-    """What BertConfig and its kin describe.
+    """Reads BertConfig and configurations with the same keys.
 
     Args:
-        offset: row of position 0 in the table of positions.
-        pad: the id that takes no position; -1: none.
+        offset: row of position 0 in the position table.
+        pad: the token id that takes no position; -1: none.
     """
     hidden = c.integer("hidden_size", most=WIDEST, default=768)
     heads = c.integer("num_attention_heads", most=MOST_HEADS, default=12)
@@ -79,7 +79,7 @@ def encoder(c: JsonFields, tied: bool, *, offset: int = 0, pad: int = -1) -> Tex
 
 
 def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
-    """BertConfig."""
+    """Reads transformers' BertConfig."""
     return ParsedConfig(encoder(c, tied))
 
 

@@ -1,4 +1,4 @@
-"""Gemma-3, its text models: norms of 1 + weight around attention and MLP, five layers with a window to each without."""
+"""Gemma-3 text models: norms of 1 + weight around attention and MLP; five of six layers have a sliding window."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from trencadis.core.models.family import BARE, CLASSIFY, GENERATE, Family, Parse
 
 GLOBAL_BASE, LOCAL_BASE = 1e6, 1e4
 PATTERN = 6
-"""Every sixth layer sees all keys, where the file does not list the layers."""
+"""Default of ``sliding_window_pattern``: every sixth layer has full attention."""
 
 
 def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
-    """Gemma3TextConfig."""
+    """Reads transformers' Gemma3TextConfig."""
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if c.is_given(key):
             c.refuse(key, "implemented: scores and logits as they are (null)")
@@ -49,7 +49,9 @@ def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
 
 
 def _rotary(c: JsonFields) -> tuple[JsonFields, float]:
-    """(the fields with the table of layers that see all keys as their only one, the base of the others' table)."""
+    """Returns (fields whose only rotary table is that of the full-attention layers, base of the other layers'
+    table).
+    """
     nested = c.within("rope_parameters")
     for key, value in nested.values.items():
         if key not in (FULL, SLIDING) or not isinstance(value, dict | None):

@@ -1,4 +1,4 @@
-"""GPT-2: layer norms, learned positions, plain MLPs; matrices are stored [in, out], and q, k and v as one."""
+"""GPT-2: layer norms, learned positions, plain MLPs; matrices are stored as [in, out], with q, k and v fused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PARTS = {"h.": "layers.", "wte.": "embed_tokens.", "wpe.": "embed_positions.", "
 
 
 def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
-    """GPT2Config."""
+    """Reads transformers' GPT2Config."""
     hidden = c.integer("n_embd", most=WIDEST, default=768)
     heads = c.integer("n_head", most=MOST_HEADS, default=12)
     if hidden % (2 * heads):

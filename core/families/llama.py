@@ -1,4 +1,4 @@
-"""Llama 1 to 3.3 and what shares its architecture: biases only where config.json says so."""
+"""Llama 1 to 3.3 and models of the same architecture; biases only if config.json has them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.models.family import BARE, CLASSIFY, GENERATE, Family, ParsedConfig, StoredNames
 
 PREFIXES = {"model.": "", "lm_head.": "lm_head.", "score.": "score.", "": ""}
-"""The last entry is for checkpoints of the decoder alone, whose names have no prefix."""
+"""Stored prefix -> canonical prefix.
+
+The last entry is for checkpoints of the bare decoder, whose names have no prefix.
+"""
 
 
 def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
-    """LlamaConfig."""
+    """Reads transformers' LlamaConfig."""
     full_attention(c)
     bias = c.boolean("attention_bias", False)
     heads = heads_of(c, absent=True)

@@ -1,4 +1,4 @@
-"""Mistral 7B 0.1 to 0.3, Nemo and what shares their architecture: Llama without biases, with a window in some."""
+"""Mistral 7B 0.1 to 0.3, Nemo and models of the same architecture: Llama without biases, some with a sliding window."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from trencadis.core.families.llama import PREFIXES
 from trencadis.core.models.family import BARE, CLASSIFY, GENERATE, Family, ParsedConfig, StoredNames
 
 WINDOW = 4096
-"""transformers' default, where the key is left out; a null means no window."""
+"""transformers' default if the key is missing; a null means no window."""
 
 
 def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
-    """MistralConfig."""
+    """Reads transformers' MistralConfig."""
     full_attention(c)
     text = gated_decoder(c, heads_of(c), tied, positions=4096 * 32, qkv_bias=False)
     none = "sliding_window" in c.values and not c.is_given("sliding_window")

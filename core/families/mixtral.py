@@ -1,4 +1,4 @@
-"""Mixtral: Mistral with experts in every layer, two of eight for a token in those that are published."""
+"""Mixtral: Mistral with experts in every layer; the published models use two of eight per token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trencadis.core.models.family import BARE, CLASSIFY, GENERATE, Family, Parse
 
 
 def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
-    """MixtralConfig."""
+    """Reads transformers' MixtralConfig."""
     full_attention(c)
     text = gated_decoder(c, heads_of(c), tied, positions=4096 * 32, theta=1e6, qkv_bias=False)
     experts = experts_of(c, "num_local_experts", 2, inner=text.intermediate, normalise=True)

@@ -1,4 +1,7 @@
-"""OPT: layer norms, learned positions, plain MLPs; in the 350m norms stand behind the sums, and tables are narrow."""
+"""OPT: layer norms, learned positions, plain MLPs.
+
+The 350m model has its norms after the residual sums, and embedding tables narrower than the hidden size.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,16 @@ from trencadis.core.checkpoint.model_config import LAYER, PLAIN, POST, PRE, Text
 from trencadis.core.models.family import BARE, GENERATE, Family, ParsedConfig, StoredNames
 
 EPS = 1e-5
-"""Of every norm; no configuration states another."""
+"""Epsilon of every norm; no configuration has another value."""
 
 OFFSET = 2
-"""Row of position 0 in the table of positions."""
+"""Row of position 0 in the position table."""
 
 DECODERS = ("model.decoder.", "decoder.", "")
 
 
 def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
-    """OPTConfig."""
+    """Reads transformers' OPTConfig."""
     hidden = c.integer("hidden_size", most=WIDEST, default=768)
     heads = c.integer("num_attention_heads", most=MOST_HEADS, default=12)
     if hidden % (2 * heads):

@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4 (mini): Llama with fused matrices, heads that may be rotated in part, and LongRoPE."""
+"""Phi-3, Phi-3.5 and Phi-4 (mini): Llama with fused matrices, partly rotated heads, and LongRoPE."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from trencadis.core.families.llama import PREFIXES
 from trencadis.core.models.family import BARE, CLASSIFY, GENERATE, Family, ParsedConfig, StoredNames
 
 TRAINED = 4096
-"""transformers' default of ``original_max_position_embeddings``, and of the longest request."""
+"""transformers' default of ``original_max_position_embeddings`` and of ``max_position_embeddings``."""
 
 
 def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
-    """Phi3Config."""
+    """Reads transformers' Phi3Config."""
     full_attention(c)
     heads = heads_of(c, absent=True)
     text = gated_decoder(c, heads, tied, positions=TRAINED, qkv_bias=False, trained=TRAINED)

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: biases on q, k and v alone. Reward models have a head of two linears over every token."""
+"""Qwen2 and Qwen2.5: biases on q, k and v only. Reward models have a head of two linear layers for every token."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from trencadis.core.models.family import BARE, CLASSIFY, GENERATE, ClassHead, Fa
 
 REWARD = ClassHead(ALL, "relu", biased=True, classes=1, activation=IDENTITY)
 STEPS = ClassHead(ALL, "relu", biased=True, classes=2, activation=SOFTMAX, step_tag=151651)
-"""A step of a solution ends with the token <extra_0>."""
+"""The head of process reward models, which score the token <extra_0> at the end of each solution step."""
 
 
 def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
-    """Qwen2Config."""
+    """Reads transformers' Qwen2Config."""
     windows = some_windows(c)._asdict()
     return ParsedConfig(gated_decoder(c, heads_of(c), tied, positions=32768, qkv_bias=True, **windows))
 

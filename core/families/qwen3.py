@@ -1,4 +1,4 @@
-"""Qwen3 (dense): q and k are normed head by head, heads have a size of their own, and nothing has biases by default."""
+"""Qwen3 (dense): per-head norms of q and k, an explicit head size, and no biases by default."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trencadis.core.models.family import BARE, CLASSIFY, GENERATE, Family, Parse
 
 
 def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
-    """Qwen3Config."""
+    """Reads transformers' Qwen3Config."""
     parts = {"qk_norm": True, **some_windows(c)._asdict()}
     bias = c.boolean("attention_bias", False)
     heads = heads_of(c, default=128)

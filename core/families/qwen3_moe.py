@@ -1,4 +1,4 @@
-"""Qwen3 with experts, in all layers or in some: q and k are normed head by head, experts have a size of their own."""
+"""Qwen3 with experts in all or some layers: per-head norms of q and k, an explicit intermediate size of experts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from trencadis.core.models.family import BARE, CLASSIFY, GENERATE, Family, Parse
 
 
 def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
-    """Qwen3MoeConfig."""
+    """Reads transformers' Qwen3MoeConfig."""
     full_attention(c)
     bias = c.boolean("attention_bias", False)
     text = gated_decoder(c, heads_of(c), tied, positions=32768, qkv_bias=bias, out_bias=bias, qk_norm=True)
-    # The hub's name of their number, and the one that transformers 5 writes.
+    # The hub's key for the number of experts, and the one that transformers 5 writes.
     hub, saved = c.is_given("num_experts"), c.is_given("num_local_experts")
     experts = experts_of(
         c,
@@ -36,7 +36,7 @@ def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
 
 
 def dense_layers(c: JsonFields, layers: int) -> tuple[int, ...]:
-    """Layers without experts: those that are named, and all but every ``decoder_sparse_step``-th."""
+    """Returns the layers without experts: those listed, and all but every ``decoder_sparse_step``-th."""
     step = c.integer("decoder_sparse_step", most=MOST_LAYERS, default=1)
     named = c.integers("mlp_only_layers", most=MOST_LAYERS) if c.is_given("mlp_only_layers") else ()
     return tuple(i for i in range(layers) if i in named or (i + 1) % step)

@@ -1,4 +1,7 @@
-"""XLM-RoBERTa: BERT's encoder; positions begin behind the row of the padding id, and the class head is apart."""
+"""XLM-RoBERTa: BERT's encoder.
+
+Positions start after the row of the padding id; the class head has other stored names.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from trencadis.core.models.family import BARE, CLASSIFY, Family, ParsedConfig, S
 
 
 def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
-    """XLMRobertaConfig."""
+    """Reads transformers' XLMRobertaConfig."""
     pad = c.integer("pad_token_id", least=0, default=1)
     return ParsedConfig(encoder(c, tied, offset=pad + 1, pad=pad))
 

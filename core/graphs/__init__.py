@@ -1,1 +1,1 @@
-"""Captured graphs: the manager, capture and warm-up, misses, failures and the journal of captures."""
+"""Captured graphs: manager, capture, warm-up, miss reasons, out-of-memory handling and the journal of captures."""

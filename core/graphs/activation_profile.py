@@ -9,13 +9,13 @@ from trencadis.core.graphs.graph_manager import GraphManager
 from trencadis.core.shared_constants import RESERVED_BLOCKS
 
 PROFILE_BLOCKS = RESERVED_BLOCKS + 1
-"""KV blocks while profiling: the reserved ones, which padding reads and writes, and one more."""
+"""KV blocks during profiling: the reserved ones, which padding reads and writes, and one more."""
 
 
 def profile_activations(graphs: GraphManager, buckets: list[Bucket]) -> dict[Bucket, int]:
-    """Runs ``buckets`` on padding, with programs that are dropped: the later KV cache has another shape.
+    """Runs ``buckets`` on padding with temporary programs, because the later KV cache has another shape.
 
-    Returns the bytes that the device has kept after each run.
+    Returns, for each bucket, the bytes that are in use on the device after its run.
     """
     taken, free = {}, graphs.backend.memory.free
     graphs.backend.synchronize()

@@ -1,8 +1,9 @@
 """Reports each capture to the parent process, so that a bucket whose capture kills the engine is skipped next time.
 
-Nothing is written to disk: the engine tells its parent before and after each capture, and the parent passes the
-buckets in whose capture an engine died to the next engine. Other ranks tell the engine, which passes it on where one of
-them dies. Pipeline stages have graphs of their own, so that later ones name their stage with the bucket.
+Nothing is written to disk: the engine reports to its parent before and after each capture. If an engine dies during a
+capture, the parent passes the bucket to the next engine. Other ranks report to the engine, which names the bucket if
+one of them dies. Each pipeline stage has its own graphs, so stages after the first prefix the bucket with their stage
+number.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ class CaptureJournal:
 
     Args:
         skip: printed names of buckets in whose capture an earlier engine died.
-        tell: called before and after every capture, also if it ends with an exception.
-        stage: of the pipeline.
+        tell: called before and after every capture, even if it raises.
+        stage: number of this pipeline stage.
     """
 
     def __init__(
@@ -29,7 +30,7 @@ class CaptureJournal:
         self._skip, self._report, self._stage = frozenset(skip), tell, stage
 
     def skips(self, bucket: object) -> bool:
-        """Whether this bucket must stay compiled."""
+        """Returns True if this bucket must not be captured."""
         return self._name(bucket) in self._skip
 
     @contextmanager

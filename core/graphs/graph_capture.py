@@ -1,8 +1,8 @@
-"""Captures graphs within the budget: each is priced before its capture, measured after it, released if its pool is
-overdrawn; what a pool leaves goes to the others.
+"""Captures graphs within the memory budget.
 
-The budget decides what is captured, not what is compiled. A failed capture never ends the start-up: its bucket stays
-compiled.
+Each graph is priced before its capture, measured after it, and released if its pool is overdrawn; the bytes that a pool
+has left over go to the others. The budget decides what is captured, not what is compiled. A failed capture never ends
+the start-up: its bucket stays compiled.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ log = logging.getLogger("trencadis.engine")
 
 
 class CaptureOutcome(IntEnum):
-    """How a capture ended; the least outcome of all ranks counts."""
+    """Outcome of a capture; the smallest one over all ranks applies to all."""
 
     OUT_OF_MEMORY = 0
     FAILED = 1
@@ -61,11 +61,11 @@ class GraphCaptures:
     """The graphs of one rank and what they cost. Ranks agree on every figure that decides what is captured next.
 
     Args:
-        before: the bytes in use beside KV cache and graphs.
-        prices: predicted bytes of every planned graph beside its inputs, which exist already.
-        multimodal: whether text and VISION graphs share the bytes for prompts.
-        least_kv: bytes of KV cache that one request of the full length needs; ``block_bytes``: of one block.
-        keep: stores what was measured; called when there is more to store.
+        memory_in_use: the bytes in use other than KV cache and graphs.
+        prices: predicted bytes of every planned graph, without its inputs, which are already allocated.
+        multimodal: True if text and VISION graphs share the bytes for prompts.
+        least_kv: bytes of KV cache that one request of maximum length needs. block_bytes: bytes of one KV block.
+        keep: stores the measurements; called whenever there are new ones.
     """
 
     graphs: GraphManager
@@ -81,15 +81,15 @@ class GraphCaptures:
     measured: dict[Bucket, int] = field(default_factory=dict)
     failed: dict[Bucket, str] = field(default_factory=dict)
     unavailable: bool = False
-    """Whether the device has no graphs in this mode, so that buckets stay compiled."""
+    """True if the device has no graphs in this mode, so that buckets stay compiled."""
 
     def __post_init__(self) -> None:
         self.agree = RankAgreement(self.graphs.backend)
         pools = self.memory_split.pools()
         self.accounts = PoolAccounts(dict(zip(POOLS, self.agree.least(*(pools[p] for p in POOLS)), strict=True)))
-        """The same on all ranks, so that they decide alike: the least budgets and the highest costs."""
+        """Accounts that are equal on all ranks, so that they decide alike: the lowest budgets and the highest costs."""
         self.own = PoolAccounts(pools)
-        """This rank's own accounts, which its ledger shows."""
+        """Accounts of this rank alone, used for its ledger."""
         self.costs: dict[Bucket, int] = {}
         """Bytes that this rank's graphs took; ``measured`` holds the highest of all ranks."""
         self.seconds: dict[str, float] = defaultdict(float)
@@ -99,21 +99,21 @@ class GraphCaptures:
         policy = self.graphs.backend.policy
         self.unavailable = self.unavailable or bool(policy.graphless)
         self.wanted = [p for p in self.prices if capturable(policy, p.bucket)]
-        """Graphs whose launches gain time."""
+        """Graphs that make launches faster."""
         self.tried: set[Bucket] = set()
         self.firsts: set[Bucket] = set()
-        """First graph of each stage: its cost includes the shared workspace."""
+        """First graph of each stage, whose cost includes the shared workspace."""
         self.ledger = Ledger(self.memory_in_use, self.memory_split)
         self._said = False
         self.graphs.observer.attach(self)
 
     @property
     def rule(self) -> str:
-        """How the costs of graphs add up on this device: ``sum`` or ``max``."""
+        """How the workspaces of graphs add up on this device: ``sum`` or ``max`` (``Policy.pool_cost``)."""
         return self.graphs.backend.policy.pool_cost
 
     def predict_bytes(self, bucket: Bucket) -> int:
-        """Bytes that capturing ``bucket`` is expected to take beside the graphs captured so far."""
+        """Returns the bytes that capturing ``bucket`` is expected to add to the graphs captured so far."""
         if self.rule == "max":
             priced = self._price_shared(bucket)
             return priced.own + max(priced.workspace - self._workspaces().get(bucket.stage, 0), 0)
@@ -124,17 +124,17 @@ class GraphCaptures:
         return budget.held_workspace(self.by_bucket[b] for b in self.graphs.list_captured() if b in self.by_bucket)
 
     def _price_shared(self, bucket: Bucket) -> GraphPrice:
-        """The price of a graph that shares its workspace with others.
+        """Returns the price of a graph that shares its workspace with others.
 
-        A measured cost holds a graph's own bytes and what the workspace grew by. So the highest cost of the stage's
-        later graphs stands for the graph's own bytes, and the workspace is the formula's.
+        A measured cost is a graph's own bytes plus the growth of the workspace. The highest cost among the stage's
+        later graphs is used as the graph's own bytes, and the workspace comes from the formula.
         """
         priced = self.by_bucket[bucket]
         mine = [c for b, c in self.measured.items() if b.stage is bucket.stage and b not in self.firsts]
         return GraphPrice(bucket, max(mine, default=priced.own), priced.workspace, priced.gain)
 
     def observe(self) -> None:
-        """Brings the ledger up to date; a workspace that grew after the profile counts as activations."""
+        """Updates the ledger; a workspace that grew after the profile counts as activations."""
         accounts = self.own
         known = (
             self.memory_in_use.taken + self.memory_split.kv + sum(accounts.spent.values()) + sum(accounts.lost.values())
@@ -144,7 +144,7 @@ class GraphCaptures:
         self.ledger = final_ledger(settled, self.memory_split, accounts)
 
     def attempt(self, bucket: Bucket) -> bool:
-        """Captures ``bucket`` if its pool and the device can pay for it; True if it has a graph now."""
+        """Captures ``bucket`` if its pool and the device have enough bytes; returns True if it has a graph now."""
         done = self._attempt(bucket)
         self.observe()
         return done
@@ -186,7 +186,7 @@ class GraphCaptures:
         return False
 
     def _try(self, bucket: Bucket) -> tuple[CaptureOutcome, str]:
-        """One capture on this rank: how it ended and, if it failed, why."""
+        """Makes one capture on this rank; returns its outcome and, if it failed, the reason."""
         program = self.graphs.program(bucket)
         how, why = CaptureOutcome.CAPTURED, ""
         if self.rule == "max" and not self._workspaces().get(bucket.stage):
@@ -223,14 +223,17 @@ class GraphCaptures:
         return False
 
     def _release(self, bucket: Bucket, back: int) -> None:
-        """Refunds a released graph; bytes that did not come back on the worst rank stay charged on all."""
+        """Refunds a released graph; the bytes not recovered on the worst rank stay charged on all ranks."""
         pool, cost, own = pool_of(bucket.stage), self.measured.get(bucket, 0), self.costs.get(bucket, 0)
         self.own.release(pool, own, back)
         (short,) = self.agree.most(own - back)  # negative: memory of graphs released earlier came back on every rank
         self.accounts.release(pool, cost, cost - min(short, cost))
 
     def _charge_failure(self, bucket: Bucket, pool: str, free: int, why: str, full: bool) -> None:
-        """Charges what a failed capture took and did not give back; by now the exception's frames are gone."""
+        """Charges the bytes that a failed capture did not give back.
+
+        The exception's frames, which may hold tensors, have been dropped before.
+        """
         if full:
             self.accounts.close(pool)
         self._mark_failed(bucket, why + (f"; no more graphs from the {pool} pool" if full else ""))
@@ -249,11 +252,11 @@ class GraphCaptures:
         self._release(bucket, returned)
 
     def is_worth_capturing(self, bucket: Bucket) -> bool:
-        """Whether launches of ``bucket`` gain time by a graph."""
+        """Returns True if a graph makes launches of ``bucket`` faster."""
         return capturable(self.graphs.backend.policy, bucket)
 
     def missing_reason(self, bucket: Bucket) -> str:
-        """Why a compiled bucket has no graph, by the names of core/graphs/miss_reasons.py."""
+        """Returns why a compiled bucket has no graph, as named in core/graphs/miss_reasons.py."""
         if self.unavailable:
             return NO_GRAPHS
         if self.settings.eager:
@@ -267,14 +270,14 @@ class GraphCaptures:
         return WARMING if self.graphs.unready == WARMING and bucket not in self.tried else POOL_FULL
 
     def free_bytes(self) -> int:
-        """Free bytes of the device once its submitted work is done."""
+        """Returns the free bytes of the device after its submitted work has finished."""
         self.graphs.backend.synchronize()
         return self.graphs.backend.memory.free()
 
-    # Whole passes
+    # Passes over all buckets
 
     def selection(self) -> list[Bucket]:
-        """The graphs that each pool can pay for as predicted now, in the device's order of capture."""
+        """Returns the graphs that fit each pool by current predictions, in the device's order of capture."""
         prices = self._price_wanted()
         found: list[Bucket] = []
         for pool in POOLS:
@@ -286,13 +289,13 @@ class GraphCaptures:
         return found
 
     def _price_wanted(self) -> list[GraphPrice]:
-        """All wanted graphs at their current predictions."""
+        """Returns all graphs worth capturing at their current predictions."""
         if self.rule == "max":
             return [self._price_shared(p.bucket) for p in self.wanted]
         return [GraphPrice(p.bucket, self.predict_bytes(p.bucket), 0, p.gain) for p in self.wanted]
 
     def capture_selected(self) -> Iterator[Bucket]:
-        """Captures the selected graphs, then whatever else the pools can pay for; yields each bucket it tried."""
+        """Captures the selected graphs, then as many others as fit the pools; yields each bucket that was tried."""
         for bucket in self.selection():
             self.attempt(bucket)
             yield bucket
@@ -300,7 +303,10 @@ class GraphCaptures:
             yield from self._fill(pool)
 
     def spend_leftovers(self) -> Iterator[Bucket]:
-        """Gives unspent bytes to the pools with the most uncaptured gain per byte; yields each bucket it tried."""
+        """Gives unspent bytes to the pools with the most uncaptured gain per byte.
+
+        Yields each bucket that was tried.
+        """
         every: dict[str, list[GraphPrice]] = {pool: [] for pool in POOLS}
         for price in self.wanted:
             if price.bucket not in self.failed:
@@ -322,7 +328,7 @@ class GraphCaptures:
                 yield price.bucket
 
     def capture_at_first_use(self, bucket: Bucket) -> None:
-        """With warm-up skipped: captures the graph when a launch needs the bucket for the first time."""
+        """Captures the graph when a launch first needs the bucket; used if warm-up is skipped."""
         self._at_first_use(bucket)
         self.keep(self)
 
@@ -335,7 +341,9 @@ class GraphCaptures:
         log.warning("%s gets no graph: %s", bucket, " ".join(self.advice()) or "its pool is used up.")
 
     def advice(self) -> list[str]:
-        """Lines that name the setting by which all planned buckets get graphs, or an unused reserve becomes KV."""
+        """Returns lines of advice: the setting with which all planned buckets get graphs, or how to turn an unused
+        reserve into KV cache.
+        """
         if self.settings.eager:
             return []
         prices = self._price_wanted()

@@ -1,6 +1,6 @@
-"""Programs by bucket, each PLANNED, COMPILED or CAPTURED; runs them and counts launches.
+"""Keeps the programs of all buckets (PLANNED, COMPILED or CAPTURED), runs them and counts launches.
 
-On a device without graphs every size may be its own bucket; the programs used last are then kept.
+On a device without graphs every size may be its own bucket; only the most recently used programs are then kept.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ log = logging.getLogger("trencadis.engine")
 T = TypeVar("T")
 
 KEPT = 8
-"""Programs outside the plan that are kept, the least recently used released first. Each holds its last inputs."""
+"""Number of programs outside the plan that are kept (least recently used out first). Each holds its last inputs."""
 
 BODIES = {Stage.VISION: "vision", Stage.RESET: "reset", Stage.POOL: "pool"}
 
 
 def body_of(bucket: Bucket) -> str:
-    """The key of ``bodies`` that a bucket runs."""
+    """Returns the key in ``bodies`` of the body that a bucket runs."""
     return bucket.variant if bucket.stage is Stage.SAMPLE else BODIES.get(bucket.stage, "text")
 
 
@@ -45,11 +45,11 @@ class GraphManager:
         self.planned = frozenset(plan.buckets)
         self.hits: Counter[Bucket] = Counter()
         self.took: dict[Bucket, float] = {}
-        """Seconds that each bucket took to compile."""
+        """Compile time of each bucket in seconds."""
         self.lazy_compiles = 0
         self.recompiles = 0
         self.changes = 0
-        """Grows whenever a program's state changes, so that readers know when to look again."""
+        """Grows whenever a program's state changes, so that readers can detect changes."""
         self._unready = SKIP
         self._bodies = bodies
         self._programs: dict[Bucket, Program] = {}
@@ -58,26 +58,26 @@ class GraphManager:
 
     @property
     def unready(self) -> str:
-        """Why a launch may need a planned bucket that is not compiled yet (``core/graphs/miss_reasons.py``)."""
+        """The reason why a launch may need a planned bucket that is not compiled (``core/graphs/miss_reasons.py``)."""
         return self._unready
 
     def now_unready_for(self, why: str) -> None:
-        """From now on a planned bucket that is not compiled yet is not for this reason."""
+        """Sets the reason why planned buckets may not be compiled from now on."""
         self._unready = why
 
     def program(self, bucket: Bucket) -> Program:
-        """The program of ``bucket``, made on its first use."""
+        """Returns the program of ``bucket``, created on first use."""
         return self._planned_program(bucket) if bucket in self.planned else self._unplanned_program(bucket)
 
     def _planned_program(self, bucket: Bucket) -> Program:
-        """The program of a planned bucket."""
+        """Returns the program of a planned bucket, created on first use."""
         program = self._programs.get(bucket)
         if program is None:
             program = self._programs[bucket] = self.make(bucket)
         return program
 
     def _unplanned_program(self, bucket: Bucket) -> Program:
-        """The program of a bucket outside the plan."""
+        """Returns the program of a bucket outside the plan; releases the least recently used one above ``KEPT``."""
         program = self._unplanned.get(bucket)
         if program is None:
             program = self._unplanned[bucket] = self.make(bucket)
@@ -88,7 +88,7 @@ class GraphManager:
         return program
 
     def make(self, bucket: Bucket) -> Program:
-        """A new program for ``bucket`` that the manager does not keep."""
+        """Creates a program for ``bucket`` that the manager does not keep."""
         return self.backend.program(bucket, self._bodies[body_of(bucket)])
 
     def state(self, bucket: Bucket) -> ProgramState:
@@ -97,11 +97,14 @@ class GraphManager:
         return ProgramState.PLANNED if program is None else program.state
 
     def list_captured(self) -> list[Bucket]:
-        """Planned buckets that have a graph."""
+        """Returns the planned buckets that have a graph."""
         return [b for b, p in list(self._programs.items()) if p.state is ProgramState.CAPTURED]
 
     def run(self, bucket: Bucket, inputs: Inputs, real: int) -> tuple[Any, StepStats]:
-        """Runs one launch of ``real`` tokens, slots or rows: the graph if there is one, else the compiled body."""
+        """Runs one launch of ``real`` tokens, slots or rows: the graph if there is one, else the compiled body.
+
+        Returns the program's outputs and the statistics of the launch.
+        """
         start = time.perf_counter()
         program = self.program(bucket)
         first = self.counted and program.state is ProgramState.PLANNED
@@ -115,7 +118,10 @@ class GraphManager:
         return out, StepStats(bucket, real, padded_tokens(bucket), program.state.name, seconds, planned, miss)
 
     def _miss(self, bucket: Bucket, program: Program, first: bool) -> str:
-        """Counts a launch. Why it had no graph ready, "" if it had; one captured for this very launch was not ready."""
+        """Counts a launch and returns why it had no graph, "" if it had one.
+
+        A graph captured for this very launch counts as missing.
+        """
         self.hits[bucket] += 1
         if bucket not in self.planned:
             return UNPLANNED
@@ -124,7 +130,7 @@ class GraphManager:
         return "" if program.state is ProgramState.CAPTURED else self.observer.missing_reason(bucket) or self._unready
 
     def _prepare(self, bucket: Bucket) -> None:
-        """Compiles a bucket that a launch needs now."""
+        """Compiles a bucket that a launch needs immediately."""
         self.lazy_compiles += 1
         if bucket not in self.planned:
             log.warning("%s is outside the plan and is compiled now", bucket)
@@ -157,15 +163,16 @@ class GraphManager:
         return found
 
     def _launch(self, program: Program) -> Any:
-        def work() -> Any:  # the state is asked at each try: the graph that was given up may be this one
+        def work() -> Any:  # check the state at each try, since the released graph may be this one
             return program.replay() if program.state is ProgramState.CAPTURED else program.run()
 
         return self._with_relief(program.bucket, work)
 
     def _with_relief(self, bucket: Bucket, work: Callable[[], T]) -> T:
-        """Runs ``work``; whenever the device runs out of memory, releases a graph and tries again, while there is one.
+        """Runs ``work``; as long as the device runs out of memory and has graphs, releases a graph and retries.
 
-        Ranks of a group cannot try again: a rank that fails inside a launch leaves the others waiting in a collective.
+        With several ranks there is no retry: a rank that fails inside a launch leaves the others waiting in a
+        collective.
         """
         none_left = not self.counted or self.backend.comm.world > 1
         while True:
@@ -178,7 +185,7 @@ class GraphManager:
             none_left = self.release_least_used() is None
 
     def release_least_used(self) -> Bucket | None:
-        """Releases the graph that was needed least; its bucket stays compiled. None if there is no graph."""
+        """Releases the graph with the fewest launches; its bucket stays compiled. Returns None if there is no graph."""
         self.backend.synchronize()
         held = self.list_captured()
         if not held:

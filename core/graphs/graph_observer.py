@@ -1,4 +1,4 @@
-"""What a GraphManager reports, and what it asks about buckets that have no graph."""
+"""The callbacks of a GraphManager: reports of events, and the query why a bucket has no graph."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from trencadis.core.buckets import Bucket
 
 
 class GraphAccounts(Protocol):
-    """Decides which buckets have a graph and accounts for their bytes; ``GraphCaptures`` is the one that serves."""
+    """Decides which buckets have a graph and accounts for their bytes; implemented by ``GraphCaptures``."""
 
     def capture_at_first_use(self, bucket: Bucket) -> None:
-        """A launch needs ``bucket``, which is compiled now and was not prepared."""
+        """Called when a launch has made ``bucket`` compile for the first time."""
         ...
 
     def refund_released(self, bucket: Bucket, returned: int) -> None:
-        """The graph of ``bucket`` was released to relieve memory; ``returned`` bytes came back."""
+        """Called when the graph of ``bucket`` was released to free memory; ``returned`` bytes were recovered."""
         ...
 
     def missing_reason(self, bucket: Bucket) -> str:
-        """Why a compiled bucket has no graph."""
+        """Returns why a compiled bucket has no graph."""
         ...
 
 
 class GraphObserver:
-    """Observes one GraphManager, which takes it at construction.
+    """Observes one GraphManager, which receives it at construction.
 
-    The accounts are attached once and later: their budget comes from a profile that runs on the same manager.
+    The accounts are attached once, later: their budget comes from a profile that runs on the same manager.
 
     Args:
         enter: sets the phase that health checks report; returns the previous one.
-        lazy: warm-up is skipped, so that a graph is captured at its bucket's first use.
+        lazy: True if warm-up is skipped, so that a graph is captured at the first use of its bucket.
     """
 
     def __init__(self, enter: Callable[[str], str] = lambda phase: phase, lazy: bool = False) -> None:
@@ -39,20 +39,20 @@ class GraphObserver:
         self._accounts: GraphAccounts | None = None
 
     def attach(self, accounts: GraphAccounts) -> None:
-        """Names who accounts for the manager's graphs from now on."""
+        """Sets the accounts of the manager's graphs; may be called only once."""
         assert self._accounts is None, "a manager's graphs have one set of accounts"
         self._accounts = accounts
 
     def note_first_use(self, bucket: Bucket) -> None:
-        """A planned bucket was compiled because a launch needs it."""
+        """Reports that a planned bucket was compiled for a launch; captures its graph if ``lazy``."""
         if self._lazy and self._accounts is not None:
             self._accounts.capture_at_first_use(bucket)
 
     def note_released(self, bucket: Bucket, returned: int) -> None:
-        """A graph was released to relieve memory."""
+        """Reports that a graph was released to free memory."""
         if self._accounts is not None:
             self._accounts.refund_released(bucket, returned)
 
     def missing_reason(self, bucket: Bucket) -> str:
-        """Why a compiled bucket has no graph; "" while nothing is attached."""
+        """Returns why a compiled bucket has no graph; "" while no accounts are attached."""
         return "" if self._accounts is None else self._accounts.missing_reason(bucket)

@@ -1,4 +1,4 @@
-"""What an engine reports of its graphs: the plan with states and costs, and counters."""
+"""Reports on the graphs of an engine: the plan with states and costs, and counters."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from trencadis.core.progress import Warming
 
 
 class GraphReporter:
-    """Reads what the rank's thread writes: plain numbers and copied dictionaries, so that it needs no lock.
+    """Reads values that the rank's thread writes: plain numbers and copied dictionaries, which need no lock.
 
     Args:
-        mode: --warmup.
+        mode: value of ``--warmup``.
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class GraphReporter:
 
     @property
     def background(self) -> bool:
-        """Whether warm-up runs between steps."""
+        """True if warm-up runs between steps."""
         return self.mode == "background" and self.warmup is not None
 
     def counters(self) -> GraphCounters:
-        """Counters, bytes by pool, and progress of warm-up."""
+        """Returns counters, bytes by pool, and progress of warm-up."""
         g = self.graphs
         spent, seconds = {}, {}
         if self.captures:
@@ -51,11 +51,11 @@ class GraphReporter:
         return GraphCounters(g.lazy_compiles, g.recompiles, spent, self.warming(), seconds)
 
     def warming(self) -> Warming | None:
-        """Progress of warm-up; None if there is none."""
+        """Returns the progress of warm-up; None if there is none."""
         return _copy(self.warmup.state) if self.warmup is not None else None
 
     def plan(self) -> GraphPlan | None:
-        """Everything for ``GET /buckets``; None on a device without planned buckets."""
+        """Returns everything for ``GET /buckets``; None on a device without planned buckets."""
         if self.captures is None:
             return None
         ledger = self.captures.ledger
@@ -82,7 +82,7 @@ class GraphReporter:
         )  # fmt: skip
 
     def advice(self) -> list[str]:
-        """Lines about a graph budget that is too small or too large, once the graphs' costs are measured."""
+        """Returns lines about a graph budget that is too small or too large, once the graphs' costs are measured."""
         assert self.captures is not None
         if self.captures.unavailable:
             mode = self.graphs.backend.policy.graphless or "this mode of the device"
@@ -93,5 +93,5 @@ class GraphReporter:
 
 
 def _copy(state: Warming) -> Warming:
-    """A copy that the rank's thread does not change."""
+    """Returns a copy that the rank's thread does not change."""
     return Warming(state.phase, state.done, state.total, state.eta, state.seconds, state.last)

@@ -1,4 +1,4 @@
-"""Why a launch had no graph of its bucket: the ``reason`` of ``graph_bucket_misses_total``. Torch-free."""
+"""Reasons why a launch had no graph: the ``reason`` label of ``graph_bucket_misses_total``. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How the ranks of one engine agree on their graphs, so that a bucket is replayed on all of them or on none.
+"""Agreement of the ranks of one engine on their graphs, so that a bucket is replayed on all of them or on none.
 
-Free memory differs between ranks, and a capture can fail on one of them alone. All ranks run the same Steps and the
-same pieces of warm-up, and so they reach the same decisions in the same order:
+Free memory differs between ranks, and a capture may fail on one of them only. All ranks run the same Steps and the same
+units of warm-up, so they reach the same decisions in the same order:
 
     pools       once, before the first capture: the least budget of each pool
     attempt     before a capture: the least free memory, and whether every rank has compiled the bucket
@@ -9,9 +9,9 @@ same pieces of warm-up, and so they reach the same decisions in the same order:
     lost        after a release: the most bytes that did not come back
     compiled    after each compilation and validation of warm-up: whether it succeeded on every rank
 
-Only what all ranks agreed on decides which question comes next. "All ranks" are those of one pipeline stage: no graph
-reaches into another stage. Over all stages (``over_stages``) they agree on memory, shapes and numbers of blocks, and on
-whether warm-up is over.
+Only agreed values determine which comparison comes next. "All ranks" means those of one pipeline stage, because no
+graph spans stages. Over all stages (``over_stages``) the ranks agree on memory, shapes and numbers of blocks, and on
+the end of warm-up.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
 
 class RankAgreement:
-    """Least and most over the ranks, compared on the host; a single rank returns its own values."""
+    """Minimum and maximum over the ranks, computed on the host; a single rank gets its own values."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
     @property
     def alone(self) -> bool:
-        """Whether this is the only rank."""
+        """True if this is the only rank."""
         return self._backend.comm.world == 1
 
     def least(self, *values: int) -> tuple[int, ...]:
-        """The smallest of each value.
+        """Returns the minimum of each value over the ranks.
 
         The device finishes its submitted work first: a collective still pending on one rank would wait for ranks that
-        wait here already.
+        are already blocked here.
         """
         if self.alone:
             return values
@@ -45,7 +45,7 @@ class RankAgreement:
         return self._backend.comm.least(values)
 
     def over_stages(self, *values: int) -> tuple[int, ...]:
-        """The smallest of each value over the ranks of all pipeline stages."""
+        """Returns the minimum of each value over the ranks of all pipeline stages."""
         pipe: Pipe | None = getattr(self._backend, "pipe", None)
         if pipe is None:
             return self.least(*values)
@@ -53,9 +53,9 @@ class RankAgreement:
         return pipe.least(values)
 
     def most(self, *values: int) -> tuple[int, ...]:
-        """The largest of each value."""
+        """Returns the maximum of each value over the ranks."""
         return tuple(-v for v in self.least(*(-v for v in values)))
 
     def is_true_everywhere(self, fine: bool) -> bool:
-        """Whether ``fine`` is true on every rank."""
+        """Returns True if ``fine`` is true on every rank."""
         return bool(self.least(int(fine))[0])

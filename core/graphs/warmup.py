@@ -1,6 +1,7 @@
 """Warm-up: compiles every planned bucket, captures graphs within the budget, checks that nothing compiles again.
 
-It works piece by piece: a full warm-up does all pieces before serving, a background one does them between steps.
+The work is divided into units: a full warm-up runs all of them before serving, a background warm-up runs them between
+steps.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ class Warmup:
     """The warm-up of one rank.
 
     Args:
-        strict: a bucket that does not compile, or compiles again, ends the start-up.
-        report: called after each piece.
-        warmed: called when every planned bucket is compiled, and captured as far as memory goes.
+        strict: if a bucket does not compile, or compiles again, the start-up fails.
+        report: called after each unit.
+        warmed: called when every planned bucket is compiled, and captured as far as memory allows.
     """
 
     def __init__(
@@ -46,18 +47,18 @@ class Warmup:
         self.buckets = [p.bucket for p in captures.prices]
         self.state = Warming(total=len(self.buckets))
         self.broken: dict[Bucket, str] = {}
-        """Buckets that do not compile, or compile again, and why."""
+        """Buckets that do not compile, or compile again -> the reason."""
         self._warmed = warmed
         self._pieces: Iterator[Bucket] | None = None
         self._spent = 0.0
 
-    # Full
+    # Full warm-up
 
     def run_all(self) -> None:
-        """Does all pieces now.
+        """Runs all units of warm-up.
 
         Raises:
-            StartupError: with ``strict``, a bucket that does not compile or compiles again.
+            StartupError: with ``strict``, a bucket does not compile or compiles again.
         """
         for _ in self._track_progress(self._all()):
             pass
@@ -79,17 +80,17 @@ class Warmup:
             yield bucket
         yield from self._validate()
 
-    # Background
+    # Background warm-up
 
     def advance(self) -> Warming | None:
-        """Does one piece of background warm-up; None if none is left."""
+        """Runs one unit of background warm-up; returns None if none is left."""
         if self._pieces is None:
             self.graphs.now_unready_for(WARMING)
             self._pieces = self._track_progress(self._hottest())
         return self.state if next(self._pieces, None) is not None else None
 
     def _hottest(self) -> Iterator[Bucket]:
-        """Compiles and captures one bucket after the other, always the one with the most launches so far."""
+        """Compiles and captures buckets one at a time, always the one with the most launches so far; yields each."""
         rank = {bucket: i for i, bucket in enumerate(self._cold())}
         self._begin(COMPILING, 2 * len(rank))
         while rank:
@@ -108,11 +109,11 @@ class Warmup:
         yield from self._validate()
 
     def _cold(self) -> list[Bucket]:
-        """Order of buckets not requested yet: DECODE first, then by strategy."""
+        """Returns the order for buckets without launches so far: DECODE first, then by strategy."""
         chosen = [*self.captures.selection(), *self.buckets]
         return sorted(dict.fromkeys(chosen), key=lambda b: pool_of(b.stage) != DECODE)
 
-    # Pieces
+    # Units of work
 
     def _compile(self, bucket: Bucket) -> None:
         why = ""
@@ -124,7 +125,7 @@ class Warmup:
         self.captures.observe()
 
     def _validate(self) -> Iterator[Bucket]:
-        """Replays or runs every bucket once, which must not compile anything."""
+        """Replays or runs every bucket once, which must not compile anything; yields each."""
         self._begin(VALIDATING, len(self.buckets))
         for bucket in self.buckets:
             if bucket not in self.broken:
@@ -150,7 +151,7 @@ class Warmup:
         self._mark_broken(bucket, why)
 
     def _mark_broken(self, bucket: Bucket, why: str) -> None:
-        """A bucket that fails on one rank is broken on all."""
+        """Records a bucket that fails on any rank as broken on all ranks."""
         if not self.captures.agree.is_true_everywhere(not why):
             self.broken[bucket] = why or "it fails on another rank"
             log.warning("warm-up of %s: %s", bucket, self.broken[bucket])
@@ -164,7 +165,7 @@ class Warmup:
         self.report(s)
 
     def _track_progress(self, pieces: Iterator[Bucket]) -> Iterator[Bucket]:
-        """Passes ``pieces`` on, counting their seconds and progress; time between pieces does not count."""
+        """Yields from ``pieces`` while counting progress and seconds; time between pieces does not count."""
         while True:
             start = time.perf_counter()
             bucket = next(pieces, None)

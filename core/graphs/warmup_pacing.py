@@ -4,12 +4,12 @@ from __future__ import annotations
 
 
 class WarmupPacing:
-    """Allows background warm-up while its share of the time under load, the next piece included, is below ``stall``.
+    """Allows background warm-up while its share of the time under load, including the next unit, is below ``stall``.
 
     Args:
-        stall: a share of wall time; 0: warm-up runs only while there are no requests.
-        slice: seconds of pieces between two steps; 0: one piece. A piece cannot be interrupted, so that a pause lasts
-            this long, or as long as one compilation.
+        stall: fraction of wall time; 0: warm-up runs only while there are no requests.
+        slice: seconds of units between two steps; 0: one unit. A unit cannot be interrupted, so a pause lasts this
+            long, or as long as one compilation.
     """
 
     def __init__(self, stall: float, slice: float = 0.0) -> None:
@@ -23,15 +23,15 @@ class WarmupPacing:
         self.loaded += seconds
 
     def allows(self, loaded: bool) -> bool:
-        """Whether one more piece may run now; it is assumed to take as long as the longest so far."""
+        """Returns True if one more unit may run now; it is assumed to take as long as the longest so far."""
         return not loaded or self.spent + self.longest < self.stall * self.loaded
 
     def allows_another(self, paused: float, loaded: bool) -> bool:
-        """Whether one more piece fits in a pause that has lasted ``paused`` seconds."""
+        """Returns True if one more unit fits in a pause that has lasted ``paused`` seconds."""
         return paused + self.longest <= self.slice and self.allows(loaded)
 
     def add_work(self, seconds: float, loaded: bool) -> None:
-        """Adds a piece of work that took ``seconds``."""
+        """Adds a unit of warm-up that took ``seconds``."""
         self.longest = max(0.9 * self.longest, seconds)
         if loaded:
             self.spent += seconds

@@ -1,1 +1,1 @@
-"""Blocks of the KV cache, the prefix cache over them, and the rows of the image arena."""
+"""KV cache blocks, the prefix cache, and the rows of the image arena."""

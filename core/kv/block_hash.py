@@ -1,9 +1,9 @@
 """The hash chain over full blocks: equal keys mean equal KV content. Pure Python.
 
 key(i) = sha256(key(i-1), token ids, (digest, offset) of each image in the block, positions if the request has media).
-An item of several runs is named by each of its runs in the block: place, length, first row or constant row.
-The root holds cache_salt, adapter and rotary table, so that nothing is shared across them. Positions are part of the
-key because equal frames at another fps have other positions.
+An item of several runs contributes each of its runs in the block: position, length, first row or constant row. The root
+key covers cache_salt, adapter and rotary table, so that nothing is shared across them. Positions are part of the key
+because equal frames at another fps have different positions.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class BlockHashChain:
     """Keys of one sequence's blocks, computed as its tokens become known.
 
     Args:
-        request: its spans, salt and positions.
+        request: provides spans, salt and positions.
         block_size: tokens of a block.
-        long: whether keys are rotated by the table of long requests.
+        long: True if keys are rotated by the table for long requests (``TextConfig.long_from``).
     """
 
     __slots__ = ("_last", "_packed", "_request", "_root", "_size", "at", "keys")
@@ -39,7 +39,7 @@ class BlockHashChain:
         self._root = sha256(root + f"{adapter}\0{request.salt}".encode()).digest()
         self.keys: list[bytes] = []
         self.at, self._last = 0, self._root
-        """Blocks that the key given last covers, and that key."""
+        """Number of blocks that the last computed key covers, and that key."""
 
     def branch(self) -> BlockHashChain:
         """Returns a copy of the chain that can be extended independently."""
@@ -48,19 +48,21 @@ class BlockHashChain:
         return made
 
     def continue_from(self, other: BlockHashChain, tokens: Sequence[int], count: int) -> None:
-        """Continues after the first ``count`` blocks of another chain over the same tokens, if that has hashed them."""
+        """Continues after the first ``count`` blocks of another chain over the same tokens, if it has hashed them."""
         if 0 < count <= max(len(other.keys), other.at) + 1:
             self.at, self._last = count, other.key(tokens, count - 1)
 
     def extend(self, tokens: Sequence[int], known: int) -> list[bytes]:
-        """Adds keys until every full block of ``tokens[:known]`` has one; returns all that there are."""
+        """Adds keys until every full block of ``tokens[:known]`` has one; returns all keys."""
         keys = self.keys
         for index in range(len(keys), known // self._size):
             keys.append(self.key(tokens, index))
         return keys
 
     def key(self, tokens: Sequence[int], index: int) -> bytes:
-        """The key of full block ``index``. It is not kept: those who run ask for one after the other, and only once."""
+        """Returns the key of full block ``index`` without storing it, since sequences request each key once, in
+        order.
+        """
         if index < len(self.keys):
             self.at, self._last = index + 1, self.keys[index]
             return self._last
@@ -70,7 +72,7 @@ class BlockHashChain:
         return self._last
 
     def _hash_up_to(self, tokens: Sequence[int], index: int) -> None:
-        """Hashes up to (excluding) block ``index``, starting from the last known key."""
+        """Hashes blocks up to (excluding) block ``index``, starting from the last known key."""
         kept = len(self.keys)
         if not kept <= self.at <= index:
             self.at, self._last = kept, self.keys[-1] if kept else self._root
@@ -86,17 +88,17 @@ class BlockHashChain:
         self.at, self._last = self.at + 1, digest.digest()
 
     def _media(self, start: int) -> bytes:
-        """What a block's KV depends on beside its tokens; empty for plain text."""
+        """Returns the bytes of everything besides tokens that a block's KV depends on; empty for plain text."""
         end = start + self._size
         parts = [_span_key(s, start, end) for s in self._request.spans if s.offset < end and s.end > start]
         positions = self._block_positions(start)
         return b"".join(parts) + b"|" + positions if parts or positions else b""
 
     def _block_positions(self, start: int) -> bytes:
-        """Bytes of the block's int32 positions [3, size]; empty if they equal the index.
+        """Returns the block's int32 positions [3, size] as bytes; empty if they equal the token index.
 
-        Positions come from the prompt, beyond it they are index + delta. Only their values count, so that a block of an
-        answer is found again when the answer has become part of a prompt.
+        Inside the prompt they come from the request, after it they are index + delta. Only the values matter, so that a
+        block of an answer is found again when the answer has become part of a prompt.
         """
         positions, delta, length = self._request.positions, self._request.delta, len(self._request.tokens)
         if positions is None:
@@ -109,7 +111,7 @@ class BlockHashChain:
 
 @cache
 def _packer(size: int) -> Callable[..., bytes]:
-    """Makes bytes of ``size`` token ids; an array takes four times as long."""
+    """Returns a function that packs ``size`` token ids into bytes; ``array`` takes four times as long."""
     return Struct(f"{size}i").pack
 
 
@@ -118,7 +120,7 @@ def _span_key(span: MediaSpan, start: int, end: int) -> bytes:
 
 
 def _runs_key(span: MediaSpan, start: int, end: int) -> bytes:
-    """``_span_key`` of an item whose tokens are several runs."""
+    """Returns the ``_span_key`` of an item whose tokens form several runs."""
     within = (r for r in span.runs if r.offset < end and r.offset + r.length > start)
     runs = ",".join(f"{r.offset - start}+{r.length}:{r.first}:{r.constant}" for r in within)
     return f"{span.digest}@{runs};".encode()

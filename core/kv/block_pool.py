@@ -9,7 +9,7 @@ Invariants, checked by ``BlockPool.check``:
 | spare: free, content worthless | 0 | no |
 | untouched: free, never written | 0 | no |
 
-ZERO (0) and SINK (1) are never handed out and never counted.
+ZERO (0) and SINK (1) are never allocated and never counted.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from trencadis.core.shared_constants import RESERVED_BLOCKS
 
 
 class BlockPool:
-    """Hands out blocks [2, 2 + size): spare blocks first (most recent first), then untouched, then idle (oldest first).
+    """Allocates blocks [2, 2 + size): spare blocks first (most recent first), then untouched, then idle (oldest first).
 
-    In that order, memory grows only as far as blocks are needed. What an idle block holds goes to ``host``, if there is
-    one, when the block is handed out.
+    With this order, memory grows only as far as blocks are needed. When an idle block is allocated, its content is
+    copied to ``host`` if there is one.
     """
 
     def __init__(self, size: int, host: HostBlockPool | None = None) -> None:
@@ -40,26 +40,26 @@ class BlockPool:
         self._idle: OrderedDict[int, None] = OrderedDict()
         self.evictions = 0
         self.version = 0
-        """Grows whenever a block becomes idle or is idle no more: until then, what was found stays found."""
+        """Grows whenever a block becomes idle or stops being idle; lookups stay valid until then."""
         self.log: EvictionLog | None = None
 
     @property
     def free(self) -> int:
-        """Blocks that ``take`` could hand out now."""
+        """Number of blocks that ``take`` could allocate now."""
         return len(self._spare) + len(self._idle) + self.size + RESERVED_BLOCKS - self._untouched
 
     @property
     def used(self) -> int:
-        """Blocks with a reference."""
+        """Number of blocks with a reference."""
         return self.size - self.free
 
     @property
     def cached(self) -> int:
-        """Blocks in the prefix cache."""
+        """Number of blocks in the prefix cache."""
         return len(self._by_key)
 
     def references(self, block: int) -> int:
-        """How many sequences hold ``block``."""
+        """Returns the number of sequences that hold ``block``."""
         return self._references[block]
 
     def take(self, count: int) -> list[int] | None:
@@ -80,7 +80,7 @@ class BlockPool:
         return self._evict()
 
     def _evict(self) -> int:
-        """The idle block that was used longest ago, whose content is forgotten or goes to the host."""
+        """Returns the least recently used idle block, after its content is dropped or copied to the host."""
         block, _ = self._idle.popitem(last=False)
         key = self._key.pop(block)
         del self._by_key[key]
@@ -93,13 +93,13 @@ class BlockPool:
         return block
 
     def on_host(self, key: bytes) -> bool:
-        """Whether host memory holds the content ``key``."""
+        """Returns True if host memory holds the content ``key``."""
         return self.host is not None and key in self.host
 
     def restore(self, keys: Sequence[bytes]) -> list[int]:
-        """Takes a block for each of ``keys``, which host memory holds and no block does, and copies them back.
+        """Allocates a block for each of ``keys``, which only host memory holds, and copies their contents back.
 
-        As many blocks must be free.
+        The same number of blocks must be free.
         """
         assert self.host is not None
         slots, blocks = self.host.pull(keys), self.take(len(keys))
@@ -118,7 +118,10 @@ class BlockPool:
             self._references[block] += 1
 
     def drop(self, blocks: Sequence[int]) -> None:
-        """Gives references back. The last of ``blocks`` becomes the oldest: a tail is evicted before its prefix."""
+        """Releases references.
+
+        The last of ``blocks`` becomes the oldest, so that a tail is evicted before its prefix.
+        """
         references, keyed, idle, spare = self._references, self._key, self._idle, self._spare
         for block in reversed(blocks):
             left = references[block] - 1
@@ -138,11 +141,11 @@ class BlockPool:
             self._key[block] = key
 
     def find(self, key: bytes) -> int | None:
-        """The block that holds the content ``key``; None if none is cached."""
+        """Returns the block that holds the content ``key``; None if it is not cached."""
         return self._by_key.get(key)
 
     def idle(self, blocks: Iterable[int]) -> int:
-        """How many of ``blocks`` are idle, so that sharing them shrinks ``free``."""
+        """Returns how many of ``blocks`` are idle, i.e. by how much sharing them reduces ``free``."""
         return sum(self._references[b] == 0 for b in blocks)
 
     def forget(self) -> None:
@@ -156,7 +159,7 @@ class BlockPool:
             self.host.forget()
 
     def check(self, held: Iterable[Sequence[int]]) -> None:
-        """Asserts the table above against the blocks that sequences hold."""
+        """Asserts the invariants above against the blocks that sequences hold."""
         if self.host is not None:
             self.host.check()
         counts = [0] * len(self._references)

@@ -1,9 +1,9 @@
-"""Which tokens attend to which images of their request. Pure.
+"""Determines which tokens attend to which images of their request. Pure.
 
-As the authors' code masks them: images that stand beside each other are a group. A token attends to what the images
-of the last group at or before its place show; the tokens of the group itself to those that stand up to their own place.
-Tokens before the first image attend to all rows of all images, also those that an image leaves empty, and the MLP
-of such layers is left out for them.
+The masks are those of the model authors' code: adjacent images form a group. A token attends to the images of the last
+group at or before its position; tokens inside the group attend to its images up to their own position. Tokens before
+the first image attend to all rows of all images, including rows that an image leaves empty, and skip the MLP of the
+cross-attention layers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trencadis.core.shared_constants import RESERVED_ROWS
 
 
 def attention_ends(positions: Sequence[int]) -> list[int]:
-    """For each image position (ascending): end (exclusive) of the tokens that attend to it."""
+    """Returns, for each image position (ascending), the end (exclusive) of the tokens that attend to it."""
     found = [ENDLESS] * len(positions)
     for i in reversed(range(len(positions) - 1)):
         found[i] = found[i + 1] if positions[i] + 1 == positions[i + 1] else positions[i + 1]

@@ -1,7 +1,7 @@
-"""Rows of the image arena, which is the encoder cache: each image is a list of rows. Pure Python.
+"""The encoder cache: assigns rows of the image arena to images. Pure Python.
 
-An image is *pinned* while a sequence that holds KV blocks still has tokens of it to compute, else *idle*: its rows may
-be taken, from the least recently used image first.
+An image is *pinned* while a sequence that holds KV blocks still has tokens of it to compute. Otherwise it is *idle*,
+and its rows may be reused, the least recently used image first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trencadis.core.step import Int32
 
 
 def rows_of_run(run: TokenRun, rows: Int32) -> Int32:
-    """Arena rows int32 [run.length] that a run's tokens take; ``rows`` are those of its item."""
+    """Returns the arena rows, int32 [run.length], of a run's tokens; ``rows`` are those of its item."""
     constant = RESERVED_ROWS + run.constant
     return np.full(run.length, constant, np.int32) if run.constant >= 0 else rows[run.first : run.first + run.length]
 
@@ -33,7 +33,7 @@ class EncoderCacheEntry:
 
 
 class EncoderCache:
-    """Rows [reserved, rows) of the arena tensor; rows 0 (ZERO) and 1 (SINK) and constant rows are never handed out."""
+    """Allocates rows [reserved, rows) of the arena; rows 0 (ZERO), 1 (SINK) and constant rows are never allocated."""
 
     def __init__(self, rows: int, reserved: int = RESERVED_ROWS) -> None:
         self.capacity = max(rows - reserved, 0)
@@ -45,7 +45,7 @@ class EncoderCache:
 
     @property
     def used(self) -> int:
-        """Rows that hold an image."""
+        """Number of rows that hold an image."""
         return self.capacity - len(self._free)
 
     def __contains__(self, key: str) -> bool:
@@ -61,22 +61,22 @@ class EncoderCache:
         return entry.rows
 
     def unpin(self, key: str, owner: int) -> None:
-        """Ends a pin, if there is one."""
+        """Removes a pin, if there is one."""
         entry = self._entries.get(key)
         if entry is not None:
             entry.pins.discard(owner)
 
     def unpin_all(self, owner: int) -> None:
-        """Ends all pins of a sequence."""
+        """Removes all pins of a sequence."""
         for entry in self._entries.values():
             entry.pins.discard(owner)
 
     def fits(self, rows: int, kept: Set[str] = frozenset()) -> bool:
-        """Whether ``put`` of that many rows would succeed."""
+        """Returns True if ``put`` of that many rows would succeed."""
         return rows <= len(self._free) or self._would_fit(rows, kept)
 
     def _would_fit(self, rows: int, kept: Set[str]) -> bool:
-        """``fits`` once idle images are evicted."""
+        """Returns True if the rows would fit after idle images not in ``kept`` are evicted."""
         idle = (len(e.rows) for k, e in self._entries.items() if not e.pins and k not in kept)
         return rows <= len(self._free) + sum(idle)
 
@@ -107,7 +107,7 @@ class EncoderCache:
             self._evict()
 
     def pinned_by(self, owner: int) -> set[str]:
-        """Keys of the images that a sequence pins."""
+        """Returns the keys of the images that a sequence pins."""
         return {k for k, e in self._entries.items() if owner in e.pins}
 
     def check(self) -> None:

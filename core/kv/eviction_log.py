@@ -1,20 +1,22 @@
-"""What caches evicted since somebody asked: keys cut to 8 bytes, by which a router of several engines knows content."""
+"""Records what the caches have evicted, as keys cut to 8 bytes, by which a router tracks the caches of several
+engines.
+"""
 
 from __future__ import annotations
 
 from hashlib import sha256
 
 SIZE = 8
-"""Bytes of a key in the log. They only guide a choice, so that two equal ones would cost time and nothing else."""
+"""Bytes of a key in the log. Keys only guide routing, so that a collision costs time but no correctness."""
 
 
 def image_key(key: str) -> bytes:
-    """The 8 bytes that stand for an image of the arena (``Sequence.key_of``)."""
+    """Returns the 8-byte key of an image in the arena, from its ``Sequence.key_of``."""
     return sha256(key.encode()).digest()[:SIZE]
 
 
 class EvictionLog:
-    """Keys of evicted blocks and images; ``BlockPool`` and ``EncoderCache`` write it where an engine is one of
+    """Keys of evicted blocks and images, written by ``BlockPool`` and ``EncoderCache`` if the engine is one of
     several.
     """
 
@@ -31,7 +33,7 @@ class EvictionLog:
         self._images += image_key(key)
 
     def take(self) -> tuple[bytes, bytes]:
-        """Blocks and images since the last call, ``SIZE`` bytes each."""
+        """Returns the keys of blocks and of images evicted since the last call, ``SIZE`` bytes each."""
         taken = bytes(self._blocks), bytes(self._images)
         self._blocks.clear()
         self._images.clear()

@@ -1,4 +1,4 @@
-"""Host memory behind the block pool: content that the pool evicts stays under its key and comes back. Pure Python."""
+"""Host memory tier of the block pool: keeps the content of evicted blocks under its key. Pure Python."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from trencadis.core.step import BlockMove
 
 
 class HostBlockPool:
-    """Slots [0, size) of host memory, one block each; the least recently used gives way.
+    """Manages slots [0, size) of host memory, one block each; the least recently used is overwritten first.
 
-    Copies are listed in ``moves`` in the order in which they must run, before the launches of the next Step:
-    a block may be given away in the moment that it is evicted, and a slot in the moment that it is read.
+    ``moves`` lists copies in the order in which they must run, before the launches of the next Step: a block may be
+    reused as soon as it is evicted, and a slot as soon as it is read.
     """
 
     def __init__(self, size: int) -> None:
@@ -26,20 +26,20 @@ class HostBlockPool:
 
     @property
     def used(self) -> int:
-        """Slots that hold content."""
+        """Number of slots that hold content."""
         return len(self._slots)
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._slots
 
     def keep(self, key: bytes, block: int) -> None:
-        """Keeps the content ``key`` of a block that is evicted; without a copy where it is here already."""
+        """Stores the content ``key`` of an evicted block; makes no copy if it is stored already."""
         if key in self._slots:
             self._slots.move_to_end(key)
             return
         if not self._free:
             if not self._slots:
-                return  # every slot is being read
+                return  # all slots are being read
             self._free.append(self._slots.popitem(last=False)[1])
             self.evictions += 1
         slot = self._slots[key] = self._free.pop()
@@ -47,22 +47,22 @@ class HostBlockPool:
         self.stored += 1
 
     def pull(self, keys: Sequence[bytes]) -> list[int]:
-        """Takes the slots of ``keys`` out of the order, so that what is evicted meanwhile does not overwrite them."""
+        """Removes ``keys`` from the pool and returns their slots, so that evictions meanwhile do not overwrite them."""
         return [self._slots.pop(key) for key in keys]
 
     def restore(self, key: bytes, slot: int, block: int) -> None:
-        """Copies a pulled slot to ``block``; the content stays here too, as the most recently used."""
+        """Copies a pulled slot to ``block``; the content stays stored as the most recently used."""
         self.moves.append(BlockMove(block, slot, False))
         self._slots[key] = slot
         self.restored += 1
 
     def take_moves(self) -> tuple[BlockMove, ...]:
-        """The copies that the next Step begins with."""
+        """Returns the copies that the next Step begins with, and clears the list."""
         moves, self.moves = tuple(self.moves), []
         return moves
 
     def forget(self) -> None:
-        """Empties it. Copies that are listed still run; nothing will read what they leave."""
+        """Drops all content. Copies already listed still run, but their results are never read."""
         self._free.extend(self._slots.values())
         self._slots.clear()
 

@@ -1,4 +1,4 @@
-"""Items of images and videos inside a prompt: which tokens take which rows of the image arena. Torch-free."""
+"""Spans of images and videos in a prompt: which tokens use which rows of the image arena. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 
 class TokenRun(NamedTuple):
-    """Tokens [offset, offset + length) of a prompt, which take rows [first, first + length) of an item.
+    """Tokens [offset, offset + length) of a prompt, which use rows [first, first + length) of an item.
 
-    ``constant``: or all of them take this constant row, counted from 0; -1: they do not.
+    ``constant``: number of the constant row that all of them use instead, counted from 0; -1: none.
     """
 
     offset: int
@@ -21,17 +21,17 @@ class TokenRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MediaSpan:
-    """Where one item lies in a prompt: an image, a tile of one, or a temporal patch of a video.
+    """The position of one item in a prompt: an image, a tile of one, or a temporal patch of a video.
 
     Args:
         offset: index of its first placeholder token in the prompt.
-        length: tokens from that one to its last one.
-        digest: hex digest of what the tower sees of it.
-        grid: patches (t, h, w), before any are merged.
+        length: number of tokens from the first placeholder to the last one.
+        digest: hex digest of the tower's input for it.
+        grid: patches (t, h, w) before merging.
         slots: VISION slots it needs, a multiple of 64.
-        rows: its arena rows, where they are not ``length``.
-        runs: which of the tokens take which rows, by ascending offset; empty: all of them, in order. Between the runs
-            of one item there may be text and runs of others.
+        rows: its number of arena rows if that is not ``length``.
+        runs: which of the tokens use which rows, by ascending offset; empty: all of them, in order. Text and runs of
+            other items may lie between the runs of one item.
         cross_attention_rows: above 0, tokens attend to the item and take no rows. The span is that of its whole
             request then, and its one run the token at its place; tokens from there on attend to its first
             ``cross_attention_rows`` rows.
@@ -48,23 +48,23 @@ class MediaSpan:
 
     @property
     def end(self) -> int:
-        """Index behind its last token."""
+        """Index after its last token."""
         return self.offset + self.length
 
     @property
     def arena_rows(self) -> int:
-        """Its arena rows."""
+        """Number of its arena rows."""
         return self.rows or self.length
 
     def list_runs(self) -> tuple[TokenRun, ...]:
-        """Its runs, also where it has only one."""
+        """Returns its runs, also if there is only the implicit one."""
         return self.runs or (TokenRun(self.offset, self.length),)
 
 
 def rows_at_once(spans: Iterable[MediaSpan]) -> int:
-    """Most arena rows that a token of a prompt needs together: of items whose spans overlap there, equal ones once.
+    """Returns the largest number of arena rows that any token of a prompt needs at the same time.
 
-    ``spans`` are by ascending offset.
+    The items are those whose spans overlap at the token; equal items count once. ``spans`` are by ascending offset.
     """
     most = 0
     open_: list[MediaSpan] = []

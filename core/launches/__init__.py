@@ -1,1 +1,1 @@
-"""From a Step to launches: splitting, host inputs, persistent tensors, and the runner that executes them."""
+"""Execution of a Step: split into launches, host inputs, persistent tensors, and the runner."""

@@ -1,4 +1,7 @@
-"""The interfaces between ranks: of one pipeline stage, and of stages; ``core.backend`` offers them too. Torch-free."""
+"""Interfaces for communication between ranks of one stage and between stages; ``core.backend`` re-exports them.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ class Comm(Protocol):
     def all_gather(self, x: Tensor) -> Tensor: ...
 
     def least(self, values: Sequence[int]) -> tuple[int, ...]:
-        """The smallest of each value over the ranks, compared on the host, independent of the device's work."""
+        """Returns the minimum of each value over the ranks, computed on the host independently of the device's work."""
         ...
 
 
@@ -41,24 +44,27 @@ class SingleRank:
 
 
 class Pipe(Protocol):
-    """What a backend has as ``pipe`` where ``BackendConfig.stages`` is above 1: links of a rank to its twins on the
-    stages beside its own, in the order of launches."""
+    """The ``pipe`` of a backend whose ``BackendConfig.stages`` is above 1.
+
+    It links a rank to its counterparts on the neighbouring stages; transfers follow the order of launches.
+    """
 
     def bind(self, stream: Tensor | None, hidden: Tensor | None) -> None:
-        """Called once, before rows cross: the tensors [rows, hidden] that rows arrive in and leave from.
+        """Sets the tensors [rows, hidden] in which rows arrive and from which they are sent; called once, before any
+        transfer.
 
-        None: on the first stage, and on the last one.
+        ``stream`` is None on the first stage, ``hidden`` on the last one.
         """
         ...
 
     def send(self, hidden: Tensor, count: int) -> None:
-        """Hands rows 1 to ``count`` to the next stage; the caller may write to them once it has launched more."""
+        """Sends rows 1 to ``count`` to the next stage; the caller may overwrite them in its next launches."""
         ...
 
     def receive(self, stream: Tensor, count: int) -> None:
-        """Fills rows 1 to ``count`` with what the stage before sends, before later launches read them."""
+        """Fills rows 1 to ``count`` with those sent by the previous stage, before later launches read them."""
         ...
 
     def least(self, values: Sequence[int]) -> tuple[int, ...]:
-        """The smallest of each value over all ranks of all stages, compared on the host."""
+        """Returns the minimum of each value over all ranks of all stages, computed on the host."""
         ...

@@ -1,4 +1,4 @@
-"""SAMPLE for rows whose masks depend on tokens of the previous step: waits for those tokens, then fills the masks."""
+"""SAMPLE for rows whose masks depend on tokens of the previous step: waits for these tokens, then fills the masks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ if TYPE_CHECKING:
 
 
 class LaunchedHead(NamedTuple):
-    """A SAMPLE that is on its way; ``pending_sample`` where the matcher manager follows rows of it, which is
-    ``head`` then.
-    """
+    """A SAMPLE in flight. If the matcher manager tracks rows of it, ``pending_sample`` is set and equals ``head``."""
 
     head: Pending[HeadOutput]
     pending_sample: PendingSample | None = None
@@ -29,10 +27,11 @@ def launch_masked(
     launch: Callable[[HeadInputs], Pending[HeadOutput]],
     persistent: HeadInputs | None = None,
 ) -> LaunchedHead:
-    """Launches SAMPLE over the rows ``persistent``, which have no handle, and then ``rows``, some of which have one.
+    """Launches SAMPLE over ``persistent``, whose rows have no grammar handle, followed by ``rows``, some of which have
+    one.
 
-    The host waits for the fetch of the step before: its caller has launched this step's text already, so that the
-    device has work meanwhile. Steps without handles wait for nothing, and do not come here.
+    The host waits for the results of the previous step. The caller has launched this step's text before, so that the
+    device has work meanwhile. Steps without handles do not wait and do not call this function.
     """
     first = 0 if persistent is None else len(persistent.slot)
     handles = {row.sample.handle: i for i, row in enumerate(rows, first) if row.sample.handle}

@@ -1,10 +1,9 @@
-"""Data-parallel image encoding (``--mm-encoder-tp-mode data``): each rank encodes its share of the images, then all
-gather the rows.
+"""Data-parallel image encoding (``--mm-encoder-tp-mode data``): ranks encode different images and gather the rows.
 
-The ranks of a stage cut a Step's images alike, by slots. No rank waits inside the tower; behind it the rows of all
-ranks are gathered, so that every rank's arena holds what one launch would have written. Where launches are planned, all
-ranks run the bucket of the largest share and gather its rows as part of the launch, those of padding included; where
-they are not, each rank runs its own size, or nothing, and as many rows cross as the largest share has.
+The ranks of a stage distribute a Step's images in the same way, by slots. No rank waits inside the tower; after it, the
+rows of all ranks are gathered, so that every rank's arena holds what a single launch would have written. With planned
+launches, all ranks run the bucket of the largest share and gather its rows, padding included, as part of the launch.
+Without a plan, each rank runs its own size, or nothing, and transfers as many rows as the largest share has.
 """
 
 from __future__ import annotations
@@ -21,7 +20,9 @@ from trencadis.core.step import Encode, Int32
 
 
 def assign_images(images: Sequence[Encode], ranks: int) -> list[list[Encode]]:
-    """The images of each rank: the largest first, each to the rank with the fewest slots, the first of equals."""
+    """Distributes images over ranks: largest first, each to the rank with the fewest slots (on ties, the lowest
+    rank).
+    """
     shares: list[list[Encode]] = [[] for _ in range(ranks)]
     slots = [0] * ranks
     for image in sorted(images, key=lambda i: -i.slots):
@@ -32,7 +33,7 @@ def assign_images(images: Sequence[Encode], ranks: int) -> list[list[Encode]]:
 
 
 class GatheredRows:
-    """Brings the arenas of a stage's ranks up to date.
+    """Synchronises the image arenas of a stage's ranks.
 
     Args:
         parts: ``ModelConfig.row_parts``.
@@ -43,30 +44,33 @@ class GatheredRows:
         self._arena, self._parts = held.arena, parts
 
     def gather_in_launch(self, rows: Tensor) -> None:
-        """The end of a VISION launch: stores the rows of all ranks, whose launches have the same bucket.
+        """Stores the rows of all ranks at the end of a VISION launch; all ranks must run the same bucket.
 
         Args:
-            rows: int64 [cells], where this rank's tower has stored its own.
+            rows: int64 [cells], the arena rows in which this rank's tower has stored its output.
         """
         self._ops.by_rows(self._gather, (rows,), self._arena)
 
     def _gather(self, rows: Tensor, arena: Tensor) -> None:
-        """Stores a part at a time: Gaudi's captures hold no write to a view that would make one row of all parts."""
+        """Gathers and stores the rows one part at a time, because a graph on Gaudi cannot hold a write to a view of
+        all parts.
+        """
         width = arena.shape[1]
         own, numbers = self._ops.gather_rows(arena.view(-1, self._parts * width), rows), rows.view(-1, 1)
         self._ops.cut("collective")
-        numbers = self._comm.all_gather(numbers).reshape(-1)  # first: what stands between two is kept by a graph
+        numbers = self._comm.all_gather(numbers).reshape(-1)  # first: graphs keep everything between two collectives
         values = self._comm.all_gather(own).reshape(-1, self._parts * width)
         for i in range(self._parts):
             self._ops.scatter_rows(arena, self._of(numbers, i), values[:, i * width : (i + 1) * width])
 
     def _of(self, rows: Tensor, part: int) -> Tensor:
-        """The rows of the arena's tensor that hold a part of ``rows``."""
+        """Returns the rows of the arena's tensor that hold a given part of ``rows``."""
         return rows if self._parts == 1 else rows * self._parts + part
 
     def exchange(self, shares: Sequence[Sequence[Encode]]) -> None:
-        """Stores the rows that the other ranks have encoded; ``shares`` are ``assign_images``'s, on all ranks the
-        same.
+        """Stores the rows that the other ranks have encoded.
+
+        ``shares`` come from ``assign_images`` and are equal on all ranks.
         """
         comm, arena = self._comm, self._arena.view(-1, self._parts * self._arena.shape[1])
         rows = [_rows(share) for share in shares]
@@ -83,5 +87,5 @@ class GatheredRows:
 
 
 def _rows(share: Sequence[Encode]) -> Int32:
-    """The arena rows of a rank's images, one after the other."""
+    """Returns the arena rows of a rank's images, concatenated, int32."""
     return np.concatenate([image.rows for image in share]) if share else np.zeros(0, np.int32)

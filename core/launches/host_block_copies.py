@@ -1,4 +1,6 @@
-"""Blocks of the KV cache in host memory, and their copies, which run in the order of launches: nobody waits for one."""
+"""KV cache blocks in host memory, and the copies to and from them, which run in launch order without blocking the
+host.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,14 @@ from trencadis.core.step import BlockMove
 
 
 class CopyingBackend(Protocol):
-    """What a backend has besides where its policy says ``host_kv``."""
+    """The additional methods of a backend whose policy sets ``host_kv``."""
 
     def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory of the host, not initialised, from and to which copies run while the host goes on."""
+        """Allocates uninitialised host memory that supports asynchronous copies."""
         ...
 
     def in_order(self, copies: Callable[[], None]) -> None:
-        """Runs copies between device and host memory after all launches so far and before all later ones."""
+        """Runs copies between device and host memory after all earlier launches and before all later ones."""
         ...
 
 
@@ -29,62 +31,63 @@ class BlockCopies(Protocol):
     """Copies of blocks between device and host memory."""
 
     def run(self, moves: Sequence[BlockMove]) -> None:
-        """Copies blocks out and back, one after the other, before all later launches."""
+        """Copies blocks out and back, in order, before all later launches."""
         ...
 
 
 class PlannedCopies(BlockCopies, Protocol):
-    """Copies by launches of their own, whose buffers exist from the start."""
+    """Copies made by launches of their own, whose buffers are allocated at the start."""
 
     def rehearse(self, kv: Sequence[LayerKV]) -> None:
-        """Runs every launch on caches that are dropped afterwards: what it holds at its most is measured."""
+        """Runs every launch on temporary caches, to measure the peak memory."""
         ...
 
     def bind(self, kv: Sequence[LayerKV], graphs: bool) -> None:
-        """Takes the caches, and makes what launches need; ``graphs``: as graphs, where the device's mode has them."""
+        """Sets the caches and prepares the launches; ``graphs``: as graphs if the device's mode has them."""
         ...
 
     def hold(self, slots: int) -> None:
-        """Takes host memory for so many blocks."""
+        """Allocates host memory for ``slots`` blocks."""
         ...
 
 
 class PlanningBackend(Protocol):
-    """What a backend has besides where its policy says ``host_blocks``."""
+    """The additional methods of a backend whose policy sets ``host_blocks``."""
 
     def block_copies(self, kv: Sequence[LayerKV]) -> PlannedCopies:
-        """Copies of the blocks of such caches; buffers are made now."""
+        """Returns copies for the blocks of these caches; allocates their buffers."""
         ...
 
 
 def block_parts(kv: Sequence[LayerKV], blocks: int) -> list[Tensor]:
-    """uint8 [blocks, bytes]: what each tensor of the caches holds of a block.
+    """Returns, for each tensor of the caches, a uint8 view [blocks, bytes of a block].
 
     Args:
-        blocks: of the caches, the reserved ones included; tensors begin with blocks or with their tokens.
+        blocks: number of blocks of the caches, including the reserved ones. The first dimension of each tensor counts
+            blocks or tokens.
     """
     tensors = [t for x in kv for t in (x.k, x.v, x.k_scale, x.v_scale, x.kept) if t is not None and t.numel()]
     return [t.view(blocks, -1).view(torch.uint8) for t in tensors]
 
 
 class HostKV:
-    """Slots of host memory, each the bytes of one block over all layers.
+    """Slots of host memory; each holds the bytes of one block over all layers.
 
     Args:
         parts: ``block_parts`` of the caches.
-        slots: blocks that host memory holds.
-        spare: uint8 [bytes of a block] on the device, through which a block goes in one copy.
+        slots: number of blocks that host memory holds.
+        spare: uint8 [bytes of a block], a device buffer that makes each transfer a single copy.
     """
 
     def __init__(self, backend: CopyingBackend, parts: list[Tensor], slots: int, spare: Tensor) -> None:
         self._backend, self._parts, self._spare = backend, parts, spare
         self._pieces = list(torch.split(spare, [part.shape[1] for part in parts]))
         self._host = backend.host_memory((slots, len(spare)), torch.uint8)
-        # The sink, there and back: what a first copy makes is made now.
+        # Copy the sink block there and back, so that one-time set-up happens now.
         self.run([BlockMove(SINK_BLOCK, 0, True), BlockMove(SINK_BLOCK, 0, False)])
 
     def run(self, moves: Sequence[BlockMove]) -> None:
-        """Copies blocks out and back, one after the other: each may take the block or slot of the one before."""
+        """Copies blocks out and back, in order: each may reuse the block or slot of the previous one."""
         self._backend.in_order(lambda: self._copy(moves))
 
     def _copy(self, moves: Sequence[BlockMove]) -> None:

@@ -1,4 +1,4 @@
-"""Host arrays of a launch, made from the Step. numpy only; ``Backend.fill`` pads and copies them."""
+"""Builds the host arrays of a launch from the Step. numpy only; ``Backend.fill`` pads and copies them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trencadis.core.step import (
 
 
 def text_inputs(rows: Sequence[Row], first_out: Sequence[int] = ()) -> StepInputs:
-    """Inputs of one text launch: the rows one after the other.
+    """Builds the inputs of one text launch: the rows concatenated.
 
     Args:
         first_out: for each row, the index in the persistent hidden tensor at which its first token's hidden state is
@@ -66,7 +66,7 @@ def text_inputs(rows: Sequence[Row], first_out: Sequence[int] = ()) -> StepInput
 
 
 def _image_rows(rows: Sequence[Row], row_start: Int32) -> Int32:
-    """int32 [n]: the arena row of each token that stands for an image, 0 for the others."""
+    """Returns int32 [n]: the arena row of each image token, 0 for other tokens."""
     found = np.zeros(int(row_start[-1]), np.int32)
     for first, row in zip(row_start.tolist(), rows, strict=False):
         for image in row.images:
@@ -75,7 +75,9 @@ def _image_rows(rows: Sequence[Row], row_start: Int32) -> Int32:
 
 
 def _upto(rows: Sequence[Row], row_start: Int32) -> Int32:
-    """int32 [n]: the index in its sequence of the last key that each token sees: itself, or the end of its span."""
+    """Returns int32 [n]: for each token, the sequence index of the last key it attends to: its own, or the end of
+    its span.
+    """
     upto = own_positions(row_start, np.fromiter((r.context for r in rows), np.int32, len(rows)))
     for i, row in enumerate(rows):
         for span in row.spans:
@@ -85,7 +87,7 @@ def _upto(rows: Sequence[Row], row_start: Int32) -> Int32:
 
 
 def own_positions(row_start: Int32, context: Int32) -> Int32:
-    """int32 [n]: each token's index in its sequence; the arguments are fields of ``StepInputs``."""
+    """Returns int32 [n]: each token's index in its sequence; the arguments are fields of ``StepInputs``."""
     lengths = np.diff(row_start[: len(context) + 1])
     within = np.arange(int(lengths.sum()), dtype=np.int32) - np.repeat(row_start[: len(context)], lengths)
     return (np.repeat(context, lengths) + within).astype(np.int32)
@@ -104,7 +106,7 @@ FillMask = Callable[[int, UInt8, Sequence[int]], None]
 
 
 def head_inputs(rows: Sequence[SampleRow], vocab: int, fill: FillMask | None = None) -> HeadInputs:
-    """Inputs of one SAMPLE launch; ``fill`` makes the masks of rows that have a handle."""
+    """Builds the inputs of one SAMPLE launch; ``fill`` writes the masks of rows that have a handle."""
     samples = [r.sample for r in rows]
     masks, mask_row = np.full((1, -(-vocab // 8)), 255, np.uint8), np.zeros(len(rows), np.int32)
     if any(s.banned or s.handle for s in samples):
@@ -121,13 +123,13 @@ def head_inputs(rows: Sequence[SampleRow], vocab: int, fill: FillMask | None = N
 
 
 def join_head_inputs(first: HeadInputs, then: HeadInputs) -> HeadInputs:
-    """The rows of ``first``, then those of ``then``, whose masks are kept: rows of ``first`` must have none."""
+    """Concatenates two inputs; the masks are those of ``then``, so rows of ``first`` must have none."""
     names = [f.name for f in fields(HeadInputs) if f.name != "masks"]
     return HeadInputs(**{n: np.concatenate([getattr(first, n), getattr(then, n)]) for n in names}, masks=then.masks)
 
 
 def target_inputs(hidden_rows: Sequence[int], targets: Sequence[int], vocab: int) -> HeadInputs:
-    """Inputs of a SAMPLE launch that scores given ids instead of drawing; it writes to the sink slot only."""
+    """Builds a SAMPLE launch that scores given ids instead of sampling; it updates only the sink's sampler state."""
     inputs = head_inputs([SampleRow(row, 0, Sample(full=True)) for row in hidden_rows], vocab)
     inputs.target = np.asarray(targets, np.int32)
     return inputs
@@ -136,9 +138,10 @@ def target_inputs(hidden_rows: Sequence[int], targets: Sequence[int], vocab: int
 def _masks(
     samples: Sequence[Sample], vocab: int, fill: FillMask | None
 ) -> tuple[np.ndarray[tuple[int, int], np.dtype[np.uint8]], np.ndarray[tuple[int], np.dtype[np.int32]]]:
-    """Bit masks of allowed ids uint8 [m, ceil(vocab / 8)], row 0 all ones; and the mask row of each sample, int32.
+    """Returns bit masks of allowed ids, uint8 [m, ceil(vocab / 8)] with row 0 all ones, and the mask row of each
+    sample, int32.
 
-    ``fill`` makes one more mask for each sample that has a handle.
+    ``fill`` writes one additional mask for each sample that has a handle.
     """
     rows: dict[tuple[int, ...], int] = {(): 0}
     early = (() if s.handle else s.banned for s in samples)
@@ -156,7 +159,7 @@ def _late_masks(
     mask_row: np.ndarray[tuple[int], np.dtype[np.int32]],
     fill: FillMask,
 ) -> tuple[np.ndarray[tuple[int, int], np.dtype[np.uint8]], np.ndarray[tuple[int], np.dtype[np.int32]]]:
-    """``masks`` and one more for each sample that has a handle."""
+    """Returns ``masks`` with one additional mask for each sample that has a handle, and the mask rows."""
     late = [i for i, s in enumerate(samples) if s.handle]
     more = np.empty((len(late), masks.shape[1]), np.uint8)
     for row, i in enumerate(late):
@@ -166,7 +169,7 @@ def _late_masks(
 
 
 def padding_vision_inputs(slot: SlotForm) -> VisionInputs:
-    """Inputs of a VISION launch of padding alone."""
+    """Builds the inputs of a VISION launch that holds only padding."""
     ids, pixels = np.zeros(0, np.int32), np.zeros((0, slot.values), np.uint8)
     made = VisionInputs(pixels, np.zeros((0, 2), np.int32), ids, ids, ids)
     if slot.position_neighbours:
@@ -179,12 +182,12 @@ def padding_vision_inputs(slot: SlotForm) -> VisionInputs:
 
 
 def pool_inputs(hidden_rows: Sequence[int], groups: Sequence[int]) -> PoolInputs:
-    """Inputs of one POOL launch; ``groups``: each row's group, counted from 1."""
+    """Builds the inputs of one POOL launch; ``groups``: each row's group, counted from 1."""
     return PoolInputs(np.asarray(hidden_rows, np.int32), np.asarray(groups, np.int32))
 
 
 def reset_inputs(resets: Sequence[Reset], vocab: int) -> ResetInputs:
-    """Inputs of one RESET launch: whole rows of sampler state."""
+    """Builds the inputs of one RESET launch: whole rows of sampler state."""
     r = len(resets)
     counts = np.zeros((r, vocab), np.int32)
     prompt_mask = np.zeros((r, -(-vocab // 8) * 8), bool)
@@ -193,7 +196,7 @@ def reset_inputs(resets: Sequence[Reset], vocab: int) -> ResetInputs:
     for i, reset in enumerate(resets):
         np.add.at(counts[i], np.asarray(reset.output, np.int64), 1)
         ids = np.asarray(reset.prompt, np.int64)
-        prompt_mask[i, ids[ids < vocab]] = True  # others are never drawn
+        prompt_mask[i, ids[ids < vocab]] = True  # others are never sampled
         for j, bias in enumerate(b for b in reset.bias if b.value):
             bias_id[i, j], bias_value[i, j] = bias
     return ResetInputs(

@@ -33,7 +33,7 @@ class RowPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One bucket and the indices of what runs in it: rows of the Step, or its images, or its resets.
+    """One bucket and the indices of the Step's rows, images or resets that run in it.
 
     Args:
         ranges: the tokens of each row that this launch computes; empty: all of them. If several launches share a row,
@@ -45,20 +45,21 @@ class Launch:
     ranges: tuple[TokenRange, ...] = ()
 
     def parts(self, step: Step) -> list[RowPart]:
-        """What a text launch computes of each row."""
+        """Returns the tokens of each row that a text launch computes."""
         ranges = self.ranges or tuple(TokenRange(0, len(step.rows[i].tokens)) for i in self.items)
         return [RowPart(i, *tokens) for i, tokens in zip(self.items, ranges, strict=True)]
 
     def tokens(self, step: Step) -> int:
-        """Real tokens of a text launch."""
+        """Returns the number of real tokens of a text launch."""
         return sum(p.stop - p.start for p in self.parts(step))
 
 
 def split_step(step: Step, plan: Plan) -> tuple[Launch, ...]:
-    """Launches of ``step`` in device order: RESET, VISION, text. The runner adds SAMPLE (``sample_bucket``) or POOL.
+    """Returns the launches of ``step`` in device order: RESET, VISION, text. The runner adds SAMPLE (``head_bucket``)
+    or POOL.
 
-    A ragged launch computes the persistent rows, too; they are in none of its items. Rectangles are cut from rows
-    alone: there the runner has made plain rows of the persistent batch.
+    A ragged launch also computes the persistent rows, which its items do not list. Rectangular launches are built from
+    rows only, so the runner converts the persistent batch to plain rows before.
     """
     launches = _resets(step, plan) if step.resets else []
     if step.images:
@@ -74,7 +75,7 @@ def split_step(step: Step, plan: Plan) -> tuple[Launch, ...]:
 
 
 def _resets(step: Step, plan: Plan) -> list[Launch]:
-    """RESET launches, each of as many rows as the largest bucket holds."""
+    """Returns RESET launches of as many rows as the largest bucket holds."""
     count = len(step.resets)
     most = max(plan.sizes(Stage.RESET), default=count) or 1
     found = []
@@ -85,13 +86,13 @@ def _resets(step: Step, plan: Plan) -> list[Launch]:
 
 
 def _vision(step: Step, plan: Plan) -> Launch:
-    """One launch: ``ImagePacker`` chose images that fit into it."""
+    """Returns one launch for all images; ``ImagePacker`` has chosen images that fit."""
     need = sum(i.slots for i in step.images)
     return Launch(plan.fit(Stage.VISION, (need,)), tuple(range(len(step.images))))
 
 
 def _ragged_bucket(step: Step, plan: Plan) -> Bucket:
-    """The bucket of one ragged launch for all rows, prefill and decode mixed."""
+    """Returns the bucket of one ragged launch for all rows, prefill and decode mixed."""
     rows, tokens = step.persistent_count + len(step.rows), step.tokens
     if tokens == rows:
         return plan.fit(Stage.DECODE, (rows,))
@@ -99,7 +100,7 @@ def _ragged_bucket(step: Step, plan: Plan) -> Bucket:
 
 
 def _rectangles(step: Step, plan: Plan) -> list[Launch]:
-    """Rectangular launches: the rows of each group may run in any order, so each group is cut by cost alone."""
+    """Returns rectangular launches. The rows of a group may run in any order, so each group is split by cost alone."""
     found = []
     for group in _groups(step, plan.block_size):
         rows = ((i, step.rows[i]) for i in group)
@@ -112,7 +113,7 @@ def _rectangles(step: Step, plan: Plan) -> list[Launch]:
 
 
 def _with_image_units(bucket: Bucket, plan: Plan, rows: Sequence[Row], pieces: Sequence[Any] = ()) -> Bucket:
-    """The variant of ``bucket`` that holds the images which the rows, or these pieces of them, attend to."""
+    """Returns the variant of ``bucket`` that holds the images which the rows, or these pieces of them, attend to."""
     if not any(row.cross_attention.images for row in rows):
         return bucket
     cut = (row.cross_attention.restrict(p.start, p.stop) for row, p in zip(rows, pieces, strict=True))
@@ -121,7 +122,8 @@ def _with_image_units(bucket: Bucket, plan: Plan, rows: Sequence[Row], pieces: S
 
 
 def _groups(step: Step, block_size: int) -> list[list[int]]:
-    """Rows in step order; a row that reads a block which a decoding row of the group completes begins a new group.
+    """Groups rows in step order; a row that reads a block which a decoding row of the group completes starts a new
+    group.
 
     Prompts run first within a group. A full block enters the prefix cache when it is scheduled, so that a prompt of the
     same step may begin with a block that a decoding row is about to complete.
@@ -142,17 +144,17 @@ def _groups(step: Step, block_size: int) -> list[list[int]]:
 
 
 def sample_bucket(rows: int, full: bool, plan: Plan) -> Bucket:
-    """The SAMPLE bucket of ``rows`` rows; ``full`` if any of them asks for more than the argmax."""
+    """Returns the SAMPLE bucket of ``rows`` rows; ``full`` if any of them needs more than the argmax."""
     return plan.fit(Stage.SAMPLE, (rows,), "full" if full else "greedy")
 
 
 def head_bucket(rows: int, full: bool, best: bool, plan: Plan, told: bool = True) -> Bucket:
-    """The SAMPLE bucket of ``rows`` rows that does all that they ask for.
+    """Returns the cheapest SAMPLE bucket of ``rows`` rows that covers everything they request.
 
     Args:
-        full: whether any of them is ``Sample.full``.
-        best: whether all those that are ``full`` are ``Sample.best``.
-        told: whether any of them wants log-probabilities.
+        full: True if any row is ``Sample.full``.
+        best: True if all ``full`` rows are ``Sample.best``.
+        told: True if any row requests log-probabilities.
     """
     if full and best and plan.policy.masked_head:
         return plan.fit(Stage.SAMPLE, (rows,), "masked")
@@ -162,19 +164,19 @@ def head_bucket(rows: int, full: bool, best: bool, plan: Plan, told: bool = True
 
 
 def score_rows(plan: Plan) -> int:
-    """Rows of one SAMPLE launch for prompt_logprobs: never more than the largest planned bucket."""
+    """Returns the rows of one SAMPLE launch for prompt_logprobs, at most those of the largest planned bucket."""
     return min(HEAD_ROWS, max(plan.sizes(Stage.SAMPLE), default=HEAD_ROWS))
 
 
 def pool_rows(plan: Plan) -> int:
-    """Rows of the largest POOL launch."""
+    """Returns the rows of the largest POOL launch."""
     return max(plan.sizes(Stage.POOL), default=POOL_ROWS)
 
 
 def part_of(row: Row, start: int, stop: int, block_size: int = 0) -> Row:
-    """``row`` restricted to its tokens [start, stop), the tokens before them being context.
+    """Returns ``row`` restricted to its tokens [start, stop); earlier tokens become context.
 
-    If ``block_size`` is given, blocks after the last token are dropped; draws stay with the row's last token.
+    If ``block_size`` is given, blocks after the last token are dropped. Samples stay with the row's last token.
     """
     if start == 0 and stop == len(row.tokens):
         return row
@@ -196,7 +198,7 @@ def part_of(row: Row, start: int, stop: int, block_size: int = 0) -> Row:
 
 
 def _spans(row: Row, start: int, stop: int) -> tuple[BidirectionalSpan, ...]:
-    """The row's spans that lie in [start, stop); none is ever cut."""
+    """Returns the row's bidirectional spans inside [start, stop); a span is never split."""
     found = tuple(s for s in row.spans if s.start < stop and s.stop > start)
     assert all(start <= s.start and s.stop <= stop for s in found), "a span lies in one launch"
     return tuple(BidirectionalSpan(s.start - start, s.stop - start) for s in found)

@@ -1,4 +1,4 @@
-"""The tensors of a launch, as bodies and ops see them; ``core.backend`` offers them too."""
+"""The tensors of a launch, as passed to program bodies and ops; ``core.backend`` re-exports them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trencadis.core.step import HeadOutput, PoolOutput
 class LayerKV(NamedTuple):
     """A layer's cache: base tensors [blocks, block_size, kv_heads, head_dim]; ``Policy.flat_kv`` flattens blocks.
 
-    In 8 bits (core/quant/kv_cache_codes.py) k and v are codes, and scales and kept values stand beside them.
+    With 8 bits (core/quant/kv_cache_codes.py) k and v hold codes, and the other fields their scales and kept values.
     """
 
     k: Tensor
@@ -26,18 +26,18 @@ class LayerKV(NamedTuple):
 
 
 def put_slots(cache: Tensor, x: Tensor, slot: Tensor) -> None:
-    """``cache[slot] = x``, [n, g, ...] in a cache [blocks, block_size, g, ...]; ``slot``: int64 [n]."""
+    """Sets ``cache[slot] = x`` for x [n, g, ...] and a cache [blocks, block_size, g, ...]; ``slot``: int64 [n]."""
     cache.view(-1, *cache.shape[2:]).index_copy_(0, slot, x)
 
 
 def slots_at(cache: Tensor, where: slice | Tensor) -> Tensor:
-    """Slots of a cache with blocks, [L, g, ...]; a slice is not copied."""
+    """Returns slots of a cache with blocks, [L, g, ...]; a slice is not copied."""
     flat = cache.flatten(0, 1)
     return flat[where] if isinstance(where, slice) else flat.index_select(0, where)
 
 
 def first_rows(tree: Any, rows: int) -> Any:
-    """The tensors of nested tuples without the rows from ``rows`` on, which are padding."""
+    """Returns the tensors of nested tuples without the rows from ``rows`` on, which are padding."""
     if isinstance(tree, tuple):
         made = [first_rows(item, rows) for item in tree]
         return type(tree)(*made) if hasattr(tree, "_fields") else tuple(made)
@@ -45,7 +45,7 @@ def first_rows(tree: Any, rows: int) -> Any:
 
 
 class Attn(NamedTuple):
-    """What attention needs of a text launch; opaque to models. Backends may subclass it."""
+    """The attention inputs of a text launch; opaque to models. Backends may subclass it."""
 
     row_start: Tensor  # int32 [rows + 2]; the last row owns the bucket's surplus tokens
     context: Tensor  # int32 [rows + 1]
@@ -55,7 +55,7 @@ class Attn(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """What vision attention needs of a packed launch."""
+    """The attention inputs of a packed VISION launch."""
 
     segment: Tensor  # int32 [windows] image of each window, ascending
     real: Tensor  # int32 [windows] real patches of each window, first in it
@@ -74,8 +74,9 @@ class Rotary(NamedTuple):
 
 
 class CrossAttentionTensors(NamedTuple):
-    """The images that a text launch attends to, beside its tokens; see
-    ``core.shapes.cross_attention_inputs.CrossAttentionInputs``.
+    """The images that the tokens of a text launch attend to.
+
+    The fields are those of ``core.shapes.cross_attention_inputs.CrossAttentionInputs``.
     """
 
     units: Tensor  # int32 [u]
@@ -155,7 +156,7 @@ class SamplerState(NamedTuple):
 
 
 class HeadTensorsOut(NamedTuple):
-    """What a SAMPLE program leaves on the device."""
+    """The outputs of a SAMPLE program on the device."""
 
     token: Tensor  # int32 [r]
     logprob: Tensor | None  # float32 [r]; None in the greedy variant, like all below
@@ -165,7 +166,7 @@ class HeadTensorsOut(NamedTuple):
 
 
 class PoolTensorsOut(NamedTuple):
-    """What a POOL program leaves on the device."""
+    """The outputs of a POOL program on the device."""
 
     values: Tensor  # float32 [r, width], row g - 1 for group g
 
@@ -178,5 +179,5 @@ def host_output(out: HeadTensorsOut, arrays: Sequence[Any]) -> HeadOutput: ...
 @overload
 def host_output(out: PoolTensorsOut, arrays: Sequence[Any]) -> PoolOutput: ...
 def host_output(out: TensorsOut, arrays: Sequence[Any]) -> HeadOutput | PoolOutput:
-    """The host's form of ``out``; ``arrays`` stand in the order of its fields, None where a tensor is None."""
+    """Returns the host form of ``out``; ``arrays`` follow the order of its fields, None where a tensor is None."""
     return PoolOutput(*arrays) if isinstance(out, PoolTensorsOut) else HeadOutput(*arrays)

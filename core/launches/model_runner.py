@@ -1,4 +1,4 @@
-"""One rank: Step in, StepOutput out. The runner splits a Step into launches and runs their programs in device order."""
+"""Runs one rank: takes a Step, splits it into launches, runs their programs in device order, returns a StepOutput."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from trencadis.core.step import (
 
 
 class PooledSlice(NamedTuple):
-    """A launch of POOL in flight: the key of each row that it gives, and the keys whose rows stay apart."""
+    """A POOL launch in flight: the key of each output row, and the keys whose rows are not summed."""
 
     keys: list[int]
     each: set[int]
@@ -63,7 +63,7 @@ class PooledSlice(NamedTuple):
 
 @dataclass(slots=True)
 class PendingStep:
-    """A Step in flight: the pending fetches, and which sequence each fetched row belongs to."""
+    """A Step in flight: the pending fetches, and the sequence of each fetched row."""
 
     number: int
     samples: dict[int, int]
@@ -75,7 +75,7 @@ class PendingStep:
     stats: list[StepStats] = field(default_factory=list)
 
     def done(self) -> bool:
-        """Whether ``result`` would not wait."""
+        """Returns True if ``result`` would not block."""
         scores = (*self.targets, *self.scored)
         pools = all(p.rows.done() for p in self.pools)
         return pools and (self.head is None or self.head.done()) and all(p.done() for _, _, p in scores)
@@ -91,7 +91,7 @@ class PendingStep:
         return out
 
     def _add_of_prompts(self, out: StepOutput) -> None:
-        """Adds scores, and rows that are pooled."""
+        """Adds prompt scores and pooled rows to ``out``."""
         for some, fetches in ((out.targets, self.targets), (out.scored, self.scored)):
             for key, positions, pending in fetches:
                 scores = TargetScores(positions, pending.result())
@@ -113,7 +113,7 @@ class ModelRunner:
         self.model = model
         self.plan = plan
         self.ragged = plan.policy.mixed
-        """Whether one launch holds all rows, the persistent ones first; else launches are cut row by row."""
+        """True if one launch holds all rows, the persistent ones first; False: launches are split by rows."""
         self.vocab = model.config.text.vocab
         bodies: dict[str, Callable[[Any], Any]] = {
             "text": model.text,
@@ -131,9 +131,9 @@ class ModelRunner:
         self.matchers = MatcherManager(self.vocab, model.config.eos)
         self.share = model.config.share
         self.gathered: GatheredRows | None = None
-        """Rows of images, where each rank encodes some."""
+        """Set if each rank encodes a part of the images."""
         self.passage: PipelineTransfer | None = None
-        """The way to other pipeline stages, where there are any."""
+        """The transfer to and from other pipeline stages, if there are any."""
         self.batches = [RankInputBatch() for _ in range(self.share.stages)]
         self.batch = self.batches[0]
         self._everything = np.full((1, -(-self.vocab // 8)), 255, np.uint8)
@@ -166,7 +166,7 @@ class ModelRunner:
             self._of_prompts(_last_rows(step), pending)
 
     def _of_prompts(self, last: list[tuple[Row, int]], pending: PendingStep) -> None:
-        """Scores and pools tokens of prompts."""
+        """Launches the scoring and pooling of prompt tokens."""
         self._score(last, pending)
         self._pool(last, pending)
 
@@ -179,7 +179,7 @@ class ModelRunner:
             self.passage = PipelineTransfer(self.share, pipe, held)
 
     def warm(self) -> Warming | None:
-        """Does one piece of background warm-up; None if none is left, on any pipeline stage."""
+        """Runs one unit of background warm-up; returns None if none is left on some pipeline stage."""
         if self._warmup is None:
             return None
         state = self._warmup.advance()
@@ -189,17 +189,20 @@ class ModelRunner:
         return None if over else self._warmup.state
 
     def set_warmup(self, warmup: Warmup) -> None:
-        """Takes the warm-up that ``warm`` advances."""
+        """Sets the warm-up that ``warm`` advances."""
         self._warmup = warmup
 
     def set_vocabulary(self, data: bytes | bytearray) -> None:
-        """Takes a packed ``core.masks.vocabulary.Vocabulary`` and returns; a thread opens it where tokens are drawn."""
+        """Takes a packed ``core.masks.vocabulary.Vocabulary`` and returns at once.
+
+        On the last stage, a thread decodes it; other stages ignore it.
+        """
         if not self.share.ends:
             return
         self.matchers.grammars.set_vocabulary(data)
 
     def prepare(self, grammar: str) -> Future[str]:
-        """Compiles a grammar in a thread; the result is what is wrong with it, or empty."""
+        """Compiles a grammar in a thread; the result is an error message, or empty."""
         if not self.share.ends:
             done = Future[str]()
             done.set_result("")
@@ -216,7 +219,7 @@ class ModelRunner:
             self._run(launch.bucket, inputs, len(inputs.tokens), pending)
 
     def _launch_reset_or_vision(self, step: Step, launch: Launch, pending: PendingStep) -> None:
-        """A launch of RESET or VISION."""
+        """Runs a RESET or VISION launch."""
         if launch.bucket.stage is Stage.RESET:
             resets = [step.resets[i] for i in launch.items]
             self._run(launch.bucket, host.reset_inputs(resets, self.vocab), len(resets), pending)
@@ -228,19 +231,19 @@ class ModelRunner:
             self._encode(images, launch.bucket, pending)
 
     def _vision(self, inputs: VisionTensors) -> None:
-        """The body of VISION; a planned launch ends with the rows of all ranks."""
+        """The body of VISION programs; a planned data-parallel launch ends by gathering the rows of all ranks."""
         self.model.vision(inputs)
         if self.gathered is not None and self.graphs.counted:
             self.gathered.gather_in_launch(inputs.rows)
 
     def _encode(self, images: Sequence[Encode], bucket: Bucket, pending: PendingStep) -> None:
         inputs = self.model.pack(images, bucket.dims[0]) if images else host.padding_vision_inputs(self.backend.slot)
-        needed = sum(image.slots for image in images)  # padding stands behind them
+        needed = sum(image.slots for image in images)  # padding follows them
         self._run(bucket, inputs, int(inputs.count[: needed // WINDOW_SLOTS].sum()), pending)
         pending.stats[-1].items, pending.stats[-1].needed = len(images), needed
 
     def _encode_own(self, gathered: GatheredRows, images: list[Encode], pending: PendingStep) -> None:
-        """VISION where each rank has a tower: this rank's images, then the rows of all."""
+        """Runs VISION if each rank has a tower: encodes this rank's images, then exchanges the rows of all ranks."""
         comm = self.backend.comm
         shares = assign_images(images, comm.world)
         mine = shares[comm.rank]
@@ -254,14 +257,14 @@ class ModelRunner:
     def _run_with_transfer(
         self, passage: PipelineTransfer, bucket: Bucket, inputs: StepInputs, pending: PendingStep
     ) -> None:
-        """A text launch between the stages beside this one."""
+        """Runs a text launch between receiving from the previous stage and sending to the next."""
         inputs = passage.inputs(inputs)
         passage.receive(bucket)
         self._run(bucket, inputs, len(inputs.tokens), pending)
         passage.send(bucket)
 
     def _text_inputs(self, step: Step, launch: Launch) -> StepInputs:
-        """Inputs of one text launch; a token's hidden row is its number in the Step, whatever launch computes it."""
+        """Returns the inputs of one text launch; a token's hidden row is its number in the Step in every launch."""
         if not self.ragged:
             return self._parts_inputs(step, launch)
         if not step.rows:
@@ -270,7 +273,7 @@ class ModelRunner:
         return self.batch.inputs_with_borrowed_rows(step_rows) if step.persistent_count else step_rows
 
     def _parts_inputs(self, step: Step, launch: Launch) -> StepInputs:
-        """Inputs of a launch that is cut from rows."""
+        """Returns the inputs of a launch that holds parts of rows."""
         first = [last - len(row.tokens) + 1 for row, last in _last_rows(step)]
         parts = launch.parts(step)
         rows = [part_of(step.rows[p.row], p.start, p.stop, self.plan.block_size) for p in parts]
@@ -282,7 +285,7 @@ class ModelRunner:
         return out
 
     def _sample(self, step: Step, pending: PendingStep) -> None:
-        """One SAMPLE over all rows that draw, whichever launches computed them."""
+        """Launches SAMPLE for all rows that sample, whichever launches computed them."""
         rows: list[host.SampleRow] = []
         persistent = step.persistent_count
         for row, last in _last_rows(step):
@@ -325,19 +328,19 @@ class ModelRunner:
             self._score_chosen(rows, pending, persistent)
 
     def _score_chosen(self, rows: list[host.SampleRow], pending: PendingStep, persistent: int) -> None:
-        """logprob_token_ids: SAMPLE over the row that draws, once for each id."""
+        """Launches SAMPLE for logprob_token_ids: one row per requested id, all with the hidden row that was sampled."""
         for key, at in pending.samples.items():
             hidden, ids = rows[at - persistent].hidden_row, rows[at - persistent].sample.scored
             if ids:
                 pending.scored += self._scores(key, [hidden] * len(ids), ids, range(len(ids)), pending)
 
     def _score(self, rows: list[tuple[Row, int]], pending: PendingStep) -> None:
-        """prompt_logprobs: SAMPLE over slices of the chunk, each token's successor being its target."""
+        """Launches SAMPLE for prompt_logprobs: slices of the chunk, with each token's successor as its target."""
         for row, last in rows:
             if row.targets is None:
                 continue
             first = last - len(row.tokens) + 1
-            wanted = [i for i, t in enumerate(row.targets) if 0 <= t < self.vocab]  # a mark may have no logit
+            wanted = [i for i, t in enumerate(row.targets) if 0 <= t < self.vocab]  # special tokens may have no logit
             hidden, ids = [first + i for i in wanted], [int(row.targets[i]) for i in wanted]
             positions = [row.context + i + 1 for i in wanted]
             pending.targets += self._scores(row.key, hidden, ids, positions, pending)
@@ -345,7 +348,7 @@ class ModelRunner:
     def _scores(
         self, key: int, hidden: Sequence[int], ids: Sequence[int], positions: Sequence[int], pending: PendingStep
     ) -> list[tuple[int, list[int], Pending[HeadOutput]]]:
-        """Launches of SAMPLE that score ``ids`` at rows of the hidden tensor, in slices that a planned bucket holds."""
+        """Launches SAMPLE to score ``ids`` at rows of the hidden tensor, in slices that fit a planned bucket."""
         made, size = [], score_rows(self.plan)
         for at in range(0, len(ids), size):
             part = slice(at, at + size)
@@ -356,7 +359,7 @@ class ModelRunner:
         return made
 
     def _pool(self, rows: list[tuple[Row, int]], pending: PendingStep) -> None:
-        """POOL over slices of the tokens that pooling requests take, whichever launches computed them."""
+        """Launches POOL over slices of the tokens that requests pool, whichever launches computed them."""
         taken = [
             (last - len(row.tokens) + 1 + at, row.key, row.pool.each)
             for row, last in rows
@@ -379,7 +382,7 @@ class ModelRunner:
 
 
 def _last_rows(step: Step) -> list[tuple[Row, int]]:
-    """Each row with the hidden row of its last token; they are numbered from 1, the persistent ones first."""
+    """Returns each row with the hidden row of its last token; hidden rows count from 1, persistent rows first."""
     found, end = [], step.persistent_count
     for row in step.rows:
         end += len(row.tokens)
@@ -388,7 +391,7 @@ def _last_rows(step: Step) -> list[tuple[Row, int]]:
 
 
 def _join_scores(a: TargetScores, b: TargetScores) -> TargetScores:
-    """Scores of two slices of one chunk."""
+    """Joins the scores of two slices of one chunk."""
 
     def cat(x: Any, y: Any) -> Any:
         return None if x is None or y is None else np.concatenate([x, y])

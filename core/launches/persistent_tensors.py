@@ -1,4 +1,4 @@
-"""The tensors that persist between launches: KV cache, hidden rows, image arena, sampler state."""
+"""Allocates the tensors that persist between launches: KV cache, hidden rows, image arena, sampler state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trencadis.core.shared_constants import RESERVED_BLOCKS
 
 
 def kv_cache(model: ModelConfig, backend: Backend, blocks: int, block_size: int) -> list[LayerKV]:
-    """Keys and values of each layer, of the backend's dtype or as codes; ``LayerKV`` has the shapes."""
+    """Allocates keys and values of each layer, in the backend's dtype or as codes; ``LayerKV`` lists the shapes."""
     t = model.text
     held, heads = blocks + RESERVED_BLOCKS, kv_heads(t, backend.comm.world)
     tokens = (held * block_size,) if backend.policy.flat_kv else (held, block_size)
@@ -34,24 +34,24 @@ def kv_cache(model: ModelConfig, backend: Backend, blocks: int, block_size: int)
 
 
 def by_block(cache: torch.Tensor, block_size: int) -> torch.Tensor:
-    """[blocks, block_size, KV heads, head_dim]: one of ``LayerKV``'s tensors, flat or not."""
+    """Returns one of ``LayerKV``'s tensors, flat or not, as [blocks, block_size, KV heads, head_dim]."""
     return cache if cache.dim() == 4 else cache.view(-1, block_size, *cache.shape[1:])
 
 
 def hidden_rows(model: ModelConfig, backend: Backend, tokens: int) -> torch.Tensor:
-    """[tokens of the largest step + 1, width] of the backend's dtype; row 0 is the sink."""
+    """Allocates [tokens of the largest step + 1, width] of the backend's dtype; row 0 is the sink."""
     return backend.zeros((tokens + 1, row_width(model)), backend.dtype)
 
 
 def stream_rows(model: ModelConfig, backend: Backend, tokens: int) -> torch.Tensor | None:
-    """[tokens of the largest step + 1, hidden]: what the stage before sends; None on the first stage."""
+    """Allocates [tokens of the largest step + 1, hidden] for the previous stage's output; None on the first stage."""
     return None if model.share.starts else backend.zeros((tokens + 1, model.text.hidden), backend.dtype)
 
 
 def image_arena(model: ModelConfig, backend: Backend, rows: int) -> torch.Tensor:
-    """[rows x parts of a row, width] of the backend's dtype; the parts of a row follow each other.
+    """Allocates [rows x parts of a row, width] of the backend's dtype; the parts of a row are adjacent.
 
-    ``rows`` are the first stage's.
+    ``rows`` counts those of the first stage.
     """
     return backend.zeros(
         (held_rows(model, rows) * model.row_parts, arena_width(model, backend.comm.world)), backend.dtype
@@ -59,7 +59,10 @@ def image_arena(model: ModelConfig, backend: Backend, rows: int) -> torch.Tensor
 
 
 def sampler_state(model: ModelConfig, backend: Backend, seqs: int) -> SamplerState:
-    """Slots for ``seqs`` sequences, the spare ones and the sink; shapes and dtypes are those of ``SamplerState``."""
+    """Allocates sampler state for ``seqs`` sequences, the spare ones and the sink.
+
+    ``SamplerState`` lists the shapes.
+    """
     vocab, slots = model.text.vocab, state_slots(model, seqs)
     return SamplerState(
         last=backend.zeros((slots,), torch.int32),
@@ -73,7 +76,7 @@ def sampler_state(model: ModelConfig, backend: Backend, seqs: int) -> SamplerSta
 def allocate_persistent(
     model: ModelConfig, backend: Backend, *, blocks: int, block_size: int, arena_rows: int, seqs: int, tokens: int
 ) -> Persistent:
-    """All persistent tensors, for ``seqs`` sequences and steps of at most ``tokens`` tokens."""
+    """Allocates all persistent tensors for ``seqs`` sequences and steps of at most ``tokens`` tokens."""
     return Persistent(
         kv=kv_cache(model, backend, blocks, block_size),
         hidden=hidden_rows(model, backend, max(tokens, seqs)),

@@ -1,7 +1,7 @@
-"""A rank's copy of the persistent batch; each Step sends only what changed. numpy only.
+"""A rank's copy of the persistent batch; each Step sends only what has changed. numpy only.
 
-A row is filled from the ``Row`` that described it last, and from then on goes one token further in each Step: the
-token that it computes stands in its sampler slot, its context grows by one, its parameters stay.
+A row is filled from the ``Row`` that described it last. From then on it advances by one token in each Step: the token
+to compute is in its sampler slot, its context grows by one, its parameters stay the same.
 """
 
 from __future__ import annotations
@@ -43,26 +43,29 @@ InputsType = TypeVar("InputsType", bound=StepInputs)
 class PersistentTextInputs(StepInputs):
     """Text inputs of the persistent rows; the same object is returned until a row joins or leaves.
 
-    Meanwhile ``positions``, ``context``, ``blocks`` and ``last`` alone change, so that whoever made tensors of it makes
-    those anew.
+    Between such changes only ``positions``, ``context``, ``blocks`` and ``last`` change, so that cached tensors of the
+    other fields stay valid.
     """
 
     __slots__ = ()
 
 
 class PersistentHeadInputs(HeadInputs):
-    """Sampling inputs of the persistent rows; the same object until a row joins or leaves, only ``uniform`` changes."""
+    """Sampling inputs of the persistent rows.
+
+    The same object is returned until a row joins or leaves; meanwhile only ``uniform`` changes.
+    """
 
     __slots__ = ()
 
 
 class HeadNeeds(NamedTuple):
-    """Which parts of SAMPLE the rows need.
+    """The outputs of SAMPLE that the rows need.
 
     Args:
-        full: any of them needs more than the argmax; ``every``: each of them does.
-        best: the argmax of what a mask allows is all that those which are ``full`` need.
-        logprobs: any of them wants log-probabilities.
+        full: some row needs more than the argmax; ``every``: all rows do.
+        best: the ``full`` rows need only the argmax over the ids that their masks allow.
+        logprobs: some row requests log-probabilities.
     """
 
     full: bool = False
@@ -72,7 +75,7 @@ class HeadNeeds(NamedTuple):
 
 
 class BatchOutOfStep(RuntimeError):
-    """A rank missed a Step, so that its copy of the batch is worthless."""
+    """Raised if a rank missed a Step, so that its copy of the batch is invalid."""
 
 
 class RankInputBatch:
@@ -88,14 +91,14 @@ class RankInputBatch:
         self._table = np.zeros((1, 1), np.int32)
         """Rows from ``count`` on are ZERO blocks, except for rows borrowed by the last launch."""
         self._width = 1
-        """Blocks of the longest row, or more if it has left."""
+        """At least the number of blocks of the longest row; it is not reduced when that row leaves."""
         self._borrowed_rows = self._borrowed_width = 0  # rows lent to the step's own rows, and how many blocks of each
-        self._tokens = NO_TOKENS  # int32 [count] where the host knows them
+        self._tokens = NO_TOKENS  # int32 [count] if the host knows them
         self._text: PersistentTextInputs | None = None
         self._head: PersistentHeadInputs | None = None
         self._needs: HeadNeeds | None = None
 
-    # What a Step changes
+    # Changes by a Step
 
     def apply(self, change: BatchChange | None) -> None:
         """Applies a Step's change before its launches: removes rows, appends blocks, stores the random numbers.
@@ -120,7 +123,7 @@ class RankInputBatch:
             self._floats[UNIFORM, : self.count] = change.uniform
 
     def _grow(self, rows: Int32, blocks: Int32) -> None:
-        """Gives each of ``rows`` one block more."""
+        """Appends one block to each of ``rows``."""
         held = self._numbers[HELD]
         self._width = max(self._width, int(held[rows].max()) + 1)
         self._reserve(0, self._width)
@@ -143,7 +146,7 @@ class RankInputBatch:
     def _leave(self, index: int) -> None:
         self._invalidate_inputs()
         last, held = self.count - 1, self._numbers[HELD]
-        self._table[index, : held[index]] = 0  # nothing stands behind what a row holds, however wide the table is
+        self._table[index, : held[index]] = 0  # the table is zero beyond the blocks that a row holds
         if index != last:
             self._table[index, : held[last]] = self._table[last, : held[last]]
             self._table[last, : held[last]] = 0
@@ -153,7 +156,7 @@ class RankInputBatch:
         self.count = last
 
     def _move(self, old: int, index: int) -> None:
-        """Moves row ``old`` to another one, whose block table is written already."""
+        """Moves row ``old`` to ``index``, whose block table has already been written."""
         self._numbers[:, index] = self._numbers[:, old]
         self._floats[:, index] = self._floats[:, old]
         self._keys[index], self._samples[index] = self._keys[old], self._samples[old]
@@ -173,13 +176,13 @@ class RankInputBatch:
         self.count += 1
 
     def _reserve(self, rows: int, width: int) -> None:
-        """Allocates ``rows`` rows and one of ZERO blocks behind them, each of ``width`` blocks."""
+        """Ensures room for ``rows`` rows and one more of ZERO blocks, each of ``width`` blocks."""
         have = self._table.shape
         if rows + 1 > have[0] or width > have[1]:
             self._grow_table(rows, width)
 
     def _grow_table(self, rows: int, width: int) -> None:
-        """Allocates more than that, so that it is seldom needed."""
+        """Allocates more than needed, so that reallocation is rare."""
         self._invalidate_inputs()
         have = self._table.shape
         rows = 2 * rows + 1 if rows + 1 > have[0] else have[0]
@@ -189,10 +192,13 @@ class RankInputBatch:
         self._numbers = _wider(self._numbers, rows)
         self._floats = _wider(self._floats, rows)
 
-    # What a launch needs of it
+    # Inputs of launches
 
     def inputs(self) -> StepInputs:
-        """One token a row. ``blocks`` are a view that changes with the next Step; hidden rows count from 1."""
+        """Returns the inputs of the persistent rows, one token each; hidden rows count from 1.
+
+        ``blocks`` is a view that changes with the next Step.
+        """
         if len(self._tokens):
             return self._make_inputs(StepInputs)
         if self._text is None:
@@ -205,7 +211,7 @@ class RankInputBatch:
         return text
 
     def _make_inputs(self, form: type[InputsType]) -> InputsType:
-        """``inputs``, made anew."""
+        """Builds the result of ``inputs``."""
         count = self.count
         numbers = self._numbers[:, :count]
         index = np.arange(count + 1, dtype=np.int32)
@@ -226,7 +232,7 @@ class RankInputBatch:
             slot=numbers[SLOT],
             adapter=numbers[ADAPTER],
             table=self._table,
-            last=numbers[LAST],  # no row holds a block that it does not need yet
+            last=numbers[LAST],  # a row's last block is the one that its next token is written to
         )
 
     def inputs_with_borrowed_rows(self, step_rows: StepInputs) -> StepInputs:
@@ -262,13 +268,16 @@ class RankInputBatch:
             self._borrowed_rows = 0
 
     def head(self, everything: UInt8) -> HeadInputs:
-        """How the rows draw, as views; hidden rows count from 1. ``everything``: the mask that allows all, [1, n]."""
+        """Returns the sampling inputs of the rows, as views; hidden rows count from 1.
+
+        ``everything``: the mask [1, n] that allows all ids.
+        """
         if self._head is None or self._head.masks is not everything:
             self._head = self._make_head(everything)
         return self._head
 
     def _make_head(self, everything: UInt8) -> PersistentHeadInputs:
-        """``head``, made anew."""
+        """Builds the result of ``head``."""
         count = self.count
         floats, numbers = self._floats[:, :count], self._numbers[:, :count]
         return PersistentHeadInputs(
@@ -283,23 +292,24 @@ class RankInputBatch:
 
     @property
     def rows_needing_full(self) -> list[bool]:
-        """Of each row, whether it needs more than the argmax."""
+        """For each row, True if it needs more than the argmax."""
         wanting: list[bool] = (self._numbers[FULL, : self.count] > 0).tolist()
         return wanting
 
     def head_needs(self) -> HeadNeeds:
-        """What the rows want of SAMPLE."""
+        """Returns the outputs of SAMPLE that the rows need."""
         if self._needs is None:
             flags = self._numbers[:, : self.count]
             full, best = flags[FULL], bool((flags[BEST] >= flags[FULL]).all())
             self._needs = HeadNeeds(bool(full.any()), best, bool(flags[TOLD].any()), bool(full.all()))
         return self._needs
 
-    # As rows
+    # Conversion to rows
 
     def expand_step(self, step: Step) -> Step:
-        """Returns ``step`` with one ``Row`` for everything that runs, and applies its changes; for readers that
-        launch nothing.
+        """Applies the changes of ``step`` and returns it with one ``Row`` for everything that runs.
+
+        For readers of Steps that launch nothing.
         """
         self.apply(step.batch)
         whole = self.with_all_rows(step)
@@ -312,7 +322,7 @@ class RankInputBatch:
         return dataclasses.replace(step, rows=(*self.rows(), *step.rows), batch=None) if step.persistent_count else step
 
     def rows(self) -> tuple[Row, ...]:
-        """Each row as a ``Row`` of this Step, for launches that are cut row by row."""
+        """Returns each persistent row as a ``Row`` of this Step, for launches that are split by rows."""
         slots, context, delta, adapter, held = self._numbers[:5, : self.count].tolist()
         uniform = self._floats[UNIFORM, : self.count].tolist()
         made = []
@@ -325,7 +335,7 @@ class RankInputBatch:
         return tuple(made)
 
     def checksum(self) -> int:
-        """Of what this rank knows of each row; equal to the scheduler's behind every Step."""
+        """Returns a checksum of the state of each row; it equals the scheduler's after every Step."""
         total = 0
         for i, key in enumerate(self._keys):
             slot, context, _, _, held = self._numbers[:5, i].tolist()
@@ -335,7 +345,7 @@ class RankInputBatch:
 
 
 def _wider(values: NDArray[Any], columns: int) -> NDArray[Any]:
-    """A copy with more columns."""
+    """Returns a copy with more columns, filled with zeros."""
     out: NDArray[Any] = np.zeros((len(values), columns), values.dtype)
     out[:, : values.shape[1]] = values
     return out

@@ -1,4 +1,4 @@
-"""SAMPLE in two launches, where the rows that take the argmax cost a fraction of the others."""
+"""Runs SAMPLE as two launches, if rows that take the argmax cost a fraction of the others."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
 
 RowIndices = NDArray[np.intp]
 Launching = Callable[[HeadInputs, bool], "Pending[HeadOutput]"]
-"""Launches SAMPLE, full or greedy, over rows."""
+"""Launches SAMPLE over rows; the flag selects the full or the greedy variant."""
 
 
 @dataclass
 class JoinedHead:
-    """Both launches; ``core.backend.Pending`` of their rows in the Step's order."""
+    """A pending result of both launches, with rows in the Step's order."""
 
     count: int
     parts: Sequence[tuple[RowIndices, Pending[HeadOutput]]]
     made: HeadOutput | None = None
 
     def done(self) -> bool:
-        """Whether ``result`` would not wait."""
+        """Returns True if ``result`` would not block."""
         return all(head.done() for _, head in self.parts)
 
     def result(self) -> HeadOutput:
-        """Waits for both. Log-probabilities of rows that take the argmax are zeros, which nobody reads."""
+        """Waits for both launches. Log-probabilities of greedy rows are zeros, which are never read."""
         if self.made is None:
             made = HeadOutput(np.zeros(self.count, np.int32))
             for indices, head in self.parts:
@@ -52,7 +52,7 @@ class JoinedHead:
 
 
 def launch_split(inputs: HeadInputs, full: NDArray[np.bool_], launch: Launching) -> JoinedHead:
-    """Launches the rows of ``inputs`` that are not ``full``, then those that are."""
+    """Launches the rows of ``inputs`` that are not ``full``, then those that are; returns the joined result."""
     parts = []
     for some, which in ((~full, False), (full, True)):
         indices = np.flatnonzero(some)
@@ -61,7 +61,7 @@ def launch_split(inputs: HeadInputs, full: NDArray[np.bool_], launch: Launching)
 
 
 def select_rows(inputs: HeadInputs, indices: RowIndices, masks: bool) -> HeadInputs:
-    """The rows at ``indices``, with all masks or with the one that allows everything."""
+    """Returns the rows at ``indices``, with all masks or only the first one, which allows everything."""
     named = (field.name for field in dataclasses.fields(HeadInputs) if field.name != "masks")
     held = {name: getattr(inputs, name)[indices] for name in named}
     return HeadInputs(**held, masks=inputs.masks if masks else inputs.masks[:1])

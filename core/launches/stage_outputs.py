@@ -1,4 +1,7 @@
-"""Results of Steps that run on several pipeline stages: the last stage has what was drawn, each what it launched."""
+"""Joins results of Steps that run on several pipeline stages.
+
+The last stage provides the sampled tokens, both provide the statistics of their launches.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from trencadis.core.step import StepOutput
 
 
 class StageOutputs:
-    """Joins the results of rank 0 with those of the last stage; a Step is over when both are there.
+    """Joins the results of rank 0 with those of the last stage; a Step is complete when both have arrived.
 
     Args:
         settle: called with a Step's future and its result.
@@ -24,18 +27,18 @@ class StageOutputs:
         self._last: dict[int, StepOutput] = {}
 
     def expect(self, number: int, future: Future[StepOutput]) -> None:
-        """Before a Step is sent: ``future`` gets its result."""
+        """Registers the future of a Step's result; called before the Step is sent."""
         with self._lock:
             self._waiting[number] = future
 
     def from_first(self, output: StepOutput) -> None:
-        """Rank 0 has run the Step."""
+        """Takes the output of rank 0."""
         with self._lock:
             self._first[output.number] = output
         self._join(output.number)
 
     def from_last(self, output: StepOutput) -> None:
-        """The last stage has run it."""
+        """Takes the output of the last stage."""
         with self._lock:
             self._last[output.number] = output
         self._join(output.number)
@@ -50,7 +53,7 @@ class StageOutputs:
 
 
 def join_outputs(first: StepOutput, last: StepOutput) -> StepOutput:
-    """The last stage's output with the launches of both, each stage of launches once."""
+    """Returns the last stage's output with the statistics of both; each kind of launch is listed once."""
     seen = {s.bucket.stage for s in first.stats}
     last.stats = [*first.stats, *(s for s in last.stats if s.bucket.stage not in seen)]
     return last

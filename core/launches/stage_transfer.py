@@ -1,8 +1,8 @@
-"""Rows between pipeline stages: what a backend offers for them, and the launches of a Step that a stage runs.
+"""Transfers rows between pipeline stages, and selects the launches of a Step that a stage runs.
 
-Before a text launch a stage takes the rows of the stage before it, behind it it hands its own to the next. One tensor
-crosses, [padded tokens of the launch's bucket, hidden], from a static buffer into a static one and outside of programs,
-so that its shapes are planned and no graph waits for another stage.
+Before a text launch a stage receives the rows of the previous stage, after it it sends its own to the next. One tensor
+is transferred, [padded tokens of the launch's bucket, hidden], from one static buffer to another and outside of
+programs, so that its shapes are planned and no graph waits for another stage.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from trencadis.core.models.interface import Persistent
 
 LAST = (Stage.SAMPLE, Stage.RESET, Stage.POOL)
-"""What reads the head's rows or the sampler state, which the last stage has."""
+"""Stages of launches that read the last hidden states or the sampler state, which only the last pipeline stage has."""
 
 
 def runs_on_stage(share: StageShare, stage: Stage) -> bool:
-    """Whether launches of ``stage`` run where ``share`` is held."""
+    """Returns True if launches of ``stage`` run on the pipeline stage with this ``share``."""
     if stage is Stage.VISION:
         return share.starts
     return share.ends if stage in LAST else True
 
 
 def own_plan(plan: Plan, share: StageShare) -> Plan:
-    """The plan of one stage: all stages have the same text buckets, and each those that it alone runs."""
+    """Returns the plan of one pipeline stage: the text buckets, which all stages share, and those that only it runs."""
     if share.stages == 1:
         return plan
     kept = tuple(b for b in plan.buckets if runs_on_stage(share, b.stage))
@@ -39,7 +39,7 @@ def own_plan(plan: Plan, share: StageShare) -> Plan:
 
 
 def transferred_rows(bucket: Bucket, most: int) -> int:
-    """Rows that cross for a launch of ``bucket``; ``most``: that a buffer holds."""
+    """Returns the number of rows transferred for a launch of ``bucket``; ``most``: rows that a buffer holds."""
     return min(padded_tokens(bucket), most)
 
 
@@ -51,7 +51,10 @@ class PipelineTransfer:
         pipe.bind(held.stream, None if share.ends else held.hidden)
 
     def inputs(self, x: StepInputs) -> StepInputs:
-        """Host arrays of a launch here: rows that come in and go out are numbered from 1, in the launch's order."""
+        """Adapts the host arrays of a launch to this stage.
+
+        Rows received and sent are numbered from 1, in the launch's order.
+        """
         count = len(x.tokens)
         number = np.arange(1, count + 1, dtype=np.int32)
         if not self.share.starts:
@@ -62,13 +65,13 @@ class PipelineTransfer:
         return x
 
     def receive(self, bucket: Bucket) -> None:
-        """Before a launch: the rows of the stage before."""
+        """Receives the rows of the previous stage; called before a launch."""
         stream = self._held.stream
         if stream is not None:
             self._pipe.receive(stream, transferred_rows(bucket, len(stream) - 1))
 
     def send(self, bucket: Bucket) -> None:
-        """Behind a launch: its rows for the next stage."""
+        """Sends the rows of a launch to the next stage; called after it."""
         if not self.share.ends:
             hidden = self._held.hidden
             self._pipe.send(hidden, transferred_rows(bucket, len(hidden) - 1))

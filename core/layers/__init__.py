@@ -1,1 +1,1 @@
-"""Layers: they own parameters and their shards; the arithmetic is the backend's."""
+"""Layers: they own parameters and their shards; the backend's ops do the arithmetic."""

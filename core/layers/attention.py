@@ -1,4 +1,4 @@
-"""Causal self-attention over the paged cache, with grouped KV heads, and norms of q and k where the model has them."""
+"""Causal self-attention over the paged cache, with grouped KV heads and optional norms of q and k."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trencadis.core.quant.kv_cache_format import KVFormat
 
 
 class Attention:
-    """Fused qkv, norms of heads, rotary and store, attend, output projection."""
+    """The attention layer: fused qkv, head norms, rotary embedding and KV store, attention, output projection."""
 
     kv: LayerKV
     pairs: Tensor | None = None
@@ -57,10 +57,10 @@ class Attention:
             self._load_cache(source, name, self.kv_format)
 
     def _load_cache(self, source: WeightSource, name: str, form: KVFormat) -> None:
-        """What an 8-bit cache needs of the checkpoint: which values of keys stay in 16 bits, and static scales.
+        """Loads what an 8-bit cache needs: which values of the keys stay in 16 bits, and static scales.
 
         Raises:
-            StartupError: ``--kv-cache-scales checkpoint``, and there are none or they are no positive numbers.
+            StartupError: ``--kv-cache-scales checkpoint`` is given, but scales are missing or not positive.
         """
         if form.kept:
             size, start, stop, width = self.keys
@@ -72,13 +72,14 @@ class Attention:
             self.static = static_of(form, scales[0], scales[1]).to(self.device)
 
     def bind(self, kv: LayerKV) -> None:
-        """The cache of this layer from now on."""
+        """Sets the cache of this layer."""
         self.kv = kv._replace(pairs=self.pairs, static=self.static) if self.kv_format is not None else kv
 
     def __call__(self, x: Tensor, rotary: Rotary, attn: Attn) -> Tensor:
-        """[n, hidden] -> [n, hidden] of the backend's dtype.
+        """Computes the layer, [n, hidden] -> [n, hidden] of the backend's dtype.
 
-        The attention is a function of its own, so that q, k and v are freed before ranks sum: a graph would keep them.
+        The attention is a separate function, so that q, k and v are freed before the all-reduce; a graph would keep
+        them.
         """
         return self.out(self._attend(x, rotary, attn))
 

@@ -1,7 +1,7 @@
-"""Layers whose attention reads rows of images from the arena, and not the tokens before: no cache, no positions.
+"""Layers that attend to image rows in the arena instead of earlier tokens; they have no KV cache and no positions.
 
-An arena row holds keys and values of all these layers, one layer behind the other, of this rank's heads. What such a
-layer adds is gated, and a token that attends to no image passes it unchanged.
+An arena row holds keys and values of all these layers, concatenated, for this rank's heads. The outputs of such a layer
+are gated, and a token that attends to no image passes it unchanged.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from trencadis.core.shared_constants import RESERVED_ROWS
 
 
 def arena_row_numbers(units: Tensor, length: int) -> Tensor:
-    """int64 [u x length]: the arena's rows of ``units``, int32 [u], of ``length`` rows each."""
+    """Returns int64 [u x length]: the arena rows of ``units``, int32 [u], of ``length`` rows each."""
     offsets = torch.arange(length, device=units.device, dtype=torch.int32)
     return (units[:, None] * length + (offsets + RESERVED_ROWS)).flatten().long()
 
 
 class CrossAttention:
-    """Queries of tokens over keys and values of images; both are normed head by head.
+    """Attention of token queries over image keys and values, with per-head norms of queries and keys.
 
-    ``number``: of this layer among those of its kind, which says where its columns of an arena row begin.
+    ``number``: index of this layer among the cross-attention layers, which determines its columns of an arena row.
     """
 
     def __init__(self, backend: Backend, c: TextConfig, number: int) -> None:
@@ -54,14 +54,17 @@ class CrossAttention:
             norm.load(source, f"{name}.{part}")
 
     def compute_arena_rows(self, x: Tensor) -> Tensor:
-        """What an arena row holds for this layer, [s, 2 x width], of rows [s, hidden] of images."""
+        """Computes this layer's part of arena rows, [s, 2 x width], from image rows [s, hidden]."""
         k, v = torch.split(self.kv(x), self.width, dim=1)
-        # A single head's columns would stay a view, whose rows lie apart: norms take rows that follow each other.
+        # With a single head the split stays a strided view, but norms need contiguous rows.
         k = self.norms[1].heads(k.contiguous().view(len(k), -1, self.head_dim)).view(len(k), -1)
         return torch.cat([k, v], dim=1)
 
     def __call__(self, x: Tensor, images: CrossAttentionTensors, rows: Tensor | None, arena: Tensor) -> Tensor:
-        """[n, hidden] -> [n, hidden]; ``rows``: those of the arena that hold the images, for ops that gather."""
+        """Computes the layer, [n, hidden] -> [n, hidden].
+
+        ``rows``: arena rows of the images, for ops that gather them.
+        """
         return self.out(self._attend(x, images, rows, arena))
 
     def _attend(self, x: Tensor, images: CrossAttentionTensors, rows: Tensor | None, arena: Tensor) -> Tensor:
@@ -74,9 +77,9 @@ class CrossAttention:
 
 
 class CrossAttentionLayer:
-    """Attention to images and an MLP, each behind a norm and times the hyperbolic tangent of a stored gate."""
+    """Cross-attention to images followed by an MLP, each preceded by a norm and scaled by tanh of a stored gate."""
 
-    gates: Tensor  # [2]: of attention and of the MLP
+    gates: Tensor  # [2]: for attention and for the MLP
 
     def __init__(self, backend: Backend, c: TextConfig, number: int, group: int = 1, aligned: int = 1) -> None:
         ops = backend.ops
@@ -96,7 +99,10 @@ class CrossAttentionLayer:
     def __call__(
         self, x: Tensor, residual: Tensor | None, images: CrossAttentionTensors, rows: Tensor | None, arena: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """As a layer of the decoder: (what the MLP adds, the stream without it), [n, hidden] each."""
+        """Computes the layer.
+
+        Returns (output of the MLP, residual stream without it), [n, hidden] each, like a decoder layer.
+        """
         sees, speaks = ((images.gate > least).to(x.dtype)[:, None] for least in (0, 1))
         normed, residual = self.input_norm(x, residual)
         added = self.attention(normed, images, rows, arena) * (self.gates[0] * sees)

@@ -14,21 +14,22 @@ if TYPE_CHECKING:
     from trencadis.core.models.interface import BestOps
 
 LAST = 0x7FFFFFFF
-"""What an output is subtracted from in the codes of ``BestOps.best_outputs``."""
+"""Constant from which an output's index is subtracted in the codes of ``BestOps.best_outputs``."""
 
 
 class Embedding:
-    """Table [vocabulary, hidden], whole on every rank; where ops read rows of a tied head's weight, that."""
+    """The table [vocabulary, hidden], whole on every rank. If ops can read rows of a tied head's weight, it is that."""
 
     def __init__(self, ops: Ops, vocab: int, hidden: int) -> None:
         self.ops, self.vocab, self.hidden = ops, vocab, hidden
         self.table: Tensor
 
     def load(self, source: WeightSource, name: str, head: LMHead | None = None) -> bool:
-        """Loads the table; as the weight of ``head``, if one is given, where rows can be read from that.
+        """Loads the table. If a tied ``head`` is given and its packed weight can be read by rows, that is loaded
+        instead.
 
         Returns:
-            Whether ``head`` has its weight.
+            True if ``head`` has been loaded.
         """
         if head is not None and not (
             isinstance(self.ops, SharingOps) and head.vocab == self.vocab and head.pack_share(source, name)
@@ -39,15 +40,16 @@ class Embedding:
         return head is not None
 
     def share(self, head: LMHead) -> bool:
-        """Reads rows of the weight of a tied ``head`` from now on, where ops can."""
+        """Uses the weight of a tied ``head`` as the table if ops support it; returns True if so."""
         table = self.ops.table_of(head.weights[0]) if isinstance(self.ops, SharingOps) else None
         if table is not None:
             self.table = table
         return table is not None
 
     def __call__(self, tokens: Tensor, from_slot: Tensor, last: Tensor, image_row: Tensor, arena: Tensor) -> Tensor:
-        """[n, hidden] of the backend's dtype: the embedding of the id or of the id last sampled in a slot, or the
-        arena row of an image.
+        """Returns the inputs of the decoder, [n, hidden] of the backend's dtype.
+
+        Each row is the embedding of the given id or of the id last sampled in a slot, or the arena row of an image.
 
         Args:
             tokens, from_slot, image_row: int32 [n].
@@ -63,7 +65,7 @@ class Embedding:
 class LMHead(Linear):
     """The output head. Each rank holds a share of the vocabulary; the logits are gathered on all ranks.
 
-    ``scale``: of the logits; 1 computes nothing. ``unit``: a share of several is a multiple of it.
+    ``scale``: factor of the logits; 1: no multiplication. ``unit``: with several ranks, shares are multiples of it.
     """
 
     def __init__(self, ops: Ops, comm: Comm, vocab: int, hidden: int, scale: float = 1.0, unit: int = 1) -> None:
@@ -83,22 +85,22 @@ class LMHead(Linear):
             self.pack(pad_rows(weight, width), None)
 
     def pack_share(self, source: WeightSource, name: str) -> bool:
-        """Packs this rank's share from where it is stored; False where source or ops have no way to."""
+        """Packs this rank's share directly from stored rows; returns False if source or ops do not support that."""
         part = StackedPart(f"{name}.weight", self.vocab, *span(self.vocab, self.comm.rank, self.comm.world, self.unit))
         return self.pack_stored(source, [part], (self.hidden, 0, self.hidden, self.hidden), None)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[r, hidden] -> logits [r, vocabulary], of the backend's dtype."""
+        """Returns the logits [r, vocabulary] of hidden states [r, hidden], in the backend's dtype."""
         y = scaled(super().__call__(x), self.scale)
         return y if self.comm.world == 1 else self._gather_logits(y)
 
     def _gather_logits(self, y: Tensor) -> Tensor:
-        """The logits of all ranks."""
+        """Gathers the logits of all ranks."""
         self.ops.cut("collective")
         return self.comm.all_gather(y)[:, : self.vocab]
 
     def best(self, x: Tensor) -> Tensor | None:
-        """int64 [r]: the first of the largest logits of each row, without the logits; None: they are needed.
+        """Returns the argmax of each row, int64 [r] (first on ties), without storing logits; None: not possible here.
 
         For devices whose policy says ``best_head``.
         """
@@ -111,9 +113,9 @@ class LMHead(Linear):
         return None if codes is None else LAST - (codes & 0xFFFFFFFF)
 
     def _best_of_all(self, codes: Tensor | None) -> Tensor | None:
-        """The largest of all ranks' codes; None where a rank has none."""
+        """Returns the largest code over all ranks; None if some rank has no codes."""
         if self._coded is None:
-            # Ranks may be on machines whose kernels differ.
+            # Kernels may differ between the ranks' machines.
             self._coded = bool(self.comm.least((int(codes is not None),))[0])
         if not self._coded or codes is None:
             return None

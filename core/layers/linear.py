@@ -1,4 +1,4 @@
-"""Linear layers, sharded over ranks by output columns or by input rows. Weights are packed as they are loaded."""
+"""Linear layers, sharded over ranks by output columns or by input rows. Weights are packed while they are loaded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Matrix = Tensor | QTensor
 
 
 class Linear:
-    """One packed weight, this rank's share of [out, in]; several where its parts are quantised in ways that differ."""
+    """This rank's share of a packed weight [out, in]; several weights if its parts are quantised in different ways."""
 
     weights: list[Weight]
 
@@ -32,7 +32,7 @@ class Linear:
         self.pack_separately([weight], bias)
 
     def pack_separately(self, parts: list[Matrix], bias: Tensor | None) -> None:
-        """Packs weights over the same input, whose outputs follow each other; ``bias`` is that of all of them."""
+        """Packs weights of the same input whose outputs are concatenated; ``bias`` covers all of them."""
         self.bytes, self.weights, start = bias.nbytes if bias is not None else 0, [], 0
         for part in parts:
             rows = part.shape[0]
@@ -43,17 +43,17 @@ class Linear:
                 self.weights.append(self.ops.pack_weight(part, own))
                 continue
             packed = self.ops.pack_quantised(part, own)
-            # A backend that keeps the integers says what they take; others keep a weight of the engine's type.
+            # A backend that keeps the integers reports their bytes; others keep a weight of the engine's dtype.
             self.bytes += getattr(packed, "nbytes", rows * part.shape[1] * part.dtype.itemsize)
             self.weights.append(packed)
 
     def pack_stored(
         self, source: WeightSource, parts: list[StackedPart], inputs: tuple[int, int, int, int], bias: Tensor | None
     ) -> bool:
-        """Packs rows from where they are stored; False where source or ops have no way to.
+        """Packs rows directly from their stored form; returns False if source or ops do not support that.
 
         Args:
-            inputs: of the stored matrix, [start, stop) and width of this rank's.
+            inputs: (columns of the stored matrix, start, stop and padded width of this rank's columns).
         """
         give, pack = getattr(source, "stored", None), getattr(self.ops, "pack_stored", None)
         if give is None or pack is None:
@@ -70,7 +70,7 @@ class Linear:
         return True
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[n, in of this rank] -> [n, out of this rank] of the backend's dtype."""
+        """Computes [n, in of this rank] -> [n, out of this rank] in the backend's dtype."""
         if len(self.weights) == 1:
             return self.ops.linear(x, self.weights[0])
         return torch.cat([self.ops.linear(x, weight) for weight in self.weights], 1)
@@ -85,9 +85,7 @@ class Share(NamedTuple):
 
 
 class ColumnPart(NamedTuple):
-    """One matrix of ``ColumnParallelLinear``: its name, output features, and the features of a unit that is never
-    cut.
-    """
+    """One matrix of ``ColumnParallelLinear``: name, output features, and features of a unit that is never split."""
 
     name: str
     size: int
@@ -95,20 +93,20 @@ class ColumnPart(NamedTuple):
 
 
 def span(size: int, rank: int, world: int, unit: int = 1) -> Share:
-    """A rank's share: all have equal widths, multiples of ``unit``; the last ones are padded where that is too much."""
+    """Returns a rank's share: all have equal widths, multiples of ``unit``; the last ones are padded if necessary."""
     width = align_up(-(-size // world), unit)
     return Share(min(rank * width, size), min((rank + 1) * width, size), width)
 
 
 class ColumnParallelLinear(Linear):
-    """Several matrices over one input, fused; each is cut by output.
+    """Several fused matrices with the same input, each split by output features.
 
     Args:
-        parts: the matrices; a unit (a head) is never cut, and if a part has fewer units than there are ranks (KV
-            heads), they are replicated.
-        bias: whether the configuration has biases; others of the checkpoint are ignored.
-        fused: the checkpoint stores the parts as one matrix already.
-        unit: this rank's outputs of each part are filled with zeros to a multiple of it.
+        parts: the matrices. A unit (a head) is never split; if a part has fewer units than there are ranks (KV heads),
+            they are replicated.
+        bias: True if the configuration has biases; otherwise those of the checkpoint are ignored.
+        fused: the checkpoint stores the parts as one matrix.
+        unit: this rank's outputs of each part are padded with zeros to a multiple of it.
     """
 
     def __init__(
@@ -143,7 +141,9 @@ class ColumnParallelLinear(Linear):
         self.pack_separately(merge_or_separate(weights), biases)
 
     def _spans(self) -> list[tuple[int, int, int, int]]:
-        """Of each part: output features of the stored matrix, and [start, stop) and padded width of this rank's."""
+        """Returns for each part: output features of the stored matrix, and start, stop and padded width of this
+        rank's.
+        """
         total, offset, found = sum(size for _, size, _ in self.parts), 0, []
         for _, size, unit in self.parts:
             start, stop, width = unit_span(size, unit, self.comm.rank, self.comm.world)
@@ -166,9 +166,9 @@ class ColumnParallelLinear(Linear):
 
 
 class RowParallelLinear(Linear):
-    """One matrix cut by input; the ranks' partial sums are added, and rank 0 alone adds the bias.
+    """One matrix split by input features; the ranks' partial results are summed, and only rank 0 adds the bias.
 
-    ``unit``: inputs that are never cut; ``filled``: this rank's are filled with zeros to a multiple of it.
+    ``unit``: number of inputs that are never split; ``filled``: this rank's inputs are padded to a multiple of it.
     """
 
     def __init__(
@@ -195,25 +195,25 @@ class RowParallelLinear(Linear):
         self.pack(weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[n, in of this rank] -> [n, out], summed over ranks, of the backend's dtype."""
+        """Computes [n, in of this rank] -> [n, out], summed over ranks, in the backend's dtype."""
         return self.reduce(self.product(x))
 
     def product(self, x: Tensor) -> Tensor:
-        """This rank's part of the sum."""
+        """Returns this rank's part of the sum."""
         return super().__call__(x)
 
     def reduce(self, y: Tensor) -> Tensor:
-        """The sum of the ranks' parts."""
+        """Returns the sum of the ranks' parts."""
         return y if self.comm.world == 1 else self._all_reduce(y)
 
     def _all_reduce(self, y: Tensor) -> Tensor:
-        """``reduce`` of several ranks."""
+        """Sums over several ranks."""
         self.ops.cut("collective")
         return self.comm.all_reduce(y)
 
 
 def unit_span(size: int, unit: int, rank: int, world: int) -> Share:
-    """``span`` in whole units; if there are fewer units than ranks, consecutive ranks share one."""
+    """Returns ``span`` in whole units; if there are fewer units than ranks, consecutive ranks share one."""
     units = size // unit
     if units < world and unit > 1:
         first = rank * units // world
@@ -223,25 +223,25 @@ def unit_span(size: int, unit: int, rank: int, world: int) -> Share:
 
 
 def check_heads(heads: int, world: int, what: str) -> None:
-    """Raises StartupError if ``world`` ranks cannot share ``heads``; the line names the numbers that can."""
+    """Raises StartupError if ``world`` ranks cannot share ``heads``; the message lists the numbers that can."""
     if heads % world:
         sizes = ", ".join(str(w) for w in range(1, heads + 1) if heads % w == 0)
         raise StartupError(f"--tensor-parallel-size {world} does not divide the {heads} {what}; use one of {sizes}")
 
 
 def scaled(x: Tensor, scale: float) -> Tensor:
-    """``x`` times ``scale``; ``x`` itself, and no operation, where that is 1."""
+    """Returns ``x`` times ``scale``; ``x`` itself, without an operation, if ``scale`` is 1."""
     return x if scale == 1 else x * scale
 
 
 def pad_rows(t: Tensor, width: int) -> Tensor:
-    """[rows, ...] -> [width, ...] of the same dtype, zeros below."""
+    """Pads [rows, ...] with zeros to [width, ...] of the same dtype."""
     missing = width - t.shape[0]
     return t if missing == 0 else torch.cat([t, t.new_zeros((missing, *t.shape[1:]))])
 
 
 def merge_or_separate(parts: list[Matrix]) -> list[Matrix]:
-    """One matrix where the parts can be; else the parts, which are multiplied apart."""
+    """Joins the parts to one matrix if possible; otherwise returns them unchanged, to be multiplied separately."""
     if all(isinstance(part, Tensor) for part in parts):
         return [_join([part for part in parts if isinstance(part, Tensor)])]
     whole = [part for part in parts if isinstance(part, QTensor)]

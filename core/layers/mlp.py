@@ -13,8 +13,8 @@ from trencadis.core.quant.scheme import mlp_unit
 class GatedMLP:
     """The gated MLP; ``inner`` is divided over the ranks, with zero padding if it does not divide evenly.
 
-    ``group``: a rank's share ends at a multiple of it, so that no group of quantised columns is cut; ``aligned``: zeros
-    fill the share to a multiple of it, which are zeros behind the activation and meet zeros below.
+    ``group``: a rank's share ends at a multiple of it, so that no group of quantised columns is split. ``aligned``: the
+    share is padded with zeros to a multiple of it; the padding stays zero after the activation.
     """
 
     def __init__(
@@ -32,11 +32,11 @@ class GatedMLP:
         self.down.load(source, f"{name}.down_proj")
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[n, width] -> [n, width] in the backend's dtype."""
+        """Computes [n, width] -> [n, width] in the backend's dtype."""
         return self.down.reduce(self.ops.by_pieces(self._own, x))
 
     def _own(self, x: Tensor) -> Tensor:
-        """This rank's part of the sum."""
+        """Computes this rank's part of the sum."""
         return self.down.product(self.ops.act_mul(self.gate_up(x), self.act))
 
     def nbytes(self) -> int:
@@ -44,7 +44,7 @@ class GatedMLP:
 
 
 class PlainMLP:
-    """As ``GatedMLP``, without a gate. Padded columns are zeros behind every activation, and zeros down."""
+    """An MLP like ``GatedMLP`` but without a gate. Padding contributes nothing: its rows of ``down`` are zeros."""
 
     def __init__(
         self, ops: Ops, comm: Comm, width: int, inner: int, bias: bool = False, group: int = 1, act: str = "gelu",
@@ -60,11 +60,11 @@ class PlainMLP:
         self.down.load(source, f"{name}.down_proj")
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[n, width] -> [n, width] in the backend's dtype."""
+        """Computes [n, width] -> [n, width] in the backend's dtype."""
         return self.down.reduce(self.ops.by_pieces(self._own, x))
 
     def _own(self, x: Tensor) -> Tensor:
-        """This rank's part of the sum."""
+        """Computes this rank's part of the sum."""
         return self.down.product(self.ops.act(self.up(x), self.act))
 
     def nbytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Experts in the place of an MLP: a router, and gated MLPs whose columns are divided over the ranks."""
+"""Mixture of experts in place of an MLP: a router, and gated MLPs whose columns are divided over the ranks."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from trencadis.core.layers.weight_source import WeightSource
 from trencadis.core.quant.quantised_tensor import QTensor
 
 CODED = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
-"""Tensors that a router has only where it is stored quantised."""
+"""Tensors by which a router is recognised as quantised."""
 
 
 class CodedExperts(ExpertWeights, Protocol):
-    """Experts of which some are kept as codes; ``nbytes``: of all of them."""
+    """Experts of which some are kept as quantised codes; ``nbytes`` counts all of them."""
 
     nbytes: int
 
 
 class CodingOps(Protocol):
-    """What ``Ops`` have besides where experts are kept as codes; elsewhere they take the engine's type as they load."""
+    """Additional method of ``Ops`` that keep experts as codes; other ops get them dequantised to the engine's dtype."""
 
     def pack_quantised_experts(self, gate_up: Sequence[Matrix], down: Sequence[Matrix]) -> CodedExperts:
-        """As ``pack_experts``; any of the matrices may be quantised."""
+        """Packs experts like ``pack_experts``; any of the matrices may be quantised."""
         ...
 
 
 class ExpertMLP:
-    """Every rank routes alike and holds a share of each expert, with zero padding if it does not divide evenly."""
+    """The MoE layer: every rank computes the same routing and holds a share of each expert, zero-padded if uneven."""
 
     weights: ExpertWeights
 
@@ -60,13 +60,15 @@ class ExpertMLP:
         self.weights = self.ops.pack_experts(*plain)
 
     def _plain(self, some: list[Matrix]) -> list[Tensor]:
-        """In the engine's type. What was quantised is let go one by one, so that both never lie there whole."""
+        """Converts matrices to the engine's dtype, releasing quantised ones one by one to limit the peak memory."""
         for i, one in enumerate(some):
             some[i] = one if isinstance(one, Tensor) else one.values().to(self.device)
         return [one for one in some if isinstance(one, Tensor)]
 
     def _load_router(self, source: WeightSource, name: str) -> None:
-        """Shares follow from its scores, so that it is multiplied in the engine's type, however it is stored."""
+        """Loads the router in the engine's dtype even if it is stored quantised, since expert weights follow from
+        its scores.
+        """
         shape = self.count, self.width
         coded = any(source.has(f"{name}.{mark}") for mark in CODED)
         found = source.take_quantised(name, shape, 0, 0, self.count) if coded else None
@@ -75,15 +77,15 @@ class ExpertMLP:
         )
 
     def _expert(self, source: WeightSource, name: str) -> tuple[Matrix, Matrix]:
-        """This rank's gate_up [2 x share, width] and down [width, share]."""
+        """Returns this rank's gate_up [2 x share, width] and down [width, share]."""
         start, stop, share = span(self.inner, self.comm.rank, self.comm.world)
         parts = merge_or_separate([self._part(source, f"{name}.{part}", 0, start, stop, share) for part in GATED])
-        if len(parts) > 1:  # codes that cannot be one matrix
+        if len(parts) > 1:  # codes that cannot be joined to one matrix
             parts = [torch.cat(self._plain(parts))]
         return parts[0], self._part(source, f"{name}.down_proj", 1, start, stop, share)
 
     def _part(self, source: WeightSource, name: str, dim: int, start: int, stop: int, share: int) -> Matrix:
-        """[share, width] where ``dim`` is 0, else [width, share]."""
+        """Returns a rank's share of a matrix: [share, width] if ``dim`` is 0, else [width, share]."""
         shape = (self.inner, self.width) if dim == 0 else (self.width, self.inner)
         found = source.take_quantised(name, shape, dim, start, stop)
         if found is not None:
@@ -92,7 +94,7 @@ class ExpertMLP:
         return pad_rows(weight, share) if dim == 0 else functional.pad(weight, (0, share - (stop - start)))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[n, width] -> [n, width] in the backend's dtype, summed over ranks."""
+        """Computes [n, width] -> [n, width] in the backend's dtype, summed over ranks."""
         y = self.ops.experts(x, self.router(x), self.weights, self.top, self.normalise, self.act)
         if self.comm.world == 1:
             return y

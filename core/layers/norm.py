@@ -10,9 +10,9 @@ from trencadis.core.layers.weight_source import WeightSource
 
 
 class RMSNorm:
-    """x / rms(x) * weight; ``weight`` is [width].
+    """RMS norm: x / rms(x) * weight; ``weight`` is [width].
 
-    ``above_one``: the checkpoint stores weight - 1. It is float32 then: near 1 a 16-bit type has few of its values.
+    ``above_one``: the checkpoint stores weight - 1. The sum is kept in float32, since 16-bit types are coarse near 1.
     """
 
     def __init__(self, ops: Ops, width: int, eps: float, above_one: bool = False) -> None:
@@ -25,11 +25,11 @@ class RMSNorm:
             self.weight = self.weight.float() + 1
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(norm of the sum, the sum), each [n, width] in the backend's dtype; the sum is x, or x + residual."""
+        """Returns (norm of the sum, the sum), each [n, width] in the backend's dtype; the sum is x, or x + residual."""
         return self.ops.rms_norm(x, self.weight, self.eps, residual)
 
     def heads(self, x: Tensor) -> Tensor:
-        """The norm of each head of [n, heads, width]."""
+        """Returns the norm of each head of x [n, heads, width]."""
         return self.ops.rms_norm(x.reshape(-1, self.width), self.weight, self.eps)[0].view(x.shape)
 
     def nbytes(self) -> int:
@@ -37,7 +37,7 @@ class RMSNorm:
 
 
 class LayerNorm:
-    """(x - mean) / deviation * weight + bias; ``weight`` and ``bias`` are [width]."""
+    """Layer norm: (x - mean) / deviation * weight + bias; ``weight`` and ``bias`` are [width]."""
 
     def __init__(self, ops: Ops, width: int, eps: float) -> None:
         self.ops, self.width, self.eps = ops, width, eps
@@ -49,7 +49,7 @@ class LayerNorm:
         self.bias = source.take(f"{name}.bias", (self.width,))
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """As ``RMSNorm``."""
+        """Returns (norm of the sum, the sum), like ``RMSNorm``."""
         return self.ops.layer_norm(x, self.weight, self.bias, self.eps, residual)
 
     def nbytes(self) -> int:
@@ -60,5 +60,5 @@ Norm = RMSNorm | LayerNorm
 
 
 def norm_of(kind: str, ops: Ops, width: int, eps: float) -> Norm:
-    """The norm that ``TextConfig.norm`` names."""
+    """Returns the norm for a value of ``TextConfig.norm``."""
     return LayerNorm(ops, width, eps) if kind == LAYER else RMSNorm(ops, width, eps, kind == RMS_ONE)

@@ -1,4 +1,4 @@
-"""Heads of which a part is rotated: q and k with their values in the order that rotary ops take."""
+"""Partly rotated heads: reorders the values of q and k as rotary ops expect them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ ROTATED = ("q_proj", "k_proj")
 
 
 class PartialRotarySource:
-    """A source whose heads hold the rotated values at the start of each half; files hold it at the start of the head.
+    """Wraps a source and moves the rotated values of a head, stored at its start, to the start of each half.
 
-    Rotary ops rotate the first half of a head against the second. Scores are sums over a head's values, so that q and k
-    may have them in any order that is the same.
+    Rotary ops rotate the first half of a head against the second. Scores are sums over a head's values, so that any
+    order is valid if q and k share it.
 
     Args:
-        rotary_dim: values of a head that are rotated.
+        rotary_dim: number of rotated values of a head.
     """
 
     def __init__(self, source: WeightSource, head_dim: int, rotary_dim: int) -> None:

@@ -1,4 +1,4 @@
-"""The end of a pooling engine: sums of hidden rows, or the scores of a class head. Heads are kept in float32."""
+"""The output of a pooling engine: sums of hidden rows, or the scores of a class head. Heads are kept in float32."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from trencadis.core.layers.linear import scaled
 from trencadis.core.layers.weight_source import WeightSource
 
 INNER = {"relu": torch.relu, "tanh": torch.tanh}
-"""What may stand between the two linears of a head."""
+"""Activations between the two linear layers of a head."""
 
 
 class Pooler:
-    """Rows summed by group, then a class head of one linear, or of two with an activation between them."""
+    """Sums rows by group, then applies a class head: one linear layer, or two with an activation in between."""
 
     def __init__(self, ops: Ops) -> None:
         self.ops = ops
@@ -27,7 +27,10 @@ class Pooler:
         self.inner = ""
 
     def __call__(self, hidden: Tensor, inputs: PoolTensors) -> PoolTensorsOut:
-        """Pools rows of ``hidden``; a group that holds what is not finite stays so, through the head too."""
+        """Pools rows of ``hidden``.
+
+        A group with a non-finite value gets a non-finite result, also with a class head.
+        """
         rows = self.ops.gather_rows(hidden, inputs.hidden_row)
         if self.classes is None or (self.dense is None and self.class_bias is None):
             return PoolTensorsOut(self.ops.pool(rows, inputs.group, self.classes))
@@ -37,7 +40,7 @@ class Pooler:
         return PoolTensorsOut(functional.linear(sums, self.classes, self.class_bias))
 
     def load(self, source: WeightSource, pooling: Pooling, width: int) -> None:
-        """The class head that the checkpoint stores over rows of ``width``."""
+        """Loads the class head that the checkpoint stores, for rows of ``width``."""
         self.classes, self.class_bias = _linear(source, "score", (pooling.classes, width), pooling.biased)
         if pooling.inner:
             self.inner = pooling.inner
@@ -46,7 +49,7 @@ class Pooler:
     def load_label_tokens(
         self, source: WeightSource, name: str, shape: tuple[int, int], tokens: tuple[int, ...], scale: float
     ) -> None:
-        """The rows ``tokens`` of the output head ``name`` [shape], times ``scale``, as a class head."""
+        """Uses the rows ``tokens`` of the output head ``name`` [shape], times ``scale``, as the class head."""
         rows = [source.shard(f"{name}.weight", shape, 0, t, t + 1) for t in tokens]
         self.classes = scaled(torch.cat(rows).float(), scale)
 

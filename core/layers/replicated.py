@@ -1,4 +1,4 @@
-"""A backend for layers that every rank holds whole."""
+"""A backend wrapper for layers that every rank holds whole."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trencadis.core.launches.communicators import SingleRank
 
 
 class ReplicatedBackend:
-    """A backend whose layers are held whole: all but the collectives is the rank's own."""
+    """A backend without collectives, for layers that are not sharded; all else is the wrapped backend's."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend, self.comm = backend, SingleRank()
@@ -19,5 +19,5 @@ class ReplicatedBackend:
 
 
 def replicate_layers(backend: Backend) -> Backend:
-    """``backend`` for layers that its ranks do not share."""
+    """Returns ``backend`` for layers that are not sharded over its ranks."""
     return cast(Backend, ReplicatedBackend(backend))

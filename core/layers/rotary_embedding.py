@@ -1,8 +1,8 @@
 """Rotary frequencies: plain, scaled (linear, YaRN, Llama-3, LongRoPE), and M-RoPE as an axis number per frequency.
 
-Requests that take LongRoPE's long factors say so in their positions: those of the first axis are zero. An angle is then
-the sum of one by the short table and one by the long table, of which one is zero: each token has its own table in any
-launch, and no device sees more than positions.
+Requests that use LongRoPE's long factors are marked in their positions: those of the first axis are zero. An angle is
+the sum of one from the short and one from the long table, and one of the two is zero. So tokens of one launch may use
+different tables, and devices need nothing but positions.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from trencadis.core.checkpoint.rope_config import LinearScaling, LongScaling, Ro
 
 
 def inverse_frequencies(head_dim: int, theta: float) -> Tensor:
-    """float32 [head_dim / 2]: theta ** (-2i / head_dim)."""
+    """Returns float32 [head_dim / 2]: theta ** (-2i / head_dim)."""
     return 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
 
 
 def scale_llama3(inv_freq: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama-3 scaling of float32 [head_dim / 2]: long wavelengths are divided by ``factor``, short ones stay, those
-    between are blended linearly."""
+    """Applies Llama-3 scaling to float32 [head_dim / 2].
+
+    Long wavelengths are divided by ``factor``, short ones stay, those in between are blended linearly.
+    """
     wavelength = 2 * math.pi / inv_freq
     rotations = scaling.original_max_position / wavelength
     blend = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -33,11 +35,11 @@ def scale_llama3(inv_freq: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def scale_yarn(inv_freq: Tensor, theta: float, scaling: YarnScaling) -> Tensor:
-    """YaRN of float32 [head_dim / 2]: as ``scale_llama3``, blended by index instead of wavelength."""
+    """Applies YaRN to float32 [head_dim / 2]: like ``scale_llama3``, but blended by index instead of wavelength."""
     half = len(inv_freq)
 
     def frequency_at(rotations: float) -> float:
-        """The index of the frequency that makes ``rotations`` rotations within the original length."""
+        """Returns the (fractional) index of the frequency with that many ``rotations`` within the original length."""
         return half * math.log(scaling.original_max_position / (rotations * 2 * math.pi)) / math.log(theta)
 
     low, high = frequency_at(scaling.fast), frequency_at(scaling.slow)
@@ -50,7 +52,7 @@ def scale_yarn(inv_freq: Tensor, theta: float, scaling: YarnScaling) -> Tensor:
 
 
 def scale_frequencies(inv_freq: Tensor, theta: float, scaling: Scaling | None) -> Tensor:
-    """Frequencies float32 [head_dim / 2] as the checkpoint scales them."""
+    """Returns the frequencies float32 [head_dim / 2] with the checkpoint's scaling."""
     if isinstance(scaling, LinearScaling):
         return inv_freq / scaling.factor
     if isinstance(scaling, YarnScaling):
@@ -59,16 +61,17 @@ def scale_frequencies(inv_freq: Tensor, theta: float, scaling: Scaling | None) -
 
 
 def long_frequencies(head_dim: int, theta: float, factors: tuple[float, ...]) -> Tensor:
-    """LongRoPE's float32 [head_dim / 2]: 1 / (factor * theta ** (2i / head_dim))."""
+    """Returns LongRoPE's frequencies, float32 [head_dim / 2]: 1 / (factor * theta ** (2i / head_dim))."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     return 1.0 / (torch.tensor(factors, dtype=torch.float32) * theta**exponents)
 
 
 def text_frequencies(c: TextConfig, long: bool = False) -> tuple[Tensor, Tensor]:
-    """(inv_freq float32 [head_dim / 2], axis int64 [head_dim / 2]): angle f is positions[axis[f]] * inv_freq[f].
+    """Returns (inv_freq float32 [head_dim / 2], axis int64 [head_dim / 2]); angle f is positions[axis[f]] *
+    inv_freq[f].
 
-    A model without rotary positions rotates by angles of zero, which changes no bit; so do values of a head that stay.
-    ``long``: LongRoPE's second table.
+    Models without rotary positions, and values that are not rotated, get angles of zero, which change no bit. ``long``:
+    selects LongRoPE's second table.
     """
     rotary_dim, scaling = c.rotary_dim or c.head_dim, c.rope_scaling
     if isinstance(scaling, LongScaling):
@@ -88,12 +91,12 @@ def text_frequencies(c: TextConfig, long: bool = False) -> tuple[Tensor, Tensor]
 
 
 def local_frequencies(c: TextConfig) -> Tensor:
-    """float32 [head_dim / 2]: those of layers with a window, where they have a table of their own."""
+    """Returns float32 [head_dim / 2]: the frequencies of layers with a sliding window, if they have their own table."""
     return inverse_frequencies(c.head_dim, c.local_theta)
 
 
 class TextRotary:
-    """The tables of a decoder."""
+    """The rotary tables of a decoder."""
 
     def __init__(self, c: TextConfig, device: torch.device) -> None:
         inv_freq, axis = text_frequencies(c)
@@ -104,23 +107,23 @@ class TextRotary:
         self.size: Tensor | None = None
         if isinstance(c.rope_scaling, LongScaling):
             self.long, self.long_axis = text_frequencies(c, long=True)[0].to(device), torch.ones_like(self.axis)
-            # Only rotated values are multiplied: the other values of a head keep cos 1 and sin 0.
+            # Only rotated values are scaled: the others keep cos 1 and sin 0.
             half = torch.where(inv_freq > 0, c.rope_scaling.magnitude, 1.0)
             self.size = torch.cat([half, half]).to(device)
 
     def __call__(self, ops: Ops, positions: Tensor) -> Rotary:
-        """Factors of int32 positions [3, n]."""
+        """Returns the rotary factors of int32 positions [3, n]."""
         return ops.rotary(positions, self.inv_freq, self.axis) if self.long is None else self._of_both(ops, positions)
 
     def _of_both(self, ops: Ops, positions: Tensor) -> Rotary:
-        """Factors where requests use one of two tables."""
+        """Returns the factors if requests use one of two tables."""
         assert self.long is not None and self.long_axis is not None and self.size is not None
         apart = torch.stack([positions[0], positions[1] - positions[0]])
         short, long = ops.rotary(apart, self.inv_freq, self.axis), ops.rotary(apart, self.long, self.long_axis)
         return Rotary(short.cos * long.cos * self.size, (short.sin + long.sin) * self.size)
 
     def of_windows(self, ops: Ops, positions: Tensor) -> Rotary | None:
-        """Factors of layers with a window, where they have a table of their own."""
+        """Returns the factors for layers with a sliding window; None if they share the decoder's table."""
         return None if self.local is None else ops.rotary(positions, self.local, self.axis)
 
     def nbytes(self) -> int:
@@ -130,6 +133,9 @@ class TextRotary:
 
 
 def vision_frequencies(head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """As ``text_frequencies`` for positions (row, column): one half is rotated by the row, the other by the column."""
+    """Returns (inv_freq, axis) like ``text_frequencies``, for positions (row, column).
+
+    One half of a head is rotated by the row, the other by the column.
+    """
     inv_freq = inverse_frequencies(head_dim // 2, theta)
     return inv_freq.repeat(2), torch.arange(2).repeat_interleave(head_dim // 4)

@@ -1,4 +1,4 @@
-"""Checkpoint tensors by name, as layers see them while they load."""
+"""Interfaces for access to checkpoint tensors by name while layers load."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class StackedPart(NamedTuple):
-    """Rows [start, stop) of the tensor ``name`` [size, inputs], and zeros below up to ``width``."""
+    """Rows [start, stop) of the tensor ``name`` [size, inputs], padded with zero rows to ``width``."""
 
     name: str
     size: int
@@ -25,10 +25,10 @@ class StackedPart(NamedTuple):
 
 
 class StoredRows(NamedTuple):
-    """What ``WeightSource.take_stacked`` joins, as a checkpoint stores it; for ops that join and convert as they pack.
+    """The stored parts that ``WeightSource.take_stacked`` would join, for ops that join and convert while packing.
 
-    ``parts`` are views [rows, up to ``inputs``] of one type; below each come zeros up to its width, behind each row up
-    to ``inputs``. ``dtype``: what the packed weight has to be.
+    ``parts`` are views [rows, up to ``inputs``] of one dtype. Each is padded with zero rows to its width, and each row
+    with zeros to ``inputs``. ``dtype``: the dtype of the packed weight.
     """
 
     parts: Sequence[Tensor]
@@ -38,45 +38,45 @@ class StoredRows(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the packed weight, without what its layout fills up."""
+        """Bytes of the packed weight, without padding of its layout."""
         return sum(self.widths) * self.inputs * self.dtype.itemsize
 
 
 class StoringSource(Protocol):
-    """What a ``WeightSource`` may have besides: weights before they are converted."""
+    """Optional method of a ``WeightSource``: access to weights before conversion."""
 
     def stored(self, parts: Sequence[StackedPart], inputs: int, start: int, stop: int) -> StoredRows | None:
-        """Columns [start, stop) of ``parts``; None where nothing is stored, or in types of which some differ."""
+        """Returns columns [start, stop) of ``parts``; None if they are not stored as such or differ in dtype."""
         ...
 
 
 class StoringOps(Protocol):
-    """What ``Ops`` may have besides: weights are packed from where they are stored."""
+    """Optional method of ``Ops``: packs weights directly from their stored form."""
 
     def pack_stored(self, rows: StoredRows, bias: Tensor | None) -> Weight | None:
-        """``Ops.pack_weight`` of the joined rows; None where it has to be that."""
+        """Packs the joined rows like ``Ops.pack_weight``; None if the caller must use that instead."""
         ...
 
 
 @runtime_checkable
 class SharingOps(Protocol):
-    """What ``Ops`` may have besides: a packed weight is read row by row, so that a tied table is held once."""
+    """Optional method of ``Ops``: reads a packed weight row by row, so that a tied table is held only once."""
 
     def table_of(self, weight: Weight) -> Tensor | None:
-        """``weight`` [out, in] as a table that ``Ops.embed`` reads, in the same memory; None where it cannot be."""
+        """Returns ``weight`` [out, in] as a table for ``Ops.embed`` in the same memory; None if that is impossible."""
         ...
 
 
 @runtime_checkable
 class KeepingOps(Protocol):
-    """What ``Ops`` may have besides: packed weights are kept in a file, and mapped by a later start."""
+    """Optional methods of ``Ops``: keep packed weights in a file, which a later start maps."""
 
     def keeps(self) -> bool:
-        """Whether packed weights are mapped, so that few of the checkpoint's bytes are read."""
+        """Returns True if packed weights are mapped, so that few bytes of the checkpoint are read."""
         ...
 
     def finish_loading(self) -> int:
-        """All weights are packed; returns the bytes of those that were mapped."""
+        """Called when all weights are packed; returns the bytes of those that were mapped."""
         ...
 
 
@@ -87,38 +87,42 @@ class WeightSource(Protocol):
     """
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor [shape]; raises StartupError if it is missing or has another shape."""
+        """Returns the tensor [shape]; raises StartupError if it is missing or has another shape."""
         ...
 
     def shard(self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> Tensor:
-        """``take(name, shape)`` restricted to [start, stop) along ``dim``; only that part is converted."""
+        """Returns ``take(name, shape)`` restricted to [start, stop) along ``dim``; only that part is converted."""
         ...
 
     def take_quantised(
         self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int, own: str = ""
     ) -> QTensor | None:
-        """The weight [out, in] of module ``name``, restricted to [start, stop) along ``dim``; None: it has 16 bits.
+        """Returns the weight [out, in] of module ``name``, restricted to [start, stop) along ``dim``; None: not
+        quantised.
 
-        ``own``: the module whose scheme counts, where a head uses the embedding's table.
+        ``own``: the module whose scheme applies if a head uses the embedding's table.
         """
         ...
 
     def take_stacked(self, parts: Sequence[StackedPart], inputs: int) -> Tensor:
-        """Several weights below each other, [sum of widths, inputs].
+        """Returns several weights stacked by rows, [sum of widths, inputs].
 
-        The next call may overwrite it, where the backend's ops say that they copy weights.
+        The next call may overwrite the result if the backend's ops copy weights (``Ops.copies``).
         """
         ...
 
     def has(self, name: str) -> bool: ...
 
     def kv_scale(self, name: str, kind: str) -> float:
-        """The scale of keys (``kind`` k) or values (v) of attention ``name``; StartupError without a good one."""
+        """Returns the scale of keys (``kind`` k) or values (v) of attention ``name``.
+
+        Raises StartupError if it is missing or invalid.
+        """
         ...
 
 
 def stack(source: WeightSource, parts: Sequence[StackedPart], inputs: int) -> Tensor:
-    """``WeightSource.take_stacked`` by ``shard``, in memory of its own."""
+    """Implements ``WeightSource.take_stacked`` with ``shard``; the result has its own memory."""
     found = []
     for part in parts:
         rows = source.shard(part.name, (part.size, inputs), 0, part.start, part.stop)

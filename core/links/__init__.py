@@ -1,1 +1,1 @@
-"""Links between the processes of one group: plain ones on a machine, keyed ones over hosts. Torch-free."""
+"""Links between the processes of one group: plain ones on a machine, authenticated ones over hosts. Torch-free."""

@@ -21,19 +21,19 @@ from trencadis.core.links.link import LinkClosed, shut_socket
 log = logging.getLogger("trencadis.engine")
 
 WAITING = 32
-"""Connections that may prove themselves at the same time; more are closed at once."""
+"""Connections that may run the handshake at the same time; further ones are closed at once."""
 
 SHOWN = 5
-"""Refused connections that are logged; a scanner of ports fills no disk."""
+"""Number of refused connections that are logged, so that a port scanner cannot fill the log."""
 
 
 class AuthListener:
-    """Listens until every expected rank has come, or ``close``.
+    """Listens until every expected rank has connected, or until ``close``.
 
     Args:
         address: (host, port); port 0: any.
         expected: numbers of the ranks.
-        context: of TLS, or None.
+        context: the TLS context, or None.
 
     Raises:
         StartupError: the address cannot be listened on.
@@ -53,11 +53,11 @@ class AuthListener:
         threading.Thread(target=self._accept, name="door", daemon=True).start()
 
     def missing(self) -> list[int]:
-        """Ranks that have not come yet."""
+        """Returns the ranks that have not connected yet."""
         return [number for number, link in self.links.items() if not link.done()]
 
     def close(self) -> None:
-        """Listens no more; who waits for a rank gets LinkClosed."""
+        """Stops listening; threads that wait for a rank get LinkClosed."""
         with self._lock:
             self._closed = True
             proving = list(self._proving)
@@ -75,7 +75,7 @@ class AuthListener:
             except OSError:
                 if self._closed or self._sock.fileno() < 0:
                     return
-                time.sleep(0.05)  # a connection broke before it was taken, or descriptors are short
+                time.sleep(0.05)  # the connection broke before it was accepted, or there are no descriptors left
                 continue
             with self._lock:
                 full = self._closed or len(self._proving) >= WAITING

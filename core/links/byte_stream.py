@@ -1,4 +1,4 @@
-"""Bytes over TCP, plain or under TLS: sends from several threads beside one that receives."""
+"""Byte streams over TCP, plain or under TLS: several threads may send while one receives."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from typing import Any, Protocol
 from trencadis.core.links.link import shut_socket
 
 USER_TIMEOUT = 5_000
-"""Milliseconds after which the kernel gives up a peer that acknowledges nothing, also while a process holds the
-interpreter's lock."""
+"""Milliseconds after which the kernel drops a peer that acknowledges nothing.
+
+This works even while a process holds the interpreter's lock.
+"""
 
 
 class ByteStream(Protocol):
@@ -25,10 +27,10 @@ class ByteStream(Protocol):
     def send_all(self, data: bytes | bytearray | memoryview) -> None: ...
 
     def receive_into(self, buffer: memoryview, limit: float) -> int:
-        """Bytes that came; 0: the other end is closed.
+        """Receives into ``buffer``; returns the number of bytes; 0: the other end is closed.
 
         Raises:
-            TimeoutError: none came for ``limit`` seconds.
+            TimeoutError: nothing arrived for ``limit`` seconds.
         """
         ...
 
@@ -36,7 +38,7 @@ class ByteStream(Protocol):
 
 
 def tune_socket(sock: socket.socket) -> socket.socket:
-    """``sock`` without delays, and with probes of the kernel's own."""
+    """Configures ``sock``: no Nagle delay, and keep-alive probes by the kernel."""
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -56,18 +58,18 @@ def _readable(sock: socket.socket, limit: float) -> None:
 
 
 class PlainStream:
-    """A TCP connection as it is."""
+    """A TCP connection without TLS."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = tune_socket(sock)
         self.send_now: Callable[[bytes, int], int] | None = sock.send
 
     def send_all(self, data: bytes | bytearray | memoryview) -> None:
-        """Sends all of it."""
+        """Sends all of ``data``."""
         self.sock.sendall(data)
 
     def receive_into(self, buffer: memoryview, limit: float) -> int:
-        """Receives what is there, or waits for the first of it."""
+        """Receives the bytes that are available, or waits for the first ones."""
         try:
             return self.sock.recv_into(buffer, 0, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -75,13 +77,13 @@ class PlainStream:
         return self.sock.recv_into(buffer)
 
     def close(self) -> None:
-        """Closes it."""
+        """Closes the connection."""
         shut_socket(self.sock)
 
 
 class TlsStream:
-    """The same under TLS. OpenSSL's state is not for two threads at a time, so a lock guards it; nobody waits for the
-    network with it.
+    """A TCP connection under TLS. A lock guards OpenSSL's state, which is not thread-safe; it is never held while
+    waiting for the network.
 
     Raises:
         OSError: the handshake failed (``ssl.SSLError``), or took longer than ``limit`` seconds (TimeoutError).
@@ -111,7 +113,7 @@ class TlsStream:
                 self.sock.sendall(data)
 
     def _more(self, limit: float) -> bool:
-        """Takes what came; False: the other end is closed."""
+        """Feeds received bytes to TLS; returns False if the other end is closed."""
         _readable(self.sock, max(limit, 0.0))
         data = self.sock.recv(256 << 10)
         with self._state:
@@ -122,7 +124,7 @@ class TlsStream:
         return bool(data)
 
     def send_all(self, data: bytes | bytearray | memoryview) -> None:
-        """Sends all of it."""
+        """Sends all of ``data``."""
         left = memoryview(data)
         while left:
             with self._state:
@@ -131,11 +133,11 @@ class TlsStream:
             left = left[256 << 10 :]
 
     def receive_into(self, buffer: memoryview, limit: float) -> int:
-        """Receives what is there, or waits for the first of it."""
+        """Receives the bytes that are available, or waits for the first ones."""
         while True:
             try:
                 with self._state:
-                    got: Any = self._tls.read(len(buffer), buffer)  # a count, where there is a buffer
+                    got: Any = self._tls.read(len(buffer), buffer)  # a count, because a buffer is given
                     return int(got)
             except ssl.SSLWantReadError:
                 if not self._more(limit):
@@ -146,5 +148,8 @@ class TlsStream:
                 return 0
 
     def close(self) -> None:
-        """Closes it; frames have numbers and tags, so that an end without TLS's own alert deceives nobody."""
+        """Closes the connection without TLS's closing alert.
+
+        Frames have numbers and tags, so that a truncated stream is detected anyway.
+        """
         shut_socket(self.sock)

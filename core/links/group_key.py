@@ -1,4 +1,4 @@
-"""The key of a group: 32 bytes that its processes share and that nothing prints."""
+"""The key of a group: 32 secret bytes that its processes share and that are never printed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZE = 32
 
 
 class GroupKey:
-    """Proves and derives; ``repr``, ``str`` and pickle do not have it."""
+    """Computes proofs and derives keys; ``repr``, ``str`` and pickle do not reveal the key."""
 
     __slots__ = ("_held",)
 
@@ -26,15 +26,15 @@ class GroupKey:
 
     @classmethod
     def generate(cls) -> GroupKey:
-        """A key that nobody else has."""
+        """Returns a random key."""
         return cls(os.urandom(SIZE))
 
     @classmethod
     def read(cls, path: str) -> GroupKey:
-        """The key that a file stands for: any content of 32 bytes or more, less white space around it.
+        """Returns the key derived from a file: any content of 32 bytes or more, without surrounding white space.
 
         Raises:
-            StartupError: the file cannot be read, is too short, or everybody may read it.
+            StartupError: the file cannot be read, is too short, or is accessible to every user.
         """
         try:
             mode, data = os.stat(path).st_mode, Path(path).read_bytes().strip()
@@ -50,7 +50,7 @@ class GroupKey:
         return cls(hashlib.blake2b(data, digest_size=SIZE, person=b"trencadis-group").digest())
 
     def proof(self, *parts: bytes) -> bytes:
-        """HMAC-SHA256 of ``parts``, each after its length: 32 bytes."""
+        """Returns HMAC-SHA256 over ``parts``, each preceded by its length: 32 bytes."""
         made = hmac.new(self._held, digestmod=hashlib.sha256)
         for part in parts:
             made.update(len(part).to_bytes(4, "little"))
@@ -58,7 +58,7 @@ class GroupKey:
         return made.digest()
 
     def export_bytes(self) -> bytes:
-        """The bytes themselves, for a process of the same group."""
+        """Returns the bytes themselves, for a process of the same group."""
         return self._held
 
     def __repr__(self) -> str:

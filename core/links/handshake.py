@@ -1,8 +1,8 @@
-"""Both ends of a connection prove that they know the group's key, before anything else is read from it.
+"""Mutual authentication of a connection: both ends prove knowledge of the group's key before any other data is read.
 
-The engine sends a mark and a challenge of 32 bytes; the rank answers with the mark, a challenge of its own, its number
-and its proof; the engine answers with its proof. A proof is HMAC-SHA256 of who says it, both challenges and the number,
-so that none can be sent back or used again. The keys of both directions are derived alike.
+The engine sends a mark and a challenge of 32 bytes; the rank answers with the mark, its own challenge, its number and
+its proof; the engine answers with its proof. A proof is HMAC-SHA256 of the sender's role, both challenges and the
+number, so that a proof can be neither reflected nor replayed. The keys of both directions are derived in the same way.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ PROOF = 32
 NUMBER = struct.Struct("<I")
 CLAIM = len(MARK) + NONCE + NUMBER.size + PROOF
 UP_MOST = 64 << 20
-"""Bytes of the largest message that a rank may send to the engine."""
+"""Largest message in bytes that a rank may send to the engine."""
 
 LIMIT = 5.0
-"""Seconds in which a connection must have proved itself."""
+"""Seconds in which a connection must complete the handshake."""
 
 
 class HandshakeFailed(Exception):
-    """The other end does not speak this protocol, or has another key."""
+    """The other end does not use this protocol, or has another key."""
 
 
 def handshake_as_engine(stream: ByteStream, key: GroupKey, limit: float = LIMIT) -> tuple[int, KeyedLink]:
-    """The number of the rank at the other end, and the link to it.
+    """Runs the engine's side of the handshake; returns the number of the connected rank and the link to it.
 
     Raises:
-        HandshakeFailed: it did not prove that it knows the key.
+        HandshakeFailed: the other end did not prove knowledge of the key.
         OSError: the connection broke, or ``limit`` seconds went by (TimeoutError).
     """
     end, mine = time.monotonic() + limit, os.urandom(NONCE)
@@ -55,10 +55,10 @@ def handshake_as_engine(stream: ByteStream, key: GroupKey, limit: float = LIMIT)
 
 
 def handshake_as_rank(stream: ByteStream, key: GroupKey, number: int, limit: float = LIMIT) -> KeyedLink:
-    """The link to the engine.
+    """Runs the rank's side of the handshake; returns the link to the engine.
 
     Raises:
-        HandshakeFailed: the other end is no engine of this group, or refused.
+        HandshakeFailed: the other end is no engine of this group, or refused the connection.
         OSError: the connection broke, or ``limit`` seconds went by (TimeoutError).
     """
     end, mine, said = time.monotonic() + limit, os.urandom(NONCE), NUMBER.pack(number)
@@ -75,7 +75,10 @@ def handshake_as_rank(stream: ByteStream, key: GroupKey, number: int, limit: flo
 
 
 def _taggers(key: GroupKey, engine: bytes, rank: bytes, number: bytes) -> tuple[Any, Any]:
-    """Of both directions; they hold the keys, so that no variable does, which a report of a crash could show."""
+    """Returns the taggers of both directions.
+
+    They contain the keys, so that no variable holds a key that a crash report could show.
+    """
     return tagger(key.proof(b"down", engine, rank, number)), tagger(key.proof(b"up", engine, rank, number))
 
 

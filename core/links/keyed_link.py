@@ -1,10 +1,10 @@
-"""A link over TCP whose frames are numbered and tagged with keyed BLAKE2.
+"""A link over TCP with numbered frames that are authenticated with keyed BLAKE2.
 
 A frame is a header of 16 bytes (uint32 size, uint8 kind, 3 zero bytes, uint64 number; little-endian) and its tag of 16
 bytes; then, unless the size is 0, the message and its tag of 16 bytes, which covers header and message. Each direction
-has a key of its own, derived from the group's key and both sides' challenges (``handshake.py``), and its numbers count
-from 0; so a frame that is altered, left out, sent again, or sent on another link or backwards is noticed before a byte
-of its message is looked at. The size is believed once the header's tag is right, and only up to ``most``.
+has its own key, derived from the group's key and both challenges (``handshake.py``), and its own numbers from 0. So a
+frame that is altered, dropped, replayed, reflected or moved to another link is detected before its message is used. The
+size is trusted only after the header's tag has been checked, and only up to ``most``.
 """
 
 from __future__ import annotations
@@ -25,28 +25,34 @@ TAG = 16
 FULL = HEADER.size + TAG
 
 MESSAGE, BEAT_LOADING, BEAT_STEADY = range(3)
-"""Kinds of frames. A process that loads may hold the interpreter's lock for long, so its beats prove life without
-promising the next one in time."""
+"""Kinds of frames.
+
+A loading process may hold the interpreter's lock for long, so its heartbeats do not promise that the next one arrives
+in time.
+"""
 
 BEATS_WITHOUT_READER = 4
-"""Added to a beat: nothing has come since the last one. A link may be dropped in one direction only."""
+"""Flag added to a heartbeat: nothing has been received since the last one.
+
+A connection may be broken in one direction only.
+"""
 
 MISSED = 10
-"""Beats that may be missing; then the other process counts as dead."""
+"""Number of missing heartbeats after which the other process counts as dead."""
 
 PATIENT = 120.0
-"""Seconds of silence that a process which still loads may keep."""
+"""Seconds of silence allowed for a process that is still loading."""
 
 MOST = 1 << 30
-"""Bytes of the largest message."""
+"""Largest message in bytes."""
 
 
 class KeyedLink:
-    """``core.links.link.Link`` over a stream whose two ends have proved that they know the group's key.
+    """A ``core.links.link.Link`` over a stream whose two ends have completed the handshake.
 
     Args:
-        seal, check: taggers of each direction (``tagger``), which show their keys to nobody.
-        most: bytes of the largest message that is taken.
+        seal, check: taggers of the two directions (``tagger``), which do not reveal their keys.
+        most: largest message in bytes that is accepted.
     """
 
     def __init__(self, stream: ByteStream, seal: Any, check: Any, most: int = MOST) -> None:
@@ -65,7 +71,7 @@ class KeyedLink:
             raise LinkClosed("the connection is closed")
 
     def beat(self, steady: bool) -> None:
-        """Sends a sign of life, unless something waits to be sent, which is one."""
+        """Sends a heartbeat, unless messages are waiting to be sent, which serve as one."""
         self._promised = steady
         if self._outbox.idle:
             kind = (BEAT_STEADY if steady else BEAT_LOADING) + (0 if self._heard else BEATS_WITHOUT_READER)
@@ -73,7 +79,11 @@ class KeyedLink:
             self._outbox.put(lambda: self._seal(kind, b""), 0)
 
     def receive(self) -> bytearray:
-        """The next message. Silence of ``MISSED`` beats, or any frame that is not as it was sent, closes the link."""
+        """Returns the next message.
+
+        Silence of ``MISSED`` heartbeats, or any frame that was not received as sent, closes the link and raises
+        LinkClosed.
+        """
         try:
             while True:
                 kind, body = self._frame()
@@ -90,7 +100,7 @@ class KeyedLink:
 
     @property
     def backlog(self) -> int:
-        """Frames that wait to be sent."""
+        """Number of frames that wait to be sent."""
         return self._outbox.backlog
 
     def close(self) -> None:
@@ -132,7 +142,7 @@ class KeyedLink:
             try:
                 got = self.stream.receive_into(left, BEAT)
             except TimeoutError:
-                missed += 1  # counted one by one: while a machine is suspended its clock may go on
+                missed += 1  # counted one by one, because the clock may advance while the machine is suspended
                 if missed * BEAT >= limit:
                     raise LinkClosed(f"no sign of life for {limit:g} s") from None
                 continue
@@ -147,7 +157,7 @@ class KeyedLink:
 
 
 class HeartbeatThread:
-    """Beats for all links of a process, on a thread of its own, until ``end``."""
+    """Sends heartbeats on all links of a process from its own thread, until ``end``."""
 
     def __init__(self, beat: Callable[[], None]) -> None:
         import threading
@@ -163,12 +173,12 @@ class HeartbeatThread:
             due = max(due + BEAT, time.monotonic())
 
     def end(self) -> None:
-        """No more beats."""
+        """Stops the heartbeats."""
         self._ended.set()
 
 
 def tagger(key: bytes) -> Any:
-    """BLAKE2b under ``key``, of which a copy is taken for each tag."""
+    """Returns a BLAKE2b state keyed with ``key``, which is copied for each tag."""
     return hashlib.blake2b(key=key, digest_size=TAG)
 
 

@@ -1,4 +1,4 @@
-"""A link carries messages between two processes, in order; the plain one trusts its socket pair."""
+"""Message links between two processes, in order; the plain link trusts its socket pair."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ MISSED_LOCALLY = 8
 
 
 class LinkClosed(Exception):
-    """The other process closed its end, or the link is of no more use; the text says why, where that is known."""
+    """The other process closed its end, or the link is unusable; the text says why, if known."""
 
 
 class Link(Protocol):
-    """Messages in order, or LinkClosed."""
+    """Sends and receives messages in order, or raises LinkClosed."""
 
     def send(self, body: bytes) -> None:
-        """Sends one message, perhaps on a thread of the link; several threads call it.
+        """Sends one message, perhaps from a thread of the link; may be called by several threads.
 
         Raises:
-            LinkClosed: it cannot be sent. A message that was taken may be lost all the same.
+            LinkClosed: it cannot be sent. Even a message that was accepted may be lost.
         """
         ...
 
     def receive(self) -> bytearray:
-        """The next message; one thread calls it.
+        """Returns the next message; may be called by one thread only.
 
         Raises:
-            LinkClosed: there will be none.
+            LinkClosed: no more messages will arrive.
         """
         ...
 
@@ -50,7 +50,7 @@ class Link(Protocol):
         ...
 
     def close(self) -> None:
-        """Closes both directions; wakes whoever sends or receives."""
+        """Closes both directions; wakes threads that send or receive."""
         ...
 
 
@@ -84,7 +84,7 @@ class PlainLink:
             self._outbox.put(lambda: (HEADER.pack(BEAT_STEADY if steady else BEAT_LOADING),), 0)
 
     def close(self) -> None:
-        """Closes it; close() alone would wake neither a thread that receives nor the other process."""
+        """Shuts the socket down; close() alone would wake neither a receiving thread nor the other process."""
         self._outbox.end()
         shut_socket(self.sock)
 

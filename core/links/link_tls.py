@@ -1,4 +1,4 @@
-"""TLS for the links of a group: both ends show a certificate of the group's own authority."""
+"""TLS for the links of a group: both ends present a certificate of the group's own authority."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from trencadis.core.errors import StartupError
 
 
 class TlsFiles(NamedTuple):
-    """PEM files; all three, or none."""
+    """Paths of PEM files; all three, or none."""
 
     cert: str = ""
     key: str = ""
     ca: str = ""
 
     def context(self, server: bool) -> ssl.SSLContext | None:
-        """TLS 1.3 with certificates on both sides; None where there are no files. Names in certificates are not
-        compared with addresses: the authority signs nothing but this group's.
+        """Returns a TLS 1.3 context with certificates on both sides; None if there are no files. Host names are not
+        checked, because the authority signs only this group's certificates.
 
         Raises:
             StartupError: one of the files is missing or unreadable.

@@ -1,4 +1,4 @@
-"""Which of this machine's addresses and interfaces lead to another one."""
+"""Finds this machine's address and interface on the route to another one."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ SIOCGIFADDR = 0x8915
 
 
 def own_address(towards: str) -> str:
-    """This machine's address on the route to ``towards``. Nothing is sent.
+    """Returns this machine's address on the route to ``towards``. Nothing is sent.
 
     Raises:
-        OSError: the name is not known, or there is no route.
+        OSError: the name cannot be resolved, or there is no route.
     """
     family, kind, _, _, where = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as sock:
@@ -25,7 +25,7 @@ def own_address(towards: str) -> str:
 
 
 def interface(address: str) -> str:
-    """The interface that has ``address``; empty where none has."""
+    """Returns the interface that has ``address``; empty if none has."""
     if ":" in address:
         return _sixth(address)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
@@ -33,10 +33,10 @@ def interface(address: str) -> str:
             try:
                 found = fcntl.ioctl(sock.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             except OSError:
-                continue  # it has no such address
+                continue  # the interface has no IPv4 address
             if socket.inet_ntoa(found[20:24]) == address:
                 return name
-    loopback = ipaddress.ip_address(address).is_loopback  # all of 127.0.0.0/8 leads there
+    loopback = ipaddress.ip_address(address).is_loopback  # all of 127.0.0.0/8 is on the loopback interface
     return "lo" if loopback else ""
 
 
@@ -50,7 +50,7 @@ def _sixth(address: str) -> str:
 
 
 def interface_to(host: str) -> str:
-    """The interface of the route to ``host``; empty where it is not known."""
+    """Returns the interface of the route to ``host``; empty if it is unknown."""
     try:
         return interface(own_address(host))
     except OSError:

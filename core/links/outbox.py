@@ -1,5 +1,6 @@
-"""What a link has to send: small frames go at once, the others on a thread of the link, so that no rank waits for
-another one's socket."""
+"""The send queue of a link: small frames are sent at once, others by a thread, so that callers never wait for a
+socket.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +10,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 SMALL = 64 << 10
-"""Bytes of a message up to which the caller's thread tries to send it; more would be sealed and copied beside it."""
+"""Largest message in bytes that the caller's thread tries to send; larger ones are left to the link's thread."""
 
 Pieces = Sequence[bytes | bytearray | memoryview]
 
 
 class Outbox:
-    """Frames of one link, in order.
+    """Queue of the frames of one link, sent in order.
 
     Args:
-        send_now: ``socket.send`` with flags, or None where bytes can only be sent all at once.
+        send_now: ``socket.send`` with flags, or None if there is no non-blocking send.
         send_all: ``socket.sendall``.
     """
 
@@ -32,7 +33,8 @@ class Outbox:
         self._ended = False
 
     def put(self, make: Callable[[], Pieces], size: int) -> bool:
-        """Sends what ``make`` gives; it is called once, and frames are made in the order in which they leave.
+        """Sends the frame that ``make`` returns; it is called once, and frames are made in the order in which they are
+        sent.
 
         Args:
             size: bytes of the message.
@@ -61,16 +63,16 @@ class Outbox:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing waits to be sent."""
+        """True if nothing waits to be sent."""
         return not self._waiting
 
     @property
     def backlog(self) -> int:
-        """Frames that wait to be sent."""
+        """Number of frames that wait to be sent."""
         return len(self._waiting)
 
     def end(self) -> None:
-        """Forgets what waits."""
+        """Discards the waiting frames and stops the thread."""
         with self._changed:
             self._ended = True
             self._waiting.clear()

@@ -1,4 +1,4 @@
-"""Whether ranks are started here or by Ray where no flag says it: by the cards of this machine. Torch-free."""
+"""Chooses between this machine and Ray for the ranks if no flag says so: by the cards of this machine. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from trencadis.core.links.topology import MP, RAY, describe_sizes
 def choose_executor_backend(config: EngineConfig, environ: Mapping[str, str]) -> tuple[EngineConfig, str]:
     """Returns ``config`` with the executor backend ``ray`` if none is set and this machine has fewer cards than ranks.
 
-    Ray is asked where it is installed or RAY_ADDRESS names a cluster; it is not imported here. What has its place by
-    other flags stays as it is: ranks on ``--nnodes``, on the CPU, on an imitated card, from a card that is named.
+    Ray is chosen only if it is installed or RAY_ADDRESS names a cluster; it is not imported here. Nothing changes if
+    other flags determine the placement: ``--nnodes``, the CPU, a simulated card, a card given by index.
 
     Returns:
-        Also a line to show the user, or "".
+        The configuration, and a line for the user or "".
 
     Raises:
         StartupError: there are too few cards and no Ray, or a variable that names cards cannot be read.
@@ -40,12 +40,15 @@ def choose_executor_backend(config: EngineConfig, environ: Mapping[str, str]) ->
         line = f"{few}: Ray is asked for them (--distributed-executor-backend mp: only this machine)"
         return replace(config, distributed_executor_backend=RAY), line
     if not count:
-        return config, ""  # the device knows why there is none
+        return config, ""  # the device reports why there is none
     raise StartupError(
         f"{few}: take fewer, or cards of several machines: --nnodes, or a Ray cluster (pip install 'trencadis[ray]')"
     )
 
 
 def on_this_machine(config: EngineConfig) -> EngineConfig:
-    """``config`` of an engine that was put where its cards are: what is missing there is refused."""
+    """Returns ``config`` for an engine that has been placed on the node with its cards.
+
+    Ranks then run on this machine only, so that missing cards are an error.
+    """
     return config if config.distributed_executor_backend else replace(config, distributed_executor_backend=MP)

@@ -1,4 +1,4 @@
-"""Passes the bytes of a socket over a link, and back, so that a process elsewhere is spoken to as if it were here."""
+"""Forwards bytes between a local socket and a link, so that a remote process can be used like a local one."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from trencadis.core.links.keyed_link import HeartbeatThread, KeyedLink
 from trencadis.core.links.link import LinkClosed, shut_socket
 
 PIECE = 256 << 10
-"""Bytes of a message at most."""
+"""Largest message in bytes."""
 
 BACKLOG = 16
-"""Messages that may wait to be sent; then the socket is not read, so that its writer waits."""
+"""Number of waiting messages above which the socket is not read, so that its writer blocks."""
 
 PAUSE = 0.001
 FLUSH = 5.0
-"""Seconds in which the last messages may leave once the socket has ended."""
+"""Seconds in which the last messages may be sent after the socket has ended."""
 
 
 class Relay:
-    """Works on threads of its own until the socket or the link ends; then it closes both.
+    """Forwards on its own threads until the socket or the link ends; then it closes both.
 
     Args:
-        sock: one end of a stream; it belongs to the relay from now on, as the link does.
-        ended: called once, on such a thread, with what the link said.
+        sock: one end of a stream; the relay takes ownership of it and of the link.
+        ended: called once, on one of these threads, with the link's reason.
     """
 
     def __init__(self, sock: socket.socket, link: KeyedLink, ended: Callable[[str], None] = lambda why: None) -> None:
@@ -38,7 +38,7 @@ class Relay:
             threading.Thread(target=work, name="relay", daemon=True).start()
 
     def close(self) -> None:
-        """Ends both."""
+        """Closes the socket and the link."""
         self._end("")
 
     def _out(self) -> None:

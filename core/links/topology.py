@@ -1,4 +1,4 @@
-"""How the ranks of an engine lie on machines, from flags and torchrun's variables. Torch-free."""
+"""Placement of an engine's ranks on machines, from flags and torchrun's variables. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from trencadis.core.errors import StartupError
 
 UNI, MP, EXTERNAL, RAY = "uni", "mp", "external_launcher", "ray"
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
-"""What torchrun tells each process; LOCAL_WORLD_SIZE too, and MASTER_PORT, which is a store of its own."""
+"""Variables that torchrun sets for each process.
+
+It also sets LOCAL_WORLD_SIZE, and MASTER_PORT, which is the port of torchrun's own store.
+"""
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Ranks [first, first + here) are on this machine, of ``world`` on ``nodes`` machines.
+    """Ranks [first, first + here) of ``world`` ranks on ``nodes`` machines are on this machine.
 
     Args:
         backend: uni, mp, external_launcher or ray.
-        alone: whether this process starts its own rank only, because others start theirs (external_launcher).
+        alone: True if this process runs only its own rank, because others are started separately (external_launcher).
     """
 
     backend: str
@@ -32,31 +35,31 @@ class Topology:
 
     @property
     def over_hosts(self) -> bool:
-        """Whether ranks come over TCP."""
+        """True if ranks connect over TCP."""
         return self.nodes > 1 or self.alone
 
     @property
     def leads(self) -> bool:
-        """Whether rank 0, and with it the engine, is here."""
+        """True if rank 0, and with it the engine, is on this machine."""
         return self.first == 0
 
 
 def world_of(config: EngineConfig) -> int:
-    """Ranks of one engine."""
+    """Returns the number of ranks of one engine."""
     return config.ranks
 
 
 def describe_sizes(config: EngineConfig) -> str:
-    """The flags that say how many ranks there are."""
+    """Returns the names of the flags that determine the number of ranks."""
     stages = " times --pipeline-parallel-size" if config.pipeline_parallel_size > 1 else ""
     return f"--tensor-parallel-size{stages}"
 
 
 def topology(config: EngineConfig, environ: Mapping[str, str]) -> Topology:
-    """Where this process's ranks are.
+    """Returns the placement of this process's ranks.
 
     Raises:
-        StartupError: flags that contradict each other, or torchrun's variables.
+        StartupError: flags contradict each other, or torchrun's variables are missing or inconsistent.
     """
     world, backend = world_of(config), config.distributed_executor_backend
     if backend == UNI and world > 1:

@@ -1,1 +1,1 @@
-"""Which ids a choice may draw next: rules, and the matchers that follow a choice's tokens to fill its mask."""
+"""Masks of the ids that a choice may sample next: rules, and the matchers that follow a choice's tokens."""

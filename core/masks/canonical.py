@@ -1,7 +1,7 @@
-"""Canonical ids: those that the model's own tokenizer makes of a text. Grammars force these and no other spelling.
+"""Canonical token ids: those that the model's own tokenizer produces for a text. Grammars force only this spelling.
 
-A model was trained on canonical ids. Where a grammar forces a text, every spelling of it by shorter tokens would be
-slower, would count more tokens, and is one that the model has hardly ever seen. Torch-free.
+Models are trained on canonical ids. If a grammar forces a text, any spelling by shorter tokens would be slower, count
+more tokens, and be one that the model has hardly ever seen. Torch-free.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from functools import lru_cache
 from typing import Any
 
 CACHED = 4096
-"""Short texts, and borders of forced texts, whose ids are remembered: they come again in every answer."""
+"""Number of short texts, and of borders of forced texts, whose ids are cached: they recur in every answer."""
 SHORT = 256
-"""Most bytes of a text that counts as short."""
+"""Largest length in bytes of a text that counts as short."""
 CACHED_LONG = 8
-"""Longer texts that are remembered: choices of one request begin with the same."""
+"""Number of longer texts that are cached: choices of one request begin with the same text."""
 
 
 class CanonicalTokenizer:
-    """Turns text into ids for ``LLTokenizer``, and says whether they are the model's own.
+    """Converts text to ids for ``LLTokenizer``; ``canonical`` tells if they are those of the model's tokenizer.
 
-    Without the model's tokenizer a text becomes one token a byte. That is enough to see what a grammar takes; where it
-    forces a text, its masks then hold no token of more than a byte.
+    Without the model's tokenizer a text becomes one token per byte. That is enough to check what a grammar accepts, but
+    masks in a forced text then contain only single-byte tokens.
 
     Args:
-        tokens: the bytes of each id; empty where an id has none.
+        tokens: the bytes of each id; empty if an id has none.
         special: control tokens.
         eos: ids that end a choice.
         packed: the model's tokenizer, as a compressed (zlib) tokenizer.json; empty: there is none.
@@ -56,26 +56,29 @@ class CanonicalTokenizer:
         return self._encoder is not None
 
     def __call__(self, text: bytes) -> list[int]:
-        """The ids of a UTF-8 text, without control tokens; their bytes are exactly the text's."""
+        """Returns the ids of a UTF-8 text, without control tokens; their bytes are exactly the text's."""
         return list(self.encode(text))
 
     def encode(self, text: bytes) -> tuple[int, ...]:
-        """As a call, remembered. From the first byte that belongs to no whole character, there is one id a byte."""
+        """Returns the ids of a text, cached. From the first incomplete UTF-8 character on, each byte is one id."""
         return self._short(text) if len(text) <= SHORT else self._long(text)
 
     def encode_once(self, text: bytes) -> tuple[int, ...]:
-        """As ``encode``, for a text that will hardly come again."""
+        """Returns the ids of a text without caching them."""
         if self._encoder is None:
             return tuple(self._bytewise(text))
         whole, partial = split_whole(text)
         try:
             found = self._encoder.encode(whole.decode(), add_special_tokens=False).ids
-        except Exception:  # the library's own, where a vocabulary lacks a character and has no token for that
+        except Exception:  # raised by the library if a vocabulary has neither a character nor an unknown token
             found = []
         return (*self._spell(whole, found), *self._bytewise(partial))
 
     def _spell(self, text: bytes, found: Sequence[int]) -> Iterator[int]:
-        """``found`` where they spell ``text``; bytes for a control token's name, and from where they spell another."""
+        """Yields ``found`` as far as they spell ``text``.
+
+        Byte ids for a control token's name, and after the first difference.
+        """
         at = 0
         for token in found:
             piece = self.tokens[token] if token < len(self.tokens) else b""
@@ -93,7 +96,7 @@ class CanonicalTokenizer:
 
 
 def split_whole(text: bytes) -> tuple[bytes, bytes]:
-    """A text as far as it is UTF-8, and the rest: bytes of a character that is cut, and whatever follows them."""
+    """Splits a text into its valid UTF-8 prefix and the rest, which begins with an incomplete character."""
     try:
         text.decode()
     except UnicodeDecodeError as error:

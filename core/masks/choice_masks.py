@@ -1,4 +1,4 @@
-"""What one choice may draw next: all its matchers together, and its end. Torch-free."""
+"""Computes which ids a choice may sample next, from all its matchers and its end. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ NOTHING_LEFT = "The constraints of this request leave no token that may follow."
 
 @dataclass(frozen=True)
 class ChoiceEnds:
-    """How choices end, and what is drawn behind an end.
+    """The ids that end choices, and the mask that applies after an end.
 
     Args:
         eos: ids that end a text.
-        everything: the mask that holds the vocabulary.
-        surplus: the mask of a choice that has ended: a step that was on its way draws once more for it.
+        everything: the mask that allows the whole vocabulary.
+        surplus: the mask of a choice that has ended, for which a step in flight samples once more.
     """
 
     eos: frozenset[int]
@@ -28,22 +28,22 @@ class ChoiceEnds:
 
     @classmethod
     def of(cls, vocab: int, eos: Collection[int]) -> ChoiceEnds:
-        """Masks over ``vocab`` ids."""
+        """Builds the masks over ``vocab`` ids."""
         everything = bits(vocab, range(vocab))
         found = frozenset(t for t in eos if 0 <= t < vocab)
         return cls(found, everything, bits(vocab, found) if found else everything)
 
 
 class ChoiceMasks:
-    """Matchers of one choice.
+    """The matchers of one choice.
 
-    A grammar, allowed ids and words hold without exception. A thinking budget and banned ids (min_tokens, ignore_eos)
-    give way where they would leave nothing.
+    A grammar, allowed ids and bad words are always enforced. A thinking budget and banned ids (min_tokens, ignore_eos)
+    are dropped if they would leave no id.
 
     Args:
-        stops: ids besides EOS that end the choice. With a grammar they do so only where it may end; elsewhere they are
-            text, if the grammar takes them.
-        endless: EOS does not end it.
+        stops: ids besides EOS that end the choice. With a grammar they do so only where it may end; elsewhere they
+            count as text if the grammar accepts them.
+        endless: EOS does not end the choice.
     """
 
     def __init__(
@@ -59,17 +59,20 @@ class ChoiceMasks:
         self._stops = frozenset(stops)
         self._grammar, self._others, self._thinking = grammar, list(others), thinking
         self._history: list[bool] = []
-        """For each token, whether the matchers have accepted it; they see none that ends the choice, and none later."""
+        """For each token, True if the matchers have accepted it.
+
+        The token that ends the choice and later ones are not passed to them.
+        """
         self.failure = ""
-        """Why the choice cannot go on, in one line."""
+        """The reason why the choice cannot continue, in one line."""
 
     @property
     def ended(self) -> bool:
-        """Whether the choice has drawn its last token."""
+        """True if the choice has sampled its last token."""
         return bool(self._history) and not self._history[-1]
 
     def fill(self, row: UInt8, banned: Collection[int] = ()) -> None:
-        """Makes ``row`` the mask of the next token; ``banned`` are ids that should not be drawn now."""
+        """Writes the mask of the next token to ``row``; ``banned`` are ids that should not be sampled now."""
         if self.failure or self.ended:
             row[:] = self._ends.surplus
             return
@@ -84,7 +87,7 @@ class ChoiceMasks:
                 row[:] = kept
 
     def _restrict(self, row: UInt8) -> None:
-        """What holds without exception."""
+        """Applies the constraints that are always enforced."""
         if self._grammar is not None:
             self._grammar.restrict(row)
             self.failure = self._grammar.error
@@ -94,7 +97,7 @@ class ChoiceMasks:
         for matcher in self._others:
             matcher.restrict(row)
         if self._grammar is not None and self._others and not row.any():
-            self._grammar.respell(row)  # the tokenizer's own ids of a forced text are forbidden: others may spell it
+            self._grammar.respell(row)  # the canonical ids of a forced text are forbidden, so allow other spellings
             for matcher in self._others:
                 matcher.restrict(row)
         if not self.failure and not row.any():
@@ -103,7 +106,10 @@ class ChoiceMasks:
             row[:] = self._ends.surplus
 
     def accept(self, token: int) -> bool:
-        """Goes one token on; True: an id of ``stops`` was drawn as text, because the grammar may not end here."""
+        """Advances by one token.
+
+        Returns True if an id of ``stops`` was sampled as text, because the grammar may not end here.
+        """
         if self.failure or self.ended:
             self._history.append(False)
             return False
@@ -120,7 +126,7 @@ class ChoiceMasks:
         return stop
 
     def rollback(self, count: int) -> None:
-        """Takes the last ``count`` tokens back; a failure stays."""
+        """Undoes the last ``count`` tokens; a failure stays."""
         seen = sum(self._history[len(self._history) - count :])
         del self._history[len(self._history) - count :]
         if seen:
@@ -129,7 +135,7 @@ class ChoiceMasks:
                     matcher.rollback(seen)
 
     def fork(self) -> ChoiceMasks:
-        """A choice at the same place, which goes its own way."""
+        """Returns an independent copy in the same state."""
         made = ChoiceMasks(
             self._ends,
             self._stops,

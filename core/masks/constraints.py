@@ -1,4 +1,4 @@
-"""What a choice may draw, beyond its sampling parameters. Torch-free; a rule travels to every rank."""
+"""Constraints on what a choice may sample, beyond its sampling parameters. Torch-free; rules are sent to every rank."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
-    """Most tokens of a thought; once they are spent, ``end`` is forced.
+    """Largest number of thinking tokens; after that, ``end`` is forced.
 
     Args:
-        tokens: 0: the thought ends as soon as it begins.
-        start: ids that begin a thought.
-        end: ids that end it, at least one.
-        open: whether the prompt ends within a thought.
+        tokens: the budget; 0: thinking ends as soon as it begins.
+        start: ids that begin the thinking section.
+        end: ids that end it; at least one.
+        open: True if the prompt ends inside a thinking section.
     """
 
     tokens: int
@@ -24,12 +24,12 @@ class ThinkingBudget:
 
 @dataclass(frozen=True, slots=True)
 class Repetition:
-    """Ends a choice whose last tokens are one pattern, ``count`` times in a row.
+    """Ends a choice whose last tokens repeat one pattern ``count`` times in a row.
 
     Args:
-        least: tokens of the shortest pattern that counts, at least 1.
-        most: tokens of the longest.
-        count: at least 2.
+        least: length of the shortest pattern in tokens, at least 1.
+        most: length of the longest pattern.
+        count: number of repetitions, at least 2.
     """
 
     least: int
@@ -39,12 +39,12 @@ class Repetition:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Constraints of one request, all of them at once; each of its choices has matchers of its own.
+    """The constraints of one request, which all apply; each of its choices has its own matchers.
 
     Args:
-        grammar: of the whole output, in a form that ``llguidance.LLMatcher`` takes; empty: none. Once it can only
-            end, the end of the text is all that may be drawn.
-        allowed: ids that may be drawn (and the ids that end a choice); empty: all.
+        grammar: grammar of the whole output, in a form that ``llguidance.LLMatcher`` accepts; empty: none. Once it can
+            only end, only EOS may be sampled.
+        allowed: ids that may be sampled, in addition to those that end a choice; empty: all.
         words: sequences of ids that must not occur in the output.
     """
 
@@ -56,5 +56,5 @@ class Rule:
 
     @property
     def masks(self) -> bool:
-        """Whether rows under this rule need a mask; a rule may also only watch."""
+        """True if rows under this rule need a mask; repetition detection alone does not."""
         return bool(self.grammar or self.allowed or self.words or self.thinking)

@@ -1,4 +1,4 @@
-"""Grammars of a rank: compiled once, followed by a matcher for each choice."""
+"""The grammars of a rank: compiled once, with one matcher per choice."""
 
 from __future__ import annotations
 
@@ -18,31 +18,34 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 COMPILERS = 2
-"""Threads that compile grammars, so that one that takes long does not hold up the next."""
+"""Threads that compile grammars, so that a slow one does not block the next."""
 
 STATES = 32_000
-"""States of a grammar's lexer, of 1 to 2 kB each; the library's own limit would take half a gigabyte."""
+"""Limit of a grammar's lexer states, 1 to 2 kB each; the library's own limit would take half a gigabyte."""
 
 ROW_ITEMS = 10_000
-"""Ways in which a text may go on at one place; an object with 500 optional properties has 2,000, the usual limit."""
+"""Limit of the parser's items at one position.
+
+An object with 500 optional properties has 2,000, the library's default.
+"""
 
 KEPT = 64
-"""Compiled grammars that are kept when no choice follows them; each takes from some KB to a few MB."""
+"""Number of compiled grammars that are kept without a choice using them; each takes from some KB to a few MB."""
 
 NO_TEXT = Spelling()
-"""Where a grammar forces no text."""
+"""The spelling where a grammar forces no text."""
 
 
 class GrammarMatcher:
-    """A choice's way through its grammar.
+    """The state of one choice in its grammar.
 
-    Where the grammar forces a text, each mask holds one id, the next that the model's tokenizer makes of that text.
-    Masks follow from the accepted ids alone, so that every rank derives the same, also where a choice is opened anew.
+    Where the grammar forces a text, each mask holds one id: the next one by the model's tokenizer. Masks depend only on
+    the accepted ids, so that every rank derives the same, also if a choice is recreated.
 
     Args:
-        matcher: nobody else goes on with it.
-        width: bytes of the library's masks: those of whole words of 32 bits.
-        healing: that of the matcher's vocabulary; None: masks are the library's.
+        matcher: the library's matcher, owned by this object.
+        width: bytes of the library's masks, which are rounded up to words of 32 bits.
+        healing: token healing for the matcher's vocabulary; None: the library's masks are used as they are.
     """
 
     def __init__(self, matcher: LLMatcher, width: int, healing: TokenHealing | None = None) -> None:
@@ -52,28 +55,31 @@ class GrammarMatcher:
         self._last = -1
         """The last accepted id; -1: none."""
         self._run: tuple[int, ...] | None = None
-        """Ids of a forced text, found at its first place; empty: there is a choice; None: not looked up."""
+        """Ids of a forced text, looked up at its start; empty: no text is forced; None: not looked up yet."""
         self._at = 0
-        """Which of them comes next."""
+        """Index of the next id in ``_run``."""
         self._forced = b""
-        """The text that the grammar forces next, if its ids depend on what follows it."""
+        """The text that the grammar forces next, if its ids depend on the text that follows it."""
         self._spelling = NO_TEXT
-        """Ids of that text."""
+        """Spelling of that text."""
         self._past: list[tuple[int, tuple[int, ...] | None, int]] = []
-        """``_last``, ``_run`` and ``_at`` before each accepted id."""
+        """Values of ``_last``, ``_run`` and ``_at`` before each accepted id."""
 
     @property
     def accepting(self) -> bool:
-        """Whether the text may end here."""
+        """True if the text may end here."""
         return not self._broken and self._matcher.is_accepting()
 
     @property
     def error(self) -> str:
-        """What is wrong, in one line; empty while nothing is."""
+        """The error in one line; empty if there is none."""
         return self._broken or describe_problem(self._matcher)
 
     def restrict(self, row: UInt8) -> None:
-        """Keeps what the grammar takes next: the ids that end a text where it may end, those alone where it must."""
+        """Removes ids from ``row`` that the grammar does not accept next.
+
+        EOS ids stay where the text may end; only they stay where it must end.
+        """
         run = self._look_up() if self._run is None else self._run
         if run:
             keep(row, run[self._at])
@@ -89,14 +95,17 @@ class GrammarMatcher:
         row[count:] = 0
 
     def respell(self, row: UInt8) -> None:
-        """Makes ``row`` hold all ids with which the text that is forced next begins, canonical or not; none: no id."""
+        """Writes to ``row`` all ids that begin the text which is forced next, canonical or not.
+
+        No id if none is forced.
+        """
         row[:] = 0
         if self._healing is not None and not self._broken:
             for token in self._healing.prefixes(self._matcher.compute_ff_bytes()):
                 row[token >> 3] |= 1 << (token & 7)
 
     def _compute_mask(self) -> None:
-        """The library's mask, without spellings of parts of a forced text."""
+        """Computes the library's mask, without ids that spell parts of a forced text."""
         try:
             self._matcher.unsafe_compute_mask_ptr(self._scratch.ctypes.data, len(self._scratch))
         except BaseException as error:
@@ -105,7 +114,7 @@ class GrammarMatcher:
             remove(self._scratch, self._healing.prefixes(self._forced))
 
     def accept(self, token: int) -> bool:
-        """Goes one token on; False: the grammar does not take it, or a limit is reached."""
+        """Advances by one token; returns False if the grammar does not accept it, or a limit is reached."""
         run, at = self._look_up() if self._run is None else self._run, self._at
         self._past.append((self._last, run, at))
         if at + 1 < len(run) and run[at] == token:
@@ -120,7 +129,7 @@ class GrammarMatcher:
         return False
 
     def _look_up(self) -> tuple[int, ...]:
-        """Finds the ids of the text that is forced from here: all of them, as they are those of the whole text."""
+        """Looks up the ids of the text that is forced from here; stores and returns them."""
         self._run, self._forced, self._spelling = (), b"", NO_TEXT
         if self._healing is None:
             return ()
@@ -134,21 +143,21 @@ class GrammarMatcher:
         return self._run
 
     def _break(self, error: BaseException) -> None:
-        """A library that panics breaks this matcher alone; what it raises then is no ``Exception``."""
+        """Marks this matcher as failed after a panic of the library, which is not raised as an ``Exception``."""
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise error
         self._broken = first_line(f"the grammar library failed: {error}")
 
     def rollback(self, count: int) -> None:
-        """Takes the last tokens back."""
+        """Undoes the last ``count`` tokens."""
         self._matcher.rollback(count)
         if count:
             self._last, self._run, self._at = self._past[-count]
             del self._past[-count:]
-            self._run = self._run or None  # what depends on the text that follows is looked up again
+            self._run = self._run or None  # an empty run is looked up again
 
     def fork(self) -> GrammarMatcher:
-        """A copy of the parser's state."""
+        """Returns an independent copy in the same state."""
         made = GrammarMatcher(self._matcher.deep_copy(), len(self._scratch), self._healing)
         made._broken, made._forced, made._spelling = self._broken, self._forced, self._spelling
         made._last, made._run, made._at = self._last, self._run, self._at
@@ -157,7 +166,7 @@ class GrammarMatcher:
 
 
 class CompiledGrammars:
-    """The vocabulary of a rank and the grammars that were compiled with it, the last used ``KEPT`` of them."""
+    """The vocabulary of a rank and the ``KEPT`` most recently used grammars compiled with it."""
 
     def __init__(self) -> None:
         self._tokenizer: Future[LLTokenizer] = Future()
@@ -168,7 +177,7 @@ class CompiledGrammars:
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
 
     def set_vocabulary(self, data: bytes | bytearray) -> None:
-        """Opens a packed vocabulary in a thread; a second one is ignored."""
+        """Decodes a packed vocabulary in a thread; a second one is ignored."""
         if self._opener is None:
             self._opener = threading.Thread(target=self._open, args=(data,), name="vocabulary", daemon=True)
             self._opener.start()
@@ -183,7 +192,7 @@ class CompiledGrammars:
             self._tokenizer.set_exception(error)
 
     def prepare(self, text: str) -> Future[str]:
-        """Compiles a grammar in a thread; the result is what is wrong with it, in one line, or empty."""
+        """Compiles a grammar in a thread; the result is an error in one line, or empty."""
         with self._lock:
             found = self._compiled.get(text)
         if found is not None:
@@ -201,9 +210,9 @@ class CompiledGrammars:
             return first_line(f"{type(error).__name__}: {error}")
 
     def initial_matcher(self, text: str) -> LLMatcher:
-        """The matcher of a grammar at its beginning, with its first mask computed; nobody may go on with it.
+        """Returns a grammar's matcher in its initial state, with its first mask computed; callers must copy it.
 
-        It waits for the vocabulary. A grammar that cannot be compiled gives a matcher with an error.
+        Waits for the vocabulary. For a grammar that cannot be compiled, the matcher has an error.
 
         Raises:
             RuntimeError: no vocabulary was sent.
@@ -227,25 +236,25 @@ class CompiledGrammars:
         return made
 
     def matcher(self, text: str) -> GrammarMatcher:
-        """A matcher of a grammar, for one choice."""
+        """Returns a new matcher of a grammar, for one choice."""
         made = self.initial_matcher(text)
         width = -(-self._tokenizer.result().vocab_size // 32) * 4
         return GrammarMatcher(made.deep_copy(), width, self._healing)
 
 
 def parser_limits() -> LLParserLimits:
-    """What a grammar may cost, in units that do not depend on the machine, so that every rank gives up alike."""
+    """Returns the limits of a grammar, in machine-independent units, so that every rank fails in the same cases."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(max_items_in_row=ROW_ITEMS, max_lexer_states=STATES, verbose_errors=False)
 
 
 def describe_problem(matcher: LLMatcher) -> str:
-    """What is wrong with a matcher, in one line; empty if nothing is."""
+    """Returns a matcher's error in one line; empty if there is none."""
     return first_line(matcher.get_error()) if matcher.is_error() else ""
 
 
 def first_line(text: str) -> str:
-    """A message of the library, cut to one line of at most 150 characters."""
+    """Returns the first line of a library message, cut to at most 150 characters."""
     line = text.strip().partition("\n")[0]
     return line if len(line) <= 150 else f"{line[:149]}…"

@@ -1,8 +1,8 @@
 """Compiles a grammar and computes its first masks in a worker process, so that a hostile grammar can only exhaust that
 process.
 
-The library is fast and bounds most of its work, but not all: some grammars take minutes or gigabytes to compile, and a
-long chain of rules overflows its stack. A worker has limits of time, memory and stack, and may die.
+The library bounds most of its work, but not all: some grammars take minutes or gigabytes to compile, and a long chain
+of rules overflows its stack. A worker has limits of time, memory and stack, and may crash.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 STACK = 2 << 20
-"""Bytes of stack here; ranks have at least four times as much."""
+"""Stack limit of the worker in bytes; ranks have at least four times as much."""
 SECONDS = 1.0
-"""CPU seconds that compiling may take; every rank takes them again."""
+"""CPU seconds that compiling may take; every rank needs them again."""
 STEPS = 24
-"""Tokens of a byte each that are drawn after the first mask."""
+"""Number of single-byte tokens sampled after the first mask."""
 SHOWN = 150
-"""Most characters of the library's words in an error."""
+"""Longest library message in an error, in characters."""
 
 
 @dataclass(frozen=True, slots=True)
 class VocabularySkeleton:
-    """A vocabulary without words: the bytes, and control tokens at their own ids, where grammars name them.
+    """A vocabulary that holds only the single bytes, and the control tokens at their own ids, which grammars may name.
 
     Args:
-        size: ids that the model can draw.
+        size: number of ids that the model can sample.
         special: names of control tokens, by id.
         eos: ids that end a choice.
     """
@@ -47,17 +47,17 @@ class VocabularySkeleton:
     eos: list[int]
 
     def pack(self) -> str:
-        """This skeleton as one JSON text."""
+        """Returns this skeleton as JSON."""
         return json.dumps([self.size, self.special, self.eos])
 
     @classmethod
     def unpack(cls, text: str | bytes) -> VocabularySkeleton:
-        """The skeleton that ``pack`` made ``text`` of."""
+        """Parses the result of ``pack``."""
         size, special, eos = json.loads(text)
         return cls(size, {int(token): name for token, name in special.items()}, eos)
 
     def make_vocabulary(self) -> Vocabulary:
-        """The vocabulary, in which each byte has one of the ids that are left."""
+        """Returns the vocabulary; each byte gets one of the free ids."""
         tokens = [b""] * max(self.size, len(self.special) + 256)
         for token, name in self.special.items():
             tokens[token] = name.encode()
@@ -73,14 +73,14 @@ def _open_tokenizer(packed: bytes) -> LLTokenizer:
 
 
 def try_grammar(data: bytearray, options: dict[str, Any]) -> tuple[dict[str, Any], Sequence[memoryview]]:
-    """A worker's job: ``data`` is a grammar as ``LLMatcher`` takes it, ``options["skeleton"]`` a packed
+    """Runs as a worker job: ``data`` is a grammar as ``LLMatcher`` accepts it, ``options["skeleton"]`` a packed
     ``VocabularySkeleton``.
 
     Returns:
-        ``seconds`` of compiling, ``steps`` that were drawn.
+        ``seconds`` spent compiling, and the number of sampled ``steps``.
 
     Raises:
-        BadRequest: the library refuses the grammar, in its words.
+        BadRequest: the library rejects the grammar (with its message), or compiling takes too long.
     """
     from llguidance import LLMatcher
 
@@ -98,7 +98,7 @@ def try_grammar(data: bytearray, options: dict[str, Any]) -> tuple[dict[str, Any
 
 
 def _draw_steps(matcher: LLMatcher, ends: Sequence[int]) -> int:
-    """Goes some steps along tokens that the masks allow, always another one; returns how many there were."""
+    """Samples up to ``STEPS`` tokens that the masks allow, varying the choice; returns how many."""
     for step in range(STEPS):
         mask = matcher.compute_bitmask()
         if matcher.is_error():
@@ -116,7 +116,7 @@ def _draw_steps(matcher: LLMatcher, ends: Sequence[int]) -> int:
 
 
 def _pick(mask: bytes, ends: Sequence[int], step: int) -> int | None:
-    """One of the allowed ids in turn, an end only if nothing else is left; None if there is none."""
+    """Returns the allowed id number ``step`` (cyclic), an end only if there is nothing else; None if there is none."""
     bits = int.from_bytes(mask, "little")
     inner = bits
     for token in ends:
@@ -131,7 +131,7 @@ def _pick(mask: bytes, ends: Sequence[int], step: int) -> int | None:
 
 
 def shorten_message(text: str) -> str:
-    """The library's words, in one line and cut."""
+    """Returns the library's message in one line, cut to ``SHOWN`` characters."""
     lines = text.split("<state>")[0].split("\n")
     told = " ".join(part for part in (line.strip() for line in lines) if part and not set(part) <= set("^ |"))
     return told[:SHOWN]

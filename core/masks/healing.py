@@ -1,4 +1,7 @@
-"""Canonical spellings of a text that a grammar forces, where what follows it is not known yet. Torch-free."""
+"""Token healing: canonical spellings of a text that a grammar forces while the text after it is still unknown.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +17,22 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 CONTROL = b"\xff"
-"""Begins a control token in forced text; no character has this byte."""
+"""Marks a control token in forced text; no UTF-8 character contains this byte."""
 TAIL = 32
-"""Last ids of a long forced text, which are looked at again when the others have been drawn."""
+"""Number of last ids of a long forced text that are spelled only after the others have been sampled."""
 LONGEST = 64
-"""Most bytes of a token at the end of a forced text."""
+"""Longest token in bytes considered at the end of a forced text."""
 CANDIDATES = 64
-"""Most tokens that are tried for one spelling; where there are more, the spelling is kept."""
+"""Largest number of tokens tried for one spelling; if there are more, the spelling is kept."""
 
 
 class Spelling(NamedTuple):
-    """How a forced text may go on in canonical ids.
+    """How a forced text may continue in canonical ids.
 
     Args:
-        run: ids that come next whatever follows the text; empty: that depends on what follows.
-        firsts: if there is no run, ids of parts of the text that may come next.
-        crossing: whether there are ids whose bytes begin with the whole text and go on.
+        run: ids that come next regardless of the text that follows; empty: they depend on it.
+        firsts: if there is no run, ids of parts of the text that may be next.
+        crossing: True if there are ids whose bytes begin with the whole text and continue beyond it.
     """
 
     run: tuple[int, ...] = ()
@@ -38,11 +41,12 @@ class Spelling(NamedTuple):
 
 
 class TokenHealing:
-    """Finds the canonical spellings of a forced text with all that the grammar may let follow.
+    """Finds the canonical spellings of a forced text over all continuations that the grammar may allow.
 
-    At the end of a forced text a canonical token may hold the beginning of what follows (``":"`` where ``":`` is
-    forced), and that changes the ids before it, too. If such a token begins at some place of the text, the ids before
-    that place are those of the text up to there. What is the same in all these spellings comes next whatever follows.
+    At the end of a forced text, a canonical token may also contain the beginning of the text that follows (``":"``
+    where ``":`` is forced), which changes the ids before it, too. If such a token begins at some position of the text,
+    the ids before it are those of the text up to that position. The common prefix of all these spellings comes next in
+    any case.
     """
 
     def __init__(self, tokenizer: CanonicalTokenizer) -> None:
@@ -51,15 +55,16 @@ class TokenHealing:
         ids = (i for i, piece in enumerate(tokenizer.tokens) if piece and i not in self._control)
         self._sorted = array("i", sorted(ids, key=tokenizer.tokens.__getitem__))
         self.prefixes = lru_cache(CACHED)(self._find_prefixes)
-        """Ids of all tokens with which a text begins."""
+        """Returns the ids of all tokens that are prefixes of a text."""
         self._next_bytes = lru_cache(CACHED)(self._find_next_bytes)
         self._crosses = lru_cache(CACHED)(self._find_crossing)
         self._places = lru_cache(CACHED)(self._find_places)
 
     def find(self, matcher: LLMatcher, forced: bytes, last: int) -> Spelling:
-        """The canonical spellings of ``forced``, which ``matcher`` forces next, after the id ``last`` (-1: none).
+        """Returns the canonical spellings of ``forced``, which ``matcher`` forces next, after the id ``last`` (-1:
+        none).
 
-        A ``Spelling`` without ids says that they are not known.
+        A ``Spelling`` without ids means that they are unknown.
         """
         if CONTROL in forced:
             return Spelling(self._until_control(matcher.compute_ff_tokens()))
@@ -86,12 +91,16 @@ class TokenHealing:
         return Spelling(run) if run else Spelling((), tuple({one[0] for one in found}), crossing)
 
     def _until_control(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """Ids up to the last control token among them: text in front of one ends there."""
+        """Returns ids up to the last control token: text before a control token always ends there."""
         places = [place for place, token in enumerate(ids) if token in self._control]
         return tuple(ids[: places[-1] + 1]) if places else ()
 
     def _spell(self, text: bytes, last: int) -> tuple[bytes, tuple[int, ...]]:
-        """The ids of a text, and the bytes before it, if those of the id ``last`` change them and not that id."""
+        """Returns (bytes of the previous id, ids of the text after it) if they are tokenised jointly, else (b"", ids of
+        the text).
+
+        They are joined if the previous id stays the same but changes the ids of the text.
+        """
         own = self._tokenizer.encode(text)
         before = self._tokenizer.tokens[last] if last >= 0 else b""
         if before and not split_whole(before)[1]:
@@ -101,8 +110,8 @@ class TokenHealing:
         return b"", own
 
     def _spell_before(self, text: bytes, place: int, before: bytes) -> list[tuple[int, ...]]:
-        """Spellings of a text up to ``place``, behind the bytes of the id before it; only their first ids count."""
-        if 0x80 <= text[place] < 0xC0:  # within a character: the tokenizer cannot be asked
+        """Returns spellings of a text up to ``place``, after the bytes of the previous id; only first ids are used."""
+        if 0x80 <= text[place] < 0xC0:  # inside a character, which the tokenizer cannot encode
             return [(token,) for token in self.prefixes(text)]
         found = self._tokenizer.encode(before + text[:place])
         if before:
@@ -121,7 +130,7 @@ class TokenHealing:
         return tuple(found)
 
     def _find_next_bytes(self, start: bytes) -> tuple[int, ...]:
-        """Bytes that follow ``start`` in tokens that begin with it."""
+        """Returns the bytes that follow ``start`` in tokens that begin with it."""
         tokens, found = self._tokenizer.tokens, []
         place = self._first_from(start)
         while place < len(self._sorted) and (piece := tokens[self._sorted[place]]).startswith(start):
@@ -134,11 +143,11 @@ class TokenHealing:
         return tuple(found)
 
     def _find_places(self, text: bytes) -> tuple[tuple[int, bytes, tuple[int, ...]], ...] | None:
-        """Places within a text at which a token may begin that holds all behind them and more: with what it may go on.
+        """Finds the positions in a text from which a token may span the rest of the text and continue beyond it.
 
         Returns:
-            For each the place, the text behind it, and bytes with which that text goes on in tokens; None if no ids
-            spell the text.
+            For each position: the position, the text after it, and the bytes that may follow that text in tokens; None
+            if no ids spell the text.
         """
         if sum(len(self._tokenizer.tokens[i]) for i in self._tokenizer.encode(text)) != len(text):
             return None
@@ -147,9 +156,9 @@ class TokenHealing:
         return tuple(one for one in found if one[2])
 
     def _find_crossing(self, text: bytes, start: bytes) -> bool:
-        """Whether a token that begins with ``start`` may follow the ids of ``text`` and leave them as they are.
+        """Returns True if a token that begins with ``start`` may follow the ids of ``text`` without changing them.
 
-        True where that cannot be known, or takes too many tries.
+        Also True if that cannot be determined, or takes too many tries.
         """
         ids = self._tokenizer.encode(text)
         for count, token in enumerate(self._starting_with(start)):
@@ -159,7 +168,7 @@ class TokenHealing:
         return False
 
     def _starting_with(self, start: bytes) -> Iterator[int]:
-        """Ids of the tokens that begin with ``start``, in the order of their bytes."""
+        """Yields the ids of the tokens that begin with ``start``, in byte order."""
         for place in range(self._first_from(start), len(self._sorted)):
             token = self._sorted[place]
             if not self._tokenizer.tokens[token].startswith(start):
@@ -171,7 +180,7 @@ class TokenHealing:
 
 
 def _find_common(found: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """The ids with which all sequences begin."""
+    """Returns the longest common prefix of all sequences."""
     same = 0
     for ids in zip(*found, strict=False):
         if ids.count(ids[0]) < len(ids):

@@ -1,7 +1,6 @@
-"""The matcher manager of a rank: matchers of its choices, opened and closed by Steps, advanced by the tokens that
-SAMPLE drew.
+"""Manages the matchers of a rank's choices: Steps open and close them, sampled tokens advance them.
 
-The token of a step is not known when the next step is issued, so a mask cannot travel in a Step. Every rank has a
+The token of a step is not known when the next step is issued, so a Step cannot contain masks. Instead, every rank has a
 matcher manager and derives the same masks from the same tokens.
 """
 
@@ -24,12 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class PendingSample:
-    """A pending SAMPLE whose tokens the matchers of its choices accept when it is fetched.
+    """A pending SAMPLE; its tokens are passed to the matchers of its choices when it is fetched.
 
     Args:
-        rows: the row of each handle.
-        failures: by handle, why a choice cannot go on.
-        text: handles whose stop id was text.
+        rows: handle -> its row.
+        failures: handle -> why its choice cannot continue.
+        text: handles whose stop id counted as text.
     """
 
     manager: MatcherManager
@@ -41,17 +40,17 @@ class PendingSample:
     text: set[int] = field(default_factory=set)
 
     def done(self) -> bool:
-        """Whether ``result`` would not wait."""
+        """Returns True if ``result`` would not block."""
         return self.output is not None or self.head.done()
 
     def result(self) -> HeadOutput:
-        """Waits for the tokens and lets the matcher manager take them; several threads may call it."""
+        """Waits for the tokens and passes them to the matchers; may be called by several threads."""
         self.manager.catch_up(self)
         assert self.output is not None
         return self.output
 
     def accept_tokens(self) -> None:
-        """Waits for the tokens, which each choice accepts."""
+        """Waits for the tokens and passes each to its choice."""
         self.output = self.head.result()
         for handle, choice in self.choices.items():
             if choice.accept(int(self.output.token[self.rows[handle]])):
@@ -64,7 +63,7 @@ class MatcherManager:
     """The matchers of one rank.
 
     Args:
-        vocab: ids that the model can draw.
+        vocab: number of ids that the model can sample.
         eos: ids that end a text.
     """
 
@@ -80,14 +79,14 @@ class MatcherManager:
         return len(self._choices)
 
     def apply(self, closings: Sequence[int], openings: Sequence[Opening]) -> None:
-        """Closes choices that have left, then opens those that enter; a choice that comes back is in both."""
+        """Closes choices that have left, then opens new ones; a choice that returns is in both lists."""
         for key in closings:
             self._choices.pop(key, None)
         for opening in openings:
             self._choices[opening.key] = self._open_choice(opening)
 
     def _open_choice(self, opening: Opening) -> ChoiceMasks:
-        """A choice where its output ends."""
+        """Returns a choice in the state after its current output."""
         rule = opening.rule
         others: list[Matcher] = []
         if rule.allowed:
@@ -109,17 +108,20 @@ class MatcherManager:
         return made
 
     def fill(self, handle: int, row: UInt8, banned: Sequence[int]) -> None:
-        """Makes ``row`` the mask of the choice's next token, once the tokens before it are taken (``catch_up``)."""
+        """Writes the mask of the choice's next token to ``row``.
+
+        Earlier tokens must have been accepted (``catch_up``).
+        """
         self._choices[handle].fill(row, banned)
 
     def track_sample(self, head: Pending[HeadOutput], rows: Mapping[int, int]) -> PendingSample:
-        """Draws that were launched: ``rows`` gives the row of each handle."""
+        """Registers a launched SAMPLE; ``rows``: handle -> its row."""
         draws = PendingSample(self, head, rows, {h: self._choices[h] for h in rows})
         self._pending.append(draws)
         return draws
 
     def catch_up(self, until: PendingSample | None = None) -> None:
-        """Takes the tokens of all draws in order, or of those up to ``until``, waiting for their fetches."""
+        """Accepts the tokens of all registered samples in order, or up to ``until``, waiting for their results."""
         with self._lock:
             while self._pending and (until is None or until.output is None):
                 self._pending[0].accept_tokens()

@@ -1,6 +1,7 @@
-"""Matchers: each follows the tokens of one choice and says which ids may come next. Torch-free; masks are numpy.
+"""Matchers: each follows the tokens of one choice and restricts the ids that may come next. Torch-free; masks are
+numpy.
 
-A mask is uint8 [ceil(vocabulary / 8)] in little bit order, as ``HeadInputs.masks`` has it.
+A mask is uint8 [ceil(vocabulary / 8)] in little bit order, as in ``HeadInputs.masks``.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from trencadis.core.step import UInt8
 
 
 class Matcher(Protocol):
-    """Follows one choice."""
+    """Follows the tokens of one choice."""
 
     def restrict(self, row: UInt8) -> None:
-        """Removes from a mask the ids that must not be drawn next."""
+        """Removes from a mask the ids that must not be sampled next."""
         ...
 
     def accept(self, token: int) -> bool:
-        """Moves on by a drawn token; False: the matcher cannot, and the choice has to end."""
+        """Advances by a sampled token; returns False if that is impossible, and the choice has to end."""
         ...
 
     def rollback(self, count: int) -> None:
@@ -31,19 +32,19 @@ class Matcher(Protocol):
         ...
 
     def fork(self) -> Self:
-        """A matcher in the same state, independent of this one."""
+        """Returns an independent matcher in the same state."""
         ...
 
 
 def bits(vocab: int, ids: Iterable[int]) -> UInt8:
-    """A mask that holds ``ids``; those outside the vocabulary are left out."""
+    """Returns a mask that holds ``ids``; those outside the vocabulary are ignored."""
     found = np.zeros(-(-vocab // 8) * 8, bool)
     found[[i for i in ids if 0 <= i < vocab]] = True
     return np.packbits(found, bitorder="little")
 
 
 def holds(row: UInt8, token: int) -> bool:
-    """Whether a mask holds an id."""
+    """Returns True if a mask holds an id."""
     return token >> 3 < len(row) and bool(row[token >> 3] >> (token & 7) & 1)
 
 
@@ -68,27 +69,27 @@ class AllowedIds:
         self.mask = mask
 
     def restrict(self, row: UInt8) -> None:
-        """Keeps what the mask holds."""
+        """Keeps only the ids of the fixed mask."""
         row &= self.mask
 
     def accept(self, token: int) -> bool:
-        """Always."""
+        """Returns True."""
         return True
 
     def rollback(self, count: int) -> None:
-        """Nothing changes."""
+        """Does nothing, as there is no state."""
 
     def fork(self) -> AllowedIds:
-        """Itself."""
+        """Returns itself."""
         return self
 
 
 Endings = dict[int, dict[tuple[int, ...], tuple[int, ...]]]
-"""Length of a beginning -> beginning -> ids that would complete a word."""
+"""Length of a prefix -> prefix -> ids that would complete a word."""
 
 
 class BadWords:
-    """Words that must not occur: the last id of each is banned where the output ends with all its others."""
+    """Words that must not occur: the last id of each is banned when the output ends with all its other ids."""
 
     def __init__(self, endings: Endings, output: Sequence[int] = ()) -> None:
         self._endings = endings
@@ -96,7 +97,7 @@ class BadWords:
 
     @classmethod
     def of(cls, words: Iterable[tuple[int, ...]], vocab: int) -> BadWords:
-        """The matcher of these words; one with an id outside the vocabulary cannot occur."""
+        """Returns the matcher of these words; words with an id outside the vocabulary are ignored."""
         found: dict[int, dict[tuple[int, ...], list[int]]] = defaultdict(lambda: defaultdict(list))
         for word in words:
             if word and all(0 <= t < vocab for t in word):
@@ -104,38 +105,38 @@ class BadWords:
         return cls({n: {b: tuple(ends) for b, ends in some.items()} for n, some in found.items()})
 
     def restrict(self, row: UInt8) -> None:
-        """Bans what would complete a word."""
+        """Removes the ids that would complete a word."""
         for length, endings in self._endings.items():
             beginning = tuple(self._output[len(self._output) - length :]) if length else ()
             if length <= len(self._output):
                 remove(row, endings.get(beginning, ()))
 
     def accept(self, token: int) -> bool:
-        """Remembers the token."""
+        """Appends the token to the output."""
         self._output.append(token)
         return True
 
     def rollback(self, count: int) -> None:
-        """Forgets the last tokens."""
+        """Removes the last ``count`` tokens."""
         del self._output[len(self._output) - count :]
 
     def fork(self) -> BadWords:
-        """The same words, with a copy of the output."""
+        """Returns a matcher of the same words with a copy of the output."""
         return BadWords(self._endings, self._output)
 
 
 class ThinkingMatcher:
-    """Counts the tokens of a thought; once the budget is spent, the ids that end it are forced one after another."""
+    """Counts the thinking tokens; once the budget is spent, forces the ids that end thinking one after another."""
 
     def __init__(self, budget: ThinkingBudget, output: Sequence[int] = (), spent: Sequence[int] = ()) -> None:
         self._budget = budget
         self._output = list(output)
         self._spent = list(spent) or [0 if budget.open else -1]
-        """``_spent[i]``: tokens that the thought has after ``i`` tokens of output; -1: outside a thought."""
+        """``_spent[i]``: thinking tokens after ``i`` tokens of output; -1: outside a thinking section."""
 
     @property
     def forced(self) -> int:
-        """The id that must come next; -1: any."""
+        """The id that must come next; -1: any id may."""
         if not 0 <= self._budget.tokens <= self._spent[-1]:
             return -1
         end = self._budget.end
@@ -145,7 +146,7 @@ class ThinkingMatcher:
         return end[0]
 
     def restrict(self, row: UInt8) -> None:
-        """Allows the forced id and no other, unless the mask already forbids it: then the thought goes on."""
+        """Keeps only the forced id, unless the mask forbids it: then thinking continues."""
         forced = self.forced
         if forced >= 0 and holds(row, forced):
             keep(row, forced)
@@ -162,12 +163,12 @@ class ThinkingMatcher:
         return True
 
     def rollback(self, count: int) -> None:
-        """Forgets the last tokens and their counts."""
+        """Removes the last ``count`` tokens and their counts."""
         del self._output[len(self._output) - count :]
         del self._spent[len(self._spent) - count :]
 
     def fork(self) -> ThinkingMatcher:
-        """The same budget, spent as far as here."""
+        """Returns an independent matcher with the same budget and state."""
         return ThinkingMatcher(self._budget, self._output, self._spent)
 
     def _ends_with(self, ids: tuple[int, ...]) -> bool:

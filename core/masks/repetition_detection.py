@@ -1,4 +1,4 @@
-"""Whether the last tokens of an answer repeat one pattern. Torch-free."""
+"""Detects whether the last tokens of an answer repeat one pattern. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from trencadis.core.masks.constraints import Repetition
 
 
 def repeats(output: Sequence[int], rule: Repetition) -> bool:
-    """Whether ``output`` ends in ``rule.count`` equal runs of ``rule.least`` to ``rule.most`` tokens."""
+    """Returns True if ``output`` ends in ``rule.count`` equal runs of ``rule.least`` to ``rule.most`` tokens."""
     end = len(output)
     for size in range(rule.least, min(rule.most, end // rule.count) + 1):
         span = size * (rule.count - 1)

@@ -1,4 +1,4 @@
-"""What ``SamplingParams`` hold of vLLM's objects: forms of answers (for offline callers), and repetitions."""
+"""vLLM's objects in ``SamplingParams``: forms of answers (for offline callers), and repetition detection."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from typing import Any
 from trencadis.core.errors import BadRequest
 
 MAX_PATTERN = 1024
-"""Bound of the numbers of ``RepetitionDetectionParams``: what a token may cost to compare."""
+"""Limit of the numbers in ``RepetitionDetectionParams``, which bounds the cost of the comparison per token."""
 
 
 @dataclass(slots=True)
 class StructuredOutputsParams:
-    """One form of answer, and blanks in its JSON.
+    """The form of an answer, and the white space in its JSON.
 
     Args:
         json: a JSON schema, or its text.
-        regex: that the whole answer matches.
-        choice: texts, of which the answer is one.
-        grammar: in GBNF (``root ::= ...``) or Lark (``start: ...``).
-        json_object: whether the answer is any JSON object.
+        regex: a pattern that the whole answer must match.
+        choice: texts; the answer is one of them.
+        grammar: a grammar in GBNF (``root ::= ...``) or Lark (``start: ...``).
+        json_object: True if the answer may be any JSON object.
         structural_tag: tags whose content has a form, or its JSON text.
-        disable_any_whitespace: no blanks between the parts of a JSON text; else at most 16, or a line break and 32.
-        disable_additional_properties: objects that list properties have no others, unless they say so.
-        whitespace_pattern: a regex of the blanks at a place.
+        disable_any_whitespace: no white space between the parts of a JSON text; otherwise up to 16 blanks, or a line
+            break and up to 32.
+        disable_additional_properties: objects that list properties have no others, unless the schema says so.
+        whitespace_pattern: a regex for the white space between two parts.
     """
 
     json: dict[str, Any] | str | None = None
@@ -39,26 +40,26 @@ class StructuredOutputsParams:
     whitespace_pattern: str | None = None
 
     def as_fields(self) -> dict[str, Any]:
-        """The fields that are set, as a request has them."""
+        """Returns the fields that are set, in the form of a request."""
         found = {one.name: getattr(self, one.name) for one in fields(self)}
         return {name: value for name, value in found.items() if value not in (None, False)}
 
 
 @dataclass(slots=True)
 class GuidedDecodingParams(StructuredOutputsParams):
-    """The older name of the same. ``backend`` chose among libraries and has no effect."""
+    """The older name of ``StructuredOutputsParams``. ``backend`` selected a library and has no effect."""
 
     backend: str | None = field(default=None, repr=False)
 
 
 @dataclass(slots=True)
 class RepetitionDetectionParams:
-    """Ends an answer whose last tokens are one pattern again and again.
+    """Ends an answer whose last tokens repeat one pattern.
 
     Args:
-        max_pattern_size: tokens of the longest pattern; 0: nothing is detected.
-        min_pattern_size: of the shortest; 0 is 1.
-        min_count: times that it must stand there, at least 2.
+        max_pattern_size: length of the longest pattern in tokens; 0: detection is off.
+        min_pattern_size: length of the shortest pattern; 0 counts as 1.
+        min_count: number of repetitions, at least 2.
 
     Raises:
         BadRequest: a value is out of range.

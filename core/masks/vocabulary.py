@@ -1,4 +1,4 @@
-"""The bytes of every token, as grammars need them: packed in the API process, sent once to each rank, opened there."""
+"""The bytes of every token, for grammars: packed in the API process, sent once to each rank, decoded there."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """A tokenizer as a grammar sees it.
+    """A tokenizer in the form that grammars need.
 
     Args:
-        tokens: the bytes of each id that the model can draw; empty where an id has none, which is then never drawn.
-        special: control tokens by their names as bytes; no text of a grammar matches them, only ``<name>`` does.
+        tokens: the bytes of each id that the model can sample; ids with empty bytes are never sampled.
+        special: control tokens, whose bytes are their names; they match only ``<name>`` in a grammar, no text.
         eos: ids that end a choice.
         tokenizer: the model's tokenizer for plain text, as a compressed (zlib) tokenizer.json; empty: there is none,
-            and masks hold one token a byte where a grammar forces the text.
+            and a text that a grammar forces is spelled with one token per byte.
     """
 
     tokens: list[bytes]
@@ -29,28 +29,28 @@ class Vocabulary:
     tokenizer: bytes = b""
 
     def pack(self) -> bytes:
-        """This vocabulary as one message."""
+        """Encodes this vocabulary as one message."""
         import msgspec  # an offline engine of one rank does without it
 
         return msgspec.msgpack.encode(self)
 
     @classmethod
     def unpack(cls, data: bytes | bytearray | memoryview) -> Vocabulary:
-        """The vocabulary that ``pack`` made ``data`` of."""
+        """Decodes the result of ``pack``."""
         import msgspec
 
         return msgspec.msgpack.decode(data, type=cls)
 
     def open_tokenizer(self) -> CanonicalTokenizer:
-        """The tokenizer of texts; a second for 151,936 ids."""
+        """Creates the tokenizer of texts; takes a second for 151,936 ids."""
         return CanonicalTokenizer(self.tokens, self.special, self.eos, self.tokenizer)
 
 
 def open_tokenizer(vocabulary: Vocabulary, tokenizer: CanonicalTokenizer | None = None) -> LLTokenizer:
-    """The library's tokenizer of a vocabulary: a second and 74 MB for 151,936 ids, so a thread makes it, once.
+    """Creates the library's tokenizer. It takes a second and 74 MB for 151,936 ids, so it is done once, in a thread.
 
     Args:
-        tokenizer: that of this vocabulary, if it is there already.
+        tokenizer: the tokenizer of this vocabulary, if it exists already.
     """
     import llguidance
 

@@ -1,1 +1,1 @@
-"""Where a device's bytes go: the ledger, estimates, measurements and the graph budget."""
+"""Device memory: the ledger, estimates, measurements and the graph budget."""

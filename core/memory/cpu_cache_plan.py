@@ -1,7 +1,8 @@
-"""How many KV blocks and arena rows an engine on the CPU gets. Pure; sizes in bytes unless named otherwise.
+"""Plans the numbers of KV blocks and arena rows of an engine on the CPU. Pure; sizes in bytes unless named otherwise.
 
-The KV cache has the size that was asked for, or the least of 4 GiB, 40 % of the memory left after the weights, and what
-max_num_seqs requests of max_model_len tokens can use. Devices with graphs divide their memory by core/memory/ledger.py.
+The KV cache has the requested size, or the minimum of 4 GiB, 40 % of the memory left after the weights, and what
+max_num_seqs requests of max_model_len tokens can use. Devices with graphs divide their memory with
+core/memory/ledger.py.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from trencadis.core.shared_constants import RESERVED_BLOCKS
 KV_CAP = 4 << 30
 KV_SHARE = 0.4
 ARENA_ROWS = 8192
+"""Minimum number of arena rows: a small model's rows cost little, and many small images should stay cached."""
 
 LEAST_UNITS, MOST_UNITS = 4, 16
-"""Images of an arena whose images stay with their requests, where the user names no number."""
-"""Least arena rows: a small model's rows cost little, and many small images should stay cached."""
+"""Limits of the default number of images in the arena if images stay as long as their requests."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,12 @@ class CachePlan:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that the KV cache holds."""
+        """Number of tokens that the KV cache holds."""
         return self.num_blocks * self.block_size
 
     @property
     def concurrency(self) -> float:
-        """Requests of the full model length that the KV cache holds at a time."""
+        """Number of maximum-length requests that the KV cache holds at the same time."""
         return self.kv_tokens / self.max_model_len
 
 
@@ -64,7 +65,7 @@ class CacheOptions:
 
 
 def block_bytes(text: TextConfig, block_size: int, itemsize: int) -> int:
-    """K and V of one block over all layers."""
+    """Returns the bytes of K and V of one block over all layers."""
     return (
         (text.layers - len(text.cross_attention_layers))
         * block_size
@@ -74,7 +75,10 @@ def block_bytes(text: TextConfig, block_size: int, itemsize: int) -> int:
 
 
 def weights_bytes(config: ModelConfig, itemsize: int, ranks: int = 1, quantised: str = "") -> int:
-    """Weights of all ``ranks`` of all stages by formula, from config.json alone, without norms and biases (0.1 %)."""
+    """Returns the weights of all ``ranks`` of all stages by formula, from config.json alone.
+
+    Norms and biases (0.1 %) are not counted.
+    """
     t = config.text
     total = layers_values(t, active=False) + (t.vocab * (1 if t.tied else 2)) * t.width + t.learned * t.hidden
     if config.vision is not None:
@@ -84,7 +88,9 @@ def weights_bytes(config: ModelConfig, itemsize: int, ranks: int = 1, quantised:
 
 
 def _held_twice(text: TextConfig, ranks: int, stages: int = 1) -> int:
-    """Values that ranks hold in addition to the model's own: copies of the embedding, and a tied head's shares."""
+    """Returns the number of values that ranks hold in addition to the model's: embedding copies and a tied head's
+    shares.
+    """
     if ranks == 1 and stages == 1:
         return 0
     table = text.vocab * text.width
@@ -92,7 +98,7 @@ def _held_twice(text: TextConfig, ranks: int, stages: int = 1) -> int:
 
 
 def _longest(config: ModelConfig, asked: CacheOptions) -> int:
-    """The model's longest row; raises StartupError where the user asks for more."""
+    """Returns the model's longest row; raises StartupError if a longer one is requested."""
     longest = config.text.max_positions
     if asked.max_model_len is not None and asked.max_model_len > longest:
         raise StartupError(
@@ -112,12 +118,12 @@ def plan_cpu(
 ) -> CachePlan:
     """Plans the caches of an engine on the CPU.
 
-    ``available`` is the memory before weights are loaded; the ``ranks`` share one machine, so bytes are those of all of
-    them. ``quantised``: ``Policy.quantised``.
+    ``available`` is the memory before weights are loaded. The ``ranks`` share one machine, so byte counts are sums over
+    all ranks. ``quantised``: ``Policy.quantised``.
 
     Raises:
-        StartupError: not enough memory, or a model length that the model or the KV cache cannot hold; the line names
-            the value that fits.
+        StartupError: there is not enough memory, or the model length exceeds the model or the KV cache; the message
+            names a value that fits.
     """
     text = config.text
     longest = _longest(config, asked)
@@ -164,7 +170,7 @@ def plan_cpu(
 
 
 def arena_rows(config: ModelConfig, asked: CacheOptions, image_tokens: int, model_len: int) -> int:
-    """Arena rows for the largest images, the reserved ones included."""
+    """Returns the number of arena rows for the largest images, including the reserved ones."""
     if config.vision is None:
         return reserved_rows(config)
     if config.text.cross_attention_layers:
@@ -178,9 +184,9 @@ def arena_rows(config: ModelConfig, asked: CacheOptions, image_tokens: int, mode
 
 
 def arena_units(config: ModelConfig, asked: int | None, rows: int) -> int:
-    """Images of an arena whose rows layers attend to; 0: they attend to none. ``rows``: requests at a time.
+    """Returns the number of images in the arena for cross-attention; 0: there is none. ``rows``: concurrent requests.
 
-    Such an image stays for as long as its request, so that there should be one for each.
+    Such an image stays as long as its request, so there should be one for each request.
     """
     if not config.text.cross_attention_layers:
         return 0
@@ -190,12 +196,15 @@ def arena_units(config: ModelConfig, asked: int | None, rows: int) -> int:
 
 
 def _row_bytes(config: ModelConfig, ranks: int) -> int:
-    """Values of an arena row; of cross-attention layers, those of all ranks, which hold other ones each."""
+    """Returns the number of values of an arena row.
+
+    With cross-attention, those of all ranks, which hold different heads.
+    """
     return config.row_parts * arena_width(config, ranks) * (ranks if config.text.cross_attention_layers else 1)
 
 
 def _check_units(config: ModelConfig, rows: int, unit: int, row_bytes: int, left: int) -> None:
-    """Raises StartupError where images that layers attend to, ``unit`` rows each, do not fit ``left`` bytes."""
+    """Raises StartupError if images for cross-attention, ``unit`` rows each, do not fit into ``left`` bytes."""
     need = rows * row_bytes
     if not config.text.cross_attention_layers or need <= left:
         return

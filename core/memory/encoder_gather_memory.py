@@ -1,24 +1,23 @@
-"""Memory that rows of images take where ranks gather them (core/launches/encoder_data_parallel.py); bytes, by
-formula. Pure.
-"""
+"""Memory of image rows that ranks gather (core/launches/encoder_data_parallel.py); bytes, by formula. Pure."""
 
 from __future__ import annotations
 
 from trencadis.core.checkpoint.model_config import ModelConfig
 
 NUMBER = 4
-"""Bytes of the number of a row."""
+"""Bytes of a row number."""
 
 
 def row_bytes(model: ModelConfig, itemsize: int) -> int:
-    """Bytes of a row of the arena, with all its parts."""
+    """Returns the bytes of an arena row with all its parts."""
     return model.row_parts * model.text.width * itemsize
 
 
 def held_bytes(model: ModelConfig, slots: int, itemsize: int, ranks: int) -> int:
-    """Bytes that a launch of ``slots`` slots holds while it gathers: a rank's own rows, and those of all.
+    """Returns the peak bytes of a launch of ``slots`` slots while it gathers: a rank's own rows, and those of all
+    ranks.
 
-    The latter twice: one below the other, as they arrive, and side by side.
+    The latter count twice: in the gathered layout, and rearranged.
     """
     if model.vision is None or not model.encoder_data_parallel:
         return 0
@@ -26,9 +25,9 @@ def held_bytes(model: ModelConfig, slots: int, itemsize: int, ranks: int) -> int
 
 
 def kept_bytes(model: ModelConfig, slots: int, itemsize: int, ranks: int, cached: bool) -> int:
-    """Bytes that a graph keeps of it: the rows of all ranks and their numbers, which collectives have written.
+    """Returns the bytes that a graph keeps: the rows of all ranks and their numbers, which collectives have written.
 
-    With the tensor cache also those of a rank's own, which cross the cut before.
+    With the tensor cache also the rank's own rows, which are passed at the preceding cut.
     """
     if model.vision is None or not model.encoder_data_parallel:
         return 0

@@ -1,8 +1,8 @@
-"""Memory that a model needs on one device, by formula. Pure; sizes in bytes unless named otherwise.
+"""Estimates the memory that a model needs on one device, by formula. Pure; sizes in bytes unless named otherwise.
 
 ``ranks`` devices share the model: query heads, MLP columns and the vocabulary are divided; KV heads are divided too, or
-replicated if there are fewer of them than ranks. A formula counts what is held at one time; measurements replace it
-(core/memory/measurement_cache.py).
+replicated if there are fewer of them than ranks. A formula counts what is held at the same time; measurements replace
+it (core/memory/measurement_cache.py).
 """
 
 from __future__ import annotations
@@ -39,92 +39,106 @@ from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.shared_constants import RESERVED_ROWS, align_up
 
 SPARE_SLOTS = 8
-"""Sampler slots beyond max_num_seqs: spare ones, so that a pending fetch does not shrink the batch."""
+"""Sampler rows beyond max_num_seqs, so that a pending fetch does not reduce the batch."""
 
 FREQUENCY = 12
-"""Bytes of a rotary frequency: float32, and its axis in int64."""
+"""Bytes of a rotary frequency: float32, plus its axis as int64."""
 
 TILE = 1024
-"""Query slots of one tile of the tower's full attention."""
+"""Query slots of one tile of full attention in the vision tower."""
 
 GRAPH = 20 << 10
-"""Bytes of a graph with tensors of its own, beside those and its outputs: what a published log has for each of 48."""
+"""Bytes of a graph with its own tensors, apart from these and its outputs.
+
+From a published log, for each of 48 graphs.
+"""
 
 CODE = 4096
-"""Bytes of one operation of a graph that shares its workspace: a guess that measurements replace."""
+"""Bytes of one operation of a graph with a shared workspace: a guess that measurements replace."""
 
 OPERATIONS = {Stage.PREFILL: 80, Stage.FRESH: 50, Stage.CONTEXT: 80, Stage.DECODE: 96, Stage.VISION: 72}
-"""Operations of a layer in the reference bodies, rounded up; a tile of the tower's full attention adds 9."""
+"""Operations of a layer in the reference bodies, rounded up; each tile of the tower's full attention adds 9."""
 
 HEAD_OPERATIONS = 120
-"""Operations before and after the layers, and those of SAMPLE, RESET and POOL."""
+"""Operations before and after the layers; also the total of SAMPLE, RESET and POOL."""
 
 HEADS = (Stage.SAMPLE, Stage.RESET, Stage.POOL)
 """Stages without layers."""
 
 COMPILE_SECONDS_PER_LAYER = 0.15
 COMPILE_SECONDS_BASE = 0.5
-"""Seconds of compiling and capturing one bucket: a guess that measurements replace."""
+"""Seconds to compile and capture one bucket: a guess that measurements replace."""
 
 SLICE = 8192
-"""Stored tokens whose keys and values a CONTEXT launch holds at a time."""
+"""Stored tokens whose keys and values a CONTEXT launch holds at the same time."""
 
 EXPERT_ROWS = 8192
-"""Rows (tokens times experts) that a product over all experts holds at a time."""
+"""Rows (tokens times experts) that a product over all experts holds at the same time."""
 
 STREAMS = 4
-"""Tensors as wide as the residual stream that are held beside attention or the MLP."""
+"""Tensors of the residual stream's width that are held during attention or the MLP."""
 
 WIDEST = 8
-"""Such tensors while nothing else is held: in norms, in sums over ranks, in the tower's float32 rotary."""
+"""Such tensors while nothing else is held: in norms, in all-reduces, in the tower's float32 rotary."""
 
 
 def kv_heads(text: TextConfig, ranks: int) -> int:
-    """KV heads of one of ``ranks`` devices: a share, or one if there are fewer heads than devices."""
+    """Returns the KV heads of one of ``ranks`` devices: a share, or one if there are fewer heads than devices."""
     return -(-text.kv_heads // ranks) if text.kv_heads >= ranks else 1
 
 
 def state_slots(model: ModelConfig, seqs: int) -> int:
-    """Rows of the sampler state: one a sequence, spare ones and the sink; where nothing is drawn, the sink alone."""
+    """Returns the rows of the sampler state: one per sequence, spare ones and the sink.
+
+    If nothing is sampled, there is only the sink.
+    """
     return 1 if model.pooling is not None or not model.share.ends else seqs + SPARE_SLOTS + 1
 
 
 def held_rows(model: ModelConfig, rows: int) -> int:
-    """Rows of the arena here, of an engine's ``rows``: images are read where tokens enter."""
+    """Returns the arena rows on this stage, of an engine's ``rows``; only the first stage reads images."""
     return rows if model.share.starts else RESERVED_ROWS
 
 
 def arena_width(model: ModelConfig, ranks: int) -> int:
-    """Columns of the arena of one of ``ranks`` devices: an embedding's, or keys and values of layers that see."""
+    """Returns the columns of the arena on one of ``ranks`` devices.
+
+    They hold an embedding, or keys and values of all cross-attention layers.
+    """
     t = model.text
     return 2 * len(t.cross_attention_layers) * kv_heads(t, ranks) * t.head_dim if t.cross_attention_layers else t.width
 
 
 def row_width(model: ModelConfig) -> int:
-    """Columns of the hidden rows: what the head reads, or what the next stage takes."""
+    """Returns the columns of the hidden rows: the input of the head, or of the next stage."""
     return model.text.width if model.share.ends else model.text.hidden
 
 
 def is_joined_context(tokens: int, stored: int) -> bool:
-    """Whether a CONTEXT launch attends to all keys in one masked call."""
+    """Returns True if a CONTEXT launch attends to all keys in one masked call."""
     return tokens <= TILE and stored <= SLICE
 
 
 def row_blocks(text: TextConfig, block_size: int) -> int:
-    """KV blocks of the longest row that the model takes; backends allow for it, whatever --max-model-len says."""
+    """Returns the KV blocks of the longest row that the model supports.
+
+    Backends allow for it regardless of --max-model-len.
+    """
     return -(-text.max_positions // block_size)
 
 
 def kept_by_cuts(tokens: int, each: int, cuts: int, once: int = 0) -> int:
-    """Bytes that a graph of ``tokens`` keeps: ``each`` a token at every one of ``cuts``, and ``once`` at the first."""
+    """Returns the bytes that a graph of ``tokens`` keeps: ``each`` per token and cut, and ``once`` per token at the
+    first cut.
+    """
     return tokens * (each * cuts + (once if cuts else 0))
 
 
 @dataclass(frozen=True)
 class MemoryEstimator:
-    """The sizes of one model on one of ``ranks`` devices.
+    """Computes the sizes of one model on one of ``ranks`` devices.
 
-    ``quantised``: the form of quantised weights there; ``unit``: what widths of products are multiples of;
+    ``quantised``: the device's form of quantised weights; ``unit``: the multiple that product widths are padded to;
     ``cross_attention_bytes``: as in ``Policy``.
     """
 
@@ -140,7 +154,7 @@ class MemoryEstimator:
 
     @property
     def text(self) -> TextConfig:
-        """The decoder."""
+        """The decoder's configuration."""
         return self.model.text
 
     @property
@@ -150,23 +164,26 @@ class MemoryEstimator:
 
     @property
     def towers(self) -> int:
-        """Ranks that share one tower."""
+        """Number of ranks that share one vision tower."""
         return 1 if self.model.encoder_data_parallel else self.ranks
 
     def _share(self, count: int) -> int:
         return -(-count // self.ranks)
 
     def _columns(self, count: int) -> int:
-        """A share of columns that are filled with zeros."""
+        """Returns a share of columns that is padded with zeros."""
         return align_up(self._share(count), self.model.alignment_unit(self.unit))
 
     def block_bytes(self, block_size: int) -> int:
-        """K and V of one block over all layers of this device."""
+        """Returns the bytes of K and V of one block over all layers of this device."""
         head = head_bytes(self.text.kv, self.text.head_dim, self.itemsize)
         return len(self.model.cached) * block_size * self.kv_heads * head
 
     def weights(self) -> int:
-        """Weights and rotary frequencies of this device, exact; every rank holds the whole embedding and all norms."""
+        """Returns the exact bytes of weights and rotary frequencies on this device.
+
+        Every rank holds the whole embedding and all norms.
+        """
         own = family_of(self.model.architecture).weights
         if own is not None:
             return own(self.model, DeviceShare(self.itemsize, self.ranks, self.quantised))
@@ -177,7 +194,7 @@ class MemoryEstimator:
         frequencies = t.head_dim // 2 * FREQUENCY + norm_excess(self.model, self.itemsize)
         frequencies += self.head_values * 4 if share.ends else 0
         frequencies += t.head_dim // 2 * 4 if t.local_theta else 0
-        if t.long_from:  # a second table, and what both are multiplied by
+        if t.long_from:  # a second table, and the factors of both
             frequencies += t.head_dim // 2 * FREQUENCY + t.head_dim * 4
         if t.kv is not None:
             frequencies += len(self.model.cached) * t.kv.fixed_bytes(self.kv_heads)
@@ -191,18 +208,18 @@ class MemoryEstimator:
         )
 
     def layer(self, index: int) -> int:
-        """Weights of the decoder's layer ``index`` on this device, exact."""
+        """Returns the exact bytes of the weights of decoder layer ``index`` on this device."""
         unit = self.model.alignment_unit(self.unit)
         return layer_bytes(self.model, index, self.itemsize, self.ranks, self.quantised, unit)
 
     @property
     def classes(self) -> int:
-        """Rows of the class head, which every rank holds in float32."""
+        """Number of rows of the class head, which every rank holds in float32."""
         return self.model.pooling.classes if self.model.pooling is not None else 0
 
     @property
     def head_values(self) -> int:
-        """Values of the class head, with those of a linear before it."""
+        """Number of values of the class head, including those of a linear layer before it."""
         pooling, width = self.model.pooling, self.text.width
         if pooling is None or not pooling.classes:
             return 0
@@ -210,7 +227,7 @@ class MemoryEstimator:
         return (pooling.classes + (width if pooling.inner else 0)) * width + biases
 
     def outputs(self, bucket: Bucket) -> int:
-        """Bytes of a graph's own outputs; text and VISION launches write to persistent tensors instead."""
+        """Returns the bytes of a graph's own outputs; text and VISION launches write to persistent tensors instead."""
         if bucket.stage is Stage.POOL:
             return 4 * bucket.dims[0] * (self.classes or self.text.width)
         if bucket.stage is not Stage.SAMPLE:
@@ -218,7 +235,10 @@ class MemoryEstimator:
         return 4 * bucket.dims[0] * (3 + 2 * MAX_LOGPROBS if bucket.variant == "full" else 1)
 
     def all_inputs(self, plan: Plan) -> int:
-        """Inputs of all programs, which exist from the start; if graphs share memory, the largest of each stage."""
+        """Returns the bytes of the inputs of all programs, which are allocated at the start.
+
+        If graphs share memory, only the largest of each stage counts.
+        """
         sizes = self._sizes(max(plan.block_size, 1))
         found = {s: [self.inputs(b, sizes) for b in plan.of(s)] for s in Stage if plan.of(s)}
         return sum((max if plan.policy.pool_cost == "max" else sum)(sizes) for sizes in found.values())
@@ -231,7 +251,7 @@ class MemoryEstimator:
         )  # fmt: skip
 
     def layers(self, bucket: Bucket) -> int:
-        """Layers that a graph holds."""
+        """Returns the number of layers in a graph."""
         if bucket.stage is Stage.VISION:
             return self.model.vision.depth if self.model.vision else 0
         return (
@@ -241,25 +261,27 @@ class MemoryEstimator:
         )
 
     def copies(self, sizes: tuple[int, ...], block_size: int, graphs: bool) -> int:
-        """What launches that copy KV blocks keep: buffers of the largest, inputs of each, and a graph each way."""
+        """Returns the bytes that launches for KV block copies keep: buffers, the inputs of each, and graphs for
+        both directions.
+        """
         if not sizes:
             return 0
         return sizes[-1] * self.block_bytes(block_size) + sum(sizes) * 4 * block_size + 2 * len(sizes) * GRAPH * graphs
 
     def copying(self, sizes: tuple[int, ...], block_size: int) -> int:
-        """Most bytes that such a launch holds at a time: the blocks it gathers, one of them once more, and slots."""
+        """Returns the peak bytes of such a launch: the gathered blocks, one of them once more, and slots."""
         most = sizes[-1] if sizes else 0
         return (most + 2) * self.block_bytes(block_size) + 8 * most * block_size if sizes else 0
 
     def code(self, bucket: Bucket) -> int:
-        """Bytes of one graph that shares its workspace, beside that."""
+        """Returns the bytes of one graph with a shared workspace, without the workspace."""
         operations = HEAD_OPERATIONS + OPERATIONS.get(bucket.stage, 0) * self.layers(bucket)
         if bucket.stage is Stage.VISION and self.model.vision is not None:
             operations += 9 * self.model.vision.whole * -(-bucket.dims[0] // TILE)
         return CODE * operations
 
     def activations(self, bucket: Bucket, block_size: int) -> int:
-        """Most bytes that one launch holds at a time: residual streams, and attention or the MLP beside them."""
+        """Returns the peak bytes of one launch: residual streams, plus attention or the MLP."""
         stage, size, t = bucket.stage, padded_tokens(bucket), self.text
         if stage is Stage.VISION:
             v = self.model.vision
@@ -277,7 +299,7 @@ class MemoryEstimator:
         heads, d = self._share(t.heads), t.head_dim
         held = STREAMS + (
             1 if t.norm_placement == SANDWICH else 0
-        )  # what norms behind attention and MLP read and leave
+        )  # inputs and outputs of the norms after attention and MLP
         streams = size * (held * t.hidden * self.itemsize + (16 if t.local_theta else 8) * d)
         attention = size * 3 * (heads + 2 * self.kv_heads) * d * self.itemsize
         if len(bucket.dims) == 2 and stage in (Stage.CONTEXT, Stage.DECODE):
@@ -296,12 +318,15 @@ class MemoryEstimator:
 
     @cached_property
     def _opened(self) -> tuple[int, int]:
-        """Most bytes of weights that a product of a layer, or of the head, opens to the engine's type."""
+        """Largest bytes of weights dequantised to the engine's dtype for one product: (of a layer, of the head)."""
         args = self.model, self.itemsize, self.ranks, self.quantised, self.model.alignment_unit(self.unit)
         return largest_dequantised_bytes(*args, False), largest_dequantised_bytes(*args, True)
 
     def _mlp(self, size: int) -> int:
-        """What an MLP of ``size`` tokens holds, or experts: a few of all at a time, or each token's own, and shares."""
+        """Returns the bytes of the MLP of ``size`` tokens, or of the experts with their weights.
+
+        Experts run in slices over all experts, or on each token's own experts.
+        """
         t, e = self.text, self.text.experts
         dense = 4 * size * self._columns(t.intermediate) * self.itemsize if t.dense_layers else 0
         if e is None:
@@ -312,7 +337,7 @@ class MemoryEstimator:
         return max(dense, max(rows * 7 * inner, own) + size * (8 * e.count + 2 * t.hidden * self.itemsize))
 
     def shared_attention_bytes(self, bucket: Bucket) -> int:
-        """Bytes that one launch makes for the attention of all its layers: masks, owners and the like."""
+        """Returns the bytes that one launch allocates for the attention of all its layers, e.g. masks."""
         stage, dims = bucket.stage, bucket.dims
         row_numbers = cross_attention_row_bytes(self.model, bucket) if self.cross_attention_bytes is None else 0
         if stage is Stage.VISION:
@@ -328,7 +353,7 @@ class MemoryEstimator:
         return blocks * 16 + 4 * width + 4 * size * blocks + heads + row_numbers
 
     def _gathered_bytes(self, stage: Stage, size: int, width: int, heads: int) -> int:
-        """Keys and values gathered from the cache, a slice at a time, and the scores or outputs over them."""
+        """Returns the bytes of keys and values gathered from the cache, per slice, and of their scores or outputs."""
         d, item = self.text.head_dim, self.itemsize
         keys = self.kv_heads * d * item
         codes = self.kv_heads * d if self.text.kv is not None else 0
@@ -343,13 +368,13 @@ class MemoryEstimator:
         return width * each + -(-width // self.block_size) * heads * d * (8 + spread)
 
     def seconds(self, bucket: Bucket) -> float:
-        """Seconds of compiling and capturing one bucket."""
+        """Returns the seconds to compile and capture one bucket."""
         return COMPILE_SECONDS_BASE + COMPILE_SECONDS_PER_LAYER * self.layers(bucket)
 
     def price(self, bucket: Bucket, rule: str = "sum") -> GraphPrice:
-        """A graph's predicted cost beside its inputs: its outputs, and workspace.
+        """Returns a graph's predicted cost without its inputs: its outputs and its workspace.
 
-        The workspace is what the graph keeps; if graphs share memory (``max``), it is all that a launch holds.
+        The workspace is what the graph keeps; if graphs share memory (``max``), it is the peak of a launch.
         """
         if rule == "max":
             work = self.activations(bucket, 1) + self.graphs.library
@@ -357,11 +382,11 @@ class MemoryEstimator:
         return GraphPrice(bucket, self.outputs(bucket) + GRAPH, self.kept_bytes(bucket))
 
     def kept_bytes(self, bucket: Bucket) -> int:
-        """Bytes of the tensors that a graph keeps: those that cross one of its cuts, each once.
+        """Returns the bytes of the tensors that a graph keeps: those passed at one of its cuts, each counted once.
 
-        A layer hands on the residual stream and its own output; rotary factors and indices cross the first cut. Before
-        a collective, its operands and what made them cross too. What collectives have written stays also without the
-        tensor cache: sums in place of their operands, and rows of all ranks.
+        A layer passes on the residual stream and its own output; rotary factors and indices are passed at the first
+        cut. Before a collective, its operands and their inputs are passed too. The outputs of collectives are kept even
+        without the tensor cache: sums in place of their operands, and rows of all ranks.
         """
         t, v, size = self.text, self.model.vision, padded_tokens(bucket)
         if bucket.stage is Stage.VISION and v is not None:
@@ -384,11 +409,11 @@ class MemoryEstimator:
     def _layers_keep(
         self, bucket: Bucket, ranks: int, width: int, d: int, cut_widths: int, heads: int, first: int
     ) -> int:
-        """``kept_bytes`` of layers of these sizes.
+        """Returns ``kept_bytes`` of layers with these sizes.
 
         Args:
-            ranks: that share the layers.
-            cut_widths: widths of the stream that cross the cuts before a layer's two collectives.
+            ranks: number of ranks that share the layers.
+            cut_widths: widths of the residual stream passed at the cuts before a layer's two collectives.
             first: bytes of a token's rotary factors, and of its indices in the type of the body, at the first cut.
         """
         layers, size = self.layers(bucket), padded_tokens(bucket)
@@ -404,10 +429,10 @@ class MemoryEstimator:
 def estimate_memory_in_use(
     estimator: MemoryEstimator, plan: Plan, limits: ShapeLimits, total: int, others: int, arena_rows: int
 ) -> MemoryInUse:
-    """Everything that exists before the KV cache."""
+    """Returns all memory that is in use before the KV cache is allocated."""
     t, model = estimator.text, estimator.model
     slots = state_slots(model, limits.max_rows)
-    wide = row_width(model) + (0 if model.share.starts else t.hidden)  # rows that come in and rows that go out
+    wide = row_width(model) + (0 if model.share.starts else t.hidden)  # rows received and rows sent
     state = slots * (4 + 4 * t.vocab + -(-t.vocab // 8) + MAX_BIAS * 12)
     return MemoryInUse(
         total=total,
@@ -422,6 +447,6 @@ def estimate_memory_in_use(
 
 
 def costliest_buckets(plan: Plan, activations: Callable[[Bucket], int]) -> list[Bucket]:
-    """The bucket of each stage with the most bytes of ``activations``: the launches that a start profiles."""
+    """Returns the bucket of each stage with the most bytes of ``activations``, which a start profiles."""
     stages = [plan.of(stage) for stage in Stage]
     return [max(buckets, key=lambda b: (activations(b), b)) for buckets in stages if buckets]

@@ -1,4 +1,4 @@
-"""Selects the graphs that a budget can pay for. Pure; sizes in bytes.
+"""Selects the graphs that fit a budget. Pure; sizes in bytes.
 
 The budget decides what is captured, not what is compiled: a bucket without a graph runs compiled at its padded shape.
 """
@@ -14,7 +14,7 @@ from trencadis.core.memory.byte_units import gib
 from trencadis.core.memory.ledger import POOLS, GraphSettings, MemorySplit, pool_of, share_of
 
 SPARE = 256 << 20
-"""Bytes that must stay free beside a capture, whatever its predicted cost."""
+"""Bytes that must stay free during a capture, in addition to its predicted cost."""
 
 STRATEGIES = ("min_tokens", "max_bs")
 
@@ -30,29 +30,32 @@ class GraphPrice:
 
     @property
     def alone(self) -> int:
-        """Cost without other graphs."""
+        """Cost of the graph if there are no others."""
         return self.own + self.workspace
 
 
 def may_start(predicted: int, free: int) -> bool:
-    """Whether 1.5 x the predicted bytes and 256 MiB are free, without which no capture starts."""
+    """Returns True if 1.5 x the predicted bytes and 256 MiB are free, which every capture requires."""
     return 2 * free >= 3 * predicted + 2 * SPARE
 
 
 def can_pay(predicted: int, left: int) -> bool:
-    """Whether a pool can pay for a capture: it must hold 1.1 x the predicted bytes."""
+    """Returns True if a pool has enough bytes for a capture: 1.1 x the predicted ones."""
     return 10 * left >= 11 * predicted
 
 
 def rows_of(bucket: Bucket) -> int:
-    """Rows of a launch, by which ``max_bs`` orders."""
+    """Returns the rows of a launch, by which ``max_bs`` sorts."""
     if bucket.stage is Stage.PREFILL:
         return bucket.dims[1]
     return 1 if bucket.stage in (Stage.CONTEXT, Stage.VISION) else bucket.dims[0]
 
 
 def order_prices(prices: Iterable[GraphPrice], strategy: str) -> list[GraphPrice]:
-    """Order of capture: ``min_tokens`` smallest launches first; ``max_bs`` most rows first, then smallest."""
+    """Returns the order of capture: ``min_tokens`` smallest launches first.
+
+    ``max_bs`` most rows first, then smallest.
+    """
 
     def key(p: GraphPrice) -> tuple[object, ...]:
         b = p.bucket
@@ -63,7 +66,7 @@ def order_prices(prices: Iterable[GraphPrice], strategy: str) -> list[GraphPrice
 
 
 def set_cost(prices: Iterable[GraphPrice], rule: str) -> int:
-    """Cost of a set of graphs: each has its own workspace (``sum``), or those of a stage share one (``max``)."""
+    """Returns the cost of a set of graphs: workspaces are summed (``sum``), or each stage shares one (``max``)."""
     own, works = 0, dict[Stage, list[int]]()
     for p in prices:
         own += p.own
@@ -72,7 +75,7 @@ def set_cost(prices: Iterable[GraphPrice], rule: str) -> int:
 
 
 def held_workspace(prices: Iterable[GraphPrice]) -> dict[Stage, int]:
-    """The workspace that the graphs of each stage share."""
+    """Returns the workspace that the graphs of each stage share."""
     found = dict[Stage, int]()
     for p in prices:
         found[p.bucket.stage] = max(p.workspace, found.get(p.bucket.stage, 0))
@@ -82,9 +85,9 @@ def held_workspace(prices: Iterable[GraphPrice]) -> dict[Stage, int]:
 def affordable_graphs(
     prices: Iterable[GraphPrice], budget: int, strategy: str, rule: str, held: Sequence[GraphPrice] = ()
 ) -> list[GraphPrice]:
-    """The graphs that ``budget`` can pay for, in order; one that is too large is skipped, later ones may still fit.
+    """Returns the graphs that fit ``budget``, in order; one that is too large is skipped, later ones may still fit.
 
-    ``held`` are the pool's graphs so far; under the ``max`` rule new ones share their workspace.
+    ``held`` are the pool's graphs so far; under the ``max`` rule new graphs share their workspace.
     """
     taken: list[GraphPrice] = []
     work = held_workspace(held) if rule == "max" else {}
@@ -131,13 +134,13 @@ def select_graphs(
 
 
 def missing(every: Sequence[GraphPrice], taken: Sequence[GraphPrice]) -> list[GraphPrice]:
-    """Prices of the buckets that are not in ``taken``."""
+    """Returns the prices of the buckets that are not in ``taken``."""
     got = {p.bucket for p in taken}
     return [p for p in every if p.bucket not in got]
 
 
 def by_gain(every: Mapping[str, Sequence[GraphPrice]], taken: Mapping[str, Sequence[GraphPrice]]) -> list[str]:
-    """Pools that lack graphs, those with the most uncaptured gain per byte first."""
+    """Returns the pools that lack graphs, sorted by uncaptured gain per byte, highest first."""
     rates = {}
     for pool in every:
         open_ = missing(every[pool], taken[pool])
@@ -147,12 +150,12 @@ def by_gain(every: Mapping[str, Sequence[GraphPrice]], taken: Mapping[str, Seque
 
 
 def predict_bytes(bucket: Bucket, formula: Callable[[Bucket], int], measured: Mapping[Bucket, int]) -> int:
-    """Bytes of a graph: measured, or estimated by a measured neighbour of its stage; else by ``formula``.
+    """Returns the bytes of a graph: measured, or estimated from a measured neighbour of its stage; else by ``formula``.
 
-    The neighbour is the smallest measured bucket that is no smaller than this one. Its cost is scaled by the formula's
-    ratio, and never up: buckets are captured in any order, so that the only neighbour may be far larger. Above all
-    measured buckets, the cost of the largest is scaled by tokens. A neighbour of another variant may hold fewer layers:
-    where none is of this one, the formula's ratio counts up, too.
+    The neighbour is the smallest measured bucket that is not smaller than this one. Its cost is scaled by the formula's
+    ratio, but never up: buckets are captured in any order, so the only neighbour may be far larger. Above all measured
+    buckets, the cost of the largest is scaled by tokens. A neighbour of another variant may have fewer layers: if there
+    is none of this variant, the formula's ratio may also scale up.
     """
     if bucket in measured:
         return measured[bucket]
@@ -171,10 +174,10 @@ def predict_bytes(bucket: Bucket, formula: Callable[[Bucket], int], measured: Ma
 def prices_by(
     measured: Mapping[Bucket, int], formulas: Sequence[GraphPrice], alone: Callable[[Bucket], int], rule: str
 ) -> list[GraphPrice]:
-    """Measured prices, and for the other graphs ``formulas`` scaled by measured / predicted cost of their stage.
+    """Returns measured prices; for other graphs, ``formulas`` scaled by the measured / predicted cost of their stage.
 
-    If graphs share memory (``max``), formulas are not scaled: a measured cost includes the workspace or not, depending
-    on the order of captures. ``alone``: any graph's bytes by formula.
+    If graphs share memory (``max``), formulas are not scaled, because a measured cost may or may not include the
+    workspace, depending on the order of captures. ``alone``: a graph's bytes by formula.
     """
     paid, said = Counter[Stage](), Counter[Stage]()
     for bucket, cost in measured.items():
@@ -198,7 +201,7 @@ def reserve_that_holds(
     multimodal: bool,
     least_kv: int = 0,
 ) -> float | None:
-    """The smallest VLLM_GRAPH_RESERVED_MEM, in hundredths, with which every graph is captured.
+    """Returns the smallest VLLM_GRAPH_RESERVED_MEM, in hundredths, with which every graph is captured.
 
     None: every such value leaves less than ``least_kv`` bytes to the KV cache.
     """
@@ -217,7 +220,7 @@ def reserve_that_holds(
 
 
 def exhausted_line(selection: GraphSelection, holds: float | None, memory_split: MemorySplit) -> str | None:
-    """The line that names the setting with which the budget holds the plan; None if it does already."""
+    """Returns a line with the setting with which the budget suffices for the plan; None if it does already."""
     if not selection.missing:
         return None
     count, cost = len(selection.missing), sum(p.alone for p in selection.missing)

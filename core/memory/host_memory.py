@@ -1,4 +1,4 @@
-"""The host's memory that this process may use: the machine's, or its control group's if that is smaller."""
+"""Host memory that this process may use: the machine's, or its control group's if that is smaller."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ STATS = (Path("/sys/fs/cgroup/memory.stat"), Path("/sys/fs/cgroup/memory/memory.
 
 
 def total_host() -> int:
-    """Bytes that this process may use at most."""
+    """Returns the bytes that this process may use at most."""
     limit = _limit()
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(machine, limit[0]) if limit else machine
 
 
 def free_host() -> int:
-    """Bytes that can still be allocated without swapping; page cache counts as free."""
+    """Returns the bytes that can still be allocated without swapping; page cache counts as free."""
     available = _meminfo("MemAvailable") or total_host()
     limit = _limit()
     if limit is None:
@@ -30,7 +30,7 @@ def free_host() -> int:
 
 
 def _limit() -> tuple[int, int] | None:
-    """(limit, current) of the control group, or None where there is no limit."""
+    """Returns (limit, current) of the control group, or None if there is no limit."""
     for limit_path, current_path in (CGROUP2, CGROUP1):
         limit, current = _read_int(limit_path), _read_int(current_path)
         if limit is not None and current is not None and limit < 1 << 60:

@@ -9,7 +9,7 @@ from trencadis.core.request import MAX_BIAS
 
 
 def any_inputs(bucket: Bucket, sizes: InputSizes) -> int:
-    """Bytes of a bucket's input tensors, if the policy has no function for them."""
+    """Returns the bytes of a bucket's input tensors by a general formula, for policies without their own."""
     stage, dims, vocab = bucket.stage, bucket.dims, sizes.vocab
     bits = -(-vocab // 8)
     if stage is Stage.VISION:
@@ -25,6 +25,9 @@ def any_inputs(bucket: Bucket, sizes: InputSizes) -> int:
 
 
 def attending(policy: Policy, library: str) -> Callable[[Bucket, InputSizes], int]:
-    """Bytes of a bucket's inputs, with what a library of attention works in beside them (`--attention-backend`)."""
+    """Returns a function for the bytes of a bucket's inputs plus the workspace of an attention library.
+
+    ``library`` is a value of `--attention-backend`.
+    """
     inputs, beside = policy.inputs or any_inputs, policy.attention.get(library)
     return inputs if beside is None else lambda bucket, sizes: inputs(bucket, sizes) + beside(bucket, sizes)

@@ -1,4 +1,7 @@
-"""How many KV blocks ``--kv-offloading-size`` holds in host memory. Pure; sizes in bytes unless named otherwise."""
+"""Computes how many KV blocks ``--kv-offloading-size`` holds in host memory.
+
+Pure; sizes in bytes unless named otherwise.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,12 @@ from trencadis.core.memory.byte_units import gib
 
 
 def format_flag(config: EngineConfig) -> str:
-    """The flag as the user wrote it."""
+    """Returns the flag with its value, for messages."""
     return f"--kv-offloading-size {config.kv_offloading_size:g}"
 
 
 def check_kv_offload(config: EngineConfig, policy: Policy, device: str) -> None:
-    """Raises StartupError where such blocks are asked for and the device or another flag has no use for them."""
+    """Raises StartupError if blocks in host memory are requested but unsupported by the device or other flags."""
     if not config.kv_offloading_size:
         return
     if not policy.host_kv:
@@ -30,14 +33,14 @@ def check_kv_offload(config: EngineConfig, policy: Policy, device: str) -> None:
 
 
 def host_block_count(config: EngineConfig, block_bytes: int, ranks: int, free: int | None = None) -> int:
-    """Blocks of host memory; 0: none are asked for.
+    """Returns the number of KV blocks in host memory; 0: none are requested.
 
     Args:
-        block_bytes: of one block of one rank; each rank keeps its own part of a block.
-        free: of the host; None: not known.
+        block_bytes: bytes of one block on one rank; each rank keeps its own part of a block.
+        free: free bytes of the host; None: unknown.
 
     Raises:
-        StartupError: the size holds no block, or is above what is free.
+        StartupError: the size holds no block, or exceeds the free memory.
     """
     size = int(config.kv_offloading_size * 2**30)
     if free is not None and size > free:
@@ -49,11 +52,13 @@ def host_block_count(config: EngineConfig, block_bytes: int, ranks: int, free: i
 
 
 def on_all_stages(model: ModelConfig, block_bytes: int) -> int:
-    """Bytes of a KV block over all pipeline stages; ``block_bytes``: of its part on the stage that ``model`` is."""
+    """Returns the bytes of a KV block over all pipeline stages, from ``block_bytes`` of the part on ``model``'s
+    stage.
+    """
     return block_bytes // len(model.cached) * (model.text.layers - len(model.text.cross_attention_layers))
 
 
 def format_note(count: int, block_bytes: int, block_size: int, ranks: int) -> str:
-    """The line of a start-up and of ``trencadis plan``."""
+    """Returns the line about host blocks for the start-up and for ``trencadis plan``."""
     held = gib(count * block_bytes * ranks)
     return f"host memory: {count} KV blocks of {block_size} tokens, {held}, for what makes room on the device"

@@ -1,10 +1,10 @@
-"""How a device's memory is divided, to the byte. Pure; sizes in bytes. Graph pools follow the Gaudi guide's arithmetic.
+"""Divides a device's memory, exact to the byte. Pure; sizes in bytes. Graph pools follow the Gaudi guide's arithmetic.
 
     graphs  = usable x reserved     kv = usable - graphs, in whole blocks
     prefill = graphs x prompt       decode = graphs - prefill
     text    = prefill x text        vision = prefill - text        (multimodal models only)
 
-Shares are exact decimals and are rounded down; the margin takes the rest, so that the rows sum to the device.
+Shares are exact decimals and are rounded down; the margin takes the rest, so that the rows sum to the device's total.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ TEXT, VISION, DECODE = "text", "vision", "decode"
 POOLS = (TEXT, VISION, DECODE)
 
 UNUSED_SHARE = Fraction(2, 100)
-"""Share of the device that may stay reserved and unused before a line says so."""
+"""Fraction of the device that may stay reserved and unused before a line recommends a change."""
 
 
 def pool_of(stage: Stage) -> str:
-    """The pool that pays for a stage's graphs; SAMPLE, RESET and POOL use the decode pool."""
+    """Returns the pool that a stage's graphs are charged to; SAMPLE, RESET and POOL use the decode pool."""
     if stage is Stage.VISION:
         return VISION
     return DECODE if stage in (Stage.DECODE, Stage.SAMPLE, Stage.RESET, Stage.POOL) else TEXT
 
 
 class DeviceTooSmall(StartupError):
-    """The whole device is too small; ``blocks`` counts the KV blocks that it would hold."""
+    """Raised if the whole device is too small; ``blocks`` counts the KV blocks that it would hold."""
 
     def __init__(self, message: str, blocks: int = 0) -> None:
         super().__init__(message)
@@ -42,7 +42,10 @@ class DeviceTooSmall(StartupError):
 
 @dataclass(frozen=True)
 class GraphSettings:
-    """VLLM_GRAPH_* as values; ``requested``: bytes of each pool (POOLS) from measurements, in place of the shares."""
+    """The VLLM_GRAPH_* settings.
+
+    ``requested``: bytes of each pool (POOLS) from measurements, instead of the shares.
+    """
 
     reserved: float = 0.1
     prompt: float = 0.3
@@ -53,13 +56,13 @@ class GraphSettings:
     requested: tuple[int, int, int] | None = None
 
     def strategy(self, pool: str) -> str:
-        """The order in which a pool's graphs are captured."""
+        """Returns the order in which a pool's graphs are captured."""
         return self.decode_strategy if pool == DECODE else self.prompt_strategy
 
 
 @dataclass(frozen=True)
 class MemoryInUse:
-    """Bytes that are in use before the KV cache exists."""
+    """Bytes that are in use before the KV cache is allocated."""
 
     total: int
     others: int = 0
@@ -73,7 +76,7 @@ class MemoryInUse:
 
     @property
     def free(self) -> int:
-        """Bytes that are left after profiling."""
+        """Bytes left after profiling."""
         return self.total - self.taken
 
     @property
@@ -85,7 +88,7 @@ class MemoryInUse:
 
 @dataclass(frozen=True)
 class MemorySplit:
-    """How ``usable`` bytes are divided between KV cache and graph pools; ``blocks`` excludes the reserved ones."""
+    """The division of ``usable`` bytes into KV cache and graph pools; ``blocks`` excludes the reserved ones."""
 
     usable: int
     graphs: int
@@ -96,17 +99,19 @@ class MemorySplit:
     decode: int
 
     def pools(self) -> dict[str, int]:
-        """Bytes of each graph pool."""
+        """Returns the bytes of each graph pool."""
         return {TEXT: self.text, VISION: self.vision, DECODE: self.decode}
 
 
 def share_of(amount: int, ratio: float) -> int:
-    """``ratio`` of ``amount``, rounded down; the ratio is taken as the decimal number that it prints as."""
+    """Returns ``ratio`` of ``amount``, rounded down; the ratio is treated as the exact decimal that it prints as."""
     return int(amount * Fraction(repr(float(ratio))))
 
 
 def usable_bytes(in_use: MemoryInUse, utilisation: float, of: str) -> int:
-    """Bytes for KV cache and graphs: a share of the ``free`` memory, or a share of the ``total`` less what is taken."""
+    """Returns the bytes for KV cache and graphs: a share of ``free`` memory, or a share of ``total`` minus those in
+    use.
+    """
     if of == "total":
         return max(share_of(in_use.total, utilisation) - in_use.taken, 0)
     return max(share_of(in_use.free, utilisation), 0)
@@ -121,7 +126,7 @@ def divide_memory(
     multimodal: bool,
     kv_bytes: int | None = None,
 ) -> MemorySplit:
-    """Divides the usable bytes into KV cache and graph pools; ``kv_bytes`` fixes the KV cache, as far as it fits."""
+    """Divides the usable bytes into KV cache and graph pools; ``kv_bytes`` fixes the KV cache as far as it fits."""
     available = usable_bytes(in_use, utilisation, of)
     if settings.eager:
         text = vision = decode = graphs = 0
@@ -139,7 +144,7 @@ def divide_memory(
 
 
 def _scale_requested(asked: tuple[int, int, int], available: int) -> tuple[int, int, int]:
-    """Measured needs, scaled down so that together they take at most half of the available bytes."""
+    """Returns measured needs, scaled down so that together they take at most half of the available bytes."""
     total = sum(asked)
     if 2 * total <= available:
         return asked
@@ -149,7 +154,7 @@ def _scale_requested(asked: tuple[int, int, int], available: int) -> tuple[int, 
 
 @dataclass
 class PoolAccounts:
-    """Budget of each graph pool, and the bytes that captured graphs really took. Mutable; one per rank."""
+    """Budget of each graph pool, and the bytes that captured graphs actually took. Mutable; one per rank."""
 
     budget: dict[str, int]
     spent: dict[str, int] = field(default_factory=lambda: dict.fromkeys(POOLS, 0))
@@ -157,21 +162,21 @@ class PoolAccounts:
     closed: set[str] = field(default_factory=set)
 
     def remaining(self, pool: str) -> int:
-        """Bytes that a pool can still pay; 0 once it is closed or overdrawn."""
+        """Returns the bytes left in a pool; 0 once it is closed or overdrawn."""
         if pool in self.closed:
             return 0
         return max(self.budget[pool] - self.spent[pool] - self.lost[pool], 0)
 
     def charge(self, pool: str, cost: int) -> bool:
-        """Charges a captured graph; False if the pool is overdrawn now, so that the graph must be released."""
+        """Charges a captured graph; returns False if the pool is now overdrawn and the graph must be released."""
         self.spent[pool] += cost
         return self.spent[pool] + self.lost[pool] <= self.budget[pool]
 
     def release(self, pool: str, cost: int, returned: int) -> None:
-        """Refunds a released graph of ``cost`` bytes, of which ``returned`` came back; the rest is charged as lost.
+        """Refunds a released graph of ``cost`` bytes, of which ``returned`` were freed; the rest is charged as lost.
 
-        More may come back than it cost: some devices return the memory of several graphs with the last of them, and
-        then what was lost before is refunded.
+        More bytes may be freed than it cost: some devices free the memory of several graphs with the last of them, and
+        then earlier losses are refunded.
         """
         self.spent[pool] -= cost
         self.lost[pool] += max(cost - max(returned, 0), 0)
@@ -182,7 +187,7 @@ class PoolAccounts:
             late -= found
 
     def close(self, pool: str) -> None:
-        """Ends captures from this pool, because one of them ran out of memory."""
+        """Stops captures from this pool, after one of them ran out of memory."""
         self.closed.add(pool)
 
     def hand_over(self, pool: str) -> None:
@@ -196,7 +201,7 @@ class PoolAccounts:
 
 @dataclass(frozen=True)
 class Ledger:
-    """A device's memory, row by row; the rows sum to its total."""
+    """A device's memory by rows, which sum to its total."""
 
     memory_in_use: MemoryInUse
     memory_split: MemorySplit
@@ -204,7 +209,7 @@ class Ledger:
     lost: int = 0
 
     def rows(self) -> tuple[LedgerRow, ...]:
-        """All rows. The margin takes rounding, and what graphs cost above the reserve."""
+        """Returns all rows. The margin takes rounding, and the excess of graphs over the reserve."""
         b, d = self.memory_in_use, self.memory_split
         used = sum(self.spent.values()) + self.lost
         named = (
@@ -228,16 +233,16 @@ class Ledger:
 
     @property
     def unused(self) -> int:
-        """Bytes that are reserved for graphs and that no graph uses."""
+        """Bytes that are reserved for graphs but not used."""
         return dict(self.rows())["graph reserve unused"]
 
 
 def final_ledger(in_use: MemoryInUse, memory_split: MemorySplit, accounts: PoolAccounts) -> Ledger:
-    """The ledger once graphs are captured."""
+    """Returns the ledger after graphs have been captured."""
     return Ledger(in_use, memory_split, dict(accounts.spent), sum(accounts.lost.values()))
 
 
-# Advice: lines that name a setting and its value
+# Advice: lines that recommend a value of a setting
 
 
 def check_capacity(
@@ -250,10 +255,10 @@ def check_capacity(
     needed: int,
     max_model_len: int,
 ) -> MemorySplit:
-    """The division, which must hold ``needed`` KV blocks: those of one request of ``max_model_len``.
+    """Divides the memory and checks that it holds ``needed`` KV blocks: those of one request of ``max_model_len``.
 
     Raises:
-        StartupError: it holds fewer; the line names a utilisation with which it holds them.
+        StartupError: it holds fewer; the message names a sufficient utilisation.
         DeviceTooSmall: no utilisation is enough.
     """
     found = divide_memory(in_use, utilisation, of, settings, block_bytes, multimodal)
@@ -277,7 +282,7 @@ def check_capacity(
 def utilisation_that_fits(
     in_use: MemoryInUse, of: str, settings: GraphSettings, block_bytes: int, multimodal: bool, needed: int
 ) -> float | None:
-    """The smallest utilisation, in hundredths, that yields ``needed`` KV blocks; None: not even 1.0 does."""
+    """Returns the smallest utilisation, in hundredths, that yields ``needed`` KV blocks; None: not even 1.0 does."""
     for hundredth in range(1, 101):
         found = divide_memory(in_use, hundredth / 100, of, settings, block_bytes, multimodal)
         if found.blocks >= needed:
@@ -286,7 +291,9 @@ def utilisation_that_fits(
 
 
 def unused_line(ledger: Ledger, block_bytes: int, reserved: float, holds: float) -> str | None:
-    """Names the VLLM_GRAPH_RESERVED_MEM that would turn an unused reserve into KV blocks; None if little is unused.
+    """Returns a line with the VLLM_GRAPH_RESERVED_MEM that turns an unused reserve into KV blocks.
+
+    Returns None if little is unused.
 
     ``holds`` is the smallest share with which the same graphs are captured.
     """

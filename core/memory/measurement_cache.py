@@ -1,6 +1,6 @@
-"""Bytes and seconds of graphs that earlier starts measured, kept as JSON for ``--graph-memory auto``. Torch-free.
+"""Cache of measured bytes and seconds of graphs from earlier starts, as JSON for ``--graph-memory auto``. Torch-free.
 
-There is one file per model, device, dtype, ranks and block size. It is a cache: an unreadable file counts as absent.
+There is one file per model, device, dtype, ranks and block size. An unreadable file counts as absent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VERSION = 2
 
 @dataclass(frozen=True)
 class MeasurementKey:
-    """The model and device that measurements hold for."""
+    """The model and device for which measurements are valid."""
 
     model: str
     device: str
@@ -32,14 +32,14 @@ class MeasurementKey:
 
     @property
     def file(self) -> str:
-        """The file's name."""
+        """Name of the file."""
         text = json.dumps(asdict(self), sort_keys=True)
         return f"{self.device.replace(' ', '-')}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
 
 @dataclass(frozen=True)
 class Measurements:
-    """By bucket: a graph's bytes beside its inputs, seconds of compiling, and the most bytes that a launch held."""
+    """Measured values by bucket: a graph's bytes without its inputs, seconds of compiling, peak bytes of a launch."""
 
     graphs: Mapping[Bucket, int] = field(default_factory=dict)
     seconds: Mapping[Bucket, float] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Measurements:
 
 
 def fingerprint(model: ModelConfig) -> str:
-    """A digest of the model's sizes, because checkpoints of equal shape share measurements; each stage has its own."""
+    """Returns a digest of the model's sizes: checkpoints of equal shape share measurements, pipeline stages do not."""
     parts = {"text": asdict(model.text), "vision": asdict(model.vision) if model.vision else None}
     if model.part is not None:
         parts["part"] = asdict(model.part)
@@ -57,7 +57,7 @@ def fingerprint(model: ModelConfig) -> str:
 
 
 def folder(environ: Mapping[str, str] | None = None) -> Path:
-    """The folder of the files: in TRENCADIS_CACHE, else in the user's cache folder."""
+    """Returns the folder of the files: in TRENCADIS_CACHE, else in the user's cache folder."""
     environ = os.environ if environ is None else environ
     named = envs.get("TRENCADIS_CACHE", environ)
     if named:
@@ -67,15 +67,15 @@ def folder(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def name_of(bucket: Bucket) -> str:
-    """A bucket as a key of the file: its printed form."""
+    """Returns a bucket's key in the file: its printed form."""
     return str(bucket)
 
 
 def bucket_of(name: str) -> Bucket:
-    """The bucket that prints as ``name``.
+    """Parses the printed form of a bucket.
 
     Raises:
-        ValueError: no bucket prints so.
+        ValueError: ``name`` is not the form of a bucket.
     """
     shape, _, variant = name.partition("/")
     stage, bracket, dims = shape.rstrip("]").partition("[")
@@ -85,13 +85,16 @@ def bucket_of(name: str) -> Bucket:
 
 
 def load(key: MeasurementKey, directory: Path) -> Measurements | None:
-    """The measurements stored under ``key``; None if there is no readable file."""
+    """Returns the measurements stored under ``key``; None if there is no readable file."""
     found = _read(directory / key.file)
     return found[1] if found is not None and found[0] == key else None
 
 
 def load_nearest(key: MeasurementKey, directory: Path) -> Measurements | None:
-    """As ``load``, else the newest file of a device whose name begins with ``key.device``: a plan may name a kind."""
+    """Returns ``load``'s result, else the newest file of a device whose name begins with ``key.device``.
+
+    So a plan may name only the kind of the device.
+    """
     files = {f: f.stat().st_mtime for f in directory.glob(f"{key.device}*.json")} if directory.is_dir() else {}
     for file in (directory / key.file, *sorted(files, key=lambda f: -files[f])):
         found = _read(file)
@@ -101,7 +104,7 @@ def load_nearest(key: MeasurementKey, directory: Path) -> Measurements | None:
 
 
 def _read(file: Path) -> tuple[MeasurementKey, Measurements] | None:
-    """A file's key and content; None if it cannot be read."""
+    """Returns a file's key and content; None if it cannot be read."""
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
         if raw["version"] != VERSION:
@@ -114,10 +117,10 @@ def _read(file: Path) -> tuple[MeasurementKey, Measurements] | None:
 
 
 def merge_measurements(known: Measurements | None, new: Measurements, complete: bool) -> Measurements:
-    """``new`` merged into ``known``, of which all buckets stay that ``new`` lacks.
+    """Returns ``known`` updated with ``new``.
 
-    Unless ``new`` is ``complete``, the larger figure of a bucket counts: workspaces may not have grown to their size
-    yet, and if graphs share memory, a graph costs less once its stage holds others.
+    Unless ``new`` is ``complete``, the larger value of a bucket is kept: workspaces may not have grown to their full
+    size yet, and if graphs share memory, a graph costs less once its stage holds others.
     """
     if known is None:
         return new
@@ -130,13 +133,13 @@ def merge_measurements(known: Measurements | None, new: Measurements, complete: 
 
 
 def add_measurements(key: MeasurementKey, new: Measurements, directory: Path, complete: bool) -> None:
-    """Adds ``new`` to what is stored; does nothing if the folder cannot be written."""
+    """Merges ``new`` into the stored measurements; does nothing if the folder cannot be written."""
     with suppress(OSError):
         store(key, merge_measurements(load(key, directory), new, complete), directory)
 
 
 def store(key: MeasurementKey, measured: Measurements, directory: Path) -> Path:
-    """Writes ``measured`` atomically, so that no reader sees half a file; returns the file's path."""
+    """Writes ``measured`` atomically; returns the file's path."""
     directory.mkdir(parents=True, exist_ok=True)
     content = {
         "version": VERSION,

@@ -1,4 +1,4 @@
-"""Measures the ledger's rows: each phase of a start-up is charged with the free memory that it used up."""
+"""Measures the ledger's rows: each phase of the start-up is charged with the free memory that it consumed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class MemoryMeter:
-    """Rows of the ledger before graphs. ``others`` is what was in use when the meter was made."""
+    """The rows of the ledger before graphs. ``others`` is the memory in use when the meter was created."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -30,6 +30,6 @@ class MemoryMeter:
         return taken
 
     def memory_in_use(self) -> MemoryInUse:
-        """The bytes in use before the KV cache exists."""
+        """Returns the bytes in use before the KV cache is allocated."""
         names = ("others", "weights", "arena", "state", "hidden", "inputs", "activations", "copies")
         return MemoryInUse(self.total, *(self.rows.get(name, 0) for name in names))

@@ -1,4 +1,4 @@
-"""What quantised weights cost on one of ``ranks`` devices, matrix by matrix, by config.json alone. Pure; in bytes."""
+"""Sizes of quantised weights on one of ``ranks`` devices, matrix by matrix, from config.json alone. Pure; in bytes."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from trencadis.core.quant.scheme import FLOATS8, PANELS, ROWS8, Scheme, held_byt
 from trencadis.core.shared_constants import align_up
 
 EXPERT_FORMS = (ROWS8, PANELS)
-"""Forms (``Policy.quantised``) of devices that keep experts as codes; others make them of the engine's type."""
+"""Forms (``Policy.quantised``) of devices that keep experts as codes; others dequantise them to the engine's dtype."""
 
 EXPERTS = ".experts."
-"""What names of experts' matrices have in them."""
+"""Part of the names of experts' matrices."""
 
 
 def weight_notes(model: ModelConfig, itemsize: int, form: str) -> list[str]:
-    """What users must know of quantised weights on this device.
+    """Returns notes for users on quantised weights on this device.
 
     Raises:
-        StartupError: the device has no use for what was asked.
+        StartupError: the device does not support the requested quantisation.
     """
     if model.quant is not None and model.quant.given and form != FLOATS8:
         raise StartupError("--quantization inc is for fp8 on Gaudi; here --quantization fp8, int8 or int4 works")
@@ -35,29 +35,32 @@ def weight_notes(model: ModelConfig, itemsize: int, form: str) -> list[str]:
 
 
 def mlp_columns(model: ModelConfig, ranks: int, width: int = 1) -> int:
-    """Columns of the decoder's MLP on one device, a multiple of ``width``; a share ends at a quantised group."""
+    """Returns the columns of the decoder's MLP on one device, a multiple of ``width``.
+
+    A share ends at the end of a quantised group.
+    """
     inner = model.text.intermediate
     unit = mlp_unit(inner, model.quant.widest_group() if model.quant is not None else 1, ranks)
     return align_up(-(-inner // unit // ranks) * unit, width)
 
 
 def vocabulary_share(model: ModelConfig, ranks: int, width: int = 1) -> int:
-    """Rows of the head on one of ``ranks`` devices, a multiple of ``width`` where it is shared."""
+    """Returns the rows of the head on one of ``ranks`` devices, a multiple of ``width`` if the head is sharded."""
     return align_up(-(-model.text.vocab // ranks), width if ranks > 1 else 1)
 
 
 def mlp_matrices(t: TextConfig) -> int:
-    """Matrices of hidden x intermediate values in an MLP."""
+    """Returns the number of hidden x intermediate matrices in an MLP."""
     return 3 if t.mlp == GATED else 2
 
 
 def layer_norms(t: TextConfig) -> int:
-    """Norms of hidden values in a layer."""
+    """Returns the number of norms of hidden size in a layer."""
     return 4 if t.norm_placement == SANDWICH else 2
 
 
 def norm_excess(model: ModelConfig, itemsize: int) -> int:
-    """Bytes that norms take beyond those of the engine's type: weights of 1 and a fraction are float32."""
+    """Returns the bytes of norms beyond those in the engine's dtype; norms of ``RMS_ONE`` are float32."""
     t, share = model.text, model.share
     if t.norm != RMS_ONE:
         return 0
@@ -67,14 +70,17 @@ def norm_excess(model: ModelConfig, itemsize: int) -> int:
 
 
 def norm_excess_of(t: TextConfig, itemsize: int) -> int:
-    """``norm_excess`` of a layer."""
+    """Returns ``norm_excess`` of one layer."""
     if t.norm != RMS_ONE:
         return 0
     return (layer_norms(t) * t.hidden + (2 * t.head_dim if t.qk_norm else 0)) * (4 - itemsize)
 
 
 def layer_values(model: ModelConfig, index: int, ranks: int, width: int = 1) -> int:
-    """Values of the decoder's layer ``index`` on a stage's rank 0, exact; row-parallel biases live there alone."""
+    """Returns the exact number of values of decoder layer ``index`` on a stage's rank 0.
+
+    Rank 0 alone holds the biases of row-parallel layers.
+    """
     t, columns = model.text, mlp_columns(model, ranks, width)
     heads = -(-t.heads // ranks) * t.head_dim
     qkv = heads + 2 * (-(-t.kv_heads // ranks) if t.kv_heads >= ranks else 1) * t.head_dim
@@ -89,7 +95,7 @@ def layer_values(model: ModelConfig, index: int, ranks: int, width: int = 1) -> 
 
 
 def layer_bytes(model: ModelConfig, index: int, itemsize: int, ranks: int, form: str, width: int = 1) -> int:
-    """Bytes of that layer's weights as a device of ``form`` (``Policy.quantised``) holds them."""
+    """Returns the bytes of that layer's weights on a device of ``form`` (``Policy.quantised``)."""
     t = model.text
     kv = -(-t.kv_heads // ranks) if t.kv_heads >= ranks else 1
     beside = norm_excess_of(t, itemsize) + (t.kv.fixed_bytes(kv) if t.kv is not None else 0)
@@ -98,7 +104,7 @@ def layer_bytes(model: ModelConfig, index: int, itemsize: int, ranks: int, form:
 
 
 def decoder_values(model: ModelConfig, ranks: int, width: int = 1) -> int:
-    """Values of the decoder on a stage's rank 0, exact, without a class head."""
+    """Returns the exact number of values of the decoder on a stage's rank 0, without a class head."""
     t, share = model.text, model.share
     norm = t.hidden * (2 if t.norm == LAYER else 1)
     total = sum(layer_values(model, index, ranks, width) for index in share.layers)
@@ -114,9 +120,9 @@ def decoder_values(model: ModelConfig, ranks: int, width: int = 1) -> int:
 
 
 def largest_dequantised_bytes(model: ModelConfig, itemsize: int, ranks: int, form: str, width: int, head: bool) -> int:
-    """Bytes of the largest matrix that a product opens to the engine's type first: the head's, or one of a layer.
+    """Returns the bytes of the largest matrix dequantised for a product: the head's (``head``), or one of a layer.
 
-    Parts over one input are one matrix.
+    Parts with the same input count as one matrix.
     """
     quant = model.quant
     if quant is None or form != FLOATS8 or itemsize != 2:
@@ -132,27 +138,25 @@ def largest_dequantised_bytes(model: ModelConfig, itemsize: int, ranks: int, for
 
 
 def quantisation_excess(model: ModelConfig, itemsize: int, ranks: int, form: str, width: int = 1) -> int:
-    """Bytes that quantised weights take beyond those in the engine's type: below zero where they are smaller.
+    """Returns the bytes of quantised weights minus those in the engine's dtype: negative if they are smaller.
 
-    A head that is quantised as it loads has integers of its own, even if it is tied to the embedding.
+    A head that is quantised while it loads has its own integers, even if it is tied to the embedding.
     """
     quant = model.quant
     if quant is None:
         return 0
     total, t, share = _excess_of(model, itemsize, ranks, form, width), model.text, model.share
-    one = ranks == 1 and share.starts and share.ends  # else the head is not the embedding's table
+    one = ranks == 1 and share.starts and share.ends  # otherwise the head is not the embedding table
     head = quant.scheme("lm_head") if t.tied and one else None
     if head is not None and quant.method == "online":
         total += t.vocab * t.width * itemsize
-    elif head is not None:  # stored as the embedding's table, whatever config.json says
+    elif head is not None:  # stored as the embedding table, regardless of config.json
         total -= held_bytes(head, t.vocab, t.width, itemsize, form) - t.vocab * t.width * itemsize
     return total
 
 
 def _excess_of(model: ModelConfig, itemsize: int, ranks: int, form: str, width: int, index: int | None = None) -> int:
-    """``quantisation_excess`` of all matrices, or of those of one layer. Experts are kept as codes by
-    ``EXPERT_FORMS`` alone.
-    """
+    """Returns ``quantisation_excess`` of all matrices, or of one layer. Only ``EXPERT_FORMS`` keep experts as codes."""
     quant = model.quant
     if quant is None:
         return 0
@@ -165,7 +169,7 @@ def _excess_of(model: ModelConfig, itemsize: int, ranks: int, form: str, width: 
 
 
 def _fuse_matrices(quant: Quantisation, parts: Iterable[SharedMatrix]) -> Iterator[tuple[Scheme, SharedMatrix]]:
-    """The quantised ones. Those over the same input are one, as layers hold them, if all have the same scheme."""
+    """Yields the quantised matrices. Those with the same input and scheme count as one, as layers fuse them."""
     sets: list[list[tuple[Scheme | None, SharedMatrix]]] = []
     for part in parts:
         if part.first or not sets:
@@ -180,20 +184,20 @@ def _fuse_matrices(quant: Quantisation, parts: Iterable[SharedMatrix]) -> Iterat
 
 
 def _linear_matrices(model: ModelConfig, ranks: int, width: int) -> Iterator[SharedMatrix]:
-    """Every linear of this stage that a checkpoint may quantise."""
+    """Yields every linear layer of this stage that a checkpoint may quantise."""
     t, share = model.text, model.share
     for index in share.layers:
         yield from _layer_matrices(model, index, ranks, width)
     if share.ends:
         yield SharedMatrix("lm_head", vocabulary_share(model, ranks, width), t.width, t.width)
-    # AWQ's and GPTQ's tools take the decoder's blocks alone, and their files do not say so.
+    # AWQ's and GPTQ's tools quantise only the decoder's blocks, without listing the rest in their files.
     decoder_only = model.quant is not None and model.quant.method in ("awq", "gptq", "gptq_v2")
     if model.vision is not None and model.encodes_images and not decoder_only:
         yield from model.vision.matrices(1 if model.encoder_data_parallel else ranks, width)
 
 
 def _layer_matrices(model: ModelConfig, index: int, ranks: int, width: int) -> Iterator[SharedMatrix]:
-    """Those of one layer; a router is kept in the engine's type."""
+    """Yields the matrices of one layer; a router is kept in the engine's dtype."""
     t, at = model.text, f"layers.{index}"
     heads = -(-t.heads // ranks) * t.head_dim
     kv = (-(-t.kv_heads // ranks) if t.kv_heads >= ranks else 1) * t.head_dim

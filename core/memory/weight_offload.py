@@ -1,4 +1,7 @@
-"""How many layers' weights ``--cpu-offload-gb`` puts into host memory. Pure; sizes in bytes unless named otherwise."""
+"""Computes how many layers' weights ``--cpu-offload-gb`` puts into host memory.
+
+Pure; sizes in bytes unless named otherwise.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,13 @@ from trencadis.core.memory.estimate import MemoryEstimator
 from trencadis.core.models.registry import family_of
 
 BUFFERS = 2
-"""Layers that the device has room for: one is computed while the next arrives."""
+"""Number of layer buffers on the device: one layer is computed while the next is copied."""
 
 UNIT = 256
-"""A layer's tensors begin at multiples of so many bytes in a buffer."""
+"""Alignment in bytes of a layer's tensors in a buffer."""
 
 GAPS = 64
-"""Gaps of ``UNIT`` that a buffer has room for beside a layer's bytes."""
+"""Number of alignment gaps that a buffer has room for, in addition to a layer's bytes."""
 
 
 class HostWeights(NamedTuple):
@@ -38,12 +41,12 @@ NONE = HostWeights(0, 0, 0)
 
 
 def format_flag(config: EngineConfig) -> str:
-    """The flag as the user wrote it."""
+    """Returns the flag with its value, for messages."""
     return f"--cpu-offload-gb {config.cpu_offload_gb:g}"
 
 
 def check_weight_offload(config: EngineConfig, policy: Policy, device: str) -> None:
-    """Raises StartupError where the device has no use for such weights."""
+    """Raises StartupError if the device does not support weights in host memory."""
     if config.cpu_offload_gb and not policy.host_weights:
         own = "weights lie in host memory already; --quantization makes them smaller"
         other = f"launches of {device} hold no copies from host memory; those of cuda do"
@@ -53,14 +56,14 @@ def check_weight_offload(config: EngineConfig, policy: Policy, device: str) -> N
 def plan_offload(
     config: EngineConfig, estimator: MemoryEstimator, free: int | None = None, ranks: int = 1
 ) -> HostWeights:
-    """What each rank puts into host memory: as many of the last layers as the size holds.
+    """Returns what each rank puts into host memory: as many of the last layers as the size holds.
 
     Args:
-        free: bytes of the host; None: not known.
-        ranks: that share this host.
+        free: free bytes of the host; None: unknown.
+        ranks: number of ranks that share this host.
 
     Raises:
-        StartupError: the size holds too few layers to save memory, or is above what is free.
+        StartupError: the size holds too few layers to save memory, or exceeds the free memory.
     """
     size, model = int(config.cpu_offload_gb * 2**30), estimator.model
     if not size:
@@ -93,7 +96,7 @@ def plan_offload(
 
 
 def notes(config: EngineConfig, estimator: MemoryEstimator) -> list[str]:
-    """The line of a start-up and of ``trencadis plan``, where weights lie in host memory."""
+    """Returns the line on weights in host memory for the start-up and for ``trencadis plan``; empty: there are none."""
     found = plan_offload(config, estimator)
     if not found.layers:
         return []

@@ -1,1 +1,1 @@
-"""Model definitions, each written once for all backends, with the checkpoint names that they map."""
+"""Model definitions, each written once for all backends, with their mapping of checkpoint names."""

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors under canonical names, as layers ask for them: in the engine's type, or quantised."""
+"""Access to a checkpoint's tensors by canonical name, converted to the engine's dtype or quantised."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.quant.scheme import FLOATS8, Scheme
 
 KV_SCALES = ("{}_scale", "{}_proj.{}_scale", "{}_proj.output_scale", "attn.{}_scale")
-"""Names of a layer's KV scales, by the tools that write them."""
+"""Names of a layer's KV scales, in the forms that different tools write."""
 
 EXPERTS = ".experts."
 
 OLD_KINDS = ((".gamma", ".weight"), (".beta", ".bias"))
-"""What norms' tensors are called in checkpoints that were converted from TensorFlow."""
+"""Names of norm tensors in checkpoints converted from TensorFlow -> current names."""
 
 
 class CheckpointSource:
-    """``core.layers.weight_source.WeightSource`` over a checkpoint's tensors.
+    """A ``core.layers.weight_source.WeightSource`` over a checkpoint's tensors.
 
     Args:
-        names: from stored names to canonical ones; tensors that it has no name for are ignored.
-        config: its name is for messages.
+        names: maps stored names to canonical ones; tensors without a canonical name are ignored.
+        config: the model; its name is used in messages.
 
     Raises:
-        StartupError: two tensors have one canonical name and differ, or a fused one has not the size of its parts.
+        StartupError: two different tensors have the same canonical name, or a fused one has not the size of its parts.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class CheckpointSource:
     ) -> None:
         self.label, self.device, self.dtype = config.name, backend.device, backend.dtype
         self.values, self.quant = backend.values, config.quant
-        # A card whose 8-bit floats have another range than the file's must not see the file's.
+        # Codes stay on the host if the card's 8-bit floats have another range than the file's.
         self.codes = torch.device("cpu") if backend.policy.quantised == FLOATS8 else backend.device
         self.dummy = weights if isinstance(weights, DummyWeights) else None
         self.tensors: dict[str, Tensor] = {}
@@ -66,7 +66,7 @@ class CheckpointSource:
                 for part, piece in self._cut(stored, one, held, parts) if parts else ((one, held),):
                     self._add(part, piece, stored)
         if config.text.tied and "lm_head.weight" in self.tensors:
-            # Some conversions keep a tied table under the head's name alone.
+            # Some conversions store a tied table only under the head's name.
             self.tensors.setdefault("embed_tokens.weight", self.tensors["lm_head.weight"])
         self._last: tuple[str, QTensor] | None = None
         self.copied: bool = backend.ops.copies
@@ -79,7 +79,7 @@ class CheckpointSource:
             raise StartupError(f"{self.label} holds {twin} and {stored}, which are one weight and differ")
 
     def _cut(self, stored: str, name: str, tensor: Tensor, parts: Mapping[str, int]) -> Iterable[tuple[str, Tensor]]:
-        """A fused weight or bias as its parts, by output."""
+        """Splits a fused weight or bias into its parts, by output features."""
         if len(tensor) != sum(parts.values()):
             raise StartupError(
                 f"{self.label}: {stored} has {len(tensor)} output features, config.json asks {sum(parts.values())}"
@@ -93,10 +93,10 @@ class CheckpointSource:
         return name in self.tensors
 
     def kv_scale(self, name: str, kind: str) -> float:
-        """The scale of keys (``kind`` k) or values (v) of attention ``name``.
+        """Returns the scale of keys (``kind`` k) or values (v) of attention ``name``.
 
         Raises:
-            StartupError: there is none, or it is not one positive number.
+            StartupError: it is missing or not a single positive number.
         """
         if self.dummy is not None:
             return 1.0
@@ -117,22 +117,25 @@ class CheckpointSource:
         return value
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor [shape] in the backend's dtype, on its device.
+        """Returns the tensor [shape] in the backend's dtype, on its device.
 
         Raises:
-            StartupError: it is missing, or has another shape or an unsupported dtype.
+            StartupError: the tensor is missing, or has another shape or an unsupported dtype.
         """
         return self._move(self._find(name, shape))
 
     def shard(self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> Tensor:
-        """``take`` restricted to [start, stop) along ``dim``; only that part is read."""
+        """Returns ``take`` restricted to [start, stop) along ``dim``; only that part is read."""
         tensor = self._find(name, shape)
         if stop - start < shape[dim]:
             tensor = tensor.narrow(dim, start, stop - start)
         return self._move(tensor)
 
     def take_stacked(self, parts: Sequence[StackedPart], inputs: int) -> Tensor:
-        """Joined, and converted as they are copied, in memory that each call uses again where the backend copies it."""
+        """Returns the joined parts, converted while they are copied.
+
+        If the backend copies weights, each call reuses the same memory.
+        """
         if not self.copied or self.dummy is not None:
             return stack(self, parts, inputs)
         found = [self._find(part.name, (part.size, inputs))[part.start : part.stop] for part in parts]
@@ -149,7 +152,7 @@ class CheckpointSource:
         return out
 
     def stored(self, parts: Sequence[StackedPart], inputs: int, start: int, stop: int) -> StoredRows | None:
-        """``core.layers.weight_source.StoringSource``: views of the mapped files."""
+        """Implements ``core.layers.weight_source.StoringSource`` with views of the mapped files."""
         if not self.copied or self.dummy is not None:
             return None
         found = [self._find(p.name, (p.size, inputs))[p.start : p.stop, start:stop] for p in parts]
@@ -158,21 +161,22 @@ class CheckpointSource:
         return StoredRows(found, [p.width for p in parts], stop - start, self.dtype)
 
     def scheme(self, name: str) -> Scheme | None:
-        """How the weight of module ``name`` is quantised, by config.json; None: it is not."""
+        """Returns how config.json says that the weight of module ``name`` is quantised; None: it is not."""
         return self.quant.scheme(name) if self.quant is not None else None
 
     def take_quantised(
         self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int, own: str = ""
     ) -> QTensor | None:
-        """The weight [out, in] of module ``name``, restricted to [start, stop) along ``dim``; None: it has 16 bits.
+        """Returns the weight [out, in] of module ``name``, restricted to [start, stop) along ``dim``; None: not
+        quantised.
 
-        A checkpoint may leave out weights that its config.json counts as quantised: what is stored decides.
+        A checkpoint may store weights in 16 bits that its config.json counts as quantised: the stored form is used.
 
         Args:
-            own: the module whose scheme counts, where a head uses the embedding's table.
+            own: the module whose scheme applies if a head uses the embedding's table.
 
         Raises:
-            StartupError: its tensors are missing, misshaped, or hold what they must not.
+            StartupError: its tensors are missing, have wrong shapes, or hold invalid values.
         """
         scheme = self.scheme(own or name)
         if self.quant is None or (scheme is None and not self._has_quantised_tensors(name)):
@@ -189,7 +193,7 @@ class CheckpointSource:
         return self._move_quantised(part)
 
     def _has_quantised_tensors(self, name: str) -> bool:
-        """Whether a tensor is stored that only quantised weights have."""
+        """Returns True if a tensor is stored that only quantised weights have."""
         assert self.quant is not None
         return any(self.has(f"{name}.{mark}") for mark in MARKS.get(self.quant.method, ()))
 
@@ -203,7 +207,11 @@ class CheckpointSource:
     def _quantise_online(
         self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int, scheme: Scheme, module: str
     ) -> QTensor:
-        """Rounds the stored weight. The whole of it is, so that ranks have the scales that one rank would have."""
+        """Quantises the stored weight.
+
+        If it is split by inputs, the whole weight is quantised first, so that all ranks get the scales that a single
+        rank would get.
+        """
         assert self.quant is not None
         tensor, what = self._find(f"{name}.weight", shape), f"{self.label}: {name}"
         given = self.quant.given_scale(module)
@@ -238,7 +246,10 @@ class CheckpointSource:
 
 
 def fused_parts(c: TextConfig, name: str) -> dict[str, int] | None:
-    """The parts of a weight or bias that some checkpoints store as one matrix, in order, and the outputs of each."""
+    """Returns the parts, in order, of a weight or bias that some checkpoints store fused -> output features.
+
+    None: not fused.
+    """
     module, _, kind = name.rpartition(".")
     fused = module.rpartition(".")[2]
     if kind not in ("weight", "bias") or fused not in ("qkv_proj", "gate_up_proj"):
@@ -251,7 +262,7 @@ def fused_parts(c: TextConfig, name: str) -> dict[str, int] | None:
 
 
 def expert_rows(c: TextConfig, name: str, tensor: Tensor) -> Tensor:
-    """[experts, out, in] of a layer's experts, whose stored tensor is [experts, in, out] or that already."""
+    """Returns the experts of a layer as [experts, out, in]; they may be stored so or as [experts, in, out]."""
     if c.experts is None:
         return tensor
     outputs = 2 * c.experts.inner if name.endswith("gate_up_proj") else c.hidden
@@ -260,7 +271,7 @@ def expert_rows(c: TextConfig, name: str, tensor: Tensor) -> Tensor:
 
 
 def one_by_one(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-    """The experts of a layer that some checkpoints store as one tensor [experts, out, in]; others as they are."""
+    """Splits experts stored as one tensor [experts, out, in] into single weights; returns other tensors unchanged."""
     outer, mark, last = name.rpartition(EXPERTS)
     if not mark or tensor.ndim != 3 or "." in last:
         return [(name, tensor)]
@@ -268,7 +279,7 @@ def one_by_one(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
 
 
 def canonical(stored: str, names: StoredNames) -> str | None:
-    """The canonical name of a stored one; None if no prefix matches."""
+    """Returns the canonical form of a stored name; None if no prefix matches."""
     name = canonical_name(stored, names.prefixes.items(), names.inner)
     if name is None:
         return None

@@ -1,5 +1,6 @@
-"""A decoder some of whose layers attend to images (``TextConfig.cross_attention_layers``), which lie in the arena as
-their keys and values."""
+"""A decoder with layers that attend to images (``TextConfig.cross_attention_layers``), stored as keys and values in
+the arena.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ from trencadis.core.models.interface import CrossAttentionOps, Persistent
 
 
 class CrossAttentionDecoder(Decoder):
-    """``length``: arena rows of an image. Launches whose tokens attend to no image are those of a plain decoder."""
+    """A decoder with cross-attention layers; ``length``: arena rows per image.
+
+    Launches whose tokens attend to no image are those of a plain decoder.
+    """
 
     def __init__(self, config: ModelConfig, backend: Backend, length: int) -> None:
         super().__init__(config, backend)
@@ -44,11 +48,11 @@ class CrossAttentionDecoder(Decoder):
         for layer, kv in zip(cached, persistent.kv, strict=True):
             layer.attention.bind(kv)
         self.first = cached[0].attention
-        # What embeddings read in the place of rows, which none takes: ZERO, at another width.
+        # Embeddings read this instead of arena rows, which no token uses: the ZERO row, at the embedding's width.
         self._no_rows = persistent.arena.view(-1)[: self.config.text.width].view(1, -1)
 
     def text(self, inputs: TextTensors) -> None:
-        """As a plain decoder's; where no token attends to an image, the cross-attention layers are left out."""
+        """Computes a text launch like a plain decoder; without images, the cross-attention layers are skipped."""
         p, ops = self.persistent, self.ops
         x, residual, rotary, *_ = first_rows(self._start(inputs), len(inputs.out_row))
         attn = ops.prepare_attn(inputs.attn, self.first.heads, self.first.kv)
@@ -71,7 +75,7 @@ class CrossAttentionDecoder(Decoder):
         return self.ops.region(self.enter, *tokens, self.persistent.state.last, self._no_rows)
 
     def keep(self, x: Tensor, rows: Tensor, arena: Tensor) -> None:
-        """Stores rows [s, hidden] of images in ``arena[rows]``, as the cross-attention layers read them."""
+        """Stores image rows x [s, hidden] in ``arena[rows]`` as keys and values of the cross-attention layers."""
         self.ops.scatter_rows(
             arena,
             rows,

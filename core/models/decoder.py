@@ -1,4 +1,4 @@
-"""The decoder that all text models share, put together from the parts that its ``TextConfig`` names."""
+"""The decoder that all text models share, composed of the parts that its ``TextConfig`` selects."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ from trencadis.core.step import Encode, VisionInputs
 
 
 class DecoderLayer:
-    """Attention and an MLP or experts.
+    """A decoder layer: attention, and an MLP or experts.
 
-    Norms stand before them, before and behind them, or behind their sums with what went in.
+    Norms are applied before them, before and after them, or after the residual sums.
     """
 
     def __init__(self, backend: Backend, c: TextConfig, group: int = 1, index: int = 0, aligned: int = 1) -> None:
@@ -75,24 +75,25 @@ class DecoderLayer:
             norm.load(source, f"{name}.{part}_out_layernorm")
 
     def __call__(self, x: Tensor, residual: Tensor | None, rotary: Rotary, attn: Attn) -> tuple[Tensor, Tensor | None]:
-        """(MLP output, residual stream without it); like the inputs, both are [n, hidden] in the backend's dtype.
+        """Returns (MLP output, residual stream without it); like the inputs, both are [n, hidden] in the backend's
+        dtype.
 
-        Where norms stand behind the sums, (the stream, None).
+        With norms after the residual sums, returns (the stream, None).
         """
         if self.norms_after_sum:
             return self._forward_post_norm(x, rotary, attn), None
         normed, residual = self.input_norm(x, residual)
-        # No name holds what attention made: its memory is free again while the MLP runs.
+        # The output of attention gets no name, so that its memory is free while the MLP runs.
         normed, residual = self.post_norm(self._out(0, self.attention(normed, rotary, attn)), residual)
         return self._out(1, self.mlp(normed)), residual
 
     def _forward_post_norm(self, x: Tensor, rotary: Rotary, attn: Attn) -> Tensor:
-        """The stream behind a layer whose norms stand behind the sums."""
+        """Returns the stream after a layer whose norms follow the residual sums."""
         x = self.input_norm(scaled(self.attention(x, rotary, attn), self.scale), x)[0]
         return self.post_norm(scaled(self.mlp(x), self.scale), x)[0]
 
     def _out(self, part: int, x: Tensor) -> Tensor:
-        """What attention (0) or the MLP (1) made, as the stream takes it."""
+        """Scales and norms the output of attention (0) or the MLP (1) for the residual stream."""
         x = scaled(x, self.scale)
         return self.out_norms[part](x)[0] if self.out_norms else x
 
@@ -102,13 +103,13 @@ class DecoderLayer:
 
 
 class DecoderEntry:
-    """The start of a text launch; its shapes follow from the number of tokens, with padding, alone."""
+    """The start of a text launch; its shapes depend only on the padded number of tokens."""
 
     def __init__(self, backend: Backend, c: TextConfig, embedding: Embedding, parts: int = 0) -> None:
         self.ops, self.embedding, self.config, self.parts = backend.ops, embedding, c, max(parts, 1)
         self.takes_images = parts > 0
         self.rotary = TextRotary(c, backend.device)
-        # As a 16-bit checkpoint's authors multiplied: in the type of the embeddings.
+        # Rounded to the dtype of the embeddings, as in the original 16-bit models.
         self.scale = float(torch.tensor(c.embedding_scale, dtype=backend.dtype))
         self.widen = Linear(backend.ops, backend.comm) if c.width != c.hidden else None
         self.position_table: Tensor | None = None  # [positions, hidden], learned
@@ -129,10 +130,10 @@ class DecoderEntry:
     def __call__(
         self, tokens: Tensor, from_slot: Tensor, positions: Tensor, image_row: Tensor, last: Tensor, arena: Tensor
     ) -> tuple[Tensor, Tensor | None, Rotary, Rotary | None, tuple[Tensor, ...]]:
-        """([n, hidden] embeddings, what they are added to, rotary factors, those of layers with a window or None, int64
-        [n] rows of ``arena`` for each part of a token's row behind the first).
+        """Returns (embeddings [n, hidden], the residual that they are added to or None, rotary factors, those of layers
+        with a window or None, and for each DeepStack part of a token's row the rows of ``arena``, int64 [n]).
 
-        The arguments are ``TextTensors``'s. Tokens without an image have row 0, whose parts are all zeros.
+        The arguments are fields of ``TextTensors``. Tokens without an image have row 0, whose parts are all zeros.
         """
         c, ops = self.config, self.ops
         if self.parts > 1:
@@ -145,7 +146,7 @@ class DecoderEntry:
         return x, residual, self.rotary(ops, positions), self.rotary.of_windows(ops, positions), deepstack_rows
 
     def _add_tables(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Embeddings at the stream's width, with what learned tables add to them."""
+        """Projects embeddings to the hidden size and adds learned positions and token types."""
         ops = self.ops
         if self.widen is not None:
             x = self.widen(x)
@@ -156,7 +157,7 @@ class DecoderEntry:
         return x
 
     def _scale_embeddings(self, x: Tensor, image_row: Tensor) -> Tensor:
-        """Embeddings times their scale; rows of images, if the model takes any, stay as they are."""
+        """Multiplies embeddings by their scale; image rows, if the model takes any, are not scaled."""
         if self.scale == 1 or not self.takes_images:
             return scaled(x, self.scale)
         return x * torch.where(image_row > 0, 1.0, self.scale).to(x.dtype)[:, None]
@@ -167,18 +168,18 @@ class DecoderEntry:
 
 
 class DeepStackAdd:
-    """What a row of the arena adds to the stream behind a layer."""
+    """Adds a part of an image's arena row to the residual stream after a layer."""
 
     def __init__(self, ops: Ops) -> None:
         self.ops = ops
 
     def __call__(self, x: Tensor, rows: Tensor, arena: Tensor) -> Tensor:
-        """[n, hidden]: x and rows of ``arena``, int64 [n]."""
+        """Returns x plus rows of ``arena`` (int64 [n]): [n, hidden]."""
         return x + self.ops.gather_rows(arena, rows)
 
 
 class DecoderExit:
-    """The end of a text launch: the final norm, the way to the head's width, and where the rows are kept."""
+    """The end of a text launch: final norm, projection to the head's width, and storing of the hidden rows."""
 
     def __init__(self, ops: Ops, norm: Norm | None, narrow: Linear | None = None) -> None:
         self.ops, self.norm, self.narrow = ops, norm, narrow
@@ -190,7 +191,7 @@ class DecoderExit:
             self.narrow.pack(source.take("project_out.weight", (c.width, c.hidden)), None)
 
     def __call__(self, x: Tensor, residual: Tensor | None, out_row: Tensor, hidden: Tensor) -> None:
-        """Stores normed rows, [n, width of the head], in ``hidden[out_row]``."""
+        """Stores the normed rows, [n, width of the head], in ``hidden[out_row]``."""
         if self.norm is not None:
             x = self.norm(x, residual)[0]
         elif residual is not None:
@@ -202,13 +203,13 @@ class DecoderExit:
 
 
 class SamplingHead:
-    """The output head and the draw."""
+    """The output head and sampling."""
 
     def __init__(self, ops: Ops, lm_head: LMHead, best: bool = False) -> None:
         self.ops, self.lm_head, self.best = ops, lm_head, best
 
     def __call__(self, hidden: Tensor, inputs: HeadTensors, state: SamplerState, full: bool) -> HeadTensorsOut:
-        """Samples from rows of ``hidden`` and notes the ids in ``state``."""
+        """Samples from rows of ``hidden`` and records the ids in ``state``."""
         rows = self.ops.gather_rows(hidden, inputs.hidden_row)
         if self.best and not full and (token := self.lm_head.best(rows)) is not None:
             return cast(BestOps, self.ops).take(token, inputs, state)
@@ -220,7 +221,7 @@ class SamplingHead:
         return self.ops.sample(logits, inputs, state, False)
 
     def draw_without_logprobs(self, hidden: Tensor, inputs: HeadTensors, state: SamplerState) -> HeadTensorsOut:
-        """Draws, and tells nothing but the ids."""
+        """Samples and returns only the ids."""
         return cast(DrawingOps, self.ops).draw(self._logits(hidden, inputs), inputs, state)
 
     def _logits(self, hidden: Tensor, inputs: HeadTensors) -> Tensor:
@@ -228,9 +229,9 @@ class SamplingHead:
 
 
 class Decoder:
-    """A text model; also the text half of vision-language models. The family says how its weights are called.
+    """A text model; also the text half of vision-language models. The family defines the names of its weights.
 
-    A pipeline stage makes and loads its share alone (``ModelConfig.share``).
+    A pipeline stage builds and loads only its share (``ModelConfig.share``).
     """
 
     persistent: Persistent
@@ -271,7 +272,7 @@ class Decoder:
         self.load_from(CheckpointSource(weights, names, self.backend, self.config))
 
     def load_from(self, source: WeightSource) -> None:
-        """Loads and packs every layer from canonical names."""
+        """Loads and packs every layer by canonical names."""
         share, packed = self.share, False
         if share.starts:
             alone = self.config.pooling is None and self._one_table() and not source.has("lm_head.weight")
@@ -289,7 +290,7 @@ class Decoder:
             self._load_head(source)
 
     def _host_memory_for(self, layer: DecoderLayer, index: int) -> AbstractContextManager[None]:
-        """Where a layer's weights are kept: host memory has those of some layers (``--cpu-offload-gb``)."""
+        """Returns a context in which a layer loads: weights of some layers go to host memory (``--cpu-offload-gb``)."""
         if not self.backend.policy.host_weights:
             return nullcontext()
         return cast(HostLayering, self.backend).host_layers.loading(layer, index, len(self.layers))
@@ -303,13 +304,16 @@ class Decoder:
             self.lm_head.load(source, "embed_tokens" if tied else "lm_head")
 
     def _one_table(self) -> bool:
-        """Whether a tied table can serve both; a head that is quantised as it loads is another one."""
+        """Returns True if a tied table can serve both; a head that is quantised while loading needs its own weight."""
         quant, whole = self.config.quant, self.share.stages == 1 and self.backend.comm.world == 1
         online = quant is not None and quant.method == "online" and quant.scheme("lm_head") is not None
         return self.config.text.tied and whole and not online
 
     def _load_classes(self, source: WeightSource, pooling: Pooling) -> None:
-        """The class head, or the head's rows of the label tokens; a pooling engine holds nothing else of the head."""
+        """Loads the class head, or the output head's rows of the label tokens.
+
+        Pooling engines need no other part of it.
+        """
         c, tokens = self.config.text, pooling.label_tokens
         if not tokens:
             self.pooler.load(source, pooling, c.width)
@@ -319,10 +323,12 @@ class Decoder:
         self.pooler.load_label_tokens(source, name, (c.vocab, c.width), tokens, c.logit_scale)
 
     def _own_head(self, source: WeightSource) -> bool:
-        """Whether a checkpoint that declares its head tied stores a different one, which transformers then uses."""
+        """Returns True if a checkpoint that declares its head tied stores a different one, which transformers then
+        uses.
+        """
         name = "lm_head.weight"
         if not self.share.starts:
-            return source.has(name)  # the same table, or the one that counts
+            return source.has(name)  # either the same table, or the one to use
         table = self.embedding.table
         return source.has(name) and not torch.equal(source.take(name, (table.shape[0], table.shape[1])), table)
 
@@ -335,15 +341,15 @@ class Decoder:
     def text(self, inputs: TextTensors) -> None:
         """Computes n tokens and stores their normed hidden states in ``persistent.hidden[out_row]``.
 
-        A stage that is not the last stores the residual stream there, which the next one takes.
+        A pipeline stage other than the last stores the residual stream there, for the next stage.
         """
         p, ops = self.persistent, self.ops
         rows = len(inputs.out_row)
-        # No name holds what enters: it would live as long as the launch.
+        # The result of ``_start`` gets no name: it would live as long as the launch.
         x, residual, rotary, local, *rest = (
             self._start(inputs) if len(inputs.tokens) == rows else first_rows(self._start(inputs), rows)
         )
-        deepstack_rows = rest[0] if rest else ()  # a later stage has none
+        deepstack_rows = rest[0] if rest else ()  # only the first stage has them
         first = self.layers[0].attention
         attn = ops.prepare_attn(inputs.attn, first.heads, first.kv)
         for i, layer in enumerate(self.layers):
@@ -354,7 +360,7 @@ class Decoder:
         ops.by_rows(self.leave, (x, residual, inputs.out_row), p.hidden)
 
     def _start(self, inputs: TextTensors) -> Any:
-        """What the first layer here takes, of [m, hidden] each, m at least n."""
+        """Returns the inputs of this stage's first layer, [m, hidden] each, m at least n."""
         p, ops = self.persistent, self.ops
         if self.share.starts:
             tokens = (inputs.tokens, inputs.from_slot, inputs.positions, inputs.image_row)
@@ -367,21 +373,21 @@ class Decoder:
         return self.ops.region(self.sampling, self.persistent.hidden, inputs, self.persistent.state, full)
 
     def masked_head(self, inputs: HeadTensors) -> HeadTensorsOut:
-        """The best id that the mask of each of r hidden rows allows."""
+        """Returns the best id that the mask of each of r hidden rows allows."""
         return self.ops.region(self.sampling.take_masked_best, self.persistent.hidden, inputs, self.persistent.state)
 
     def drawn_head(self, inputs: HeadTensors) -> HeadTensorsOut:
-        """The ids that r hidden rows draw, without log-probabilities."""
+        """Samples from r hidden rows, without log-probabilities."""
         return self.ops.region(
             self.sampling.draw_without_logprobs, self.persistent.hidden, inputs, self.persistent.state
         )
 
     def pool(self, inputs: PoolTensors) -> PoolTensorsOut:
-        """Sums hidden rows by group; a class head gives their scores instead."""
+        """Sums hidden rows by group; with a class head, returns their scores instead."""
         return self.ops.region(self.pooler, self.persistent.hidden, inputs)
 
     def reset(self, inputs: ResetTensors) -> None:
-        """Replaces the sampler state of r slots."""
+        """Replaces the sampler state of r rows."""
         self.ops.by_rows(self.ops.reset, (inputs,), self.persistent.state)
 
     def vision(self, inputs: VisionTensors) -> None:
@@ -391,7 +397,7 @@ class Decoder:
         raise NotImplementedError(f"{self.config.architecture} has no vision tower")
 
     def nbytes(self) -> int:
-        """Bytes of all weights as loaded; a tied table counts for the embedding and for the head."""
+        """Returns the bytes of all weights as loaded; a tied table counts for both the embedding and the head."""
         parts: list[Any] = [self.leave, self.pooler, *self.layers]
         if self.share.starts:
             parts += [self.embedding, self.enter]
@@ -400,5 +406,5 @@ class Decoder:
 
 
 def make(config: ModelConfig, backend: Backend) -> Decoder:
-    """The model of every text family whose layers the decoder has parts for."""
+    """Builds the model of any text family that the decoder supports."""
     return Decoder(config, backend)

@@ -1,6 +1,6 @@
-"""A model family as one frozen record: what its checkpoints say, how its weights are called, who makes the model.
+"""A model family as one frozen record: config parser, weight names, and the function that builds the model.
 
-Torch-free, because the API process and ``trencadis plan`` read it. A family of another package is found by the
+Torch-free, because the API process and ``trencadis plan`` read it. Families of other packages are found by the
 entry-point group ``trencadis.models`` (core/models/registry.py).
 """
 
@@ -15,26 +15,25 @@ from trencadis.core.checkpoint.pooling_config import LAST
 from trencadis.core.checkpoint.vision_config import VisionConfig
 
 GENERATE, CLASSIFY, BARE = "generate", "classify", "bare"
-"""What an architecture has behind the decoder: an output head, a class head (``score``), nothing."""
+"""The part of an architecture after the decoder: an output head, a class head (``score``), nothing."""
 
 
 @dataclass(frozen=True)
 class StoredNames:
-    """From the names that a checkpoint stores to the canonical ones, which layers ask for.
+    """Maps the names stored in a checkpoint to the canonical ones that layers use.
 
     Canonical: ``embed_tokens``, ``embed_positions``, ``embed_types``, ``embed_norm``, ``project_in``, ``project_out``,
     ``norm``, ``lm_head``, ``score``, ``score_dense``, and in ``layers.0``: ``input_layernorm``,
-    ``post_attention_layernorm``, which stands before the MLP, and for norms behind both
-    ``{attention,mlp}_out_layernorm``, ``self_attn.{q,k,v,o}_proj``, ``self_attn.{q,k}_norm``,
-    ``mlp.{gate,up,down}_proj``; in layers that attend to images ``cross_attn`` in place of ``self_attn``, and
-    ``cross_attn_{attn,mlp}_gate``; where there are experts ``mlp.gate`` and ``mlp.experts.0.{gate,up,down}_proj``,
-    which may also be stored as ``mlp.experts.gate_up_proj`` and ``down_proj``, [experts, out, in]. Stored ``qkv_proj``
-    and ``gate_up_proj`` are cut into those.
+    ``post_attention_layernorm`` (before the MLP), for norms after attention and MLP ``{attention,mlp}_out_layernorm``,
+    ``self_attn.{q,k,v,o}_proj``, ``self_attn.{q,k}_norm``, ``mlp.{gate,up,down}_proj``; in cross-attention layers
+    ``cross_attn`` instead of ``self_attn``, and ``cross_attn_{attn,mlp}_gate``; with experts ``mlp.gate`` and
+    ``mlp.experts.0.{gate,up,down}_proj``, which may also be stored as ``mlp.experts.gate_up_proj`` and ``down_proj``,
+    [experts, out, in]. Stored ``qkv_proj`` and ``gate_up_proj`` are split into their parts.
 
     Args:
-        prefixes: stored prefix -> canonical one; the first that matches counts, names without one are ignored.
-        inner: (stored, canonical) parts of what is left, with dots at both ends.
-        transposed: canonical modules whose weights are stored [in, out]; of experts' tensors, those that may be.
+        prefixes: stored prefix -> canonical one; the first match applies, names without a match are ignored.
+        inner: (stored, canonical) parts of the remaining name, with dots at both ends.
+        transposed: canonical modules whose weights are stored as [in, out]; for experts' tensors, those that may be.
     """
 
     prefixes: Mapping[str, str]
@@ -48,19 +47,20 @@ class VisionSide:
 
     Args:
         needs: (ModelConfig, ``--mm-processor-kwargs``, alignment) -> ``ImageNeeds``.
-        sizes: (ModelConfig or None, ``--mm-processor-kwargs``, alignment) -> what an image becomes by height and width,
-            ``multimodal.processor.ImageGeometry``.
+        sizes: (ModelConfig or None, ``--mm-processor-kwargs``, alignment) -> ``multimodal.processor.ImageGeometry``,
+            the sizes of an image by height and width.
         processor: (ModelConfig, ``--mm-processor-kwargs``, alignment) -> the checkpoint's image processor.
-        tokens: keys of config.json -> names of those media tokens in every tokenizer of the family.
-        expand: puts placeholders into a prompt.
+        tokens: keys of config.json -> names of these media tokens in every tokenizer of the family.
+        expand: inserts placeholders into a prompt.
         positions: (tokens, spans of whole media, the tower, seconds between temporal patches) -> rotary positions on
-            three axes, and what to add beyond the prompt; empty: a token's position is its index.
-        times: PreparedVideo -> a text for each of its temporal patches, which stand apart behind these texts, between
-            the marks of a medium of its own; empty: the patches of a video follow each other.
-        around: what stands before and behind an image's mark in a prompt's text; it is encoded with the text around.
-        numbered: what stands before and behind an image's number in a raw prompt, where marks are numbered texts, no
-            tokens. Texts between images are then encoded by themselves, each as a prompt.
-        windows: whether the tower has windows of 8 x 8 patches, so that images can be resized to whole ones.
+            three axes, and their offset after the prompt; empty: a token's position is its index.
+        times: PreparedVideo -> a text for each temporal patch; each patch then follows its text, enclosed in its own
+            media marks. Empty: the patches of a video are adjacent.
+        around: texts before and after an image's mark in a prompt; they are tokenised together with the surrounding
+            text.
+        numbered: texts before and after an image's number in a raw prompt, if marks are numbered texts instead of
+            tokens. Texts between images are then tokenised separately, each as a prompt.
+        windows: True if the tower has windows of 8 x 8 patches, so that images can be resized to whole windows.
     """
 
     needs: str
@@ -77,15 +77,15 @@ class VisionSide:
 
 @dataclass(frozen=True)
 class ClassHead:
-    """The class head of an architecture: ``score``, behind ``score_dense`` [hidden, hidden] where ``inner`` is set.
+    """The class head of an architecture: ``score``, preceded by ``score_dense`` [hidden, hidden] if ``inner`` is set.
 
     Args:
-        kind: the rows that it reads.
-        inner: activation between the two linears, ``relu`` or ``tanh``; "": one linear.
-        biased: whether they have biases.
-        classes: how many; 0: as config.json says.
-        activation: from scores to probabilities; "": as config.json says.
-        step_tag: id of the tokens whose scores are answered; -1: all.
+        kind: the hidden states that it pools.
+        inner: activation between the two linear layers, ``relu`` or ``tanh``; "": there is one layer.
+        biased: True if the linear layers have biases.
+        classes: number of classes; 0: from config.json.
+        activation: maps scores to probabilities; "": from config.json.
+        step_tag: id of the tokens whose scores are returned; -1: all.
     """
 
     kind: str = LAST
@@ -98,7 +98,7 @@ class ClassHead:
 
 @dataclass(frozen=True)
 class ParsedConfig:
-    """What a family's parser makes of config.json; ``media``: ids of its media tokens by key."""
+    """The result of a family's config parser; ``media``: ids of its media tokens by key."""
 
     text: TextConfig
     vision: VisionConfig | None = None
@@ -119,21 +119,22 @@ class Family:
     """A family of models.
 
     Args:
-        name: as ``trencadis models`` lists it.
-        model_type: of config.json; transformers builds the model that it names, whatever ``architectures`` says.
-        architectures: of config.json -> GENERATE, CLASSIFY or BARE.
-        config: (the file, its decoder's part, whether the head is tied) -> what it describes. Torch-free and strict:
-            each key that can change a result is used, held to what is implemented, or refused.
-        names: of the weights.
+        name: name in the list of ``trencadis models``.
+        model_type: value in config.json, by which transformers selects the model regardless of ``architectures``.
+        architectures: names in config.json -> GENERATE, CLASSIFY or BARE.
+        config: (the file, its decoder's part, whether the head is tied) -> ``ParsedConfig``. Torch-free and strict:
+            each key that can change a result is used, checked against the implemented values, or refused.
+        names: names of the weights.
         make: ``module:function`` of (ModelConfig, Backend), which may import torch.
-        weights: bytes of the weights on one device; None: by the parts that ``config`` describes.
-        values: weights that one token is multiplied by in all layers, for costs; None: by the parts.
-        vision: functions for images and videos; None: text alone.
-        pooling: which hidden row embeddings take where nothing else says so; None: this family does not pool.
-        heads: class heads of architectures that are not one linear without biases over the last token.
-        tied: whether the head is tied where config.json does not say.
+        weights: computes the bytes of the weights on one device; None: derived from ``config``.
+        values: computes the number of weights applied to one token in all layers, for costs; None: derived from
+            ``config``.
+        vision: functions for images and videos; None: text only.
+        pooling: default kind of pooling for embeddings; None: this family does not pool.
+        heads: class heads of architectures, unless it is one linear layer without bias over the last token.
+        tied: default of ``tie_word_embeddings``.
         ignored: keys of config.json that change no result here.
-        defaults: names of device options that this family wants otherwise: ``fp32_softmax`` (softmax of text in
+        defaults: device options for which this family has other defaults: ``fp32_softmax`` (softmax of text in
             float32), ``block_adjustment`` (blocks of a decoding row joined by a fused kernel).
     """
 

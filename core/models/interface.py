@@ -31,91 +31,96 @@ class Persistent:
     """Tensors that persist between launches. Bodies read and write them as attributes, never as inputs."""
 
     kv: list[LayerKV]
-    hidden: Tensor  # [max step tokens + 1, hidden]; row 0 is the sink of padding. What a stage sends starts at row 1
+    hidden: Tensor  # [max step tokens + 1, hidden]; row 0 is the padding sink, rows to send start at row 1
     arena: Tensor  # [arena rows x ModelConfig.row_parts, width]; rows 0 (ZERO) and 1 (SINK) are reserved
     state: SamplerState
-    stream: Tensor | None = None  # as ``hidden``, from row 1 on what the stage before sent; None on the first stage
+    stream: Tensor | None = None  # like ``hidden``: received rows, from row 1 on; None on the first stage
 
 
 class MaskingOps(Protocol):
-    """What ``Ops`` have besides where the policy says ``masked_head``."""
+    """Additional method of ``Ops`` if the policy sets ``masked_head``."""
 
     def mask(self, logits: Tensor, head: HeadTensors) -> Tensor:
-        """Logits [r, V] in which what a row's mask forbids has the lowest value; it may write to ``logits``."""
+        """Returns logits [r, V] in which ids that a row's mask forbids have the lowest value.
+
+        May overwrite ``logits``.
+        """
         ...
 
 
 class BestOps(Protocol):
-    """What ``Ops`` have besides where the policy says ``best_head``: the best outputs of a product, and no logits."""
+    """Additional methods of ``Ops`` if the policy sets ``best_head``: compute the argmax without storing logits."""
 
     def best_outputs(self, x: Tensor, w: Weight, outputs: int, scale: float) -> Tensor | None:
-        """int64 [n]: a code of the best of the first ``outputs`` outputs of each row x [n, in]; None: by logits.
+        """Returns int64 [n]: a code for the best of the first ``outputs`` outputs of each row x [n, in]; None: use
+        logits.
 
-        The larger code is the better output. Its low 32 bits are 2^31 - 1 less the output; the high ones are the
-        output's value times ``scale`` in an order of integers. Whether it is None depends on the weight alone.
+        A larger code is a better output. Its low 32 bits are 2^31 - 1 minus the output's index; the high ones are the
+        output's value times ``scale``, mapped to integers in the same order. Whether the result is None depends only on
+        the weight.
         """
         ...
 
     def take(self, token: Tensor, inputs: HeadTensors, state: SamplerState) -> HeadTensorsOut:
-        """The greedy variant of ``Ops.sample`` with the ids int64 [n] that it found."""
+        """Runs the greedy variant of ``Ops.sample`` with the given ids int64 [n]."""
         ...
 
 
 class DrawingOps(Protocol):
-    """What ``Ops`` have besides where the policy says ``drawn_head``."""
+    """Additional method of ``Ops`` if the policy sets ``drawn_head``."""
 
     def draw(self, logits: Tensor, inputs: HeadTensors, state: SamplerState) -> HeadTensorsOut:
-        """The full variant of ``Ops.sample`` without log-probabilities, ranks and best ids."""
+        """Runs the full variant of ``Ops.sample`` without log-probabilities, ranks and top ids."""
         ...
 
 
 class CrossAttentionOps(Protocol):
-    """What ``Ops`` have besides where layers attend to rows of images (``TextConfig.cross_attention_layers``)."""
+    """Additional methods of ``Ops`` for layers that attend to image rows (``TextConfig.cross_attention_layers``)."""
 
     gathers: bool
-    """Whether ``cross_attend`` reads rows of the arena by their numbers."""
+    """True if ``cross_attend`` needs the arena row numbers (``rows``)."""
 
     def cross_attend(
         self, q: Tensor, held: Tensor, rows: Tensor | None, images: CrossAttentionTensors, scale: float
     ) -> Tensor:
-        """Attention [n, h, d] of q [n, h, d] over images whose keys and values lie in the arena.
+        """Computes attention [n, h, d] of q [n, h, d] over images whose keys and values are in the arena.
 
         Args:
-            held: [arena rows, 2 x g x d] keys of one layer, then its values: columns of the arena.
-            rows: int64 [units x length] of ``held``; None where this does not gather.
+            held: [arena rows, 2 x g x d], the columns of the arena with the keys and then the values of one layer.
+            rows: int64 [units x length], rows of ``held``; None if not ``gathers``.
             images: as in ``cross_attend_rows``.
         """
         ...
 
     def cross_attend_rows(self, q: Tensor, k: Tensor, v: Tensor, images: CrossAttentionTensors, scale: float) -> Tensor:
-        """Attention [n, h, d] of q [n, h, d] over k and v [units, length, g, d].
+        """Computes attention [n, h, d] of q [n, h, d] over k and v [units, length, g, d].
 
         A token attends to the first ``images.reach`` rows of each unit, as if each were repeated ``images.times``
-        times; one that attends to none gives anything finite.
+        times. The result of a token that attends to no row may be any finite value.
         """
         ...
 
 
 class LayersInHostMemory(Protocol):
-    """Layers whose weights lie in host memory; ``core.backend.Ops.layer`` prefetches them."""
+    """Layers whose weights are in host memory; ``core.backend.Ops.layer`` prefetches them."""
 
     def make(self) -> None:
-        """Makes the buffers that weights arrive in."""
+        """Allocates the device buffers that weights are copied to."""
         ...
 
     def loading(self, layer: Any, place: int, count: int) -> AbstractContextManager[None]:
-        """Around the loading of layer ``place`` of ``count``: host memory takes what one of these packs."""
+        """Returns a context for loading layer ``place`` of ``count``: weights packed in it may go to host memory."""
         ...
 
 
 class HostLayering(Protocol):
-    """What a backend has besides where its policy says ``host_weights``."""
+    """Additional attribute of a backend whose policy sets ``host_weights``."""
 
     host_layers: LayersInHostMemory
 
 
 class Model(Protocol):
-    """A model: one body for each stage, which takes the stage's tensors and nothing else."""
+    """A model: one body for each stage, which takes only the stage's tensors."""
 
     config: ModelConfig
 
@@ -140,36 +145,39 @@ class Model(Protocol):
         ...
 
     def masked_head(self, inputs: HeadTensors) -> HeadTensorsOut:
-        """The best id that the mask of each of r hidden rows allows; for devices whose policy says ``masked_head``."""
+        """Returns the best id that the mask of each of r hidden rows allows.
+
+        For devices whose policy sets ``masked_head``.
+        """
 
     def drawn_head(self, inputs: HeadTensors) -> HeadTensorsOut:
-        """``head`` without log-probabilities; for devices whose policy says ``drawn_head``."""
+        """Runs ``head`` without log-probabilities; for devices whose policy sets ``drawn_head``."""
 
     def pool(self, inputs: PoolTensors) -> PoolTensorsOut:
-        """Sums hidden rows by group; a class head gives their scores instead."""
+        """Sums hidden rows by group; with a class head, returns their scores instead."""
         ...
 
     def reset(self, inputs: ResetTensors) -> None:
-        """Replaces the sampler state of r slots."""
+        """Replaces the sampler state of r rows."""
         ...
 
     def pack(self, images: Sequence[Encode], slots: int) -> VisionInputs:
-        """Lays images out in windows of WINDOW_SLOTS; the rest of the bucket's ``slots`` is inert padding."""
+        """Arranges images in windows of WINDOW_SLOTS; the rest of the bucket's ``slots`` is padding."""
         ...
 
     def nbytes(self) -> int: ...
 
 
 class VisionModel(Model, Protocol):
-    """A model whose ``config.vision`` states a tower: what a VISION launch is made of, and its body.
+    """A model with a vision tower (``config.vision``): builds the inputs of VISION launches, and runs them.
 
-    ``config.vision`` (core/checkpoint/vision_config.py) has the rest: ``slot``, values of a slot and slots of a cell;
-    ``out_hidden``, the width of each part of a cell's row, and ``deep``, parts behind the first; weights and costs.
-    Part p of row r is row r x (1 + deep) + p of ``persistent.arena``.
+    ``config.vision`` (core/checkpoint/vision_config.py) has the rest: ``slot``, the values of a slot and the slots of a
+    cell; ``out_hidden``, the width of each part of a cell's row; ``deepstack``, the number of parts after the first;
+    weights and costs. Part p of row r is row r x (1 + deepstack) + p of ``persistent.arena``.
     """
 
     def pack(self, images: Sequence[Encode], slots: int) -> VisionInputs:
-        """Lays items out in windows of WINDOW_SLOTS, real slots first in each, a cell's slots beside each other.
+        """Arranges items in windows of WINDOW_SLOTS, real slots first in each window, the slots of a cell adjacent.
 
         Padding writes to the sink row; ``slots`` is a multiple of WINDOW_SLOTS that holds all items.
         """

@@ -1,8 +1,8 @@
-"""Packed weights in a file, which the next start maps instead of packing anew. Torch-free.
+"""Keeps packed weights in a file, which the next start maps instead of packing again. Torch-free.
 
-A file is one rank's, for one checkpoint and one set of flags that shape weights. It begins with a line that names the
-format, eight bytes with the length of a JSON header, and the header: the checkpoint's files as they were, and for each
-piece what it is, where it begins and how long it is. Pieces follow in the order in which weights are packed.
+A file belongs to one rank, one checkpoint and one set of flags that affect weights. It begins with a line that names
+the format, eight bytes with the length of a JSON header, and the header: the state of the checkpoint's files, and for
+each piece its description, offset and size. Pieces follow in the order in which weights are packed.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ log = logging.getLogger("trencadis.engine")
 
 FORMAT = b"trencadis packed weights, 1\n"
 START = 4096
-"""What the first piece's place is a multiple of."""
+"""Alignment of the first piece."""
 
 STEP = 64
-"""What the places of the others are a multiple of: a line of the cache."""
+"""Alignment of the other pieces: a cache line."""
 
 MOST = 64 << 20
-"""Bytes of the longest header, and of one write."""
+"""Limit in bytes of the header, and of one write."""
 
 
 PART = ".part"
@@ -46,7 +46,7 @@ PART = ".part"
 
 
 class KeptPiece(NamedTuple):
-    """Bytes [start, start + size) of a file, and what they are."""
+    """Bytes [start, start + size) of a file; ``what`` describes them."""
 
     what: str
     start: int
@@ -55,14 +55,20 @@ class KeptPiece(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedFile:
-    """Where one rank's packed weights are kept, and what they are made of: name, bytes and second of the last change of
-    each file of the checkpoint. Whole seconds, because an image of a container keeps no others."""
+    """The file of one rank's packed weights, and the checkpoint files that they were packed from.
+
+    ``sources``: name, size and modification time of each file, in whole seconds, because container images keep no
+    fractions.
+    """
 
     path: Path
     sources: tuple[tuple[str, int, int], ...]
 
     def read(self) -> tuple[mmap.mmap, list[KeptPiece]] | None:
-        """The file, mapped copy-on-write, and its pieces; None where none is there, whole and of this checkpoint."""
+        """Maps the file copy-on-write and returns it with its pieces.
+
+        Returns None if there is no file, or if it is incomplete or belongs to another state of the checkpoint.
+        """
         try:
             handle = open_private(self.path, os.O_RDONLY)
             try:
@@ -82,7 +88,7 @@ class PackedFile:
             return None
 
     def _pieces(self, data: mmap.mmap) -> list[KeptPiece]:
-        """The pieces that the header names; raises ValueError, TypeError or KeyError."""
+        """Returns the pieces that the header lists; raises ValueError, TypeError or KeyError if it is invalid."""
         at = len(FORMAT) + 8
         if data[: len(FORMAT)] != FORMAT:
             raise ValueError("it is of another format")
@@ -98,9 +104,9 @@ class PackedFile:
         return pieces
 
     def write(self, pieces: Sequence[tuple[str, memoryview]]) -> bool:
-        """Writes the file at once or not at all; whether it was written.
+        """Writes the file atomically; returns True if it was written.
 
-        Of several processes that would write it, one does. What goes wrong is logged and changes nothing.
+        If several processes try, one of them writes. Errors are logged and otherwise ignored.
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -157,9 +163,9 @@ class PackedFile:
         os.fsync(handle)
 
     def _header(self, pieces: Sequence[tuple[str, memoryview]]) -> tuple[bytes, list[int]]:
-        """The file's first bytes, and where each piece begins."""
+        """Returns the file's first bytes, and the offset of each piece."""
         sizes, header_size = [len(data) for _, data in pieces], START
-        while True:  # the header holds places, which depend on its length
+        while True:  # the header holds offsets, which depend on its length
             offsets, at = list[int](), header_size
             for size in sizes:
                 offsets.append(at)
@@ -202,7 +208,7 @@ def open_private(path: Path, flags: int) -> int:
 
 
 def _is_inside(piece: KeptPiece, first: int, end: int) -> bool:
-    """Whether a piece that a header names is between ``first`` and ``end``, where pieces may begin."""
+    """Returns True if a piece is aligned and lies between ``first`` and ``end``."""
     if not (isinstance(piece.start, int) and isinstance(piece.size, int) and piece.size > 0):
         return False
     return first <= piece.start <= end - piece.size and piece.start % STEP == 0
@@ -215,9 +221,10 @@ def _put(handle: int, data: memoryview, at: int) -> None:
 
 
 def packed_file(config: EngineConfig, rank: int = 0) -> PackedFile | None:
-    """Where ``--packed-weights-dir`` keeps those of a rank; None without that flag, or where the weights are random.
+    """Returns the file of a rank's weights in ``--packed-weights-dir``; None without that flag, or if weights are
+    random.
 
-    What is wrong with the checkpoint is told by whoever loads it.
+    Returns None for an invalid checkpoint, too; loading reports the error.
     """
     folder, model = config.packed_weights_dir, Path(config.model)
     if not folder or config.load_format == "dummy" or not model.is_dir():
@@ -234,7 +241,7 @@ def packed_file(config: EngineConfig, rank: int = 0) -> PackedFile | None:
 
 
 def _packing_key(config: EngineConfig, model: Path, rank: int) -> Mapping[str, Any]:
-    """What sets of packed weights differ in."""
+    """Returns everything that distinguishes sets of packed weights."""
     return {
         "model": str(model),
         "load_format": config.load_format,

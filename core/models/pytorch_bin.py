@@ -19,13 +19,13 @@ CONVERT = "take the model as safetensors, or convert it where its author is trus
 
 
 def read_bin(file: Path, maps: list[mmap.mmap], types: dict[str, torch.dtype]) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of one file, mapped copy-on-write. Tensors that share a storage share it here too.
+    """Yields (name, tensor) of one file, mapped copy-on-write. Tensors that share a storage also share it here.
 
     Args:
-        types: torch's types by safetensors' names.
+        types: safetensors' dtype names -> torch dtypes.
 
     Raises:
-        StartupError: the file is not one that torch.save makes of a state dict, or is damaged; in one line.
+        StartupError: the file is damaged, or torch.save did not write it from a state dict; one line.
     """
     try:
         with file.open("rb") as f:
@@ -44,14 +44,14 @@ def read_bin(file: Path, maps: list[mmap.mmap], types: dict[str, torch.dtype]) -
 
 
 class _Storages:
-    """The storages of one archive as bytes, each checked and made once."""
+    """The storages of one archive as bytes; each is checked and mapped once."""
 
     def __init__(self, data: mmap.mmap, found: dict[str, ArchiveEntry], root: str) -> None:
         self.data, self.found, self.root = data, found, root
         self._made: dict[str, Tensor] = {}
 
     def bytes_of(self, storage: Storage, types: dict[str, torch.dtype]) -> Tensor:
-        """uint8 [bytes of the storage], aligned for any type."""
+        """Returns uint8 [bytes of the storage], aligned for every dtype."""
         entry = self.found.get(f"{self.root}/data/{storage.key}")
         if entry is None:
             raise ValueError(f"it lacks the storage {storage.key[:80]!r}")
@@ -67,14 +67,14 @@ class _Storages:
             return torch.empty(0, dtype=torch.uint8)
         with memoryview(self.data)[entry.start : entry.start + entry.size] as held:
             _check_sum(f"storage {key[:80]!r}", held, entry)
-            # torch.save aligns storages to 64 bytes, other writers of archives do not.
+            # torch.save aligns storages to 64 bytes, but other programs that write archives do not.
             if entry.start % 8:
                 return torch.frombuffer(bytearray(held), dtype=torch.uint8)
         return torch.frombuffer(self.data, dtype=torch.uint8, count=entry.size, offset=entry.start)
 
 
 def _root(found: dict[str, ArchiveEntry]) -> str:
-    """The folder inside the archive that holds everything."""
+    """Returns the folder inside the archive that holds everything."""
     roots = [n.removesuffix(PICKLE) for n in found if n.endswith(PICKLE) and n.count("/") == 1]
     if len(roots) != 1:
         raise ValueError("it holds no data.pkl, so torch.save did not write it")
@@ -82,7 +82,7 @@ def _root(found: dict[str, ArchiveEntry]) -> str:
 
 
 def _check_order(data: mmap.mmap, entry: ArchiveEntry | None) -> None:
-    """Files of older versions do not say it, and are little-endian."""
+    """Checks that numbers are little-endian; files of older versions have no entry for it and always are."""
     if entry is not None and data[entry.start : entry.start + min(entry.size, 16)] != b"little":
         raise ValueError("its numbers are not little-endian")
 
@@ -96,13 +96,16 @@ def _pickle(data: mmap.mmap, entry: ArchiveEntry) -> bytes:
 
 
 def _check_sum(what: str, held: bytes | memoryview, entry: ArchiveEntry) -> None:
-    """0: torch was told to write none."""
+    """Raises ValueError if the checksum differs; 0 means that torch wrote none."""
     if entry.crc and zlib.crc32(held) != entry.crc:
         raise ValueError(f"{what} is damaged (its checksum differs); fetch the file again")
 
 
 def _view(name: str, stored: StoredTensor, held: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor as a view, whatever its strides; none repeats elements, so none is larger than its file."""
+    """Returns the tensor as a view with its strides.
+
+    Raises ValueError if it exceeds its storage or repeats elements.
+    """
     count, last = 1, stored.offset
     for size, stride in zip(stored.shape, stored.strides, strict=True):
         count *= size

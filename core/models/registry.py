@@ -1,7 +1,7 @@
 """Finds the family of an architecture by a table of strings, so that only the family in use is imported. Torch-free.
 
-A package may offer families of its own: an entry point of the group ``trencadis.models`` whose name is the architecture
-and whose object is a ``Family``.
+Other packages may add families with entry points of the group ``trencadis.models``, whose name is the architecture and
+whose object is a ``Family``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("trencadis.engine")
 
 GROUP = "trencadis.models"
-"""Entry-point group in which an installed package offers a ``Family`` under the name of each architecture."""
+"""Entry-point group under which an installed package offers a ``Family`` for each architecture name."""
 
 _TEXT = "trencadis.core.families"
 TABLE = {
@@ -79,18 +79,18 @@ TABLE = {
     "XLMRobertaForSequenceClassification": f"{_TEXT}.xlm_roberta:FAMILY",
     "XLMRobertaModel": f"{_TEXT}.xlm_roberta:FAMILY",
 }
-"""Architecture -> ``module:record`` of the families that are built in."""
+"""Architecture -> ``module:record`` of the built-in families."""
 
 
 def import_object(target: str) -> Any:
-    """What ``module:name`` names."""
+    """Imports the object that ``module:name`` refers to."""
     module, _, name = target.partition(":")
     return getattr(import_module(module), name)
 
 
 @cache
 def installed_families() -> Mapping[str, EntryPoint]:
-    """Architectures that other packages offer.
+    """Returns the architectures that other packages offer.
 
     Raises:
         StartupError: a package claims a built-in name, or two claim the same one.
@@ -105,21 +105,21 @@ def installed_families() -> Mapping[str, EntryPoint]:
 
 
 def source(point: EntryPoint) -> str:
-    """The package of an entry point, with its version."""
+    """Returns the package of an entry point, with its version."""
     return f"{point.dist.name} {point.dist.version}" if point.dist is not None else point.value
 
 
 def architectures() -> list[str]:
-    """Every architecture that can be served: the built-in ones, then those of installed packages."""
+    """Returns every supported architecture: the built-in ones, then those of installed packages."""
     return [*TABLE, *(name for name in installed_families() if name not in TABLE)]
 
 
 @cache
 def family_of(architecture: str) -> Family:
-    """The family of an architecture.
+    """Returns the family of an architecture.
 
     Raises:
-        StartupError: none serves it, or the package that offers it cannot be imported; one line.
+        StartupError: there is none, or the package that offers it cannot be imported; one line.
     """
     if architecture in TABLE:
         built: Family = import_object(TABLE[architecture])
@@ -129,7 +129,7 @@ def family_of(architecture: str) -> Family:
         raise StartupError(f"no family serves {architecture[:80]}; supported: {', '.join(architectures())}")
     try:
         family = point.load()
-    except Exception as error:  # whatever a foreign package raises while it is imported
+    except Exception as error:  # a foreign package may raise anything while it is imported
         line = " ".join(str(error).split())[:160]
         failed = f"{source(point)} offers {architecture} and fails: {type(error).__name__}: {line}"
         raise StartupError(failed + find_successors(error)) from None
@@ -139,16 +139,16 @@ def family_of(architecture: str) -> Family:
 
 
 def family_options(architecture: str) -> dict[str, str]:
-    """What a backend is told about the model's family: options that it may have, "1" or "0".
+    """Returns the family's defaults for device options, "1" or "0", which are passed to the backend.
 
-    A family that says nothing takes a softmax of the backend's own type, as vLLM's plug-ins do.
+    Without a default of the family, softmax uses the backend's dtype, as in vLLM's plug-ins.
     """
     defaults = {"fp32_softmax": False, "block_adjustment": True, **family_of(architecture).defaults}
     return {name: "1" if on else "0" for name, on in defaults.items()}
 
 
 def image_needs(config: ModelConfig, asked: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
-    """What this model's images may need; ``asked``: ``--mm-processor-kwargs``."""
+    """Returns the limits of this model's images; ``asked``: ``--mm-processor-kwargs``."""
     vision = family_of(config.architecture).vision
     if vision is None:
         return ImageNeeds()
@@ -159,9 +159,9 @@ def image_needs(config: ModelConfig, asked: Mapping[str, Any], alignment: str = 
 
 
 def image_sizes(config: ModelConfig | None, asked: Mapping[str, Any], alignment: str = "pad") -> Callable[..., Any]:
-    """What an image becomes by its size: (height, width) -> ``multimodal.processor.ImageGeometry``.
+    """Returns a function of an image's sizes: (height, width) -> ``multimodal.processor.ImageGeometry``.
 
-    Without a multimodal model, by the rule of the first family that does.
+    Without a multimodal model, it is that of the first multimodal family.
     """
     if config is not None and (vision := family_of(config.architecture).vision) is not None:
         made: Callable[..., Any] = import_object(vision.sizes)(config, asked, alignment)
@@ -172,10 +172,10 @@ def image_sizes(config: ModelConfig | None, asked: Mapping[str, Any], alignment:
 
 
 def image_processor(config: ModelConfig, asked: Mapping[str, Any], alignment: str = "pad") -> Any:
-    """The ``multimodal.processor.Processor`` of a multimodal checkpoint.
+    """Creates the ``multimodal.processor.Processor`` of a multimodal checkpoint.
 
     Raises:
-        StartupError: settings that are not implemented, or keys of ``asked`` that it does not have.
+        StartupError: settings are not implemented, or ``asked`` has unknown keys.
     """
     vision = family_of(config.architecture).vision
     assert vision is not None
@@ -185,10 +185,10 @@ def image_processor(config: ModelConfig, asked: Mapping[str, Any], alignment: st
 
 
 def make(config: ModelConfig, backend: Backend) -> Model:
-    """The model of a checkpoint, without weights.
+    """Creates the model of a checkpoint, without weights.
 
     Raises:
-        StartupError: no such architecture.
+        StartupError: the architecture is not supported.
     """
     made: Callable[[ModelConfig, Backend], Model] = import_object(family_of(config.architecture).make)
     return made(config, backend)
@@ -198,7 +198,7 @@ def build(config: ModelConfig, backend: Backend, cfg: EngineConfig | None = None
     """Loads and packs the model of a checkpoint; with ``cfg.load_format`` "dummy" the weights are random.
 
     Raises:
-        StartupError: no such architecture, or weights that are missing, misshaped or unreadable.
+        StartupError: the architecture is not supported, or weights are missing, unreadable or have wrong shapes.
     """
     from trencadis.core.layers.weight_source import KeepingOps  # torch
     from trencadis.core.models.weight_loader import open_weights
@@ -220,6 +220,6 @@ def build(config: ModelConfig, backend: Backend, cfg: EngineConfig | None = None
 
 
 def _log_loading(stored: int, kept: int, seconds: float) -> None:
-    """How fast weights came: bytes of the checkpoint, or those that an earlier start had packed."""
+    """Logs the loading speed: bytes of the checkpoint, or of weights that an earlier start had packed."""
     size, how = (kept / 1e9, "packed before, mapped") if kept else (stored / 1e9, "read and packed")
     log.info("weights: %.2f GB %s in %.2f s, %.2f GB/s", size, how, seconds, size / max(seconds, 1e-9))

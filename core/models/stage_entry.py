@@ -1,4 +1,4 @@
-"""Where a pipeline stage takes over from the one before: the start of its text launches."""
+"""The start of text launches on every pipeline stage but the first."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from trencadis.core.layers.rotary_embedding import TextRotary
 
 
 class StageEntry:
-    """The start of a text launch on every stage but the first, in place of ``core.models.decoder.DecoderEntry``.
+    """The start of a text launch on every stage but the first, instead of ``core.models.decoder.DecoderEntry``.
 
-    The stage before sends the residual stream as one tensor. A later one needs no ids, so that ``tokens`` say which of
-    its rows each token is, from 1; padding takes row 0, which stays zero.
+    The previous stage sends the residual stream as one tensor. Later stages need no token ids, so ``tokens`` holds each
+    token's row of that tensor, counted from 1; padding uses row 0, which stays zero.
     """
 
     def __init__(self, ops: Ops, c: TextConfig, device: torch.device) -> None:
@@ -24,7 +24,8 @@ class StageEntry:
     def __call__(
         self, tokens: Tensor, positions: Tensor, stream: Tensor
     ) -> tuple[Tensor, Tensor | None, Rotary, Rotary | None]:
-        """([n, hidden] of ``stream``, what it is added to, rotary factors, those of layers with a window or None).
+        """Returns (rows of ``stream`` [n, hidden], their residual or None, rotary factors, those of layers with a
+        window or None).
 
         Args:
             tokens: int32 [n]; ``positions``: int32 [3, n].

@@ -1,4 +1,4 @@
-"""Which files of a checkpoint folder hold its weights. Torch-free."""
+"""Finds the files of a checkpoint folder that hold its weights. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from trencadis.core.errors import StartupError
 
 
 def files_of(path: Path, load_format: str = "auto") -> list[Path]:
-    """The weight files of a folder.
+    """Returns the weight files of a folder.
 
     Args:
-        load_format: safetensors, pt (``pytorch_model.bin`` alone), or auto: safetensors if there are any, else those.
+        load_format: safetensors, pt (only ``pytorch_model.bin``), or auto: safetensors if there are any, else pt.
 
     Raises:
-        StartupError: there is none, some are missing, or one lies outside the folder.
+        StartupError: there are none, some are missing, or one lies outside the folder.
     """
     found: list[Path] = []
     if load_format != "pt":
@@ -35,7 +35,7 @@ def files_of(path: Path, load_format: str = "auto") -> list[Path]:
 
 
 def _list_files(path: Path, single: str, pattern: str) -> list[Path]:
-    """The files that the index of ``single`` names, else ``single``, else those of ``pattern``."""
+    """Returns the files listed in the index of ``single``, else ``single``, else those matching ``pattern``."""
     index = path / f"{single}.index.json"
     if index.is_file():
         try:
@@ -54,7 +54,7 @@ def _list_files(path: Path, single: str, pattern: str) -> list[Path]:
 
 
 def _inside(path: Path, files: list[Path]) -> list[Path]:
-    """Checks that no file is a link to a place outside the folder; returns ``files``.
+    """Checks that no file is a link to outside the folder; returns ``files``.
 
     A snapshot in the hub's cache consists of links to blobs of its own repository, which count as inside.
     """

@@ -1,4 +1,4 @@
-"""Checkpoint tensors under stored names: memory-mapped safetensors or PyTorch files, or random ones."""
+"""Checkpoint tensors by stored names: memory-mapped safetensors or PyTorch files, or random ones."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ DUMMY_POOL = 1_000_003  # odd and prime, so that rows of a matrix differ
 
 
 class DummyWeights:
-    """A checkpoint of random weights: it has every name in every shape, with the same values for the same seed.
+    """A checkpoint of random weights: it provides any name in any shape, with the same values for the same seed.
 
-    Values are drawn once and repeated from an offset that depends on the name, so that billions take a copy's time.
+    Values are generated once and repeated from an offset that depends on the name, so that even billions cost only a
+    copy.
     """
 
     def __init__(self, seed: int) -> None:
@@ -48,7 +49,10 @@ class DummyWeights:
         """Does nothing, because nothing is mapped."""
 
     def make(self, name: str, shape: tuple[int, ...], valued: bool = True) -> Tensor:
-        """float32 [shape]: normal values of deviation 0.02, norms around 1; not ``valued``: on the meta device."""
+        """Returns float32 [shape]: normal values of deviation 0.02, norms around 1.
+
+        Not ``valued``: on the meta device.
+        """
         if not valued:
             return torch.empty(shape, device="meta")
         values = torch.empty(shape)
@@ -63,7 +67,10 @@ class DummyWeights:
 
 
 class MappedWeights:
-    """A checkpoint folder as (stored name, tensor); tensors are views of mapped files, so any order is as fast."""
+    """A checkpoint folder as (stored name, tensor) pairs.
+
+    Tensors are views of mapped files, so any order is equally fast.
+    """
 
     def __init__(self, path: Path, load_format: str = "auto", populate: bool = True) -> None:
         self.files, self.populate = files_of(path, load_format), populate
@@ -72,7 +79,7 @@ class MappedWeights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the files."""
+        """Total size of the files in bytes."""
         return sum(file.stat().st_size for file in self.files)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -81,7 +88,7 @@ class MappedWeights:
         if self.populate:
             self._populating = PagePopulator(self.maps)
             return
-        for data in self.maps:  # some rows of each weight: what lies around them is not read
+        for data in self.maps:  # only some rows of each weight are read, so disable read-ahead
             data.madvise(mmap.MADV_RANDOM)
 
     def forget(self) -> None:
@@ -96,11 +103,11 @@ class MappedWeights:
 def open_weights(
     path: Path, *, load_format: str = "auto", seed: int = 0, populate: bool = True
 ) -> DummyWeights | MappedWeights:
-    """The tensors of a checkpoint folder, or random ones.
+    """Opens the tensors of a checkpoint folder, or creates random ones.
 
     Args:
-        load_format: see ``files_of``; dummy: random ones.
-        populate: all of the files will be read.
+        load_format: see ``files_of``; dummy: random weights.
+        populate: True if the files will be read completely.
     """
     return DummyWeights(seed) if load_format == "dummy" else MappedWeights(path, load_format, populate)
 
@@ -112,10 +119,10 @@ UNREADABLE = (
 
 
 def read_file(file: Path, maps: list[mmap.mmap]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of one file, mapped copy-on-write, so that pages are read when first used.
+    """Yields (name, tensor) of one file, mapped copy-on-write, so that pages are read when first used.
 
     Raises:
-        StartupError: it is no safetensors file, or, with the suffix .bin, none that torch.save makes.
+        StartupError: it is not a safetensors file, or, with the suffix .bin, not written by torch.save.
     """
     return read_bin(file, maps, DTYPES) if file.suffix == ".bin" else _read_safetensors(file, maps)
 

@@ -1,1 +1,1 @@
-"""The engine process: its loop, the wire format, child processes, heap and logging."""
+"""The engine process: its loop, message format, child processes, heap and logging."""

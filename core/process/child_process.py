@@ -17,14 +17,14 @@ from trencadis.core.process.log_queue import flush_logs
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 WAITS = {"GOMP_SPINCOUNT": "2000", "KMP_BLOCKTIME": "1"}
-"""How long threads of OpenMP runtimes (GCC's, LLVM's) spin when they have no work: rounds of some 25 ns, and ms."""
+"""How long threads of OpenMP runtimes (GCC's, LLVM's) spin when idle: rounds of about 25 ns, and milliseconds."""
 
 
 def python_path(environ: Mapping[str, str]) -> str:
-    """PYTHONPATH of a child: the folder that holds this package, then what ``environ`` has.
+    """Returns PYTHONPATH for a child: the folder that holds this package, then the value in ``environ``.
 
     The folder is looked up in ``sys.modules``: importing the package here would be a cycle, as its ``__init__`` imports
-    all.
+    every module.
     """
     package = sys.modules[__name__.partition(".")[0]]
     root = str(Path(package.__file__ or "").resolve().parent.parent)
@@ -33,19 +33,19 @@ def python_path(environ: Mapping[str, str]) -> str:
 
 
 def environment(environ: Mapping[str, str], threads: int, fixed: bool) -> dict[str, str]:
-    """``environ`` for a child: without keys, with this package first on the path, and with thread counts.
+    """Returns ``environ`` for a child: without secrets, with this package first on the path, and with thread counts.
 
-    The engine and its ranks need no keys, because they neither answer clients nor ask the hub. torch reads the thread
-    counts when it is imported, so that the parent has to set them.
+    The engine and its ranks need no secrets, because they neither answer clients nor access the hub. torch reads the
+    thread counts when it is imported, so the parent has to set them.
 
     Args:
-        fixed: replace thread counts that are set already.
+        fixed: replace thread counts that are already set.
     """
     env = {name: value for name, value in environ.items() if not envs.secret(name)}
     # torch reads this once, when its allocator starts; huge pages give weights about 5 % more bandwidth.
     env.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    # torch's threads share their CPUs with those of this package's kernels: where they spun for milliseconds after each
-    # operation, as by default, kernels would wait for them.
+    # torch's threads share their CPUs with this package's kernels, which would be delayed if torch's threads spun for
+    # milliseconds after each operation, as they do by default.
     if not env.get("OMP_WAIT_POLICY"):
         for name, value in WAITS.items():
             env.setdefault(name, value)
@@ -59,7 +59,7 @@ def environment(environ: Mapping[str, str], threads: int, fixed: bool) -> dict[s
 def run(work: Callable[[socket.socket], int]) -> NoReturn:
     """Runs ``work`` on the socket whose descriptor is the command's argument; exits with the code that it returns.
 
-    The terminal sends signals to the whole process group; children ignore them, and the parent ends them.
+    The terminal sends signals to the whole process group; children ignore them and are ended by the parent.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,4 +1,6 @@
-"""The engine process's reader thread: frames become commands, pixels are received where they will be used."""
+"""The engine process's reader thread: decodes frames into commands, and receives pixels directly into their final
+buffers.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from trencadis.core.process import engine_messages
 
 @dataclass(slots=True)
 class ReceivedPixels:
-    """All bytes of media ``index`` of request ``id``."""
+    """The complete bytes of media ``index`` of request ``id``."""
 
     id: str
     index: int
@@ -27,7 +29,7 @@ class ReceivedPixels:
 
 @dataclass(slots=True)
 class PackedVocabulary:
-    """All bytes of the packed vocabulary."""
+    """The complete packed vocabulary."""
 
     data: bytearray
 
@@ -40,11 +42,11 @@ Command = engine_messages.Add | RareCommand | ReceivedPixels | PackedVocabulary
 
 
 class InboxClosed(Exception):
-    """The other end is gone."""
+    """The other end has closed the socket."""
 
 
 class Inbox:
-    """Commands that have arrived and are not taken yet.
+    """Commands that have arrived but have not been taken yet.
 
     Args:
         pong: called on the reader thread for each ping.
@@ -58,7 +60,7 @@ class Inbox:
         self.changed = threading.Condition()
         self.commands: deque[Command] = deque()
         self.config: EngineConfig | None = None
-        self.known: set[str] = set()  # requests of which pixels may come
+        self.known: set[str] = set()  # requests whose pixels may arrive
         self.partial: dict[tuple[str, int], tuple[NDArray[np.uint8], int]] = {}
         self.vocabulary = bytearray()
         self.header = memoryview(bytearray(engine_messages.HEADER.size))
@@ -66,14 +68,14 @@ class Inbox:
         threading.Thread(target=self.run, name="reader", daemon=True).start()
 
     def start(self) -> EngineConfig:
-        """Waits for the first message, which holds the configuration."""
+        """Waits for the first message and returns its configuration."""
         with self.changed:
             self.changed.wait_for(lambda: self.config is not None)
         assert self.config is not None
         return self.config
 
     def take(self, wait: bool, seconds: float | None = None) -> list[Command]:
-        """All commands in order; with ``wait``, waits for at least one, at most ``seconds`` long."""
+        """Returns all commands in order; with ``wait``, waits for at least one, at most ``seconds`` long."""
         with self.changed:
             if wait:
                 self.changed.wait_for(lambda: bool(self.commands), seconds)
@@ -82,14 +84,14 @@ class Inbox:
         return taken
 
     def forget(self, id: str) -> None:
-        """Drops the chunks of an ended request, also those that are still to come."""
+        """Drops the chunks of an ended request, including those that arrive later."""
         with self.changed:
             self.known.discard(id)
             for key in [k for k in self.partial if k[0] == id]:
                 del self.partial[key]
 
     def run(self) -> None:
-        """The reader thread."""
+        """Body of the reader thread."""
         try:
             while True:
                 self.receive()
@@ -101,7 +103,7 @@ class Inbox:
             self.ended(1)
 
     def receive(self) -> None:
-        """Receives one frame and acts on it."""
+        """Receives and handles one frame."""
         self.fill(self.header)
         size, extra = engine_messages.HEADER.unpack(self.header)
         assert size <= engine_messages.MAX_MESSAGE and extra <= engine_messages.CHUNK, "frame out of bounds"
@@ -123,7 +125,7 @@ class Inbox:
     def receive_rare(
         self, message: engine_messages.VocabularyPart | engine_messages.Start | RareCommand, extra: int
     ) -> None:
-        """Acts on a frame that plain requests do not bring; ``extra``: bytes of its payload."""
+        """Handles a frame that is rare; ``extra``: bytes of its payload."""
         match message:
             case engine_messages.VocabularyPart():
                 self.receive_vocabulary(message, extra)
@@ -135,7 +137,7 @@ class Inbox:
                 self.push(message)
 
     def receive_pixels(self, chunk: engine_messages.Media, size: int) -> None:
-        """Receives one chunk of pixels. Chunks come in order; offset 0 begins the item, or begins it again."""
+        """Receives one chunk of pixels. Chunks arrive in order; offset 0 starts or restarts the item."""
         key = (chunk.id, chunk.index)
         with self.changed:
             buffer, done = self.partial.get(key, (None, 0))
@@ -156,7 +158,7 @@ class Inbox:
         self.push(ReceivedPixels(chunk.id, chunk.index, buffer))
 
     def receive_vocabulary(self, chunk: engine_messages.VocabularyPart, size: int) -> None:
-        """Receives one chunk of the vocabulary; they come in order."""
+        """Receives one chunk of the vocabulary; chunks arrive in order."""
         assert chunk.total <= engine_messages.MAX_MESSAGE and chunk.offset + size <= chunk.total, "frame out of bounds"
         if chunk.offset == 0:
             self.vocabulary = bytearray(chunk.total)
@@ -172,7 +174,7 @@ class Inbox:
             self.changed.notify()
 
     def fill(self, target: memoryview) -> None:
-        """Receives exactly as many bytes as ``target`` holds."""
+        """Receives exactly as many bytes as ``target`` holds; raises InboxClosed at the end of the stream."""
         while target:
             got = self.sock.recv_into(target)
             if not got:

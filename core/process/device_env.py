@@ -1,8 +1,8 @@
-"""What every process does before its first import of torch. Torch-free.
+"""Prepares a process's environment before its first import of torch. Torch-free.
 
 A device's plug-in reads its variables once, while it is imported, and torch may import it by itself. So the variables
-are settled first: by the server for the engine that it starts, and by the engine, each rank and an offline ``LLM`` for
-themselves. Which device needs what is its package's business; ``core.devices`` finds it by name.
+are set first: by the server for the engine that it starts, and by the engine, each rank and an offline ``LLM`` for
+themselves. The device's package defines which variables it needs; ``core.devices`` finds it by name.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from trencadis.core.process import torch_build
 def prepare_device_env(
     asked: str, environ: MutableMapping[str, str] | None = None, rank: int = 0, world: int = 1
 ) -> devices.DeviceEnv:
-    """Settles ``environ`` (none: this process's own) for ``--device ASKED`` and says what was found.
+    """Prepares ``environ`` (None: this process's own) for ``--device ASKED``; returns the changes and messages.
 
-    What the user has set is left alone or refused, never replaced. A second call changes nothing.
+    Variables set by the user are kept or refused, never replaced. A second call changes nothing.
 
     Raises:
-        StartupError: one line about a torch, a plug-in or a variable with which the device cannot start.
+        StartupError: the device cannot start with this torch, plug-in or variable; one line.
     """
     env = os.environ if environ is None else environ
     note = torch_build.check_version(torch_build.find_torch())

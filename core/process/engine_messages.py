@@ -31,7 +31,7 @@ class Start(msgspec.Struct, tag=True):
 
 
 class Add(msgspec.Struct, tag=True):
-    """Down: a new request; its pixels are sent when NeedMedia asks for them."""
+    """Down: a new request; its pixels are sent in reply to NeedMedia."""
 
     request: Request
 
@@ -65,7 +65,7 @@ class MediaFailed(msgspec.Struct, tag=True):
 
 
 class Abort(msgspec.Struct, tag=True):
-    """Down: ends these requests, or only choice ``choice`` of them."""
+    """Down: end these requests, or only choice ``choice`` of them."""
 
     ids: list[str]
     choice: int = -1
@@ -76,21 +76,21 @@ class Drain(msgspec.Struct, tag=True):
 
 
 class ResetPrefixCache(msgspec.Struct, tag=True):
-    """Down: blocks that were computed so far are not found again."""
+    """Down: drop all cached blocks."""
 
 
 class ResetEncoderCache(msgspec.Struct, tag=True):
-    """Down: embeddings of images that no running request waits for are forgotten."""
+    """Down: drop the embeddings of images that no running request needs."""
 
 
 class Ping(msgspec.Struct, tag=True):
-    """Down: answered by the engine's reader thread."""
+    """Down: the engine's reader thread answers with Pong."""
 
     n: int
 
 
 class Phase(msgspec.Struct, tag=True):
-    """Up: a start-up phase has begun (``seconds`` since the process started), with ``fraction`` of it done."""
+    """Up: a start-up phase has begun (``seconds`` since the process started); ``fraction`` of it is done."""
 
     name: str
     detail: str = ""
@@ -109,13 +109,13 @@ class Capture(msgspec.Struct, tag=True):
 
 
 class Ready(msgspec.Struct, tag=True):
-    """Up: the engine accepts requests; ``info`` says what it started with."""
+    """Up: the engine accepts requests; ``info`` has the sizes that it started with."""
 
     info: EngineInfo
 
 
 class Deltas(msgspec.Struct, tag=True):
-    """Up: what a step produced."""
+    """Up: the outputs of a step."""
 
     items: list[Delta]
     stats: EngineStats | None = None
@@ -129,9 +129,9 @@ class NeedMedia(msgspec.Struct, tag=True):
 
 
 class Fatal(msgspec.Struct, tag=True):
-    """Up: the engine cannot start or go on; ``code`` 2: the configuration is at fault (a StartupError).
+    """Up: the engine cannot start or continue; ``code`` 2: the configuration is at fault (a StartupError).
 
-    ``capture``: the bucket in whose capture a rank died; another engine may start without it.
+    ``capture``: the bucket during whose capture a rank died; another engine may start without it.
     """
 
     message: str
@@ -158,6 +158,6 @@ decode_up = msgspec.msgpack.Decoder(Up).decode
 
 
 def frame(message: Down | Up, payload: bytes | memoryview = b"") -> bytes:
-    """Header and message; the caller writes the payload after it, so that pixels are not copied."""
+    """Returns header and message; the caller writes the payload after it, so that pixels are not copied."""
     body = _encoder.encode(message)
     return HEADER.pack(len(body), len(payload)) + body

@@ -1,7 +1,7 @@
 """The engine's process: ``python -P -m trencadis.core.process.engine_process FD`` with one end of a socket pair.
 
-A reader thread parses what comes down, receives pixels straight into their buffers and answers pings; the main thread
-loads the engine and steps it. Nothing here imports torch: it comes with the engine's factory, named in the config.
+A reader thread decodes messages, receives pixels directly into their buffers and answers pings; the main thread loads
+the engine and steps it. Torch is imported by the engine's factory, which the configuration names.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ Factory = Callable[[EngineConfig, Progress], EngineLike]
 
 
 def find_factory(entry: str) -> Factory:
-    """``package.module:name.attribute`` as an object."""
+    """Imports the object that ``package.module:name.attribute`` refers to."""
     module, _, path = entry.partition(":")
     found: Any = importlib.import_module(module)
     for part in path.split("."):
@@ -74,7 +74,7 @@ def find_factory(entry: str) -> Factory:
 
 
 class EngineProcess:
-    """One engine behind one socket."""
+    """Runs one engine, connected by one socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -83,7 +83,10 @@ class EngineProcess:
         self.step = 0
         self.since: float | None = BORN
         self.open: dict[str, set[int]] = {}
-        """Unfinished choices of each request; the finish and the abort of a choice may cross on the wire."""
+        """Unfinished choices of each request.
+
+        Needed because the finish and the abort of a choice may be sent at the same time.
+        """
         self.draining = False
         self.stepped = False
         self.last_report = 0.0
@@ -92,12 +95,12 @@ class EngineProcess:
         self.inbox = command_inbox.Inbox(sock, self.pong, self.reader_ended)
 
     def send(self, message: engine_messages.Up) -> None:
-        """Sends one frame; both threads call it."""
+        """Sends one frame; called from both threads."""
         with self.sending:
             self.sock.sendall(engine_messages.frame(message))
 
     def pong(self, n: int) -> None:
-        """Answers a ping; called by the reader thread."""
+        """Answers a ping; called from the reader thread."""
         since = self.since
         self.send(engine_messages.Pong(n, self.phase, self.step, 0.0 if since is None else time.monotonic() - since))
 
@@ -108,7 +111,7 @@ class EngineProcess:
     def __call__(
         self, name: str, detail: str = "", fraction: float = 0.0, done: int = 0, total: int = 0, eta: float = 0.0
     ) -> None:
-        """Reports a phase of loading, or of work between steps (compiling), as ``Progress`` says."""
+        """Reports a phase of loading, or of work between steps (compiling); implements ``Progress``."""
         self.phase = name
         self.send(engine_messages.Phase(name, detail, time.monotonic() - BORN, fraction, done, total, eta))
 
@@ -136,17 +139,17 @@ class EngineProcess:
         return engine
 
     def import_factory(self, config: EngineConfig) -> Factory:
-        """Imports torch, if the engine is the real one, and the engine's factory."""
+        """Imports torch, unless a test names another engine, and the engine's factory."""
         if config.engine != EngineConfig().engine:
             return find_factory(config.engine)
         for line in device_env.prepare_device_env(config.device, world=topology(config, os.environ).here).lines:
-            log.debug("%s", line)  # the server has shown it
+            log.debug("%s", line)  # the server has already printed it
         kept = packed_file(config)
         prefetch.start_prefetch(config.model, config.load_format, None if kept is None else kept.path)
         self("importing", "torch")
         torch_build.import_torch()
         factory = find_factory(config.engine)
-        # Start-up collects garbage whenever it measures memory; frozen objects, here torch's, are not walked.
+        # Start-up collects garbage whenever it measures memory; frozen objects (here torch's) are not traversed.
         gc.freeze()
         return factory
 
@@ -158,7 +161,7 @@ class EngineProcess:
             if waiting and not commands:
                 self.heap_trimmer.collect_and_trim()
             if commands:
-                self.since = time.monotonic()  # obeying may hang as a step may
+                self.since = time.monotonic()  # handling may hang just like a step
             for command in commands:
                 self.handle(engine, command)
             self.since = None
@@ -168,11 +171,11 @@ class EngineProcess:
                 self.advance(engine)
 
     def is_drained(self) -> bool:
-        """Whether a drain was asked for and no request is left."""
+        """Returns True if a drain was requested and no request is left."""
         return self.draining and not self.open
 
     def advance(self, engine: EngineLike) -> None:
-        """Runs one step and sends what it produced."""
+        """Runs one step and sends its outputs."""
         self.step += 1
         self.phase, self.since = "serving", time.monotonic()
         items = list(engine.step())
@@ -193,7 +196,7 @@ class EngineProcess:
             self.send(engine_messages.Deltas(items, engine.stats()))
 
     def note_finished(self, id: str, choices: set[int]) -> None:
-        """Notes that choices of a request have ended."""
+        """Records that choices of a request have ended."""
         left = self.open.get(id)
         if left is not None:
             left -= choices
@@ -203,13 +206,13 @@ class EngineProcess:
                     self.inbox.forget(id)
 
     def handle(self, engine: EngineLike, command: command_inbox.Command) -> None:
-        """Carries out one message of the API process."""
+        """Handles one message of the API process."""
         match command:
             case engine_messages.Add(request):
                 self.add(engine, request)
             case command_inbox.ReceivedPixels(id, index, data):
                 if id in self.open:
-                    engine.add_media(id, index, data)  # flat: the engine knows how many values a slot has
+                    engine.add_media(id, index, data)  # flat; the engine knows the number of values of a slot
             case _:
                 self.handle_rare(engine, command)
 
@@ -221,7 +224,7 @@ class EngineProcess:
                 self.note_finished(id, {choice} if choice >= 0 else set(self.open[id]))
 
     def handle_rare(self, engine: EngineLike, command: command_inbox.Command) -> None:
-        """Carries out what few requests need, or none."""
+        """Handles a message that is rare."""
         match command:
             case engine_messages.Abort(ids, choice):
                 self.abort(engine, ids, choice)
@@ -238,7 +241,7 @@ class EngineProcess:
                 self.draining = True
 
     def add(self, engine: EngineLike, request: Request) -> None:
-        """Adds a request; if the engine refuses it, the request ends with that error."""
+        """Adds a request; if the engine rejects it, the request ends with that error."""
         self.open[request.id] = set(range(request.params.n))
         try:
             engine.add(request)

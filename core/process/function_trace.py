@@ -1,6 +1,6 @@
-"""``VLLM_TRACE_FUNCTION=1``: the calls of this package, in a file a process.
+"""``VLLM_TRACE_FUNCTION=1``: logs the function calls of this package to one file per process.
 
-From Python 3.12 on by ``sys.monitoring``, which leaves other packages' code at full speed; on 3.11 by a profile
+From Python 3.12 on it uses ``sys.monitoring``, which does not slow down other packages' code; on 3.11 a profile
 function, which is called for theirs too.
 """
 
@@ -26,27 +26,27 @@ PACKAGES = tuple(ROOT + name + os.sep for name in ("core", "backends", "multimod
 
 
 class FunctionTrace:
-    """Writes one line for each call of, and each return from, this package's functions.
+    """Writes one line for each call of and return from this package's functions.
 
     Args:
-        out: where lines go: seconds, thread, ``call`` or ``return``, function, file and line.
-        ours: prefixes of files whose functions are written.
+        out: receives lines with seconds, thread, ``call`` or ``return``, function, file and line.
+        ours: prefixes of the files whose functions are traced.
     """
 
     def __init__(self, out: TextIO, ours: tuple[str, ...] = PACKAGES) -> None:
         self._out, self._ours = out, ours
 
     def is_traced(self, code: CodeType) -> bool:
-        """Whether the calls of ``code`` are written; this file's own would go on for ever."""
+        """Returns True if the calls of ``code`` are written; this file is excluded to avoid endless recursion."""
         return code.co_filename.startswith(self._ours) and code.co_filename != __file__
 
     def write(self, what: str, code: CodeType) -> None:
-        """Writes one line; it calls nothing of ours, so it does not write about itself."""
+        """Writes one line; calls no function of this package, so that it does not trace itself."""
         where = f"{code.co_filename.removeprefix(ROOT)}:{code.co_firstlineno}"
         self._out.write(f"{time.monotonic():.6f} {threading.get_native_id()} {what} {code.co_qualname} {where}\n")
 
     def start(self) -> Callable[[], None]:
-        """Writes from now on, for all threads that begin later and for this one; returns what ends it."""
+        """Starts tracing this thread and all threads started later; returns a function that stops it."""
         if sys.version_info >= (3, 12):
             return self._monitor()
         return self._profile()
@@ -97,10 +97,10 @@ class FunctionTrace:
 
 
 def start_if_asked() -> None:
-    """Begins to write this process's calls, if the environment asks for it."""
+    """Starts tracing this process if the environment requests it."""
     if not envs.get_bool(NAME):
         return
-    # A file that nobody else can read or has put there. Each line is written at once, for the hang that follows it.
+    # A new file that only this user can read. Lines are written immediately, so that they survive a hang.
     handle, path = tempfile.mkstemp(prefix=f"trencadis-calls-{os.getpid()}-", suffix=".log")
     FunctionTrace(os.fdopen(handle, "w", buffering=1)).start()
     log.warning("%s: the calls of process %d go to %s, which slows it down", NAME, os.getpid(), path)

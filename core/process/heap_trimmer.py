@@ -1,11 +1,10 @@
-"""Collects garbage and returns freed memory to the system, between steps or, in the API process, beside its work.
-Torch-free.
+"""Collects garbage and returns freed memory to the system between steps or, in the API process, in the background.
 
-Tensors of ever new sizes share the C library's heap with small, long-lived objects. The gaps between those stay with
-the process, about 25 MB for a thousand mixed requests, until the library is told to return unused pages.
-
-The interpreter collects cycles whenever enough objects were made, in the middle of a step, and walks all that live:
-tens of milliseconds where thousands of requests wait. A process that steps an engine therefore decides itself when to.
+Torch-free. Tensors of ever-changing sizes share the C library's heap with small, long-lived objects. The gaps between
+these stay allocated, about 25 MB for a thousand mixed requests, until the library is told to return unused pages. By
+default the interpreter collects cycles in the middle of a step, whenever enough objects have been created, and
+traverses all live objects: tens of milliseconds with thousands of waiting requests. A process that steps an engine
+therefore triggers collections itself.
 """
 
 from __future__ import annotations
@@ -18,23 +17,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 QUIET = 1.0
-"""Seconds without work before a trim, so that a follow-up request never waits for a 20 ms trim."""
+"""Idle seconds before a trim, so that a follow-up request never waits for a 20 ms trim."""
 
 OFTEN = 30.0
-"""Least seconds between two trims."""
+"""Minimum seconds between two trims."""
 
 LATEST = 60.0
-"""Seconds without a trim after which a process that is always busy trims between two steps."""
+"""Seconds without a trim after which a permanently busy process trims between two steps."""
 
 YOUNG = 5.0
-"""Seconds between two collections of what was made lately, in a process that is busy."""
+"""Seconds between two collections of young objects in a busy process."""
 
 FEW = 64
-"""Open requests with which an event loop collects everything: what lives is walked in a few milliseconds."""
+"""Number of open requests up to which an event loop runs full collections, which then take a few milliseconds."""
 
 SELDOM = 100
-"""Collections of the middle generation (7,000 new objects each) after which the interpreter collects everything by
-itself."""
+"""Collections of the middle generation (7,000 new objects each) after which the interpreter runs a full collection
+by itself.
+"""
 
 
 def trim() -> None:
@@ -46,7 +46,7 @@ def trim() -> None:
 
 @contextmanager
 def pause_gc() -> Iterator[None]:
-    """Collects no garbage meanwhile: what is imported lives for ever, and collections would walk it again and again."""
+    """Disables garbage collection in a block: imported objects live forever, and would be traversed again and again."""
     before = gc.isenabled()
     gc.disable()
     try:
@@ -60,9 +60,9 @@ class HeapTrimmer:
     """Decides when to collect garbage and when to return freed memory to the system.
 
     Args:
-        trim: returns unused pages.
-        clock: the time in seconds.
-        collect: collects garbage, of the generations up to its argument.
+        trim: returns unused pages to the system.
+        clock: returns the time in seconds.
+        collect: collects garbage of the generations up to its argument.
     """
 
     def __init__(
@@ -77,16 +77,15 @@ class HeapTrimmer:
         self._untidy = False
 
     def begin(self) -> None:
-        """Called when the process is loaded: what lives now is never walked again, and only ``HeapTrimmer``
-        collects.
-        """
+        """Called when loading is complete: excludes all live objects from collections, and disables automatic ones."""
         self._collect(2)
         gc.freeze()
         gc.disable()
 
     def wait(self) -> float | None:
-        """Seconds that an idle process sleeps before it calls ``collect_and_trim``; None: it need not wake up for
-        that.
+        """Returns the seconds that an idle process sleeps before it calls ``collect_and_trim``.
+
+        None: it need not wake up.
         """
         return max(QUIET, self._last + OFTEN - self._clock()) if self._untidy else None
 
@@ -98,7 +97,7 @@ class HeapTrimmer:
         self._young = self._last
 
     def after_step(self) -> None:
-        """Called after each step: collects what is young, and trims if the process has been busy for long."""
+        """Called after each step: collects young objects, and trims if the process has been busy for long."""
         self._untidy, now = True, self._clock()
         if now - self._last > LATEST:
             self.collect_and_trim()
@@ -108,7 +107,7 @@ class HeapTrimmer:
 
 
 async def run_trimmer(steps: Callable[[], int], trim: Callable[[], None] = trim, often: float = OFTEN) -> None:
-    """Trims an event loop's process in a thread, as long as ``steps`` grows; runs until it is cancelled."""
+    """Trims an event loop's process in a thread as long as ``steps`` grows; runs until it is cancelled."""
     seen = steps()
     while True:
         await asyncio.sleep(often)
@@ -120,13 +119,15 @@ async def run_trimmer(steps: Callable[[], int], trim: Callable[[], None] = trim,
 async def run_collector(
     opened: Callable[[], int], clock: Callable[[], float] = time.monotonic, collect: Callable[[], object] = gc.collect
 ) -> None:
-    """Collects all garbage of an event loop's process while few requests are open, else once a minute, until it is
-    cancelled.
+    """Collects all garbage of an event loop's process while few requests are open, else once a minute.
+
+    Runs until it is cancelled. The interpreter by itself would collect during a burst of requests and traverse all of
+    them: 90 ms for 2,000 requests.
 
     The interpreter would rather do it while a flood comes in, and walk all that waits: 90 ms for 2,000 requests.
 
     Args:
-        opened: counts open requests.
+        opened: returns the number of open requests.
     """
     young, middle, _ = gc.get_threshold()
     gc.set_threshold(young, middle, SELDOM)

@@ -1,4 +1,4 @@
-"""One log format for all processes: lines for people, or a JSON object a line."""
+"""One log format for all processes: plain lines, or one JSON object per line."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ JSON = "json"
 
 
 def short_name(name: str) -> str:
-    """``server`` for ``trencadis.server.cli.serve``, because the process matters more than the file."""
+    """Returns ``server`` for ``trencadis.server.cli.serve``, because the process matters more than the file."""
     parts = name.split(".")
     return parts[1] if parts[0] == "trencadis" and len(parts) > 1 else parts[0]
 
 
 class ShortNames(logging.Formatter):
-    """A line for people."""
+    """Formats records as plain lines with short logger names."""
 
     def format(self, record: logging.LogRecord) -> str:
         record.shortname = short_name(record.name)
@@ -30,7 +30,11 @@ class ShortNames(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """One object a line: time, level, logger, message, what the record's ``fields()`` gives, an exception."""
+    """Formats a record as one JSON object per line.
+
+    It has time, level, logger, process, message, the values of the record's ``fields()``, and an exception if there is
+    one.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
@@ -44,7 +48,7 @@ class JsonLines(logging.Formatter):
         }
         if record.exc_info:
             made["exception"] = self.formatException(record.exc_info)
-        # Escaped, so that a surrogate that a client sent cannot break the line.
+        # json.dumps escapes non-ASCII, so that a surrogate sent by a client cannot break the line.
         return json.dumps(made, default=str)
 
 

@@ -1,11 +1,9 @@
-"""Reads a checkpoint before anything waits for it. Torch-free.
+"""Reads a checkpoint ahead of its use. Torch-free.
 
-The disk is asked for whole files while torch is still being imported, since a page that is asked for when it is touched
-comes with few others and the disk stands still in between. Then a thread enters pages into the page tables, many with
-one call, while others are packed.
-
-A file of packed weights is mapped at once: faults read it into huge pages, where the file system has such. Small ones,
-in which advice brings a file, come at two thirds of the rate, but leave more of the CPUs to those who pack.
+While torch is still being imported, the kernel is asked to read whole files, since page faults read only a few pages
+each and the disk would idle in between. Later, a thread populates the page tables, many pages per call, while other
+weights are packed. A file of packed weights is mapped directly: faults read it into huge pages if the file system
+supports them. Reading it by advice gives small pages, at two thirds of the speed, but uses less CPU time.
 """
 
 from __future__ import annotations
@@ -30,16 +28,16 @@ from trencadis.core.models.weight_files import files_of
 log = logging.getLogger("trencadis.engine")
 
 WINDOW = 64 << 20
-"""Bytes that the kernel is asked for at a time."""
+"""Bytes requested from the kernel per call."""
 
 PAGES = 2 << 20
-"""Bytes that are entered into the page tables at a time, a huge page: whoever maps memory waits for one call."""
+"""Bytes populated per call (one huge page): other threads that map memory wait for the call."""
 
 READERS = 4
-"""Threads that wait for the disk, so that the kernel's window of reading ahead (often 128 KiB) does not bound it."""
+"""Threads that read from the disk, so that the kernel's read-ahead window (often 128 KiB) is no limit."""
 
 SHARE = 0.5
-"""Share of the free memory that files may take: what is read too early would be gone before it is used."""
+"""Largest share of the free memory that files may take; otherwise pages would be evicted before they are used."""
 
 POPULATE_READ = 22
 """MADV_POPULATE_READ of Linux 5.14."""
@@ -47,7 +45,7 @@ POPULATE_READ = 22
 
 @cache
 def _madvise() -> Callable[[int, int, int], int] | None:
-    """The C library's ``madvise``, which, unlike mmap's, releases the interpreter's lock; None where there is none."""
+    """Returns the C library's ``madvise``, which, unlike mmap's, releases the GIL; None if it is unavailable."""
     try:
         found = ctypes.CDLL(None, use_errno=True).madvise
     except (OSError, AttributeError):
@@ -58,7 +56,7 @@ def _madvise() -> Callable[[int, int, int], int] | None:
 
 
 def advise_needed(start: int, end: int) -> None:
-    """Asks the disk for mapped memory [start, end), without waiting for it."""
+    """Asks the kernel to read mapped memory [start, end), without waiting for it."""
     advise = _madvise()
     if advise is not None and hasattr(mmap, "MADV_WILLNEED"):
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
@@ -66,12 +64,12 @@ def advise_needed(start: int, end: int) -> None:
 
 
 def start_prefetch(folder: str, load_format: str = "auto", kept: Path | None = None) -> threading.Thread | None:
-    """Asks for the weights of a checkpoint folder in a thread; None where there is nothing to ask for, or no room.
+    """Reads the weights of a checkpoint folder ahead in a thread; returns None if there are none, or too little memory.
 
-    What is wrong with the folder is told by whoever loads it.
+    Errors in the folder are not reported here, but when it is loaded.
 
     Args:
-        kept: a file of packed weights, which is asked for instead where there is one.
+        kept: a file of packed weights, which is read instead if it exists.
     """
     if load_format == "dummy" or not hasattr(os, "posix_fadvise") or not os.path.isdir(folder):
         return None
@@ -100,7 +98,7 @@ def _advise_files(files: Sequence[Path]) -> None:
 
 
 def _populate_files(files: Sequence[Path]) -> None:
-    """Reads files by mapping them for a while; by ``_advise_files`` where the kernel cannot."""
+    """Reads files by mapping them temporarily; falls back to ``_advise_files`` if the kernel lacks support."""
     for file in files:
         try:
             with file.open("rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -115,13 +113,13 @@ def _populate_files(files: Sequence[Path]) -> None:
 
 
 class PagePopulator:
-    """Threads that map files into the page tables, in order, until ``end`` is called.
+    """Populates page tables with mapped files in threads, in order, until ``end`` is called.
 
     Args:
-        threads: of several, each waits for the disk; the file is then read into huge pages.
+        threads: number of threads; if there are several, the file is read into huge pages.
 
     Attributes:
-        entered: bytes so far.
+        entered: bytes populated so far.
     """
 
     def __init__(self, maps: Sequence[mmap.mmap], threads: int = 1) -> None:
@@ -131,10 +129,10 @@ class PagePopulator:
         self._threads: list[threading.Thread] = []
         if sum(map(len, maps)) > SHARE * free_host():
             return
-        # One iterator for all, so that the disk is asked in order.
+        # One iterator for all threads, so that the disk is read in order.
         pieces = iter([(held, start) for held in self._held for start in range(0, len(held), PAGES)])
         for data in maps if threads > 1 else ():
-            with suppress(OSError, AttributeError):  # a kernel without them
+            with suppress(OSError, AttributeError):  # the kernel has no huge pages
                 data.madvise(mmap.MADV_HUGEPAGE)
         for _ in range(threads):
             self._threads.append(threading.Thread(target=self._run, args=(pieces,), name="populate", daemon=True))
@@ -151,12 +149,12 @@ class PagePopulator:
             self.entered += size
 
     def wait(self) -> None:
-        """Waits until all are entered."""
+        """Waits until all pages are populated."""
         for thread in self._threads:
             thread.join()
 
     def end(self) -> None:
-        """Waits for the calls that are under way."""
+        """Stops the threads after the calls in progress."""
         self._ended.set()
         self.wait()
         self._held.clear()

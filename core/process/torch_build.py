@@ -1,4 +1,6 @@
-"""Which torch is installed, read from its files: the version decides things that must be settled before its import."""
+"""Determines the installed torch from its files, because some settings depend on the version before torch is
+imported.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,13 @@ from pathlib import Path
 from trencadis.core.errors import StartupError
 
 LEAST = (2, 6)
-"""The oldest torch of a card's container that is claimed; pyproject.toml has the same bounds."""
+"""The oldest supported torch; pyproject.toml has the same bounds."""
 
 NEWEST = (2, 13)
-"""The newest torch that tests ran on."""
+"""The newest torch that was tested."""
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-"""torch imports every installed device plug-in with itself unless this is 0."""
+"""Unless this variable is 0, torch imports every installed device plug-in together with itself."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +27,8 @@ class TorchBuild:
     """An installed torch.
 
     Args:
-        version: as ``torch.__version__`` has it, such as ``2.13.0+cpu``.
-        folder: of its package; "" where only its metadata is found.
+        version: the text of ``torch.__version__``, such as ``2.13.0+cpu``.
+        folder: its package folder; "" if only its metadata is found.
     """
 
     version: str
@@ -34,18 +36,18 @@ class TorchBuild:
 
     @property
     def numbers(self) -> tuple[int, int] | None:
-        """(major, minor); None where the text has none."""
+        """(major, minor); None if the version cannot be parsed."""
         return numbers(self.version)
 
 
 def numbers(version: str | None) -> tuple[int, int] | None:
-    """(major, minor) of a version such as ``2.5.1a0+git6fc067b``; None where it cannot be read."""
+    """Returns (major, minor) of a version such as ``2.5.1a0+git6fc067b``; None if it cannot be parsed."""
     found = re.match(r"(\d+)\.(\d+)", version or "")
     return (int(found[1]), int(found[2])) if found else None
 
 
 def find_torch() -> TorchBuild | None:
-    """The torch that ``import torch`` takes, or has taken; None where there is none."""
+    """Returns the torch that ``import torch`` would load, or has loaded; None if there is none."""
     loaded = getattr(sys.modules.get("torch"), "__version__", None)
     folder = package_folder("torch")
     if loaded is not None:
@@ -65,7 +67,7 @@ def find_torch() -> TorchBuild | None:
 
 
 def package_folder(name: str) -> str:
-    """Folder of an importable package, without importing it; "" where there is none."""
+    """Returns the folder of an importable package, without importing it; "" if there is none."""
     try:
         spec = util.find_spec(name)
     except (ImportError, ValueError):
@@ -75,7 +77,7 @@ def package_folder(name: str) -> str:
 
 
 def check_version(found: TorchBuild | None) -> str:
-    """A line to show about a torch that is newer than the tested ones, else "".
+    """Returns a message about a torch that is newer than the tested ones, else "".
 
     Raises:
         StartupError: there is no torch, or one that is too old.
@@ -105,7 +107,7 @@ def import_torch() -> None:
     """Imports torch.
 
     Raises:
-        StartupError: one line for a torch that does not load, or whose installed device plug-ins do not.
+        StartupError: torch or an installed device plug-in cannot be loaded; one line.
     """
     try:
         import torch  # noqa: F401

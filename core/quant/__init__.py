@@ -1,1 +1,1 @@
-"""Quantised weights: what a scheme means, tensors of it, and the readers of checkpoint formats."""
+"""Quantised weights: schemes, quantised tensors, and readers of checkpoint formats."""

@@ -1,4 +1,4 @@
-"""What an 8-bit KV cache means, in torch: x = code x scale, and the kept values of a key as they are."""
+"""8-bit KV cache codes in torch: x = code x scale; kept values of keys are stored unquantised."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from trencadis.core.backend import LayerKV, put_slots, slots_at
 from trencadis.core.quant.kv_cache_format import CHECKPOINT_TOPS, FP8, INT8, LEAST_SCALES, TOPS, KVFormat
 
 MOST = 65504.0
-"""The largest float16."""
+"""Largest float16."""
 
 
 def codes_of(cache: Tensor) -> str:
-    """``int8`` or ``fp8``, by the type of the codes; fp8 lies as uint8 where a device lacks the type."""
+    """Returns ``int8`` or ``fp8`` from the dtype of the codes; fp8 is stored as uint8 if a device lacks the dtype."""
     return INT8 if cache.dtype == torch.int8 else FP8
 
 
 def kept_type(dtype: torch.dtype) -> torch.dtype:
-    """The 16-bit type of kept values for an engine of ``dtype``."""
+    """Returns the 16-bit dtype of kept values for an engine of ``dtype``."""
     return dtype if dtype.itemsize == 2 else torch.float16
 
 
 def scale_for_codes(x: Tensor, name: str, static: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(float32 [..., d] in units of the scale and within the codes' range, float16 [...] scales).
+    """Returns (float32 [..., d] in units of the scale, within the codes' range; float16 [...] scales).
 
     Args:
         x: [..., d].
-        static: float32 [], the scale of everything.
+        static: float32 [], a fixed scale for all values.
     """
     wide = x.float()
     if static is None:
@@ -38,19 +38,19 @@ def scale_for_codes(x: Tensor, name: str, static: Tensor | None = None) -> tuple
 
 
 def encode(units: Tensor, cache: Tensor) -> Tensor:
-    """Codes of ``units`` of the type of ``cache``, rounded to the nearest."""
+    """Rounds ``units`` to the nearest codes, in the dtype of ``cache``."""
     if cache.dtype == torch.int8:
         return units.round().to(torch.int8)
     return units.to(torch.float8_e4m3fn).view(cache.dtype)
 
 
 def values(codes: Tensor) -> Tensor:
-    """float32 values of codes."""
+    """Converts codes to float32 values (without scales)."""
     return codes.float() if codes.dtype == torch.int8 else codes.view(torch.float8_e4m3fn).float()
 
 
 def split(k: Tensor, kv: LayerKV) -> tuple[Tensor, Tensor | None]:
-    """Keys [n, g, d] without what is kept, and that, [n, g, kept]."""
+    """Returns keys [n, g, d] with kept values set to zero, and the kept values [n, g, kept] or None."""
     if kv.kept is None or kv.pairs is None:
         return k, None
     kept_at = kv.pairs.long().expand(k.shape[0], -1, -1)
@@ -59,7 +59,7 @@ def split(k: Tensor, kv: LayerKV) -> tuple[Tensor, Tensor | None]:
 
 
 def store(k: Tensor, v: Tensor, kv: LayerKV, slot: Tensor) -> None:
-    """Stores k and v [n, g, d] at int64 [n] slots of a cache whose blocks are flat or not."""
+    """Stores k and v [n, g, d] at slots int64 [n] of a cache with flat blocks or not."""
     assert kv.k_scale is not None and kv.v_scale is not None
     rest, kept = split(k, kv)
     if kept is not None and kv.kept is not None:
@@ -72,7 +72,7 @@ def store(k: Tensor, v: Tensor, kv: LayerKV, slot: Tensor) -> None:
 
 
 def read_slots(kv: LayerKV, where: slice | Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values [L, g, d] of ``dtype`` that stand at slots ``where`` of a cache with blocks."""
+    """Returns keys and values [L, g, d] of ``dtype`` at slots ``where`` of a cache with blocks."""
     assert kv.k_scale is not None and kv.v_scale is not None
     found = []
     for codes, scales in ((kv.k, kv.k_scale), (kv.v, kv.v_scale)):
@@ -85,9 +85,10 @@ def read_slots(kv: LayerKV, where: slice | Tensor, dtype: torch.dtype) -> tuple[
 
 
 def pairs_of(bias: Tensor, kept: int) -> Tensor:
-    """int32 [g, kept]: the values of each KV head that stay in 16 bits, by the bias [g, d] of its keys.
+    """Returns int32 [g, kept]: the values of each KV head that stay in 16 bits, selected by the bias [g, d] of its
+    keys.
 
-    A rotary pair is values i and i + d / 2. Rotation keeps a pair's length, so that is what counts.
+    A rotary pair is values i and i + d / 2. Rotation preserves a pair's length, so pairs are ranked by length.
     """
     half = bias.shape[1] // 2
     length = bias.float()[:, :half].square() + bias.float()[:, half:].square()
@@ -96,5 +97,5 @@ def pairs_of(bias: Tensor, kept: int) -> Tensor:
 
 
 def static_of(form: KVFormat, k_scale: float, v_scale: float) -> Tensor:
-    """float32 [2]: scales of keys and values from those of a checkpoint, whose codes may have a larger range."""
+    """Returns float32 [2]: scales of keys and values from a checkpoint's, whose codes may have a larger range."""
     return torch.tensor([k_scale, v_scale]) * (CHECKPOINT_TOPS[form.name] / TOPS[form.name])

@@ -1,4 +1,4 @@
-"""Rounds a weight of 16 or 32 bits to a scheme, to the nearest code, with the best of a few scales a group."""
+"""Quantises a weight of 16 or 32 bits to the nearest codes, with the best of several scales per group."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from trencadis.core.quant.scheme import Scheme, groups_of
 
 @dataclass(frozen=True)
 class ScaleSearch:
-    """Which scales are tried, and the type that they are stored in.
+    """The scales that are tried, and the dtype that they are stored in.
 
     Args:
-        clips: shares of a group's largest magnitude that are tried as its range; the least squared error wins.
-        scales: the type that a scale is rounded to before codes are.
+        clips: fractions of a group's largest magnitude that are tried as its range; the least squared error wins.
+        scales: the dtype that a scale is rounded to before codes are computed.
     """
 
     clips: tuple[float, ...] = (1.0,)
@@ -28,7 +28,7 @@ class ScaleSearch:
 
 PLAIN = ScaleSearch()
 SHORT = ScaleSearch((1.0, 0.95, 0.9, 0.85, 0.8))
-"""For 4 bits while weights load."""
+"""Search for 4-bit weights while they load."""
 
 TINY = 2.0**-60
 """Scale of a group of zeros."""
@@ -38,7 +38,7 @@ def quantise(
     weight: Tensor, scheme: Scheme, dtype: torch.dtype, what: str = "a weight", search: ScaleSearch | None = None,
     fixed: float | None = None,
 ) -> QTensor:  # fmt: skip
-    """Rounds a weight [out, in] of any floating type, a slab of rows at a time; ``fixed``: by this scale (floats).
+    """Quantises a weight [out, in] of any float dtype, in slabs of rows; ``fixed``: a given scale (floats only).
 
     Raises:
         StartupError: a value is not finite.
@@ -65,7 +65,7 @@ def quantise(
 
 
 def finite(weight: Tensor, scheme: Scheme, what: str) -> Tensor:
-    """float32 of a weight; raises StartupError if a value is not finite."""
+    """Converts a weight to float32; raises StartupError if a value is not finite."""
     wide = weight.float()
     if not bool(torch.isfinite(wide).all()):
         raise StartupError(f"{what} holds values that are not finite, which have no code in {scheme.label}")
@@ -73,9 +73,10 @@ def finite(weight: Tensor, scheme: Scheme, what: str) -> Tensor:
 
 
 def scales_of(values: Tensor, scheme: Scheme, search: ScaleSearch, importance: Tensor | None = None) -> Tensor:
-    """float32 [out, groups]: for each group of float32 values [out, in], the scale that leaves the least squared error.
+    """Returns float32 [out, groups]: the scale with the least squared error for each group of values, float32 [out,
+    in].
 
-    ``importance``: float32 [in], what a column's squared error counts; None: all alike.
+    ``importance``: float32 [in], the weight of each column's squared error; None: all equal.
     """
     rows, columns = values.shape
     group = scheme.group or columns
@@ -103,7 +104,7 @@ def scales_of(values: Tensor, scheme: Scheme, search: ScaleSearch, importance: T
 
 
 def codes_of(values: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
-    """The nearest codes of float32 values under scales of a shape that broadcasts: float8_e4m3fn or int8."""
+    """Returns the nearest codes of float32 values with scales that broadcast: float8_e4m3fn or int8."""
     if scheme.kind == "float":
         most = torch.finfo(torch.float8_e4m3fn).max
         return (values / scale).clamp_(-most, most).to(torch.float8_e4m3fn)
@@ -112,10 +113,10 @@ def codes_of(values: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
 
 
 def decode(codes: Tensor, scale: Tensor) -> Tensor:
-    """float32: what codes stand for."""
+    """Returns the float32 values of codes."""
     return codes.float().mul_(scale)
 
 
 def spread(scale: Tensor, columns: int, group: int) -> Tensor:
-    """A scale for every column from one for every group: [out, groups] -> [out, in], or [out, 1]."""
+    """Expands a scale per group to one per column: [out, groups] -> [out, in], or [out, 1]."""
     return scale if scale.shape[1] == 1 else scale.repeat_interleave(group, 1)[:, :columns]

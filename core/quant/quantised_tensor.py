@@ -1,4 +1,4 @@
-"""A quantised weight: codes, scales, zero points; what it means, and how ranks cut it and layers join it."""
+"""A quantised weight: codes, scales, zero points; its values, and how it is split over ranks and joined in layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import functional
 from trencadis.core.quant.scheme import Scheme, groups_of
 
 SLAB = 1 << 24
-"""Values that are converted at a time."""
+"""Number of values that are converted at a time."""
 
 
 @dataclass(frozen=True)
@@ -20,14 +20,14 @@ class QTensor:
     """A weight [out, in] whose value is (code - zero) * scale.
 
     Args:
-        scheme: how it was stored.
+        scheme: the scheme in which it was stored.
         data: the codes [out, in]: int8 (integers of 4 bits from -8 to 7), float8_e4m3fn or float8_e5m2.
         scale: float32 [out, groups].
         zero: int8 [out, groups] in the units of ``data``; None: all zero.
-        group: columns of a group; the last may be shorter. Without meaning where there is an ``order``.
-        order: int32 [in], the group of each column; None: neighbours share a group.
-        dtype: the type that the engine computes in.
-        activation: what activations are divided by before they are rounded; None: no file says it.
+        group: columns per group; the last group may be shorter. Not used if there is an ``order``.
+        order: int32 [in], the group of each column; None: groups are consecutive columns.
+        dtype: the engine's dtype.
+        activation: the divisor of activations before they are rounded; None: not given by a file.
     """
 
     scheme: Scheme
@@ -41,7 +41,7 @@ class QTensor:
 
     @property
     def shared(self) -> bool:
-        """It is a share of columns that have an order of their own."""
+        """True if it is a rank's share of columns whose groups are not consecutive."""
         ordered = self.scheme.ordered and self.order is not None
         return ordered and self.scale.shape[1] != groups_of(self.shape[1], self.scheme.group)
 
@@ -51,14 +51,14 @@ class QTensor:
         return self.data.shape[0], self.data.shape[1]
 
     def dequantised(self) -> Tensor:
-        """The reference: float32 [out, in]."""
+        """Returns the exact values, float32 [out, in]."""
         values = self.data.float()
         if self.zero is not None:
             values -= self._spread(self.zero.float())
         return values.mul_(self._spread(self.scale))
 
     def values(self) -> Tensor:
-        """The same rounded to ``dtype``, a slab of rows at a time, as float32 takes twice the memory."""
+        """Returns the values rounded to ``dtype``, converted in slabs of rows, as float32 takes twice the memory."""
         rows, columns = self.shape
         step = max(SLAB // max(columns, 1), 1)
         if rows <= step:
@@ -69,31 +69,31 @@ class QTensor:
         return out
 
     def _spread(self, each: Tensor) -> Tensor:
-        """A value for every column from one for every group: [out, groups] -> [out, in], or [out, 1]."""
+        """Expands a value per group to one per column: [out, groups] -> [out, in], or [out, 1]."""
         if each.shape[1] == 1:
             return each
         return each.index_select(1, self.columns())
 
     def columns(self) -> Tensor:
-        """int64 [in]: the group of each column."""
+        """Returns int64 [in]: the group of each column."""
         if self.order is not None:
             return self.order.long()
         return torch.arange(self.shape[1], device=self.data.device) // self.group
 
     def rows(self, start: int, stop: int) -> QTensor:
-        """The output features [start, stop)."""
+        """Returns the output features [start, stop)."""
         zero = None if self.zero is None else self.zero[start:stop]
         return replace(self, data=self.data[start:stop], scale=self.scale[start:stop], zero=zero)
 
     def inputs(self, start: int, stop: int) -> QTensor:
-        """The input columns [start, stop). Where a cut goes through a group, groups become smaller."""
+        """Returns the input columns [start, stop). If a split cuts a group, groups become smaller."""
         if (start, stop) == (0, self.shape[1]):
             return self
         data = self.data[:, start:stop]
         if self.scale.shape[1] == 1:
             order = None if self.order is None else self.order[start:stop]
             return replace(self, data=data, group=stop - start, order=order)
-        if self.order is not None:  # every share has all groups, so that its size is known before its columns are
+        if self.order is not None:  # every share keeps all groups, so that its size is known in advance
             return replace(self, data=data, order=self.order[start:stop])
         end = stop if stop < self.shape[1] else 0
         whole = self.regrouped(gcd(gcd(self.group, start), end))
@@ -102,30 +102,30 @@ class QTensor:
         return replace(whole, data=data, scale=whole.scale[:, first:last], zero=zero)
 
     def regrouped(self, group: int) -> QTensor:
-        """The same values in groups of ``group`` columns, which divides the present ones."""
+        """Returns the same values in groups of ``group`` columns, which must divide the present group size."""
         if group == self.group:
             return self
         where = torch.arange(groups_of(self.shape[1], group), device=self.scale.device) * group // self.group
         return replace(self, scale=self.scale[:, where], zero=_columns(self.zero, where), group=group)
 
     def moved(self, device: torch.device) -> QTensor:
-        """The same on ``device``."""
+        """Returns a copy on ``device``."""
         zero, order = (None if t is None else t.to(device) for t in (self.zero, self.order))
         return replace(self, data=self.data.to(device), scale=self.scale.to(device), zero=zero, order=order)
 
     def padded(self, rows: int, columns: int) -> QTensor:
-        """Zeros below and to the right: [rows, columns]."""
+        """Returns the weight padded with zeros to [rows, columns]."""
         below, right = rows - self.shape[0], columns - self.shape[1]
         found = self
         if right and self.scale.shape[1] == 1:
             value = self.zero if self.zero is not None else self.data.new_zeros((self.shape[0], 1))
             data = torch.cat([self.data, value.to(self.data.dtype).expand(-1, right)], 1)
             found = replace(self, data=data, group=columns, order=None)
-        elif right and self.order is not None:  # no group more: zeros in the first one
+        elif right and self.order is not None:  # no additional group: the padding belongs to the first one
             value = self.zero[:, :1] if self.zero is not None else self.data.new_zeros((self.shape[0], 1))
             data = torch.cat([self.data, value.to(self.data.dtype).expand(-1, right)], 1)
             found = replace(self, data=data, order=functional.pad(self.order, (0, right)))
-        elif right:  # what is left of the last group, then groups of zeros
+        elif right:  # fill the last group, then add groups of zeros
             more = groups_of(columns, self.group) - self.scale.shape[1]
             inside = min(self.scale.shape[1] * self.group, columns) - self.shape[1]
             value = self.zero[:, -1:] if self.zero is not None else self.data.new_zeros((self.shape[0], 1))
@@ -153,7 +153,7 @@ def _columns(each: Tensor | None, where: Tensor) -> Tensor | None:
 
 
 def fits(a: QTensor, b: QTensor) -> bool:
-    """Whether two weights over the same input can be one."""
+    """Returns True if two weights with the same input can be joined."""
     same = (a.data.dtype, a.scheme.bits, a.activation) == (b.data.dtype, b.scheme.bits, b.activation)
     if a.order is None or b.order is None:
         return same and a.order is b.order
@@ -161,7 +161,7 @@ def fits(a: QTensor, b: QTensor) -> bool:
 
 
 def join_weights(parts: list[QTensor]) -> QTensor:
-    """Weights over the same input as one: their output features one after the other. All of them fit the first."""
+    """Joins weights with the same input by concatenating their output features. All must fit the first (``fits``)."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -183,6 +183,9 @@ def _zero(part: QTensor) -> Tensor:
 
 
 def _wide(each: Tensor, groups: int) -> Tensor:
-    """[out, groups]: groups that no column has, which an order may leave at the end, get the last one's value."""
+    """Pads [out, groups] by repeating the last group.
+
+    Such groups, which an ``order`` may leave at the end, have no columns.
+    """
     missing = groups - each.shape[1]
     return each if missing == 0 else torch.cat([each, each[:, -1:].expand(-1, missing)], 1)

@@ -1,4 +1,4 @@
-"""How a weight is quantised, and what it costs. Pure and torch-free."""
+"""Quantisation schemes and their memory cost. Pure and torch-free."""
 
 from __future__ import annotations
 
@@ -8,47 +8,53 @@ from math import gcd
 from typing import NamedTuple
 
 ROWS8 = "rows8"
-"""A device that multiplies integers of 8 bits with one scale an output row (``Policy.quantised``)."""
+"""Form of a device that multiplies 8-bit integers with one scale per output row (``Policy.quantised``)."""
 
 ROW_BYTES = 12
-"""Bytes that such a device keeps for a row beside its integers: scale, zero point and their sum, 4 each."""
+"""Bytes that such a device keeps per row besides its integers: scale, zero point and their sum, 4 each."""
 
 PANELS = "panels"
-"""A CPU with kernels of this package: codes of 8 and 4 bits with the scales of their groups, 16 rows side by side."""
+"""Form of a CPU with this package's kernels: 8- and 4-bit codes with the scales of their groups, in panels of 16
+rows.
+"""
 
 PANEL = 16
-"""Rows that lie side by side in a panel; the last panel is filled up."""
+"""Rows of a panel; the last panel is padded."""
 
 CODES = "codes"
-"""A device that keeps codes of 8 and 4 bits with the scales of their groups, and decodes them in every product."""
+"""Form of a device that keeps 8- and 4-bit codes with the scales of their groups, and decodes them in every product."""
 
 FLOATS8 = "floats8"
-"""A device that multiplies floats of 8 bits with one scale an output row, and opens integers of 4 bits as it runs."""
+"""Form of a device that multiplies 8-bit floats with one scale per output row, and dequantises 4-bit integers when
+it uses them.
+"""
 
 WORD = 8
-"""Codes of 4 bits in an int32, along the outputs, where such a device keeps them."""
+"""Number of 4-bit codes in an int32, along the outputs, on such a device."""
 
 FACTOR = 4
-"""Bytes of the float32 factor of a row, which both keep."""
+"""Bytes of the float32 factor of a row, which the forms CODES, PANELS and FLOATS8 keep."""
 
 CELL = 16
-"""Where codes are kept, a scale counts for a multiple of so many neighbouring columns; in panels, where ranks cut an
-order of their own."""
+"""Number of consecutive columns whose multiple shares a scale in the form CODES.
+
+In panels, only if ranks split reordered columns.
+"""
 
 
 class Cells(NamedTuple):
-    """How the columns of a weight lie where codes are kept."""
+    """The layout of a weight's columns if codes are kept."""
 
     columns: int
-    """Those that are kept: groups are filled up to whole cells."""
+    """Number of stored columns: groups are padded to whole cells."""
     group: int
-    """Neighbouring columns that share a scale; 0: all of a row's."""
+    """Number of consecutive columns that share a scale; 0: the whole row."""
     gathered: bool
-    """The input's columns are put in the weight's order first."""
+    """True if input columns must first be gathered in the weight's order."""
 
 
 def cells(columns: int, group: int, ordered: bool = False) -> Cells:
-    """The layout of a weight of ``columns`` in groups of ``group``; the last one may be shorter."""
+    """Returns the layout of a weight of ``columns`` in groups of ``group``; the last group may be shorter."""
     if not group or columns <= group:
         return Cells(columns, 0, False)
     if group % CELL == 0:
@@ -58,7 +64,7 @@ def cells(columns: int, group: int, ordered: bool = False) -> Cells:
 
 
 def panel_columns(columns: int, group: int, ordered: bool = False) -> Cells:
-    """The layout of a weight in panels: groups are filled up to multiples of 8 columns, and keep their size."""
+    """Returns the layout of a weight in panels: groups are padded to multiples of 8 columns, and keep their size."""
     if not group or columns <= group:
         return Cells(fill_up(columns, 8), 0, False)
     whole, rest = divmod(columns, group)
@@ -67,16 +73,17 @@ def panel_columns(columns: int, group: int, ordered: bool = False) -> Cells:
 
 
 def cut_columns(columns: int, groups: int) -> int:
-    """Columns that are kept of a share that ranks cut in an order of its own, where ``groups`` are the whole matrix's.
+    """Returns the stored columns of a rank's share of reordered columns; ``groups`` counts those of the whole matrix.
 
-    How many columns of a group a share has is the file's secret, so that every share has room for the worst: n columns
-    of g groups fill (n + (``CELL`` - 1) g) / ``CELL`` cells at most. It has two at least, and with them scales.
+    How many columns of each group a share has is known only from the file, so every share has room for the worst case:
+    n columns of g groups fill at most (n + (``CELL`` - 1) g) / ``CELL`` cells. It has at least two cells, and therefore
+    scales.
     """
     return max((columns + (CELL - 1) * min(columns, groups)) // CELL, 2) * CELL
 
 
 def fill_up(count: int, to: int) -> int:
-    """The next multiple of ``to``."""
+    """Returns the next multiple of ``to``."""
     return -(-count // to) * to
 
 
@@ -85,12 +92,12 @@ def _fill_columns(columns: int) -> int:
 
 
 def half_of(group: int) -> int:
-    """Codes of 4 bits share a byte with the one so many columns further: neither crosses a group."""
+    """Returns the distance in columns of two 4-bit codes that share a byte; both belong to the same group."""
     return gcd(group, 64) if group else 64
 
 
 def code_bytes(bits: int, columns: int, group: int) -> int:
-    """Bytes of a row's codes."""
+    """Returns the bytes of a row's codes."""
     return columns if bits == 8 else -(-columns // (2 * half_of(group))) * half_of(group)
 
 
@@ -101,12 +108,12 @@ class Scheme:
     Args:
         bits: 4 or 8.
         kind: ``int``, or ``float`` (8 bits: 4 of exponent and 3 of mantissa, or 5 and 2).
-        group: neighbouring input columns that share a scale; 0: all of a row's.
+        group: consecutive input columns that share a scale; 0: the whole row.
         block: output rows that share a scale; 0: all of them.
         symmetric: there are no zero points.
-        activations: ``none``, ``token`` (a scale for each token, found as it runs), ``static`` or ``given`` (a scale of
-            each module's own, which a file holds).
-        ordered: a tensor says which group a column belongs to.
+        activations: ``none``, ``token`` (a scale per token, computed at run time), ``static`` or ``given`` (a scale per
+            module, from a file).
+        ordered: True if a tensor assigns columns to groups.
     """
 
     bits: int = 8
@@ -119,7 +126,7 @@ class Scheme:
 
     @property
     def label(self) -> str:
-        """The scheme as lines name it: ``int4 in groups of 128``."""
+        """Name of the scheme in messages: ``int4 in groups of 128``."""
         name = f"fp{self.bits}" if self.kind == "float" else f"int{self.bits}"
         if self.block > 1 and self.group:
             return f"{name} in blocks of {self.block} x {self.group}"
@@ -131,14 +138,14 @@ class Scheme:
 def held_bytes(
     scheme: Scheme | None, rows: int, columns: int, itemsize: int, form: str, whole: int = 0, first: bool = True
 ) -> int:
-    """Bytes that a device keeps of a weight [rows, columns].
+    """Returns the bytes that a device keeps of a weight [rows, columns].
 
     Args:
-        scheme: how the checkpoint or the user has it; None: in the engine's type.
-        itemsize: bytes of a value of the engine's type.
-        form: ``Policy.quantised``: empty where a weight is kept in the engine's type.
-        whole: columns of the stored matrix, where ranks cut it by columns.
-        first: it is the first of a fused matrix, which has one order of columns.
+        scheme: the scheme in the checkpoint or requested by the user; None: the engine's dtype.
+        itemsize: bytes of the engine's dtype.
+        form: ``Policy.quantised``; empty if weights are kept in the engine's dtype.
+        whole: columns of the stored matrix if ranks split it by columns.
+        first: True for the first part of a fused matrix, which has one order of columns.
     """
     if scheme is not None and form == ROWS8 and scheme.kind == "int":
         return rows * (columns + ROW_BYTES)
@@ -159,12 +166,12 @@ def held_bytes(
 
 
 def packs4(rows: int, columns: int, group: int) -> bool:
-    """Whether a weight of 4 bits stays packed on a device of ``FLOATS8``: whole words, groups of equal columns."""
+    """Returns True if a 4-bit weight stays packed on a device of ``FLOATS8``: whole words, groups of equal size."""
     return rows % WORD == 0 and (not group or columns % group == 0)
 
 
 def _share(scheme: Scheme, columns: int, whole: int) -> Cells | None:
-    """The layout of a share that ranks cut in an order of its own; None: it is no such."""
+    """Returns the layout of a rank's share of reordered columns; None if it is not such a share."""
     groups = groups_of(whole, scheme.group)
     if not scheme.ordered or columns >= whole or groups == 1:
         return None
@@ -172,12 +179,14 @@ def _share(scheme: Scheme, columns: int, whole: int) -> Cells | None:
 
 
 def _whole_group(scheme: Scheme, columns: int, whole: int) -> int:
-    """The group, which a cut through it makes smaller."""
+    """Returns the group size, reduced if the split cuts a group."""
     return gcd(scheme.group, columns) if scheme.group and columns < whole else scheme.group
 
 
 def _codes_bytes(scheme: Scheme, rows: int, columns: int, itemsize: int, whole: int, first: bool) -> int:
-    """Codes, a factor a row, a scale of the engine's size a group, a byte a zero point, 4 a column of another order."""
+    """Returns the bytes of codes, a factor per row, a scale of the engine's dtype per group, a byte per zero point,
+    and 4 bytes per reordered column.
+    """
     kept = _share(scheme, columns, whole) or cells(columns, _whole_group(scheme, columns, whole), scheme.ordered)
     groups = groups_of(kept.columns, kept.group)
     each = code_bytes(scheme.bits, kept.columns, kept.group) + FACTOR
@@ -187,7 +196,9 @@ def _codes_bytes(scheme: Scheme, rows: int, columns: int, itemsize: int, whole: 
 
 
 def _panel_bytes(scheme: Scheme, rows: int, columns: int, whole: int) -> int:
-    """Whole panels: codes, a factor a row, 2 bytes a group, one a zero point; 4 a column in another order."""
+    """Returns the bytes of whole panels: codes, a factor per row, 2 bytes per group, one per zero point, and 4
+    bytes per reordered column.
+    """
     kept = _share(scheme, columns, whole) or panel_columns(
         columns, _whole_group(scheme, columns, whole), scheme.ordered
     )
@@ -208,9 +219,9 @@ KNOWN = {
 
 
 def notes_of(schemes: Iterable[Scheme], form: str, itemsize: int) -> list[str]:
-    """Lines that say what becomes of the weights on a device that keeps them in ``form``.
+    """Returns lines that describe the weights on a device that keeps them in ``form``.
 
-    ``itemsize``: bytes of a value of the engine's type.
+    ``itemsize``: bytes of the engine's dtype.
     """
     lines = []
     for scheme in schemes:
@@ -236,10 +247,13 @@ def notes_of(schemes: Iterable[Scheme], form: str, itemsize: int) -> list[str]:
 
 
 def groups_of(columns: int, group: int) -> int:
-    """Groups of a row of ``columns``; the last may be shorter."""
+    """Returns the number of groups in a row of ``columns``; the last may be shorter."""
     return -(-columns // group) if group else 1
 
 
 def mlp_unit(inner: int, group: int, ranks: int) -> int:
-    """The columns of an MLP that ranks never cut: a group, if each of ``ranks`` gets a whole one; else 1."""
+    """Returns the number of columns of an MLP that ranks never split: a group, if each of ``ranks`` gets a whole one.
+
+    Else 1.
+    """
     return group if ranks > 1 and inner % group == 0 and inner // group >= ranks else 1

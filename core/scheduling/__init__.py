@@ -1,1 +1,1 @@
-"""Which tokens run next: scheduler, sequences and their life cycle, image encoding and pixels."""
+"""Decides which tokens run next: scheduler, sequences and their life cycle, image encoding and pixels."""

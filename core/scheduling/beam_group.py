@@ -1,10 +1,9 @@
-"""The beams of one request as sequences of the scheduler: they draw together, and the best go on.
+"""The beams of one request as sequences of the scheduler: they sample together, and the best continue.
 
-A beam has no PENDING token: it rests until all beams of its request have their best next tokens. The first child of a
-beam goes on in its sequence; another child takes over the sequence of a beam that died, shares the full blocks of its
-parent and computes the rest again, at most one block. While a beam waits in the queue, those that rest give up their
-blocks and slots (``Scheduler.park``), so that beams cannot keep each other from running; the prefix cache gives the
-blocks back.
+A beam has no PENDING token: it rests until all beams of its request have their top next tokens. The first child of a
+beam continues in its sequence; another child takes over the sequence of a dropped beam, shares the full blocks of its
+parent and recomputes the rest, at most one block. While a beam waits in the queue, resting ones give up their blocks
+and slots (``Scheduler.park``), so that beams cannot block each other; they get the blocks back from the prefix cache.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from trencadis.core.step import HeadOutput
 
 
 class BeamPrefix(NamedTuple):
-    """What the children of one beam share: tokens, full blocks and block hashes."""
+    """The state that all children of one beam share: tokens, full blocks and block hashes."""
 
     tokens: list[int]
     blocks: list[int] | None
@@ -32,14 +31,14 @@ class BeamPrefix(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BeamEnd:
-    """One answer of a beam search and the sequence under whose number it goes out."""
+    """One answer of a beam search, and the sequence under whose number it is returned."""
 
     sequence: Sequence
     found: FoundBeam | None
 
 
 class BeamGroup:
-    """The sequences of one request, as many as beams are kept."""
+    """The sequences of one request, one per beam."""
 
     def __init__(self, rule: BeamRule, sequences: Series[Sequence]) -> None:
         first = sequences[0]
@@ -54,7 +53,7 @@ class BeamGroup:
             seq.status = SequenceStatus.DONE  # until the prompt is computed
 
     def take(self, seq: Sequence, head: HeadOutput, row: int) -> None:
-        """Takes what a beam has drawn."""
+        """Records the top tokens that a beam has sampled."""
         assert head.top_id is not None and head.top_logprob is not None
         self._best[seq.index] = BestTokens(head.top_id[row].tolist(), head.top_logprob[row].tolist())
         seq.drawn, seq.requeue = True, False
@@ -72,7 +71,7 @@ class BeamGroup:
         return goes_on
 
     def ends(self) -> list[BeamEnd]:
-        """The answers, best first."""
+        """Returns the answers, best first."""
         found: list[FoundBeam | None] = [*self.search.best_beams()]
         found += [None] * (len(self.sequences) - len(found))
         return [BeamEnd(seq, one) for seq, one in zip(self.sequences, found, strict=True)]
@@ -115,7 +114,7 @@ class BeamGroup:
             scheduler.enqueue(seq)
 
     def _branch(self, seq: Sequence, prefix: BeamPrefix, token: int, scheduler: Scheduler) -> None:
-        """Lets a sequence that is free compute a child of ``prefix``."""
+        """Assigns a child of ``prefix`` to a free sequence."""
         runs = seq.status is SequenceStatus.RUNNING
         if runs and prefix.blocks is None:
             scheduler.leave(seq)

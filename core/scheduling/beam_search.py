@@ -1,8 +1,9 @@
-"""Beam search over one request: which continuations live on and which have ended. Pure Python; knows no scheduler.
+"""Beam search over one request: which continuations are kept and which have ended. Pure Python; independent of the
+scheduler.
 
 It gives the sequences of transformers' ``generate(num_beams=w, do_sample=False)``: a step keeps the ``w`` best
 continuations that have not ended, by their sum of log-probabilities; a continuation that ends counts if it is among the
-``w`` best of its step, by that sum over length ** length_penalty. Sum and length are of the output alone.
+``w`` best of its step, by that sum over length ** length_penalty. Sum and length cover only the output.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from trencadis.core.request import BeamRule, TokenLogprob
 
 
 class BestTokens(NamedTuple):
-    """The likeliest next ids of one beam, best first, and their log-probabilities (natural log, raw logits)."""
+    """The most likely next ids of one beam, best first, and their log-probabilities (natural log, raw logits)."""
 
     ids: Sequence[int]
     logprobs: Sequence[float]
@@ -23,11 +24,11 @@ class BestTokens(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Beam:
-    """One sequence of outputs, as a chain of steps.
+    """One output sequence, as a linked list of steps.
 
     Args:
         score: sum of the log-probabilities of its tokens.
-        index: number of the sequence that computes it, once that is settled.
+        index: number of the sequence that computes it, once assigned.
     """
 
     score: float = 0.0
@@ -36,7 +37,7 @@ class Beam:
     index: int = 0
 
     def items(self) -> list[TokenLogprob]:
-        """Its tokens, first to last."""
+        """Returns its tokens, first to last."""
         found: list[TokenLogprob] = []
         beam: Beam | None = self
         while beam is not None and beam.last is not None:
@@ -46,7 +47,7 @@ class Beam:
 
 
 class FoundBeam(NamedTuple):
-    """A beam that has ended: by which token (None: by its length), and what it is ranked by."""
+    """A beam that has ended: its ranking score, and the token that ended it (None: its length)."""
 
     score: float
     beam: Beam
@@ -54,7 +55,7 @@ class FoundBeam(NamedTuple):
 
 
 class Continuation(NamedTuple):
-    """A beam with one more token, number ``rank`` among the beam's own (from 0)."""
+    """A beam with one more token, which has ``rank`` among the beam's next tokens (from 0)."""
 
     score: float
     beam: Beam
@@ -66,11 +67,11 @@ class BeamSearch:
     """The beams of one request.
 
     Args:
-        width: beams kept.
-        limit: most tokens of an output.
+        width: number of beams.
+        limit: largest number of output tokens.
         stops: ids that end a beam.
-        least: tokens before which none of ``banned`` is taken.
-        top: best ids that are remembered with each token.
+        least: number of tokens before which ``banned`` ids are excluded.
+        top: number of top ids reported with each token.
     """
 
     def __init__(
@@ -90,7 +91,10 @@ class BeamSearch:
         self.running = [Beam()]
 
     def step(self, best: Mapping[int, BestTokens]) -> bool:
-        """Takes the best next tokens of each running beam, by the index of its sequence; False: the search is over."""
+        """Takes the top next tokens of each running beam, by its sequence index.
+
+        Returns False if the search is over.
+        """
         banned = self._banned if self._length < self._least else ()
         pool = [
             Continuation(beam.score + logprob, beam, rank, token)
@@ -112,11 +116,11 @@ class BeamSearch:
         return self._can_improve()
 
     def best_beams(self) -> list[FoundBeam]:
-        """The outputs, best first; ``width`` of them once the search is over."""
+        """Returns the outputs, best first; ``width`` of them once the search is over."""
         return list(self._found)
 
     def _can_improve(self) -> bool:
-        """Whether a running beam can still be better than the worst that has ended."""
+        """Returns True if a running beam can still become better than the worst one that has ended."""
         if not self.running:
             return False
         if len(self._found) < self._width:

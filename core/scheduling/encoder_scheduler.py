@@ -1,7 +1,7 @@
-"""Which images are resident in the arena, and which share the step's one VISION launch. Torch-free.
+"""Decides which images are resident in the arena, and which share the step's one VISION launch. Torch-free.
 
-Only sequences that hold KV blocks pin rows. An image may also be encoded ahead, for a sequence that still waits or has
-not yet reached it; it then takes free rows, or rows of images that no sequence in the order wants.
+Only sequences that hold KV blocks pin rows. An image may also be encoded ahead, for a sequence that is waiting or has
+not reached it yet; it then takes free rows, or rows of images that no sequence in the order needs.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from trencadis.core.shapes.cross_attention_inputs import CrossAttentionSpans
 from trencadis.core.step import BidirectionalSpan, Encode, ImageRows
 
 THIS_STEP = -1
-"""The owner that pins an image during the step that encodes it, even if the sequence that asked for it ends."""
+"""The owner that pins an image during the step that encodes it, even if the requesting sequence ends."""
 
 
 WORTH_A_ROW = 128
-"""A waiting sequence is admitted before its next image is encoded if more tokens than these precede that image."""
+"""A waiting sequence starts before its next image is encoded only if more tokens than this precede the image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +49,20 @@ class Pin(NamedTuple):
 class VisionBuilder:
     """The VISION launch of the step that is being built."""
 
-    chosen: dict[str, WantedImage] = field(default_factory=dict)  # by arena key; not yet encoded
-    kept: set[str] = field(default_factory=set)  # resident and wanted: not evicted for an image encoded ahead
+    chosen: dict[str, WantedImage] = field(default_factory=dict)  # by arena key; not encoded yet
+    kept: set[str] = field(default_factory=set)  # resident and needed: not evicted for an image encoded ahead
     early: set[str] = field(default_factory=set)
-    """Keys that may be encoded ahead: they fit into the arena beside all that is needed sooner."""
+    """Keys that may be encoded ahead: they fit into the arena together with all images needed earlier."""
     images: list[Encode] = field(default_factory=list)
     owners: list[Sequence] = field(default_factory=list)
     unpins: list[Pin] = field(default_factory=list)
-    """Pins that end once the step is built: VISION runs before the text launches, so no row that this step reads may go
-    to another image of the same step."""
+    """Pins that end once the step is built: VISION runs before the text launches, so rows that this step reads must
+    not be given to another image of the same step.
+    """
 
 
 class EncoderScheduler:
-    """Encoder cache, pixels and counters of one engine's images."""
+    """Manages encoder cache, pixels and counters of one engine's images."""
 
     def __init__(self, arena: EncoderCache, packer: ImagePacker, totals: EngineStats) -> None:
         self.arena = arena
@@ -70,11 +71,11 @@ class EncoderScheduler:
         self._totals = totals
 
     def begin(self, order: Iterable[MediaStart], closed: bool) -> VisionBuilder:
-        """Chooses images for this step among those whose pixels are here.
+        """Chooses images for this step among those whose pixels have arrived.
 
         Args:
-            order: sequences with the token from which their media matter.
-            closed: whether this step has no VISION launch.
+            order: sequences with the token from which their media are needed.
+            closed: True if this step must not have a VISION launch.
         """
         vision, waiting = VisionBuilder(), dict[str, WantedImage]()
         free_rows = self.arena.capacity
@@ -97,19 +98,22 @@ class EncoderScheduler:
         return vision
 
     def pin(self, seq: Sequence, index: int, span: MediaSpan) -> bool:
-        """Pins a resident image for ``seq``; False where it is not resident."""
+        """Pins a resident image for ``seq``; returns False if it is not resident."""
         if self.arena.pin(seq.key_of(span), seq.key) is None:
             return False
         self._count(seq, index, hit=True)
         return True
 
     def encode(self, key: str, vision: VisionBuilder, owner: int = THIS_STEP) -> bool:
-        """Adds a chosen image to the VISION launch, pinned for ``owner``; False if the arena has no rows for it."""
+        """Adds a chosen image to the VISION launch, pinned for ``owner``.
+
+        Returns False if the arena has no rows for it.
+        """
         wanted = vision.chosen[key]
         span = wanted.span
         rows = self.arena.put(key, span.arena_rows, owner, vision.kept)
         if rows is None and owner != THIS_STEP:
-            # This image is needed now, the kept ones later.
+            # This image is needed now; the kept ones are needed later.
             rows = self.arena.put(key, span.arena_rows, owner)
         if rows is None:
             return False
@@ -128,7 +132,7 @@ class EncoderScheduler:
         """True if ``seq`` would stop within ``WORTH_A_ROW`` tokens at an image that is neither cached nor chosen for
         this step.
 
-        ``first``: only its first image counts, because running it frees rows for the others.
+        ``first``: check only its first image, because running it frees rows for the others.
         """
         for span in seq.request.spans:
             if span.offset > start + WORTH_A_ROW:
@@ -142,7 +146,7 @@ class EncoderScheduler:
         return False
 
     def rows_of(self, seq: Sequence, start: int, end: int, vision: VisionBuilder) -> tuple[ImageRows, ...]:
-        """Arena rows of the chunk; an image whose last token is in it loses its pin after this step."""
+        """Returns the arena rows of the chunk; an image whose last token is in it loses its pin after this step."""
         found = []
         ended, going = set[str](), set[str]()
         for span in seq.request.spans:
@@ -170,8 +174,7 @@ class EncoderScheduler:
         return compute_cross_attention(seq.request.spans, first, start, end)
 
     def end(self, vision: VisionBuilder, order: Iterable[MediaStart]) -> None:
-        """Encodes the other chosen images, before the sequences that need them reach them; ends the pins of this step
-        and asks for the pixels that come next."""
+        """Encodes the other chosen images ahead, ends the pins of this step, and requests the next pixels."""
         for key in list(vision.chosen):
             if key in vision.early:
                 self.encode(key, vision)
@@ -190,11 +193,10 @@ class EncoderScheduler:
 
 
 def count_uncut(seq: Sequence, count: int) -> int:
-    """Returns how many of ``count`` tokens can run without cutting an image whose tokens attend to each other; None if
-    not even the first image fits.
+    """Returns how many of ``count`` tokens can run without splitting an image whose tokens attend to each other.
 
-    None where that is the first one: the image waits for a step with room for all of it. A prefix hit may end inside
-    it, since its keys do not depend on where chunks begin.
+    The result is 0 if the split image begins at the first of these tokens or before: it then waits for a step with room
+    for all of it. A prefix hit may end inside an image, since block keys do not depend on chunk boundaries.
     """
     start, end = seq.computed, seq.computed + count
     cut = (span.offset for span in seq.request.spans if span.offset < end < span.end)
@@ -202,7 +204,9 @@ def count_uncut(seq: Sequence, count: int) -> int:
 
 
 def bidirectional_spans(seq: Sequence, start: int, end: int, limits: SchedulerLimits) -> tuple[BidirectionalSpan, ...]:
-    """Which tokens of the chunk [start, end) attend to each other; output tokens attend to earlier ones only."""
+    """Returns which tokens of the chunk [start, end) attend to each other; output tokens attend only to earlier
+    ones.
+    """
     if limits.whole:
         prompt = min(end, len(seq.request.tokens))
         return (BidirectionalSpan(0, prompt - start),) if start < prompt else ()

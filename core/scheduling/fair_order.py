@@ -1,7 +1,7 @@
 """Weighted fair scheduling: sequences are ordered by the virtual time at which their tenant is served.
 
-That time is fixed when it is first computed, so the order is total and does not change, as the scheduler's progress
-needs it. The API process orders by the same virtual time whose request is prepared next (``tenants.fair_queue``).
+That time is fixed when it is first computed, so the order is total and does not change, as the scheduler requires for
+progress. The API process uses the same virtual time to order the preparation of requests (``tenants.fair_queue``).
 """
 
 from __future__ import annotations
@@ -17,28 +17,33 @@ if TYPE_CHECKING:
     from trencadis.core.scheduling.sequence import Sequence
 
 FIRST_GUESS = 256.0
-"""Tokens that an answer is expected to have before its tenant has had one."""
+"""Expected length of an answer in tokens before its tenant has had one."""
 
 RECENT = 0.1
-"""Weight of the newest answer in the expected length of the next."""
+"""Weight of the newest answer in the running mean of answer lengths."""
 
 MOST_IDLE = 4096
-"""Tenants that are remembered without having anything to wait for."""
+"""Largest number of idle tenants whose state is kept."""
 
 KEPT_FREE = 16
-"""One row of so many is kept from the tenant that runs half of them, while others come too."""
+"""One row in this many is reserved from a tenant that runs half of them, while other tenants are active."""
 
 LATELY = 512
-"""Starts of choices for which a tenant counts as one that comes."""
+"""Number of started choices during which a tenant counts as active."""
 
 COMES_BACK = 0.1
-"""Seconds for which a row is kept for the tenant whose choice has ended: clients that talk ask again when they have
-been answered, and to read, prepare and send a request takes tens of milliseconds."""
+"""Seconds for which a row is reserved for the tenant whose choice has ended.
+
+Clients that send requests one after another send the next one after an answer; reading, preparing and sending takes
+tens of milliseconds.
+"""
 
 
 class VirtualTime:
-    """Start-time fair queueing (Goyal, Vin and Cheng, 1996): service starts at the later of the virtual time now and
-    the end of its tenant's service before it, and ends its cost divided by the tenant's weight later.
+    """Start-time fair queueing (Goyal, Vin and Cheng, 1996).
+
+    A service starts at the current virtual time or at the end of its tenant's previous service, whichever is later, and
+    ends later by its cost divided by the tenant's weight.
     """
 
     def __init__(self) -> None:
@@ -52,7 +57,7 @@ class VirtualTime:
         return start
 
     def advance_to(self, start: float) -> None:
-        """Advances the virtual time to ``start``; it never goes back."""
+        """Advances the virtual time to ``start``; it never decreases."""
         self.now = max(self.now, start)
 
     def settle(self, tenant: str, cost: float, weight: float) -> None:
@@ -60,7 +65,7 @@ class VirtualTime:
         self.ends[tenant] = self.ends.get(tenant, self.now) + cost / weight
 
     def forget(self) -> bool:
-        """Drops tenants that have nothing to wait for, once there are many; whether it did."""
+        """Drops idle tenants if there are many; returns True if it did."""
         if len(self.ends) <= MOST_IDLE:
             return False
         self.ends = {tenant: end for tenant, end in self.ends.items() if end > self.now}
@@ -69,10 +74,10 @@ class VirtualTime:
 
 @dataclass(slots=True)
 class TenantRows:
-    """The choices of a tenant.
+    """Row counts of a tenant's choices.
 
     Args:
-        coming: rows that it has left and may take again soon.
+        coming: rows that it has left recently and may need again soon.
     """
 
     weight: float
@@ -82,9 +87,10 @@ class TenantRows:
 
 
 class RowShares:
-    """Counts each tenant's running and waiting rows and derives who is below or above its weighted share.
+    """Counts each tenant's running and waiting rows and determines which tenants are below or above their weighted
+    share.
 
-    A share is one of ``rows``, among the tenants that have choices here.
+    Shares divide ``rows`` among the tenants that currently have choices.
     """
 
     def __init__(self, rows: int) -> None:
@@ -95,7 +101,7 @@ class RowShares:
         self._claims: dict[str, int] | None = None
 
     def count(self, tenant: str, weight: float = 0.0, *, running: int = 0, waiting: int = 0, coming: int = 0) -> None:
-        """So many more; ``weight`` 0: as before."""
+        """Adds to a tenant's counts; ``weight`` 0: keep its weight."""
         found = self._of.setdefault(tenant, TenantRows(weight))
         found.weight = weight or found.weight
         found.running += running
@@ -107,12 +113,12 @@ class RowShares:
             del self._of[tenant]
 
     def running(self, tenant: str) -> int:
-        """Rows of ``tenant``."""
+        """Returns the number of rows that ``tenant`` runs."""
         found = self._of.get(tenant)
         return 0 if found is None else found.running
 
     def claims(self) -> dict[str, int]:
-        """How many rows tenants wait for that ask for no more than their share in all."""
+        """Returns the waiting rows of tenants whose running and waiting rows together do not exceed their share."""
         if self._claims is None:
             some = self._of.items() if len(self._of) > 1 else ()
             self._claims = {
@@ -134,13 +140,13 @@ class RowShares:
         return free <= wanted
 
     def beyond(self, tenant: str, without: List[Sequence]) -> bool:
-        """Whether ``tenant`` runs its share and a row more even ``without`` some."""
+        """Returns True if ``tenant`` exceeds its share by at least one row even ``without`` some sequences."""
         mine = self._of[tenant]
         left = mine.running - sum(seq.request.tenant == tenant for seq in without) - 1
         return left * self._weight() >= self._rows * mine.weight
 
     def _weight(self) -> float:
-        """Of all tenants that have choices here."""
+        """Returns the total weight of all tenants that currently have choices."""
         if self._weights is None:
             self._weights = sum(one.weight for one in self._of.values())
         return self._weights
@@ -149,13 +155,13 @@ class RowShares:
 class FairOrder:
     """Fair scheduling policy of the scheduler: order by virtual time, and rows reserved for tenants below their share.
 
-    By order alone a flood takes every row, and the next request of another tenant waits until an answer ends. So
-    the last rows are kept for others, as long as one of them was served lately; alone, a tenant has them all. A tenant
-    that asks for no more than its share of the rows gets them at once: rows that it has just left are kept from others
-    that have their share, and if these have more, the last of them wait again.
+    By order alone, a burst of requests would take every row, and the next request of another tenant would wait until an
+    answer ends. So the last rows are reserved for others as long as another tenant was served recently; a single tenant
+    may use all rows. A tenant within its share of the rows gets them at once: rows that it has just left are reserved
+    from tenants that have their share, and if these have more, their last sequences are preempted.
 
     Args:
-        rows: most choices that run at a time.
+        rows: largest number of concurrently running choices.
     """
 
     def __init__(self, rows: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
@@ -167,11 +173,10 @@ class FairOrder:
         self._answers: dict[str, float] = {}
         self._shares = RowShares(rows)
         self._ended: deque[tuple[float, str]] = deque()
-        """When a choice of which tenant has left its row, for rows that this tenant has not taken again; oldest first.
-        """
+        """(time, tenant) of each choice that has left a row which the tenant has not taken again; oldest first."""
 
     def virtual_start(self, seq: Sequence) -> float:
-        """The virtual time at which ``seq`` is served; the first call fixes it."""
+        """Returns the virtual time at which ``seq`` is served; the first call fixes it."""
         if seq.virtual_start is None:
             request = seq.request
             answer = min(seq.limit, self._answers.get(request.tenant, FIRST_GUESS))
@@ -182,7 +187,7 @@ class FairOrder:
         return seq.virtual_start
 
     def note_started(self, seq: Sequence) -> None:
-        """``seq`` runs: virtual time is its place, unless it is later already."""
+        """Records that ``seq`` runs; virtual time advances to its start."""
         self._time.advance_to(self.virtual_start(seq))
         tenant, weight = seq.request.tenant, seq.request.weight
         if tenant != self._last[0]:
@@ -195,7 +200,7 @@ class FairOrder:
         self._shares.count(tenant, weight, running=1, waiting=-1, coming=-(back is not None))
 
     def note_stopped(self, seq: Sequence) -> None:
-        """``seq`` no longer runs; if it has not ended, it waits again."""
+        """Records that ``seq`` no longer runs; if it has not ended, it waits again."""
         if seq.ended:
             self._ended.append((self._clock(), seq.request.tenant))
         self._shares.count(
@@ -203,7 +208,7 @@ class FairOrder:
         )
 
     def keeps_rows_from(self, seq: Sequence) -> bool:
-        """Whether the rows that are free are kept from ``seq``."""
+        """Returns True if the free rows are reserved from ``seq``."""
         free = self._rows - self._shares.used
         if free == self._rows:
             return False
@@ -215,16 +220,15 @@ class FairOrder:
         return self._shares.keeps(seq.request.tenant, free)
 
     def _has_half(self, tenant: str) -> bool:
-        """Whether ``tenant`` runs half of the rows, and another was served lately."""
+        """Returns True if ``tenant`` runs half of the rows and another tenant was served recently."""
         other = self._last[1] if tenant != self._last[0] else self._other
         return self._starts - other < LATELY and 2 * self._shares.running(tenant) >= self._rows
 
     def find_other(self, waiting: List[Sequence], at: int) -> int:
-        """Returns the index of a waiting sequence that may start although rows are reserved from ``waiting[at]``; its
-        length if there is none.
+        """Returns the index of a waiting sequence that may start although rows are reserved from ``waiting[at]``.
 
-        Unless its tenant asks for no more than its share, its place must be within the service of that one, so that
-        no tenant gains more than that.
+        Unless its tenant is within its share, it must start within the service time of ``waiting[at]``, which bounds
+        the advantage of any tenant. Returns the length of ``waiting`` if there is none.
         """
         head, refused = waiting[at], {waiting[at].request.tenant}
         end, claims = self.virtual_start(head) + head.charged / head.request.weight, self._shares.claims()
@@ -242,8 +246,8 @@ class FairOrder:
     def choose_displaced(self, running: List[Sequence]) -> list[Sequence]:
         """Returns the running sequences to preempt, last first, for tenants below their share.
 
-        Only one that has begun its answer, so that all it has computed can be found in the prefix cache, and each only
-        once, so that it comes to its end.
+        A sequence is eligible only if it has begun its answer, so that its prompt is in the prefix cache, and only
+        once, so that it finishes eventually.
         """
         wanted = sum(self._shares.claims().values()) - (self._rows - self._shares.used)
         found: list[Sequence] = []
@@ -257,7 +261,7 @@ class FairOrder:
         return found
 
     def note_ended(self, seq: Sequence) -> None:
-        """``seq`` has ended: its tenant is charged what it really cost, and longer or shorter answers are expected."""
+        """Charges the tenant of an ended ``seq`` its real cost, and updates the expected answer length."""
         if seq.virtual_start is None:
             return
         tenant, answer = seq.request.tenant, float(seq.count_known() - seq.prompt)

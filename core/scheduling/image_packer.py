@@ -1,7 +1,7 @@
-"""Which images share the next VISION launch. Pure Python.
+"""Selects the images of the next VISION launch. Pure Python.
 
-A step has at most one VISION launch, so that no other row waits for more than one. For each planned bucket the waiting
-images are packed first-fit, oldest first; the bucket with the least cost per needed slot wins. The cost of a launch
+A step has at most one VISION launch, so that other rows wait for no more than one. For each planned bucket, the waiting
+images are packed first-fit, oldest first; the bucket with the lowest cost per needed slot wins. The cost of a launch
 includes that of a decode step, because images that are left over wait for another step.
 """
 
@@ -19,15 +19,15 @@ class ImagePacker:
     """Chooses the images of a launch.
 
     Args:
-        plan: buckets and their costs; None: every size is its own.
-        budget: slots of one launch. A larger image has a launch of its own, whose padding smaller images may use.
+        plan: buckets and their costs; None: every size is its own bucket.
+        budget: slots of one launch. A larger image gets a launch of its own, whose padding smaller images may use.
     """
 
     plan: Plan | None = None
     budget: int = ENCODER_SLOTS
 
     def choose(self, needs: Sequence[int]) -> list[int]:
-        """Indices of the images to launch together; the oldest, ``needs[0]``, is always one of them.
+        """Returns the indices of the images to launch together; the oldest, ``needs[0]``, is always included.
 
         Args:
             needs: slots of each waiting image, the oldest first.
@@ -38,13 +38,13 @@ class ImagePacker:
         return min(options, key=lambda chosen: self._per_slot(sum(needs[i] for i in chosen)))
 
     def _capacities(self, oldest: int) -> list[int]:
-        """Slots of the launches to compare, the largest first, so that it wins a tie."""
+        """Returns the slots of the launches to compare, the largest first, so that it wins ties."""
         if self.plan is None:
             return [max(self.budget, oldest)]
         sizes = self._sizes
         unplanned = oldest > sizes[-1] if sizes else self.plan.policy.captures
         if unplanned:
-            # The oldest image needs a shape that was not planned: alone, it causes only one such shape.
+            # The oldest image needs an unplanned shape; launched alone, it causes only one.
             return [oldest]
         most = max(self.budget, self.plan.fit(Stage.VISION, (oldest,)).dims[0])
         fitting = [s for s in sizes if oldest <= s <= most]
@@ -52,7 +52,7 @@ class ImagePacker:
 
     @cached_property
     def _sizes(self) -> tuple[int, ...]:
-        """Ascending sizes of the plan, or of the policy's own list; empty where every size is its own bucket."""
+        """Ascending sizes of the plan or of the policy's own list; empty if every size is its own bucket."""
         if self.plan is None:
             return ()
         boundaries = self.plan.policy.boundaries.get(Stage.VISION, ((),))[0]
@@ -72,7 +72,7 @@ class ImagePacker:
 
 
 def first_fit(needs: Sequence[int], capacity: int) -> list[int]:
-    """Indices, in order, of the needs that fit into ``capacity`` together; each is taken if it still fits."""
+    """Returns the indices, in order, of needs that fit into ``capacity`` together; each is taken if it still fits."""
     chosen: list[int] = []
     for i, need in enumerate(needs):
         if need <= capacity:

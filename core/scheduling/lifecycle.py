@@ -1,4 +1,4 @@
-"""How requests enter and end, and how a step's results reach them. Each sequence ends exactly once."""
+"""Starts and ends requests, and delivers a step's results to them. Each sequence ends exactly once."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Lifecycle:
         self._outbox: list[Delta] = []
         self._touched: list[Sequence] = []
         self._beams: dict[str, BeamGroup] = {}
-        self._drew: dict[str, BeamGroup] = {}  # those of which a beam has drawn since the last step
-        self._ended: dict[str, None] = {}  # requests of which a choice has ended since the last call of ``_settle``
+        self._drew: dict[str, BeamGroup] = {}  # groups with a beam that has sampled since the last step
+        self._ended: dict[str, None] = {}  # requests with a choice that has ended since the last call of ``_settle``
         self._media: Counter[str] = Counter()  # live requests that hold each image, by arena key
 
-    # In
+    # Input
 
     def add(self, request: Request) -> None:
         """Queues a request; one that can never run ends at once with an error Delta for each choice."""
@@ -99,12 +99,12 @@ class Lifecycle:
         )
 
     def refuse(self, request: Request, status: int, message: str) -> None:
-        """Ends a request that is not queued with an error Delta for each choice."""
+        """Sends an error Delta for each choice of a request that was not queued."""
         for i in range(request.params.n):
             self._outbox.append(Delta(request.id, i, finish="error", status=status, message=message))
 
     def add_media(self, request_id: str, index: int, pixels: UInt8) -> None:
-        """Takes uint8 pixels, flat or [slots, values], that were asked for; ignores them if the request is gone."""
+        """Takes requested uint8 pixels, flat or [slots, values]; ignores them if the request has ended."""
         values = self.scheduler.limits.slot_values
         if values and pixels.size % values:
             self.fail(request_id, 500, "The image's pixels are incomplete.")
@@ -133,10 +133,10 @@ class Lifecycle:
         for request_id in list(self.requests):
             self.fail(request_id, status, message)
 
-    # Out
+    # Output
 
     def update(self, output: StepOutput) -> None:
-        """Takes a step's results: tokens arrive, sequences end, blocks come back."""
+        """Processes a step's results: stores tokens, ends sequences, frees blocks."""
         step = self.scheduler.in_flight.popleft()
         assert step.number == output.number, "steps come back in order"
         buckets = self._account(step, output)
@@ -146,7 +146,7 @@ class Lifecycle:
             self._of_prompts(output)
         if step.persistent:
             self._take_persistent(step.persistent, output, buckets)
-            if self.scheduler.in_flight:  # the last token of a block that the next step fills has just arrived
+            if self.scheduler.in_flight:  # the last token of a block that the next step fills is now known
                 publish_filled(self.scheduler.in_flight[0].filled, self.scheduler.limits, self.scheduler.pool)
         for seq in step.scheduled:
             seq.inflight -= 1
@@ -164,13 +164,13 @@ class Lifecycle:
         self._settle()
 
     def _learn(self, work: StepWork, output: StepOutput) -> None:
-        """Notes how long a step took."""
+        """Records how long a step took."""
         assert self.scheduler.times is not None
         regular = all(s.miss not in (UNPLANNED, SKIP, WARMING) for s in output.stats)
         self.scheduler.times.learn(work, self.scheduler.clock(), regular)
 
     def _of_prompts(self, output: StepOutput) -> None:
-        """Takes scores of prompt tokens, and rows that are pooled."""
+        """Processes scores of prompt tokens, and pooled rows."""
         for key, scores in output.targets.items():
             self._score(self.sequences.get(key), scores)
         for key, values in output.pooled.items():
@@ -183,12 +183,12 @@ class Lifecycle:
                 self._send_beams(group)
 
     def _add_pooled(self, seq: Sequence | None, values: Pooled) -> None:
-        """Adds a chunk's rows; a sequence that was preempted meanwhile computes its prompt again from the start."""
+        """Adds a chunk's rows; ignored if the sequence was preempted, because it then recomputes its prompt."""
         if seq is not None and seq.status is SequenceStatus.RUNNING:
             seq.pooled = append_pooled(seq.pooled, values, seq.request.pool == ALL)
 
     def _count_prompt(self, seq: Sequence) -> None:
-        """Counts the prompt of a request, once, with its first choice."""
+        """Counts the prompt of a request once, with its first choice."""
         if seq.index == 0:
             self.totals.prompt_tokens += seq.prompt
             self.totals.prompt_cached += min(seq.stats.cached_tokens, seq.prompt)
@@ -254,8 +254,9 @@ class Lifecycle:
             self._finish(seq, "repetition")
 
     def _take_persistent(self, sequences: list[Sequence], output: StepOutput, buckets: tuple[Bucket, ...]) -> None:
-        """``_take_token`` and the end of a step for sequences of the persistent batch, whose draws come first; most
-        just go on.
+        """Does the work of ``_take_token`` and of the end of a step for sequences of the persistent batch.
+
+        Their samples come first in the output. Most sequences simply continue.
         """
         head, launches, leaving = output.head, len(buckets), SequenceStatus.LEAVING
         assert head is not None
@@ -284,7 +285,7 @@ class Lifecycle:
             seq.first = self.scheduler.clock()
 
     def _send_beams(self, group: BeamGroup) -> None:
-        """Sends the answers of a beam search that is over."""
+        """Sends the answers of a finished beam search."""
         prompt = group.sequences[0]
         for seq, found in ((end.sequence, end.found) for end in group.ends()):
             delta = self._delta(seq)
@@ -332,7 +333,7 @@ class Lifecycle:
             self._withdraw(seq)
 
     def _withdraw(self, seq: Sequence) -> None:
-        """Keeps a sequence that has ended from running again."""
+        """Prevents a sequence that has ended from running again."""
         if seq.status is SequenceStatus.LEAVING:
             seq.requeue = False
         else:
@@ -340,7 +341,7 @@ class Lifecycle:
             seq.status = SequenceStatus.DONE
 
     def _detach_siblings(self, seq: Sequence) -> None:
-        """Lets siblings that wait for the prompt of ``seq`` compute it themselves."""
+        """Queues the siblings that wait for the prompt of ``seq``, so that they compute it themselves."""
         for sibling in seq.siblings:
             if not sibling.ended:
                 self.scheduler.enqueue(sibling)
@@ -375,12 +376,12 @@ class Lifecycle:
             self.sequences.pop(seq.key, None)
 
     def _note_media(self, first: Sequence) -> None:
-        """Counts the images of a request that comes."""
+        """Counts the images of a new request."""
         self.scheduler.with_media += 1
         self._media.update({first.key_of(span) for span in first.request.spans})
 
     def _forget_media(self, first: Sequence) -> None:
-        """Forgets the images of a request, unless another one holds them."""
+        """Drops the images of a request, unless another one uses them."""
         self.scheduler.with_media -= 1
         keys = {first.key_of(span) for span in first.request.spans}
         for key in keys:
@@ -390,6 +391,6 @@ class Lifecycle:
         self.scheduler.pixel_queue.forget_request(first.request.id, keys, self._media.keys())
 
     def collect(self) -> list[Delta]:
-        """Deltas since the last call."""
+        """Returns the Deltas since the last call."""
         out, self._outbox = self._outbox, []
         return out

@@ -1,8 +1,8 @@
-"""Sequences that decode one token in every step, as the scheduler keeps them: the persistent batch. numpy only.
+"""The persistent batch: sequences that decode one token in every step. numpy only.
 
-A sequence that decodes by unchanging parameters joins the persistent batch: it gets a row of arrays that a step
-advances together. Rows are dense, so that ranks read the first ``count`` rows of theirs; the last row moves into a row
-that is given up.
+A sequence that decodes with unchanging parameters joins the persistent batch: it gets a row of arrays that a step
+advances together. Rows are dense, so that ranks read the first ``count`` rows of theirs; the last row moves into a
+freed row.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ NO_BLOCKS = np.zeros((2, 0), np.int32)
 
 
 def can_persist(seq: Sequence, draws: list[Draw]) -> bool:
-    """True if every later token of ``seq`` uses the same sampling parameters, so that it may stay in the persistent
-    batch.
+    """Returns True if every later token of ``seq`` uses the same sampling parameters.
 
-    A mask, a ban until min_tokens, beams and ``logprob_token_ids`` change from token to token or need the host. Rows
-    that attend to images name them in each step.
+    Only then may it stay in the persistent batch.
+
+    Masks, bans until min_tokens, beams and ``logprob_token_ids`` change from token to token or need the host. Rows with
+    cross-attention list their images in each step.
     """
     spans = seq.request.spans
     if not draws or seq.mates or seq.outputs >= seq.limit or (spans and spans[0].cross_attention_rows):
@@ -41,22 +42,21 @@ def can_persist(seq: Sequence, draws: list[Draw]) -> bool:
 
 
 def _blocks_for(seq: Sequence, limits: SchedulerLimits) -> int:
-    """Blocks that a step may take for ``seq``."""
+    """Returns the number of blocks that a step may allocate for ``seq``."""
     end = seq.computed + min(seq.due, limits.max_tokens)
     return max(-(-end // limits.block_size) - len(seq.blocks), 0)
 
 
 class PersistentBatch:
-    """The persistent batch. For each row it stores the step at which the row needs a block or ends, so that other steps
-    do not look at it.
+    """The persistent batch of the scheduler.
 
-    Each row stores the step at which its blocks are full, and the step of its last output. So a step looks at
-    the rows only if one of them has reached such a step, and changes none of them otherwise.
+    For each row it stores the step at which its blocks are full, and the step of its last output. So a step examines
+    the rows only if one of them has reached such a step; otherwise no row changes.
 
     Args:
-        rows: sequences that may run at a time.
+        rows: largest number of concurrently running sequences.
         block_size: tokens of a KV block.
-        names_tokens: whether a step says which token each row computes, because the first pipeline stage draws none.
+        names_tokens: True if a step contains the token of each row, because the first pipeline stage samples none.
     """
 
     def __init__(self, rows: int, block_size: int, names_tokens: bool = False) -> None:
@@ -64,24 +64,24 @@ class PersistentBatch:
         self._tokens = NO_TOKENS
         self.sequences: list[Sequence] = []
         self._size = block_size
-        self._age = 0  # steps that the batch has gone through
-        self._last = np.zeros(rows, np.int32)  # its last block
-        self._full_at = np.zeros(rows, np.int64)  # the age at which its blocks are full
-        self._spent_at = np.zeros(rows, np.int64)  # the age at which it has drawn its last output
-        self._next_full = self._next_spent = NEVER  # no row comes to either earlier
-        self._numbers = np.full((rows, AHEAD), 0.5, np.float32)  # column age % AHEAD is drawn; 0.5: the argmax
-        self._phase = np.full(rows, -1, np.int32)  # the column in which a batch of its numbers begins; -1: argmax
+        self._age = 0  # number of steps of the batch
+        self._last = np.zeros(rows, np.int32)  # the row's last block
+        self._full_at = np.zeros(rows, np.int64)  # the age at which the row's blocks are full
+        self._spent_at = np.zeros(rows, np.int64)  # the age at which the row has sampled its last output
+        self._next_full = self._next_spent = NEVER  # minimum of each over the rows
+        self._numbers = np.full((rows, AHEAD), 0.5, np.float32)  # column age % AHEAD is used; 0.5: argmax
+        self._phase = np.full(rows, -1, np.int32)  # the column in which the row's numbers begin; -1: argmax
         self._phase_counts = [0] * AHEAD  # rows by their phase
-        self._drawing = 0  # rows that draw at random
+        self._drawing = 0  # number of rows that sample at random
         self._version = 0
         self._left: list[int] = []
         self._joining: list[Sequence] = []
         self._joins: list[Joining] = []
 
-    # Who is in the batch
+    # Membership
 
     def join(self, seq: Sequence, row: int) -> None:
-        """Adds ``seq``, which is row ``row`` of this step, to the batch from the next step on."""
+        """Adds ``seq``, which is row ``row`` of this step, to the batch, starting with the next step."""
         self._joining.append(seq)
         self._joins.append(Joining(row, 0 if seq.positions is None else seq.request.delta))
 
@@ -109,14 +109,14 @@ class PersistentBatch:
             self.leave(seq)
 
     def leave_spent(self) -> None:
-        """Removes the sequences that have drawn their last output token."""
+        """Removes the sequences that have sampled their last output token."""
         if self._age >= self._next_spent:
             spent = np.flatnonzero(self._spent_at[: len(self.sequences)] <= self._age)
             self.leave_all([self.sequences[i] for i in spent])
             self._next_spent = int(self._spent_at[: len(self.sequences)].min(initial=NEVER))
 
     def sequences_needing_block(self) -> list[Sequence]:
-        """Sequences whose next token needs another block."""
+        """Returns the sequences whose next token needs another block."""
         return self._list_needing_block() if self._age >= self._next_full else []
 
     def _list_needing_block(self) -> list[Sequence]:
@@ -128,18 +128,21 @@ class PersistentBatch:
         return np.flatnonzero(dates <= self._age)
 
     def _list_filled(self) -> list[Filled]:
-        """Sequences that have come to the end of a block, with that block."""
+        """Returns the sequences that have filled a block, with that block."""
         rows = self._full_rows()
         return [(self.sequences[i], block) for i, block in zip(rows.tolist(), self._last[rows].tolist(), strict=True)]
 
     # One step
 
     def grant_all(self, builder: StepBuilder, others: list[Sequence], limits: SchedulerLimits, pool: BlockPool) -> bool:
-        """Reserves one token of the step's budget for each row of the batch, and a block where one is full; False if
-        not all running sequences fit.
+        """Reserves one token of the step's budget for each row of the batch, and a block if one is full.
 
-        Only if all that run, in the batch or ``others``, can get the tokens and blocks that they could take. Then
-        order decides nothing between those in the batch and the others, and True is returned.
+        This happens only if all running sequences, in the batch or in ``others``, can get the tokens and blocks that
+        they could use. Then the order is irrelevant, and True is returned; otherwise nothing is reserved, and False is
+        returned.
+
+        Only if all that run, in the batch or ``others``, can get the tokens and blocks that they could take. Then order
+        decides nothing between those in the batch and the others, and True is returned.
         """
         count, full = len(self.sequences), self.sequences_needing_block()
         if count + len(others) > limits.max_tokens or (others and not limits.chunked):
@@ -163,18 +166,18 @@ class PersistentBatch:
             builder.grown.append(seq)
 
     def advance(self, grown: list[Sequence], number: int) -> tuple[Int32, list[Filled]]:
-        """Takes every sequence of the batch one token further; step ``number`` computes it.
+        """Advances every sequence of the batch by one token, which step ``number`` computes.
 
         Args:
-            grown: those that got a block for it.
+            grown: the sequences that got a block for it.
 
         Returns:
-            ``BatchChange.grown``, and the sequences that come to the end of a block, with that block.
+            ``BatchChange.grown``, and the sequences that fill a block, with that block.
         """
         count, blocks = len(self.sequences), NO_BLOCKS
         if not count:
             return blocks, []
-        grown = [seq for seq in grown if seq.batch_row >= 0]  # the others gave way to images
+        grown = [seq for seq in grown if seq.batch_row >= 0]  # the others have left the batch
         if grown:
             blocks = np.array(([seq.batch_row for seq in grown], [seq.blocks[-1] for seq in grown]), np.int32)
             self._full_at[blocks[0]] += self._size
@@ -192,13 +195,13 @@ class PersistentBatch:
         return blocks, self._list_filled() if self._age >= self._next_full else []
 
     def _last_tokens(self) -> Int32:
-        """int32 [count]: the token that each computes now."""
+        """Returns int32 [count]: the token that each row computes now."""
         tokens = np.fromiter((seq.tokens[-1] for seq in self.sequences), np.int32, len(self.sequences))
         assert (tokens >= 0).all(), "a choice in flight is named again"
         return tokens
 
     def take_change(self, grown: Int32) -> BatchChange | None:
-        """What this step changes; those that join have their rows from now on. None if nothing does."""
+        """Returns the changes of this step, or None; joining sequences get their rows now."""
         count = len(self.sequences)
         if not (count or self._left or self._joins):
             return None
@@ -230,12 +233,12 @@ class PersistentBatch:
         if seq.request.params.greedy:
             self._phase[index], self._numbers[index] = -1, 0.5
         else:
-            self._phase[index] = (self._age + 1 - seq.outputs) % AHEAD  # its next output is drawn at the next age
+            self._phase[index] = (self._age + 1 - seq.outputs) % AHEAD  # its next output is sampled at the next age
             self._put_numbers(index, seq.outputs)
         self._count_phase(index, 1)
 
     def _count_phase(self, index: int, by: int) -> None:
-        """Adds ``by`` to the number of rows whose batch of random numbers begins at this row's phase."""
+        """Adds ``by`` to the number of rows that share this row's phase."""
         phase = int(self._phase[index])
         if phase >= 0:
             self._phase_counts[phase] += by
@@ -248,17 +251,17 @@ class PersistentBatch:
         self._numbers[index, phase:], self._numbers[index, :phase] = made[: AHEAD - phase], made[AHEAD - phase :]
 
     def _numbers_of_step(self, count: int) -> Float32:
-        """float32 [count]: the number of each draw of this step; none where all take the argmax."""
+        """Returns float32 [count]: the random number of each row in this step; empty if all rows take the argmax."""
         if not (self._drawing and count):
             return NO_NUMBERS
         column = self._age % AHEAD
         if self._phase_counts[column]:
             for index in np.flatnonzero(self._phase[:count] == column).tolist():
-                self._put_numbers(index, self.sequences[index].outputs - 1)  # the draw of this step is its last output
+                self._put_numbers(index, self.sequences[index].outputs - 1)  # this step samples its last output
         return self._numbers[:count, column].copy()
 
     def check(self, running: list[Sequence]) -> None:
-        """Asserts that rows and sequences refer to each other, and that the arrays say what the sequences say."""
+        """Asserts that rows and sequences refer to each other, and that the arrays match the sequences."""
         assert {seq.key for seq in running if seq.batch_row >= 0} == {seq.key for seq in self.sequences}
         for index, seq in enumerate(self.sequences):
             assert seq.batch_row == index and seq.computed + 1 == len(seq.tokens), "a row holds another sequence"
@@ -269,8 +272,9 @@ class PersistentBatch:
         assert self._drawing == sum(not seq.request.params.greedy for seq in self.sequences) == sum(self._phase_counts)
 
     def checksum(self) -> int:
-        """Returns a CRC-32 over key, slot, context and blocks of each row; equal to ``RankInputBatch.checksum`` of
-        every rank.
+        """Returns a CRC-32 over key, slot, context and blocks of each row.
+
+        It equals ``RankInputBatch.checksum`` of every rank.
         """
         total = 0
         for seq in self.sequences:
@@ -282,12 +286,12 @@ class PersistentBatch:
 class MicroBatches:
     """Running sequences split into micro-batches, so that steps in flight share no sequence; one per pipeline stage.
 
-    One device computes one step after the other and has one micro-batch, of which each step may name all. With several
-    pipeline stages there is one for each, and a micro-batch whose step is in flight waits for its results.
+    One device runs one step after the other and has one micro-batch with all sequences. With several pipeline stages
+    there is one for each, and a micro-batch whose step is in flight waits for its results.
 
     Args:
-        count: micro-batches.
-        rows: sequences that may run at a time; ``block_size``: tokens of a KV block.
+        count: number of micro-batches.
+        rows: largest number of concurrently running sequences; ``block_size``: tokens of a KV block.
     """
 
     def __init__(self, count: int, rows: int, block_size: int) -> None:
@@ -307,12 +311,13 @@ class MicroBatches:
 
     @property
     def is_all_persistent(self) -> bool:
-        """Whether everything that runs in this micro-batch is in its persistent batch."""
+        """True if all running sequences of this micro-batch are in its persistent batch."""
         return len(self.batch.sequences) == self.sizes[self.current]
 
     def list_free(self, busy: Iterable[int]) -> list[int]:
-        """The micro-batches that may have a step now, the one that waited longest first; ``busy``: those of steps in
-        flight.
+        """Returns the micro-batches that may have a step now, longest waiting first.
+
+        ``busy``: those of steps in flight.
         """
         count = len(self.batches)
         if count == 1:
@@ -325,7 +330,7 @@ class MicroBatches:
         ]
 
     def add(self, seq: Sequence, micro_batch: int) -> None:
-        """Adds a sequence that begins to run to a micro-batch."""
+        """Adds a sequence that starts running to a micro-batch."""
         seq.micro_batch = micro_batch
         self.sizes[micro_batch] += 1
 
@@ -345,16 +350,14 @@ class MicroBatches:
         return self.sizes[self.current] * len(self.sizes) < sum(self.sizes) + waiting
 
     def begin_step(self, running: Iterable[Sequence]) -> None:
-        """Begins a step of the current micro-batch; moves surplus sequences to the smallest one. Sequences that it
-        has too many of go to the lane with the fewest.
-        """
+        """Begins a step of the current micro-batch; moves surplus sequences to the smallest one."""
         self.lacks_blocks[self.current] = False
         more = self.sizes[self.current] - min(self.sizes)
         if more >= 2:
             self._rebalance(running, more)
 
     def _rebalance(self, running: Iterable[Sequence], more: int) -> None:
-        """``begin_step`` where this micro-batch has ``more`` sequences than another."""
+        """Moves half of the ``more`` surplus sequences of this micro-batch to the smallest ones."""
         mine = [seq for seq in running if seq.micro_batch == self.current and seq.inflight == 0 and not seq.resting]
         for seq in mine[len(mine) - more // 2 :]:
             micro_batch = self.smallest

@@ -1,7 +1,8 @@
-"""Pixels on their way to the encoder: which to ask for, and those that have arrived. Torch-free.
+"""Pixels for the encoder: which to request, and which have arrived. Torch-free.
 
-The engine pulls pixels about one VISION launch ahead, so that those of an image in the arena or in cached blocks are
-never sent. Asked and waiting pixels together stay within ``bound`` slots; the first image in order is always asked for.
+The engine pulls pixels about one VISION launch ahead, so that those of images in the arena or in cached blocks are
+never sent. Requested and waiting pixels together stay within ``bound`` slots; the first image in order is always
+requested.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ from trencadis.core.step import PixelNeed, UInt8
 
 
 class PixelQueue:
-    """Asks for pixels in the scheduler's order and keeps them until they are encoded."""
+    """Requests pixels in the scheduler's order and keeps them until they are encoded."""
 
     def __init__(self, arena: EncoderCache, bound: int) -> None:
         self.arena = arena
         self.bound = bound
         self.pixels: dict[str, UInt8] = {}
-        self._slots: dict[str, int] = {}  # of images asked for or arrived, by arena key
+        self._slots: dict[str, int] = {}  # slots of requested or received images, by arena key
         self._requested: dict[str, PixelNeed] = {}
         self._outbox: list[PixelNeed] = []
 
     def ask(self, order: Iterable[MediaStart]) -> None:
-        """Notes the pixels needed next, in ``order``."""
+        """Requests the pixels needed next, in ``order``."""
         first = True
         for seq, start in order:
             for index, span in enumerate(seq.request.spans):
@@ -40,14 +41,12 @@ class PixelQueue:
                 first = False
 
     def take_outbox(self) -> list[PixelNeed]:
-        """The pixels to ask for, each once."""
+        """Returns the pixels to request, each once."""
         out, self._outbox = self._outbox, []
         return out
 
     def receive(self, key: str, pixels: UInt8) -> None:
-        """Stores received pixels, uint8 [patches, values]; drops them if they were not requested or the image is
-        cached.
-        """
+        """Stores received pixels, uint8 [patches, values]; drops unrequested ones and those of cached images."""
         if key in self._slots and key not in self.arena:
             self.pixels[key] = pixels
             self._requested.pop(key, None)
@@ -55,7 +54,7 @@ class PixelQueue:
             self.forget(key)
 
     def forget(self, key: str) -> None:
-        """Forgets an image: its pixels went into a Step, or nobody wants them."""
+        """Drops an image, because its pixels went into a Step or are no longer needed."""
         self.pixels.pop(key, None)
         self._slots.pop(key, None)
         self._requested.pop(key, None)

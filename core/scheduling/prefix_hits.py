@@ -1,4 +1,4 @@
-"""What a sequence finds of its start: blocks on the device, and blocks that come back from host memory. Torch-free."""
+"""Prefix cache hits of a sequence: blocks on the device, and blocks copied back from host memory. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.scheduling.sequence import NOTHING_FOUND, Filled, PrefixFound, Sequence, SequenceStatus
 
 ON_HOST = 0
-"""Stands for a block whose content host memory holds; block 0 is never handed out."""
+"""Stands for a block whose content is in host memory; block 0 is never allocated."""
 
 
 def cached_blocks(seq: Sequence, limits: SchedulerLimits, pool: BlockPool) -> list[int]:
-    """Blocks that hold the start of ``seq``, ON_HOST where host memory does; at least one token is left to compute."""
+    """Returns the cached blocks of the start of ``seq``, ON_HOST for those in host memory.
+
+    At least one token is left to compute.
+    """
     if not limits.caching or not seq.reads_prefix:
         return []
     limit = (seq.count_known() - 1) // limits.block_size
@@ -28,7 +31,7 @@ def cached_blocks(seq: Sequence, limits: SchedulerLimits, pool: BlockPool) -> li
 
 
 def _with_host(hits: list[int], keys: list[bytes], pool: BlockPool) -> list[int]:
-    """``hits``, and what follows on the device or in host memory."""
+    """Returns ``hits`` extended by the following blocks on the device or in host memory."""
     for key in keys[len(hits) :]:
         block = pool.find(key)
         if block is None:
@@ -40,19 +43,19 @@ def _with_host(hits: list[int], keys: list[bytes], pool: BlockPool) -> list[int]
 
 
 def count_spared_blocks(seq: Sequence, hits: list[int], pool: BlockPool) -> int:
-    """Returns how many free blocks fewer ``seq`` needs because of its prefix-cache hits."""
+    """Returns by how many free blocks the prefix hits reduce the need of ``seq``."""
     found = seq.found
     new = [block for block in hits[found.counted :] if block != ON_HOST]
     used = found.used + len(new) - pool.idle(new)
-    if pool.host is None:  # what comes from there is counted anew each time
+    if pool.host is None:  # with host memory the count is not cached
         found.counted, found.used = len(hits), used
     return used
 
 
 def claim(seq: Sequence, hits: list[int], size: int, pool: BlockPool, totals: EngineStats) -> None:
-    """Starts ``seq`` behind ``hits``, with a reference to each; ``size``: tokens of a block.
+    """Starts ``seq`` after ``hits``, with a reference to each; ``size``: tokens of a block.
 
-    What host memory holds gets a block, to which it is copied.
+    Hits in host memory get a block, to which they are copied.
     """
     pool.share([block for block in hits if block != ON_HOST])
     absent = [seq.block_hashes.keys[i] for i, block in enumerate(hits) if block == ON_HOST]
@@ -67,7 +70,7 @@ def claim(seq: Sequence, hits: list[int], size: int, pool: BlockPool, totals: En
 
 
 def publish(seq: Sequence, pool: BlockPool, size: int) -> None:
-    """Enters the full blocks of ``seq`` in the prefix cache; ``size``: tokens of a block."""
+    """Adds the full blocks of ``seq`` to the prefix cache; ``size``: tokens of a block."""
     end = min(seq.computed, seq.count_known()) // size
     for i in range(seq.published, end):
         pool.publish(seq.blocks[i], seq.block_hashes.key(seq.tokens, i))
@@ -75,13 +78,13 @@ def publish(seq: Sequence, pool: BlockPool, size: int) -> None:
 
 
 def publish_filled(filled: Iterable[Filled], limits: SchedulerLimits, pool: BlockPool) -> None:
-    """As ``publish`` for those whose last block is full, which is named: a look into their lists costs more."""
+    """Does the same as ``publish`` for sequences whose last block is full and given, avoiding list look-ups."""
     size = limits.block_size
     for seq, block in filled if limits.caching else ():
         if seq.status is not SequenceStatus.RUNNING:
             continue
         if seq.count_known() == (seq.published + 1) * size:
             pool.publish(block, seq.block_hashes.key(seq.tokens, seq.published))
-            seq.published = seq.block_hashes.at  # one object for both, as each costs a look into memory
+            seq.published = seq.block_hashes.at  # share one int object, since each costs a memory access
         else:
             publish(seq, pool, size)

@@ -1,7 +1,7 @@
-"""Random numbers for sampling, one per token, drawn on the host by a counter-based generator (Philox 4x64). Torch-free.
+"""Random numbers for sampling, one per token, generated on the host by a counter-based generator (Philox 4x64).
 
-Philox 4x64 (Salmon et al., SC'11) with key = (seed, choice) and counter = index of the output token. There is no state
-that a preemption could lose, and every rank and device gets the same number.
+Torch-free. Philox 4x64 (Salmon et al., SC'11) with key = (seed, choice) and counter = index of the output token. There
+is no state that a preemption could lose, and every rank and device gets the same number.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from trencadis.core.step import Float32
 
 _MASK = (1 << 64) - 1
 AHEAD = 128
-"""Numbers drawn at a time: setting a generator takes as long as some hundred draws."""
+"""Numbers generated at a time: setting up a generator takes as long as some hundred numbers."""
 
 KEPT = 384
-"""Batches of numbers that are cached; a sequence whose batch was dropped draws it again."""
+"""Number of cached batches of numbers; a dropped batch is generated again."""
 
 
 class _Generator(threading.local):
-    """One generator a thread, set anew for each batch: making one takes twice as long as all the rest."""
+    """One generator per thread, set up for each batch: creating one takes twice as long as everything else."""
 
     def __init__(self) -> None:
         self._philox = np.random.Philox(0)
         self._state: Any = self._philox.state
 
     def words(self, seed: int, choice: int, counter: int, count: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
-        """uint64 [count]: what follows from ``counter`` on, under the key (seed, choice)."""
+        """Returns uint64 [count]: the words from ``counter`` on, under the key (seed, choice)."""
         inner = self._state["state"]
         inner["key"][0], inner["key"][1], inner["counter"][0] = seed, choice, counter
         self._philox.state = self._state
@@ -42,18 +42,18 @@ _generator = _Generator()
 
 
 def uniform(seed: int, choice: int, index: int) -> float:
-    """A float32-exact number in (0, 1): 23 random bits, centred in their interval."""
+    """Returns a float32-exact number in (0, 1): 23 random bits, centred in their interval."""
     return float(numbers(seed, choice, index // AHEAD)[index % AHEAD])
 
 
 def numbers(seed: int, choice: int, part: int) -> Float32:
-    """float32 [AHEAD], not to be changed: the numbers of the output tokens from ``part * AHEAD`` on."""
+    """Returns float32 [AHEAD], read-only: the numbers of the output tokens from ``part * AHEAD`` on."""
     return _numbers(seed & _MASK, choice & _MASK, part)
 
 
 @lru_cache(maxsize=KEPT)
 def _numbers(seed: int, choice: int, part: int) -> Float32:
-    """AHEAD numbers, each from the first of the four words of its counter."""
+    """Generates AHEAD numbers, each from the first of the four words of its counter."""
     words = _generator.words(seed, choice, part * AHEAD, 4 * AHEAD)
     made: Float32 = (((words[::4] >> np.uint64(41)) + 0.5) / (1 << 23)).astype(np.float32)
     return made

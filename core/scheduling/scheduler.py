@@ -1,12 +1,11 @@
-"""Which tokens run next. The scheduler knows no phases: each step brings ``computed`` of a sequence closer to
-``len(tokens)``, so that chunked prefill, prefix hits, resumed sequences and forks need no case of their own.
+"""Decides which tokens run next.
 
-One total order (priority, arrival, key) serves admission, packing, preemption (last first) and arena rows. The first
-running sequence always makes progress: it may take blocks and rows from any later one, and the pool holds one request
-of the full model length.
-
-A sequence that goes one token further in each step has a row of the persistent batch (``batch.py``). While tokens and
-blocks suffice for all that run, order decides nothing among them, and those of the persistent batch advance together.
+The scheduler has no phases: each step brings ``computed`` of a sequence closer to ``len(tokens)``, so that chunked
+prefill, prefix hits, resumed sequences and forks are not special cases. One total order (priority, arrival, key)
+determines admission, packing, preemption (last first) and arena rows. The first running sequence always makes progress:
+it may take blocks and rows from any later one, and the pool holds one request of the full model length. A sequence that
+advances by one token in each step has a row of the persistent batch (``persistent_batch.py``). While tokens and blocks
+suffice for all running sequences, their order is irrelevant, and those of the persistent batch advance together.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from trencadis.core.step import Draw, Int32, Row, Step
 
 
 class Scheduler:
-    """Queues, blocks, slots and arena rows of one engine; makes Steps, whose results ``Lifecycle`` takes."""
+    """Manages queues, blocks, slots and arena rows of one engine; builds Steps, whose results go to ``Lifecycle``."""
 
     def __init__(
         self,
@@ -57,40 +56,40 @@ class Scheduler:
         self.arena = arena
         self.clock = clock
         self.totals = EngineStats(kv_total=pool.size, arena_total=arena.capacity)
-        """What was counted since the start; its lists hold what happened since they were reported."""
+        """Counters since the start; lists hold the events since the last report."""
         self.encoder = EncoderScheduler(arena, packer or ImagePacker(budget=limits.encoder_slots), self.totals)
         self.pixel_queue = self.encoder.pixel_queue
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.leaving: list[Sequence] = []
         self.micro_batches = MicroBatches(limits.stages, limits.max_rows, limits.block_size)
-        self.with_media = 0  # live requests that have media
+        self.with_media = 0  # number of live requests with media
         self.slots = list(range(slots, 0, -1))
         self.in_flight: deque[InFlightStep] = deque()
         self.steps = 0
         self.held_back = 0
         self.order = TotalOrder(limits, clock)
         self.fair = self.order.fair
-        self._closings: list[int] = []  # keys of choices that left since the last step
+        self._closings: list[int] = []  # keys of choices that have left since the last step
         self._biased: set[int] = set()  # slots whose sampler state holds a bias
-        self._had_vision = self._starved_text = False  # the last step had VISION; left a text-only request no tokens
+        self._had_vision = self._starved_text = False  # last step: had VISION; starved a text-only request
 
     # The queue
 
     def enqueue(self, seq: Sequence) -> None:
-        """Puts a sequence into the queue at its place."""
+        """Inserts a sequence into the queue."""
         seq.wait()
         self.order.insert(seq, self.waiting)
 
     @property
     def admits(self) -> bool:
-        """Whether a row and a slot are free."""
+        """True if a row and a slot are free."""
         return bool(self.slots) and len(self.running) < self.limits.max_rows
 
     # One step
 
     def schedule(self) -> Step | None:
-        """The next Step, or None where nothing can run. Every Step encodes or advances something."""
+        """Returns the next Step, or None if nothing can run. Every Step encodes or advances something."""
         for seq in self.order.choose_displaced(self.running):
             self.leave(seq)
         if self.order.moves and (self.with_media or self.admits):
@@ -104,7 +103,7 @@ class Scheduler:
         return None
 
     def _schedule(self) -> Step | None:
-        """The next Step of the micro-batch."""
+        """Returns the next Step of the current micro-batch."""
         self.micro_batches.begin_step(self.running)
         self.micro_batches.batch.leave_spent()
         others = [] if self.micro_batches.is_all_persistent else self._list_unbatched()
@@ -130,7 +129,7 @@ class Scheduler:
         return self._step(builder, grown, filled)
 
     def _step(self, builder: StepBuilder, grown: Int32, filled: list[Filled]) -> Step | None:
-        """The Step that ``builder`` holds, now in flight."""
+        """Returns the Step that ``builder`` describes, which is now in flight."""
         images, persistent = tuple(builder.vision.images), [*self.micro_batches.batch.sequences]
         if not builder.rows and not images and not persistent:
             return None
@@ -149,7 +148,7 @@ class Scheduler:
         return Step(self.steps, rows, images, resets, tuple(builder.openings), closings, moves, change, micro_batch)
 
     def _advance_sequences(self, sequences: Iterable[Sequence], builder: StepBuilder) -> None:
-        """Advances sequences that run, in order, while tokens are left."""
+        """Advances running sequences, in order, while tokens are left."""
         for seq in sequences:
             if builder.tokens == 0:
                 break
@@ -158,8 +157,9 @@ class Scheduler:
                 self._advance(seq, builder)
 
     def _advance_all_in_order(self, builder: StepBuilder) -> None:
-        """Advances all that run in this micro-batch, as far as tokens and blocks go; the others leave the persistent
-        batch.
+        """Advances the running sequences of this micro-batch in order, as far as tokens and blocks suffice.
+
+        Sequences that are not reached leave the persistent batch.
         """
         self.order.sort(self.running)
         self._advance_sequences([seq for seq in self.running if seq.micro_batch == self.micro_batches.current], builder)
@@ -168,18 +168,18 @@ class Scheduler:
         )
 
     def _list_unbatched(self) -> list[Sequence]:
-        """Those that run outside of the persistent batch, in order."""
+        """Returns the running sequences outside the persistent batch, in order."""
         self.order.sort(self.running)
         return [seq for seq in self.running if seq.batch_row < 0 and seq.micro_batch == self.micro_batches.current]
 
     def _skips_vision(self) -> bool:
-        """Whether this step has no VISION launch, so that a text-only request waits for at most one of them."""
+        """Returns True if this step has no VISION launch, so that a text-only request waits for at most one."""
         if self._starved_text:
             return True
         return self._had_vision and self.admits and any(not seq.request.spans for seq in self.waiting)
 
     def _end_vision(self, builder: StepBuilder) -> None:
-        """Encodes ahead, asks for pixels, and notes what the next step must know of this one."""
+        """Encodes images ahead, requests pixels, and records the facts that the next step needs."""
         self.encoder.end(builder.vision, self._media_in_order())
         mine = (seq for seq in self.running if seq.micro_batch == self.micro_batches.current)
         self._had_vision, self._starved_text = bool(builder.vision.images), builder.starves(chain(mine, self.waiting))
@@ -191,7 +191,7 @@ class Scheduler:
 
     def _advance(self, seq: Sequence, builder: StepBuilder) -> None:
         if self.limits.long_from and seq.due and seq.outgrows(self.limits.long_from):
-            self._preempt(seq, builder)  # its keys are rotated by the table of short requests: they are computed again
+            self._preempt(seq, builder)  # its keys use the rotary table for short requests and must be recomputed
             return
         count = builder.most(seq, self.limits)
         count = self._up_to_image(seq, count, builder) if seq.request.spans else count
@@ -205,7 +205,7 @@ class Scheduler:
                 self.micro_batches.batch.grant_one(seq, builder)
 
     def _up_to_image(self, seq: Sequence, count: int, builder: StepBuilder) -> int:
-        """How many of the next ``count`` tokens come before an image that is not resident."""
+        """Returns how many of the next ``count`` tokens come before an image that is not resident."""
         start = seq.computed
         for index, span in enumerate(seq.request.spans):
             if span.offset >= start + count:
@@ -215,7 +215,10 @@ class Scheduler:
         return count
 
     def _allocate_blocks(self, seq: Sequence, count: int, builder: StepBuilder) -> int:
-        """Gives ``seq`` blocks for ``count`` more tokens, preempting later sequences; returns the tokens that fit."""
+        """Allocates blocks for ``count`` more tokens of ``seq``, preempting later sequences.
+
+        Returns the number of tokens that fit.
+        """
         size = self.limits.block_size
         need = -(-(seq.computed + count) // size) - len(seq.blocks)
         free = max(self.pool.free - builder.reserved, 0)
@@ -228,11 +231,12 @@ class Scheduler:
         return min(count, len(seq.blocks) * size - seq.computed)
 
     def _preempt_for_blocks(self, seq: Sequence, need: int, builder: StepBuilder) -> int:
-        """Preempts later sequences; returns how many of ``need`` blocks are free, or -1 if they will be free soon
-        and ``seq`` waits.
+        """Preempts later sequences; returns how many of ``need`` blocks are free.
+
+        Returns -1 if they will be free soon and ``seq`` waits.
         """
         while need > self.pool.free - builder.reserved:
-            # Free once their last launch is fetched: blocks that only leaving sequences hold.
+            # Blocks held only by leaving sequences become free once their last launch is fetched.
             pending = sum(self.pool.references(b) == 1 for gone in self.leaving for b in gone.blocks)
             if pending and need <= self.pool.free - builder.reserved + pending:
                 builder.reserved += need
@@ -245,7 +249,7 @@ class Scheduler:
         return min(need, max(self.pool.free - builder.reserved, 0))
 
     def _add_row(self, seq: Sequence, count: int, builder: StepBuilder) -> None:
-        """Adds the Row of ``seq`` and marks its tokens computed; a row that reaches the end draws the next token."""
+        """Adds the Row of ``seq`` and marks its tokens computed; a row that reaches the end samples the next token."""
         seq.scheduled = builder.number
         start, end = seq.computed, seq.computed + count
         if builder.chunk_budget is not None and seq.due > 1:
@@ -264,7 +268,7 @@ class Scheduler:
             draws = [builder.draw(seq)]
             if seq.siblings:
                 draws += self._fork(seq, builder)
-            if can_persist(seq, draws) and not self.limits.long_from:  # who may outgrow a table is looked at each step
+            if can_persist(seq, draws) and not self.limits.long_from:  # the length is checked each step
                 self.micro_batches.batch.join(seq, len(builder.rows))
         tokens, blocks, positions = tuple(seq.tokens[start:end]), tuple(seq.blocks), seq.positions_of(start, count)
         pool = seq.pool_of(start, count) if seq.request.pool else None
@@ -283,14 +287,17 @@ class Scheduler:
         self.publish(seq)
 
     def publish(self, seq: Sequence) -> None:
-        """Enters the full blocks of ``seq`` in the prefix cache: their KV is submitted and their tokens are known."""
+        """Adds the full blocks of ``seq`` to the prefix cache: their KV is submitted and their tokens are known."""
         if self.limits.caching:
             publish(seq, self.pool, self.limits.block_size)
 
-    # Sequences that branch off
+    # Forks
 
     def _fork(self, seq: Sequence, builder: StepBuilder) -> list[Draw]:
-        """Lets siblings draw from the same hidden row while slots last; the rest queue and use the prefix cache."""
+        """Samples the first tokens of siblings from the same hidden row while slots last; the rest are queued.
+
+        Queued siblings use the prefix cache.
+        """
         drawn = []
         full = seq.prompt // self.limits.block_size
         for sibling in (s for s in seq.siblings if not s.ended):
@@ -298,7 +305,7 @@ class Scheduler:
                 self.enqueue(sibling)
                 continue
             sibling.slot = self.slots.pop()
-            # Each sibling writes into the block that holds the prompt's end, so it computes that block itself.
+            # Each sibling writes into the block with the prompt's end, so it recomputes that block.
             sibling.branch(seq, full, self.limits.block_size)
             self.pool.share(sibling.blocks)
             builder.reset(sibling, self._biased)
@@ -312,9 +319,10 @@ class Scheduler:
     # Admission
 
     def _admit(self, builder: StepBuilder) -> None:
-        """Starts waiting sequences in order, each only if blocks for all its known tokens are free (no thrashing).
+        """Starts waiting sequences in order, each only if blocks for all its known tokens are free (to avoid
+        thrashing).
 
-        A sequence that can compute little before an image is encoded stays in the queue, and others pass it.
+        A sequence that can compute only little before an image is encoded stays in the queue, and others overtake it.
         """
         size, at, self.held_back = self.limits.block_size, 0, 0
         while (
@@ -330,8 +338,8 @@ class Scheduler:
             if self.limits.long_from and seq.outgrows(self.limits.long_from):
                 seq.long, seq.block_hashes = True, BlockHashChain(seq.request, size, long=True)
             hits = cached_blocks(seq, self.limits, self.pool)
-            # With nothing running there is nothing to preempt, so the queue's head must not need more images at a time
-            # than fit into the arena.
+            # If nothing runs there is nothing to preempt, so the queue's head must not need more images at a time than
+            # fit into the arena.
             first, start = not self.running and at == 0, len(hits) * size
             if seq.request.spans and self.encoder.holds_back(seq, start, builder.vision, first):
                 self.held_back, at = self.held_back + 1, at + 1
@@ -351,7 +359,7 @@ class Scheduler:
             self._advance(seq, builder)
 
     def start_running(self, seq: Sequence, micro_batch: int | None = None) -> None:
-        """Puts a sequence that has its slot among those that run; no ``micro_batch``: into the one with the fewest."""
+        """Adds a sequence with a slot to the running ones; no ``micro_batch``: to the smallest one."""
         seq.status = SequenceStatus.RUNNING
         self.micro_batches.add(seq, self.micro_batches.smallest if micro_batch is None else micro_batch)
         self.order.start(seq, self.running)
@@ -370,11 +378,13 @@ class Scheduler:
         return self.encoder.encode(key, builder.vision, seq.key)
 
     def _yields_rows(self, seq: Sequence, builder: StepBuilder) -> bool:
-        """Whether the last running sequence, not scheduled yet, gives its rows to ``seq``, the first running one."""
+        """Returns True if the last running sequence, not scheduled yet, must give its rows to ``seq``, the first
+        running one.
+        """
         last = self.running[-1]
         return self.running[0] is seq and last is not seq and last.scheduled != builder.number
 
-    # Leaving
+    # Leaving and preemption
 
     def _preempt(self, victim: Sequence, builder: StepBuilder) -> None:
         builder.preempted = True
@@ -391,7 +401,7 @@ class Scheduler:
         return bool(resting)
 
     def leave(self, seq: Sequence) -> None:
-        """Takes a sequence out of ``running``; its blocks and slot come back when no launch in flight uses them."""
+        """Removes a sequence from ``running``; its blocks and slot are freed when no launch in flight uses them."""
         self.totals.preemptions += seq.requeue
         seq.stats.preemptions += seq.requeue
         self.order.stop(seq, self.running)
@@ -407,7 +417,7 @@ class Scheduler:
             self.release(seq)
 
     def release(self, seq: Sequence) -> None:
-        """Frees blocks and slot; a preempted sequence queues again, its PENDING token having arrived."""
+        """Frees blocks and slot; a preempted sequence, whose PENDING token has arrived, is queued again."""
         assert seq.inflight == 0 and (seq.pending == 0 or not seq.requeue)
         self.leaving.remove(seq)
         self.pool.drop(seq.blocks)
@@ -418,7 +428,7 @@ class Scheduler:
             self.enqueue(seq)
 
     def check(self) -> None:
-        """Asserts that blocks, slots and rows are all accounted for; callable between any two steps."""
+        """Asserts that blocks, slots and rows are all accounted for; may be called between any two steps."""
         holders = [*self.running, *self.leaving]
         self.pool.check([seq.blocks for seq in holders])
         self.arena.check()

@@ -1,4 +1,4 @@
-"""What bounds a step and a request. Torch-free."""
+"""Limits of a step and of a request. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from trencadis.core.buckets import ENCODER_SLOTS
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """What bounds a step and a request; sizes in tokens unless named otherwise.
+    """Limits of a step and of a request; in tokens unless named otherwise.
 
-    ``slot_values``: uint8 values of a slot of the vision tower, by which pixels are cut; 0: they come cut.
+    ``slot_values``: uint8 values of a slot of the vision tower, by which flat pixels are reshaped; 0: pixels arrive in
+    shape.
     """
 
     max_tokens: int = 2048
@@ -29,8 +30,8 @@ class SchedulerLimits:
     seed: int = 0
     pooling: bool = False
     slot_values: int = 0
-    long_from: int = 0  # a longer request takes another rotary table; 0: there is one
-    stages: int = 1  # pipeline stages: so many steps in flight, which share no row
+    long_from: int = 0  # longer requests use another rotary table; 0: there is one
+    stages: int = 1  # pipeline stages: that many steps are in flight, without common rows
     whole: bool = False  # an encoder: a prompt is one row of one step, and its tokens attend to each other
     bidirectional_images: bool = False  # tokens of an image attend to each other: no chunk ends inside one
     chunk: int = 0  # tests: at most this many tokens of one sequence in a step

@@ -1,4 +1,4 @@
-"""One sequence (a choice of a request) as the scheduler sees it: tokens known, tokens computed, blocks and slot."""
+"""The scheduler's state of one sequence (a choice of a request): known tokens, computed tokens, blocks and slot."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from trencadis.core.step import PENDING, Int32, Opening, Pooled, PoolSpan, Sampl
 
 SHAPING = (Stage.PREFILL, Stage.DECODE, Stage.FRESH, Stage.CONTEXT, Stage.VISION)
 BEST = Sample(best=True)
-"""How a greedy choice draws that asks for nothing else: the argmax, whatever the filters."""
+"""Sampling parameters of a plain greedy choice: the argmax, regardless of filters."""
 
 
 class SequenceStatus(Enum):
-    """State of a sequence. LEAVING: its blocks come back once its last launch is fetched."""
+    """State of a sequence. LEAVING: its blocks are freed once its last launch is fetched."""
 
     WAITING = 0
     RUNNING = 1
@@ -36,10 +36,11 @@ class SequenceStatus(Enum):
 
 @dataclass(slots=True, eq=False)
 class PrefixFound:
-    """What a sequence that waits has found of its start, as long as ``BlockPool.version`` stays; it asks in each step.
+    """Cached prefix look-up of a waiting sequence, which is made in each step; valid while ``BlockPool.version`` is
+    unchanged.
 
     Args:
-        counted: of how many of ``blocks`` it is known that ``used`` are in use.
+        counted: number of ``blocks`` that have been counted; ``used`` of them are in use.
     """
 
     version: int
@@ -53,7 +54,7 @@ NOTHING_FOUND = PrefixFound(-1)
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One sequence; ``index`` is its number among the choices of its request.
+    """One sequence; ``index`` is its number among the choices of the request.
 
     ``tokens`` holds prompt and output; the last ``pending`` of them are PENDING (sampled, not fetched). ``computed``
     tokens have their KV in ``blocks``; ``inflight`` counts the submitted steps that compute this sequence.
@@ -69,14 +70,14 @@ class Sequence:
     banned: tuple[int, ...]  # ids masked until min_tokens
     block_hashes: BlockHashChain
     eos: tuple[int, ...] = ()  # ids that end a text
-    unending: bool = False  # EOS is drawn only where its grammar leaves nothing else
-    most: int = 0  # tokens that it has when its last output is drawn
-    plain: bool = False  # a token of it is told by its id alone, and no rule looks at it
+    unending: bool = False  # EOS is sampled only if the grammar allows nothing else
+    most: int = 0  # total tokens after its last output
+    plain: bool = False  # its tokens are reported only by id, and no rule applies
     positions: Int32 | None = None  # [3, prompt]
     long: bool = False  # its keys are rotated by the table of long requests
-    siblings: list[Sequence] = field(default_factory=list)  # they branch off when the prompt is computed
-    mates: list[Sequence] = field(default_factory=list)  # beam search: all beams of the request, this one among them
-    drawn: bool = False  # a beam whose best next tokens are known; it waits until its group has chosen
+    siblings: list[Sequence] = field(default_factory=list)  # they fork when the prompt is computed
+    mates: list[Sequence] = field(default_factory=list)  # beam search: all beams of the request, including this one
+    drawn: bool = False  # a beam whose top next tokens are known; waits for its group
     status: SequenceStatus = SequenceStatus.WAITING
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
@@ -85,7 +86,7 @@ class Sequence:
     inflight: int = 0
     scheduled: int = 0  # number of the last Step that computes it
     batch_row: int = -1  # its row in ``PersistentBatch``; -1: none, so that a Step describes it by a Row
-    micro_batch: int = 0  # while it runs: the steps that may name it
+    micro_batch: int = 0  # while it runs: the micro-batch that it belongs to
     requeue: bool = False
     ended: bool = False
     published: int = 0
@@ -103,51 +104,54 @@ class Sequence:
     last_buckets: tuple[Bucket, ...] = ()
     prompt_scores: list[TokenLogprob | None] | None = None
     pooled: Pooled | None = None  # of the chunks fetched so far
-    delta: Delta | None = None  # outgoing, filled by update
+    delta: Delta | None = None  # outgoing; filled by ``update``
 
     @property
     def prompt(self) -> int:
-        """Prompt tokens."""
+        """Number of prompt tokens."""
         return len(self.request.tokens)
 
     @property
     def outputs(self) -> int:
-        """Tokens output so far, PENDING ones included."""
+        """Number of output tokens so far, including PENDING ones."""
         return len(self.tokens) - self.prompt
 
     @property
     def due(self) -> int:
-        """Tokens whose KV is still to be computed; 0 once the last output has been drawn."""
+        """Number of tokens whose KV must still be computed; 0 once the last output has been sampled."""
         if self.outputs >= self.limit and self.outputs > 0:
             return 0
         return len(self.tokens) - self.computed
 
     @property
     def runs(self) -> bool:
-        """Whether it has a row."""
+        """True if it is running."""
         return self.status is SequenceStatus.RUNNING
 
     @property
     def scored(self) -> bool:
-        """Whether a request for prompt_logprobs without any output has all its scores."""
+        """True if a request for prompt_logprobs without any output has all its scores."""
         running = self.status is SequenceStatus.RUNNING
         return running and self.limit == 0 and self.computed == self.prompt and self.inflight == 0
 
     @property
     def resting(self) -> bool:
-        """Whether it is a beam that holds blocks and a slot while it waits for its group."""
+        """True if it is a beam that holds blocks and a slot while it waits for its group."""
         return self.drawn and self.status is SequenceStatus.RUNNING
 
     def key_of(self, span: MediaSpan) -> str:
-        """The arena key of one of its images: the digest under the request's salt."""
+        """Returns the arena key of one of its images: the digest combined with the request's salt."""
         return f"{self.request.salt}\0{span.digest}" if self.request.salt else span.digest
 
     def outgrows(self, limit: int) -> bool:
-        """True if the sequence is too long for the rotary table of its keys; ``limit`` 0: there is one table."""
+        """Returns True if the sequence is too long for the rotary table of its keys.
+
+        ``limit`` 0: there is one table.
+        """
         return 0 < limit < len(self.tokens) and not self.long
 
     def positions_of(self, start: int, count: int) -> Int32:
-        """Rotary positions int32 [3, count] of tokens [start, start + count)."""
+        """Returns rotary positions int32 [3, count] of tokens [start, start + count)."""
         if self.positions is None:
             found = _on_all_axes(np.arange(start, start + count, dtype=np.int32))
             if self.long:  # core/layers/rotary_embedding.py
@@ -156,7 +160,7 @@ class Sequence:
         return self._positions_from(self.positions, start, start + count)
 
     def _positions_from(self, prompt: Int32, start: int, end: int) -> Int32:
-        """``positions_of`` where those of the prompt are ``prompt``."""
+        """Returns ``positions_of`` if the prompt has the positions ``prompt``."""
         if end <= self.prompt:
             return prompt[:, start:end]
         tail = np.arange(max(start, self.prompt), end, dtype=np.int32) + np.int32(self.request.delta)
@@ -165,25 +169,25 @@ class Sequence:
 
     @property
     def masked(self) -> bool:
-        """Whether what it draws is masked by its request's rule."""
+        """True if the request's rule masks its samples."""
         return self.request.rule is not None and self.request.rule.masks
 
     def opening(self) -> Opening:
-        """What the ranks' matchers must know to follow it from here on."""
+        """Returns the state that the ranks' matchers need to follow it from here on."""
         assert self.request.rule is not None and self.pending == 0
         stops = tuple(sorted(t for t in self.request.params.stop_token_ids if t in self.banned and t not in self.eos))
         endless = self.request.params.ignore_eos and not self.unending
         return Opening(self.key, self.request.rule, tuple(self.tokens[self.prompt :]), stops, endless)
 
     def sample(self) -> Sample:
-        """The sampling parameters of the next output token."""
+        """Returns the sampling parameters of the next output token."""
         p = self.request.params
         banned = self.banned if self.outputs < p.min_tokens else self.eos if self.unending else ()
         best = p.greedy and not p.needs_state and not p.reports and not self.mates
         return BEST if best and not banned and not self.masked else self._sample(banned, best)
 
     def _sample(self, banned: tuple[int, ...], best: bool) -> Sample:
-        """``sample`` of a choice that draws at random, or asks for more than a token."""
+        """Returns ``sample`` of a choice that samples at random or needs more than the token."""
         p = self.request.params
         return Sample(
             temperature=0.0 if p.greedy else p.temperature,
@@ -203,7 +207,10 @@ class Sequence:
         )
 
     def targets(self, start: int, count: int) -> Int32 | None:
-        """prompt_logprobs: int32 [count], the id that follows each token of the chunk; -1 beyond the prompt."""
+        """Returns int32 [count] for prompt_logprobs: the id after each token of the chunk, -1 after the prompt.
+
+        None: not needed.
+        """
         if start >= self.prompt - 1:
             return None
         following = np.full(count, -1, np.int32)
@@ -213,12 +220,15 @@ class Sequence:
 
     @property
     def reads_prefix(self) -> bool:
-        """Whether cached blocks serve: scores and pooling over the whole prompt need each token's hidden row."""
+        """True if cached blocks may be used.
+
+        Scores and pooling over the whole prompt need each token's hidden state.
+        """
         whole = self.prompt_scores is not None or self.request.params.skip_reading_prefix_cache
         return not whole and self.request.pool in ("", LAST)
 
     def pool_of(self, start: int, count: int) -> PoolSpan | None:
-        """What a pooling request takes of its chunk [start, start + count)."""
+        """Returns the part of the chunk [start, start + count) that a pooling request pools."""
         kind, end = self.request.pool, start + count
         if kind in (MEAN, ALL):
             return PoolSpan(0, count, each=kind == ALL)
@@ -227,7 +237,7 @@ class Sequence:
         return PoolSpan(count - 1, count) if kind == LAST and end == self.prompt else None
 
     def branch(self, seq: Sequence, count: int, size: int) -> None:
-        """Begins behind the first ``count`` blocks, of ``size`` tokens, of a choice of the same request."""
+        """Starts after the first ``count`` blocks, of ``size`` tokens, of another choice of the same request."""
         self.blocks = seq.blocks[:count]
         self.computed, self.published = count * size, count
         self.entered = seq.entered
@@ -236,14 +246,14 @@ class Sequence:
         self.stats.cached_tokens = self.computed
 
     def repeats(self, pattern: Repetition | None) -> bool:
-        """Whether its output ends in ``pattern`` again and again; not before min_tokens."""
+        """Returns True if its output ends in repetitions of a pattern; never before min_tokens."""
         end = self.count_known()
         if pattern is None or end - self.prompt < self.request.params.min_tokens:
             return False
         return repeats(self.tokens[max(self.prompt, end - pattern.most * pattern.count) : end], pattern)
 
     def ended_at(self, now: float) -> RequestStats:
-        """What its request is told, with the times of its stages."""
+        """Returns the statistics for its request, with the durations of its stages."""
         entered, first = self.entered or now, self.first or now
         self.stats.queue, self.stats.prefill, self.stats.decode = entered - self.arrived, first - entered, now - first
         self.stats.ended = time.time()
@@ -267,23 +277,24 @@ class Sequence:
 
 
 def _names(buckets: tuple[Bucket, ...]) -> list[str]:
-    """The buckets that hold text or images; launches that only draw follow from them."""
+    """Returns the names of buckets with text or images; pure sampling launches are implied by them."""
     return [str(bucket) for bucket in buckets if bucket.stage in SHAPING]
 
 
 Filled = tuple[Sequence, int]
-"""A sequence that has come to the end of its last block, and that block."""
+"""A sequence that has filled its last block, and that block."""
 
 
 class MediaStart(NamedTuple):
-    """A sequence that has media, and the token from which they matter."""
+    """A sequence with media, and the token from which they are needed."""
 
     sequence: Sequence
     start: int
 
 
 def check_holders(holders: list[Sequence], waiting: list[Sequence], free: list[int], size: int) -> None:
-    """Asserts that those that hold blocks have slots of their own, none of them ``free``, and those that wait none.
+    """Asserts that sequences with blocks have distinct slots that are not ``free``, and that waiting ones have no
+    blocks.
 
     ``size``: tokens of a KV block.
     """
@@ -294,12 +305,12 @@ def check_holders(holders: list[Sequence], waiting: list[Sequence], free: list[i
 
 
 def positions_in(data: bytes) -> Int32:
-    """``Request.positions`` as int32 [3, prompt]."""
+    """Returns ``Request.positions`` as int32 [3, prompt]."""
     return np.frombuffer(data, "<i4").reshape(3, -1).astype(np.int32, copy=False)
 
 
 def _on_all_axes(positions: Int32) -> Int32:
-    """int32 [n] as [3, n]. It runs for each row of each step, and ``np.broadcast_to`` takes ten times as long."""
+    """Expands int32 [n] to [3, n]. It runs for each row of each step; ``np.broadcast_to`` takes ten times as long."""
     out = np.empty((3, positions.size), np.int32)
     out[:] = positions
     return out
@@ -307,5 +318,5 @@ def _on_all_axes(positions: Int32) -> Int32:
 
 @lru_cache(maxsize=64)
 def shared_union(ids: tuple[int, ...], more: tuple[int, ...]) -> frozenset[int]:
-    """Both as one set, which those that have the same share: a step looks into the set of each row."""
+    """Returns the union of both as one cached set; a step looks into the set of each row."""
     return frozenset(ids) | frozenset(more)

@@ -1,4 +1,4 @@
-"""The step that the scheduler is putting together, one in flight, and what comes back of a draw. Torch-free."""
+"""The step that the scheduler is building, a submitted step, and the results of sampling. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,34 +15,36 @@ from trencadis.core.step import PENDING, Bias, Draw, HeadOutput, Opening, Reset,
 
 @dataclass(slots=True)
 class StepBuilder:
-    """The step that ``schedule`` is putting together."""
+    """The step that ``schedule`` is building."""
 
-    number: int  # of the step
-    tokens: int  # budget that is left
+    number: int  # number of the step
+    tokens: int  # remaining budget
     vision: VisionBuilder
-    decoding: int = 0  # running sequences, not yet reached, that want one token
+    decoding: int = 0  # running sequences, not reached yet, that need one token
     image_prompts: bool = False  # a prompt with images took tokens
     reserved: int = 0  # blocks reserved for sequences that wait for pending frees
     preempted: bool = False
-    chunk_budget: ChunkBudget | None = None  # for prompts beside decoding rows, where these have a bound
+    chunk_budget: ChunkBudget | None = None  # limit for prompts, if decoding rows have a latency bound
     rows: list[Row] = field(default_factory=list)
     scheduled: list[Sequence] = field(default_factory=list)
-    grown: list[Sequence] = field(default_factory=list)  # are in the persistent batch and got a block
+    grown: list[Sequence] = field(default_factory=list)  # rows of the persistent batch that got a block
     resets: list[Reset] = field(default_factory=list)
     openings: list[Opening] = field(default_factory=list)
 
     def bound_prompts(self, times: StepTimes) -> None:
-        """Gives decoding rows the bound of ``times``."""
+        """Limits prompts in this step so that decoding rows keep the latency bound of ``times``."""
         self.chunk_budget = times.chunk_budget(self.decoding, sum(w.span.slots for w in self.vision.chosen.values()))
 
     @property
     def open(self) -> bool:
-        """Whether another sequence could begin in this step."""
+        """True if another sequence could start in this step."""
         return self.tokens > 0 and (self.chunk_budget is None or self.chunk_budget.open)
 
     def most(self, seq: Sequence, limits: SchedulerLimits) -> int:
-        """How many tokens of ``seq`` could run: its due ones within the budget and the bound of decoding rows."""
-        # Prompts leave each decoding sequence its token, so that none waits for a second VISION launch.
+        """Returns how many tokens of ``seq`` could run: those due, within the budget and the latency bound of
+        decoding rows.
+        """
+        # Prompts leave one token for each decoding sequence, so that none waits for a second VISION launch.
         left = self.tokens if seq.due == 1 or not limits.chunked else max(self.tokens - self.decoding, 1)
         count = min(seq.due, left, limits.chunk or left)
         if not limits.chunked and seq.computed < seq.prompt and count < seq.due:
@@ -54,13 +56,13 @@ class StepBuilder:
         )
 
     def _within(self, chunk_budget: ChunkBudget, seq: Sequence, count: int, joined: bool) -> int:
-        """How many of ``count`` tokens the bound of decoding rows lets through."""
+        """Returns how many of ``count`` tokens the latency bound of decoding rows allows."""
         start = seq.computed
-        whole = (s.end - start for s in seq.request.spans if joined and s.end > start)  # an image is not cut
+        whole = (s.end - start for s in seq.request.spans if joined and s.end > start)  # images are not split
         return chunk_budget.fits(start, count, next(whole, 0))
 
     def work(self, chunk_budget: ChunkBudget, now: float) -> StepWork:
-        """What the step computes, whose time is learned."""
+        """Returns the work of the step, for learning its duration."""
         return StepWork(
             chunk_budget.rows,
             chunk_budget.tokens,
@@ -70,7 +72,8 @@ class StepBuilder:
         )
 
     def reset(self, seq: Sequence, biased: set[int]) -> None:
-        """RESET if ``seq`` uses sampler state, or if the slot's last owner left a bias, which any full SAMPLE adds.
+        """Adds a RESET if ``seq`` uses sampler state, or if the slot's last owner left a bias, which any full SAMPLE
+        adds.
 
         ``biased``: slots whose sampler state holds a bias, kept up to date.
         """
@@ -85,7 +88,10 @@ class StepBuilder:
         (biased.add if bias else biased.discard)(seq.slot)
 
     def draw(self, seq: Sequence) -> Draw:
-        """Draws the next token of ``seq``, PENDING until its step is fetched; a beam's is chosen by its group."""
+        """Adds sampling of the next token of ``seq``, PENDING until its step is fetched.
+
+        Beams are chosen by their group.
+        """
         if seq.masked and not seq.opened:
             self.openings.append(seq.opening())
             seq.opened = True
@@ -96,7 +102,7 @@ class StepBuilder:
         return draw
 
     def starves(self, sequences: Iterable[Sequence]) -> bool:
-        """Whether prompts with images left no tokens to any of ``sequences`` that has none.
+        """Returns True if prompts with images left no tokens for some of ``sequences`` without images.
 
         This is temporary: no new images are admitted meanwhile.
         """
@@ -107,10 +113,10 @@ class StepBuilder:
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """A submitted Step: the sequences that it computes or draws for, and those that it encodes images for.
+    """A submitted Step: the sequences that it computes or samples, and those whose images it encodes.
 
-    ``persistent``: those of the persistent batch, in the order of their draws; ``filled``: those of them whose last
-    block it fills. ``micro_batch``: whose sequences it names. ``work``: what it computes, where its time is learned.
+    ``persistent``: those of the persistent batch, in the order of their samples; ``filled``: those whose last block it
+    fills. ``micro_batch``: the micro-batch of its sequences. ``work``: its work, if its duration is learned.
     """
 
     number: int
@@ -123,7 +129,7 @@ class InFlightStep:
 
 
 def logprob_of(head: HeadOutput, row: int, token: int, wanted: int) -> TokenLogprob:
-    """The log-probability of the ``token`` of a row, with the ``wanted`` best ids beside it."""
+    """Returns the log-probability of a row's ``token``, with the ``wanted`` top ids."""
     assert head.logprob is not None and head.rank is not None
     assert head.top_id is not None and head.top_logprob is not None
     return TokenLogprob(
@@ -136,7 +142,7 @@ def logprob_of(head: HeadOutput, row: int, token: int, wanted: int) -> TokenLogp
 
 
 def report_token(seq: Sequence, head: HeadOutput, row: int, token: int, scored: TargetScores | None) -> TokenLogprob:
-    """With the best ids beside the token, or those of ``logprob_token_ids``, which are ``scored``."""
+    """Returns the log-probability of a token with the top ids, or with those of ``logprob_token_ids`` (``scored``)."""
     if scored is None:
         return logprob_of(head, row, token, seq.request.params.logprobs or 0)
     item, others = logprob_of(head, row, token, 0), scored.head

@@ -1,4 +1,4 @@
-"""The total order of sequences (priority, arrival, key), and of those that have media. Torch-free."""
+"""The total order of sequences (priority, arrival, key), and the order of those with media. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trencadis.core.scheduling.sequence import MediaStart, Sequence
 
 
 class TotalOrder:
-    """Serves admission, packing, preemption and arena rows. By priority it moves with the clock."""
+    """Orders admission, packing, preemption and arena rows. With priorities the order changes over time."""
 
     def __init__(self, limits: SchedulerLimits, clock: Callable[[], float]) -> None:
         self.moves = limits.by_priority
@@ -21,18 +21,18 @@ class TotalOrder:
         self._aging, self._clock, self._cached = limits.aging, clock, limits.caching
 
     def key(self, seq: Sequence) -> tuple[float, float, int]:
-        """Sort key; by priority, a sequence rises one level for every ``aging`` seconds of age."""
+        """Returns the sort key; with priorities, a sequence rises one level for every ``aging`` seconds of age."""
         level = 0.0 if self.fair is None else self.fair.virtual_start(seq)
         if self.moves:
             level = seq.request.priority - (self._clock() - seq.arrived) // self._aging
         return (level, seq.request.arrival, seq.key)
 
     def insert(self, seq: Sequence, into: list[Sequence]) -> None:
-        """Puts ``seq`` at its place."""
+        """Inserts ``seq`` at its position."""
         insort(into, seq, key=self.key)
 
     def start(self, seq: Sequence, running: list[Sequence]) -> None:
-        """Puts ``seq`` among those that run."""
+        """Adds ``seq`` to the running sequences."""
         if self.fair is not None:
             self.fair.note_started(seq)
         self.insert(seq, running)
@@ -42,15 +42,15 @@ class TotalOrder:
         return self.fair.choose_displaced(running) if self.fair is not None and self._cached else []
 
     def stop(self, seq: Sequence, running: list[Sequence]) -> None:
-        """Takes ``seq`` out of those that run."""
+        """Removes ``seq`` from the running sequences."""
         running.remove(seq)
         if self.fair is not None:
             self.fair.note_stopped(seq)
 
     def remove(self, seq: Sequence, of: list[Sequence]) -> None:
-        """Takes ``seq`` out, if it is there."""
+        """Removes ``seq`` from a list if it is in it."""
         if self.fair is not None and seq.virtual_start is None:
-            return  # it never was, and to compute its virtual start would charge its tenant
+            return  # it was never queued, and computing its virtual start would charge its tenant
         at = bisect_left(of, self.key(seq), key=self.key) if not self.moves else len(of)
         if at < len(of) and of[at] is seq:
             del of[at]
@@ -58,7 +58,7 @@ class TotalOrder:
             of.remove(seq)
 
     def sort(self, sequences: list[Sequence]) -> None:
-        """Sorts what has moved since."""
+        """Sorts sequences again if their order may have changed."""
         if self.moves:
             sequences.sort(key=self.key)
 
@@ -66,7 +66,7 @@ class TotalOrder:
 def media_order(
     running: Iterable[Sequence], waiting: Iterable[Sequence], limits: SchedulerLimits, pool: BlockPool
 ) -> Iterator[MediaStart]:
-    """Sequences that have media, with the token from which they matter."""
+    """Yields sequences with media, with the token from which these are needed."""
     for seq in running:
         if seq.request.spans:
             yield MediaStart(seq, seq.computed)
@@ -76,10 +76,10 @@ def media_order(
 
 
 def _media_start(seq: Sequence, limits: SchedulerLimits, pool: BlockPool) -> int:
-    """The token from which the media of a waiting sequence matter: 0, or the end of its prefix hits.
+    """Returns the token from which the media of a waiting sequence are needed: 0, or the end of its prefix hits.
 
     This runs for the start of the queue in every step, so one look-up decides most cases: unless the block in which the
-    first image ends is cached, all media matter.
+    first image ends is cached, all media are needed.
     """
     size, first = limits.block_size, seq.request.spans[0]
     at = (first.end - 1) // size
@@ -89,7 +89,7 @@ def _media_start(seq: Sequence, limits: SchedulerLimits, pool: BlockPool) -> int
 
 
 def _start_after_hits(seq: Sequence, at: int, limits: SchedulerLimits, pool: BlockPool) -> int:
-    """``_media_start``, which is decided by block ``at``."""
+    """Returns ``_media_start`` if it depends on block ``at``."""
     size = limits.block_size
     seq.block_hashes.extend(seq.tokens, (at + 1) * size)
     key = seq.block_hashes.keys[at]

@@ -1,1 +1,1 @@
-"""Planned shapes: axes, options, closure, costs, pruning, and the planner that joins them."""
+"""Planned shapes: axes, options, reachable needs, costs, pruning, and the planner."""

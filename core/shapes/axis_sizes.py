@@ -1,6 +1,6 @@
-"""Sizes along one axis: the generators ``exp``, ``lin`` and ``pad``, and the list for images. Pure Python.
+"""Generates sizes along one axis: ``exp``, ``lin`` and ``pad``, and the list for images. Pure Python.
 
-Every generator ends at its maximum, so that the largest need always has a bucket. The strategy ``file`` gives whole
+Every generator ends at its maximum, so that the largest need always has a bucket. The strategy ``file`` lists whole
 buckets instead (``core/shapes/bucket_file.py``).
 """
 
@@ -15,8 +15,9 @@ from trencadis.core.buckets import DEFAULT_VISION_SLOTS, Density
 from trencadis.core.shared_constants import WINDOW_SLOTS, align_up
 
 WIDE_GAP = 1024
-"""More slots than these between two sizes of the default VISION list are a wide gap, if they are also more than half of
-the smaller size."""
+"""A gap between two sizes of the default VISION list is wide if it has more slots than this and than half of the
+smaller size.
+"""
 
 STRATEGIES = ("exp", "lin", "pad", "file")
 
@@ -26,10 +27,10 @@ class AxisSpan:
     """One axis to fill: sizes from ``minimum`` to ``maximum``, both included.
 
     Args:
-        step: the unit to which ``exp`` rounds up; the increment of ``lin`` and ``pad``.
+        step: the unit that ``exp`` rounds up to; the increment of ``lin`` and ``pad``.
         density: points per octave of ``exp`` by size; above the last entry it is 1 (powers of two).
-        pad_max: ``pad``: the most that a need may be padded by; 0: a quarter of the maximum.
-        pad_percent: ``pad``: the most that a need may be padded by, in percent of the size that is run.
+        pad_max: ``pad``: largest padding of a need; 0: a quarter of the maximum.
+        pad_percent: ``pad``: largest padding of a need in percent of the padded size.
     """
 
     minimum: int
@@ -41,7 +42,9 @@ class AxisSpan:
 
 
 def exp(span: AxisSpan) -> tuple[int, ...]:
-    """Octaves above the minimum, each divided into equal parts: 4, 5, 6, 7, 8, 10 .. at four points per octave."""
+    """Returns octaves above the minimum, each divided into equal parts: 4, 5, 6, 7, 8, 10 .. at four points per
+    octave.
+    """
     sizes = []
     octave = span.minimum
     while octave < span.maximum:
@@ -52,7 +55,7 @@ def exp(span: AxisSpan) -> tuple[int, ...]:
 
 
 def lin(span: AxisSpan) -> tuple[int, ...]:
-    """The minimum doubled up to the step, then multiples of the step."""
+    """Returns the minimum doubled up to the step, then multiples of the step."""
     sizes = []
     size = span.minimum
     while size < span.step:
@@ -63,7 +66,7 @@ def lin(span: AxisSpan) -> tuple[int, ...]:
 
 
 def pad(span: AxisSpan) -> tuple[int, ...]:
-    """Like ``lin`` without the sizes whose needs fit into the next one with little padding.
+    """Returns the sizes of ``lin`` without those whose needs fit into the next one with little padding.
 
     A size is kept if the next one lies above the last one kept by more than ``pad_percent`` of itself or by more than
     ``pad_max``, or if it is a multiple of ``pad_max``; 0 percent is ``lin``, 50 percent nearly powers of two.
@@ -84,7 +87,7 @@ def _with_maximum(sizes: Iterable[int], span: AxisSpan) -> tuple[int, ...]:
 
 
 def thinned(sizes: tuple[int, ...], cost: Callable[[int], float], tolerance: float, coarsest: int) -> tuple[int, ...]:
-    """``sizes`` without those that save too little.
+    """Returns ``sizes`` without those that save too little.
 
     The smallest need above the last size kept takes the largest size that costs at most ``tolerance`` more than the
     need itself and is at most ``coarsest`` times as large. The maximum is always kept.
@@ -103,16 +106,16 @@ GENERATORS = {"exp": exp, "lin": lin, "pad": pad}
 
 
 def sizes(strategy: str, span: AxisSpan) -> tuple[int, ...]:
-    """Ascending sizes of ``span``; the last is its maximum."""
+    """Returns the ascending sizes of ``span``; the last is its maximum."""
     return GENERATORS[strategy](span)
 
 
 def vision_boundaries(largest: int, windows: bool = True) -> tuple[int, ...]:
-    """The default VISION list, continued by factors of 1.5 up to ``largest`` slots.
+    """Returns the default VISION list, continued by factors of 1.5 up to ``largest`` slots.
 
     Args:
-        windows: some layers attend inside windows, so that an image takes whole ones; False: it may need any multiple
-            of 64, and wide gaps of the list have a size in the middle.
+        windows: some layers attend inside windows, so that an image takes whole windows; False: it may need any
+            multiple of 64, and wide gaps of the list get a size in the middle.
     """
     sizes = list(DEFAULT_VISION_SLOTS)
     if not windows:

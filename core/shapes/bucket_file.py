@@ -1,8 +1,8 @@
-"""Buckets written by hand: the file of VLLM_BUCKETING_FROM_FILE. Pure Python; nothing in it is executed.
+"""Reads hand-written buckets: the file of VLLM_BUCKETING_FROM_FILE. Pure Python; nothing in it is executed.
 
-One bucket or family per line: ``(rows, query tokens, blocks)``. Each item is a number, a list of numbers, or
-``range(start, stop[, step])``; a line means the product of its items. ``#`` begins a comment. Query 1 is a decode
-bucket, whose blocks are those of the whole batch; else the blocks are one row's context.
+Each line is a bucket or a set of buckets: ``(rows, query tokens, blocks)``. Each item is a number, a list of numbers,
+or ``range(start, stop[, step])``; a line stands for the product of its items. ``#`` begins a comment. Query 1 is a
+decode bucket, whose blocks are those of the whole batch; otherwise the blocks are one row's context.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import NamedTuple
 from trencadis.core.errors import StartupError
 
 MOST = 10_000
-"""Elements that one range may have."""
+"""Largest number of elements of one range."""
 
 
 class FileBucket(NamedTuple):
-    """One bucket of the file; ``query`` counts tokens of a row."""
+    """One bucket of the file; ``query`` counts tokens per row."""
 
     rows: int
     query: int
@@ -27,10 +27,10 @@ class FileBucket(NamedTuple):
 
 
 def read_file(path: str, name: str) -> tuple[FileBucket, ...]:
-    """The buckets of ``path``, ascending; ``name`` is the variable that named the file.
+    """Returns the buckets of ``path``, ascending; ``name`` is the variable that named the file.
 
     Raises:
-        StartupError: the file cannot be read, a line is no bucket, or there is no bucket at all.
+        StartupError: the file cannot be read, a line is no bucket, or there are no buckets.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -51,7 +51,7 @@ def read_file(path: str, name: str) -> tuple[FileBucket, ...]:
 
 
 def _line(text: str) -> list[FileBucket]:
-    """The buckets of one line; raises ValueError, which says what is wrong with it."""
+    """Returns the buckets of one line; raises ValueError with a description of the error."""
     try:
         node = ast.parse(text, mode="eval").body
     except SyntaxError:

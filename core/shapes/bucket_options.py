@@ -1,4 +1,4 @@
-"""The VLLM_* bucket variables as values. Pure Python; the names are those of vLLM's Gaudi fork."""
+"""Parses the VLLM_* bucket variables. Pure Python; the names are those of vLLM's Gaudi fork."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AXES = {
 """Axis -> prefixes of its variables; the first one that is set wins (SEQ is the older name of QUERY)."""
 
 LEAST = {"prompt_ctx": 0}
-"""Smallest legal MIN of an axis, if it is not 1; a context of 0 blocks belongs to another stage anyway."""
+"""Smallest valid MIN of an axis, if it is not 1; a context of 0 blocks belongs to another stage."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class AxisSettings:
 
 @dataclass(frozen=True)
 class PlannedImageSize:
-    """Images of ``width`` x ``height`` pixels, before resizing, and how many of them come at a time.
+    """Images of ``width`` x ``height`` pixels, before resizing, and how many of them arrive together.
 
-    ``fewest`` and ``most`` are 0 where nothing is said: as many as --limit-mm-per-prompt allows.
+    ``fewest`` and ``most`` are 0 if not given: as many as --limit-mm-per-prompt allows.
     """
 
     width: int
@@ -52,14 +52,14 @@ class PlannedImageSize:
 
 @dataclass(frozen=True)
 class BucketOptions:
-    """The user's settings of shapes.
+    """The user's settings of launch shapes.
 
     Args:
         vision: slots of VISION buckets; None: the default list.
         pad_vision: False: images are not padded to a list.
-        images: sizes of images that get buckets of their own.
-        listed: the buckets of a file.
-        notes: lines for the terminal about variables without effect.
+        images: sizes of images that get their own buckets.
+        listed: the buckets from a file.
+        notes: lines about variables without effect.
     """
 
     strategy: str = "exp"
@@ -71,15 +71,15 @@ class BucketOptions:
     notes: tuple[str, ...] = ()
 
     def axis(self, name: str) -> AxisSettings:
-        """The user's settings of an axis of ``AXES``."""
+        """Returns the user's settings of an axis in ``AXES``."""
         return self.axes.get(name, AxisSettings())
 
 
 def read_bucket_options(environ: Mapping[str, str]) -> BucketOptions:
-    """All bucket variables of ``environ``.
+    """Reads all bucket variables of ``environ``.
 
     Raises:
-        StartupError: one line that names the variable, its value and the rule that it breaks.
+        StartupError: a value is invalid; one line with the variable, its value and the violated rule.
     """
     notes: list[str] = []
     strategy = _strategy(environ, notes)
@@ -97,7 +97,7 @@ def read_bucket_options(environ: Mapping[str, str]) -> BucketOptions:
 
 
 def _strategy(environ: Mapping[str, str], notes: list[str]) -> str:
-    """The generator's name; if both variables are set, the older boolean wins, as in vLLM's Gaudi fork."""
+    """Returns the generator's name; if both variables are set, the older boolean wins, as in vLLM's Gaudi fork."""
     asked = envs.get("VLLM_BUCKETING_STRATEGY", environ)
     known = tuple(s for s in STRATEGIES if s != "file")
     if asked is not None and asked.strip().lower() not in known:
@@ -146,7 +146,7 @@ def _check_bound(variable: str, bound: str, value: int, least: int) -> None:
 
 
 def _without_effect(strategy: str, axes: Mapping[str, AxisSettings]) -> list[str]:
-    """Lines for variables that the chosen generator does not read."""
+    """Returns lines about variables that the chosen generator does not read."""
     unread = {"exp": ("pad_max", "pad_percent"), "lin": ("pad_max", "pad_percent"), "pad": ()}
     lines = []
     for axis in axes.values():
@@ -157,14 +157,14 @@ def _without_effect(strategy: str, axes: Mapping[str, AxisSettings]) -> list[str
 
 
 def vision_list(text: str | None, name: str) -> tuple[tuple[int, ...] | None, bool]:
-    """Slots of VISION buckets (None: the default list), and whether images are padded at all.
+    """Returns the slots of VISION buckets (None: the default list), and True if images are padded at all.
 
-    Entries are numbers of patches of a whole image, width x height / 14**2, as Gaudi's guide counts them: 1600 is
-    560 x 560 pixels. There the sides of an image are multiples of 112, so its patches fill windows of 64, and a bucket
-    of as many slots holds it.
+    Entries are numbers of patches of a whole image, width x height / 14**2, as Gaudi's guide counts them: 1600 is 560 x
+    560 pixels. With that convention the sides of an image are multiples of 112, so its patches fill windows of 64, and
+    a bucket of as many slots holds it.
 
     Raises:
-        StartupError: an entry that is no whole number, not positive or not divisible by 64, or an empty list.
+        StartupError: an entry is not a positive whole number divisible by 64, or the list is empty.
     """
     if text is None:
         return None, True
@@ -187,7 +187,7 @@ def vision_list(text: str | None, name: str) -> tuple[tuple[int, ...] | None, bo
 
 
 def slots_of_patches(patches: int) -> int:
-    """Slots of an image of ``patches`` patches whose sides are multiples of a window's: 64 for each window."""
+    """Returns the slots of an image of ``patches`` patches that fill whole windows: 64 per window."""
     return -(-patches // WINDOW_SLOTS) * WINDOW_SLOTS
 
 
@@ -195,10 +195,10 @@ _SIZE = re.compile(r"(\d{1,6})x(\d{1,6})(?:x(\d{1,4})(?:-(\d{1,4}))?)?")
 
 
 def parse_image_sizes(text: str | None, name: str = "VLLM_MULTIMODAL_RESOLUTIONS") -> tuple[PlannedImageSize, ...]:
-    """Sizes of images by ``WxH``, ``WxHxN`` (N at a time) or ``WxHxN-M`` (N to M at a time), separated by commas.
+    """Parses sizes of images: ``WxH``, ``WxHxN`` (N at a time) or ``WxHxN-M`` (N to M at a time), separated by commas.
 
     Raises:
-        StartupError: an entry of another form, a side or count of 0, or a range that ends before it begins.
+        StartupError: an entry has another form, a side or count is 0, or a range ends before it begins.
     """
     found = []
     for entry in (part.strip() for part in (text or "").split(",")):

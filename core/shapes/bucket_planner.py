@@ -1,6 +1,6 @@
 """Plans the buckets of every stage from the device's policy, the limits and the user's options. Pure Python.
 
-Stages mean the same on every device; the policy says how densely each axis is filled.
+Stages have the same meaning on every device; the policy defines how densely each axis is filled.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ STEPS: Mapping[str, tuple[int, int]] = {
 """Default steps of ``lin`` and ``pad``."""
 
 PREFILL_ROWS = 16
-"""Ragged launches are planned for two numbers of rows: this many, and the most."""
+"""Ragged launches are planned for two numbers of rows: this one and the maximum."""
 
 
 @dataclass
 class PlanBuilder:
-    """The inputs of one plan, and the lines about what was changed in it.
+    """The inputs of one plan, and notes about changes to it.
 
-    ``windows``: some layers of the tower attend inside windows.
+    ``windows``: True if some layers of the tower attend inside windows.
     """
 
     policy: Policy
@@ -45,12 +45,12 @@ class PlanBuilder:
     windows: bool = True
 
     def axis(self, name: str, rule: AxisRule, needed: int, largest: int, what: str) -> tuple[int, ...]:
-        """Sizes of one axis.
+        """Returns the sizes of one axis.
 
         Args:
             needed: the size that one full-length row needs; a smaller MAX of the user is raised to it.
             largest: the maximum if the user gives none.
-            what: the unit, for the line about a raised maximum.
+            what: the unit, for the note about a raised maximum.
         """
         said = self.options.axis(name)
         maximum = self.maximum(said, rule, needed, largest, what)
@@ -70,7 +70,7 @@ class PlanBuilder:
         )
 
     def maximum(self, said: AxisSettings, rule: AxisRule, needed: int, largest: int, what: str) -> int:
-        """The end of the axis: the user's MAX, raised to what one full-length row needs."""
+        """Returns the end of the axis: the user's MAX, raised to what one full-length row needs."""
         if said.maximum is None:
             return largest
         if said.maximum < needed:
@@ -81,11 +81,11 @@ class PlanBuilder:
         return max(said.maximum, needed)
 
     def is_default(self, name: str) -> bool:
-        """Whether the user set nothing of an axis."""
+        """Returns True if the user set nothing for an axis."""
         return self.options.strategy == "exp" and not self.options.axis(name).names
 
     def thin_sizes(self, stage: Stage, first: int, column: tuple[int, ...], rule: AxisRule) -> tuple[int, ...]:
-        """Sizes of the second axis for one size of the first, without those that save too little."""
+        """Returns the sizes of the second axis for one size of the first, without those that save too little."""
         if not rule.coarsest:
             return column
         cost = self.policy.cost
@@ -93,7 +93,7 @@ class PlanBuilder:
 
 
 def left_out(model: ModelConfig | None) -> tuple[Stage, ...]:
-    """The stages that an engine of ``model`` never launches: it generates, or it pools."""
+    """Returns the stages that an engine of ``model`` never launches, since it either generates or pools."""
     if model is None or model.pooling is None:
         return (Stage.POOL,)
     return (Stage.SAMPLE, Stage.RESET) if model.text.causal else (Stage.SAMPLE, Stage.RESET, Stage.CONTEXT)
@@ -102,12 +102,12 @@ def left_out(model: ModelConfig | None) -> tuple[Stage, ...]:
 def make_plan(
     policy: Policy, limits: ShapeLimits, asked: BucketOptions, model: ModelConfig | None = None, every: bool = False
 ) -> Plan:
-    """The plan of all stages that the policy has rules for; if ``model`` is given, its sizes give the costs.
+    """Plans all stages for which the policy has rules; if ``model`` is given, its sizes determine the costs.
 
-    A policy without rules gets a plan without buckets, which rounds every need by alignment.
+    A policy without rules gets a plan without buckets, which rounds every need up to the alignment.
 
     Args:
-        every: plans the stages that this model's engine never launches, too.
+        every: True to also plan the stages that this model's engine never launches.
     """
     if model is not None and policy.ridge:
         policy = dataclasses.replace(policy, cost=costs_of(model, limits.block_size, policy.ridge))
@@ -136,9 +136,9 @@ COARSE = {
 
 
 def _prune_to_limit(builder: PlanBuilder, found: set[Bucket]) -> tuple[Bucket, ...]:
-    """Prunes the plan to ``Policy.most`` buckets, except on axes that the user set.
+    """Prunes the plan to ``Policy.max_buckets`` buckets, except on axes that the user set.
 
-    Plans of small models are larger, because a KV block weighs more in the cost of their launches.
+    Plans of small models are larger, because a KV block has a larger share of the cost of their launches.
     """
     units = builder.limits.units
     most = builder.policy.max_buckets // (1 + (len(cross_attention_inputs.planned_unit_counts(units)) if units else 0))
@@ -162,7 +162,7 @@ def _with_image_units(buckets: tuple[Bucket, ...], units: int) -> tuple[Bucket, 
 
 
 def _work(cost: Callable[[Bucket], float]) -> Callable[[Bucket], float]:
-    """``cost`` without the constant cost of a launch, so that pruning prefers little padding."""
+    """Returns ``cost`` without the constant cost of a launch, so that pruning prefers little padding."""
     return dataclasses.replace(cost, launch=0.0, block=0.0, vision_launch=0.0) if isinstance(cost, Costs) else cost
 
 
@@ -171,7 +171,7 @@ def _up(size: int, unit: int) -> int:
 
 
 def _fresh(builder: PlanBuilder) -> Iterator[Bucket]:
-    """FRESH(rows, tokens): one row up to a whole chunk; several rows up to ``fresh_tokens`` tokens each."""
+    """Yields FRESH(rows, tokens): one row up to a whole chunk; several rows up to ``fresh_tokens`` tokens each."""
     limits, (rows_rule, tokens_rule, shared_rule) = builder.limits, builder.policy.rules[Stage.FRESH]
     if builder.options.strategy == "file":
         yield from _listed_fresh(builder)
@@ -194,7 +194,7 @@ def _fresh(builder: PlanBuilder) -> Iterator[Bucket]:
 
 
 def _listed_fresh(builder: PlanBuilder) -> Iterator[Bucket]:
-    """The file's buckets for prompts without context, and one for the longest chunk if none holds it."""
+    """Yields the file's buckets for prompts without context, and one for the longest chunk if none holds it."""
     unit = builder.policy.rules[Stage.FRESH][1].step
     longest = _up(builder.limits.chunk, unit)
     listed = [(r, _up(t, unit)) for r, t, blocks in builder.options.listed if t > 1 and blocks == 0]
@@ -214,7 +214,7 @@ def _note_added(builder: PlanBuilder, bucket: Bucket) -> Bucket:
 
 
 def _context(builder: PlanBuilder) -> Iterator[Bucket]:
-    """CONTEXT(tokens, blocks): one row after a context."""
+    """Yields CONTEXT(tokens, blocks): one row after a context."""
     limits, (tokens_rule, blocks_rule) = builder.limits, builder.policy.rules[Stage.CONTEXT]
     if limits.max_model_len < 2:
         return
@@ -242,7 +242,7 @@ def _context(builder: PlanBuilder) -> Iterator[Bucket]:
 
 
 def _decode(builder: PlanBuilder) -> Iterator[Bucket]:
-    """DECODE(rows) of ragged devices; DECODE(rows, blocks) if the list of blocks is an axis.
+    """Yields DECODE(rows) on ragged devices; DECODE(rows, blocks) if the list of blocks is an axis.
 
     By default the blocks of R rows are R, 2 R, 4 R .. up to those of R full-length rows, or ``decode_blocks``, without
     sizes that save too little.
@@ -281,7 +281,7 @@ def _listed_decode(builder: PlanBuilder) -> Iterator[Bucket]:
 
 
 def _prefill(builder: PlanBuilder) -> Iterator[Bucket]:
-    """PREFILL(tokens, rows): a ragged launch, for two numbers of rows."""
+    """Yields PREFILL(tokens, rows): a ragged launch, for two numbers of rows."""
     limits, (tokens_rule, _) = builder.limits, builder.policy.rules[Stage.PREFILL]
     most = _up(max(limits.max_tokens, limits.max_rows), tokens_rule.step)
     tokens = builder.axis("prompt_query", tokens_rule, most, most, "tokens")
@@ -291,11 +291,11 @@ def _prefill(builder: PlanBuilder) -> Iterator[Bucket]:
 
 
 TILES = (1, 2, 3, 4, 6, 8, 12, 17)
-"""Images of a launch where every image has as many slots."""
+"""Numbers of images per launch if every image has the same number of slots."""
 
 
 def _vision(builder: PlanBuilder) -> Iterator[Bucket]:
-    """VISION(slots): the user's list, or the default one."""
+    """Yields VISION(slots): the user's list, or the default one."""
     limits, asked = builder.limits, builder.options
     if not limits.image_slots:
         return
@@ -320,7 +320,9 @@ def _vision(builder: PlanBuilder) -> Iterator[Bucket]:
 
 
 def _tile_slots(builder: PlanBuilder, tile: int) -> tuple[int, ...]:
-    """Slots where every image has ``tile``: few multiples, of which every count of images can be put together."""
+    """Returns the slots if every image has ``tile`` of them: few multiples, which can be combined for every number
+    of images.
+    """
     asked = builder.options.vision
     if not asked:
         return tuple(tile * n for n in TILES)
@@ -335,9 +337,9 @@ def _tile_slots(builder: PlanBuilder, tile: int) -> tuple[int, ...]:
 
 
 def image_batch_slots(one: int, fewest: int, most: int, budget: int) -> set[int]:
-    """Slots of the launches that encode ``fewest`` to ``most`` images of ``one`` slots each at a time.
+    """Returns the slots of the launches that encode ``fewest`` to ``most`` images of ``one`` slots each.
 
-    A launch takes ``budget`` slots, or one image.
+    A launch holds ``budget`` slots, or one image.
     """
     full = max(budget // one, 1)
     counts = range(fewest, min(most, fewest + full) + 1)
@@ -345,7 +347,7 @@ def image_batch_slots(one: int, fewest: int, most: int, budget: int) -> set[int]
 
 
 def vision_warning(largest: int, need: int, squares: Sequence[SquareImage]) -> str:
-    """The line about images above the user's list."""
+    """Returns the line about images that exceed the user's list."""
     fits_not = next((s for s in squares if s.slots > largest), None)
     which = ""
     if fits_not is not None:
@@ -370,14 +372,14 @@ def _reset(builder: PlanBuilder) -> Iterator[Bucket]:
 
 
 def _pool(builder: PlanBuilder) -> Iterator[Bucket]:
-    """POOL(rows): one row a request, or as many as a slice of a prompt's mean has tokens."""
+    """Yields POOL(rows): one row per request, or as many as a slice for MEAN pooling has tokens."""
     rule, limits = builder.policy.rules[Stage.POOL][0], builder.limits
     most = max(min(limits.max_rows, limits.max_tokens), min(POOL_ROWS, limits.max_tokens))
     yield from (Bucket(Stage.POOL, (r,)) for r in sizes("exp", AxisSpan(1, rule.step, most, rule.density)))
 
 
 def _by_rows(builder: PlanBuilder, stage: Stage) -> tuple[int, ...]:
-    """Rows up to max_num_seqs; the user's variables do not apply to SAMPLE and RESET."""
+    """Returns numbers of rows up to max_num_seqs; the user's variables do not apply to SAMPLE and RESET."""
     rule = builder.policy.rules[stage][0]
     return sizes("exp", AxisSpan(1, rule.step, builder.limits.max_rows, rule.density))
 

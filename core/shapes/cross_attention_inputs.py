@@ -1,8 +1,8 @@
-"""Cross-attention to images: which images the tokens of a Step attend to, and the host arrays of a launch. Torch-free.
+"""Cross-attention to images: which images the tokens of a Step attend to, and the host arrays of a launch.
 
-Some decoders have layers that attend to the rows of images (``TextConfig.cross_attention_layers``). Such an image takes
-one unit of the image arena, all of equal length, whose first rows are those of what the image shows; behind them stand
-rows of what it leaves empty. A launch names the units that its tokens attend to, and how many rows of each.
+Torch-free. Some decoders have layers that attend to image rows (``TextConfig.cross_attention_layers``). Such an image
+takes one unit of the image arena. All units have equal length; the first rows hold the image's content, the rest are
+unused. A launch lists the units that its tokens attend to, and how many rows of each.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 VARIANT = "pictures"
-"""Text buckets of launches with cross-attention have this variant, and behind it how many units."""
+"""Text buckets of launches with cross-attention have this variant, followed by the number of units."""
 
 GROWTH = 4
-"""Launches are planned for so many times as many units as the ones below."""
+"""Ratio of consecutive numbers of units that launches are planned for."""
 
 ENDLESS = 1 << 30
-"""Length of the span of an image that is attended to: all tokens of its request need it, those that it draws too."""
+"""Length of the span of an image for cross-attention: all tokens of its request need it, including generated ones."""
 
 
 class CrossAttentionSpan(NamedTuple):
-    """Tokens [start, stop) of a chunk attend to the first ``rows`` rows of unit number ``unit`` of the arena."""
+    """Tokens [start, stop) of a chunk attend to the first ``rows`` rows of unit ``unit`` of the arena."""
 
     start: int
     stop: int
@@ -34,8 +34,9 @@ class CrossAttentionSpan(NamedTuple):
 
 
 class CrossAttentionSpans(NamedTuple):
-    """The images that the tokens of a chunk attend to; the first ``silent`` tokens precede every image and skip the
-    MLP of these layers.
+    """The images that the tokens of a chunk attend to.
+
+    The first ``silent`` tokens precede every image and skip the MLP of cross-attention layers.
     """
 
     images: tuple[CrossAttentionSpan, ...] = ()
@@ -52,12 +53,12 @@ class CrossAttentionSpans(NamedTuple):
 
     @property
     def units(self) -> set[int]:
-        """The units that it names."""
+        """The units that the spans refer to."""
         return {p.unit for p in self.images}
 
 
 NO_CROSS_ATTENTION = CrossAttentionSpans()
-"""Of a row without images."""
+"""The value for a row without images."""
 
 
 @dataclass(slots=True)
@@ -66,10 +67,10 @@ class CrossAttentionInputs:
 
     units: NDArray[np.int32]  # [u]
     reach: NDArray[np.int32]  # [n, u] rows of each unit that a token attends to; 0: none
-    times: NDArray[np.int32]  # [n, u] how often it attends to them: equal images are one unit
+    times: NDArray[np.int32]  # [n, u] how many times it attends to them: equal images share a unit
     gate: NDArray[
         np.int32
-    ]  # [n] 0: its cross-attention layers add nothing; 1: their attention alone does; 2: their MLP too
+    ]  # [n] 0: cross-attention layers add nothing; 1: only their attention does; 2: their MLP, too
 
     def shifted(self, count: int) -> CrossAttentionInputs:
         """Returns the inputs shifted by ``count`` leading tokens that attend to no image."""
@@ -78,7 +79,7 @@ class CrossAttentionInputs:
     def padded(self, tokens: int, units: int, positions: NDArray[np.int64] | None = None) -> CrossAttentionInputs:
         """Returns the inputs padded to ``tokens`` tokens and ``units`` images; padding attends to nothing.
 
-        ``positions``: int64 [n], where each token stands; None: in order.
+        ``positions``: int64 [n], the index of each token in the padded arrays; None: in order.
         """
         at: Any = slice(len(self.gate)) if positions is None else positions
         n = len(self.units)
@@ -89,20 +90,20 @@ class CrossAttentionInputs:
 
 
 def padding_inputs(tokens: int, units: int) -> CrossAttentionInputs:
-    """Inputs of padding alone."""
+    """Returns inputs that consist only of padding."""
     reach, times = np.zeros((tokens, units), np.int32), np.zeros((tokens, units), np.int32)
     return CrossAttentionInputs(np.zeros(units, np.int32), reach, times, np.zeros(tokens, np.int32))
 
 
 def count_units(rows: Iterable[CrossAttentionSpans]) -> int:
-    """Number of units that a launch of these rows attends to."""
+    """Returns the number of units that a launch of these rows attends to."""
     return len(set[int]().union(*(spans.units for spans in rows)))
 
 
 def make_cross_attention_inputs(
     rows: Sequence[CrossAttentionSpans], lengths: Sequence[int]
 ) -> CrossAttentionInputs | None:
-    """Inputs of a launch of rows, one after the other; None where none attends to an image."""
+    """Builds the inputs of a launch of concatenated rows; None if no row attends to an image."""
     units = sorted(set[int]().union(*(spans.units for spans in rows)))
     if not units:
         return None
@@ -121,12 +122,12 @@ def make_cross_attention_inputs(
 
 
 def variant_of(need: int, most: int = 0) -> str:
-    """The variant of a text launch that attends to ``need`` units; ``most``: units of the arena, 0: not known."""
+    """Returns the variant of a text launch that attends to ``need`` units; ``most``: units of the arena, 0: unknown."""
     return f"{VARIANT}{next(s for s in planned_unit_counts(max(need, most)) if s >= need)}" if need else ""
 
 
 def planned_unit_counts(most: int) -> tuple[int, ...]:
-    """Units that launches are planned for, ascending."""
+    """Returns the numbers of units that launches are planned for, ascending."""
     found = [1]
     while found[-1] < most:
         found.append(found[-1] * GROWTH)
@@ -134,5 +135,5 @@ def planned_unit_counts(most: int) -> tuple[int, ...]:
 
 
 def planned_units(variant: str) -> int:
-    """Units of a text bucket's launches."""
+    """Returns the number of units in a text bucket's variant."""
     return int(variant.removeprefix(VARIANT)) if variant.startswith(VARIANT) else 0

@@ -19,12 +19,12 @@ class Costs:
     """Cost of a bucket in units of one decoder token's linear operations.
 
     Args:
-        launch: the constant cost of a launch, which reads the weights once, however few tokens it has.
+        launch: the constant cost of a launch, which reads all weights once, regardless of its tokens.
         pair: one attended pair of query and key, all layers.
         block: reading one KV block, all layers.
         slot: the linear operations and window attention of one vision slot.
         slot_pair: one attended pair of slots, all layers of full attention.
-        vision_launch: as ``launch``, for the tower.
+        vision_launch: the same as ``launch``, for the tower.
         head: one row of SAMPLE or POOL.
         block_size: tokens of a KV block.
     """
@@ -39,7 +39,7 @@ class Costs:
     block_size: int = 128
 
     def __call__(self, bucket: Bucket) -> float:
-        """The cost of one launch of ``bucket``."""
+        """Returns the cost of one launch of ``bucket``."""
         stage, dims = bucket.stage, bucket.dims
         if stage is Stage.FRESH:
             rows, tokens = dims
@@ -59,9 +59,9 @@ class Costs:
 
 
 def layers_values(t: TextConfig, active: bool = True) -> int:
-    """Weights of the projections of all decoder layers, without norms and biases (under 0.1 %).
+    """Returns the number of projection weights in all decoder layers, without norms and biases (under 0.1 %).
 
-    ``active``: those that one token is multiplied by, so that of experts only its own count.
+    ``active``: count only those applied to one token, i.e. only the experts that it is routed to.
     """
     matrices = 3 if t.mlp == GATED else 2
     attention = t.layers * t.hidden * t.head_dim * (2 * t.heads + 2 * t.kv_heads)
@@ -72,14 +72,15 @@ def layers_values(t: TextConfig, active: bool = True) -> int:
 
 
 def costs_of(model: ModelConfig, block_size: int, ridge: float, itemsize: int = 2) -> Costs:
-    """The polynomial of one model on a device that computes ``ridge`` operations while it reads one byte.
+    """Returns the cost polynomial of a model on a device that computes ``ridge`` operations while it reads one byte.
 
-    Reading all weights takes as long as computing ``ridge`` x itemsize / 2 tokens; KV blocks are scaled alike.
+    Reading all weights takes as long as computing ``ridge`` x itemsize / 2 tokens; KV blocks are scaled in the same
+    way.
     """
     t = model.text
     own_values = family_of(model.architecture).values
     values = layers_values(t) if own_values is None else own_values(model)
-    # A launch of many tokens reads every expert; of few it reads less, which no bucket can know.
+    # A launch of many tokens reads every expert; one of few tokens reads fewer, but how many is unknown when planning.
     read = values if own_values is not None else layers_values(t, active=False)
     launch = ridge * itemsize / 2 * read / values
     cached = t.layers - len(t.cross_attention_layers)
@@ -94,5 +95,5 @@ def costs_of(model: ModelConfig, block_size: int, ridge: float, itemsize: int = 
 
 
 def work_of(model: ModelConfig, block_size: int) -> Costs:
-    """Operations alone (linear and attention, padding included), by which plans are compared."""
+    """Returns only the operations (linear and attention, padding included), by which plans are compared."""
     return costs_of(model, block_size, ridge=0.0)

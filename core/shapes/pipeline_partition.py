@@ -1,9 +1,9 @@
 """Divides a decoder's layers among pipeline stages. Pure and torch-free.
 
-The cost of a stage is the weights that a token is multiplied by there, since a step of few tokens reads them once and a
-step of many multiplies by each: those of its layers, on the first stage the tower's, on the last the head's. The
-embedding costs no time. Among all divisions the one with the least sum of squares is taken, so that no stage is far
-above the others.
+The cost of a stage is the number of weights applied to a token there, since a step of few tokens reads them once and a
+step of many multiplies by each: those of its layers, plus the tower's on the first stage and the head's on the last.
+The embedding costs no time. Among all divisions the one with the smallest sum of squares is taken, which avoids a stage
+far above the others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PARTITION = "VLLM_PP_LAYER_PARTITION"
 
 
 def layer_values(t: TextConfig) -> list[int]:
-    """Weights of each layer that one token is multiplied by, without norms and biases."""
+    """Returns the number of weights of each layer that are applied to one token, without norms and biases."""
     attention = t.hidden * t.head_dim * (2 * t.heads + 2 * t.kv_heads)
     dense = attention + (3 if t.mlp == GATED else 2) * t.hidden * t.intermediate
     if t.experts is None:
@@ -32,10 +32,10 @@ def layer_values(t: TextConfig) -> list[int]:
 
 
 def divide_layers(layers: Sequence[int], first: int, last: int, stages: int) -> tuple[int, ...]:
-    """How many of ``layers`` each stage gets, at least one.
+    """Returns how many of ``layers`` each stage gets, at least one.
 
     Args:
-        layers: the cost of each; ``first``, ``last``: of what the first and the last stage have besides.
+        layers: the cost of each layer. first, last: additional cost of the first and of the last stage.
     """
     sums = [0]
     for cost in layers:
@@ -47,7 +47,7 @@ def divide_layers(layers: Sequence[int], first: int, last: int, stages: int) -> 
 
     @cache
     def best(stage: int, start: int) -> tuple[int, int]:
-        """(least sum of squares from ``stage`` on, where ``stage`` ends)."""
+        """Returns (smallest sum of squares from ``stage`` on, end of ``stage``)."""
         if stage == stages - 1:
             return cost_of(stage, start, len(layers)), len(layers)
         ends = range(start + 1, len(layers) - (stages - 2 - stage))
@@ -62,10 +62,10 @@ def divide_layers(layers: Sequence[int], first: int, last: int, stages: int) -> 
 
 
 def requested_partition(text: str, layers: int, stages: int) -> tuple[int, ...] | None:
-    """The layers of each stage as ``EngineConfig.pipeline_layer_partition`` has them; None: it is not set.
+    """Parses ``EngineConfig.pipeline_layer_partition``: the number of layers of each stage; None: it is not set.
 
     Raises:
-        StartupError: it is no list of ``stages`` numbers above 0 that sum to ``layers``.
+        StartupError: it is not a list of ``stages`` positive numbers that sum to ``layers``.
     """
     if not text:
         return None
@@ -83,10 +83,10 @@ def requested_partition(text: str, layers: int, stages: int) -> tuple[int, ...] 
 
 
 def split_model(model: ModelConfig, stages: int, partition: str = "") -> tuple[ModelConfig, ...]:
-    """The model as each of ``stages`` holds it; the model itself where there is one.
+    """Returns the model with the share of each of ``stages``; the model itself if there is only one.
 
     Raises:
-        StartupError: it cannot be divided so; the line names what would do.
+        StartupError: it cannot be divided so; the message names an alternative.
     """
     if stages == 1:
         return (model,)
@@ -114,7 +114,9 @@ def split_model(model: ModelConfig, stages: int, partition: str = "") -> tuple[M
 
 
 def check_ranks(model: ModelConfig, device: str, policy: Policy) -> None:
-    """Raises StartupError where a device's ranks cannot pass rows from one stage to the next, or gather images'."""
+    """Raises StartupError if a device cannot transfer rows between stages, or gather image rows, as the model
+    requires.
+    """
     if model.encoder_data_parallel and not policy.encoder_data_parallel:
         raise StartupError(
             f"--mm-encoder-tp-mode data: ranks of the {device} backend gather no rows of images; leave it out, they "

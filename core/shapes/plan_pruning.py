@@ -1,5 +1,6 @@
-"""Prunes a plan with too many buckets: drops first the buckets that are cheapest to absorb into a larger one. Pure
-Python.
+"""Prunes a plan with too many buckets: first drops the buckets that are cheapest to absorb into a larger one.
+
+Pure Python.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from trencadis.core.buckets import Bucket
 
 
 def pruned(buckets: Sequence[Bucket], excess: int, cost: Callable[[Bucket], float]) -> tuple[Bucket, ...]:
-    """``buckets`` without at most ``excess`` of them.
+    """Returns ``buckets`` without up to ``excess`` of them.
 
-    A bucket may be dropped if a larger one of its stage absorbs its needs. The price is the cost of the larger one over
-    that of the smallest bucket whose needs it absorbs so far; the bucket with the lowest price is dropped first.
+    A bucket may be dropped if a larger one of its stage absorbs its needs. The price is the cost of the larger one
+    divided by that of the smallest bucket whose needs it then covers; the bucket with the lowest price is dropped
+    first.
     """
     kept = set(buckets)
     least = {b: cost(b) for b in kept}
@@ -33,7 +35,7 @@ def pruned(buckets: Sequence[Bucket], excess: int, cost: Callable[[Bucket], floa
 
 
 def _heir(bucket: Bucket, kept: set[Bucket], cost: Callable[[Bucket], float]) -> Bucket | None:
-    """The cheapest other bucket that holds all needs of ``bucket``."""
+    """Returns the cheapest other bucket that holds all needs of ``bucket``; None if there is none."""
     others = (b for b in kept if b.stage is bucket.stage and b.variant == bucket.variant and b != bucket)
     larger = [b for b in others if all(x >= y for x, y in zip(b.dims, bucket.dims, strict=True))]
     return min(larger, key=lambda b: (cost(b), b), default=None)

@@ -2,8 +2,8 @@
 
 A FRESH launch computes several prompts without context, a CONTEXT launch one row after its context, a DECODE launch one
 token of many rows. ``policy.cost`` chooses among planned buckets; one launch per row is always an option, so that no
-split costs more. A row never runs before the one that writes its blocks: FRESH reads no context, CONTEXT and DECODE
-keep the order of the Step.
+split costs more. A row never runs before a row that writes its blocks: FRESH reads no context, CONTEXT and DECODE keep
+the order of the Step.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ from itertools import accumulate
 from trencadis.core.buckets import Bucket, Plan, Stage
 
 Spans = Sequence[tuple[int, int]]
-"""Tokens [start, stop) that stay in one launch, ascending."""
+"""Tokens [start, stop) that must stay in one launch, ascending."""
 
 NONE = float("inf")
 ALL_GROUPS = 16
-"""All group sizes up to this are tried, above it only those that the plan has."""
+"""All group sizes up to this one are tried, above it only those in the plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowNeed:
-    """One row: its index in the Step, tokens already in the cache, tokens to compute, and which of these (start, stop)
-    stay in one launch, ascending."""
+    """One row: its index in the Step, the tokens already in the cache, and the tokens to compute.
+
+    ``spans``: which of these tokens, (start, stop) ascending, must stay in one launch.
+    """
 
     row: int
     context: int
@@ -51,7 +53,7 @@ class RectangularLaunch:
 
 
 def split_rows(needs: Sequence[RowNeed], plan: Plan) -> list[RectangularLaunch]:
-    """The launches of ``needs``: FRESH, then CONTEXT, then DECODE; the pieces of each row are in order."""
+    """Returns the launches of ``needs``: FRESH, then CONTEXT, then DECODE; the pieces of each row are in order."""
     cutter = RectangularSplitter(plan)
     fresh: list[RectangularLaunch] = []
     tails: list[tuple[int, list[RectangularLaunch]]] = []
@@ -80,7 +82,7 @@ class RectangularSplitter:
     # Prompts without context
 
     def fresh(self, needs: Sequence[RowNeed]) -> list[tuple[RectangularLaunch, list[RectangularLaunch]]]:
-        """FRESH launches, each with the CONTEXT launches of the tokens that it leaves.
+        """Returns FRESH launches, each with the CONTEXT launches for its remaining tokens.
 
         Rows are sorted by length, longest first, and neighbours share launches.
         """
@@ -106,7 +108,9 @@ class RectangularSplitter:
         return found
 
     def alone(self, need: RowNeed) -> tuple[float, tuple[RectangularLaunch, list[RectangularLaunch]]]:
-        """The cost and launches of one fresh row, whichever is cheaper: whole, or a planned size and then the rest."""
+        """Returns cost and launches of a single fresh row: one launch, or a planned size and then the rest, if
+        cheaper.
+        """
         options: list[tuple[float, int, Bucket]] = []
         whole = self.plan.find(Stage.FRESH, (1, need.tokens))
         if self.plan.whole:
@@ -131,7 +135,7 @@ class RectangularSplitter:
     # One row after its context
 
     def context(self, need: RowNeed, start: int) -> list[RectangularLaunch]:
-        """CONTEXT launches of the tokens of a row's chunk from ``start`` on."""
+        """Returns CONTEXT launches of a row's chunk from token ``start`` on."""
         found, spans = [], shift_spans(need.spans, start)
         for bucket, size in self.context_cuts(need.context + start, need.tokens - start, spans):
             found.append(RectangularLaunch(bucket, (RowPiece(need.row, start, start + size),)))
@@ -139,11 +143,13 @@ class RectangularSplitter:
         return found
 
     def context_price(self, context: int, tokens: int, spans: Spans = ()) -> float:
-        """The cost of ``context_cuts``."""
+        """Returns the cost of ``context_cuts``."""
         return sum(self.cost(b) for b, _ in self.context_cuts(context, tokens, spans))
 
     def context_cuts(self, context: int, tokens: int, spans: Spans = ()) -> list[tuple[Bucket, int]]:
-        """(bucket, tokens) of each launch: full launches, then one or two for the rest, whichever is cheaper."""
+        """Returns (bucket, tokens) of each launch: full launches, then one or two for the rest, whichever is
+        cheaper.
+        """
         found: list[tuple[Bucket, int]] = []
         most = self.chunks[-1] if self.chunks else tokens
         while tokens > 0:
@@ -156,7 +162,9 @@ class RectangularSplitter:
         return found
 
     def _full(self, context: int, tokens: int, most: int) -> int:
-        """Tokens of the next launch: all that are left if they fit, else the largest planned size that fits."""
+        """Returns the tokens of the next launch: all remaining ones if they fit, else the largest planned size that
+        fits.
+        """
         if tokens <= most and self._find(context, tokens) is not None:
             return tokens
         for size in self._below(self.chunks, tokens, len(self.chunks)):
@@ -165,7 +173,7 @@ class RectangularSplitter:
         return 1 if tokens > 1 else tokens
 
     def _end(self, context: int, tokens: int, spans: Spans) -> list[tuple[Bucket, int]]:
-        """The last launch, or two if a planned size and then the rest cost less."""
+        """Returns the last launch, or two if a planned size and then the rest cost less."""
         whole = self._fit(context, tokens)
         best, price = [(whole, tokens)], self.cost(whole)
         for planned in self._below(self.chunks, tokens, 2):
@@ -191,13 +199,13 @@ class RectangularSplitter:
 
     @staticmethod
     def _below(sizes: Sequence[int], need: int, count: int) -> list[int]:
-        """The ``count`` largest sizes below ``need``, descending."""
+        """Returns the ``count`` largest sizes below ``need``, descending."""
         return [s for s in sizes if s < need][-count:][::-1]
 
     # One token of many rows
 
     def decode(self, needs: Sequence[RowNeed]) -> list[RectangularLaunch]:
-        """DECODE launches in the order of the Step; a single one if no split can cost less."""
+        """Returns DECODE launches in the order of the Step; a single one if no split can cost less."""
         if not needs:
             return []
         totals = [0, *accumulate(n.context // self.block + 1 for n in needs)]
@@ -226,7 +234,7 @@ class RectangularSplitter:
 
 
 def uncut(size: int, spans: Spans) -> int:
-    """At most ``size`` tokens that cut no span; where the first token lies in one, all of that."""
+    """Returns at most ``size`` tokens that split no span; if the first token lies inside a span, all of that span."""
     for start, stop in spans:
         if start < size < stop:
             return start if start > 0 else stop
@@ -234,16 +242,16 @@ def uncut(size: int, spans: Spans) -> int:
 
 
 def shift_spans(spans: Spans, size: int) -> Spans:
-    """The spans, counted from the token behind ``size`` others."""
+    """Returns the spans relative to the token after ``size`` others."""
     return tuple((start - size, stop - size) for start, stop in spans if stop > size)
 
 
 def best_groups(
     count: int, price: Callable[[int, int], float], sizes: Sequence[int], every: int = ALL_GROUPS
 ) -> list[tuple[int, int]]:
-    """The cheapest split of ``count`` neighbours into groups [start, stop); of equal ones, that with larger groups.
+    """Returns the cheapest split of ``count`` items into consecutive groups [start, stop); on ties, larger groups.
 
-    It tries all group sizes up to ``every``, above that those of ``sizes`` and the whole rest.
+    Tries all group sizes up to ``every``, above that those in ``sizes`` and the whole rest.
     """
     tried = sorted({*range(1, every + 1), *sizes})
     best = [0.0] * (count + 1)

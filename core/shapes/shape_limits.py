@@ -1,4 +1,4 @@
-"""Limits of an engine's launch shapes, and which buckets of a grid can occur at all. Pure Python.
+"""Limits of an engine's launch shapes, and which buckets of a grid can occur. Pure Python.
 
 The *cell* of a bucket holds the needs above its lower neighbour and up to itself in every axis. A bucket is kept if any
 need of its cell can occur. Limits are monotonic, so that one corner of the cell decides: the smallest need if the limit
@@ -22,17 +22,17 @@ class ShapeLimits:
     """The limits of an engine's shapes.
 
     Args:
-        max_rows: requests of one step.
-        max_tokens: tokens of one step.
-        max_model_len: prompt plus answer of one request, in tokens.
+        max_rows: most requests in one step.
+        max_tokens: most tokens in one step.
+        max_model_len: most tokens of one request, prompt plus answer.
         block_size: tokens of a KV block.
         image_slots: slots of the largest image; 0: no vision tower.
         least_slots: slots of the smallest image.
-        image_tile: slots of every image, where all have as many; 0: they differ.
-        squares: the smallest square image of each number of slots.
-        encoder_slots: slots of a launch of several images.
-        images: (slots of one, fewest, most at a time) of images that get buckets of their own.
-        units: images that tokens of one launch may attend to.
+        image_tile: slots of every image if all are equal; 0: they differ.
+        squares: the smallest square image for each number of slots.
+        encoder_slots: most slots of a launch of several images.
+        images: (slots of one, fewest, most at a time) of images that get their own buckets.
+        units: most images that tokens of one launch may attend to (cross-attention).
     """
 
     max_rows: int
@@ -49,7 +49,7 @@ class ShapeLimits:
 
     @property
     def chunk(self) -> int:
-        """Most tokens of one row of a step."""
+        """Most tokens of one row in a step."""
         return min(self.max_tokens, self.max_model_len)
 
     @property
@@ -68,23 +68,23 @@ class ShapeLimits:
         return max(self.image_slots, self.encoder_slots) if self.image_slots else 0
 
     def fresh(self, rows: int, tokens: int) -> bool:
-        """Whether one step can start ``rows`` prompts of ``tokens`` tokens each."""
+        """Returns True if one step can start ``rows`` prompts of ``tokens`` tokens each."""
         return rows <= self.max_rows and tokens <= self.max_model_len and rows * tokens <= self.max_tokens
 
     def context(self, tokens: int, blocks: int) -> bool:
-        """Whether ``tokens`` tokens can follow a context of ``blocks`` blocks."""
+        """Returns True if ``tokens`` tokens can follow a context of ``blocks`` blocks."""
         held = (blocks - 1) * self.block_size + 1
         return blocks > 0 and tokens <= self.max_tokens and tokens + held <= self.max_model_len
 
     def decode(self, rows: int, blocks: int) -> bool:
-        """Whether ``rows`` rows can hold ``blocks`` blocks together."""
+        """Returns True if ``rows`` rows can hold ``blocks`` blocks together."""
         return rows <= min(self.max_rows, blocks) and blocks <= rows * self.row_blocks
 
 
 def cells(
     axes: Sequence[Sequence[int]], corners: Sequence[str], occurs: Callable[[tuple[int, ...]], bool]
 ) -> Iterator[tuple[int, ...]]:
-    """Dims of the buckets of a grid that are kept: those for whose corner ``occurs`` is true."""
+    """Yields the dims of the grid's buckets that are kept: those for whose corner ``occurs`` is true."""
     for index in itertools.product(*(range(len(a)) for a in axes)):
         dims = tuple(axis[i] for axis, i in zip(axes, index, strict=True))
         lower = (axis[i - 1] if i else 0 for axis, i in zip(axes, index, strict=True))

@@ -1,8 +1,9 @@
-"""What steps take, learned as they come back, and how long a prompt's chunk beside decoding rows may be. Pure Python.
+"""Learns the durations of steps, and limits the prompt chunks in steps with decoding rows accordingly. Pure Python.
 
-A step of decoding rows has a time by their number, in powers of two. What a chunk adds to it is kept by the chunk's
-size as seconds a unit of work, attention included, so that a chunk far behind in a prompt is known to be dearer. Sizes
-are those that the device plans, or nothing would be known about a new one, and a new shape would compile.
+The duration of a step of decoding rows is stored by their number, in powers of two. The additional duration of a chunk
+is stored by its size, in seconds per unit of work, attention included, so that a chunk late in a prompt is known to
+cost more. Sizes are those that the device plans; other sizes would have no known duration, and a new shape would
+compile.
 """
 
 from __future__ import annotations
@@ -13,21 +14,23 @@ from dataclasses import dataclass, field
 from trencadis.core.buckets import Plan, Stage
 
 LADDER = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-"""Sizes of chunks where every size is a launch of its own: the rows that a CPU multiplies without padding."""
+"""Sizes of chunks on devices without planned sizes: numbers of rows that a CPU multiplies without padding."""
 
 RISING, FALLING = 0.5, 0.2
-"""Weight of a new time in a mean: what took longer counts more, because the mean stands for a bound."""
+"""Weights of a new duration in a mean: longer ones count more, because the mean is used for a bound."""
 
 LEAP = 8.0
-"""A time counts as at most this many times its mean: a step that stood still says nothing about the next."""
+"""A duration counts at most this many times its mean, because a stalled step is no evidence for the next."""
 
 RECOVERY = 0.1
-"""Share by which a size that looks dearer a unit than a smaller one, which no device is, comes closer to that one."""
+"""If a larger chunk size is measured slower per unit than a smaller one, it is treated as noise and moves towards
+the smaller by this fraction.
+"""
 
 
 @dataclass(slots=True)
 class StepWork:
-    """What a step computes: decoding ``rows``, ``tokens`` of prompts, which are ``work``, and ``slots`` of images."""
+    """The work of a step: decoding ``rows``, ``tokens`` of prompts (amounting to ``work``), and ``slots`` of images."""
 
     rows: int
     tokens: int = 0
@@ -38,12 +41,12 @@ class StepWork:
 
 @dataclass(slots=True)
 class StepTimes:
-    """Means of the seconds that steps take, and the bound for those in which rows decode.
+    """Mean durations of steps in seconds, and the latency bound of steps with decoding rows.
 
     Args:
-        target: seconds that a decoding row may wait for its next token.
+        target: most seconds that a decoding row may wait for its next token.
         sizes: ascending sizes of chunks.
-        mixed: prompts and decoding rows share a launch, whose planned size holds both.
+        mixed: True if prompts and decoding rows share a launch, whose planned size holds both.
         pair: one attended pair of query and key, in units of a token's linear operations.
     """
 
@@ -61,11 +64,14 @@ class StepTimes:
         return ChunkBudget(self, rows, self.decoding(rows) + self.slot * slots)
 
     def work(self, context: int, tokens: int) -> float:
-        """The operations of ``tokens`` behind ``context`` others."""
+        """Returns the work of ``tokens`` after ``context`` others."""
         return tokens + self.pair * tokens * (context + tokens / 2)
 
     def decoding(self, rows: int) -> float:
-        """Seconds of a step of ``rows`` alone; those of the next number that is known, 0 where none is."""
+        """Returns the seconds of a step of only ``rows`` decoding rows, or of the nearest known number.
+
+        0 if none is known.
+        """
         if not self.decode or not rows:
             return 0.0
         wanted = rows.bit_length()
@@ -76,7 +82,10 @@ class StepTimes:
         return min(bisect_left(self.sizes, tokens + rows * self.mixed), len(self.sizes) - 1)
 
     def unit(self, index: int) -> float | None:
-        """Seconds a unit of work in chunks of a size, or of the next smaller one, or larger one, that is known."""
+        """Returns the seconds per unit of work in chunks of a size, or of the next smaller or else larger known size.
+
+        None: unknown.
+        """
         below = [at for at in self.units if at <= index]
         if below:
             return self.units[max(below)]
@@ -85,7 +94,7 @@ class StepTimes:
     def learn(self, did: StepWork, now: float, regular: bool = True) -> None:
         """Updates the averages with a finished step; steps that waited for a compiler (not ``regular``) are ignored.
 
-        It began when it was submitted, or when the one before it came back if that was later.
+        A step begins when it is submitted, or when the previous step finished if that was later.
         """
         seconds, self.last = now - max(did.began, self.last), now
         if not regular or seconds <= 0:
@@ -111,8 +120,8 @@ class ChunkBudget:
     """Budget for prompt chunks in one step; unlimited if no row decodes.
 
     Args:
-        base: seconds that the step takes without prompts.
-        tokens, work: what prompts have taken.
+        base: seconds of the step without prompts.
+        tokens, work: amounts used by prompts so far.
     """
 
     times: StepTimes
@@ -122,10 +131,10 @@ class ChunkBudget:
     work: float = 0.0
 
     def fits(self, context: int, wanted: int, least: int = 0) -> int:
-        """How many of ``wanted`` tokens behind ``context`` keep the step within its bound.
+        """Returns how many of ``wanted`` tokens after ``context`` others keep the step within its bound.
 
-        The first chunk of a step has at least the smallest planned size, and ``least``, whatever they cost: else a
-        prompt would wait for as long as others decode.
+        The first chunk of a step has at least the smallest planned size, and ``least``, regardless of their cost;
+        otherwise a prompt could wait as long as others decode.
         """
         if not self.rows:
             return wanted
@@ -142,24 +151,26 @@ class ChunkBudget:
         return 0 if self.tokens else min(max(self._smallest(), least), wanted)
 
     def _smallest(self) -> int:
-        """Tokens of the smallest launch beside the decoding rows that holds a chunk of the smallest size."""
+        """Returns the prompt tokens of the smallest launch that holds the decoding rows and a chunk of the smallest
+        size.
+        """
         sizes, beside = self.times.sizes, self.rows * self.times.mixed
         index = bisect_left(sizes, sizes[0] + beside)
         return sizes[index] - beside if index < len(sizes) else sizes[0]
 
     def take(self, context: int, tokens: int) -> None:
-        """A prompt got ``tokens``."""
+        """Records that a prompt got ``tokens`` after ``context`` others."""
         self.work += self.times.work(context, tokens)
         self.tokens += tokens
 
     @property
     def open(self) -> bool:
-        """Whether another prompt could begin in this step."""
+        """True if another prompt could start in this step."""
         return self.fits(0, self.times.sizes[0]) > 0
 
 
 def chunk_sizes(plan: Plan, most: int) -> tuple[int, ...]:
-    """Sizes that chunks of up to ``most`` tokens are cut to: those that are planned, so that no launch is padded."""
+    """Returns the sizes of chunks of up to ``most`` tokens: the planned ones, so that no launch is padded."""
     found = {*plan.sizes(Stage.PREFILL), *plan.sizes(Stage.FRESH, 1), *plan.sizes(Stage.CONTEXT)}
     if not found:
         found = {size for size in LADDER if size < most}

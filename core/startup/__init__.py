@@ -1,1 +1,1 @@
-"""From a configuration to a ready engine, on a device or on paper."""
+"""Builds an engine from a configuration, or plans it without a device."""

@@ -1,5 +1,5 @@
-"""What a model whose layers attend to images (``TextConfig.cross_attention_layers``) asks of a start; what takes
-less.
+"""Start-up checks for models with cross-attention to images (``TextConfig.cross_attention_layers``), and settings
+that save memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from trencadis.core.shapes.shape_limits import ShapeLimits
 
 
 def check_cross_attention(config: EngineConfig, model: ModelConfig, policy: Policy) -> None:
-    """Raises StartupError for a device or an option that does not go with it; one line."""
+    """Raises StartupError if device or options do not support the model's cross-attention; one line."""
     if not model.text.cross_attention_layers:
         return
     name = model.architecture
@@ -39,7 +39,7 @@ def check_cross_attention(config: EngineConfig, model: ModelConfig, policy: Poli
 
 
 def suggest_smaller_settings(limits: ShapeLimits) -> dict[str, dict[str, Any]]:
-    """Settings that take less memory than ``limits``, the mildest first: flags, and fields of a configuration."""
+    """Returns settings that need less memory than ``limits``, mildest first: flag -> configuration fields."""
     tokens = (t for t in (16384, 8192, 4096, 2048) if t < limits.max_tokens)
     found: dict[str, dict[str, Any]] = {f"--max-num-batched-tokens {t}": {"max_num_batched_tokens": t} for t in tokens}
     images = (n for n in (8, 4, 2) if n < limits.units)

@@ -1,4 +1,4 @@
-"""A dry run of a start-up: limits, plan, ledger and graphs of a configuration, by config.json alone. Torch-free."""
+"""Dry run of a start-up: computes limits, plan, ledger and graphs from config.json alone. Torch-free."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ class PlannedDevice:
 
 @dataclass(frozen=True)
 class StartupPlan:
-    """Everything that is known before weights are loaded.
+    """The results of a dry run: everything known before weights are loaded.
 
-    ``formula``: names of figures that were not measured. ``host``: what lies in host memory, of all ranks.
+    ``formula``: names of figures that were not measured. ``host``: host memory of all ranks.
     """
 
     plan: Plan
@@ -83,12 +83,12 @@ class StartupPlan:
 
     @property
     def concurrency(self) -> float:
-        """Requests of the full model length that the KV cache holds at a time."""
+        """Number of maximum-length requests that the KV cache holds at the same time."""
         return self.ledger.memory_split.blocks * self.limits.block_size / self.limits.max_model_len
 
 
 def graph_settings(config: EngineConfig, policy: Policy) -> GraphSettings:
-    """The graph flags as the ledger's settings; nothing is reserved where the device's mode has no graphs."""
+    """Returns the graph flags as the ledger's settings; nothing is reserved if the device's mode has no graphs."""
     return GraphSettings(
         reserved=config.graph_reserved_mem,
         prompt=config.graph_prompt_ratio,
@@ -100,10 +100,10 @@ def graph_settings(config: EngineConfig, policy: Policy) -> GraphSettings:
 
 
 def shape_limits(config: EngineConfig, model: ModelConfig, policy: Policy, images: ImageNeeds) -> ShapeLimits:
-    """The limits of a configuration, defaults filled in.
+    """Returns the limits of a configuration, with defaults filled in.
 
     Raises:
-        StartupError: a block size that the device lacks, or a length that the model does not support.
+        StartupError: the device does not support the block size, or the model does not support the length.
     """
     block = config.block_size or policy.block_sizes[0]
     if block not in policy.block_sizes:
@@ -131,7 +131,10 @@ def shape_limits(config: EngineConfig, model: ModelConfig, policy: Policy, image
 
 @dataclass(frozen=True)
 class DryRun:
-    """Plans a start-up without loading anything; ``at_most``: the model length that other stages hold, 0: any."""
+    """Plans a start-up without loading anything.
+
+    ``at_most``: the model length that other pipeline stages support, 0: any.
+    """
 
     config: EngineConfig
     model: ModelConfig
@@ -144,7 +147,7 @@ class DryRun:
 
     @property
     def estimator(self) -> MemoryEstimator:
-        """The model on one device."""
+        """The memory estimator of the model on one device."""
         device, policy, asked = self.device, self.policy, self.config
         block, inputs = asked.block_size or policy.block_sizes[0], attending(policy, asked.attention_backend)
         graphs, weight_format, cross_attention_bytes = (
@@ -166,16 +169,16 @@ class DryRun:
 
     @property
     def multimodal(self) -> bool:
-        """Whether text and VISION graphs share the bytes for prompts."""
+        """True if text and VISION graphs share the bytes for prompts."""
         return self.model.encodes_images
 
     def plan_startup(self) -> StartupPlan:
-        """The plan and the ledger of one device.
+        """Returns the plan and the ledger of one device.
 
-        A model length that the user did not ask for is lowered to what the KV cache holds.
+        A model length that the user did not set is lowered to what the KV cache holds.
 
         Raises:
-            StartupError: it does not fit; the line names the setting that would.
+            StartupError: it does not fit; the message names a setting with which it would.
         """
         try:
             return self._plan_with_graphs()
@@ -183,7 +186,7 @@ class DryRun:
             raise StartupError(f"{error}; {self._remedy(error.blocks)}.") from None
 
     def _remedy(self, blocks: int) -> str:
-        """The mildest setting with which this start-up fits."""
+        """Returns the mildest setting with which this start-up fits."""
         limits = shape_limits(self.config, self.model, self.policy, self.images)
         config = dataclasses.replace(self.config, gpu_memory_utilization=1.0)
         trials: list[tuple[str, DryRun]] = []
@@ -254,7 +257,7 @@ class DryRun:
         return own_plan(make_plan(self.policy, limits, self.bucket_options, self.model), self.model.share)
 
     def _settings(self, plan: Plan) -> GraphSettings:
-        """The configured shares, or with ``--graph-memory auto`` 1.1 x each pool's measured need."""
+        """Returns the configured shares, or with ``--graph-memory auto`` 1.1 x each pool's measured need."""
         settings = graph_settings(self.config, self.policy)
         known = self.measured.graphs if self.measured else {}
         if self.config.graph_memory != "auto" or not known or settings.eager:
@@ -265,13 +268,13 @@ class DryRun:
         return dataclasses.replace(settings, requested=(text, vision, decode))
 
     def _prices(self, plan: Plan) -> list[GraphPrice]:
-        """The price of every planned graph: measured, or by a formula that measurements scale."""
+        """Returns the price of every planned graph: measured, or by a formula scaled by measurements."""
         rule, known = self.policy.pool_cost, self.measured.graphs if self.measured else {}
         formulas = [self.estimator.price(b, rule) for b in plan.buckets]
         return budget.prices_by(known, formulas, lambda b: self.estimator.price(b, rule).alone, rule)
 
     def _plan_without_graphs(self, limits: ShapeLimits) -> StartupPlan:
-        """The plan of a device without graphs, whose KV cache follows the CPU's rule."""
+        """Returns the plan of a device without graphs, whose KV cache follows the CPU's rule."""
         wanted = CacheOptions(
             limits.block_size, limits.max_rows, self.config.max_model_len, self.config.kv_cache_memory_bytes,
             self.config.num_gpu_blocks_override, self.config.encoder_cache_images,
@@ -305,7 +308,7 @@ class DryRun:
         )
 
     def _host_ledger(self, plan: Plan, limits: ShapeLimits, found: CachePlan) -> Ledger:
-        """The rows of one rank; the machine's other ranks take as much each and count as other use."""
+        """Returns the rows of one rank; the machine's other ranks use the same and count as other use."""
         taken = estimate_memory_in_use(
             self.estimator, plan, limits, self.device.total, self.device.others, found.arena_rows
         )
@@ -317,7 +320,7 @@ class DryRun:
         return Ledger(taken, MemorySplit(max(taken.free, 0), 0, kv, found.num_blocks, 0, 0, 0))
 
     def _ledger_without_graphs(self, plan: Plan, limits: ShapeLimits, settings: GraphSettings) -> Ledger:
-        """The ledger without graphs, whose KV cache holds one full-length request."""
+        """Returns the ledger without graphs, whose KV cache holds one full-length request."""
         taken, block = self._memory_in_use(plan, limits), self.estimator.block_bytes(limits.block_size)
         args = (taken, self.config.gpu_memory_utilization, self.policy.utilisation_of, settings, block, self.multimodal)
         memory_split = check_capacity(*args, needed=limits.row_blocks, max_model_len=limits.max_model_len)
@@ -334,7 +337,7 @@ class DryRun:
         return Ledger(taken, memory_split)
 
     def _holds(self, limits: ShapeLimits, settings: GraphSettings) -> bool:
-        """Whether the KV cache holds one full-length request under ``limits``."""
+        """Returns True if the KV cache holds one full-length request under ``limits``."""
         taken, block = self._memory_in_use(self._plan(limits), limits), self.estimator.block_bytes(limits.block_size)
         utilisation, of = self.config.gpu_memory_utilization, self.policy.utilisation_of
         asked = requested_kv_bytes(self.config, block)
@@ -343,7 +346,10 @@ class DryRun:
         )
 
     def _longest(self, limits: ShapeLimits, settings: GraphSettings) -> ShapeLimits:
-        """``limits`` with the longest model length, in whole blocks, that fits the KV cache; unchanged if none does."""
+        """Returns ``limits`` with the longest model length, in whole blocks, that fits the KV cache.
+
+        Unchanged if none does.
+        """
         if self._holds(limits, settings):
             return limits
         low, high = 0, limits.row_blocks
@@ -370,11 +376,11 @@ class DryRun:
 
     @property
     def _copying(self) -> tuple[int, ...]:
-        """Blocks of each launch that copies some to or from host memory; empty: there is none."""
+        """Numbers of blocks of the launches that copy blocks to or from host memory; empty: there are none."""
         return self.policy.host_blocks if self.config.kv_offloading_size else ()
 
     def _activations(self, plan: Plan, limits: ShapeLimits) -> tuple[int, bool]:
-        """Most bytes of the launches that a start profiles, and whether all of them were measured."""
+        """Returns the peak bytes of the launches that a start profiles, and True if all of them were measured."""
         known = self.measured.activations if self.measured else {}
 
         def formula(bucket: Bucket) -> int:
@@ -399,7 +405,7 @@ class DryRun:
         prices: list[GraphPrice],
         settings: GraphSettings,
     ) -> list[str]:
-        """Lines about a graph budget that is too small or too large."""
+        """Returns lines about a graph budget that is too small or too large."""
         if settings.eager:
             return []
         block = self.estimator.block_bytes(limits.block_size)
@@ -412,12 +418,12 @@ class DryRun:
         return [line for line in lines if line]
 
     def _seconds(self, plan: Plan) -> dict[Bucket, float]:
-        """Seconds of compiling and capturing each bucket."""
+        """Returns the seconds to compile and capture each bucket."""
         known = self.measured.seconds if self.measured else {}
         return {b: known.get(b, self.estimator.seconds(b)) for b in plan.buckets}
 
     def _formula(self, plan: Plan, limits: ShapeLimits) -> tuple[str, ...]:
-        """Names of the figures that were not measured."""
+        """Returns the names of the figures that were not measured."""
         m = self.measured or Measurements()
         activations = self._activations(plan, limits)[1]
         known = {"graphs": bool(m.graphs), "warm-up seconds": bool(m.seconds), "activations": activations}

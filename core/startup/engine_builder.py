@@ -69,7 +69,7 @@ PROBE_REPEATS = 2
 
 @dataclass(frozen=True)
 class OpenedRank:
-    """One rank that is ready to run Steps, and what the engine must know of it; only bytes differ between ranks."""
+    """One rank that is ready to run Steps, and the facts that the engine needs; only bytes differ between ranks."""
 
     rank: ModelRunner
     plan: CachePlan
@@ -86,7 +86,7 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
     Rank 0 runs in this process.
 
     Raises:
-        StartupError: one line that says what does not fit or is not supported, and what would.
+        StartupError: something does not fit or is not supported; one line that names an alternative.
     """
     progress = progress or SilentProgress()
     config = dataclasses.replace(config, threads=requested_threads(config.threads, os.environ))
@@ -118,7 +118,7 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
 
 
 def _executor(config: EngineConfig, layout: Topology, progress: Progress) -> tuple[Executor, OpenedRank]:
-    """Rank 0 in this process, the others in processes of their own."""
+    """Starts rank 0 in this process and the others in separate processes; returns the executor and rank 0."""
     if layout.world == 1 and layout.backend != RAY:
         opened = open_rank(config, RankInfo(), progress)
         return UniprocExecutor(opened.rank, opened.depth, opened.overlaps), opened
@@ -133,7 +133,7 @@ def _executor(config: EngineConfig, layout: Topology, progress: Progress) -> tup
 
 
 def rank_of(config: EngineConfig, rank_info: RankInfo, progress: Progress) -> OpenedRank:
-    """Opens a rank other than 0, in a process of its own."""
+    """Opens a rank other than 0, in its own process."""
     return open_rank(config, rank_info, progress)
 
 
@@ -141,7 +141,7 @@ def open_rank(config: EngineConfig, rank_info: RankInfo, progress: Progress) -> 
     """Starts one rank. The ranks of a group do this at the same time and agree on the sizes of their caches.
 
     Raises:
-        StartupError: one line that says what does not fit or is not supported, and what would.
+        StartupError: something does not fit or is not supported; one line that names an alternative.
     """
     model_config = split_model(load_model(config), rank_info.stages, config.pipeline_layer_partition)[rank_info.stage]
     device, index, line = choose(config.device)
@@ -187,9 +187,9 @@ def backend_config(
     limits: ShapeLimits,
     index: int,
 ) -> BackendConfig:
-    """What a rank's backend is made for; ``index``: of the engine's first card."""
+    """Returns the configuration of a rank's backend; ``index``: index of the engine's first card."""
     estimator = MemoryEstimator(model, dtype.itemsize, rank_info.peers, quantised=policy.quantised, unit=policy.aligned)
-    free = free_host() if rank_info.local_rank == 0 else None  # the others would measure what this one has taken
+    free = free_host() if rank_info.local_rank == 0 else None  # later ranks would measure the memory left by this one
     moved = weight_offload.plan_offload(config, estimator, free, rank_info.local_world)
     return BackendConfig(
         dtype=dtype,
@@ -238,7 +238,7 @@ def _check_pooling(config: EngineConfig, model: ModelConfig, policy: Policy) -> 
 
 
 def check_attention(config: EngineConfig, model: ModelConfig, policy: Policy) -> None:
-    """Raises StartupError where a device cannot hide or show the keys that this model asks for."""
+    """Raises StartupError if a device does not support the attention masks that this model needs."""
     longest = config.max_model_len or model.text.max_positions
     if not policy.windows and 0 < model.text.window < longest:
         raise StartupError(
@@ -330,7 +330,10 @@ def _limits(config: EngineConfig, model: ModelConfig, plan: CachePlan, tokens: i
 
 
 def _times(config: EngineConfig, model: ModelConfig, plan: Plan, tokens: int) -> StepTimes | None:
-    """What learns how long steps take, where ``--itl-target`` sets a bound; with stages each has a part of it."""
+    """Returns the object that learns step durations if ``--itl-target`` is set.
+
+    Each pipeline stage gets a part of the target.
+    """
     if not config.itl_target:
         return None
     if not config.enable_chunked_prefill:
@@ -361,16 +364,16 @@ def _info(backend: Backend, plan: CachePlan, model: ModelConfig, seconds: float)
 
 
 def step_seconds(model: Decoder, tokens: int) -> float:
-    """Predicted seconds of a step of ``tokens``: the time of one layer's MLP, scaled to the bytes of the whole model.
+    """Predicts the seconds of a step of ``tokens``: the time of one layer's MLP, scaled to the bytes of the model.
 
-    With it the supervisor tells a slow step from a hang. Attention is not counted, so a limit made from this figure
-    needs a factor for it. A slot of the vision tower costs less than a token of the text model.
+    The supervisor uses it to distinguish a slow step from a hang. Attention is not counted, so limits derived from it
+    need a safety factor. A slot of the vision tower costs less than a token of the text model.
     """
     mlp = model.layers[0].mlp
     x = torch.zeros(PROBE_ROWS, model.config.text.hidden, dtype=model.backend.dtype, device=model.backend.device)
     taken = []
     with torch.inference_mode():
-        for _ in range(1 + PROBE_REPEATS):  # the first call makes kernels
+        for _ in range(1 + PROBE_REPEATS):  # the first call creates kernels
             started = time.perf_counter()
             mlp(x)
             taken.append(time.perf_counter() - started)

@@ -1,4 +1,4 @@
-"""Forms of weights and KV cache that differ from the engine's type: which a device has, and what users are told."""
+"""Formats of weights and KV cache other than the engine's dtype: device checks, and notes for users."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from trencadis.core.quant.kv_cache_format import kv_notes
 
 
 def check_kv_format(device: str, model: ModelConfig, policy: Policy) -> None:
-    """Raises StartupError where a device has no KV cache of the form that is asked for; the line names who has."""
+    """Raises StartupError if a device does not support the requested KV cache format.
+
+    The message names one that does.
+    """
     form = model.text.kv
     if form is not None and form.name not in policy.kv_codes:
         has = f"it has {' and '.join(policy.kv_codes)}; " if policy.kv_codes else ""
@@ -20,5 +23,5 @@ def check_kv_format(device: str, model: ModelConfig, policy: Policy) -> None:
 
 
 def format_notes(model: ModelConfig, itemsize: int, policy: Policy) -> list[str]:
-    """Lines about both; ``itemsize``: bytes of a value of the engine's type."""
+    """Returns notes on both formats for users; ``itemsize``: bytes of the engine's dtype."""
     return [*weight_notes(model, itemsize, policy.quantised), *kv_notes(model.text.kv)]

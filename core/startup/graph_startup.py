@@ -1,7 +1,8 @@
-"""Start-up of a device that captures graphs: weights, plan, arena, profile, usable, KV, compile, capture, validate.
+"""Start-up of a device that captures graphs: weights, plan, arena, profile, memory split, KV cache, compile, capture,
+validate.
 
 A model that cannot fit is refused before its weights are loaded, by config.json alone. Each phase is charged with the
-free memory that it used up, so that the ledger's rows sum to the device.
+free memory that it used up, so that the ledger's rows sum to the device's total.
 """
 
 from __future__ import annotations
@@ -50,12 +51,14 @@ from trencadis.core.startup.kv_offload_setup import planned_copies, with_host_bl
 from trencadis.core.startup.pipeline_dry_run import planned_stage
 
 SHOWN_NOTES = ("max_model_len", "graphs:", "host memory: weights", "weights:", "KV cache:", "--kv-cache-dtype")
-"""How notes of the paper plan begin that users must know."""
+"""Prefixes of the dry run's notes that are shown to users."""
 
 
 @dataclass(frozen=True)
 class FixedMemory:
-    """Everything of fixed size: the runner with all programs' inputs, the tensors, and what profiled launches held."""
+    """Everything of fixed size: the runner with all programs' inputs, the tensors, and the memory of profiled
+    launches.
+    """
 
     runner: ModelRunner
     tensors: Persistent
@@ -64,14 +67,14 @@ class FixedMemory:
 
 
 class DividedMemory(NamedTuple):
-    """How the free memory is divided, and the limits, whose model length may be lowered to what fits."""
+    """The division of the free memory, and the limits, whose model length may have been lowered to fit."""
 
     limits: ShapeLimits
     memory_split: MemorySplit
 
 
 class StartedDevice(NamedTuple):
-    """A device that is ready to run Steps; ``captures`` has its ledger and what its graphs cost."""
+    """A device that is ready to run Steps; ``captures`` has its ledger and the costs of its graphs."""
 
     runner: ModelRunner
     cache: CachePlan
@@ -82,9 +85,9 @@ class StartedDevice(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceStart:
-    """One start-up: what is known before weights are loaded, and the phases that follow, each of which returns a value.
+    """One start-up: the dry run's results, and the phases that follow, each of which returns a value.
 
-    ``key``: what its measurements are stored under.
+    ``key``: the key under which its measurements are stored.
     """
 
     config: EngineConfig
@@ -106,10 +109,10 @@ class DeviceStart:
         """Plans a start-up; nothing is allocated yet.
 
         Args:
-            images: what images may need; None: as the checkpoint's processor says.
+            images: limits of images; None: those of the checkpoint's processor.
 
         Raises:
-            StartupError: the model cannot fit, or ranks planned different shapes.
+            StartupError: the model cannot fit, or the ranks planned different shapes.
         """
         images = images or registry.image_needs(model_config, config.mm_processor_kwargs, config.image_alignment)
         key = _key(config, model_config, backend)
@@ -118,7 +121,8 @@ class DeviceStart:
     def run(self) -> StartedDevice:
         """Runs all phases, and warm-up as configured.
 
-        Objects that exist already are frozen, because each phase collects its garbage before it is measured.
+        Existing objects are frozen (excluded from garbage collection), because each phase collects garbage before it is
+        measured.
         """
         gc.collect()
         gc.freeze()
@@ -145,7 +149,9 @@ class DeviceStart:
         return StartedDevice(fixed.runner, cache, limits, self._warm(fixed.runner, captures), captures)
 
     def _allocate_fixed(self, model: Model, meter: MemoryMeter) -> FixedMemory:
-        """Makes the tensors of fixed size and all programs' inputs, and profiles on a KV cache of three blocks."""
+        """Allocates the tensors of fixed size and all programs' inputs, and profiles with a KV cache of three
+        blocks.
+        """
         c, b, limits, plan = self.model_config, self.backend, self.paper.limits, self.paper.plan
         arena = image_arena(c, b, self.paper.arena_rows)
         meter.charge("arena")
@@ -176,7 +182,7 @@ class DeviceStart:
 
     @property
     def _eager(self) -> bool:
-        """Whether nothing is captured."""
+        """True if nothing is captured."""
         return self.paper.settings.eager
 
     def _divide(self, own: MemoryInUse) -> DividedMemory:
@@ -208,7 +214,7 @@ class DeviceStart:
     def _allocate_kv(
         self, model: Model, tensors: Persistent, meter: MemoryMeter, limits: ShapeLimits, memory_split: MemorySplit
     ) -> CachePlan:
-        """Makes the KV cache, in place of the small one."""
+        """Allocates the KV cache, replacing the small one."""
         block = self.paper.estimator.block_bytes(limits.block_size)
         self.progress("caches", f"{memory_split.blocks} blocks, {gib(memory_split.kv)} of KV cache", 0.7)
         tensors.kv = kv_cache(self.model_config, self.backend, -RESERVED_BLOCKS, limits.block_size)
@@ -243,7 +249,7 @@ class DeviceStart:
         )
 
     def _user_notes(self) -> list[str]:
-        """Notes of the paper plan that users must know, and what a skipped warm-up costs where nothing is captured."""
+        """Returns the dry run's notes that users must see, and the cost of a skipped warm-up if nothing is captured."""
         found = [n for n in self.paper.notes if n.startswith(SHOWN_NOTES)]
         mode, count = self.backend.policy.graphless, len(self.paper.plan.buckets)
         if mode and self.config.warmup == "skip":
@@ -271,7 +277,7 @@ class DeviceStart:
         )
 
     def _warm(self, runner: ModelRunner, captures: GraphCaptures) -> GraphReporter:
-        """Warms up as configured; with ``skip`` every bucket is prepared at its first use."""
+        """Runs warm-up as configured; with ``skip`` every bucket is prepared at its first use."""
         mode = self.config.warmup
         warmed = getattr(self.backend, "warmed", lambda: None)
         warmup = Warmup(runner.graphs, captures, self.config.strict_warmup, Throttle(self.progress), warmed)
@@ -317,7 +323,10 @@ def _paper(
     images: ImageNeeds,
     key: measurement_cache.MeasurementKey,
 ) -> StartupPlan:
-    """The dry run on the memory of the fullest rank of this stage; the model length is what all stages hold."""
+    """Runs the dry run with the memory of the fullest rank of this stage.
+
+    The model length is what all stages support.
+    """
     agreement, comm, memory = RankAgreement(backend), backend.comm, backend.memory
     total, free = agreement.least(memory.total(), memory.free())
     device = PlannedDevice(backend.name, total, total - free, comm.world, backend.dtype.itemsize)
@@ -337,5 +346,5 @@ def _paper(
 
 
 def _note_imitated_cache(held: int, booked: int) -> list[str]:
-    """The line about an imitated card, whose KV cache is smaller than its ledger says."""
+    """Returns the note about a simulated card, whose KV cache is smaller than in its ledger."""
     return [] if held == booked else [f"{booked} KV blocks are booked; the host backs {held} of them."]

@@ -1,4 +1,4 @@
-"""What a configuration puts into host memory beside a device: KV blocks, weights. Torch-free."""
+"""Everything that a configuration puts into host memory: KV blocks and weights. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from trencadis.core.memory.estimate import MemoryEstimator
 
 
 def check_offload(config: EngineConfig, policy: Policy, device: str) -> None:
-    """Raises StartupError where the device has no use for one of them."""
+    """Raises StartupError if the device does not support a requested kind of offloading."""
     kv_offload_size.check_kv_offload(config, policy, device)
     weight_offload.check_weight_offload(config, policy, device)
 
 
 def offload_rows(config: EngineConfig, estimator: MemoryEstimator, block_size: int) -> tuple[LedgerRow, ...]:
-    """Bytes of each, of all ranks."""
+    """Returns the bytes of each kind, over all ranks."""
     block, ranks = estimator.block_bytes(block_size), estimator.ranks
     weights = weight_offload.plan_offload(config, estimator).bytes
     blocks = kv_offload_size.host_block_count(config, kv_offload_size.on_all_stages(estimator.model, block), ranks)
@@ -25,7 +25,7 @@ def offload_rows(config: EngineConfig, estimator: MemoryEstimator, block_size: i
 
 
 def offload_notes(config: EngineConfig, estimator: MemoryEstimator, block_size: int) -> list[str]:
-    """A line about each."""
+    """Returns a line about each kind."""
     block, ranks = kv_offload_size.on_all_stages(estimator.model, estimator.block_bytes(block_size)), estimator.ranks
     blocks = kv_offload_size.host_block_count(config, block, ranks)
     lines = [kv_offload_size.format_note(blocks, block, block_size, ranks)] if blocks else []

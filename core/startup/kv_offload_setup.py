@@ -1,4 +1,4 @@
-"""Host memory behind a rank's KV cache (``--kv-offloading-size``)."""
+"""Sets up host memory for a rank's KV cache (``--kv-offloading-size``)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trencadis.core.shared_constants import RESERVED_BLOCKS
 
 
 def planned_copies(config: EngineConfig, backend: Backend, kv: Sequence[LayerKV]) -> PlannedCopies | None:
-    """Launches that copy blocks of caches like ``kv``, where they are asked for and the device has any."""
+    """Returns the launches that copy blocks of caches like ``kv``; None if they are not requested or not needed."""
     if not (config.kv_offloading_size and backend.policy.host_blocks):
         return None
     return cast(PlanningBackend, backend).block_copies(kv)
@@ -42,13 +42,13 @@ def with_host_blocks(
     copies: PlannedCopies | None = None,
     graphs: bool = False,
 ) -> CachePlan:
-    """Gives a rank the host memory that is asked for; returns the plan with its blocks.
+    """Sets up the requested host memory of a rank; returns the plan with its blocks.
 
-    Without launches of their own (``copies``), copies go through the rows that a step's text leaves for its SAMPLE:
-    between two steps nothing there is needed.
+    Without separate launches (``copies``), the hidden rows serve as the transfer buffer, since they are unused between
+    two steps.
 
     Raises:
-        StartupError: the size does not fit, or these rows are smaller than a block.
+        StartupError: the size does not fit, or the hidden rows are smaller than a block.
     """
     if not config.kv_offloading_size:
         return plan
@@ -75,6 +75,6 @@ def with_host_blocks(
 
 
 def _block_bytes(kv: Sequence[LayerKV], blocks: int) -> int:
-    """Bytes of one of the caches' blocks over all layers."""
+    """Returns the bytes of one block of the caches over all layers."""
     tensors = [t for x in kv for t in (x.k, x.v, x.k_scale, x.v_scale, x.kept) if t is not None]
     return sum(t.numel() * t.element_size() for t in tensors) // blocks

@@ -1,8 +1,7 @@
-"""A start-up of several pipeline stages on paper. Torch-free.
+"""Dry run of a start-up with several pipeline stages. Torch-free.
 
-Each stage divides a device's memory by what it holds; together they agree on two numbers. The stage that holds the
-shortest requests decides the model length, and with it the shapes of all; the one with the fewest KV blocks decides how
-many all of them have.
+Each stage divides its device's memory separately; together the stages agree on two numbers. The smallest supported
+model length applies to all stages, and with it the shapes; the smallest number of KV blocks applies to all as well.
 """
 
 from __future__ import annotations
@@ -16,13 +15,14 @@ from trencadis.core.startup.dry_run import DryRun, StartupPlan
 
 
 def planned_stages(starts: Sequence[DryRun]) -> tuple[StartupPlan, ...]:
-    """The plan and the ledger of each stage's devices, as ``core.startup.graph_startup`` agrees on them.
+    """Returns the plan and the ledger of each stage's devices, with the same agreement as
+    ``core.startup.graph_startup``.
 
     Args:
-        starts: that of each stage, whose model is its share (``core.shapes.pipeline_partition.split_model``).
+        starts: the dry run of each stage, whose model is its share (``core.shapes.pipeline_partition.split_model``).
 
     Raises:
-        StartupError: a stage does not fit; the line names it, and the setting that would.
+        StartupError: a stage does not fit; the message names it, and a setting with which it would.
     """
     found = [planned_stage(start) for start in starts]
     if len(found) == 1:
@@ -36,10 +36,10 @@ def planned_stages(starts: Sequence[DryRun]) -> tuple[StartupPlan, ...]:
 
 
 def planned_stage(start: DryRun) -> StartupPlan:
-    """The plan of one stage.
+    """Returns the plan of one stage.
 
     Raises:
-        StartupError: it does not fit; the line names the stage, and the setting that would.
+        StartupError: it does not fit; the message names the stage, and a setting with which it would.
     """
     try:
         return start.plan_startup()
@@ -51,7 +51,7 @@ def planned_stage(start: DryRun) -> StartupPlan:
 
 
 def _limit_blocks(planned: StartupPlan, blocks: int) -> StartupPlan:
-    """With a KV cache of ``blocks``; what is left of a larger one becomes margin."""
+    """Returns the plan with a KV cache of ``blocks``; the rest of a larger one becomes margin."""
     memory_split = planned.ledger.memory_split
     if memory_split.blocks <= blocks:
         return planned

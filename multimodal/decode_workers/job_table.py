@@ -1,8 +1,8 @@
 """The table of jobs that decode workers run.
 
 A job is a function (data, options) -> (values, buffers): ``data`` is the file's bytes, ``options`` and ``values`` are
-JSON objects, ``buffers`` raw bytes. It raises TrencadisError (400, 413 or 415) for a fault of the sender, and may take
-as much memory and time as the caller granted. To add one: write the function in a module that imports neither torch nor
+JSON objects, ``buffers`` raw bytes. It raises TrencadisError (400, 413 or 415) if the media is at fault, and may use as
+much memory and time as the caller granted. To add one: write the function in a module that imports neither torch nor
 the server, name it in ``JOBS``, and call ``WorkerPool.run(Job(name, options, ...), data)``.
 """
 
@@ -19,14 +19,14 @@ JOBS = {
     "image": "trencadis.multimodal.images.image_job:prepare_image",
     "video": "trencadis.multimodal.videos.video_job:prepare_video",
 }
-"""Name to ``module:function``; the worker imports the module when it first runs the job."""
+"""Name -> ``module:function``; the worker imports the module when it first runs the job."""
 
 
 def load_job(name: str, more: Mapping[str, str]) -> JobFunction:
-    """The function of job ``name``, from the table or from ``more``.
+    """Imports the function of job ``name``, from the table or from ``more``.
 
     Raises:
-        KeyError: no such job.
+        KeyError: there is no such job.
     """
     module, _, function = {**JOBS, **more}[name].partition(":")
     found: JobFunction = getattr(import_module(module), function)

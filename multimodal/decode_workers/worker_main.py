@@ -1,7 +1,7 @@
-"""The decode worker's program: runs one job after the other from the socket it inherits, each under its own limits.
+"""The decode worker's program: runs jobs one after another from the socket it inherits, each under its own limits.
 
 ``multimodal/decode_workers/worker_process.py`` starts it. It holds no secrets and cannot write files; it reads a job,
-answers, and ends when the socket closes.
+answers, and exits when the socket closes.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ PAGE = resource.getpagesize()
 
 
 def main() -> None:
-    """``python -m trencadis.multimodal.decode_workers.worker_main FD [NAME=MODULE:FUNCTION ...]``."""
+    """Runs ``python -m trencadis.multimodal.decode_workers.worker_main FD [NAME=MODULE:FUNCTION ...]``."""
     sock = socket.socket(fileno=int(sys.argv[1]))
     more = dict(entry.split("=", 1) for entry in sys.argv[2:])
     drop_privileges()
-    # Imports the decoders now, so that the first job's time is spent on decoding.
+    # Import the decoders now, so that the first job's time is spent on decoding.
     job_table.load_job("image", more)
     sock.sendall(worker_messages.pack_message({"ready": os.getpid()}))
     try:
@@ -41,7 +41,9 @@ def main() -> None:
 
 
 def drop_privileges() -> None:
-    """Gives up what decoding does not need: writing files, many descriptors, core dumps, Ctrl-C and standard error."""
+    """Drops abilities that decoding does not need: writing files, many descriptors, core dumps, Ctrl-C and standard
+    error.
+    """
     sys.dont_write_bytecode = True
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for limit, value in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_NOFILE, 64)):
@@ -53,7 +55,7 @@ def drop_privileges() -> None:
 
 
 def lower_limit(limit: int, value: int, hard: bool = False) -> None:
-    """Sets the soft limit, and with ``hard`` the hard one, to ``value`` or the most that is allowed."""
+    """Sets the soft limit, and with ``hard`` the hard one, to ``value`` or to the maximum that is allowed."""
     _, top = resource.getrlimit(limit)
     value = value if top == resource.RLIM_INFINITY else min(value, top)
     resource.setrlimit(limit, (value, value if hard else top))
@@ -76,7 +78,7 @@ def serve_one_job(sock: socket.socket, more: Mapping[str, str]) -> None:
 
 
 def peak_memory() -> int:
-    """Peak memory of this process in bytes. ru_maxrss would include the parent's, from before the exec."""
+    """Returns the peak memory of this process in bytes. ru_maxrss would include the parent's, from before the exec."""
     with open("/proc/self/status", "rb") as file:
         return next((int(line.split()[1]) << 10 for line in file if line.startswith(b"VmHWM")), 0)
 
@@ -107,7 +109,7 @@ def describe_error(error: Exception) -> dict[str, Any]:
 
 
 def limit_resources(memory: int, seconds: float) -> None:
-    """Limits this process to ``memory`` bytes of address space and ``seconds`` of CPU beyond what it uses now."""
+    """Limits this process to ``memory`` bytes of address space and ``seconds`` of CPU beyond its current use."""
     with open("/proc/self/statm", "rb") as file:
         used = int(file.read().split()[0]) * PAGE
     lower_limit(resource.RLIMIT_AS, used + memory)

@@ -1,4 +1,4 @@
-"""The messages between a pool and its workers: 12 bytes of lengths, a JSON object, then the buffers it announces.
+"""Messages between a pool and its workers: 12 bytes of lengths, a JSON object, then the buffers it announces.
 
 Nothing in a message is executed: job names are looked up in a table, buffers are raw bytes.
 """
@@ -15,18 +15,18 @@ import numpy as np
 import numpy.typing as npt
 
 HEAD = struct.Struct(">IQ")
-"""Bytes of the JSON object, bytes of all buffers."""
+"""The size of the JSON object and the total size of all buffers, in bytes."""
 MAX_OBJECT = 1 << 20
 CHUNK = 1 << 20
-"""Most bytes for one system call."""
+"""Most bytes per system call."""
 
 
 class ProtocolError(Exception):
-    """The other side breaks the protocol."""
+    """The other side violates the protocol."""
 
 
 def pack_message(message: dict[str, Any], buffers: Sequence[memoryview] = ()) -> bytes:
-    """The head and JSON object of a message; the caller sends ``buffers`` after it, in order.
+    """Returns the head and JSON object of a message; the caller sends ``buffers`` after it, in order.
 
     Args:
         message: JSON values; the key ``sizes`` is reserved.
@@ -37,7 +37,7 @@ def pack_message(message: dict[str, Any], buffers: Sequence[memoryview] = ()) ->
 
 
 def read_lengths(head: bytes, most: int) -> tuple[int, int]:
-    """(bytes of the object, bytes of all buffers), read from a head.
+    """Reads (bytes of the object, bytes of all buffers) from a head.
 
     Raises:
         ProtocolError: an object above ``MAX_OBJECT``, or buffers above ``most`` bytes.
@@ -52,7 +52,7 @@ def unpack_message(text: bytes, body: int) -> dict[str, Any]:
     """Parses the object and checks that its ``sizes`` add up to ``body`` bytes.
 
     Raises:
-        ProtocolError: they do not, or it is not an object.
+        ProtocolError: they do not, or the text is not an object.
     """
     try:
         message = json.loads(text)

@@ -1,7 +1,7 @@
 """A pool of decode workers: processes that turn clients' files into pixels, each job under its own limits.
 
-A hostile file can at worst end its worker. One thread per worker waits on its socket, so the event loop never does, and
-receives pixels straight into the array that the caller gets.
+At worst, a hostile file ends its worker. One thread per worker waits on its socket, so that the event loop never does,
+and receives pixels directly into the array that the caller gets.
 """
 
 from __future__ import annotations
@@ -36,28 +36,31 @@ JOBS_PER_WORKER = 1000
 MAX_PEAK_BYTES = 512 << 20
 """Bytes of peak memory above which a worker is replaced after its job."""
 IDLE_SECONDS = 120.0
-"""Idle seconds after which a worker ends, except the last one."""
+"""Idle seconds after which a worker exits, except the last one."""
 MEMORY_BUDGET = 2 << 30
 """Most bytes granted to all running jobs together; a larger job runs alone."""
 GRACE_SECONDS = 0.1
-"""Seconds that a job may go on after its caller left; most jobs end within them, and their worker is kept."""
+"""Seconds that a job may continue after its caller was cancelled.
+
+Most jobs end within them, and their worker is kept.
+"""
 POLL_SECONDS = 0.05
-"""Seconds between a thread's checks whether its caller left."""
+"""Seconds between a thread's checks whether its caller was cancelled."""
 RETRY_SECONDS = 1.0
-"""Seconds from a job's start; if its worker dies within them, the job may not be the cause and runs once more."""
+"""Seconds from a job's start; if its worker dies within them, the job may not be the cause and is retried once."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker is to do, and its limits.
+    """A job for a worker, and its limits.
 
     Args:
-        name: in the table of ``multimodal/decode_workers/job_table.py``.
+        name: key in the table of ``multimodal/decode_workers/job_table.py``.
         options: JSON values.
-        seconds: limit of CPU time, and of wall time from when a worker takes it.
+        seconds: limit of CPU time, and of wall time since a worker started it.
         memory: limit of address space, in bytes beyond an idle worker's.
         reply: limit of the answer's buffers, in bytes.
-        retry: whether it runs once more if its worker dies early, because it may not be the cause.
+        retry: True to retry it once if its worker dies early, because the job may not be the cause.
     """
 
     name: str
@@ -78,20 +81,20 @@ class JobResult:
 
 @dataclass(slots=True, eq=False)
 class PoolTicket:
-    """A job on its way through the pool."""
+    """A job in the pool, waiting or running."""
 
     job: Job
     data: bytes | bytearray | memoryview
     future: Future[JobResult] = field(default_factory=Future)
     deadline: float = float("inf")
     abandoned_at: float = float("inf")
-    """When to give up on it because its caller left."""
+    """Time at which to end it because its caller was cancelled."""
 
     def check_deadline(self) -> float:
-        """The seconds until the next check is due.
+        """Returns the seconds until the next check is due.
 
         Raises:
-            _CallerLeft: the caller left.
+            _CallerLeft: the caller was cancelled.
             TooLarge: the deadline has passed.
         """
         now = time.monotonic()
@@ -102,7 +105,7 @@ class PoolTicket:
         return min(POLL_SECONDS, self.deadline - now + 0.001)
 
     def settle(self, result: JobResult | TrencadisError) -> None:
-        """Wakes the caller, if it still waits."""
+        """Delivers the result to the caller, if it is still waiting."""
         with suppress(InvalidStateError):
             if isinstance(result, JobResult):
                 self.future.set_result(result)
@@ -115,16 +118,16 @@ class _CallerLeft(TrencadisError):
 
 
 class WorkerPool:
-    """Up to ``size`` workers, started on demand.
+    """Runs jobs on up to ``size`` workers, which are started on demand.
 
     Invariants: a ticket is settled exactly once; bytes granted to running jobs are at most ``budget``, or one job runs
     alone; a worker that died, was killed or broke the protocol never gets another job.
 
     Args:
         size: most workers; None: one per available CPU, at most 8.
-        jobs: name to ``module:function``, in addition to ``multimodal/decode_workers/job_table.py``.
+        jobs: name -> ``module:function``, in addition to ``multimodal/decode_workers/job_table.py``.
         recycle: jobs after which a worker is replaced.
-        idle: idle seconds after which a worker ends, except the last one.
+        idle: idle seconds after which a worker exits, except the last one.
         budget: most bytes granted to all running jobs together.
     """
 
@@ -144,7 +147,7 @@ class WorkerPool:
         self.jobs = dict(jobs or {})
         self.started = 0
         self.deaths = 0
-        """Workers that died or were killed during a job, except because the caller left."""
+        """Workers that died or were killed during a job, except because the caller was cancelled."""
         self.closed = False
         self._waiting: deque[PoolTicket] = deque()
         self._change = Condition()
@@ -157,8 +160,8 @@ class WorkerPool:
         """Runs ``job`` on ``data``. If the caller is cancelled, the job is dropped, or killed after ``GRACE_SECONDS``.
 
         Raises:
-            TrencadisError: the job's own error; or 400: its worker died, 413: out of time or memory, 503: no worker
-                starts.
+            TrencadisError: the job's own error; or 400: its worker died, 413: out of time or memory, 503: no worker can
+                be started.
         """
         ticket = self.submit(job, data)
         try:
@@ -168,7 +171,7 @@ class WorkerPool:
             raise
 
     def submit(self, job: Job, data: bytes | bytearray | memoryview) -> PoolTicket:
-        """Queues a job. A pool thread settles the ticket's ``future``."""
+        """Queues a job; a pool thread settles the ticket's ``future``."""
         ticket = PoolTicket(job, data)
         with self._change:
             if self.closed:
@@ -180,14 +183,14 @@ class WorkerPool:
         return ticket
 
     def abandon(self, ticket: PoolTicket) -> None:
-        """Drops a ticket whose caller left, or if it runs already, ends it after ``GRACE_SECONDS``."""
+        """Drops a ticket whose caller was cancelled; if it is running, ends it after ``GRACE_SECONDS``."""
         ticket.abandoned_at = time.monotonic() + GRACE_SECONDS
         with self._change:
             if ticket in self._waiting:
                 self._waiting.remove(ticket)
 
     def pids(self) -> list[int]:
-        """Process ids of the live workers."""
+        """Returns the process ids of the live workers."""
         with self._change:
             return [p.pid for p in self._processes if p.alive]
 
@@ -203,7 +206,7 @@ class WorkerPool:
         for process in processes:
             process.kill()
 
-    # --- a worker's thread ---
+    # --- Thread of a worker ---
 
     def _start_thread(self) -> None:
         self._threads += 1
@@ -221,7 +224,7 @@ class WorkerPool:
                 process, result = None, TrencadisError(NO_WORKER)
             with self._change:
                 self._granted -= ticket.job.memory
-                # Before the caller wakes: its next job must find this thread idle.
+                # Before the caller wakes up: its next job must find this thread idle.
                 self._idle_threads += 1
                 self._change.notify_all()
             ticket.settle(result)
@@ -231,7 +234,7 @@ class WorkerPool:
         self._end_process(process)
 
     def _next_ticket(self) -> PoolTicket | None:
-        """The first ticket, once its memory can be granted; None: this thread should exit."""
+        """Returns the first ticket, once its memory can be granted; None: this thread must exit."""
         end = time.monotonic() + self.idle
         with self._change:
             while not self.closed:
@@ -260,7 +263,7 @@ class WorkerPool:
     def _attempt(
         self, ticket: PoolTicket, process: WorkerProcess | None
     ) -> tuple[WorkerProcess | None, JobResult | TrencadisError | None]:
-        """Runs a ticket once; returns the worker, if still usable, and the result; None: run it once more."""
+        """Runs a ticket once; returns the worker, if still usable, and the result; None: it must be retried."""
         start = time.monotonic()
         job = ticket.job
         try:
@@ -286,7 +289,7 @@ class WorkerPool:
         return None if early else BadRequest(UNDECODABLE)
 
     def _handle_failure(self, process: WorkerProcess | None, error: TrencadisError | OSError) -> TrencadisError:
-        """The error of a job that was given up, or for which there is no worker."""
+        """Returns the error of a job that was ended, or for which there is no worker."""
         self._end_process(process)
         if isinstance(error, TrencadisError):
             self.deaths += not isinstance(error, _CallerLeft)
@@ -302,7 +305,7 @@ class WorkerPool:
         return process
 
     def _end_process(self, process: WorkerProcess | None, patience: float = 0.0) -> bool:
-        """Ends a worker; returns whether it had died of its CPU limit."""
+        """Ends a worker; returns True if it had died of its CPU limit."""
         if process is None:
             return False
         with self._change:
@@ -316,7 +319,7 @@ class WorkerPool:
         return self._try_replace_worker(process)
 
     def _replace_worker(self, process: WorkerProcess | None) -> WorkerProcess:
-        """A new worker in place of one that is ended."""
+        """Ends a worker and returns a new one."""
         self._end_process(process)
         return self._spawn()
 
@@ -328,13 +331,16 @@ class WorkerPool:
 
 
 def _parse_answer(message: dict[str, Any], buffers: list[npt.NDArray[np.uint8]]) -> JobResult | TrencadisError:
-    """A worker's message as a result."""
+    """Converts a worker's message to a result or an error."""
     values = message.get("values")
     return JobResult(values, buffers) if isinstance(values, dict) else _reported_error(message)
 
 
 def _reported_error(message: dict[str, Any]) -> TrencadisError:
-    """The error that a worker reports. A hostile file may control the worker, so only known statuses pass."""
+    """Returns the error that a worker reports.
+
+    A hostile file may control the worker, so only known statuses are passed on.
+    """
     status, text = message.get("status"), message.get("message")
     if status in (400, 413, 415) and isinstance(text, str):
         return from_status(status, text)

@@ -1,4 +1,4 @@
-"""One decode worker as its parent sees it: the process, its socket, and exchanges with deadlines."""
+"""The parent's handle of one decode worker: the process, its socket, and exchanges with deadlines."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ INHERITED_ENV = (
 )
 """Environment variables that a worker inherits; keys and tokens are not among them."""
 SINGLE_THREAD_ENV = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "MALLOC_ARENA_MAX")
-"""Environment variables set to 1: further threads and arenas would reserve address space."""
+"""Environment variables set to 1: more threads and arenas would reserve address space."""
 
 MALLOC_ENV = {"MALLOC_MMAP_THRESHOLD_": str(16 << 20), "MALLOC_TRIM_THRESHOLD_": str(48 << 20)}
 """malloc settings: by default the heap shrinks and grows with every image, which costs a third of decoding time."""
 
 Check = Callable[[], float]
-"""Returns the seconds until it wants to be called again; raises to stop the waiting."""
+"""Returns the seconds until it must be called again; raises to stop the waiting."""
 
 
 class WorkerDied(Exception):
@@ -55,10 +55,10 @@ class WorkerProcess:
     """A worker process, started by the constructor.
 
     Args:
-        jobs: name to ``module:function``, in addition to the worker's own table.
+        jobs: name -> ``module:function``, in addition to the worker's own table.
 
     Raises:
-        OSError: no process can be started.
+        OSError: the process cannot be started.
     """
 
     def __init__(self, jobs: Mapping[str, str]) -> None:
@@ -94,21 +94,21 @@ class WorkerProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the process still runs."""
+        """True if the process is still running."""
         return self._process.poll() is None
 
     def wait_ready(self, check: Check) -> None:
         """Waits until the worker is ready for jobs.
 
         Raises:
-            StartFailed: it ended, or took longer than ``START_SECONDS``.
+            StartFailed: the worker ended, or took longer than ``START_SECONDS``.
         """
         if not self.ready:
             self._await_ready(check)
             self.ready = True
 
     def _await_ready(self, check: Check) -> None:
-        """Waits for the word of a worker that starts."""
+        """Waits for the first message of a starting worker."""
 
         def patience() -> float:
             if time.monotonic() - self._started > START_SECONDS:
@@ -126,7 +126,7 @@ class WorkerProcess:
         """Sends a job and returns its answer.
 
         Args:
-            message: the JSON object that ``worker.serve_one`` reads.
+            message: the JSON object that ``worker_main.serve_one_job`` reads.
             data: the bytes to decode.
             most: limit of the answer's buffers, in bytes.
             check: stops the exchange by raising.
@@ -136,7 +136,7 @@ class WorkerProcess:
 
         Raises:
             WorkerDied: the worker ended.
-            ProtocolError: it broke the protocol.
+            ProtocolError: it violated the protocol.
         """
         self.jobs += 1
         view = memoryview(data).cast("B")
@@ -148,10 +148,10 @@ class WorkerProcess:
         return answer, buffers
 
     def kill(self, patience: float = 0.0) -> bool:
-        """Kills and reaps the process; returns whether it had died of its CPU limit.
+        """Kills and reaps the process; returns True if it had died of its CPU limit.
 
         Args:
-            patience: seconds in which it may still end by itself.
+            patience: seconds in which it may still exit by itself.
         """
         self._sock.close()
         try:
@@ -178,7 +178,7 @@ class WorkerProcess:
                 raise WorkerDied from None
 
     def _receive(self, size: int, check: Check) -> npt.NDArray[np.uint8]:
-        """Receives uint8 [size]; the kernel touches its pages first, outside the interpreter's lock."""
+        """Receives uint8 [size]; page faults of the new array happen in the kernel, outside the interpreter's lock."""
         out = np.empty(size, np.uint8)
         view, at = out.data, 0
         while at < size:
@@ -206,7 +206,7 @@ class WorkerProcess:
 
 
 def worker_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """A worker's environment: the parent's own ``trencadis`` first on the path, one thread, no secrets."""
+    """Returns a worker's environment: the parent's own ``trencadis`` first on the path, one thread, no secrets."""
     env = {name: environ[name] for name in INHERITED_ENV if name in environ}
     env["PYTHONPATH"] = python_path(env)
     return env | dict.fromkeys(SINGLE_THREAD_ENV, "1") | MALLOC_ENV

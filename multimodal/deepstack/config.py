@@ -11,7 +11,7 @@ from trencadis.multimodal.position_interpolation import NEIGHBOURS
 from trencadis.multimodal.vit.base_config import ViTConfig
 
 CHANNELS, FRAMES = 3, 2
-"""Colours and frames of a patch."""
+"""Number of colour channels and of frames of a patch."""
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,10 @@ class DeepStackVisionConfig(ViTConfig):
     level.
 
     Args:
-        side: the square table has ``side`` x ``side`` positions.
-        deepstack_layers: layers whose output is a part of each row, behind that of the last layer's.
-        activation: of the layers' MLPs.
-        rope_theta: of the rotary frequencies.
+        side: the position table has ``side`` x ``side`` entries.
+        deepstack_layers: layers whose outputs form additional parts of each row, after the last layer's.
+        activation: activation of the layers' MLPs.
+        rope_theta: base of the rotary frequencies.
         patch: pixels along a side of a patch.
         merge: patches along a side of a cell.
     """
@@ -51,7 +51,7 @@ class DeepStackVisionConfig(ViTConfig):
 
     @property
     def merged_width(self) -> int:
-        """Values of the hidden rows of a cell."""
+        """Width of the concatenated hidden states of a cell."""
         return self.hidden * self.merge**2
 
     @property
@@ -66,14 +66,16 @@ class DeepStackVisionConfig(ViTConfig):
             yield SharedMatrix(f"{name}.linear_fc2", self.out_hidden, inner, self.merged_width)
 
     def other_weights(self, ranks: int) -> int:
-        """The bias of the patches, the table, and of each merger a norm (of a patch, or of a cell) and two linears."""
+        """Counts the patch bias, the position table, and for each merger a norm (per patch, or per cell) and two
+        linear layers.
+        """
         inner = -(-self.merged_width // ranks)
         linears = self.merged_width * inner + inner + inner * self.out_hidden + self.out_hidden
         norms = self.norm_weights + self.deepstack * 2 * self.merged_width
         return self.hidden + self.side**2 * self.hidden + norms + (1 + self.deepstack) * linears
 
     def exit_keeps(self, slots: int, itemsize: int, ranks: int, cached: bool) -> int:
-        """The mergers' collectives."""
+        """Counts the tensors kept at the mergers' collectives."""
         if ranks == 1:
             return 0
         cells = slots // self.merge**2

@@ -1,4 +1,4 @@
-"""The tower on packed slots: interpolated positions, and a part of each row from some of its layers."""
+"""The DeepStack vision tower on packed slots: interpolated positions, and a part of each row from several layers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from trencadis.multimodal.normalisation import PixelNormalisation
 from trencadis.multimodal.vit.vit_block import ViTBlock, scale_and_shift
 
 EPS = 1e-6
-"""Epsilon of every norm of the tower; no checkpoint states another."""
+"""Epsilon of every norm of the tower; no checkpoint has another value."""
 
 
 class DeepStackPatchEmbed:
-    """Patch embedding of a VISION launch: patches plus interpolated position embeddings, rotary factors, and the
-    arena rows of each DeepStack level.
+    """Patch embedding of a VISION launch.
+
+    Computes patches plus interpolated position embeddings, rotary factors, and the arena rows of each DeepStack level.
     """
 
     position_table: Tensor  # [side x side, hidden]
@@ -46,9 +47,10 @@ class DeepStackPatchEmbed:
     def __call__(
         self, pixels: Tensor, position: Tensor, near: Tensor, share: Tensor, rows: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor | None, Rotary, tuple[Tensor, ...]]:
-        """([s, hidden] of ``dtype``, what they are added to, rotary factors, int64 [s / 4] arena rows of each part).
+        """Returns (embeddings [s, hidden] of ``dtype``, their residual or None, rotary factors, int64 [s / 4] arena
+        rows of each part).
 
-        The arguments are ``VisionTensors``'s.
+        The arguments are fields of ``VisionTensors``.
         """
         ops = self.ops
         x = self.patch(ops.patches(pixels, *self.scale_shift, dtype)) + ops.interpolate(
@@ -78,7 +80,7 @@ class DeepStackMerger:
     def __call__(self, x: Tensor, residual: Tensor, rows: Tensor, arena: Tensor) -> None:
         """Stores [cells, out_hidden] in ``arena[rows]``; x and residual are [cells, slots of a cell, hidden].
 
-        The sum is a tensor of its own: a norm may keep its sum in x, and later layers read that.
+        The sum is a new tensor: a norm may store its sum in x, which later layers still read.
         """
         wide = (len(rows), -1) if self.norms_cell else (-1, x.shape[-1])
         normed = self.norm((x + residual).view(wide))[0].view(len(rows), -1)
@@ -123,7 +125,7 @@ class DeepStackTower:
             merger.load(source, at)
 
     def __call__(self, inputs: VisionTensors, arena: Tensor) -> None:
-        """Writes every part of ``inputs.rows``, [out_hidden] of the backend's dtype each, to the arena."""
+        """Writes every part of ``inputs.rows``, each [out_hidden] of the backend's dtype, to the arena."""
         ops, i = self.ops, inputs
         assert i.position_rows is not None and i.position_weights is not None
         x, residual, rotary, rows = ops.region(
@@ -137,7 +139,7 @@ class DeepStackTower:
                 part = 1 + self.config.deepstack_layers.index(number)
                 ops.by_rows(self.mergers[part], (x.view(cells), residual.view(cells), rows[part]), arena)
             ops.cut("layer")
-        assert residual is not None  # a tower has layers
+        assert residual is not None  # a tower has at least one layer
         ops.by_rows(self.mergers[0], (x.view(cells), residual.view(cells), rows[0]), arena)
 
     def nbytes(self) -> int:

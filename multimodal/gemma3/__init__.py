@@ -1,1 +1,1 @@
-"""Gemma-3 with images: SigLIP's tower, means of its patches, tokens of an image that see each other."""
+"""Gemma-3 with images: SigLIP's tower, means of its patches, image tokens that attend to each other."""

@@ -1,4 +1,4 @@
-"""SigLIP's tower and the means of its patches as the engine's plans see them. Torch-free."""
+"""Configuration of Gemma-3's SigLIP tower with averaged patches: sizes, weights, costs. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from trencadis.multimodal.vit.config import SiglipVisionConfig
 
 @dataclass(frozen=True)
 class Gemma3VisionConfig(SiglipVisionConfig):
-    """Configuration of Gemma-3's SigLIP tower: an image is one tile; a row is the normed and projected mean of a
-    cell's patches.
+    """Configuration of Gemma-3's SigLIP tower.
+
+    An image is one tile; a row is the normed and projected mean of a cell's patches.
     """
 
     @property
     def projector_weights(self) -> int:
-        """Weights of the projector, which no checkpoint quantises."""
+        """Number of weights of the projector, which no checkpoint quantises."""
         return self.hidden * self.out_hidden
 
     def projector_matrices(self, ranks: int) -> Iterator[SharedMatrix]:
@@ -27,14 +28,14 @@ class Gemma3VisionConfig(SiglipVisionConfig):
         return self.projector_weights
 
     def other_weights(self, ranks: int) -> int:
-        """The table of places, the last norm and the projector, whole on every rank."""
+        """Counts the position table, the last norm and the projector, which are whole on every rank."""
         return (self.side**2 + 1) * self.hidden + self.norm_weights + self.projector_weights
 
     def tables(self, unit: int = 1) -> int:
-        """Besides, the projector's norm: weights of 1 and a fraction are float32."""
+        """Adds the bytes of the projector's norm, which is float32."""
         return super().tables(unit) + 4 * self.hidden
 
     def activations(self, slots: int, itemsize: int, ranks: int, unit: int = 1) -> int:
-        """Means are made in float32."""
+        """Includes the means, which are computed in float32."""
         leaving = slots * self.hidden * (4 * itemsize + 4)
         return max(super().activations(slots, itemsize, ranks, unit), leaving)

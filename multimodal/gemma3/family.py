@@ -1,4 +1,4 @@
-"""Gemma-3 with images as a family: the text models' decoder, SigLIP's tower, means of its patches."""
+"""The Gemma-3 family with images: the text models' decoder, SigLIP's tower, means of its patches."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ TEXT_DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
     "num_attention_heads": 8, "num_key_value_heads": 4, "rms_norm_eps": 1e-6,
 }  # fmt: skip
-"""Gemma3TextConfig's values of keys that the hub's text_config leaves out."""
+"""Gemma3TextConfig's values for keys that the hub's text_config omits."""
 
 MEDIA_TOKENS = {"placed_token_id": ("boi_token", 255_999), "image_token_id": ("image_token", 262_144)}
 
 
 def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
-    """Gemma3Config."""
+    """Reads transformers' Gemma3Config."""
     if c is root:
         root.refuse("text_config", "it must be an object")
     c.only("model_type", ("gemma3_text",), "gemma3_text")
@@ -35,7 +35,7 @@ def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
 
 
 def _read_token(root: JsonFields, name: str, default: int, vocab: int) -> int:
-    """An id, under the hub's name or the one that transformers may write."""
+    """Reads a token id, under the hub's key or the one that transformers may write."""
     found = default
     for key in (f"{name}_index", f"{name}_id"):
         if root.is_given(key):

@@ -1,4 +1,4 @@
-"""Gemma-3 with images: its decoder, SigLIP's tower on packed slots, and the means of cells of patches."""
+"""Gemma-3 with images: its decoder, SigLIP's tower on packed slots, and means over cells of patches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trencadis.multimodal.vit.processor import has_processor_settings
 
 
 class Gemma3Projector:
-    """The end of a VISION launch: the last norm, the mean of each cell, its norm and the projector."""
+    """The end of a VISION launch: the last norm, the mean of each cell, the cell's norm and the projector."""
 
     def __init__(self, backend: Backend, c: Gemma3VisionConfig) -> None:
         self.ops, self.hidden, self.width = backend.ops, c.hidden, c.out_hidden
@@ -33,18 +33,20 @@ class Gemma3Projector:
         self.projection.pack(stored.t().contiguous(), None)
 
     def __call__(self, x: Tensor, residual: Tensor, rows: Tensor, arena: Tensor) -> None:
-        """Stores tokens in ``arena[rows]``; x and residual are [cells, values of a cell]."""
+        """Stores the projected means in ``arena[rows]``; x and residual are [cells, values of a cell]."""
         slots = self.norm(x.reshape(-1, self.hidden), residual.reshape(-1, self.hidden))[0]
         mean = slots.view(len(rows), -1, self.hidden).float().mean(1).to(slots.dtype)
         self.ops.scatter_rows(arena, rows, self.projection(self.cell_norm(mean)[0]))
 
     def nbytes(self) -> int:
-        """Without the cells' norm, which ``Gemma3VisionConfig.tables`` counts: it is float32 on every device."""
+        """Returns the bytes without the cells' norm, which is float32 on every device and counted by
+        ``Gemma3VisionConfig.tables``.
+        """
         return self.norm.nbytes() + self.projection.bytes
 
 
 class Gemma3VLModel(TileVisionModel):
-    """``core.models.interface.VisionModel``."""
+    """Gemma-3 with its vision tower, a ``core.models.interface.VisionModel``."""
 
     def __init__(self, config: ModelConfig, backend: Backend, normalisation: PixelNormalisation) -> None:
         super().__init__(config, backend, normalisation)
@@ -53,7 +55,7 @@ class Gemma3VLModel(TileVisionModel):
 
 
 def make(config: ModelConfig, backend: Backend) -> Gemma3VLModel:
-    """The factory that the family's record names."""
+    """Builds the model; named in the family's record."""
     assert isinstance(config.vision, Gemma3VisionConfig)
     known = has_processor_settings(config.path)
     return Gemma3VLModel(config, backend, read_settings(config.path, config.vision) if known else IMAGENET_STANDARD)

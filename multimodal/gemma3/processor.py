@@ -1,4 +1,4 @@
-"""Gemma-3's image processor: an image is made one square, whatever its sides were."""
+"""Gemma-3's image processor: every image is resized to one square."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BEGIN, END = "<start_of_image>", "<end_of_image>"
 
 @dataclass(frozen=True)
 class Gemma3ImageProcessor(TileImageProcessor):
-    """``multimodal.processor.Processor`` of images of one tile, between two marks."""
+    """A ``multimodal.processor.Processor`` for images of one tile, between two marks."""
 
     kind: str = "trencadis.multimodal.gemma3.processor:Gemma3ImageProcessor"
 
@@ -43,7 +43,7 @@ class Gemma3ImageProcessor(TileImageProcessor):
 
 
 def read_settings(path: Path, v: Gemma3VisionConfig) -> PixelNormalisation:
-    """The pixel normalisation of a checkpoint's processor; raises StartupError for a value that is not implemented."""
+    """Reads the pixel normalisation of a checkpoint's processor; raises StartupError for unsupported values."""
     c = read_processor_settings(path)
     c.only("image_processor_type", PROCESSOR_TYPES, PROCESSOR_TYPES[0])
     c.only("do_resize", (True,), True)
@@ -57,7 +57,7 @@ def read_settings(path: Path, v: Gemma3VisionConfig) -> PixelNormalisation:
 
 
 def from_checkpoint(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad") -> Gemma3ImageProcessor:
-    """The processor of a checkpoint folder; raises StartupError."""
+    """Creates the processor of a checkpoint folder; raises StartupError for unsupported settings."""
     check_processor_kwargs(mm_kwargs)
     assert isinstance(config.vision, Gemma3VisionConfig)
     return Gemma3ImageProcessor(**shared_processor_fields(config.vision, read_settings(config.path, config.vision)))
@@ -66,5 +66,5 @@ def from_checkpoint(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment
 def image_sizes(
     config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad"
 ) -> Callable[..., ImageGeometry]:
-    """What an image becomes by its height and width."""
+    """Returns a function that computes an image's geometry from its height and width."""
     return Gemma3ImageProcessor(**shared_processor_fields(get_vision_config(config))).compute_geometry

@@ -1,1 +1,1 @@
-"""Idefics3: tiles of an image, each behind a token of its row and column, and the whole image behind them."""
+"""Idefics3: tiles of an image, each preceded by a token of its row and column, then the whole image."""

@@ -1,4 +1,4 @@
-"""Idefics3 as a family: Llama's decoder, SigLIP over tiles, cells of up to 4 x 4 patches, one linear layer."""
+"""The Idefics3 family: Llama's decoder, SigLIP over tiles, cells of up to 8 x 8 patches, one linear projector layer."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from trencadis.multimodal.vit.hf_vision_config import BLOCK_NAMES, ViTDefaults, 
 IMAGE_TOKEN = 128257
 VIT_DEFAULTS = ViTDefaults(1152, 16, 12, 3072, 224, 32, 1e-6, "gelu_pytorch_tanh")
 VISION_MODEL_TYPES = ("idefics3_vision", "smolvlm_vision", "idefics3", "smolvlm")
-"""model_type of the tower; older files repeat the model's."""
+"""Accepted model_type values of the tower; older files repeat the model's."""
 
 MAX_MERGE = 8
 
 
 def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
-    """Idefics3Config."""
+    """Reads transformers' Idefics3Config."""
     text = read_text_config(root, c, tied, ("llama",))
     merge = root.integer("scale_factor", 1, MAX_MERGE, 2)
     fields = read_vit_fields(

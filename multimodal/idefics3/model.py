@@ -13,9 +13,10 @@ from trencadis.multimodal.vit.model import TileVisionModel
 
 
 def bucketize_positions(side: int) -> Tensor:
-    """int64 [side]: the place of each line of a full tile, as transformers finds it in float32.
+    """Returns int64 [side]: the position index of each row of patches in a full tile, computed in float32 like
+    transformers.
 
-    It compares i x (1 / side) with multiples of 1 / side, so that rounding may give a line its neighbour's place.
+    It compares i x (1 / side) with multiples of 1 / side, so that rounding may give a row its neighbour's position.
     """
     edges = torch.arange(1 / side, 1.0, 1 / side)
     lines = torch.arange(side, dtype=torch.float32) * (1.0 / torch.tensor(side))
@@ -23,7 +24,7 @@ def bucketize_positions(side: int) -> Tensor:
 
 
 class Idefics3Model(TileVisionModel):
-    """A decoder with SigLIP."""
+    """A decoder with SigLIP's tower."""
 
     def load_position_table(self, source: WeightSource, at: str) -> Tensor:
         c = self.tower
@@ -35,5 +36,5 @@ class Idefics3Model(TileVisionModel):
 
 
 def make(config: ModelConfig, backend: Backend) -> Idefics3Model:
-    """The factory that the family's record names."""
+    """Builds the model; named in the family's record."""
     return Idefics3Model(config, backend, load_normalisation(config))

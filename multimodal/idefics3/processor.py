@@ -1,6 +1,7 @@
-"""Idefics3's image processor: the longer side to a length, both sides to whole tiles, and the result once more, small.
+"""Idefics3's image processor: scales the longer side to a length, both sides to whole tiles, and adds a small whole
+image.
 
-An image is resampled twice before it is cut, as transformers does it.
+An image is resampled twice before it is cut, as in transformers.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True)
 class Idefics3ImageProcessor(TileImageProcessor):
-    """``multimodal.processor.Processor`` of tiles with names.
+    """A ``multimodal.processor.Processor`` for tiles with names.
 
-    ``longest``: pixels of the longer side; ``split``: whether images are cut into tiles.
+    ``longest``: pixels of the longer side; ``split``: True if images are cut into tiles.
     """
 
     longest: int = DEFAULT_LONGEST_EDGE
@@ -59,7 +60,7 @@ class Idefics3ImageProcessor(TileImageProcessor):
         )
 
     def _tile_grid(self, size: Size) -> Size:
-        """Rows and columns of tiles of an image whose longer side has its length."""
+        """Returns rows and columns of tiles for an image whose longer side has been resized."""
         if not self.split:
             return 1, 1
         height, width = size
@@ -109,7 +110,7 @@ def layout_named_tiles(grid: Size, rows: int) -> Layout:
 
 
 def _read_settings(config: ModelConfig) -> dict[str, Any]:
-    """The processor's fields; without a file those of the class, for plans."""
+    """Returns the processor's fields; without a processor file those of the class, for plans."""
     v = get_vision_config(config)
     if not has_processor_settings(config.path):
         return shared_processor_fields(v, DEFAULT_NORMALISATION)
@@ -128,7 +129,7 @@ def _read_settings(config: ModelConfig) -> dict[str, Any]:
 
 
 def image_needs(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
-    """Every item is one tile; the arena holds the largest image's."""
+    """Returns the limits of images. Every item is one tile; the arena holds the tiles of the largest image."""
     check_processor_kwargs(mm_kwargs)
     v, made = get_vision_config(config), Idefics3ImageProcessor(**_read_settings(config))
     side = math.ceil((made.longest + 1) / v.image) if made.split else 1
@@ -140,7 +141,7 @@ def image_needs(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: st
 def from_checkpoint(
     config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad"
 ) -> Idefics3ImageProcessor:
-    """The processor of a checkpoint folder; raises StartupError."""
+    """Creates the processor of a checkpoint folder; raises StartupError for unsupported settings."""
     check_processor_kwargs(mm_kwargs)
     read_processor_settings(config.path)
     return Idefics3ImageProcessor(**_read_settings(config))
@@ -149,12 +150,12 @@ def from_checkpoint(
 def image_sizes(
     config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad"
 ) -> Callable[..., ImageGeometry]:
-    """What an image becomes by its height and width."""
+    """Returns a function that computes an image's geometry from its height and width."""
     return Idefics3ImageProcessor(**_read_settings(config)).compute_geometry
 
 
 def load_normalisation(config: ModelConfig) -> PixelNormalisation:
-    """How a checkpoint's processor makes values of bytes."""
+    """Reads how a checkpoint's processor normalises pixels."""
     return (
         read_normalisation(read_processor_settings(config.path), DEFAULT_NORMALISATION)
         if has_processor_settings(config.path)

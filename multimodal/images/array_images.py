@@ -1,4 +1,4 @@
-"""Images given as numpy arrays or torch tensors, by callers in this process; HTTP requests cannot hold them."""
+"""Images given as numpy arrays or torch tensors by callers in this process; HTTP requests cannot contain them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ACCEPTED_SHAPES = "[height, width, 3 or 4] or [3 or 4, height, width], of uint8 
 
 
 def is_array(source: object) -> bool:
-    """Whether ``source`` is an array or tensor of any library."""
+    """Returns True if ``source`` is an array or tensor of any library."""
     return hasattr(source, "ndim") and hasattr(source, "dtype")
 
 
@@ -43,10 +43,10 @@ def array_to_image(source: Any) -> Image.Image:
 
 
 def array_to_frames(source: Any) -> list[Image.Image]:
-    """Converts [frames, ...] to one image a frame, each as in ``array_to_image``.
+    """Converts [frames, ...] to one image per frame with ``array_to_image``.
 
     Raises:
-        BadRequest: not four axes, or a frame that ``array_to_image`` refuses.
+        BadRequest: there are not four axes, or ``array_to_image`` refuses a frame.
     """
     if source.ndim != 4:
         raise BadRequest(

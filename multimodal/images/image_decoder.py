@@ -1,4 +1,4 @@
-"""Decoding as the server sees it: sends files to decode workers under limits, and checks what they return."""
+"""The server's side of decoding: sends files to decode workers under limits, and checks their answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trencadis.multimodal.processor import PreparedImage, Processor
 T = TypeVar("T")
 BASE_SECONDS = 5.0
 PIXELS_PER_SECOND = 5_000_000
-"""A tenth of a slow machine's rate; the largest image gets 41 s."""
+"""A tenth of a slow machine's speed; the largest image gets 41 s."""
 BASE_BYTES = 96 << 20
 """Bytes of address space that the decoders need for themselves."""
 BYTES_PER_PIXEL = 24
@@ -30,7 +30,7 @@ BYTES_PER_RESIZED_PIXEL = 24
 
 
 class ImageDecoder:
-    """Turns image files into patches in worker processes; digests and headers are read in threads.
+    """Converts image files to patches in worker processes; digests and headers are computed in threads.
 
     Args:
         max_pixels: most pixels of one image, checked before it is decoded (VLLM_MAX_IMAGE_PIXELS).
@@ -54,8 +54,8 @@ class ImageDecoder:
 
         Args:
             data: a whole file.
-            header: what ``inspect_header`` returned for it.
-            digest: of the result.
+            header: the result of ``inspect_header`` for it.
+            digest: digest of the result.
 
         Raises:
             TrencadisError: see ``decode``, ``Processor.prepare`` and ``WorkerPool.run``.
@@ -67,7 +67,7 @@ class ImageDecoder:
         return await self.run(partial(image_from_answer, answer, header, processor, digest))
 
     def job(self, header: Header, size: int, processor: Processor) -> Job:
-        """The job for an image of ``size`` bytes, with its limits of time and memory."""
+        """Returns the job for an image of ``size`` bytes, with its limits of time and memory."""
         resized = processor.compute_geometry(header.height, header.width).area
         memory = (
             BASE_BYTES + 3 * size + BYTES_PER_PIXEL * header.width * header.height + BYTES_PER_RESIZED_PIXEL * resized

@@ -34,14 +34,14 @@ ImageSource = str | Path | bytes | Image.Image | NDArray[Any]
 NO_IMAGE = "An image is a URL, a path, a PIL image, an array or the bytes of a file; image_embeds are not supported."
 
 Work = Callable[[str], Awaitable[PreparedImage]]
-"""Decodes an image; its argument is the digest of the result."""
+"""Decodes an image; the argument is the digest of the result."""
 
 
 class OpenedSource(NamedTuple):
     """An image before decoding.
 
     Args:
-        content: digest of the content alone.
+        content: digest of the file's content, independent of processing.
         size: (height, width) in pixels before any EXIF rotation.
         work: decodes, resizes and cuts it.
     """
@@ -72,7 +72,7 @@ class ImageLimits:
     memory: int = MEMORY_BUDGET
 
     def divide(self, count: int) -> ImageLimits:
-        """The limits of one of ``count`` processes: what is for all requests together is divided."""
+        """Returns the limits of one of ``count`` processes: limits for all requests together are divided."""
         threads = self.threads or min(MAX_WORKERS, available_cpus())
         return replace(
             self,
@@ -84,7 +84,7 @@ class ImageLimits:
 
 
 class ImageFrontend:
-    """Loads, checks, decodes, resizes and cuts images. The event loop only waits; threads and workers do the rest.
+    """Loads, checks, decodes, resizes and cuts images. The event loop only waits; threads and workers do the work.
 
     Args:
         processor: the checkpoint's image processor.
@@ -149,25 +149,25 @@ class ImageFrontend:
     async def _prepare_remote(
         self, part: MediaPart, url: str, scope: MediaScope, processor: Processor
     ) -> PreparedImage:
-        """An image that is downloaded first."""
+        """Downloads an image, then prepares it."""
         scope.on_fetch()
         async with self._permits.hold(partial(self._download, url, part.path)) as data:
             return await self._prepare_loaded(part._replace(source=data), scope, processor)
 
     async def _prepare_loaded(self, part: MediaPart, scope: MediaScope, processor: Processor) -> PreparedImage:
-        """An image that needs no download any more."""
+        """Prepares an image that needs no download."""
         if part.uuid is not None or part.source is None:
             return await self._prepare_named(part, scope, processor)
         return await self._prepare_opened(await self._open_source(part, processor), scope, processor)
 
     async def _prepare_opened(self, source: OpenedSource, scope: MediaScope, processor: Processor) -> PreparedImage:
-        """The image of a source, from the cache or decoded now."""
+        """Returns the image of a source, from the cache or decoded now."""
         scope.charge(processor.compute_geometry(*source.size).area)
         digest = processed_digest(source.content, processor)
         return await self.cache.load(cache_key(scope.salt, digest), partial(source.work, digest))
 
     async def _prepare_named(self, part: MediaPart, scope: MediaScope, processor: Processor) -> PreparedImage:
-        """An image with a uuid; without data the uuid stands for it."""
+        """Prepares an image with a uuid; without data the uuid identifies it."""
         name = part.uuid or ""
         if part.source is None:
             return await self._prepare_by_uuid(name, scope, processor)
@@ -182,7 +182,7 @@ class ImageFrontend:
             return await self.loader.load(url, path)
 
     async def _prepare_by_uuid(self, uuid: str, scope: MediaScope, processor: Processor) -> PreparedImage:
-        """The cached image that a uuid without data names."""
+        """Returns the cached image for a uuid without data; raises BadRequest if there is none."""
         content = self.uuids.find(scope.tenant, scope.salt, uuid)
         made = None
         if content is not None:
@@ -193,7 +193,7 @@ class ImageFrontend:
         return made
 
     async def _open_source(self, part: MediaPart, processor: Processor) -> OpenedSource:
-        """Loads a source and reads its header; decodes nothing yet."""
+        """Loads a source and reads its header without decoding it."""
         source = part.source
         if is_array(source) or isinstance(source, Image.Image):
             return await self._open_decoded(source, processor)
@@ -206,7 +206,7 @@ class ImageFrontend:
         return OpenedSource(content, size, lambda digest: self.decoder.prepare(data, header, processor, digest))
 
     async def _open_decoded(self, source: NDArray[Any] | Image.Image, processor: Processor) -> OpenedSource:
-        """An offline caller's array or PIL image."""
+        """Opens an offline caller's array or PIL image."""
         if not isinstance(source, Image.Image):
             source = await self.decoder.run(partial(array_to_image, source))
         image, content = await self.decoder.run(partial(self._load_pil, source))
@@ -229,17 +229,17 @@ class ImageFrontend:
 
 
 def content_digest(data: bytes, kind: str) -> str:
-    """256-bit hex digest of the bytes and of their kind (``file``, ``WIDTHxHEIGHT``, ...)."""
+    """Returns a 256-bit hex digest of the bytes and of their kind (``file``, ``WIDTHxHEIGHT``, ...)."""
     digest = hashlib.blake2b(f"{kind}\0".encode(), digest_size=32)
     digest.update(data)
     return digest.hexdigest()
 
 
 def processed_digest(content: str, processor: Processor) -> str:
-    """256-bit hex digest of the content and of every processor setting that changes its patches."""
+    """Returns a 256-bit hex digest of the content and of every processor setting that changes its patches."""
     return hashlib.blake2b(f"{content}\0{processor.fingerprint}".encode(), digest_size=32).hexdigest()
 
 
 def cache_key(salt: str, digest: str) -> str:
-    """The key of ProcessorCache. A salt holds no NUL, so keys of two salts never collide."""
+    """Returns the key for ProcessorCache. A salt contains no NUL, so keys of two salts never collide."""
     return f"{salt}\0{digest}"

@@ -33,13 +33,13 @@ DAMAGED = "The image is truncated or damaged."
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file claims about its image; nothing is decoded yet.
+    """The properties that a file states about its image; nothing is decoded yet.
 
     Args:
         format: JPEG, PNG, WEBP, GIF or BMP (Pillow's names).
         width: pixels, before any EXIF rotation.
         height: pixels, before any EXIF rotation.
-        frames: 1, or 2 for two or more; the model sees only the first.
+        frames: 1, or 2 for two or more; only the first is used.
         depth: bits of one decoded pixel in the file's own mode.
         deflated: bytes of the deflate stream that holds the pixels (PNG); None for other formats.
         scans: passes over the image (JPEG).
@@ -60,8 +60,8 @@ def inspect_header(data: bytes | bytearray, max_pixels: int = MAX_IMAGE_PIXELS) 
     Raises:
         UnsupportedMedia: not JPEG, PNG, WebP, GIF or BMP.
         TooLarge: more than ``max_pixels``, or more pixels than an honest file of that size holds.
-        BadRequest: empty, cut off inside the header, an impossible width or height, an aspect ratio above 200, or the
-            structure of a decompression bomb.
+        BadRequest: the data is empty or cut off inside the header, width or height are impossible, the aspect ratio is
+            above 200, or it has the structure of a decompression bomb.
     """
     if not data:
         raise BadRequest("The image is empty.")
@@ -84,7 +84,7 @@ def check_size(width: int, height: int, max_pixels: int) -> None:
     """Refuses a size, in pixels, before memory is allocated for it.
 
     Raises:
-        BadRequest: an impossible side, or an aspect ratio above 200.
+        BadRequest: a side is impossible, or the aspect ratio is above 200.
         TooLarge: more than ``max_pixels``.
     """
     if not 0 < width < MAX_SIDE or not 0 < height < MAX_SIDE:
@@ -120,13 +120,13 @@ def _jpeg(data: bytes | bytearray) -> Header:
             offset += 2 + max(2, struct.unpack_from(">H", data, offset + 2)[0])
     else:
         raise BadRequest(DAMAGED)
-    # Each scan of a progressive image costs a pass over all its pixels, however few bytes it has.
+    # Each scan of a progressive image costs a pass over all its pixels, even if it has few bytes.
     return Header("JPEG", width, height, depth=8 * min(components, 4), scans=data.count(b"\xff\xda"))
 
 
 @dataclass(slots=True)
 class _Texts:
-    """What the text chunks of a PNG add up to."""
+    """Accumulated size of the text chunks of a PNG."""
 
     chunks: int = 0
     packed: int = 0
@@ -236,4 +236,4 @@ READERS: tuple[tuple[re.Pattern[bytes], Callable[[bytes | bytearray], Header]], 
     (re.compile(rb"RIFF.{4}WEBP", re.DOTALL), _webp),
     (re.compile(rb"BM"), _bmp),
 )
-"""What files of each format begin with, and who reads them."""
+"""First bytes of the files of each format, and the function that reads its header."""

@@ -16,7 +16,7 @@ def prepare_image(data: bytearray, options: Values) -> tuple[Values, Sequence[me
 
     Args:
         data: a whole file.
-        options: ``max_pixels``, a bound for the file; ``processor``, the fields of a Processor.
+        options: ``max_pixels``, a limit for the file; ``processor``, the fields of a Processor.
 
     Returns:
         ``resized`` and ``original``, (height, width) of the upright image in pixels, and ``resize_seconds``; and one

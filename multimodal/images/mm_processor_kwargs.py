@@ -1,6 +1,6 @@
 """The server's media options (``--mm-processor-kwargs``) and the pixel limits that follow from them.
 
-Torch-free, no numpy: ``trencadis plan``, the engine and the API process all take their limits from here.
+Torch-free and without numpy: ``trencadis plan``, the engine and the API process all use these limits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trencadis.multimodal.media_options import (
 
 FLAG = "--mm-processor-kwargs"
 REQUEST_ONLY_KEYS = ("resized_height", "resized_width", "video_start", "video_end")
-"""Options that make sense for single requests only."""
+"""Options that are valid only for single requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class ServerOptions:
     Args:
         pixels: min_pixels and max_pixels, if given.
         videos: defaults for the videos of every request.
-        checkpoint: keys whose values the checkpoint fixes; the server compares them.
+        checkpoint: keys whose values the checkpoint fixes; the server checks that they are equal.
         tiles: num_crops, if given.
     """
 
@@ -43,10 +43,10 @@ class ServerOptions:
 
 
 def server_options(kwargs: Mapping[str, Any]) -> ServerOptions:
-    """Reads ``--mm-processor-kwargs``, which takes the keys of transformers' image and video processors.
+    """Reads ``--mm-processor-kwargs``, which accepts the keys of transformers' image and video processors.
 
     Raises:
-        StartupError: an unknown key (the message lists the accepted ones), or a value that this server cannot honour.
+        StartupError: a key is unknown (the message lists the accepted ones), or a value is not supported.
     """
     outer = {k: v for k, v in kwargs.items() if k not in ("images_kwargs", "videos_kwargs")}
     groups = [("", outer)]
@@ -79,10 +79,10 @@ def _read_options(kwargs: Mapping[str, Any], where: str) -> MediaOptions:
 
 
 def refuse_num_crops(tiles: int | None, param: str | None = None) -> None:
-    """Refuses ``num_crops`` for a model that does not cut images by it.
+    """Raises an error if ``num_crops`` is given for a model that does not use it.
 
     Raises:
-        BadRequest: with the ``param`` that it came from.
+        BadRequest: it came from a request field, ``param``.
         StartupError: it came from the command line, which has no ``param``.
     """
     if tiles is None:
@@ -93,10 +93,10 @@ def refuse_num_crops(tiles: int | None, param: str | None = None) -> None:
 
 
 def check_pixel_limits(least: int, most: int, factor: int) -> None:
-    """Checks that some image fits the limits, which count pixels; ``factor`` is what its sides are multiples of.
+    """Checks that some image fits the limits, in pixels; the sides of images are multiples of ``factor``.
 
     Raises:
-        StartupError: no image does.
+        StartupError: no image fits.
     """
     if not 0 < least <= most or most < factor**2:
         raise StartupError(

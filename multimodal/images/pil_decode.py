@@ -9,7 +9,7 @@ from threading import Lock
 
 import numpy as np
 
-# Importing the five registers them; no other format is ever tried.
+# Importing these five registers them; no other format is ever tried.
 from PIL import BmpImagePlugin, GifImagePlugin, Image, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
 
 from trencadis.core.errors import BadRequest, TooLarge, TrencadisError
@@ -42,7 +42,7 @@ def decode(data: bytes | bytearray, header: Header, shrink: int = 1) -> Image.Im
 
     Args:
         data: a whole file that ``inspect_header`` accepted.
-        header: its result.
+        header: the result of ``inspect_header``.
         shrink: 1, or for JPEG 2, 4 or 8: decode at that fraction of both sides, rounded up.
 
     Raises:
@@ -59,11 +59,12 @@ def decode(data: bytes | bytearray, header: Header, shrink: int = 1) -> Image.Im
 
 
 def jpeg_shrink(header: Header, height: int, width: int) -> int:
-    """By how much the decoder shrinks a JPEG image that is resized to ``height`` x ``width`` pixels: 1, 2, 4 or 8.
+    """Returns the factor by which the decoder shrinks a JPEG image to be resized to ``height`` x ``width``: 1, 2, 4 or
+    8.
 
-    The reference resizes by bicubic alone, so only images with at least ``DRAFT_PIXELS`` times the target's pixels are
-    shrunk, and their sides stay at least ``DRAFT_GAP`` times the target's. Pixels then differ from the reference by 0.3
-    of 255 on average and 10 at most (noisy photographs with lettering).
+    The reference uses only bicubic resizing, so only images with at least ``DRAFT_PIXELS`` times the target's pixels
+    are shrunk, and their sides stay at least ``DRAFT_GAP`` times the target's. Pixels then differ from the reference by
+    0.3 of 255 on average and 10 at most (noisy photographs with lettering).
     """
     if header.format != "JPEG" or header.width * header.height < DRAFT_PIXELS * height * width:
         return 1
@@ -76,7 +77,7 @@ def load_pil_image(image: Image.Image, max_pixels: int = MAX_IMAGE_PIXELS) -> Im
     """Loads a caller's PIL image as upright RGB.
 
     Raises:
-        BadRequest: it cannot be loaded, or its sides or aspect ratio are refused (see ``check_size``).
+        BadRequest: the image cannot be loaded, or its sides or aspect ratio are refused (see ``check_size``).
         TooLarge: more than ``max_pixels`` pixels, or out of memory.
     """
     check_size(image.width, image.height, max_pixels)
@@ -88,18 +89,18 @@ def load_pil_image(image: Image.Image, max_pixels: int = MAX_IMAGE_PIXELS) -> Im
 
 @contextmanager
 def decoder_errors() -> Iterator[None]:
-    """Turns whatever a decoder raises into BadRequest or TooLarge, without the decoder's message."""
+    """Converts any exception of a decoder to BadRequest or TooLarge, without the decoder's message."""
     try:
         yield
     except TrencadisError:
         raise
     except Exception as error:
-        # Decoders raise about ten types on hostile bytes, and their texts leak addresses.
+        # Decoders raise about ten exception types on hostile bytes, and their texts leak addresses.
         raise TooLarge(TOO_LARGE) if isinstance(error, TOO_LARGE_ERRORS) else BadRequest(DAMAGED) from None
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Returns an upright RGB image: applies EXIF orientation, lays transparency on white, scales 16 bits to 8.
+    """Returns an upright RGB image: applies EXIF orientation, composites transparency on white, scales 16 bits to 8.
 
     The result is a new image, or ``image`` itself if there is nothing to do.
 
@@ -117,7 +118,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 def _transpose(image: Image.Image, transpose: Image.Transpose) -> Image.Image:
     out = image.transpose(transpose)
-    # The copy inherits the EXIF bytes; a second pass would turn it again.
+    # The copy inherits the EXIF bytes; a second pass would rotate it again.
     out.info = {}
     return out
 
@@ -126,7 +127,7 @@ def _orientation(image: Image.Image) -> int:
     try:
         return int(image.getexif().get(ORIENTATION, 1))
     except Exception:
-        # Orientation is advice: garbled EXIF must not cost the image.
+        # Orientation is optional: damaged EXIF data must not make the image fail.
         return 1
 
 

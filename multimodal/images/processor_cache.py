@@ -1,4 +1,6 @@
-"""Prepared images by digest: an LRU bounded in bytes, in which concurrent requests for a key share the work."""
+"""Cache of prepared images by digest: an LRU bounded in bytes, in which concurrent requests for a key share the
+work.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ from trencadis.multimodal.processor import PreparedImage
 
 
 class _Abandoned(Exception):
-    """The caller that prepared the image was cancelled; one of those that wait starts again."""
+    """The caller that prepared the image was cancelled; one of the waiting callers starts again."""
 
 
 class Unshared(Exception):
-    """Wraps an error about the preparing caller's own limits: only that caller sees it, those that wait start again."""
+    """Wraps an error about the preparing caller's own limits: only that caller gets it, waiting callers start again."""
 
     def __init__(self, error: TrencadisError) -> None:
         super().__init__(error.message)
@@ -28,11 +30,12 @@ class Unshared(Exception):
 class ProcessorCache:
     """A byte-bounded LRU of ``PreparedImage``, safe across threads and event loops.
 
-    Invariants: ``bytes`` is the sum of the kept images' ``nbytes`` and at most ``max_bytes``; a key is prepared by
-    at most one caller at a time; an error is never kept.
+    Invariants: ``bytes`` is the sum of the kept images' ``nbytes`` and at most ``max_bytes``; a key is prepared by at
+    most one caller at a time; an error is never kept.
 
     Args:
-        max_bytes: bound of ``bytes``. 0 keeps nothing; concurrent requests for a key still share one preparation.
+        max_bytes: limit of ``bytes``. With 0 nothing is kept, but concurrent requests for a key still share one
+            preparation.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -45,13 +48,13 @@ class ProcessorCache:
         self._pending: dict[str, Future[PreparedImage]] = {}
         self._lock = Lock()
         self.find_in_other_process: Callable[[str], Awaitable[PreparedImage | None]] | None = None
-        """Asks other processes for an image; ``find`` does, where this one has none."""
+        """Looks up an image in other processes; used by ``find`` if this process has none."""
 
     def __len__(self) -> int:
         return len(self._images)
 
     def clear(self) -> None:
-        """Drops every image; what is being prepared stays with those who wait for it."""
+        """Drops every image; images in preparation are still delivered to waiting callers."""
         with self._lock:
             self._images.clear()
             self.bytes = 0
@@ -59,7 +62,7 @@ class ProcessorCache:
     async def load(self, key: str, work: Callable[[], Awaitable[PreparedImage]]) -> PreparedImage:
         """Returns the image from the cache, from a caller that is preparing it, or from ``work``.
 
-        Neither a cancelled caller nor ``Unshared`` fails the others.
+        A cancelled caller or an ``Unshared`` error does not fail the others.
         """
         found, pending = self._claim(key, True)
         if pending is not None:
@@ -69,7 +72,7 @@ class ProcessorCache:
     async def _wait_for_other(
         self, key: str, pending: Future[PreparedImage] | None, work: Callable[[], Awaitable[PreparedImage]]
     ) -> PreparedImage:
-        """The image that another caller is preparing; its own if nobody does any more."""
+        """Returns the image that another caller is preparing; prepares it here if that caller gives up."""
         found = None
         while pending is not None:
             await asyncio.wait([_retrieve_error(asyncio.wrap_future(pending))])
@@ -79,7 +82,7 @@ class ProcessorCache:
         return await self._prepare(key, work) if found is None else found
 
     async def _prepare(self, key: str, work: Callable[[], Awaitable[PreparedImage]]) -> PreparedImage:
-        """The image from ``work``, for all who wait for it."""
+        """Prepares the image with ``work`` and delivers it to all waiting callers."""
         try:
             image = await work()
         except BaseException as error:
@@ -94,14 +97,16 @@ class ProcessorCache:
         return image
 
     def _fail(self, key: str, error: BaseException) -> None:
-        """Fails the pending preparation: waiters get the error, or start again if it concerns only the first caller."""
+        """Fails the pending preparation: waiting callers get the error, or start again if it concerns only the
+        first caller.
+        """
         with self._lock:
             pending = self._pending.pop(key)
         shared = isinstance(error, Exception) and not isinstance(error, Unshared)
         pending.set_exception(error if shared else _Abandoned())
 
     async def find(self, key: str) -> PreparedImage | None:
-        """The image from the cache or from a caller that is preparing it, or None."""
+        """Returns the image from the cache or from a caller that is preparing it, or None."""
         with self._lock:
             self.queries += 1
             found, pending = self._lookup(key), self._pending.get(key)
@@ -122,8 +127,10 @@ class ProcessorCache:
             return self._images.get(key)
 
     def _claim(self, key: str, count: bool) -> tuple[PreparedImage | None, Future[PreparedImage] | None]:
-        """Returns the cached image, or the future of one in preparation, or neither: then the caller must prepare and
-        settle it."""
+        """Returns the cached image, or the future of one in preparation, or neither.
+
+        If neither, the caller must prepare the image and settle its future.
+        """
         with self._lock:
             self.queries += count
             found = self._lookup(key, count)
@@ -152,20 +159,20 @@ class ProcessorCache:
             self._evict()
 
     def _evict(self) -> None:
-        """Drops the image that was used longest ago."""
+        """Drops the least recently used image."""
         _, dropped = self._images.popitem(last=False)
         self.bytes -= dropped.nbytes
         self.evictions += 1
 
 
 def _retrieve_error(waiter: asyncio.Future[PreparedImage]) -> asyncio.Future[PreparedImage]:
-    """Retrieves the waiter's error: asyncio would log it as never retrieved if the waiter is cancelled."""
+    """Marks the waiter's error as retrieved; asyncio would log it otherwise if the waiter is cancelled."""
     waiter.add_done_callback(lambda done: done.cancelled() or done.exception())
     return waiter
 
 
 def _shared_result(error: BaseException | None, pending: Future[PreparedImage]) -> PreparedImage:
-    """The result of a shared preparation. An error is copied, because each waiter sets its own ``param``."""
+    """Returns the result of a shared preparation. An error is copied, because each waiter sets its own ``param``."""
     if isinstance(error, TrencadisError):
         raise type(error)(error.message, param=error.param, retry_after=error.retry_after)
     return pending.result()

@@ -1,1 +1,1 @@
-"""InternVL3: tiles of an image and the image once more, small."""
+"""InternVL3: tiles of an image, and a small version of the whole image."""

@@ -1,4 +1,4 @@
-"""InternVL3 as a family (-hf checkpoints): a decoder of Qwen2, Qwen3 or Llama, InternViT over tiles, cells of 2 x 2."""
+"""The InternVL3 family (-hf checkpoints): a decoder of Qwen2, Qwen3 or Llama, InternViT over tiles, cells of 2 x 2."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ MERGE_BY_DOWNSAMPLE_RATIO = {1.0: 1, 0.5: 2, 0.25: 4}
 
 @dataclass(frozen=True)
 class InternVisionConfig(TileVisionConfig):
-    """InternViT with 300M weights: a class token, and what each layer adds is scaled."""
+    """InternViT with 300M weights: a class token, and scaled layer outputs."""
 
     cell_norm: ClassVar[bool] = True
     layer_scale: ClassVar[bool] = True
 
 
 def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
-    """InternVLConfig."""
+    """Reads transformers' InternVLConfig."""
     text = read_text_config(root, c, tied, ("qwen2", "qwen3", "llama"))
     ratio = root.number("downsample_ratio", 0, 1, 0.5, above=True)
     if ratio not in MERGE_BY_DOWNSAMPLE_RATIO:

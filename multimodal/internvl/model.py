@@ -13,7 +13,7 @@ from trencadis.multimodal.vit.model import TileVisionModel
 
 
 class InternVLModel(TileVisionModel):
-    """A decoder with InternViT."""
+    """A decoder with InternViT's tower."""
 
     def load_position_table(self, source: WeightSource, at: str) -> Tensor:
         c = self.tower
@@ -23,5 +23,5 @@ class InternVLModel(TileVisionModel):
 
 
 def make(config: ModelConfig, backend: Backend) -> InternVLModel:
-    """The factory that the family's record names."""
+    """Builds the model; named in the family's record."""
     return InternVLModel(config, backend, load_normalisation(config.path))

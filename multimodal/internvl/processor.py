@@ -1,4 +1,4 @@
-"""InternVL3's image processor: the grid of tiles whose aspect ratio is nearest, and the whole image as one more."""
+"""InternVL3's image processor: the grid of tiles with the nearest aspect ratio, plus the whole image as one tile."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ START, END = "<img>", "</img>"
 
 @dataclass(frozen=True)
 class InternVLImageProcessor(TileImageProcessor):
-    """``multimodal.processor.Processor`` of ``min_patches`` to ``max_patches`` tiles, and one more where there are
-    several.
+    """A ``multimodal.processor.Processor`` for ``min_patches`` to ``max_patches`` tiles.
+
+    If there are several tiles, one more holds the whole image.
     """
 
     min_patches: int = 1
@@ -60,7 +61,7 @@ class InternVLImageProcessor(TileImageProcessor):
 
 @lru_cache(maxsize=16)
 def _tile_grids(least: int, most: int) -> tuple[tuple[int, int], ...]:
-    """(columns, rows) of ``least`` to ``most`` tiles, the fewest first."""
+    """Returns (columns, rows) of all grids with ``least`` to ``most`` tiles, the fewest tiles first."""
     numbers = range(1, most + 1)
     return tuple(
         sorted(((c, r) for c in numbers for r in numbers if least <= c * r <= most), key=lambda g: g[0] * g[1])
@@ -68,9 +69,9 @@ def _tile_grids(least: int, most: int) -> tuple[tuple[int, int], ...]:
 
 
 def choose_tile_grid(height: int, width: int, side: int, least: int, most: int) -> tuple[int, int]:
-    """(columns, rows) of the grid whose aspect ratio is nearest to the image's.
+    """Returns (columns, rows) of the grid whose aspect ratio is nearest to the image's.
 
-    Of equal ones the larger, while its area is under twice the image's.
+    On ties, the larger grid, as long as its area is less than twice the image's.
     """
     best, distance = (1, 1), float("inf")
     for columns, rows in _tile_grids(least, most):
@@ -81,7 +82,10 @@ def choose_tile_grid(height: int, width: int, side: int, least: int, most: int) 
 
 
 def _read_settings(config: ModelConfig) -> tuple[PixelNormalisation, int, int]:
-    """Colours, and the fewest and most tiles; without a file the class's defaults, for plans."""
+    """Returns the normalisation, and the minimum and maximum of tiles.
+
+    Without a processor file the class's defaults, for plans.
+    """
     if not has_processor_settings(config.path):
         return CLIP, 1, 12
     c = read_processor_settings(config.path)
@@ -96,7 +100,7 @@ def _read_settings(config: ModelConfig) -> tuple[PixelNormalisation, int, int]:
 
 
 def image_needs(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
-    """Every item is one tile; the arena holds the largest image's."""
+    """Returns the limits of images. Every item is one tile; the arena holds the tiles of the largest image."""
     check_processor_kwargs(mm_kwargs)
     v, (_, _, most) = get_vision_config(config), _read_settings(config)
     return ImageNeeds(v.slots_per_tile, v.slots_per_tile, v.rows_per_tile * (most + (most > 1)), tile=v.slots_per_tile)
@@ -105,7 +109,7 @@ def image_needs(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: st
 def from_checkpoint(
     config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad"
 ) -> InternVLImageProcessor:
-    """The processor of a checkpoint folder; raises StartupError."""
+    """Creates the processor of a checkpoint folder; raises StartupError for unsupported settings."""
     check_processor_kwargs(mm_kwargs)
     read_processor_settings(config.path)
     normalisation, least, most = _read_settings(config)
@@ -117,7 +121,7 @@ def from_checkpoint(
 def image_sizes(
     config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad"
 ) -> Callable[..., ImageGeometry]:
-    """What an image becomes by its height and width."""
+    """Returns a function that computes an image's geometry from its height and width."""
     normalisation, least, most = _read_settings(config)
     return InternVLImageProcessor(
         **shared_processor_fields(get_vision_config(config), normalisation), min_patches=least, max_patches=most
@@ -125,5 +129,5 @@ def image_sizes(
 
 
 def load_normalisation(path: Path) -> PixelNormalisation:
-    """How a checkpoint's processor makes values of bytes."""
+    """Reads how a checkpoint's processor normalises pixels."""
     return read_normalisation(read_processor_settings(path)) if has_processor_settings(path) else CLIP

@@ -1,1 +1,1 @@
-"""LLaVA-1.5: a Llama that sees through a CLIP tower and two linear layers."""
+"""LLaVA-1.5: a Llama decoder with CLIP's vision tower and a projector of two linear layers."""

@@ -1,4 +1,4 @@
-"""CLIP's tower and its processor's settings, which several families read. Torch-free."""
+"""CLIP's vision tower and processor settings, which several families use. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ BICUBIC = 3
 
 @dataclass(frozen=True)
 class ClipVisionConfig(TileVisionConfig):
-    """CLIP's layers up to the one whose output is read (``depth`` of them)."""
+    """CLIP's vision tower up to the layer whose output is used (``depth`` layers)."""
 
     first_norm: ClassVar[bool] = True
 
 
 def read_settings(path: Path, image: int, kinds: tuple[str, ...]) -> PixelNormalisation:
-    """The colours that a checkpoint's processor file states; the rest is held to what is implemented.
+    """Reads the pixel normalisation from a checkpoint's processor file; other settings are checked.
 
     Raises:
-        StartupError: no file, or a value that is not implemented.
+        StartupError: there is no file, or a value is not implemented.
     """
     c = read_processor_settings(path)
     c.only("image_processor_type", kinds, kinds[0])

@@ -1,4 +1,4 @@
-"""LLaVA-1.5 as a family: Llama's decoder, CLIP's tower up to the layer that is read, a projector."""
+"""The LLaVA-1.5 family: Llama's decoder, CLIP's tower up to the selected layer, a projector. Also Pixtral-12B."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CLIP_DEFAULTS = ViTDefaults(768, 12, 12, 3072, 224, 32, 1e-5, "quick_gelu")
 
 
 def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
-    """LlavaConfig; its vision_config says whether it is Pixtral-12B."""
+    """Reads transformers' LlavaConfig; the vision_config tells if it is Pixtral-12B."""
     vision_fields = root.within("vision_config")
     if vision_fields.values.get("model_type") == "pixtral":
         text = read_text_config(root, c, tied, ("mistral",))
@@ -36,8 +36,9 @@ def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
 
 
 def read_clip_fields(root: JsonFields, c: JsonFields, width: int) -> dict[str, Any]:
-    """The fields of a ``ClipVisionConfig`` that ends with the layer that is read; ``width``: the decoder's hidden
-    size.
+    """Returns the fields of a ``ClipVisionConfig`` that ends with the selected layer.
+
+    ``width``: the decoder's hidden size.
     """
     root.only("vision_feature_select_strategy", ("default",), "default")
     fields = read_vit_fields(c, ("clip_vision_model",), CLIP_DEFAULTS, width)

@@ -19,7 +19,7 @@ from trencadis.multimodal.vit.processor import get_vision_config, has_processor_
 
 
 class LlavaModel(TileVisionModel):
-    """A decoder with CLIP's tower."""
+    """A decoder with CLIP's vision tower."""
 
     def load_position_table(self, source: WeightSource, at: str) -> Tensor:
         c = self.tower
@@ -28,7 +28,7 @@ class LlavaModel(TileVisionModel):
 
 
 def make(config: ModelConfig, backend: Backend) -> Decoder:
-    """The factory that the family's record names."""
+    """Builds the model; named in the family's record."""
     if isinstance(config.vision, PixtralVisionConfig):
         return pixtral.make(config, backend)
     known = has_processor_settings(config.path)

@@ -1,4 +1,4 @@
-"""CLIP's image processor: the shorter side to the image's size, and the centre of that."""
+"""CLIP's image processor: resizes the shorter side to the image size, and crops the centre."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROCESSOR_TYPES = ("CLIPImageProcessor", "CLIPImageProcessorFast", "CLIPImagePro
 
 @dataclass(frozen=True)
 class ClipImageProcessor(TileImageProcessor):
-    """``multimodal.processor.Processor`` of images of one tile."""
+    """A ``multimodal.processor.Processor`` for images of one tile."""
 
     kind: str = "trencadis.multimodal.llava.processor:ClipImageProcessor"
 
@@ -37,7 +37,7 @@ class ClipImageProcessor(TileImageProcessor):
         return self.make_geometry((self.image, self.image), 1, self.rows_per_tile, area=rows * columns)
 
     def _resize_shortest_edge(self, height: int, width: int) -> tuple[int, int]:
-        """(height, width) with the shorter side at ``image`` pixels, the longer rounded down."""
+        """Returns (height, width) with the shorter side at ``image`` pixels, the longer one rounded down."""
         if width <= height:
             return int(self.image * height / width), self.image
         return self.image, int(self.image * width / height)
@@ -50,13 +50,13 @@ class ClipImageProcessor(TileImageProcessor):
 
 
 def image_needs(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
-    """What images may need, by the tower that the checkpoint has."""
+    """Returns the limits of images, depending on the checkpoint's tower."""
     is_pixtral = isinstance(config.vision, PixtralVisionConfig)
     return pixtral.image_needs(config, mm_kwargs) if is_pixtral else tiles.image_needs(config, mm_kwargs)
 
 
 def from_checkpoint(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad") -> TileImageProcessor:
-    """The processor of a checkpoint folder; raises StartupError."""
+    """Creates the processor of a checkpoint folder; raises StartupError for unsupported settings."""
     if isinstance(config.vision, PixtralVisionConfig):
         return pixtral.from_checkpoint(config, mm_kwargs)
     check_processor_kwargs(mm_kwargs)
@@ -67,7 +67,7 @@ def from_checkpoint(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment
 def image_sizes(
     config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad"
 ) -> Callable[..., ImageGeometry]:
-    """What an image becomes by its height and width."""
+    """Returns a function that computes an image's geometry from its height and width."""
     if isinstance(config.vision, PixtralVisionConfig):
         return pixtral.image_sizes(config, mm_kwargs)
     return ClipImageProcessor(**shared_processor_fields(get_vision_config(config))).compute_geometry

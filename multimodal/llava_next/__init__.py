@@ -1,1 +1,4 @@
-"""LLaVA-NeXT (LLaVA-1.6): CLIP's tower over tiles of an image, whose lines stand beside each other in the prompt."""
+"""LLaVA-NeXT (LLaVA-1.6): CLIP's tower over tiles of an image.
+
+The prompt contains the patches of all tiles line by line.
+"""

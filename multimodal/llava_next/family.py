@@ -1,4 +1,4 @@
-"""LLaVA-NeXT as a family: Llama's, Mistral's or Qwen2's decoder, CLIP's tower over tiles, and a newline row."""
+"""The LLaVA-NeXT family: Llama's, Mistral's or Qwen2's decoder, CLIP's tower over tiles, and a newline row."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from trencadis.multimodal.vit.hf_vision_config import read_image_token
 MAX_TILES = 64
 DEFAULT_GRID_PINPOINTS = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
 NEWLINE = 0
-"""The one constant row."""
+"""Number of the only constant row."""
 
 Size = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class LlavaNextVisionConfig(ClipVisionConfig):
-    """CLIP over tiles; ``grid_pinpoints``: (height, width) in pixels of what an image may be resized to and cut into
-    tiles.
+    """CLIP's tower over tiles.
+
+    ``grid_pinpoints``: sizes (height, width) in pixels to which an image may be resized before it is cut into tiles.
     """
 
     grid_pinpoints: tuple[Size, ...] = ()
@@ -31,12 +32,12 @@ class LlavaNextVisionConfig(ClipVisionConfig):
 
     @property
     def max_tiles(self) -> int:
-        """Those of the largest grid, and the whole image once more."""
+        """Number of tiles of the largest grid, plus one for the whole image."""
         return 1 + max(h * w for h, w in self.grid_pinpoints) // self.image**2
 
 
 def read_grid_pinpoints(c: JsonFields, image: int) -> tuple[Size, ...]:
-    """``image_grid_pinpoints``; raises StartupError for sizes that are not whole tiles, or too many of them."""
+    """Reads ``image_grid_pinpoints``; raises StartupError for sizes that are not whole tiles, or too many of them."""
     key, found = "image_grid_pinpoints", []
     given = c.values.get(key) if c.is_given(key) else [*map(list, DEFAULT_GRID_PINPOINTS)]
     for pair in given if isinstance(given, list) else [None]:
@@ -52,7 +53,7 @@ def read_grid_pinpoints(c: JsonFields, image: int) -> tuple[Size, ...]:
 
 
 def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
-    """LlavaNextConfig."""
+    """Reads transformers' LlavaNextConfig."""
     text = read_text_config(root, c, tied, ("llama", "mistral", "qwen2"))
     fields = read_clip_fields(root, root.within("vision_config"), text.hidden)
     vision = LlavaNextVisionConfig(**fields, grid_pinpoints=read_grid_pinpoints(root, fields["image"]))

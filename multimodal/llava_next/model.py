@@ -15,14 +15,14 @@ from trencadis.multimodal.vit.processor import get_vision_config, has_processor_
 
 
 class LlavaNextModel(LlavaModel):
-    """A decoder with CLIP's tower, and the newline row."""
+    """A decoder with CLIP's tower and the newline row."""
 
     def load_constant_rows(self, source: WeightSource) -> Tensor:
         return source.take("visual.image_newline", (self.tower.out_hidden,))[None]
 
 
 def make(config: ModelConfig, backend: Backend) -> LlavaNextModel:
-    """The factory that the family's record names."""
+    """Builds the model; named in the family's record."""
     known = has_processor_settings(config.path)
     return LlavaNextModel(
         config, backend, read_settings(config.path, get_vision_config(config).image, PROCESSOR_TYPES) if known else CLIP

@@ -30,8 +30,9 @@ PROCESSOR_TYPES = ("LlavaNextImageProcessor", "LlavaNextImageProcessorFast", "Ll
 
 @dataclass(frozen=True)
 class LlavaNextImageProcessor(TileImageProcessor):
-    """``multimodal.processor.Processor`` of an image and its grid; ``grid_pinpoints`` as in
-    ``LlavaNextVisionConfig``.
+    """A ``multimodal.processor.Processor`` for an image and its grid of tiles.
+
+    ``grid_pinpoints`` is explained in ``LlavaNextVisionConfig``.
     """
 
     grid_pinpoints: tuple[Size, ...] = ()
@@ -61,7 +62,10 @@ class LlavaNextImageProcessor(TileImageProcessor):
 
 
 def select_best_resolution(size: Size, grids: tuple[Size, ...]) -> Size:
-    """The grid in which an image of ``size`` (height, width) keeps most pixels, then the one that wastes least."""
+    """Returns the grid in which an image of ``size`` (height, width) keeps most pixels.
+
+    On ties, the one that wastes least.
+    """
     height, width = size
 
     def rank(grid: Size) -> tuple[int, int]:
@@ -92,11 +96,12 @@ def count_padding_patches(size: Size, whole: Size) -> Size:
 
 @lru_cache(maxsize=256)
 def layout_grid(side: int, whole: Size, cut: Size) -> tuple[tuple[int, ...], Layout]:
-    """Which tiles of the grid have tokens, and the layout: the whole image's tile, then the grid line by line.
+    """Returns the tiles of the grid that have tokens, and the layout: the whole image's tile, then the grid line by
+    line.
 
     Args:
         side: patches along a side of a tile.
-        whole: rows and columns of patches of the grid; cut: of those that are left out at each edge.
+        whole: rows and columns of patches in the grid. cut: rows and columns of patches left out at each edge.
     """
     across = whole[1] // side
     rows, columns = range(cut[0], whole[0] - cut[0]), range(cut[1], whole[1] - cut[1])
@@ -118,7 +123,7 @@ def layout_grid(side: int, whole: Size, cut: Size) -> tuple[tuple[int, ...], Lay
 def from_checkpoint(
     config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad"
 ) -> LlavaNextImageProcessor:
-    """The processor of a checkpoint folder; raises StartupError."""
+    """Creates the processor of a checkpoint folder; raises StartupError for unsupported settings."""
     check_processor_kwargs(mm_kwargs)
     v, c = cast(LlavaNextVisionConfig, config.vision), read_processor_settings(config.path)
     normalisation = read_settings(config.path, v.image, PROCESSOR_TYPES)
@@ -130,6 +135,6 @@ def from_checkpoint(
 def image_sizes(
     config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad"
 ) -> Callable[..., ImageGeometry]:
-    """What an image becomes by its height and width."""
+    """Returns a function that computes an image's geometry from its height and width."""
     v = cast(LlavaNextVisionConfig, config.vision)
     return LlavaNextImageProcessor(**shared_processor_fields(v), grid_pinpoints=v.grid_pinpoints).compute_geometry

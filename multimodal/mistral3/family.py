@@ -1,4 +1,4 @@
-"""Mistral 3 as a family."""
+"""The Mistral 3 family."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ IMAGE_TOKEN = 10
 
 
 def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
-    """Mistral3Config."""
+    """Reads transformers' Mistral3Config."""
     text = read_text_config(root, c, tied, ("mistral",))
     merge = root.integer("spatial_merge_size", 1, MERGE_SIZES[-1], 2)
     if merge not in MERGE_SIZES:

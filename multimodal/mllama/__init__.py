@@ -1,1 +1,3 @@
-"""Llama-3.2-Vision: a Llama some of whose layers attend to images, and a tower of two stacks over four tiles."""
+"""Llama-3.2-Vision: a Llama decoder with cross-attention layers, and a vision tower of two stacks over up to four
+tiles.
+"""

@@ -1,4 +1,4 @@
-"""Llama-3.2-Vision as a family: Llama's decoder with layers that attend to images, a tower of two stacks."""
+"""The Llama-3.2-Vision family: Llama's decoder with cross-attention layers, and a vision tower of two stacks."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from trencadis.multimodal.mllama_tower.config import read_vision_config
 IMAGE_TOKEN = 128256
 VISION_MODEL_TYPE = "mllama_vision_model"
 SPARE_VOCAB_ROWS = 8
-"""Rows of the embedding's table behind the vocabulary, the image's mark among them; the head has none of them."""
+"""Rows of the embedding table beyond the vocabulary, including the image token's; the head has none of them."""
 
 TEXT_DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 40,
     "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
 }  # fmt: skip
 DEFAULT_CROSS_ATTENTION_LAYERS = (3, 8, 13, 18, 23, 28, 33, 38)
-"""MllamaTextConfig's values of keys that a file leaves out."""
+"""MllamaTextConfig's default."""
 
 
 def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
-    """MllamaConfig. transformers ties no head here, whatever the file says."""
+    """Reads transformers' MllamaConfig. The head is never tied, as in transformers, regardless of the file."""
     c.only("model_type", ("mllama_text_model",), "mllama_text_model")
     c = c.with_defaults(TEXT_DEFAULTS)
     full_attention(c)

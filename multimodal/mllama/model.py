@@ -1,4 +1,4 @@
-"""Llama-3.2-Vision: Llama's decoder and a tower of two stacks."""
+"""Llama-3.2-Vision: Llama's decoder and a vision tower of two stacks."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from trencadis.multimodal.mllama_tower.model import MllamaModel
 
 
 def make(config: ModelConfig, backend: Backend) -> MllamaModel:
-    """The factory that the family's record names."""
+    """Builds the model; named in the family's record."""
     return MllamaModel(config, backend, read_normalisation_settings(config))

@@ -1,1 +1,4 @@
-"""Ranks on a Ray cluster: Ray places, starts and ends them; no Step passes it. Only ``ray`` asked for imports it."""
+"""Ranks on a Ray cluster.
+
+Ray places, starts and ends them; Steps do not pass through it. Imported only for the ``ray`` backend.
+"""

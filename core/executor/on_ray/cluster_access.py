@@ -1,7 +1,7 @@
-"""Whether a Ray cluster lets this process in, and whether it lets anybody in.
+"""Checks whether a Ray cluster accepts this process, and whether it accepts any client.
 
-A process of its own asks: Ray tries a token that is refused for most of a minute and says then that there is no
-cluster, and it aborts a process that has none to show.
+A separate process makes the connection: with a rejected token, Ray retries for most of a minute and then reports that
+there is no cluster, and it aborts a process that has no token.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from trencadis.core.errors import StartupError
 START = "`ray start --head` starts one, and RAY_ADDRESS=host:port names another"
 
 PROBE = 3.0
-"""Seconds in which the cluster's port must answer."""
+"""Seconds in which the cluster's port must accept a connection."""
 
 PATIENCE = 30.0
-"""Seconds in which the cluster must say whether it takes a token."""
+"""Seconds in which the cluster must accept or reject a token."""
 
 LET_IN, REFUSED, NO_TOKEN = 0, 3, 4
-"""Exit codes of the process that asks; any other: it could not ask."""
+"""Exit codes of the probe process; any other: the probe failed."""
 
 UNKNOWN = -1
 
 AUTH = "RAY_AUTH_"
-"""What names of variables about tokens begin with."""
+"""Prefix of the environment variables about tokens."""
 
 ASK = f"""
 import sys
@@ -57,7 +57,7 @@ class ClusterAccess:
     """A cluster's answer to an access probe.
 
     Args:
-        address: where it is; empty: nobody knows.
+        address: the cluster's address; empty: unknown.
         said: LET_IN, REFUSED, NO_TOKEN or UNKNOWN.
     """
 
@@ -66,11 +66,11 @@ class ClusterAccess:
 
 
 def probe_access(address: str, environ: Mapping[str, str]) -> Callable[[], ClusterAccess]:
-    """Begins to ask; what it returns waits for the answer.
+    """Starts a probe in a child process; returns a function that waits for its answer.
 
     Args:
         address: ``host:port``, or ``auto``.
-        environ: what shows a token.
+        environ: the environment of the probe, which may hold a token.
     """
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", ASK, address], env=dict(environ), stdin=subprocess.DEVNULL,
@@ -91,7 +91,7 @@ def probe_access(address: str, environ: Mapping[str, str]) -> Callable[[], Clust
 
 
 def check_token(answer: ClusterAccess, environ: Mapping[str, str]) -> None:
-    """Raises StartupError where the cluster does not let this process in."""
+    """Raises StartupError if the cluster does not accept this process."""
     if answer.said == NO_TOKEN:
         raise StartupError(
             "RAY_AUTH_MODE=token and there is no token: set RAY_AUTH_TOKEN_PATH=FILE or RAY_AUTH_TOKEN to that of the "
@@ -110,7 +110,7 @@ def check_token(answer: ClusterAccess, environ: Mapping[str, str]) -> None:
 
 
 def check_not_open(address: str) -> None:
-    """Raises StartupError for a cluster on a public address that lets everybody run code, whatever we would show."""
+    """Raises StartupError for a cluster on a public address that runs code of any client, with or without a token."""
     if is_public(address) and accepts_any_client(address):
         raise StartupError(
             f"the Ray cluster at {address} has a public address and asks for no token: whoever reaches it runs code "
@@ -125,7 +125,7 @@ def accepts_any_client(address: str) -> bool:
 
 
 def is_public(address: str) -> bool:
-    """Whether ``host:port`` is reached from anywhere; a name counts as its addresses."""
+    """Returns True if ``host:port`` has a globally routable address; host names are resolved."""
     host, _, port = address.rpartition(":")
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
@@ -135,7 +135,7 @@ def is_public(address: str) -> bool:
 
 
 def check_reachable(address: str) -> None:
-    """Raises StartupError where nothing answers; Ray itself would try for a minute."""
+    """Raises StartupError if nothing answers at ``address``; Ray itself would retry for a minute."""
     host, _, port = address.rpartition(":")
     if address in ("auto", "local"):
         return

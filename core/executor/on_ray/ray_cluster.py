@@ -1,4 +1,4 @@
-"""The Ray cluster: how it is reached, what it has, and which node each rank gets."""
+"""Access to the Ray cluster: connection, resources, and the assignment of ranks to nodes."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ NEEDED = (
 OWN_NODE = "TRENCADIS_RAY_NODE"
 
 PLACEMENT_TIMEOUT = 5.0
-"""Seconds in which everything must be placed, or is refused."""
+"""Seconds in which Ray must place a group."""
 
 
 @dataclass(frozen=True)
 class ClusterNode:
-    """A node that is alive: how many of a resource it has, and how many of them are free."""
+    """A live node: ``total`` and ``free`` count one resource; ``here`` is True for this process's node."""
 
     id: str
     address: str
@@ -41,17 +41,17 @@ class ClusterNode:
 
 
 def connect(environ: Mapping[str, str]) -> Any:
-    """The ``ray`` module, connected to a running cluster.
+    """Returns the ``ray`` module, connected to a running cluster.
 
     Raises:
-        StartupError: Ray is not installed, no cluster answers, or it is one that this process must not or cannot join.
+        StartupError: Ray is not installed, no cluster answers, or this process must not or cannot join it.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if find_spec("ray") is None:
         raise StartupError(NEEDED)
     address = envs.get("RAY_ADDRESS", environ) or "auto"
     cluster_access.check_reachable(address)
-    answer = cluster_access.probe_access(address, os.environ)  # while this process imports Ray
+    answer = cluster_access.probe_access(address, os.environ)  # runs while this process imports Ray
     try:
         ray: Any = import_module("ray")
     except ImportError as error:
@@ -65,7 +65,7 @@ def connect(environ: Mapping[str, str]) -> Any:
     except ConnectionError:
         where = "runs on this machine" if address == "auto" else f"answers at {address}"
         raise StartupError(f"no Ray cluster {where}: {cluster_access.START}") from None
-    except Exception as error:  # Ray's are many
+    except Exception as error:  # Ray raises many types
         said = " ".join(str(error).split())
         if "ersion" in said:
             raise StartupError(
@@ -77,9 +77,10 @@ def connect(environ: Mapping[str, str]) -> Any:
 
 
 def nodes_of(ray: Any, resource: str) -> list[ClusterNode]:
-    """The nodes that are alive; this one first.
+    """Returns the live nodes, this one first.
 
-    An engine that was put on a node is told which one that is: where a machine has several, Ray would say another.
+    An engine that Ray placed on a node gets its id from a variable: with several nodes on a machine, Ray would name
+    another.
     """
     mine = envs.get(OWN_NODE, os.environ) or ray.get_runtime_context().get_node_id()
     free = import_module("ray._private.state").available_resources_per_node()
@@ -97,10 +98,10 @@ def assign_nodes(
 ) -> list[ClusterNode]:
     """Assigns a node to each of ``groups * size`` ranks; the first is on this node.
 
-    A group of ``size`` ranks is on one node, unless it may ``spread``.
+    The ``size`` ranks of a group are on one node, unless ``spread`` is True.
 
     Raises:
-        StartupError: there are not as many; the line has both counts.
+        StartupError: there are not enough free resources; the message has both counts.
     """
     left = {node.id: node.free for node in nodes}
     world = groups * size
@@ -137,7 +138,7 @@ def choose_lead_node(nodes: Sequence[ClusterNode], groups: int, size: int, resou
     """Returns the node for the first rank of an engine: this one, or the first that has enough resources.
 
     Raises:
-        StartupError: none will; the line has both counts.
+        StartupError: no node is suitable; the message has both counts.
     """
     refused: StartupError | None = None
     for node in (n for n in nodes if n.free):
@@ -157,10 +158,10 @@ def choose_lead_node(nodes: Sequence[ClusterNode], groups: int, size: int, resou
 
 
 def assign_engine_nodes(nodes: Sequence[ClusterNode], engines: int, ranks: int, resource: str) -> list[ClusterNode]:
-    """A node for each of ``engines``, all of whose ``ranks`` are there; nodes are filled one after the other.
+    """Returns a node for each of ``engines``, which holds all its ``ranks``; nodes are filled one after another.
 
     Raises:
-        StartupError: there is not as much room; the line has both counts.
+        StartupError: there are not enough free resources; the message has both counts.
     """
     found = [node for node in nodes for _ in range(node.free // ranks)][:engines]
     if len(found) < engines:
@@ -173,7 +174,7 @@ def assign_engine_nodes(nodes: Sequence[ClusterNode], engines: int, ranks: int, 
 
 
 def create_engine_group(ray: Any, engines: int, ranks: int, resource: str) -> Any:
-    """A placement group with a bundle for each engine. Ray makes a bundle anew elsewhere where its node is lost.
+    """Creates a placement group with a bundle per engine. If a node is lost, Ray recreates its bundle elsewhere.
 
     Raises:
         StartupError: Ray does not place it in ``PLACEMENT_TIMEOUT`` seconds.
@@ -193,7 +194,7 @@ def create_engine_group(ray: Any, engines: int, ranks: int, resource: str) -> An
 
 
 def create_actor_in_bundle(ray: Any, actor: type, group: Any, bundle: int, resource: str, count: int) -> Any:
-    """A new actor that takes ``count`` of a bundle's resource."""
+    """Creates an actor that takes ``count`` of a bundle's resource."""
     strategy = import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy(
         placement_group=group, placement_group_bundle_index=bundle
     )
@@ -204,14 +205,14 @@ def create_actor_in_bundle(ray: Any, actor: type, group: Any, bundle: int, resou
 
 
 def create_actor_on_node(ray: Any, actor: type, node: str) -> Any:
-    """A new actor on a node, of which it takes nothing."""
+    """Creates an actor on a given node that takes no resources."""
     strategies = import_module("ray.util.scheduling_strategies")
     strategy = strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=False)
     return ray.remote(actor).options(scheduling_strategy=strategy, max_restarts=0, num_cpus=0).remote()
 
 
 def create_rank_group(ray: Any, nodes: Sequence[ClusterNode], resource: str) -> Any:
-    """A placement group with a bundle for each rank, on the node that it was dealt.
+    """Creates a placement group with a bundle for each rank on its assigned node.
 
     Raises:
         StartupError: Ray does not place it in ``PLACEMENT_TIMEOUT`` seconds.
@@ -232,7 +233,7 @@ def create_rank_group(ray: Any, nodes: Sequence[ClusterNode], resource: str) -> 
 
 
 def remove_group(group: Any) -> None:
-    """Removes a placement group, and with it its actors."""
+    """Removes a placement group together with its actors."""
     with suppress(Exception):
         import_module("ray.util.placement_group").remove_placement_group(group)
 

@@ -1,4 +1,4 @@
-"""Ranks as actors of a Ray cluster."""
+"""Launches ranks as actors of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from trencadis.core.links.topology import Topology
 
 
 class RayLauncher:
-    """A placement group with an actor for each rank; that of rank 0 holds the card of this process.
+    """Creates a placement group with one actor per rank; rank 0's actor reserves the card of this process.
 
     Args:
-        rendezvous: where the ranks meet.
+        rendezvous: address of the ranks' store.
 
     Raises:
-        StartupError: there is no cluster, or not as many cards.
+        StartupError: there is no cluster, or it has not enough free cards.
     """
 
     def __init__(self, config: EngineConfig, topology: Topology, environ: Mapping[str, str]) -> None:
@@ -62,11 +62,11 @@ class RayLauncher:
 
     @property
     def host(self) -> str:
-        """This node's address."""
+        """Address of this node."""
         return self.nodes[0].address
 
     def _reserve_own_card(self) -> None:
-        """Takes the card that Ray gives to rank 0. Nothing has opened a device in this process so far."""
+        """Adopts the card that Ray assigns to rank 0; no device has been opened in this process yet."""
         holder = self._actor(0)
         try:
             shown = self._ray.get(holder.cards.remote(), timeout=60)
@@ -82,7 +82,10 @@ class RayLauncher:
         return made
 
     def describe_rank(self, number: int) -> RankInfo:
-        """Ranks of a node count among themselves; each sees its own card alone."""
+        """Returns the info of a rank.
+
+        Local numbers count the ranks of its node, and each rank sees only its own card.
+        """
         node = self.nodes[number]
         before = sum(other.id == node.id for other in self.nodes[:number])
         beside = _count(self.nodes)[node.id]
@@ -94,7 +97,7 @@ class RayLauncher:
         )
 
     def launch(self, number: int) -> RemoteRankState:
-        """Starts an actor, which starts the rank's process; that comes to this engine."""
+        """Starts an actor, which starts the rank's process, which connects to this engine."""
         rank_info, (address, port) = self.describe_rank(number), self._listener.address
         threads = self._config.threads or (computing_cpus() if self.nodes[number].here else None)
         told = rank_messages.ConnectInfo(
@@ -107,23 +110,23 @@ class RayLauncher:
         return RemoteRankState(rank_info, RayRankHandle(linked, self._ray, actor), linked, remote=True)
 
     def close(self) -> None:
-        """Gives everything back to Ray."""
+        """Closes the listener, ends the actors and removes the placement group."""
         self._listener.close()
-        while self.actors:  # a failure and the engine's end may both be here
+        while self.actors:  # called by a failing thread and by close() at the same time
             with suppress(Exception):
                 self._ray.kill(self.actors.popitem()[1])
         ray_cluster.remove_group(self._group)
 
 
 class RayRankHandle(RemoteRank):
-    """The end of a rank that an actor has started."""
+    """Handle of a rank that an actor has started."""
 
     def __init__(self, linked: Future[Link], ray: Any, actor: Any) -> None:
         super().__init__(linked)
         self._ray, self._actor = ray, actor
 
     def kill(self) -> None:
-        """Closes the link and ends the actor, and with it the process."""
+        """Closes the link and ends the actor together with its rank process."""
         super().kill()
         with suppress(Exception):
             self._ray.kill(self._actor)

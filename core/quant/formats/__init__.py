@@ -1,1 +1,1 @@
-"""Readers: one file a format, from a checkpoint's tensors to a ``QTensor``."""
+"""Readers that convert a checkpoint's tensors to a ``QTensor``, one file per format."""

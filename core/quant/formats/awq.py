@@ -1,4 +1,4 @@
-"""AWQ files in GEMM order: codes [in, out / 8], each word eight output features of one input column."""
+"""Reads AWQ files in GEMM order: codes [in, out / 8], each word holding eight output features of one input column."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from trencadis.core.quant.formats.raw_weight import RawWeight
 from trencadis.core.quant.quantised_tensor import QTensor
 
 NIBBLE_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The place in its word of each of eight neighbouring output features: even ones first."""
+"""Position within the word of each of eight consecutive output features: even ones first."""
 
 
 def read(raw: RawWeight) -> QTensor:
-    """A weight with a zero point for each group."""
+    """Reads a weight with a zero point for each group."""
     (rows, columns), groups = raw.shape, raw.groups()
     if rows % 8:
         raw.refuse(f"has {rows} output features; AWQ packs them by eight")

@@ -1,4 +1,4 @@
-"""Integers of 4 and 8 bits in words of 32, the first in the lowest bits."""
+"""Packs integers of 4 and 8 bits into 32-bit words, the first integer in the lowest bits."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def unpack_words(words: Tensor, bits: int, dim: int, positions: Sequence[int] | None = None) -> Tensor:
-    """The unsigned integers of int32 words [a, b], in uint8; ``dim`` grows 32 / bits times.
+    """Unpacks the unsigned integers of int32 words [a, b] to uint8; ``dim`` grows by a factor of 32 / bits.
 
     Args:
-        positions: the place in its word of each integer of a word's; None: 0, 1, 2 and so on.
+        positions: the position within the word of each integer; None: 0, 1, 2 and so on.
     """
     each = 32 // bits
     # A word's bytes are little-endian on every machine that torch runs on.
@@ -27,7 +27,10 @@ def unpack_words(words: Tensor, bits: int, dim: int, positions: Sequence[int] | 
 
 
 def pack_words(values: Tensor, bits: int, dim: int, positions: Sequence[int] | None = None) -> Tensor:
-    """The opposite of ``unpack_words``: int32 words of unsigned integers [a, b], zeros at the end of the last word."""
+    """Packs unsigned integers [a, b] into int32 words, the inverse of ``unpack_words``.
+
+    The last word is padded with zeros.
+    """
     each = 32 // bits
     values = values if dim == 1 else values.t()
     missing = -values.shape[1] % each
@@ -39,5 +42,5 @@ def pack_words(values: Tensor, bits: int, dim: int, positions: Sequence[int] | N
 
 
 def signed(codes: Tensor, bits: int) -> Tensor:
-    """int8: unsigned codes less the middle of their range, as zero points are too."""
+    """Converts unsigned codes to int8 by subtracting the middle of their range, also used for zero points."""
     return (codes.to(torch.int16) - (1 << (bits - 1))).to(torch.int8)

@@ -1,7 +1,7 @@
-"""compressed-tensors: ``float-quantized``, ``int-quantized`` (and ``naive-quantized``), ``pack-quantized``.
+"""Reads compressed-tensors: ``float-quantized``, ``int-quantized`` (and ``naive-quantized``), ``pack-quantized``.
 
-A value is (code - zero) * scale. Packed codes and packed zero points have the middle of their range added; the codes of
-a word are neighbours of a row, its zero points neighbours of a column.
+A value is (code - zero) * scale. Packed codes and packed zero points have the middle of their range added. The codes of
+a word are adjacent in a row, its zero points adjacent in a column.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SCALES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def read(raw: RawWeight) -> QTensor:
-    """A weight in the layout that its tensors show."""
+    """Reads a weight in the layout that its tensors indicate."""
     if raw.get("weight_packed") is not None:
         return _read_packed(raw)
     kinds = FLOAT8 if raw.scheme.kind == "float" else (torch.int8,)
@@ -33,7 +33,7 @@ def read(raw: RawWeight) -> QTensor:
 
 
 def scale_of(raw: RawWeight, suffix: str) -> Tensor:
-    """float32 [out, groups] of scales stored for a matrix, its rows, its groups or its blocks."""
+    """Returns float32 [out, groups] from scales stored per matrix, row, group or block."""
     found = raw.get(suffix)
     if found is None:
         raw.need(suffix, ())
@@ -44,7 +44,7 @@ def scale_of(raw: RawWeight, suffix: str) -> Tensor:
 
 
 def _spread(raw: RawWeight, found: Tensor, suffix: str) -> Tensor:
-    """[out, groups] of what is stored for a matrix, its rows, its groups or its blocks."""
+    """Returns [out, groups] from values stored per matrix, row, group or block."""
     (rows, columns), scheme = raw.shape, raw.scheme
     if scheme.block == 0:
         if found.numel() != 1:

@@ -1,4 +1,4 @@
-"""The reader of each format, by the name that ``core.checkpoint.quant_config`` gives it."""
+"""The reader of each format, by its name in ``core.checkpoint.quant_config``."""
 
 from __future__ import annotations
 
@@ -23,4 +23,4 @@ MARKS = {
     "gptq": ("qweight",),
     "gptq_v2": ("qweight",),
 }
-"""Suffixes, one of which a quantised weight has in each format."""
+"""Tensor suffixes that identify a quantised weight in each format; it has at least one of them."""

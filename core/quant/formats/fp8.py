@@ -1,6 +1,6 @@
-"""``fp8`` files: values of 8 bits with ``weight_scale_inv`` for each block, or one ``weight_scale``.
+"""Reads ``fp8`` files: 8-bit values with ``weight_scale_inv`` for each block, or one ``weight_scale``.
 
-Both are what a stored value is multiplied by, whatever the name says.
+Both are factors by which a stored value is multiplied, in spite of the name.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from trencadis.core.quant.quantised_tensor import QTensor
 
 
 def read(raw: RawWeight) -> QTensor:
-    """A weight; the layout of its scales is that of the scheme, or one for a row where there are as many."""
+    """Reads a weight with scales laid out as in the scheme, or one per row if there are as many scales as rows."""
     data = raw.need("weight", raw.shape, *FLOAT8)
     suffix = "weight_scale_inv" if raw.get("weight_scale_inv") is not None else "weight_scale"
     found = raw.get(suffix)

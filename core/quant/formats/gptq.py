@@ -1,6 +1,6 @@
-"""GPTQ files: codes [in / (32 / bits), out], each word neighbouring input columns of one output feature.
+"""Reads GPTQ files: codes [in / (32 / bits), out], each word holding consecutive input columns of one output feature.
 
-Zero points are packed along the output. The first version of the format stores them less one.
+Zero points are packed along the output. The first version of the format stores them minus one.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from trencadis.core.quant.quantised_tensor import QTensor
 
 
 def read_v1(raw: RawWeight) -> QTensor:
-    """A weight whose zero points are stored less one, so that the largest stored one stands for zero."""
+    """Reads a weight whose zero points are stored minus one (modulo the range)."""
     return _read(raw, 1)
 
 
 def read_v2(raw: RawWeight) -> QTensor:
-    """A weight whose zero points are stored as they are."""
+    """Reads a weight whose zero points are stored unchanged."""
     return _read(raw, 0)
 
 

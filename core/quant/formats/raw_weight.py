@@ -1,4 +1,4 @@
-"""The stored tensors of one weight, as a reader asks for them."""
+"""Access to the stored tensors of one weight, with checks, for the readers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class RawWeight:
     """The tensors ``<name>.<suffix>`` of a weight [out, in].
 
     Args:
-        label: the checkpoint, for messages.
+        label: name of the checkpoint, for messages.
         get: suffix -> tensor, None if it is not stored.
-        dtype: the type that the engine computes in.
+        dtype: the engine's dtype.
     """
 
     label: str
@@ -32,18 +32,18 @@ class RawWeight:
     dtype: torch.dtype
 
     def refuse(self, what: str) -> NoReturn:
-        """Raises StartupError that names the weight."""
+        """Raises StartupError with the name of the weight."""
         raise StartupError(f"{self.label}: {self.name} {what}")
 
     def need(self, suffix: str, shape: tuple[int, ...], *types: torch.dtype) -> Tensor:
-        """The tensor [shape] of one of ``types``; raises StartupError where it is another."""
+        """Returns the tensor [shape] of one of ``types``; raises StartupError if it is missing or different."""
         found = self.get(suffix)
         if found is None:
             raise StartupError(f"{self.label} lacks {self.name}.{suffix}, which {self.scheme.label} needs")
         return self.check(suffix, found, shape, *types)
 
     def check(self, suffix: str, found: Tensor, shape: tuple[int, ...], *types: torch.dtype) -> Tensor:
-        """``found`` if it is [shape] of one of ``types``."""
+        """Returns ``found`` if it is [shape] of one of ``types``; otherwise raises StartupError."""
         if tuple(found.shape) != shape:
             out, inputs = self.shape
             raise StartupError(
@@ -55,7 +55,7 @@ class RawWeight:
         return found
 
     def scales(self, found: Tensor, suffix: str) -> Tensor:
-        """float32; raises StartupError unless all are finite and above zero."""
+        """Converts scales to float32; raises StartupError unless all are finite and positive."""
         wide = found.float()
         if not bool(torch.isfinite(wide).all()) or not bool((wide > 0).all()):
             bad = wide[~(torch.isfinite(wide) & (wide > 0))][0]
@@ -63,7 +63,7 @@ class RawWeight:
         return wide
 
     def groups(self) -> int:
-        """Groups of a row; raises StartupError where the group size does not divide the columns."""
+        """Returns the number of groups in a row; raises StartupError if the group size does not divide the columns."""
         columns, group = self.shape[1], self.scheme.group
         if group and columns % group:
             fit = ", ".join(str(n) for n in (32, 64, 128) if columns % n == 0) or "a scale a row"
@@ -71,11 +71,11 @@ class RawWeight:
         return groups_of(columns, group)
 
     def order(self, found: Tensor | None, groups: int, suffix: str) -> Tensor | None:
-        """int32 [in], the group of each column; None where neighbours share a group."""
+        """Returns int32 [in], the group of each column; None if groups are consecutive columns."""
         if found is None or groups == 1:
             return None
         order = self.check(suffix, found, (self.shape[1],), torch.int32, torch.int64).int()
-        if bool((order == -1).all()):  # as it is initialised: never set
+        if bool((order == -1).all()):  # the initial value: it was never set
             return None
         low, high = int(order.min()), int(order.max())
         if low < 0 or high >= groups:
@@ -85,7 +85,7 @@ class RawWeight:
         return None if torch.equal(order, regular) else order
 
     def make_qtensor(self, data: Tensor, scale: Tensor, zero: Tensor | None, order: Tensor | None) -> QTensor:
-        """The weight; a zero point that is nowhere set is left out."""
+        """Returns the weight; zero points that are all zero are omitted."""
         if zero is not None and not bool(zero.any()):
             zero = None
         group = self.scheme.group or self.shape[1]

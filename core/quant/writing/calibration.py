@@ -1,4 +1,4 @@
-"""Inputs of a decoder's linear layers over prompts, one layer after the other, so that one layer is in memory."""
+"""Computes the inputs of a decoder's linear layers for prompts, layer by layer, so that only one layer is in memory."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ from trencadis.core.shared_constants import RESERVED_BLOCKS
 from trencadis.core.step import Encode, StepInputs
 
 BLOCK = 128
-"""Tokens of a block of the one layer's cache."""
+"""Tokens per block of the single layer's cache."""
 
 
 @dataclass(frozen=True)
 class Calibrant:
-    """One prompt: ids, media, positions; the pixels uint8 [patches, values of a patch] of each of its spans."""
+    """One calibration prompt: ids, media, positions, and the pixels uint8 [patches, values of a patch] of each span."""
 
     request: Request
     pixels: Sequence[Any]
 
 
 class Gram(NamedTuple):
-    """What went into a weight: float32 [in, in], the sum of x x^T over its inputs x; and how many those were."""
+    """Statistics of a weight's inputs x: float32 [in, in], the sum of x x^T, and the number of inputs."""
 
     sums: Tensor
     rows: int
 
 
 class CalibrationOps:
-    """A device's ops that also sum X^T X of the inputs of weights whose names are known.
+    """Wraps a device's ops to also sum X^T X of the inputs of named weights.
 
-    Experts are watched where the device multiplies them one by one, as a CPU does.
+    Experts are recorded only if the device multiplies them one by one, as a CPU does.
     """
 
     def __init__(self, ops: Any) -> None:
@@ -63,17 +63,17 @@ class CalibrationOps:
         return getattr(self._ops, name)
 
     def pack_weight(self, weight: Tensor, bias: Tensor | None = None) -> Weight:
-        """Notes which modules the weight is made of: those that were asked for since the last one."""
+        """Packs a weight and records its modules: those requested since the previous weight."""
         made = self._ops.pack_weight(weight, bias)
         self.names[id(made)], self.requested = tuple(self.requested), []
         return cast(Weight, made)
 
     def pack_quantised(self, q: QTensor, bias: Tensor | None = None) -> Weight:
-        """The values that the codes stand for, as every device's reference has them."""
+        """Packs the dequantised values, as in every device's reference."""
         return self.pack_weight(q.values(), bias)
 
     def pack_experts(self, gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> ExpertWeights:
-        """Notes which modules each matrix is made of: gates and ups are over one input."""
+        """Packs experts and records the modules of each matrix; gate and up projections share their input."""
         made, asked = self._ops.pack_experts(gate_up, down), self.requested
         self.requested = []
         for name in asked:
@@ -85,16 +85,16 @@ class CalibrationOps:
     def pack_quantised_experts(
         self, gate_up: Sequence[Tensor | QTensor], down: Sequence[Tensor | QTensor]
     ) -> ExpertWeights:
-        """As ``pack_quantised``."""
+        """Packs the dequantised values of experts."""
         plain = [[q.values() if isinstance(q, QTensor) else q for q in some] for some in (gate_up, down)]
         return self.pack_experts(*plain)
 
     def experts(self, x: Tensor, scores: Tensor, w: ExpertWeights, top: int, normalise: bool, kind: str) -> Tensor:
-        """The device's own, on these ops, so that its products are recorded."""
+        """Runs the device's implementation with these ops, so that its products are recorded."""
         return cast(Tensor, type(self._ops).experts(self, x, scores, w, top, normalise, kind))
 
     def linear(self, x: Tensor, w: Weight) -> Tensor:
-        """[n, in] -> [n, out]."""
+        """Computes [n, in] -> [n, out] and records the inputs of wanted weights."""
         names = self.names.get(id(w), ())
         if not self.wanted.isdisjoint(names):
             wide = x.float()
@@ -104,7 +104,7 @@ class CalibrationOps:
 
 
 class QuantisedOverlay:
-    """A source in which some weights are quantised; it tells ``CalibrationOps`` what was asked for."""
+    """A source in which some weights are replaced by quantised ones; reports requested names to ``CalibrationOps``."""
 
     def __init__(self, source: WeightSource, ops: CalibrationOps, made: Mapping[str, QTensor]) -> None:
         self._source, self._ops, self._made = source, ops, made
@@ -133,13 +133,13 @@ class QuantisedOverlay:
 
 
 class Calibration:
-    """Activations of all prompts before one layer of the decoder, from the first layer to the last.
+    """Holds the activations of all prompts before one decoder layer, from the first layer to the last.
 
     Args:
         config: the 16-bit checkpoint.
         weights: its tensors.
-        prompts: each of at most as many tokens as the model takes.
-        threads: of the CPU; 0: as many as this process may use.
+        prompts: the prompts, each within the model's maximum length.
+        threads: CPU threads; 0: as many as this process may use.
 
     Memory: the embedding and the tower while prompts are embedded; then one layer, two times [tokens, hidden] of all
     prompts, and the sums of products of one layer's inputs.
@@ -162,7 +162,7 @@ class Calibration:
         self._weights = weights
         self._inputs = [_step(p, self._blocks(len(p.request.tokens)), t, reserved_rows(config)) for p in prompts]
         self._states: list[tuple[Tensor, Tensor | None]] = []
-        self._parts: list[tuple[Tensor, ...]] = []  # of each prompt, what is added behind its first layers
+        self._parts: list[tuple[Tensor, ...]] = []  # for each prompt, the DeepStack rows added after its first layers
         self._embed()
 
     def _blocks(self, tokens: int) -> int:
@@ -170,7 +170,7 @@ class Calibration:
 
     @torch.inference_mode()
     def _embed(self) -> None:
-        """Sets the activations before the first layer."""
+        """Computes the activations before the first layer."""
         # A model without layers and without a head, whose embedding, tower and frequencies are the checkpoint's.
         config = replace(self.config, text=replace(self.config.text, layers=0), pooling=Pooling())
         model = cast(Decoder, make(config, cast(Backend, self.backend)))
@@ -205,9 +205,10 @@ class Calibration:
 
     @torch.inference_mode()
     def grams(self, number: int, modules: Iterable[str]) -> dict[str, Gram]:
-        """What goes into linears of layer ``number``, by canonical name; those over one input share it.
+        """Returns the input statistics of linear layers in layer ``number``, by canonical name; those with the same
+        input share them.
 
-        An expert that no token takes has none.
+        An expert that no token is routed to has none.
         """
         self.ops.grams, self.ops.wanted = {}, frozenset(modules)
         self._through(number, {}, keep=False)
@@ -216,7 +217,7 @@ class Calibration:
 
     @torch.inference_mode()
     def advance(self, number: int, made: Mapping[str, QTensor]) -> None:
-        """Goes on to the next layer, with the weights of layer ``number`` as they are now."""
+        """Advances to the next layer, using the quantised weights of layer ``number``."""
         self._through(number, made, keep=True)
 
     def _through(self, number: int, made: Mapping[str, QTensor], keep: bool) -> None:
@@ -246,7 +247,7 @@ class Calibration:
 
 
 def _images(prompt: Calibrant, row: int) -> list[Encode]:
-    """What is encoded for a prompt; rows follow each other in its order, from ``row`` on."""
+    """Returns the images of a prompt to encode; their arena rows are consecutive, starting at ``row``."""
     found = []
     for span, pixels in zip(prompt.request.spans, prompt.pixels, strict=True):
         rows = np.arange(row, row + span.arena_rows, dtype=np.int32)
@@ -256,7 +257,7 @@ def _images(prompt: Calibrant, row: int) -> list[Encode]:
 
 
 def _step(prompt: Calibrant, blocks: int, text: TextConfig, row: int) -> StepInputs:
-    """A launch that computes the whole prompt; ``row``: of its first item."""
+    """Builds a launch that computes the whole prompt; ``row``: first arena row of its first item."""
     request, long_from = prompt.request, text.long_from
     n = len(request.tokens)
     image_row, upto = np.zeros(n, np.int32), np.arange(n, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""Writes a checkpoint again with its decoder's linear layers in 8 or 4 bits; everything else is carried over."""
+"""Rewrites a checkpoint with its decoder's linear layers in 8 or 4 bits; everything else is copied."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from trencadis.core.quant.writing.safetensors_writer import INDEX, TensorSlot, W
 from trencadis.core.quant.writing.source_checkpoint import Checkpoint
 
 OTHERS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt")
-"""Files that hold weights in some form, which are not carried over."""
+"""Suffixes of files that hold weights in some form and are not copied."""
 FREE_DISK_BYTES = 64 << 20
-"""Bytes of a disk that stay free."""
+"""Bytes that must stay free on the disk."""
 
 
 @dataclass
 class ConversionResult:
-    """What became of a checkpoint: bytes of its tensors before and after, and the error of each rounded weight."""
+    """The result of a conversion: bytes of the tensors before and after, and the error of each rounded weight."""
 
     bytes_before: int = 0
     bytes_after: int = 0
@@ -40,15 +40,15 @@ class ConversionResult:
 
     @property
     def error(self) -> float:
-        """The mean over weights of the difference's norm over the weight's."""
+        """Mean over weights of the relative error: norm of the difference / norm of the weight."""
         return sum(self.errors) / max(len(self.errors), 1)
 
 
 def recipe_for(checkpoint: Checkpoint, to: str, group: int = 0) -> Recipe:
-    """How its weights are stored.
+    """Returns how the checkpoint's weights will be stored.
 
     Raises:
-        StartupError: a group that does not divide the columns.
+        StartupError: the group size does not divide the columns.
     """
     kinds = {checkpoint.tensors[stored].dtype for stored in checkpoint.linear}
     scales = next((kind for kind in (torch.bfloat16, torch.float16) if kind in kinds), torch.float32)
@@ -67,15 +67,15 @@ def convert(
     checkpoint: Checkpoint, out: Path, recipe: Recipe, prompts: Sequence[Calibrant] = (), say: Say = lambda line: None,
     threads: int = 0,
 ) -> ConversionResult:  # fmt: skip
-    """Writes folder ``out``, which must not be there or be empty; what goes wrong leaves nothing behind.
+    """Writes folder ``out``, which must be missing or empty; after an error nothing is left there.
 
     Args:
-        prompts: what columns are compensated over; none: the nearest codes.
-        say: told of each layer.
+        prompts: calibration prompts for error compensation (GPTQ); none: round to the nearest codes.
+        say: receives a progress line for each layer.
         threads: of the CPU; 0: as many as this process may use.
 
     Raises:
-        StartupError: ``out`` holds something, the disk is too small, or a weight is not finite.
+        StartupError: ``out`` is not empty, the disk is too small, or a weight is not finite.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise StartupError(f"{out} holds something already; name a folder that is not there yet")
@@ -102,7 +102,7 @@ def convert(
 
 
 def _slots(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, list[TensorSlot]]:
-    """The tensors of each file that is written."""
+    """Returns the tensors of each file to write."""
     linear, found = checkpoint.linear, dict[str, list[TensorSlot]]()
     for file, names in checkpoint.files.items():
         found[file] = []
@@ -154,7 +154,7 @@ def _write(
 
 
 def _error(weight: Tensor, q: QTensor) -> float:
-    """Norm of the difference over the norm of the weight."""
+    """Returns the norm of the difference divided by the norm of the weight."""
     rows, columns = q.shape
     step = max(SLAB // max(columns, 1), 1)
     away = whole = 0.0
@@ -166,7 +166,7 @@ def _error(weight: Tensor, q: QTensor) -> float:
 
 
 def _carry(checkpoint: Checkpoint, out: Path, recipe: Recipe) -> None:
-    """config.json with the scheme, and every other file that holds no weights."""
+    """Writes config.json with the scheme, and copies every other file without weights."""
     source = checkpoint.config.path
     for entry in sorted(source.iterdir()):
         if entry.name.startswith(".") or entry.name in ("config.json", INDEX) or _holds_weights(entry):
@@ -186,7 +186,7 @@ def _holds_weights(entry: Path) -> bool:
 
 
 def _unquantised_modules(checkpoint: Checkpoint) -> list[str]:
-    """Linear modules that stay as they are, as the format's ``ignore`` names them."""
+    """Returns the linear modules that stay unquantised, in the format's ``ignore`` notation."""
     kept = ["lm_head", *(["score"] if "score.weight" in checkpoint.tensors else [])]
     kept += [f"re:.*{re.escape(end)}$" for end in sorted(checkpoint.routers())]
     if checkpoint.config.vision is None:

@@ -1,9 +1,9 @@
-"""GPTQ: columns are rounded one after the other, and those not yet rounded make up for each one's error.
+"""GPTQ: rounds columns one after another, and compensates each one's error in those not yet rounded.
 
 With G = X^T X of the inputs X [tokens, in], rounding column j to q costs e = (w_j - q) / U[j, j], where U is the upper
-Cholesky factor of G's inverse, and subtracting e U[j, k] from every later column k leaves the least error of the
-output (Frantar et al. 2022, "GPTQ", equations 2 to 4 and algorithm 1). Columns with the largest inputs come first;
-groups stay neighbours, and their scales are those of the weight as it was.
+Cholesky factor of G's inverse, and subtracting e U[j, k] from every later column k leaves the least error of the output
+(Frantar et al. 2022, "GPTQ", equations 2 to 4 and algorithm 1). Columns with the largest inputs come first; groups
+remain consecutive columns, and their scales are those of the original weight.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from trencadis.core.quant.quantised_tensor import SLAB, QTensor
 from trencadis.core.quant.scheme import Scheme
 
 DAMP = 0.01
-"""Share of the mean of G's diagonal that is added to it."""
+"""Fraction of the mean of G's diagonal that is added to the diagonal."""
 BLOCK = 128
-"""Columns whose errors reach the later ones by one product."""
+"""Columns whose errors are applied to later blocks by one matrix product."""
 
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """What rounding must know of the inputs of a weight; modules over one input share it.
+    """Statistics of a weight's inputs that rounding needs; modules with the same input share them.
 
     Args:
         size: float32 [in], the diagonal of G.
         order: int64 [in], columns with the largest inputs first.
-        factor: float32 [in, in], in that order; None: G has none, even when damped.
+        factor: float32 [in, in], the Cholesky factor in that order; None: G has none, even when damped.
     """
 
     size: Tensor
@@ -39,7 +39,7 @@ class LayerInputs:
 
     @classmethod
     def of(cls, gram: Tensor) -> LayerInputs:
-        """From float32 [in, in], the sum of products; three tensors like it are held at a time."""
+        """Computes the statistics from G, float32 [in, in]; up to three tensors of that size are held at a time."""
         size = gram.diagonal().clone()
         order = torch.sort(size, descending=True, stable=True).indices
         return cls(size, order, _factor(gram, size, order))
@@ -48,7 +48,7 @@ class LayerInputs:
 def round_compensated(
     weight: Tensor, inputs: LayerInputs, scheme: Scheme, dtype: torch.dtype, search: ScaleSearch, what: str
 ) -> QTensor:
-    """Rounds a weight [out, in] for its inputs, a slab of rows at a time; to the nearest codes without a factor.
+    """Rounds a weight [out, in] for its inputs, in slabs of rows; without a factor, to the nearest codes.
 
     Raises:
         StartupError: a value is not finite.
@@ -58,7 +58,7 @@ def round_compensated(
     back = order.argsort()
     step = max(SLAB // columns, 1)
     codes, scales = [], []
-    for start in range(0, rows, step):  # rows know nothing of each other
+    for start in range(0, rows, step):  # rows are independent of each other
         wide = finite(weight[start : start + step], scheme, what)
         scale = scales_of(wide, scheme, search, importance)
         each = spread(scale, columns, group)
@@ -72,12 +72,12 @@ def round_compensated(
 
 
 def _factor(gram: Tensor, size: Tensor, order: Tensor) -> Tensor | None:
-    """The upper Cholesky factor of the inverse of ``gram`` in ``order``; None if there is none."""
+    """Returns the upper Cholesky factor of the inverse of ``gram`` in ``order``; None if there is none."""
     size, mean = size[order], float(size.mean())
-    # An input that is never anything but zero is left to itself.
+    # Inputs that are always zero get an independent diagonal entry.
     size = torch.where(size > 0, size, mean or 1.0)
     for damp in (DAMP, 10 * DAMP, 100 * DAMP):
-        held: Tensor = gram[order][:, order]  # few at a time, since the largest take gigabytes
+        held: Tensor = gram[order][:, order]  # keep few tensors, since the largest take gigabytes
         held.diagonal().copy_(size + damp * mean)
         held, failed = torch.linalg.cholesky_ex(held)
         if not bool(failed):
@@ -89,7 +89,7 @@ def _factor(gram: Tensor, size: Tensor, order: Tensor) -> Tensor | None:
 
 
 def _walk(weight: Tensor, factor: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
-    """The codes of float32 [out, in] from the first column to the last; ``weight`` is overwritten."""
+    """Returns the codes of float32 [out, in], computed from the first column to the last; overwrites ``weight``."""
     rows, columns = weight.shape
     codes = torch.empty((rows, columns), dtype=torch.float8_e4m3fn if scheme.kind == "float" else torch.int8)
     for start in range(0, columns, BLOCK):

@@ -1,4 +1,4 @@
-"""The codes of a layer's linears: the nearest ones, or those that make up for each other's errors over prompts."""
+"""Rounds a layer's linear weights: to the nearest codes, or with error compensation over prompts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trencadis.core.quant.writing.recipe import Recipe
 from trencadis.core.quant.writing.source_checkpoint import EXPERTS, Checkpoint, StoredWeight
 
 SUMS = 2 << 30
-"""Bytes of sums of products that a pass over the prompts may hold of experts; one expert's are held in any case."""
+"""Limit in bytes of the experts' input statistics per pass over the prompts; at least one expert is included."""
 
 
 Say = Callable[[str], None]
@@ -23,12 +23,12 @@ Say = Callable[[str], None]
 def round_layer(
     checkpoint: Checkpoint, number: int, recipe: Recipe, calibration: Calibration | None, say: Say
 ) -> Iterator[tuple[StoredWeight, QTensor]]:
-    """The weights of layer ``number``, those over one input after one another.
+    """Yields the rounded weights of layer ``number``; those with the same input are adjacent.
 
-    An expert's matrix that fewer inputs reach than it has columns is rounded to the nearest codes: their sum of
-    products has no full rank, and what it compensates it takes from inputs that were not seen. (With as many inputs as
-    columns, the error over other inputs is 0.3 to 1.0 of the nearest codes', with half as many up to 1.2: the slower
-    the inputs' variances fall, the worse.)
+    An expert's matrix that receives fewer inputs than it has columns is rounded to the nearest codes: its statistics do
+    not have full rank, so compensation would increase the error on other inputs. (With as many inputs as columns, the
+    error on other inputs is 0.3 to 1.0 of that of the nearest codes, with half as many up to 1.2; it is worse if the
+    inputs' variances fall more slowly.)
     """
     linears, label = checkpoint.layers[number], checkpoint.config.name
     if calibration is None:
@@ -67,7 +67,7 @@ def _nearest(checkpoint: Checkpoint, linear: StoredWeight, recipe: Recipe, weigh
 
 
 def _inputs(grams: dict[str, Gram], alike: Sequence[StoredWeight]) -> LayerInputs:
-    """What rounding must know; the sums themselves are let go, since they may take gigabytes."""
+    """Returns the statistics that rounding needs, and deletes the sums, which may take gigabytes."""
     found = LayerInputs.of(grams[alike[0].module].sums)
     for linear in alike:
         del grams[linear.module]
@@ -75,7 +75,9 @@ def _inputs(grams: dict[str, Gram], alike: Sequence[StoredWeight]) -> LayerInput
 
 
 def _passes(checkpoint: Checkpoint, linears: Sequence[StoredWeight]) -> Iterator[list[StoredWeight]]:
-    """What one pass over the prompts sums up: all but experts, then as many experts as ``SUMS`` allows."""
+    """Yields the modules whose statistics one pass over the prompts collects: all but experts, then as many experts
+    as ``SUMS`` allows.
+    """
     yield [linear for linear in linears if EXPERTS not in linear.module]
     each: dict[str, list[StoredWeight]] = {}
     for linear in linears:

@@ -1,4 +1,4 @@
-"""What ``quantize`` makes of a linear layer: its scheme, the tensors that are stored, the entry of config.json."""
+"""How ``quantize`` converts a linear layer: its scheme, the stored tensors, and the entry of config.json."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from trencadis.core.quant.scheme import Scheme, groups_of
 from trencadis.core.quant.writing.safetensors_writer import TensorSlot
 
 CLIPS = tuple(1 - step / 40 for step in range(17))
-"""Shares of a group's largest magnitude that are tried as its range: 1 down to 0.6."""
+"""Fractions of a group's largest magnitude that are tried as its range: 1 down to 0.6."""
 
 FORMATS = {"fp8": "float-quantized", "int8": "int-quantized", "int4": "pack-quantized"}
 GROUPS = (32, 64, 128)
 STRIPE = 1024
-"""Rows that are packed at a time: in between, a code takes 8 bytes."""
+"""Rows packed at a time, because a code temporarily takes 8 bytes."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Recipe:
     """How every linear layer of the decoder is stored.
 
     Args:
-        to: ``fp8``, ``int8`` (a scale a row, activations of 8 bits) or ``int4`` (groups, activations as they are).
+        to: ``fp8``, ``int8`` (a scale per row, 8-bit activations) or ``int4`` (groups, unquantised activations).
         group: columns that share a scale; 0 unless ``int4``.
-        scales: the type that scales are stored in: the checkpoint's.
+        scales: the dtype of the stored scales: the checkpoint's.
     """
 
     to: str
@@ -40,18 +40,18 @@ class Recipe:
 
     @property
     def scheme(self) -> Scheme:
-        """The scheme."""
+        """The quantisation scheme."""
         if self.to == "int4":
             return Scheme(4, group=self.group or ONLINE_GROUP)
         return Scheme(8, "float" if self.to == "fp8" else "int", activations="token")
 
     @property
     def search(self) -> ScaleSearch:
-        """The scales that are tried. A float's codes lie closer where values are small, so that clipping never pays."""
+        """The scales that are tried. Clipping never helps floats, whose codes are denser near zero."""
         return ScaleSearch((1.0,) if self.to == "fp8" else CLIPS, self.scales)
 
     def slots(self, base: str, shape: tuple[int, int]) -> list[TensorSlot]:
-        """What is stored for the weight [out, in] of module ``base``."""
+        """Returns the tensors stored for the weight [out, in] of module ``base``."""
         rows, columns = shape
         scale = TensorSlot(f"{base}.weight_scale", self.scales, (rows, groups_of(columns, self.scheme.group)))
         if self.to == "int4":
@@ -61,7 +61,7 @@ class Recipe:
         return [TensorSlot(f"{base}.weight", kind, shape), scale]
 
     def tensors(self, base: str, q: QTensor) -> dict[str, Tensor]:
-        """The tensors of ``slots``."""
+        """Returns the contents of the tensors listed by ``slots``."""
         found = {f"{base}.weight_scale": q.scale.to(self.scales)}
         if self.to != "int4":
             return found | {f"{base}.weight": q.data}
@@ -70,7 +70,7 @@ class Recipe:
         return found | {f"{base}.weight_packed": words, f"{base}.weight_shape": torch.tensor(q.shape)}
 
     def config(self, ignore: list[str]) -> dict[str, Any]:
-        """``quantization_config``; ``ignore``: modules that stay as they are."""
+        """Returns ``quantization_config``; ``ignore``: modules that stay unquantised."""
         scheme, kind = self.scheme, "float" if self.to == "fp8" else "int"
         weights = {
             "num_bits": scheme.bits, "type": kind, "symmetric": True, "dynamic": False, "observer": "mse",

@@ -1,4 +1,4 @@
-"""safetensors files whose tensors are written one at a time, in any order, to places that are known beforehand."""
+"""Writes safetensors files whose tensors arrive one at a time, in any order, at offsets computed in advance."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class TensorSlot(NamedTuple):
-    """A tensor of a file that is to be written."""
+    """A tensor of a file to be written."""
 
     name: str
     dtype: torch.dtype
@@ -26,15 +26,15 @@ class TensorSlot(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Its size."""
+        """Size in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 class TensorFile:
-    """One file: the header is written at once, tensors when they come; ``close`` tells whether all of them did."""
+    """One file: the header is written first, tensors as they arrive; ``close`` checks that all have arrived."""
 
     def __init__(self, path: Path, slots: Sequence[TensorSlot]) -> None:
-        # Larger types first, so that every tensor lies at a multiple of its type's size.
+        # Larger dtypes first, so that every tensor is aligned to its dtype's size.
         ordered = sorted(slots, key=lambda s: -s.dtype.itemsize)
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
         self._where: dict[str, tuple[int, TensorSlot]] = {}
@@ -53,7 +53,7 @@ class TensorFile:
         self._file.truncate(self._base + at)
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Writes a tensor; it must be what the header says."""
+        """Writes a tensor, which must match the header."""
         at, slot = self._where[name]
         assert tensor.dtype == slot.dtype and tuple(tensor.shape) == slot.shape, (name, tensor.dtype, tensor.shape)
         self._missing.discard(name)
@@ -62,12 +62,12 @@ class TensorFile:
             self._file.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     def close(self) -> None:
-        """Ends the file; every tensor must have come."""
+        """Closes the file; asserts that every tensor has been written."""
         self._file.close()
         assert not self._missing, f"never written: {sorted(self._missing)[:3]}"
 
     def abandon(self) -> None:
-        """Closes what is not whole."""
+        """Closes an incomplete file."""
         self._file.close()
 
 
@@ -84,7 +84,7 @@ class WeightFolder:
         self._owner = {slot.name: name for name, slots in files.items() for slot in slots}
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Writes a tensor to the file that has a place for it."""
+        """Writes a tensor to the file that has a slot for it."""
         self._files[self._owner[name]].put(name, tensor)
 
     def __enter__(self) -> Self:

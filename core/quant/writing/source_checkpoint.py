@@ -1,4 +1,4 @@
-"""A 16-bit checkpoint as ``quantize`` reads it: its tensors, mapped, and which of them are the decoder's linears."""
+"""The source checkpoint of ``quantize``: its mapped tensors, and which of them are linear layers of the decoder."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from trencadis.core.models.weight_files import files_of
 from trencadis.core.models.weight_loader import FLOATS, read_file
 
 LINEAR = re.compile(r"(layers\.(\d+)\.(?:self_attn|mlp|mlp\.experts\.\d+)\.\w+_proj)\.weight")
-"""A linear layer of the decoder, by its canonical name."""
+"""Canonical names of the decoder's linear layers."""
 EXPERTS = ".experts."
-"""What names of experts' matrices have in them, stored ones too."""
+"""Part of the names of experts' matrices, canonical and stored."""
 ROUTER = re.compile(r"layers\.\d+(\.mlp\.gate)\.weight")
-"""The matrix whose scores choose experts, by its canonical name."""
+"""Canonical names of the matrices whose scores select experts."""
 
 
 class StoredWeight(NamedTuple):
-    """A linear weight: its stored name, and the module's name as layers have it."""
+    """A linear weight: its stored name, and the canonical name of its module."""
 
     stored: str
     module: str
@@ -43,9 +43,9 @@ class StoredWeight(NamedTuple):
 
 @dataclass
 class Checkpoint:
-    """A 16-bit checkpoint: its tensors, mapped, and which of them are weights of the decoder's linear layers.
+    """A 16-bit checkpoint: its mapped tensors, and which of them are weights of the decoder's linear layers.
 
-    Experts that are stored as one tensor are here one by one, under the names that files of the hub have for them.
+    Experts stored as one tensor are listed separately, under the names used in the hub's files.
     """
 
     config: ModelConfig
@@ -58,17 +58,17 @@ class Checkpoint:
         return iter(self.tensors.items())
 
     def forget(self) -> None:
-        """Releases the pages read so far; they are read again where they are needed again."""
+        """Releases the pages read so far; they are read again when needed."""
         for data in self.maps:
             data.madvise(mmap.MADV_DONTNEED)
 
     @property
     def linear(self) -> dict[str, StoredWeight]:
-        """By stored name."""
+        """The decoder's linear weights by stored name."""
         return {linear.stored: linear for linears in self.layers.values() for linear in linears}
 
     def routers(self) -> set[str]:
-        """Ends of the stored names of modules that choose experts."""
+        """Returns the suffixes of the stored names of routers."""
         names, found = family_of(self.config.architecture).names, set[str]()
         for stored in self.tensors:
             match = ROUTER.fullmatch(canonical(stored, names) or "")
@@ -78,10 +78,10 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint in folder ``path``.
+    """Opens the checkpoint in folder ``path``.
 
     Raises:
-        StartupError: it cannot be served, is quantised already, or lacks weights.
+        StartupError: it is not supported, is already quantised, or lacks weights.
     """
     config = load_config(path)
     if config.quant is not None:
@@ -103,7 +103,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def _split_experts(
     stored: str, tensor: Tensor, config: ModelConfig, names: StoredNames
 ) -> Iterable[tuple[str, Tensor]]:
-    """A tensor as it is, or a layer's experts [experts, out, in] as one matrix each."""
+    """Splits a layer's experts [experts, out, in] into one matrix each; returns other tensors unchanged."""
     if tensor.ndim != 3 or names.transposed or config.text.experts is None:
         return [(stored, tensor)]
     found = list[tuple[str, Tensor]]()
@@ -125,7 +125,7 @@ def _as_on_the_hub(name: str, names: StoredNames) -> str:
 
 
 def _find_linear(stored: str, tensor: Tensor, config: ModelConfig, names: StoredNames) -> StoredWeight | None:
-    """The linear of the decoder that a tensor is; None: it is none."""
+    """Returns the decoder's linear layer that a tensor belongs to; None: it belongs to none."""
     found = LINEAR.fullmatch(canonical(stored, names) or "")
     if found is None:
         return None
@@ -140,7 +140,7 @@ def _find_linear(stored: str, tensor: Tensor, config: ModelConfig, names: Stored
 
 
 def _whole(made: Checkpoint) -> None:
-    """Raises StartupError unless every layer has its linears."""
+    """Raises StartupError unless every layer has all its linear weights."""
     text = made.config.text
     experts = text.experts
     for number in range(max(text.layers, len(made.layers))):
