@@ -113,9 +113,9 @@ class PrometheusMetrics:
 
     Args:
         config: the engine's flags, for ``make_cache_config_info``.
-        outside: counts requests that wait before they reach an engine; they count as the first engine's.
+        fair_queued: counts requests that wait before they reach an engine; they count as the first engine's.
         hidden: True if deprecated names of vLLM are exported too.
-        part: True for one of several API processes; then the front process has the metrics of the engines.
+        one_of_several: True for one of several API processes; then the front process has the metrics of the engines.
     """
 
     def __init__(
