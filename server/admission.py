@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from trencadis.core.errors import BadRequest, QueueFull
+from trencadis.server.answer_budget import AnswerCharge
 from trencadis.server.tenants.rate_limits import CURRENT, TenantAccount
 
 NAMES = ("max_num_queued_reqs", "max_num_queued_tokens", "max_num_queued_pixels")
@@ -159,6 +160,7 @@ class Ticket:
     held: Amounts = NOTHING
     left: bool = False
     account: TenantAccount | None = None
+    answer: AnswerCharge | None = None
 
     def charge(self, *, requests: int = 0, tokens: int = 0, pixels: int = 0) -> None:
         """Charges more amounts, or raises as ``Admission.enter`` does; does nothing after ``leave``."""
@@ -181,11 +183,21 @@ class Ticket:
         if wanted.requests:
             account.enter(wanted.requests, more=bool(self.held.requests))
 
+    def take_answer(self) -> AnswerCharge | None:
+        """Returns the charge of a large answer, which its writer releases from now on; None if it is not large."""
+        charge = self.answer
+        if charge is None or not charge.is_large:
+            return None
+        self.answer = None
+        return charge
+
     def leave(self) -> None:
         """Releases everything; a second call does nothing."""
         if self.left:
             return
         self.left = True
+        if self.answer is not None:
+            self.answer.release()
         held, self.held = self.held, NOTHING
         if self.account is not None:
             self.account.leave(held.requests)

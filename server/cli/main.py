@@ -9,6 +9,7 @@ from importlib import import_module
 
 from trencadis import __version__
 from trencadis.core.errors import StartupError
+from trencadis.core.process.log_queue import flush_logs
 from trencadis.server.cli import signals
 
 USAGE = """\
@@ -119,6 +120,7 @@ def _run_with_one_line_errors(command: Callable[[], int]) -> int:
     try:
         return command()
     except StartupError as error:
+        flush_logs()  # the reason is the last line
         print(f"trencadis: {error}", file=sys.stderr)
         return 2
     except (signals.EarlyStop, KeyboardInterrupt):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from trencadis.core.flag_options import BYTES, COUNT, NOT_NEGATIVE, SECONDS, SOME_SECONDS, Bound, opt
+from trencadis.core.flag_options import BYTES, COUNT, MOST_BYTES, NOT_NEGATIVE, SECONDS, SOME_SECONDS, Bound, opt
 from trencadis.core.shared_constants import MAX_CLIP_FRAMES, MAX_CLIP_SECONDS
 
 
@@ -128,6 +128,12 @@ class ServerConfig:
     max_num_queued_tokens: int | None = opt(None, "prompt tokens in the queue before a 429", kind="count", bound=COUNT)
     max_num_queued_pixels: int | None = opt(None, "pixels in the queue before a 429", kind="count", bound=BYTES)
     max_body_bytes: int = opt(64 << 20, "largest request body", kind="bytes", bound=BYTES)
+    max_answer_bytes: int = opt(
+        64 << 20,
+        "largest answer of one request, estimated before it runs",
+        kind="bytes",
+        bound=Bound(64 << 10, MOST_BYTES),
+    )
     max_queued_body_bytes: int = opt(
         1 << 30,
         "bytes of request bodies in memory before a 429",

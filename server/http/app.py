@@ -24,6 +24,7 @@ from trencadis.core.cpu_affinity import available_cpus
 from trencadis.core.errors import BadRequest, TrencadisError, from_status
 from trencadis.multimodal.decode_workers.worker_pool import MAX_WORKERS
 from trencadis.server.admission import Admission
+from trencadis.server.answer_budget import AnswerBudget
 from trencadis.server.engine.engine_client import EngineClient
 from trencadis.server.grammars.grammar_cache import GrammarCache
 from trencadis.server.http.fair_admission import FairAdmissionMiddleware
@@ -105,7 +106,7 @@ def create_app(
     grammars = GrammarCache(service.tokenizer, service.config.text.vocab, service.eos)
     state = AppState(
         settings, engine, service, admission, metrics, int(time.time()), grammars, forms, tenants,
-        _make_traces(config.otlp_traces_endpoint, metrics), fair_queue,
+        _make_traces(config.otlp_traces_endpoint, metrics), fair_queue, AnswerBudget(config.max_answer_bytes),
     )  # fmt: skip
 
     @asynccontextmanager

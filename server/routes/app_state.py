@@ -15,6 +15,7 @@ from trencadis.core.errors import BadRequest, Forbidden, NotFound, Unavailable
 from trencadis.core.request import Request, SamplingParams
 from trencadis.multimodal.media_options import MediaScope
 from trencadis.server.admission import Admission, Ticket
+from trencadis.server.answer_budget import AnswerBudget
 from trencadis.server.engine.engine_client import EngineClient, get_replicas
 from trencadis.server.grammars.grammar_cache import GrammarCache
 from trencadis.server.grammars.response_format import OPTIONS, RequestedFormat, find_requested_format
@@ -63,6 +64,7 @@ class AppState:
     tenants: TenantRegistry | None = None
     traces: TraceQueue | None = None
     fair_queue: TenantFairQueue | None = None
+    answers: AnswerBudget = field(default_factory=AnswerBudget)
 
     @property
     def fair_queued(self) -> int:

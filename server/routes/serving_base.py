@@ -7,10 +7,11 @@ from typing import Protocol
 
 from pydantic import BaseModel
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from trencadis.server.admission import Ticket
 from trencadis.server.prompts.generation import wait_for_first
+from trencadis.server.routes.json_slices import stream_json
 from trencadis.server.routes.sse import EventStream, StreamFormat, run_until_disconnect
 from trencadis.server.routes.streams.piece_stream import PieceStream
 
@@ -28,8 +29,8 @@ class PreparedRequest(Protocol):
         """How its stream ends and fails."""
         ...
 
-    async def complete(self) -> BaseModel:
-        """Runs to the end and returns the whole answer."""
+    async def complete(self, lazy: bool = False) -> BaseModel:
+        """Runs to the end and returns the whole answer; ``lazy``: its long lists may be ``json_slices.LazyItems``."""
         ...
 
     def stream(self) -> PieceStream:
@@ -59,7 +60,11 @@ async def run_request(
         return await _start_stream(http, ticket, begun, keep_alive, headers)
     try:
         whole = await run_until_disconnect(http, _run_to_end(ticket, begun))
-        return Response(whole.model_dump_json(), headers=headers, media_type="application/json")
+        charge = ticket.take_answer()
+        if charge is None:
+            return Response(whole.model_dump_json(), headers=headers, media_type="application/json")
+        written = stream_json(whole, charge.release)
+        return StreamingResponse(written, headers=headers, media_type="application/json")
     finally:
         ticket.leave()
 
@@ -68,7 +73,7 @@ async def _run_to_end(ticket: Ticket, prepared: Awaitable[PreparedRequest]) -> B
     """The whole answer of what ``prepared`` gives."""
     work = await prepared
     ticket.charge(tokens=work.prompt_tokens)
-    return await work.complete()
+    return await work.complete(lazy=ticket.answer is not None and ticket.answer.is_large)
 
 
 async def _start_stream(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -14,6 +15,7 @@ from starlette.responses import Response
 from trencadis.core.errors import BadRequest, TrencadisError
 from trencadis.core.request import SamplingParams, TokenLogprob
 from trencadis.server.admission import Ticket
+from trencadis.server.answer_budget import AnswerShape
 from trencadis.server.prompts.answer_grammar import RequestedCalls, add_answer_grammar
 from trencadis.server.prompts.answer_parsers import AnswerParsers
 from trencadis.server.prompts.generation import Generation
@@ -31,6 +33,7 @@ from trencadis.server.protocol.chat_completions import (
 from trencadis.server.protocol.tool_definitions import get_named_function, get_schemas
 from trencadis.server.routes.app_state import AppState, forget_body, make_request_id, make_usage
 from trencadis.server.routes.chat_message_output import make_message
+from trencadis.server.routes.json_slices import set_items
 from trencadis.server.routes.request_body import BodyRoute
 from trencadis.server.routes.serving_base import run_request
 from trencadis.server.routes.sse import CHAT_STREAM_FORMAT, StreamFormat
@@ -75,28 +78,30 @@ class RunningChat:
         """Whether log-probabilities name tokens by their ids."""
         return self.state.shows_ids(self.body)
 
-    async def complete(self) -> ChatResponse:
-        """Runs to the end and returns the whole answer."""
+    async def complete(self, lazy: bool = False) -> ChatResponse:
+        """Runs to the end and returns the whole answer; ``lazy``: see ``PreparedRequest``."""
         pieces: list[list[TextPiece]] = [[] for _ in self.generation.streams]
         async with aclosing(self.generation.stream_pieces()) as stream:
             async for index, piece in stream:
                 pieces[index].append(piece)
         first = self.generation.streams[0].prompt_logprobs
-        return ChatResponse(
+        made = ChatResponse(
             id=self.id,
             created=self.created,
             model=self.model,
-            choices=[self._make_choice(i, some) for i, some in enumerate(pieces)],
+            choices=[self._make_choice(i, some, lazy) for i, some in enumerate(pieces)],
             system_fingerprint=self.state.settings.fingerprint,
             usage=self.usage,
-            prompt_logprobs=None if first is None else self._make_prompt_table(first),
             prompt_token_ids=self.generation.prompt.tokens if self.body.return_token_ids else None,
         )
+        if first is not None:
+            set_items(made, "prompt_logprobs", first, self._make_prompt_table, lazy)
+        return made
 
-    def _make_prompt_table(self, items: list[TokenLogprob | None]) -> list[dict[str, Any] | None]:
+    def _make_prompt_table(self, items: Sequence[TokenLogprob | None]) -> list[dict[str, Any] | None]:
         return make_prompt_table(self.state.service.tokenizer, items, self.body.prompt_logprobs or 0)
 
-    def _make_choice(self, index: int, pieces: list[TextPiece]) -> Choice:
+    def _make_choice(self, index: int, pieces: list[TextPiece], lazy: bool) -> Choice:
         tokens = [t for p in pieces for t in p.tokens]
         merged = TextPiece("".join(p.text for p in pieces), tokens, [item for p in pieces for item in p.logprobs])
         message = make_message(self.role, merged.text, [p.answer for p in pieces if p.answer is not None])
@@ -105,7 +110,7 @@ class RunningChat:
         return Choice(
             index=index,
             message=message,
-            logprobs=self.make_logprobs(merged),
+            logprobs=self.make_logprobs(merged, lazy),
             finish_reason=self.get_finish_reason(index, pieces[-1]),
             stop_reason=pieces[-1].stop_reason,
             token_ids=tokens if self.body.return_token_ids else None,
@@ -120,13 +125,14 @@ class RunningChat:
         calls = piece.finish_reason == "stop" and self.generation.streams[index].calls
         return "tool_calls" if calls and not self.named else piece.finish_reason
 
-    def make_logprobs(self, piece: TextPiece) -> ChoiceLogprobs | None:
+    def make_logprobs(self, piece: TextPiece, lazy: bool = False) -> ChoiceLogprobs | None:
         """The log-probabilities of a piece's tokens, if the request asks for them."""
         if not self.body.logprobs:
             return None
-        return make_chat_logprobs(
-            self.state.service.tokenizer, piece.logprobs, self.body.top_logprobs or 0, self.as_ids
-        )
+        how = self.body.top_logprobs or 0, self.as_ids
+        tokenizer, made = self.state.service.tokenizer, ChoiceLogprobs(content=[])
+        set_items(made, "content", piece.logprobs, lambda some: make_chat_logprobs(tokenizer, some, *how).content, lazy)
+        return made
 
 
 async def make_prompt(state: AppState, body: ChatRequest, http: Request, ticket: Ticket, most: int = 0) -> Prompt:
@@ -188,6 +194,8 @@ async def prepare(
     """
     prompt = await make_prompt(state, body, http, ticket)
     sampling = _make_sampling_params(state, body, len(prompt.tokens), fits)
+    shape = _describe_answer(body, prompt)
+    ticket.answer = state.answers.hold(state.answers.fit(shape, sampling), ticket.answer)
     forms, role, echo, named = (
         state.parsers.for_template(body.chat_template),
         state.settings.config.response_role,
@@ -205,6 +213,18 @@ async def prepare(
     id = id or make_request_id("chatcmpl", http, body.request_id)
     generation = state.make_generation(id, prompt, sampling, body)
     return RunningChat(state, body, generation, id, state.check_model(body.model), role, named, echo)
+
+
+def _describe_answer(body: ChatRequest, prompt: Prompt) -> AnswerShape:
+    """What an answer to ``prompt`` is to hold."""
+    name, asked = body.limit
+    return AnswerShape(
+        len(prompt.tokens),
+        logprobs_field="top_logprobs" if body.top_logprobs else "logprobs",
+        limit_field=name if asked is not None else "",
+        ids=bool(body.return_token_ids),
+        stream=bool(body.stream),
+    )
 
 
 def _make_sampling_params(state: AppState, body: ChatRequest, prompt: int, fits: bool) -> SamplingParams:

@@ -13,6 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from trencadis.core.errors import BadRequest
+from trencadis.core.request import SamplingParams
+from trencadis.server.admission import Ticket
+from trencadis.server.answer_budget import AnswerShape
 from trencadis.server.prompts.answer_grammar import add_answer_grammar
 from trencadis.server.prompts.answer_parsers import AnswerParsers
 from trencadis.server.prompts.generation import STARTS_PER_PASS, Generation, merge_generations
@@ -26,6 +29,7 @@ from trencadis.server.protocol.completions import (
     CompletionResponse,
 )
 from trencadis.server.routes.app_state import AppState, forget_body, make_request_id, make_usage
+from trencadis.server.routes.json_slices import set_items
 from trencadis.server.routes.request_body import BodyRoute
 from trencadis.server.routes.serving_base import run_request
 from trencadis.server.routes.sse import CHAT_STREAM_FORMAT, StreamFormat
@@ -49,20 +53,20 @@ class RunningCompletion:
         """Tokens of all prompts."""
         return sum(len(g.prompt.tokens) for g in self.generations)
 
-    async def complete(self) -> CompletionResponse:
-        """Runs to the end and returns the whole answer."""
+    async def complete(self, lazy: bool = False) -> CompletionResponse:
+        """Runs to the end and returns the whole answer; ``lazy``: see ``PreparedRequest``."""
         pieces: dict[tuple[int, int], list[TextPiece]] = {}
         async with aclosing(merge_generations(self.generations)) as stream:
             async for prompt, choice, piece in stream:
                 pieces.setdefault((prompt, choice), []).append(piece)
         choices = []
         for p, c in sorted(pieces):
-            choices.append(self._make_choice(p, c, pieces[p, c]))
+            choices.append(self._make_choice(p, c, pieces.pop((p, c)), lazy))
             if len(choices) % STARTS_PER_PASS == 0:
                 await asyncio.sleep(0)
         return self.make_response(choices, usage=True)
 
-    def _make_choice(self, prompt: int, choice: int, pieces: list[TextPiece]) -> CompletionChoice:
+    def _make_choice(self, prompt: int, choice: int, pieces: list[TextPiece], lazy: bool) -> CompletionChoice:
         generation = self.generations[prompt]
         scored = generation.streams[choice].prompt_logprobs or generation.streams[0].prompt_logprobs
         tokenizer = self.state.service.tokenizer
@@ -76,17 +80,18 @@ class RunningCompletion:
             builder = CompletionLogprobsBuilder(tokenizer, self.body.logprobs, self.state.shows_ids(self.body))
             logprobs = builder.build([*head, *items], generation.prompt.tokens[0])
         wanted = self._scores
-        table = None if scored is None or wanted is None else make_prompt_table(tokenizer, scored, wanted)
-        return CompletionChoice(
+        made = CompletionChoice(
             index=prompt * self.count + choice,
             text=self.get_echo(prompt) + text,
             logprobs=logprobs,
             finish_reason=pieces[-1].finish_reason,
             stop_reason=pieces[-1].stop_reason,
             token_ids=tokens if self.body.return_token_ids else None,
-            prompt_logprobs=table,
             prompt_token_ids=generation.prompt.tokens if self.body.return_token_ids else None,
         )
+        if scored is not None and wanted is not None:
+            set_items(made, "prompt_logprobs", scored, lambda some: make_prompt_table(tokenizer, some, wanted), lazy)
+        return made
 
     def stream(self) -> CompletionStream:
         """Its stream."""
@@ -130,7 +135,7 @@ class RunningCompletion:
         return made
 
 
-async def prepare(state: AppState, body: CompletionRequest, http: Request) -> RunningCompletion:
+async def prepare(state: AppState, body: CompletionRequest, http: Request, ticket: Ticket) -> RunningCompletion:
     """Does everything before the engine.
 
     Raises:
@@ -143,20 +148,39 @@ async def prepare(state: AppState, body: CompletionRequest, http: Request) -> Ru
         truncation_side=body.truncation_side or "left",
     )
     id = make_request_id("cmpl", http, body.request_id)
-    generations = []
+    generations = list[Generation]()
+    size = 0
     # A raw prompt is no chat: what it continues has neither reasoning nor calls.
     asked = state.get_requested_format(body)
     for i, prompt in enumerate(prompts):
         await add_answer_grammar(state.grammar_cache, AnswerParsers(), state.service.tokenizer, prompt, asked)
-        generations.append(_make_generation(state, body, prompt, f"{id}-{i}"))
+        sampling = _make_sampling(state, body, prompt)
+        size += state.answers.fit(_describe_answer(body, prompt), sampling, size)
+        generations.append(state.make_generation(f"{id}-{i}", prompt, sampling, body))
         if i % STARTS_PER_PASS == STARTS_PER_PASS - 1:
             await asyncio.sleep(0)
+    ticket.answer = state.answers.hold(size, ticket.answer)
     body.drop_bulky_fields()
     forget_body(http)
     return RunningCompletion(state, body, generations, id, state.check_model(body.model))
 
 
-def _make_generation(state: AppState, body: CompletionRequest, prompt: Prompt, id: str) -> Generation:
+def _describe_answer(body: CompletionRequest, prompt: Prompt) -> AnswerShape:
+    """What an answer to ``prompt`` is to hold."""
+    return AnswerShape(
+        len(prompt.tokens),
+        logprobs_field="logprobs",
+        limit_field="max_tokens" if body.max_tokens is not None else "",
+        table_field="prompt_logprobs" if body.prompt_logprobs is not None else "echo",
+        repeats_prompt=True,
+        echo=bool(body.echo),
+        ids=bool(body.return_token_ids),
+        stream=bool(body.stream),
+    )
+
+
+def _make_sampling(state: AppState, body: CompletionRequest, prompt: Prompt) -> SamplingParams:
+    """The parameters of answers to one prompt."""
     scored = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
         scored = max(body.logprobs, scored or 0)
@@ -170,8 +194,7 @@ def _make_generation(state: AppState, body: CompletionRequest, prompt: Prompt, i
         defaults, tokens = state.service.defaults, len(prompt.tokens)
         most = state.service.max_model_len
         limit = resolve_output_limit("max_tokens", limit, defaults.get_max_tokens(tokens), tokens, most, defaults.cap)
-    sampling = make_sampling_params(body, state.service, limit, body.logprobs, scored)
-    return state.make_generation(id, prompt, sampling, body)
+    return make_sampling_params(body, state.service, limit, body.logprobs, scored)
 
 
 def router(state: AppState) -> APIRouter:
@@ -188,6 +211,8 @@ def router(state: AppState) -> APIRouter:
             raise BadRequest(f"At most {limits.max_prompts} prompts are allowed, got {count}.", param="prompt")
         ticket = state.admission.enter(count * max(1, min(body.n or 1, limits.max_choices)))
         keep_alive = state.settings.config.sse_keep_alive_interval
-        return await run_request(http, ticket, prepare(state, body, http), bool(body.stream), keep_alive, headers)
+        return await run_request(
+            http, ticket, prepare(state, body, http, ticket), bool(body.stream), keep_alive, headers
+        )
 
     return routes

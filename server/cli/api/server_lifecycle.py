@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from trencadis.core.process import heap_trimmer
+from trencadis.core.process.log_queue import flush_logs
 from trencadis.server.cli import logging_setup, signals
 from trencadis.server.cli.systemd_notify import Notifier
 from trencadis.server.config.resolve_settings import Settings
@@ -92,6 +93,7 @@ class ServerLifecycle:
         """Serves, prints the last message, and returns the exit code."""
         code = asyncio.run(self.run())
         if self.exit_message:
+            flush_logs()  # the reason is the last line
             print(f"trencadis: {self.exit_message}", file=sys.stderr, flush=True)
         return code
 

@@ -37,9 +37,9 @@ class BatchChat:
         """That of a conversation."""
         return self.works[0].form
 
-    async def complete(self) -> ChatResponse:
+    async def complete(self, lazy: bool = False) -> ChatResponse:
         """Runs all to the end; the choice of conversation ``i`` has the index ``i``."""
-        whole = await gather_or_cancel(work.complete() for work in self.works)
+        whole = await gather_or_cancel(work.complete(lazy) for work in self.works)
         choices: list[Choice] = []
         for i, response in enumerate(whole):
             choices += response.choices

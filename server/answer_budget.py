@@ -1,0 +1,150 @@
+"""Bounds the bytes of answers: of each one before it runs, and of all that wait to be written.
+
+A request may ask for more than its tokens: the log-probabilities of 20 other tokens at each place take a hundred times
+as much memory as the text.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trencadis.core.errors import BadRequest, QueueFull
+from trencadis.core.request import SamplingParams
+
+TEXT = 8
+"""Bytes of a token's text, or of its id."""
+
+CANDIDATE = 100
+"""Bytes of a token in a list of log-probabilities: in JSON, or as it is kept until then."""
+
+FREE = 1 << 20
+"""Bytes of an answer that does not count among those that wait: most answers are far below."""
+
+
+@dataclass(frozen=True)
+class AnswerShape:
+    """What a request asks to be told, beside its sampling parameters.
+
+    Args:
+        prompt_tokens: of one prompt.
+        logprobs_field: the field that asks for other tokens at each place of an answer.
+        limit_field: the field that limits an answer's tokens; "": the request leaves it to the server.
+        table_field: the field that asks for the log-probabilities of the prompt.
+        repeats_prompt: whether each choice has what is told of the prompt, as in completions.
+        echo: whether an answer begins with its prompt.
+        ids: whether ids are told beside texts.
+        stream: whether it is written token by token, so that only what is told of the prompt waits.
+    """
+
+    prompt_tokens: int
+    logprobs_field: str
+    limit_field: str
+    table_field: str = "prompt_logprobs"
+    repeats_prompt: bool = False
+    echo: bool = False
+    ids: bool = False
+    stream: bool = False
+
+    def estimate_prompt(self, params: SamplingParams) -> Counter[str]:
+        """Bytes of what is told of the prompt, by the field that asks for it."""
+        found, copies = Counter[str](), params.n if self.repeats_prompt else 1
+        if params.prompt_logprobs is not None:
+            found[self.table_field] += copies * self.prompt_tokens * (1 + params.prompt_logprobs) * CANDIDATE
+        if self.echo:
+            listed = 0 if params.logprobs is None else (1 + params.logprobs) * CANDIDATE
+            found["echo"] += copies * self.prompt_tokens * (TEXT + listed)
+        if self.ids:
+            found["return_token_ids"] += copies * self.prompt_tokens * TEXT
+        return found
+
+    def estimate_token(self, params: SamplingParams) -> Counter[str]:
+        """Bytes of one token of each choice, by field."""
+        found = Counter({self.limit_field: params.n * TEXT * (1 + self.ids)})
+        if params.logprobs is not None:
+            found[self.logprobs_field] += params.n * (1 + params.logprobs) * CANDIDATE
+        return found
+
+
+class AnswerBudget:
+    """Bytes of answers. For one event loop.
+
+    Args:
+        most: of one answer (``--max-answer-bytes``).
+        total: of all large answers that run or wait to be written.
+    """
+
+    def __init__(self, most: int = 64 << 20, total: int = 256 << 20) -> None:
+        self.most, self.total = most, max(total, most)
+        self.held = 0
+
+    def fit(self, shape: AnswerShape, params: SamplingParams, taken: int = 0) -> int:
+        """Returns the bytes that one prompt's answers may take; lowers ``params.max_tokens`` to the budget if the
+        request leaves it to the server.
+
+        Args:
+            taken: bytes of the request's other prompts.
+
+        Raises:
+            BadRequest: the answer could be larger than the budget; ``param`` is the field to lower.
+        """
+        found = shape.estimate_prompt(params)
+        each = shape.estimate_token(params)
+        rest = self.most - taken - found.total()
+        tokens = 0 if shape.stream else params.max_tokens or 0
+        if tokens * each.total() > rest and rest > 0 and not shape.limit_field:
+            tokens = params.max_tokens = max(rest // each.total(), 1)
+        found.update({field: tokens * size for field, size in each.items()})
+        if taken + found.total() > self.most:
+            raise self._too_large(taken + found.total(), found, params)
+        return found.total()
+
+    def _too_large(self, size: int, found: Mapping[str, int], params: SamplingParams) -> BadRequest:
+        field = max(found, key=lambda name: found[name]) or "max_tokens"
+        if params.n > 1 and field != "return_token_ids":
+            field = f"{field} or n"
+        message = f"The answer could take {size} bytes; at most {self.most} are allowed. Lower {field}."
+        return BadRequest(message, param=field.partition(" ")[0])
+
+    def hold(self, size: int, before: AnswerCharge | None = None) -> AnswerCharge:
+        """Counts an answer of ``size`` bytes until it is released.
+
+        Args:
+            before: the charge of the same request's other answers, which becomes part of this one.
+
+        Raises:
+            QueueFull: other large answers leave no room.
+        """
+        if before is not None:
+            size += before.size
+            before.release()
+        counted = size if size > FREE else 0
+        if counted and self.held and self.held + counted > self.total:
+            raise QueueFull("Too many large answers wait to be written; try again later.", retry_after=1)
+        self.held += counted
+        return AnswerCharge(self, size, counted)
+
+
+@dataclass
+class AnswerCharge:
+    """What one request's answers may take.
+
+    Args:
+        size: bytes, as estimated.
+        held: those of them that count in the budget.
+    """
+
+    budget: AnswerBudget
+    size: int
+    held: int
+
+    @property
+    def is_large(self) -> bool:
+        """True if the answer is to be written in slices."""
+        return self.size > FREE
+
+    def release(self) -> None:
+        """Stops counting; a second call does nothing."""
+        self.budget.held -= self.held
+        self.held = 0

@@ -1,0 +1,98 @@
+"""Writes a large answer as JSON in slices, so that neither its writing holds the event loop nor all of it is in memory
+twice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import to_json
+
+SLICE = 64
+"""Items of a list that are made and written at once."""
+
+WRITE = 64 << 10
+"""Bytes that are written at once; the event loop serves others between two writes."""
+
+
+class LazyItems:
+    """A list of an answer whose items are made when they are written, a few at a time; it can be written once.
+
+    Args:
+        items: what they are made of; dropped as they are written.
+        make: makes the JSON values of some of them.
+    """
+
+    def __init__(self, items: Sequence[Any], make: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
+        self._items, self._make = list(items), make
+
+    def write(self) -> Iterator[bytes]:
+        """The JSON text of the list."""
+        comma = b"["
+        for start in range(0, len(self._items), SLICE):
+            made = self._make(self._items[start : start + SLICE])
+            self._items[start : start + SLICE] = [None] * len(made)
+            yield comma + to_json(made)[1:-1]
+            comma = b","
+        yield b"[]" if comma == b"[" else b"]"
+
+
+def set_items(
+    model: BaseModel, name: str, items: Sequence[Any], make: Callable[[Sequence[Any]], Sequence[Any]], lazy: bool
+) -> None:
+    """Sets the list ``name`` of ``model`` to what ``make`` makes of ``items``; ``lazy``: when it is written."""
+    model.__dict__[name] = LazyItems(items, make) if lazy else make(items)
+
+
+def write_json(value: Any) -> Iterator[bytes]:
+    """The JSON text of ``value``, piece by piece; ``LazyItems`` may stand in the place of a list.
+
+    A model is written as ``model_dump_json`` writes it, but its long fields come last.
+    """
+    if isinstance(value, LazyItems):
+        yield from value.write()
+    elif isinstance(value, BaseModel):
+        long = [name for name in type(value).model_fields if _is_long(getattr(value, name))]
+        text = value.model_dump_json(exclude=set(long)).encode()[:-1]
+        for name in long:
+            yield text + (b"" if text == b"{" else b",") + to_json(name) + b":"
+            yield from write_json(getattr(value, name))
+            text = b""
+        yield text + b"}"
+    elif isinstance(value, list) and value and isinstance(value[0], BaseModel):
+        comma = b"["
+        for one in value:
+            yield comma
+            yield from write_json(one)
+            comma = b","
+        yield b"]"
+    elif isinstance(value, list):
+        yield from LazyItems(value, list).write()
+    else:
+        yield to_json(value)
+
+
+def _is_long(value: Any) -> bool:
+    """True for what is written in several pieces."""
+    if isinstance(value, list):
+        return len(value) > SLICE or (bool(value) and isinstance(value[0], BaseModel))
+    if isinstance(value, BaseModel):
+        return any(_is_long(getattr(value, name)) for name in type(value).model_fields)
+    return isinstance(value, LazyItems)
+
+
+async def stream_json(value: BaseModel, done: Callable[[], None]) -> AsyncIterator[bytes]:
+    """``write_json`` in writes of ``WRITE`` bytes; ``done`` is called at its end, also where the client leaves."""
+    try:
+        waiting = bytearray()
+        for piece in write_json(value):
+            waiting += piece
+            if len(waiting) >= WRITE:
+                yield bytes(waiting)
+                waiting.clear()
+                await asyncio.sleep(0)
+        yield bytes(waiting)
+    finally:
+        done()

@@ -1,0 +1,184 @@
+"""The bytes of answers are bounded before they run, and large answers are written in slices."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import pytest
+
+from tests.fakes.scripted_app import ScriptedApp
+from trencadis.core.errors import BadRequest, QueueFull
+from trencadis.core.request import SamplingParams
+from trencadis.server.answer_budget import FREE, AnswerBudget, AnswerShape
+from trencadis.server.protocol.chat_completions import ChatResponse
+from trencadis.server.routes import json_slices
+from trencadis.server.routes.json_slices import LazyItems, stream_json, write_json
+
+CHAT = AnswerShape(100, "top_logprobs", "max_tokens")
+
+
+def sampled(**more: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 100, "n": 1, **more})
+
+
+@pytest.mark.parametrize(
+    ("params", "shape", "field"),
+    [
+        (sampled(n=64, max_tokens=500, logprobs=20), CHAT, "top_logprobs"),
+        (sampled(n=128, max_tokens=30_000), CHAT, "max_tokens"),
+        (sampled(prompt_logprobs=20), AnswerShape(32_000, "logprobs", "max_tokens"), "prompt_logprobs"),
+        (sampled(logprobs=20), AnswerShape(32_000, "logprobs", "max_tokens", echo=True, repeats_prompt=True), "echo"),
+        (sampled(prompt_logprobs=20), AnswerShape(32_000, "logprobs", "max_tokens", stream=True), "prompt_logprobs"),
+    ],
+)
+def test_the_field_that_costs_most_is_named(params: SamplingParams, shape: AnswerShape, field: str) -> None:
+    budget = AnswerBudget(4 << 20)
+    with pytest.raises(BadRequest, match=f"at most {4 << 20} are allowed. Lower {field}") as refused:
+        budget.fit(shape, params)
+    assert refused.value.param == field
+    assert AnswerBudget(1 << 40).fit(shape, params) > 4 << 20
+
+
+def test_ordinary_answers_fit_the_default() -> None:
+    for params in (sampled(max_tokens=32_000), sampled(max_tokens=4096, logprobs=20), sampled(n=128, max_tokens=4096)):
+        assert AnswerBudget().fit(CHAT, params) <= 64 << 20
+
+
+def test_a_limit_that_the_request_leaves_to_the_server_is_lowered() -> None:
+    params = sampled(max_tokens=100_000, logprobs=20)
+    size = AnswerBudget().fit(AnswerShape(10, "top_logprobs", ""), params)
+    assert 20_000 < (params.max_tokens or 0) < 100_000 and size <= 64 << 20
+    stream = sampled(max_tokens=100_000, logprobs=20)
+    assert AnswerBudget().fit(AnswerShape(10, "top_logprobs", "", stream=True), stream) == 0
+    assert stream.max_tokens == 100_000, "a stream holds a token at a time"
+
+
+def test_prompts_of_one_request_share_the_budget() -> None:
+    budget, shape = AnswerBudget(1 << 20), AnswerShape(1000, "logprobs", "max_tokens")
+    size = budget.fit(shape, sampled(max_tokens=1, prompt_logprobs=5))
+    assert budget.fit(shape, sampled(max_tokens=1, prompt_logprobs=5), 0) == size < 1 << 20
+    with pytest.raises(BadRequest, match="prompt_logprobs"):
+        budget.fit(shape, sampled(max_tokens=1, prompt_logprobs=5), size)
+
+
+def test_large_answers_wait_for_each_other_and_small_ones_do_not() -> None:
+    budget = AnswerBudget(8 << 20, 16 << 20)
+    first, second = budget.hold(8 << 20), budget.hold(8 << 20)
+    small = budget.hold(FREE)
+    with pytest.raises(QueueFull):
+        budget.hold(FREE + 1)
+    first.release()
+    first.release()
+    third = budget.hold(4 << 20)
+    joined = budget.hold(2 << 20, third)
+    assert joined.size == 6 << 20 and budget.held == 14 << 20
+    for charge in (second, small, third, joined):
+        charge.release()
+    assert budget.held == 0
+
+
+ASKED: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {
+        "messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 3, "prompt_logprobs": 2,
+        "n": 3, "temperature": 1.0, "max_tokens": 40, "return_token_ids": True,
+    },
+    "/v1/completions": {
+        "prompt": ["One two", "three"], "logprobs": 3, "echo": True, "n": 2, "temperature": 1.0, "max_tokens": 40,
+        "prompt_logprobs": 2, "return_token_ids": True,
+    },
+    "/v1/chat/completions/batch": {
+        "messages": [[{"role": "user", "content": "Hi"}], [{"role": "user", "content": "Ho"}]], "logprobs": True,
+        "top_logprobs": 3, "max_tokens": 40,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_a_large_answer_says_what_a_small_one_says(
+    path: str, harness: ScriptedApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = harness.call(path, ASKED[path])
+    assert small.status_code == 200, small.text
+    monkeypatch.setattr("trencadis.server.answer_budget.FREE", 0)
+    monkeypatch.setattr(json_slices, "SLICE", 3)
+    monkeypatch.setattr(json_slices, "WRITE", 100)
+    large = harness.call(path, ASKED[path])
+    assert large.status_code == 200 and large.headers["content-type"] == "application/json"
+    first, second = small.json(), large.json()
+    for key in ("id", "created"):
+        first.pop(key), second.pop(key)
+    first["usage"].pop("prompt_tokens_details"), second["usage"].pop("prompt_tokens_details")  # what was cached
+    assert first == second and "top_logprobs" in large.text
+    assert harness.made.state.trencadis.answers.held == 0
+
+
+def test_a_request_beyond_the_flag_is_refused_before_it_runs(harness: ScriptedApp) -> None:
+    harness.app(max_answer_bytes=64 << 10)
+    refused = harness.chat(max_tokens=1000, logprobs=True, top_logprobs=20)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "top_logprobs"
+    assert not harness.engine.submitted
+    refused = harness.call("/v1/completions", {"prompt": "a", "n": 8, "max_tokens": 2000, "temperature": 1.0})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "max_tokens"
+    assert harness.chat(max_tokens=10).status_code == 200
+    assert harness.made.state.trencadis.answers.held == 0
+
+
+def test_slices_are_the_text_of_the_model() -> None:
+    choice = {
+        "index": 0, "message": {"role": "assistant", "content": 'a "choices":[] é'},
+        "logprobs": {"content": [{"token": "é", "logprob": -1.5e-7, "bytes": [1], "top_logprobs": []}] * 200},
+        "token_ids": list(range(500)),
+    }  # fmt: skip
+    made = ChatResponse.model_validate(
+        {"id": "x", "created": 1, "model": "m", "choices": [choice] * 3, "usage": {"prompt_tokens": 1}}
+    )
+    written = b"".join(write_json(made))
+    assert json.loads(written) == json.loads(made.model_dump_json())
+    assert b"".join(write_json(LazyItems([], list))) == b"[]"
+
+
+def test_other_tasks_run_between_slices() -> None:
+    """The largest answer of one choice: 32,000 tokens with 20 others each would hold the loop for seconds."""
+    count, done, turns = 20_000, [], 0
+
+    async def turn_round() -> None:
+        nonlocal turns
+        while not done:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def write() -> int:
+        other, size = asyncio.ensure_future(turn_round()), 0
+        made = ChatResponse.model_validate(
+            {"id": "x", "created": 1, "model": "m", "choices": [], "usage": {"prompt_tokens": 1}}
+        )
+        entry = {str(i): {"logprob": -1.0, "rank": i, "decoded_token": "word"} for i in range(21)}
+        json_slices.set_items(made, "prompt_logprobs", range(count), lambda some: [entry for _ in some], lazy=True)
+        begun, longest = time.monotonic(), 0.0
+        async for piece in stream_json(made, lambda: done.append(1)):
+            longest, begun = max(longest, time.monotonic() - begun), time.monotonic()
+            size += len(piece)
+        assert longest < 2.5, "a deadline of ten times what is usual"
+        await other
+        return size
+
+    assert asyncio.run(write()) > 20 << 20 and turns > 200 and done == [1]
+
+
+def test_a_client_that_leaves_releases_the_charge() -> None:
+    async def leave() -> list[int]:
+        released: list[int] = []
+        made = ChatResponse.model_validate(
+            {"id": "x", "created": 1, "model": "m", "choices": [], "usage": {"prompt_tokens": 1}}
+        )
+        json_slices.set_items(made, "prompt_logprobs", range(100_000), list, lazy=True)
+        stream = stream_json(made, lambda: released.append(1))
+        await anext(stream)
+        await stream.aclose()
+        return released
+
+    assert asyncio.run(leave()) == [1]
+    assert json.loads(b"".join(write_json(LazyItems(range(200), list)))) == list(range(200))
