@@ -177,7 +177,10 @@ class Engine:
         self._admit()
 
     def _submit(self, step: Step) -> None:
-        self.scheduler.totals.step_tokens.append(step.tokens)
+        # A choice's first token is drawn with the prompt's last and never counted as computed when the choice ends.
+        scheduler = self.scheduler
+        scheduler.totals.step_tokens.append(step.tokens + scheduler.first_draws)
+        scheduler.first_draws = 0
         self._flying.append(self.executor.submit(step))
 
     def _take(self, output: StepOutput) -> None:

@@ -68,6 +68,8 @@ class Scheduler:
         self.slots = list(range(slots, 0, -1))
         self.in_flight: deque[InFlightStep] = deque()
         self.steps = 0
+        self.first_draws = 0
+        """First tokens of choices that the Steps since the last report draw."""
         self.held_back = 0
         self.order = TotalOrder(limits, clock)
         self.fair = self.order.fair
@@ -260,10 +262,12 @@ class Scheduler:
         builder.image_prompts |= count > 1 and bool(seq.request.spans)
         builder.scheduled.append(seq)
         draws: list[Draw] = []
+        first = not seq.outputs
         if end == len(seq.tokens) and seq.outputs < seq.limit:
             draws = [builder.draw(seq)]
             if seq.siblings:
                 draws += self._fork(seq, builder)
+            self.first_draws += len(draws) if first else 0
             if can_persist(seq, draws) and not self.limits.long_from:  # who may outgrow a table is looked at each step
                 self.micro_batches.batch.join(seq, len(builder.rows))
         tokens, blocks, positions = tuple(seq.tokens[start:end]), tuple(seq.blocks), seq.positions_of(start, count)

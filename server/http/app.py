@@ -206,7 +206,7 @@ def _make_middleware(state: AppState) -> list[Middleware]:
     gate = Middleware(
         RequestMiddleware, keys=keys, max_body=config.max_body_bytes, observe=state.metrics.http.observe,
         bodies=state.admission.bodies, receive_timeout=config.receive_timeout, request_timeout=config.request_timeout,
-        most_headers=config.h11_max_header_count, ended=state.on_request_ended,
+        most_headers=config.h11_max_header_count, ended=state.on_request_ended, load=state.make_load_header,
     )  # fmt: skip
     inner = [gate]
     if state.fair_queue is not None:

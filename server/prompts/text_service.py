@@ -403,6 +403,11 @@ class TextService:
         """Tokens that ``truncate_prompt_tokens`` keeps."""
         if limit < -1 or limit == 0:
             raise BadRequest("truncate_prompt_tokens must be -1 or at least 1.", param="truncate_prompt_tokens")
+        if limit > self.max_model_len:
+            raise BadRequest(
+                f"truncate_prompt_tokens is {limit}, above the model's length of {self.max_model_len}.",
+                param="truncate_prompt_tokens",
+            )
         return self.max_model_len - self.min_output_tokens if limit == -1 else limit
 
 

@@ -88,7 +88,7 @@ SAMPLING: Cases = {
     "truncation_side": one("right", truncate_prompt_tokens=3),
     "stream": one(True),
     "stream_options": [
-        Case({"include_usage": True}, {"stream": True}), Case({"continuous_usage_stats": True}, {"stream": True}),
+        Case({"include_usage": True}, {"stream": True}), Case({"include_usage": True, "continuous_usage_stats": True}, {"stream": True}),
         Case({"include_obfuscation": False}, {"stream": True}),
     ],
     "stream_interval": one(4, stream=True),
