@@ -29,10 +29,13 @@ class Pooling:
         label_tokens: ids whose rows of the output head are the class head; empty: the checkpoint has one of its own.
         activation: from scores to probabilities, unless a request says otherwise.
         labels: names of the classes, as many as there are.
-        bias: subtracted from scores before the activation (``logit_bias`` of ``--pooler-config``).
+        bias, sigma: subtracted from scores before the activation, and what they are divided by then (``logit_mean`` and
+            ``logit_sigma`` of ``--pooler-config``).
         dimensions: sizes to which an embedding may be cut; empty: any (a Matryoshka checkpoint); None: none.
         default_dimensions: the size where a request names none; 0: all.
         step_tag: of every token's values, those of this id alone are answered; -1: all.
+        longest: tokens of a text that is embedded, if that is not the model's length: fewer, or with ``chunked`` more.
+        chunked: whether a text that is longer than the model's length is embedded in parts, whose vectors are averaged.
     """
 
     task: str = EMBED
@@ -45,9 +48,12 @@ class Pooling:
     activation: str = SOFTMAX
     labels: tuple[str, ...] = ()
     bias: float = 0.0
+    sigma: float = 1.0
     dimensions: tuple[int, ...] | None = None
     default_dimensions: int = 0
     step_tag: int = -1
+    longest: int = 0
+    chunked: bool = False
 
     @property
     def scores(self) -> bool:

@@ -48,6 +48,7 @@ from trencadis.server.routes.dialects import serving_messages, serving_responses
 from trencadis.server.routes.http_settings import HttpSettings
 from trencadis.server.routes.pooling import (
     serving_classify,
+    serving_cohere_embed,
     serving_embedding,
     serving_pooling,
     serving_rerank,
@@ -62,7 +63,7 @@ from trencadis.server.tenants.tenant_registry import TenantRegistry
 
 log = logging.getLogger("trencadis.server")
 GENERATING = (serving_chat, serving_chat_batch, serving_completion, serving_responses, serving_messages)
-POOLING = (serving_embedding, serving_pooling, serving_classify, serving_score, serving_rerank)
+POOLING = (serving_embedding, serving_cohere_embed, serving_pooling, serving_classify, serving_score, serving_rerank)
 _DEFAULT = {EMBED: "/v1/embeddings", CLASSIFY: "/classify"}
 """Where ``/invocations`` sends what a pooling server pools."""
 
