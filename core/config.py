@@ -73,6 +73,9 @@ class EngineConfig:
     max_model_len: int | None = opt(
         None, "longest prompt plus answer in tokens (default: the model's)", kind="count", bound=COUNT, unset=("-1",)
     )
+    disable_sliding_window: bool = opt(
+        False, "no layer hides keys: a model whose layers see the last keys alone takes no longer texts than they see"
+    )
     enforce_eager: bool = opt(False, "run every step without graphs")
     tensor_parallel_size: int = opt(1, "ranks that share one model", aliases=("tp",), bound=Bound(1, 1024))
     pipeline_parallel_size: int = opt(

@@ -86,6 +86,8 @@ def load_model(config: EngineConfig) -> ModelConfig:
     path = Path(config.model)
     model = load_config(path, config.quantization, _early_overrides(config, path))
     text = dataclasses.replace(model.text, kv=requested_kv_format(config, model))
+    if config.disable_sliding_window and text.window:
+        text = dataclasses.replace(text, max_positions=min(text.max_positions, text.window))
     longest = config.max_model_len or text.max_positions
     if not text.full_layers and not text.local_theta and text.window >= longest:
         text = dataclasses.replace(text, window=0)  # it hides nothing

@@ -13,6 +13,13 @@ FREE, MEANS, REFUSED = "no effect", "means", "refused"
 """Verdicts. FREE: it tunes speed, asks for what is always done, or belongs to something that is not served: no answer
 and no limit depends on it. MEANS: flags of ours do it. REFUSED: it would change something."""
 
+ABSENT = (
+    "state-space layers", "n-gram embeddings", "hyper-connections", "shared keys and values", "late interaction",
+    "diffusion", "adapters",
+)  # fmt: skip
+"""Parts of models that no family of the registry has; ``FlagRow.absent`` names one. tests/cli/test_reasons.py holds
+them against the registry."""
+
 NOTHING: tuple[Any, ...] = (None, False, "", "none", "null", "false", {}, [])
 """Values that ask for nothing, whatever the flag is."""
 
@@ -31,6 +38,7 @@ class FlagRow:
         neutral: values beside ``NOTHING`` that describe what happens anyway; they are taken in silence.
         to: MEANS: the values of our flags.
         keys: rows for keys of a JSON value; keys without one have the verdict of the whole.
+        absent: the part of models (``ABSENT``) whose absence is the reason; "": the reason is another.
     """
 
     name: str
@@ -40,6 +48,7 @@ class FlagRow:
     neutral: tuple[Any, ...] = ()
     to: Meaning | None = None
     keys: tuple[FlagRow, ...] = field(default=())
+    absent: str = ""
 
     @property
     def written(self) -> str:
@@ -89,6 +98,11 @@ def _is_same(value: Any, other: Any) -> bool:
 def make_free_row(name: str, kind: str, why: str, *neutral: Any, keys: tuple[FlagRow, ...] = ()) -> FlagRow:
     """A row of verdict FREE."""
     return FlagRow(name, FREE, kind, why, neutral, keys=keys)
+
+
+def make_absent_row(name: str, kind: str, absent: str, *neutral: Any) -> FlagRow:
+    """A row of verdict FREE: the flag tunes a part that no model has that is served."""
+    return FlagRow(name, FREE, kind, f"no model that is served has {absent}", neutral, absent=absent)
 
 
 def make_means_row(name: str, kind: str, why: str, to: Meaning, *neutral: Any) -> FlagRow:

@@ -6,7 +6,7 @@ from trencadis.server.config.vllm_flags.conversions import convert_log_level, co
 from trencadis.server.config.vllm_flags.flag_row import FlagRow, make_free_row, make_means_row, make_refused_row
 
 _PROXY = "a proxy in front of the server does that"
-_COHERE = "the APIs are OpenAI's and Anthropic's; Cohere's route is not served"
+_COHERE = "chat is OpenAI's and Anthropic's; of Cohere's routes /v2/embed and /v2/rerank are served"
 _PLUGIN = "a package offers a parser by the entry point trencadis."
 _TRACES = "--otlp-traces-endpoint traces requests; /metrics has a histogram of each stage"
 _LINES = "lines go to standard error; --log-level says how many, --log-format json makes objects of them"
