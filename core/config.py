@@ -46,7 +46,7 @@ class EngineConfig:
         env=("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"),
     )  # fmt: skip
     download_dir: str = opt("", "folder for files of the hub (default: the hub's cache)")
-    trust_remote_code: bool = opt(False, "accepted without effect: no code of a repository ever runs")
+    trust_remote_code: bool = opt(False, "no effect: no code of a repository ever runs")
     load_format: str = opt(
         "auto", "auto (safetensors, else pytorch_model.bin), safetensors, pt (pytorch_model.bin), dummy (random)",
         choices=("auto", "safetensors", "pt", "dummy"),
@@ -276,6 +276,10 @@ class EngineConfig:
     log_level: str = opt(
         "INFO", "smallest level that is logged", choices=("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"),
         env=("VLLM_LOGGING_LEVEL",), kind="upper",
+    )  # fmt: skip
+    log_config_file: str = opt(
+        "", "JSON file of a logging.config.dictConfig, which has the last word on lines of all processes",
+        env=("VLLM_LOGGING_CONFIG_PATH",),
     )  # fmt: skip
     log_format: str = opt("text", "text: lines for people; json: one object a line", choices=("text", "json"))
     engine: str = opt(

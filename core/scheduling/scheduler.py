@@ -21,6 +21,7 @@ from trencadis.core.kv.block_hash import BlockHashChain
 from trencadis.core.kv.block_pool import BlockPool
 from trencadis.core.kv.encoder_cache import EncoderCache
 from trencadis.core.kv.media_spans import MediaSpan
+from trencadis.core.scheduling.decision_log import log_admission, log_preemption
 from trencadis.core.scheduling.encoder_scheduler import (
     EncoderScheduler,
     VisionBuilder,
@@ -352,6 +353,7 @@ class Scheduler:
             seq.fresh_state = True
             self.totals.prefix_queries += len(seq.tokens)
             self.start_running(seq, self.micro_batches.current)
+            log_admission(seq, self.pool.free, len(self.waiting))
             self._advance(seq, builder)
 
     def start_running(self, seq: Sequence, micro_batch: int | None = None) -> None:
@@ -382,6 +384,7 @@ class Scheduler:
 
     def _preempt(self, victim: Sequence, builder: StepBuilder) -> None:
         builder.preempted = True
+        log_preemption(victim, self.pool.free)
         victim.requeue = waits = not victim.drawn
         self.leave(victim)
         if waits:

@@ -38,7 +38,7 @@ MODEL: tuple[FlagRow, ...] = (
     make_refused_row("skip_tokenizer_init", "bool", "prompts of token ids work with the tokenizer there too"),
     make_refused_row("tokens_only", "bool", "completions take and return token ids (prompt, return_token_ids)"),
     make_free_row("tokenizer_pool_size", "int", "the tokenizer is fast and runs in threads", 0),
-    make_free_row("tokenizer_pool_type", "str", "the tokenizer is fast and runs in threads", "ray"),
+    make_free_row("tokenizer_pool_type", "str", "the tokenizer is fast and runs in threads"),
     make_free_row("tokenizer_pool_extra_config", "json", "the tokenizer is fast and runs in threads"),
     make_refused_row("rope_scaling", "json", _ROPE),
     make_refused_row("rope_theta", "float", _ROPE),

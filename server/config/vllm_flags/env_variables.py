@@ -84,7 +84,7 @@ _REASONS = {
         VLLM_DEBUG_WORKSPACE VLLM_CUSTOM_SCOPES_FOR_PROFILING VLLM_NVTX_SCOPES_FOR_PROFILING VLLM_GPU_SYNC_CHECK
         VLLM_DEBUG_LOG_API_SERVER_RESPONSE""",
     "lines go to standard error; `--log-format` says how they look, `--log-level` how many": """
-        VLLM_CONFIGURE_LOGGING VLLM_LOGGING_CONFIG_PATH VLLM_LOGGING_PREFIX VLLM_LOGGING_STREAM VLLM_LOGGING_COLOR""",
+        VLLM_CONFIGURE_LOGGING VLLM_LOGGING_PREFIX VLLM_LOGGING_STREAM VLLM_LOGGING_COLOR""",
     "one library makes all grammars, within bounds of its own": """
         VLLM_XGRAMMAR_CACHE_MB VLLM_V1_USE_OUTLINES_CACHE VLLM_REGEX_COMPILATION_TIMEOUT_S""",
     "parsers of calls work through a text once, without a regex that could take long": """

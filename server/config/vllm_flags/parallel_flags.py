@@ -14,7 +14,7 @@ from trencadis.server.config.vllm_flags.flag_row import (
     make_refused_row,
 )
 
-_LORA = "adapters are not served; merge them into the checkpoint (peft: merge_and_unload) and serve that"
+LORA_REASON = "adapters are not served; merge them into the checkpoint (peft: merge_and_unload) and serve that"
 _DRAFT = "each step draws one token a sequence, without a draft model; leave it out, answers are the same"
 _DATA = "one server has all engines, also those that --data-parallel-backend ray has elsewhere; leave it out"
 _CONTEXT = "every rank sees whole sequences; --tensor-parallel-size shares the KV heads among cards"
@@ -132,24 +132,24 @@ STATE_SPACE: tuple[FlagRow, ...] = (
 )
 
 LORA: tuple[FlagRow, ...] = (
-    make_refused_row("enable_lora", "bool", _LORA),
-    make_refused_row("lora_modules", "list", _LORA),
-    make_refused_row("default_mm_loras", "json", _LORA),
-    make_refused_row("max_loras", "int", _LORA, 1),
-    make_refused_row("max_lora_rank", "int", _LORA, 16),
-    make_refused_row("max_cpu_loras", "int", _LORA),
-    make_refused_row("max_lora_cls_labels", "int", _LORA),
-    make_refused_row("lora_dtype", "str", _LORA, "auto"),
-    make_refused_row("lora_target_modules", "list", _LORA),
-    make_refused_row("lora_extra_vocab_size", "int", _LORA, 0, 256),
-    make_refused_row("long_lora_scaling_factors", "list", _LORA),
-    make_refused_row("qlora_adapter_name_or_path", "str", _LORA),
-    make_refused_row("fully_sharded_loras", "bool", _LORA),
-    make_refused_row("enable_lora_bias", "bool", _LORA),
-    make_refused_row("enable_tower_connector_lora", "bool", _LORA),
-    make_refused_row("specialize_active_lora", "bool", _LORA),
-    make_refused_row("enable_mixed_moe_lora_format", "bool", _LORA),
-    make_refused_row("enable_moe_shared_loras", "bool", _LORA),
+    make_refused_row("enable_lora", "bool", LORA_REASON),
+    make_refused_row("lora_modules", "list", LORA_REASON),
+    make_refused_row("default_mm_loras", "json", LORA_REASON),
+    make_refused_row("max_loras", "int", LORA_REASON, 1),
+    make_refused_row("max_lora_rank", "int", LORA_REASON, 16),
+    make_refused_row("max_cpu_loras", "int", LORA_REASON),
+    make_refused_row("max_lora_cls_labels", "int", LORA_REASON),
+    make_refused_row("lora_dtype", "str", LORA_REASON, "auto"),
+    make_refused_row("lora_target_modules", "list", LORA_REASON),
+    make_refused_row("lora_extra_vocab_size", "int", LORA_REASON, 0, 256),
+    make_refused_row("long_lora_scaling_factors", "list", LORA_REASON),
+    make_refused_row("qlora_adapter_name_or_path", "str", LORA_REASON),
+    make_refused_row("fully_sharded_loras", "bool", LORA_REASON),
+    make_refused_row("enable_lora_bias", "bool", LORA_REASON),
+    make_refused_row("enable_tower_connector_lora", "bool", LORA_REASON),
+    make_refused_row("specialize_active_lora", "bool", LORA_REASON),
+    make_refused_row("enable_mixed_moe_lora_format", "bool", LORA_REASON),
+    make_refused_row("enable_moe_shared_loras", "bool", LORA_REASON),
     make_refused_row(
         "enable_prompt_adapter", "bool", "prompt adapters are not served; put the text into --chat-template"
     ),
