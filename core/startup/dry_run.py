@@ -41,7 +41,8 @@ from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.shared_constants import RESERVED_BLOCKS
 from trencadis.core.startup import host_offload
 from trencadis.core.startup.cross_attention_checks import suggest_smaller_settings
-from trencadis.core.startup.format_checks import check_kv_format, format_notes
+from trencadis.core.startup.format_checks import format_notes
+from trencadis.core.startup.startup_checks import check_chunking, check_start
 
 BUILT_FOR_FEW = 128, 2048
 BUILT_FOR_MANY = 256, 8192
@@ -204,8 +205,7 @@ class DryRun:
         return "more devices, or smaller image limits (max_pixels in --mm-processor-kwargs), would be needed"
 
     def _plan_with_graphs(self) -> StartupPlan:
-        check_kv_format(self.device.name, self.model, self.policy)
-        host_offload.check_offload(self.config, self.policy, self.device.name)
+        check_start(self.config, self.model, self.policy, self.device.name)
         limits = shape_limits(self.config, self.model, self.policy, self.images)
         if self.at_most:
             limits = dataclasses.replace(limits, max_model_len=min(self.at_most, limits.max_model_len))
@@ -219,6 +219,7 @@ class DryRun:
             if shorter.max_model_len < limits.max_model_len:
                 notes.append(self._note_lowered_length(limits, plan, settings, shorter.max_model_len))
                 limits, plan = shorter, self._plan(shorter)
+        self._check_chunking(limits)
         ledger = self._ledger_without_graphs(plan, limits, settings)
         prices = self._prices(plan)
         wanted = [p for p in prices if capturable(self.policy, p.bucket) and not settings.eager]
@@ -250,6 +251,9 @@ class DryRun:
             host_offload.offload_rows(self.config, self.estimator, limits.block_size),
         )
 
+    def _check_chunking(self, limits: ShapeLimits) -> None:
+        check_chunking(self.config, self.model, limits.max_tokens, limits.max_rows, limits.max_model_len)
+
     def _plan(self, limits: ShapeLimits) -> Plan:
         return own_plan(make_plan(self.policy, limits, self.bucket_options, self.model), self.model.share)
 
@@ -280,6 +284,7 @@ class DryRun:
         form = self.policy.quantised
         found = plan_cpu(self.model, wanted, self.device.itemsize, free, self.images.tokens, self.device.ranks, form)
         limits = dataclasses.replace(limits, max_model_len=found.max_model_len)
+        self._check_chunking(limits)
         plan, settings = self._plan(limits), dataclasses.replace(graph_settings(self.config, self.policy), eager=True)
         ledger = self._host_ledger(plan, limits, found)
         selection = budget.select_graphs([], ledger.memory_split, settings, self.policy.pool_cost)
