@@ -12,9 +12,9 @@ from trencadis.server.grammars.regex_translation import escaped
 
 ANY = "(?s:.*)"
 """Any text, as a regex; control tokens are none."""
-BLANKS = r"[ \t]{1,16}|\r?\n[ \t]{0,32}"
-"""Blanks at one place of a JSON text, as a regex, unless a request says otherwise. Weak models write blanks
-without end, line breaks most of all: one is enough, with room behind it for the indentation of a nested text."""
+BLANKS = r" |\r?\n(?: {1,32}|\t{1,16})?"
+"""Blanks at one place of a JSON text, as a regex, unless a request says otherwise: one space, or a line break with the
+indentation of a nested text. Small models write blanks up to the limit of an answer where they may."""
 BETWEEN = r"/[ \t\n\r]{0,16}/"
 """Blanks between a thought, or a call, and what follows it."""
 ESCAPES = 'nrbtf\\"'
