@@ -46,7 +46,7 @@ class EngineConfig:
         env=("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"),
     )  # fmt: skip
     download_dir: str = opt("", "folder for files of the hub (default: the hub's cache)")
-    trust_remote_code: bool = opt(False, "accepted without effect: no code of a repository ever runs")
+    trust_remote_code: bool = opt(False, "no effect: no code of a repository ever runs")
     load_format: str = opt(
         "auto", "auto (safetensors, else pytorch_model.bin), safetensors, pt (pytorch_model.bin), dummy (random)",
         choices=("auto", "safetensors", "pt", "dummy"),
@@ -72,6 +72,9 @@ class EngineConfig:
     seed: int = opt(0, "seed of requests that bring none; their arrival is mixed in", bound=Bound(-(2**63), 2**63 - 1))
     max_model_len: int | None = opt(
         None, "longest prompt plus answer in tokens (default: the model's)", kind="count", bound=COUNT, unset=("-1",)
+    )
+    disable_sliding_window: bool = opt(
+        False, "no layer hides keys: a model whose layers see the last keys alone takes no longer texts than they see"
     )
     enforce_eager: bool = opt(False, "run every step without graphs")
     tensor_parallel_size: int = opt(1, "ranks that share one model", aliases=("tp",), bound=Bound(1, 1024))
@@ -273,6 +276,10 @@ class EngineConfig:
     log_level: str = opt(
         "INFO", "smallest level that is logged", choices=("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"),
         env=("VLLM_LOGGING_LEVEL",), kind="upper",
+    )  # fmt: skip
+    log_config_file: str = opt(
+        "", "JSON file of a logging.config.dictConfig, which has the last word on lines of all processes",
+        env=("VLLM_LOGGING_CONFIG_PATH",),
     )  # fmt: skip
     log_format: str = opt("text", "text: lines for people; json: one object a line", choices=("text", "json"))
     engine: str = opt(

@@ -15,6 +15,7 @@ from trencadis.core.engine_stats import BucketUse, EngineInfo, EngineStats, Grap
 from trencadis.core.executor.executor_interface import Executor
 from trencadis.core.graphs.warmup_pacing import WarmupPacing
 from trencadis.core.request import Delta, Request
+from trencadis.core.scheduling.decision_log import EvictionCounts, log_launches
 from trencadis.core.scheduling.lifecycle import Lifecycle
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.step import PixelNeed, Step, StepOutput, UInt8
@@ -65,6 +66,7 @@ class Engine:
         self._compiling: list[AwaitedGrammar] = []
         self._quiet = True
         self._watch = watch
+        self._evictions = EvictionCounts()
         self._cpu_threads = cpu_threads or (lambda: 0)
         self._pace = pace or WarmupPacing(0.0)
         self._warming = watch is not None and watch.background
@@ -183,7 +185,11 @@ class Engine:
         self._admit()
 
     def _submit(self, step: Step) -> None:
-        self.scheduler.totals.step_tokens.append(step.tokens)
+        # A choice's first token is drawn with the prompt's last and never counted as computed when the choice ends.
+        scheduler = self.scheduler
+        scheduler.totals.step_tokens.append(step.tokens + scheduler.first_draws)
+        scheduler.first_draws = 0
+        self._evictions.log(step.number, scheduler.pool.evictions, scheduler.arena.evictions)
         self._flying.append(self.executor.submit(step))
 
     def _take(self, output: StepOutput) -> None:
@@ -192,6 +198,7 @@ class Engine:
             state = s.state.lower()
             use = BucketUse(stage, s.real, s.padded, s.seconds, name, state, s.planned, s.miss, s.items, s.needed)
             self.scheduler.totals.buckets.append(use)
+        log_launches(output.number, output.stats)
         self.life.update(output)
 
     def busy(self) -> bool:

@@ -91,9 +91,13 @@ _NEUTRAL = {
     ),
     "found by itself": ("VLLM_HW", "VLLM_BUILD", "VLLM_ENGINE_VERSION", "VLLM_MODEL_TYPE"),
     "there are no experimental switches": ("VLLM_ENABLE_EXPERIMENTAL_FLAGS", "VLLM_DEVELOPER_MODE"),
+    "the device computes experts by kernels of its own; answers are the same": (
+        "VLLM_MOE_CHUNK", "VLLM_MOE_TOKEN_BOUNDARY", "VLLM_HPU_MOE_GATHER", "VLLM_HPU_MOE_GATHER_RATIO",
+        "VLLM_HPU_MOE_GATHER_VERIFY",
+    ),
+    "a launch takes its tokens in one row": ("VLLM_FLATTEN_INPUT",),
     "no model that is served has what it tunes": (
-        "VLLM_ALIBI_USE_FLOAT32_BIASES", "VLLM_FLATTEN_INPUT", "VLLM_MOE_CHUNK", "VLLM_MOE_TOKEN_BOUNDARY",
-        "VLLM_HPU_MOE_GATHER", "VLLM_HPU_MOE_GATHER_RATIO", "VLLM_HPU_MOE_GATHER_VERIFY", "VLLM_COMPACT_GDN",
+        "VLLM_ALIBI_USE_FLOAT32_BIASES", "VLLM_COMPACT_GDN",
         "VLLM_USE_HYBRID_CACHE", "VLLM_USE_NAIVE_MAMBA_CACHE_SHARING", "VLLM_MAMBA_USE_PYTORCH",
         "VLLM_GDN_LEGACY_PHASE_B", "VLLM_GDN_COMPUTE_FP32", "VLLM_GDN_EXACT_SOLVE",
         "VLLM_DISABLE_SHARED_EXPERTS_STREAM",

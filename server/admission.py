@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ from typing import NamedTuple
 from trencadis.core.errors import BadRequest, QueueFull
 from trencadis.server.answer_budget import AnswerCharge
 from trencadis.server.tenants.rate_limits import CURRENT, TenantAccount
+
+log = logging.getLogger("trencadis.server")
 
 NAMES = ("max_num_queued_reqs", "max_num_queued_tokens", "max_num_queued_pixels")
 RATE_WINDOW = 60.0
@@ -124,6 +127,7 @@ class Admission:
         """Counts a refusal because of ``excess`` of ``NAMES[which]``, and returns its exception."""
         self.rejected[NAMES[which]] += 1
         wait = self.estimate_retry_after(which, excess)
+        log.debug("admission: a request is refused, because %d %s too many would wait", excess, NAMES[which])
         return QueueFull(f"The queue is full ({NAMES[which]}); try again later.", retry_after=wait)
 
     def take(self, wanted: Amounts) -> None:

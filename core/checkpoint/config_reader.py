@@ -141,6 +141,9 @@ def check_regular_files(folder: Path) -> None:
             raise StartupError(f"{entry} is not a regular file")
 
 
+GGUF, GGUF_HINT = "a GGUF file", "take the safetensors checkpoint that it was made of"
+
+
 def load_config(path: Path, quantization: str = "", overrides: Mapping[str, Any] | None = None) -> ModelConfig:
     """Reads ``path``/config.json (and generation_config.json for the EOS ids).
 
@@ -194,7 +197,7 @@ def merge_values(held: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, 
 def _describe_contents(path: Path) -> str:
     """Describes, for an error message, what a folder without config.json holds."""
     for pattern, kind, instead in (
-        ("*.gguf", "a GGUF file", "take the safetensors checkpoint that it was made of"),
+        ("*.gguf", GGUF, GGUF_HINT),
         ("params.json", "a checkpoint of another format", "take the repository's files in transformers' format"),
     ):
         found = next(path.glob(pattern), None) if path.is_dir() else None

@@ -26,6 +26,7 @@ from trencadis.core.checkpoint.pooling_config import (
     MEAN,
     SIGMOID,
     SOFTMAX,
+    TOKEN_TASKS,
     Pooling,
 )
 from trencadis.core.config import EngineConfig
@@ -35,6 +36,17 @@ from trencadis.core.models.family import CLASSIFY as CLASS_HEAD
 from trencadis.core.models.family import GENERATE, ClassHead
 
 KINDS = {"LAST": LAST, "MEAN": MEAN, "CLS": FIRST, "ALL": ALL, "STEP": ALL}
+SEQUENCE_KINDS = {"LAST": LAST, "MEAN": MEAN, "CLS": FIRST}
+CONTRADICTIONS = (
+    ("pooling_type", "seq_pooling_type"), ("pooling_type", "tok_pooling_type"), ("logit_bias", "logit_mean"),
+    ("logit_scale", "logit_sigma"),
+)  # fmt: skip
+"""Pairs of keys of ``--pooler-config`` of which one may be given."""
+POOLER_KEYS = (
+    "task, pooling_type (LAST, MEAN, CLS, ALL, STEP), seq_pooling_type, tok_pooling_type, step_tag_id, normalize, "
+    "use_activation; of embeddings dimensions, enable_chunked_processing (true or false), max_embed_len; of classes "
+    "logit_mean, logit_sigma (not 0)"
+)
 REWARD = "reward"
 """A value of ``--convert``: scores for every token."""
 MODES = {
@@ -77,6 +89,8 @@ def load_model(config: EngineConfig) -> ModelConfig:
     path = Path(config.model)
     model = load_config(path, config.quantization, _early_overrides(config, path))
     text = dataclasses.replace(model.text, kv=requested_kv_format(config, model))
+    if config.disable_sliding_window and text.window:
+        text = dataclasses.replace(text, max_positions=min(text.max_positions, text.window))
     longest = config.max_model_len or text.max_positions
     if not text.full_layers and not text.local_theta and text.window >= longest:
         text = dataclasses.replace(text, window=0)  # no request is long enough for it to matter
@@ -135,7 +149,13 @@ def pooling_of(config: EngineConfig, model: ModelConfig) -> Pooling | None:
     made = _embedding(config, model, stored) if task == EMBED else _classes(config, model, classifier)
     if convert == REWARD and made.kind != ALL:
         made = dataclasses.replace(made, kind=ALL, normalize=False, activation=IDENTITY)
-    return _apply_pooler_config(made, config.pooler_config)
+    made, longest = _apply_pooler_config(made, config.pooler_config), config.max_model_len or model.text.max_positions
+    if made.longest > longest and not made.chunked:
+        raise StartupError(
+            f"--pooler-config: max_embed_len {made.longest} is above the model's length of {longest}; "
+            "enable_chunked_processing embeds longer texts"
+        )
+    return made
 
 
 def _pooling_overrides(config: EngineConfig) -> list[tuple[str, Any]]:
@@ -279,37 +299,70 @@ def _number(key: Any) -> int:
 
 
 def _apply_pooler_config(made: Pooling, asked: Mapping[str, Any]) -> Pooling:
-    """Returns ``made`` updated with the values of ``--pooler-config``."""
+    """``made`` with the values of ``--pooler-config``."""
+    given = {name: value for name, value in asked.items() if value is not None}
+    for one, other in CONTRADICTIONS:
+        if one in given and other in given:
+            raise StartupError(f"--pooler-config: {one} and {other} say the same; give one of them")
     changed: dict[str, Any] = {}
-    for name, value in asked.items():
-        if value is None:
-            continue
-        if name in ("pooling_type", "seq_pooling_type"):
-            changed["kind"] = _one(name, str(value).upper(), KINDS)
-            if str(value).upper() == "ALL":
-                changed["step_tag"] = -1
-        elif name == "tok_pooling_type":
-            _one(name, str(value).upper(), {"ALL": ALL, "STEP": ALL})
-        elif name == "step_tag_id" and isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-            changed["step_tag"] = value
-        elif name in ("normalize", "use_activation", "activation", "softmax"):
-            changed |= _convert_flag(made.task, name, value)
-        elif name in ("logit_bias", "logit_mean") and isinstance(value, int | float) and made.task == CLASSIFY:
-            changed["bias"] = float(value)
-        elif name == "dimensions":
-            changed["default_dimensions"] = _size(made, value)
-        else:
-            raise StartupError(
-                f"--pooler-config: {name[:40]!r} is {format_value(value)}; "
-                "known: pooling_type (LAST, MEAN, CLS, ALL, STEP), normalize, use_activation, dimensions, logit_bias, "
-                "step_tag_id"
-            )
+    for name, value in given.items():
+        changed |= _read_pooler_key(made, name, value)
     made = dataclasses.replace(made, **changed)
     if made.kind == MEAN and (made.inner or made.biased):
         raise StartupError("--pooler-config: pooling_type MEAN needs a head of one linear without biases")
-    if str(asked.get("pooling_type")).upper() == "STEP" and made.step_tag < 0:
-        raise StartupError("--pooler-config: pooling_type STEP needs step_tag_id, the token that ends a step")
+    step = next((n for n in ("pooling_type", "tok_pooling_type") if str(given.get(n)).upper() == "STEP"), None)
+    if step is not None and made.step_tag < 0:
+        raise StartupError(f"--pooler-config: {step} STEP needs step_tag_id, the token that ends a step")
     return made
+
+
+def _read_pooler_key(made: Pooling, name: str, value: Any) -> dict[str, Any]:
+    """What one key of ``--pooler-config`` changes of ``made``."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    match name:
+        case "task":
+            return _read_task(made, value)
+        case "pooling_type":
+            kind = _one(name, str(value).upper(), KINDS)
+            return {"kind": kind} | ({"step_tag": -1} if str(value).upper() == "ALL" else {})
+        case "seq_pooling_type":
+            return {"kind": _one(name, str(value).upper(), SEQUENCE_KINDS)}
+        case "tok_pooling_type":
+            _one(name, str(value).upper(), {"ALL": ALL, "STEP": ALL})
+            return {"step_tag": -1} if str(value).upper() == "ALL" else {}
+        case "step_tag_id" if whole and value >= 0:
+            return {"step_tag": value}
+        case "normalize" | "use_activation" | "activation" | "softmax":
+            return _convert_flag(made.task, name, value)
+        case "logit_bias" | "logit_mean" if number and made.task == CLASSIFY:
+            return {"bias": float(value)}
+        case "logit_sigma" | "logit_scale" if number and value and made.task == CLASSIFY:
+            return {"sigma": float(value) if name == "logit_sigma" else 1 / value}
+        case "dimensions":
+            return {"default_dimensions": _size(made, value)}
+        case "enable_chunked_processing" if isinstance(value, bool) and (made.task == EMBED or not value):
+            return {"chunked": value}
+        case "max_embed_len" if whole and value > 0 and made.task == EMBED:
+            return {"longest": value}
+        case "returned_token_ids":
+            raise StartupError(
+                "--pooler-config: returned_token_ids is not implemented; the tokens whose scores count are named by "
+                "--hf-overrides classifier_from_token"
+            )
+    raise StartupError(f"--pooler-config: {name[:40]!r} is {format_value(value)}; known: {POOLER_KEYS}")
+
+
+def _read_task(made: Pooling, value: Any) -> dict[str, Any]:
+    """The change for ``task``: a token task becomes what requests get that name none."""
+    if value == made.task:
+        return {}
+    if value == TOKEN_TASKS[made.task]:
+        return {"kind": ALL}
+    known = f"{made.task} and {TOKEN_TASKS[made.task]}"
+    raise StartupError(
+        f"--pooler-config: task is {format_value(value)}; this server does {known} (--convert embed or classify)"
+    )
 
 
 def _convert_flag(task: str, name: str, value: Any) -> dict[str, Any]:

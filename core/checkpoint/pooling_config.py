@@ -23,20 +23,21 @@ class Pooling:
     """How an engine pools. Engines that generate have None instead.
 
     Args:
-        kind: the hidden states that a request pools; token tasks use all of them.
-        normalize: scale embeddings to length 1; a request may override it.
-        classes: rows of the class head; 0 for ``embed``.
-        inner: activation after a linear layer [hidden, hidden] that precedes the class head; "": there is no such
-            layer.
-        biased: True if the head's linear layers have biases.
-        label_tokens: token ids whose rows of the output head form the class head; empty: the checkpoint has a class
-            head.
-        activation: maps scores to probabilities; a request may turn it off.
-        labels: names of all classes.
-        bias: subtracted from scores before the activation (``logit_bias`` of ``--pooler-config``).
+        kind: the rows that a request takes; one that asks for a token task takes every row.
+        normalize: embeddings have length 1, unless a request says otherwise.
+        classes: rows of the class head; 0 with ``embed``.
+        inner: activation behind a linear of hidden x hidden before the class head; "": there is none.
+        biased: whether the head's linears have biases.
+        label_tokens: ids whose rows of the output head are the class head; empty: the checkpoint has one of its own.
+        activation: from scores to probabilities, unless a request says otherwise.
+        labels: names of the classes, as many as there are.
+        bias, sigma: subtracted from scores before the activation, and what they are divided by then (``logit_mean`` and
+            ``logit_sigma`` of ``--pooler-config``).
         dimensions: sizes to which an embedding may be cut; empty: any (a Matryoshka checkpoint); None: none.
-        default_dimensions: the size of an embedding if a request names none; 0: all dimensions.
-        step_tag: only values of tokens with this id are returned; -1: those of all tokens.
+        default_dimensions: the size where a request names none; 0: all.
+        step_tag: of every token's values, those of this id alone are answered; -1: all.
+        longest: tokens of a text that is embedded, if that is not the model's length: fewer, or with ``chunked`` more.
+        chunked: whether a text that is longer than the model's length is embedded in parts, whose vectors are averaged.
     """
 
     task: str = EMBED
@@ -49,9 +50,12 @@ class Pooling:
     activation: str = SOFTMAX
     labels: tuple[str, ...] = ()
     bias: float = 0.0
+    sigma: float = 1.0
     dimensions: tuple[int, ...] | None = None
     default_dimensions: int = 0
     step_tag: int = -1
+    longest: int = 0
+    chunked: bool = False
 
     @property
     def scores(self) -> bool:

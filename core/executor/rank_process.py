@@ -140,6 +140,7 @@ class RankProcess:
         self.rank_info = begin.rank_info
         level = "WARNING" if begin.config.log_level == "INFO" else begin.config.log_level
         log_setup.setup(level, begin.config.log_format)
+        log_setup.apply_config_file(begin.config.log_config_file)
         function_trace.start_if_asked()
         device_env.prepare_device_env(begin.config.device, rank=begin.rank_info.card, world=begin.rank_info.cards)
         if begin.factory.startswith(f"{__package__.partition('.')[0]}."):

@@ -22,10 +22,10 @@ class StructuredOutputsParams:
         grammar: a grammar in GBNF (``root ::= ...``) or Lark (``start: ...``).
         json_object: True if the answer may be any JSON object.
         structural_tag: tags whose content has a form, or its JSON text.
-        disable_any_whitespace: no white space between the parts of a JSON text; otherwise up to 16 blanks, or a line
-            break and up to 32.
-        disable_additional_properties: objects that list properties have no others, unless the schema says so.
-        whitespace_pattern: a regex for the white space between two parts.
+        disable_any_whitespace: no blanks between the parts of a JSON text; else one space, or a line
+            break and its indentation.
+        disable_additional_properties: objects that list properties have no others, unless they say so.
+        whitespace_pattern: a regex of the blanks at a place.
     """
 
     json: dict[str, Any] | str | None = None

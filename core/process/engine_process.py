@@ -260,6 +260,7 @@ class EngineProcess:
         try:
             config = self.inbox.start()
             log_setup.setup(config.log_level, config.log_format)
+            log_setup.apply_config_file(config.log_config_file)
             function_trace.start_if_asked()
             self.serve(self.load(config))
         except StartupError as error:

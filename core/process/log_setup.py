@@ -5,12 +5,18 @@ from __future__ import annotations
 import datetime
 import json
 import logging
+import logging.config
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from trencadis.core.errors import StartupError
 from trencadis.core.process.log_queue import LogQueue, flush_logs
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+THEIRS, THEIRS_TO_OURS = "vllm", "trencadis"
+"""Beginnings of names of loggers in vLLM and here."""
 FORMAT = "%(levelname)s %(asctime)s [%(shortname)s] %(message)s"
 JSON = "json"
 
@@ -65,3 +71,57 @@ def setup(level: str, form: str = "text") -> None:
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     logging.getLogger("trencadis").setLevel(level)
+
+
+def apply_config_file(path: str) -> None:
+    """Applies a JSON file of a ``logging.config.dictConfig`` over what ``setup`` has set; "": there is none.
+
+    What it says of vLLM's loggers holds for ours, unless it names ours too. Loggers that it does not name stay.
+
+    Raises:
+        StartupError: the file cannot be read or is no such configuration.
+    """
+    if not path:
+        return
+    rule = "give a JSON file of a logging.config.dictConfig (version 1)"
+    try:
+        if not Path(path).is_file():
+            raise StartupError(f"--log-config-file {path}: no such file; {rule}")
+        given = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise StartupError(f"--log-config-file {path}: {_first_line(error)}; {rule}") from None
+    if not isinstance(given, dict):
+        raise StartupError(f"--log-config-file {path}: not a JSON object; {rule}")
+    try:
+        logging.config.dictConfig(_translate(given))
+    except (ValueError, TypeError, AttributeError, ImportError, KeyError, OSError) as error:
+        raise StartupError(f"--log-config-file {path}: {_first_line(error.__cause__ or error)}; {rule}") from None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+
+
+def _translate(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration for vLLM's loggers as one for ours; formatters of its package become plain ones."""
+    made = {"disable_existing_loggers": False, **given}
+    loggers = made.get("loggers")
+    if isinstance(loggers, dict):
+        ours = {
+            THEIRS_TO_OURS + name[len(THEIRS) :]: one
+            for name, one in loggers.items()
+            if name == THEIRS or name.startswith(THEIRS + ".")
+        }
+        made["loggers"] = {**ours, **loggers}
+    formatters = made.get("formatters")
+    if isinstance(formatters, dict):
+        made["formatters"] = {name: _drop_their_class(one) for name, one in formatters.items()}
+    return made
+
+
+def _drop_their_class(formatter: Any) -> Any:
+    if not isinstance(formatter, dict):
+        return formatter
+    theirs = (key for key in ("class", "()") if str(formatter.get(key, "")).startswith(THEIRS + "."))
+    dropped = {*theirs}
+    return {key: value for key, value in formatter.items() if key not in dropped}

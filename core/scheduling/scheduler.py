@@ -20,6 +20,7 @@ from trencadis.core.kv.block_hash import BlockHashChain
 from trencadis.core.kv.block_pool import BlockPool
 from trencadis.core.kv.encoder_cache import EncoderCache
 from trencadis.core.kv.media_spans import MediaSpan
+from trencadis.core.scheduling.decision_log import log_admission, log_preemption
 from trencadis.core.scheduling.encoder_scheduler import (
     EncoderScheduler,
     VisionBuilder,
@@ -67,6 +68,8 @@ class Scheduler:
         self.slots = list(range(slots, 0, -1))
         self.in_flight: deque[InFlightStep] = deque()
         self.steps = 0
+        self.first_draws = 0
+        """First tokens of choices that the Steps since the last report draw."""
         self.held_back = 0
         self.order = TotalOrder(limits, clock)
         self.fair = self.order.fair
@@ -264,10 +267,12 @@ class Scheduler:
         builder.image_prompts |= count > 1 and bool(seq.request.spans)
         builder.scheduled.append(seq)
         draws: list[Draw] = []
+        first = not seq.outputs
         if end == len(seq.tokens) and seq.outputs < seq.limit:
             draws = [builder.draw(seq)]
             if seq.siblings:
                 draws += self._fork(seq, builder)
+            self.first_draws += len(draws) if first else 0
             if can_persist(seq, draws) and not self.limits.long_from:  # the length is checked each step
                 self.micro_batches.batch.join(seq, len(builder.rows))
         tokens, blocks, positions = tuple(seq.tokens[start:end]), tuple(seq.blocks), seq.positions_of(start, count)
@@ -356,6 +361,7 @@ class Scheduler:
             seq.fresh_state = True
             self.totals.prefix_queries += len(seq.tokens)
             self.start_running(seq, self.micro_batches.current)
+            log_admission(seq, self.pool.free, len(self.waiting))
             self._advance(seq, builder)
 
     def start_running(self, seq: Sequence, micro_batch: int | None = None) -> None:
@@ -388,6 +394,7 @@ class Scheduler:
 
     def _preempt(self, victim: Sequence, builder: StepBuilder) -> None:
         builder.preempted = True
+        log_preemption(victim, self.pool.free)
         victim.requeue = waits = not victim.drawn
         self.leave(victim)
         if waits:

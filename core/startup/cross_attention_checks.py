@@ -4,13 +4,10 @@ that save memory.
 
 from __future__ import annotations
 
-from typing import Any
-
 from trencadis.core.buckets import Policy
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.shapes.shape_limits import ShapeLimits
 
 
 def check_cross_attention(config: EngineConfig, model: ModelConfig, policy: Policy) -> None:
@@ -36,11 +33,3 @@ def check_cross_attention(config: EngineConfig, model: ModelConfig, policy: Poli
         raise StartupError(
             f"--cpu-offload-gb: a launch of {name} without images leaves layers out, so that none can be copied ahead"
         )
-
-
-def suggest_smaller_settings(limits: ShapeLimits) -> dict[str, dict[str, Any]]:
-    """Returns settings that need less memory than ``limits``, mildest first: flag -> configuration fields."""
-    tokens = (t for t in (16384, 8192, 4096, 2048) if t < limits.max_tokens)
-    found: dict[str, dict[str, Any]] = {f"--max-num-batched-tokens {t}": {"max_num_batched_tokens": t} for t in tokens}
-    images = (n for n in (8, 4, 2) if n < limits.units)
-    return found | {f"--encoder-cache-images {n}": {"encoder_cache_images": n} for n in images}

@@ -11,7 +11,6 @@ from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.config import EngineConfig
 from trencadis.core.engine_stats import LedgerRow
 from trencadis.core.errors import StartupError
-from trencadis.core.executor.rank_info import can_share
 from trencadis.core.launches.stage_transfer import own_plan
 from trencadis.core.memory import graph_budget as budget
 from trencadis.core.memory import weight_offload
@@ -40,8 +39,9 @@ from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.shared_constants import RESERVED_BLOCKS
 from trencadis.core.startup import host_offload
-from trencadis.core.startup.cross_attention_checks import suggest_smaller_settings
-from trencadis.core.startup.format_checks import check_kv_format, format_notes
+from trencadis.core.startup.format_checks import format_notes
+from trencadis.core.startup.remedies import list_remedies
+from trencadis.core.startup.startup_checks import check_chunking, check_start
 
 BUILT_FOR_FEW = 128, 2048
 BUILT_FOR_MANY = 256, 8192
@@ -186,29 +186,24 @@ class DryRun:
             raise StartupError(f"{error}; {self._remedy(error.blocks)}.") from None
 
     def _remedy(self, blocks: int) -> str:
-        """Returns the mildest setting with which this start-up fits."""
+        """The mildest setting with which this start-up fits, at its own utilisation if it can."""
         limits = shape_limits(self.config, self.model, self.policy, self.images)
-        config = dataclasses.replace(self.config, gpu_memory_utilization=1.0)
-        trials: list[tuple[str, DryRun]] = []
-        if blocks > 0:
-            shorter = dataclasses.replace(config, max_model_len=blocks * limits.block_size)
-            trials.append((f"--max-model-len {shorter.max_model_len}", dataclasses.replace(self, config=shorter)))
-        for setting, changed in suggest_smaller_settings(limits).items():
-            trials.append((setting, dataclasses.replace(self, config=dataclasses.replace(config, **changed))))
-        for ranks in (n for n in (2, 4, 8, 16) if n > self.device.ranks and can_share(self.model, n)):
-            device = dataclasses.replace(self.device, ranks=ranks)
-            trials.append((f"--tensor-parallel-size {ranks}", dataclasses.replace(self, config=config, device=device)))
-        for setting, start in trials:
-            try:
-                start._plan_with_graphs()
-            except StartupError:
-                continue
-            return f"{setting} --gpu-memory-utilization 1.0 fits"
+        for setting, start in list_remedies(self, limits, blocks):
+            if start._fits(1.0):
+                share = "" if start._fits(self.config.gpu_memory_utilization) else " --gpu-memory-utilization 1.0"
+                return f"{setting}{share} fits"
         return "more devices, or smaller image limits (max_pixels in --mm-processor-kwargs), would be needed"
 
+    def _fits(self, utilisation: float) -> bool:
+        config = dataclasses.replace(self.config, gpu_memory_utilization=utilisation)
+        try:
+            dataclasses.replace(self, config=config)._plan_with_graphs()
+        except StartupError:
+            return False
+        return True
+
     def _plan_with_graphs(self) -> StartupPlan:
-        check_kv_format(self.device.name, self.model, self.policy)
-        host_offload.check_offload(self.config, self.policy, self.device.name)
+        check_start(self.config, self.model, self.policy, self.device.name)
         limits = shape_limits(self.config, self.model, self.policy, self.images)
         if self.at_most:
             limits = dataclasses.replace(limits, max_model_len=min(self.at_most, limits.max_model_len))
@@ -222,6 +217,7 @@ class DryRun:
             if shorter.max_model_len < limits.max_model_len:
                 notes.append(self._note_lowered_length(limits, plan, settings, shorter.max_model_len))
                 limits, plan = shorter, self._plan(shorter)
+        self._check_chunking(limits)
         ledger = self._ledger_without_graphs(plan, limits, settings)
         prices = self._prices(plan)
         wanted = [p for p in prices if capturable(self.policy, p.bucket) and not settings.eager]
@@ -253,6 +249,9 @@ class DryRun:
             host_offload.offload_rows(self.config, self.estimator, limits.block_size),
         )
 
+    def _check_chunking(self, limits: ShapeLimits) -> None:
+        check_chunking(self.config, self.model, limits.max_tokens, limits.max_rows, limits.max_model_len)
+
     def _plan(self, limits: ShapeLimits) -> Plan:
         return own_plan(make_plan(self.policy, limits, self.bucket_options, self.model), self.model.share)
 
@@ -283,6 +282,7 @@ class DryRun:
         form = self.policy.quantised
         found = plan_cpu(self.model, wanted, self.device.itemsize, free, self.images.tokens, self.device.ranks, form)
         limits = dataclasses.replace(limits, max_model_len=found.max_model_len)
+        self._check_chunking(limits)
         plan, settings = self._plan(limits), dataclasses.replace(graph_settings(self.config, self.policy), eager=True)
         ledger = self._host_ledger(plan, limits, found)
         selection = budget.select_graphs([], ledger.memory_split, settings, self.policy.pool_cost)

@@ -15,10 +15,9 @@ import torch
 
 from trencadis.core import backend as seam
 from trencadis.core.backend import Backend, BackendConfig
-from trencadis.core.buckets import Plan, Policy, Stage
+from trencadis.core.buckets import Plan, Policy
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig, reserved_rows
 from trencadis.core.checkpoint.pooler_config import load_model
-from trencadis.core.checkpoint.pooling_config import MEAN
 from trencadis.core.config import EngineConfig
 from trencadis.core.devices import choose
 from trencadis.core.engine import Engine
@@ -51,15 +50,14 @@ from trencadis.core.scheduling.image_packer import ImagePacker
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.shapes.launch_costs import work_of
-from trencadis.core.shapes.pipeline_partition import check_ranks, split_model
+from trencadis.core.shapes.pipeline_partition import split_model
 from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.shapes.step_times import StepTimes, chunk_sizes
-from trencadis.core.startup import host_offload
-from trencadis.core.startup.cross_attention_checks import check_cross_attention
 from trencadis.core.startup.dry_run import shape_limits
-from trencadis.core.startup.format_checks import check_kv_format, format_notes
+from trencadis.core.startup.format_checks import format_notes
 from trencadis.core.startup.graph_startup import DeviceStart
 from trencadis.core.startup.kv_offload_setup import with_host_blocks
+from trencadis.core.startup.startup_checks import check_chunking, check_start
 
 log = logging.getLogger("trencadis.engine")
 
@@ -150,23 +148,17 @@ def open_rank(config: EngineConfig, rank_info: RankInfo, progress: Progress) -> 
     make = seam.load(device)
     package = import_module(make.__module__)
     policy = package.pick_policy(config.policy)
-    if config.batch_invariant and not policy.invariant_rows:
-        raise StartupError(f"--batch-invariant: {config.device} does not promise it; --device cpu does")
-    host_offload.check_offload(config, policy, device)
+    check_start(config, model_config, policy, device)
     if config.attention_backend and config.attention_backend not in policy.attention and rank_info.rank == 0:
         log.info(f"--attention-backend {config.attention_backend} has no effect: {device} has its own attention")
-    _check_pooling(config, model_config, policy)
-    check_attention(config, model_config, policy)
-    check_ranks(model_config, device, policy)
     dtype: torch.dtype = package.pick_dtype(config.dtype, model_config.dtype)
     limits = shape_limits(config, model_config, policy, ImageNeeds())
     backend = make(backend_config(config, model_config, rank_info, policy, dtype, limits, index))
-    check_kv_format(device, model_config, backend.policy)
     watch: GraphReporter | None = None
     if backend.policy.captures:
         start = DeviceStart.plan(config, model_config, backend, progress)
         runner, plan, limits, watch, _ = start.run()
-        _check_chunking(config, model_config, plan, limits)
+        check_chunking(config, model_config, limits.max_tokens, limits.max_rows, plan.max_model_len)
     else:
         runner, plan = _host(config, model_config, backend, limits, progress)
     seconds = 0.0
@@ -225,37 +217,12 @@ def backend_config(
     )
 
 
-def _check_pooling(config: EngineConfig, model: ModelConfig, policy: Policy) -> None:
-    pooling = model.pooling
-    if pooling is None:
-        return
-    if Stage.POOL not in policy.axes or Stage.POOL not in policy.alignment:
-        raise StartupError(f"--runner pooling: the {config.device} backend has no POOL stage; --device cpu has")
-    if config.batch_invariant and (pooling.classes or pooling.kind == MEAN):
-        raise StartupError(
-            "--batch-invariant holds for embeddings of the last or first token, not for sums and classes"
-        )
-
-
-def check_attention(config: EngineConfig, model: ModelConfig, policy: Policy) -> None:
-    """Raises StartupError if a device does not support the attention masks that this model needs."""
-    longest = config.max_model_len or model.text.max_positions
-    if not policy.windows and 0 < model.text.window < longest:
-        raise StartupError(
-            f"{model.path / 'config.json'}: layers see {model.text.window} keys, which the {config.device} backend "
-            f"does not implement; --max-model-len {model.text.window} needs no windows, --device cpu has them"
-        )
-    check_cross_attention(config, model, policy)
-    if model.text.upto and not policy.upto:
-        raise StartupError(f"{model.architecture}: the {config.device} backend attends causally; --device cpu does not")
-
-
 def _host(
     config: EngineConfig, model_config: ModelConfig, backend: Backend, limits: ShapeLimits, progress: Progress
 ) -> tuple[ModelRunner, CachePlan]:
     """Starts a device without graphs: activations are estimated by formula, every size is its own bucket."""
     plan = _cache_plan(config, model_config, backend, limits)
-    _check_chunking(config, model_config, plan, limits)
+    check_chunking(config, model_config, limits.max_tokens, limits.max_rows, plan.max_model_len)
     progress("weights", gib(plan.weights_bytes), 0.1)
     model = registry.build(model_config, backend, config)
     progress("caches", f"{plan.kv_tokens} tokens of KV cache", 0.9)
@@ -283,27 +250,6 @@ def _cache_plan(config: EngineConfig, model: ModelConfig, backend: Backend, limi
     kept, size = backend.policy.quantised, backend.dtype.itemsize
     plan = plan_cpu(model, asked, size, available, images.tokens, backend.comm.world, kept)
     return dataclasses.replace(plan, notes=(*format_notes(model, size, backend.policy), *plan.notes))
-
-
-def _check_chunking(config: EngineConfig, model: ModelConfig, plan: CachePlan, limits: ShapeLimits) -> None:
-    tokens = limits.max_tokens
-    if model.text.bidirectional_images:
-        image_tokens = registry.image_needs(model, config.mm_processor_kwargs, config.image_alignment).tokens
-        if tokens < image_tokens + limits.max_rows:
-            raise StartupError(
-                f"{model.architecture} computes an image at a time: --max-num-batched-tokens ({tokens}) must be at "
-                f"least {image_tokens + limits.max_rows}, its {image_tokens} tokens and one for each of --max-num-seqs"
-            )
-    if not model.text.causal and tokens < plan.max_model_len:
-        raise StartupError(
-            f"{model.architecture} computes a whole prompt at a time: --max-num-batched-tokens ({tokens}) must be at "
-            f"least --max-model-len ({plan.max_model_len})"
-        )
-    if not config.enable_chunked_prefill and tokens < plan.max_model_len:
-        raise StartupError(
-            f"without chunked prefill --max-num-batched-tokens ({tokens}) must be at least "
-            f"--max-model-len ({plan.max_model_len})"
-        )
 
 
 def _limits(config: EngineConfig, model: ModelConfig, plan: CachePlan, tokens: int, seqs: int) -> SchedulerLimits:
@@ -336,8 +282,6 @@ def _times(config: EngineConfig, model: ModelConfig, plan: Plan, tokens: int) ->
     """
     if not config.itl_target:
         return None
-    if not config.enable_chunked_prefill:
-        raise StartupError("--itl-target cuts prompts into chunks; it needs --enable-chunked-prefill")
     pair = work_of(model, plan.block_size or 1).pair
     target = config.itl_target / 1000 / config.pipeline_parallel_size
     return StepTimes(target, chunk_sizes(plan, tokens), plan.policy.mixed, pair)

@@ -286,6 +286,8 @@ class WorkerPool:
             return TooLarge(TOO_LONG)
         if self.closed:
             return Unavailable(NO_WORKER)
+        if early:
+            log.debug("retry: a job whose decode worker died before reading it runs on another")
         return None if early else BadRequest(UNDECODABLE)
 
     def _handle_failure(self, process: WorkerProcess | None, error: TrencadisError | OSError) -> TrencadisError:
@@ -302,6 +304,7 @@ class WorkerPool:
         with self._change:
             self.started += 1
             self._processes.add(process)
+        log.debug("worker: decode worker %d starts", process.pid)
         return process
 
     def _end_process(self, process: WorkerProcess | None, patience: float = 0.0) -> bool:
@@ -310,6 +313,7 @@ class WorkerPool:
             return False
         with self._change:
             self._processes.discard(process)
+        log.debug("worker: decode worker %d ends after %d jobs", process.pid, process.jobs)
         return process.kill(patience)
 
     def _recycle_if_due(self, process: WorkerProcess | None) -> WorkerProcess | None:

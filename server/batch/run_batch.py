@@ -86,7 +86,7 @@ def main(words: Sequence[str]) -> int:
     signals.raise_early_stop()
     asked = resolve_settings(given, os.environ)
     settings = batch_targets.make_private_settings(asked)
-    logging_setup.set_up_logging(settings.engine.log_level, settings.server)
+    logging_setup.set_up_logging(settings.engine, settings.server)
     if not settings.server.enable_log_requests:
         log.addFilter(_is_not_request_record)
     for note in (*hide_keys.hide_keys(asked), *settings.notes):

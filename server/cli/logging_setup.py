@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from trencadis.core.config import EngineConfig
 from trencadis.core.process import log_setup
 from trencadis.server.config.config import ServerConfig
 
@@ -44,14 +45,20 @@ class _NoQueries(logging.Filter):
         return True
 
 
-def set_up_logging(level: str, server: ServerConfig, form: str = "text") -> None:
-    """Sets the format (text or json) and the levels: ours to ``level``, uvicorn's to ``--uvicorn-log-level``."""
-    log_setup.setup(level, form)
+def set_up_logging(engine: EngineConfig, server: ServerConfig) -> None:
+    """Sets the form and the levels: ours to ``--log-level``, uvicorn's to ``--uvicorn-log-level``; then applies
+    ``--log-config-file``.
+
+    Raises:
+        StartupError: that file is no ``dictConfig``.
+    """
+    log_setup.setup(engine.log_level, engine.log_format)
     named = server.uvicorn_log_level
     logging.getLogger("uvicorn").setLevel(5 if named == "trace" else named.upper())
     logging.getLogger("uvicorn.error").addFilter(_DropStartupLine())
     logging.getLogger("uvicorn.asgi").addFilter(_NoQueries())
     logging.getLogger("uvicorn.access").addFilter(_Quiet(server.disable_access_log_for_endpoints))
+    log_setup.apply_config_file(engine.log_config_file)
 
 
 def log_started(address: str) -> None:

@@ -49,7 +49,7 @@ def serve(settings: Settings) -> int:
         StartupError: one line for the terminal, exit code 2.
     """
     begun = time.monotonic()
-    logging_setup.set_up_logging(settings.engine.log_level, settings.server, settings.engine.log_format)
+    logging_setup.set_up_logging(settings.engine, settings.server)
     function_trace.start_if_asked()
     for note in (*hide_keys.hide_keys(settings), *settings.notes):
         log.warning("%s", note)

@@ -80,7 +80,7 @@ class ServerConfig:
     allowed_methods: list[str] = opt(["*"], "CORS methods")
     allowed_headers: list[str] = opt(["*"], "CORS headers")
     allow_credentials: bool = opt(False, "CORS credentials", aliases=("allowed_credentials",))
-    root_path: str = opt("", "path prefix that a proxy strips")
+    root_path: str = opt("", "path prefix of a proxy, which may strip it or keep it")
     ssl_keyfile: str = opt("", "TLS key")
     ssl_certfile: str = opt("", "TLS certificate")
     ssl_ca_certs: str = opt("", "certificates that sign those of clients")
@@ -187,7 +187,7 @@ class ServerConfig:
     enable_prompt_tokens_details: bool = opt(
         True, "usage has prompt_tokens_details: tokens from the cache, of images and of videos"
     )
-    enable_force_include_usage: bool = opt(False, "report usage in every stream")
+    enable_force_include_usage: bool = opt(False, "report usage in every event of every stream")
     strict_request_fields: bool = opt(
         False, "refuse JSON fields that have no effect instead of naming them in the header x-ignored-fields"
     )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trencadis.core import envs
-from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.checkpoint.config_reader import GGUF, GGUF_HINT, load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 
@@ -75,6 +75,8 @@ def resolve(
     if path.is_dir():
         return path.resolve()
     if path.exists():
+        if path.suffix == ".gguf":
+            raise StartupError(f"{model} is {GGUF}; {GGUF_HINT}.")
         raise StartupError(f"{model} is a file; name the folder of a checkpoint.")
     if not _HUB_ID.fullmatch(model) or "--" in model or ".." in model:
         raise StartupError(f"There is no model folder {model}, and a hub id would be owner/name or a bare name.")

@@ -76,8 +76,21 @@ def resolve_settings(given: command_line.ParsedArguments, environ: Mapping[str, 
     if server.ssl_cert_reqs and not server.ssl_certfile:
         raise StartupError("--ssl-cert-reqs needs --ssl-certfile.")
     notes += bucket_env.read_bucket_options(environ).notes
+    notes += _list_idle_flags(engine, server)
     notes += _warn_about_graph_settings(engine, sources, environ)
     return Settings(engine, server, sources, notes, _read_bucket_variables(environ))
+
+
+def _list_idle_flags(engine: EngineConfig, server: ServerConfig) -> list[str]:
+    """A line for each flag of ours that is given and does nothing, or not all that its name says."""
+    notes = []
+    if engine.trust_remote_code:
+        notes.append("--trust-remote-code has no effect: no code of a repository ever runs.")
+    if server.show_hidden_metrics_for_version:
+        notes.append(
+            "--show-hidden-metrics-for-version shows all of them as --show-hidden-metrics does, whatever the version."
+        )
+    return notes
 
 
 def _check_no_blanks(server: ServerConfig) -> None:

@@ -97,8 +97,11 @@ class MessageWriter:
         """Event templates by the index of the block that grows."""
 
     def write_first_events(self, usage: Usage) -> Iterator[bytes]:
-        """Yields the first event, once the first token exists."""
+        """The first event, once the first token is there; its usage counts no tokens of the answer yet."""
         self.message.usage = convert_usage(usage)
+        self.message.usage.output_tokens = 0
+        if self.message.usage.output_tokens_details is not None:
+            self.message.usage.output_tokens_details.thinking_tokens = 0
         yield encode_event("message_start", message=self.message.model_dump())
 
     def write_events(self, change: BlockEvent) -> Iterator[bytes]:

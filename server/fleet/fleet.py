@@ -112,6 +112,7 @@ class Fleet(EngineGroup[Supervisor]):
             if ticket is None:
                 raise last
             request.replica = self._replica_of[request.id] = ticket.replica
+            log.debug("route: request %s goes to engine %d, not to %s", request.id, ticket.replica, avoid or "none")
             try:
                 async with aclosing(self._try_engine(request, pixels, ticket)) as deltas:
                     async for delta in deltas:
@@ -123,6 +124,7 @@ class Fleet(EngineGroup[Supervisor]):
                 if deaths >= MAX_ENGINE_DEATHS:
                     raise last from None
                 self.retries += error.died
+                log.debug("retry: request %s, after %d engines died under it", request.id, deaths)
                 log.info("request %s leaves engine %d: %s", request.id, ticket.replica, last)
             finally:
                 self._replica_of.pop(request.id, None)

@@ -11,11 +11,10 @@ from typing import Any
 from trencadis.server.grammars.regex_translation import escaped
 
 ANY = "(?s:.*)"
-"""Regex of any text; it does not match control tokens."""
-BLANKS = r"[ \t]{1,16}|\r?\n[ \t]{0,32}"
-"""Default regex of the blanks at one place of a JSON text. Weak models may write blanks without end, most of all
-line breaks: one is enough, followed by the indentation of a nested text.
-"""
+"""Any text, as a regex; control tokens are none."""
+BLANKS = r" |\r?\n(?: {1,32}|\t{1,16})?"
+"""Blanks at one place of a JSON text, as a regex, unless a request says otherwise: one space, or a line break with the
+indentation of a nested text. Small models write blanks up to the limit of an answer where they may."""
 BETWEEN = r"/[ \t\n\r]{0,16}/"
 """Regex of the blanks between a thought, or a call, and the text after it."""
 ESCAPES = 'nrbtf\\"'

@@ -50,6 +50,7 @@ from trencadis.server.routes.dialects import serving_messages, serving_responses
 from trencadis.server.routes.http_settings import HttpSettings
 from trencadis.server.routes.pooling import (
     serving_classify,
+    serving_cohere_embed,
     serving_embedding,
     serving_pooling,
     serving_rerank,
@@ -64,7 +65,7 @@ from trencadis.server.tenants.tenant_registry import TenantRegistry
 
 log = logging.getLogger("trencadis.server")
 GENERATING = (serving_chat, serving_chat_batch, serving_completion, serving_responses, serving_messages)
-POOLING = (serving_embedding, serving_pooling, serving_classify, serving_score, serving_rerank)
+POOLING = (serving_embedding, serving_cohere_embed, serving_pooling, serving_classify, serving_score, serving_rerank)
 _DEFAULT = {EMBED: "/v1/embeddings", CLASSIFY: "/classify"}
 """Routes to which ``/invocations`` sends the requests of a pooling server, by task."""
 
@@ -214,7 +215,7 @@ def _make_middleware(state: AppState) -> list[Middleware]:
     gate = Middleware(
         RequestMiddleware, keys=keys, max_body=config.max_body_bytes, observe=state.metrics.http.observe,
         bodies=state.admission.bodies, receive_timeout=config.receive_timeout, request_timeout=config.request_timeout,
-        most_headers=config.h11_max_header_count, ended=state.on_request_ended,
+        most_headers=config.h11_max_header_count, ended=state.on_request_ended, load=state.make_load_header,
     )  # fmt: skip
     inner = [gate]
     if state.fair_queue is not None:

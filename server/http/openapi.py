@@ -41,7 +41,8 @@ WORK = (*BODY, 504)
 """Errors of a route that may take a while."""
 MEDIA = (403, 409, 415, 422, 501)
 POOLED = (
-    "/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
+    "/v1/embeddings", "/v2/embed", "/pooling", "/classify",
+    "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
 )  # fmt: skip
 STATUSES: dict[tuple[str, str], tuple[int, ...]] = {
     ("post", "/v1/chat/completions"): (*WORK, 404, *MEDIA, 500, 503),
@@ -57,7 +58,8 @@ STATUSES: dict[tuple[str, str], tuple[int, ...]] = {
     ("get", "/v1/models/{model}"): (404,),
     ("post", "/ping"): BODY,
 }
-"""Errors of each route, in addition to 431, which every route has, and 401, which every protected one has."""
+"""Errors of each route, besides 431, which every route has, and 401, which every guarded one has."""
+BYTES = ("/v1/embeddings", "/pooling")
 PROBES = ("/health", "/ready", "/ping")
 STREAMS = {
     "/v1/chat/completions": "events `data: {...}`, then `data: [DONE]`; an error is an event.",
@@ -127,6 +129,13 @@ def _make_responses(path: str, method: str, found: dict[str, Any]) -> dict[str, 
         # Without a type, since some readers apply the schema to the whole text, others to each event.
         described = {"description": f"With `stream`: {STREAMS[path]}"}
         good["content"] = {**good["content"], "text/event-stream": {"schema": described}}
+    elif path in BYTES:
+        described = {
+            "type": "string",
+            "format": "binary",
+            "description": "With `encoding_format` `bytes` or `bytes_only`.",
+        }
+        good["content"] = {**good["content"], "application/octet-stream": {"schema": described}}
     elif path in PROBES:
         good["content"] = _make_json_content("Probe")
         out["503"] = {

@@ -42,7 +42,7 @@ MESSAGE = {
     **OBJECT,
     "required": ["role"],
     "properties": {
-        "role": {"type": "string", "enum": list(ROLES)},
+        "role": {"type": "string", "examples": list(ROLES)},
         "content": {"anyOf": [
             {"type": "string"},
             {"type": "array", "items": {"anyOf": [{"type": "string"}, {"$ref": "#/components/schemas/ContentPart"}]}},

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from trencadis.core.errors import BadRequest, HeadersTooLarge, QueueFull, TooLarge, TrencadisError, Unavailable
 from trencadis.server.admission import BodyBudget, BodyCharge
 from trencadis.server.dialects import anthropic_output
+from trencadis.server.http import load_header
 from trencadis.server.http.request_timeout import HEADER, get_timeout, run_within, stop_timer
 from trencadis.server.http.unsupported_routes import get_reason
 from trencadis.server.protocol.base_request import ErrorResponse
@@ -62,11 +63,13 @@ class RequestMiddleware:
         request_timeout: float = 0.0,
         most_headers: int = 256,
         ended: Callable[[RequestRecord], None] = lambda record: None,
+        load: Callable[[str], Mapping[str, str]] = lambda asked: {},
     ) -> None:
         self._app = app
         self._request_timeout = request_timeout
         self._most_headers = most_headers
         self._ended = ended
+        self._load = load
         self._keys = keys
         self._max_body = max_body
         self._observe = observe
@@ -78,6 +81,7 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        strip_kept_prefix(scope)
         headers = Headers(scope=scope)
         given = UNSAFE.sub("", headers.get("x-request-id", ""))[:ID_SIZE]
         shown = scope["trencadis.request_id.shown"] = given or uuid.uuid4().hex
@@ -97,6 +101,8 @@ class RequestMiddleware:
                 account = CURRENT.get()
                 if account is not None:
                     sent.update(dict(account.make_headers()))
+                if record.runs_model and load_header.ASKED in headers:
+                    sent.update(self._load(headers[load_header.ASKED]))
             else:
                 record.sent += len(message.get("body", b""))
             await send(message)
@@ -224,6 +230,15 @@ def make_record(scope: Scope, headers: Headers, id: str) -> RequestRecord:
     parent = {name: headers[name] for name in TRACE_HEADERS if name in headers}
     rank = headers.get("x-data-parallel-rank", "")
     return RequestRecord(id, scope["method"], get_path(scope), address, parent, rank=rank)
+
+
+def strip_kept_prefix(scope: Scope) -> None:
+    """Removes ``--root-path`` from a path that has it twice: uvicorn adds it, also where a proxy did not strip it."""
+    root = scope.get("root_path", "").rstrip("/")
+    path: str = scope["path"]
+    if root and (path == root + root or path.startswith(f"{root}{root}/")):
+        scope["path"] = path[len(root) :]
+        scope["raw_path"] = scope.get("raw_path", b"")[len(root.encode()) :]
 
 
 def get_path(scope: Scope) -> str:

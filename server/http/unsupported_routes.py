@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from trencadis.server.config.vllm_flags.parallel_flags import LORA_REASON
+
 WHY = {
     "/v1/audio": "it reads and writes no audio",
     "/v1/realtime": "it reads and writes no audio",
@@ -15,6 +17,8 @@ WHY = {
     "/v1/assistants": "it keeps no state",
     "/v1/threads": "it keeps no state",
     "/v1/vector_stores": "it keeps no files",
+    "/v1/load_lora_adapter": LORA_REASON,
+    "/v1/unload_lora_adapter": LORA_REASON,
 }
 
 

@@ -144,7 +144,7 @@ class PrometheusMetrics:
         self._make_histogram(
             "request_time_per_output_token_seconds", "mean time per token after the first", INTER_TOKEN_BUCKETS
         )
-        self._make_histogram("iteration_tokens_total", "tokens of a step", ITERATION_BUCKETS)
+        self._make_histogram("iteration_tokens_total", "tokens of a step, of prompts and answers", ITERATION_BUCKETS)
         self._make_histogram("request_params_n", "choices of a request", (1, 2, 5, 10, 20))
         self._make_histogram("request_num_preemptions", "preemptions of a request", (1, 2, 3, 4, 5, 10, 20))
         self._stages = StageMetrics(self.registry, self._values)

@@ -19,9 +19,10 @@ from trencadis.core.executor.rank_info import check_size
 from trencadis.core.memory import measurement_cache
 from trencadis.core.models import registry
 from trencadis.core.shapes import bucket_options as bucket_env
-from trencadis.core.shapes.pipeline_partition import check_ranks, split_model
+from trencadis.core.shapes.pipeline_partition import split_model
 from trencadis.core.startup.dry_run import DryRun, PlannedDevice, StartupPlan
 from trencadis.core.startup.pipeline_dry_run import planned_stages
+from trencadis.core.startup.startup_checks import check_start
 from trencadis.multimodal.processor import PROCESSOR_FILES
 from trencadis.server.config import argv, hide_keys, hub, value_parsers
 from trencadis.server.config.resolve_settings import resolve_settings
@@ -87,7 +88,6 @@ def main(words: Sequence[str]) -> int:
     planned = plans[0]
     sizes = registry.image_sizes(model, config.mm_processor_kwargs, config.image_alignment)
     report = plan_report.make_report(planned, config, model, sizes)
-    report["notes"] += format_refused_start(config, planned)
     nodes = max(own.nodes, config.nnodes)
     if len(plans) > 1 or nodes > 1:
         report["pipeline"] = make_pipeline_report(plans, nodes, own.batch)
@@ -166,15 +166,6 @@ def make_plan(config: EngineConfig, model: ModelConfig, memory: int, others: int
     return make_stage_plans(config, model, memory, others)[0]
 
 
-def format_refused_start(config: EngineConfig, planned: StartupPlan) -> list[str]:
-    """Returns a line about an option that the device's backend does not support, if there is one."""
-    try:
-        check_ranks(planned.estimator.model, likely(config.device), planned.plan.policy)
-    except StartupError as error:
-        return [f"a start would be refused: {error}."]
-    return []
-
-
 def make_stage_plans(config: EngineConfig, model: ModelConfig, memory: int, others: int = 0) -> tuple[StartupPlan, ...]:
     """Plans each pipeline stage of the start-up of ``config`` on devices of ``memory`` bytes each."""
     name = likely(config.device)
@@ -187,6 +178,7 @@ def make_stage_plans(config: EngineConfig, model: ModelConfig, memory: int, othe
     device = PlannedDevice(name, memory, others, ranks, itemsize)
     asked, starts = bucket_env.read_bucket_options(os.environ), []
     for part in parts:
+        check_start(config, part, policy, name)
         block = config.block_size or policy.block_sizes[0]
         key = measurement_cache.MeasurementKey(
             measurement_cache.fingerprint(part), name, f"{8 * itemsize} bit", ranks, block

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,7 +30,7 @@ def read_raw_values(pooled: bytes, pooling: Pooling, params: PoolingParams, toke
 def finish_pooled(raw: Float64, pooling: Pooling, params: PoolingParams) -> Float32:
     """The embedding [dimensions] or the probabilities [classes] of one prompt, or of each of its tokens."""
     if pooling.task == CLASSIFY:
-        raw = raw - pooling.bias
+        raw = (raw - pooling.bias) / pooling.sigma
         return _apply_activation(raw, IDENTITY if params.activates is False else pooling.activation).astype(np.float32)
     size = params.dimensions or pooling.default_dimensions
     cut = raw[..., :size] if size else raw
@@ -42,7 +41,7 @@ def finish_pooled(raw: Float64, pooling: Pooling, params: PoolingParams) -> Floa
 
 def compute_pair_score(raw: Float64, pooling: Pooling, params: PoolingParams) -> float:
     """The score of a pair by its class head: of the only class, or of the last label token against the others."""
-    value = raw - pooling.bias
+    value = (raw - pooling.bias) / pooling.sigma
     one = value[-1] if len(value) == 1 else value[-1] - np.logaddexp.reduce(value[:-1])
     if params.activates is False or (pooling.activation == IDENTITY and params.activates is None):
         return float(one)
@@ -53,11 +52,6 @@ def cosine_similarity(a: Float64, b: Float64) -> float:
     """The cosine of the angle between two vectors; 0 where one of them is zero."""
     length = float(np.linalg.norm(a) * np.linalg.norm(b))
     return float(a @ b) / length if length else 0.0
-
-
-def encode_base64(values: Float32) -> str:
-    """Little-endian float32, as OpenAI's clients read them."""
-    return base64.b64encode(values.astype("<f4").tobytes()).decode()
 
 
 def convert_to_floats(values: Float32) -> list[Any]:

@@ -19,6 +19,9 @@ ARGUMENTS = BodyLimits(values=1 << 16, containers=1 << 14, outline=4 << 20, text
 """Limits of the arguments of all tool calls of a conversation, which are JSON inside JSON."""
 
 
+LONGEST_ROLE = 64
+"""Most characters of a role."""
+
 PAIR_ROLES = ("query", "document")
 """Roles of the two sides of a pair, on a pooling server."""
 
@@ -29,9 +32,9 @@ class MessageRules:
 
     Args:
         scrub: removes this process's nonce from a value of the user.
-        roles: what the template calls each role that a message may have.
+        roles: what the template calls each role that is known here; a user's own stays as it is.
         placeholders: marked text of each kind (``image``, ``video``), for templates that take content as a string.
-        as_string: roles whose content the template takes as a string.
+        as_string: known roles whose content the template takes as a string; a user's own is taken as ``user`` is.
         most: most media of each kind in one prompt.
         text_arguments: whether the template takes arguments of calls as JSON text, not as objects.
     """
@@ -78,17 +81,29 @@ def _convert_message(message: Any, path: str, rules: MessageRules, conversation:
     if not isinstance(message, Mapping):
         raise BadRequest(f"{path} must be an object with role and content.", param=path)
     check_json(message, path)
-    role = message.get("role")
-    if not isinstance(role, str) or role not in rules.roles:
-        raise BadRequest(
-            f"{path}.role is {str(role)[:40]!r}; one of {', '.join(ROLES)} is needed.", param=f"{path}.role"
-        )
+    role = _read_role(message.get("role"), f"{path}.role")
     made = {k: rules.scrub(v) for k, v in message.items() if k not in ("content", "role") and v is not None}
-    made["role"] = rules.roles[role]
-    made["content"] = _convert_content(message.get("content"), path, conversation.media, rules, role in rules.as_string)
+    made["role"] = rules.roles[role] if role in rules.roles else rules.scrub(role)
+    as_string = (role if role in rules.roles else "user") in rules.as_string
+    made["content"] = _convert_content(message.get("content"), path, conversation.media, rules, as_string)
     if len(made) > 2:
         _add_calls(made, path, rules, conversation)
     return made
+
+
+def _read_role(role: Any, where: str) -> str:
+    """The role of a message, also one of the user's own: the template decides what it makes of it.
+
+    Raises:
+        BadRequest: it is no short text.
+    """
+    if not isinstance(role, str) or not 0 < len(role) <= LONGEST_ROLE:
+        shown = role[:40] if isinstance(role, str) else role if role is None else type(role).__name__
+        raise BadRequest(
+            f"{where} is {shown!r}; give a text of at most {LONGEST_ROLE} characters, such as {', '.join(ROLES)}.",
+            param=where,
+        )
+    return role
 
 
 def _add_calls(made: dict[str, Any], path: str, rules: MessageRules, conversation: Conversation) -> None:

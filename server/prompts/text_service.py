@@ -222,23 +222,26 @@ class TextService:
         truncate: int | None = None,
         truncation_side: str = "",
         most: int = 0,
+        longest: int = 0,
     ) -> list[Prompt]:
         """Several prompts as ``make_raw_prompt`` reads them; off the event loop if they are long together.
 
-        ``truncation_side`` "": encoders lose their end, which is ``right``, and decoders their beginning.
+        ``truncation_side`` "": encoders lose their end, which is ``right``, and decoders their beginning. ``longest``:
+        most tokens of a prompt that the caller divides; 0: the context.
 
         Raises:
             BadRequest: as ``make_raw_prompt``.
         """
 
-        how = add_special_tokens, truncate, truncation_side, most
+        how = add_special_tokens, truncate, truncation_side, most, longest
         return await _run_maybe_off_loop(
             lambda check: [self._make_raw_prompt(p, check, *how) for p in prompts], prompts
         )
 
     def _make_raw_prompt(
-        self, prompt: str | Sequence[int], check: Check, special: bool, truncate: int | None, side: str, most: int
-    ) -> Prompt:
+        self, prompt: str | Sequence[int], check: Check, special: bool, truncate: int | None, side: str, most: int,
+        longest: int,
+    ) -> Prompt:  # fmt: skip
         check()
         side = side or ("left" if self.config.text.causal else "right")
         if isinstance(prompt, str) and truncate is not None and special and not self.config.text.causal:
@@ -247,7 +250,7 @@ class TextService:
         elif isinstance(prompt, str):
             # For a text that is too long only its end is encoded, which suffices only if truncation keeps the end.
             cut = truncate is not None and side == "left"
-            tokens = self._encode(prompt, check, most, add_special_tokens=special, cut=cut)
+            tokens = self._encode(prompt, check, max(most, longest), add_special_tokens=special, cut=cut)
         else:
             tokens = list(prompt)
             bad = next((t for t in tokens if not 0 <= t < self.config.text.vocab), None)
@@ -259,7 +262,7 @@ class TextService:
         if media.intersection(tokens) and not most:
             raise BadRequest("The prompt holds image tokens without an image; use chat completions.", param="prompt")
         kept = tokens if truncate is None else self._truncate_tokens(tokens, truncate, side)
-        self._check_length(len(kept), most)
+        self._check_length(len(kept), max(most, longest))
         text = prompt if isinstance(prompt, str) and len(kept) == len(tokens) else None
         return Prompt(kept, text, None if self.config.text.causal else make_token_positions(self.config.text, kept))
 
@@ -421,6 +424,11 @@ class TextService:
         """Tokens that ``truncate_prompt_tokens`` keeps."""
         if limit < -1 or limit == 0:
             raise BadRequest("truncate_prompt_tokens must be -1 or at least 1.", param="truncate_prompt_tokens")
+        if limit > self.max_model_len:
+            raise BadRequest(
+                f"truncate_prompt_tokens is {limit}, above the model's length of {self.max_model_len}.",
+                param="truncate_prompt_tokens",
+            )
         return self.max_model_len - self.min_output_tokens if limit == -1 else limit
 
 

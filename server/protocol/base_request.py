@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -64,6 +64,26 @@ class StreamOptions(BaseModel):
 
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
+
+
+class StreamUsage(NamedTuple):
+    """Where a stream sends its usage: in an event after the last choice (``final``), in every event (``running``)."""
+
+    final: bool
+    running: bool
+
+
+def resolve_stream_usage(options: StreamOptions | None, forced: bool) -> StreamUsage:
+    """Where a stream sends its usage.
+
+    Args:
+        options: what the request says; ``continuous_usage_stats`` has an effect only beside ``include_usage``.
+        forced: True with ``--enable-force-include-usage``, which puts it into every event.
+    """
+    if forced:
+        return StreamUsage(True, True)
+    final = bool(options and options.include_usage)
+    return StreamUsage(final, final and bool(options and options.continuous_usage_stats))
 
 
 class Body(NamesOnly):

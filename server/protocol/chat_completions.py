@@ -270,3 +270,4 @@ class ChatChunk(Strict):
     choices: list[ChunkChoice]
     system_fingerprint: str | None = None
     usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None

@@ -95,8 +95,8 @@ class TokenizeResponse(Strict):
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None = None
-    images: list[ImageDetails] | None = None
-    videos: list[VideoDetails] | None = None
+    images: list[ImageDetails] | None = Field(default=None, exclude_if=lambda v: v is None)
+    videos: list[VideoDetails] | None = Field(default=None, exclude_if=lambda v: v is None)
 
 
 class DetokenizeRequest(Body):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 
@@ -19,6 +19,7 @@ from trencadis.server.answer_budget import AnswerBudget
 from trencadis.server.engine.engine_client import EngineClient, get_replicas
 from trencadis.server.grammars.grammar_cache import GrammarCache
 from trencadis.server.grammars.response_format import OPTIONS, RequestedFormat, find_requested_format
+from trencadis.server.http.load_header import make_load_header
 from trencadis.server.metrics.prometheus import PrometheusMetrics
 from trencadis.server.prompts.answer_parsers import AnswerParsers
 from trencadis.server.prompts.generation import Generation, RequestTiming
@@ -71,6 +72,11 @@ class AppState:
         """Requests in the fair queues of all API processes, which no engine has yet."""
         own = 0 if self.fair_queue is None else self.fair_queue.waiting
         return own if self.settings.shared is None else self.settings.shared.update_fair_queued(own)
+
+    def make_load_header(self, asked: str) -> Mapping[str, str]:
+        """The header that tells a balancer the load, in the form ``asked`` for; see ``http.load_header``."""
+        stats = self.engine.stats
+        return make_load_header(asked, stats, stats.waiting + self.fair_queued)
 
     def check_accepting(self) -> None:
         """Checks whether requests of this task may run now.

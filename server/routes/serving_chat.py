@@ -29,6 +29,7 @@ from trencadis.server.protocol.chat_completions import (
     ChatResponse,
     Choice,
     ChoiceLogprobs,
+    TokenLogprobs,
 )
 from trencadis.server.protocol.tool_definitions import get_named_function, get_schemas
 from trencadis.server.routes.app_state import AppState, forget_body, make_request_id, make_usage
@@ -129,9 +130,13 @@ class RunningChat:
         """The log-probabilities of a piece's tokens, if the request asks for them."""
         if not self.body.logprobs:
             return None
-        how = self.body.top_logprobs or 0, self.as_ids
-        tokenizer, made = self.state.service.tokenizer, ChoiceLogprobs(content=[])
-        set_items(made, "content", piece.logprobs, lambda some: make_chat_logprobs(tokenizer, some, *how).content, lazy)
+        tokenizer, top, as_ids = self.state.service.tokenizer, self.body.top_logprobs or 0, self.as_ids
+        made = ChoiceLogprobs(content=[])
+
+        def make(items: Sequence[TokenLogprob]) -> list[TokenLogprobs]:
+            return make_chat_logprobs(tokenizer, items, top, as_ids).content or []
+
+        set_items(made, "content", piece.logprobs, make, lazy)
         return made
 
 

@@ -125,7 +125,7 @@ async def write_response(made: Callable[[Check], BaseModel], tokens: int, header
     """The response with the body that ``made`` builds from ``tokens`` tokens."""
 
     def write(check: Check) -> str:
-        return made(check).model_dump_json(exclude_none=True)
+        return made(check).model_dump_json()
 
     text = write(no_check) if tokens <= IN_LOOP else await _OFF_LOOP.run(write)
     return Response(text, media_type="application/json", headers=headers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +16,10 @@ from trencadis.core.checkpoint.json_fields import read_json
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.server.text.bounded_encoding import MOST
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer
+from trencadis.server.text.template_names import find_template
 from trencadis.server.text.template_sandbox import compile_source, make_environment, render
+
+log = logging.getLogger("trencadis.server")
 
 EMPTY = "Cannot apply chat template to an empty conversation. Provide at least one message."
 BOTH = "Cannot set both `continue_final_message` and `add_generation_prompt` to True."
@@ -282,7 +286,11 @@ def read_override(value: str) -> str:
     """The text of ``--chat-template``: of the file of that name, or the value itself if it looks like a template."""
     if not any(mark in value for mark in ("{{", "{%", "\n")):
         try:
-            return Path(value).read_text(encoding="utf-8")
+            path = Path(value)
+            if not path.exists() and (ours := find_template(value)) is not None:
+                log.info("--chat-template %s: taking our own template of this form, %s", value[:80], ours)
+                path = ours
+            return path.read_text(encoding="utf-8")
         except (OSError, ValueError):
             raise StartupError(f"--chat-template {value[:80]}: no such file, and no template text") from None
     return value

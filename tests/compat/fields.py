@@ -13,6 +13,7 @@ TALK = [{"role": "user", "content": "One two three four"}]
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 SEEN = [{"role": "user", "content": [{"type": "text", "text": "One two"}, IMAGE]}]
 ANSWERED = [*TALK, {"role": "assistant", "content": "So"}]
+ALL_USAGE = {"include_usage": True, "continuous_usage_stats": True}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
 STRICT = {"type": "function", "function": {"name": "f", "parameters": SCHEMA, "strict": True}}
@@ -88,7 +89,7 @@ SAMPLING: Cases = {
     "truncation_side": one("right", truncate_prompt_tokens=3),
     "stream": one(True),
     "stream_options": [
-        Case({"include_usage": True}, {"stream": True}), Case({"continuous_usage_stats": True}, {"stream": True}),
+        Case({"include_usage": True}, {"stream": True}), Case(ALL_USAGE, {"stream": True}),
         Case({"include_obfuscation": False}, {"stream": True}),
     ],
     "stream_interval": one(4, stream=True),

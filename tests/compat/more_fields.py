@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.compat.fields import SCHEMA, TALK, TEMPLATE, Case, Cases, one
+from tests.compat.fields import SCHEMA, SEEN, TALK, TEMPLATE, Case, Cases, one
 
 FUNCTION = {"type": "function", "name": "f", "parameters": SCHEMA}
 IMAGE_PART = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
@@ -128,15 +128,25 @@ POOLED: Cases = {
 VECTORS: Cases = POOLED | {
     "input": [Case("Other"), Case(["a", "b"]), Case([65, 66]), Case([[65], [66]])],
     "messages": one(TALK, "a conversation", input=None),
-    "encoding_format": [Case("float", same="the default"), Case("base64"), Case("bytes")],
+    "encoding_format": [Case("float", same="the default"), Case("base64"), Case("bytes"), Case("bytes_only")],
     "dimensions": one(8),
-    "embed_dtype": [Case("float32", same="the default"), Case("float16")],
-    "endianness": [Case("native", same="the default"), Case("big")],
+    "embed_dtype": [Case("float32", same="the default"), Case("float16", {"encoding_format": "base64"})],
+    "endianness": [Case("native", same="the default"), Case("big", {"encoding_format": "base64"})],
     "chat_template": one(TEMPLATE, input=None, messages=TALK),
     "chat_template_kwargs": one({"style": "brief"}, input=None, messages=TALK),
     "add_generation_prompt": one(True, input=None, messages=TALK),
 }  # fmt: skip
 POOLING: Cases = VECTORS | {"task": [Case("embed", same="the default"), Case("classify"), Case("token_embed")]}
+COHERE: Cases = {
+    "texts": [Case("Other"), Case(["a", "b"])],
+    "images": one(["data:image/png;base64,AAAA"], texts=None),
+    "inputs": one([{"content": SEEN[0]["content"]}], texts=None),
+    "embedding_types": [Case(["float"], same="the default"), Case(["binary"]), Case(["ubinary"]), Case(["base64"])],
+    "output_dimension": one(8),
+    "truncate": [Case("END", same="the default"), Case("START", {"max_tokens": 3}), Case("NONE", {"max_tokens": 3})],
+    "max_tokens": one(3),
+    "input_type": one("search_query"),
+}
 CLASSIFY: Cases = POOLED | {"input": [Case("Other"), Case(["a", "b"])], "messages": one(TALK, input=None)}
 SCORE: Cases = POOLED | {
     "queries": one("Other"),
@@ -180,7 +190,6 @@ PLAIN: list[tuple[str, str, str]] = [
     ("POST", "/v1/audio/speech", "models that speak"),
     ("POST", "/v1/images/generations", "models that draw"),
     ("POST", "/v1/moderations", ""),
-    ("POST", "/v2/embed", "Cohere's embeddings"),
     ("POST", "/generative_scoring", ""),
     ("POST", "/inference/v1/generate", "vLLM's split prefill"),
     ("GET", "/v1/files", "stored files"),

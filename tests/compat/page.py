@@ -60,6 +60,7 @@ ROUTES = (
     Route("/tokenize", {"messages": TALK}, fields.TOKENIZE),
     Route("/detokenize", {"tokens": [65]}, fields.DETOKENIZE),
     Route("/v1/embeddings", {"input": "One two three four"}, more_fields.VECTORS, "embed"),
+    Route("/v2/embed", {"texts": ["One two three four"]}, more_fields.COHERE, "embed"),
     Route("/pooling", {"input": "One two three four"}, more_fields.POOLING, "embed"),
     Route("/classify", {"input": "One two three four"}, more_fields.CLASSIFY, "classify"),
     Route("/score", {"queries": "One two three four", "documents": "Five six seven"}, more_fields.SCORE, "embed"),

@@ -29,6 +29,7 @@ from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.progress import SilentProgress
 from trencadis.core.startup.graph_startup import DeviceStart
+from trencadis.core.startup.remedies import quantise_model
 from trencadis.multimodal.qwen2_vl.smart_resize import largest_slots
 
 RECORDINGS = Path(__file__).resolve().parents[2] / ".bench" / "records"
@@ -117,6 +118,11 @@ class Grid:
         if share := re.search(r"VLLM_GRAPH_RESERVED_MEM=(\d\.\d+)", remedy):
             flags["graph_reserved_mem"] = float(share[1])
         ranks = flags.pop("tensor_parallel_size", self.ranks)
+        if made := re.search(r"--quantization (\w+)", remedy):  # its weights are not recorded
+            share = requested | {k: v for k, v in flags.items() if k == "gpu_memory_utilization"}
+            config = config_of(**{**self.line, **share}, quantization=made[1])
+            on_paper(quantise_model(self.model, made[1]), config, self.images, self.total, self.ranks)
+            return "refused"
         assert flags or ranks != self.ranks, f"no setting is named: {line}"
         assert self.start(seed, ranks, **{**requested, **flags}) == "starts", line
         return "refused"

@@ -14,7 +14,9 @@ _SPECS: dict[frozenset[str], dict[str, Any]] = {}
 
 def spec_of(app: FastAPI) -> dict[str, Any]:
     """The description; made once a session for servers that generate and for those that pool."""
-    routes = frozenset(str(getattr(r, "path", "")) for r in app.routes if getattr(r, "include_in_schema", False))
+    # Newer FastAPI keeps a router that is included as one route.
+    inner = [r for r in app.routes for r in getattr(getattr(r, "original_router", None), "routes", [r])]
+    routes = frozenset(str(getattr(r, "path", "")) for r in inner if getattr(r, "include_in_schema", False))
     if routes not in _SPECS:
         _SPECS[routes] = app.openapi()
     return _SPECS[routes]

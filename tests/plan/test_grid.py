@@ -18,6 +18,7 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.startup.dry_run import DryRun, PlannedDevice, StartupPlan
+from trencadis.core.startup.remedies import quantise_model
 
 UTILISATIONS = (0.01, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9, 0.99)
 RESERVES = (0.0, 0.1, 0.2, 0.4, 0.6)
@@ -59,11 +60,18 @@ def check(case: Any) -> str:
     if "would be needed" in text:
         return "none"
     changes: dict[str, object] = {}
-    for flag, kind in (("gpu-memory-utilization", float), ("max-model-len", int), ("max-num-batched-tokens", int)):
+    for flag, kind in (
+        ("gpu-memory-utilization", float), ("max-model-len", int), ("max-num-batched-tokens", int),
+        ("max-num-seqs", int),
+        ("encoder-cache-images", int), ("cpu-offload-gb", float),
+    ):  # fmt: skip
         values = re.findall(rf"--{flag} (\d+(?:\.\d+)?)(?= fits| --gpu)", text)
         changes |= {flag.replace("-", "_"): kind(v) for v in values}
     ranks = re.findall(r"--tensor-parallel-size (\d+)", text)
     device = dataclasses.replace(start.device, ranks=int(ranks[0]) if ranks else 1)
+    if made := re.findall(r"--quantization (\w+)", text):
+        changes["quantization"] = made[0]
+        start = dataclasses.replace(start, model=quantise_model(start.model, made[0]))
     assert changes or ranks, text
     planned(dataclasses.replace(start, config=dataclasses.replace(config, **changes), device=device))  # type: ignore[arg-type]
     return "advised"

@@ -147,7 +147,7 @@ def test_a_start_that_cannot_fit_names_what_would(model: Path, capsys: pytest.Ca
     error = refused(capsys, [*words, "--gpu-memory-utilization", "0.01"])
     fits = error.split("--gpu-memory-utilization ")[2].split(" fits")[0]
     assert report(capsys, *words, "--gpu-memory-utilization", fits)["kv_blocks"] >= 256
-    assert "before the KV cache; --tensor-parallel-size 2" in refused(capsys, [*words[:5], *GUIDE])
+    assert "before the KV cache; --quantization fp8 fits" in refused(capsys, [*words[:5], *GUIDE])
 
 
 @pytest.fixture

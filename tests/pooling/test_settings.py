@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,10 @@ def model(checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[..., Path
     """``model("qwen2", modules=["Pooling", "Normalize"], pooling={...}, config={...})``: a copy with these files."""
 
     def make(
-        kind: str, modules: Any = None, pooling: dict[str, Any] | None = None, config: dict[str, Any] | None = None
-    ) -> Path:
-        path = tmp_path / "copy"
+        kind: str, modules: Any = None, pooling: dict[str, Any] | None = None, config: dict[str, Any] | None = None,
+        copy: str = "copy",
+    ) -> Path:  # fmt: skip
+        path = tmp_path / copy
         shutil.copytree(checkpoint(kind), path)
         if modules is not None:
             names = ["Transformer", *modules]
@@ -107,6 +109,21 @@ def test_matryoshka_sizes_come_from_the_config_or_a_flag(model: Callable[..., Pa
         ({}, {"task": "reward", "runner": "generate"}, "--task reward contradicts --runner generate"),
         ({}, {"runner": "pooling", "pooler_config": {"dimensions": 8}}, "needs a Matryoshka checkpoint"),
         ({}, {"runner": "pooling", "convert": "none"}, "--convert embed or classify"),
+        ({}, {"runner": "pooling", "pooler_config": {"task": "classify"}}, "does embed and token_embed (--convert"),
+        ({}, {"runner": "pooling", "pooler_config": {"task": "nonsense"}}, 'task is "nonsense"; this server does'),
+        ({}, {"runner": "pooling", "pooler_config": {"seq_pooling_type": "ALL"}}, "implemented: LAST, MEAN, CLS"),
+        ({}, {"runner": "pooling", "pooler_config": {"tok_pooling_type": "STEP"}}, "STEP needs step_tag_id"),
+        (
+            {},
+            {"runner": "pooling", "pooler_config": {"pooling_type": "LAST", "seq_pooling_type": "CLS"}},
+            "pooling_type and seq_pooling_type say the same",
+        ),
+        ({}, {"runner": "pooling", "pooler_config": {"logit_sigma": 2}}, "'logit_sigma' is 2; known"),
+        ({"kind": "classifier"}, {"pooler_config": {"logit_sigma": 0}}, "logit_sigma (not 0)"),
+        ({"kind": "classifier"}, {"pooler_config": {"enable_chunked_processing": True}}, "of embeddings"),
+        ({"kind": "classifier"}, {"pooler_config": {"returned_token_ids": [1]}}, "classifier_from_token"),
+        ({}, {"runner": "pooling", "pooler_config": {"max_embed_len": 10**6}}, "enable_chunked_processing embeds"),
+        ({}, {"runner": "pooling", "pooler_config": {"max_embed_len": 0}}, "'max_embed_len' is 0; known"),
         ({}, {"convert": "classify", "hf_overrides": {"classifier_from_token": ["zzzz"]}}, "zzzz are no tokens"),
         ({"modules": ["Pooling", "Dense"], "pooling": {"pooling_mode": "mean"}}, {}, "has the module Dense"),
         (
@@ -122,7 +139,7 @@ def test_what_cannot_be_done_is_one_line(
     files: dict[str, Any], flags: dict[str, Any], line: str, model: Callable[..., Path]
 ) -> None:
     with pytest.raises(StartupError) as refused:
-        pooling_of(model("qwen2", **files), **flags)
+        pooling_of(model(**{"kind": "qwen2", **files}), **flags)
     assert line in str(refused.value) and "\n" not in str(refused.value)
 
 
@@ -141,6 +158,29 @@ def test_reward_models_pool_every_token(model: Callable[..., Path]) -> None:
     assert every is not None and every.step_tag == -1
     with pytest.raises(StartupError, match="pooling_type MEAN needs a head of one linear"):
         pooling_of(path, pooler_config={"pooling_type": "MEAN"})
+
+
+def test_the_keys_of_pooler_config_act(model: Callable[..., Path]) -> None:
+    path = model("qwen2")
+
+    def given(**keys: Any) -> Pooling:
+        made = pooling_of(path, runner="pooling", pooler_config=keys)
+        assert made is not None
+        return made
+
+    assert given(task="embed") == Pooling() and given(task="token_embed").tasks == ("token_embed",)
+    assert given(seq_pooling_type="MEAN").kind == "mean" and given(seq_pooling_type=None) == Pooling()
+    steps = given(tok_pooling_type="STEP", step_tag_id=7)
+    assert (steps.kind, steps.step_tag) == ("last", 7)
+    long = given(enable_chunked_processing=True, max_embed_len=10**6)
+    assert (long.chunked, long.longest) == (True, 10**6) and not given(max_embed_len=4).chunked
+    path = model("classifier", copy="other")
+    head = pooling_of(path, pooler_config={"logit_mean": 1.5, "logit_sigma": 2, "task": "classify"})
+    assert head is not None and (head.bias, head.sigma, head.kind) == (1.5, 2.0, "last")
+    older = pooling_of(path, pooler_config={"logit_bias": 1.5, "logit_scale": 0.5})
+    assert older == head
+    tokens = pooling_of(path, pooler_config={"task": "token_classify"})
+    assert tokens is not None and tokens.tasks == ("token_classify",)
 
 
 @pytest.mark.parametrize("flag", ["task", "convert"])
@@ -175,6 +215,9 @@ def test_values_are_cut_then_normalised_and_scores_activated() -> None:
     assert finish_pooled(0 * raw, Pooling(), PoolingParams()).tolist() == [0, 0, 0]
     classes = Pooling("classify", classes=3, activation="sigmoid", bias=3)
     assert finish_pooled(raw, classes, PoolingParams()).tolist() == pytest.approx([0.5, 0.7310586, 0.9998766])
+    scaled = Pooling("classify", classes=3, activation="identity", bias=3, sigma=2)
+    assert finish_pooled(raw, scaled, PoolingParams()).tolist() == [0, 0.5, 4.5]
+    assert compute_pair_score(raw[-1:], replace(scaled, classes=1), PoolingParams()) == 4.5
     huge = Pooling("classify", classes=2)
     assert finish_pooled(np.array([1e4, -1e4]), huge, PoolingParams()).tolist() == [1, 0], "no overflow"
     rows = np.array([[3.0, 4.0], [0.0, 2.0]])

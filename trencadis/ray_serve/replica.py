@@ -40,7 +40,7 @@ class ServedReplica:
 
         self._failed, self._wait_estimator = "", WaitEstimator()
         settings = serve.find_model(resolve_settings(argv.parse(list(words)), os.environ))
-        logging_setup.set_up_logging(settings.engine.log_level, settings.server, settings.engine.log_format)
+        logging_setup.set_up_logging(settings.engine, settings.server)
         self._drain_timeout = settings.server.shutdown_timeout
         server = settings.server
         self._handles: list[EngineHandle] = []

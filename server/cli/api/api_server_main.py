@@ -66,7 +66,7 @@ def main(sock: socket.socket) -> int:
     except (FrontGone, OSError):
         return 1
     settings = _log_stats_once(order.settings, order.index)
-    logging_setup.set_up_logging(settings.engine.log_level, settings.server, settings.engine.log_format)
+    logging_setup.set_up_logging(settings.engine, settings.server)
     function_trace.start_if_asked()
     link = FrontLink(sock, order.replicas, SharedTable(order.table, order.count, order.index))
     try:

@@ -11,13 +11,19 @@ from trencadis.server.config.vllm_flags.conversions import (
     set_when_on,
     take_smaller,
 )
-from trencadis.server.config.vllm_flags.flag_row import FlagRow, make_free_row, make_means_row, make_refused_row
+from trencadis.server.config.vllm_flags.flag_row import (
+    FlagRow,
+    make_absent_row,
+    make_free_row,
+    make_means_row,
+    make_refused_row,
+)
 
 _KERNELS = "the device chooses its kernels; answers are the same"
 _GRAPHS = "graphs follow the plan of shapes (--graph-memory, VLLM_DECODE_BS_BUCKET_MAX and the like)"
 _READS = "safetensors are mapped into memory; how they are read changes no answer"
 _SCALES = "attention of images computes in the type of the model (--dtype)"
-_SHAPE = "all layers attend to all tokens before them, and KV blocks have one form"
+_SHAPE = "a KV block holds a token's keys of all layers, with windows or without, for as long as its request runs"
 _OTHER_CODE = "no code of others runs in a server; an installed package offers a device by the entry point "
 _HOST_WEIGHTS = "--cpu-offload-gb puts the last layers into host memory, and prefetches each before it runs"
 _ROPE = "put it into config.json of the checkpoint (rope_scaling, rope_theta)"
@@ -32,17 +38,16 @@ MODEL: tuple[FlagRow, ...] = (
     make_refused_row("skip_tokenizer_init", "bool", "prompts of token ids work with the tokenizer there too"),
     make_refused_row("tokens_only", "bool", "completions take and return token ids (prompt, return_token_ids)"),
     make_free_row("tokenizer_pool_size", "int", "the tokenizer is fast and runs in threads", 0),
-    make_free_row("tokenizer_pool_type", "str", "the tokenizer is fast and runs in threads", "ray"),
+    make_free_row("tokenizer_pool_type", "str", "the tokenizer is fast and runs in threads"),
     make_free_row("tokenizer_pool_extra_config", "json", "the tokenizer is fast and runs in threads"),
     make_refused_row("rope_scaling", "json", _ROPE),
     make_refused_row("rope_theta", "float", _ROPE),
-    make_free_row("engram_config", "json", "no model that is served has n-gram embeddings"),
+    make_absent_row("engram_config", "json", "n-gram embeddings"),
     make_refused_row("diffusion_config", "json", "models that are served draw one token after the other"),
     make_means_row("language_model_only", "bool", '`--limit-mm-per-prompt \'{"image": 0, "video": 0}\'`', forbid_media),
     make_refused_row("mm_encoder_only", "bool", "a server has the whole model"),
     make_refused_row("enable_prompt_embeds", "bool", "prompts are texts or token ids"),
     make_refused_row("enable_mm_embeds", "bool", "images and videos come as files, URLs or data"),
-    make_free_row("disable_sliding_window", "bool", _SHAPE),
     make_free_row("disable_cascade_attn", "bool", _KERNELS, True),
     make_refused_row("worker_cls", "str", _OTHER_CODE + "trencadis.backends", "auto"),
     make_refused_row("worker_extension_cls", "str", _OTHER_CODE + "trencadis.backends"),
@@ -100,7 +105,7 @@ MEMORY: tuple[FlagRow, ...] = (
     make_free_row("calculate_kv_scales", "bool", "8-bit K and V have scales of each token and head, found as they run"),
     make_refused_row("kv_cache_dtype_skip_layers", "list", "all layers keep K and V in the type of --kv-cache-dtype"),
     make_free_row("disable_hybrid_kv_cache_manager", "bool", _SHAPE),
-    make_free_row("kv_sharing_fast_prefill", "bool", "no model that is served shares K and V between layers"),
+    make_absent_row("kv_sharing_fast_prefill", "bool", "shared keys and values"),
     make_free_row("swa_bounded_replay", "bool", _SHAPE, True),
     make_free_row("prefix_cache_retention_interval", "int", _SHAPE, 0),
     make_refused_row("prefix_match_unit", "int", "prefixes are shared by whole KV blocks (--block-size)"),
@@ -165,7 +170,7 @@ COMPUTING: tuple[FlagRow, ...] = (
     make_free_row("sparse_indexer_topk_backend", "str", _KERNELS, "auto"),
     make_free_row("enable_flashinfer_autotune", "bool", _KERNELS),
     make_free_row("mm_encoder_attn_backend", "str", _KERNELS),
-    make_free_row("enable_flash_late_interaction", "bool", "no model that is served scores by late interaction", True),
+    make_absent_row("enable_flash_late_interaction", "bool", "late interaction", True),
     make_refused_row("mm_encoder_attn_dtype", "str", _SCALES),
     make_refused_row("mm_encoder_fp8_scale_path", "str", _SCALES),
     make_refused_row("mm_encoder_fp8_scale_save_path", "str", _SCALES),

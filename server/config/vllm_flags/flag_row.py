@@ -16,6 +16,13 @@ FREE: it tunes speed, requests what is always done, or belongs to a feature that
 and no limit depends on it. MEANS: flags of ours do it. REFUSED: it would change something.
 """
 
+ABSENT = (
+    "state-space layers", "n-gram embeddings", "hyper-connections", "shared keys and values", "late interaction",
+    "diffusion", "adapters",
+)  # fmt: skip
+"""Parts of models that no family of the registry has; ``FlagRow.absent`` names one. tests/cli/test_reasons.py holds
+them against the registry."""
+
 NOTHING: tuple[Any, ...] = (None, False, "", "none", "null", "false", {}, [])
 """Values that request nothing, for any flag."""
 
@@ -29,12 +36,12 @@ class FlagRow:
 
     Args:
         verdict: FREE, MEANS or REFUSED.
-        kind: bool, int, float, str, list (any number of words) or json, as in vLLM.
-        why: FREE: why it has no effect here. MEANS: our flag. REFUSED: what this server does instead, and which flag to
-        use.
-        neutral: values besides ``NOTHING`` that describe what happens anyway; they are accepted without a note.
-        to: MEANS: conversion to values of our flags.
-        keys: rows for keys of a JSON value; keys without a row have the verdict of the flag.
+        kind: bool, int, float, str, list (any number of words) or json, as that server reads it.
+        why: FREE: why it does nothing here. MEANS: our flag. REFUSED: what is so instead, and which flag serves.
+        neutral: values beside ``NOTHING`` that describe what happens anyway; they are taken in silence.
+        to: MEANS: the values of our flags.
+        keys: rows for keys of a JSON value; keys without one have the verdict of the whole.
+        absent: the part of models (``ABSENT``) whose absence is the reason; "": the reason is another.
     """
 
     name: str
@@ -44,6 +51,7 @@ class FlagRow:
     neutral: tuple[Any, ...] = ()
     to: Meaning | None = None
     keys: tuple[FlagRow, ...] = field(default=())
+    absent: str = ""
 
     @property
     def written(self) -> str:
@@ -93,6 +101,11 @@ def _is_same(value: Any, other: Any) -> bool:
 def make_free_row(name: str, kind: str, why: str, *neutral: Any, keys: tuple[FlagRow, ...] = ()) -> FlagRow:
     """Returns a row of verdict FREE."""
     return FlagRow(name, FREE, kind, why, neutral, keys=keys)
+
+
+def make_absent_row(name: str, kind: str, absent: str, *neutral: Any) -> FlagRow:
+    """A row of verdict FREE: the flag tunes a part that no model has that is served."""
+    return FlagRow(name, FREE, kind, f"no model that is served has {absent}", neutral, absent=absent)
 
 
 def make_means_row(name: str, kind: str, why: str, to: Meaning, *neutral: Any) -> FlagRow:

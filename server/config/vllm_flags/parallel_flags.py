@@ -1,4 +1,4 @@
-"""Flags about several cards, machines and engines, and about model parts that no supported model has."""
+"""Flags about several cards, machines and engines, about experts, and about parts that no model has that is served."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from trencadis.core.errors import StartupError
-from trencadis.server.config.vllm_flags.flag_row import FlagRow, make_free_row, make_means_row, make_refused_row
+from trencadis.server.config.vllm_flags.flag_row import (
+    FlagRow,
+    make_absent_row,
+    make_free_row,
+    make_means_row,
+    make_refused_row,
+)
 
-_LORA = "adapters are not served; merge them into the checkpoint (peft: merge_and_unload) and serve that"
+LORA_REASON = "adapters are not served; merge them into the checkpoint (peft: merge_and_unload) and serve that"
 _DRAFT = "each step draws one token a sequence, without a draft model; leave it out, answers are the same"
 _DATA = "one server has all engines, also those that --data-parallel-backend ray has elsewhere; leave it out"
 _CONTEXT = "every rank sees whole sequences; --tensor-parallel-size shares the KV heads among cards"
-_EXPERTS = "no model with experts is served here"
-_TUNES_EXPERTS = "it tunes experts, which no model has that is served"
+_EXPERTS = "each rank of --tensor-parallel-size holds a slice of every expert, so no expert lives on one card alone"
 _MICRO_BATCHES = "a step is one batch; it would change speed alone"
-_STATE = "it tunes state-space and linear attention, which no model has that is served"
+_KERNELS = "the device chooses its kernels; answers are the same"
 _TIMEOUT = "how long a collective may take follows from the measured time of a layer"
 
 
@@ -49,7 +54,7 @@ PARALLEL: tuple[FlagRow, ...] = (
         "alone"),
     make_free_row("max_parallel_loading_workers", "int", "weights are read one tensor at a time"),
     make_free_row("enable_shm_tensor_arena", "bool", "how pixels reach a rank changes no answer"),
-    make_free_row("enable_hc_sp", "bool", "no model that is served has hyper-connections"),
+    make_absent_row("enable_hc_sp", "bool", "hyper-connections"),
     make_refused_row("device_ids", "list", "--device cuda:1 names a card; CUDA_VISIBLE_DEVICES and "
         "HABANA_VISIBLE_MODULES name "
             "several"),
@@ -76,8 +81,8 @@ DATA: tuple[FlagRow, ...] = (
     make_free_row("dp_supervisor_probe_failure_threshold", "int", _DATA, 3),
     make_free_row("dp_sync_interval", "int", _DATA, 16),
     make_free_row("disable_nccl_for_dp_synchronization", "bool", _DATA),
-    make_free_row("prefill_schedule_interval", "int", "it aligns several engines; a server has one", 1),
-    make_free_row("aggregate_engine_logging", "bool", "a server has one engine, so each line is about all"),
+    make_free_row("prefill_schedule_interval", "int", "each engine schedules for itself", 1),
+    make_free_row("aggregate_engine_logging", "bool", "the line about throughput is about all engines together"),
     make_refused_row("enable_fault_tolerance", "bool", "an engine that dies is started again (--max-engine-restarts)"),
     make_refused_row("fault_tolerance_config", "json", "an engine that dies is started again (--max-engine-restarts)"),
     make_refused_row("enable_scale_out", "bool", "one server both reads prompts and answers; /tokenize does a part"),
@@ -96,13 +101,13 @@ EXPERTS: tuple[FlagRow, ...] = (
     make_refused_row("enable_expert_parallel", "bool", _EXPERTS),
     make_refused_row("enable_eplb", "bool", _EXPERTS),
     make_refused_row("enable_elastic_ep", "bool", _EXPERTS),
-    make_refused_row("enable_return_routed_experts", "bool", _EXPERTS),
-    make_free_row("elastic_ep_max_dp_size", "int", _TUNES_EXPERTS),
-    make_free_row("enable_ep_weight_filter", "bool", _TUNES_EXPERTS),
-    make_free_row("eplb_config", "json", _TUNES_EXPERTS),
-    make_free_row("expert_placement_strategy", "str", _TUNES_EXPERTS, "linear"),
-    make_free_row("moe_backend", "str", _TUNES_EXPERTS, "auto"),
-    make_free_row("all2all_backend", "str", _TUNES_EXPERTS, "allgather_reducescatter"),
+    make_refused_row("enable_return_routed_experts", "bool", "answers hold tokens, log-probabilities and text"),
+    make_free_row("elastic_ep_max_dp_size", "int", _EXPERTS),
+    make_free_row("enable_ep_weight_filter", "bool", _EXPERTS),
+    make_free_row("eplb_config", "json", _EXPERTS),
+    make_free_row("expert_placement_strategy", "str", _EXPERTS, "linear"),
+    make_free_row("moe_backend", "str", _KERNELS, "auto"),
+    make_free_row("all2all_backend", "str", _EXPERTS, "allgather_reducescatter"),
     make_free_row("enable_dbo", "bool", _MICRO_BATCHES),
     make_free_row("ubatch_size", "int", _MICRO_BATCHES, 0),
     make_free_row("dbo_decode_token_threshold", "int", _MICRO_BATCHES, 32),
@@ -110,41 +115,41 @@ EXPERTS: tuple[FlagRow, ...] = (
 )
 
 STATE_SPACE: tuple[FlagRow, ...] = (
-    make_free_row("gdn_prefill_backend", "str", _STATE),
-    make_free_row("kda_prefill_backend", "str", _STATE, "auto"),
-    make_free_row("kda_decode_backend", "str", _STATE, "auto"),
-    make_free_row("mamba_backend", "str", _STATE, "triton"),
-    make_free_row("mamba_block_size", "int", _STATE),
-    make_free_row("mamba_cache_dtype", "str", _STATE, "auto"),
-    make_free_row("mamba_ssm_cache_dtype", "str", _STATE, "auto"),
-    make_free_row("mamba_cache_mode", "str", _STATE, "none"),
-    make_free_row("mamba_cache_philox_rounds", "int", _STATE, 0),
-    make_free_row("mamba_ssu_algorithm", "str", _STATE),
-    make_free_row("enable_mamba_cache_stochastic_rounding", "bool", _STATE),
-    make_free_row("enable_mamba_shared_prefix_checkpoint", "bool", _STATE),
-    make_free_row("use_replayssm", "bool", _STATE),
-    make_free_row("replayssm_buffer_len", "int", _STATE, 16),
+    make_absent_row("gdn_prefill_backend", "str", "state-space layers"),
+    make_absent_row("kda_prefill_backend", "str", "state-space layers", "auto"),
+    make_absent_row("kda_decode_backend", "str", "state-space layers", "auto"),
+    make_absent_row("mamba_backend", "str", "state-space layers", "triton"),
+    make_absent_row("mamba_block_size", "int", "state-space layers"),
+    make_absent_row("mamba_cache_dtype", "str", "state-space layers", "auto"),
+    make_absent_row("mamba_ssm_cache_dtype", "str", "state-space layers", "auto"),
+    make_absent_row("mamba_cache_mode", "str", "state-space layers", "none"),
+    make_absent_row("mamba_cache_philox_rounds", "int", "state-space layers", 0),
+    make_absent_row("mamba_ssu_algorithm", "str", "state-space layers"),
+    make_absent_row("enable_mamba_cache_stochastic_rounding", "bool", "state-space layers"),
+    make_absent_row("enable_mamba_shared_prefix_checkpoint", "bool", "state-space layers"),
+    make_absent_row("use_replayssm", "bool", "state-space layers"),
+    make_absent_row("replayssm_buffer_len", "int", "state-space layers", 16),
 )
 
 LORA: tuple[FlagRow, ...] = (
-    make_refused_row("enable_lora", "bool", _LORA),
-    make_refused_row("lora_modules", "list", _LORA),
-    make_refused_row("default_mm_loras", "json", _LORA),
-    make_refused_row("max_loras", "int", _LORA, 1),
-    make_refused_row("max_lora_rank", "int", _LORA, 16),
-    make_refused_row("max_cpu_loras", "int", _LORA),
-    make_refused_row("max_lora_cls_labels", "int", _LORA),
-    make_refused_row("lora_dtype", "str", _LORA, "auto"),
-    make_refused_row("lora_target_modules", "list", _LORA),
-    make_refused_row("lora_extra_vocab_size", "int", _LORA, 0, 256),
-    make_refused_row("long_lora_scaling_factors", "list", _LORA),
-    make_refused_row("qlora_adapter_name_or_path", "str", _LORA),
-    make_refused_row("fully_sharded_loras", "bool", _LORA),
-    make_refused_row("enable_lora_bias", "bool", _LORA),
-    make_refused_row("enable_tower_connector_lora", "bool", _LORA),
-    make_refused_row("specialize_active_lora", "bool", _LORA),
-    make_refused_row("enable_mixed_moe_lora_format", "bool", _LORA),
-    make_refused_row("enable_moe_shared_loras", "bool", _LORA),
+    make_refused_row("enable_lora", "bool", LORA_REASON),
+    make_refused_row("lora_modules", "list", LORA_REASON),
+    make_refused_row("default_mm_loras", "json", LORA_REASON),
+    make_refused_row("max_loras", "int", LORA_REASON, 1),
+    make_refused_row("max_lora_rank", "int", LORA_REASON, 16),
+    make_refused_row("max_cpu_loras", "int", LORA_REASON),
+    make_refused_row("max_lora_cls_labels", "int", LORA_REASON),
+    make_refused_row("lora_dtype", "str", LORA_REASON, "auto"),
+    make_refused_row("lora_target_modules", "list", LORA_REASON),
+    make_refused_row("lora_extra_vocab_size", "int", LORA_REASON, 0, 256),
+    make_refused_row("long_lora_scaling_factors", "list", LORA_REASON),
+    make_refused_row("qlora_adapter_name_or_path", "str", LORA_REASON),
+    make_refused_row("fully_sharded_loras", "bool", LORA_REASON),
+    make_refused_row("enable_lora_bias", "bool", LORA_REASON),
+    make_refused_row("enable_tower_connector_lora", "bool", LORA_REASON),
+    make_refused_row("specialize_active_lora", "bool", LORA_REASON),
+    make_refused_row("enable_mixed_moe_lora_format", "bool", LORA_REASON),
+    make_refused_row("enable_moe_shared_loras", "bool", LORA_REASON),
     make_refused_row(
         "enable_prompt_adapter", "bool", "prompt adapters are not served; put the text into --chat-template"
     ),

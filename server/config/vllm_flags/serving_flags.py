@@ -6,7 +6,7 @@ from trencadis.server.config.vllm_flags.conversions import convert_log_level, co
 from trencadis.server.config.vllm_flags.flag_row import FlagRow, make_free_row, make_means_row, make_refused_row
 
 _PROXY = "a proxy in front of the server does that"
-_COHERE = "the APIs are OpenAI's and Anthropic's; Cohere's route is not served"
+_COHERE = "chat is OpenAI's and Anthropic's; of Cohere's routes /v2/embed and /v2/rerank are served"
 _PLUGIN = "a package offers a parser by the entry point trencadis."
 _TRACES = "--otlp-traces-endpoint traces requests; /metrics has a histogram of each stage"
 _LINES = "lines go to standard error; --log-level says how many, --log-format json makes objects of them"
@@ -30,9 +30,8 @@ LOGS: tuple[FlagRow, ...] = (
         make_means_row("log_level", "str", "`--log-level`", convert_log_level),
         make_means_row("formatter", "str", "`--log-format`", copy_unless_given("log_format")),
         make_refused_row("configure_logging", "bool", _LINES, True),
-        make_refused_row("pylogging_config_file", "str", _LINES),
+        make_means_row("pylogging_config_file", "str", "`--log-config-file`", copy_unless_given("log_config_file")),
     )),
-    make_refused_row("log_config_file", "str", _LINES),
     make_free_row("enable_log_deltas", "bool", _OUTPUTS, True),
     make_means_row("disable_log_requests", "bool", "`--enable-log-requests`, which is off unless given",
           set_opposite("enable_log_requests"), True),

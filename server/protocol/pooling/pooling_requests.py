@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from trencadis.core.errors import BadRequest
+from trencadis.server.pooling.binary_values import ByteOrder, ValueFormat
 from trencadis.server.pooling.pooling_params import PoolingParams
 from trencadis.server.protocol.base_request import FieldContext, Int, Ints, MediaRequest, Texts, split_raw_prompts
 from trencadis.server.protocol.chat_completions import list_unread_variables
@@ -22,6 +23,10 @@ SAMPLING = frozenset({
     "allowed_token_ids", "bad_words", "reasoning_effort",
 })  # fmt: skip
 """Fields of generating requests: here they are mistakes."""
+
+
+MAX_DESCRIBED = 256
+"""Most inputs whose answer a header describes: clients read headers of some 64 KiB."""
 
 
 class PoolingRequest(MediaRequest):
@@ -118,9 +123,37 @@ class PromptedRequest(PoolingRequest):
 class EmbeddingRequest(PromptedRequest):
     """``/v1/embeddings``."""
 
-    encoding_format: Literal["float", "base64"] = "float"
-    embed_dtype: Literal["float32"] | None = None
-    endianness: Literal["native", "little"] | None = None
+    encoding_format: Literal["float", "base64", "bytes", "bytes_only"] = "float"
+    embed_dtype: ValueFormat | None = None
+    endianness: ByteOrder | None = None
+
+    def check(self) -> None:
+        """See PoolingRequest."""
+        super().check()
+        if self.encoding_format == "bytes" and self.messages is None and len(self.list_prompts()) > MAX_DESCRIBED:
+            raise BadRequest(
+                f"encoding_format 'bytes' describes at most {MAX_DESCRIBED} inputs in its header; send fewer, or ask "
+                "for 'bytes_only'.", param="encoding_format",
+            )  # fmt: skip
+
+    def list_unused_fields(self, context: FieldContext) -> Iterator[str]:
+        """See Body. JSON numbers have no format."""
+        yield from super().list_unused_fields(context)
+        if self.encoding_format == "float":
+            if self.embed_dtype not in (None, "float32"):
+                yield "embed_dtype"
+            if self.endianness == "big":
+                yield "endianness"
+
+    @property
+    def as_bytes(self) -> bool:
+        """Whether the body of the answer is bytes."""
+        return self.encoding_format in ("bytes", "bytes_only")
+
+    @property
+    def value_format(self) -> tuple[ValueFormat, ByteOrder]:
+        """The format of values that are sent as bytes."""
+        return self.embed_dtype or "float32", self.endianness or "native"
 
 
 class PoolRequest(EmbeddingRequest):

@@ -69,7 +69,7 @@ class TranslatedRun:
         """Tokens of the prompt, images included."""
         return self.chat.prompt_tokens
 
-    async def complete(self) -> BaseModel:
+    async def complete(self, lazy: bool = False) -> BaseModel:
         """Runs to the end and returns the whole answer."""
         blocks, last = self.make_block_builder(), TextPiece("")
         async with aclosing(self.chat.generation.stream_pieces()) as pieces:

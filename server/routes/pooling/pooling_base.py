@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -15,17 +16,20 @@ from starlette.responses import Response, StreamingResponse
 from trencadis.core.checkpoint.pooling_config import CLASSIFY, Pooling
 from trencadis.core.errors import BadRequest, TrencadisError
 from trencadis.server.admission import Ticket
-from trencadis.server.pooling.pooler_output import Float32, Float64, convert_to_floats, encode_base64, finish_pooled
+from trencadis.server.pooling.binary_values import encode_base64, encode_values
+from trencadis.server.pooling.pooler_output import Float32, Float64, convert_to_floats, finish_pooled
 from trencadis.server.pooling.pooling_params import PoolingParams
 from trencadis.server.pooling.pooling_request import make_pooling_request
 from trencadis.server.pooling.run_pooling import run_pooling
+from trencadis.server.pooling.text_chunks import average_chunks, divide_prompts
 from trencadis.server.prompts.generation import STARTS_PER_PASS, Generation
 from trencadis.server.prompts.prompt import Prompt
 from trencadis.server.protocol.base_request import PromptTokensDetails, Usage
-from trencadis.server.protocol.pooling.pooling_requests import PoolingRequest, PromptedRequest
+from trencadis.server.protocol.pooling.pooling_requests import EmbeddingRequest, PoolingRequest, PromptedRequest
 from trencadis.server.routes.app_state import AppState, forget_body, make_request_id, mark_runs_model
 from trencadis.server.routes.sse import run_until_disconnect
 
+Part = TypeVar("Part", str, bytes)
 IN_LOOP = 16
 """Items of an answer that are written before the event loop serves others."""
 
@@ -78,8 +82,26 @@ def enter_prompts(state: AppState, count: int, param: str) -> Ticket:
     return state.admission.enter(max(count, 1))
 
 
-async def make_prompts(state: AppState, body: PromptedRequest, http: Request, ticket: Ticket) -> list[Prompt]:
-    """The prompts of ``input`` or ``messages``.
+def get_longest_input(state: AppState, params: PoolingParams) -> int:
+    """Most tokens of a text that may run in parts because it is longer than the model's length; 0: none may."""
+    pooling = get_pooling(state)
+    if not pooling.chunked or params.wants_token_values(pooling):
+        return 0
+    # One that is too long for --pooler-config is refused by that name, once its tokens are known.
+    return max(pooling.longest, state.service.max_counted_tokens)
+
+
+def check_input_lengths(pooling: Pooling, prompts: Sequence[Prompt]) -> None:
+    """Raises BadRequest for a text above ``max_embed_len`` of ``--pooler-config``."""
+    longest = max((len(p.tokens) for p in prompts), default=0)
+    if 0 < pooling.longest < longest:
+        raise BadRequest(f"input has {longest} tokens; this server embeds at most {pooling.longest}.", param="input")
+
+
+async def make_prompts(
+    state: AppState, body: PromptedRequest, http: Request, ticket: Ticket, longest: int = 0
+) -> list[Prompt]:
+    """The prompts of ``input``, of at most ``longest`` tokens where that is not 0, or of ``messages``.
 
     Raises:
         TrencadisError: one of them cannot be made; ``param`` names the field.
@@ -89,7 +111,7 @@ async def make_prompts(state: AppState, body: PromptedRequest, http: Request, ti
         try:
             return await state.service.make_raw_prompts(
                 body.list_prompts(), add_special_tokens=body.add_special_tokens, truncate=body.truncate_prompt_tokens,
-                truncation_side=side,
+                truncation_side=side, longest=longest,
             )  # fmt: skip
         except BadRequest as error:
             raise BadRequest(error.message, param="input" if error.param == "prompt" else error.param) from None
@@ -123,10 +145,12 @@ async def run_prompts(
     """
     ticket.charge(tokens=sum(len(p.tokens) for p in prompts))
     forget_body(http)
+    check_input_lengths(get_pooling(state), prompts)
+    chunks = divide_prompts(prompts, state.service.config.text, state.service.max_model_len)
     id = make_request_id(prefix, http, body.request_id)
     generations: list[Generation] = []
     pooling = get_pooling(state)
-    for i, prompt in enumerate(prompts):
+    for i, prompt in enumerate(chunks.prompts):
         made = make_pooling_request(
             f"{id}-{i}-{uuid.uuid4().hex[:8]}", prompt, pooling, params, arrival=time.time(),
             salt=body.cache_salt or "", priority=body.priority,
@@ -137,6 +161,8 @@ async def run_prompts(
         if i % STARTS_PER_PASS == STARTS_PER_PASS - 1:
             await asyncio.sleep(0)
     values = await run_pooling(generations, pooling, params)
+    if len(chunks.prompts) > len(prompts):
+        values = average_chunks(chunks, values)
     return PooledValues(id, int(time.time()), state.check_model(body.model), values, _make_usage(generations))
 
 
@@ -150,10 +176,10 @@ def _make_usage(generations: Sequence[Generation]) -> Usage:
     return Usage(prompt_tokens=tokens, total_tokens=tokens, prompt_tokens_details=details)
 
 
-def format_vector(raw: Float64, pooling: Pooling, params: PoolingParams, form: str) -> list[Any] | str:
+def format_vector(raw: Float64, pooling: Pooling, params: PoolingParams, body: EmbeddingRequest) -> list[Any] | str:
     """One prompt's values as the answer shows them: numbers, or rows of numbers for every token."""
     made: Float32 = finish_pooled(raw, pooling, params)
-    return encode_base64(made) if form == "base64" else convert_to_floats(made)
+    return encode_base64(made, *body.value_format) if body.encoding_format == "base64" else convert_to_floats(made)
 
 
 def get_label(pooling: Pooling, probs: Float32) -> str | None:
@@ -170,7 +196,44 @@ class ItemList(NamedTuple):
     items: Iterable[BaseModel]
 
 
-async def respond(http: Request, ticket: Ticket, work: Awaitable[ItemList], headers: dict[str, str]) -> Response:
+class BytesAnswer(NamedTuple):
+    """An answer whose body is bytes: a header that describes it, or none, and the parts of the body."""
+
+    metadata: str
+    parts: Iterable[bytes]
+
+
+class JsonParts(NamedTuple):
+    """An answer whose JSON text comes in parts."""
+
+    parts: Iterable[str]
+
+
+def make_bytes_answer(
+    made: PooledValues, body: EmbeddingRequest, pooling: Pooling, params: PoolingParams
+) -> BytesAnswer:
+    """The answer of ``encoding_format`` ``bytes`` or ``bytes_only``."""
+    dtype, order = body.value_format
+    items: list[dict[str, Any]] = []
+    parts: list[bytes] = []
+    start = 0
+    for i, raw in enumerate(made.values):
+        values = finish_pooled(raw, pooling, params)
+        parts.append(encode_values(values, dtype, order))
+        end = start + len(parts[-1])
+        items.append({"index": i, "embed_dtype": dtype, "endianness": order, "start": start, "end": end,
+                      "shape": [*values.shape]})  # fmt: skip
+        start = end
+    if body.encoding_format == "bytes_only":
+        return BytesAnswer("", parts)
+    usage = {"prompt_tokens": made.usage.prompt_tokens, "total_tokens": made.usage.total_tokens}
+    head = {"id": made.id, "created": made.created, "model": made.model, "data": items, "usage": usage}
+    return BytesAnswer(json.dumps(head, separators=(",", ":")), parts)
+
+
+async def respond(
+    http: Request, ticket: Ticket, work: Awaitable[ItemList | BytesAnswer | JsonParts], headers: dict[str, str]
+) -> Response:
     """The response; releases the ticket. The work is cancelled if the client disconnects.
 
     A thousand embeddings are tens of megabytes of JSON, which are made while they are sent.
@@ -179,11 +242,26 @@ async def respond(http: Request, ticket: Ticket, work: Awaitable[ItemList], head
         made = await run_until_disconnect(http, work)
     finally:
         ticket.leave()
+    if isinstance(made, BytesAnswer):
+        described = {"metadata": made.metadata} if made.metadata else {}
+        return StreamingResponse(
+            _write_parts(made.parts), headers={**headers, **described}, media_type="application/octet-stream"
+        )
+    if isinstance(made, JsonParts):
+        return StreamingResponse(_write_parts(made.parts), headers=headers, media_type="application/json")
     key = '"results":[' if "results" in type(made.head).model_fields else '"data":['
     before, _, after = made.head.model_dump_json().partition(key)
     return StreamingResponse(
         _write_json(before + key, made.items, after), headers=headers, media_type="application/json"
     )
+
+
+async def _write_parts(parts: Iterable[Part]) -> AsyncIterator[Part]:
+    """The parts; the event loop serves others after ``IN_LOOP`` of them."""
+    for i, part in enumerate(parts):
+        yield part
+        if i % IN_LOOP == IN_LOOP - 1:
+            await asyncio.sleep(0)
 
 
 async def _write_json(before: str, items: Iterable[BaseModel], after: str) -> AsyncIterator[str]:

@@ -13,11 +13,14 @@ from trencadis.server.protocol.pooling.pooling_requests import EmbeddingRequest
 from trencadis.server.protocol.pooling.pooling_responses import EmbeddingItem, EmbeddingResponse
 from trencadis.server.routes.app_state import AppState
 from trencadis.server.routes.pooling.pooling_base import (
+    BytesAnswer,
     ItemList,
     check_pooling_request,
     enter_prompts,
     format_vector,
+    get_longest_input,
     get_pooling,
+    make_bytes_answer,
     make_prompts,
     respond,
     run_prompts,
@@ -27,13 +30,17 @@ from trencadis.server.routes.request_body import BodyRoute
 
 async def embed_prompts(
     state: AppState, body: EmbeddingRequest, http: Request, ticket: Ticket, params: PoolingParams
-) -> ItemList:
+) -> ItemList | BytesAnswer:
     """The answer of a checked request."""
-    prompts = await make_prompts(state, body, http, ticket)
-    id, created, model, values, usage = await run_prompts(state, body, http, ticket, prompts, "embd", params)
-    pooling, form = get_pooling(state), body.encoding_format
-    head = EmbeddingResponse(id=id, created=created, model=model, data=[], usage=usage)
-    items = (EmbeddingItem(index=i, embedding=format_vector(v, pooling, params, form)) for i, v in enumerate(values))
+    prompts = await make_prompts(state, body, http, ticket, get_longest_input(state, params))
+    made = await run_prompts(state, body, http, ticket, prompts, "embd", params)
+    pooling = get_pooling(state)
+    if body.as_bytes:
+        return make_bytes_answer(made, body, pooling, params)
+    head = EmbeddingResponse(id=made.id, created=made.created, model=made.model, data=[], usage=made.usage)
+    items = (
+        EmbeddingItem(index=i, embedding=format_vector(v, pooling, params, body)) for i, v in enumerate(made.values)
+    )
     return ItemList(head, items)
 
 

@@ -12,11 +12,14 @@ from trencadis.server.protocol.pooling.pooling_requests import PoolRequest
 from trencadis.server.protocol.pooling.pooling_responses import PoolingItem, PoolingResponse
 from trencadis.server.routes.app_state import AppState
 from trencadis.server.routes.pooling.pooling_base import (
+    BytesAnswer,
     ItemList,
     check_pooling_request,
     enter_prompts,
     format_vector,
+    get_longest_input,
     get_pooling,
+    make_bytes_answer,
     make_prompts,
     respond,
     run_prompts,
@@ -26,15 +29,16 @@ from trencadis.server.routes.request_body import BodyRoute
 
 async def pool_prompts(
     state: AppState, body: PoolRequest, http: Request, ticket: Ticket, params: PoolingParams
-) -> ItemList:
+) -> ItemList | BytesAnswer:
     """The answer of a checked request."""
-    prompts = await make_prompts(state, body, http, ticket)
-    id, created, model, values, usage = await run_prompts(state, body, http, ticket, prompts, "pool", params)
-    pooling, form = get_pooling(state), body.encoding_format
-    head = PoolingResponse(id=id, created=created, model=model, data=[], usage=usage)
-    return ItemList(
-        head, (PoolingItem(index=i, data=format_vector(v, pooling, params, form)) for i, v in enumerate(values))
-    )
+    prompts = await make_prompts(state, body, http, ticket, get_longest_input(state, params))
+    made = await run_prompts(state, body, http, ticket, prompts, "pool", params)
+    pooling = get_pooling(state)
+    if body.as_bytes:
+        return make_bytes_answer(made, body, pooling, params)
+    head = PoolingResponse(id=made.id, created=made.created, model=made.model, data=[], usage=made.usage)
+    items = (PoolingItem(index=i, data=format_vector(v, pooling, params, body)) for i, v in enumerate(made.values))
+    return ItemList(head, items)
 
 
 def router(state: AppState) -> APIRouter:

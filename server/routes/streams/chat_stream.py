@@ -8,7 +8,7 @@ from trencadis.server.prompts.answer_reader import AnswerPart, CallPart
 from trencadis.server.prompts.generation import Generation
 from trencadis.server.prompts.logprob_format import make_chat_entries
 from trencadis.server.prompts.output_processor import TextPiece
-from trencadis.server.protocol.base_request import Usage
+from trencadis.server.protocol.base_request import Usage, resolve_stream_usage
 from trencadis.server.protocol.chat_completions import ChatChunk, ChatRequest, ChoiceLogprobs, ChunkChoice, DeltaMessage
 from trencadis.server.reasoning.reasoning_parser import AnswerContent, ReasoningContent
 from trencadis.server.routes.app_state import AppState
@@ -61,10 +61,9 @@ class ChatStream(PieceStream):
     def __init__(self, answer: ChatAnswer) -> None:
         super().__init__(answer.generation)
         self._answer, self._body, self._timing = answer, answer.body, answer.generation.timing
-        options = self._body.stream_options
-        forced = answer.state.settings.config.enable_force_include_usage or self._body.return_image_sizes
-        self._total = bool(forced or (options and options.include_usage))
-        self._always = bool(options and options.continuous_usage_stats)
+        forced = answer.state.settings.config.enable_force_include_usage
+        usage = resolve_stream_usage(self._body.stream_options, forced)
+        self._total, self._always = usage.final or self._body.return_image_sizes, usage.running
         self._scores = bool(self._body.logprobs)
         self._ids = bool(self._body.return_token_ids)
         self._plain = not (self._always or self._scores or self._ids)
@@ -101,14 +100,24 @@ class ChatStream(PieceStream):
         return encode_event(self._make_chunk([], True)) if self._total else b""
 
     def _make_first_events(self) -> bytes:
-        """The role of each choice, and what of the answer the request has said already."""
+        """The role of each choice, and what of the answer the request has said already; they have no tokens."""
         said = []
         for i in range(len(self._answer.generation.streams)):
             delta = DeltaMessage(role=self._answer.role, content="")
             said.append(ChunkChoice(index=i, delta=delta, logprobs=None, finish_reason=None))
             if self._answer.echo:
                 said.append(ChunkChoice(index=i, delta=DeltaMessage(content=self._answer.echo)))
-        return b"".join(encode_event(self._make_chunk([one], self._always)) for one in said)
+        return b"".join(encode_event(self._make_first_chunk(one)) for one in said)
+
+    def _make_first_chunk(self, choice: ChunkChoice) -> ChatChunk:
+        chunk = self._make_chunk([choice], self._always)
+        if chunk.usage is not None:
+            chunk.usage.completion_tokens, chunk.usage.total_tokens = 0, chunk.usage.prompt_tokens
+            if chunk.usage.completion_tokens_details is not None:
+                chunk.usage.completion_tokens_details.reasoning_tokens = 0
+        if self._ids and choice.index == 0 and choice.delta.role is not None:
+            chunk.prompt_token_ids = self._answer.generation.prompt.tokens
+        return chunk
 
     # --- by models ---
 

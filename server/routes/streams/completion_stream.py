@@ -9,6 +9,7 @@ from typing import Protocol
 from trencadis.server.prompts.generation import ChoicePiece, Generation, merge_generations
 from trencadis.server.prompts.logprob_format import CompletionLogprobsBuilder
 from trencadis.server.prompts.output_processor import TextPiece
+from trencadis.server.protocol.base_request import resolve_stream_usage
 from trencadis.server.protocol.completions import (
     CompletionChoice,
     CompletionLogprobs,
@@ -53,10 +54,8 @@ class CompletionStream(PieceStream):
     def __init__(self, answer: CompletionAnswer) -> None:
         super().__init__(answer.generations[0] if len(answer.generations) == 1 else None)
         self._answer, self._body = answer, answer.body
-        options = self._body.stream_options
         forced = answer.state.settings.config.enable_force_include_usage
-        self._total = forced or bool(options and options.include_usage)
-        self._always = bool(options and options.continuous_usage_stats)
+        self._total, self._always = resolve_stream_usage(self._body.stream_options, forced)
         self._scores = self._body.logprobs is not None
         self._ids = bool(self._body.return_token_ids)
         self._builders: dict[int, CompletionLogprobsBuilder] = {}
@@ -74,6 +73,7 @@ class CompletionStream(PieceStream):
     def make_events(self, index: int, piece: TextPiece) -> bytes:
         """See ``PieceStream``."""
         builder, head = self._builders.get(index), ""
+        first = builder is None
         if builder is None:
             head = self._answer.get_echo(index // self._answer.count)
             builder = self._builders[index] = CompletionLogprobsBuilder(
@@ -82,6 +82,8 @@ class CompletionStream(PieceStream):
         elif piece.finish_reason is None and not self._answer.silent:
             return self._fill_template(index, piece, builder) if piece.text or piece.tokens else b""
         made = self._make_choice(index, head, piece, builder)
+        if first and self._ids:
+            made.prompt_token_ids = self._answer.generations[index // self._answer.count].prompt.tokens
         shows = made.text or piece.tokens or piece.finish_reason
         return encode_event(self._answer.make_response([made], self._always)) if shows else b""
 

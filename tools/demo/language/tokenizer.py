@@ -28,19 +28,28 @@ SPLIT = (
 )
 SYSTEM = "You are a helpful assistant."
 CHAT_TEMPLATE = """\
+{%- set toolbox -%}
+{%- if tools -%}
+{{- '\\n\\n# Tools\\n\\nThese functions can be called:\\n<tools>' -}}
+{%- for tool in tools -%}{{- '\\n' + tool | tojson -}}{%- endfor -%}
+{{- '\\n</tools>\\n\\nTo call one, write its name and its arguments as JSON between tags:\\n<tool_call>\\n' -}}
+{{- '{"name": "the name", "arguments": {"an argument": "its value"}}\\n</tool_call>' -}}
+{%- endif -%}
+{%- endset -%}
 {%- if not messages or messages[0]['role'] != 'system' -%}
-{{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' -}}
+{{- '<|im_start|>system\\nYou are a helpful assistant.' + toolbox + '<|im_end|>\\n' -}}
 {%- endif -%}
 {%- set seen = namespace(images=0, videos=0) -%}
 {%- for message in messages -%}
-{{- '<|im_start|>' + message['role'] + '\\n' -}}
+{%- set result = message['role'] == 'tool' -%}
+{{- '<|im_start|>' + ('user' if result else message['role']) + '\\n' + ('<tool_response>\\n' if result else '') -}}
 {%- if message['content'] is string -%}
 {{- message['content'] -}}
 {%- else -%}
 {%- for part in message['content'] -%}
 {%- if part['type'] == 'image' or 'image' in part or 'image_url' in part -%}
 {%- set seen.images = seen.images + 1 -%}
-{%- if add_vision_id is defined and add_vision_id -%}{{- 'RenderedImage ' + seen.images | string + ': ' -}}{%- endif -%}
+{%- if add_vision_id is defined and add_vision_id -%}{{- 'Picture ' + seen.images | string + ': ' -}}{%- endif -%}
 {{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
 {%- elif part['type'] == 'video' or 'video' in part -%}
 {%- set seen.videos = seen.videos + 1 -%}
@@ -51,6 +60,12 @@ CHAT_TEMPLATE = """\
 {%- endif -%}
 {%- endfor -%}
 {%- endif -%}
+{%- for call in message['tool_calls'] or [] -%}
+{{- '\\n' if message['content'] or not loop.first else '' -}}
+{{- '<tool_call>\\n{"name": ' + call.function.name | tojson + ', "arguments": ' -}}
+{{- call.function.arguments | tojson + '}\\n</tool_call>' -}}
+{%- endfor -%}
+{{- ('\\n</tool_response>' if result else '') + (toolbox if loop.first and message['role'] == 'system' else '') -}}
 {{- '<|im_end|>\\n' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
