@@ -22,7 +22,8 @@ class StructuredOutputsParams:
         grammar: in GBNF (``root ::= ...``) or Lark (``start: ...``).
         json_object: whether the answer is any JSON object.
         structural_tag: tags whose content has a form, or its JSON text.
-        disable_any_whitespace: no blanks between the parts of a JSON text; else one space, or a line break and its indentation.
+        disable_any_whitespace: no blanks between the parts of a JSON text; else one space, or a line break and its
+            indentation.
         disable_additional_properties: objects that list properties have no others, unless they say so.
         whitespace_pattern: a regex of the blanks at a place.
     """
