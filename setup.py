@@ -14,6 +14,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 from setuptools.errors import CompileError
 from setuptools.modified import newer_group
 
@@ -28,6 +29,22 @@ NEEDED = ("panels", "thread_pool", "dense", "flash", "rotary", "layouts")
 SOURCES = [f"{FOLDER}/{name}.c" for name in (*OPTIONAL, *NEEDED)]
 FLAGS = ["-O2", "-g0", "-std=c11", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra"]
 """Products and sums are contracted where the sources say so alone, whatever a compiler does by itself."""
+
+
+TEMPLATES, ASSETS = Path("examples", "templates"), Path("trencadis", "assets", "templates")
+"""Chat templates, and where an installation has them."""
+
+
+class Modules(build_py):
+    """Python files, and the chat templates of the examples."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        for file in TEMPLATES.glob("*.jinja"):
+            self.mkpath(str(Path(self.build_lib, ASSETS)))
+            self.copy_file(str(file), str(Path(self.build_lib, ASSETS, file.name)))
 
 
 class Library(build_ext):
@@ -84,5 +101,5 @@ kernels = Extension(
 x86 = platform.machine().lower() in ("x86_64", "amd64")
 setup(
     ext_modules=[kernels] if x86 and platform.system() != "Windows" else [],
-    cmdclass={"build_ext": Library, "bdist_wheel": Wheel},
+    cmdclass={"build_ext": Library, "build_py": Modules, "bdist_wheel": Wheel},
 )

@@ -4,28 +4,52 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar, Protocol, TypeVar
 
+from trencadis.core.buckets import Policy
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.quant_config import ONLINE, online
+from trencadis.core.config import EngineConfig
 from trencadis.core.executor.rank_info import can_share
+from trencadis.core.memory.estimate import MemoryEstimator
 from trencadis.core.models.registry import family_of
 from trencadis.core.shapes.shape_limits import ShapeLimits
-
-if TYPE_CHECKING:
-    from trencadis.core.startup.dry_run import DryRun
 
 MORE_RANKS = (2, 4, 8, 16)
 GIB = 1 << 30
 
 
-def list_remedies(start: DryRun, limits: ShapeLimits, blocks: int) -> Iterator[tuple[str, DryRun]]:
+class PlannedStart(Protocol):
+    """The start-up that does not fit; ``dry_run.DryRun`` is one."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def config(self) -> EngineConfig: ...
+
+    @property
+    def model(self) -> ModelConfig: ...
+
+    @property
+    def policy(self) -> Policy: ...
+
+    @property
+    def device(self) -> Any: ...
+
+    @property
+    def estimator(self) -> MemoryEstimator: ...
+
+
+S = TypeVar("S", bound=PlannedStart)
+
+
+def list_remedies(start: S, limits: ShapeLimits, blocks: int) -> Iterator[tuple[str, S]]:
     """Flags, and ``start`` with them: less work at a time, quantised weights, weights in host memory, more devices.
 
     ``blocks``: KV blocks that the device holds.
     """
 
-    def change(**fields: Any) -> DryRun:
+    def change(**fields: Any) -> S:
         return dataclasses.replace(start, config=dataclasses.replace(start.config, **fields))
 
     if blocks > 0:

@@ -24,11 +24,9 @@ def find_template(name: str) -> Path | None:
 
     A file that exists is taken before; see ``chat_template.read_override``.
     """
-    from trencadis import assets
-
     last = name.replace("\\", "/").rpartition("/")[2]
-    installed = Path(assets.__file__).parent
-    for folder in (installed / "templates", installed.parent / "examples" / "templates"):
+    root = Path(__file__).resolve().parents[2]
+    for folder in (root / "assets" / "templates", root / "examples" / "templates"):  # installed, and in a checkout
         file = folder / NAMES.get(last, last)
         if file.suffix == ".jinja" and file.is_file():
             return file

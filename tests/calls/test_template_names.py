@@ -39,8 +39,8 @@ def test_the_demo_renders_conversations_without_tools_as_before(demo: Any) -> No
         {"role": "user", "content": [IMAGE, {"type": "text", "text": "What?"}]},
         {"role": "assistant", "content": "A"},
     ]
-    picture = "<|vision_start|><|image_pad|><|vision_end|>"
-    body = f"<|im_start|>user\n{picture}What?<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n<|im_start|>assistant\n"
+    image_mark = "<|vision_start|><|image_pad|><|vision_end|>"
+    body = f"<|im_start|>user\n{image_mark}What?<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n<|im_start|>assistant\n"
     assert render(demo, talk) == "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n" + body
     assert render(demo, [{"role": "system", "content": "S"}, *talk]) == "<|im_start|>system\nS<|im_end|>\n" + body
 
@@ -77,7 +77,7 @@ def test_names_of_guides_find_our_own_form(name: str, tmp_path: Path, monkeypatc
 def test_other_names_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert find_template("examples/templates/mistral.jinja") is not None
-    for name in ("tool_chat_template_unknown.jinja", "examples/README.md", "../pyproject.toml", "x" * 5000, ""):
+    for name in ("tool_chat_template_unknown.jinja", "none.text", "../pyproject.toml", "x" * 5000, ""):
         with pytest.raises(StartupError, match="no such file"):
             read_override(name)
 

@@ -161,7 +161,7 @@ def test_bad_images_get_one_short_line(name: str, running: RunningServer) -> Non
 
 
 WRONG: dict[str, tuple[int, dict[str, Any]]] = {
-    "role": (400, {"messages": [{"role": "wizard", "content": "hi"}]}),
+    "role": (400, {"messages": [{"role": 5, "content": "hi"}]}),
     "empty": (400, {"messages": []}),
     "temperature": (400, {"messages": ASK, "temperature": 3}),
     "max_tokens": (400, {"messages": ASK, "max_tokens": 0}),

@@ -144,3 +144,11 @@ def test_a_balancer_that_asks_gets_the_load(harness: Any, fields: dict[str, Any]
     assert kind == "JSON" and json.loads(report) == {"named_metrics": values}
     assert "endpoint-load-metrics" not in asked["xml"]
     assert "endpoint-load-metrics" not in harness.call(CHAT, body).headers
+
+
+def test_what_is_answered_otherwise_than_by_vllm(harness: Any) -> None:
+    """The table of docs/operations.md."""
+    assert harness.chat(stop=["a b", "b c", "c d", "d e", "e f"]).status_code == 200
+    refused = harness.call("/detokenize", {"tokens": [10**6]})
+    assert refused.status_code == 400 and "1000000" in refused.json()["error"]["message"]
+    assert harness.call("/v1/embeddings", {"input": "Hi"}).status_code == 400
