@@ -25,7 +25,7 @@ FREE = 1 << 20
 
 @dataclass(frozen=True)
 class AnswerShape:
-    """What a request asks to be told, beside its sampling parameters.
+    """The parts of an answer that a request asks for, in addition to its sampling parameters.
 
     Args:
         prompt_tokens: of one prompt.
@@ -128,7 +128,7 @@ class AnswerBudget:
 
 @dataclass
 class AnswerCharge:
-    """What one request's answers may take.
+    """The bytes that one request's answers may take.
 
     Args:
         size: bytes, as estimated.

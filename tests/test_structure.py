@@ -26,6 +26,7 @@ PATH = re.compile(
 )
 OWN_NAMES = (
     "trencadis.admission",
+    "trencadis.answers",
     "trencadis.body",
     "trencadis.request_id",
     "trencadis.settings",

@@ -317,7 +317,7 @@ def _apply_pooler_config(made: Pooling, asked: Mapping[str, Any]) -> Pooling:
 
 
 def _read_pooler_key(made: Pooling, name: str, value: Any) -> dict[str, Any]:
-    """What one key of ``--pooler-config`` changes of ``made``."""
+    """Applies one key of ``--pooler-config`` to ``made``."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     whole = isinstance(value, int) and not isinstance(value, bool)
     match name:

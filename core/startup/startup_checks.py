@@ -1,4 +1,4 @@
-"""What a start refuses before weights are loaded, one list for ``serve`` and ``plan``. Torch-free."""
+"""The checks that refuse a start before weights are loaded, one list for ``serve`` and ``plan``. Torch-free."""
 
 from __future__ import annotations
 

@@ -95,12 +95,12 @@ def _read_role(role: Any, where: str) -> str:
     """The role of a message, also one of the user's own: the template decides what it makes of it.
 
     Raises:
-        BadRequest: it is no short text.
+        BadRequest: it is no short text, or not of one line: templates end what they say of a message with one.
     """
-    if not isinstance(role, str) or not 0 < len(role) <= LONGEST_ROLE:
+    if not isinstance(role, str) or not 0 < len(role) <= LONGEST_ROLE or not role.isprintable():
         shown = role[:40] if isinstance(role, str) else role if role is None else type(role).__name__
         raise BadRequest(
-            f"{where} is {shown!r}; give a text of at most {LONGEST_ROLE} characters, such as {', '.join(ROLES)}.",
+            f"{where} is {shown!r}; give a line of at most {LONGEST_ROLE} characters, such as {', '.join(ROLES)}.",
             param=where,
         )
     return role

@@ -221,7 +221,7 @@ async def prepare(
 
 
 def _describe_answer(body: ChatRequest, prompt: Prompt) -> AnswerShape:
-    """What an answer to ``prompt`` is to hold."""
+    """Returns the parts that an answer to ``prompt`` is to hold."""
     name, asked = body.limit
     return AnswerShape(
         len(prompt.tokens),

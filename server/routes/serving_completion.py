@@ -166,7 +166,7 @@ async def prepare(state: AppState, body: CompletionRequest, http: Request, ticke
 
 
 def _describe_answer(body: CompletionRequest, prompt: Prompt) -> AnswerShape:
-    """What an answer to ``prompt`` is to hold."""
+    """Returns the parts that an answer to ``prompt`` is to hold."""
     return AnswerShape(
         len(prompt.tokens),
         logprobs_field="logprobs",

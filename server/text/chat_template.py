@@ -127,7 +127,7 @@ class ChatTemplate:
         return cut_at(tag, render(template, values))
 
     def prepare(self, source: str, messages: Sequence[Mapping[str, Any]], how: Rendering) -> PreparedRendering:
-        """What a worker needs to render a conversation with the template ``source`` of a request.
+        """Returns what a worker needs to render a conversation with the template ``source`` of a request.
 
         Raises:
             BadRequest: there is no message, or the flags contradict each other.

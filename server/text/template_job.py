@@ -1,4 +1,4 @@
-"""What a worker does with the template of a request: compiles it, and renders a conversation."""
+"""The job of a worker: compiles the template of a request, and renders a conversation."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_a_stuck_reader_holds_up_nobody_and_lines_beyond_the_bound_are_counted()
     assert [line for line in lines if line.startswith("INFO line")] == [f"INFO line {n:03}" for n in range(held)]
     counts = [re.fullmatch(r"WARNING (\d+) lines of log were dropped, because nothing read stderr", s) for s in lines]
     assert sum(int(found[1]) for found in counts if found is not None) == 500 - held
-    assert lines[-1] == "INFO read again" and queue.dropped == 500 - held
+    assert "INFO read again" in lines and queue.dropped == 500 - held
 
 
 def test_a_line_longer_than_the_bound_is_written() -> None:

@@ -147,7 +147,7 @@ def test_a_balancer_that_asks_gets_the_load(harness: Any, fields: dict[str, Any]
 
 
 def test_what_is_answered_otherwise_than_by_vllm(harness: Any) -> None:
-    """The table of docs/operations.md."""
+    """The table of docs/migrating-from-vllm.md."""
     assert harness.chat(stop=["a b", "b c", "c d", "d e", "e f"]).status_code == 200
     refused = harness.call("/detokenize", {"tokens": [10**6]})
     assert refused.status_code == 400 and "1000000" in refused.json()["error"]["message"]
