@@ -1,4 +1,4 @@
-"""From pooled values to embeddings, probabilities and scores. numpy; values are computed in float64."""
+"""Turns pooled values into embeddings, probabilities and scores. Uses numpy; values are computed in float64."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LEAST_LENGTH = 1e-12
 
 
 def read_raw_values(pooled: bytes, pooling: Pooling, params: PoolingParams, tokens: Sequence[int]) -> Float64:
-    """What the engine sent, little-endian float32: [width], or [tokens, width] for a prompt of which all were asked."""
+    """Reads what the engine sent, little-endian float32: [width], or [tokens, width] if every token has values."""
     values = np.frombuffer(pooled, "<f4").astype(np.float64)
     if not params.wants_token_values(pooling):
         return values
@@ -29,7 +29,7 @@ def read_raw_values(pooled: bytes, pooling: Pooling, params: PoolingParams, toke
 
 
 def finish_pooled(raw: Float64, pooling: Pooling, params: PoolingParams) -> Float32:
-    """The embedding [dimensions] or the probabilities [classes] of one prompt, or of each of its tokens."""
+    """Returns the embedding [dimensions] or the probabilities [classes] of one prompt, or of each of its tokens."""
     if pooling.task == CLASSIFY:
         raw = raw - pooling.bias
         return _apply_activation(raw, IDENTITY if params.activates is False else pooling.activation).astype(np.float32)
@@ -41,7 +41,9 @@ def finish_pooled(raw: Float64, pooling: Pooling, params: PoolingParams) -> Floa
 
 
 def compute_pair_score(raw: Float64, pooling: Pooling, params: PoolingParams) -> float:
-    """The score of a pair by its class head: of the only class, or of the last label token against the others."""
+    """Returns the score of a pair from its class head: of the only class, or of the last label token against the
+    others.
+    """
     value = raw - pooling.bias
     one = value[-1] if len(value) == 1 else value[-1] - np.logaddexp.reduce(value[:-1])
     if params.activates is False or (pooling.activation == IDENTITY and params.activates is None):
@@ -50,18 +52,18 @@ def compute_pair_score(raw: Float64, pooling: Pooling, params: PoolingParams) ->
 
 
 def cosine_similarity(a: Float64, b: Float64) -> float:
-    """The cosine of the angle between two vectors; 0 where one of them is zero."""
+    """Returns the cosine of the angle between two vectors; 0 if one of them is zero."""
     length = float(np.linalg.norm(a) * np.linalg.norm(b))
     return float(a @ b) / length if length else 0.0
 
 
 def encode_base64(values: Float32) -> str:
-    """Little-endian float32, as OpenAI's clients read them."""
+    """Encodes values as little-endian float32, which OpenAI's clients read."""
     return base64.b64encode(values.astype("<f4").tobytes()).decode()
 
 
 def convert_to_floats(values: Float32) -> list[Any]:
-    """Numbers that are equal to the float32 values."""
+    """Returns Python floats that are equal to the float32 values."""
     found: list[Any] = values.tolist()
     return found
 
