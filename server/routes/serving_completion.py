@@ -46,7 +46,7 @@ class RunningCompletion:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
+        """Number of tokens of all prompts."""
         return sum(len(g.prompt.tokens) for g in self.generations)
 
     async def complete(self) -> CompletionResponse:
@@ -89,12 +89,12 @@ class RunningCompletion:
         )
 
     def stream(self) -> CompletionStream:
-        """Its stream."""
+        """Returns the stream of its events."""
         return CompletionStream(self)
 
     @property
     def count(self) -> int:
-        """Choices of each prompt."""
+        """Number of choices of each prompt."""
         return self.body.n or 1
 
     @property
@@ -105,18 +105,18 @@ class RunningCompletion:
 
     @property
     def silent(self) -> bool:
-        """Whether the answer is only the prompt (max_tokens 0)."""
+        """True if the answer is only the prompt (max_tokens 0)."""
         return self.body.max_tokens == 0
 
     def get_echo(self, prompt: int) -> str:
-        """The text of a prompt, where the answer begins with it."""
+        """Returns the text of a prompt if the answer begins with it, else ""."""
         if not self.body.echo:
             return ""
         made = self.generations[prompt].prompt
         return made.text if made.text is not None else self.state.service.tokenizer.decode(made.tokens)
 
     def make_response(self, choices: list[CompletionChoice], usage: bool) -> CompletionResponse:
-        """An answer, or (streaming) an event of it."""
+        """Makes an answer, or (streaming) one event of it."""
         made = CompletionResponse(
             id=self.id,
             object="text_completion",
@@ -131,7 +131,7 @@ class RunningCompletion:
 
 
 async def prepare(state: AppState, body: CompletionRequest, http: Request) -> RunningCompletion:
-    """Does everything before the engine.
+    """Makes the prompts and the generations of a request.
 
     Raises:
         TrencadisError: the request cannot run.
@@ -144,7 +144,7 @@ async def prepare(state: AppState, body: CompletionRequest, http: Request) -> Ru
     )
     id = make_request_id("cmpl", http, body.request_id)
     generations = []
-    # A raw prompt is no chat: what it continues has neither reasoning nor calls.
+    # A raw prompt is no chat: its answer has neither reasoning nor calls.
     asked = state.get_requested_format(body)
     for i, prompt in enumerate(prompts):
         await add_answer_grammar(state.grammar_cache, AnswerParsers(), state.service.tokenizer, prompt, asked)
@@ -175,7 +175,7 @@ def _make_generation(state: AppState, body: CompletionRequest, prompt: Prompt, i
 
 
 def router(state: AppState) -> APIRouter:
-    """The route over ``state``."""
+    """Makes the route over ``state``."""
     routes = APIRouter(tags=["completions"], route_class=BodyRoute)
 
     @routes.post("/v1/completions", response_model=CompletionResponse)

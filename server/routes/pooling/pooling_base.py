@@ -27,11 +27,11 @@ from trencadis.server.routes.app_state import AppState, forget_body, make_reques
 from trencadis.server.routes.sse import run_until_disconnect
 
 IN_LOOP = 16
-"""Items of an answer that are written before the event loop serves others."""
+"""Items of an answer that are written before the event loop serves other requests."""
 
 
 class PooledValues(NamedTuple):
-    """What the engine gave: ``read_raw_values`` of each prompt, and the usage of all."""
+    """The engine's results: ``read_raw_values`` of each prompt, and the usage of all."""
 
     id: str
     created: int
@@ -41,7 +41,7 @@ class PooledValues(NamedTuple):
 
 
 def get_pooling(state: AppState) -> Pooling:
-    """How this server pools; its routes exist only where it does."""
+    """Returns the pooling settings of the model; called only by routes that exist if it pools."""
     assert state.service.config.pooling is not None
     return state.service.config.pooling
 
@@ -49,10 +49,10 @@ def get_pooling(state: AppState) -> Pooling:
 def check_pooling_request(
     state: AppState, body: PoolingRequest, task: str = ""
 ) -> tuple[PoolingParams, dict[str, str]]:
-    """The parameters of a request that may run, and the response headers.
+    """Checks a request; returns its parameters and the response headers.
 
     Raises:
-        TrencadisError: it may not.
+        TrencadisError: the request may not run.
     """
     mark_runs_model()
     state.check_accepting()
@@ -66,7 +66,7 @@ def check_pooling_request(
 
 
 def enter_prompts(state: AppState, count: int, param: str) -> Ticket:
-    """A ticket for ``count`` prompts.
+    """Admits ``count`` prompts and returns their ticket.
 
     Raises:
         BadRequest: too many in one request.
@@ -79,7 +79,7 @@ def enter_prompts(state: AppState, count: int, param: str) -> Ticket:
 
 
 async def make_prompts(state: AppState, body: PromptedRequest, http: Request, ticket: Ticket) -> list[Prompt]:
-    """The prompts of ``input`` or ``messages``.
+    """Makes the prompts of ``input`` or ``messages``.
 
     Raises:
         TrencadisError: one of them cannot be made; ``param`` names the field.
@@ -119,7 +119,7 @@ async def run_prompts(
     """Pools all prompts on the engine.
 
     Raises:
-        TrencadisError: from the engine, or the server is full.
+        TrencadisError: the engine failed, or the server is full.
     """
     ticket.charge(tokens=sum(len(p.tokens) for p in prompts))
     forget_body(http)
@@ -151,29 +151,29 @@ def _make_usage(generations: Sequence[Generation]) -> Usage:
 
 
 def format_vector(raw: Float64, pooling: Pooling, params: PoolingParams, form: str) -> list[Any] | str:
-    """One prompt's values as the answer shows them: numbers, or rows of numbers for every token."""
+    """Returns one prompt's values in the form of the answer: numbers, rows of numbers for every token, or base64."""
     made: Float32 = finish_pooled(raw, pooling, params)
     return encode_base64(made) if form == "base64" else convert_to_floats(made)
 
 
 def get_label(pooling: Pooling, probs: Float32) -> str | None:
-    """The name of the likeliest class."""
+    """Returns the name of the likeliest class."""
     assert pooling.task == CLASSIFY
     best = int(probs.argmax())
     return pooling.labels[best] if best < len(pooling.labels) else None
 
 
 class ItemList(NamedTuple):
-    """An answer without its items, and the items, which are made and written a few at a time."""
+    """The head of an answer without its items, and the items, which are made and written a few at a time."""
 
     head: BaseModel
     items: Iterable[BaseModel]
 
 
 async def respond(http: Request, ticket: Ticket, work: Awaitable[ItemList], headers: dict[str, str]) -> Response:
-    """The response; releases the ticket. The work is cancelled if the client disconnects.
+    """Makes the response and releases the ticket. The work is cancelled if the client disconnects.
 
-    A thousand embeddings are tens of megabytes of JSON, which are made while they are sent.
+    A thousand embeddings are tens of megabytes of JSON, so the text is made while it is sent.
     """
     try:
         made = await run_until_disconnect(http, work)
@@ -187,7 +187,7 @@ async def respond(http: Request, ticket: Ticket, work: Awaitable[ItemList], head
 
 
 async def _write_json(before: str, items: Iterable[BaseModel], after: str) -> AsyncIterator[str]:
-    """The JSON text, ``IN_LOOP`` items at a time."""
+    """Yields the JSON text, ``IN_LOOP`` items at a time."""
     text, comma = before, ""
     for i, item in enumerate(items):
         text += comma + item.model_dump_json()
@@ -200,7 +200,7 @@ async def _write_json(before: str, items: Iterable[BaseModel], after: str) -> As
 
 
 def merge_pooled(parts: Sequence[PooledValues]) -> PooledValues:
-    """The results of several runs of one request as those of one."""
+    """Combines the results of several runs of one request."""
     first, whole = parts[0], Usage(prompt_tokens_details=PromptTokensDetails())
     assert whole.prompt_tokens_details is not None
     for part in parts:

@@ -28,7 +28,7 @@ from trencadis.server.routes.request_body import BodyRoute
 async def embed_prompts(
     state: AppState, body: EmbeddingRequest, http: Request, ticket: Ticket, params: PoolingParams
 ) -> ItemList:
-    """The answer of a checked request."""
+    """Makes the answer of a checked request."""
     prompts = await make_prompts(state, body, http, ticket)
     id, created, model, values, usage = await run_prompts(state, body, http, ticket, prompts, "embd", params)
     pooling, form = get_pooling(state), body.encoding_format
@@ -38,7 +38,7 @@ async def embed_prompts(
 
 
 def router(state: AppState) -> APIRouter:
-    """The route over ``state``."""
+    """Makes the route over ``state``."""
     routes = APIRouter(tags=["pooling"], route_class=BodyRoute)
 
     @routes.post("/v1/embeddings", response_model=EmbeddingResponse)

@@ -1,4 +1,4 @@
-"""/pooling: what the engine pools, whatever that is."""
+"""/pooling: returns pooled values of every task."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trencadis.server.routes.request_body import BodyRoute
 async def pool_prompts(
     state: AppState, body: PoolRequest, http: Request, ticket: Ticket, params: PoolingParams
 ) -> ItemList:
-    """The answer of a checked request."""
+    """Makes the answer of a checked request."""
     prompts = await make_prompts(state, body, http, ticket)
     id, created, model, values, usage = await run_prompts(state, body, http, ticket, prompts, "pool", params)
     pooling, form = get_pooling(state), body.encoding_format
@@ -38,7 +38,7 @@ async def pool_prompts(
 
 
 def router(state: AppState) -> APIRouter:
-    """The route over ``state``."""
+    """Makes the route over ``state``."""
     routes = APIRouter(tags=["pooling"], route_class=BodyRoute)
 
     @routes.post("/pooling", response_model=PoolingResponse)
