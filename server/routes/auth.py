@@ -41,8 +41,8 @@ class Keys:
         """Returns the tenant of a request, ``""`` if unknown.
 
         With configured keys the tenant is the key that matched, whatever the other header holds. Without them it is the
-        key that the client sent, which a proxy in front may have checked. The account of a tenant of the key file is
-        that of this task from now on (``tenants.account.CURRENT``).
+        key that the client sent, which a proxy in front may have checked. For a tenant of the key file,
+        its account becomes that of this task (``rate_limits.CURRENT``).
 
         Raises:
             Unauthorized: ``path`` needs a key and neither header has a valid one.

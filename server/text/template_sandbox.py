@@ -27,7 +27,7 @@ PLAIN = "_plain"
 FAILURES = (
     jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError
 )  # fmt: skip
-"""What a template may raise that it or its conversation is to blame for."""
+"""Exceptions that a template or its conversation may cause."""
 SEARCHES = frozenset({
     "split", "rsplit", "partition", "rpartition", "startswith", "endswith", "find", "rfind", "index", "rindex", "count",
     "strip", "lstrip", "rstrip", "removeprefix", "removesuffix", "replace",
@@ -36,12 +36,12 @@ SEARCHES = frozenset({
 
 
 class GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}...{% endgeneration %}`` marks what a trainer learns from; here only its content counts."""
+    """Ignores ``{% generation %}...{% endgeneration %}``, which marks text for training, and keeps its content."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2's own declaration)
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        """The statements between the tags."""
+        """Returns the statements between the tags."""
         next(parser.stream)
         return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
 
@@ -67,7 +67,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         self.filters["replace"] = self._replace
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Makes a call of the template; searches of a text use the form that the text has."""
+        """Makes a call of the template; the argument of a text search is converted to the form in the text."""
         text = getattr(function, "__self__", None)
         if args and isinstance(text, str) and function.__name__ in SEARCHES:
             args = (self._as_in(text, args[0]), *args[1:])
@@ -77,7 +77,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return self._plain(wanted) if isinstance(wanted, str) and wanted not in text else wanted
 
     def _plain(self, value: Any) -> Any:
-        """A text, or a list of texts, without marks."""
+        """Removes marks from a text, or a list of texts."""
         if isinstance(value, str):
             return self._unmark(value) if self._nonce in value else value
         return [self._plain(v) for v in value] if isinstance(value, list | tuple) else value
@@ -87,7 +87,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return do_replace(context, text, self._as_in(str(text), old), new, count)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Products and powers; refuses those that would build something huge."""
+        """Computes products and powers; refuses those with a huge result."""
         numbers = isinstance(left, int | float) and isinstance(right, int | float)
         if operator == "**" and numbers and (abs(left) > 1 << 16 or abs(right) > 64):
             raise jinja2.TemplateRuntimeError("number too large")
@@ -108,7 +108,9 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return super()._generate(source, *args, **kwargs)
 
     def _has_marks(self, node: nodes.Node) -> bool:
-        """Whether a comparison may involve a mark: a constant of the template, or ``eos_token`` and the like."""
+        """Returns True if a comparison may involve a mark: a constant of the template, or ``eos_token`` and the
+        like.
+        """
         return any(isinstance(c.value, str) and self._nonce in c.value for c in node.find_all(nodes.Const)) or any(
             n.name.endswith("_token") for n in node.find_all(nodes.Name)
         )
@@ -128,7 +130,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
 
 def make_environment(nonce: str, unmark: Callable[[str], str]) -> TemplateSandbox:
-    """A sandbox with the filters and globals that chat templates of the hub use."""
+    """Makes a sandbox with the filters and globals that chat templates on the Hugging Face Hub use."""
     extensions = [GenerationTag, jinja2.ext.loopcontrols]
     env = TemplateSandbox(nonce, unmark, trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     env.filters["tojson"] = _to_json
@@ -138,7 +140,7 @@ def make_environment(nonce: str, unmark: Callable[[str], str]) -> TemplateSandbo
 
 
 def render(template: jinja2.Template, values: dict[str, Any]) -> str:
-    """The rendered text.
+    """Returns the rendered text.
 
     Raises:
         BadRequest: the template refuses the conversation, fails on it, or exceeds its budget.
@@ -150,7 +152,7 @@ def render(template: jinja2.Template, values: dict[str, Any]) -> str:
 
 
 def _describe_template_error(error: Exception) -> str:
-    """What the client is told of a template that failed."""
+    """Returns the client's error message for a template that failed."""
     if isinstance(error, RecursionError):
         return "The chat template recurses too deeply."
     if isinstance(error, _RefusedError):
