@@ -1,4 +1,4 @@
-"""Which slots of a packed VISION launch attend to which, image by image, for devices whose host may read them."""
+"""Slot ranges that attend to each other in a packed VISION launch, image by image, if the host may read them."""
 
 from __future__ import annotations
 

@@ -22,14 +22,14 @@ BUSY = 429
 GONE = (502, 503, 504)
 """Statuses of a server, or of a proxy before it, without an engine."""
 TRIES = 3
-"""How often a request may fail together with its server, so that one that ends the engine is not repeated for ever."""
+"""Most failures of a request together with its server, so that one that ends the engine is not repeated for ever."""
 LONGEST_PAUSE = 30.0
 BUSY_SECONDS = 3600.0
 """Maximum seconds for which a request is delayed by 429."""
 
 
 class BatchTarget(Protocol):
-    """Where requests are sent."""
+    """The server that requests are sent to."""
 
     client: httpx.AsyncClient
 

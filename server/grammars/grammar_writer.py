@@ -34,8 +34,8 @@ class WhitespaceRule:
     def make_options(self, schema: Any) -> dict[str, Any]:
         """Returns the library's options for a normalised schema.
 
-        Where an object has both names that the schema lists and others, ``\\u`` is no escape: the library would take a
-        listed name in such a spelling for another one, and not ask for its schema.
+        If an object may have names besides those that the schema lists, the escape ``\\u`` is not allowed: the library
+        would not recognise a listed name in that spelling, and would not apply its schema.
         """
         escapes = ESCAPES if _names_some_properties(schema) else ESCAPES + "u"
         if not self.pattern:

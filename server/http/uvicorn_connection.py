@@ -101,7 +101,7 @@ class LimitedH11Protocol(H11Protocol):
     """True if the client has closed its side."""
     _timer: asyncio.TimerHandle | None = None
     _waits: type[h11.IDLE] | type[h11.SEND_BODY] | None = None
-    """What the timer waits for: a head, or the rest of a body that is discarded."""
+    """The event that the timer limits: a head, or the rest of a body that is discarded."""
     _look: asyncio.TimerHandle | None = None
     on_lost: Callable[[], None] | None = None
     """Called when the connection ends while its request waits for admission."""

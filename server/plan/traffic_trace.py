@@ -46,7 +46,9 @@ def read_trace(path: str, sizes: Sizes | None = None) -> list[Traffic]:
 
 
 def read_request(record: Mapping[str, Any], sizes: Sizes | None = None) -> Traffic:
-    """One line of a trace; ``images`` are [width, height], whose tokens are added to the prompt."""
+    """Returns the request that one line of a trace describes; ``images`` are [width, height], whose tokens are added
+    to the prompt.
+    """
     shown = record.get("images", ())
     sized = (sizes or image_sizes(None, {})) if shown else None
     images: list[ImageGeometry] = [sized(int(h), int(w)) for w, h in shown] if sized else []
@@ -59,7 +61,7 @@ def read_request(record: Mapping[str, Any], sizes: Sizes | None = None) -> Traff
 
 
 def replay_needs(traffic: Iterable[Traffic], planned: StartupPlan) -> list[StepNeeds]:
-    """The needs of each step of ``traffic`` under the limits of a start-up.
+    """Yields what each scheduler step of ``traffic`` needs under the limits of a start-up.
 
     Raises:
         StartupError: the device's launches are not rectangles.
@@ -71,7 +73,7 @@ def replay_needs(traffic: Iterable[Traffic], planned: StartupPlan) -> list[StepN
 
 
 def compare_plans(needs: Sequence[StepNeeds], planned: StartupPlan, model: ModelConfig) -> dict[str, Any]:
-    """Padded and real work of the same steps under three plans."""
+    """Compares the padded and the real work of the same steps under three plans."""
     plan, limits = planned.plan, planned.limits
     costs = work_of(model, limits.block_size)
     kv_blocks = max(planned.ledger.memory_split.blocks, limits.row_blocks)

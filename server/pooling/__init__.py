@@ -1,1 +1,1 @@
-"""Embeddings, classes and scores: what a request asks, its prompts, and what is made of pooled values."""
+"""Embeddings, classes and scores: fields of pooling requests, their prompts, and results from pooled values."""

@@ -1,4 +1,4 @@
-"""From pooled values to embeddings, probabilities and scores. numpy; values are computed in float64."""
+"""Turns pooled values into embeddings, probabilities and scores. Uses numpy; values are computed in float64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEAST_LENGTH = 1e-12
 
 
 def read_raw_values(pooled: bytes, pooling: Pooling, params: PoolingParams, tokens: Sequence[int]) -> Float64:
-    """What the engine sent, little-endian float32: [width], or [tokens, width] for a prompt of which all were asked."""
+    """Reads what the engine sent, little-endian float32: [width], or [tokens, width] if every token has values."""
     values = np.frombuffer(pooled, "<f4").astype(np.float64)
     if not params.wants_token_values(pooling):
         return values
@@ -28,7 +28,7 @@ def read_raw_values(pooled: bytes, pooling: Pooling, params: PoolingParams, toke
 
 
 def finish_pooled(raw: Float64, pooling: Pooling, params: PoolingParams) -> Float32:
-    """The embedding [dimensions] or the probabilities [classes] of one prompt, or of each of its tokens."""
+    """Returns the embedding [dimensions] or the probabilities [classes] of one prompt, or of each of its tokens."""
     if pooling.task == CLASSIFY:
         raw = (raw - pooling.bias) / pooling.sigma
         return _apply_activation(raw, IDENTITY if params.activates is False else pooling.activation).astype(np.float32)
@@ -49,13 +49,13 @@ def compute_pair_score(raw: Float64, pooling: Pooling, params: PoolingParams) ->
 
 
 def cosine_similarity(a: Float64, b: Float64) -> float:
-    """The cosine of the angle between two vectors; 0 where one of them is zero."""
+    """Returns the cosine of the angle between two vectors; 0 if one of them is zero."""
     length = float(np.linalg.norm(a) * np.linalg.norm(b))
     return float(a @ b) / length if length else 0.0
 
 
 def convert_to_floats(values: Float32) -> list[Any]:
-    """Numbers that are equal to the float32 values."""
+    """Returns Python floats that are equal to the float32 values."""
     found: list[Any] = values.tolist()
     return found
 

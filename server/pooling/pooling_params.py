@@ -1,4 +1,4 @@
-"""What a caller asks of a pooling engine. No web framework."""
+"""Parameters of a pooling request. No web framework."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trencadis.core.checkpoint.pooling_config import ALL, CLASSIFY, TOKEN_TASKS,
 from trencadis.core.errors import BadRequest
 
 UNSUPPORTED = ("requires_token_ids", "returned_token_ids", "step_tag_id", "extra_kwargs", "late_interaction_params")
-"""vLLM's fields that would change what comes back and are not built."""
+"""vLLM's fields that would change the result and are not implemented."""
 
 
 @dataclass(slots=True)
@@ -55,11 +55,11 @@ class PoolingParams:
 
     @property
     def activates(self) -> bool | None:
-        """Whether values are normalised or made probabilities; None: as the engine is set."""
+        """True if values are normalised or made probabilities; None: the engine's default."""
         return self.normalize if self.use_activation is None else self.use_activation
 
     def wants_token_values(self, pooling: Pooling) -> bool:
-        """Whether every token of a prompt is to have values."""
+        """Returns True if every token of a prompt is to have values."""
         return pooling.kind == ALL or self.task in TOKEN_TASKS.values()
 
     def check(self, pooling: Pooling, width: int) -> None:

@@ -18,7 +18,7 @@ def make_pooling_request(
     salt: str = "",
     priority: int = 0,
 ) -> Request:
-    """The engine's request of one prompt; its sampling parameters say nothing."""
+    """Returns the engine's request of one prompt; its sampling parameters are defaults without effect."""
     made = prompt.make_request(id, SamplingParams(detokenize=False), arrival=arrival, salt=salt, priority=priority)
     made.pool = ALL if params.wants_token_values(pooling) else pooling.kind
     return made

@@ -12,10 +12,10 @@ from trencadis.server.prompts.generation import Generation, merge_generations
 
 
 async def run_pooling(generations: Sequence[Generation], pooling: Pooling, params: PoolingParams) -> list[Float64]:
-    """``read_raw_values`` of each generation, in order; the first error ends all of them.
+    """Returns ``read_raw_values`` of each generation, in order; the first error ends all of them.
 
     Raises:
-        TrencadisError: from the engine.
+        TrencadisError: the engine failed.
     """
     async with aclosing(merge_generations(generations)) as pieces:
         async for _ in pieces:

@@ -1,4 +1,4 @@
-"""Prompts of text pairs: a query and a document for a class head, or a question to a chat model that judges them."""
+"""Prompts of text pairs: a query and a document for a class head, or a chat prompt in which a model judges the pair."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Pair(NamedTuple):
 
 
 def read_content(value: Any, param: str) -> Content:
-    """One side of a pair as a request gives it: a text, or ``{"content": [parts]}``.
+    """Reads one side of a pair from a request: a text, or ``{"content": [parts]}``.
 
     Raises:
         BadRequest: it is something else, or empty.
@@ -42,7 +42,7 @@ def read_content(value: Any, param: str) -> Content:
 
 
 def check_scores(pooling: Pooling) -> None:
-    """Raises BadRequest where an engine gives a pair no score."""
+    """Raises BadRequest if this engine computes no score of a pair."""
     if pooling.kind == ALL:
         raise BadRequest(f"A score is of a whole pair, and this server does {pooling.tasks[0]!r}; /pooling serves it.")
     if pooling.task != EMBED and not pooling.scores:
@@ -65,14 +65,14 @@ async def make_pair_prompt(
     scope: MediaScope = NO_SCOPE,
     known: dict[str, list[int]] | None = None,
 ) -> Prompt:
-    """The prompt that scores ``pair``.
+    """Makes the prompt that scores ``pair``.
 
     Args:
-        instruction: what the document must do; "": answer the query.
+        instruction: the criterion that the document is judged by; "": that it answers the query.
         truncate: most tokens of the whole prompt, whose end is cut.
         document_tokens: most tokens of the document's text; 0: no limit.
         chat_template: in place of the model's.
-        known: ids of queries, so that one of many documents is tokenized once.
+        known: ids of queries by text, so that a query with many documents is tokenized once.
 
     Raises:
         BadRequest: parts for a model that takes texts alone, or a prompt that is too long.
@@ -116,7 +116,9 @@ async def _make_judge_prompt(
     chat_template: str | None,
     scope: MediaScope,
 ) -> Prompt:
-    """A chat whose answer begins with a label token; ``own``: the template is made for pairs."""
+    """Makes a chat prompt whose answer begins with a label token; ``own``: the template has roles for the pair's
+    sides.
+    """
     if own:
         messages: list[Any] = [{"role": "system", "content": instruction}] if instruction else []
         messages += [{"role": "query", "content": pair.query}, {"role": "document", "content": pair.document}]
@@ -144,7 +146,7 @@ async def _make_judge_prompt(
 
 
 async def _truncate_content(service: TextService, content: Content, most: int) -> Content:
-    """``content`` with its text cut to ``most`` tokens; parts other than texts stay."""
+    """Cuts the text of ``content`` to ``most`` tokens; parts other than texts stay."""
     if not isinstance(content, str):
         return content
     made = await service.make_raw_prompt(content, add_special_tokens=False, truncate=most, truncation_side="right")
@@ -160,6 +162,6 @@ def _make_parts(content: Content) -> list[Any]:
 
 
 def _join_if_text(parts: list[Any]) -> str | list[Any]:
-    """One text where there is nothing else, since some templates take texts alone."""
+    """Returns one text if all parts are texts, since some templates accept only texts; else the parts."""
     texts = [p.get("text") if p.get("type") == "text" else None for p in parts]
     return "".join(t for t in texts if t) if all(isinstance(t, str) for t in texts) else parts

@@ -1,1 +1,1 @@
-"""From an OpenAI request to engine requests and back: templates, media parts, parameters, text."""
+"""Turns OpenAI requests into engine requests and answers into text: templates, media parts, parameters, output."""

@@ -1,4 +1,4 @@
-"""The grammar of a request's answers: reasoning, then content in the form that was asked for, or calls."""
+"""The grammar of a request's answers: reasoning, then content in the requested form, or calls."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class RequestedCalls:
     """The calls that an answer may or must hold.
 
     Args:
-        tools: checked ones, as the request has them.
+        tools: the request's tools, already checked.
         choice: ``tool_choice``.
-        many: whether there may be several.
+        many: True if there may be several calls.
         level: ``--tool-strict-level``.
     """
 
@@ -38,27 +38,30 @@ class RequestedCalls:
 
     @property
     def name(self) -> str | None:
-        """The one function that must be called."""
+        """The name of the one function that must be called; None if the request names none."""
         return get_named_function(self.choice)
 
     @property
     def must(self) -> bool:
-        """Whether there has to be a call."""
+        """True if the answer must hold a call."""
         return self.choice == "required" or self.name is not None
 
     @property
     def strict(self) -> bool:
-        """Whether calls are held to their form, because some tool or the server wants that."""
+        """True if calls must match their schemas, because a tool or the server's ``--tool-strict-level`` requires
+        it.
+        """
         return self.level != "auto" or any(tool["function"].get("strict") for tool in self.tools)
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerOutline:
-    """What an answer consists of, in order.
+    """The parts of an answer, in order.
 
     Args:
         forms: how the model writes calls and reasoning.
-        thought: tags of the reasoning, and how far it is when the answer begins (``ReasoningFormat.find_state``).
+        thought: start and end tag of the reasoning, and its state when the answer begins
+        (``ReasoningFormat.find_state``).
     """
 
     forms: AnswerParsers
@@ -68,11 +71,11 @@ class AnswerOutline:
 
     @property
     def free(self) -> bool:
-        """Whether the answer needs no grammar."""
+        """True if the answer needs no grammar."""
         return self.form is None and (self.calls is None or not (self.calls.must or self.calls.strict))
 
     def make_key(self) -> bytes:
-        """All that the grammar is made of."""
+        """Returns the cache key: everything that the grammar depends on."""
         asked = self.form
         form = None if self.forms.tools is None else f"{self.forms.tools.__module__}.{self.forms.tools.__qualname__}"
         calls = self.calls
@@ -85,16 +88,16 @@ class AnswerOutline:
 
     @property
     def param(self) -> str:
-        """The field that an error about the whole names."""
+        """The field that an error about the whole grammar names."""
         if self.form is not None:
             return self.form.where
         return "tools" if self.calls is not None and not self.calls.must else "tool_choice"
 
     def write(self, writer: GrammarWriter) -> str:
-        """The grammar.
+        """Returns the text of the grammar.
 
         Raises:
-            BadRequest: a part has none.
+            BadRequest: a part has no grammar.
         """
         inner = self._write_content(writer)
         if self.thought is not None:
@@ -134,7 +137,7 @@ async def add_answer_grammar(
     *,
     continued: bool = False,
 ) -> None:
-    """Gives ``prompt`` the rule of its answers, if they have a form.
+    """Sets the prompt's rule to the grammar of its answers, if their form is restricted.
 
     Raises:
         BadRequest: the form has no grammar; ``param`` says where.

@@ -1,4 +1,4 @@
-"""Which parsers read the answers of this server."""
+"""Chooses the parsers of this server's answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trencadis.server.tools.tool_parser_registry import find_tool_parser
 
 @dataclass(frozen=True, slots=True)
 class AnswerParsers:
-    """How the model writes calls and reasoning, as ``--tool-call-parser`` and ``--reasoning-parser`` say.
+    """The formats of calls and reasoning, chosen by ``--tool-call-parser`` and ``--reasoning-parser``.
 
     Args:
         tools: None if neither the flag nor the template names a form.
@@ -29,7 +29,7 @@ class AnswerParsers:
 
     @classmethod
     def choose(cls, tools: str, reasoning: str, template: str | None) -> AnswerParsers:
-        """The forms of the flags and the template's text.
+        """Chooses the formats from the flags and the template's text.
 
         Raises:
             StartupError: a flag names no parser.
@@ -37,15 +37,15 @@ class AnswerParsers:
         return cls(find_tool_parser(tools, template), find_reasoning_format(reasoning, template), (tools, reasoning))
 
     def for_template(self, template: str | None) -> AnswerParsers:
-        """The forms of a request that brings a template of its own."""
+        """Returns the formats for a request that has its own chat template; None: the server's template."""
         return self if template is None else self.choose(*self.flags, template)
 
     def claim(self, tokenizer: Tokenizer) -> None:
-        """Keeps users from typing the tags of these forms as tokens."""
+        """Registers the tags of these formats with the tokenizer, so that users' text cannot contain them as tokens."""
         tokenizer.claim("\n".join(self._list_tags(True)))
 
     def list_visible_specials(self, tokenizer: Tokenizer, calls: bool) -> frozenset[int]:
-        """Special tokens that the parsers must see. ``calls``: whether the request has tools."""
+        """Returns the special tokens that the parsers must see. ``calls``: the request has tools."""
         return frozenset(tokenizer.special[tag] for tag in self._list_tags(calls) if tag in tokenizer.special)
 
     def _list_tags(self, calls: bool) -> list[str]:
@@ -62,14 +62,14 @@ class AnswerParsers:
         shows_reasoning: bool = True,
         one_call: bool = False,
     ) -> Callable[[], AnswerReader] | None:
-        """Makes the reader of each choice; None if there is nothing to read but content.
+        """Returns a function that makes the reader of each choice; None if answers are content only.
 
         Args:
             prompt: ids.
             tools: schemas by name; None if calls are content.
             continued: the prompt ends within a message of the assistant.
-            shows_reasoning: whether reasoning is part of the answer.
-            one_call: whether an answer ends after its first call.
+            shows_reasoning: reasoning is part of the answer.
+            one_call: an answer ends after its first call.
         """
         kind = self.tools if tools is not None else None
         if kind is None and self.reasoning is None:

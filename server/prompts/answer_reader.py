@@ -1,4 +1,4 @@
-"""Reads an answer: what the model thinks, what it says, and which functions it calls."""
+"""Splits an answer into reasoning, content and function calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LETTERS = string.ascii_letters + string.digits
 
 @dataclass(slots=True)
 class CallPart:
-    """What a piece of an answer adds to a call. ``id`` and ``name`` come with its first part."""
+    """The part of a call that a piece of an answer adds. ``id`` and ``name`` come with its first part."""
 
     index: int
     id: str = ""
@@ -26,18 +26,18 @@ class CallPart:
 
 @dataclass(slots=True)
 class AnswerPart:
-    """What a piece of text adds to an answer, in the order in which it was written."""
+    """The segments that a piece of text adds to an answer, in the order in which they were written."""
 
     segments: list[ReasoningContent | AnswerContent | CallPart] = field(default_factory=list)
 
     @property
     def reasoning(self) -> str:
-        """The thoughts in it."""
+        """The reasoning in it."""
         return "".join(s.text for s in self.segments if isinstance(s, ReasoningContent))
 
     @property
     def content(self) -> str:
-        """What it says beside calls."""
+        """The content in it, without calls."""
         return "".join(s.text for s in self.segments if isinstance(s, AnswerContent))
 
     @property
@@ -54,7 +54,7 @@ class AnswerPart:
             self.segments.append(AnswerContent(text))
 
     def add_call(self, index: int, id: str = "", name: str = "", arguments: str = "") -> None:
-        """Adds to the call ``index``, the last one or a new one."""
+        """Adds to the call ``index``, which is the last one or a new one."""
         last = self.segments[-1] if self.segments else None
         if isinstance(last, CallPart) and last.index == index:
             last.arguments += arguments
@@ -62,7 +62,7 @@ class AnswerPart:
             self.segments.append(CallPart(index, id, name, arguments))
 
     def extend(self, later: AnswerPart) -> None:
-        """Adds what was written after it."""
+        """Appends the segments of a later part."""
         for segment in later.segments:
             if isinstance(segment, CallPart):
                 self.add_call(segment.index, segment.id, segment.name, segment.arguments)
@@ -73,13 +73,13 @@ class AnswerPart:
 
 
 class AnswerReader:
-    """The parsers of one choice, one behind the other.
+    """Passes the text of one choice through the reasoning parser and then the tool parser.
 
     Args:
-        reasoning: None if the model does not think, or its thoughts are content.
+        reasoning: None if the model does not reason, or its reasoning counts as content.
         tools: None if the request has no tools; calls are content then.
-        shows_reasoning: whether thoughts are part of the answer.
-        one_call: whether the answer ends after the first call.
+        shows_reasoning: reasoning is part of the answer.
+        one_call: the answer ends after the first call.
     """
 
     def __init__(
@@ -100,30 +100,30 @@ class AnswerReader:
 
     @property
     def reasons(self) -> bool:
-        """Whether reasoning is told from content."""
+        """True if reasoning is separated from content."""
         return self._reasoning is not None
 
     @property
     def thinks(self) -> bool:
-        """Whether the text so far ends within the reasoning."""
+        """True if the text so far ends within the reasoning."""
         return self._reasoning is not None and self._reasoning.inside
 
     def feed(self, text: str) -> None:
-        """Reads more of the answer; nothing after ``complete``."""
+        """Reads more of the answer; ignores text after ``complete``."""
         if self._reasoning is None:
             self._add_content(text)
         else:
             self._add_tool_events(self._reasoning.feed(text))
 
     def finish(self) -> None:
-        """Reads what the parsers held back, once the answer has ended."""
+        """Reads the text that the parsers held back, once the answer has ended."""
         if self._reasoning is not None:
             self._add_tool_events(self._reasoning.finish())
         if self._tools is not None:
             self._add_call_events(self._tools.finish())
 
     def take_part(self) -> AnswerPart:
-        """What the text since the last call of this method has added."""
+        """Returns the segments added since the last call of this method."""
         part, self._part = self._part, AnswerPart()
         return part
 
@@ -155,7 +155,7 @@ class AnswerReader:
                 self.complete = self._one
 
     def _make_call_id(self, written: str) -> str:
-        """The model's own id where it can serve, else a new one."""
+        """Returns the model's own id if it is valid and unused, else a new one."""
         length = self._tools.id_length if self._tools is not None else 0
         fits = (
             _ID.fullmatch(written) is not None

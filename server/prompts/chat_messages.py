@@ -1,4 +1,4 @@
-"""Turns the messages of a chat request into what a template renders, and collects their media with JSON paths."""
+"""Converts the messages of a chat request for the template, and collects their media with JSON paths."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PAIR_ROLES = ("query", "document")
 
 @dataclass(frozen=True, slots=True)
 class MessageRules:
-    """What messages may be, and what the template takes.
+    """The limits of messages and the template's expectations.
 
     Args:
         scrub: removes this process's nonce from a value of the user.
@@ -36,7 +36,7 @@ class MessageRules:
         placeholders: marked text of each kind (``image``, ``video``), for templates that take content as a string.
         as_string: known roles whose content the template takes as a string; a user's own is taken as ``user`` is.
         most: most media of each kind in one prompt.
-        text_arguments: whether the template takes arguments of calls as JSON text, not as objects.
+        text_arguments: the template takes arguments of calls as JSON text, not as objects.
     """
 
     scrub: Callable[[Any], Any]
@@ -49,12 +49,12 @@ class MessageRules:
 
 @dataclass(slots=True)
 class Conversation:
-    """What a template renders.
+    """The messages that a template renders, with their media.
 
     Args:
         messages: texts are scrubbed; media are ``{"type": "image"}`` or ``video`` parts, or placeholders in the text.
         media: in prompt order.
-        arguments: counts those of all calls.
+        arguments: counts the values and characters in the arguments of all calls.
     """
 
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -77,7 +77,7 @@ def parse_messages(messages: Sequence[Any], rules: MessageRules) -> Conversation
 
 
 def _convert_message(message: Any, path: str, rules: MessageRules, conversation: Conversation) -> dict[str, Any]:
-    """A message as the template takes it; its media and arguments are counted in ``conversation``."""
+    """Converts a message for the template; its media and arguments are counted in ``conversation``."""
     if not isinstance(message, Mapping):
         raise BadRequest(f"{path} must be an object with role and content.", param=path)
     check_json(message, path)
@@ -107,7 +107,7 @@ def _read_role(role: Any, where: str) -> str:
 
 
 def _add_calls(made: dict[str, Any], path: str, rules: MessageRules, conversation: Conversation) -> None:
-    """Puts calls and thoughts of a message as templates read them."""
+    """Adds a message's calls and reasoning in the form that templates read."""
     calls = made.pop("tool_calls", None)
     if calls:
         made["tool_calls"] = rules.scrub(_convert_tool_calls(calls, path, conversation.arguments, rules.text_arguments))
@@ -138,7 +138,7 @@ def _convert_content(
 
 
 def _join_as_text(parts: Sequence[Mapping[str, Any]], rules: MessageRules) -> str:
-    """Content for a template that takes it as a string: placeholders, then texts."""
+    """Joins content for a template that takes it as a string: placeholders, then texts."""
     shown = [rules.placeholders.get(p["type"], "") for p in parts if p["type"] != "text"]
     return "\n".join(shown + [p["text"] for p in parts if p["type"] == "text"])
 
@@ -151,7 +151,7 @@ def _convert_part(part: Any, where: str, media: list[MediaPart], rules: MessageR
 
 
 def _convert_media_part(part: MediaPart, media: list[MediaPart], rules: MessageRules) -> dict[str, Any]:
-    """A part that is an image or a video, which joins ``media``, as the template takes it."""
+    """Adds an image or a video to ``media`` and returns its part for the template."""
     media.append(part)
     if len(media) > sum(rules.most.values()):
         # Raises now: reading tens of thousands more would only cost time.
@@ -160,7 +160,7 @@ def _convert_media_part(part: MediaPart, media: list[MediaPart], rules: MessageR
 
 
 def _convert_tool_calls(calls: Any, path: str, scan: BodyScan, as_text: bool) -> list[Any]:
-    """Calls as transformers' users write them: clients send arguments as JSON text, templates expect an object.
+    """Converts calls to transformers' form: clients send arguments as JSON text, templates expect an object.
 
     A call without arguments has an empty object, which templates can print.
     """

@@ -22,7 +22,7 @@ VIDEO_PARTS = (*VIDEO_KEYS, "input_video")
 PATH_KEYS = ("image", "video")
 """Keys whose values may be bare paths."""
 GUESSED = ("text", "image_url", "image", "video_url", "video")
-"""Keys that tell the kind of a part without a type, in this order."""
+"""Keys that determine the kind of a part without a type, in this order."""
 LATER_PARTS = {
     "audio_url": "At most 0 audio(s) may be provided in one prompt",
     "input_audio": "At most 0 audio(s) may be provided in one prompt",
@@ -41,7 +41,7 @@ class NotImplementedYet(TrencadisError):
 
 
 def read_part(part: Any, where: str) -> str | MediaPart:
-    """The text of a part, or its image or video.
+    """Returns the text of a part, or its image or video.
 
     Raises:
         BadRequest: ``param`` is ``where``, the part's JSON path, or a field below it.
@@ -61,7 +61,7 @@ def read_part(part: Any, where: str) -> str | MediaPart:
 
 
 def _read_media(part: Mapping[str, Any], kind: Any, where: str) -> MediaPart:
-    """The image or video of a part of type ``kind``, which is not text."""
+    """Returns the image or video of a part of type ``kind``, which is not text."""
     if kind in IMAGE_PARTS:
         uuid = part_uuid(part, where)
         source = _read_image(part, where, uuid is not None)
@@ -70,7 +70,7 @@ def _read_media(part: Mapping[str, Any], kind: Any, where: str) -> MediaPart:
 
 
 def _read_video_part(part: Mapping[str, Any], kind: Any, where: str) -> MediaPart:
-    """The video of a part of type ``kind``, which is neither text nor image."""
+    """Returns the video of a part of type ``kind``, which is neither text nor image."""
     if kind in VIDEO_PARTS:
         uuid = part_uuid(part, where)
         return MediaPart(_read_video(part, where, uuid is not None), where, part_options(part, where), "video", uuid)
@@ -81,7 +81,7 @@ def _read_video_part(part: Mapping[str, Any], kind: Any, where: str) -> MediaPar
 
 
 def _read_image(part: Mapping[str, Any], where: str, named: bool) -> Any:
-    """A URL, path, bytes or PIL image; None if a uuid stands for the image and it has no data."""
+    """Returns a URL, path, bytes or PIL image; None if ``named`` (the part has a uuid) and there is no data."""
     key, value = _find_value(part, IMAGE_KEYS)
     if value is None and named:
         return None
@@ -92,7 +92,9 @@ def _read_image(part: Mapping[str, Any], where: str, named: bool) -> Any:
 
 
 def _read_video(part: Mapping[str, Any], where: str, named: bool) -> Any:
-    """A URL, path, bytes, array of frames, or a list of images; None if a uuid stands for the video."""
+    """Returns a URL, path, bytes, array of frames, or list of images; None if ``named`` (the part has a uuid) and
+    there is no data.
+    """
     key, value = _find_value(part, VIDEO_KEYS)
     if value is None and named:
         return None
@@ -115,7 +117,7 @@ def _read_frame(value: Any, field: str, where: str) -> Any:
 
 
 def _find_value(part: Mapping[str, Any], keys: tuple[str, ...]) -> tuple[str, Any]:
-    """The first key that is present, and its value or the ``url`` inside it."""
+    """Returns the first key that is present, and its value or the ``url`` inside it."""
     for key in keys:
         value = part.get(key)
         if isinstance(value, Mapping):
@@ -126,7 +128,7 @@ def _find_value(part: Mapping[str, Any], keys: tuple[str, ...]) -> tuple[str, An
 
 
 def _read_source(value: Any, key: str, where: str) -> Any:
-    """A source that the media loader takes, or None."""
+    """Returns a source that the media loader takes, or None."""
     if isinstance(value, str):
         return _read_url(value.strip(), key, where)
     return value if isinstance(value, bytes | Path) or hasattr(value, "resize") else None

@@ -32,10 +32,10 @@ class ChoicePiece(NamedTuple):
 
 
 class StreamWriter(Protocol):
-    """Where the bytes of a stream go."""
+    """The destination of a stream's bytes."""
 
     def is_ready(self) -> bool:
-        """True while the client is connected and its send buffer is not full."""
+        """Returns True while the client is connected and its send buffer is not full."""
         ...
 
     def write(self, data: bytes) -> None:
@@ -57,7 +57,7 @@ STARTS_PER_PASS = 16
 
 @dataclass(slots=True)
 class TokenTimes:
-    """When the first and the last token of a choice arrived, and how many did."""
+    """Arrival times of the first and the last token of a choice, and the number of its tokens."""
 
     first: float
     last: float
@@ -68,8 +68,8 @@ class TokenTimes:
 class RequestTiming:
     """Times (``time.monotonic``) and counts of one request, for metrics and its closing log line.
 
-    ``engine`` is the one of several that it ran on, ``fair_queue_seconds`` how long it waited in the fair queue before
-    ``start``.
+    ``engine`` is the index of the engine that it ran on, ``fair_queue_seconds`` how long it waited in the fair queue
+    before ``start``.
     """
 
     id: str
@@ -113,19 +113,19 @@ class RequestTiming:
             self.gaps.extend([gap / count] * count)
 
     def add_media(self, prompt: Prompt) -> None:
-        """Takes what the media of the prompt were, and how long their preparation took."""
+        """Records the number of the prompt's media, their tokens, and the times of their preparation."""
         self.image_tokens, self.media = sum(medium.tokens for medium in prompt.media), len(prompt.media)
         self.prepared, self.media_seconds = prompt.times.num_prepared, prompt.times.seconds
         self.media_begun, self.media_ended = prompt.times.started, prompt.times.ended
 
     @property
     def stats(self) -> list[RequestStats]:
-        """What the engine reported of each choice that it ended."""
+        """The engine's statistics of each choice that it has ended."""
         return [stream.stats for stream in self.streams if stream.stats is not None]
 
     @property
     def slowest(self) -> RequestStats | None:
-        """That of the choice which took longest."""
+        """The statistics of the choice that took longest; None before any has ended."""
         return max(self.stats, key=lambda s: s.queue + s.prefill + s.decode, default=None)
 
     @property
@@ -134,12 +134,12 @@ class RequestTiming:
         return max((stream.cached_tokens for stream in self.streams), default=0)
 
     def seconds_per_token(self) -> list[float]:
-        """Mean seconds per token after the first, of each choice that has more than one."""
+        """Returns the mean seconds per token after the first, of each choice that has more than one."""
         return [(a.last - a.first) / (a.count - 1) for a in self.choices.values() if a.count > 1]
 
 
 def start_timing(request: Request, prompt: Prompt, streams: list[ChoiceStream]) -> RequestTiming:
-    """The timing of a request that begins now."""
+    """Starts the timing of a request that begins now."""
     p, tokens = request.params, len(prompt.tokens)
     made = RequestTiming(request.id, time.monotonic(), tokens, 0, p.max_tokens or 0, p.n, streams=streams)
     if prompt.media:
@@ -148,7 +148,7 @@ def start_timing(request: Request, prompt: Prompt, streams: list[ChoiceStream]) 
 
 
 class Generation:
-    """One engine request: its choices' streams and its timing.
+    """One engine request with the streams of its choices and its timing.
 
     Args:
         done: called once, however the request ends.
@@ -173,19 +173,20 @@ class Generation:
         self._left = len(self.streams)
         self._spacing = StreamInterval(prompt.interval) if prompt.interval > 1 else None
         self.said: list[list[str]] | None = None
-        """Pieces of each choice's text, where the log shows them."""
+        """Pieces of each choice's text, if they are logged; else None."""
 
     @property
     def reasoning_tokens(self) -> int | None:
-        """Those of them within the reasoning; None if it is not told from content."""
+        """Generated tokens within the reasoning; None if reasoning is not separated from content."""
         counts = [s.reasoning_tokens for s in self.streams if s.reasoning_tokens is not None]
         return sum(counts) if counts else None
 
     async def stream_pieces(self) -> AsyncGenerator[ChoicePiece]:
-        """Pieces of text as they come, or of as many tokens as the prompt's interval, until every choice has finished.
+        """Yields pieces of text as they come, or joined to the prompt's interval of tokens, until every choice has
+        finished.
 
         Raises:
-            TrencadisError: from the engine.
+            TrencadisError: the engine failed.
         """
         deltas = None
         try:
@@ -207,7 +208,7 @@ class Generation:
         """Writes the events of each piece directly to ``writer`` while the reader of ``stream_pieces`` is idle and the
         writer is ready.
 
-        Only while whoever reads ``stream_pieces`` waits for the next one and the writer accepts more. The last piece of
+        ``make_events`` gets the choice and the piece and returns the bytes of its events. The last piece of
         a choice is read from ``stream_pieces`` as before, unless a stop string made it the last.
         """
 
@@ -224,7 +225,7 @@ class Generation:
         self._engine.set_delta_callback(self._request.id, take)
 
     def _feed(self, delta: Delta) -> TextPiece | None:
-        """The piece of a delta; None: its choice has ended before, or the piece is held back."""
+        """Returns the piece of a delta; None if its choice has ended before, or the piece is held back."""
         choice = delta.choice
         stream = self.streams[choice]
         if stream.finish_reason is not None:
@@ -268,7 +269,7 @@ class StreamInterval:
         self._begun: set[int] = set()
 
     def join(self, choice: int, piece: TextPiece) -> TextPiece | None:
-        """The piece that may go out now, with all that was held back before it."""
+        """Returns the piece to send now, with all that was held back before it; None while it is held back."""
         held = self._held.pop(choice, None)
         if held is not None:
             held.extend(piece)
@@ -281,7 +282,7 @@ class StreamInterval:
 
 
 async def merge_generations(generations: Sequence[Generation]) -> AsyncGenerator[PromptPiece]:
-    """Pieces of several generations as they come; the first error ends all of them."""
+    """Yields pieces of several generations as they come; the first error ends all of them."""
     if len(generations) == 1:
         async with aclosing(generations[0].stream_pieces()) as pieces:
             async for choice, piece in pieces:

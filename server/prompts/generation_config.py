@@ -47,7 +47,8 @@ class SamplingDefaults:
         max_tokens: most tokens of an answer.
         max_length: most tokens of prompt and answer together, if ``max_tokens`` is None.
         min_tokens: fewest tokens of an answer.
-        greedy: the checkpoint wants greedy sampling (``do_sample: false``); several choices are sampled all the same.
+        greedy: the checkpoint's default is greedy sampling (``do_sample: false``); several choices are sampled
+        nevertheless.
         cap: most tokens of an answer, whatever a request asks for: ``max_new_tokens`` of the flag, or of a folder that
             ``--generation-config`` names.
     """
@@ -61,7 +62,7 @@ class SamplingDefaults:
 
     @classmethod
     def read(cls, path: Path | None, mode: str = "auto", override: Mapping[str, Any] | None = None) -> SamplingDefaults:
-        """OpenAI's defaults, then generation_config.json (unless ``mode`` is ``vllm``), then ``override``.
+        """Combines OpenAI's defaults, then generation_config.json (unless ``mode`` is ``vllm``), then ``override``.
 
         Raises:
             StartupError: a value is out of range or not implemented.
@@ -82,17 +83,19 @@ class SamplingDefaults:
         return replace(made, cap=made.max_tokens) if operators else made
 
     def get_max_tokens(self, prompt: int) -> int | None:
-        """Most tokens of an answer to ``prompt`` tokens if the request sets none; None: as many as fit."""
+        """Returns the most tokens of an answer to ``prompt`` tokens if the request sets no limit; None: as many as
+        fit.
+        """
         if self.max_tokens is not None or self.max_length is None:
             return self.max_tokens
         return max(self.max_length - prompt, 1)
 
     def get_temperature(self, n: int) -> float:
-        """The temperature of a request for ``n`` choices that sets none."""
+        """Returns the temperature of a request for ``n`` choices that sets none."""
         return OPENAI["temperature"] if self.greedy and n > 1 else self.values["temperature"]
 
     def get_min_tokens(self, max_tokens: int | None) -> int:
-        """Fewest tokens of an answer of at most ``max_tokens`` if the request sets none; never below 0."""
+        """Returns the fewest tokens of an answer of at most ``max_tokens`` if the request sets none; never below 0."""
         return self.min_tokens if max_tokens is None else min(self.min_tokens, max(max_tokens, 0))
 
     def __str__(self) -> str:
@@ -103,7 +106,7 @@ class SamplingDefaults:
 
 @dataclass(frozen=True)
 class _ConfigSources:
-    """The override and the rest of the file; each key is in one of them."""
+    """The keys of the override and the remaining keys of the file; each key is in one of them."""
 
     override: JsonFields
     file: JsonFields
@@ -144,7 +147,7 @@ def _make_defaults(sources: _ConfigSources) -> SamplingDefaults:
 
 
 def _read_file(where: Path, mode: str) -> Mapping[str, Any]:
-    """The values of the file; old checkpoints without one keep them in config.json."""
+    """Returns the values of the file; old checkpoints without one keep them in config.json."""
     found = read_json(where)
     if found is not None:
         return found
@@ -157,7 +160,7 @@ def _read_file(where: Path, mode: str) -> Mapping[str, Any]:
 
 
 def _check_override_keys(given: Mapping[str, Any]) -> None:
-    """Refuses a key of the flag that would have no effect, because it is a mistake there."""
+    """Raises StartupError for a key of the flag that has no effect, because it is a mistake there."""
     if given.get("eos_token_id") is not None:
         raise StartupError(f"{FLAG}: eos_token_id is the checkpoint's; requests have stop_token_ids.")
     names = {*USED, *NEUTRAL, *HARMLESS}

@@ -12,29 +12,31 @@ from trencadis.server.protocol.completions import CompletionLogprobs
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 
 FLOOR = -9999.0
-"""Stands for minus infinity, which JSON does not have."""
+"""Replaces minus infinity, which JSON does not have."""
 
 
 def make_finite(value: float) -> float:
-    """``value``; minus infinity and NaN become ``FLOOR``."""
+    """Returns ``value``; minus infinity and NaN become ``FLOOR``."""
     return max(value, FLOOR) if math.isfinite(value) else FLOOR
 
 
 def select_top_logprobs(item: TokenLogprob, top: int) -> list[tuple[int, float]]:
-    """The ``top`` best ids and their log-probabilities; those of ``logprob_token_ids``, all of them, in their place."""
+    """Returns the ``top`` best ids and their log-probabilities, or all ids of ``logprob_token_ids`` if those were
+    requested.
+    """
     pairs = list(zip(item.top_ids, item.top_logprobs, strict=True))
     return pairs if item.top_ranks else pairs[:top]
 
 
 def get_token_text(tokenizer: Tokenizer, token: int) -> str:
-    """The text of a single token."""
+    """Returns the text of a single token."""
     return tokenizer.get_token_bytes(token).decode("utf-8", "replace")
 
 
 def make_chat_logprobs(
     tokenizer: Tokenizer, items: Sequence[TokenLogprob], top: int, as_ids: bool = False
 ) -> ChoiceLogprobs:
-    """The chat form: one entry per token with ``top`` candidates; ``as_ids`` shows tokens as ``token_id:ID``."""
+    """Makes the chat form: one entry per token with ``top`` candidates; ``as_ids`` shows tokens as ``token_id:ID``."""
     return ChoiceLogprobs(
         content=[TokenLogprobs(**entry) for entry in make_chat_entries(tokenizer, items, top, as_ids)]
     )
@@ -43,7 +45,7 @@ def make_chat_logprobs(
 def make_chat_entries(
     tokenizer: Tokenizer, items: Sequence[TokenLogprob], top: int, as_ids: bool = False
 ) -> list[dict[str, Any]]:
-    """The fields of ``TokenLogprobs`` of each token, as ``make_chat_logprobs`` takes them."""
+    """Makes the fields of ``TokenLogprobs`` for each token; arguments: see ``make_chat_logprobs``."""
     made = []
     for item in items:
         entry = _make_fields(tokenizer, item.token, item.logprob, as_ids)
@@ -60,12 +62,12 @@ def _make_fields(tokenizer: Tokenizer, token: int, logprob: float, as_ids: bool)
 
 
 def format_token_id(token: int) -> str:
-    """A token as its id (``return_tokens_as_token_ids``), because different tokens may have equal texts."""
+    """Returns a token as its id (``return_tokens_as_token_ids``), because different tokens may have equal texts."""
     return f"token_id:{token}"
 
 
 class CompletionLogprobsBuilder:
-    """The completions form; keeps the text offset between the events of a stream.
+    """Builds the completions form; keeps the text offset between the events of a stream.
 
     Args:
         top: number of candidates; the token itself is always listed too.
@@ -78,11 +80,11 @@ class CompletionLogprobsBuilder:
         self._offset = 0
 
     def build(self, items: Sequence[TokenLogprob | None], first: int | None = None) -> CompletionLogprobs:
-        """Lists over ``items``; None stands for ``first``, the first token of an echoed prompt."""
+        """Makes the lists over ``items``; None stands for ``first``, the first token of an echoed prompt."""
         return CompletionLogprobs(**self.build_lists(items, first))
 
     def build_lists(self, items: Sequence[TokenLogprob | None], first: int | None = None) -> dict[str, list[Any]]:
-        """The fields of ``build``."""
+        """Returns the fields of ``build`` as a dict."""
         offsets, scores, tokens, best = list[Any](), list[Any](), list[Any](), list[Any]()
         for item in items:
             token = (first or 0) if item is None else item.token
@@ -105,9 +107,9 @@ class CompletionLogprobsBuilder:
 def make_prompt_table(
     tokenizer: Tokenizer, items: Sequence[TokenLogprob | None], top: int
 ) -> list[dict[str, Any] | None]:
-    """``prompt_logprobs``: per prompt token an object from id to logprob, rank and text; null for the first.
+    """Makes ``prompt_logprobs``: per prompt token an object from id to logprob, rank and text; null for the first.
 
-    The token itself is always listed, besides the ``top`` best.
+    The token itself is always listed, in addition to the ``top`` best.
     """
     out: list[dict[str, Any] | None] = []
     for item in items:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class ImageItem(Protocol):
-    """A prepared image, or a temporal patch of a video, as ``multimodal`` makes them."""
+    """A prepared image, or a temporal patch of a video; made by ``multimodal``."""
 
     @property
     def pixels(self) -> Any: ...
@@ -41,7 +41,7 @@ class ImageItem(Protocol):
 
 
 class VideoItem(Protocol):
-    """A prepared video, as ``multimodal`` makes it."""
+    """A prepared video; made by ``multimodal``."""
 
     @property
     def patches(self) -> Sequence[ImageItem]: ...
@@ -63,7 +63,7 @@ MediaItem = ImageItem | VideoItem
 
 
 class CacheCounters(Protocol):
-    """What a cache of prepared media counts."""
+    """The counters of a cache of prepared media."""
 
     @property
     def hits(self) -> int: ...
@@ -76,7 +76,7 @@ class CacheCounters(Protocol):
     @property
     def max_bytes(self) -> int: ...
     def clear(self) -> None:
-        """Drops what is kept."""
+        """Empties the cache."""
         ...
 
 
@@ -101,7 +101,7 @@ class VideoSource(Protocol):
     ) -> Sequence[VideoItem]:
         """Fetches, decodes, samples, resizes and cuts; raises TrencadisError with the part's path as ``param``.
 
-        ``tokens_left``: tokens that the prompt leaves for each.
+        ``tokens_left``: tokens that remain for each video beside the prompt's text.
         """
         ...
 
@@ -113,13 +113,13 @@ async def prepare_media(
     tokens_left: int,
     scope: MediaScope,
 ) -> list[MediaItem]:
-    """Prepares media of both kinds concurrently: images come first.
+    """Prepares media of both kinds concurrently; images come first in the result.
 
     Args:
         tokens_left: tokens that the prompt leaves to each video.
 
     Raises:
-        BadRequest: nobody prepares one of the kinds.
+        BadRequest: one of the kinds has no source.
     """
     stills = [p for p in parts if p.kind == "image"]
     clips = [p for p in parts if p.kind == "video"]
@@ -135,12 +135,12 @@ async def prepare_media(
 
 
 def is_video(medium: MediaItem) -> bool:
-    """Whether a medium is a video."""
+    """Returns True if a medium is a video."""
     return hasattr(medium, "patches")
 
 
 def list_encoder_items(media: Sequence[MediaItem]) -> list[ImageItem]:
-    """What the engine encodes: images or their tiles, and temporal patches, in prompt order."""
+    """Lists the items that the engine encodes: images or their tiles, and temporal patches, in prompt order."""
     found: list[ImageItem] = []
     for one in media:
         parts = getattr(one, "patches", ()) or getattr(one, "items", ()) or (one,)
@@ -150,7 +150,7 @@ def list_encoder_items(media: Sequence[MediaItem]) -> list[ImageItem]:
 
 @dataclass(slots=True)
 class ExpandedPrompt:
-    """A prompt with its media in place; one span per item."""
+    """A prompt in which placeholders of its media are expanded; one span per encoder item."""
 
     tokens: list[int]
     spans: list[MediaSpan] = field(default_factory=list)
@@ -159,7 +159,7 @@ class ExpandedPrompt:
 
 
 class MediaJoiner(Protocol):
-    """Puts media into a prompt."""
+    """Expands the placeholders of a prompt's media."""
 
     def __call__(self, tokens: Sequence[int], media: Sequence[MediaItem]) -> ExpandedPrompt:
         """``tokens`` holds one image or video token per medium, in order, where the template put them."""
@@ -167,16 +167,16 @@ class MediaJoiner(Protocol):
 
 
 class PlaceholderJoiner:
-    """Placeholders and rotary positions, as the model's family has them.
+    """Expands placeholders and computes rotary positions by the rules of the model family.
 
-    ``encode``: ids of a text that stands behind a placeholder.
+    ``encode`` returns the ids of a text that follows a placeholder.
     """
 
     def __init__(self, config: ModelConfig, encode: Callable[[str], list[int]] | None = None) -> None:
         self._config, self._encode = config, encode
 
     def __call__(self, tokens: Sequence[int], media: Sequence[MediaItem]) -> ExpandedPrompt:
-        """See Joiner.
+        """See MediaJoiner.
 
         Raises:
             BadRequest: the template placed fewer or more media than there are.
@@ -193,7 +193,7 @@ class PlaceholderJoiner:
         expanded, spans = put(tokens, c.image_token, prepared, token_positions, c.video_token, self._encode)
         if self._positions is None:
             return ExpandedPrompt(expanded, spans)
-        # Where each medium is one item, there is no time between its items.
+        # If each medium is one item, there is no time between its items.
         whole, seconds = (spans, []) if self._side.times or len(spans) == len(media) else _merge_spans(spans, prepared)
         positions, delta = self._positions(len(expanded), whole, c.vision, seconds)
         return ExpandedPrompt(expanded, spans, positions.astype("<i4").tobytes(), int(delta))
@@ -201,25 +201,25 @@ class PlaceholderJoiner:
     @cached_property
     def _side(self) -> VisionSide:
         side = family_of(self._config.architecture).vision
-        assert side is not None  # the API process makes no media where the model does not see
+        assert side is not None  # the API process prepares no media for a model without vision
         return side
 
     @cached_property
     def _put(self) -> Callable[..., Any]:
-        """Expands placeholders, as the family does."""
+        """The model family's function that expands placeholders."""
         put, expanded = import_object(self._side.expand), self._config.placeholder_token
         return put if expanded == self._config.image_token else partial(put, placed=expanded)
 
     @cached_property
     def _positions(self) -> Callable[..., Any] | None:
-        """Makes rotary positions; None where each token's is its place."""
+        """The function that computes rotary positions; None if the position of each token is its index."""
         plain = not self._side.positions or self._config.text.mrope_section is None
         return None if plain else import_object(self._side.positions)
 
     def _put_with_timestamps(
         self, media: Sequence[PreparedMedia], encode: Callable[[str], list[int]]
     ) -> Callable[..., Any]:
-        """``_put``, which is told the times of each video's frames in words."""
+        """Returns ``_put`` with the timestamps of each video's frames as texts."""
         times = import_object(self._side.times)
         texts = [encode(text) for one in media if is_video(one) for text in times(one)]
         return partial(self._put, times=texts, marks=(self._config.vision_start, self._config.vision_end))
@@ -234,11 +234,11 @@ def _merge_spans(
 
 
 def check_tokens(config: ModelConfig, token_id: Callable[[str], int | None]) -> None:
-    """Refuses a config.json whose ids of media tokens differ from the tokenizer's: placeholders would be missed, or
+    """Raises if ids of media tokens in config.json differ from the tokenizer's: placeholders would be missed, or
     words mistaken for them.
 
     Raises:
-        StartupError: names the key and both ids.
+        StartupError: an id differs; the message names the key and both ids.
     """
     side = family_of(config.architecture).vision
     ids = config.image_token, config.video_token, config.vision_start, config.vision_end
@@ -249,16 +249,16 @@ def check_tokens(config: ModelConfig, token_id: Callable[[str], int | None]) -> 
 
 
 def arrange_media(tokens: Sequence[int], image: int, video: int, media: Sequence[MediaItem]) -> list[MediaItem]:
-    """``media`` in the order of the prompt's image and video tokens; each kind keeps its own order."""
+    """Returns ``media`` in the order of the prompt's image and video tokens; each kind keeps its own order."""
     kinds = {image: [m for m in media if not is_video(m)], video: [m for m in media if is_video(m)]}
     queues = {token: iter(some) for token, some in kinds.items()}
     found = [next(queues[t], None) for t in tokens if t in queues]
-    # With too few or too many the joiner raises.
+    # If there are too few or too many, the joiner raises.
     return [m for m in found if m is not None] if len(found) == len(media) else list(media)
 
 
 def find_media_positions(tokens: Sequence[int], image: int, video: int, media: Sequence[MediaItem]) -> list[int]:
-    """Indices of the image and video tokens that the template placed.
+    """Returns the indices of the image and video tokens that the template placed.
 
     Raises:
         BadRequest: they do not match ``media`` in number or order.
@@ -274,9 +274,9 @@ def find_media_positions(tokens: Sequence[int], image: int, video: int, media: S
 
 
 def make_token_positions(text: TextConfig, tokens: list[int], types: Sequence[int] = ()) -> ExpandedPrompt | None:
-    """The positions of a prompt where they say more than the place of each token; None: they do not.
+    """Returns the prompt with token positions, if it has padding ids or token types; else None: positions are indices.
 
-    The second position of a token lies above its first by its type; padding ids take no position.
+    The second position of a token is its first plus its type; padding ids take no position.
     """
     ids = np.asarray(tokens)
     real = ids != text.pad

@@ -1,4 +1,4 @@
-"""The output of one choice: detokenized text, stop strings, and why it finished."""
+"""The output of one choice: detokenized text, stop strings, and its finish reason."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from trencadis.server.text.detokenizer import Detokenizer
 from trencadis.server.text.stop_strings import StopMatcher
 
 RESTART_SECONDS = 5
-"""Retry-After for a request that ended with its engine: a restart takes about that long."""
+"""Retry-After of a request that failed because its engine ended; a restart takes about as long."""
 
 
 @dataclass(slots=True)
 class TextPiece:
-    """What one delta adds to a choice."""
+    """The text, tokens and finish reason that one delta adds to a choice."""
 
     text: str
     tokens: list[int] = field(default_factory=list)
@@ -42,14 +42,14 @@ class ChoiceStream:
     """Turns the deltas of one choice into pieces of text.
 
     Args:
-        eos: ids that end a text, besides ``params.stop_token_ids``.
+        eos: ids that end a text, in addition to ``params.stop_token_ids``.
         reader: divides the text into reasoning, content and calls; None if all of it is content.
     """
 
     count: int = 0
-    """Tokens so far."""
+    """Number of tokens so far."""
     cached_tokens: int = 0
-    """Of the prompt, those that came from the prefix cache."""
+    """Prompt tokens that came from the prefix cache."""
     finish_reason: str | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     stats: RequestStats | None = None
@@ -62,7 +62,7 @@ class ChoiceStream:
         self._reader = reader
         watched = bool(params.stop) or reader is not None
         self._stop = StopMatcher(params.stop, params.include_stop_str_in_output) if watched else None
-        """None where the text goes out as it comes: nobody reads it, and nothing in it ends the choice."""
+        """None if text is passed on unchanged: no reader parses it, and no stop string can end the choice."""
         self._params = params
         self._ends = frozenset(eos) | frozenset(params.stop_token_ids)
         self._begun = False
@@ -70,12 +70,14 @@ class ChoiceStream:
 
     @property
     def stopped_early(self) -> bool:
-        """Whether a stop string, or the one call that was asked for, ended the choice; the engine does not know."""
+        """True if a stop string, or the completion of the one requested call, ended the choice; the engine does not
+        know.
+        """
         return self._stop is not None and (self._stop.matched is not None or self._complete)
 
     @property
     def calls(self) -> int:
-        """Calls so far."""
+        """Number of calls so far."""
         return 0 if self._reader is None else self._reader.calls
 
     @property
@@ -83,7 +85,7 @@ class ChoiceStream:
         return self._reader is not None and self._reader.complete
 
     def feed(self, delta: Delta) -> TextPiece:
-        """The piece of a delta. Feed nothing after a piece with a ``finish_reason``.
+        """Returns the piece of a delta. Feed nothing after a piece with a ``finish_reason``.
 
         Raises:
             TrencadisError: the delta reports an error.
@@ -100,7 +102,9 @@ class ChoiceStream:
         return piece
 
     def _feed_any(self, delta: Delta) -> TextPiece:
-        """``feed`` of any delta; between the first and the last they bring tokens and log-probabilities alone."""
+        """Handles every kind of delta; ``feed`` handles those between the first and the last, which hold only tokens
+        and log-probabilities.
+        """
         if delta.finish == "error":
             raise _make_error(delta)
         self._begun = True
@@ -117,7 +121,7 @@ class ChoiceStream:
         return piece
 
     def _end(self, piece: TextPiece, stop: StopMatcher) -> None:
-        """Ends the choice where its text does, and adds what the reader has made of it."""
+        """Sets the finish reason if the text has ended the choice, and adds the segments that the reader has made."""
         if self.stopped_early:
             piece.finish_reason, piece.stop_reason = "stop", stop.matched
         elif piece.finish_reason is not None:
@@ -128,7 +132,7 @@ class ChoiceStream:
             piece.answer = self._reader.take_part()
 
     def _decode(self, delta: Delta) -> str:
-        """Text that may be sent."""
+        """Returns the text of a delta that may be sent."""
         tokens = delta.tokens
         ended = delta.finish == "stop" and tokens and tokens[-1] in self._ends
         if ended and not self._params.include_stop_str_in_output:
@@ -140,11 +144,11 @@ class ChoiceStream:
         return out if delta.finish is None else out + self._detokenizer.finish()
 
     def _decode_until_stop(self, tokens: Sequence[int], delta: Delta, stop: StopMatcher) -> str:
-        """``_decode``, token by token: a stop string must end at the right one."""
+        """Decodes token by token, because a stop string must end at the right token; else like ``_decode``."""
         start = self.count - len(delta.tokens)
         out = ""
         for i, token in enumerate(tokens):
-            # min_tokens holds for stop strings too: text of the first tokens cannot match.
+            # min_tokens applies to stop strings too: text of the first tokens cannot match.
             armed = start + i + 1 > self._params.min_tokens
             out += self._read_answer(stop.feed(self._detokenizer.feed((token,)), armed))
             if self._reader is not None and self._reader.thinks:
@@ -162,7 +166,7 @@ class ChoiceStream:
 
 
 def _make_error(delta: Delta) -> TrencadisError:
-    """The error that a delta reports."""
+    """Returns the exception for a delta that reports an error."""
     error = from_status(delta.status or 500, delta.message or "The engine failed on this request.")
     if error.status == Unavailable.status:
         error.retry_after = RESTART_SECONDS

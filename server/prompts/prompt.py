@@ -1,4 +1,4 @@
-"""A prompt as the engine takes it: ids, media, and how answers to it are read."""
+"""A prompt in the engine's form: ids, media, and how answers to it are parsed."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class ImageSize:
 
 @dataclass(slots=True)
 class Prompt:
-    """A prompt as ids, with its media in prompt order.
+    """A prompt as token ids, with its media in prompt order.
 
     Args:
-        reader: makes the reader of each answer to it; None if answers are all content.
-        shown: special tokens that are text for the readers, where other special tokens are left out.
-        rule: what answers may hold.
-        interval: tokens that a streamed piece waits for; the first piece and the last do not wait.
+        reader: makes the parser of each answer; None if answers are content only.
+        shown: special tokens that stay in the text for the readers, even if other special tokens are skipped.
+        rule: restricts what answers may contain.
+        interval: tokens that a streamed piece must collect; the first piece and the last do not wait.
     """
 
     tokens: list[int]
@@ -71,7 +71,7 @@ class Prompt:
         return [cast(VideoItem, m) for m in self.media if is_video(m)]
 
     def count_media_tokens(self, videos: bool) -> int:
-        """Placeholder tokens of all videos, or of all images."""
+        """Returns the number of placeholder tokens of all videos, or of all images."""
         return sum(m.tokens for m in self.media if is_video(m) == videos)
 
     @property
@@ -89,6 +89,6 @@ class Prompt:
     def make_request(
         self, id: str, sampling: SamplingParams, *, arrival: float, salt: str = "", priority: int = 0
     ) -> Request:
-        """The request for the engine."""
+        """Makes the request for the engine."""
         e, salt = self.expanded or ExpandedPrompt(self.tokens), salt or self.salt
         return Request(id, self.tokens, sampling, e.spans, e.positions, e.delta, salt, priority, arrival, self.rule)

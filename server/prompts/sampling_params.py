@@ -38,7 +38,7 @@ _TOKEN_ID = re.compile(r"\s*-?[0-9]{1,19}\s*")
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """What one request may ask for."""
+    """The limits of one request."""
 
     vocab: int
     max_logprobs: int = MAX_LOGPROBS
@@ -52,7 +52,7 @@ Reader = Callable[[Any, RequestLimits], Any]
 
 
 class SamplingRules(Protocol):
-    """What parameters depend on beside the request; ``TextService`` has it.
+    """The server's defaults and limits of sampling parameters; ``TextService`` has them.
 
     ``eos``: ids that end a text.
     """
@@ -65,10 +65,11 @@ class SamplingRules(Protocol):
 def make_sampling_params(
     request: GenerateRequest, rules: SamplingRules, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
 ) -> SamplingParams:
-    """The engine's parameters of a parsed request; ``max_tokens`` is already resolved (``resolve_output_limit``).
+    """Makes the engine's parameters of a parsed request; ``max_tokens`` is already resolved (``resolve_output_limit``).
 
     Raises:
-        BadRequest: a value is out of range or contradicts another; it says ``max_tokens``, whatever the field was.
+        BadRequest: a value is out of range or contradicts another; the message says ``max_tokens``, whichever field was
+        sent.
     """
     values: dict[str, Any] = {**rules.defaults.values, "min_tokens": rules.defaults.get_min_tokens(max_tokens)}
     values |= {name: value for name in TAKEN if (value := getattr(request, name)) is not None}
@@ -83,7 +84,7 @@ def make_sampling_params(
 
 
 def _get_temperature(request: GenerateRequest, rules: SamplingRules, n: int) -> float:
-    """The temperature of ``n`` drawn choices, which are several."""
+    """Returns the temperature of ``n`` > 1 sampled choices; raises BadRequest if it is greedy or ``n`` is too large."""
     if n > rules.limits.max_choices:
         raise BadRequest(f"n must be at most {rules.limits.max_choices}, got {n}.", param="n")
     temperature = rules.defaults.get_temperature(n) if request.temperature is None else request.temperature
@@ -93,7 +94,7 @@ def _get_temperature(request: GenerateRequest, rules: SamplingRules, n: int) -> 
 
 
 def rename_error_fields(error: BadRequest, **names: str) -> BadRequest:
-    """``error`` with the names of the fields that the client sent: ``max_tokens="max_completion_tokens"``."""
+    """Returns ``error`` with the names of the fields that the client sent: ``max_tokens="max_completion_tokens"``."""
     message, param = error.message, error.param
     for ours, theirs in names.items():
         message, param = re.sub(rf"\b{ours}\b", theirs, message), theirs if param == ours else param
@@ -103,7 +104,8 @@ def rename_error_fields(error: BadRequest, **names: str) -> BadRequest:
 def resolve_output_limit(
     name: str, asked: int | None, default: int | None, prompt: int, max_model_len: int, cap: int | None = None
 ) -> int:
-    """Most tokens of an answer: as asked, else the default; at most the rest of the context and the operator's ``cap``.
+    """Returns the most tokens of an answer: the request's value, else the default; at most the rest of the context and
+    the operator's ``cap``.
 
     A client that always asks for the same number keeps its answers while its conversation grows, as with vLLM.
 
@@ -203,4 +205,4 @@ READERS: dict[str, Reader] = {
     "repetition_detection": _read_repetition,
     "logprob_token_ids": _make_ids_reader("logprob_token_ids"),
 }
-"""What a field that is sent becomes, and its check."""
+"""The conversion and check of each field that is sent."""

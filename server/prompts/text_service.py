@@ -45,21 +45,21 @@ T = TypeVar("T")
 KINDS = ("image", "video")
 _OFF_LOOP = OffEventLoop("text")
 DEFAULT_MEDIA = 999
-"""Most media of each kind in a prompt, unless ``--limit-mm-per-prompt`` says otherwise."""
+"""Most media of each kind in a prompt, unless ``--limit-mm-per-prompt`` sets another limit."""
 COUNTED_TOKENS = 1 << 18
-"""Most tokens of a prompt that is only counted, unless twice the context are more."""
+"""Most tokens of a prompt that is only counted, unless twice the context is more."""
 
 
 class TextService:
     """Prompts, parameters and output streams of one model.
 
     Args:
-        config: the checkpoint's.
+        config: the checkpoint's configuration.
         template: None if the checkpoint has no chat template; chat requests then fail.
-        images: where prepared images come from; None where the model takes none.
-        videos: likewise.
-        join: puts media into a prompt (default: the family's way).
-        max_model_len: until the engine is up and reports its own.
+        images: prepares images; None if the model takes none.
+        videos: prepares videos; None if the model takes none.
+        join: expands media placeholders (default: by the rules of the model family).
+        max_model_len: the context until the engine is up and reports its own.
     """
 
     def __init__(
@@ -104,7 +104,9 @@ class TextService:
 
     @property
     def max_counted_tokens(self) -> int:
-        """Most tokens of a prompt that is counted and not run; a client asks how much must go."""
+        """Most tokens of a prompt that is counted and not run; above the context, so that clients learn how much to
+        remove.
+        """
         return max(2 * self.max_model_len, COUNTED_TOKENS)
 
     @classmethod
@@ -119,7 +121,9 @@ class TextService:
         content_format: str = "auto",
         max_choices: int = 128,
     ) -> TextService:
-        """Reads tokenizer, template and defaults as ``engine`` says, from the checkpoint that ``config`` came from."""
+        """Reads tokenizer, template and defaults according to ``engine``, from the checkpoint that ``config`` came
+        from.
+        """
         tokenizer = Tokenizer.from_checkpoint(Path(engine.tokenizer) if engine.tokenizer else config.path)
         most = [0 if config.vision is None else engine.limit_mm_per_prompt.get(k, DEFAULT_MEDIA) for k in KINDS]
         check_tokens(config, tokenizer.find_token_id)
@@ -204,7 +208,8 @@ class TextService:
         truncation_side: str = "",
         most: int = 0,
     ) -> Prompt:
-        """A prompt without a template; special tokens in its text count as tokens. ``most``: as ``make_chat_prompt``.
+        """Makes a prompt without a template; special tokens in its text count as tokens. ``most``: see
+        ``make_chat_prompt``.
 
         Raises:
             BadRequest: the prompt is empty or too long, or has ids outside the vocabulary or of media.
@@ -270,10 +275,10 @@ class TextService:
     async def make_pair_prompt(
         self, query: str, document: str, truncate: int | None = None, side: str = "right"
     ) -> Prompt:
-        """Two texts as an encoder's checkpoint joins them.
+        """Joins two texts in the form of an encoder's checkpoint.
 
         Raises:
-            BadRequest: they are too long together.
+            BadRequest: together they are too long.
         """
 
         def read(check: Check) -> Prompt:
@@ -291,7 +296,7 @@ class TextService:
     async def make_media_prompt(
         self, prompt: str | Sequence[int], parts: Sequence[MediaPart], scope: MediaScope = NO_SCOPE
     ) -> Prompt:
-        """A raw prompt with one image or video token per part, which an offline caller has written.
+        """Makes a raw prompt in which the offline caller has written one image or video token per part.
 
         Raises:
             BadRequest: the number of tokens does not match, or an image, a video or the length is wrong.
@@ -327,13 +332,13 @@ class TextService:
         return Prompt(expanded.tokens, text, expanded, made, scope.salt, times)
 
     def make_stream(self, sampling: SamplingParams, prompt: Prompt) -> ChoiceStream:
-        """The output side of one choice."""
+        """Makes the output stream of one choice."""
         reader = None if prompt.reader is None else prompt.reader()
         written = self._detokenizers(prompt.tokens, sampling.skip_special_tokens, prompt.shown)
         return ChoiceStream(written, sampling, self.eos, reader)
 
     def _make_message_rules(self, template: ChatTemplate) -> MessageRules:
-        """How messages are read for ``template``."""
+        """Returns the rules by which messages are read for ``template``."""
         kinds = {"image": self.config.placeholder_token, "video": self.config.video_token}
         roles = {role: role for role in (*ROLES, *(PAIR_ROLES if self.config.pooling is not None else ()))}
         if not template.mentions("developer"):
@@ -348,19 +353,21 @@ class TextService:
         )
 
     def _encode_after_placeholder(self, text: str) -> list[int]:
-        """The ids of a text behind a placeholder token: tokenizers read the start of a prompt differently."""
+        """Returns the ids of a text that follows a placeholder token: tokenizers read the start of a prompt
+        differently.
+        """
         ids = self.tokenizer.encode((self.tokenizer.get_token(self.config.placeholder_token) or "") + text)
         return ids[ids.index(self.config.placeholder_token) + 1 :]
 
     def _add_image_padding(self, text: str, marked: bool) -> str:
-        """``text`` with the padding that the model family puts around an image's mark."""
+        """Adds the padding that the model family puts around an image's mark to ``text``."""
         before, behind = self._around or ("", "")
         name = self.tokenizer.get_token(self.config.placeholder_token) or ""
         mark = self.tokenizer.mark(name) if marked else name
         return text.replace(mark, f"{before}{mark}{behind}") if mark else text
 
     def _encode_between_images(self, text: str, check: Check, most: int = 0, *, marked: bool) -> list[int]:
-        """Token ids of a text in which each part between two images is tokenized separately."""
+        """Returns the token ids of a text in which each part between two images is tokenized separately."""
         name = self.tokenizer.get_token(self.config.placeholder_token) or ""
         begin, end = self.tokenizer.framing if marked else ([], [])
         tokens: list[int] = []
@@ -370,7 +377,7 @@ class TextService:
         return tokens
 
     def _make_placeholder(self, token: int) -> str:
-        """Marked text of a medium, between the vision marks if the checkpoint has them."""
+        """Returns the marked text of a medium, between the vision marks if the checkpoint has them."""
         name = self.tokenizer.get_token(token) or ""
         around = [
             self.tokenizer.get_token(t) or "" for t in (self.config.vision_start, self.config.vision_end) if t >= 0
@@ -381,7 +388,8 @@ class TextService:
         self, text: str, check: Check, most: int = 0, *,
         marked: bool = False, add_special_tokens: bool = False, cut: bool = False,
     ) -> list[int]:  # fmt: skip
-        """The ids of a text; ``cut``: of its end at least, since the caller keeps no more than that.
+        """Returns the ids of a text; with ``cut``, possibly only those of its end, since the caller keeps no more than
+        that.
 
         Raises:
             BadRequest: the text is far too long.
@@ -395,10 +403,10 @@ class TextService:
         return tokenizer.encode_marked(text) if marked else tokenizer.encode(text, True, add_special_tokens)
 
     def _cut_long_text(self, text: str, check: Check, most: int, marked: bool, truncated: bool) -> str:
-        """A long text, or that of its end which may be kept where it is ``truncated``.
+        """Returns the end of a long text that truncation may keep, or all of it if it is short enough.
 
         Raises:
-            BadRequest: it has far too many tokens.
+            BadRequest: the text has too many tokens and is not ``truncated``.
         """
         end, count = self.tokenizer.find_kept_end(text, most, check, marked)
         if not truncated and len(end) < len(text):
@@ -407,12 +415,12 @@ class TextService:
         return end
 
     def _check_length(self, tokens: int, most: int) -> None:
-        """Raises BadRequest for a prompt of more than ``most`` tokens; 0: one that leaves no room to its answer."""
+        """Raises BadRequest for a prompt of more than ``most`` tokens that leaves no room for its answer."""
         if tokens > most:
             sampling_params.check_prompt_length(tokens, self.max_model_len, self.min_output_tokens)
 
     def _check_not_truncated(self, prompt: Prompt, limit: int | None) -> Prompt:
-        """A prompt with media, which no ``truncate_prompt_tokens`` may cut."""
+        """Returns a prompt with media; raises BadRequest if ``truncate_prompt_tokens`` would cut it."""
         if limit is not None and len(self._truncate_tokens(prompt.tokens, limit, "left")) < len(prompt.tokens):
             raise BadRequest("A prompt with images or videos cannot be truncated.", param="truncate_prompt_tokens")
         return prompt
@@ -422,7 +430,7 @@ class TextService:
         return tokens[:most] if side == "right" else tokens[-most:]
 
     def _get_truncation(self, limit: int) -> int:
-        """Tokens that ``truncate_prompt_tokens`` keeps."""
+        """Returns the number of tokens that ``truncate_prompt_tokens`` keeps."""
         if limit < -1 or limit == 0:
             raise BadRequest("truncate_prompt_tokens must be -1 or at least 1.", param="truncate_prompt_tokens")
         if limit > self.max_model_len:
@@ -434,5 +442,5 @@ class TextService:
 
 
 async def _run_maybe_off_loop(work: Callable[[Check], T], *values: Any) -> T:
-    """Runs ``work``: here if a request's ``values`` are small, else off the event loop."""
+    """Runs ``work``: on the event loop if a request's ``values`` are small, else in a thread."""
     return work(no_check) if is_small(*values) else await _OFF_LOOP.run(work)

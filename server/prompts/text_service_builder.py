@@ -1,4 +1,4 @@
-"""The text service with what loads and prepares media: one builder for the server and for offline use."""
+"""Builds the text service with its image and video frontends, for the server and for offline use."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ log = logging.getLogger("trencadis.server")
 
 @dataclass(frozen=True, slots=True)
 class MediaRules:
-    """Where media may come from and how large they may be; None is the frontends' default.
+    """The allowed sources and sizes of media; None is the frontends' default.
 
     Args:
-        domains: hosts that may be asked; empty: every public one.
+        domains: hosts that media may be fetched from; empty: every public one.
         folder: that ``file://`` may read from; empty: none.
-        any_path: whether a bare path names any file, because the caller is the operator.
+        any_path: a bare path may name any file, because the caller is the operator.
         max_bytes: of one file.
         max_pixels: of one image before it is resized.
         image_timeout: seconds of one download, as is ``video_timeout``.
         max_frames: taken of one video.
         max_seconds: that a video may last.
-        redirects: whether they are followed.
-        share: processes among which the cache, the workers and what is prepared at a time are divided.
+        redirects: HTTP redirects are followed.
+        share: processes among which the cache, the workers and the concurrent preparations are divided.
     """
 
     domains: tuple[str, ...] = ()
@@ -57,10 +57,10 @@ class MediaRules:
     share: int = 1
 
     def make_loader(self, timeout: float) -> MediaLoader:
-        """Loads media under these rules.
+        """Makes a loader that applies these rules.
 
         Raises:
-            StartupError: ``folder`` is none.
+            StartupError: ``folder`` is not a folder.
         """
         root = Path(self.folder) if self.folder else None
         if root is not None and not root.is_dir():
@@ -72,10 +72,12 @@ class MediaRules:
 def make_text_service(
     config: EngineConfig, media: MediaRules, *, chat_template: str = "", content_format: str = "auto"
 ) -> TextService:
-    """The text side of the checkpoint in ``config.model``, with its image and video sides where it has them.
+    """Makes the text service of the checkpoint in ``config.model``, with image and video frontends if the model takes
+    such media.
 
     Raises:
-        StartupError: the checkpoint lacks something that this side needs, or the rules name what is not there.
+        StartupError: the checkpoint lacks a file that the service needs, or the rules name a folder that does not
+        exist.
     """
     model = load_model(config)
     if model.unread:
@@ -106,7 +108,7 @@ def _make_image_frontend(config: EngineConfig, media: MediaRules, model: ModelCo
 
 
 def _make_video_frontend(config: EngineConfig, media: MediaRules, images: ImageFrontend) -> VideoFrontend:
-    """Shares the cache and the decode workers of images."""
+    """Makes the video frontend, which shares the cache and the decode workers of images."""
     loader = media.make_loader(VIDEO_TIMEOUT if media.video_timeout is None else media.video_timeout)
     limits = VideoLimits(config.limit_mm_per_prompt.get("video", VideoLimits.videos))
     if media.max_frames is not None:
@@ -114,12 +116,12 @@ def _make_video_frontend(config: EngineConfig, media: MediaRules, images: ImageF
     if media.max_seconds is not None:
         limits = replace(limits, seconds=media.max_seconds)
     options = server_options(config.mm_processor_kwargs).videos
-    processor = cast("VideoProcessor", images.processor)  # of a model that has a video token
+    processor = cast("VideoProcessor", images.processor)  # the processor of a model that has a video token
     return VideoFrontend(processor, loader, images.cache, images.decoder, limits, images.uuids, options)
 
 
 def close_frontends(service: TextService) -> None:
-    """Ends the decode workers and threads of both sides."""
+    """Ends the decode workers and threads of both frontends."""
     for side in (service.images, service.videos):
         if isinstance(side, ImageFrontend | VideoFrontend):
             side.close()

@@ -1,4 +1,6 @@
-"""The rule of a prompt's answers from sampling parameters: allowed ids, words, a budget of thought, repetitions."""
+"""Makes the rule of a prompt's answers from sampling parameters: allowed ids, bad words, thinking budget,
+repetitions.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,16 @@ def add_rule(
     reasoning: ReasoningFormat | None = None,
     continued: bool = False,
 ) -> None:
-    """Adds what ``params`` ask for to the prompt's rule, whose grammar stays.
+    """Adds the restrictions in ``params`` to the prompt's rule, whose grammar stays.
 
     Args:
-        vocab: ids that the model can draw.
-        reasoning: how the model marks its thoughts; None: not known.
+        vocab: number of ids that the model can sample.
+        reasoning: the format of the model's reasoning; None: not known.
         continued: the prompt ends within a message of the assistant.
 
     Raises:
-        BadRequest: an id is outside of the vocabulary, there are too many words, or thoughts cannot be told.
+        BadRequest: an id is outside of the vocabulary, there are too many words, or a thinking budget is set and the
+        model's reasoning format is not known.
     """
     allowed, words = params.allowed_token_ids, params.bad_words
     budget, repetition = params.thinking_token_budget, params.repetition_detection
@@ -61,9 +64,10 @@ def _check_allowed_ids(ids: Sequence[int], vocab: int) -> tuple[int, ...]:
 
 
 def _tokenize_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Each word as it is tokenized at the start of a text, and behind a blank where that is one other token or more.
+    """Returns each word's ids at the start of a text, and also after a blank if these begin differently and are equally
+    many.
 
-    A longer form behind a blank would be the blank and the word, which the first form covers.
+    A longer form after a blank would be the blank and the word, which the first form covers.
     """
     found: dict[tuple[int, ...], None] = {}
     for word in words:

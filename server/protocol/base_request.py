@@ -1,4 +1,6 @@
-"""What chat and completion requests share: sampling fields, refused and ignored fields, usage, error envelope."""
+"""The shared parts of chat and completion requests: sampling fields, refused and ignored fields, usage, error
+envelope.
+"""
 
 from __future__ import annotations
 
@@ -29,20 +31,20 @@ LATER = {
 GUIDED_FIELDS = (
     "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern", "structural_tag"
 )  # fmt: skip
-"""Names of structured outputs before vLLM gathered them in one field, and that of a tag."""
+"""Names of structured outputs before vLLM gathered them in one field, and the field of a structural tag."""
 HARMLESS = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key"})
-"""Unknown fields that do not concern the answer: reported as ignored, never refused."""
+"""Unknown fields that do not affect the answer: reported as ignored, never refused."""
 
 
 @dataclass(frozen=True, slots=True)
 class FieldContext:
-    """What decides whether certain fields have an effect on this server.
+    """Properties of this server that decide whether certain fields have an effect.
 
     Args:
-        mentions: whether the text of the chat template contains the name of a variable.
-        priorities: whether the scheduler heeds them.
-        reasoning: whether answers have reasoning that is told from content.
-        embeds: whether it pools to embeddings.
+        mentions: returns True if the text of the chat template contains the name of a variable.
+        priorities: the scheduler uses priorities.
+        reasoning: reasoning in answers is separated from content.
+        embeds: the server pools to embeddings.
     """
 
     mentions: Callable[[str], bool] = lambda name: True
@@ -92,17 +94,19 @@ class Body(NamesOnly):
     model: Text | None = None
 
     def list_unused_fields(self, context: FieldContext) -> Iterator[str]:
-        """Names of declared fields that are set but have no effect, on this server or beside the other fields."""
+        """Yields names of declared fields that are set but have no effect, on this server or because of other
+        fields.
+        """
         return iter(())
 
     def list_ignored_fields(self, context: FieldContext) -> list[str]:
-        """Names of all fields that are set but have no effect, including unknown ones."""
+        """Returns the names of all fields that are set but have no effect, including unknown ones."""
         unknown = (k for k, v in (self.model_extra or {}).items() if v is not None and k not in LATER)
         return sorted({*unknown, *self.list_unused_fields(context)})
 
 
 def split_raw_prompts(value: str | Sequence[Any] | None) -> list[str | list[int]]:
-    """One entry per prompt of a field that takes a text, ids, or a list of either."""
+    """Returns one entry per prompt of a field that takes a text, ids, or a list of either."""
     if isinstance(value, str):
         return [value]
     items = list(value or [])
@@ -132,7 +136,7 @@ class GenerateRequest(MediaRequest):
         "model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "stop", "stop_token_ids", "ignore_eos",
         "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "stream",
     })  # fmt: skip
-    """Fields that contradict no other, are heeded everywhere, and bring nothing but a parameter of drawing."""
+    """Sampling fields that contradict no other field, always have an effect, and change only a sampling parameter."""
     bulky: ClassVar[tuple[str, ...]] = (
         "mm_processor_kwargs", "stop", "stop_token_ids", "logit_bias", "logprob_token_ids", "response_format",
         "structured_outputs", "allowed_token_ids", "bad_words", *GUIDED_FIELDS
@@ -201,21 +205,21 @@ class GenerateRequest(MediaRequest):
         if self.return_tokens_as_token_ids and not self.shows_tokens:
             yield "return_tokens_as_token_ids"
         if not self.spaces_between_special_tokens:
-            yield "spaces_between_special_tokens"  # special tokens are shown as they stand, without blanks beside them
+            yield "spaces_between_special_tokens"  # special tokens are shown unchanged, without blanks around them
         yield from list_unused_beam_fields(self)
         extra = None if self.stream_options is None else self.stream_options.model_extra
         yield from (f"stream_options.{name}" for name, value in (extra or {}).items() if value is not None)
 
     @property
     def is_plain(self) -> bool:
-        """Whether all fields that are sent are ``plain``: then ``check`` refuses nothing and none is
+        """True if all fields that are sent are ``plain``: then ``check`` refuses nothing and none is
         ``list_ignored_fields``.
         """
         return self.model_fields_set <= self.plain
 
     @property
     def shows_tokens(self) -> bool:
-        """Whether the answer lists the texts of its tokens."""
+        """True if the answer lists the texts of its tokens."""
         return False
 
     @property
@@ -229,10 +233,10 @@ class GenerateRequest(MediaRequest):
             setattr(self, name, None)
 
     def check(self) -> None:
-        """Refuses unsupported fields and contradictions.
+        """Checks for unsupported fields and contradictions.
 
         Raises:
-            BadRequest: names the field.
+            BadRequest: a field is unsupported or contradicts another; the message names it.
         """
         for name, value in (self.model_extra or {}).items():
             if name in LATER and value not in EMPTY:
@@ -321,5 +325,5 @@ class ErrorResponse(Strict):
 
     @classmethod
     def from_error(cls, error: TrencadisError) -> ErrorResponse:
-        """The envelope of a typed error."""
+        """Makes the envelope of a typed error."""
         return cls(error=ErrorInfo(message=error.message, type=error.type, param=error.param, code=error.status))

@@ -1,4 +1,4 @@
-"""Beam search in a request: vLLM's fields, and which other fields cannot stand beside them."""
+"""Beam search in a request: vLLM's fields, and the fields that cannot be combined with them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ FIELD = "use_beam_search"
 MOST_PENALTY = 10.0
 """Largest length_penalty, up or down: length ** penalty stays a number."""
 UNUSED = ("temperature", "top_p", "top_k", "min_p", "seed")
-"""Fields of drawing, which a search does not do."""
+"""Sampling fields, which beam search does not use."""
 REFUSED = (
     "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "stop", "prompt_logprobs",
     "logprob_token_ids", "allowed_token_ids", "bad_words", "structured_outputs", "guided_json", "guided_regex",
     "guided_choice", "guided_grammar", "thinking_token_budget", "repetition_detection",
 )  # fmt: skip
-"""Fields that would change what is searched; beams are ranked by the model's own probabilities."""
+"""Fields that would change the search; beams are ranked by the model's unchanged probabilities."""
 NEUTRAL: tuple[Any, ...] = (None, 0, [], {}, False)
 
 
@@ -35,10 +35,10 @@ class BeamFields(Protocol):
 
 
 def check_beams(request: BeamFields) -> None:
-    """Refuses what beam search cannot do.
+    """Checks that a request has no field that beam search cannot honour.
 
     Raises:
-        BadRequest: names the field.
+        BadRequest: there is one; the message names it.
     """
     penalty = request.length_penalty
     if penalty is not None and not -MOST_PENALTY <= penalty <= MOST_PENALTY:
@@ -63,7 +63,7 @@ def check_beams(request: BeamFields) -> None:
 
 
 def check_width(width: int, ends: int, most: int) -> None:
-    """Refuses more beams than there are best ids for.
+    """Checks that there are enough best ids for the number of beams.
 
     Args:
         ends: ids that end an answer.
@@ -78,17 +78,17 @@ def check_width(width: int, ends: int, most: int) -> None:
 
 
 def make_beam_rule(request: BeamFields) -> BeamRule:
-    """How to search, for a request that asks for beams."""
+    """Returns the search parameters of a request that asks for beam search."""
     penalty = 1.0 if request.length_penalty is None else request.length_penalty
     return BeamRule(penalty, read_early(request.early_stopping))
 
 
 def read_early(given: bool | str | None) -> bool | None:
-    """transformers' early_stopping: a truth value, or ``never``, which is None here."""
+    """Reads transformers' early_stopping: a truth value, or ``never``, which is None here."""
     return None if given == "never" else bool(given)
 
 
 def list_unused_beam_fields(request: BeamFields) -> Iterator[str]:
-    """Names of fields without effect beside a search, or without one."""
+    """Yields names of fields that have no effect with beam search, or only with it."""
     names = UNUSED if request.use_beam_search else ("length_penalty", "early_stopping")
     yield from (name for name in names if getattr(request, name) not in NEUTRAL)

@@ -49,7 +49,9 @@ class BodyLimits:
 
 
 def is_within_limits(body: bytes) -> bool:
-    """Whether a whole body is too small to exceed ``BodyLimits``: each value, container and level takes a byte."""
+    """Returns True if a whole body is too small to exceed ``BodyLimits``: each value, container and level takes a
+    byte.
+    """
     return len(body) < LONG and body.count(b"[") + body.count(b"{") <= BodyLimits.depth
 
 
@@ -107,7 +109,7 @@ class BodyScan:
         return match.end() + 1
 
     def _scan_string(self, data: bytes, at: int, held: list[bytes]) -> int:
-        """The rest of a string, or what there is of it."""
+        """Reads the rest of a string, or the part of it that has arrived."""
         match = _REST.match(data, at)
         assert match is not None
         end = match.end()
@@ -158,7 +160,7 @@ class BodyScan:
         self._count_nesting(brackets)
 
     def _check_not_key(self, rest: bytes) -> None:
-        """Refuses a long string that was a key; ``rest`` follows it."""
+        """Raises BadRequest if a long string was a key; ``rest`` follows it."""
         self._after_long = not rest
         if rest.startswith(b":"):
             raise BadRequest(f"A key of the request has {LONG} bytes or more.")
@@ -174,13 +176,13 @@ def scan_text(scan: BodyScan, text: str) -> None:
     """Counts a JSON text inside a string of a request.
 
     Raises:
-        TrencadisError: as ``BodyScan.feed``.
+        TrencadisError: see ``BodyScan.feed``.
     """
     for at in range(0, len(text), SLICE):
         scan.feed(text[at : at + SLICE].encode("utf-8", "surrogatepass"))
 
 
 def get_placeholder_index(literal: str) -> int | None:
-    """The index of the long string that a number of the outline stands for; None for a number of the client."""
+    """Returns the index of the long string that a number in the outline stands for; None for a number of the client."""
     index = literal.removeprefix(NONCE)
     return int(index) if index != literal else None

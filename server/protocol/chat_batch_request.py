@@ -22,7 +22,7 @@ class BatchChatRequest(ChatRequest):
     messages: list[list[Any]] = Field(min_length=1)
 
     def check(self) -> None:
-        """See ChatRequest; refuses what has no place in one answer to several conversations."""
+        """See ChatRequest; also refuses fields that cannot apply to one answer for several conversations."""
         super().check()
         for name in ("stream", "tools", "use_beam_search"):
             if getattr(self, name):
@@ -36,9 +36,9 @@ class BatchChatRequest(ChatRequest):
             raise BadRequest(f"A conversation has at most {MOST_MESSAGES} messages.", param=f"messages[{long}]")
 
     def list_unused_fields(self, context: FieldContext) -> Iterator[str]:
-        """See Body. Whether an echo shows depends on each conversation."""
+        """See Body. An echo depends on each conversation, so it is not reported."""
         yield from (name for name in super().list_unused_fields(context) if name != "echo")
 
     def split(self) -> list[ChatRequest]:
-        """One request for each conversation."""
+        """Makes one request for each conversation."""
         return [self.model_copy(update={"messages": conversation}) for conversation in self.messages]

@@ -14,7 +14,7 @@ from trencadis.server.protocol.field_types import Object, Objects, Text
 from trencadis.server.protocol.tool_definitions import check_tools, is_subset, select_allowed_tools
 
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
-"""Variables of a template that requests set by fields of their own."""
+"""Variables of a template that requests set by separate fields."""
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 MAX_MESSAGES = 8192
 """Most messages of a conversation."""
@@ -23,7 +23,7 @@ MOST_NAMED = 64
 
 
 def list_unread_variables(context: FieldContext, kwargs: dict[str, Any] | None, **fields: Any) -> Iterator[str]:
-    """Names of the variables in a request that the chat template does not read."""
+    """Yields the names of the variables in a request that the chat template does not read."""
     yield from (name for name, value in fields.items() if value and not context.mentions(name))
     for name in islice(kwargs or {}, MOST_NAMED):
         if name in RESERVED or not context.mentions(name):
@@ -63,7 +63,7 @@ class ChatRequest(GenerateRequest):
         if self.top_logprobs and not self.logprobs:
             raise BadRequest("when using `top_logprobs`, `logprobs` must be set to true.", param="top_logprobs")
         check_tools(self.tools, self.tool_choice)
-        if is_subset(self.tool_choice):  # what is assigned counts as sent
+        if is_subset(self.tool_choice):  # an assigned field counts as sent
             self.tools, self.tool_choice = select_allowed_tools(self.tools, self.tool_choice)
         if self.reasoning_effort is not None and self.reasoning_effort not in EFFORTS:
             raise BadRequest(f"reasoning_effort must be one of {', '.join(EFFORTS)}.", param="reasoning_effort")
@@ -92,7 +92,9 @@ class ChatRequest(GenerateRequest):
         yield from list_unread_variables(context, self.chat_template_kwargs, tools=self.tools, documents=self.documents)
 
     def get_echo_text(self, role: str = "assistant") -> str:
-        """The text before the answer with ``echo``: that of the last message, where it has the answer's ``role``."""
+        """Returns the text before the answer with ``echo``: that of the last message, if it has the answer's
+        ``role``.
+        """
         last = self.messages[-1] if self.messages else None
         if not self.echo or not isinstance(last, dict):
             return ""
@@ -105,20 +107,20 @@ class ChatRequest(GenerateRequest):
 
     @property
     def continued_role(self) -> str:
-        """Whose message the answer continues; empty: it is one of its own."""
+        """The role whose message the answer continues; empty: the answer is a message of its own."""
         last = self.messages[-1] if self.continue_final_message else None
         return str(last.get("role", "")) if isinstance(last, dict) else ""
 
     @property
     def may_call(self) -> bool:
-        """Whether the answer may call tools."""
+        """True if the answer may call tools."""
         return bool(self.tools) and self.tool_choice != "none"
 
     def get_effort_variables(self, mentions: Callable[[str], bool]) -> dict[str, Any]:
-        """Variables of the template for ``reasoning_effort``; some templates know only whether to think at all.
+        """Returns template variables for ``reasoning_effort``; some templates can only switch reasoning on or off.
 
         Args:
-            mentions: as in FieldContext.
+            mentions: see FieldContext.
         """
         if self.reasoning_effort is None:
             return {}
@@ -134,7 +136,9 @@ class ChatRequest(GenerateRequest):
 
     @property
     def opens_answer(self) -> bool:
-        """Whether the template opens the assistant's message: as asked, else unless the last message continues."""
+        """True if the template opens the assistant's message: the request's value, else True unless the last message
+        is continued.
+        """
         return self.add_generation_prompt and (
             "add_generation_prompt" in self.model_fields_set or not self.continue_final_message
         )

@@ -62,7 +62,7 @@ class CompletionRequest(GenerateRequest):
         return self.logprobs is not None
 
     def list_prompts(self) -> list[str | list[int]]:
-        """One entry per prompt.
+        """Returns one entry per prompt.
 
         Raises:
             BadRequest: there is none, or one of them is empty.

@@ -1,6 +1,6 @@
 """Checks that JSON values of a request suit tokenizer, template and engine: Unicode text, and no deep nesting.
 
-In JSON a text may hold half of a surrogate pair (``"\\ud800"``), which is not Unicode text and has no UTF-8 form, and
+A text in JSON may hold half of a surrogate pair (``"\\ud800"``), which is not Unicode text and has no UTF-8 form, and
 values may nest deeper than the functions that walk through them can go.
 """
 
@@ -33,7 +33,7 @@ def _refuse(value: Any, where: str) -> None:
 
 
 def is_sound(value: Any, left: int = MAX_DEPTH) -> bool:
-    """Whether ``find_fault`` finds nothing."""
+    """Returns True if ``find_fault`` finds nothing."""
     if isinstance(value, str):
         return value.isascii() or _LONE.search(value) is None
     if isinstance(value, dict):
@@ -42,7 +42,9 @@ def is_sound(value: Any, left: int = MAX_DEPTH) -> bool:
 
 
 def find_fault(value: Any, left: int = MAX_DEPTH) -> tuple[str, str] | None:
-    """The path of the first fault below ``value``, and what is wrong. Values that are not JSON (an image) pass."""
+    """Returns the path and the description of the first fault below ``value``. Values that are not JSON (an image)
+    pass.
+    """
     if isinstance(value, str):
         return ("", LONE) if not value.isascii() and _LONE.search(value) else None
     if isinstance(value, dict):

@@ -16,7 +16,7 @@ INCLUDE = frozenset({
     "web_search_call.results", "web_search_call.action.sources", "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 })  # fmt: skip
-"""What ``include`` may name. All but the first belong to tools or memory that this server does not have."""
+"""Values that ``include`` may have. All but the first belong to tools or memory that this server does not have."""
 STATELESS = "this server keeps no responses: send the whole conversation as input"
 REFUSED = {
     "previous_response_id": STATELESS,

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 from trencadis.core.errors import BadRequest
 
 NAME = re.compile(r"[^\s\"'<>{}()\[\]=,;]{1,128}")
-"""A function's name, in a request and in an answer: the marks of all forms of calls are kept out of it."""
+"""A function's name, in a request and in an answer; it excludes the marks of all call formats."""
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]] | None, choice: str | Mapping[str, Any] | None) -> None:
@@ -75,12 +75,12 @@ def _check_choice(choice: str | Mapping[str, Any] | None, names: set[str]) -> No
 
 
 def is_subset(choice: Any) -> TypeGuard[dict[str, Any]]:
-    """Whether a choice names functions that may be called, of those that a request has."""
+    """Returns True if a choice names functions that may be called, of those that a request has."""
     return isinstance(choice, Mapping) and choice.get("type") == "allowed_tools"
 
 
 def _list_allowed(choice: Mapping[str, Any]) -> list[str]:
-    """The functions that a choice of ``allowed_tools`` names.
+    """Returns the functions that a choice of ``allowed_tools`` names.
 
     Raises:
         BadRequest: it has no mode, or names none.
@@ -101,7 +101,7 @@ def _list_allowed(choice: Mapping[str, Any]) -> list[str]:
 def select_allowed_tools(
     tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None
 ) -> tuple[list[dict[str, Any]] | None, str | dict[str, Any] | None]:
-    """Checked tools and choice without ``allowed_tools``: the tools that it leaves, and its mode."""
+    """Returns checked tools and choice without ``allowed_tools``: the allowed tools, and its mode."""
     if tools is None or not is_subset(choice):
         return tools, choice
     names = _list_allowed(choice)
@@ -109,12 +109,12 @@ def select_allowed_tools(
 
 
 def get_named_function(choice: Any) -> str | None:
-    """The function that ``tool_choice`` names; None if it names none."""
+    """Returns the function that ``tool_choice`` names; None if it names none."""
     function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, Mapping) else None
     return name if isinstance(name, str) else None
 
 
 def get_schemas(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, dict[str, Any]]:
-    """The schemas of the parameters of checked tools, by name."""
+    """Returns the schemas of the parameters of checked tools, by name."""
     return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools or ()}

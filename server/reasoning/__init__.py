@@ -1,1 +1,1 @@
-"""Reasoning: which tags a model thinks between, and the parser that takes its thoughts out of an answer."""
+"""Reasoning: the tags around it, and the parser that separates it from an answer."""

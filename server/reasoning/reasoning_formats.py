@@ -1,4 +1,6 @@
-"""Which tags a model thinks between: by name, by a pair of tags, by its chat template, or by another package."""
+"""Finds the tags around a model's reasoning: by name, by a pair of tags, by its chat template, or in another
+package.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,15 @@ from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 GROUP = "trencadis.reasoning_parsers"
 """Entry-point group in which an installed package offers a ``ReasoningFormat``."""
 TAIL = 64
-"""Tokens at the end of a prompt in which the tag of a template is looked for."""
+"""Number of tokens at the end of a prompt that are searched for the template's tag."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """How a model marks its reasoning.
+    """The tags around a model's reasoning.
 
     Args:
-        always: whether an answer begins inside unless the prompt has closed the reasoning.
+        always: an answer begins inside the reasoning unless the prompt has closed it.
     """
 
     start: str
@@ -31,11 +33,11 @@ class ReasoningFormat:
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """The texts that the parser must see, even where they are special tokens."""
+        """The texts that the parser must see, even if they are special tokens."""
         return self.start, self.end
 
     def make_parser(self, tokenizer: Tokenizer, prompt: Sequence[int], continued: bool = False) -> ReasoningParser:
-        """The parser of an answer to ``prompt``, whose end says whether the answer begins inside.
+        """Makes the parser of an answer to ``prompt``, whose end shows whether the answer begins inside the reasoning.
 
         Args:
             prompt: ids; only the template writes its end, so that no text of a user opens the reasoning.
@@ -44,7 +46,7 @@ class ReasoningFormat:
         return ReasoningParser(self.start, self.end, *self.find_state(tokenizer, prompt, continued))
 
     def find_state(self, tokenizer: Tokenizer, prompt: Sequence[int], continued: bool = False) -> tuple[bool, bool]:
-        """Whether an answer to ``prompt`` begins inside the reasoning, and whether there is none; see
+        """Returns (the answer to ``prompt`` begins inside the reasoning, the answer has no reasoning); see
         ``make_parser``.
         """
         tail = tokenizer.decode(prompt[-TAIL:], False).rstrip()
@@ -56,7 +58,7 @@ class ReasoningFormat:
         return tail.endswith(self.start) or self.always, over
 
     def _get_tail(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> Sequence[int]:
-        """What follows the last special token that is no tag."""
+        """Returns the ids after the last special token that is no tag."""
         tags = {tokenizer.find_token_id(tag) for tag in self.tags}
         for i in range(len(prompt) - 1, -1, -1):
             if prompt[i] in tokenizer.special_ids and prompt[i] not in tags:
@@ -67,11 +69,11 @@ class ReasoningFormat:
 THINK = ReasoningFormat("<think>", "</think>")
 BUILT = {"qwen3": THINK, "deepseek_r1": ReasoningFormat("<think>", "</think>", always=True)}
 KNOWN = (THINK, ReasoningFormat("[THINK]", "[/THINK]"), ReasoningFormat("<thought>", "</thought>"))
-"""Pairs that are looked for in a template."""
+"""Pairs of tags that are searched for in a template."""
 
 
 def find_reasoning_format(asked: str, template: str | None) -> ReasoningFormat | None:
-    """The form that ``--reasoning-parser`` names; ``auto``: the one that the template contains, if any.
+    """Returns the format that ``--reasoning-parser`` names; ``auto``: the one that the template contains, if any.
 
     Raises:
         StartupError: there is no such parser.

@@ -1,4 +1,4 @@
-"""Divides an answer into what the model thinks and what it says."""
+"""Splits an answer into reasoning and content."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class AnswerContent:
 
 
 class ReasoningParser(IncrementalParser[ReasoningContent | AnswerContent]):
-    """Reasoning stands at the beginning of an answer, between ``start`` and ``end``; later tags are text.
+    """Splits off the reasoning at the beginning of an answer, between ``start`` and ``end``; later tags are text.
 
-    Blanks beside a tag belong to it. Reasoning without an ``end`` lasts to the end of the text.
+    Blanks around a tag belong to it. Reasoning without an ``end`` lasts to the end of the text.
 
     Args:
-        inside: whether the text begins inside, because the prompt ends with ``start`` or the model writes none.
-        over: whether there is no reasoning, because the prompt has closed it.
+        inside: the text begins inside the reasoning, because the prompt ends with ``start`` or the model writes none.
+        over: there is no reasoning, because the prompt has closed it.
     """
 
     def __init__(self, start: str, end: str, inside: bool = False, over: bool = False) -> None:
@@ -38,7 +38,7 @@ class ReasoningParser(IncrementalParser[ReasoningContent | AnswerContent]):
         super().__init__()
 
     def parse(self) -> Wait[None]:
-        """[blanks] [start] [reasoning end] the rest."""
+        """Reads [blanks] [start] [reasoning end] the rest."""
         if not self._over:
             blanks = yield from self.read_run()
             opened = yield from self.take_literal(self._start)

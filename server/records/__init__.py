@@ -1,1 +1,1 @@
-"""What one HTTP request did: its record, the lines that the log has of it, and its trace."""
+"""The record of an HTTP request, its log lines, and its trace."""

@@ -1,4 +1,4 @@
-"""What of a prompt the log shows, where the operator asks for contents."""
+"""Renders a prompt for the log, if the operator asks for contents."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 
 
 def render_prompt(prompt: Prompt, tokenizer: Tokenizer, most: int | None) -> str:
-    """The text of a prompt, special tokens included, with one placeholder for each image or video.
+    """Returns the text of a prompt, special tokens included, with one placeholder for each image or video.
 
     Args:
-        most: characters of it; None: all.
+        most: most characters of the result; None: all.
     """
     kept: list[int] = []
     at = 0
@@ -20,6 +20,6 @@ def render_prompt(prompt: Prompt, tokenizer: Tokenizer, most: int | None) -> str
         beside = 0 < at == run.offset and prompt.tokens[at] == prompt.tokens[at - 1]
         kept += prompt.tokens[at : run.offset + (not beside)]
         at = run.offset + run.length
-    # A token has a character at least, but for pieces of one: these make the text shorter than it might be.
+    # A token has at least one character, except pieces of a character: these make the text shorter than ``most``.
     kept = (kept + prompt.tokens[at:])[:most]
     return tokenizer.decode(kept, skip_special_tokens=False)[:most]

@@ -26,23 +26,23 @@ from trencadis.server.records.trace_stages import Trace
 
 NAME = "llm_request"
 MOST_BYTES = 1 << 16
-"""Bytes of a collector's answer that are read."""
+"""Most bytes of a collector's answer that are read."""
 NANO = 1_000_000_000
 LOOK_SECONDS = 2.0
-"""Seconds in which a collector must take a connection, where it is asked for nothing else."""
+"""Seconds in which a collector must accept a connection that only tests whether it is reachable."""
 SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 
 class SpanMaker:
     """Makes spans of traces. The sampler, its limits and the resource follow OpenTelemetry's variables.
 
-    A request's spans are made when it has ended, all at once: so they are values, and not the library's running spans,
+    A request's spans are made all at once when it has ended, so they are plain values, not the library's running spans,
     which cost three times as much.
     """
 
     def __init__(self) -> None:
         named = {} if os.environ.get("OTEL_SERVICE_NAME") else {SERVICE_NAME: "trencadis"}
-        # Of the provider only what it has read from the variables is used.
+        # Only the settings that the provider has read from the variables are used.
         provider = TracerProvider(resource=Resource.create(named), shutdown_on_exit=False)
         self._sampler, self._ids, self._resource = provider.sampler, provider.id_generator, provider.resource
         limits = SpanLimits()
@@ -52,7 +52,7 @@ class SpanMaker:
         self._propagator = TraceContextTextMapPropagator()
 
     def make_spans(self, traces: Iterable[Trace]) -> list[ReadableSpan]:
-        """The spans of ``traces`` that are sampled, children beside their requests."""
+        """Returns the spans of ``traces`` that are sampled, child spans together with those of their requests."""
         made: list[ReadableSpan] = []
         for one in () if self._disabled else traces:
             self._make_request_span(one, made)
@@ -90,14 +90,14 @@ class SpanMaker:
         return SpanContext(trace, self._ids.generate_span_id(), False, SAMPLED, sampling.trace_state)
 
     def _limit_attributes(self, sampling: SamplingResult) -> Any:
-        """The attributes, in a copy only where a limit cuts them."""
+        """Returns the attributes, copied only if a limit cuts them."""
         if self._longest is None and (self._most is None or len(sampling.attributes) <= self._most):
             return sampling.attributes
         return BoundedAttributes(self._most, sampling.attributes, max_value_len=self._longest)
 
 
 class _Session(requests.Session):
-    """Reads only the beginning of an answer, so that no collector fills the memory or holds the thread up."""
+    """Reads only the beginning of an answer, so that a collector can neither fill the memory nor block the thread."""
 
     def request(self, *args: Any, **kwargs: Any) -> requests.Response:
         limit = time.monotonic() + (kwargs.get("timeout") or 10.0)
@@ -123,7 +123,7 @@ class SpanSender:
         self._direct = requests.utils.select_proxy(endpoint, proxies) is None
 
     def reachable(self) -> bool:
-        """Whether the collector takes a connection; a proxy is not asked."""
+        """Returns True if the collector accepts a connection; always True behind a proxy."""
         if not self._direct:
             return True
         with contextlib.suppress(OSError, UnicodeError), socket.create_connection(self._address, LOOK_SECONDS):
@@ -131,7 +131,7 @@ class SpanSender:
         return False
 
     def send(self, spans: Sequence[ReadableSpan]) -> bool:
-        """Whether the collector took them; waits for it as long as OTEL_EXPORTER_OTLP_TIMEOUT says."""
+        """Sends spans; returns True if the collector accepted them within OTEL_EXPORTER_OTLP_TIMEOUT."""
         return self._exporter.export(spans) is SpanExportResult.SUCCESS
 
 

@@ -1,4 +1,4 @@
-"""The log's lines of a request: received, access, closing. Contents stand in them only if they are asked for."""
+"""The log lines of a request: received, access, closing. They include contents only if the operator asks for them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ PARAMS = ("max_tokens", "n", "temperature", "top_p", "top_k", "seed")
 
 
 def log_access(record: RequestRecord, version: str) -> None:
-    """The access line, in uvicorn's words, and what they lack: seconds until the answer begins, id and tenant."""
+    """Logs the access line in uvicorn's format, with additional fields: seconds until the answer begins, id and
+    tenant.
+    """
     if not access.isEnabledFor(logging.INFO) or not access.hasHandlers():
         return
     access.info(
@@ -33,12 +35,12 @@ def log_access(record: RequestRecord, version: str) -> None:
 
 
 def _get_path(record: RequestRecord) -> str:
-    """Without the query, where some clients put keys."""
+    """Returns the path without the query, where some clients put keys."""
     return quote(record.path[:LONGEST_PATH])
 
 
 def _make_access_fields(record: RequestRecord) -> dict[str, Any]:
-    """The access line as ``--log-format json`` has it."""
+    """Returns the fields of the access line for ``--log-format json``."""
     return {
         "event": "access", "id": record.id, "tenant": record.tenant, "client": record.client,
         "method": record.method, "path": _get_path(record), "status": record.status,
@@ -47,7 +49,7 @@ def _make_access_fields(record: RequestRecord) -> dict[str, Any]:
 
 
 def log_received(record: RequestRecord, tokens: int, media: int, params: SamplingParams, prompt: str | None) -> None:
-    """The line of ``--enable-log-requests``; ``prompt``: its text, if the operator wants to see it."""
+    """Logs the line of ``--enable-log-requests``; ``prompt``: its text, if the operator asks for contents."""
     shown = {name: getattr(params, name) for name in PARAMS if getattr(params, name) is not None}
     fields: dict[str, Any] = {
         "event": "received", "id": record.id, "answer": record.answer, "tenant": record.tenant,
@@ -65,10 +67,10 @@ def log_received(record: RequestRecord, tokens: int, media: int, params: Samplin
 
 
 def log_closing(record: RequestRecord, most: int | None) -> None:
-    """The line at the end of a request that came to a route which runs the model.
+    """Logs the line at the end of a request to a route that runs the model.
 
     Args:
-        most: characters of an answer's text.
+        most: most characters of an answer's text.
     """
     named, seconds, timing = record.answer or record.id, record.end - record.begun, record.timing
     ended = f"{record.outcome}, tenant {record.tenant}" if record.tenant else record.outcome
@@ -88,7 +90,7 @@ def log_closing(record: RequestRecord, most: int | None) -> None:
 
 
 def _make_closing_fields(record: RequestRecord, most: int | None) -> dict[str, Any]:
-    """The closing line as ``--log-format json`` has it."""
+    """Returns the fields of the closing line for ``--log-format json``."""
     fields: dict[str, Any] = {
         "event": "closing", "id": record.id, "answer": record.answer, "tenant": record.tenant, "path": record.path,
         "status": record.status, "outcome": record.outcome, "seconds": round(record.end - record.begun, 6),
@@ -114,5 +116,5 @@ def _make_closing_fields(record: RequestRecord, most: int | None) -> dict[str, A
 
 
 def _join_texts(record: RequestRecord, most: int | None) -> list[str]:
-    """The texts of all choices, ``most`` characters of each."""
+    """Returns the texts of all choices, at most ``most`` characters of each."""
     return ["".join(pieces)[:most] for pieces in record.texts]

@@ -12,7 +12,7 @@ from trencadis.core.request import RequestStats, SamplingParams
 from trencadis.server.prompts.generation import RequestTiming
 
 CLIENT_CLOSED = 499
-"""Status of a request whose client went before it was answered."""
+"""Status of a request whose client disconnected before it was answered."""
 
 
 @dataclass(slots=True)
@@ -23,11 +23,11 @@ class RequestRecord:
         id: what the answer's header ``x-request-id`` says.
         started_at: when it came, in seconds since 1970.
         client: address and port, as a trusted proxy names them.
-        parent: the headers ``traceparent`` and ``tracestate``, where the client sent them.
+        parent: the headers ``traceparent`` and ``tracestate``, if the client sent them.
         tenant: its name in the key file; never a key.
         rank: the header ``X-data-parallel-rank``, which pins it to one of several engines.
-        deadline: when it must have ended; None: never.
-        timer: ends what runs at the deadline.
+        deadline: the time by which it must have ended; None: no deadline.
+        timer: cancels the running work at the deadline.
         fair_queue_seconds: seconds that it waited in the fair queue.
         runs_model: whether it came to a route that runs the model.
         sent: bytes of the answer's body so far.
@@ -63,7 +63,7 @@ class RequestRecord:
 
     @property
     def outcome(self) -> str:
-        """Why it ended: the type of its error, else the finish reasons of its choices, else its status."""
+        """The reason why it ended: the type of its error, else the finish reasons of its choices, else its status."""
         reasons = [reason for timing in self.timings for reason in timing.finish]
         if self.error or reasons:
             return self.error or ",".join(dict.fromkeys(reasons))
@@ -71,12 +71,12 @@ class RequestRecord:
 
     @property
     def timing(self) -> RequestTiming | None:
-        """The times of all its prompts as one; None if none ran."""
+        """The timings of all its prompts combined into one; None if none ran."""
         return join_timings(self.timings) if len(self.timings) > 1 else next(iter(self.timings), None)
 
     @property
     def stats(self) -> list[RequestStats]:
-        """What the engine reported of each choice that it ended."""
+        """The engine's statistics of each choice that it has ended."""
         return [stats for timing in self.timings for stats in timing.stats]
 
     @property
@@ -86,11 +86,11 @@ class RequestRecord:
 
 
 RECORD: ContextVar[RequestRecord | None] = ContextVar("request_record", default=None)
-"""That of the request which this task serves."""
+"""The record of the request that this task serves."""
 
 
 def join_timings(timings: Sequence[RequestTiming]) -> RequestTiming:
-    """The timings of one request's prompts as one: sums, the earliest start, the latest end."""
+    """Combines the timings of one request's prompts: sums, the earliest start, the latest end."""
     first = timings[0]
     return RequestTiming(
         first.id,

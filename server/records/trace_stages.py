@@ -1,7 +1,7 @@
-"""A request's trace as plain numbers: what it was and where its time went. No tracing library.
+"""A request's trace as plain numbers: its attributes and the times of its stages. Uses no tracing library.
 
-On the request's path only ``summarise_request`` runs: what is made of them is made by whoever sends traces, if anybody
-does.
+On the request's path only ``summarise_request`` runs; the thread that sends traces makes the rest, if tracing is
+enabled.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class PromptSummary(NamedTuple):
 
 
 class RequestSummary(NamedTuple):
-    """What a trace needs of a request that has ended: nothing of it holds a prompt, an answer or pixels.
+    """The facts of an ended request that its trace needs; holds no prompt, answer or pixels.
 
     Args:
         started_at: when it came, in seconds since 1970; ``begun`` is the same moment of ``time.monotonic``.
         first: when the first token came.
         params: max_tokens, temperature, top_p and n.
         counts: tokens of prompts, generated tokens, choices.
-        slowest: of the choice of all prompts that took longest.
+        slowest: statistics of the choice of all prompts that took longest.
     """
 
     started_at: float
@@ -67,10 +67,10 @@ class RequestSummary(NamedTuple):
 
 @dataclass(slots=True)
 class Trace:
-    """One request, as ``spans`` makes spans of it; times in seconds since 1970.
+    """One request in the form from which ``otel_spans`` makes spans; times in seconds since 1970.
 
     Args:
-        parent: headers ``traceparent`` and ``tracestate``, as they came.
+        parent: headers ``traceparent`` and ``tracestate``, unchanged.
         error: the type of the error that it ended with.
     """
 
@@ -83,7 +83,7 @@ class Trace:
 
 
 def summarise_request(record: RequestRecord) -> RequestSummary:
-    """The facts of a request that has ended."""
+    """Collects the facts of a request that has ended."""
     whole, stats, p = record.timing, record.stats, record.params
     slowest, prompt = _find_slowest(stats), None
     if whole is not None:
@@ -108,14 +108,14 @@ def _find_slowest(stats: list[RequestStats]) -> RequestStats | None:
 
 
 def make_trace(summary: RequestSummary) -> Trace:
-    """The trace of a request."""
+    """Makes the trace of a request."""
     end = summary.started_at + summary.end - summary.begun
     children = [] if summary.prompt is None else _make_children(summary, summary.prompt)
     return Trace(summary.started_at, end, summary.parent, _make_attributes(summary), summary.error, children)
 
 
 def _make_children(summary: RequestSummary, prompt: PromptSummary) -> list[StageSpan]:
-    """The stages of one choice, one after the other; they leave no time of the request out."""
+    """Returns the stages of one choice, one after the other; together they cover the whole time of the request."""
     shift = summary.started_at - summary.begun
     came = summary.begun + summary.fair_queue_seconds
     found = [("turn", summary.begun, came)] if summary.fair_queue_seconds else []
@@ -126,7 +126,7 @@ def _make_children(summary: RequestSummary, prompt: PromptSummary) -> list[Stage
     if prompt.stats is not None:
         found += _engine_stages(prompt, prompt.stats, last, shift)
     elif prompt.first is not None:
-        # It was cut off, so the engine reported nothing.
+        # The request was cut off, so the engine reported nothing.
         found += [("prefill", prompt.start, prompt.first), ("decode", prompt.first, last)]
     found.append(("answer", last, summary.end))
     return [StageSpan(name, begin + shift, max(begin, end) + shift) for name, begin, end in found]
@@ -135,10 +135,10 @@ def _make_children(summary: RequestSummary, prompt: PromptSummary) -> list[Stage
 def _engine_stages(
     prompt: PromptSummary, stats: RequestStats, last: float, shift: float
 ) -> list[tuple[str, float, float]]:
-    """What the engine did between ``prompt.start`` and ``last``, and the ways to it and back.
+    """Returns the engine's stages between ``prompt.start`` and ``last``, with the transfers to it and back.
 
-    The engine tells how long its stages took and when the last one ended, by its own machine's clock. A clock that
-    differs moves them no further than both ends allow.
+    The engine reports how long its stages took and when the last one ended, by its own machine's clock. A clock that
+    differs shifts them no further than ``prompt.start`` and ``last`` allow.
     """
     queue, decode = stats.queue, stats.decode
     prefill = max(stats.prefill - stats.encode, 0.0)
@@ -155,7 +155,7 @@ def _engine_stages(
 
 
 def _make_attributes(summary: RequestSummary) -> dict[str, Value]:
-    """Attributes by vLLM's names; those that it has not begin with another word. No contents, no keys."""
+    """Returns attributes by vLLM's names; attributes that vLLM lacks have another prefix. No contents, no keys."""
     found: dict[str, Value | None] = {
         "gen_ai.request.id": summary.id,
         "gen_ai.response.model": summary.model or None,

@@ -1,7 +1,7 @@
 """Sends a trace of each request to a collector, from a thread that no request ever waits for.
 
-A request leaves a few numbers in a bounded queue; the thread makes spans of them and sends those. While the collector
-is away the queue keeps the latest requests, nothing is made of them, and attempts become rare.
+A request puts a few numbers into a bounded queue; the thread makes spans of them and sends those. While the collector
+is unreachable the queue keeps the latest requests, no spans are made, and attempts become rare.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from trencadis.server.records.trace_stages import RequestSummary, Trace, make_tr
 
 log = logging.getLogger("trencadis.server")
 MOST = 2048
-"""Requests that wait to be sent; further ones push the oldest out."""
+"""Most requests that wait to be sent; further ones push the oldest out."""
 AT_A_TIME = 128
 EVERY = 1.0
 """Seconds between two batches."""
 LONGEST_PAUSE = 60.0
 TRIES = 5
-"""Times that a batch is sent to a collector that takes connections, and not the batch; then the batch is dropped."""
+"""Most attempts to send a batch to a collector that accepts connections but not the batch; then the batch is
+dropped.
+"""
 PATH = "/v1/traces"
 FLAG = "--otlp-traces-endpoint"
 
@@ -36,7 +38,7 @@ class SpanBuilder(Protocol):
     """Makes spans of traces."""
 
     def make_spans(self, traces: Sequence[Trace]) -> Sequence[Any]:
-        """The spans."""
+        """Makes the spans of ``traces``."""
         ...
 
 
@@ -44,11 +46,11 @@ class SpanExporter(Protocol):
     """Sends spans."""
 
     def reachable(self) -> bool:
-        """Whether it is worth while to make spans: nothing is sent for that."""
+        """Returns False if sending would fail, so that making spans is not worthwhile; sends nothing."""
         ...
 
     def send(self, spans: Sequence[Any]) -> bool:
-        """Whether the collector took them."""
+        """Sends spans; returns True if the collector accepted them."""
         ...
 
 
@@ -56,7 +58,7 @@ class TraceQueue:
     """The queue and its thread, which starts with the first request.
 
     Args:
-        open: makes the two halves of the library; called in the thread.
+        open: makes the span builder and the exporter; called in the thread.
     """
 
     def __init__(
@@ -75,17 +77,17 @@ class TraceQueue:
 
     @classmethod
     def for_endpoint(cls, endpoint: str) -> TraceQueue:
-        """Traces for the collector at ``endpoint``.
+        """Makes the queue for the collector at ``endpoint``.
 
         Raises:
-            StartupError: it is no URL of OTLP/HTTP, or the extra ``otel`` is not installed.
+            StartupError: the endpoint is no URL of OTLP/HTTP, or the extra ``otel`` is not installed.
         """
         url = make_collector_url(endpoint)
         try:
             spans = importlib.import_module("trencadis.server.records.otel_spans")
         except ImportError:
             raise StartupError(f"{FLAG} needs OpenTelemetry: pip install 'trencadis[otel]'.") from None
-        # One line of ours says that a collector fails; the library has several for each attempt.
+        # This server logs one line when a collector fails; the library would log several for each attempt.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         return cls(url, lambda: (spans.SpanMaker(), spans.SpanSender(url)))
 
@@ -107,7 +109,9 @@ class TraceQueue:
         self._spent += time.thread_time() - begun
 
     def close(self, seconds: float) -> None:
-        """Sends what waits, for ``seconds`` at most; a thread that waits for its collector ends with the process."""
+        """Sends the waiting traces, for ``seconds`` at most; a thread that waits for its collector ends with the
+        process.
+        """
         self._stop.set()
         if self._thread is not None:
             self._thread.join(seconds)
@@ -130,15 +134,15 @@ class TraceQueue:
                 return
 
     def _attempt(self, maker: SpanBuilder, sender: SpanExporter) -> bool:
-        """Sends the next batch; False: it waits, and so does what came after it.
+        """Sends the next batch; False: the batch and later requests keep waiting.
 
-        Spans are made once a batch, and of a collector that was away only when it takes connections again.
+        Spans of a batch are made once, and if the collector was unreachable only when it accepts connections again.
         """
         if not (self._of or self._waiting):
             return True
         try:
             taken = (not self._unsure or sender.reachable()) and self._send(maker, sender)
-        except Exception as error:  # a library's mistake must not end the thread
+        except Exception as error:  # an error in the library must not end the thread
             log.debug("traces: %r", error)
             taken = False
         self._unsure = not taken
@@ -154,13 +158,14 @@ class TraceQueue:
         self._tries += 1
         if not self._of:
             some = [self._waiting.popleft() for _ in range(min(len(self._waiting), AT_A_TIME))]
-            self._of, tries, self._tries = len(some), self._tries, TRIES  # what cannot be made is not tried again
+            # a batch whose spans cannot be made is not tried again
+            self._of, tries, self._tries = len(some), self._tries, TRIES
             self._batch = maker.make_spans([make_trace(summaries) for summaries in some])
             self._tries = tries
         return not self._batch or sender.send(self._batch)
 
     def _log_state(self, taken: bool) -> None:
-        """One line when a collector begins to fail, and one when it takes traces again."""
+        """Logs one line when a collector begins to fail, and one when it accepts traces again."""
         if taken == self._failing:
             self._failing = not taken
             if taken:
@@ -170,10 +175,10 @@ class TraceQueue:
 
 
 def make_collector_url(endpoint: str) -> str:
-    """The URL to which traces are posted: ``endpoint``, with OTLP's usual path where it has none.
+    """Returns the URL to which traces are posted: ``endpoint``, with OTLP's usual path if it has none.
 
     Raises:
-        StartupError: it is no http or https URL.
+        StartupError: ``endpoint`` is no http or https URL.
     """
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:

@@ -1,4 +1,4 @@
-"""What all routes share, and the steps of every generating route."""
+"""State shared by all routes, and the steps of every generating route."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class AppState:
 
     @property
     def fair_queued(self) -> int:
-        """Requests in the fair queues of all API processes, which no engine has yet."""
+        """Number of requests in the fair queues of all API processes, which no engine has yet."""
         own = 0 if self.fair_queue is None else self.fair_queue.waiting
         return own if self.settings.shared is None else self.settings.shared.update_fair_queued(own)
 
@@ -79,18 +79,18 @@ class AppState:
         return make_load_header(asked, stats, stats.waiting + self.fair_queued)
 
     def check_accepting(self) -> None:
-        """Checks whether requests of this task may run now.
+        """Checks that requests of this task may run now.
 
         Raises:
-            Unavailable: the engine loads, drains or is down.
-            BadRequest: the request is pinned to an engine that there is not.
+            Unavailable: the engine is loading, draining or down.
+            BadRequest: the request is pinned to an engine that does not exist.
         """
         if not self.engine.accepting:
             raise Unavailable(f"The server is not accepting requests: {self.engine.phase}.", retry_after=5)
         self.get_pinned_replica()
 
     def get_pinned_replica(self) -> int:
-        """The engine that the header ``X-data-parallel-rank`` of this task's request names; -1: any.
+        """Returns the engine that the header ``X-data-parallel-rank`` of this task's request names; -1: any.
 
         Raises:
             BadRequest: there is no such engine.
@@ -109,7 +109,7 @@ class AppState:
         return int(text) if text else -1
 
     def check_model(self, model: str | None) -> str:
-        """The model name for the answer.
+        """Returns the model name for the answer.
 
         Raises:
             NotFound: there is no such model; the message lists the names.
@@ -123,7 +123,7 @@ class AppState:
         return names[0]
 
     def check_request(self, request: GenerateRequest) -> dict[str, str]:
-        """Checks whether a request may run; returns response headers, which name ignored fields.
+        """Checks that a request may run; returns response headers, which name ignored fields.
 
         Raises:
             TrencadisError: the request may not run.
@@ -141,11 +141,11 @@ class AppState:
     def check_fields(
         self, request: Body, inner: Body | None = None, name: Callable[[str], str] = str
     ) -> dict[str, str]:
-        """Response headers that name the fields without effect.
+        """Returns response headers that name the fields without effect.
 
         Args:
             inner: the chat request that a request of another API has become.
-            name: what a field of ``inner`` is called in ``request``.
+            name: maps a field of ``inner`` to its name in ``request``.
 
         Raises:
             BadRequest: there are some, and ``--strict-request-fields`` is set.
@@ -171,7 +171,7 @@ class AppState:
         return {"x-ignored-fields": names} if names else {}
 
     def mentions(self, template: str | None, name: str) -> bool:
-        """Whether the template that renders a request contains the name of a variable."""
+        """Returns True if the template that renders a request contains the name of a variable."""
         if template is not None:
             return name in template
         return self.service.template is not None and self.service.template.mentions(name)
@@ -185,22 +185,22 @@ class AppState:
             )
 
     def shows_ids(self, request: GenerateRequest) -> bool:
-        """Whether log-probabilities show ids for tokens: as the request says, else as the operator does."""
+        """Returns True if log-probabilities show ids for tokens: the request's value, else the operator's."""
         asked = request.return_tokens_as_token_ids
         return self.settings.config.return_tokens_as_token_ids if asked is None else asked
 
     def get_requested_format(self, request: GenerateRequest) -> RequestedFormat | None:
-        """The form of answer that a request asks for.
+        """Returns the form of answer that a request asks for.
 
         Raises:
-            BadRequest: it asks for two, or for none that exists.
+            BadRequest: it asks for two forms, or for an unknown one.
         """
         config = self.settings.config
         usual = {name: True for name in OPTIONS if getattr(config, name, False)}
         return find_requested_format(request.response_format, request.structured_outputs, request.guided, usual)
 
     def make_media_scope(self, request: MediaRequest, http: HttpRequest, ticket: Ticket) -> MediaScope:
-        """The tenant, salt and options of a request's media; their pixels are charged to ``ticket``.
+        """Makes the tenant, salt and options of a request's media; their pixels are charged to ``ticket``.
 
         Raises:
             BadRequest: mm_processor_kwargs are unknown or wrong.
@@ -214,7 +214,7 @@ class AppState:
     def make_generation(
         self, id: str, prompt: Prompt, sampling: SamplingParams, request: GenerateRequest
     ) -> Generation:
-        """The generation of one prompt. Its id has a random suffix, because clients may repeat ids."""
+        """Makes the generation of one prompt. Its id has a random suffix, because clients may repeat ids."""
         if not request.is_plain:
             self._add_token_rules(prompt, sampling, request)
         own, salt = f"{id}-{uuid.uuid4().hex[:8]}", request.cache_salt or ""
@@ -228,13 +228,13 @@ class AppState:
         return self.record_generation(Generation(self.engine, self.service, made, prompt, finished))
 
     def _add_token_rules(self, prompt: Prompt, sampling: SamplingParams, request: GenerateRequest) -> None:
-        """Adds to the rule of ``prompt`` what ``sampling`` asks for."""
+        """Adds the restrictions of ``sampling`` to the rule of ``prompt``."""
         reasoning = self.parsers.for_template(getattr(request, "chat_template", None)).reasoning
         continued = bool(getattr(request, "continue_final_message", False))
         add_rule(prompt, sampling, self.service.tokenizer, self.service.limits.vocab, reasoning, continued)
 
     def _charge_tenant(self, account: TenantAccount, request: Request) -> Callable[[RequestTiming], None]:
-        """Has ``request`` run for a tenant, who pays for its tokens when it has finished."""
+        """Sets the tenant of ``request``; returns the callback that charges its tokens when it has finished."""
         request.tenant, request.weight = account.tenant.name, account.tenant.weight
 
         def on_finished(timing: RequestTiming) -> None:
@@ -244,7 +244,7 @@ class AppState:
         return on_finished
 
     def record_generation(self, generation: Generation) -> Generation:
-        """``generation``, which is noted in the record of the request that this task serves."""
+        """Adds ``generation`` to the record of the request that this task serves, and returns it."""
         record, config = RECORD.get(), self.settings.config
         if record is not None:
             record.model = self.settings.name
@@ -265,7 +265,7 @@ class AppState:
         log_received(record, len(prompt.tokens), len(prompt.media), generation.params, shown)
 
     def on_request_ended(self, record: RequestRecord) -> None:
-        """Writes the closing line of a request, and its trace."""
+        """Writes the closing line of a request, and queues its trace."""
         if record.runs_model:
             log_closing(record, self.settings.config.max_log_len)
             if self.traces is not None:
@@ -273,7 +273,7 @@ class AppState:
 
 
 def mark_runs_model() -> None:
-    """Notes in this task's record that its request came to a route which runs the model."""
+    """Marks in this task's record that its request came to a route that runs the model."""
     record = RECORD.get()
     if record is not None:
         record.runs_model = True
@@ -289,7 +289,7 @@ def check_priority(priority: int) -> None:
 
 
 def make_request_id(prefix: str, http: HttpRequest, given: str | None = None, mark: str = "-") -> str:
-    """``prefix``, ``mark``, and the client's id without unsafe characters, or that of the answer's header."""
+    """Returns ``prefix``, ``mark``, and the client's id without unsafe characters, or the id in the answer's header."""
     wanted = UNSAFE.sub("", given or str(http.scope.get("trencadis.request_id.shown", "")))[:128]
     id = f"{prefix}{mark}{wanted or uuid.uuid4().hex}"
     record = RECORD.get()
@@ -299,10 +299,10 @@ def make_request_id(prefix: str, http: HttpRequest, given: str | None = None, ma
 
 
 def make_usage(generations: Sequence[Generation], sizes: bool = False, shown: bool = True) -> Usage:
-    """Tokens of a request; ``sizes`` adds the size of each image and video after resizing.
+    """Counts the tokens of a request; ``sizes`` adds the size of each image and video after resizing.
 
     Args:
-        shown: whether kinds of prompt tokens are told, where nothing else asks for them.
+        shown: list the kinds of prompt tokens even without ``sizes``.
     """
     prompt = sum(len(g.prompt.tokens) for g in generations)
     completion = sum(g.timing.generated for g in generations)
@@ -317,7 +317,7 @@ def make_usage(generations: Sequence[Generation], sizes: bool = False, shown: bo
 
 
 def make_prompt_details(generations: Sequence[Generation], sizes: bool) -> PromptTokensDetails:
-    """Kinds of the tokens of all prompts; ``sizes``: as in ``make_usage``."""
+    """Counts the kinds of tokens of all prompts; ``sizes``: see ``make_usage``."""
     details = PromptTokensDetails(cached_tokens=sum(g.timing.cached for g in generations), image_tokens=0)
     if any(g.prompt.media for g in generations):
         _count_media(details, generations)
@@ -327,7 +327,7 @@ def make_prompt_details(generations: Sequence[Generation], sizes: bool) -> Promp
 
 
 def _add_sizes(details: PromptTokensDetails, generations: Sequence[Generation]) -> None:
-    """Adds each image and video as the model sees it."""
+    """Adds the sizes of each image and video as the model sees it."""
     details.images = [one for g in generations for one in list_image_details(g.prompt)]
     details.videos = [one for g in generations for one in list_video_details(g.prompt)] or None
 
@@ -341,12 +341,12 @@ def _count_media(details: PromptTokensDetails, generations: Sequence[Generation]
 
 
 def list_image_details(prompt: Prompt) -> list[ImageDetails]:
-    """The images of a prompt as the model sees them."""
+    """Lists the images of a prompt as the model sees them."""
     return [ImageDetails(**asdict(size)) for size in prompt.image_sizes]
 
 
 def list_video_details(prompt: Prompt) -> list[VideoDetails]:
-    """The videos of a prompt as the model sees them."""
+    """Lists the videos of a prompt as the model sees them."""
     return [
         VideoDetails(
             width=c.resized[1],
@@ -362,7 +362,7 @@ def list_video_details(prompt: Prompt) -> list[VideoDetails]:
 
 
 def forget_json(http: HttpRequest) -> None:
-    """Frees the parsed body of a request; what was read from it stays."""
+    """Frees the parsed body of a request; fields that were read from it stay."""
     parsed = getattr(http, "_json", None)
     if isinstance(parsed, dict):
         parsed.clear()

@@ -1,4 +1,4 @@
-"""API keys, which guard everything except what orchestrators probe."""
+"""API keys, which guard everything except the probes of orchestrators."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Keys:
     """The accepted API keys.
 
     Args:
-        guard_metrics: whether /metrics needs a key too.
+        guard_metrics: /metrics needs a key too.
         public: further paths that need none.
-        tenants: those of a key file, whose keys count too.
+        tenants: the tenants of a key file, whose keys are accepted too.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Keys:
         self._open = OPEN | public | (frozenset() if guard_metrics else {"/metrics"})
 
     def check(self, method: str, path: str, authorization: str, x_api_key: str) -> str:
-        """The tenant of a request, ``""`` if unknown.
+        """Returns the tenant of a request, ``""`` if unknown.
 
         With configured keys the tenant is the key that matched, whatever the other header holds. Without them it is the
         key that the client sent, which a proxy in front may have checked. The account of a tenant of the key file is
@@ -70,5 +70,5 @@ class Keys:
 
 
 def get_key_tenant(key: bytes) -> str:
-    """A digest of ``key``. The uuids that clients give to media belong to their tenant."""
+    """Returns a digest of ``key``. The uuids that clients give to media belong to their tenant."""
     return hashlib.sha256(key).hexdigest()[:32] if key else ""

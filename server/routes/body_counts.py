@@ -37,10 +37,10 @@ MAX_TEMPLATE = 1 << 17
 
 
 def check_counts(body: Any) -> None:
-    """Refuses a body in which a field has too many items.
+    """Checks that no field of a body has too many items.
 
     Raises:
-        BadRequest: names the field.
+        BadRequest: a field has too many; the message names it.
     """
     if not isinstance(body, dict):
         return
@@ -58,7 +58,7 @@ def check_counts(body: Any) -> None:
 
 
 def _check_prompts(body: Mapping[str, Any]) -> None:
-    """``check_counts`` of fields that take a prompt or a list of them."""
+    """Checks fields that take a prompt or a list of them."""
     for name in LISTED.intersection(body):
         given, most = body[name], RequestLimits.max_prompts
         if isinstance(given, list) and len(given) > most and not isinstance(given[0], int):

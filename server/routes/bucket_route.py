@@ -13,7 +13,7 @@ from trencadis.server.routes.app_state import AppState
 
 
 def router(state: AppState) -> APIRouter:
-    """The route over ``state``."""
+    """Makes the route over ``state``."""
     routes = APIRouter(tags=["operation"])
 
     @routes.get("/buckets", response_model=dict[str, Any])

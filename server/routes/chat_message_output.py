@@ -16,7 +16,7 @@ from trencadis.server.protocol.chat_completions import (
 
 
 def make_message(role: str, text: str, parts: Sequence[AnswerPart]) -> Message:
-    """The message of a whole answer; ``text`` is its content if no parser has read it into ``parts``."""
+    """Makes the message of a whole answer; ``text`` is its content if no parser has read it into ``parts``."""
     return _read_message(role, parts) if parts else Message(role=role, content=text)
 
 
@@ -39,7 +39,7 @@ def _make_calls(parts: Sequence[AnswerPart]) -> list[MessageToolCall]:
 
 
 def make_delta(part: AnswerPart) -> DeltaMessage:
-    """What a chunk adds; only what there is is set."""
+    """Makes the delta that a chunk adds; only fields with a value are set."""
     delta = DeltaMessage()
     if thoughts := part.reasoning:
         delta.reasoning = delta.reasoning_content = thoughts

@@ -16,7 +16,7 @@ from trencadis.server.routes.app_state import AppState
 
 
 def router(state: AppState) -> APIRouter:
-    """The routes over ``state``."""
+    """Makes the routes over ``state``."""
     routes = APIRouter(tags=["operation"])
     engine = state.engine
 
@@ -29,7 +29,8 @@ def router(state: AppState) -> APIRouter:
         """``/health`` under SageMaker's name."""
         return make_health_report(engine, engine.accepting and engine.healthy)
 
-    routes.add_api_route("/ping", ping, methods=["GET", "POST"], include_in_schema=False)  # its 405 allows both
+    # its 405 response lists both methods
+    routes.add_api_route("/ping", ping, methods=["GET", "POST"], include_in_schema=False)
     routes.get("/ping")(ping)
     routes.post("/ping")(ping)
 
@@ -70,7 +71,7 @@ def router(state: AppState) -> APIRouter:
 
 
 def make_health_report(engine: EngineClient, good: bool) -> Response:
-    """The state of the server and of each engine; 503 unless it is ``good``."""
+    """Makes the report on the server and each engine; its status is 503 unless ``good``."""
     body: dict[str, Any] = {
         "status": "ok" if good else "unavailable",
         "phase": engine.phase,
@@ -90,7 +91,7 @@ def make_health_report(engine: EngineClient, good: bool) -> Response:
 
 
 def make_stats(engine: EngineClient) -> dict[str, Any]:
-    """What ``/stats`` shows: gauges as of the last step; counters since the engine's start."""
+    """Returns the fields of ``/stats``: gauges as of the last step; counters since the engine's start."""
     now, info = engine.stats, engine.info
     return {
         "device": info.device if info is not None else None,
@@ -116,7 +117,9 @@ def make_stats(engine: EngineClient) -> dict[str, Any]:
 
 
 def get_warmup_progress(engine: EngineClient) -> dict[str, Any] | None:
-    """Progress of loading or background warm-up: phase, work done, percent, seconds left; None if neither runs."""
+    """Returns the progress of loading or background warm-up: phase, work done, percent, seconds left; None if
+    neither runs.
+    """
     now: Warming | Phase | None
     if engine.info is None or not engine.accepting or engine.sleep_level:
         now = engine.progress

@@ -1,4 +1,4 @@
-"""What the HTTP side needs to know: the server's configuration, and what is served."""
+"""Settings of the HTTP side: the server's configuration, and the served model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trencadis.server.front.shared_process_state import SharedProcessState
 
 @dataclass(frozen=True)
 class HttpSettings:
-    """The flags as ``config``, and beside them what no flag of the server says.
+    """The server's flags as ``config``, and settings that come from elsewhere.
 
     Args:
         model_root: the model as the user named it; its name in the API where ``--served-model-name`` gives none.
@@ -46,7 +46,7 @@ class HttpSettings:
 
     @property
     def bounds(self) -> Bounds:
-        """What may be inside the server at a time."""
+        """The limits of what may be inside the server at a time."""
         config, usual = self.config, Bounds()
         waiting = config.max_num_queued_reqs
         return Bounds(
@@ -58,7 +58,7 @@ class HttpSettings:
 
     @cached_property
     def fingerprint(self) -> str | None:
-        """``system_fingerprint``, as ``--fingerprint-mode`` says."""
+        """The ``system_fingerprint``, in the form that ``--fingerprint-mode`` sets."""
         mode, ranks = self.config.fingerprint_mode, self.engine.tensor_parallel_size
         if mode in ("custom", "none"):
             return (self.config.fingerprint_value or None) if mode == "custom" else None

@@ -1,6 +1,6 @@
 """Reads request bodies for FastAPI: scans them on arrival, decodes long strings off the event loop, parses the rest.
 
-A body that is too small to exceed a limit is parsed as it is.
+A body that is too small to exceed a limit is parsed without a scan.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _OFF_LOOP = OffEventLoop("body")
 
 
 class BodyRoute(APIRoute):
-    """A route that bounds and parses the body itself, before FastAPI asks for it."""
+    """A route that limits and parses the body itself, before FastAPI reads it."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """FastAPI's handler, with the body read first."""
+        """Returns FastAPI's handler, which runs after the body has been read."""
         handle = super().get_route_handler()
 
         async def handler(request: Request) -> Response:
@@ -45,7 +45,7 @@ class BodyRoute(APIRoute):
 
 
 async def read_body(request: Request) -> Any:
-    """The parsed body; None if it is empty.
+    """Returns the parsed body; None if it is empty.
 
     Raises:
         TrencadisError: the body is not JSON, or exceeds the limits of a request.
@@ -66,20 +66,20 @@ async def read_body(request: Request) -> Any:
     except (ValueError, RecursionError):
         raise BadRequest(NO_JSON) from None
     check_counts(found)
-    # Validation takes as long as parsing; let others run between them.
+    # Validation takes as long as parsing, so other tasks run between them.
     await asyncio.sleep(0)
     return found
 
 
 async def _chain_chunks(start: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """``start``, then ``rest``."""
+    """Yields ``start``, then ``rest``."""
     yield start
     async for chunk in rest:
         yield chunk
 
 
 async def _parse_long_body(chunks: AsyncIterator[bytes]) -> Any:
-    """The parsed body where it is long or nested."""
+    """Parses a body that is long or nested."""
     scan = await _scan_body(chunks)
     return parse_outline(scan.outline, await decode_long_strings(scan.long) if scan.long else [])
 
@@ -92,7 +92,7 @@ async def _scan_body(chunks: AsyncIterator[bytes]) -> BodyScan:
                 try:
                     scan.feed(chunk[at : at + SLICE])
                 except TrencadisError as error:
-                    # Reads and drops the rest: a client that is cut off while it sends often sees no answer.
+                    # Reads and drops the rest: a client whose connection is closed while it sends often sees no answer.
                     fault, scan = error, BodyScan()
             if len(chunk) > SLICE:
                 await asyncio.sleep(0)
@@ -103,7 +103,7 @@ async def _scan_body(chunks: AsyncIterator[bytes]) -> BodyScan:
 
 
 async def decode_long_strings(long: list[list[bytes]]) -> list[str]:
-    """The texts of long strings; frees their pieces.
+    """Returns the texts of long strings; frees their pieces.
 
     Raises:
         BadRequest: one of them is not a JSON string.
@@ -120,10 +120,10 @@ async def decode_long_strings(long: list[list[bytes]]) -> list[str]:
 
 
 def text_of(pieces: list[bytes], check: Check = no_check) -> str:
-    """The text of a JSON string, from the pieces between its quotes. Empties ``pieces``.
+    """Returns the text of a JSON string, from the pieces between its quotes. Empties ``pieces``.
 
     Raises:
-        ValueError: it is not UTF-8, or has a control character or a malformed escape.
+        ValueError: the string is not UTF-8, or has a control character or a malformed escape.
     """
     utf8 = codecs.getincrementaldecoder("utf-8")()
     out: list[str] = []
@@ -143,13 +143,13 @@ def text_of(pieces: list[bytes], check: Check = no_check) -> str:
 
 
 def _join_surrogates(text: str, found: str) -> tuple[str, str]:
-    """Two pieces of a text between which a surrogate pair was cut, with the pair in the first."""
+    """Joins two pieces of a text between which a surrogate pair was cut; the pair goes to the first."""
     pair = (text[-1] + found[0]).encode("utf-16", "surrogatepass").decode("utf-16")
     return text[:-1] + pair, found[1:]
 
 
 def _count_complete(text: str) -> int:
-    """The length of an escaped text without an incomplete escape at its end."""
+    """Returns the length of an escaped text without an incomplete escape at its end."""
     last = text.rfind("\\", max(0, len(text) - 6))
     if last < 0 or (last + 1 - len(text[: last + 1].rstrip("\\"))) % 2 == 0:
         return len(text)
@@ -157,10 +157,10 @@ def _count_complete(text: str) -> int:
 
 
 def parse_outline(outline: bytes, texts: list[str]) -> Any:
-    """The value of an outline with its long strings in place.
+    """Parses an outline and puts its long strings in place.
 
     Raises:
-        ValueError: it is not JSON in UTF-8.
+        ValueError: the outline is not JSON in UTF-8.
     """
     text = outline.decode("utf-8-sig")
     if not texts:

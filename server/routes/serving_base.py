@@ -21,12 +21,12 @@ class PreparedRequest(Protocol):
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all its prompts."""
+        """Number of tokens of all its prompts."""
         ...
 
     @property
     def form(self) -> StreamFormat:
-        """How its stream ends and fails."""
+        """The events for keep-alive, errors and the end of its stream."""
         ...
 
     async def complete(self, lazy: bool = False) -> BaseModel:
@@ -34,7 +34,7 @@ class PreparedRequest(Protocol):
         ...
 
     def stream(self) -> PieceStream:
-        """Its stream; called once."""
+        """Returns the stream of its events; called once."""
         ...
 
 
@@ -46,10 +46,10 @@ async def run_request(
     keep_alive: float,
     headers: Mapping[str, str],
 ) -> Response:
-    """The response; the ticket is released at its end, or by an error before it.
+    """Runs a request and makes its response; the ticket is released at its end, or by an error before it.
 
     Args:
-        begun: the work before the engine.
+        begun: the work before generation, which returns the prepared request.
         keep_alive: seconds of silence after which a stream sends a comment; 0: never.
 
     Raises:
@@ -70,7 +70,7 @@ async def run_request(
 
 
 async def _run_to_end(ticket: Ticket, prepared: Awaitable[PreparedRequest]) -> BaseModel:
-    """The whole answer of what ``prepared`` gives."""
+    """Runs the prepared request to its end and returns the whole answer."""
     work = await prepared
     ticket.charge(tokens=work.prompt_tokens)
     return await work.complete(lazy=ticket.answer is not None and ticket.answer.is_large)
@@ -79,7 +79,7 @@ async def _run_to_end(ticket: Ticket, prepared: Awaitable[PreparedRequest]) -> B
 async def _start_stream(
     http: Request, ticket: Ticket, prepared: Awaitable[PreparedRequest], keep_alive: float, headers: Mapping[str, str]
 ) -> Response:
-    """The stream, once its first event is there."""
+    """Returns the stream, once its first event has arrived."""
     try:
         work = await run_until_disconnect(http, prepared)
         ticket.charge(tokens=work.prompt_tokens)

@@ -49,7 +49,9 @@ NO_TOOL_PARSER = (
 
 @dataclass(slots=True)
 class RunningChat:
-    """A running request: its body and its generation. Other APIs' requests run as one, and only say it differently."""
+    """A running request: its body and its generation. Other APIs' requests are translated to it and only written
+    differently.
+    """
 
     form: ClassVar[StreamFormat] = CHAT_STREAM_FORMAT
     state: AppState
@@ -59,7 +61,7 @@ class RunningChat:
     model: str
     role: str
     named: bool = False
-    """Whether the request names the function to be called: then the call is the answer."""
+    """True if the request names the function to be called: then the call is the answer."""
     echo: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -76,7 +78,7 @@ class RunningChat:
 
     @property
     def as_ids(self) -> bool:
-        """Whether log-probabilities name tokens by their ids."""
+        """True if log-probabilities name tokens by their ids."""
         return self.state.shows_ids(self.body)
 
     async def complete(self, lazy: bool = False) -> ChatResponse:
@@ -118,11 +120,11 @@ class RunningChat:
         )
 
     def stream(self) -> ChatStream:
-        """Its stream."""
+        """Returns the stream of its events."""
         return ChatStream(self)
 
     def get_finish_reason(self, index: int, piece: TextPiece) -> str | None:
-        """OpenAI's finish reason: an answer that ended by itself and has calls ended with them."""
+        """Returns OpenAI's finish reason; "tool_calls" replaces "stop" if the answer has calls."""
         calls = piece.finish_reason == "stop" and self.generation.streams[index].calls
         return "tool_calls" if calls and not self.named else piece.finish_reason
 
@@ -141,10 +143,10 @@ class RunningChat:
 
 
 async def make_prompt(state: AppState, body: ChatRequest, http: Request, ticket: Ticket, most: int = 0) -> Prompt:
-    """The prompt of a conversation, with its media.
+    """Makes the prompt of a conversation, with its media.
 
     Args:
-        most: tokens of the prompt; 0: what the context has room for.
+        most: most tokens of the prompt; 0: as many as the context has room for.
 
     Raises:
         TrencadisError: a template, a tool, a message or a medium is wrong, or the prompt is too long.
@@ -165,10 +167,10 @@ async def make_prompt(state: AppState, body: ChatRequest, http: Request, ticket:
 
 
 def _make_rendering(state: AppState, body: ChatRequest) -> Rendering:
-    """What a request says about its prompt beside the messages.
+    """Collects the fields of a request that change its prompt, apart from the messages.
 
     Raises:
-        TrencadisError: a template that may not be, or tools that the model's template does not know.
+        TrencadisError: a template of the request is not allowed, or the model's template does not know tools.
     """
     config = state.settings.config
     state.check_template(body.chat_template)
@@ -191,8 +193,8 @@ async def prepare(
     """Makes the prompt and the sampling parameters of a request, before the engine sees it.
 
     Args:
-        id: of the answer; "": one of a chat completion.
-        fits: whether an output limit beyond every context is lowered to what the prompt leaves, and not refused.
+        id: id of the answer; "": a new one of a chat completion.
+        fits: an output limit beyond the context is lowered to what the prompt leaves, not refused.
 
     Raises:
         TrencadisError: the request cannot run.
@@ -233,7 +235,7 @@ def _describe_answer(body: ChatRequest, prompt: Prompt) -> AnswerShape:
 
 
 def _make_sampling_params(state: AppState, body: ChatRequest, prompt: int, fits: bool) -> SamplingParams:
-    """The parameters of answers to a prompt of ``prompt`` tokens; ``fits``: see ``prepare``."""
+    """Makes the parameters of answers to a prompt of ``prompt`` tokens; ``fits``: see ``prepare``."""
     name, asked = body.limit
     if fits and asked is not None:
         asked = min(asked, state.service.max_model_len)
@@ -247,7 +249,7 @@ def _make_sampling_params(state: AppState, body: ChatRequest, prompt: int, fits:
 
 
 async def _add_grammar(forms: AnswerParsers, state: AppState, body: ChatRequest, prompt: Prompt) -> None:
-    """Gives ``prompt`` the grammar of its answers, if the request wants a form."""
+    """Gives ``prompt`` the grammar of its answers, if the request restricts their form."""
     calls = None
     if body.may_call:
         level = state.settings.config.tool_strict_level
@@ -264,7 +266,7 @@ async def _add_grammar(forms: AnswerParsers, state: AppState, body: ChatRequest,
 
 
 def _set_parsers(forms: AnswerParsers, state: AppState, body: ChatRequest, prompt: Prompt) -> None:
-    """Has answers to ``prompt`` read by the parsers that the request needs."""
+    """Sets the parsers of answers to ``prompt``."""
     tokenizer = state.service.tokenizer
     prompt.shown = forms.list_visible_specials(tokenizer, body.may_call)
     prompt.reader = forms.make_readers(
@@ -278,7 +280,7 @@ def _set_parsers(forms: AnswerParsers, state: AppState, body: ChatRequest, promp
 
 
 def router(state: AppState) -> APIRouter:
-    """The route over ``state``."""
+    """Makes the route over ``state``."""
     routes = APIRouter(tags=["chat"], route_class=BodyRoute)
 
     @routes.post("/v1/chat/completions", response_model=ChatResponse)

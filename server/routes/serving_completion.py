@@ -50,7 +50,7 @@ class RunningCompletion:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
+        """Number of tokens of all prompts."""
         return sum(len(g.prompt.tokens) for g in self.generations)
 
     async def complete(self, lazy: bool = False) -> CompletionResponse:
@@ -94,12 +94,12 @@ class RunningCompletion:
         return made
 
     def stream(self) -> CompletionStream:
-        """Its stream."""
+        """Returns the stream of its events."""
         return CompletionStream(self)
 
     @property
     def count(self) -> int:
-        """Choices of each prompt."""
+        """Number of choices of each prompt."""
         return self.body.n or 1
 
     @property
@@ -110,18 +110,18 @@ class RunningCompletion:
 
     @property
     def silent(self) -> bool:
-        """Whether the answer is only the prompt (max_tokens 0)."""
+        """True if the answer is only the prompt (max_tokens 0)."""
         return self.body.max_tokens == 0
 
     def get_echo(self, prompt: int) -> str:
-        """The text of a prompt, where the answer begins with it."""
+        """Returns the text of a prompt if the answer begins with it, else ""."""
         if not self.body.echo:
             return ""
         made = self.generations[prompt].prompt
         return made.text if made.text is not None else self.state.service.tokenizer.decode(made.tokens)
 
     def make_response(self, choices: list[CompletionChoice], usage: bool) -> CompletionResponse:
-        """An answer, or (streaming) an event of it."""
+        """Makes an answer, or (streaming) one event of it."""
         made = CompletionResponse(
             id=self.id,
             object="text_completion",
@@ -198,7 +198,7 @@ def _make_sampling(state: AppState, body: CompletionRequest, prompt: Prompt) -> 
 
 
 def router(state: AppState) -> APIRouter:
-    """The route over ``state``."""
+    """Makes the route over ``state``."""
     routes = APIRouter(tags=["completions"], route_class=BodyRoute)
 
     @routes.post("/v1/completions", response_model=CompletionResponse)

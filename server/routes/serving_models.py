@@ -9,7 +9,7 @@ from trencadis.server.routes.app_state import AppState
 
 
 def router(state: AppState) -> APIRouter:
-    """The routes over ``state``."""
+    """Makes the routes over ``state``."""
     routes = APIRouter(tags=["models"])
 
     def card(name: str) -> ModelCard:

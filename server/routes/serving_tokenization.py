@@ -32,7 +32,7 @@ _OFF_LOOP = OffEventLoop("tokens")
 
 
 def router(state: AppState) -> APIRouter:
-    """The routes over ``state``."""
+    """Makes the routes over ``state``."""
     routes = APIRouter(tags=["tokens"], route_class=BodyRoute)
 
     async def prompt_of(body: TokenizeRequest, scope: MediaScope) -> Prompt:
@@ -102,7 +102,7 @@ def build_tokenize_response(state: AppState, prompt: Prompt, *, names: bool, siz
 
 
 async def make_detokenize_response(state: AppState, tokens: list[int], headers: dict[str, str]) -> Response:
-    """The response with the text of ``tokens``."""
+    """Makes the response with the text of ``tokens``."""
 
     def build_body(check: Check) -> BaseModel:
         bad = next((t for t in tokens if not 0 <= t < state.service.limits.vocab), None)
@@ -114,7 +114,7 @@ async def make_detokenize_response(state: AppState, tokens: list[int], headers: 
 
 
 async def run_with_ticket(http: Request, ticket: Ticket, work: Awaitable[T]) -> T:
-    """The result of ``work``, which is cancelled if the client disconnects; releases the ticket."""
+    """Returns the result of ``work``, which is cancelled if the client disconnects; releases the ticket."""
     try:
         return await run_until_disconnect(http, work)
     finally:
@@ -122,7 +122,7 @@ async def run_with_ticket(http: Request, ticket: Ticket, work: Awaitable[T]) -> 
 
 
 async def write_response(made: Callable[[Check], BaseModel], tokens: int, headers: dict[str, str]) -> Response:
-    """The response with the body that ``made`` builds from ``tokens`` tokens."""
+    """Makes the response with the body that ``made`` builds from ``tokens`` tokens."""
 
     def write(check: Check) -> str:
         return made(check).model_dump_json()

@@ -25,7 +25,7 @@ T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 TIMEOUT_FLUSH_SECONDS = 5.0
-"""Seconds in which a client must take the end of a stream whose time is up."""
+"""Seconds in which a client must read the end of a stream whose time is up."""
 
 
 def _encode_error(error: TrencadisError) -> bytes:
@@ -34,12 +34,12 @@ def _encode_error(error: TrencadisError) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class StreamFormat:
-    """How a stream fails, ends and passes the time.
+    """The events of one API's streams for errors, the end, and keep-alive.
 
     Args:
-        failure: the event for an error.
+        failure: makes the event for an error.
         done: sent at the end, after an error too.
-        keep_alive: sent while there is nothing to say.
+        keep_alive: sent while the stream is silent.
     """
 
     failure: Callable[[TrencadisError], bytes] = _encode_error
@@ -54,14 +54,14 @@ class TimedStreamWriter(StreamWriter, Protocol):
     """A writer that notes when it was last written to."""
 
     last_written: float
-    """``time.monotonic`` of the last time."""
+    """``time.monotonic`` of the last write."""
 
 
 class WritableConnection(Protocol):
-    """A connection that can be written to past the layers of the app."""
+    """A connection that can be written to directly, bypassing the layers of the app."""
 
     def get_chunk_writer(self, record: RequestRecord) -> TimedStreamWriter | None:
-        """Writes chunks of the response that has begun; its bytes are noted in ``record``."""
+        """Returns a writer of chunks of the response that has begun; its bytes are counted in ``record``."""
         ...
 
 
@@ -70,12 +70,12 @@ class ClientGone(Exception):
 
 
 def encode_event(value: BaseModel) -> bytes:
-    """One event, with only the fields that were set."""
+    """Encodes one event, with only the fields that were set."""
     return b"data: " + value.model_dump_json(exclude_unset=True).encode() + b"\n\n"
 
 
 async def run_until_disconnect(request: Request, work: Awaitable[T]) -> T:
-    """The result of ``work``, which is cancelled if the client disconnects.
+    """Returns the result of ``work``, which is cancelled if the client disconnects.
 
     Raises:
         ClientGone: the client has disconnected.
@@ -92,7 +92,7 @@ async def run_until_disconnect(request: Request, work: Awaitable[T]) -> T:
 
 
 class EventStream(Response):
-    """Sends events as they come, then what ends a stream; an error becomes an event before it.
+    """Sends events as they come, then the end marker of the stream; an error becomes an event before it.
 
     Args:
         events: encoded by ``encode_event``.
@@ -151,7 +151,7 @@ class EventStream(Response):
         try:
             async with asyncio.timeout_at(None if self._record is None else self._record.deadline) as timer:
                 if self._record is not None:
-                    self._record.timer = timer  # the request middleware's has been stopped
+                    self._record.timer = timer  # the request middleware's timer has been stopped
                 async with aclosing(self._with_error_event()) as chunks, self._keep_alive_comments(send):
                     async for chunk in chunks:
                         await send({"type": "http.response.body", "body": chunk, "more_body": True})
@@ -162,7 +162,7 @@ class EventStream(Response):
         except TimeoutError:
             if not timer.expired():
                 raise
-            # First what the engine does for it; a client that does not read must not keep that.
+            # Ends the engine's work first: a client that does not read must not keep it running.
             await self._close()
             async with asyncio.timeout(TIMEOUT_FLUSH_SECONDS):
                 late = self._encode_failure(DeadlineExceeded("The request did not end within its time."))
@@ -175,7 +175,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _close(self) -> None:
-        """Ends what makes the events; a second call does nothing."""
+        """Ends the source of the events; a second call does nothing."""
         close = getattr(self._events, "aclose", None)
         if close is not None:
             await close()
@@ -186,7 +186,9 @@ class EventStream(Response):
         return self._form.failure(error)
 
     async def _with_error_event(self) -> AsyncGenerator[bytes]:
-        """The events, then one for an error among them. Errors of sending are not reported: the client has gone."""
+        """Yields the events, then one for an error among them. Errors of sending are not reported: the client has
+        gone.
+        """
         try:
             async for chunk in self._events:
                 yield chunk
@@ -226,9 +228,9 @@ class EventStream(Response):
 
 
 def get_connection_writer(scope: Scope) -> TimedStreamWriter | None:
-    """What writes to the connection of a request past all layers of the app, which have nothing to add to a body.
+    """Returns a writer that bypasses the layers of the app, which do not change bodies, and writes to the connection.
 
-    None if there is no such connection, or its chunks are not those of HTTP/1.1.
+    None if there is no such connection, or it does not use HTTP/1.1 chunks.
     """
     known, record = scope.get("trencadis.connection"), scope.get("trencadis.record")
     if known is None or record is None:

@@ -1,4 +1,6 @@
-"""Which replicas hold which content, as far as the router knows. Bounded; what was used longest ago goes first."""
+"""Index of the replicas that hold each content, as far as the router knows. Bounded; the least recently used goes
+first.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,10 @@ from trencadis.server.routing.request_cost import Key
 
 
 class CacheIndex:
-    """Keys and their holders.
+    """Maps keys of cached content to the replicas that hold them.
 
     Each replica has a list of its own in the order of use, at most ``bound`` long. A cache evicts in about that order,
-    so the list is right for most keys even where no engine reports evictions.
+    so the list is right for most keys even if no engine reports evictions.
     """
 
     def __init__(self, bound: int) -> None:
@@ -21,15 +23,15 @@ class CacheIndex:
         self._held: dict[int, OrderedDict[Key, None]] = {}
 
     def __len__(self) -> int:
-        """Pairs of a key and a holder."""
+        """Number of pairs of a key and a holder."""
         return sum(len(held) for held in self._held.values())
 
     def get_holders(self, key: Key) -> Sequence[int]:
-        """Replicas that hold ``key``; not to be changed."""
+        """Returns the replicas that hold ``key``; the result must not be changed."""
         return self._holders.get(key, ())
 
     def holds(self, replica: int, key: Key) -> bool:
-        """Whether ``replica`` holds ``key``."""
+        """Returns True if ``replica`` holds ``key``."""
         held = self._held.get(replica)
         return held is not None and key in held
 
@@ -50,7 +52,7 @@ class CacheIndex:
             self._remove_holder(replica, held.popitem(last=False)[0])
 
     def remove_evicted(self, replica: int, keys: Iterable[Key]) -> None:
-        """``replica`` no longer holds ``keys``; keys that it was not known to hold are ignored."""
+        """Records that ``replica`` no longer holds ``keys``; keys that it was not known to hold are ignored."""
         held = self._held.get(replica)
         if not held:
             return
@@ -60,7 +62,7 @@ class CacheIndex:
                 self._remove_holder(replica, key)
 
     def forget(self, replica: int) -> None:
-        """``replica`` holds nothing any more."""
+        """Records that ``replica`` holds nothing any more."""
         for key in self._held.pop(replica, ()):
             self._remove_holder(replica, key)
 

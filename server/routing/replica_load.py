@@ -1,4 +1,4 @@
-"""What a replica has been given and has not finished, and how long a new request would wait there."""
+"""The requests that a replica has not finished, and the predicted wait of a new request there."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from trencadis.server.routing.step_costs import RECENT, StepCosts
 
 LINE_WORDS = 8
-"""Numbers of a replica in the array that decisions read: a line of a processor's cache.
+"""Numbers per replica in the array that decisions read: one cache line of a processor.
 
-Seconds that any request waits; seconds of queued work, when the replica last showed progress, seconds of the oldest
-request, and what each of those seconds takes with the steps around it; free token capacity.
+They are: seconds that any request waits; seconds of queued work, when the replica last showed progress, seconds of the
+oldest request, and what each of those seconds takes with the steps around it; free token capacity.
 """
 
 BASE, QUEUED, MOVED, OLDEST, FACTOR, SPARE = range(6)
 
 
 def predict_wait(lines: array[float], at: int, now: float) -> float:
-    """Predicted seconds of queueing at the replica whose table row begins at ``at``, if rows and KV capacity
+    """Predicts the seconds of queueing at the replica whose table row begins at ``at``, if rows and KV capacity
     suffice.
     """
     seconds = lines[at]
@@ -44,10 +44,10 @@ class Assignment:
 
 
 class ReplicaLoad:
-    """The open requests of one replica.
+    """The open requests of one replica, and its predicted waits.
 
     Args:
-        costs: of its steps.
+        costs: costs of its steps.
         rows: requests that it runs at a time; 0: any number.
         capacity: tokens that its KV cache holds; 0: any number.
         lines: where it keeps what decisions read, from ``at`` on; None: an array of its own.
@@ -62,7 +62,7 @@ class ReplicaLoad:
         self.queued = 0.0
         """Seconds of work that was charged to requests without a first token."""
         self.tokens = 0
-        """Prompt tokens of open requests."""
+        """Number of prompt tokens of open requests."""
         self.decoding = 0
         self.life = 0.0
         """Mean seconds from a request's first token to its end."""
@@ -74,15 +74,15 @@ class ReplicaLoad:
 
     @property
     def open(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return len(self._waiting) + self.decoding
 
     def wait(self, now: float, tokens: int = 0) -> float:
-        """Seconds until a request of ``tokens`` tokens, sent now, would be computed.
+        """Predicts the seconds until a request of ``tokens`` tokens, sent now, would be computed.
 
-        Work in front of it, less what must have been done of the oldest request since the replica last showed progress;
-        the decoding rows of each step until then; and, where rows or KV blocks are used up, the time until enough
-        requests have ended. Costs are those at the last change of what is open.
+        Adds up the work in front of it, less what must have been done of the oldest request since the replica last
+        showed progress; the decoding rows of each step until then; and, if rows or KV blocks are used up, the time
+        until enough requests have ended. Costs are those at the last change of the open requests.
         """
         seconds = predict_wait(self._table, self._at, now)
         return seconds + self.predict_capacity_wait(tokens) if tokens > self._table[self._at + SPARE] else seconds
@@ -91,7 +91,8 @@ class ReplicaLoad:
         """Recomputes this replica's row of the shared table, which is read more often than it changes."""
         c, base, factor, oldest = self.costs, 0.0, 1.0, 0.0
         if self._waiting or self.decoding:
-            # Half of the step that runs, the steps in front, and the other rows of its own; that step itself all have.
+            # Half of the running step, the steps in front, and the other rows of its own step; every request has that
+            # step itself.
             rows = self.decoding * c.row
             step = c.step + rows
             factor = 1 + step / max(c.chunk * c.token, 1e-9)
@@ -105,12 +106,12 @@ class ReplicaLoad:
         lines[at + OLDEST], lines[at + FACTOR], lines[at + SPARE] = oldest, factor, spare
 
     def set_capacity(self, capacity: int) -> None:
-        """Its KV cache holds ``capacity`` tokens."""
+        """Sets the number of tokens that its KV cache holds."""
         self.capacity = capacity
         self._update_line()
 
     def predict_capacity_wait(self, tokens: int) -> float:
-        """Predicted seconds until enough running requests have ended to make room for ``tokens`` tokens; 0 if they
+        """Predicts the seconds until enough running requests have ended to make room for ``tokens`` tokens; 0 if they
         fit now.
         """
         over = 0.0

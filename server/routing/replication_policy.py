@@ -1,9 +1,9 @@
-"""When a prefix that some replicas hold should be copied to one more replica (ski-rental rule).
+"""Decides when a prefix that some replicas hold is copied to one more replica (ski-rental rule).
 
 Ski-rental rule: a prefix is copied to another replica once waiting for it has cost as much as recomputing it. A request
 that waits longer at a holder than it would elsewhere adds the difference to the content's account; once the account
 reaches the cost of computing the content again, the next request goes elsewhere and computes it. So copies follow the
-demand without a rate to be known, and waits and copies together cost at most twice what the best choice in hindsight
+demand without a known request rate, and waits and copies together cost at most twice what the best choice in hindsight
 would.
 """
 
@@ -14,7 +14,7 @@ from collections import OrderedDict
 from trencadis.server.routing.request_cost import Key
 
 MAX_TRACKED = 1 << 14
-"""Tracked contents; the one that was waited for longest ago is dropped first."""
+"""Most tracked contents; the one that was waited for longest ago is dropped first."""
 
 
 class ReplicationPolicy:

@@ -1,4 +1,4 @@
-"""What the router must know of a request to choose a replica for it."""
+"""The facts of a request from which the router chooses a replica."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 Key = int
-"""What names cached content: the first 8 bytes of a ``BlockHashChain`` key or of an image's arena key, as an
+"""Identifies cached content: the first 8 bytes of a ``BlockHashChain`` key or of an image's arena key, as an
 integer.
 """
 
 EVERY_UP_TO, EIGHTH_UP_TO, THEN_EACH = 64, 512, 64
-"""Prefixes of every length up to the first are known, of every 8th up to the second, then of every 64th, in units."""
+"""Indexed prefix lengths in units: every one up to the first, every 8th up to the second, then every 64th."""
 
 
 class RoutedImage(NamedTuple):
-    """One image of a prompt: the key of its embedding, its VISION slots, and the first token behind it."""
+    """One image of a prompt: the key of its embedding, its VISION slots, and the first token after it."""
 
     key: Key
     slots: int
@@ -23,20 +23,20 @@ class RoutedImage(NamedTuple):
 
 
 class RoutedPrefix(NamedTuple):
-    """A start of a prompt: the key of its last block, and its tokens."""
+    """A prefix of a prompt: the key of its last block, and its number of tokens."""
 
     key: Key
     tokens: int
 
 
 class RequestCost(NamedTuple):
-    """A request as the router sees it.
+    """The facts of a request that the router uses.
 
     Args:
-        tokens: of the prompt, placeholders included.
-        prefixes: starts of the prompt that a replica may hold, ascending.
-        images: by ascending offset.
-        output: tokens that the answer may have at most.
+        tokens: number of prompt tokens, placeholders included.
+        prefixes: prefixes of the prompt that a replica may hold, ascending.
+        images: images of the prompt by ascending offset.
+        output: most tokens of the answer.
     """
 
     tokens: int
@@ -49,7 +49,7 @@ def is_indexed_prefix(unit: int) -> bool:
     """True if the prefix of ``unit`` units is stored in the index: lengths are spaced geometrically, to bound keys per
     prompt.
 
-    Two neighbours differ by at most an eighth of their length: the prefix that is found is at most an eighth too short,
+    Neighbouring lengths differ by at most an eighth: the prefix that is found is at most an eighth too short,
     and a request of 128k tokens, in units of 128, has 128 of them. The rule depends on the length alone, so that a
     longer prompt with the same start has the same ones.
     """

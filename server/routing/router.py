@@ -1,9 +1,10 @@
-"""Chooses a replica for each request: the one where its first token comes soonest, as far as can be predicted.
+"""Chooses a replica for each request: the one with the earliest predicted first token.
 
-The score of a replica is the predicted wait there, plus what is left to prefill, plus the images left to encode, in
-seconds. So a prefix that many want spreads by itself: once its holder is busy for longer than the prefix takes to
-compute again, another replica wins, and holds it too. Where others are idle it spreads sooner (``replication``), or a
-large fleet would crowd around the few replicas that came first. A decision looks at a bounded number of replicas.
+The score of a replica is the predicted wait there, plus the tokens left to prefill, plus the images left to encode, in
+seconds. So a prefix that many requests share spreads by itself: once its holder is busy for longer than the prefix
+takes to compute again, another replica wins, and holds it too. If others are idle it spreads sooner
+(``replication_policy``), or a large fleet would crowd around the few replicas that came first. A decision looks at a
+bounded number of replicas.
 """
 
 from __future__ import annotations
@@ -23,30 +24,30 @@ RANDOM_REPLICAS = 8
 """Replicas that are drawn at random for each decision."""
 
 MAX_PREFIX_HOLDERS = 8
-"""Holders of a prefix that are looked at."""
+"""Most holders of a prefix that a decision examines."""
 
 MAX_IMAGES, MAX_IMAGE_HOLDERS = 4, 4
-"""Images of a request whose holders are looked at, and holders of each."""
+"""Most images of a request whose holders are examined, and most holders of each."""
 
 UNKNOWN = -1
-"""Instead of the tokens that a replica holds."""
+"""Stands for an unknown number of tokens that a replica holds."""
 
 OWN_WORK_WEIGHT = 1.5
-"""Weight of a request's own seconds beside those of the wait: what is computed twice also delays later requests."""
+"""Weight of a request's own seconds against those of the wait: duplicated work also delays later requests."""
 
 COPY_WEIGHT = 2.0
-"""Weight of what a copy takes beside the seconds that were waited for want of it."""
+"""Weight of the cost of a copy against the seconds that requests have waited for lack of it."""
 
 MAX_INDEX_ENTRIES = 1 << 21
-"""Pairs of a prefix and a holder that the index keeps, of all replicas together."""
+"""Most pairs of a prefix and a holder in the index, of all replicas together."""
 
 
 class PrefixAffinityRouter:
-    """The replicas' loads and what they hold.
+    """Chooses a replica for each request from the replicas' loads and cached contents.
 
     Args:
-        replicas: how many there may be; their numbers are [0, replicas).
-        costs: makes what replica i's steps cost; what it gives is kept, and may be taught further.
+        replicas: most replicas; their numbers are [0, replicas).
+        costs: makes the step costs of replica i; the objects are kept, and callers may update them.
         rows: requests that a replica runs at a time; 0: any number.
         capacity: tokens of a replica's KV cache; 0: unknown.
         bound: pairs of a prefix and a holder in the index, of all replicas together.
@@ -69,19 +70,19 @@ class PrefixAffinityRouter:
         self.images = CacheIndex(bound // replicas // 4)
         self.replication = ReplicationPolicy()
         self.examined = 0
-        """Replicas that the last decision scored."""
+        """Number of replicas that the last decision scored."""
         self._open: list[int] = []
         self._is_open = [False] * replicas
         self._random = random.Random(seed).random
 
     def open(self, replica: int) -> None:
-        """``replica`` takes requests."""
+        """Lets ``replica`` take requests."""
         if not self._is_open[replica]:
             self._is_open[replica] = True
             self._open.append(replica)
 
     def close(self, replica: int) -> None:
-        """``replica`` takes no requests; what it holds stays known."""
+        """Stops new requests to ``replica``; its contents stay known."""
         if self._is_open[replica]:
             self._is_open[replica] = False
             self._open.remove(replica)
@@ -93,12 +94,12 @@ class PrefixAffinityRouter:
         self.images.forget(replica)
 
     def on_evicted(self, replica: int, prefixes: Iterable[Key], images: Iterable[Key] = ()) -> None:
-        """``replica`` reports what it evicted."""
+        """Records the contents that ``replica`` reports as evicted."""
         self.prefixes.remove_evicted(replica, prefixes)
         self.images.remove_evicted(replica, images)
 
     def choose(self, cost: RequestCost, now: float, avoid: Collection[int] = (), pinned: int = -1) -> Assignment | None:
-        """The replica for a request, charged with it at once; None where none is open.
+        """Chooses the replica for a request and charges it at once; None if none is open.
 
         Args:
             now: seconds of the caller's clock, which must be the same for all calls.
@@ -116,10 +117,10 @@ class PrefixAffinityRouter:
                 continue
             wait = predict_wait(
                 lines, LINE_WORDS * replica, now
-            )  # most of the time of a decision is in these three lines
+            )  # most of the time of a decision is spent in these three lines
             if tokens > lines[LINE_WORDS * replica + SPARE]:
                 wait += self.loads[replica].predict_capacity_wait(tokens)
-            if wait < least:  # else it cannot win, whatever it holds
+            if wait < least:  # else it cannot win, whatever its contents
                 if known < 0:
                     known = self._count_held_tokens(replica, cost)
                 score = wait + OWN_WORK_WEIGHT * self._estimate_own_seconds(replica, cost, known)
@@ -146,17 +147,19 @@ class PrefixAffinityRouter:
         else:
             key = next((p.key for p in cost.images if self.images.holds(best, p.key)), -1)
             if key < 0:
-                return False  # it is only faster
+                return False  # the idle replica is only faster
         price = self._estimate_own_seconds(idle, cost, there) - self._estimate_own_seconds(best, cost, held)
         return self.replication.should_replicate(key, seconds, COPY_WEIGHT * price)
 
     def assign(self, replica: int, cost: RequestCost, now: float, held: int = UNKNOWN) -> Assignment:
-        """Charges ``replica``, which holds the first ``held`` tokens of a request, and notes what it will hold."""
+        """Charges ``replica``, which holds the first ``held`` tokens of a request, and records the contents that it
+        will hold.
+        """
         if held < 0:
             held = self._count_held_tokens(replica, cost)
         ticket = Assignment(replica, self._estimate_own_seconds(replica, cost, held), cost.tokens)
         self.loads[replica].charge(ticket, now)
-        # The longest first, so that a start counts as used after what follows it: caches evict tails first.
+        # The longest prefix first, so that a shorter one counts as used later: caches evict tails first.
         self.prefixes.mark_used(replica, [p.key for p in reversed(cost.prefixes)])
         if cost.images:
             # An image within the cached prefix is neither looked up nor encoded.
@@ -164,18 +167,18 @@ class PrefixAffinityRouter:
         return ticket
 
     def on_first_token(self, ticket: Assignment, now: float) -> None:
-        """The first token of a request came."""
+        """Records the first token of a request."""
         self.loads[ticket.replica].on_first_token(ticket, now)
 
     def on_ended(self, ticket: Assignment, now: float) -> None:
-        """A request has ended, however it did; to be called exactly once."""
+        """Records the end of a request, for whatever reason; must be called exactly once."""
         self.loads[ticket.replica].on_ended(ticket, now)
 
     def _select_candidates(self, cost: RequestCost, now: float, avoid: Collection[int]) -> Mapping[int, int]:
-        """Replicas, and the tokens that each is known to hold; holders come first, so that they win ties.
+        """Returns replicas and the tokens that each is known to hold; holders come first, so that they win ties.
 
-        All open ones where those are few; else holders, and of a draw the one with the shortest wait, since it is not
-        known what those hold.
+        These are all open ones if they are few; else holders, and of a random draw the one with the shortest wait,
+        since it is not known what the drawn ones hold.
         """
         count, draw = len(self._open), self._random
         if count <= RANDOM_REPLICAS + MAX_PREFIX_HOLDERS:
@@ -185,9 +188,9 @@ class PrefixAffinityRouter:
         longest = seen = 0
         for key, tokens in reversed(cost.prefixes):
             holders = self.prefixes.get_holders(key)
-            if len(holders) != seen:  # else they are those of the longer one
+            if len(holders) != seen:  # else they are the holders of the longer prefix
                 longest, seen = longest or tokens, len(holders)
-                # Whoever is not found yet holds no longer prefix: each longer one's holders were all taken.
+                # Replicas not found yet hold no longer prefix: all holders of each longer one were added.
                 if self._add_holders(holders, MAX_PREFIX_HOLDERS - len(found), found, tokens):
                     break
         for image in cost.images[:MAX_IMAGES]:
@@ -210,7 +213,7 @@ class PrefixAffinityRouter:
         return found
 
     def _add_holders(self, holders: Sequence[int], most: int, found: dict[int, int], tokens: int) -> bool:
-        """Adds at most ``most`` of ``holders``, starting at a random position; whether no more may be added."""
+        """Adds at most ``most`` of ``holders``, starting at a random position; returns True if no more may be added."""
         count = len(holders)
         if count <= most:
             for holder in holders:
@@ -222,8 +225,8 @@ class PrefixAffinityRouter:
         return True
 
     def _estimate_own_seconds(self, replica: int, cost: RequestCost, held: int) -> float:
-        """Seconds of the request's own work on ``replica``: images it does not hold, and prompt tokens beyond the
-        first ``held``.
+        """Estimates the seconds of the request's own work on ``replica``: images it does not hold, and prompt tokens
+        beyond the first ``held``.
         """
         costs = self._costs[replica]
         seconds = costs.token * (cost.tokens - held)
@@ -233,8 +236,8 @@ class PrefixAffinityRouter:
         return seconds
 
     def _count_held_tokens(self, replica: int, cost: RequestCost) -> int:
-        """Number of prompt tokens in the longest prefix that ``replica`` holds, found by bisection (a holder of a
-        prefix holds all shorter ones).
+        """Returns the number of prompt tokens in the longest prefix that ``replica`` holds, found by bisection (a
+        holder of a prefix holds all shorter ones).
         """
         prefixes = cost.prefixes
         if not prefixes or not self.prefixes.holds(replica, prefixes[0].key):

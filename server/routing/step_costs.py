@@ -1,4 +1,4 @@
-"""What a replica's steps cost, in seconds, learned from the launches that its engine reports."""
+"""The cost of a replica's steps in seconds, learned from the launches that its engine reports."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ RECENT = 0.05
 """Least weight of a new launch in a mean; the first ones weigh more, the very first one wholly."""
 
 FULL = 256
-"""Tokens, and slots, from which a launch counts as one: a small launch is mostly the fixed cost of a step."""
+"""Tokens, and slots, from which a launch has full weight: a small launch is mostly the fixed cost of a step."""
 
 LEAP = 8.0
-"""A launch counts as at most this many times the mean: one that compiled says nothing about the next."""
+"""Limit of a launch as a multiple of the mean: a launch that compiled says nothing about the next one."""
 
 ENOUGH = 4.0
-"""Launches of its own from which a replica's mean counts; before that it is the mean of all."""
+"""Launches of its own from which a replica's mean is used; before that it is the mean of all replicas."""
 
 
 @dataclass(slots=True)
 class StepCosts:
-    """Seconds of one replica: of a prompt's token, of a VISION slot, of a step, and what each decoding row adds to it.
+    """Seconds of one replica: per prompt token, per VISION slot, per step, and per decoding row of a step.
 
     The values at the start stand for a 7B model on one card; only their proportions matter until launches are known,
     because all replicas start with the same.
 
     Args:
         chunk: prompt tokens of one step at most.
-        tokens, slots, steps: launches of each kind that were seen, in full ones.
+        tokens, slots, steps: observed launches of each kind; a launch smaller than ``FULL`` counts in part.
     """
 
     token: float = 5e-5
@@ -39,21 +39,21 @@ class StepCosts:
     steps: float = 0.0
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
-        """Learns from a launch that prefilled ``tokens`` tokens in ``seconds``."""
+        """Updates the cost of a token from a launch that prefilled ``tokens`` tokens in ``seconds``."""
         if tokens > 0 and seconds > 0:
             weight = min(tokens / FULL, 1.0)
             self.tokens += weight
             self.token = _update_mean(self.token, seconds / tokens, self.tokens, weight)
 
     def observe_encode(self, slots: int, seconds: float) -> None:
-        """Learns from a launch that encoded images of ``slots`` VISION slots in ``seconds``."""
+        """Updates the cost of a slot from a launch that encoded images of ``slots`` VISION slots in ``seconds``."""
         if slots > 0 and seconds > 0:
             weight = min(slots / FULL, 1.0)
             self.slots += weight
             self.slot = _update_mean(self.slot, seconds / slots, self.slots, weight)
 
     def observe_decode(self, rows: int, seconds: float) -> None:
-        """Learns from a decoding launch of ``rows`` rows in ``seconds``: updates the cost of a step and of each row."""
+        """Updates the cost of a step and of each row from a decoding launch of ``rows`` rows in ``seconds``."""
         if rows > 0 and seconds > 0:
             self.steps += 1.0
             self.step = _update_mean(self.step, max(seconds - rows * self.row, 0.0), self.steps, 1.0)
@@ -61,14 +61,14 @@ class StepCosts:
 
 
 def _update_mean(mean: float, seen: float, count: float, weight: float) -> float:
-    """The mean after a launch, the ``count``-th one."""
+    """Returns the mean after a launch, the ``count``-th one."""
     return mean + min(max(RECENT, 1.0 / count) * weight, 1.0) * (min(seen, LEAP * mean) - mean)
 
 
 class ReplicaCosts:
     """Step costs per replica; a replica without enough measurements uses the mean of all.
 
-    Without that a replica that has run little would look cheap, or dear, for no other reason than its start values.
+    Otherwise a replica that has run little would look cheap, or expensive, only because of its start values.
     """
 
     def __init__(self, replicas: int, chunk: int) -> None:
@@ -76,7 +76,7 @@ class ReplicaCosts:
         self.each = [StepCosts(chunk=chunk) for _ in range(replicas)]
 
     def learn(self, replica: int, stage: str, amount: int, seconds: float) -> None:
-        """A launch of ``replica``: ``prefill`` (tokens), ``vision`` (slots) or ``decode`` (rows)."""
+        """Updates costs from a launch of ``replica``: ``prefill`` (tokens), ``vision`` (slots) or ``decode`` (rows)."""
         for costs in (self.all, self.each[replica]):
             if stage == "prefill":
                 costs.observe_prefill(amount, seconds)

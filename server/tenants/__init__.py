@@ -1,1 +1,1 @@
-"""Who a request belongs to, what it may ask for, and what each tenant has used."""
+"""The tenants of requests, their limits, and their use."""

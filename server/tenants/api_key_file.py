@@ -1,4 +1,6 @@
-"""``--api-key-file``: names, digests of keys, weights and limits, as YAML. Keys themselves stand nowhere."""
+"""``--api-key-file``: names, digests of keys, weights and limits, as YAML. The file does not hold the keys
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,11 @@ class Tenant:
 
     Args:
         digests: SHA-256 of each of its keys in hexadecimal digits; several while a key is replaced.
-        weight: its share under ``--scheduling-policy fair``, beside those of other tenants.
+        weight: its share under ``--scheduling-policy fair``, relative to other tenants.
         priorities: lowest and highest ``priority`` that its requests may have.
         rates: most requests, tokens and pixels a minute, by their names in ``RATES``; none: no limit.
         concurrency: most choices inside the server at a time; 0: no limit.
-        expires: seconds since the epoch after which its keys no longer count; infinite: never.
+        expires: seconds since the epoch after which its keys are no longer accepted; infinite: never.
     """
 
     name: str
@@ -47,14 +49,14 @@ class Tenant:
 
 
 class KeyFileError(StartupError):
-    """The file cannot be used; one line that names it and the fault."""
+    """The file cannot be used; the message names it and the fault in one line."""
 
 
 def read_key_file(path: Path) -> tuple[Tenant, ...]:
-    """The tenants of a file.
+    """Reads the tenants of a file.
 
     Raises:
-        KeyFileError: it cannot be read, others may read it, or an entry is wrong.
+        KeyFileError: the file cannot be read, other users may read it, or an entry is wrong.
     """
     try:
         found = path.stat()
@@ -75,7 +77,7 @@ def read_key_file(path: Path) -> tuple[Tenant, ...]:
 
 
 class _Fault(Exception):
-    """What is wrong with an entry."""
+    """The fault of an entry."""
 
 
 def _read_tenants(given: Any) -> tuple[Tenant, ...]:
@@ -150,7 +152,7 @@ def _read_priorities(name: str, given: Any) -> tuple[int, int]:
 
 
 def _parse_expiry(name: str, given: Any) -> float:
-    """The end of a day, or a moment; without a zone it is UTC."""
+    """Returns the end of a day, or a moment, in seconds since the epoch; without a time zone it is UTC."""
     if given is None:
         return math.inf
     if isinstance(given, str):

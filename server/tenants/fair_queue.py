@@ -1,10 +1,10 @@
 """The fair queue in front of request parsing: tenants are served by weight, in the virtual time of
 ``--scheduling-policy fair``.
 
-One event loop reads and prepares all requests, so a flood that is prepared as it comes delays every first token. A
-request that waits here has sent its head and shown its key, and costs next to nothing more: nobody parses its body.
-Two bounds make it wait. Few are prepared at a time, and one of those slots is reserved, so that no tenant holds all of
-them. And each tenant has only so many prepared as the engine may need before more are ready.
+One event loop reads and prepares all requests, so a flood that is prepared on arrival delays every first token. A
+waiting request has sent its head and its key, and costs next to nothing more: its body is not parsed.
+Two limits make it wait. Few requests are prepared at a time, and one of those slots is reserved, so that no tenant
+holds all of them. And each tenant has only as many prepared requests as the engine may need before more are ready.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from trencadis.core.errors import Unavailable
 from trencadis.core.scheduling.fair_order import VirtualTime
 
 MAX_PREPARING = 4
-"""Requests that the event loop prepares at a time, where no worker decodes their media."""
+"""Requests that the event loop prepares at a time if no worker decodes their media."""
 RESERVED_SLOTS = 1
-"""Slots that no single tenant may take."""
+"""Number of slots that no single tenant may take."""
 SLOT_TIMEOUT = 0.1
-"""Seconds after which a request that is being prepared gives up its slot: it waits for a client or a download, not
+"""Seconds after which a request that is being prepared gives up its slot: it is waiting for a client or a download, not
 for this process.
 """
 DRAIN_TIMEOUT = 5.0
-"""Seconds for which a server that drains waits for a preparation, as for the last answers."""
+"""Seconds for which a draining server waits for a preparation, and for the last answers."""
 DRAIN_LOOP_PASSES = 16
-"""Passes of the event loop in which a request that is prepared comes into the engine."""
+"""Passes of the event loop in which a prepared request reaches the engine."""
 ADMITTED_PER_ROW = 3
 """Admitted requests of one tenant whose answer has not begun, for each row of the engine: as many
 may run and answer at their end, and twice as many wait in the engine."""
@@ -38,7 +38,7 @@ MIN_ADMITTED = 16
 
 
 class FairQueueStage(Enum):
-    """How far a request is."""
+    """The stages of a request in the queue."""
 
     WAITING = 1
     PREPARING = 2
@@ -58,25 +58,25 @@ class FairQueueEntry:
     number: int
     stage: FairQueueStage = FairQueueStage.WAITING
     preparing_since: float = 0.0
-    """When its preparation began."""
+    """Time at which its preparation began."""
     admitted: asyncio.Future[None] | None = None
     """Resolved when the request is admitted; None if it did not wait."""
 
     @property
     def order_key(self) -> tuple[float, int]:
-        """Its position in the order."""
+        """The key by which entries are sorted."""
         return self.virtual_time, self.number
 
     def mark_prepared(self) -> None:
-        """Releases its slot: it goes on without taking this process's time."""
+        """Releases its slot: the request no longer takes this process's time."""
         self.queue.mark_prepared(self)
 
     def finish(self) -> None:
-        """Removes the request from the queue when its answer begins, or when there will be none."""
+        """Removes the request from the queue when its answer begins, or when it will get none."""
         self.queue.remove(self)
 
     def fail(self, error: Exception) -> None:
-        """Has its wait raise ``error``."""
+        """Makes its wait raise ``error``."""
         if self.admitted is not None and not self.admitted.done():
             self.admitted.set_exception(error)
 
@@ -101,12 +101,12 @@ class TenantFairQueue:
         )
         self._queues: dict[str, deque[FairQueueEntry]] = {}
         self._preparing: dict[FairQueueEntry, None] = {}
-        """Those that hold a slot, oldest first."""
+        """Entries that hold a slot, oldest first."""
         self._unprepared: dict[FairQueueEntry, None] = {}
-        """Those that are not prepared, with a slot or without."""
+        """Entries that are not prepared yet, with a slot or without."""
         self._slots_held: Counter[str] = Counter()
         self._admitted: Counter[str] = Counter()
-        """By tenant: slots that are held, and requests that were admitted and have not ended."""
+        """By tenant: requests that were admitted and have not ended; ``_slots_held`` counts slots."""
         self._virtual_clock = VirtualTime()
         self._count = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -114,17 +114,18 @@ class TenantFairQueue:
 
     @classmethod
     def for_engines(cls, rows: int, workers: int) -> TenantFairQueue:
-        """The queue in front of engines of ``rows`` rows in all, and ``workers`` processes that decode media."""
+        """Makes the queue for engines of ``rows`` rows in all, and ``workers`` processes that decode media."""
         return cls(MAX_PREPARING + workers, max(ADMITTED_PER_ROW * rows, MIN_ADMITTED))
 
     def enter(self, tenant: str, weight: float, cost: float) -> FairQueueEntry:
-        """Queues a request that has arrived. Where its stage is WAITING, ``come`` must be awaited before it goes on.
+        """Queues a request that has arrived. If its stage is WAITING, its ``admitted`` must be awaited before it goes
+        on.
 
         Args:
-            cost: of its preparation, in that of a small request.
+            cost: cost of its preparation relative to a small request.
 
         Raises:
-            Unavailable: the server drains.
+            Unavailable: the server is draining.
         """
         if self._closed:
             raise Unavailable(self._closed, retry_after=5)
@@ -142,7 +143,7 @@ class TenantFairQueue:
         return entry
 
     def _may_prepare(self, tenant: str) -> bool:
-        """Whether a request of ``tenant`` may be prepared now."""
+        """Returns True if a request of ``tenant`` may be prepared now."""
         free = len(self._preparing) < self._slots and self._slots_held[tenant] < self._slots_per_tenant
         return free and self._admitted[tenant] < self._max_admitted
 
@@ -204,7 +205,7 @@ class TenantFairQueue:
 
     @staticmethod
     def _decrement(count: Counter[str], tenant: str) -> None:
-        """One less; a tenant that has none is forgotten."""
+        """Subtracts one; a tenant at zero is removed."""
         count[tenant] -= 1
         if not count[tenant]:
             del count[tenant]
@@ -227,10 +228,10 @@ class TenantFairQueue:
     # --- the end of the server ---
 
     async def close(self, seconds: float, poll: float = 0.02) -> int:
-        """Takes no more requests, and waits until the queued requests have been admitted and are in the engine, at most
+        """Refuses new requests, and waits until the queued requests have been admitted and are in the engine, at most
         ``seconds``.
 
-        Those that still wait then end with an error; returns how many.
+        Requests that still wait then end with an error; returns their number.
         """
         self._closed = "The server is not accepting requests: draining."
         end = self._clock() + seconds

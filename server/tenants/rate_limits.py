@@ -1,4 +1,4 @@
-"""What one tenant has used: token buckets by the minute, and what is inside the server now."""
+"""The use of one tenant: token buckets per minute, and its requests inside the server."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ LONGEST = 120
 
 @dataclass(slots=True)
 class TokenBucket:
-    """A token bucket: holds a minute's worth at most, and refills evenly.
+    """A token bucket: holds at most a minute's worth, and refills evenly.
 
-    It may fall below zero, as what an answer costs is known only once it is written; then it is closed until it is
-    above zero again.
+    It may fall below zero, because the cost of an answer is known only once it is written; then it is closed until it
+    is above zero again.
     """
 
     rate: float
@@ -30,12 +30,12 @@ class TokenBucket:
     at: float
 
     def refill(self, now: float) -> None:
-        """Adds what has come since the last call."""
+        """Adds the refill since the last call."""
         self.left = min(self.rate, self.left + (now - self.at) * self.rate / MINUTE)
         self.at = now
 
     def wait(self, wanted: float) -> float:
-        """Seconds until ``wanted`` fits; a want above the whole bucket needs a full one."""
+        """Returns the seconds until ``wanted`` fits; a larger amount than the whole bucket needs a full one."""
         return max(0.0, (min(wanted, self.rate) - self.left) * MINUTE / self.rate)
 
 
@@ -68,7 +68,7 @@ class TenantAccount:
             self.buckets[name] = TokenBucket(rate, rate - spent, now)
 
     def update_tenant(self, tenant: Tenant) -> None:
-        """Takes another entry of the same name; what was spent in this minute stays spent."""
+        """Replaces the tenant by another entry of the same name; amounts spent in this minute stay spent."""
         self.tenant = tenant
         self._fit_buckets()
 
@@ -76,7 +76,7 @@ class TenantAccount:
         """Admits ``requests`` choices of one HTTP request.
 
         Args:
-            more: whether other choices of it are inside already.
+            more: other choices of the request are inside already.
 
         Raises:
             KeyLimitReached: a limit is reached; the message names it.
@@ -89,10 +89,10 @@ class TenantAccount:
         self.inside += requests
 
     def take(self, name: str, count: float) -> None:
-        """Spends ``count`` of a rate, if the bucket has it.
+        """Spends ``count`` of a rate, if the bucket holds as much.
 
         Raises:
-            KeyLimitReached: it does not.
+            KeyLimitReached: the bucket holds less.
         """
         bucket = self.buckets.get(name)
         if bucket is not None:
@@ -104,7 +104,7 @@ class TenantAccount:
         self.used[name] += count
 
     def spend(self, name: str, count: float) -> None:
-        """Spends what was already served, such as the tokens of an answer."""
+        """Spends an amount that was already served, such as the tokens of an answer."""
         bucket = self.buckets.get(name)
         if bucket is not None:
             bucket.refill(self.clock())
@@ -112,19 +112,19 @@ class TenantAccount:
         self.used[name] += count
 
     def refund(self, name: str, count: float) -> None:
-        """Gives back what ``take`` spent on a request that was not served."""
+        """Returns to the bucket the amount that ``take`` spent on a request that was not served."""
         bucket = self.buckets.get(name)
         if bucket is not None:
             bucket.left = min(bucket.rate, bucket.left + count)
         self.used[name] -= count
 
     def leave(self, requests: int) -> None:
-        """Choices have left the server."""
+        """Records that choices have left the server."""
         self.inside -= requests
 
     @property
     def own(self) -> int:
-        """Choices inside by way of this process."""
+        """Number of choices inside that came through this process."""
         return self.inside
 
     def _refuse(self, limit: str, wait: int) -> None:
@@ -132,7 +132,9 @@ class TenantAccount:
         raise KeyLimitReached(f"The limit {limit} of this key is reached; try again later.", retry_after=wait)
 
     def make_headers(self) -> Iterator[tuple[str, str]]:
-        """``x-ratelimit-*`` as OpenAI's clients read them: the limit, what is left, and when it is whole again."""
+        """Yields ``x-ratelimit-*`` headers for OpenAI's clients: the limit, the rest, and the seconds until it is
+        full again.
+        """
         now = self.clock()
         for name, bucket in self.buckets.items():
             bucket.refill(now)

@@ -1,4 +1,4 @@
-"""The tenants of a key file as they are now: who a key belongs to, and reading the file again."""
+"""The current tenants of a key file: finds the tenant of a key, and reloads the file when it changes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from trencadis.server.tenants.rate_limits import TenantAccount
 
 log = logging.getLogger("trencadis.server")
 LOOK_EVERY = 2.0
-"""Seconds between looks at the file's time and size."""
+"""Seconds between checks of the file's time and size."""
 
 
 class TenantRegistry:
-    """The accounts by name, and the digests that lead to them. For one event loop.
+    """The accounts by name, and by the digests of their keys. For one event loop.
 
     Args:
-        account: makes that of a tenant.
+        account: makes the account of a tenant.
 
     Raises:
         KeyFileError: the file cannot be used.
@@ -63,7 +63,7 @@ class TenantRegistry:
         ]
 
     def reload(self) -> None:
-        """Reads the file again; if it is wrong, what counted before counts on, with a warning."""
+        """Reads the file again; if it is wrong, the previous tenants stay, with a warning."""
         self._seen = self._get_mtime()
         try:
             self._set(read_key_file(self._path))
@@ -73,9 +73,9 @@ class TenantRegistry:
             log.info("--api-key-file %s: %d tenants", self._path, len(self.accounts))
 
     def find(self, keys: list[bytes]) -> TenantAccount | None:
-        """The account of the first of ``keys`` that counts; None if none does.
+        """Returns the account of the first of ``keys`` that is valid; None if none is.
 
-        All digests are compared, each in constant time, so that the time tells nothing about them.
+        All digests are compared, each in constant time, so that the time reveals nothing about them.
         """
         now = self._clock()
         if now - self._looked >= LOOK_EVERY:

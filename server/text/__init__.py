@@ -1,1 +1,1 @@
-"""Tokenizer, chat template, detokenizer and stop strings: the text side, free of FastAPI and torch."""
+"""Tokenizer, chat template, detokenizer and stop strings. Imports neither FastAPI nor torch."""

@@ -10,26 +10,27 @@ from collections.abc import Callable
 from typing import Any
 
 LONGEST_TOKEN = 512
-"""No token has more characters, so a longer prompt than this allows is refused unread."""
+"""Most characters of any token; a prompt longer than this allows is refused without being tokenized."""
 MOST = 8 << 20
-"""Most characters of a text, unless the context of the model is so long that 16 a token are more."""
+"""Most characters of a text, unless 16 characters per token of the model's context are more."""
 COUNTED = 1 << 17
 """Length in characters from which tokens are counted before encoding."""
 PIECE = 1 << 15
 
 
 def get_max_characters(max_model_len: int) -> int:
-    """Most characters of a text; a longer one is refused unread."""
+    """Returns the most characters of a text; a longer one is refused without being tokenized."""
     return min(max_model_len * LONGEST_TOKEN, max(MOST, 16 * max_model_len))
 
 
 def encode_text(raw: Any, text: str, add_special_tokens: bool = False) -> list[int]:
-    """The ids of ``text`` from the library's tokenizer ``raw``."""
+    """Returns the ids of ``text`` from the library's tokenizer ``raw``."""
     return list(raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
 
 def find_kept_end(raw: Any, text: str, most: int, check: Callable[[], None]) -> tuple[str, int]:
-    """The shortest end of ``text`` that may have more than ``most`` tokens, and about how many it has; else all of it.
+    """Returns the shortest end of ``text`` that may have more than ``most`` tokens, or all of it, and its approximate
+    number of tokens.
 
     Counts tokens piece by piece from the end. Cuts may add or save a few tokens, so ``most`` should be generous.
     """

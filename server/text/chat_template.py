@@ -26,18 +26,18 @@ BOTH = "Cannot set both `continue_final_message` and `add_generation_prompt` to 
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 CALL_ID = "call00000"
-"""An id as every template takes it: some want nine characters."""
+"""An id that every template accepts: some require nine characters."""
 PROBE = "probe of the content format"
 MOST_SECONDS = 10.0
 """Seconds in which a checkpoint's template is compiled and renders what shows its form."""
 
 
 class Rendering(TypedDict, total=False):
-    """How a conversation is rendered: what a request may say beside its messages.
+    """Options of rendering a conversation: the fields of a request apart from its messages.
 
     Args:
-        add_generation_prompt: whether the answer is opened; the default.
-        continue_final_message: whether the last message is left open instead.
+        add_generation_prompt: open the answer; the default.
+        continue_final_message: leave the last message open instead.
         kwargs: variables of the template.
         chat_template: the request's own; None: the checkpoint's.
     """
@@ -96,18 +96,18 @@ class ChatTemplate:
         self._specials = {role: tokenizer.mark(text) for role, text in tokenizer.named.items()}
         self.content_format = self._detect("user") if content_format == "auto" else content_format
         self.text_arguments = self._needs_text_arguments()
-        """Whether the template prints arguments of calls as they are, so that they must be JSON text, not objects."""
+        """True if the template prints arguments of calls unchanged, so that they must be JSON text, not objects."""
         strings = set(ROLES) if self.content_format == "string" else set()
         if content_format == "auto" and self.content_format == "openai" and self._detect("tool") == "string":
             strings.add("tool")
         self.string_roles = frozenset(strings)
-        """Roles whose content the template takes as a string; some take that of tools so, and no other's."""
+        """Roles whose content the template takes as a string; some templates do so only for the role of tools."""
 
     @classmethod
     def from_checkpoint(
         cls, path: Path, tokenizer: Tokenizer, override: str = "", content_format: str = "auto"
     ) -> ChatTemplate | None:
-        """The template of ``--chat-template`` (a path or a text), else of the folder; None if there is none."""
+        """Reads the template of ``--chat-template`` (a path or a text), else of the folder; None if there is none."""
         sources = {"default": read_override(override)} if override else read_sources(path)
         if not sources:
             return None
@@ -161,7 +161,7 @@ class ChatTemplate:
         return values, tag
 
     def scrub(self, value: Any) -> Any:
-        """A JSON value of a user, without this process's nonce at any depth."""
+        """Returns a user's JSON value without this process's nonce at any depth."""
         if isinstance(value, str):
             if len(value) > MOST:
                 raise BadRequest(f"A text of the request exceeds {MOST} characters.", param="messages")
@@ -174,15 +174,17 @@ class ChatTemplate:
 
     @property
     def text(self) -> str:
-        """The text of all its sources."""
+        """The texts of all its sources, joined."""
         return "\n".join(self._sources)
 
     def mentions(self, word: str) -> bool:
-        """Whether the template's text contains ``word``, such as the name of a role or variable."""
+        """Returns True if the template's text contains ``word``, such as the name of a role or variable."""
         return any(word in source for source in self._sources)
 
     def has_all_specials_marked(self) -> bool:
-        """Whether all special tokens of a rendered probe are marks, that is, none is composed while rendering."""
+        """Returns True if all special tokens of a rendered probe are marks, that is, none is composed while
+        rendering.
+        """
         roles = ("user", "assistant", "user")
         try:
             text = self.render([{"role": role, "content": "a"} for role in roles])
@@ -192,7 +194,7 @@ class ChatTemplate:
         return tokenizer.encode_marked(text) == tokenizer.encode(tokenizer.unmark(text))
 
     def _pick(self, source: str | None) -> jinja2.Template:
-        """The template ``source`` of a request, else the one for conversations with tools."""
+        """Compiles the template ``source`` of a request; None: returns the one for conversations with tools."""
         if source is None:
             return self._named.get("tool_use", self._default)
         try:
@@ -204,7 +206,9 @@ class ChatTemplate:
         return compile_source(self._env, self._tokenizer.mark(source))
 
     def _needs_text_arguments(self) -> bool:
-        """Whether a call with an object for arguments fails or is printed as Python, and one with a text is not."""
+        """Returns True if a call whose arguments are an object fails or is printed as Python, and one with a text is
+        not.
+        """
         given, shown = {PROBE: 1}, f'{{"{PROBE}": 1}}'
         try:
             if str(given) not in self.render(_make_call_conversation(given)):
@@ -217,7 +221,7 @@ class ChatTemplate:
             return False
 
     def _detect(self, role: str) -> str:
-        """``openai`` if the template iterates over the parts of a message of ``role``, else ``string``."""
+        """Returns ``openai`` if the template iterates over the parts of a message of ``role``, else ``string``."""
         chat: list[dict[str, Any]] = [{"role": role, "content": [{"type": "text", "text": PROBE}]}]
         if role == "tool":
             chat = [
@@ -252,13 +256,13 @@ def _limit_seconds(seconds: float) -> Iterator[None]:
 
 
 def _make_call_conversation(arguments: str | dict[str, Any]) -> list[dict[str, Any]]:
-    """A conversation that ends with a call."""
+    """Makes a conversation that ends with a call."""
     call = {"id": CALL_ID, "type": "function", "function": {"name": "f", "arguments": arguments}}
     return [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
 
 
 def read_sources(path: Path) -> dict[str, str]:
-    """Templates by name: chat_template.jinja, else chat_template.json, else tokenizer_config.json."""
+    """Reads templates by name: chat_template.jinja, else chat_template.json, else tokenizer_config.json."""
     plain = path / "chat_template.jinja"
     if plain.is_file():
         more = sorted((path / "additional_chat_templates").glob("*.jinja"))
@@ -283,7 +287,9 @@ def _text(path: Path) -> str:
 
 
 def read_override(value: str) -> str:
-    """The text of ``--chat-template``: of the file of that name, or the value itself if it looks like a template."""
+    """Reads the text of ``--chat-template``: of the file of that name, or the value itself if it looks like a
+    template.
+    """
     if not any(mark in value for mark in ("{{", "{%", "\n")):
         try:
             path = Path(value)

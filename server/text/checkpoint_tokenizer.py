@@ -32,9 +32,9 @@ MARKUP = re.compile(r"[\s▁]*[<\[{].*[^\W\d_].*[>\]}][\s▁]*", re.DOTALL)
 """Added tokens that mark structure; the others are blanks and words, which users write too."""
 NAMED = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-"""What an added token's entry says beside its text and its id."""
+"""Fields of an added token's entry apart from its text and its id."""
 SHORT = 1024
-"""Most tokens that decode in well under a millisecond."""
+"""Number of tokens up to which decoding takes well under a millisecond."""
 
 
 class Tokenizer:
@@ -104,17 +104,17 @@ class Tokenizer:
         return self.find_token_id(self.named["eos_token"]) if "eos_token" in self.named else None
 
     def find_token_id(self, token: str) -> int | None:
-        """The id of a token given by its exact text in the vocabulary."""
+        """Returns the id of a token given by its exact text in the vocabulary."""
         found = self._raw.token_to_id(token)
         return None if found is None else int(found)
 
     def get_token(self, token_id: int) -> str | None:
-        """The text of an id in the vocabulary (in the byte-level alphabet, if the model has one)."""
+        """Returns the text of an id in the vocabulary (in the byte-level alphabet, if the model has one)."""
         found = self._raw.id_to_token(token_id)
         return None if found is None else str(found)
 
     def encode(self, text: str, allow_special: bool = True, add_special_tokens: bool = False) -> list[int]:
-        """The ids of ``text``. Special tokens in it count as tokens only with ``allow_special``.
+        """Returns the ids of ``text``. Special tokens in it count as tokens only with ``allow_special``.
 
         ``add_special_tokens`` also applies the post-processor (a BOS, if the checkpoint has one). A BOS that the text
         itself begins with is not put there twice.
@@ -130,21 +130,21 @@ class Tokenizer:
 
     @property
     def framing(self) -> tuple[list[int], list[int]]:
-        """Special ids that the checkpoint puts before and behind a prompt."""
+        """Special ids that the checkpoint puts before and after a prompt."""
         plain, whole = (encode_text(self._raw, "a", add_special_tokens=special) for special in (False, True))
         before = next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
         return whole[:before], whole[before + len(plain) :]
 
     def encode_marked(self, text: str) -> list[int]:
-        """The ids of a text whose special tokens are marks (``mark``); typed special tokens are plain text."""
+        """Returns the ids of a text whose special tokens are marks (``mark``); typed special tokens are plain text."""
         return encode_text(self._marked, text)
 
     def find_kept_end(self, text: str, most: int, check: Callable[[], None], marked: bool = False) -> tuple[str, int]:
-        """See ``encoding.kept``. Only the marked copy reads a mark as one token."""
+        """See ``bounded_encoding.find_kept_end``. Only the marked copy reads a mark as one token."""
         return find_kept_end(self._marked if marked else self._raw, text, most, check)
 
     def mark(self, text: str) -> str:
-        """A text of the operator (template, placeholder) with every special or claimed token as its mark."""
+        """Replaces every special or claimed token in a text of the operator (template, placeholder) by its mark."""
         for special in sorted(filter(None, self.marks), key=len, reverse=True):
             text = text.replace(special, self.marks[special])
         return text
@@ -163,24 +163,24 @@ class Tokenizer:
                 self._copy = None
 
     def scrub(self, text: str) -> str:
-        """A user's text without this process's nonce. Repeats: a removal may join the halves of another."""
+        """Removes this process's nonce from a user's text. Repeats: a removal may join the halves of another nonce."""
         while self.nonce in text:
             text = text.replace(self.nonce, "")
         return text
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of ``tokens``; ids without a text add nothing."""
+        """Returns the text of ``tokens``; ids without a text add nothing."""
         if len(tokens) <= SHORT:
             return str(self._raw.decode(list(tokens), skip_special_tokens=skip_special_tokens))
         # The library releases the interpreter's lock only for batches.
         return str(self._raw.decode_batch([list(tokens)], skip_special_tokens=skip_special_tokens)[0])
 
     def get_token_bytes(self, token: int) -> bytes:
-        """The bytes that a token adds to a text (the name of a special one)."""
+        """Returns the bytes that a token adds to a text (the name of a special one)."""
         return self.pieces.bytes_of(token)
 
     def spell_parts(self, hidden: Collection[str]) -> str:
-        """A tokenizer.json by which ids spell a part of a text exactly as it is, with the ids of this tokenizer.
+        """Makes a tokenizer.json whose ids, which are those of this tokenizer, spell a part of a text exactly.
 
         It reads none of the added tokens ``hidden`` in a text, unless the vocabulary of its model holds one of them.
         """
@@ -210,7 +210,7 @@ class Tokenizer:
             return self._copy
 
     def _get_marked(self) -> Any:
-        """The library's tokenizer, which reads marks in place of special tokens."""
+        """Returns the library's tokenizer that reads marks in place of special tokens."""
         copy = _share_vocabulary(self._raw, self._entries, self.marks)
         if copy is None:
             copy = make_marked_copy(self._spec or json.loads(self._raw.to_str()), self.marks)
@@ -219,7 +219,7 @@ class Tokenizer:
 
 
 def _load_tokenizer(spec: dict[str, Any]) -> RawTokenizer:
-    """The library's tokenizer of a spec, for whole texts."""
+    """Makes the library's tokenizer of a spec, for whole texts."""
     made = RawTokenizer.from_str(json.dumps(spec))
     made.no_truncation()
     made.no_padding()
@@ -229,14 +229,14 @@ def _load_tokenizer(spec: dict[str, Any]) -> RawTokenizer:
 def _share_vocabulary(
     raw: RawTokenizer, entries: Sequence[dict[str, Any]], marks: dict[str, str]
 ) -> RawTokenizer | None:
-    """``make_marked_copy`` that shares the vocabulary of ``raw``; None where the two would differ.
+    """Makes a marked copy that shares the vocabulary of ``raw``; None if it would differ from ``make_marked_copy``.
 
     Args:
         entries: the added tokens by id.
     """
     made = RawTokenizer(raw.model)
     if any(made.token_to_id(text) is not None for text in marks):
-        return None  # merges may make it of what a user types
+        return None  # merges may make the mark from a user's text
     for part in ("normalizer", "pre_tokenizer", "decoder"):
         if (held := getattr(raw, part)) is not None:
             setattr(made, part, held)
@@ -247,12 +247,12 @@ def _share_vocabulary(
 
 
 def make_marked_copy(spec: dict[str, Any], marks: dict[str, str]) -> RawTokenizer:
-    """The tokenizer of ``spec`` with marks in place of special tokens."""
+    """Makes the tokenizer of ``spec`` with marks in place of special tokens."""
     return _load_tokenizer(_rename_marked_tokens(spec, marks))
 
 
 def _rename_marked_tokens(spec: dict[str, Any], marks: dict[str, str]) -> dict[str, Any]:
-    """The tokenizer with marked tokens renamed, in the added tokens and the vocabulary.
+    """Renames marked tokens of a tokenizer, in the added tokens and the vocabulary.
 
     Leaves out the post-processor, which names special tokens by text and serves no marked text, and merges that make a
     marked token, through which its typed text would become the token.
@@ -273,13 +273,13 @@ def _rename_marked_tokens(spec: dict[str, Any], marks: dict[str, str]) -> dict[s
 
 
 def _split_merge(merge: Any) -> tuple[str, str, str]:
-    """The two texts that a merge joins, and the result; older files write the two as one text."""
+    """Returns the two texts that a merge joins, and the result; older files write the two as one text."""
     left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
     return left, right, left + right
 
 
 def _make_special(spec: dict[str, Any], texts: Sequence[str]) -> None:
-    """Makes tokens with a role special, whatever their entry says, and adds an entry if there is none."""
+    """Makes tokens with a role special, even if their entry says otherwise, and adds an entry if there is none."""
     entries = {t["content"]: t for t in spec.get("added_tokens") or []}
     vocab = spec.get("model", {}).get("vocab")
     for text in texts:
@@ -324,7 +324,9 @@ def _convert(path: Path) -> dict[str, Any]:
 
 
 def _can_read_sentencepiece() -> bool:
-    """Whether transformers can convert such a model; without these its error blames another library."""
+    """Returns True if the packages with which transformers converts such a model are installed; its error names
+    another library.
+    """
     return all(find_spec(name) is not None for name in ("sentencepiece", "google")) and (
         find_spec("google.protobuf") is not None
     )

@@ -18,11 +18,11 @@ class Detokenizer(Protocol):
     """Turns the tokens of one choice into text."""
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """The text that ``tokens`` made certain."""
+        """Returns the text that ``tokens`` made certain."""
         ...
 
     def finish(self) -> str:
-        """The text still held back when the choice ends."""
+        """Returns the text still held back when the choice ends."""
         ...
 
 
@@ -30,26 +30,26 @@ class DetokenizerMaker(Protocol):
     """Makes the detokenizer of one choice.
 
     Args:
-        prompt: its ids; they matter only if texts depend on what precedes them.
+        prompt: ids of the prompt; they matter only if texts depend on the tokens before them.
         shown: special tokens that are not skipped, because a parser reads them.
     """
 
     def __call__(
         self, prompt: Sequence[int] = (), skip_special_tokens: bool = True, shown: frozenset[int] = frozenset()
     ) -> Detokenizer:
-        """The detokenizer."""
+        """Makes the detokenizer."""
         ...
 
 
 def make_detokenizers(tokenizer: Tokenizer) -> DetokenizerMaker:
-    """The detokenizers for a vocabulary."""
+    """Returns the maker of detokenizers for a vocabulary."""
     if tokenizer.pieces.byte_level:
         return partial(ByteDetokenizer, tokenizer.pieces)
     return partial(WindowDetokenizer, tokenizer)
 
 
 class ByteDetokenizer:
-    """For byte-level vocabularies; holds back the bytes of an unfinished character."""
+    """Detokenizer for byte-level vocabularies; holds back the bytes of an unfinished character."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class ByteDetokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """The text that ``tokens`` made certain."""
+        """Returns the text that ``tokens`` made certain."""
         pieces = self._pieces
         if len(tokens) == 1 and not self._utf8.buffer:
             text = pieces.text_of(tokens[0])
@@ -74,12 +74,13 @@ class ByteDetokenizer:
         return self._utf8.decode(b"".join(pieces.bytes_of(t) for t in kept))
 
     def finish(self) -> str:
-        """The rest; bytes of an unfinished character become U+FFFD."""
+        """Returns the rest; bytes of an unfinished character become U+FFFD."""
         return self._utf8.decode(b"", final=True)
 
 
 class WindowDetokenizer:
-    """For vocabularies whose decoder looks at neighbours: decodes a short window twice and emits the difference.
+    """Detokenizer for vocabularies whose decoder looks at neighbours: decodes a short window twice and emits the
+    difference.
 
     The window starts a few tokens before the first token without emitted text, so the cost per token is constant.
     """
@@ -94,7 +95,7 @@ class WindowDetokenizer:
         shown: frozenset[int] = frozenset(),
     ) -> None:
         self._tokenizer = tokenizer
-        # The library skips all special tokens or none, so those that are not shown are left out before.
+        # The library skips all special tokens or none, so those that are not shown are dropped before.
         self._skip = skip_special_tokens and not shown
         self._dropped = tokenizer.special_ids - shown if skip_special_tokens and shown else frozenset()
         self._tokens = list(prompt[-self.CONTEXT :])
@@ -102,11 +103,11 @@ class WindowDetokenizer:
         self._read = len(self._tokens)
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """The text that ``tokens`` made certain."""
+        """Returns the text that ``tokens`` made certain."""
         return "".join(self._one(t) for t in tokens if t not in self._dropped)
 
     def finish(self) -> str:
-        """The rest of the window."""
+        """Returns the rest of the window."""
         return self._advance(self._window(self._start, len(self._tokens)))
 
     def _one(self, token: int) -> str:

@@ -1,6 +1,6 @@
 """The base of parsers that read an answer while it is written.
 
-A grammar is a coroutine over the whole text, written as if all of it were there; where it is not yet, the coroutine
+A grammar is a coroutine over the whole text, written as if all of it were there; at the end of what has arrived it
 waits. No decision depends on how the text was divided into pieces, because each waits until the text it looks at can
 no longer change.
 """
@@ -36,7 +36,7 @@ class IncrementalParser(Generic[E]):
         raise NotImplementedError
 
     def feed(self, text: str) -> list[E]:
-        """The events of the text so far that were not returned before."""
+        """Returns the events of the text so far that were not returned before."""
         if text:
             first = self.at if self.held is None else self.held
             self.text, self.at = self.text[first:] + text, self.at - first
@@ -45,7 +45,7 @@ class IncrementalParser(Generic[E]):
         return self._take_events()
 
     def finish(self) -> list[E]:
-        """The events that are left, once the text has ended."""
+        """Returns the events that are left, once the text has ended."""
         self.ended = True
         self._resume()
         return self._take_events()
@@ -69,13 +69,13 @@ class IncrementalParser(Generic[E]):
         return True
 
     def peek(self, count: int = 1) -> Wait[str]:
-        """The next ``count`` characters; fewer at the end of the text."""
+        """Returns the next ``count`` characters; fewer at the end of the text."""
         while len(self.text) - self.at < count and (yield from self.wait()):
             pass
         return self.text[self.at : self.at + count]
 
     def match_literal(self, *literals: str) -> Wait[str]:
-        """The literal that comes next, or "". None of ``literals`` may begin with another one."""
+        """Returns the literal that comes next, or "". None of ``literals`` may begin with another one."""
         longest = max(map(len, literals))
         while True:
             rest = self.text[self.at : self.at + longest]
@@ -86,13 +86,13 @@ class IncrementalParser(Generic[E]):
                 return ""
 
     def take_literal(self, *literals: str) -> Wait[str]:
-        """As ``match_literal``; goes beyond the literal."""
+        """Returns the literal that comes next, or "", and moves past it; see ``match_literal``."""
         found = yield from self.match_literal(*literals)
         self.at += len(found)
         return found
 
     def read_run(self, characters: str | None = None) -> Wait[str]:
-        """Goes beyond all ``characters`` that come next (None: blanks) and returns them."""
+        """Moves past all ``characters`` that come next (None: blanks) and returns them."""
         out = ""
         while True:
             rest = self.text[self.at :]
@@ -103,9 +103,9 @@ class IncrementalParser(Generic[E]):
                 return out
 
     def read_until(self, *marks: str) -> Wait[tuple[str, str]]:
-        """Goes on to the first mark. Returns text before it that has not been returned, and the mark.
+        """Moves to the first mark. Returns the text before it that has not been returned, and the mark.
 
-        The mark is "" while it has not come: the text is a part then, or all that is left if ``ended``.
+        The mark is "" while none has arrived: then the text is a part, or all that is left if ``ended``.
         """
         while True:
             if self.at < len(self.text):
@@ -125,7 +125,7 @@ class IncrementalParser(Generic[E]):
 
 
 def count_undecided(text: str, start: int, marks: tuple[str, ...]) -> int:
-    """Length of the longest suffix of ``text[start:]`` that is a proper prefix of one of ``marks``."""
+    """Returns the length of the longest suffix of ``text[start:]`` that is a proper prefix of one of ``marks``."""
     longest = max(map(len, marks)) - 1
     tail = text[max(start, len(text) - longest) :]
     for mark in marks:

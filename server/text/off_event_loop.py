@@ -1,4 +1,4 @@
-"""Runs work off the event loop, in threads of its own: a busy pool delays only work of the same kind."""
+"""Runs work off the event loop, in threads of its own, so that a busy pool delays only work of the same kind."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 Check = Callable[[], None]
-"""Long work calls it between its steps; it raises once nobody waits for the result."""
+"""Function that long work calls between its steps; raises once the caller has been cancelled."""
 MEDIUM = 1 << 20
-"""Length from which a data URL counts too: it may stand where the server reads a text."""
+"""Length from which a data URL counts too: it may stand in a field that the server reads as text."""
 SMALL = 4096
-"""Most characters or items of a value that is worked on in the event loop, which takes a few milliseconds."""
+"""Most characters or items of a value that is processed in the event loop, which takes a few milliseconds."""
 
 
 class OffEventLoop:
@@ -28,7 +28,9 @@ class OffEventLoop:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
 
     async def run(self, work: Callable[[Check], T]) -> T:
-        """The result of ``work``. If the caller is cancelled, the work does not start, or ends at its next check."""
+        """Returns the result of ``work``. If the caller is cancelled, the work does not start, or ends at its next
+        check.
+        """
         left = threading.Event()
 
         def check() -> None:
@@ -42,11 +44,11 @@ class OffEventLoop:
 
 
 def no_check() -> None:
-    """The check of work on the event loop, which always runs to its end."""
+    """Does nothing: the check of work on the event loop, which always runs to its end."""
 
 
 def is_small(*values: Any, budget: int = SMALL) -> bool:
-    """Whether JSON values are small enough to work on in the event loop. Data URLs do not count."""
+    """Returns True if JSON values are small enough to process in the event loop. Data URLs do not count."""
     todo = list(values)
     while todo and budget >= 0:
         one = todo.pop()

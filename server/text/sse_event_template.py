@@ -1,4 +1,6 @@
-"""Events of a stream that differ in a few values alone: most are, and a model for each costs ten times its bytes."""
+"""Events of a stream that differ only in a few values: most do, and building a model for each costs ten times as
+much.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +16,21 @@ encode = msgspec.json.Encoder().encode
 
 
 def make_text_mark() -> str:
-    """A text that nobody else writes."""
+    """Makes a text that occurs nowhere else."""
     return secrets.token_hex(16)
 
 
 def make_number_mark() -> int:
-    """A number that nobody else writes."""
+    """Makes a number that occurs nowhere else."""
     return 10**20 + secrets.randbelow(10**20)
 
 
 class SseEventTemplate:
-    """An event with holes.
+    """An encoded event with placeholders for a few values.
 
     Args:
-        event: its bytes, with marks where values belong.
-        marks: the bytes of each value's mark; it may stand in several places, or nowhere.
+        event: its bytes, with marks in place of values.
+        marks: the bytes of each value's mark; it may occur several times, or not at all.
     """
 
     def __init__(self, event: bytes, marks: Sequence[bytes]) -> None:
@@ -45,7 +47,7 @@ class SseEventTemplate:
             self._pick = itemgetter(*order)
 
     def fill(self, *values: bytes) -> bytes:
-        """The event with ``values``, one for each mark."""
+        """Returns the event with ``values``, one for each mark."""
         return self._format % (values if self._pick is None else self._pick(values))
 
 

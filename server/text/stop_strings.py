@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Cuts a text at the first complete stop string; of those that end at the same place the longest counts.
+    """Cuts a text at the first complete stop string; of several that end at the same position the longest counts.
 
     The result depends on the text alone, not on its division into pieces. Only an end that may still become a stop
     string is held back: at most the length of the longest one, less one.
@@ -20,7 +20,7 @@ class StopMatcher:
         self.matched: str | None = None
 
     def feed(self, text: str, armed: bool = True) -> str:
-        """The text that may be sent. If not ``armed`` (before min_tokens), no match may use this text."""
+        """Returns the text that may be sent. If not ``armed`` (before min_tokens), no match may use this text."""
         if not self._stops or self.matched is not None:
             return text if self.matched is None else ""
         if not armed:
@@ -39,7 +39,7 @@ class StopMatcher:
         return out
 
     def finish(self) -> str:
-        """The text held back, once the text has ended without a stop string."""
+        """Returns the text held back, once the text has ended without a stop string."""
         out, self._held = self._held, ""
         return out
 
@@ -52,7 +52,7 @@ class StopMatcher:
         return None if best is None else (best[1], best[2])
 
     def _count_undecided(self) -> int:
-        """Length of the longest end of the text that begins some stop string."""
+        """Returns the length of the longest end of the text that begins some stop string."""
         for size in range(min(self._longest - 1, len(self._held)), 0, -1):
             tail = self._held[-size:]
             if any(len(s) > size and s.startswith(tail) for s in self._stops):

@@ -40,7 +40,7 @@ PLAIN = "_plain"
 FAILURES = (
     jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError
 )  # fmt: skip
-"""What a template may raise that it or its conversation is to blame for."""
+"""Exceptions that a template or its conversation may cause."""
 SEARCHES = frozenset({
     "split", "rsplit", "partition", "rpartition", "startswith", "endswith", "find", "rfind", "index", "rindex", "count",
     "strip", "lstrip", "rstrip", "removeprefix", "removesuffix", "replace",
@@ -77,12 +77,12 @@ def _size_of(value: Any) -> int:
 
 
 class GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}...{% endgeneration %}`` marks what a trainer learns from; here only its content counts."""
+    """Ignores ``{% generation %}...{% endgeneration %}``, which marks text for training, and keeps its content."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2's own declaration)
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        """The statements between the tags."""
+        """Returns the statements between the tags."""
         next(parser.stream)
         return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
 
@@ -130,7 +130,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return self._plain(wanted) if isinstance(wanted, str) and wanted not in text else wanted
 
     def _plain(self, value: Any) -> Any:
-        """A text, or a list of texts, without marks."""
+        """Removes marks from a text, or a list of texts."""
         if isinstance(value, str):
             return self._unmark(value) if self._nonce in value else value
         return [self._plain(v) for v in value] if isinstance(value, list | tuple) else value
@@ -140,7 +140,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return do_replace(context, text, self._as_in(str(text), old), new, count)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Products and powers; refuses those that would build something huge."""
+        """Computes products and powers; refuses those with a huge result."""
         numbers = isinstance(left, int | float) and isinstance(right, int | float)
         if numbers:
             _check_numbers(operator, left, right)
@@ -169,7 +169,9 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return super()._generate(source, *args, **kwargs)
 
     def _has_marks(self, node: nodes.Node) -> bool:
-        """Whether a comparison may involve a mark: a constant of the template, or ``eos_token`` and the like."""
+        """Returns True if a comparison may involve a mark: a constant of the template, or ``eos_token`` and the
+        like.
+        """
         return any(isinstance(c.value, str) and self._nonce in c.value for c in node.find_all(nodes.Const)) or any(
             n.name.endswith("_token") for n in node.find_all(nodes.Name)
         )
@@ -189,7 +191,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
 
 def make_environment(nonce: str, unmark: Callable[[str], str]) -> TemplateSandbox:
-    """A sandbox with the filters and globals that chat templates of the hub use."""
+    """Makes a sandbox with the filters and globals that chat templates on the Hugging Face Hub use."""
     extensions = [GenerationTag, jinja2.ext.loopcontrols]
     # Without the optimiser: it would compute constants of a hostile template while that is compiled.
     env = TemplateSandbox(nonce, unmark, trim_blocks=True, lstrip_blocks=True, extensions=extensions, optimized=False)
@@ -224,7 +226,7 @@ def unmark_text(text: str, nonce: str, marks: Mapping[str, str]) -> str:
 
 
 def render(template: jinja2.Template, values: dict[str, Any]) -> str:
-    """The rendered text.
+    """Returns the rendered text.
 
     Raises:
         BadRequest: the template refuses the conversation, fails on it, or exceeds its budget.
@@ -239,7 +241,7 @@ def render(template: jinja2.Template, values: dict[str, Any]) -> str:
 
 
 def _describe_template_error(error: Exception) -> str:
-    """What the client is told of a template that failed."""
+    """Returns the client's error message for a template that failed."""
     if isinstance(error, RecursionError):
         return "The chat template recurses too deeply."
     if isinstance(error, _RefusedError):

@@ -1,4 +1,4 @@
-"""The bytes behind each token id."""
+"""The bytes of each token id."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 
 
 def make_byte_alphabet() -> dict[str, int]:
-    """The characters that stand for bytes in a byte-level vocabulary: printable Latin-1 as itself, else from U+0100."""
+    """Returns the characters that stand for bytes in a byte-level vocabulary: printable Latin-1 as itself, else from
+    U+0100.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [b for b in range(256) if b not in set(printable)]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(hidden)}
 
 
 def decode_sentencepiece(text: str) -> bytes:
-    """The bytes of a token of SentencePiece's."""
+    """Returns the bytes of a SentencePiece token."""
     match = BYTE_TOKEN.match(text)
     return bytes([int(match[1], 16)]) if match else text.replace("▁", " ").encode()
 
@@ -26,7 +28,7 @@ def decode_sentencepiece(text: str) -> bytes:
 class TokenBytes:
     """The bytes of token ids.
 
-    ``byte_level``: whether a text is exactly the concatenation of its tokens' bytes (GPT-2, Qwen, Llama 3). Otherwise
+    ``byte_level``: a text is exactly the concatenation of its tokens' bytes (GPT-2, Qwen, Llama 3). Otherwise
     (SentencePiece) the bytes are those of the token alone, which is enough for log-probabilities.
     """
 
@@ -59,5 +61,5 @@ class TokenBytes:
             return None
 
     def is_special(self, token: int) -> bool:
-        """Whether ``skip_special_tokens`` drops it."""
+        """Returns True if ``skip_special_tokens`` drops the token."""
         return token in self._special

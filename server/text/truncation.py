@@ -1,4 +1,4 @@
-"""Texts cut to a number of tokens: those that a checkpoint puts around a text or a pair stay."""
+"""Cuts texts to a number of tokens; the tokens that a checkpoint puts around a text or a pair stay."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from trencadis.core.errors import BadRequest
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 
 READ = 1 << 17
-"""Characters of a text that is cut at its end; the rest of it is not read."""
+"""Characters that are read of a text that is cut at its end; the rest is not read."""
 
 SPARE = 16
-"""Tokens that must lie behind the cut, so that the end of what was read changes none before it."""
+"""Tokens that must follow the cut, so that the end of the read part changes none before it."""
 
 
 class TypedTokens(NamedTuple):
@@ -23,10 +23,10 @@ class TypedTokens(NamedTuple):
 
 
 def cut_text(tokenizer: Tokenizer, text: str, most: int, side: str) -> list[int]:
-    """The ids of ``text`` with the tokens that the checkpoint puts around it, at most ``most`` in all.
+    """Returns the ids of ``text`` with the tokens that the checkpoint puts around it, at most ``most`` in all.
 
     Args:
-        side: which end of the text is cut, ``right`` or ``left``.
+        side: the end of the text that is cut, ``right`` or ``left``.
 
     Raises:
         BadRequest: the text is too long to be cut.
@@ -37,7 +37,8 @@ def cut_text(tokenizer: Tokenizer, text: str, most: int, side: str) -> list[int]
 
 
 def encode_pair(tokenizer: Tokenizer, query: str, document: str, most: int | None, side: str) -> TypedTokens:
-    """The ids of two texts as the checkpoint joins them; ``most`` in all, of which the longer text gives way first.
+    """Returns the ids of two texts joined in the checkpoint's form, at most ``most`` in all; the longer text is cut
+    first.
 
     Raises:
         BadRequest: a text is too long to be cut.
@@ -62,7 +63,7 @@ def _cut(tokenizer: Tokenizer, texts: Sequence[str], most: int | None, side: str
 
 
 def divide_tokens(lengths: Sequence[int], budget: int) -> list[int]:
-    """Tokens that each text keeps: the longer one gives way until both are equal, as tokenizers' ``longest_first``."""
+    """Returns the tokens that each text keeps: the longer one is cut until both are equal (``longest_first``)."""
     if sum(lengths) <= budget:
         return list(lengths)
     if len(lengths) == 1:

@@ -1,7 +1,7 @@
-"""A tokenizer for parts of a text, written exactly as they are: for text that a grammar forces.
+"""Makes a tokenizer that spells parts of a text exactly: for text that a grammar forces.
 
 A tokenizer is made for whole texts: it may put a blank before them, compose their characters or lower their case. Ids
-of what a grammar forces in the middle of an answer must spell those bytes and no others.
+of text that a grammar forces in the middle of an answer must spell those bytes and no others.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 from tokenizers import Tokenizer as RawTokenizer
 
 KEPT_NORMALIZERS = ("Replace", "ByteLevel")
-"""Normalizers that only write a text in the vocabulary's alphabet."""
+"""Normalizers that only convert a text to the vocabulary's alphabet."""
 
 
 def make_verbatim(made: RawTokenizer) -> RawTokenizer:
-    """Changes a tokenizer so that ids spell the text as it is, and returns it."""
+    """Changes a tokenizer so that its ids spell a text exactly, and returns it."""
     normalizer = _keep_alphabet(_state_of(made.normalizer))
     splitter = _without_blank(_state_of(made.pre_tokenizer))
     parts: dict[str, Any] = {
@@ -34,12 +34,12 @@ def make_verbatim(made: RawTokenizer) -> RawTokenizer:
 
 
 def _state_of(part: Any) -> dict[str, Any] | None:
-    """The entry of a part in tokenizer.json."""
+    """Returns the entry of a part in tokenizer.json."""
     return None if part is None else json.loads(part.__getstate__())
 
 
 def _keep_alphabet(entry: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A normalizer without the steps that change what a text says."""
+    """Returns a normalizer without the steps that change a text's characters; None if no step is left."""
     if entry is None:
         return None
     if entry["type"] == "Sequence":
@@ -49,7 +49,7 @@ def _keep_alphabet(entry: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _without_blank(entry: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A pre-tokenizer that puts no blank before a text."""
+    """Returns a pre-tokenizer that puts no blank before a text."""
     if entry is None:
         return None
     if entry["type"] == "Sequence":

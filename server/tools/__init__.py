@@ -1,1 +1,1 @@
-"""Tool calls: the parsers that find them in an answer, one for each way in which models write them."""
+"""Tool calls: the parsers that find them in an answer, one for each format of models."""

@@ -1,4 +1,4 @@
-"""Calls as Hermes and Qwen2.5 write them: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
+"""Parser of the calls of Hermes and Qwen2.5: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesToolParser(ToolParser):
-    """Each call in tags of its own. A list, or several calls in one pair of tags, are read too."""
+    """Reads calls between tags, one each; also a list, or several calls in one pair of tags."""
 
     tags = (OPEN, CLOSE)
     stop_marks = (CLOSE, OPEN)
@@ -21,13 +21,13 @@ class HermesToolParser(ToolParser):
 
     @classmethod
     def call_rule(cls, writer: GrammarWriter, function: ToolFunction) -> str:
-        """A JSON object between line breaks, as templates show it."""
+        """Writes a JSON object between line breaks, the form in which templates show it."""
         head = writer.write_text(f'\n{{"name": {json.dumps(function.name)}, "arguments": ')
         tail = writer.write_text("}\n" + CLOSE)
         return writer.add_rule(f"{head} {writer.add_json(function.schema)} {tail}")
 
     def parse(self) -> Wait[None]:
-        """Content, with calls between tags."""
+        """Reads content, with calls between tags."""
         while True:
             mark = yield from self.read_content_until(OPEN)
             if not mark:

@@ -1,4 +1,4 @@
-"""Calls as Llama 3 writes them: ``{"name": ..., "parameters": {...}}``, bare or after ``<|python_tag|>``."""
+"""Parser of the calls of Llama 3: ``{"name": ..., "parameters": {...}}``, bare or after ``<|python_tag|>``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ PLAIN = r"/(\s*[^\s{\[][^\n]*(\n([^{\[\n][^\n]*)?)*)?/"
 
 
 class Llama3ToolParser(ToolParser):
-    """A call begins a line or follows the tag, and names a function of the request: an answer may be JSON as well."""
+    """Reads calls that begin a line or follow the tag, and name a function of the request: an answer may be JSON as
+    well.
+    """
 
     tags = (TAG,)
     checks_names = True
@@ -23,17 +25,17 @@ class Llama3ToolParser(ToolParser):
 
     @classmethod
     def call_rule(cls, writer: GrammarWriter, function: ToolFunction) -> str:
-        """A JSON object."""
+        """Writes a JSON object."""
         head = writer.write_text(f'{{"name": {json.dumps(function.name)}, "parameters": ')
         return writer.add_rule(f"{head} {writer.add_json(function.schema)} {quoted('}')}")
 
     @classmethod
     def free_text_rule(cls, writer: GrammarWriter, functions: Sequence[ToolFunction], many: bool) -> str:
-        """Calls, or text in which no line begins like one."""
+        """Writes calls, or text in which no line begins like a call."""
         return writer.add_rule(f"{cls.calls_rule(writer, functions, many)} | {writer.add_rule(PLAIN)}")
 
     def parse(self) -> Wait[None]:
-        """Content, with calls at the beginning of lines."""
+        """Reads content, with calls at the beginning of lines."""
         self.add_content((yield from self.read_run()))
         head = yield from self.take_literal("{", "[")
         if head:

@@ -1,4 +1,4 @@
-"""Calls as Mistral's models write them after ``[TOOL_CALLS]``: a JSON list, or the name and then its arguments."""
+"""Parser of the calls of Mistral's models after ``[TOOL_CALLS]``: a JSON list, or the name and then its arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TAG, ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
 
 class MistralToolParser(ToolParser):
-    """``[TOOL_CALLS][{"name": ..., "arguments": ...}]``, or ``[TOOL_CALLS]name{...}`` once for each call."""
+    """Reads ``[TOOL_CALLS][{"name": ..., "arguments": ...}]``, or ``[TOOL_CALLS]name{...}`` once for each call."""
 
     tags = (TAG, ID, ARGS)
     stop_marks = (TAG,)
@@ -24,7 +24,7 @@ class MistralToolParser(ToolParser):
 
     @classmethod
     def call_rule(cls, writer: GrammarWriter, function: ToolFunction) -> str:
-        """The name and then its arguments where the model has a token between them, else an item of a list."""
+        """Writes the name and then its arguments if the model has a token between them, else an item of a list."""
         if writer.is_token(ARGS):
             return writer.add_rule(f"{writer.write_text(function.name + ARGS)} {writer.add_json(function.schema)}")
         head = writer.write_text(f'{{"name": {json.dumps(function.name)}, "arguments": ')
@@ -32,14 +32,14 @@ class MistralToolParser(ToolParser):
 
     @classmethod
     def calls_rule(cls, writer: GrammarWriter, functions: Sequence[ToolFunction], many: bool) -> str:
-        """Each call behind a mark, or one list."""
+        """Writes each call after a mark, or one list."""
         if writer.is_token(ARGS):
             return super().calls_rule(writer, functions, many)
         return writer.add_rule(f"{writer.write_text(TAG)} {cls._list_rule(writer, functions, many)}")
 
     @classmethod
     def free_text_rule(cls, writer: GrammarWriter, functions: Sequence[ToolFunction], many: bool) -> str:
-        """Text, and calls at its end."""
+        """Writes text, and calls at its end."""
         if writer.is_token(ARGS):
             return super().free_text_rule(writer, functions, many)
         return writer.add_rule(
@@ -51,7 +51,7 @@ class MistralToolParser(ToolParser):
         return make_list_rule(writer, [cls.call_rule(writer, one) for one in functions], many)
 
     def parse(self) -> Wait[None]:
-        """Content, with calls after tags."""
+        """Reads content, with calls after tags."""
         while True:
             mark = yield from self.read_content_until(TAG)
             if not mark:

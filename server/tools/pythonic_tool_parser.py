@@ -1,4 +1,4 @@
-"""Calls as Llama 4 and others write them, in Python: ``[f(a=1, b="x"), g()]``."""
+"""Parser of the calls of Llama 4 and others, in Python: ``[f(a=1, b="x"), g()]``."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _INSIDE = {q: re.compile(rf"[^{q}\\]*+(?:\\.[^{q}\\]*+)*+", re.DOTALL) for q in 
 
 
 class PythonicToolParser(ToolParser):
-    """The list is the beginning of an answer, or follows a tag, and names functions of the request."""
+    """Reads a list at the beginning of an answer, or after a tag, that names functions of the request."""
 
     tags = (OPEN, CLOSE)
     checks_names = True
 
     @classmethod
     def call_rule(cls, writer: GrammarWriter, function: ToolFunction) -> str:
-        """Keyword arguments, each in JSON."""
+        """Writes keyword arguments, each in JSON."""
         items = []
         for one in function.list_parameters():
             if not NAME.fullmatch(one.name):
@@ -44,16 +44,16 @@ class PythonicToolParser(ToolParser):
 
     @classmethod
     def calls_rule(cls, writer: GrammarWriter, functions: Sequence[ToolFunction], many: bool) -> str:
-        """A list."""
+        """Writes a list of calls."""
         return make_list_rule(writer, [cls.call_rule(writer, one) for one in functions], many)
 
     @classmethod
     def free_text_rule(cls, writer: GrammarWriter, functions: Sequence[ToolFunction], many: bool) -> str:
-        """Calls, or text that does not begin like a list."""
+        """Writes calls, or text that does not begin like a list."""
         return writer.add_rule(f"{cls.calls_rule(writer, functions, many)} | {writer.add_rule(PLAIN)}")
 
     def parse(self) -> Wait[None]:
-        """[calls] content, with calls after tags."""
+        """Reads [calls] content, with calls after tags."""
         self.add_content((yield from self.read_run()))
         head = yield from self.take_literal("[")
         if head:
@@ -92,7 +92,7 @@ class PythonicToolParser(ToolParser):
         return True
 
     def _read_call(self, name: str) -> Wait[bool]:
-        """The arguments and the closing bracket; False if this is no call, which its first argument shows."""
+        """Reads the arguments and the closing bracket; False if this is no call, which its first argument shows."""
         before = "{"
         while True:
             yield from self.read_run()
@@ -125,7 +125,7 @@ class PythonicToolParser(ToolParser):
         return True
 
     def _read_literal(self) -> Wait[tuple[str, bool]]:
-        """The text of a value, and whether something follows it."""
+        """Reads the text of a value; also returns True if something follows it."""
         out: list[str] = []
         depth = 0
         while True:
@@ -165,13 +165,13 @@ class PythonicToolParser(ToolParser):
 
 
 def convert_literal(raw: str) -> str:
-    """The JSON text of a Python literal; of JSON as written; of anything else as a string."""
+    """Converts a Python literal to JSON text; JSON stays unchanged, anything else becomes a string."""
     text = raw.strip()
     try:
         if len(text) > MAX_VALUE and text[:1] not in "\"'":
             raise ValueError("too long")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about unknown escapes
+            warnings.simplefilter("ignore")  # warnings about unknown escapes
             value = ast.literal_eval(text)
         made = json.dumps(value, ensure_ascii=False, allow_nan=False)
         made.encode()

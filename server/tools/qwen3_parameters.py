@@ -1,4 +1,4 @@
-"""Values of parameters in Qwen3's calls: their JSON types, and how a grammar writes each of them."""
+"""Values of parameters in Qwen3's calls: their JSON types, and the grammar rule of each."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from trencadis.server.grammars.tool_functions import ToolParameter
 
 END = "</parameter>"
 DEPTH = 3
-"""References and choices that are followed."""
+"""Most nested references and choices that are followed."""
 _TEXT = frozenset({"type", "enum", "const", "pattern", "minLength", "maxLength", "$defs"})
 
 
 def find_types(schema: Any, root: Any = None, depth: int = DEPTH) -> set[str]:
-    """The JSON types that a schema allows; empty where it does not say so itself, or by a reference within ``root``."""
+    """Returns the JSON types that a schema allows; empty if neither it nor a reference within ``root`` names one."""
     if not isinstance(schema, Mapping) or not depth:
         return set()
     named = schema.get("type")
@@ -50,10 +50,10 @@ def _resolve_ref(ref: Any, root: Any) -> Any:
 
 
 def write_value_rule(writer: GrammarWriter, parameter: ToolParameter) -> str:
-    """The rule of a parameter's value and the mark that ends it.
+    """Writes the rule of a parameter's value and the mark that ends it.
 
     Raises:
-        BadRequest: this form cannot tell which type a text has, or has no grammar for it.
+        BadRequest: this form cannot distinguish the types, or has no grammar for the schema.
     """
     types = find_types(parameter.schema, parameter.schema)
     if types == {"string"}:
@@ -68,7 +68,7 @@ def write_value_rule(writer: GrammarWriter, parameter: ToolParameter) -> str:
 
 
 def _allows_any_text(schema: Mapping[str, Any]) -> bool:
-    """Whether any text fits."""
+    """Returns True if the schema allows any text."""
     options = schema.get("anyOf", [{"type": "string"}])
     return all(one in ({"type": "string"}, {"type": "null"}) for one in options) and not set(schema) & (
         _TEXT - {"type", "$defs"}
@@ -76,7 +76,7 @@ def _allows_any_text(schema: Mapping[str, Any]) -> bool:
 
 
 def _add_text_terminal(writer: GrammarWriter, parameter: ToolParameter) -> str:
-    """The terminal of a text as it stands, without quotes."""
+    """Adds the terminal of a text without quotes."""
     schema = parameter.schema
     seen = 0
     while "$ref" in schema and set(schema) <= {"$ref", "$defs"} and seen < DEPTH:
@@ -96,7 +96,9 @@ def _add_text_terminal(writer: GrammarWriter, parameter: ToolParameter) -> str:
 
 
 def make_search_regex(pattern: str) -> str:
-    """A regex of whole texts in which ``pattern`` is found; with alternatives, of those that it matches as a whole."""
+    """Returns a regex of whole texts in which ``pattern`` is found; with alternatives, of texts that it matches as a
+    whole.
+    """
     start, end = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
     if "|" in pattern:
         return pattern

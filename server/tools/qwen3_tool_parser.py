@@ -1,4 +1,4 @@
-"""Calls as Qwen3-Coder and Qwen3.5 write them: ``<function=f>``, then ``<parameter=key>`` and a text for each."""
+"""Parser of the calls of Qwen3-Coder and Qwen3.5: ``<function=f>``, then ``<parameter=key>`` and a text for each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trencadis.server.tools.tool_parser import ToolParser
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 NEXT = (PARAMETER, END_FUNCTION, CLOSE)
-"""What may follow a value."""
+"""Marks that may follow a value."""
 _KEY = re.compile(r"[^>\n]*+")
 _TYPES: dict[str, tuple[type, ...]] = {
     "boolean": (bool,),
@@ -31,7 +31,7 @@ _WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 class Qwen3ToolParser(ToolParser):
-    """The schema of a parameter says whether its text is a string or JSON; text that is no such JSON is a string."""
+    """Reads parameters as strings or JSON, by their schema; text that is not JSON of the schema's types is a string."""
 
     tags = (OPEN, CLOSE)
     stop_marks = (CLOSE, OPEN)
@@ -39,7 +39,7 @@ class Qwen3ToolParser(ToolParser):
 
     @classmethod
     def call_rule(cls, writer: GrammarWriter, function: ToolFunction) -> str:
-        """Each parameter between lines of its own, as templates show it."""
+        """Writes each parameter between lines of its own, the form in which templates show it."""
         items = []
         for one in function.list_parameters():
             head = writer.write_text(f"{PARAMETER}{one.name}>\n")
@@ -49,7 +49,7 @@ class Qwen3ToolParser(ToolParser):
         return writer.add_rule(f"{head} {' '.join(items)} {writer.write_text(END_FUNCTION + chr(10) + CLOSE)}")
 
     def parse(self) -> Wait[None]:
-        """Content, with calls between tags; some models leave out the outer ones."""
+        """Reads content, with calls between tags; some models leave out the outer tags."""
         while True:
             mark = yield from self.read_content_until(OPEN, FUNCTION)
             if not mark:
@@ -66,7 +66,7 @@ class Qwen3ToolParser(ToolParser):
         return found
 
     def _read_functions(self) -> Wait[bool]:
-        """One function, whose opening has been read, and those that follow it."""
+        """Reads one function, whose opening has been read, and those that follow it."""
         found = False
         while True:
             name = yield from self.read_word()
@@ -146,7 +146,7 @@ class Qwen3ToolParser(ToolParser):
 
 
 def convert_literal(text: str, types: set[str]) -> str:
-    """The JSON text of a parameter: as written if it is JSON of one of ``types``, else a string."""
+    """Converts a parameter to JSON text: unchanged if it is JSON of one of ``types``, else a string."""
     bare = text.strip()
     bare = _WORDS.get(bare, bare)
     wanted = tuple(t for name in types for t in _TYPES.get(name, ())) if types else (dict, list)

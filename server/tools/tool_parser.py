@@ -1,6 +1,6 @@
 """The base of tool parsers: content, calls, and the JSON that most models write calls in.
 
-Arguments go out as the model wrote them. A call that was cut off stays cut off: nothing is completed.
+Arguments are sent unchanged. A call that was cut off stays incomplete.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from trencadis.server.protocol.tool_definitions import NAME
 from trencadis.server.text.incremental_parser import IncrementalParser, Wait
 
 MOST_AGAIN = 1 << 20
-"""Characters that may be read again because what began like a call was none; then nothing more is a call."""
+"""Most characters that are read again because text that began like a call was none; beyond this, no text is taken as
+a call.
+"""
 ARGUMENTS = ("arguments", "parameters")
 BESIDE = ("type", "id", "index")
-"""Keys that may stand beside name and arguments."""
+"""Keys that may occur next to name and arguments."""
 _PLAIN = re.compile(r'[^"\[\]{}<]++')
 _IN_STRING = re.compile(r'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
 _WORD = re.compile(r"[^\s\"'<>{}()\[\]=,;]*+")
@@ -30,14 +32,14 @@ _NUMBER = re.compile(r"[^\s,\]}<;]*+")
 
 @dataclass(frozen=True, slots=True)
 class AnswerText:
-    """Text that is no call."""
+    """Text that is not part of a call."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallStarted:
-    """A call begins. ``id``: the model's own, if it wrote one."""
+    """The beginning of a call. ``id``: the model's own, if it wrote one."""
 
     index: int
     name: str
@@ -54,7 +56,7 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnded:
-    """The call is complete, or the text will not complete it."""
+    """The end of a call that is complete, or that the text will not complete."""
 
     index: int
 
@@ -65,25 +67,25 @@ Tools = Mapping[str, Mapping[str, Any]]
 
 
 class ToolParser(IncrementalParser[ToolEvent]):
-    """Reads calls. Blanks beside a call belong to it; every other character is content or part of a call.
+    """Reads calls. Blanks around a call belong to it; every other character is content or part of a call.
 
     Args:
-        tools: of the request.
+        tools: functions of the request.
     """
 
     tags: ClassVar[tuple[str, ...]] = ()
-    """Texts that the parser must see, even where they are special tokens."""
+    """Texts that the parser must see, even if they are special tokens."""
     id_length: ClassVar[int] = 0
-    """Characters of a call's id, for templates that want an exact number; 0: any."""
+    """Characters of a call's id, for templates that require an exact number; 0: any."""
     stop_marks: ClassVar[tuple[str, ...]] = ()
-    """Marks that end a call wherever they stand outside a string."""
+    """Marks that end a call anywhere outside a string."""
     checks_names: ClassVar[bool] = False
-    """Whether only functions of the request are calls, because no mark tells a call from text."""
+    """True if only functions of the request are calls, because no mark distinguishes a call from text."""
 
     mark: ClassVar[str] = ""
-    """What begins a call in the grammars that ``calls_rule`` and ``free_text_rule`` write."""
+    """Text that begins a call in the grammars that ``calls_rule`` and ``free_text_rule`` write."""
     call_separator: ClassVar[str] = BETWEEN
-    """What stands between two calls there, in Lark."""
+    """Separator of two calls there, in Lark."""
 
     def __init__(self, tools: Tools) -> None:
         self.tools = tools
@@ -95,7 +97,7 @@ class ToolParser(IncrementalParser[ToolEvent]):
 
     @classmethod
     def call_rule(cls, writer: GrammarWriter, function: ToolFunction) -> str:
-        """The rule of one call behind its mark, as this parser reads it.
+        """Writes the rule of one call after its mark, in the form that this parser reads.
 
         Raises:
             BadRequest: this form has no grammar, or none for such parameters.
@@ -104,7 +106,7 @@ class ToolParser(IncrementalParser[ToolEvent]):
 
     @classmethod
     def calls_rule(cls, writer: GrammarWriter, functions: Sequence[ToolFunction], many: bool) -> str:
-        """The rule of an answer that is a call, or ``many``."""
+        """Writes the rule of an answer that is a call, or ``many``."""
         each = writer.add_rule(" | ".join(cls.call_rule(writer, one) for one in functions))
         mark = writer.write_text(cls.mark) if cls.mark else ""
         one = writer.add_rule(f"{mark} {each}")
@@ -112,7 +114,7 @@ class ToolParser(IncrementalParser[ToolEvent]):
 
     @classmethod
     def free_text_rule(cls, writer: GrammarWriter, functions: Sequence[ToolFunction], many: bool) -> str:
-        """The rule of free text in which the mark begins a call."""
+        """Writes the rule of free text in which the mark begins a call."""
         each = writer.add_rule(" | ".join(cls.call_rule(writer, one) for one in functions))
         return writer.add_rule(
             f"({writer.write_until(cls.mark)} {each}){'*' if many else '?'} {writer.write_free_text(cls.mark)}"
@@ -129,7 +131,7 @@ class ToolParser(IncrementalParser[ToolEvent]):
         self._spoke, self._called, self._blanks = True, False, text[len(kept) :]
 
     def add_pending_blanks(self) -> None:
-        """Adds the blanks that wait, unless they stand beside a call."""
+        """Adds the blanks that wait, unless they follow a call."""
         if self._blanks and not self._called:
             self.events.append(AnswerText(self._blanks))
         self._blanks = ""
@@ -153,11 +155,11 @@ class ToolParser(IncrementalParser[ToolEvent]):
             self.events.append(CallEnded(self.index))
 
     def is_accepted_name(self, name: str) -> bool:
-        """Whether a call may have this name."""
+        """Returns True if a call may have this name."""
         return NAME.fullmatch(name) is not None and (not self.checks_names or name in self.tools)
 
     def read_content_until(self, *marks: str) -> Wait[str]:
-        """Says the text up to a mark, which it returns and goes beyond; "" at the end of the text."""
+        """Adds the text up to a mark as content, moves past the mark and returns it; "" at the end of the text."""
         while True:
             text, mark = yield from self.read_until(*marks)
             self.add_content(text)
@@ -169,7 +171,7 @@ class ToolParser(IncrementalParser[ToolEvent]):
                 return ""
 
     def try_calls(self, calls: Callable[[], Wait[bool]], mark: str, again: int = 0) -> Wait[bool]:
-        """Tries to read calls after ``mark``. If there is none, the mark is content, and reading goes on behind it.
+        """Tries to read calls after ``mark``. If there is none, the mark is content, and reading goes on after it.
 
         Args:
             again: characters at the end of the mark that ``calls`` reads too.
@@ -203,7 +205,7 @@ class ToolParser(IncrementalParser[ToolEvent]):
                     self.at = self.held or 0
                 break
             found = True
-            # Models close one bracket too many as often as one too few.
+            # Models write one closing bracket too many as often as one too few.
             yield from self.read_run("]} \n\t\r")
             self.held = self.at
             yield from self.take_literal(",", ";")
@@ -214,7 +216,7 @@ class ToolParser(IncrementalParser[ToolEvent]):
         return found
 
     def read_call_object(self) -> Wait[bool]:
-        """Reads ``{"name": ..., "arguments": ...}`` in any order. Returns whether it has become a call."""
+        """Reads ``{"name": ..., "arguments": ...}`` in any order. Returns True if it has become a call."""
         name: str | None = None
         early: str | None = None
         started = False
@@ -264,7 +266,7 @@ class ToolParser(IncrementalParser[ToolEvent]):
         return bool(found)
 
     def collect_value(self) -> Wait[str]:
-        """A value as ``read_value`` gives it, in one piece."""
+        """Reads a value (``read_value``) and returns it in one piece."""
         pieces: list[str] = []
         yield from self.read_value(pieces.append)
         return "".join(pieces)
@@ -285,7 +287,7 @@ class ToolParser(IncrementalParser[ToolEvent]):
             put("{}" if text == "null" else text)
 
     def read_composite(self, emit: Callable[[str], None]) -> Wait[None]:
-        """Emits an object or a list as it comes, by strings and depth. A wall outside a string ends it."""
+        """Emits an object or a list as it arrives, tracking strings and depth. A stop mark outside a string ends it."""
         depth = 0
         while True:
             head = yield from self.peek()
@@ -309,7 +311,7 @@ class ToolParser(IncrementalParser[ToolEvent]):
                 return
 
     def _emit_string(self, emit: Callable[[str], None]) -> Wait[None]:
-        """Emits a string as it comes."""
+        """Emits a string as it arrives."""
         emit('"')
         self.at += 1
         while True:
@@ -327,7 +329,7 @@ class ToolParser(IncrementalParser[ToolEvent]):
                 return
 
     def read_string(self) -> Wait[str | None]:
-        """Reads a JSON string; None if there is no whole one (reading goes on behind what there is)."""
+        """Reads a JSON string; None if it is not a whole one (reading goes on after the part that was read)."""
         if (yield from self.peek()) != '"':
             return None
         pieces: list[str] = []
@@ -335,14 +337,16 @@ class ToolParser(IncrementalParser[ToolEvent]):
         return parse_json_string("".join(pieces))
 
     def read_word(self) -> Wait[str]:
-        """The characters of a name that come next."""
+        """Reads the characters of a name that come next."""
         return (yield from self._read_while(_WORD))
 
     def _read_scalar(self) -> Wait[str]:
         return (yield from self._read_while(_NUMBER))
 
     def _read_while(self, pattern: re.Pattern[str]) -> Wait[str]:
-        """Goes beyond all characters that ``pattern``, which matches any number of them, takes."""
+        """Moves past all characters that ``pattern`` matches and returns them; the pattern matches any number of
+        characters.
+        """
         out = ""
         while True:
             match = pattern.match(self.text, self.at)
@@ -354,7 +358,7 @@ class ToolParser(IncrementalParser[ToolEvent]):
 
 
 def parse_json_string(literal: str) -> str | None:
-    """The text of a JSON string, in which control characters may stand unescaped; None if it is none."""
+    """Returns the text of a JSON string, in which control characters may stand unescaped; None if it is invalid."""
     try:
         text = str(json.loads(literal, strict=False))
         text.encode()

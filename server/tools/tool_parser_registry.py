@@ -1,4 +1,4 @@
-"""Which form of calls a model writes: by name, by its chat template, or by another package."""
+"""Finds the parser of a model's call format: by name, by its chat template, or in another package."""
 
 from __future__ import annotations
 
@@ -37,11 +37,12 @@ SIGNS: tuple[tuple[re.Pattern[str], type[ToolParser]], ...] = (
     (re.compile(r"\[\w+\(\w+="), PythonicToolParser),
     (re.compile(r"<\|python_tag\|>|\bipython\b"), Llama3ToolParser),
 )
-"""What the template of a model that writes a form contains; the first that is found counts."""
+"""Patterns that the template of a model with a call format contains; the first match counts."""
 
 
 def find_tool_parser(asked: str, template: str | None) -> type[ToolParser] | None:
-    """The parser that ``--tool-call-parser`` names; ``auto``: that of the form in the template, if there is one.
+    """Returns the parser that ``--tool-call-parser`` names; ``auto``: the parser of the format in the template, if
+    there is one.
 
     Raises:
         StartupError: there is no such parser, or its package failed.
@@ -68,7 +69,7 @@ def find_tool_parser(asked: str, template: str | None) -> type[ToolParser] | Non
 
 
 def detect_tool_parser(template: str) -> type[ToolParser] | None:
-    """The parser of the form that a template's text shows; None for a template that does not take tools."""
+    """Returns the parser of the format that a template's text shows; None for a template that does not take tools."""
     if "tools" not in template:
         return None
     return next((parser for sign, parser in SIGNS if sign.search(template)), None)

@@ -60,7 +60,7 @@ class Op(Enum):
 
 @dataclass(frozen=True)
 class KernelTable:
-    """Which kernels are used.
+    """The choice of kernels.
 
     Args:
         kind: a key of ``KINDS``, or ``TORCH``.

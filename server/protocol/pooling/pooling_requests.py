@@ -1,4 +1,4 @@
-"""Requests of the pooling routes; fields are vLLM's, and OpenAI's, Jina's and Cohere's where they have such a route."""
+"""Requests of the pooling routes; fields are vLLM's, and OpenAI's, Jina's and Cohere's if they have such a route."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SAMPLING = frozenset({
     "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "use_beam_search", "length_penalty",
     "allowed_token_ids", "bad_words", "reasoning_effort",
 })  # fmt: skip
-"""Fields of generating requests: here they are mistakes."""
+"""Fields of generating requests, which are mistakes in pooling requests."""
 
 
 MAX_DESCRIBED = 256
@@ -45,10 +45,10 @@ class PoolingRequest(MediaRequest):
     chat_template_kwargs: Object | None = None
 
     def check(self) -> None:
-        """Refuses fields of generating requests, and contradictions.
+        """Checks for fields of generating requests and contradictions.
 
         Raises:
-            BadRequest: names the field.
+            BadRequest: there is one; the message names the field.
         """
         for name, value in (self.model_extra or {}).items():
             if name in SAMPLING and value is not None and value is not False:
@@ -67,7 +67,7 @@ class PoolingRequest(MediaRequest):
             yield "return_image_sizes"
 
     def make_params(self) -> PoolingParams:
-        """What is asked of the engine's values."""
+        """Makes the pooling parameters of the request."""
         asked = (self.use_activation, self.activation, self.softmax)
         return PoolingParams(
             truncate_prompt_tokens=self.truncate_prompt_tokens,
@@ -109,7 +109,7 @@ class PromptedRequest(PoolingRequest):
         return made
 
     def list_prompts(self) -> list[str | list[int]]:
-        """One entry per raw prompt; none where there are messages.
+        """Returns one entry per raw prompt; none if there are messages.
 
         Raises:
             BadRequest: there is none, or one of them is empty.
@@ -206,7 +206,7 @@ class ScoreRequest(PairRequest):
     data_2: Any = None
 
     def get_sides(self) -> tuple[list[Any], list[Any]]:
-        """Queries and documents.
+        """Returns queries and documents.
 
         Raises:
             BadRequest: one of them is missing or empty, or their numbers do not fit.

@@ -1,4 +1,4 @@
-"""/v1/messages and /v1/messages/count_tokens, as Anthropic's clients call them."""
+"""/v1/messages and /v1/messages/count_tokens, in the form of Anthropic's clients."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from trencadis.server.routes.sse import StreamFormat
 
 
 def router(state: AppState) -> APIRouter:
-    """The routes over ``state``."""
+    """Makes the routes over ``state``."""
     routes = APIRouter(tags=["messages"], route_class=BodyRoute)
 
     async def inner_of(body: CountTokensRequest, http: Request) -> tuple[InnerRequest, dict[str, str]]:
@@ -69,10 +69,10 @@ def router(state: AppState) -> APIRouter:
 async def prepare_message(
     state: AppState, body: MessagesRequest, inner: InnerRequest, http: Request, ticket: Ticket
 ) -> TranslatedRun:
-    """The run of a checked request.
+    """Makes the run of a checked request.
 
     Raises:
-        TrencadisError: it cannot run.
+        TrencadisError: the request cannot run.
     """
     id = make_request_id("msg", http, body.request_id, "_")
     chat = await prepare(state, inner.chat, http, ticket, id, fits=True)
@@ -89,10 +89,10 @@ async def prepare_message(
 
 
 def stop_reason(chat: RunningChat, last: TextPiece, asked: int) -> tuple[str, str | None]:
-    """Anthropic's stop reason, and the stop sequence that has ended the answer.
+    """Returns Anthropic's stop reason, and the stop sequence that has ended the answer.
 
     Args:
-        asked: most tokens of the answer, as the client has it; the context may hold fewer, the operator allow fewer.
+        asked: the client's limit of the answer's tokens; the context may hold fewer, the operator may allow fewer.
     """
     if last.finish_reason == "length":
         limit = chat.generation.params.max_tokens or asked

@@ -1,4 +1,4 @@
-"""/v1/responses, without a memory: nothing of a response is kept once it is sent."""
+"""/v1/responses, without memory: a response is not stored once it is sent."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ POSTED = ("input_tokens", "compact")
 
 
 def router(state: AppState) -> APIRouter:
-    """The routes over ``state``."""
+    """Makes the routes over ``state``."""
     routes = APIRouter(tags=["responses"], route_class=BodyRoute)
 
     async def inner_of(body: ResponsesRequest, http: Request) -> tuple[InnerRequest, dict[str, str]]:
@@ -82,10 +82,10 @@ def router(state: AppState) -> APIRouter:
 async def prepare_response(
     state: AppState, body: ResponsesRequest, inner: InnerRequest, http: Request, ticket: Ticket
 ) -> TranslatedRun:
-    """The run of a checked request.
+    """Makes the run of a checked request.
 
     Raises:
-        TrencadisError: it cannot run.
+        TrencadisError: the request cannot run.
     """
     id = make_request_id("resp", http, body.request_id, "_")
     chat = await prepare(state, inner.chat, http, ticket, id, fits=True)

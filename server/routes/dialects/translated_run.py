@@ -31,22 +31,22 @@ _OFF_LOOP = OffEventLoop("dialect")
 
 
 class AnswerWriter(Protocol):
-    """Says an answer in the words of one API."""
+    """Writes an answer in the form of one API."""
 
     def write_first_events(self, usage: Usage) -> Iterator[bytes]:
-        """The first events; ``usage``: when the first token is there."""
+        """Yields the first events; ``usage``: the tokens so far, when the first token has arrived."""
         ...
 
     def write_events(self, change: BlockEvent) -> Iterator[bytes]:
-        """The events of a change."""
+        """Yields the events of a change."""
         ...
 
     def add_block(self, change: BlockEvent) -> None:
-        """As ``write_events``, for an answer that is sent whole."""
+        """Adds a change to an answer that is sent whole."""
         ...
 
     def write_final_events(self) -> Iterator[bytes]:
-        """The last events, once the answer is complete."""
+        """Yields the last events, once the answer is complete."""
         ...
 
 
@@ -82,16 +82,16 @@ class TranslatedRun:
         return self.complete_answer(last, reason)
 
     def stream(self) -> TranslatedStream:
-        """Its stream."""
+        """Returns the stream of its events."""
         return TranslatedStream(self)
 
     def make_block_builder(self) -> BlockBuilder:
-        """Makes the blocks of the answer."""
+        """Makes the builder of the answer's blocks."""
         return BlockBuilder(self.chat.state.service.eos | frozenset(self.chat.generation.params.stop_token_ids))
 
 
 class TranslatedStream(PieceStream):
-    """The events of ``run``, in the words of its writer."""
+    """The events of ``run``, written by its writer."""
 
     def __init__(self, run: TranslatedRun) -> None:
         super().__init__(run.chat.generation)
@@ -122,7 +122,7 @@ async def respond_translated(
     state: AppState, http: Request, inner: InnerRequest, headers: dict[str, str],
     run: Callable[[Ticket], Awaitable[TranslatedRun]], stream: bool,
 ) -> Response:  # fmt: skip
-    """The response of a translated request; errors name the fields that were sent.
+    """Makes the response of a translated request; errors name the fields that were sent.
 
     Args:
         run: makes the run, which is charged to the ticket.
@@ -135,7 +135,7 @@ async def respond_translated(
 
 
 async def count_prompt_tokens(state: AppState, http: Request, inner: InnerRequest) -> int:
-    """The tokens of a translated request's prompt, images included."""
+    """Counts the tokens of a translated request's prompt, images included."""
     ticket = state.admission.enter()
     with translate_errors(inner.names):
         prompt = make_prompt(state, inner.chat, http, ticket, state.service.max_counted_tokens)
@@ -148,7 +148,7 @@ async def translate_request(
     """Translates a request of another API to a chat request, checks it, and returns it with the response headers.
 
     Args:
-        values: what ``translate`` walks through; long ones are translated off the event loop.
+        values: the values that ``translate`` converts; long ones are translated off the event loop.
 
     Raises:
         TrencadisError: the request may not run; ``param`` names its own fields.

@@ -1,4 +1,4 @@
-"""/invocations, SageMaker's one route: a body goes to the route whose fields it has."""
+"""/invocations, SageMaker's only route: forwards a body to the route whose fields it has."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ FIELDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("/score", ("data_1",)),
     ("/pooling", ("task",)),
 )
-"""Paths, and the fields that a body for them has; a pooling server's first route takes the others."""
+"""Paths, and the fields that a body for them has; other bodies go to a pooling server's first route. """
 
 
 def make_router(routers: Iterable[APIRouter], otherwise: str) -> APIRouter:
-    """The route over the endpoints of ``routers``; ``otherwise``: the path of a body with no known field."""
+    """Makes the route over the endpoints of ``routers``; ``otherwise``: the path for a body with no known field."""
     known: Mapping[str, Endpoint] = {
         route.path: route.endpoint for one in routers for route in one.routes if isinstance(route, APIRoute)
     }
@@ -51,10 +51,10 @@ def make_router(routers: Iterable[APIRouter], otherwise: str) -> APIRouter:
 
 
 def parse_request(endpoint: Endpoint, body: dict[str, Any]) -> BaseModel:
-    """The request that ``endpoint`` takes.
+    """Returns the request that ``endpoint`` takes.
 
     Raises:
-        RequestValidationError: the body is none.
+        RequestValidationError: the body is no such request.
     """
     kind: type[BaseModel] = get_type_hints(endpoint)[next(iter(signature(endpoint).parameters))]
     try:

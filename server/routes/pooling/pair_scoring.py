@@ -1,4 +1,4 @@
-"""Scores of pairs, for the routes that score and rerank: a class head, label tokens, or cosines of embeddings."""
+"""Scores of pairs, for the routes that score and rerank: from a class head, label tokens, or cosines of embeddings."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from trencadis.server.routes.app_state import AppState
 from trencadis.server.routes.pooling.pooling_base import PooledValues, get_pooling, merge_pooled, run_prompts
 
 AT_ONCE = 128
-"""Pairs whose prompts are held at a time: each holds the query again."""
+"""Pairs whose prompts are held in memory at a time: each holds a copy of the query."""
 
 
 class PairScores(NamedTuple):
-    """One score a pair, and the answer's id, time, model and usage."""
+    """One score per pair, and the answer's id, time, model and usage."""
 
     scores: list[float]
     made: PooledValues
@@ -75,7 +75,7 @@ async def _score_cosines(
     state: AppState, body: PairRequest, http: Request, ticket: Ticket, params: PoolingParams, pairs: Sequence[Pair],
     prefix: str, document_tokens: int, scope: MediaScope,
 ) -> PairScores:  # fmt: skip
-    """Each text or conversation is embedded once, in however many pairs it stands."""
+    """Scores pairs by the cosine of their embeddings; a text in several pairs is embedded once."""
     index_of: dict[Any, int] = {}
     sides: list[tuple[Content, int]] = []
 

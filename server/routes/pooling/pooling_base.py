@@ -31,11 +31,11 @@ from trencadis.server.routes.sse import run_until_disconnect
 
 Part = TypeVar("Part", str, bytes)
 IN_LOOP = 16
-"""Items of an answer that are written before the event loop serves others."""
+"""Items of an answer that are written before the event loop serves other requests."""
 
 
 class PooledValues(NamedTuple):
-    """What the engine gave: ``read_raw_values`` of each prompt, and the usage of all."""
+    """The engine's results: ``read_raw_values`` of each prompt, and the usage of all."""
 
     id: str
     created: int
@@ -45,7 +45,7 @@ class PooledValues(NamedTuple):
 
 
 def get_pooling(state: AppState) -> Pooling:
-    """How this server pools; its routes exist only where it does."""
+    """Returns the pooling settings of the model; called only by routes that exist if it pools."""
     assert state.service.config.pooling is not None
     return state.service.config.pooling
 
@@ -53,10 +53,10 @@ def get_pooling(state: AppState) -> Pooling:
 def check_pooling_request(
     state: AppState, body: PoolingRequest, task: str = ""
 ) -> tuple[PoolingParams, dict[str, str]]:
-    """The parameters of a request that may run, and the response headers.
+    """Checks a request; returns its parameters and the response headers.
 
     Raises:
-        TrencadisError: it may not.
+        TrencadisError: the request may not run.
     """
     mark_runs_model()
     state.check_accepting()
@@ -70,7 +70,7 @@ def check_pooling_request(
 
 
 def enter_prompts(state: AppState, count: int, param: str) -> Ticket:
-    """A ticket for ``count`` prompts.
+    """Admits ``count`` prompts and returns their ticket.
 
     Raises:
         BadRequest: too many in one request.
@@ -141,7 +141,7 @@ async def run_prompts(
     """Pools all prompts on the engine.
 
     Raises:
-        TrencadisError: from the engine, or the server is full.
+        TrencadisError: the engine failed, or the server is full.
     """
     ticket.charge(tokens=sum(len(p.tokens) for p in prompts))
     forget_body(http)
@@ -183,14 +183,14 @@ def format_vector(raw: Float64, pooling: Pooling, params: PoolingParams, body: E
 
 
 def get_label(pooling: Pooling, probs: Float32) -> str | None:
-    """The name of the likeliest class."""
+    """Returns the name of the likeliest class."""
     assert pooling.task == CLASSIFY
     best = int(probs.argmax())
     return pooling.labels[best] if best < len(pooling.labels) else None
 
 
 class ItemList(NamedTuple):
-    """An answer without its items, and the items, which are made and written a few at a time."""
+    """The head of an answer without its items, and the items, which are made and written a few at a time."""
 
     head: BaseModel
     items: Iterable[BaseModel]
@@ -236,7 +236,7 @@ async def respond(
 ) -> Response:
     """The response; releases the ticket. The work is cancelled if the client disconnects.
 
-    A thousand embeddings are tens of megabytes of JSON, which are made while they are sent.
+    A thousand embeddings are tens of megabytes of JSON, so the text is made while it is sent.
     """
     try:
         made = await run_until_disconnect(http, work)
@@ -265,7 +265,7 @@ async def _write_parts(parts: Iterable[Part]) -> AsyncIterator[Part]:
 
 
 async def _write_json(before: str, items: Iterable[BaseModel], after: str) -> AsyncIterator[str]:
-    """The JSON text, ``IN_LOOP`` items at a time."""
+    """Yields the JSON text, ``IN_LOOP`` items at a time."""
     text, comma = before, ""
     for i, item in enumerate(items):
         text += comma + item.model_dump_json()
@@ -278,7 +278,7 @@ async def _write_json(before: str, items: Iterable[BaseModel], after: str) -> As
 
 
 def merge_pooled(parts: Sequence[PooledValues]) -> PooledValues:
-    """The results of several runs of one request as those of one."""
+    """Combines the results of several runs of one request."""
     first, whole = parts[0], Usage(prompt_tokens_details=PromptTokensDetails())
     assert whole.prompt_tokens_details is not None
     for part in parts:

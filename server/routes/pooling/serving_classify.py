@@ -29,7 +29,7 @@ from trencadis.server.routes.request_body import BodyRoute
 async def classify_prompts(
     state: AppState, body: ClassifyRequest, http: Request, ticket: Ticket, params: PoolingParams
 ) -> ItemList:
-    """The answer of a checked request."""
+    """Makes the answer of a checked request."""
     prompts = await make_prompts(state, body, http, ticket)
     id, created, model, values, usage = await run_prompts(state, body, http, ticket, prompts, "classify", params)
     pooling = get_pooling(state)
@@ -45,7 +45,7 @@ def _make_item(index: int, raw: Float64, pooling: Pooling, params: PoolingParams
 
 
 def router(state: AppState) -> APIRouter:
-    """The route over ``state``."""
+    """Makes the route over ``state``."""
     routes = APIRouter(tags=["pooling"], route_class=BodyRoute)
 
     @routes.post("/classify", response_model=ClassifyResponse)

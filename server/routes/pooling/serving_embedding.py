@@ -45,7 +45,7 @@ async def embed_prompts(
 
 
 def router(state: AppState) -> APIRouter:
-    """The route over ``state``."""
+    """Makes the route over ``state``."""
     routes = APIRouter(tags=["pooling"], route_class=BodyRoute)
 
     @routes.post("/v1/embeddings", response_model=EmbeddingResponse)

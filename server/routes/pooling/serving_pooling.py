@@ -1,4 +1,4 @@
-"""/pooling: what the engine pools, whatever that is."""
+"""/pooling: returns pooled values of every task."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def pool_prompts(
 
 
 def router(state: AppState) -> APIRouter:
-    """The route over ``state``."""
+    """Makes the route over ``state``."""
     routes = APIRouter(tags=["pooling"], route_class=BodyRoute)
 
     @routes.post("/pooling", response_model=PoolingResponse)

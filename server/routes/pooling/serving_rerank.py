@@ -1,4 +1,4 @@
-"""/rerank, /v1/rerank and /v2/rerank, as Jina and Cohere have them."""
+"""/rerank, /v1/rerank and /v2/rerank, in the form of Jina and Cohere."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trencadis.server.routes.request_body import BodyRoute
 async def rerank_documents(
     state: AppState, body: RerankRequest, http: Request, ticket: Ticket, params: PoolingParams, pairs: Sequence[Pair]
 ) -> ItemList:
-    """The answer of a checked request: the best document first, equal ones in the order of the request."""
+    """Makes the answer of a checked request: the best document first, equal ones in the order of the request."""
     scores, made = await score_pairs(state, body, http, ticket, params, pairs, "rerank", body.max_tokens_per_doc)
     order = sorted(range(len(scores)), key=lambda i: -scores[i])
     head = RerankResponse(id=made.id, model=made.model, usage=made.usage, results=[])
@@ -47,7 +47,7 @@ def _make_document(content: Content) -> RankedDocument:
 
 
 def router(state: AppState) -> APIRouter:
-    """The routes over ``state``."""
+    """Makes the routes over ``state``."""
     routes = APIRouter(tags=["pooling"], route_class=BodyRoute)
 
     @routes.post("/v2/rerank", response_model=RerankResponse)

@@ -22,14 +22,14 @@ from trencadis.server.routes.request_body import BodyRoute
 async def make_score_response(
     state: AppState, body: ScoreRequest, http: Request, ticket: Ticket, params: PoolingParams, pairs: Sequence[Pair]
 ) -> ItemList:
-    """The answer of a checked request."""
+    """Makes the answer of a checked request."""
     scores, made = await score_pairs(state, body, http, ticket, params, pairs, "score")
     head = ScoreResponse(id=made.id, created=made.created, model=made.model, data=[], usage=made.usage)
     return ItemList(head, (ScoreItem(index=i, score=score) for i, score in enumerate(scores)))
 
 
 def router(state: AppState) -> APIRouter:
-    """The routes over ``state``."""
+    """Makes the routes over ``state``."""
     routes = APIRouter(tags=["pooling"], route_class=BodyRoute)
 
     @routes.post("/v1/score", response_model=ScoreResponse)

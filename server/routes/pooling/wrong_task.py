@@ -1,4 +1,4 @@
-"""Routes that this server has not, because it was started for the other kind of answer: a 400 that names the task."""
+"""Routes that this server lacks because it was started for the other task: a 400 that names the task."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from trencadis.core.checkpoint.pooling_config import Pooling
 from trencadis.core.errors import BadRequest
 
 WRONG_TASK = "elsewhere"
-"""Name of these routes, by which the list of a server's routes leaves them out."""
+"""Name of these routes, by which they are left out of the list of a server's routes."""
 
 
 def make_wrong_task_router(routers: Iterable[APIRouter], pooling: Pooling | None) -> APIRouter:
-    """The paths of ``routers``, each answered with 400.
+    """Makes a router with the paths of ``routers``, each answered with 400.
 
     Args:
-        pooling: how this server pools; None: it generates.
+        pooling: the pooling settings of this server; None: it generates.
     """
     made = APIRouter()
     line = "this server's task is generate; --runner pooling"

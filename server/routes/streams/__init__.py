@@ -1,1 +1,1 @@
-"""Streams of events: how pieces of text become bytes, each API in its own words."""
+"""Streams of events: turns pieces of text into bytes, in the form of each API."""

@@ -1,4 +1,4 @@
-"""The stream of a chat completion: roles, deltas, reasons, usage."""
+"""The stream of a chat completion: roles, deltas, finish reasons, usage."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from trencadis.server.text.sse_event_template import SseEventTemplate, encode, m
 
 Segment = ReasoningContent | AnswerContent | CallPart
 _Kind = tuple[int, type[Segment] | None, int, int]
-"""What an event depends on beside the values that are filled in: the index of the choice, what its text is, the number
-of the call, tokens from the cache."""
+"""The key of an event's template: the index of the choice, the kind of its text, the number of the call, tokens from
+the cache.
+"""
 
 
 class ChatAnswer(Protocol):
-    """The running request that is streamed; ``list_routes.chat.RunningChat`` is one."""
+    """The running request that is streamed; ``serving_chat.RunningChat`` is one."""
 
     state: AppState
     body: ChatRequest
@@ -43,20 +44,20 @@ class ChatAnswer(Protocol):
 
     @property
     def as_ids(self) -> bool:
-        """Whether log-probabilities name tokens by their ids."""
+        """True if log-probabilities name tokens by their ids."""
         ...
 
     def make_logprobs(self, piece: TextPiece) -> ChoiceLogprobs | None:
-        """The log-probabilities of a piece's tokens, if the request asks for them."""
+        """Returns the log-probabilities of a piece's tokens, if the request asks for them."""
         ...
 
     def get_finish_reason(self, index: int, piece: TextPiece) -> str | None:
-        """OpenAI's finish reason."""
+        """Returns OpenAI's finish reason."""
         ...
 
 
 class ChatStream(PieceStream):
-    """The events of ``answer``. Those between the first and the last of a choice are filled into templates."""
+    """The events of ``answer``. Events between the first and the last of a choice are made from templates."""
 
     def __init__(self, answer: ChatAnswer) -> None:
         super().__init__(answer.generation)
@@ -67,12 +68,12 @@ class ChatStream(PieceStream):
         self._scores = bool(self._body.logprobs)
         self._ids = bool(self._body.return_token_ids)
         self._plain = not (self._always or self._scores or self._ids)
-        # Tokens of the reasoning are counted one by one in the usage.
+        # The usage counts reasoning tokens one by one.
         self._fills = not (self._always and answer.generation.reasoning_tokens is not None)
         self._started = False
         self._templates: dict[_Kind, SseEventTemplate] = {}
         self._texts: dict[int, SseEventTemplate] = {}
-        """Those of plain text, by choice."""
+        """Templates of plain text, by choice."""
 
     def make_events(self, index: int, piece: TextPiece) -> bytes:
         """See ``PieceStream``."""
@@ -91,7 +92,7 @@ class ChatStream(PieceStream):
             (one,) = piece.answer.segments
             if not isinstance(one, CallPart):
                 return self._fill_template(index, one, one.text, piece) if one.text else self._make_event(index, piece)
-            if not one.id:  # the first part of a call has more than arguments
+            if not one.id:  # the first part of a call has more fields than arguments
                 return self._fill_template(index, one, one.arguments, piece)
         return self._make_event(index, piece)
 
@@ -119,10 +120,10 @@ class ChatStream(PieceStream):
             chunk.prompt_token_ids = self._answer.generation.prompt.tokens
         return chunk
 
-    # --- by models ---
+    # --- events made by models ---
 
     def _make_event(self, index: int, piece: TextPiece) -> bytes:
-        """The event of any piece; none for one whose text a parser holds back."""
+        """Makes the event of any piece; empty for one whose text a parser holds back."""
         if piece.finish_reason or piece.answer is None:
             shows = bool(piece.finish_reason or piece.text or piece.tokens)
         else:
@@ -152,10 +153,10 @@ class ChatStream(PieceStream):
             chunk.usage = self._answer.usage
         return chunk
 
-    # --- by templates ---
+    # --- events made from templates ---
 
     def _fill_template(self, index: int, segment: Segment | None, text: str, piece: TextPiece) -> bytes:
-        """The event of a piece that says ``text`` and nothing else; ``segment``: what a parser has made of it."""
+        """Makes the event of a piece that adds only ``text``; ``segment``: the parser's segment of the piece."""
         call = segment.index if isinstance(segment, CallPart) else 0
         cached = self._timing.cached if self._always else 0
         kind = index, None if segment is None else type(segment), call, cached
@@ -184,7 +185,7 @@ class ChatStream(PieceStream):
         choice = ChunkChoice(index=kind[0], delta=_make_delta(kind, text), logprobs=None, finish_reason=None)
         marks = [encode(text)]
         if self._scores:
-            marks.append(b'"logprobs":null')  # of an event's texts none has a bare quote
+            marks.append(b'"logprobs":null')  # no text of an event contains a bare quote
         if self._ids:
             choice.token_ids = [tokens]
             marks.append(b"[%d]" % tokens)
@@ -200,7 +201,7 @@ class ChatStream(PieceStream):
 
 
 def _make_delta(kind: _Kind, text: str) -> DeltaMessage:
-    """A delta that says ``text`` in the way of ``kind``."""
+    """Makes a delta that adds ``text`` as a segment of ``kind``."""
     _, segment, call, _ = kind
     if segment is None:
         return DeltaMessage(content=text)

@@ -23,7 +23,7 @@ from trencadis.server.text.sse_event_template import SseEventTemplate, encode, m
 
 
 class CompletionAnswer(Protocol):
-    """The running request that is streamed; ``list_routes.completions.RunningCompletion`` is one."""
+    """The running request that is streamed; ``serving_completion.RunningCompletion`` is one."""
 
     state: AppState
     body: CompletionRequest
@@ -31,25 +31,25 @@ class CompletionAnswer(Protocol):
 
     @property
     def silent(self) -> bool:
-        """Whether the answer is only the prompt."""
+        """True if the answer is only the prompt."""
         ...
 
     @property
     def count(self) -> int:
-        """Choices of each prompt."""
+        """Number of choices of each prompt."""
         ...
 
     def get_echo(self, prompt: int) -> str:
-        """The text of a prompt, where the answer begins with it."""
+        """Returns the text of a prompt if the answer begins with it, else ""."""
         ...
 
     def make_response(self, choices: list[CompletionChoice], usage: bool) -> CompletionResponse:
-        """An event."""
+        """Makes an event."""
         ...
 
 
 class CompletionStream(PieceStream):
-    """The events of ``answer``. Those between the first and the last of a choice are filled into templates."""
+    """The events of ``answer``. Events between the first and the last of a choice are made from templates."""
 
     def __init__(self, answer: CompletionAnswer) -> None:
         super().__init__(answer.generations[0] if len(answer.generations) == 1 else None)
@@ -105,7 +105,7 @@ class CompletionStream(PieceStream):
         return made
 
     def _fill_template(self, index: int, piece: TextPiece, builder: CompletionLogprobsBuilder) -> bytes:
-        """The event of a piece between the first and the last of its choice."""
+        """Makes the event of a piece between the first and the last of its choice."""
         timings = [g.timing for g in self._answer.generations] if self._always else []
         kind = index, sum(t.cached for t in timings)
         template = self._templates.get(kind)

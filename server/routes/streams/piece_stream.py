@@ -1,4 +1,4 @@
-"""A stream whose events are made of one piece of text after another."""
+"""A stream whose events are made from one piece of text after another."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from trencadis.server.prompts.output_processor import TextPiece
 
 
 class PieceStream:
-    """The stream of one request; sub-classes say what its events are.
+    """The stream of one request; subclasses make its events.
 
     Args:
-        generation: where its pieces come from, if it is one.
+        generation: the source of its pieces, if there is only one.
     """
 
     def __init__(self, generation: Generation | None) -> None:
         self._generation = generation
 
     def make_events(self, index: int, piece: TextPiece) -> bytes:
-        """The events of a piece of choice ``index``; none while there is nothing to say."""
+        """Makes the events of a piece of choice ``index``; empty while there is nothing to send."""
         raise NotImplementedError
 
     def make_final_events(self) -> bytes:
-        """The events once all choices have ended."""
+        """Makes the events once all choices have ended."""
         return b""
 
     def stream_pieces(self) -> AsyncGenerator[ChoicePiece]:
-        """The pieces, each with the index of its choice in the answer."""
+        """Yields the pieces, each with the index of its choice in the answer."""
         assert self._generation is not None
         return self._generation.stream_pieces()
 
     async def stream_events(self) -> AsyncGenerator[bytes]:
-        """All events; they begin with the first piece, so that an error before it is a plain HTTP error."""
+        """Yields all events; they begin with the first piece, so that an error before it is a plain HTTP error."""
         async with aclosing(self.stream_pieces()) as pieces:
             async for index, piece in pieces:
                 data = self.make_events(index, piece)
@@ -44,6 +44,8 @@ class PieceStream:
             yield data
 
     def set_writer(self, writer: StreamWriter) -> None:
-        """Writes events to ``writer`` at once while the reader of ``events`` waits; see ``Generation.set_writer``."""
+        """Writes events to ``writer`` at once while the reader of ``stream_events`` waits; see
+        ``Generation.set_writer``.
+        """
         if self._generation is not None:
             self._generation.set_writer(writer, self.make_events)

@@ -1,1 +1,1 @@
-"""Routes that vLLM has beside OpenAI's: several conversations at a time, the tokenizer, load, development."""
+"""Routes that vLLM has in addition to OpenAI's: several conversations at a time, the tokenizer, load, development."""

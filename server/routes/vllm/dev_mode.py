@@ -1,4 +1,4 @@
-"""Routes for development, only with ``--server-dev-mode`` (VLLM_SERVER_DEV_MODE): caches, and what is served."""
+"""Routes for development, only with ``--server-dev-mode`` (VLLM_SERVER_DEV_MODE): caches, and server settings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class NotOffered(TrencadisError):
 
 
 def router(state: AppState) -> APIRouter:
-    """The routes over ``state``; none unless the operator wants them."""
+    """Makes the routes over ``state``; none without the flag."""
     routes = APIRouter(tags=["development"], include_in_schema=False)
     if not state.settings.config.server_dev_mode:
         return routes
@@ -81,7 +81,7 @@ def router(state: AppState) -> APIRouter:
 
 
 def get_settings(state: AppState) -> dict[str, Any]:
-    """Every flag's value."""
+    """Returns the value of every flag; secrets are masked."""
     made: dict[str, Any] = {}
     for config in (state.settings.engine, state.settings.config):
         for one, option in options(config):
@@ -91,13 +91,13 @@ def get_settings(state: AppState) -> dict[str, Any]:
 
 
 def list_variables() -> dict[str, str]:
-    """VLLM_ and TRENCADIS_ variables that are set."""
+    """Returns the VLLM_ and TRENCADIS_ variables that are set; secrets are masked."""
     found = {name: text for name, text in sorted(os.environ.items()) if name.startswith(envs.PREFIXES)}
     return {name: MASK if any(w in name for w in ("KEY", "TOKEN", "SECRET")) else text for name, text in found.items()}
 
 
 def describe_system(state: AppState) -> dict[str, Any]:
-    """Versions, and the device once it is known."""
+    """Returns versions, and the device once it is known."""
     info = state.engine.info
     made = {"trencadis": __version__, "python": sys.version.split()[0], "platform": platform.platform()}
     for name in PACKAGES:

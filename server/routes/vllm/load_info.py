@@ -22,7 +22,7 @@ class ServerLoad(Strict):
 
 
 def router(state: AppState) -> APIRouter:
-    """The routes over ``state``."""
+    """Makes the routes over ``state``."""
     routes = APIRouter(tags=["operation"])
 
     @routes.get("/load", response_model=ServerLoad)
@@ -41,7 +41,7 @@ def router(state: AppState) -> APIRouter:
 
 
 def get_tokenizer_settings(state: AppState) -> dict[str, Any]:
-    """What the tokenizer was made from.
+    """Returns the settings that the tokenizer was made from.
 
     Raises:
         NotFound: the checkpoint has no such file.

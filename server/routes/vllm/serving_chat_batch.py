@@ -29,12 +29,12 @@ class BatchChat:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
+        """Number of tokens of all prompts."""
         return sum(work.prompt_tokens for work in self.works)
 
     @property
     def form(self) -> StreamFormat:
-        """That of a conversation."""
+        """The stream format of its conversations."""
         return self.works[0].form
 
     async def complete(self, lazy: bool = False) -> ChatResponse:
@@ -49,7 +49,7 @@ class BatchChat:
         return first.model_copy(update={"choices": choices, "usage": usage, "prompt_token_ids": None})
 
     def stream(self) -> PieceStream:
-        """A batch is not streamed."""
+        """Raises BadRequest: a batch is not streamed."""
         raise BadRequest("stream is not available for several conversations.", param="stream")
 
 
@@ -57,7 +57,7 @@ async def prepare_all(state: AppState, body: BatchChatRequest, http: Request, ti
     """Makes the prompts of all conversations.
 
     Raises:
-        TrencadisError: one of them cannot run; ``param`` begins with its place.
+        TrencadisError: one of them cannot run; ``param`` begins with its index.
     """
 
     async def one(index: int, request: ChatRequest) -> RunningChat:
@@ -72,7 +72,7 @@ async def prepare_all(state: AppState, body: BatchChatRequest, http: Request, ti
 
 
 def router(state: AppState) -> APIRouter:
-    """The route over ``state``."""
+    """Makes the route over ``state``."""
     routes = APIRouter(tags=["chat"], route_class=BodyRoute)
 
     @routes.post("/v1/chat/completions/batch", response_model=ChatResponse)

@@ -1,4 +1,4 @@
-"""Sleep mode, with ``--enable-sleep-mode``: the engine's process ends, and another one starts when it is wanted."""
+"""Sleep mode, with ``--enable-sleep-mode``: the engine's process ends, and another one starts at wake-up."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LEVELS = (1, 2)
 
 
 def router(state: AppState) -> APIRouter:
-    """The routes over ``state``; none unless the operator wants them."""
+    """Makes the routes over ``state``; none without the flag."""
     routes = APIRouter(tags=["operation"], include_in_schema=False)
     if not state.settings.config.enable_sleep_mode:
         return routes
