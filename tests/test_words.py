@@ -61,7 +61,7 @@ OPENINGS = ("As", "Of", "Where", "Who", "Until", "It", "That", "Behind", "What")
 """First words that make a reader look for the sentence before."""
 
 MOST_PARTICIPLES = 40
-MOST_ODD_OPENINGS = 95
+MOST_ODD_OPENINGS = 48
 MOST_SAME_NAMES = 0
 
 IRREGULAR = re.compile(

@@ -22,6 +22,7 @@ from trencadis.core.errors import StartupError
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.shapes.step_times import LADDER, ChunkBudget, StepTimes, StepWork, chunk_sizes
 from trencadis.core.startup.engine_builder import _times
+from trencadis.core.startup.startup_checks import check_start
 from trencadis.core.step import Step, StepOutput
 
 DEMO = Path(__file__).resolve().parents[2] / "assets" / "demo"
@@ -300,4 +301,4 @@ def test_the_flag_reaches_the_scheduler() -> None:
     times = _times(EngineConfig(itl_target=40.0, pipeline_parallel_size=2), model, plan, 2048)
     assert times is not None and times.target == 0.020 and times.sizes == LADDER and 0 < times.pair < 1
     with pytest.raises(StartupError, match="--enable-chunked-prefill"):
-        _times(EngineConfig(itl_target=40.0, enable_chunked_prefill=False), model, plan, 2048)
+        check_start(EngineConfig(itl_target=40.0, enable_chunked_prefill=False), model, plan.policy, "cpu")
