@@ -76,7 +76,12 @@ class ServerConfig:
     skip_model_name_validation: bool = opt(
         False, "requests may name any model", env=("VLLM_SKIP_MODEL_NAME_VALIDATION",)
     )
-    allowed_origins: list[str] = opt([], "CORS origins")
+    allowed_hosts: list[str] = opt(
+        [],
+        "Host headers that requests may have: names, .suffix, addresses; *: any (default: the loopback names where the "
+        "server listens on a loopback address, else any)",
+    )
+    allowed_origins: list[str] = opt([], "origins whose pages may send requests, and read answers (CORS); *: any")
     allowed_methods: list[str] = opt(["*"], "CORS methods")
     allowed_headers: list[str] = opt(["*"], "CORS headers")
     allow_credentials: bool = opt(False, "CORS credentials", aliases=("allowed_credentials",))

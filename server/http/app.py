@@ -27,6 +27,7 @@ from trencadis.server.admission import Admission
 from trencadis.server.engine.engine_client import EngineClient
 from trencadis.server.grammars.grammar_cache import GrammarCache
 from trencadis.server.http.fair_admission import FairAdmissionMiddleware
+from trencadis.server.http.host_rules import HostRules
 from trencadis.server.http.openapi import make_openapi
 from trencadis.server.http.request_middleware import RequestMiddleware, make_error_response
 from trencadis.server.http.unsupported_routes import describe_missing_path
@@ -210,6 +211,7 @@ def _make_middleware(state: AppState) -> list[Middleware]:
         RequestMiddleware, keys=keys, max_body=config.max_body_bytes, observe=state.metrics.http.observe,
         bodies=state.admission.bodies, receive_timeout=config.receive_timeout, request_timeout=config.request_timeout,
         most_headers=config.h11_max_header_count, ended=state.on_request_ended,
+        host_rules=HostRules.from_config(config), count_refusal=state.metrics.http.count_refusal,
     )  # fmt: skip
     inner = [gate]
     if state.fair_queue is not None:

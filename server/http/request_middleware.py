@@ -14,9 +14,10 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from trencadis.core.errors import BadRequest, HeadersTooLarge, QueueFull, TooLarge, TrencadisError, Unavailable
+from trencadis.core.errors import BadRequest, Forbidden, HeadersTooLarge, QueueFull, TooLarge, TrencadisError, Unavailable
 from trencadis.server.admission import BodyBudget, BodyCharge
 from trencadis.server.dialects import anthropic_output
+from trencadis.server.http.host_rules import HostRules
 from trencadis.server.http.request_timeout import HEADER, get_timeout, run_within, stop_timer
 from trencadis.server.http.unsupported_routes import get_reason
 from trencadis.server.protocol.base_request import ErrorResponse
@@ -49,6 +50,8 @@ class RequestMiddleware:
         request_timeout: seconds that a request may take; 0: no limit.
         most_headers: header fields of a request.
         ended: called with the record of each request.
+        host_rules: which Host and Origin headers are allowed.
+        count_refusal: called with (status, reason) of each request that is refused for its head or size.
     """
 
     def __init__(
@@ -62,11 +65,15 @@ class RequestMiddleware:
         request_timeout: float = 0.0,
         most_headers: int = 256,
         ended: Callable[[RequestRecord], None] = lambda record: None,
+        host_rules: HostRules | None = None,
+        count_refusal: Callable[[int, str], None] = lambda status, reason: None,
     ) -> None:
         self._app = app
         self._request_timeout = request_timeout
         self._most_headers = most_headers
         self._ended = ended
+        self._host_rules = host_rules or HostRules()
+        self._count_refusal = count_refusal
         self._keys = keys
         self._max_body = max_body
         self._observe = observe
@@ -133,17 +140,32 @@ class RequestMiddleware:
     def _check_headers(self, scope: Scope, headers: Headers) -> int:
         """Checks the key, size and content type that the headers give; returns the announced size of the body."""
         if len(headers) > self._most_headers:
+            self._count_refusal(431, "fields")
             raise HeadersTooLarge(f"The request has more than {self._most_headers} header fields.")
         authorization, x_api_key = headers.get("authorization", ""), headers.get("x-api-key", "")
         path = get_path(scope)
+        self._check_sender(scope["method"], headers)
         scope["trencadis.tenant"] = self._keys.check(scope["method"], path, authorization, x_api_key)
         length = headers.get("content-length", "")
         # int() refuses thousands of digits with an error of its own.
         if length.isdecimal() and (len(length) > DIGITS or int(length) > self._max_body):
+            self._count_refusal(413, "body")
             raise TooLarge(TOO_LARGE.format(self._max_body))
         if scope["method"] == "POST" and headers.get("content-type") != "application/json":
             _check_type(headers, length, path)
         return int(length) if length.isdecimal() else 0
+
+
+    def _check_sender(self, method: str, headers: Headers) -> None:
+        """Raises Forbidden if the host or the page that sent the request is not allowed."""
+        reason = "host"
+        try:
+            self._host_rules.check_host(headers)
+            reason = "origin"
+            self._host_rules.check_origin(method, headers)
+        except Forbidden:
+            self._count_refusal(403, reason)
+            raise
 
 
 def _check_type(headers: Headers, length: str, path: str) -> None:
