@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -94,6 +95,26 @@ def test_keys_lead_to_their_tenant_until_they_expire(write: Callable[[str], Path
     assert tenants.find([b"key-b"]) is None and tenants.find([b"key-", b"key-aa", A.encode()]) is None
     now[0] = 101.0
     assert tenants.find([b"key-a"]) is None
+
+
+def test_a_request_costs_two_digests_however_many_keys_it_brings(
+    write: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is compared with each tenant's digests, and a head of a thousand keys costs as one of two."""
+    others = "".join(f"- name: t{i}\n  sha256: {'a' * 32}{i:032x}\n" for i in range(300))
+    tenants = TenantRegistry(write(entry(others)))
+    hashed: list[bytes] = []
+    real = hashlib.sha256
+
+    def count(data: bytes = b"") -> Any:
+        hashed.append(data)
+        return real(data)
+
+    monkeypatch.setattr(hashlib, "sha256", count)
+    assert tenants.find([b"wrong", b"key-a"]) is tenants.accounts["ann"] and len(hashed) == 2
+    assert tenants.find([b"wrong"] * 1200) is None and len(hashed) == 4
+    assert tenants.find([b"wrong"] * 2 + [b"key-a"]) is None, "the third key does not count"
+    assert tenants.find([b"", b"key-a"]) is tenants.accounts["ann"]
 
 
 def test_a_changed_file_is_read_again_and_a_wrong_one_is_not(
