@@ -191,7 +191,8 @@ class ServerConfig:
         False, "refuse JSON fields that have no effect instead of naming them in the header x-ignored-fields"
     )
     return_tokens_as_token_ids: bool = opt(False, "logprobs show tokens as token_id:ID unless a request says otherwise")
-    metrics_auth: bool = opt(False, "/metrics needs the API key too")
+    metrics_auth: bool = opt(False, "/metrics needs the API key too (with --api-key-file it does so in any case)")
+    metrics_open: bool = opt(False, "/metrics needs no key with --api-key-file either, though it names tenants")
     enable_tokenizer_info_endpoint: bool = opt(False, "/tokenizer_info shows tokenizer_config.json")
     server_dev_mode: bool = opt(
         False, "routes for development: /reset_prefix_cache, /server_info and the like",

@@ -77,6 +77,8 @@ def resolve_settings(given: command_line.ParsedArguments, environ: Mapping[str, 
         raise StartupError("--ssl-keyfile needs --ssl-certfile.")
     if server.ssl_cert_reqs and not server.ssl_certfile:
         raise StartupError("--ssl-cert-reqs needs --ssl-certfile.")
+    if server.metrics_auth and server.metrics_open:
+        raise StartupError("--metrics-auth and --metrics-open contradict each other; give one.")
     notes += bucket_env.read_bucket_options(environ).notes
     notes += _warn_about_graph_settings(engine, sources, environ)
     return Settings(engine, server, sources, notes, _read_bucket_variables(environ))

@@ -205,7 +205,8 @@ def _include_routes(app: FastAPI, state: AppState) -> None:
 def _make_middleware(state: AppState) -> list[Middleware]:
     config = state.settings.config
     public = frozenset() if config.disable_page else page_routes.list_open_paths()
-    keys = Keys(config.api_key, config.metrics_auth, public, state.tenants)
+    guards_metrics = config.metrics_auth or (state.tenants is not None and not config.metrics_open)
+    keys = Keys(config.api_key, guards_metrics, public, state.tenants)
 
     gate = Middleware(
         RequestMiddleware, keys=keys, max_body=config.max_body_bytes, observe=state.metrics.http.observe,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import re
 import select
 import time
 import weakref
@@ -41,6 +42,28 @@ OVERLOADED_RESPONSE = (
 )
 
 
+HEAD_END = re.compile(rb"\n\r?\n")
+MAX_TARGET = 8 << 10
+"""Most bytes of a request's first line: method, path, query and version."""
+REFUSALS = {
+    414: (b"URI Too Long", b"The request line has more than 8192 bytes.", b"RequestURITooLongError"),
+    431: (
+        b"Request Header Fields Too Large",
+        b"The request has more header fields or bytes of them than the server takes.",
+        b"RequestHeadersTooLargeError",
+    ),
+}
+
+
+def make_refusal(status: int) -> bytes:
+    """The whole response for a head that is refused before it is parsed."""
+    phrase, message, kind = REFUSALS[status]
+    body = b'{"error":{"message":"%b","type":"%b","param":null,"code":%d}}' % (message, kind, status)
+    return (
+        b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
+    ) % (status, phrase, len(body), body)
+
+
 @dataclass
 class SharedLimits:
     """The limits that all connections of a server share.
@@ -54,6 +77,8 @@ class SharedLimits:
         alternately the one
             that waits longest and the one that came last, which may be another client's than a flood's.
         lost_connections: the ends of connections whose clients have gone.
+        most_lines: lines of a head below the first one; a folded field has several.
+        count_refusal: called with (status, reason) of each head that is refused before it is parsed.
     """
 
     seconds: float = 20.0
@@ -63,6 +88,8 @@ class SharedLimits:
     begun: int = 0
     deferred: PendingHeads[tuple[LimitedH11Protocol, bytes]] = field(default_factory=PendingHeads)
     lost_connections: PacedCalls = field(default_factory=lambda: PacedCalls(ENDS_PER_PASS))
+    most_lines: int = 256
+    count_refusal: Callable[[int, str], None] = lambda status, reason: None
 
     def may_begin(self, loop: asyncio.AbstractEventLoop) -> bool:
         """Whether another request may begin in this pass."""
@@ -165,10 +192,30 @@ class LimitedH11Protocol(H11Protocol):
     def handle_events(self) -> None:
         """Begins the requests whose heads have come; their scopes name this connection."""
         before = self.cycle
+        if self.conn.their_state is h11.IDLE and (refusal := self._check_head()):
+            self._shared.count_refusal(*refusal)
+            self._refuse_head(refusal[0])
+            return
         super().handle_events()
         if self.cycle is not before:
             # Without a cycle of references, which the collector would have to find.
             cast("dict[str, Any]", self.cycle.scope)["trencadis.connection"] = weakref.ref(self)
+
+    def _check_head(self) -> tuple[int, str] | None:
+        """Status and reason of a refusal of the buffered head, which is not parsed yet; None if it is taken."""
+        data = self.conn.trailing_data[0].lstrip(b"\r\n")
+        line = data.find(b"\n", 0, MAX_TARGET + 1)
+        if line < 0:
+            return (414, "request line") if len(data) > MAX_TARGET else None
+        end = HEAD_END.search(data)
+        if data.count(b"\n", line + 1, end.start() if end else len(data)) > self._shared.most_lines:
+            return 431, "fields"
+        return None
+
+    def _refuse_head(self, status: int) -> None:
+        """Answers a head that is not parsed, and closes the connection."""
+        self.transport.write(make_refusal(status))
+        self.transport.close()
 
     def get_chunk_writer(self, record: RequestRecord) -> ChunkWriter | None:
         """What writes chunks of the response that has begun; None if it is not written in chunks.

@@ -265,6 +265,42 @@ def test_heads_are_bounded_each_and_together(
     assert halls[0].held == 0
 
 
+HEAVY = {
+    "a long target": (b"GET /health?" + b"a=b&" * 10_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n", b" 414 "),
+    "a target without an end": (b"GET /" + b"a" * 9000, b" 414 "),
+    "many fields": (HEALTH[:-2] + b"a: b\r\n" * 5000 + b"\r\n", b" 431 "),
+    "many fields without an end": (HEALTH[:-2] + b"a: b\r\n" * 5000, b" 431 "),
+    "folded lines": (HEALTH[:-2] + b"a: b\r\n" + b" c\r\n" * 5000 + b"\r\n", b" 431 "),
+    "bare line feeds": (b"GET /health HTTP/1.1\nhost: x\n" + b"a: b\n" * 5000 + b"\n", b" 431 "),
+}
+
+
+@pytest.mark.parametrize("what", HEAVY)
+def test_heads_that_cost_much_are_refused_before_they_are_parsed(
+    site: Any, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    made = site()
+    parsed: list[Any] = []
+    monkeypatch.setattr(uvicorn_connection.h11.Connection, "next_event", lambda self: parsed.append(self))
+    head, status = HEAVY[what]
+    with made.connect() as s:
+        s.sendall(head)
+        assert status in ended(s)
+    assert not parsed
+
+
+def test_heads_within_the_bounds_are_taken_and_refusals_counted(site: Any) -> None:
+    made = site()
+    usual = b"GET /health?" + b"a" * 8000 + b" HTTP/1.1\r\nhost: x\r\n" + b"a: b\r\n" * 250 + b"\r\n"
+    body = b"\n" * 3000 + CHAT
+    assert b" 200 OK" in made.ask(usual) and b" 200 OK" in made.ask(post(body)), "lines of a body do not count"
+    with made.connect() as s:
+        s.sendall(HEAVY["a long target"][0])
+        ended(s)
+    text = made.ask(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n")
+    assert b'http_refused_requests_total{reason="request line",status="414"} 1.0' in text
+
+
 def test_a_client_that_ends_its_side_gets_its_answer(site: Any, harness: Any) -> None:
     made = site()
     harness.engine.delay = 0.02
