@@ -17,6 +17,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from trencadis.server.http.chunk_writer import ChunkWriter
+from trencadis.server.http.chunked_body import MAX_READ, BoundedConnection
 from trencadis.server.http.paced_calls import PacedCalls
 from trencadis.server.http.pending_heads import PendingHeads
 from trencadis.server.records.request_record import RequestRecord
@@ -43,6 +44,9 @@ OVERLOADED_RESPONSE = (
 
 
 HEAD_END = re.compile(rb"\n\r?\n")
+MAX_HEAD = 64 << 10
+DROP_SECONDS = 2.0
+"""Seconds for which bytes of a client are dropped that was answered before they came."""
 MAX_TARGET = 8 << 10
 """Most bytes of a request's first line: method, path, query and version."""
 REFUSALS = {
@@ -122,6 +126,9 @@ class LimitedH11Protocol(H11Protocol):
     """A connection under the limits of ``shared``."""
 
     _held = 0
+    _dropping = False
+    """Whether all that comes is dropped without being parsed, until the client closes or a moment has passed."""
+    _usual_read = 0
     _ended = False
     """Whether the client has closed its side."""
     _timer: asyncio.TimerHandle | None = None
@@ -135,6 +142,8 @@ class LimitedH11Protocol(H11Protocol):
         super().__init__(*args, **named)
         # The gate writes access lines, with what only it knows.
         self.access_log = False
+        self._max_head = self.config.h11_max_incomplete_event_size or MAX_HEAD
+        self.conn = self._bounded = BoundedConnection(self._max_head, shared.most_lines)
         self._shared = shared
         if self.timeout_keep_alive:
             self.timeout_keep_alive += GRACE  # type: ignore[assignment]
@@ -142,6 +151,8 @@ class LimitedH11Protocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Waits for the head of the first request."""
         super().connection_made(transport)
+        self._usual_read = getattr(transport, "max_size", 0)
+        self._bound_reads()
         self._wait(h11.IDLE)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -163,6 +174,8 @@ class LimitedH11Protocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """Takes bytes of a head, a body or pipelined requests."""
         shared = self._shared
+        if self._dropping:
+            return
         if self._is_idle() and not shared.may_begin(self.loop) and shared.held + len(data) <= shared.bound:
             self._defer(data)
             return
@@ -178,7 +191,7 @@ class LimitedH11Protocol(H11Protocol):
 
     def resume(self, data: bytes) -> None:
         """Takes bytes that came in an earlier pass of the event loop."""
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._dropping:
             return
         try:
             self.flow.resume_reading()
@@ -197,6 +210,7 @@ class LimitedH11Protocol(H11Protocol):
             self._refuse_head(refusal[0])
             return
         super().handle_events()
+        self._bound_reads()
         if self.cycle is not before:
             # Without a cycle of references, which the collector would have to find.
             cast("dict[str, Any]", self.cycle.scope)["trencadis.connection"] = weakref.ref(self)
@@ -204,10 +218,12 @@ class LimitedH11Protocol(H11Protocol):
     def _check_head(self) -> tuple[int, str] | None:
         """Status and reason of a refusal of the buffered head, which is not parsed yet; None if it is taken."""
         data = self.conn.trailing_data[0].lstrip(b"\r\n")
+        end = HEAD_END.search(data)
+        if (end.end() if end else len(data)) >= self._max_head:
+            return 431, "bytes"
         line = data.find(b"\n", 0, MAX_TARGET + 1)
         if line < 0:
             return (414, "request line") if len(data) > MAX_TARGET else None
-        end = HEAD_END.search(data)
         if data.count(b"\n", line + 1, end.start() if end else len(data)) > self._shared.most_lines:
             return 431, "fields"
         return None
@@ -215,7 +231,26 @@ class LimitedH11Protocol(H11Protocol):
     def _refuse_head(self, status: int) -> None:
         """Answers a head that is not parsed, and closes the connection."""
         self.transport.write(make_refusal(status))
-        self.transport.close()
+        self._drop_rest()
+
+    def _drop_rest(self) -> None:
+        """Ends this side of the connection after an early answer. What comes is dropped for ``DROP_SECONDS``, because
+        the client's system would throw the answer away if the connection were closed with unread bytes.
+        """
+        self._dropping = True
+        self._unset_keepalive_if_required()
+        self._hold(0)
+        self._wait(None)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.flow.resume_reading()
+        self._timer = self.loop.call_later(DROP_SECONDS, self.transport.close)
+
+    def _bound_reads(self) -> None:
+        """Sets how many bytes one pass of the event loop reads: a body of a known length alone may have many."""
+        if self._usual_read:
+            transport = cast("Any", self.transport)
+            transport.max_size = self._usual_read if self._bounded.reads_by_length() else MAX_READ
 
     def get_chunk_writer(self, record: RequestRecord) -> ChunkWriter | None:
         """What writes chunks of the response that has begun; None if it is not written in chunks.
@@ -232,6 +267,11 @@ class LimitedH11Protocol(H11Protocol):
     def on_response_complete(self) -> None:
         """Closes the connection of a client that has closed its side: no other request follows."""
         super().on_response_complete()
+        if self.transport.is_closing():
+            return
+        if self.conn.their_state is h11.SEND_BODY and not self._bounded.is_rest_cheap():
+            self._drop_rest()
+            return
         self._charge_pending_bytes()
         if self._ended and self._is_idle():
             self.transport.close()
@@ -262,7 +302,7 @@ class LimitedH11Protocol(H11Protocol):
 
     def _wait(self, what: type[h11.IDLE] | type[h11.SEND_BODY] | None) -> None:
         """Starts the timer, unless it already runs for ``what``; None stops it."""
-        if what is self._waits:
+        if what is self._waits and not self._dropping:
             return
         self._waits = what
         if self._timer is not None:
@@ -299,6 +339,7 @@ class LimitedH11Protocol(H11Protocol):
     def _refuse(self, answer: bytes) -> None:
         if self._is_idle():
             self.transport.write(answer)
+        self._hold(0)
         self.transport.close()
 
     # --- clients that close their side ---
