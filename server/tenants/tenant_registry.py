@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import os
@@ -39,6 +40,7 @@ class TenantRegistry:
         self._path, self._clock, self._now, self._account = path, clock, now, account
         self.accounts: dict[str, TenantAccount] = {}
         self._by_digest: dict[bytes, TenantAccount] = {}
+        self._reader: asyncio.Future[tuple[Tenant, ...] | KeyFileError] | None = None
         self._seen = self._get_mtime()
         self._looked = clock()
         self._set(read_key_file(path))
@@ -64,13 +66,33 @@ class TenantRegistry:
         }
 
     def reload(self) -> None:
-        """Reads the file again; if it is wrong, what counted before counts on, with a warning."""
+        """Reads the file again; if it is wrong, what counted before counts on, with a warning.
+
+        Where an event loop runs, a thread reads, since thousands of tenants take a second.
+        """
         self._seen = self._get_mtime()
         try:
-            self._set(read_key_file(self._path))
-        except KeyFileError as error:
-            log.warning("%s The keys read before stay in force.", error)
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            self._apply(self._read())
+            return
+        if self._reader is None or self._reader.done():
+            self._reader = loop.run_in_executor(None, self._read)
+            self._reader.add_done_callback(lambda read: None if read.cancelled() else self._apply(read.result()))
         else:
+            self._seen = (0, 0, 0)  # changed while it was read: the next look reads it again
+
+    def _read(self) -> tuple[Tenant, ...] | KeyFileError:
+        try:
+            return read_key_file(self._path)
+        except KeyFileError as error:
+            return error
+
+    def _apply(self, read: tuple[Tenant, ...] | KeyFileError) -> None:
+        if isinstance(read, KeyFileError):
+            log.warning("%s The keys read before stay in force.", read)
+        else:
+            self._set(read)
             log.info("--api-key-file %s: %d tenants", self._path, len(self.accounts))
 
     def find(self, keys: list[bytes]) -> TenantAccount | None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import math
+import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import pytest
 
 from trencadis.core.errors import QueueFull
 from trencadis.server.cli import main
+from trencadis.server.tenants import tenant_registry
 from trencadis.server.tenants.api_key_file import KeyFileError, Tenant, read_key_file
 from trencadis.server.tenants.rate_limits import TenantAccount
 from trencadis.server.tenants.tenant_registry import LOOK_EVERY, TenantRegistry
@@ -86,6 +90,46 @@ def test_a_file_that_others_may_read_is_refused(write: Callable[[str], Path], tm
         read_key_file(path)
     with pytest.raises(KeyFileError, match="No such file"):
         read_key_file(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+    path = {"pipe": tmp_path / "pipe", "device": Path("/dev/zero"), "folder": tmp_path}[kind]
+    if kind == "pipe":
+        os.mkfifo(path, 0o600)
+    with pytest.raises(KeyFileError, match=r"no regular file|Is a directory"):
+        read_key_file(path)
+
+
+def test_a_running_server_reads_the_file_in_a_thread(
+    write: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, threads, go = [0.0], [], threading.Event()
+    tenants = TenantRegistry(write(entry()), clock=lambda: now[0])
+    real = read_key_file
+
+    def read(path: Path) -> tuple[Tenant, ...]:
+        threads.append(threading.current_thread())
+        go.wait(30)
+        return real(path)
+
+    monkeypatch.setattr(tenant_registry, "read_key_file", read)
+
+    async def run() -> None:
+        write(entry(digest=B))
+        now[0] += LOOK_EVERY
+        assert tenants.find([b"key-a"]) is not None, "what was read before counts meanwhile"
+        tenants.reload()  # SIGHUP while it is read: read once more at the next look
+        go.set()
+        while tenants.find([b"key-b"]) is None:
+            await asyncio.sleep(0.001)
+        now[0] += LOOK_EVERY
+        assert tenants.find([b"key-a"]) is None
+        assert tenants._reader is not None
+        await tenants._reader
+
+    asyncio.run(run())
+    assert len(threads) == 2 and threading.main_thread() not in threads
 
 
 def test_keys_lead_to_their_tenant_until_they_expire(write: Callable[[str], Path]) -> None:
