@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import time
 import uuid
@@ -242,10 +243,19 @@ class BodyReceiver:
 def make_record(scope: Scope, headers: Headers, id: str) -> RequestRecord:
     """The record of a request that has come now."""
     client = scope.get("client")
-    address = f"{client[0]}:{client[1]}" if client else ""
+    address = f"{client[0]}:{client[1]}" if client and is_address(client[0]) else ""
     parent = {name: headers[name] for name in TRACE_HEADERS if name in headers}
     rank = headers.get("x-data-parallel-rank", "")
     return RequestRecord(id, scope["method"], get_path(scope), address, parent, rank=rank)
+
+
+def is_address(text: str) -> bool:
+    """True for an IP address; a proxy may pass on any other text of its client's X-Forwarded-For."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return "%" not in text  # a zone may hold any character
 
 
 def get_path(scope: Scope) -> str:

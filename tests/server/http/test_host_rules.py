@@ -12,6 +12,7 @@ from trencadis.server.config import argv
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.config.resolve_settings import resolve_settings
 from trencadis.server.http.host_rules import HostRules
+from trencadis.server.http.request_middleware import make_record
 
 OWN, FOREIGN = {"host": "127.0.0.1:8000"}, {"host": "127.0.0.1:8000", "origin": "http://evil.example"}
 
@@ -99,3 +100,13 @@ def test_a_host_that_is_none_ends_the_start(host: str) -> None:
     with pytest.raises(StartupError, match="--allowed-hosts: .* is no host; give names, .suffix") as caught:
         resolve_settings(argv.parse(["m", "--allowed-hosts", f'["{host}"]']), {})
     assert "\n" not in str(caught.value)
+
+
+def test_what_a_proxy_passes_on_is_an_address_or_nothing() -> None:
+    """X-Forwarded-For of a client may hold terminal codes and forged lines."""
+    for given, shown in (
+        ("203.0.113.7", "203.0.113.7:0"), ("2001:db8::1", "2001:db8::1:0"), ("\x1b[2Jx", ""), ("a\nGET /", ""),
+        ("fe80::1%\x1b[2J", ""), ("unknown", ""), ("", ""), ("1.2.3.4 ", ""),
+    ):  # fmt: skip
+        scope = {"type": "http", "method": "GET", "path": "/", "client": (given, 0), "headers": []}
+        assert make_record(scope, Headers(scope=scope), "id").client == shown, given
