@@ -30,8 +30,8 @@ def parse_allowed_host(host: str) -> str:
     if _is_address(name) or NAME.fullmatch(name):
         return name
     raise StartupError(
-        f"--allowed-hosts: {host[:60]!r} is no host; give names, .suffix for all names below one, or addresses, without "
-        "scheme and port, or *."
+        f"--allowed-hosts: {host[:60]!r} is no host; give names, .suffix for all names below one, or addresses, "
+        "without scheme and port, or *."
     )
 
 

@@ -15,7 +15,15 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from trencadis.core.errors import BadRequest, Forbidden, HeadersTooLarge, QueueFull, TooLarge, TrencadisError, Unavailable
+from trencadis.core.errors import (
+    BadRequest,
+    Forbidden,
+    HeadersTooLarge,
+    QueueFull,
+    TooLarge,
+    TrencadisError,
+    Unavailable,
+)
 from trencadis.server.admission import BodyBudget, BodyCharge
 from trencadis.server.dialects import anthropic_output
 from trencadis.server.http.host_rules import HostRules
@@ -155,7 +163,6 @@ class RequestMiddleware:
         if scope["method"] == "POST" and headers.get("content-type") != "application/json":
             _check_type(headers, length, path)
         return int(length) if length.isdecimal() else 0
-
 
     def _check_sender(self, method: str, headers: Headers) -> None:
         """Raises Forbidden if the host or the page that sent the request is not allowed."""

@@ -18,7 +18,6 @@ from trencadis.core.progress import Warming
 from trencadis.server.engine.engine_client import EngineClient, get_replicas
 from trencadis.server.routes.app_state import AppState
 
-
 CACHE_SECONDS = 1.0
 FRESH_PAGES = 4
 """Pages of /metrics made in a second; whoever asks more often gets the last one."""

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from trencadis.core.process.engine_messages import BucketUse, EngineStats
-from trencadis.server.routes.health_and_metrics import PageCache
 from trencadis.server.metrics.prometheus import ThroughputLog, make_preemption_warning
+from trencadis.server.routes.health_and_metrics import PageCache
 
 JSON = {"content-type": "application/json"}
 PROBES = ("/health", "/live", "/ready", "/ping", "/version")

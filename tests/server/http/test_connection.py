@@ -321,9 +321,7 @@ def test_a_body_in_tiny_chunks_or_with_many_trailers_is_refused(site: Any) -> No
 
 
 @pytest.mark.parametrize("head", [CHUNKED, post(b"x" * 100_000)[:-100_000]], ids=["chunked", "by length"])
-def test_after_an_early_answer_nothing_is_parsed(
-    site: Any, monkeypatch: pytest.MonkeyPatch, head: bytes
-) -> None:
+def test_after_an_early_answer_nothing_is_parsed(site: Any, monkeypatch: pytest.MonkeyPatch, head: bytes) -> None:
     made = site(max_body_bytes=1 << 30)
     with made.connect() as s:
         s.sendall(head.replace(b"application/json", b"text/plain"))

@@ -97,7 +97,7 @@ def test_pages_reach_no_route_and_refusals_are_counted(harness: Any) -> None:
 
 @pytest.mark.parametrize("host", ["http://a", "a:80", "a/b", "", "a b", "..", "*.a", "::g", "ä.example"])
 def test_a_host_that_is_none_ends_the_start(host: str) -> None:
-    with pytest.raises(StartupError, match="--allowed-hosts: .* is no host; give names, .suffix") as caught:
+    with pytest.raises(StartupError, match=r"--allowed-hosts: .* is no host; give names, \.suffix") as caught:
         resolve_settings(argv.parse(["m", "--allowed-hosts", f'["{host}"]']), {})
     assert "\n" not in str(caught.value)
 

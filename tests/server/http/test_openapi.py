@@ -77,7 +77,12 @@ def test_every_declared_error_of_a_post_is_answered(harness: Any) -> None:
     full = harness.app(bounds=Bounds(body_bytes=10))
     full.state.trencadis.admission.bodies.open().charge(10)
     apps = {401: harness.app(api_key=["k"]), 413: harness.app(max_body_bytes=2), 429: full, 529: full}
-    apps |= {403: harness.app(host="127.0.0.1"), 431: harness.app(h11_max_header_count=1), 504: harness.app(request_timeout=1e-9), 0: harness.app()}
+    apps |= {
+        403: harness.app(host="127.0.0.1"),
+        431: harness.app(h11_max_header_count=1),
+        504: harness.app(request_timeout=1e-9),
+        0: harness.app(),
+    }
     # A key's own limit, which is a 429 of these paths too, is tested with the tenants.
     wanted = [
         (p, s)
