@@ -21,7 +21,7 @@ from trencadis.core.links.link import LinkClosed, shut_socket
 log = logging.getLogger("trencadis.engine")
 
 WAITING = 32
-"""Connections that may run the handshake at the same time; further ones are closed at once."""
+"""Connections that may prove themselves at the same time, each for ``LIMIT`` seconds; one more closes the oldest."""
 
 SHOWN = 5
 """Number of refused connections that are logged, so that a port scanner cannot fill the log."""
@@ -45,7 +45,8 @@ class AuthListener:
         self.links: dict[int, Future[KeyedLink]] = {number: Future() for number in expected}
         self._key, self._context = key, context
         self._lock = threading.Lock()
-        self._proving: set[socket.socket] = set()
+        self._proving: dict[socket.socket, None] = {}
+        """In the order in which they came."""
         self._refused = 0
         self._closed = False
         self._sock = _listening(address)
@@ -78,12 +79,18 @@ class AuthListener:
                 time.sleep(0.05)  # the connection broke before it was accepted, or there are no descriptors left
                 continue
             with self._lock:
-                full = self._closed or len(self._proving) >= WAITING
-                if not full:
-                    self._proving.add(sock)
-            if full:
+                closed, oldest = self._closed, None
+                if not closed:
+                    if len(self._proving) >= WAITING:
+                        oldest = next(iter(self._proving))
+                        del self._proving[oldest]
+                    self._proving[sock] = None
+            if closed:
                 shut_socket(sock)
                 continue
+            if oldest is not None:
+                with suppress(OSError):  # its own thread closes it, so that its number is not reused under it
+                    oldest.shutdown(socket.SHUT_RDWR)
             threading.Thread(target=self._prove, args=(sock, str(peer[0])), name="door", daemon=True).start()
 
     def _prove(self, sock: socket.socket, peer: str) -> None:
@@ -98,7 +105,7 @@ class AuthListener:
             self._take(number, link, peer)
         finally:
             with self._lock:
-                self._proving.discard(sock)
+                self._proving.pop(sock, None)
 
     def _take(self, number: int, link: KeyedLink, peer: str) -> None:
         waiting = self.links.get(number)

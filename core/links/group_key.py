@@ -34,14 +34,15 @@ class GroupKey:
         """Returns the key derived from a file: any content of 32 bytes or more, without surrounding white space.
 
         Raises:
-            StartupError: the file cannot be read, is too short, or is accessible to every user.
+            StartupError: the file cannot be read, is too short, or others than its owner may read or write it.
         """
         try:
             mode, data = os.stat(path).st_mode, Path(path).read_bytes().strip()
         except OSError as error:
             raise StartupError(f"--group-key-file {path}: {error.strerror}") from None
-        if mode & (stat.S_IROTH | stat.S_IWOTH):
-            raise StartupError(f"--group-key-file {path}: every user of this machine may read it: chmod 600 {path}")
+        if mode & 0o077:
+            shown = stat.S_IMODE(mode)
+            raise StartupError(f"--group-key-file {path}: others may read it (mode {shown:o}); run chmod 600.")
         if len(data) < SIZE:
             raise StartupError(
                 f"--group-key-file {path}: {len(data)} bytes, and {SIZE} are needed: "

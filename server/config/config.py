@@ -76,7 +76,12 @@ class ServerConfig:
     skip_model_name_validation: bool = opt(
         False, "requests may name any model", env=("VLLM_SKIP_MODEL_NAME_VALIDATION",)
     )
-    allowed_origins: list[str] = opt([], "CORS origins")
+    allowed_hosts: list[str] = opt(
+        [],
+        "Host headers that requests may have: names, .suffix, addresses; *: any (default: the loopback names where the "
+        "server listens on a loopback address, else any)",
+    )
+    allowed_origins: list[str] = opt([], "origins whose pages may send requests, and read answers (CORS); *: any")
     allowed_methods: list[str] = opt(["*"], "CORS methods")
     allowed_headers: list[str] = opt(["*"], "CORS headers")
     allow_credentials: bool = opt(False, "CORS credentials", aliases=("allowed_credentials",))
@@ -192,7 +197,8 @@ class ServerConfig:
         False, "refuse JSON fields that have no effect instead of naming them in the header x-ignored-fields"
     )
     return_tokens_as_token_ids: bool = opt(False, "logprobs show tokens as token_id:ID unless a request says otherwise")
-    metrics_auth: bool = opt(False, "/metrics needs the API key too")
+    metrics_auth: bool = opt(False, "/metrics needs the API key too (with --api-key-file it does so in any case)")
+    metrics_open: bool = opt(False, "/metrics needs no key with --api-key-file either, though it names tenants")
     enable_tokenizer_info_endpoint: bool = opt(False, "/tokenizer_info shows tokenizer_config.json")
     server_dev_mode: bool = opt(
         False, "routes for development: /reset_prefix_cache, /server_info and the like",

@@ -17,6 +17,7 @@ from trencadis.server.config import argv as command_line
 from trencadis.server.config import number_bounds
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.config.flags import find_flag, get_flag_table, get_flag_variables
+from trencadis.server.config.host_names import check_allowed_hosts
 from trencadis.server.config.vllm_flags.env_variables import find_variable
 from trencadis.server.config.vllm_flags.flag_row import convert_flags
 from trencadis.server.config.vllm_flags.flag_table import ROWS
@@ -72,10 +73,13 @@ def resolve_settings(given: command_line.ParsedArguments, environ: Mapping[str, 
     number_bounds.check(engine, sources)
     number_bounds.check(server, sources)
     _check_no_blanks(server)
+    check_allowed_hosts(server.allowed_hosts)
     if server.ssl_keyfile and not server.ssl_certfile:
         raise StartupError("--ssl-keyfile needs --ssl-certfile.")
     if server.ssl_cert_reqs and not server.ssl_certfile:
         raise StartupError("--ssl-cert-reqs needs --ssl-certfile.")
+    if server.metrics_auth and server.metrics_open:
+        raise StartupError("--metrics-auth and --metrics-open contradict each other; give one.")
     notes += bucket_env.read_bucket_options(environ).notes
     notes += _list_idle_flags(engine, server)
     notes += _warn_about_graph_settings(engine, sources, environ)

@@ -28,6 +28,7 @@ from trencadis.server.answer_budget import AnswerBudget
 from trencadis.server.engine.engine_client import EngineClient
 from trencadis.server.grammars.grammar_cache import GrammarCache
 from trencadis.server.http.fair_admission import FairAdmissionMiddleware
+from trencadis.server.http.host_rules import HostRules
 from trencadis.server.http.openapi import make_openapi
 from trencadis.server.http.request_middleware import RequestMiddleware, make_error_response
 from trencadis.server.http.unsupported_routes import describe_missing_path
@@ -210,12 +211,14 @@ def _include_routes(app: FastAPI, state: AppState) -> None:
 def _make_middleware(state: AppState) -> list[Middleware]:
     config = state.settings.config
     public = frozenset() if config.disable_page else page_routes.list_open_paths()
-    keys = Keys(config.api_key, config.metrics_auth, public, state.tenants)
+    guards_metrics = config.metrics_auth or (state.tenants is not None and not config.metrics_open)
+    keys = Keys(config.api_key, guards_metrics, public, state.tenants)
 
     gate = Middleware(
         RequestMiddleware, keys=keys, max_body=config.max_body_bytes, observe=state.metrics.http.observe,
         bodies=state.admission.bodies, receive_timeout=config.receive_timeout, request_timeout=config.request_timeout,
         most_headers=config.h11_max_header_count, ended=state.on_request_ended, load=state.make_load_header,
+        host_rules=HostRules.from_config(config), count_refusal=state.metrics.http.count_refusal,
     )  # fmt: skip
     inner = [gate]
     if state.fair_queue is not None:

@@ -21,7 +21,7 @@ from trencadis.server.routes.auth import OPEN
 ERRORS = {
     400: "The request is wrong; `param` names the field.",
     401: "The API key is missing or wrong.",
-    403: "Refused by the operator's rules: a template in a request, a media address, a path.",
+    403: "Refused by the operator's rules: a host or origin, a template in a request, a media address, a path.",
     404: "No such model.",
     409: "A `uuid` already names other media.",
     413: "The body, or an image, is too large.",
@@ -58,7 +58,7 @@ STATUSES: dict[tuple[str, str], tuple[int, ...]] = {
     ("get", "/v1/models/{model}"): (404,),
     ("post", "/ping"): BODY,
 }
-"""Errors of each route, besides 431, which every route has, and 401, which every guarded one has."""
+"""Errors of each route, besides 403 and 431, which every route has, and 401, which every guarded one has."""
 BYTES = ("/v1/embeddings", "/pooling")
 PROBES = ("/health", "/ready", "/ping")
 STREAMS = {
@@ -147,7 +147,7 @@ def _make_responses(path: str, method: str, found: dict[str, Any]) -> dict[str, 
         good["content"] = _make_json_content("LiveProbe")
         out["503"] = {"description": "The engine fails again and again.", "content": _make_json_content("LiveProbe")}
     envelope = "MessagesError" if is_anthropic_path(path) else "ErrorResponse"
-    errors = {431, *STATUSES.get((method, path), ()), *(() if path in OPEN else (401,))}
+    errors = {403, 431, *STATUSES.get((method, path), ()), *(() if path in OPEN else (401,))}
     for status in sorted(errors):
         out[str(status)] = {"description": ERRORS[status], "content": _make_json_content(envelope)}
         if status in (429, 503, 529):

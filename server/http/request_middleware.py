@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import time
 import uuid
@@ -14,10 +15,19 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from trencadis.core.errors import BadRequest, HeadersTooLarge, QueueFull, TooLarge, TrencadisError, Unavailable
+from trencadis.core.errors import (
+    BadRequest,
+    Forbidden,
+    HeadersTooLarge,
+    QueueFull,
+    TooLarge,
+    TrencadisError,
+    Unavailable,
+)
 from trencadis.server.admission import BodyBudget, BodyCharge
 from trencadis.server.dialects import anthropic_output
 from trencadis.server.http import load_header
+from trencadis.server.http.host_rules import HostRules
 from trencadis.server.http.request_timeout import HEADER, get_timeout, run_within, stop_timer
 from trencadis.server.http.unsupported_routes import get_reason
 from trencadis.server.protocol.base_request import ErrorResponse
@@ -50,6 +60,8 @@ class RequestMiddleware:
         request_timeout: seconds that a request may take; 0: no limit.
         most_headers: maximum header fields of a request.
         ended: called with the record of each request.
+        host_rules: which Host and Origin headers are allowed.
+        count_refusal: called with (status, reason) of each request that is refused for its head or size.
     """
 
     def __init__(
@@ -64,12 +76,16 @@ class RequestMiddleware:
         most_headers: int = 256,
         ended: Callable[[RequestRecord], None] = lambda record: None,
         load: Callable[[str], Mapping[str, str]] = lambda asked: {},
+        host_rules: HostRules | None = None,
+        count_refusal: Callable[[int, str], None] = lambda status, reason: None,
     ) -> None:
         self._app = app
         self._request_timeout = request_timeout
         self._most_headers = most_headers
         self._ended = ended
         self._load = load
+        self._host_rules = host_rules or HostRules()
+        self._count_refusal = count_refusal
         self._keys = keys
         self._max_body = max_body
         self._observe = observe
@@ -139,17 +155,31 @@ class RequestMiddleware:
     def _check_headers(self, scope: Scope, headers: Headers) -> int:
         """Checks key, size and content type in the headers; returns the announced size of the body."""
         if len(headers) > self._most_headers:
+            self._count_refusal(431, "fields")
             raise HeadersTooLarge(f"The request has more than {self._most_headers} header fields.")
         authorization, x_api_key = headers.get("authorization", ""), headers.get("x-api-key", "")
         path = get_path(scope)
+        self._check_sender(scope["method"], headers)
         scope["trencadis.tenant"] = self._keys.check(scope["method"], path, authorization, x_api_key)
         length = headers.get("content-length", "")
         # int() raises its own error for thousands of digits.
         if length.isdecimal() and (len(length) > DIGITS or int(length) > self._max_body):
+            self._count_refusal(413, "body")
             raise TooLarge(TOO_LARGE.format(self._max_body))
         if scope["method"] == "POST" and headers.get("content-type") != "application/json":
             _check_type(headers, length, path)
         return int(length) if length.isdecimal() else 0
+
+    def _check_sender(self, method: str, headers: Headers) -> None:
+        """Raises Forbidden if the host or the page that sent the request is not allowed."""
+        reason = "host"
+        try:
+            self._host_rules.check_host(headers)
+            reason = "origin"
+            self._host_rules.check_origin(method, headers)
+        except Forbidden:
+            self._count_refusal(403, reason)
+            raise
 
 
 def _check_type(headers: Headers, length: str, path: str) -> None:
@@ -226,7 +256,7 @@ class BodyReceiver:
 def make_record(scope: Scope, headers: Headers, id: str) -> RequestRecord:
     """Makes the record of a request that has just arrived."""
     client = scope.get("client")
-    address = f"{client[0]}:{client[1]}" if client else ""
+    address = f"{client[0]}:{client[1]}" if client and is_address(client[0]) else ""
     parent = {name: headers[name] for name in TRACE_HEADERS if name in headers}
     rank = headers.get("x-data-parallel-rank", "")
     return RequestRecord(id, scope["method"], get_path(scope), address, parent, rank=rank)
@@ -239,6 +269,15 @@ def strip_kept_prefix(scope: Scope) -> None:
     if root and (path == root + root or path.startswith(f"{root}{root}/")):
         scope["path"] = path[len(root) :]
         scope["raw_path"] = scope.get("raw_path", b"")[len(root.encode()) :]
+
+
+def is_address(text: str) -> bool:
+    """True for an IP address; a proxy may pass on any other text of its client's X-Forwarded-For."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return "%" not in text  # a zone may hold any character
 
 
 def get_path(scope: Scope) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import re
 import select
 import time
 import weakref
@@ -16,6 +17,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from trencadis.server.http.chunk_writer import ChunkWriter
+from trencadis.server.http.chunked_body import MAX_READ, BoundedConnection
 from trencadis.server.http.paced_calls import PacedCalls
 from trencadis.server.http.pending_heads import PendingHeads
 from trencadis.server.records.request_record import RequestRecord
@@ -44,18 +46,46 @@ OVERLOADED_RESPONSE = (
 )
 
 
+HEAD_END = re.compile(rb"\n\r?\n")
+MAX_HEAD = 64 << 10
+DROP_SECONDS = 2.0
+"""Seconds for which bytes of a client are dropped that was answered before they came."""
+MAX_TARGET = 8 << 10
+"""Most bytes of a request's first line: method, path, query and version."""
+REFUSALS = {
+    414: (b"URI Too Long", b"The request line has more than 8192 bytes.", b"RequestURITooLongError"),
+    431: (
+        b"Request Header Fields Too Large",
+        b"The request has more header fields or bytes of them than the server takes.",
+        b"RequestHeadersTooLargeError",
+    ),
+}
+
+
+def make_refusal(status: int) -> bytes:
+    """The whole response for a head that is refused before it is parsed."""
+    phrase, message, kind = REFUSALS[status]
+    body = b'{"error":{"message":"%b","type":"%b","param":null,"code":%d}}' % (message, kind, status)
+    return (
+        b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
+    ) % (status, phrase, len(body), body)
+
+
 @dataclass
 class SharedLimits:
     """Limits that all connections of a server share.
 
     Args:
-        seconds: time within which the head of a request must arrive, from the connection or its first byte on; 0: no
-            limit. Also the time for which a body is read and dropped after the answer.
-        bound: maximum bytes of requests that have not begun.
-        begun: number of requests that have begun in this pass of the event loop.
-        deferred: connections with the bytes that wait for the next pass. Round-robin over tenants, and within a tenant
-        alternately the oldest and the newest, which may be from another client than a flood.
-        lost_connections: ends of connections whose clients have gone.
+        seconds: in which the head of a request must arrive, from the connection or its first byte on; 0: no limit.
+            Also the time for which a body is read and dropped after the answer.
+        bound: most bytes of requests that have not begun.
+        begun: requests that have begun in this pass of the event loop.
+        deferred: connections with the bytes that wait for the next pass. Round-robin over tenants, and of one tenant
+        alternately the one
+            that waits longest and the one that came last, which may be another client's than a flood's.
+        lost_connections: the ends of connections whose clients have gone.
+        most_lines: lines of a head below the first one; a folded field has several.
+        count_refusal: called with (status, reason) of each head that is refused before it is parsed.
     """
 
     seconds: float = 20.0
@@ -65,6 +95,8 @@ class SharedLimits:
     begun: int = 0
     deferred: PendingHeads[tuple[LimitedH11Protocol, bytes]] = field(default_factory=PendingHeads)
     lost_connections: PacedCalls = field(default_factory=lambda: PacedCalls(ENDS_PER_PASS))
+    most_lines: int = 256
+    count_refusal: Callable[[int, str], None] = lambda status, reason: None
 
     def may_begin(self, loop: asyncio.AbstractEventLoop) -> bool:
         """Returns True if another request may begin in this pass."""
@@ -97,6 +129,9 @@ class LimitedH11Protocol(H11Protocol):
     """A connection under the limits of ``shared``."""
 
     _held = 0
+    _dropping = False
+    """Whether all that comes is dropped without being parsed, until the client closes or a moment has passed."""
+    _usual_read = 0
     _ended = False
     """True if the client has closed its side."""
     _timer: asyncio.TimerHandle | None = None
@@ -110,6 +145,8 @@ class LimitedH11Protocol(H11Protocol):
         super().__init__(*args, **named)
         # The request middleware writes access lines, with its own data.
         self.access_log = False
+        self._max_head = self.config.h11_max_incomplete_event_size or MAX_HEAD
+        self.conn = self._bounded = BoundedConnection(self._max_head, shared.most_lines)
         self._shared = shared
         if self.timeout_keep_alive:
             self.timeout_keep_alive += GRACE  # type: ignore[assignment]
@@ -117,6 +154,8 @@ class LimitedH11Protocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Waits for the head of the first request."""
         super().connection_made(transport)
+        self._usual_read = getattr(transport, "max_size", 0)
+        self._bound_reads()
         self._wait(h11.IDLE)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -138,6 +177,8 @@ class LimitedH11Protocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """Handles bytes of a head, a body or pipelined requests."""
         shared = self._shared
+        if self._dropping:
+            return
         if self._is_idle() and not shared.may_begin(self.loop) and shared.held + len(data) <= shared.bound:
             self._defer(data)
             return
@@ -152,8 +193,8 @@ class LimitedH11Protocol(H11Protocol):
         self._hold(self._held + len(data))
 
     def resume(self, data: bytes) -> None:
-        """Handles bytes that arrived in an earlier pass of the event loop."""
-        if self.transport.is_closing():
+        """Takes bytes that came in an earlier pass of the event loop."""
+        if self.transport.is_closing() or self._dropping:
             return
         try:
             self.flow.resume_reading()
@@ -167,10 +208,52 @@ class LimitedH11Protocol(H11Protocol):
     def handle_events(self) -> None:
         """Begins the requests whose heads have arrived; their scopes have a reference to this connection."""
         before = self.cycle
+        if self.conn.their_state is h11.IDLE and (refusal := self._check_head()):
+            self._shared.count_refusal(*refusal)
+            self._refuse_head(refusal[0])
+            return
         super().handle_events()
+        self._bound_reads()
         if self.cycle is not before:
             # A weak reference, to avoid a cycle for the garbage collector.
             cast("dict[str, Any]", self.cycle.scope)["trencadis.connection"] = weakref.ref(self)
+
+    def _check_head(self) -> tuple[int, str] | None:
+        """Status and reason of a refusal of the buffered head, which is not parsed yet; None if it is taken."""
+        data = self.conn.trailing_data[0].lstrip(b"\r\n")
+        end = HEAD_END.search(data)
+        if (end.end() if end else len(data)) >= self._max_head:
+            return 431, "bytes"
+        line = data.find(b"\n", 0, MAX_TARGET + 1)
+        if line < 0:
+            return (414, "request line") if len(data) > MAX_TARGET else None
+        if data.count(b"\n", line + 1, end.start() if end else len(data)) > self._shared.most_lines:
+            return 431, "fields"
+        return None
+
+    def _refuse_head(self, status: int) -> None:
+        """Answers a head that is not parsed, and closes the connection."""
+        self.transport.write(make_refusal(status))
+        self._drop_rest()
+
+    def _drop_rest(self) -> None:
+        """Ends this side of the connection after an early answer. What comes is dropped for ``DROP_SECONDS``, because
+        the client's system would throw the answer away if the connection were closed with unread bytes.
+        """
+        self._dropping = True
+        self._unset_keepalive_if_required()
+        self._hold(0)
+        self._wait(None)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.flow.resume_reading()
+        self._timer = self.loop.call_later(DROP_SECONDS, self.transport.close)
+
+    def _bound_reads(self) -> None:
+        """Sets how many bytes one pass of the event loop reads: a body of a known length alone may have many."""
+        if self._usual_read:
+            transport = cast("Any", self.transport)
+            transport.max_size = self._usual_read if self._bounded.reads_by_length() else MAX_READ
 
     def get_chunk_writer(self, record: RequestRecord) -> ChunkWriter | None:
         """Returns a writer for chunks of the response that has begun; None if it is not chunked.
@@ -187,6 +270,11 @@ class LimitedH11Protocol(H11Protocol):
     def on_response_complete(self) -> None:
         """Closes the connection of a client that has closed its side, since no other request follows."""
         super().on_response_complete()
+        if self.transport.is_closing():
+            return
+        if self.conn.their_state is h11.SEND_BODY and not self._bounded.is_rest_cheap():
+            self._drop_rest()
+            return
         self._charge_pending_bytes()
         if self._ended and self._is_idle():
             self.transport.close()
@@ -217,7 +305,7 @@ class LimitedH11Protocol(H11Protocol):
 
     def _wait(self, what: type[h11.IDLE] | type[h11.SEND_BODY] | None) -> None:
         """Starts the timer, unless it already runs for ``what``; None stops it."""
-        if what is self._waits:
+        if what is self._waits and not self._dropping:
             return
         self._waits = what
         if self._timer is not None:
@@ -254,6 +342,7 @@ class LimitedH11Protocol(H11Protocol):
     def _refuse(self, answer: bytes) -> None:
         if self._is_idle():
             self.transport.write(answer)
+        self._hold(0)
         self.transport.close()
 
     # --- clients that close their side ---

@@ -80,7 +80,10 @@ def make_server(server: ServerConfig, app: FastAPI, flush_seconds: int, share: i
     # uvicorn calls the class with its own arguments only, so a partial adds ours.
     limits = SharedLimits(server.receive_timeout)
     limits.bound //= share
+    limits.most_lines = server.h11_max_header_count
     state: AppState | None = getattr(app.state, "trencadis", None)
+    if state is not None:
+        limits.count_refusal = state.metrics.http.count_refusal
     if state is not None and state.fair_queue is not None and state.tenants is not None:
         limits.deferred.get_tenant = functools.partial(find_tenant_name, state.tenants)
     connection = typing.cast("type[LimitedH11Protocol]", functools.partial(LimitedH11Protocol, limits))

@@ -22,6 +22,10 @@ class HttpMetrics:
             "http_request_duration_highr_seconds", "HTTP seconds of all routes", buckets=FINE, registry=registry
         )
         self._received = Summary("http_request_size_bytes", "bytes of request bodies", ("handler",), registry=registry)
+        self._refusals = Counter(
+            "http_refused_requests", "requests refused for their head or the size of their body", ("status", "reason"),
+            registry=registry,
+        )  # fmt: skip
         self._sent = Summary("http_response_size_bytes", "bytes of response bodies", ("handler",), registry=registry)
 
     def observe(self, route: str, method: str, status: int, seconds: float, received: int, sent: int) -> None:
@@ -31,3 +35,7 @@ class HttpMetrics:
         self._fine.observe(seconds)
         self._received.labels(route).observe(received)
         self._sent.labels(route).observe(sent)
+
+    def count_refusal(self, status: int, reason: str) -> None:
+        """Counts a request refused with ``status``; ``reason`` is one of few words: host, origin, body, fields, ..."""
+        self._refusals.labels(str(status), reason).inc()

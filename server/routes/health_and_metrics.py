@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -14,11 +18,16 @@ from trencadis.core.progress import Warming
 from trencadis.server.engine.engine_client import EngineClient, get_replicas
 from trencadis.server.routes.app_state import AppState
 
+CACHE_SECONDS = 1.0
+FRESH_PAGES = 4
+"""Pages of /metrics made in a second; whoever asks more often gets the last one."""
+
 
 def router(state: AppState) -> APIRouter:
     """Makes the routes over ``state``."""
     routes = APIRouter(tags=["operation"])
     engine = state.engine
+    pages = PageCache(partial(_render_metrics, state))
 
     @routes.get("/health")
     async def health() -> Response:
@@ -63,11 +72,34 @@ def router(state: AppState) -> APIRouter:
     @routes.get("/metrics")
     async def metrics() -> Response:
         """Prometheus' text format; any of several API processes tells the figures of all."""
-        shared = state.settings.shared
-        text = state.metrics.format_text() if shared is None else await shared.fetch_metrics()
+        text = await pages.get()
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     return routes
+
+
+async def _render_metrics(state: AppState) -> bytes:
+    shared = state.settings.shared
+    return state.metrics.format_text() if shared is None else await shared.fetch_metrics()
+
+
+class PageCache:
+    """Text that is expensive to make and may be asked for by anybody: after ``FRESH_PAGES`` of them within a second
+    the last one is sent again, until a second has passed since it was made.
+    """
+
+    def __init__(self, make: Callable[[], Awaitable[bytes]], clock: Callable[[], float] = time.monotonic) -> None:
+        self._make, self._clock = make, clock
+        self._made: deque[float] = deque(maxlen=FRESH_PAGES)
+        self._last = b""
+
+    async def get(self) -> bytes:
+        """The text, at most a second old."""
+        now = self._clock()
+        if len(self._made) < FRESH_PAGES or now - self._made[0] >= CACHE_SECONDS:
+            self._made.append(now)
+            self._last = await self._make()
+        return self._last or await self._make()
 
 
 def make_health_report(engine: EngineClient, good: bool) -> Response:

@@ -21,6 +21,8 @@ from trencadis.core.errors import StartupError
 DIGEST = re.compile(r"[0-9a-f]{64}")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 MOST_BYTES = 16 << 20
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""libyaml's loader, which reads thousands of tenants in a tenth of the time."""
 RATES = ("requests_per_minute", "tokens_per_minute", "pixels_per_minute")
 MOST_WEIGHT = 1000.0
 PRIORITIES = (-(2**31), 2**31 - 1)
@@ -56,16 +58,15 @@ def read_key_file(path: Path) -> tuple[Tenant, ...]:
     """Reads the tenants of a file.
 
     Raises:
-        KeyFileError: the file cannot be read, other users may read it, or an entry is wrong.
+        KeyFileError: it cannot be read, it is no regular file, others may read it, or an entry is wrong.
     """
     try:
-        found = path.stat()
-        if stat.S_IMODE(found.st_mode) & 0o077 and os.name == "posix":
-            mode = stat.S_IMODE(found.st_mode)
-            raise KeyFileError(f"--api-key-file {path}: others may read it (mode {mode:o}); run chmod 600.")
-        if found.st_size > MOST_BYTES:
-            raise KeyFileError(f"--api-key-file {path}: it has more than {MOST_BYTES >> 20} MiB.")
-        given = yaml.safe_load(path.read_text(encoding="utf-8"))
+        # Without O_NONBLOCK a pipe in its place would be waited for without end.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            found = os.fstat(file.fileno())
+            _check_file(path, found)
+            text = file.read(MOST_BYTES + 1)
+        given = yaml.load(text.decode("utf-8"), LOADER)
     except OSError as error:
         raise KeyFileError(f"--api-key-file {path}: {error.strerror or error}.") from None
     except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError):
@@ -74,6 +75,17 @@ def read_key_file(path: Path) -> tuple[Tenant, ...]:
         return _read_tenants(given)
     except _Fault as fault:
         raise KeyFileError(f"--api-key-file {path}: {fault}.") from None
+
+
+def _check_file(path: Path, found: os.stat_result) -> None:
+    """Raises KeyFileError unless it is a regular file of a fair size that others may not read."""
+    if not stat.S_ISREG(found.st_mode):
+        raise KeyFileError(f"--api-key-file {path}: it is no regular file.")
+    if stat.S_IMODE(found.st_mode) & 0o077 and os.name == "posix":
+        mode = stat.S_IMODE(found.st_mode)
+        raise KeyFileError(f"--api-key-file {path}: others may read it (mode {mode:o}); run chmod 600.")
+    if found.st_size > MOST_BYTES:
+        raise KeyFileError(f"--api-key-file {path}: it has more than {MOST_BYTES >> 20} MiB.")
 
 
 class _Fault(Exception):

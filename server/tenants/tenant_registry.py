@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-import hmac
 import logging
 import os
 import time
@@ -14,6 +14,8 @@ from trencadis.server.tenants.api_key_file import KeyFileError, Tenant, read_key
 from trencadis.server.tenants.rate_limits import TenantAccount
 
 log = logging.getLogger("trencadis.server")
+MAX_KEYS = 2
+"""Keys of a request that are looked up: x-api-key and the bearer's."""
 LOOK_EVERY = 2.0
 """Seconds between checks of the file's time and size."""
 
@@ -37,7 +39,8 @@ class TenantRegistry:
     ) -> None:
         self._path, self._clock, self._now, self._account = path, clock, now, account
         self.accounts: dict[str, TenantAccount] = {}
-        self._digests: list[tuple[bytes, TenantAccount]] = []
+        self._by_digest: dict[bytes, TenantAccount] = {}
+        self._reader: asyncio.Future[tuple[Tenant, ...] | KeyFileError] | None = None
         self._seen = self._get_mtime()
         self._looked = clock()
         self._set(read_key_file(path))
@@ -58,30 +61,50 @@ class TenantRegistry:
             else:
                 account.update_tenant(tenant)
             self.accounts[tenant.name] = account
-        self._digests = [
-            (digest.encode(), account) for account in self.accounts.values() for digest in account.tenant.digests
-        ]
+        self._by_digest = {
+            bytes.fromhex(digest): account for account in self.accounts.values() for digest in account.tenant.digests
+        }
 
     def reload(self) -> None:
-        """Reads the file again; if it is wrong, the previous tenants stay, with a warning."""
+        """Reads the file again; if it is wrong, what counted before counts on, with a warning.
+
+        Where an event loop runs, a thread reads, since thousands of tenants take a second.
+        """
         self._seen = self._get_mtime()
         try:
-            self._set(read_key_file(self._path))
-        except KeyFileError as error:
-            log.warning("%s The keys read before stay in force.", error)
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            self._apply(self._read())
+            return
+        if self._reader is None or self._reader.done():
+            self._reader = loop.run_in_executor(None, self._read)
+            self._reader.add_done_callback(lambda read: None if read.cancelled() else self._apply(read.result()))
         else:
+            self._seen = (0, 0, 0)  # changed while it was read: the next look reads it again
+
+    def _read(self) -> tuple[Tenant, ...] | KeyFileError:
+        try:
+            return read_key_file(self._path)
+        except KeyFileError as error:
+            return error
+
+    def _apply(self, read: tuple[Tenant, ...] | KeyFileError) -> None:
+        if isinstance(read, KeyFileError):
+            log.warning("%s The keys read before stay in force.", read)
+        else:
+            self._set(read)
             log.info("--api-key-file %s: %d tenants", self._path, len(self.accounts))
 
     def find(self, keys: list[bytes]) -> TenantAccount | None:
         """Returns the account of the first of ``keys`` that is valid; None if none is.
 
-        All digests are compared, each in constant time, so that the time reveals nothing about them.
+        Only the first ``MAX_KEYS`` count, so that a request costs two digests at most. The time of the look-up may
+        depend on the digest of a key, which tells nothing about a key that is not known already.
         """
         now = self._clock()
         if now - self._looked >= LOOK_EVERY:
             self._looked = now
             if self._get_mtime() != self._seen:
                 self.reload()
-        given = [hashlib.sha256(key).hexdigest().encode() for key in keys if key]
-        matched = [account for digest, account in self._digests for g in given if hmac.compare_digest(digest, g)]
-        return next((a for a in matched if self._now() <= a.tenant.expires), None)
+        matched = [self._by_digest.get(hashlib.sha256(key).digest()) for key in keys[:MAX_KEYS] if key]
+        return next((a for a in matched if a is not None and self._now() <= a.tenant.expires), None)

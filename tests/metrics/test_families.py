@@ -43,6 +43,7 @@ def loaded(harness: ScriptedApp, folder: Path, **flags: Any) -> dict[str, set[st
     for content, n in (([IMAGE], 1), ("Hi", 1), ("Hi", 2), ([{**IMAGE, "image_url": "data:image/png;base64,bad"}], 1)):
         body = {"messages": [{"role": "user", "content": content}], "max_tokens": 4, "n": n, "temperature": 1}
         harness.call("/v1/chat/completions", body, headers=headers)
+    harness.call("/v1/chat/completions", {}, headers=headers | {"origin": "http://another.example"})
     graphs = GraphCounters(1, 0, {"text": 5}, Warming(total=3), {"decode": 0.5})
     use = BucketUse("vision", 64, 128, 0.1, "vision[128]", "compiled", True, "warming", 1, 64)
     state = app.state.trencadis

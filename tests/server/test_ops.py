@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import logging
 import time
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 
 from trencadis.core.process.engine_messages import BucketUse, EngineStats
 from trencadis.server.metrics.prometheus import ThroughputLog, make_preemption_warning
+from trencadis.server.routes.health_and_metrics import PageCache
 
 JSON = {"content-type": "application/json"}
 PROBES = ("/health", "/live", "/ready", "/ping", "/version")
@@ -108,6 +111,35 @@ def test_keys(harness: Any) -> None:
     assert harness.chat().status_code == 401 and not harness.engine.submitted
     harness.app(api_key=["secret"], metrics_auth=True)
     assert harness.call("/metrics").status_code == 401
+
+
+def test_metrics_of_tenants_need_a_key_unless_they_are_open(harness: Any, tmp_path: Any) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text(f"keys:\n- name: ann\n  sha256: {hashlib.sha256(b'key').hexdigest()}\n")
+    path.chmod(0o600)
+    harness.app(api_key_file=str(path))
+    assert harness.call("/metrics").status_code == 401 and harness.call("/health").status_code == 200
+    assert "ann" in harness.call("/metrics", headers={"x-api-key": "key"}).text
+    harness.app(api_key_file=str(path), metrics_open=True)
+    assert harness.call("/metrics").status_code == 200
+
+
+def test_metrics_are_made_a_few_times_a_second() -> None:
+    now, made = [0.0], []
+
+    async def make() -> bytes:
+        made.append(now[0])
+        return b"%d" % len(made)
+
+    async def ask(count: int) -> list[bytes]:
+        return [await pages.get() for _ in range(count)]
+
+    pages = PageCache(make, lambda: now[0])
+    assert asyncio.run(ask(100))[-1] == b"4" and len(made) == 4
+    now[0] = 0.9
+    assert asyncio.run(ask(9)) == [b"4"] * 9
+    now[0] = 1.0
+    assert asyncio.run(ask(9)) == [b"5", b"6", b"7", *[b"8"] * 6]
 
 
 def test_cors(harness: Any) -> None:

@@ -253,7 +253,7 @@ def test_a_tenant_beside_a_flood_is_prepared_next(harness: FairApp) -> None:
         await asyncio.sleep(0.01)
         fair_queue = harness.made.state.trencadis.fair_queue  # type: ignore[union-attr]
         assert fair_queue.waiting >= 40
-        text = (await client.get("/metrics")).text
+        text = (await client.get("/metrics", headers={"x-api-key": "mine"})).text
         assert f'reason="turn"}} {float(fair_queue.waiting)}' in text
         stats = (await client.get("/stats", headers={"x-api-key": "mine"})).json()
         assert stats["waiting"] == stats["waiting_for_turn"] == fair_queue.waiting

@@ -135,7 +135,7 @@ def test_keys_stand_in_no_log_no_child_no_metric_and_no_trace(tmp_path: Path) ->
                 for headers in ({"x-api-key": key}, {"authorization": f"Bearer {key}"}):
                     http.get(f"/v1/models?api_key={key}", headers=headers)
                     http.post(f"/v1/completions?key={key}", json={"prompt": "Hi", "max_tokens": 2}, headers=headers)
-            shown = http.get("/metrics").text
+            shown = http.get("/metrics", headers={"x-api-key": "named-key"}).text
         assert 'tenant="named_key"' in shown
         running = psutil.Process(server.process.pid)
         shown += " ".join(running.cmdline())

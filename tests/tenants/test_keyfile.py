@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import math
+import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from trencadis.core.errors import QueueFull
 from trencadis.server.cli import main
+from trencadis.server.tenants import tenant_registry
 from trencadis.server.tenants.api_key_file import KeyFileError, Tenant, read_key_file
 from trencadis.server.tenants.rate_limits import TenantAccount
 from trencadis.server.tenants.tenant_registry import LOOK_EVERY, TenantRegistry
@@ -87,6 +92,46 @@ def test_a_file_that_others_may_read_is_refused(write: Callable[[str], Path], tm
         read_key_file(tmp_path / "none.yaml")
 
 
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+    path = {"pipe": tmp_path / "pipe", "device": Path("/dev/zero"), "folder": tmp_path}[kind]
+    if kind == "pipe":
+        os.mkfifo(path, 0o600)
+    with pytest.raises(KeyFileError, match=r"no regular file|Is a directory"):
+        read_key_file(path)
+
+
+def test_a_running_server_reads_the_file_in_a_thread(
+    write: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, threads, go = [0.0], [], threading.Event()
+    tenants = TenantRegistry(write(entry()), clock=lambda: now[0])
+    real = read_key_file
+
+    def read(path: Path) -> tuple[Tenant, ...]:
+        threads.append(threading.current_thread())
+        go.wait(30)
+        return real(path)
+
+    monkeypatch.setattr(tenant_registry, "read_key_file", read)
+
+    async def run() -> None:
+        write(entry(digest=B))
+        now[0] += LOOK_EVERY
+        assert tenants.find([b"key-a"]) is not None, "what was read before counts meanwhile"
+        tenants.reload()  # SIGHUP while it is read: read once more at the next look
+        go.set()
+        while tenants.find([b"key-b"]) is None:
+            await asyncio.sleep(0.001)
+        now[0] += LOOK_EVERY
+        assert tenants.find([b"key-a"]) is None
+        assert tenants._reader is not None
+        await tenants._reader
+
+    asyncio.run(run())
+    assert len(threads) == 2 and threading.main_thread() not in threads
+
+
 def test_keys_lead_to_their_tenant_until_they_expire(write: Callable[[str], Path]) -> None:
     now = [0.0]
     tenants = TenantRegistry(write(entry("  expires: 1970-01-01T00:01:40\n")), now=lambda: now[0])
@@ -94,6 +139,26 @@ def test_keys_lead_to_their_tenant_until_they_expire(write: Callable[[str], Path
     assert tenants.find([b"key-b"]) is None and tenants.find([b"key-", b"key-aa", A.encode()]) is None
     now[0] = 101.0
     assert tenants.find([b"key-a"]) is None
+
+
+def test_a_request_costs_two_digests_however_many_keys_it_brings(
+    write: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is compared with each tenant's digests, and a head of a thousand keys costs as one of two."""
+    others = "".join(f"- name: t{i}\n  sha256: {'a' * 32}{i:032x}\n" for i in range(300))
+    tenants = TenantRegistry(write(entry(others)))
+    hashed: list[bytes] = []
+    real = hashlib.sha256
+
+    def count(data: bytes = b"") -> Any:
+        hashed.append(data)
+        return real(data)
+
+    monkeypatch.setattr(hashlib, "sha256", count)
+    assert tenants.find([b"wrong", b"key-a"]) is tenants.accounts["ann"] and len(hashed) == 2
+    assert tenants.find([b"wrong"] * 1200) is None and len(hashed) == 4
+    assert tenants.find([b"wrong"] * 2 + [b"key-a"]) is None, "the third key does not count"
+    assert tenants.find([b"", b"key-a"]) is tenants.accounts["ann"]
 
 
 def test_a_changed_file_is_read_again_and_a_wrong_one_is_not(

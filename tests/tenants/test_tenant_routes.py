@@ -100,7 +100,7 @@ def test_metrics_name_tenants_and_never_keys(harness: ScriptedApp, tmp_path: Pat
     harness.app(api_key_file=key_file(tmp_path, "  concurrency: 1\n"))
     harness.call("/v1/chat/completions", CHAT, headers=KEY)
     harness.call("/v1/chat/completions", CHAT | {"n": 2, "temperature": 1}, headers=KEY)
-    text = harness.call("/metrics").text
+    text = harness.call("/metrics", headers=KEY).text
     assert 'vllm:tenant_requests_total{tenant="ann"} 1.0' in text
     assert 'vllm:tenant_rejected_total{limit="concurrency",tenant="ann"} 1.0' in text
     assert "key-a" not in text and hashlib.sha256(b"key-a").hexdigest() not in text

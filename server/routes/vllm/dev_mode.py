@@ -18,6 +18,7 @@ from trencadis.core.flag_options import options
 from trencadis.server.routes.app_state import AppState
 
 MASK = "****"
+SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIALS")
 PACKAGES = ("torch", "numpy", "tokenizers", "llguidance", "fastapi", "uvicorn", "msgspec")
 
 
@@ -93,7 +94,7 @@ def get_settings(state: AppState) -> dict[str, Any]:
 def list_variables() -> dict[str, str]:
     """Returns the VLLM_ and TRENCADIS_ variables that are set; secrets are masked."""
     found = {name: text for name, text in sorted(os.environ.items()) if name.startswith(envs.PREFIXES)}
-    return {name: MASK if any(w in name for w in ("KEY", "TOKEN", "SECRET")) else text for name, text in found.items()}
+    return {name: MASK if any(w in name for w in SECRET_WORDS) else text for name, text in found.items()}
 
 
 def describe_system(state: AppState) -> dict[str, Any]:

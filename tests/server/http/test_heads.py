@@ -30,6 +30,8 @@ CHAT = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "max_tokens"
         (b"authorization: Basic two", []),
         (b"x-api-keys: one\r\nnot-authorization: Bearer two", []),
         (b"x-api-key: one\r\nauthorization: Bearer two", [b"one", b"two"]),
+        (b"x-api-key: a\r\n" * 1200, [b"a", b"a"]),
+        (b"authorization: bearer b\r\nx-api-key: one\r\nx-api-key: two", [b"b", b"one"]),
         (b"a: " + b"b" * (17 << 10) + b"\r\nx-api-key: one", []),
     ],
 )

@@ -62,7 +62,7 @@ def answer(harness: Any, apps: dict[int, Any], path: str, status: int) -> Any:
         image = {"type": "image", "source": {"type": "url", "url": address}}
     conversation = [{"role": "user", "content": [image]}]
     said = "input" if "responses" in path else "messages"
-    changes: dict[int, Any] = {403: {"chat_template": "x"}, 404: {"model": "nope"}, 501: {said: conversation}}
+    changes: dict[int, Any] = {404: {"model": "nope"}, 501: {said: conversation}}
     if path.endswith("/batch"):
         changes[501] = {"messages": [conversation]}
     return harness.call(path, {**body, **changes[status]} if status in changes else body, **fields)
@@ -77,7 +77,12 @@ def test_every_declared_error_of_a_post_is_answered(harness: Any) -> None:
     full = harness.app(bounds=Bounds(body_bytes=10))
     full.state.trencadis.admission.bodies.open().charge(10)
     apps = {401: harness.app(api_key=["k"]), 413: harness.app(max_body_bytes=2), 429: full, 529: full}
-    apps |= {431: harness.app(h11_max_header_count=1), 504: harness.app(request_timeout=1e-9), 0: harness.app()}
+    apps |= {
+        403: harness.app(host="127.0.0.1"),
+        431: harness.app(h11_max_header_count=1),
+        504: harness.app(request_timeout=1e-9),
+        0: harness.app(),
+    }
     # A key's own limit, which is a 429 of these paths too, is tested with the tenants.
     wanted = [
         (p, s)
@@ -93,9 +98,12 @@ def test_every_declared_error_of_a_get_is_answered(harness: Any) -> None:
     calls: dict[tuple[str, int], Callable[[], Any]] = {}
     harness.app(api_key=["k"], metrics_auth=True)
     crowded: list[str] = []
+    foreign: list[str] = []
     for path, method, status in declared(harness):
         if method == "get" and status == 401:
             assert harness.call(path.replace("{model}", "m")).status_code == 401, path
+        elif method == "get" and status == 403:
+            foreign.append(path.replace("{model}", "m"))
         elif method == "get" and status == 431:
             crowded.append(path.replace("{model}", "m"))
         elif method == "get" and status >= 400:
@@ -107,6 +115,8 @@ def test_every_declared_error_of_a_get_is_answered(harness: Any) -> None:
     assert calls and all(call().status_code == status for (_, status), call in calls.items())
     harness.app(h11_max_header_count=1)
     assert crowded and all(harness.call(path).status_code == 431 for path in crowded)
+    harness.app(host="127.0.0.1")
+    assert foreign and all(harness.call(path).status_code == 403 for path in foreign)
 
 
 def test_a_probe_that_tells_of_progress_is_as_declared(harness: Any) -> None:

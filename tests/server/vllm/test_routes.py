@@ -112,6 +112,8 @@ def test_caches_are_reset(harness: Any) -> None:
 
 def test_server_info_masks_secrets(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "hidden-1")
+    for name in ("DB_PASSWORD", "CREDENTIALS_FILE", "X_SECRET", "HUB_TOKEN"):
+        monkeypatch.setenv("VLLM_" + name, "hidden-3")
     harness.app(server_dev_mode=True, api_key=["hidden-2"])
     answer = harness.call("/server_info?config_format=json", headers={"authorization": "Bearer hidden-2"})
     body = answer.json()

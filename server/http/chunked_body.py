@@ -1,0 +1,73 @@
+"""Bounds on the chunks and the trailers of a request body: each costs the event loop as much as many bytes do."""
+
+from __future__ import annotations
+
+import h11
+from h11._readers import ChunkedReader, ContentLengthReader
+from h11._receivebuffer import ReceiveBuffer
+
+FREE_CHUNKS = 64
+"""Chunks of a body that may have any size."""
+MIN_AVERAGE = 64
+"""Bytes that the chunks of a body must have on average, beyond the first ``FREE_CHUNKS``."""
+MAX_REST = 64 << 10
+"""Bytes of a body that are read on after an early answer, so that the connection can be used again."""
+MAX_READ = 16 << 10
+"""Bytes of heads and of a chunked body that are taken in one pass of the event loop."""
+
+
+class BoundedChunkedReader(ChunkedReader):
+    """h11's reader of a chunked body, which refuses many small chunks and many trailers.
+
+    Args:
+        most_trailers: lines after the last chunk.
+    """
+
+    def __init__(self, most_trailers: int) -> None:
+        super().__init__()
+        self._most_trailers = most_trailers
+        self._chunks = self._bytes = 0
+
+    def __call__(self, buf: ReceiveBuffer) -> h11.Data | h11.EndOfMessage | None:
+        """The next piece of the body.
+
+        Raises:
+            LocalProtocolError: the chunks are too small or the trailers too many; h11 reports it as the client's error.
+        """
+        if self._reading_trailer and bytes(buf).count(b"\n") > self._most_trailers + 1:
+            raise h11.LocalProtocolError("too many trailers")
+        event = super().__call__(buf)
+        if isinstance(event, h11.Data):
+            self._chunks += event.chunk_start
+            self._bytes += len(event.data)
+            if self._chunks > FREE_CHUNKS and self._bytes < MIN_AVERAGE * (self._chunks - 1):
+                raise h11.LocalProtocolError("chunks of less than 64 bytes on average")
+        return event
+
+
+class BoundedConnection(h11.Connection):
+    """h11's server side of a connection, with bounds on chunks and trailers.
+
+    Args:
+        most_bytes: of an incomplete head.
+        most_trailers: lines after the last chunk.
+    """
+
+    def __init__(self, most_bytes: int, most_trailers: int) -> None:
+        super().__init__(h11.SERVER, most_bytes)
+        self._most_trailers = most_trailers
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        """See ``h11.Connection``."""
+        event = super().next_event()
+        if isinstance(event, h11.Request) and type(self._reader) is ChunkedReader:
+            self._reader = BoundedChunkedReader(self._most_trailers)
+        return event
+
+    def is_rest_cheap(self) -> bool:
+        """True if what is missing of the request's body is short and has a known length."""
+        return isinstance(self._reader, ContentLengthReader) and self._reader._remaining <= MAX_REST
+
+    def reads_by_length(self) -> bool:
+        """True while a body of a known length is read, whose bytes cost nothing but their number."""
+        return self.their_state is h11.SEND_BODY and isinstance(self._reader, ContentLengthReader)
