@@ -4,7 +4,7 @@ twice."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -83,7 +83,7 @@ def _is_long(value: Any) -> bool:
     return isinstance(value, LazyItems)
 
 
-async def stream_json(value: BaseModel, done: Callable[[], None]) -> AsyncIterator[bytes]:
+async def stream_json(value: BaseModel, done: Callable[[], None]) -> AsyncGenerator[bytes]:
     """``write_json`` in writes of ``WRITE`` bytes; ``done`` is called at its end, also where the client leaves."""
     try:
         waiting = bytearray()

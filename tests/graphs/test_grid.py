@@ -119,8 +119,8 @@ class Grid:
             flags["graph_reserved_mem"] = float(share[1])
         ranks = flags.pop("tensor_parallel_size", self.ranks)
         if made := re.search(r"--quantization (\w+)", remedy):  # its weights are not recorded
-            share = requested | {k: v for k, v in flags.items() if k == "gpu_memory_utilization"}
-            config = config_of(**{**self.line, **share}, quantization=made[1])
+            usual = requested | {k: v for k, v in flags.items() if k == "gpu_memory_utilization"}
+            config = config_of(**{**self.line, **usual}, quantization=made[1])
             on_paper(quantise_model(self.model, made[1]), config, self.images, self.total, self.ranks)
             return "refused"
         assert flags or ranks != self.ranks, f"no setting is named: {line}"

@@ -18,7 +18,7 @@ from trencadis.core.links import keyed_link
 from trencadis.core.links.auth_listener import AuthListener
 from trencadis.core.links.group_key import GroupKey
 from trencadis.core.links.keyed_link import KeyedLink
-from trencadis.core.links.link import LinkClosed
+from trencadis.core.links.link import BEAT, LinkClosed
 
 SOON = 6.0
 """Seconds in which open requests must have ended: silence counts as death after 5."""
@@ -95,11 +95,11 @@ def test_a_machine_that_was_suspended_misses_a_beat_and_no_minute() -> None:
     )
     stream = Slept(beat + message, len(message), keyed_link.MISSED - 1)
     assert KeyedLink(stream, tags, tags).receive() == b"hello"
-    assert max(stream.waited) <= keyed_link.BEAT, "each wait is for one beat"
+    assert max(stream.waited) <= BEAT, "each wait is for one beat"
     stream = Slept(beat + message, len(message), keyed_link.MISSED)
     with pytest.raises(LinkClosed, match="no sign of life for 5 s"):
         KeyedLink(stream, tags, tags).receive()
-    assert sum(stream.waited) == keyed_link.MISSED * keyed_link.BEAT
+    assert sum(stream.waited) == keyed_link.MISSED * BEAT
 
 
 @pytest.mark.long

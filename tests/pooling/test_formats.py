@@ -144,7 +144,7 @@ def test_cohere_answers_each_form(start: Callable[..., ScriptedApp]) -> None:
 
 def test_cohere_takes_images_and_mixed_inputs(start: Callable[..., ScriptedApp]) -> None:
     harness = start()
-    url = IMAGE["image_url"]["url"]
+    url: Any = IMAGE["image_url"]["url"]  # type: ignore[index]
     assert len(harness.call("/v2/embed", {"images": [url, url]}).json()["embeddings"]["float"]) == 2
     mixed = {"content": [{"type": "text", "text": "What?"}, IMAGE]}
     answer = harness.call("/v2/embed", {"inputs": [mixed]}).json()

@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import h11
 import pytest
 
 from trencadis.server.config.config import ServerConfig
@@ -281,7 +282,7 @@ def test_heads_that_cost_much_are_refused_before_they_are_parsed(
 ) -> None:
     made = site()
     parsed: list[Any] = []
-    monkeypatch.setattr(uvicorn_connection.h11.Connection, "next_event", lambda self: parsed.append(self))
+    monkeypatch.setattr(h11.Connection, "next_event", lambda self: parsed.append(self))
     head, status = HEAVY[what]
     with made.connect() as s:
         s.sendall(head)
@@ -328,9 +329,9 @@ def test_after_an_early_answer_nothing_is_parsed(site: Any, monkeypatch: pytest.
         got = answer(s)
         assert b" 400 " in got
         taken: list[int] = []
-        usual = uvicorn_connection.BoundedConnection.receive_data
+        usual = chunked_body.BoundedConnection.receive_data
         monkeypatch.setattr(
-            uvicorn_connection.BoundedConnection, "receive_data", lambda c, d: (taken.append(len(d)), usual(c, d))
+            chunked_body.BoundedConnection, "receive_data", lambda c, d: (taken.append(len(d)), usual(c, d))
         )
         s.settimeout(5)
         assert s.recv(1) == b"", "the server has ended its side"
