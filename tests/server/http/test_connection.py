@@ -22,7 +22,7 @@ import h11
 import pytest
 
 from trencadis.server.config.config import ServerConfig
-from trencadis.server.http import listener, uvicorn_connection, uvicorn_server
+from trencadis.server.http import chunked_body, listener, uvicorn_connection, uvicorn_server
 
 CHAT = json.dumps({"messages": [{"role": "user", "content": "Hi"}]}).encode()
 UVICORN = "uvicorn.error", "uvicorn.access", "uvicorn.asgi"
