@@ -130,7 +130,7 @@ class InputSizes:
 
 @dataclass(frozen=True)
 class GraphMemory:
-    """What captured graphs of a device keep in memory.
+    """Memory that captured graphs keep on a device.
 
     Args:
         cached: they keep every tensor passed from one recipe to the next; False: outputs only.

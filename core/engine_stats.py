@@ -1,4 +1,4 @@
-"""What an engine reports: its sizes, its plan, its launches, its counters.
+"""Reports of an engine: its sizes, its plan, its launches, its counters.
 
 The values are plain, so that an engine in the same process needs no codec; core/process/engine_messages.py sends them
 between processes. Torch-free.

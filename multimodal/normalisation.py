@@ -1,4 +1,4 @@
-"""Per-channel pixel normalisation, (byte x rescale - mean) / std, as an image processor's settings state it."""
+"""Per-channel pixel normalisation, (byte x rescale - mean) / std, from an image processor's settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PerChannel = tuple[float, float, float]
 CLIP_MEAN: PerChannel = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD: PerChannel = (0.26862954, 0.26130258, 0.27577711)
 LARGEST, LEAST = 1e6, 1e-6
-"""Bounds of what a file may say, so that no float32 of it is zero or infinite."""
+"""Bounds of values in a file, so that no float32 computed of them is zero or infinite."""
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,16 @@ class PixelNormalisation:
 
 CLIP = PixelNormalisation()
 IMAGENET_STANDARD = PixelNormalisation((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
-"""What a processor has that states none: of the families by CLIP, and of those by SigLIP and later ones."""
+"""Default of processors without settings of their own: ``CLIP`` in families with CLIP's tower, this one in those
+with SigLIP's and in later ones.
+"""
 
 
 def read_normalisation(c: JsonFields, default: PixelNormalisation = CLIP) -> PixelNormalisation:
-    """The pixel normalisation of an image processor's settings.
+    """Reads the pixel normalisation from an image processor's settings.
 
     Raises:
-        StartupError: a value that is none.
+        StartupError: a value that is not valid.
     """
     rescale = c.number("rescale_factor", LEAST * LEAST, LARGEST, default.rescale, above=True)
     mean, std = _read_per_channel(c, "image_mean", default.mean), _read_per_channel(c, "image_std", default.std, LEAST)
@@ -43,7 +45,7 @@ def read_normalisation(c: JsonFields, default: PixelNormalisation = CLIP) -> Pix
 
 
 def _read_per_channel(c: JsonFields, key: str, default: PerChannel, above: float | None = None) -> PerChannel:
-    """A value for each of three channels, or one for all."""
+    """Reads a value for each of three channels, or one for all."""
     given = c.values.get(key, default)
     values = given if isinstance(given, list | tuple) else [given] * 3
     least = -LARGEST if above is None else above

@@ -1,4 +1,4 @@
-"""Grids of patches: which images have one, and how many tokens and VISION slots it takes. Pure Python."""
+"""Patch grids of images: checks the aspect ratio, counts tokens and VISION slots. Pure Python."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from trencadis.core.errors import BadRequest
 from trencadis.core.shared_constants import WINDOW_SLOTS
 
 Grid = tuple[int, int, int]
-"""Patches (t, h, w)."""
+"""Number of patches (t, h, w)."""
 
 MAX_ASPECT = 200
-"""Largest longer side over shorter side."""
+"""Largest ratio of the longer side to the shorter."""
 
 PATCH, MERGE, SIDE = 14, 2, 8
-"""Pixels along a patch, patches along a merge cell and along a window, where nothing else is said."""
+"""Default sizes: pixels along a patch, patches along a merge cell and patches along a window."""
 
 
 def check_aspect(height: int, width: int) -> None:
-    """Refuses an image without pixels or above ``MAX_ASPECT``.
+    """Checks that an image has pixels and an aspect ratio of at most ``MAX_ASPECT``.
 
     Raises:
         BadRequest: a side below 1 pixel, or the longer side is more than ``MAX_ASPECT`` times the shorter.
@@ -28,17 +28,17 @@ def check_aspect(height: int, width: int) -> None:
 
 
 def patch_grid(height: int, width: int, patch: int = PATCH) -> Grid:
-    """Patches (t, h, w) of one image resized to ``height`` x ``width`` pixels."""
+    """Returns the patches (t, h, w) of one image resized to ``height`` x ``width`` pixels."""
     return 1, height // patch, width // patch
 
 
 def count_tokens(grid: Grid, merge: int = MERGE) -> int:
-    """Decoder tokens of a grid: one per ``merge`` x ``merge`` patches."""
+    """Returns the decoder tokens of a grid: one per ``merge`` x ``merge`` patches."""
     return grid[0] * grid[1] * grid[2] // (merge * merge)
 
 
 def count_slots(grid: Grid, windows: bool = True) -> int:
-    """VISION slots of a grid (t, h, w): 64 for each window of 8 x 8 patches, even if the edge cuts it.
+    """Returns the VISION slots of a grid (t, h, w): 64 for each window of 8 x 8 patches, even if the edge cuts it.
 
     Without ``windows``, as many as there are patches, in multiples of 64.
     """

@@ -1,4 +1,4 @@
-"""Images of any size in a launch: cell by cell, each item a segment of attention. Pure numpy."""
+"""Packs images of any size into a launch: cell by cell, each temporal patch a segment of attention. Pure numpy."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def patch_coordinates(h: int, w: int, merge: int) -> Int32:
 
 
 def pack_whole_images(images: Sequence[Encode], slots: int, values: int, merge: int) -> VisionInputs:
-    """Packs images one after the other into ``slots`` slots; each temporal patch, and each window of padding, is
-    one segment of attention.
+    """Packs images one after the other into ``slots`` slots; each temporal patch, and each window of padding, is one
+    segment of attention.
 
     Args:
         images: their ``pixels`` are uint8 [patches, values], their ``rows`` int32 [cells].
         slots: a multiple of 64 that holds them all.
-        values: of a slot.
+        values: number of values of a slot.
         merge: patches along a side of a cell.
     """
     cell = merge * merge

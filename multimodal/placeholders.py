@@ -28,19 +28,19 @@ def expand_placeholders(
 
     Args:
         tokens: prompt ids in which each image is one image token, each video one video token.
-        image_token: id of the image token; ``video_token``: of the video token.
+        image_token: id of the image token; ``video_token``: id of the video token.
         media: in the order of ``positions``.
-        positions: ascending indices into ``tokens``, from the template. The id is not searched for, as text of a user
-            may hold it too.
-        encode: the ids of a layout's text behind a placeholder token, special tokens being tokens; for families whose
-            images have such text.
-        placed: id in the place of an image, where it is not ``image_token``.
+        positions: ascending indices into ``tokens``, from the chat template. They cannot be found by id, since a user's
+            text may hold the same id.
+        encode: tokenizes a layout's text between placeholder tokens, special tokens included; for families whose images
+            have such text.
+        placed: id that stands for an image in ``tokens``, if it is not ``image_token``.
 
     Returns:
         The expanded ids, and one span per item (``encoder_items(media)``), by ascending offset.
 
     Raises:
-        ValueError: media and places differ in number, or a place holds no media token or is out of order.
+        ValueError: media and positions differ in number, or a position holds no media token or is out of order.
     """
     if len(media) != len(positions):
         raise ValueError(f"{len(media)} media for {len(positions)} places")
@@ -95,7 +95,7 @@ def _make_span(item: PreparedImage, runs: tuple[TokenRun, ...], visible_rows: in
 class NumberedPlaceholders:
     """Image placeholders that are numbered text in a raw prompt, such as ``<|image_1|>``.
 
-    ``before`` and ``behind``: what stands around a number.
+    ``before`` and ``behind``: text before and after a number.
     """
 
     def __init__(self, before: str, behind: str) -> None:
@@ -104,10 +104,10 @@ class NumberedPlaceholders:
     def replace_marks(self, text: str, parts: Sequence[MediaPart], token: str) -> tuple[str, Sequence[MediaPart]]:
         """Replaces each numbered mark of ``text`` by ``token`` and returns ``parts`` in the order of the marks.
 
-        A number may stand there more than once; a text without marks is left to whoever counts its tokens.
+        A number may occur more than once; a text without marks is returned unchanged, and the caller counts its tokens.
 
         Raises:
-            BadRequest: the numbers are not those of ``parts``, 1 to their count.
+            BadRequest: the numbers in ``text`` are not exactly 1 to the number of ``parts``.
         """
         numbers = [int(found) if len(found) < 10 else 0 for found in self._pattern.findall(text)]
         if not numbers:

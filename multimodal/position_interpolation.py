@@ -12,15 +12,15 @@ from trencadis.multimodal.patch_grids import count_slots
 from trencadis.multimodal.patch_packing import patch_coordinates
 
 NEIGHBOURS = 4
-"""Rows of the table that a position lies between."""
+"""Rows of the table between which a position lies."""
 
 
 def interpolate_axis(position: Int32, count: int, side: int) -> tuple[Int32, Float32]:
     """Returns the two neighbouring table positions, int32 [n, 2], and their weights, float32 [n, 2], of ``count``
     positions along one axis.
 
-    The first and the last of them are those of the table. All in float32, as in the reference: shares of a wider type
-    would be others.
+    The first and the last position are those of the table. All in float32, as in the reference: a wider type would give
+    other weights.
     """
     exact = position.astype(np.float32) * np.float32(side - 1) / np.float32(max(count - 1, 1))
     floor = np.floor(exact)

@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from PIL import Image
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-"""Files of a checkpoint that state its image processor, the one that counts first."""
+"""Files of a checkpoint with its image processor's settings, in order of precedence."""
 
 
 class PlaceholderRun(NamedTuple):
     """A run of placeholder tokens of an image: ``tokens`` tokens that take arena rows from ``first`` on of item
     ``item``.
 
-    ``constant``: or all take this constant row (``core.kv.media_spans.TokenRun``), and belong to the item's span.
-    ``visible_rows``: or they take none, and tokens from here on attend to the item's first ``visible_rows`` rows
-    (``MediaSpan``).
+    ``constant``: if not negative, all tokens take this constant row instead (``core.kv.media_spans.TokenRun``), and
+    belong to the item's span. ``visible_rows``: if not 0, they take no rows, and tokens from here on attend to the
+    item's first ``visible_rows`` rows (``MediaSpan``).
     """
 
     item: int
@@ -38,7 +38,7 @@ class PlaceholderRun(NamedTuple):
 
 
 Layout = tuple[str | PlaceholderRun, ...]
-"""Placeholder tokens and text between them; special tokens in the text are tokens."""
+"""Placeholder tokens and text between them; special tokens in the text become tokens."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class PreparedImage:
         digest: hex digest of its bytes and of the processing options.
         pixels: uint8 [real slots, values of a slot], C order.
         grid: patches (items, h, w).
-        tokens: placeholder tokens; of an item of an image: its arena rows.
+        tokens: placeholder tokens; for an item of an image: its arena rows.
         slots: VISION slots, a multiple of 64.
         resized: (height, width) in pixels as the model sees it; boxes in answers refer to it.
         original: (height, width) in pixels of the upright image before resizing.
         items: the tiles that the engine encodes one by one; empty: the image is one item.
-        layout: what stands for it in a prompt; empty: its tokens, which take its rows in order.
+        layout: what replaces the placeholder in a prompt; empty: the image's tokens, which take its rows in order.
     """
 
     digest: str
@@ -74,16 +74,16 @@ class PreparedImage:
 
 
 class ImageGeometry(NamedTuple):
-    """What an image of a given size becomes: resized sides, patch grid, tokens and VISION slots; computed without
+    """Geometry of an image of a given size: resized sides, patch grid, tokens and VISION slots; computed without
     touching pixels.
 
     Args:
         resized: (height, width) in pixels as the model sees it.
-        grid: patches (items, h, w); more than one item where it is cut into tiles.
+        grid: patches (items, h, w); more than one item if the image is cut into tiles.
         tokens: placeholder tokens.
         slots: VISION slots of all items, a multiple of 64 each.
-        area: most pixels that an image has on the way to ``resized``.
-        rows: arena rows of an item, where there are several or ``layout`` says which tokens take them.
+        area: largest number of pixels that the image has at any point of processing.
+        rows: arena rows of an item, if there are several items or a ``layout`` assigns tokens to them.
         layout: as in ``PreparedImage``.
     """
 
@@ -97,12 +97,12 @@ class ImageGeometry(NamedTuple):
 
     @property
     def patches(self) -> int:
-        """Real slots of all items, without class tokens."""
+        """Number of real slots of all items, without class tokens."""
         return self.grid[0] * self.grid[1] * self.grid[2]
 
     @property
     def item(self) -> ImageGeometry:
-        """One of its items."""
+        """Geometry of one of its items."""
         count = self.grid[0]
         held = self.rows or self.tokens
         return ImageGeometry(self.resized, (1, *self.grid[1:]), held, self.slots // count, self.area)
@@ -113,7 +113,7 @@ class ImageGeometry(NamedTuple):
         return self._split_items(whole, pixels) if self.layout else whole
 
     def _split_items(self, whole: PreparedImage, pixels: npt.NDArray[np.uint8]) -> PreparedImage:
-        """An image that has tiles, or text between its placeholders."""
+        """Returns the image with items for its tiles, or with text between its placeholders."""
         one, count = self.item, self.grid[0]
         if count == 1:
             items: tuple[PreparedImage, ...] = (replace(whole, tokens=one.tokens),)
@@ -124,23 +124,25 @@ class ImageGeometry(NamedTuple):
 
 
 def tile_digest(pixels: npt.NDArray[np.uint8]) -> str:
-    """256-bit hex digest of a tile: equal tiles share arena rows, whatever images they come from."""
+    """Returns a 256-bit hex digest of a tile: equal tiles share arena rows, whatever images they come from."""
     digest = hashlib.blake2b(b"tile\0", digest_size=32)
     digest.update(np.ascontiguousarray(pixels).data)
     return digest.hexdigest()
 
 
 class Processor(Protocol):
-    """A checkpoint's image processor: a frozen dataclass whose fields are JSON, so that it can travel."""
+    """A checkpoint's image processor: a frozen dataclass whose fields are JSON values, so that it can be sent to
+    another process.
+    """
 
     @property
     def kind(self) -> str:
-        """``module:class`` of it, a field among the others: a decode worker makes it again of them."""
+        """``module:class`` of the processor, one of its fields: a decode worker rebuilds it from them."""
         ...
 
     @property
     def values(self) -> int:
-        """uint8 values of a slot."""
+        """Number of uint8 values of a slot."""
         ...
 
     @property
@@ -149,15 +151,15 @@ class Processor(Protocol):
         ...
 
     def with_options(self, options: MediaOptions, param: str | None = None) -> Processor:
-        """This processor with a request's options, within what the server planned for; raises BadRequest."""
+        """Returns this processor with a request's options, within what the server planned for; raises BadRequest."""
         ...
 
     def compute_geometry(self, height: int, width: int) -> ImageGeometry:
-        """What an image of ``height`` x ``width`` pixels becomes; touches no pixel, raises BadRequest."""
+        """Returns the geometry of an image of ``height`` x ``width`` pixels; touches no pixel, raises BadRequest."""
         ...
 
     def prepare(self, image: Image.Image, digest: str, original: tuple[int, int] | None = None) -> PreparedImage:
-        """Makes it of an upright image, whose file has ``original`` (height, width); raises BadRequest."""
+        """Prepares an upright image, whose file has ``original`` (height, width); raises BadRequest."""
         ...
 
 
@@ -165,12 +167,12 @@ class VideoProcessor(Processor, Protocol):
     """A processor whose model takes videos: each pair of frames is an item."""
 
     def frame_limits(self) -> dict[str, Any]:
-        """The fields of ``videos.frame_sampling.FrameLimits``."""
+        """Returns the fields of ``videos.frame_sampling.FrameLimits``."""
         ...
 
 
 def build_processor(fields: Mapping[str, Any]) -> Processor:
-    """Builds an image processor from its fields, as JSON delivers them."""
+    """Builds an image processor from its fields, as decoded from JSON."""
     module, _, name = fields["kind"].partition(":")
     made: Processor = getattr(import_module(module), name)(**{key: _freeze(value) for key, value in fields.items()})
     return made

@@ -1,6 +1,6 @@
 """Trencadis: one engine for vision-language models on Gaudi, NVIDIA GPUs and CPUs.
 
-The import costs nothing: the public names are resolved on first use (PEP 562).
+Importing it is cheap: the public names are resolved on first use (PEP 562).
 """
 
 import sys

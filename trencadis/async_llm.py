@@ -1,4 +1,4 @@
-"""``AsyncLLM``: the engine in a process of its own, as the server has it, for callers with an event loop."""
+"""``AsyncLLM``: the engine in a separate process, as in the server, for callers with an event loop."""
 
 from __future__ import annotations
 
@@ -37,15 +37,16 @@ POLL_SECONDS = 1.0
 
 
 class AsyncLLM(UnsupportedMethods):
-    """Answers many requests at a time; one event loop uses it. The engine loads while the caller goes on.
+    """Serves many requests concurrently, all on one event loop. The constructor returns while the engine is still
+    loading.
 
     Args:
-        model: checkpoint folder or hub id; none: the bundled demo.
-        options: as ``LLM`` takes them.
+        model: checkpoint folder or hub id; "": the bundled demo.
+        options: the options of ``LLM``.
 
     Raises:
-        StartupError: one line that says what does not fit or is not supported; from the first request where the
-            engine itself finds it.
+        StartupError: one line that names the invalid or unsupported option; errors that the engine itself finds are
+            raised by the first request.
     """
 
     def __init__(self, model: str | Path = "", **options: Any) -> None:
@@ -67,14 +68,14 @@ class AsyncLLM(UnsupportedMethods):
         self._tokenizer = OfflineTokenizer(self.service)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._startup_done = asyncio.Event()
-        """Set once the engine accepts, or cannot."""
+        """Set once the engine accepts requests or has failed to start."""
         self._failure = ""
         self._open_ids: set[str] = set()
         self._closed = False
 
     @classmethod
     def from_engine_args(cls, engine_args: AsyncEngineArgs, *unused: object, **more: object) -> Self:
-        """An engine with these options; what else vLLM takes here says nothing about it."""
+        """Creates an engine with these options; vLLM's other arguments are ignored."""
         return cls(engine_args.model, **engine_args.options())
 
     # Requests
@@ -92,12 +93,13 @@ class AsyncLLM(UnsupportedMethods):
         priority: int = 0,
         data_parallel_rank: int | None = None,
     ) -> AsyncGenerator[RequestOutput]:
-        """Outputs as they come, until the request has ended. Closing the generator, or cancelling its task, aborts it.
+        """Yields outputs as they arrive, until the request has ended. Closing the generator, or cancelling its task,
+        aborts the request.
 
         Raises:
             BadRequest: the prompt or a parameter is at fault, or the id is in use.
             StartupError: the engine could not start.
-            Unavailable: the engine stopped; it is started again.
+            Unavailable: the engine stopped; it is being restarted.
         """
         refuse_lora(lora_request)
         refuse_tokenization_kwargs(tokenization_kwargs)
@@ -133,7 +135,7 @@ class AsyncLLM(UnsupportedMethods):
         priority: int = 0,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput]]:
-        """The one output of a pooling request: an embedding or probabilities.
+        """Yields the one output of a pooling request: an embedding or probabilities.
 
         Raises:
             BadRequest: the engine generates, the prompt or a parameter is at fault, or the id is in use.
@@ -157,7 +159,7 @@ class AsyncLLM(UnsupportedMethods):
 
     @contextlib.asynccontextmanager
     async def _register_request(self, request_id: str) -> AsyncGenerator[None]:
-        """Reserves a request id while the request runs, once the engine is up."""
+        """Reserves a request id while the block runs; waits until the engine is up first."""
         if request_id in self._open_ids:
             raise BadRequest(f"request id {request_id!r} is in use.", param="request_id")
         self._open_ids.add(request_id)
@@ -168,7 +170,7 @@ class AsyncLLM(UnsupportedMethods):
             self._open_ids.discard(request_id)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """Ends requests as no longer wanted: their outputs end with ``finish_reason`` ``abort``."""
+        """Aborts requests: their outputs end with ``finish_reason`` ``abort``."""
         for one in [request_id] if isinstance(request_id, str) else list(request_id):
             self._supervisor.abort(one)
 
@@ -192,35 +194,35 @@ class AsyncLLM(UnsupportedMethods):
         return True
 
     async def get_tokenizer(self) -> OfflineTokenizer:
-        """The tokenizer: ``encode``, ``decode``, a call, ``apply_chat_template``, ``eos_token_id``."""
+        """Returns the tokenizer: ``encode``, ``decode``, a call, ``apply_chat_template``, ``eos_token_id``."""
         return self._tokenizer
 
     @property
     def tokenizer(self) -> OfflineTokenizer:
-        """``get_tokenizer`` without a loop."""
+        """The tokenizer, as ``get_tokenizer`` returns it, without awaiting."""
         return self._tokenizer
 
     def get_metrics(self) -> list[MetricValue]:
-        """The server's ``vllm:`` metrics of this engine: counters, gauges and histograms."""
+        """Returns the server's ``vllm:`` metrics of this engine: counters, gauges and histograms."""
         return read_metrics(self._metrics)
 
     @property
     def is_running(self) -> bool:
-        """Whether requests are taken, or will be once the engine is up."""
+        """True if requests are accepted, or will be once the engine is up."""
         return not self._closed and not self._failure
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it was shut down or could not start."""
+        """True if it was shut down or could not start."""
         return not self.is_running
 
     @property
     def errored(self) -> bool:
-        """Whether the engine could not start, or is away."""
+        """True if the engine could not start, or has stopped accepting requests."""
         return bool(self._failure) or (self._supervisor.last_info is not None and not self._supervisor.accepting)
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Ends the engine's process and the decode workers at once; what runs ends with an error."""
+        """Kills the engine's process and the decode workers at once; running requests end with an error."""
         if self._closed:
             return
         self._closed = True

@@ -1,4 +1,4 @@
-"""``EngineArgs``: every option of an engine as one value, and as options of a script's command line."""
+"""``EngineArgs``: all options of an engine as one value, and as options of a script's command line."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from trencadis.server.config.vllm_flags.flag_table import ROWS
 
 
 class _BaseArgs:
-    """Options by name; None is an option's default, texts are read as on the command line."""
+    """Options by name; None stands for an option's default, strings are parsed as on the command line."""
 
     def options(self) -> dict[str, Any]:
-        """The options that were given, without the model."""
+        """Returns the options that were given, without the model."""
         every = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
         return {name: value for name, value in every.items() if name != "model" and value is not None}
 
     def create_engine_config(self) -> EngineConfig:
-        """The configuration of the engine.
+        """Returns the configuration of the engine.
 
         Raises:
-            StartupError: one line that says what does not fit or is not supported.
+            StartupError: one line that names the invalid or unsupported option.
         """
         return build_offline_setup(self.model, self.options()).config  # type: ignore[attr-defined]
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Adds ``--name`` (and ``--its_name``) for every option."""
+        """Adds ``--name`` (also spelled ``--its_name`` with underscores) for every option."""
         group = parser.add_argument_group(cls.__name__)
         for one in fields(cls):  # type: ignore[arg-type]
             flag = get_flag_table().get(one.name) or ROWS.get(one.name)
@@ -46,7 +46,7 @@ class _BaseArgs:
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
-        """The options among a script's arguments."""
+        """Returns the options found in a script's parsed arguments."""
         return cls(**{f.name: getattr(args, f.name) for f in fields(cls) if hasattr(args, f.name)})  # type: ignore[arg-type]
 
 
@@ -59,7 +59,9 @@ def _help_text(name: str) -> str:
 
 
 def _option_names() -> list[str]:
-    """Names of all options: ``model``, the engine's, those about prompts, and vLLM's that are accepted or refused."""
+    """Returns the names of all options: ``model``, the engine's, those about prompts, and vLLM's that are accepted
+    or refused.
+    """
     own = [f.name for f in get_flag_table().values() if f.owner == "engine" and not f.hidden]
     served = [name for name in PROMPT_FLAGS if name.startswith("allowed")]
     return list(dict.fromkeys(("model", *own, *served, "disable_log_stats", *SINGLE_ENGINE_VALUES, *ROWS)))
@@ -83,7 +85,7 @@ if TYPE_CHECKING:
         def __getattr__(self, name: str) -> Any: ...
 
     class AsyncEngineArgs(EngineArgs):
-        """Options of an engine that answers many at a time."""
+        """Options of an engine that serves many requests concurrently."""
 
 else:
     EngineArgs = _make_args_class("EngineArgs", "Options of an engine, as ``LLM`` takes them.")
@@ -91,12 +93,12 @@ else:
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """Takes ``--some_name`` for ``--some-name``."""
+    """An argument parser that accepts ``--some_name`` for ``--some-name``."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """See ``argparse``."""
+        """Parses arguments as ``argparse``, after replacing underscores in option names."""
         import sys
 
         words = sys.argv[1:] if args is None else args

@@ -55,19 +55,19 @@ class LLM(PoolingMethods, UnsupportedMethods):
     """The engine, its tokenizer and its image processor in one process; ``with LLM(...) as llm`` closes it.
 
     Args:
-        model: checkpoint folder or hub id; none: the bundled demo.
-        allowed_local_media_path: folder that ``file:`` URLs may read from. Bare paths (``{"type": "image", "image":
-            "a.png"}``) name any file.
-        allowed_media_domains: hosts that media may be fetched from; none: every public one.
-        chat_template: a Jinja file, or the template itself; none: the model's.
+        model: checkpoint folder or hub id; "": the bundled demo.
+        allowed_local_media_path: folder from which ``file:`` URLs may read. Bare paths (``{"type": "image", "image":
+            "a.png"}``) may name any file.
+        allowed_media_domains: hosts from which media may be fetched; empty: every public host.
+        chat_template: a Jinja file, or the template itself; None: the model's.
         chat_template_content_format: ``auto``, ``string`` or ``openai``.
-        progress: called with each phase of the start-up.
-        options: every other flag of ``serve`` that concerns the engine. Texts are read as on the command line
-            (``kv_cache_memory_bytes="256MiB"``), None is the default, and what the command line takes without effect
-            (``task="generate"``) is taken here.
+        progress: called with each phase of startup.
+        options: every other flag of ``serve`` that concerns the engine. Strings are parsed as on the command line
+            (``kv_cache_memory_bytes="256MiB"``), None is the default, and flags that the command line accepts without
+            effect (``task="generate"``) are accepted here too.
 
     Raises:
-        StartupError: one line that says what does not fit or is not supported.
+        StartupError: one line that names the invalid or unsupported option.
     """
 
     def __init__(
@@ -113,12 +113,12 @@ class LLM(PoolingMethods, UnsupportedMethods):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
-        """An ``LLM`` with these options."""
+        """Creates an ``LLM`` with these options."""
         return cls(engine_args.model, **engine_args.options())
 
     @property
     def config(self) -> EngineConfig:
-        """What the engine was made with."""
+        """Configuration of the engine."""
         return self.llm_engine.config
 
     @property
@@ -128,7 +128,7 @@ class LLM(PoolingMethods, UnsupportedMethods):
 
     @property
     def service(self) -> TextService:
-        """What makes prompts and reads answers."""
+        """Text service, which builds prompts and detokenizes answers."""
         return self.llm_engine.service
 
     def generate(
@@ -139,18 +139,18 @@ class LLM(PoolingMethods, UnsupportedMethods):
         lora_request: None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Continues raw prompts: strings, token ids, ``{"prompt": ..., "multi_modal_data": {"image": one or a list,
-        "video": ...}}``, or a list of these. A prompt holds one placeholder per image (``<|image_pad|>``) and video
-        (``<|video_pad|>``). An image is a path, URL, file's bytes, PIL image, or an array of numpy or torch: [height,
-        width, channels] or [channels, height, width] with 3 or 4 channels, uint8 or floats between 0 and 1. A video is
-        a path, URL, file's bytes, array with one axis more or list of frames; several are a list of lists or arrays.
-        Beside the data may stand ``mm_processor_kwargs`` (fps, max_pixels ...; they hold for all),
-        ``multi_modal_uuids`` (``{"image": one or a list}``) and ``cache_salt``.
+        """Generates continuations of raw prompts: strings, token ids, ``{"prompt": ..., "multi_modal_data": {"image":
+        one or a list, "video": ...}}``, or a list of these. A prompt holds one placeholder per image
+        (``<|image_pad|>``) and video (``<|video_pad|>``). An image is a path, URL, file's bytes, PIL image, or an array
+        of numpy or torch: [height, width, channels] or [channels, height, width] with 3 or 4 channels, uint8 or floats
+        between 0 and 1. A video is a path, URL, file's bytes, array with one axis more or list of frames; several are a
+        list of lists or arrays. A prompt object may also have ``mm_processor_kwargs`` (fps, max_pixels ...; for all its
+        media), ``multi_modal_uuids`` (``{"image": one or a list}``) and ``cache_salt``.
 
         Args:
-            sampling_params: for all, or one for each prompt; ``BeamSearchParams`` ask for the best answers.
-            use_tqdm: a progress bar for more than one prompt; a callable makes it in tqdm's place.
-            priority: of each prompt, lower first, with ``scheduling_policy="priority"``.
+            sampling_params: one value for all prompts, or one per prompt; ``BeamSearchParams`` select beam search.
+            use_tqdm: True shows a progress bar for more than one prompt; a callable creates it instead of tqdm.
+            priority: priority of each prompt, lower first, with ``scheduling_policy="priority"``.
 
         Raises:
             BadRequest: a prompt or a parameter is at fault.
@@ -170,10 +170,10 @@ class LLM(PoolingMethods, UnsupportedMethods):
         use_tqdm: UseTqdm = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """The best continuations of each prompt, which is as ``generate`` takes it, with images too.
+        """Returns the best continuations of each prompt; prompts are those of ``generate``, with images too.
 
         Args:
-            concurrency_limit: most prompts that run at a time; None: as many as the engine has room for.
+            concurrency_limit: maximum number of prompts that run at a time; None: as many as fit in the engine.
 
         Raises:
             BadRequest: a prompt or a parameter is at fault.
@@ -209,14 +209,15 @@ class LLM(PoolingMethods, UnsupportedMethods):
     ) -> list[RequestOutput]:
         """Answers one conversation or a list of them. Content parts are OpenAI's or qwen-vl-utils': ``{"type": "image",
         "image": path, URL, PIL image, array or bytes, "max_pixels": ...}``, ``{"type": "video", "video": path, URL,
-        bytes, array or list of frames, "fps": ...}``. Arrays are numpy's or torch's, as ``generate`` says.
+        bytes, array or list of frames, "fps": ...}``. Arrays are numpy's or torch's, as in ``generate``.
 
         Args:
-            use_tqdm: as ``generate`` says.
+            use_tqdm: as in ``generate``.
             chat_template: a Jinja file, or the template itself, instead of the model's.
-            tools: described to the template; calls come as text.
-            mm_processor_kwargs: min_pixels, max_pixels of every image, below the limits that the LLM was made with.
-            cache_salt: blocks and images are shared with equal salts only.
+            tools: passed to the template; tool calls are returned as text.
+            mm_processor_kwargs: min_pixels, max_pixels of every image, within the limits with which the LLM was
+                created.
+            cache_salt: KV blocks and images are shared only between requests with equal salts.
 
         Raises:
             BadRequest: a message or a parameter is at fault.
@@ -245,23 +246,23 @@ class LLM(PoolingMethods, UnsupportedMethods):
         return self._run(made, given or [EngineParams(self._chat_defaults(len(p.tokens))) for p in made], use_tqdm)
 
     def get_tokenizer(self) -> OfflineTokenizer:
-        """The tokenizer: ``encode``, ``decode``, a call, ``apply_chat_template``, ``eos_token_id``."""
+        """Returns the tokenizer: ``encode``, ``decode``, a call, ``apply_chat_template``, ``eos_token_id``."""
         return self.llm_engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The checkpoint's defaults (``generation_config.json``), as a value to change."""
+        """Returns the checkpoint's defaults (``generation_config.json``), for the caller to modify."""
         return self.llm_engine.get_default_sampling_params()
 
     def get_metrics(self) -> list[MetricValue]:
-        """The server's ``vllm:`` metrics of this engine: counters, gauges and histograms."""
+        """Returns the server's ``vllm:`` metrics of this engine: counters, gauges and histograms."""
         return self.llm_engine.get_metrics()
 
     def reset_prefix_cache(self, *unused: object, **more: object) -> bool:
-        """Empties the prefix cache; always True."""
+        """Empties the prefix cache; always returns True."""
         return self.llm_engine.reset_prefix_cache()
 
     def close(self) -> None:
-        """Frees the engine, ends the threads and the decode workers."""
+        """Frees the engine; shuts down its threads and the decode workers."""
         self.llm_engine.close()
 
     def __enter__(self) -> Self:

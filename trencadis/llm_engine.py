@@ -40,13 +40,13 @@ log = logging.getLogger("trencadis.engine")
 
 T = TypeVar("T")
 OBSERVE_EVERY = 1024
-"""Steps after which the metrics take what the engine's statistics have collected."""
+"""Number of steps after which the metrics are updated from the engine's statistics."""
 
 
 def _start_engine(config: EngineConfig, progress: Progress | None) -> Engine:
-    """The engine; torch is imported here, once the device's environment is settled.
+    """Creates the engine; imports torch here, after the device's environment variables are set.
 
-    A process that torchrun started for another rank stays here until that engine ends, and exits with it.
+    A process that torchrun started for another rank runs that rank here until the engine ends, and then exits.
     """
     config, line = placement.choose_executor_backend(config, os.environ)
     if line:
@@ -66,7 +66,7 @@ def _start_engine(config: EngineConfig, progress: Progress | None) -> Engine:
 
 @dataclass(slots=True)
 class OfflineRequest:
-    """A request that has not ended; its timing is for the metrics, if there are any."""
+    """A request that has not ended; ``timing`` is for the metrics, None without them."""
 
     streams: list[ChoiceStream]
     answer: OutputBuilder
@@ -75,14 +75,15 @@ class OfflineRequest:
 
 
 class LLMEngine(UnsupportedMethods):
-    """Requests go in by ``add_request``; each ``step`` runs the model once and returns what is new.
+    """An engine that takes requests by ``add_request``; each ``step`` runs the model once and returns new outputs.
 
     Args:
-        made: configuration, media rules and template (``keywords.setup``); ``from_engine_args`` makes them.
-        progress: called with each phase of the start-up.
+        made: configuration, media rules and template (``llm_kwargs.build_offline_setup``); ``from_engine_args`` builds
+            them.
+        progress: called with each phase of startup.
 
     Raises:
-        StartupError: one line that says what does not fit or is not supported.
+        StartupError: one line that names the invalid or unsupported option.
     """
 
     def __init__(self, made: OfflineSetup, progress: Progress | None = None) -> None:
@@ -103,11 +104,11 @@ class LLMEngine(UnsupportedMethods):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, *unused: object, **more: object) -> Self:
-        """An engine with these options; vLLM's other arguments are ignored."""
+        """Creates an engine with these options; vLLM's other arguments are ignored."""
         return cls(build_offline_setup(engine_args.model, engine_args.options()))
 
     def _make_metrics(self) -> LocalMetrics | None:
-        """The metrics; None if the server's packages are not installed."""
+        """Creates the metrics; returns None if the server's packages are not installed."""
         try:
             from trencadis.metrics_reader import LocalMetrics
         except ModuleNotFoundError:
@@ -128,7 +129,7 @@ class LLMEngine(UnsupportedMethods):
         priority: int = 0,
         prompt_text: str | None = None,
     ) -> None:
-        """Takes a prompt, as ``LLM.generate`` does; its outputs come from ``step``.
+        """Adds a request for a prompt in a form that ``LLM.generate`` accepts; ``step`` returns its outputs.
 
         Raises:
             BadRequest: the prompt or a parameter is at fault, or the id is in use.
@@ -155,7 +156,7 @@ class LLMEngine(UnsupportedMethods):
         self.submit_request(request, prompt)
 
     def submit_request(self, request: Request, prompt: Prompt) -> None:
-        """Queues a request, which may pool."""
+        """Queues a request, which may be a pooling request."""
         request_id, params = request.id, request.params
         request.arrival = request.arrival or time.time()
         streams = [self.service.make_stream(params, prompt) for _ in range(params.n)]
@@ -165,7 +166,10 @@ class LLMEngine(UnsupportedMethods):
         self.engine.add(request)
 
     def _constrain(self, prompt: Prompt, params: SamplingParams) -> SamplingParams:
-        """Attaches the grammar of the answer to a prompt; sends the engine the vocabulary before the first one."""
+        """Attaches the grammar of the answer to a prompt and returns the parameters without it.
+
+        Sends the vocabulary to the engine before the first grammar.
+        """
         if params.structured_outputs is None and params.guided_decoding is None:
             return params
         plain: SamplingParams = self.wait(apply_structured_outputs(self._grammars, self.service, prompt, params))
@@ -175,7 +179,7 @@ class LLMEngine(UnsupportedMethods):
         return plain
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
-        """Ends requests as no longer wanted; unknown ids are ignored."""
+        """Aborts requests; unknown ids are ignored."""
         for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
             entry = self._requests.pop(request_id, None)
             if entry is not None:
@@ -183,27 +187,30 @@ class LLMEngine(UnsupportedMethods):
                 self._record_end(entry, "abort")
 
     def has_unfinished_requests(self) -> bool:
-        """Whether ``step`` may return more."""
+        """Returns True if ``step`` may return more outputs."""
         return bool(self._requests or self._pending_outputs)
 
     def get_num_unfinished_requests(self) -> int:
-        """Requests that have not ended."""
+        """Returns the number of requests that have not ended."""
         return len(self._requests)
 
     # Steps
 
     def step(self) -> list[RequestOutput]:
-        """Runs the model once.
+        """Runs the model once and returns the new outputs.
 
         Raises:
-            TrencadisError: a request failed; it is gone, and the others go on with the next step.
+            TrencadisError: a request failed; it has been removed, and the others continue with the next step.
         """
         self._pending_outputs += self._step_engine()
         made, self._pending_outputs = self._pending_outputs, []
         return made
 
     def step_for(self, ids: Collection[str]) -> list[RequestOutput]:
-        """``step`` for the requests ``ids``; outputs of other requests are kept for the next call."""
+        """Runs ``step`` and returns the outputs of the requests ``ids``.
+
+        Those of other requests are kept for the next call.
+        """
         made = self.step()
         self._pending_outputs = [o for o in made if o.request_id not in ids]
         return [o for o in made if o.request_id in ids]
@@ -238,7 +245,7 @@ class LLMEngine(UnsupportedMethods):
     def _apply_delta(self, entry: OfflineRequest, delta: Delta) -> None:
         stream, timing = entry.streams[delta.choice], entry.timing
         if stream.finish_reason is not None:
-            return  # what was in flight when a stop string ended it
+            return  # tokens in flight when a stop string ended it
         piece = stream.feed(delta)
         entry.answer.add_piece(delta.choice, piece)
         if timing is not None:
@@ -261,7 +268,7 @@ class LLMEngine(UnsupportedMethods):
             self._metrics.refresh()
 
     def drain(self) -> None:
-        """Steps until nothing of ended requests is in flight; does nothing while a request is open."""
+        """Steps until no work of ended requests is in flight; does nothing while a request is open."""
         if self._requests:
             return
         while not self.engine.idle():
@@ -271,10 +278,10 @@ class LLMEngine(UnsupportedMethods):
     # The rest
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs ``work`` on the loop that fetches and decodes media.
+        """Runs ``work`` on the event loop that fetches and decodes media, and returns its result.
 
         Raises:
-            Unavailable: the engine is closed, and its loop has ended.
+            Unavailable: the engine is closed, and its event loop has stopped.
         """
         if self._closed:
             work.close()
@@ -282,7 +289,7 @@ class LLMEngine(UnsupportedMethods):
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def default_params(self) -> SamplingParams:
-        """The parameters of a caller of ``generate`` that gives none: the checkpoint's sampling defaults."""
+        """Returns the parameters of a ``generate`` call without any: the checkpoint's sampling defaults."""
         v = self.service.defaults.values
         return SamplingParams(
             temperature=v["temperature"],
@@ -293,17 +300,17 @@ class LLMEngine(UnsupportedMethods):
         )
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The checkpoint's defaults, lengths included, as a value to change."""
+        """Returns the checkpoint's defaults, lengths included, for the caller to modify."""
         defaults, made = self.service.defaults, self.default_params()
         most = made.max_tokens if defaults.max_tokens is None else defaults.max_tokens
         return replace(made, max_tokens=most, min_tokens=min(defaults.min_tokens, most or defaults.min_tokens))
 
     def get_tokenizer(self) -> OfflineTokenizer:
-        """The tokenizer."""
+        """Returns the tokenizer."""
         return self.tokenizer
 
     def get_metrics(self) -> list[MetricValue]:
-        """The server's ``vllm:`` metrics of this engine.
+        """Returns the server's ``vllm:`` metrics of this engine.
 
         Raises:
             UnsupportedFeature: the packages of the server are not installed.
@@ -313,12 +320,12 @@ class LLMEngine(UnsupportedMethods):
         return self._metrics.values()
 
     def reset_prefix_cache(self, *unused: object, **more: object) -> bool:
-        """Empties the prefix cache; always True."""
+        """Empties the prefix cache; always returns True."""
         self.engine.reset_prefix_cache()
         return True
 
     def close(self) -> None:
-        """Frees the engine, ends the threads and the decode workers."""
+        """Frees the engine; shuts down its threads and the decode workers."""
         if self._closed:
             return
         self._closed = True

@@ -1,4 +1,7 @@
-"""Keyword arguments of ``LLM`` as configuration: named like flags; values as in Python or as on the command line."""
+"""Turns keyword arguments of ``LLM`` into a configuration.
+
+Keywords are named like flags; values are as in Python or as on the command line.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,13 @@ from trencadis.server.text.chat_template import read_override
 log = logging.getLogger("trencadis.llm")
 
 IGNORED_SERVER_FLAGS = frozenset({"disable_log_stats", "disable_uvicorn_access_log", "enable_log_requests"})
-"""Flags of the server that callers of other engines pass here too; offline they mean nothing."""
+"""Flags of the server that callers also pass to vLLM's ``LLM``; they have no effect offline."""
 PROMPT_FLAGS = ("allowed_local_media_path", "allowed_media_domains", "chat_template", "chat_template_content_format")
-"""Flags of the server about prompts, which offline callers need too."""
+"""Flags of the server about prompts, which apply offline too."""
 
 
 class OfflineSetup(NamedTuple):
-    """What an offline engine is made of; the model is a local folder."""
+    """Parts from which an offline engine is built; the model is a local folder."""
 
     config: EngineConfig
     media: MediaRules
@@ -35,17 +38,17 @@ class OfflineSetup(NamedTuple):
     content_format: str
 
     def service(self) -> TextService:
-        """The text service: tokenizer, template, media."""
+        """Creates the text service: tokenizer, template, media."""
         return make_text_service(
             self.config, self.media, chat_template=self.chat_template, content_format=self.content_format
         )
 
 
 def build_offline_setup(model: str | Path, given: Mapping[str, Any]) -> OfflineSetup:
-    """Reads the keyword arguments of ``LLM``, ``AsyncLLM`` and ``EngineArgs``.
+    """Builds the setup from the keyword arguments of ``LLM``, ``AsyncLLM`` and ``EngineArgs``.
 
     Raises:
-        StartupError: see ``build_engine_config``; or there is no such model.
+        StartupError: see ``build_engine_config``; or the model does not exist.
     """
     front = {name: given.get(name) for name in PROMPT_FLAGS}
     config = build_engine_config(
@@ -59,20 +62,20 @@ def build_offline_setup(model: str | Path, given: Mapping[str, Any]) -> OfflineS
 
 
 SINGLE_ENGINE_VALUES: Mapping[str, Any] = {"data_parallel_size": 1, "data_parallel_backend": "mp"}
-"""Options of a server with several engines, and the values that one engine has anyway."""
+"""Options of a server with several engines, with the values that mean a single engine."""
 
 
 def check_single_engine(name: str, value: Any) -> None:
-    """Raises StartupError if an option of ``SINGLE_ENGINE_VALUES`` asks for more than one engine."""
+    """Raises StartupError if an option of ``SINGLE_ENGINE_VALUES`` requests more than one engine."""
     if value is not None and str(value) != str(SINGLE_ENGINE_VALUES[name]):
         raise StartupError(f"{name}={value} is refused: offline there is one engine; a server runs several (-dp).")
 
 
 def build_engine_config(model: str, given: Mapping[str, Any]) -> EngineConfig:
-    """The configuration of ``model`` with the options ``given``; None stands for an option's default.
+    """Builds the configuration of ``model`` with the options ``given``; None stands for an option's default.
 
     Raises:
-        StartupError: an unknown name, a value out of range, or one that asks for what is not supported.
+        StartupError: an unknown name, a value out of range, or one that is not supported.
     """
     known = _engine_flags()
     values: dict[str, Any] = {}
@@ -101,7 +104,7 @@ def build_engine_config(model: str, given: Mapping[str, Any]) -> EngineConfig:
 
 
 def resolve_local_model(config: EngineConfig) -> EngineConfig:
-    """The same configuration with model and tokenizer as local folders; no model is the bundled demo."""
+    """Returns the configuration with model and tokenizer as local folders; an empty model is the bundled demo."""
     from trencadis.assets import demo_path
     from trencadis.server.config.hub import find_model_folder, find_tokenizer_folder, get_tokenizer_name
 
@@ -111,7 +114,7 @@ def resolve_local_model(config: EngineConfig) -> EngineConfig:
 
 
 def load_chat_template(chat_template: str | Path | None, *, is_literal: bool = False) -> str | None:
-    """A chat template as text: a file's, or the text itself (``is_literal``: never a file's).
+    """Returns a chat template as text: a file's content, or the text itself (``is_literal``: never a file's).
 
     Raises:
         BadRequest: neither a file's name nor the text of a template.
@@ -120,7 +123,7 @@ def load_chat_template(chat_template: str | Path | None, *, is_literal: bool = F
 
 
 def read_template(given: str | Path | None) -> str | None:
-    """The template of a call: a file's text, or the text itself.
+    """Returns the template of a call: a file's content, or the text itself; None for None.
 
     Raises:
         BadRequest: neither a file's name nor the text of a template.
@@ -135,14 +138,17 @@ def read_template(given: str | Path | None) -> str | None:
 
 
 def _engine_flags() -> dict[str, Flag]:
-    """The engine's flags, by name and alias."""
+    """Returns the engine's flags by name and alias."""
     mine = [f for f in get_flag_table().values() if f.owner == "engine"]
     return {name: f for f in mine for name in (f.name, *f.aliases)}
 
 
 def _convert_value(flag: Flag, name: str, value: Any) -> Any:
-    """The flag's value. A torch dtype counts as its name, a path as text, a tuple as a list, ``hf_token=True`` as the
-    token that the hub keeps."""
+    """Returns the flag's value.
+
+    A torch dtype is converted to its name, a path to a string, a tuple to a list; ``hf_token=True`` means the token
+    that the hub's client stores.
+    """
     if flag.name == "hf_token" and isinstance(value, bool):
         value = ""
     elif flag.name == "dtype":

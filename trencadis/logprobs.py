@@ -1,4 +1,6 @@
-"""A log-probability, and many as flat lists (``SamplingParams.flat_logprobs``): few objects, however many tokens."""
+"""Log-probabilities, single or many as flat lists (``SamplingParams.flat_logprobs``), which need few objects for
+any number of tokens.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Any, overload
 
 @dataclass(slots=True)
 class Logprob:
-    """One token's log-probability; ``rank`` 1 is the likeliest."""
+    """Log-probability of one token; ``rank`` 1 is the most likely."""
 
     logprob: float
     rank: int | None = None
@@ -18,10 +20,10 @@ class Logprob:
 
 @dataclass
 class FlatLogprobs(Sequence[Any]):
-    """A sequence of ``{token id: log-probability}``, one a place; a place without any is empty.
+    """A sequence of ``{token id: log-probability}``, one per position; a position without any is empty.
 
-    The ids of place ``i``, the token itself first, are ``token_ids[start_indices[i]:end_indices[i]]``, and so are their
-    ``logprobs``, ``ranks`` and ``decoded_tokens``. Places are only appended.
+    The ids of position ``i``, the token itself first, are ``token_ids[start_indices[i]:end_indices[i]]``; ``logprobs``,
+    ``ranks`` and ``decoded_tokens`` have the same indices. Positions are only appended.
     """
 
     start_indices: list[int] = field(default_factory=list)
@@ -32,7 +34,7 @@ class FlatLogprobs(Sequence[Any]):
     decoded_tokens: list[str | None] = field(default_factory=list)
 
     def append(self, position: Mapping[int, Logprob] | None) -> None:
-        """Adds a place; None is an empty one."""
+        """Adds a position; None adds an empty one."""
         self.start_indices.append(len(self.token_ids))
         for token, one in (position or {}).items():
             self.token_ids.append(token)
@@ -42,12 +44,12 @@ class FlatLogprobs(Sequence[Any]):
         self.end_indices.append(len(self.token_ids))
 
     def extend(self, positions: Iterable[Mapping[int, Logprob] | None]) -> None:
-        """Adds places in order."""
+        """Adds positions in order."""
         for place in positions:
             self.append(place)
 
     def copy(self) -> FlatLogprobs:
-        """The same places in lists of their own."""
+        """Returns the same positions in new lists."""
         return self[:]
 
     def __len__(self) -> int:

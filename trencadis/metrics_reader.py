@@ -1,4 +1,4 @@
-"""The server's metrics as plain values, for offline callers: ``vllm:`` counters, gauges and histograms."""
+"""Returns the server's metrics as plain values to offline callers: ``vllm:`` counters, gauges and histograms."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trencadis.server.prompts.text_service import TextService
 
 @dataclass(slots=True)
 class MetricValue:
-    """A metric's name and labels."""
+    """Name and labels of a metric."""
 
     name: str
     labels: dict[str, str] = field(default_factory=dict)
@@ -25,14 +25,14 @@ class MetricValue:
 
 @dataclass(slots=True)
 class Counter(MetricValue):
-    """A number that only grows."""
+    """A metric that only increases."""
 
     value: float = 0
 
 
 @dataclass(slots=True)
 class Gauge(MetricValue):
-    """A number as it is now."""
+    """A metric with its current value."""
 
     value: float = 0
 
@@ -47,10 +47,10 @@ class Histogram(MetricValue):
 
 
 class LocalMetrics:
-    """The server's registry over an engine in this process.
+    """The server's metrics registry over an engine in this process.
 
     Args:
-        read: the engine's counters; their lists hold what came since the last time.
+        read: returns the engine's statistics; their lists hold the entries since the last call.
     """
 
     def __init__(self, model: str, service: TextService, info: EngineInfo, read: Callable[[], EngineStats]) -> None:
@@ -62,25 +62,25 @@ class LocalMetrics:
         self._metrics = make_metrics(model, service, cast(EngineClient, self))
 
     def record_end(self, timing: RequestTiming, reason: str = "") -> None:
-        """Records the end of a request; ``reason`` overrides the reason that its streams give."""
+        """Records the end of a request; ``reason`` overrides the finish reason of its streams."""
         timing.finish += [reason] if reason else []
         timing.end = time.monotonic()
         self._metrics.record_finished(timing)
 
     def refresh(self) -> None:
-        """Reads the engine's counters."""
+        """Reads the engine's statistics and updates the metrics."""
         self.stats = self._read()
         for observer in self.observers:
             observer(self.stats)
 
     def values(self) -> list[MetricValue]:
-        """Every metric now."""
+        """Returns the current value of every metric."""
         self.refresh()
         return read_metrics(self._metrics)
 
 
 def make_metrics(model: str, service: TextService, engine: EngineClient) -> PrometheusMetrics:
-    """The server's registry over ``engine``; nothing waits for admission offline."""
+    """Creates the server's metrics registry over ``engine``; offline no request waits for admission."""
     images = service.images
     return PrometheusMetrics(
         model, service.max_model_len, engine, Admission(), lambda: None if images is None else images.cache
@@ -88,7 +88,7 @@ def make_metrics(model: str, service: TextService, engine: EngineClient) -> Prom
 
 
 def read_metrics(metrics: PrometheusMetrics) -> list[MetricValue]:
-    """Every ``vllm:`` metric now, one value for each set of labels."""
+    """Returns the current value of every ``vllm:`` metric, one for each set of labels."""
     found: list[MetricValue] = []
     for family in metrics.registry.collect():
         if family.name.startswith("vllm:"):

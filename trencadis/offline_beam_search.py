@@ -1,4 +1,4 @@
-"""Beam search offline: vLLM's parameters and outputs."""
+"""Offline beam search: vLLM's parameters and outputs."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class BeamSearchParams:
-    """The ``beam_width`` best answers instead of drawn ones.
+    """Parameters of beam search, which returns the ``beam_width`` best answers instead of sampled ones.
 
     Args:
-        beam_width: beams that are kept, and answers; at most half of ``max_logprobs``.
-        max_tokens: most tokens of an answer.
-        ignore_eos: answers end by their length alone.
+        beam_width: number of beams and of answers; at most half of ``max_logprobs``.
+        max_tokens: maximum number of tokens of an answer.
+        ignore_eos: True if answers end only by their length.
         temperature: no effect: beams are ranked by the model's own probabilities.
         length_penalty: answers are ranked by the sum of their log-probabilities over length ** length_penalty.
-        include_stop_str_in_output: whether the token that ends an answer belongs to it.
+        include_stop_str_in_output: True if the token that ends an answer is part of it.
         early_stopping: as in transformers: True, False or ``never``.
 
     Raises:
@@ -53,7 +53,7 @@ class BeamSearchParams:
 
 
 class EngineParams(NamedTuple):
-    """What the engine is asked for, and how to search for it (None: drawn)."""
+    """Sampling parameters for the engine, and the beam rule (None: sampling)."""
 
     sampling: SamplingParams
     beams: BeamRule | None = None
@@ -63,10 +63,11 @@ GenerationParams = SamplingParams | BeamSearchParams
 
 
 def engine_params(params: GenerationParams, service: TextService) -> EngineParams:
-    """The engine's parameters. With each token of a beam come the ``2 * beam_width`` best ids, as in vLLM.
+    """Returns the engine's parameters. For beam search they request the ``2 * beam_width`` best ids with each token, as
+    in vLLM.
 
     Raises:
-        BadRequest: more beams than there are best ids for.
+        BadRequest: ``max_logprobs`` allows too few ids for that many beams.
     """
     if isinstance(params, SamplingParams):
         return EngineParams(params.clone())
@@ -83,13 +84,13 @@ def engine_params(params: GenerationParams, service: TextService) -> EngineParam
 
 
 def final_output_only(given: EngineParams) -> EngineParams:
-    """The same, with one output at the end."""
+    """Returns the same parameters with a single output at the end."""
     return given._replace(sampling=replace(given.sampling, output_kind=RequestOutputKind.FINAL_ONLY))
 
 
 @dataclass(slots=True)
 class BeamSearchSequence:
-    """One answer of a beam search. ``tokens`` and ``text`` begin with the prompt; ``logprobs`` do not."""
+    """One answer of a beam search. ``tokens`` and ``text`` include the prompt; ``logprobs`` do not."""
 
     tokens: list[int]
     logprobs: list[PositionLogprobs]
@@ -104,13 +105,13 @@ class BeamSearchSequence:
 
 @dataclass(slots=True)
 class BeamSearchOutput:
-    """The answers to one prompt, best first, as many as the beam width."""
+    """Answers to one prompt, best first, as many as the beam width."""
 
     sequences: list[BeamSearchSequence] = field(default_factory=list)
 
 
 def make_beam_output(output: RequestOutput, prompt: Any, service: TextService, keep_end: bool) -> BeamSearchOutput:
-    """The answers in vLLM's form; ``keep_end``: with the token that ended each."""
+    """Returns the answers in vLLM's form; ``keep_end``: include the token that ended each."""
     media = prompt if isinstance(prompt, Mapping) else {}
 
     def sequence(one: CompletionOutput) -> BeamSearchSequence:

@@ -1,4 +1,6 @@
-"""The tokenizer as offline callers know it: transformers' calls over the model's own tokenizer and template."""
+"""The tokenizer for offline callers: the methods of transformers' tokenizers over the model's own tokenizer and
+template.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from trencadis.server.prompts.text_service import TextService
 
 
 class Encoding(dict[str, Any]):
-    """``input_ids`` and ``attention_mask``, by key or attribute."""
+    """``input_ids`` and ``attention_mask``, accessible by key or attribute."""
 
     def __getattr__(self, name: str) -> Any:
         if name in self:
@@ -21,8 +23,9 @@ class Encoding(dict[str, Any]):
 
 
 class OfflineTokenizer:
-    """Text to ids and back. What is not here is the engine's own tokenizer's (``token_id``, ``get_token_bytes``
-    ...).
+    """Converts text to ids and back.
+
+    Other attributes are those of the engine's own tokenizer (``token_id``, ``get_token_bytes`` ...).
     """
 
     def __init__(self, service: TextService) -> None:
@@ -45,7 +48,9 @@ class OfflineTokenizer:
     def __call__(
         self, text: str | Sequence[str], add_special_tokens: bool = True, return_attention_mask: bool = True
     ) -> Encoding:
-        """The ids of a text, or of each of several, with the tokens that the checkpoint puts around a text."""
+        """Returns the ids of a text, or of each of several, with the special tokens that the checkpoint adds around
+        a text.
+        """
         one = isinstance(text, str)
         texts = [text] if isinstance(text, str) else list(text)
         ids = [self._own.encode(t, True, add_special_tokens) for t in texts]
@@ -56,36 +61,36 @@ class OfflineTokenizer:
         return made
 
     def encode(self, text: str, allow_special: bool = True, add_special_tokens: bool = False) -> list[int]:
-        """The ids of a text."""
+        """Returns the ids of a text."""
         return self._own.encode(text, allow_special, add_special_tokens)
 
     def decode(self, token_ids: int | Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of ids."""
+        """Returns the text of ids."""
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
         return self._own.decode(ids, skip_special_tokens)
 
     def batch_decode(self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
-        """``decode`` of each."""
+        """Returns the texts of several sequences of ids."""
         return [self.decode(one, skip_special_tokens) for one in sequences]
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
-        """The id of a token's exact text, or of each; None where there is none."""
+        """Returns the id of a token's exact text, or of each of several; None for unknown ones."""
         return (
             self._own.find_token_id(tokens) if isinstance(tokens, str) else [self._own.find_token_id(t) for t in tokens]
         )
 
     def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> Any:
-        """The vocabulary's text of an id, or of each."""
+        """Returns the vocabulary's text of an id, or of each of several."""
         return self._own.get_token(ids) if isinstance(ids, int) else [self._own.get_token(i) for i in ids]
 
     @property
     def all_special_ids(self) -> list[int]:
-        """Ids of special tokens."""
+        """Ids of special tokens, ascending."""
         return sorted(self._own.special_ids)
 
     @property
     def chat_template(self) -> str | None:
-        """The template's text."""
+        """Text of the chat template; None without one."""
         return None if self._service.template is None else self._service.template.source
 
     def apply_chat_template(
@@ -100,13 +105,13 @@ class OfflineTokenizer:
         return_dict: bool = True,
         **kwargs: Any,
     ) -> Any:
-        """A conversation, or each of a list of them, as the model reads it.
+        """Renders a conversation, or each of a list of them, by the chat template.
 
         Returns:
-            The text; with ``tokenize`` its ids, as an ``Encoding`` where ``return_dict`` says so.
+            The text; with ``tokenize`` its ids, with ``return_dict`` in an ``Encoding``.
 
         Raises:
-            BadRequest: there is no template, or it refuses.
+            BadRequest: there is no template, or it raises an error.
         """
         if self._service.template is None:
             raise BadRequest("This model has no chat template; give one with chat_template=.", param="chat_template")

@@ -1,4 +1,4 @@
-"""What offline calls answer with, and how an answer grows while its tokens arrive."""
+"""Outputs of offline calls, and the builder that accumulates them while tokens arrive."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 
 
 class PositionLogprobs(dict[int, Logprob]):
-    """Token id -> Logprob at one position of the text: first the token that stands there, then the likeliest.
+    """Token id -> Logprob at one position of the text: first the token at that position, then the most likely.
 
-    The engine's own form stays beside it: ``token``, ``logprob``, ``rank``, ``top_ids`` and ``top_logprobs``.
+    The attributes ``token``, ``logprob``, ``rank``, ``top_ids`` and ``top_logprobs`` have the engine's own form.
     """
 
     __slots__ = ("logprob", "rank", "token", "top_ids", "top_logprobs")
@@ -41,7 +41,7 @@ PromptLogprobs = list[PositionLogprobs | None] | FlatLogprobs
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When a request came and how it went, in seconds (``time.time``); what has not happened yet is None."""
+    """Times of a request in seconds (``time.time``); what has not happened yet is None."""
 
     arrival_time: float
     first_scheduled_time: float | None = None
@@ -53,7 +53,7 @@ class RequestMetrics:
 
     @property
     def first_token_latency(self) -> float:
-        """Seconds from arrival to the first token; 0 before it."""
+        """Seconds from arrival to the first token; 0 before that."""
         return 0.0 if self.first_token_time is None else self.first_token_time - self.arrival_time
 
     @property
@@ -63,23 +63,23 @@ class RequestMetrics:
 
     @property
     def scheduled_ts(self) -> float:
-        """``first_scheduled_time``; 0 before it."""
+        """``first_scheduled_time``; 0 before that."""
         return self.first_scheduled_time or 0.0
 
     @property
     def first_token_ts(self) -> float:
-        """``first_token_time``; 0 before it."""
+        """``first_token_time``; 0 before that."""
         return self.first_token_time or 0.0
 
     @property
     def last_token_ts(self) -> float:
-        """``last_token_time``; 0 before the first."""
+        """``last_token_time``; 0 before the first token."""
         return self.last_token_time or 0.0
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One choice. ``cumulative_logprob`` and ``logprobs`` are None unless the parameters ask for ``logprobs``."""
+    """One choice. ``cumulative_logprob`` and ``logprobs`` are None unless the parameters request ``logprobs``."""
 
     index: int
     text: str = ""
@@ -91,15 +91,16 @@ class CompletionOutput:
     lora_request: None = None
 
     def finished(self) -> bool:
-        """Whether the choice has ended."""
+        """Returns True if the choice has ended."""
         return self.finish_reason is not None
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """One prompt's answer; ``outputs`` holds its ``n`` choices, ``images`` what each image was resized to.
+    """Answer to one prompt; ``outputs`` holds its ``n`` choices, ``images`` the original and resized sizes of its
+    images.
 
-    ``pooled``: what a pooling engine sent in place of an answer.
+    ``pooled``: packed values that a pooling engine returns instead of an answer.
     """
 
     request_id: str
@@ -118,10 +119,10 @@ class RequestOutput:
 
 
 class OutputBuilder:
-    """Collects the pieces of one request and makes outputs of them, as ``output_kind`` says.
+    """Accumulates the text pieces of one request and builds outputs according to ``output_kind``.
 
     Args:
-        streams: one a choice; they know what came beside the pieces, such as the prompt's log-probabilities.
+        streams: one per choice; they hold data besides the pieces, such as the prompt's log-probabilities.
     """
 
     def __init__(self, request: Request, prompt: Prompt, streams: Sequence[ChoiceStream], tokenizer: Tokenizer) -> None:
@@ -147,11 +148,11 @@ class OutputBuilder:
 
     @property
     def finished(self) -> bool:
-        """Whether every choice has ended."""
+        """True if every choice has ended."""
         return all(c.finished() for c in self._choices)
 
     def add_piece(self, choice: int, piece: TextPiece) -> None:
-        """One piece of one choice."""
+        """Appends one piece to one choice."""
         made, metrics, now = self._choices[choice], self._output.metrics, time.time()
         assert metrics is not None
         made.text += piece.text
@@ -168,7 +169,10 @@ class OutputBuilder:
         self._update_stats(choice, now)
 
     def take_output(self) -> RequestOutput | None:
-        """The output that is due now; None if nothing is new, or if only the final one is wanted and more may come."""
+        """Returns the output that is due.
+
+        None if nothing is new, or if only the final output is requested and the request has not ended.
+        """
         ended = self.finished
         if not self._changed or (self._kind is RequestOutputKind.FINAL_ONLY and not ended):
             return None
@@ -186,7 +190,10 @@ class OutputBuilder:
         )
 
     def _copy(self, choice: CompletionOutput) -> CompletionOutput:
-        """A copy to hand out while more may follow; after a delta the choice is empty but for its cumulative score."""
+        """Returns a copy to hand out while more pieces may follow.
+
+        In delta mode it then empties the choice except for its cumulative log-probability.
+        """
         scores = choice.logprobs
         out = replace(choice, token_ids=[*choice.token_ids], logprobs=None if scores is None else scores.copy())
         if self._kind is RequestOutputKind.DELTA:

@@ -1,4 +1,4 @@
-"""``embed``, ``classify``, ``reward``, ``score`` and ``encode`` of ``LLM``."""
+"""The methods ``embed``, ``classify``, ``reward``, ``score`` and ``encode`` of ``LLM``."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Params = PoolingParams | Sequence[PoolingParams] | None
 
 
 class PoolingMethods:
-    """Gives ``LLM`` the calls of an engine with ``runner="pooling"``."""
+    """Mixin that gives ``LLM`` the calls of an engine with ``runner="pooling"``."""
 
     llm_engine: LLMEngine
     _request_numbers: itertools.count[int]
@@ -59,12 +59,12 @@ class PoolingMethods:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         truncate_prompt_tokens: int | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """What the engine pools of each prompt: embeddings or probabilities. Prompts are those of ``generate``.
+        """Returns pooled values of each prompt: embeddings or probabilities. Prompts are those of ``generate``.
 
         Args:
-            pooling_task: in place of the parameters' task; ``token_embed`` and ``token_classify`` give every token's
-                values, [tokens, width].
-            truncate_prompt_tokens: as in the parameters; vLLM also takes it in ``tokenization_kwargs``.
+            pooling_task: replaces the parameters' task; ``token_embed`` and ``token_classify`` return values of every
+                token, [tokens, width].
+            truncate_prompt_tokens: as in the parameters; also accepted in ``tokenization_kwargs``, as in vLLM.
 
         Raises:
             BadRequest: the engine generates, or a prompt or a parameter is at fault.
@@ -92,7 +92,7 @@ class PoolingMethods:
     def embed(
         self, prompts: PromptType | Sequence[PromptType], *, pooling_params: Params = None, **more: Any
     ) -> list[EmbeddingRequestOutput]:
-        """One embedding a prompt; the rest as ``encode`` says."""
+        """Returns one embedding per prompt; other arguments as in ``encode``."""
         self._pooling_config("embed", EMBED)
         made = self.encode(prompts, pooling_params, **more)
         return [EmbeddingRequestOutput.like(o, EmbeddingOutput(convert_to_floats(o.outputs.data))) for o in made]
@@ -100,7 +100,7 @@ class PoolingMethods:
     def classify(
         self, prompts: PromptType | Sequence[PromptType], *, pooling_params: Params = None, **more: Any
     ) -> list[ClassificationRequestOutput]:
-        """The probability of each class, for each prompt; the rest as ``encode`` says."""
+        """Returns the probability of each class for each prompt; other arguments as in ``encode``."""
         self._pooling_config("classify", CLASSIFY)
         made = self.encode(prompts, pooling_params, **more)
         return [
@@ -110,9 +110,10 @@ class PoolingMethods:
     def reward(
         self, prompts: PromptType | Sequence[PromptType], *, pooling_params: Params = None, **more: Any
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """What a reward model gives every token, [tokens, classes], or [steps, classes] of one that scores steps.
+        """Returns a reward model's values of every token, [tokens, classes], or of every step, [steps, classes], for a
+        model that scores steps.
 
-        The rest is as ``encode`` says.
+        Other arguments as in ``encode``.
         """
         return self.encode(prompts, pooling_params, pooling_task=TOKEN_TASKS[CLASSIFY], **more)
 
@@ -129,14 +130,17 @@ class PoolingMethods:
         chat_template: str | None = None,
         instruction: str = "",
     ) -> list[ScoringRequestOutput]:
-        """How well pairs fit: by the class head, by the logits of the label tokens, or by the cosine of embeddings.
+        """Returns relevance scores of pairs: by the classification head, by the logits of the label tokens, or by the
+        cosine of embeddings.
 
         Args:
-            data_1: one query, or as many as ``data_2`` has; a text, or ``{"content": [parts]}`` with images.
-            instruction: what a document must do, for a chat model that judges; "": answer the query.
+            data_1: one query, or as many as there are documents in ``data_2``; a text, or ``{"content": [parts]}`` with
+                images.
+            instruction: criterion of relevance for a chat model that judges pairs; "": a document must answer the
+                query.
 
         Raises:
-            BadRequest: the engine gives no scores, or a text or a parameter is at fault.
+            BadRequest: the engine does not support scores, or a text or a parameter is at fault.
         """
         refuse_lora(lora_request)
         pooling = self._pooling_config("score", None)
@@ -236,10 +240,10 @@ def _params_per_prompt(given: Params, count: int) -> Sequence[PoolingParams]:
 
 
 def _make_pairs(data_1: Any, data_2: Any) -> list[Pair]:
-    """One query with every document, or as many queries as documents.
+    """Pairs one query with every document, or each query with its document.
 
     Raises:
-        BadRequest: neither.
+        BadRequest: the numbers of queries and documents differ and there is not exactly one query.
     """
     queries, documents = (x if isinstance(x, list) else [x] for x in (data_1, data_2))
     if not queries or not documents or len(queries) not in (1, len(documents)):

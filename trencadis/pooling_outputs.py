@@ -1,4 +1,4 @@
-"""What offline pooling calls answer with, named as vLLM names them."""
+"""Outputs of offline pooling calls, named as in vLLM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class PoolingOutput:
-    """``data``: float32 [width]: an embedding or probabilities (a numpy array); [tokens, width] of a token task."""
+    """``data``: float32 [width], an embedding or probabilities (a numpy array); [tokens, width] for a token task."""
 
     data: NDArray[np.float32]
 
@@ -23,38 +23,38 @@ class PoolingOutput:
 
 @dataclass(slots=True)
 class EmbeddingOutput:
-    """One embedding."""
+    """An embedding."""
 
     embedding: list[float]
 
     @property
     def hidden_size(self) -> int:
-        """Its length."""
+        """Length of the embedding."""
         return len(self.embedding)
 
 
 @dataclass(slots=True)
 class ClassificationOutput:
-    """The probability of each class, in the order of the checkpoint's labels."""
+    """Probability of each class, in the order of the checkpoint's labels."""
 
     probs: list[float]
 
     @property
     def num_classes(self) -> int:
-        """How many there are."""
+        """Number of classes."""
         return len(self.probs)
 
 
 @dataclass(slots=True)
 class ScoringOutput:
-    """How well a pair fits."""
+    """Relevance score of a pair."""
 
     score: float
 
 
 @dataclass(slots=True)
 class PoolingRequestOutput(Generic[T]):
-    """What one prompt gave; ``outputs`` is one of the classes above."""
+    """Output for one prompt; ``outputs`` is one of the classes above."""
 
     request_id: str
     outputs: T
@@ -64,17 +64,17 @@ class PoolingRequestOutput(Generic[T]):
 
     @classmethod
     def like(cls, other: PoolingRequestOutput[Any], outputs: T) -> Self:
-        """``outputs`` for the prompt of ``other``."""
+        """Returns ``outputs`` as the output for the prompt of ``other``."""
         return cls(other.request_id, outputs, other.prompt_token_ids, other.num_cached_tokens, other.finished)
 
 
 class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
-    """Of ``embed``."""
+    """Output of ``embed`` for one prompt."""
 
 
 class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
-    """Of ``classify``."""
+    """Output of ``classify`` for one prompt."""
 
 
 class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
-    """Of ``score``."""
+    """Output of ``score`` for one pair."""

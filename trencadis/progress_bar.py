@@ -1,4 +1,4 @@
-"""The bar that shows how many prompts are done."""
+"""The progress bar over prompts."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from trencadis.outputs import RequestOutput
 
 UseTqdm = bool | Callable[..., Any]
-"""Whether to show a bar, or what makes one in place of tqdm."""
+"""True to show a bar, or a callable that creates one instead of tqdm."""
 
 
 class PromptProgressBar:
-    """Shows the prompts that are done and tokens per second.
+    """Shows the number of finished prompts and tokens per second.
 
     Args:
-        use: True shows a bar for more than one prompt, a maker of bars always shows one.
+        use: True shows a bar for more than one prompt, a callable that creates a bar always shows one.
     """
 
     def __init__(self, total: int, use: UseTqdm) -> None:
@@ -30,7 +30,7 @@ class PromptProgressBar:
         self._in = self._out = 0
 
     def step(self, output: RequestOutput) -> None:
-        """One more prompt is done."""
+        """Counts one more finished prompt."""
         if self._bar is None:
             return
         self._in += len(output.prompt_token_ids)
@@ -40,6 +40,6 @@ class PromptProgressBar:
         self._bar.update(1)
 
     def close(self) -> None:
-        """Ends the line."""
+        """Closes the bar."""
         if self._bar is not None:
             self._bar.close()

@@ -1,4 +1,4 @@
-"""Prompts as offline callers write them: text, ids, or an object with media beside them."""
+"""Prompts in the forms that offline callers pass: text, ids, or an object with media."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TextPrompt(_MediaFields):
 
 
 class TokensPrompt(_MediaFields):
-    """A prompt as ids, with its media; ``prompt`` is its text, where the caller has it."""
+    """A prompt as ids, with its media; ``prompt`` is its text, if the caller has it."""
 
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str | None]
@@ -45,10 +45,10 @@ _UNSUPPORTED_KEYS = {"prompt_embeds": "prompt embeddings", "encoder_prompt": "en
 
 
 async def read_prompt(service: TextService, prompt: PromptType, params: SamplingParams | PoolingParams) -> Prompt:
-    """A prompt with its media prepared, cut to ``params.truncate_prompt_tokens``.
+    """Returns a prompt with its media prepared, cut to ``params.truncate_prompt_tokens``.
 
     Raises:
-        BadRequest: it is empty, too long or of another shape, or a medium is at fault.
+        BadRequest: the prompt is empty, too long or malformed, or a medium is invalid.
     """
     cut = params.truncate_prompt_tokens
     if isinstance(prompt, str):
@@ -70,12 +70,11 @@ async def read_prompt(service: TextService, prompt: PromptType, params: Sampling
 
 
 def add_sampling_rule(service: TextService, prompt: Prompt, params: SamplingParams) -> None:
-    """Attaches the token rule that ``params`` ask for to a prompt; the chat template shows how the model marks
-    reasoning.
+    """Attaches the token rule that ``params`` require to a prompt; the reasoning format is read from the chat template.
 
     Raises:
-        BadRequest: an id is outside of the vocabulary, there are too many bad words, or a thinking budget has
-            no marks of thoughts to go by.
+        BadRequest: an id is outside of the vocabulary, there are too many bad words, or there is a thinking budget for
+            a model without reasoning marks.
     """
     form = find_reasoning_format("auto", service.template.source if service.template is not None else None)
     add_rule(prompt, params, service.tokenizer, service.limits.vocab, form)
@@ -84,11 +83,11 @@ def add_sampling_rule(service: TextService, prompt: Prompt, params: SamplingPara
 async def apply_structured_outputs(
     grammars: GrammarCache, service: TextService, prompt: Prompt, params: SamplingParams
 ) -> SamplingParams:
-    """Attaches the grammar that ``params`` ask for to a prompt; returns the parameters without it, as the engine takes
-    them.
+    """Attaches the grammar that ``params`` require to a prompt; returns the parameters without it, as the engine
+    accepts them.
 
     Raises:
-        BadRequest: the form has no grammar, or there are two.
+        BadRequest: no grammar can be built for the format, or both fields are set.
     """
     given, guided = params.structured_outputs, params.guided_decoding
     if given is None and guided is None:
@@ -104,13 +103,13 @@ async def apply_structured_outputs(
 
 
 def check_priority(priority: int, policy: str) -> None:
-    """Raises BadRequest where the scheduler does not heed priorities."""
+    """Raises BadRequest if a priority is set and the scheduler ignores priorities."""
     if priority and policy != "priority":
         raise BadRequest('priority needs an engine with scheduling_policy="priority".', param="priority")
 
 
 def as_list(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
-    """One prompt or several as several."""
+    """Returns one prompt or several as a list."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     items = list(prompts)
@@ -150,7 +149,7 @@ def _media_parts(prompt: Mapping[str, Any]) -> list[MediaPart]:
 
 
 def _uuids(given: Mapping[str, Any], sources: Mapping[str, Sequence[Any]]) -> list[Any]:
-    """The uuid, or None, of every source in order."""
+    """Returns the uuid, or None, of every source in order."""
     uuids: list[Any] = []
     for kind, some in sources.items():
         found = given.get(kind) or [None] * len(some)
@@ -162,13 +161,13 @@ def _uuids(given: Mapping[str, Any], sources: Mapping[str, Sequence[Any]]) -> li
 
 
 def _image_sources(given: Any) -> list[Any]:
-    """Sources of images: one image, a list, or an array of several."""
+    """Returns the sources of images: one image, a list, or an array of several."""
     several = isinstance(given, list | tuple) or getattr(given, "ndim", 0) == 4
     return list(given) if several else [given]
 
 
 def _video_sources(given: Any) -> list[Any]:
-    """Sources of videos: one (a list of frames is one), or a list of lists, tuples or arrays of frames."""
+    """Returns the sources of videos: one (a list of frames is one), or a list of lists, tuples or arrays of frames."""
     if not isinstance(given, list | tuple):
         return [given]
     several = all(isinstance(one, list | tuple) or getattr(one, "ndim", 0) == 4 for one in given)

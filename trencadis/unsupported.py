@@ -1,4 +1,4 @@
-"""vLLM names that are not supported: they can be imported, and raise an error when used."""
+"""Names of vLLM that are not supported: they can be imported, and raise an error when used."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ UNSUPPORTED_CLASSES = {
     "ModelRegistry": "models of other packages",
     "initialize_ray_cluster": "ranks over Ray",
 }
-"""Name -> what it needs."""
+"""Name -> missing feature."""
 UNSUPPORTED_METHODS = {
     "sleep": "sleep mode",
     "wake_up": "sleep mode",
@@ -21,11 +21,11 @@ UNSUPPORTED_METHODS = {
     "apply_model": "calls into ranks",
     "add_lora": "LoRA adapters",
 }
-"""Methods of engines, likewise."""
+"""Methods of engines -> missing feature."""
 
 
 class UnsupportedFeature(TrencadisError, NotImplementedError):
-    """Something of vLLM's interface that does not exist here."""
+    """Error for parts of vLLM's interface that are not implemented."""
 
     status = 501
     type = "NotImplementedError"
@@ -37,7 +37,10 @@ def raise_unsupported(name: str, what: str) -> NoReturn:
 
 
 class _UnsupportedMeta(type):
-    """Refuses instances and attributes of the classes that stand in for vLLM's."""
+    """Metaclass of the stand-ins for vLLM's classes.
+
+    Creating an instance or reading an attribute raises UnsupportedFeature.
+    """
 
     what = ""
 
@@ -51,14 +54,14 @@ class _UnsupportedMeta(type):
 
 
 def make_unsupported_class(name: str) -> type:
-    """The class of that name of ``UNSUPPORTED_CLASSES``; its use raises UnsupportedFeature."""
+    """Returns the class of that name of ``UNSUPPORTED_CLASSES``; its use raises UnsupportedFeature."""
     return _UnsupportedMeta(
         name, (), {"what": UNSUPPORTED_CLASSES[name], "__doc__": f"Not supported: {UNSUPPORTED_CLASSES[name]}."}
     )
 
 
 class UnsupportedMethods:
-    """Gives an engine the methods of ``UNSUPPORTED_METHODS``; a call raises UnsupportedFeature."""
+    """Mixin that gives an engine the methods of ``UNSUPPORTED_METHODS``; a call raises UnsupportedFeature."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in UNSUPPORTED_METHODS:
@@ -77,7 +80,7 @@ def refuse_lora(lora_request: object) -> None:
 
 
 def refuse_tokenization_kwargs(tokenization_kwargs: object) -> None:
-    """Raises UnsupportedFeature if a request says how its text is tokenized."""
+    """Raises UnsupportedFeature if a request sets how its text is tokenized."""
     if tokenization_kwargs:
         raise_unsupported(
             "tokenization_kwargs", "other ways of reading text (SamplingParams.truncate_prompt_tokens cuts)"

@@ -164,7 +164,7 @@ class TextConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What the engine needs to know about a checkpoint.
+    """Facts about a checkpoint that the engine needs.
 
     ``dtype``: type of its 16- or 32-bit weights; ``quant``: format of the quantised ones. ``pooling`` None: the model
     generates. ``unread``: unknown keys of config.json. ``template_token``: the token that the chat template inserts for

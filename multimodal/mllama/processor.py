@@ -1,4 +1,6 @@
-"""Llama-3.2-Vision's image processor: the arrangement of tiles that scales an image least, black beside and below."""
+"""Image processor of Llama-3.2-Vision: picks the arrangement of tiles that scales the image least and pads the
+canvas with black on the right and at the bottom.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ HALF = (0.5, 0.5, 0.5)
 
 @dataclass(frozen=True)
 class MllamaImageProcessor(TileImageProcessor):
-    """``multimodal.processor.Processor`` of images of up to ``max_image_tiles`` tiles, which are one item."""
+    """``multimodal.processor.Processor`` of images of up to ``max_image_tiles`` tiles.
+
+    All tiles of an image are one encoder item.
+    """
 
     max_image_tiles: int = 4
     kind: str = "trencadis.multimodal.mllama.processor:MllamaImageProcessor"
@@ -45,7 +50,9 @@ class MllamaImageProcessor(TileImageProcessor):
         return ImageGeometry(resized, grid, 1, self.slots, area, self.max_image_tiles * each, layout)
 
     def choose_aspect_ratio(self, height: int, width: int) -> TileGrid:
-        """(rows, columns): the least enlargement, else the least reduction; of equal ones the fewest tiles."""
+        """Returns (rows, columns) of tiles: those of the smallest enlargement, or if every arrangement shrinks the
+        image, of the smallest reduction; among equals the one with the fewest tiles.
+        """
         scales = {
             g: min(g[0] * self.image / height, g[1] * self.image / width)
             for g in supported_aspect_ratios(self.max_image_tiles)
@@ -55,7 +62,7 @@ class MllamaImageProcessor(TileImageProcessor):
         return min((g for g, scale in scales.items() if scale == best), key=lambda g: g[0] * g[1])
 
     def fit_to_canvas(self, height: int, width: int) -> TileGrid:
-        """(height, width) to which an image is resized: one side fills the canvas, or keeps its length."""
+        """Returns (height, width) to which an image is resized: one side fills the canvas, or keeps its length."""
         rows, columns = self.choose_aspect_ratio(height, width)
         tall = min(max(height, self.image), rows * self.image)
         wide = min(max(width, self.image), columns * self.image)
@@ -77,10 +84,11 @@ def _vision_config(config: ModelConfig) -> MllamaVisionConfig:
 
 
 def read_normalisation_settings(config: ModelConfig) -> PixelNormalisation:
-    """The pixel normalisation of a checkpoint's processor, or without a file CLIP's, for plans.
+    """Reads how a checkpoint's processor normalises pixels; without a processor file returns CLIP's normalisation,
+    which suffices for planning.
 
     Raises:
-        StartupError: a value that is not implemented.
+        StartupError: the file has a value that is not implemented.
     """
     if not has_processor_settings(config.path):
         return CLIP
@@ -105,14 +113,17 @@ def _build_processor(config: ModelConfig, mm_kwargs: Mapping[str, Any]) -> Mllam
 
 
 def image_needs(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
-    """Every image takes all tiles; the arena holds as many rows of each."""
+    """Returns slots and arena rows of an image: every image takes the slots of all tiles, and as many rows."""
     check_processor_kwargs(mm_kwargs)
     v = _vision_config(config)
     return ImageNeeds(v.slots_per_tile, v.slots_per_tile, v.cross_attention_rows, tile=v.slots_per_tile)
 
 
 def from_checkpoint(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad") -> MllamaImageProcessor:
-    """The processor of a checkpoint folder; raises StartupError."""
+    """Creates the processor of a checkpoint folder.
+
+    Raises StartupError without a processor file or for unsupported settings.
+    """
     read_processor_settings(config.path)
     return _build_processor(config, mm_kwargs)
 
@@ -120,5 +131,5 @@ def from_checkpoint(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment
 def image_sizes(
     config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad"
 ) -> Callable[..., ImageGeometry]:
-    """What an image becomes by its height and width."""
+    """Returns a function that computes an image's geometry from its height and width."""
     return _build_processor(config, mm_kwargs).compute_geometry

@@ -1,1 +1,4 @@
-"""Mllama's vision tower: local and gated global layers over all tiles of an image; the decoder attends to its rows."""
+"""Mllama's vision tower: local and gated global layers over all tiles of an image.
+
+The decoder cross-attends to its rows.
+"""

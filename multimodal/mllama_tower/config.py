@@ -1,4 +1,4 @@
-"""The tower of two stacks as the engine's plans see it: sizes, weights, costs. Torch-free."""
+"""Configuration of Mllama's vision tower of two stacks: sizes, weights, costs. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from trencadis.multimodal.vit.config import CHANNELS, TileVisionConfig
 from trencadis.multimodal.vit.hf_vision_config import read_square_side
 
 TILE_ALIGNMENT = 8
-"""The slots of a tile are filled to a multiple of it, with slots that begin as zeros."""
+"""The slots of a tile are padded to a multiple of this, with slots whose input is zeros."""
 
 MAX_TILES = 16
 DEFAULT_INTERMEDIATE_LAYERS = [3, 7, 15, 23, 30]
-"""The configuration class's layers whose outputs stand beside the last one's."""
+"""Default of transformers' configuration class: layers whose outputs are concatenated with the last layer's."""
 
 TileGrid = tuple[int, int]
 
 
 def supported_aspect_ratios(max_tiles: int) -> tuple[TileGrid, ...]:
-    """(rows, columns) of every arrangement of up to ``max_tiles`` tiles, in the order that numbers them."""
+    """Returns (rows, columns) of every arrangement of up to ``max_tiles`` tiles, in the order of their ids."""
     numbers = range(1, max_tiles + 1)
     return tuple((r, c) for r in numbers for c in numbers if r * c <= max_tiles)
 
@@ -35,15 +35,16 @@ class MllamaVisionConfig(TileVisionConfig):
     """Configuration of Mllama's vision tower: layers over all tiles of an image, then gated global layers. ``depth``
     counts both.
 
-    An image has ``max_num_tiles`` tiles, whatever it fills of them: its empty tiles and the slots that fill a tile up
-    are padding slots, which the others see. Rows are those of the slots of all tiles, class tokens included.
+    An image always has ``max_num_tiles`` tiles: the slots of unused tiles, and those that pad each tile, are padding
+    slots, to which the others attend too. Every slot of every tile that is not padding within its tile has an arena
+    row, class tokens included.
 
     Args:
-        max_num_tiles: most tiles of an image.
-        global_layers: layers of the second stack.
+        max_num_tiles: maximum number of tiles of an image.
+        global_layers: number of layers of the second stack.
         intermediate_layers: layers of the first stack whose outputs are part of a row.
-        cross_attention_layers: layers of the decoder that attend to rows; kv_heads, key_dim: their KV heads and the
-            size of those.
+        cross_attention_layers: number of decoder layers that attend to rows; kv_heads, key_dim: their number of KV
+            heads and the size of a head.
     """
 
     max_num_tiles: int = 4
@@ -70,7 +71,7 @@ class MllamaVisionConfig(TileVisionConfig):
 
     @property
     def padding_slots(self) -> int:
-        """Slots that fill a tile up."""
+        """Slots that pad a tile to a multiple of ``TILE_ALIGNMENT``."""
         return -self.real_slots % TILE_ALIGNMENT
 
     @property
@@ -90,17 +91,17 @@ class MllamaVisionConfig(TileVisionConfig):
 
     @property
     def position_rows(self) -> int:
-        """Rows of the table of places, and of the one behind the first stack."""
+        """Rows of the position table and of the tile table after the first stack, together."""
         return len(supported_aspect_ratios(self.max_num_tiles)) * self.max_num_tiles * (self.real_slots + 1)
 
     @property
     def projector_inputs(self) -> int:
-        """Values of a slot that the projector reads."""
+        """Values of a slot that the projector takes as input."""
         return self.hidden * (1 + len(self.intermediate_layers))
 
     def count_kv_values(self, ranks: int) -> int:
-        """Values that one arena row holds on one of ``ranks`` devices: keys and values of all cross-attention
-        layers.
+        """Returns the number of values that one arena row holds on one of ``ranks`` devices: keys and values of all
+        cross-attention layers.
         """
         heads = -(-self.kv_heads // ranks) if self.kv_heads >= ranks else 1
         return 2 * self.cross_attention_layers * heads * self.key_dim
@@ -115,7 +116,9 @@ class MllamaVisionConfig(TileVisionConfig):
         yield SharedMatrix("visual.projector", self.out_hidden, self.projector_inputs, self.projector_inputs)
 
     def matrices(self, ranks: int, unit: int = 1) -> Iterator[SharedMatrix]:
-        """Those of the layers: the projector's columns change their order as it is loaded."""
+        """Yields the matrices of the layers only: the projector's columns are reordered while loading, so it is not
+        shared.
+        """
         first, projector = self.depth - self.global_layers, [m.name for m in self.projector_matrices(ranks)]
         for m in super().matrices(ranks, unit):
             if m.name in projector:
@@ -125,7 +128,10 @@ class MllamaVisionConfig(TileVisionConfig):
             yield m if index < first else m._replace(name=f"visual.gated.{index - first}.{rest}")
 
     def other_weights(self, ranks: int) -> int:
-        """Tables, norms, gates and the projector; the attention's output has no bias, other than the MLP's."""
+        """Returns the number of weights in tables, norms, gates and the projector.
+
+        It subtracts the biases of the attention outputs, since only the MLPs have biases.
+        """
         total = self.position_rows * self.hidden + 2 * self.norm_weights + 2 * self.global_layers
         return total + self.out_hidden * (self.projector_inputs + 1) - self.depth * self.hidden
 
@@ -135,7 +141,9 @@ class MllamaVisionConfig(TileVisionConfig):
         return slots * itemsize * len(self.intermediate_layers) * self.hidden + max(layers, slots * itemsize * leaving)
 
     def exit_keeps(self, slots: int, itemsize: int, ranks: int, cached: bool) -> int:
-        """The outputs that are taken between, and what gates multiply behind sums of ranks."""
+        """Returns bytes of the intermediate outputs that are kept, and of the copies that gates multiply after
+        all-reduces.
+        """
         widths = len(self.intermediate_layers) + (self.global_layers if ranks > 1 else 0)
         return slots * itemsize * widths * self.hidden if cached else 0
 
@@ -143,7 +151,10 @@ class MllamaVisionConfig(TileVisionConfig):
 def read_vision_config(
     c: JsonFields, kind: str, width: int, cross_attention_layers: int, kv_heads: int, key_dim: int
 ) -> MllamaVisionConfig:
-    """Of a vision_config of ``kind``; ``width``: the decoder's. Raises StartupError for what is not implemented."""
+    """Reads a vision_config of ``kind``; ``width``: of the decoder.
+
+    Raises StartupError for settings that are not implemented.
+    """
     c.only("model_type", (kind,), kind)
     c.only("num_channels", (CHANNELS,), CHANNELS)
     hidden = c.integer("hidden_size", most=WIDEST, default=1280)

@@ -1,4 +1,4 @@
-"""A decoder that attends to images, and its tower: two stacks over all tiles of an image at once."""
+"""A decoder with cross-attention to images, and its vision tower: two stacks over all tiles of an image at once."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from trencadis.multimodal.vit.config import CHANNELS
 from trencadis.multimodal.vit.vit_block import ViTBlock, scale_and_shift
 
 NORM_EPS = 1e-5
-"""Of the norms before and behind the first stack: torch's default, which no configuration names."""
+"""Epsilon of the norms before and after the first stack: torch's default, since no configuration has a key for it."""
 
 
 class MllamaPatchEmbed:
     """Patch embedding of a VISION launch: patches, class tokens, and gated position and tile embeddings.
 
-    That is 0 where it begins as zeros; 1 + place: what the table has there, alone; 1 + places + place: and its pixels.
+    A slot's kind, the second column of ``position``, is 0 for zeros; 1 + index: row ``index`` of the tile's position
+    table alone; 1 + number of positions + index: that row plus the embedding of the slot's pixels.
     """
 
     position_table: Tensor  # [tiles of all arrangements x places, hidden]
@@ -45,7 +46,7 @@ class MllamaPatchEmbed:
         )
 
     def __call__(self, pixels: Tensor, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """([s, hidden] of ``dtype``, what it is added to)."""
+        """Returns (x, residual): x is [s, hidden] of ``dtype``, the residual like it, or None for zeros."""
         x, kind = self.patch(self.ops.patches(pixels, *self.scale_shift, dtype)), position[:, 1]
         filled = kind > self.positions_per_tile
         index = (kind - 1 - self.positions_per_tile * filled.int()).clamp(min=0)
@@ -101,7 +102,7 @@ class MllamaVisionBlock(ViTBlock):
 
 
 class MllamaModel(CrossAttentionDecoder):
-    """``core.models.interface.VisionModel``; ``colours``: how the checkpoint's processor makes values."""
+    """``core.models.interface.VisionModel`` with Mllama's tower; ``normalisation``: of the checkpoint's processor."""
 
     def __init__(self, config: ModelConfig, backend: Backend, normalisation: PixelNormalisation) -> None:
         assert isinstance(config.vision, MllamaVisionConfig)
@@ -133,19 +134,24 @@ class MllamaModel(CrossAttentionDecoder):
         shape = (c.out_hidden, c.projector_inputs)
         weight, taken = source.take("visual.projector.weight", shape), len(c.intermediate_layers)
         last, between = weight[:, : c.hidden], weight[:, c.hidden :].view(c.out_hidden, c.hidden, taken)
-        # The checkpoint's columns behind those of the last output are [feature, output].
+        # The checkpoint's columns after those of the last output are [feature, output].
         weight = torch.cat([last, between.transpose(1, 2).reshape(c.out_hidden, -1)], dim=1)
         self.projector.pack(weight, source.take("visual.projector.bias", shape[:1]))
 
     def _load_tile_positions(self, source: WeightSource, which: str) -> Tensor:
-        """[tiles of all arrangements, hidden]: what a tile's slots have; arrangement 0 stands for none."""
+        """Returns the gated tile embedding, [tiles of all arrangements, hidden].
+
+        Row 0 of the stored table, no arrangement, is dropped.
+        """
         c, at = self.tower, f"visual.{which}_tile_positional_embedding"
         count = len(supported_aspect_ratios(c.max_num_tiles))
         table = source.take(f"{at}.embedding.weight", (count + 1, c.max_num_tiles * c.hidden))
         return table[1:].reshape(-1, c.hidden) * source.take(f"{at}.gate", (1,)).tanh()
 
     def _load_position_table(self, source: WeightSource) -> Tensor:
-        """[tiles of all arrangements x places, hidden]: all that a slot has by its place, the class token first."""
+        """Returns the sum of all embeddings by position, [tiles of all arrangements x positions, hidden], the class
+        token first.
+        """
         c, at = self.tower, "visual.gated_positional_embedding"
         count, places = len(supported_aspect_ratios(c.max_num_tiles)), c.real_slots
         gate = source.take(f"{at}.gate", (1,)).tanh().float()
@@ -173,12 +179,14 @@ class MllamaModel(CrossAttentionDecoder):
         ops.by_rows(self.store_rows, rows, self.persistent.arena)
 
     def store_rows(self, x: Tensor, residual: Tensor, rows: Tensor, *rest: Tensor) -> None:
-        """Stores slots [s, hidden], with what stands beside them, in ``arena[rows]``; the arena comes last."""
+        """Stores keys and values of slots [s, hidden], concatenated with the intermediate outputs in ``rest``, in
+        ``arena[rows]``; the arena is the last of ``rest``.
+        """
         *intermediate, arena = rest
         self.keep(self.projector(torch.cat([x + residual, *intermediate], dim=1)), rows, arena)
 
     def pack(self, images: Sequence[Encode], slots: int) -> VisionInputs:
-        """Lays images out one after the other, each from a multiple of its slots; the rest is padding."""
+        """Packs images one after the other, each from a multiple of its slots on; the remaining slots are padding."""
         c = self.tower
         windows = slots // WINDOW_SLOTS
         packed = VisionInputs(
@@ -235,6 +243,8 @@ def sum_residual(x: Tensor, residual: Tensor) -> Tensor:
 
 
 def tile_slot_positions(first: int, tiles: int, kinds: Int32) -> Int32:
-    """int32 [tiles x len(kinds), 2]: the row of each tile from ``first`` on, and what its slots are."""
+    """Returns int32 [tiles x len(kinds), 2]: the table row of each tile from ``first`` on, and the kinds of its
+    slots.
+    """
     row = np.repeat(np.arange(first, first + tiles, dtype=np.int32), len(kinds))
     return np.stack([row, np.tile(kinds, tiles)], axis=1).astype(np.int32)

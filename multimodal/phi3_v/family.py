@@ -1,4 +1,4 @@
-"""Phi-3.5-vision as a family: Phi-3's decoder, CLIP's tower over tiles, cells of 2 x 2, rows that separate."""
+"""The Phi-3.5-vision family: Phi-3's decoder, CLIP's tower over tiles, cells of 2 x 2 patches, separator rows."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from trencadis.multimodal.vit.hf_vision_config import ViTDefaults, read_image_to
 IMAGE_TOKEN = 32044
 CLIP_MODEL = "openai/clip-vit-large-patch14-336"
 VIT_DEFAULTS = ViTDefaults(1024, 16, 24, 4096, 336, 14, 1e-5, "quick_gelu")
-"""The published tower, whose sizes config.json does not repeat; those that a file states hold."""
+"""Sizes of the published tower, which config.json does not repeat; those that a file has take precedence."""
 
 MERGE = 2
 NEWLINE, SEPARATOR = range(2)
-"""Constant rows: behind each line of cells, and between an image's tiles and the whole."""
+"""Constant rows: the first follows each line of cells, the second separates an image's tiles from the whole image."""
 
 
 @dataclass(frozen=True)
 class Phi3VVisionConfig(ClipVisionConfig):
-    """CLIP over tiles whose values have three bytes each (``fine``)."""
+    """CLIP over tiles whose values have three bytes each (``bytes_per_value``)."""
 
     constants: ClassVar[int] = 2
     bytes_per_value: ClassVar[int] = PLANES
 
 
 def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
-    """Phi3VConfig."""
+    """Reads transformers' Phi3VConfig."""
     text = phi3.describe(root, c, tied).text
     joins = root.within("embd_layer")
     for key, only in (

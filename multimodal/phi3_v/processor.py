@@ -1,4 +1,6 @@
-"""Phi-3-V's image processor: an image cut into up to ``num_crops`` tiles, and the whole of it as one more."""
+"""Phi-3-V's image processor: cuts an image into up to ``num_crops`` tiles and adds the whole image, downscaled, as
+one more.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True)
 class Phi3VImageProcessor(TileImageProcessor):
-    """``multimodal.processor.Processor`` of an image's tiles and the whole; ``num_crops``: most tiles of the former."""
+    """``multimodal.processor.Processor`` of an image's tiles and the whole image.
+
+    ``num_crops``: maximum number of tiles without the latter.
+    """
 
     num_crops: int = DEFAULT_NUM_CROPS
     kind: str = "trencadis.multimodal.phi3_v.processor:Phi3VImageProcessor"
@@ -58,11 +63,12 @@ class Phi3VImageProcessor(TileImageProcessor):
         layout = layout_crops(grid, self.image // self.patch // self.merge)
         tokens = sum(piece.tokens for piece in layout if isinstance(piece, PlaceholderRun))
         tiles = grid[0] * grid[1] + 1
-        # Bytes count, since memory and replies of workers are bounded by pixels of three bytes.
+        # The area counts all bytes of a value, since bounds on workers' memory and replies assume pixels of three
+        # bytes.
         return self.make_geometry((rows, columns), tiles, tokens, layout, self.bytes_per_value * tiles * self.image**2)
 
     def fit_to_crops(self, height: int, width: int) -> Size:
-        """(height, width) to which an image is resized: as many whole tiles along its longer side as fit."""
+        """Returns (height, width) to which an image is resized: as many whole tiles along its longer side as fit."""
         ratio, across = max(height, width) / min(height, width), 1
         while (across + 1) * ceil((across + 1) / ratio) <= self.num_crops:
             across += 1
@@ -71,7 +77,10 @@ class Phi3VImageProcessor(TileImageProcessor):
         return (shorter, longer) if width >= height else (longer, shorter)
 
     def cut_tiles(self, image: Image.Image, height: int, width: int) -> Sequence[UInt8]:
-        """An upright image is turned on its side, and back when it is done: rounding depends on the order of axes."""
+        """Cuts an image into tiles and adds the whole image.
+
+        A portrait image is transposed before resizing and back afterwards, since rounding depends on the order of axes.
+        """
         rows, columns = self.fit_to_crops(height, width)
         if upright := width < height:
             image, rows, columns = image.transpose(Image.Transpose.TRANSPOSE), columns, rows
@@ -89,9 +98,10 @@ class Phi3VImageProcessor(TileImageProcessor):
 
 @lru_cache(maxsize=256)
 def layout_crops(grid: Size, side: int) -> Layout:
-    """Tiles line by line, each line with its end; a separator; the whole image in the same way.
+    """Returns the layout of an image: its tiles line by line, a newline row after each; a separator; the whole image in
+    the same way.
 
-    ``grid``: rows and columns of tiles; ``side``: cells along a side of a tile.
+    ``grid``: number of rows and columns of tiles; ``side``: cells along a side of a tile.
     """
     whole = grid[0] * grid[1]
     layout: list[str | PlaceholderRun] = []
@@ -106,7 +116,10 @@ def layout_crops(grid: Size, side: int) -> Layout:
 
 
 def load_processor(config: ModelConfig, mm_kwargs: Mapping[str, Any]) -> Phi3VImageProcessor:
-    """The processor of a checkpoint folder; without a file that of the published one, for plans."""
+    """Creates the processor of a checkpoint folder.
+
+    Without a processor file it is that of the published checkpoint, for planning.
+    """
     v, given = get_vision_config(config), check_processor_kwargs(mm_kwargs, tiles=True)
     normalisation, crops = CLIP, DEFAULT_NUM_CROPS
     if has_processor_settings(config.path):
@@ -122,7 +135,7 @@ def load_processor(config: ModelConfig, mm_kwargs: Mapping[str, Any]) -> Phi3VIm
 
 
 def image_needs(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
-    """Every item is one tile; the arena holds the largest image's."""
+    """Returns slots and arena rows of an image: every item is one tile; the arena rows are the largest image's."""
     v = get_vision_config(config)
     return ImageNeeds(
         v.slots_per_tile,
@@ -133,7 +146,10 @@ def image_needs(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: st
 
 
 def from_checkpoint(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad") -> Phi3VImageProcessor:
-    """The processor of a checkpoint folder; raises StartupError."""
+    """Creates the processor of a checkpoint folder.
+
+    Raises StartupError without a processor file or for unsupported settings.
+    """
     read_processor_settings(config.path)
     return load_processor(config, mm_kwargs)
 
@@ -141,5 +157,5 @@ def from_checkpoint(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment
 def image_sizes(
     config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad"
 ) -> Callable[..., ImageGeometry]:
-    """What an image becomes by its height and width."""
+    """Returns a function that computes an image's geometry from its height and width."""
     return load_processor(config, mm_kwargs).compute_geometry

@@ -1,1 +1,1 @@
-"""Pixtral's tower: images of any size, whose lines end with a token."""
+"""Pixtral's image processor: images of any size; a token ends each row of cells."""

@@ -9,5 +9,5 @@ from trencadis.multimodal.pixtral_tower.model import PixtralModel
 
 
 def make(config: ModelConfig, backend: Backend) -> PixtralModel:
-    """The factory that records of its families name."""
+    """Builds the model; named in the records of its families."""
     return PixtralModel(config, backend, load_normalisation(config))

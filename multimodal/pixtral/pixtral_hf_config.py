@@ -1,4 +1,4 @@
-"""What vision_config of Pixtral's tower says. Torch-free."""
+"""Parses the vision_config of Pixtral's tower. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ MERGE_SIZES = 1, 2, 4, 8
 def read_pixtral_fields(
     root: JsonFields, c: JsonFields, width: int, defaults: ViTDefaults, biased: bool
 ) -> dict[str, Any]:
-    """The fields of a ``PixtralVisionConfig``; ``width``: of the decoder, ``biased``: whether the projector usually
-    is.
+    """Returns the fields of a ``PixtralVisionConfig``.
+
+    ``width``: of the decoder, ``biased``: default of the projector's bias.
     """
     found = read_vit_fields(c, ("pixtral",), defaults, width)
     heads = found["hidden"] // found["heads"]

@@ -1,4 +1,4 @@
-"""How checkpoints call the weights of Pixtral's tower, and the functions of its families. Torch-free."""
+"""Names of the weights of Pixtral's tower in checkpoints, and the functions that its families share. Torch-free."""
 
 from __future__ import annotations
 

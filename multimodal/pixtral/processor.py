@@ -1,4 +1,4 @@
-"""Pixtral's image processor: sides within a length, then up to whole cells; a token ends each line."""
+"""Pixtral's image processor: limits the longer side, then rounds up to whole cells; a token ends each row of cells."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class PixtralImageProcessor(TileImageProcessor):
         return ImageGeometry(resized, grid, count, slots, resized[0] * resized[1], count, layout_rows(rows, columns))
 
     def _cell_grid(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of cells."""
+        """Returns the number of rows and columns of cells."""
         ratio, unit = max(height / self.image, width / self.image), self.patch * self.merge
         if ratio > 1:
             height, width = max(floor(height / ratio), 1), max(floor(width / ratio), 1)
@@ -58,13 +58,16 @@ class PixtralImageProcessor(TileImageProcessor):
 
 @lru_cache(maxsize=256)
 def layout_rows(rows: int, columns: int) -> Layout:
-    """Rows of cells, a token behind each."""
+    """Returns the layout of an image: rows of cells, a break or end token after each."""
     ends = [BREAK] * (rows - 1) + [END]
     return tuple(piece for i, end in enumerate(ends) for piece in (PlaceholderRun(0, i * columns, columns), end))
 
 
 def _read_settings(config: ModelConfig) -> tuple[PixelNormalisation, int]:
-    """Colours, and the longest side; without a file the class's, for plans."""
+    """Reads the pixel normalisation and the longest side.
+
+    Without a processor file returns the defaults, for planning.
+    """
     v = pixtral_config(config)
     if not has_processor_settings(config.path):
         return CLIP, DEFAULT_LONGEST_EDGE
@@ -80,7 +83,7 @@ def _read_settings(config: ModelConfig) -> tuple[PixelNormalisation, int]:
 
 
 def pixtral_config(config: ModelConfig) -> PixtralVisionConfig:
-    """The tower's configuration."""
+    """Returns the tower's configuration."""
     assert isinstance(config.vision, PixtralVisionConfig)
     return config.vision
 
@@ -94,7 +97,7 @@ def _build_processor(config: ModelConfig) -> PixtralImageProcessor:
 
 
 def image_needs(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
-    """The largest image is the square of the longest side."""
+    """Returns slots and rows of the largest image, a square of the longest side, and slots of the smallest."""
     check_processor_kwargs(mm_kwargs)
     made = _build_processor(config)
     largest = made.compute_tile_geometry(made.image, made.image)
@@ -102,7 +105,10 @@ def image_needs(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: st
 
 
 def from_checkpoint(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad") -> PixtralImageProcessor:
-    """The processor of a checkpoint folder; raises StartupError."""
+    """Creates the processor of a checkpoint folder.
+
+    Raises StartupError without a processor file or for unsupported settings.
+    """
     check_processor_kwargs(mm_kwargs)
     read_processor_settings(config.path)
     return _build_processor(config)
@@ -111,10 +117,10 @@ def from_checkpoint(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment
 def image_sizes(
     config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad"
 ) -> Callable[..., ImageGeometry]:
-    """What an image becomes by its height and width."""
+    """Returns a function that computes an image's geometry from its height and width."""
     return _build_processor(config).compute_geometry
 
 
 def load_normalisation(config: ModelConfig) -> PixelNormalisation:
-    """How a checkpoint's processor makes values of bytes."""
+    """Reads how a checkpoint's processor normalises pixels; CLIP's normalisation without a processor file."""
     return read_normalisation(read_processor_settings(config.path)) if has_processor_settings(config.path) else CLIP

@@ -1,4 +1,4 @@
-"""The tower and its projector as the engine's plans see them: sizes, weights, costs. Torch-free."""
+"""Configuration of Pixtral's tower and its projector: sizes, weights, costs. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trencadis.multimodal.vit.base_config import ViTConfig
 from trencadis.multimodal.vit.config import CHANNELS
 
 EPS = 1e-5
-"""Of the tower's norms; no checkpoint states another."""
+"""Epsilon of the tower's norms; no checkpoint has another value."""
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,10 @@ class PixtralVisionConfig(ViTConfig):
 
     Args:
         patch: pixels along a side of a patch.
-        theta: of the rotary frequencies.
+        theta: base of the rotary frequencies.
         merge: patches along a side of a cell.
-        has_merger: cells are normed and merged by a matrix before the projector; ``merge_eps``: of that norm.
+        has_merger: cells are normalised and merged by a matrix before the projector; ``merge_eps``: epsilon of that
+            norm.
     """
 
     patch: int
@@ -59,7 +60,9 @@ class PixtralVisionConfig(ViTConfig):
         yield SharedMatrix("visual.projector.linear_2", self.out_hidden, inner, self.out_hidden)
 
     def other_weights(self, ranks: int) -> int:
-        """The projector, what merges cells, and the norms before the layers and behind them."""
+        """Returns the number of weights in the projector, the merger, and the norms before the layers and before
+        the merger.
+        """
         matrices = sum(m.rows * m.columns for m in self.projector_matrices(ranks))
         biases = -(-self.out_hidden // ranks) + self.out_hidden if self.projector_bias else 0
         return matrices + biases + (1 + self.has_merger) * self.norm_weights
@@ -70,7 +73,7 @@ class PixtralVisionConfig(ViTConfig):
         return max(super().activations(slots, itemsize, ranks, unit), slots * leaving * itemsize)
 
     def exit_keeps(self, slots: int, itemsize: int, ranks: int, cached: bool) -> int:
-        """The projector's collective."""
+        """Returns the bytes that the projector's collective keeps."""
         if ranks == 1:
             return 0
         inner = self.hidden + 2 * -(-self.out_hidden // ranks) if cached else 0

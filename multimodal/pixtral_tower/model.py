@@ -24,13 +24,15 @@ from trencadis.multimodal.vit.vit_block import ViTBlock, scale_and_shift
 
 
 def axial_frequencies(head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Frequencies and their axes, [head_dim / 2] each: those of even index belong to the row, others to the column."""
+    """Returns frequencies and their axes, [head_dim / 2] each: those of even index belong to the row, others to the
+    column.
+    """
     every = inverse_frequencies(head_dim, theta)
     return torch.cat([every[0::2], every[1::2]]), torch.arange(2).repeat_interleave(head_dim // 4)
 
 
 class PixtralPatchEmbed:
-    """Patch embedding of a VISION launch: normed patches and their 2D rotary factors."""
+    """Patch embedding of a VISION launch: normalised patches and their 2D rotary factors."""
 
     def __init__(
         self,
@@ -43,7 +45,9 @@ class PixtralPatchEmbed:
         self.ops, self.patch, self.norm, self.scale_shift, self.frequencies = ops, patch, norm, scale_shift, frequencies
 
     def __call__(self, pixels: Tensor, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Rotary]:
-        """(x, residual, rotary factors): x is [s, hidden] of ``dtype``, the residual like it, or None for zeros."""
+        """Returns (x, residual, rotary factors): x is [s, hidden] of ``dtype``, the residual like it, or None for
+        zeros.
+        """
         x = self.norm(self.patch(self.ops.patches(pixels, *self.scale_shift, dtype)))[0]
         return x, self.ops.first_residual(x), self.ops.rotary(position.t(), *self.frequencies)
 
@@ -126,12 +130,12 @@ class PixtralModel(Decoder):
         for block in self.blocks:
             x, residual = ops.layer(block, x, residual, rotary, segments)
             ops.cut("layer")
-        assert residual is not None  # a tower has a layer at least
+        assert residual is not None  # a tower has at least one layer
         count = len(inputs.rows)
         ops.by_rows(self.projector, (x.view(count, -1), residual.view(count, -1), inputs.rows), self.persistent.arena)
 
     def pack(self, images: Sequence[Encode], slots: int) -> VisionInputs:
-        """Lays images out one after the other, each from a window's start; the rest of ``slots`` is padding."""
+        """Packs images one after the other, each from a window's start on; the rest of ``slots`` is padding."""
         return pack_whole_images(images, slots, self.tower.slot.values, self.tower.merge)
 
     def nbytes(self) -> int:

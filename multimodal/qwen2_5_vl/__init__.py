@@ -1,1 +1,1 @@
-"""Qwen2.5-VL: the model, its vision tower, packing, rotary positions and placeholders."""
+"""Qwen2.5-VL: the family, the model, and packing into windows."""

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL as a family: Qwen2's decoder with rotary positions on three axes, and the tower's configuration."""
+"""The Qwen2.5-VL family: Qwen2's decoder with rotary positions on three axes, and the tower's configuration."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SILU = ("silu", "swish")
 
 
 def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
-    """Qwen2_5_VLConfig, flat as on the hub or nested."""
+    """Reads transformers' Qwen2_5_VLConfig, flat as on the hub or nested."""
     return read_config(root, c, tied, _read_vision)
 
 

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: Qwen2-VL's model, with slots in windows."""
+"""Qwen2.5-VL: Qwen2-VL's model with slots in windows."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Qwen25VL(Qwen2VL):
     """``core.models.interface.Model`` with images."""
 
     def pack(self, images: Sequence[Encode], slots: int) -> VisionInputs:
-        """Lays images out in windows of 64 slots; the rest of ``slots`` is padding."""
+        """Packs images in windows of 64 slots; the rest of ``slots`` is padding."""
         return pack_windows(images, slots)
 
 
 def make(config: ModelConfig, backend: Backend) -> Qwen25VL:
-    """The factory that the family's record names."""
+    """Builds the model; named in the family's record."""
     return Qwen25VL(config, backend)

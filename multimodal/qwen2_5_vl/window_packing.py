@@ -1,4 +1,4 @@
-"""Lays images out in attention windows of 64 patch slots. Pure numpy.
+"""Packs images in attention windows of 64 patch slots. Pure numpy.
 
 The processor orders an image's patches by merge cell (2 x 2 patches), cells row by row. A window holds 8 x 8 patches,
 that is 4 x 4 cells, row by row. Windows at the right and lower edge hold fewer cells, which fill the first of their 64
@@ -24,7 +24,7 @@ CELL = MERGE * MERGE
 
 @dataclass(frozen=True)
 class WindowLayout:
-    """One temporal patch of h x w patches in windows; s slots."""
+    """Layout of one temporal patch of h x w patches in windows; s slots."""
 
     patch: Int32  # [s] patch of each slot in the processor's order; -1: padding
     position: Int32  # [s, 2] patch row and column; 0 in padding
@@ -34,7 +34,7 @@ class WindowLayout:
 
 @lru_cache(maxsize=256)
 def window_layout(h: int, w: int) -> WindowLayout:
-    """The layout of one temporal patch of h x w patches (both even)."""
+    """Returns the layout of one temporal patch of h x w patches (both even)."""
     rows, columns = h // 2, w // 2
     grid = np.full((-(-rows // WINDOW_CELLS) * WINDOW_CELLS, -(-columns // WINDOW_CELLS) * WINDOW_CELLS), -1, np.int32)
     grid[:rows, :columns] = np.arange(rows * columns, dtype=np.int32).reshape(rows, columns)
@@ -62,7 +62,7 @@ def pack_windows(images: Sequence[Encode], slots: int) -> VisionInputs:
         slots: a multiple of 64 that holds them all.
 
     Returns:
-        Shapes stand at the fields of ``VisionInputs``.
+        The packed inputs; see the fields of ``VisionInputs`` for shapes.
     """
     values = images[0].pixels.shape[1] if images else 0
     packed = _empty_inputs(slots, values)

@@ -1,4 +1,4 @@
-"""The towers of Qwen2-VL and Qwen2.5-VL as the engine's plans see them: sizes, weights, costs. Torch-free."""
+"""Configuration of the towers of Qwen2-VL and Qwen2.5-VL: sizes, weights, costs. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ from trencadis.multimodal.qwen2_vl.patch_geometry import CHANNELS, MERGE, PATCH,
 from trencadis.multimodal.vit.base_config import ViTConfig
 
 ATTENTION_TILE = 1024
-"""Query slots of one tile of full attention on a device that cuts it."""
+"""Query slots of one tile of full attention on a device that splits it."""
 
 CUT_ABOVE_SLOTS = 64 * ATTENTION_TILE
-"""Slots above which full attention is cut in the middle."""
+"""Number of slots above which graphs are cut between tiles of full attention."""
 
 
 @dataclass(frozen=True)
 class Qwen25VisionConfig(ViTConfig):
-    """Qwen2.5-VL: RMS norms, gated MLPs, windows of 8 x 8 patches except in ``full_layers``; then cells are merged."""
+    """Configuration of Qwen2.5-VL's tower.
+
+    It has RMS norms, gated MLPs, attention in windows of 8 x 8 patches except in ``full_layers``, and a merger after
+    the layers.
+    """
 
     full_layers: tuple[int, ...]
     patch: int = PATCH
@@ -34,12 +38,12 @@ class Qwen25VisionConfig(ViTConfig):
 
     @property
     def activation(self) -> str:
-        """Of the MLPs, by ``Ops.act``'s name."""
+        """Activation of the MLPs, a name of ``Ops.act``."""
         return "silu"
 
     @property
     def patch_values(self) -> int:
-        """Values of one patch: channels x temporal x patch x patch."""
+        """Number of values of one patch: channels x temporal x patch x patch."""
         return self.channels * self.temporal * self.patch * self.patch
 
     @property
@@ -61,7 +65,9 @@ class Qwen25VisionConfig(ViTConfig):
         return self.norm_weights + merged * inner + inner + inner * self.out_hidden + self.out_hidden
 
     def exit_keeps(self, slots: int, itemsize: int, ranks: int, cached: bool) -> int:
-        """The merger's collective, and, roughly, cuts between tiles."""
+        """Returns the bytes that the merger's collective keeps, plus an estimate for cuts between tiles of full
+        attention.
+        """
         group = self.merge**2
         merged = slots * self.hidden + slots // group * -(-group * self.hidden // ranks) if cached else 0
         total = (merged + slots // group * self.out_hidden) * itemsize if ranks > 1 else 0
@@ -72,7 +78,7 @@ class Qwen25VisionConfig(ViTConfig):
 
 @dataclass(frozen=True)
 class Qwen2VisionConfig(Qwen25VisionConfig):
-    """Qwen2-VL: layer norms, plain MLPs, whole images in every layer."""
+    """Qwen2-VL's tower: layer norms, plain MLPs, attention over whole images in every layer."""
 
     hidden_act: str = "quick_gelu"
     layer_norm: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""Qwen2-VL (and QVQ) as a family: Qwen2's decoder with rotary positions on three axes, a tower without windows."""
+"""The Qwen2-VL family (and QVQ): Qwen2's decoder with rotary positions on three axes, a tower without windows."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ MAX_MLP_RATIO = 64
 
 
 def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
-    """Qwen2VLConfig, flat as on the hub or nested."""
+    """Reads transformers' Qwen2VLConfig, flat as on the hub or nested."""
     return read_config(root, c, tied, _read_vision)
 
 
 def _read_vision(c: JsonFields, text_hidden: int) -> Qwen2VisionConfig:
     check_patch_sizes(c)
-    # The hub's files say these two besides; transformers reads neither.
+    # The hub's files have these two keys too; transformers reads neither.
     c.only("spatial_patch_size", (PATCH,), PATCH)
     c.only("in_chans", (CHANNELS,), CHANNELS)
     hidden, heads, out_hidden = read_widths(c, "embed_dim", "hidden_size", text_hidden)

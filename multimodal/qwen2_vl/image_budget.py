@@ -1,4 +1,4 @@
-"""How many vision slots and tokens an image may need, from the image processor's limits. Torch-free."""
+"""Computes how many vision slots and tokens an image may need, from the image processor's limits. Torch-free."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ WINDOWED, WHOLE = PatchScheme(True), PatchScheme(False)
 def pixel_limits(
     path: Path, kwargs: Mapping[str, Any], factor: int = FACTOR, kind: PatchScheme = WINDOWED
 ) -> tuple[int, int]:
-    """(min_pixels, max_pixels) from ``--mm-processor-kwargs``, else from the checkpoint.
+    """Returns (min_pixels, max_pixels) from ``--mm-processor-kwargs``, else from the checkpoint.
 
     Raises:
-        StartupError: unknown keys, values that are not implemented, or limits that no image fits.
+        StartupError: unknown keys, values that are not implemented, or limits that no image can meet.
     """
     mm_kwargs = server_options(kwargs).pixels
     read = read_preprocessor_config(path, mm_kwargs, kind.patch)
@@ -60,17 +60,21 @@ def pixel_limits(
 
 
 def resize_factor(alignment: str, kind: PatchScheme = WINDOWED) -> int:
-    """What the sides of a resized image are multiples of, in pixels; ``alignment`` is ``pad`` or ``resize``."""
+    """Returns the number of pixels of which the sides of a resized image are multiples.
+
+    ``alignment`` is ``pad`` or ``resize``.
+    """
     return WINDOW_PATCHES * kind.patch if alignment == "resize" else kind.factor
 
 
 def image_needs(
     path: Path, mm_kwargs: Mapping[str, Any], alignment: str = "pad", kind: PatchScheme = WINDOWED
 ) -> ImageNeeds:
-    """Slots and tokens of the largest image, slots of the smallest. With alignment ``resize`` every window is full.
+    """Returns slots and tokens of the largest image and slots of the smallest. With alignment ``resize`` every window
+    is full.
 
     Raises:
-        StartupError: see ``pixel_limits``; sizes of VLLM_MULTIMODAL_RESOLUTIONS that no server takes.
+        StartupError: see ``pixel_limits``; or sizes in VLLM_MULTIMODAL_RESOLUTIONS with an aspect ratio above 200.
     """
     factor, windows, patch = resize_factor(alignment, kind), kind.windows, kind.patch
     least, most = pixel_limits(path, mm_kwargs, factor, kind)
@@ -103,11 +107,11 @@ class ResizeRule(NamedTuple):
     kind: PatchScheme = WINDOWED
 
     def resize(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width after resizing."""
+        """Returns height and width after resizing."""
         return smart_resize(height, width, self.factor, self.min_pixels, self.max_pixels)
 
     def __call__(self, height: int, width: int) -> ImageGeometry:
-        """What an image of ``height`` x ``width`` pixels becomes."""
+        """Returns the geometry of an image of ``height`` x ``width`` pixels."""
         made = self.resize(height, width)
         grid = patch_grid(*made, self.kind.patch)
         return ImageGeometry(made, grid, count_tokens(grid), count_slots(grid, self.kind.windows), made[0] * made[1])
@@ -116,7 +120,7 @@ class ResizeRule(NamedTuple):
 def load_resize_rule(
     config: ModelConfig | None, mm_kwargs: Mapping[str, Any], alignment: str, kind: PatchScheme
 ) -> ResizeRule:
-    """The rule of a checkpoint, or of one that states no limits."""
+    """Returns the resize rule of a checkpoint, or of the scheme's default limits without a configuration."""
     factor = resize_factor(alignment, kind)
     least, most = kind.limits if config is None else pixel_limits(config.path, mm_kwargs, factor, kind)
     return ResizeRule(least, most, factor, kind)
@@ -125,17 +129,17 @@ def load_resize_rule(
 def windowed_resize_rule(
     config: ModelConfig | None, mm_kwargs: Mapping[str, Any], alignment: str = "pad"
 ) -> ResizeRule:
-    """Qwen2.5-VL's rule."""
+    """Returns Qwen2.5-VL's resize rule."""
     return load_resize_rule(config, mm_kwargs, alignment, WINDOWED)
 
 
 def whole_resize_rule(config: ModelConfig | None, mm_kwargs: Mapping[str, Any], alignment: str = "pad") -> ResizeRule:
-    """Qwen2-VL's rule."""
+    """Returns Qwen2-VL's resize rule."""
     return load_resize_rule(config, mm_kwargs, alignment, WHOLE)
 
 
 def _resize_listed_size(size: PlannedImageSize, factor: int, least: int, most: int) -> tuple[int, int]:
-    """Height and width of an image that ``VLLM_MULTIMODAL_RESOLUTIONS`` names, as the server resizes it."""
+    """Returns height and width, after resizing, of an image size listed in ``VLLM_MULTIMODAL_RESOLUTIONS``."""
     try:
         return smart_resize(size.height, size.width, factor, least, most)
     except BadRequest as error:
@@ -143,10 +147,10 @@ def _resize_listed_size(size: PlannedImageSize, factor: int, least: int, most: i
 
 
 def windowed_needs(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
-    """Qwen2.5-VL's ``image_needs``."""
+    """Returns Qwen2.5-VL's ``image_needs``."""
     return image_needs(config.path, mm_kwargs, alignment)
 
 
 def whole_needs(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
-    """``image_needs`` of a tower without windows."""
+    """Returns ``image_needs`` of a tower without windows."""
     return image_needs(config.path, mm_kwargs, alignment, WHOLE)

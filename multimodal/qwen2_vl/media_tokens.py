@@ -1,4 +1,4 @@
-"""The media tokens of Qwen2-VL and Qwen2.5-VL: keys of config.json, their defaults, and names in the tokenizers."""
+"""Media tokens of Qwen2-VL and Qwen2.5-VL: keys of config.json, their defaults, and names in the tokenizers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEFAULT_IDS = {
 
 
 def read_media_tokens(root: JsonFields, vocab: int) -> dict[str, int]:
-    """Ids by key; -1 if a key is missing and the default lies beyond the vocabulary."""
+    """Returns ids by key; -1 if a key is missing and the default is beyond the vocabulary."""
     media = {key: _read_token(root, key, default, vocab) for key, default in DEFAULT_IDS.items()}
     if media["image_token_id"] == media["video_token_id"]:
         root.refuse("image_token_id", "it must differ from video_token_id")

@@ -38,11 +38,11 @@ class Qwen2VL(Decoder):
             self.tower.load(source, "visual")
 
     def vision(self, inputs: VisionTensors) -> None:
-        """Encodes packed windows and writes their tokens to ``arena[rows]``."""
+        """Encodes packed images and writes their tokens to ``arena[rows]``."""
         self.tower(inputs, self.persistent.arena)
 
     def pack(self, images: Sequence[Encode], slots: int) -> VisionInputs:
-        """Lays images out cell by cell; the rest of ``slots`` is padding."""
+        """Packs images cell by cell; the rest of ``slots`` is padding."""
         return pack_whole_images(images, slots, self.tower.config.patch_values, self.tower.config.merge)
 
     def nbytes(self) -> int:
@@ -50,5 +50,5 @@ class Qwen2VL(Decoder):
 
 
 def make(config: ModelConfig, backend: Backend) -> Qwen2VL:
-    """The factory that the family's record names."""
+    """Builds the model; named in the family's record."""
     return Qwen2VL(config, backend)

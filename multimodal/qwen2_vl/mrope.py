@@ -1,4 +1,4 @@
-"""M-RoPE: rotary positions in three axes (time, height, width) of a prompt with media. Pure numpy."""
+"""M-RoPE: rotary positions on three axes (time, height, width) of a prompt with media. Pure numpy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Seconds = Sequence[float | None]
 
 
 class GridSpan(Protocol):
-    """A run of placeholder tokens; ``core.request.MediaSpan`` is one."""
+    """A run of placeholder tokens; ``core.kv.media_spans.MediaSpan`` is one."""
 
     @property
     def offset(self) -> int: ...
@@ -32,7 +32,7 @@ def mrope_positions(
     merge: int = 2,
     second_per_grid: Sequence[float | None] | None = None,
 ) -> tuple[npt.NDArray[np.int32], int]:
-    """Positions of a whole prompt; computed once per request and sliced by absolute offset.
+    """Returns the positions of a whole prompt; computed once per request and sliced by absolute offset.
 
     Text counts up in all three axes. In a span the axes are the temporal patch, row and column of its merged grid,
     counted from the position at which the span starts; the text after it starts max(rows, columns) later.
@@ -42,13 +42,13 @@ def mrope_positions(
         spans: by ascending offset, not overlapping; each has ``length`` t x h x w / merge^2.
         tokens_per_second: positions per second of video.
         merge: patches along a side of a merge cell.
-        second_per_grid: per span, seconds between temporal patches of a video, None for an image.
+        second_per_grid: per span, seconds from one temporal patch of a video to the next, None for an image.
 
     Returns:
         int32 [3, length], and the delta: the position of a later token is its index + delta.
 
     Raises:
-        ValueError: a span overlaps another, leaves the prompt, or has another length than its grid.
+        ValueError: a span overlaps another, exceeds the prompt, or has another length than its grid.
     """
     out = np.empty((3, length), np.int32)
     at = start = 0
@@ -75,12 +75,12 @@ def mrope_positions(
 def mrope_positions_by_seconds(
     length: int, spans: Sequence[GridSpan], tower: Qwen25VisionConfig, seconds: Seconds
 ) -> tuple[npt.NDArray[np.int32], int]:
-    """Qwen2.5-VL's ``mrope_positions``: time counts seconds of a video."""
+    """Returns Qwen2.5-VL's ``mrope_positions``: time counts seconds of a video."""
     return mrope_positions(length, spans, tower.tokens_per_second, tower.merge, seconds)
 
 
 def mrope_positions_by_frames(
     length: int, spans: Sequence[GridSpan], tower: Qwen25VisionConfig, seconds: Seconds
 ) -> tuple[npt.NDArray[np.int32], int]:
-    """Qwen2-VL's ``mrope_positions``: time counts temporal patches."""
+    """Returns Qwen2-VL's ``mrope_positions``: time counts temporal patches."""
     return mrope_positions(length, spans, tower.tokens_per_second, tower.merge)

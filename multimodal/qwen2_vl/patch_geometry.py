@@ -1,4 +1,4 @@
-"""The geometry of images that Qwen2-VL and Qwen2.5-VL share. No imports but the engine's own sizes."""
+"""The geometry of images that Qwen2-VL and Qwen2.5-VL share."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Reads a checkpoint's image processor settings. Torch-free, no image library.
 
-As in config.json, every key that can change a pixel is used, accepted at the values that are implemented, or refused.
-A key that is left out has transformers' default; a null is none.
+As in config.json, every key that can change a pixel is used, accepted at the values that are implemented, or refused. A
+missing key has transformers' default; a null is not accepted in its place.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trencadis.multimodal.normalisation import CLIP, PixelNormalisation, read_no
 from trencadis.multimodal.qwen2_vl.patch_geometry import MERGE, PATCH, TEMPORAL
 
 MIN_PIXELS, MAX_PIXELS = 3136, 28 * 28 * 1280
-"""Pixel limits of a processor that states none."""
+"""Pixel limits of a processor whose settings have none."""
 
 BICUBIC = 3
 PROCESSOR_TYPES = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")
@@ -27,7 +27,7 @@ EDGES = {"shortest_edge", "longest_edge", "min_pixels", "max_pixels"}
 
 @dataclass(frozen=True)
 class PreprocessorConfig:
-    """Pixel limits of a resized image, and its colours."""
+    """Pixel limits of a resized image, and its pixel normalisation."""
 
     min_pixels: int
     max_pixels: int
@@ -40,14 +40,14 @@ def read_preprocessor_config(
     """Reads the image processor of a checkpoint folder from processor_config.json, else preprocessor_config.json.
 
     Args:
-        mm_kwargs: the operator's min_pixels and max_pixels, which win.
+        mm_kwargs: the operator's min_pixels and max_pixels, which take precedence.
         patch: pixels along a side of the tower's patches.
 
     Returns:
         None if there is neither file.
 
     Raises:
-        StartupError: a file that cannot be read, or a value that is not implemented.
+        StartupError: a file cannot be read, or has a value that is not implemented.
     """
     found = read_processor_file(path, "image_processor", "preprocessor_config.json")
     if found is None:
@@ -75,7 +75,10 @@ def read_preprocessor_config(
 
 
 def read_processor_file(path: Path, part: str, legacy: str) -> JsonFields | None:
-    """The settings of one processor, ``part`` of processor_config.json or the whole file ``legacy``; None if absent."""
+    """Returns the settings of one processor: ``part`` of processor_config.json, or the whole file ``legacy``.
+
+    None if both are absent.
+    """
     where = path / "processor_config.json"
     whole = read_json(where)
     if whole is not None and whole.get(part) is not None:
@@ -85,7 +88,7 @@ def read_processor_file(path: Path, part: str, legacy: str) -> JsonFields | None
 
 
 def _read_normalisation(c: JsonFields, base: PixelNormalisation, patch: int, default: int) -> PixelNormalisation:
-    """Reads the colours, and checks the patch sizes: a patch's values depend on both."""
+    """Reads the pixel normalisation and checks the patch sizes: a patch's values depend on both."""
     c.only("patch_size", (patch,), default)
     c.only("temporal_patch_size", (TEMPORAL,), TEMPORAL)
     c.only("merge_size", (MERGE,), MERGE)
@@ -93,7 +96,7 @@ def _read_normalisation(c: JsonFields, base: PixelNormalisation, patch: int, def
 
 
 def _check_video_normalisation(path: Path, normalisation: PixelNormalisation, patch: int) -> None:
-    """Refuses a video processor with other colours than the image processor's: the tower holds one set."""
+    """Refuses a video processor whose pixel normalisation differs from the image processor's: the tower holds one."""
     found = read_processor_file(path, "video_processor", "video_preprocessor_config.json")
     if found is not None and _read_normalisation(found, normalisation, patch, patch) != normalisation:
         key = next(k for k in NORMALISATION_KEYS if k in found.values)

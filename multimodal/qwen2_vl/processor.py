@@ -1,4 +1,4 @@
-"""From an upright RGB image to patches: size, Pillow's bicubic, cut. Pixels stay uint8."""
+"""Turns an upright RGB image into patches: computes the size, resizes by Pillow's bicubic, cuts. Pixels stay uint8."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from trencadis.multimodal.qwen2_vl.smart_resize import largest_slots, largest_to
 
 ALIGNMENTS = ("pad", "resize")
 MIN_FIXED_PIXELS = 3136
-"""Least pixels of a size that a request fixes, as in qwen-vl-utils."""
+"""Minimum pixels of a size that a request sets, as in qwen-vl-utils."""
 
 
 @dataclass(frozen=True)
 class Qwen2VLImageProcessor:
-    """A checkpoint's image processor as frozen values.
+    """A checkpoint's image processor.
 
     Rows of ``pixels`` follow the 2x2 merge cells (cell row, cell column, row in the cell, column in the cell); inside a
     row: channel, temporal, patch row, patch column, the one frame repeated over temporal.
@@ -56,7 +56,7 @@ class Qwen2VLImageProcessor:
     max_slots_and_tokens: tuple[int, int] | None = None
     """Slots and tokens of the largest image that the server planned for; set if a request brought options."""
     windows: bool = True
-    """Whether slots stand in windows of 8 x 8 patches, or cell by cell."""
+    """True if slots stand in windows of 8 x 8 patches, False if cell by cell."""
     clip: tuple[int, int] | None = None
     """``FrameLimits.clip``."""
     kind: str = "trencadis.multimodal.qwen2_vl.processor:Qwen2VLImageProcessor"
@@ -69,7 +69,7 @@ class Qwen2VLImageProcessor:
 
         Raises:
             StartupError: no such file, a value that is not implemented, contradictory limits, or a key in ``kwargs``
-                that is unknown or cannot be honoured.
+                that is unknown or not supported.
         """
         mm_kwargs = server_options(kwargs)
         if alignment not in ALIGNMENTS:
@@ -105,7 +105,7 @@ class Qwen2VLImageProcessor:
 
     @property
     def factor(self) -> int:
-        """What sides are multiples of, in pixels: a merge cell, or with alignment ``resize`` a whole window."""
+        """Pixels of which sides are multiples: a merge cell, or with alignment ``resize`` a whole window."""
         return self.patch * (WINDOW_PATCHES if self.alignment == "resize" else self.merge)
 
     @property
@@ -116,16 +116,16 @@ class Qwen2VLImageProcessor:
         return f"rgb8-bicubic:{limits}:{self.patch},{self.merge},{self.temporal}"
 
     def with_options(self, options: MediaOptions, param: str | None = None) -> Qwen2VLImageProcessor:
-        """This processor with a request's options applied, within what the server planned for.
+        """Returns this processor with a request's options applied, within what the server planned for.
 
-        ``resized_height`` and ``resized_width`` are rounded as in ``smart_resize`` and win over everything else;
-        ``detail`` low caps ``max_pixels``; the server's minimum gives way to a smaller maximum of the request.
+        ``resized_height`` and ``resized_width`` are rounded as in ``smart_resize`` and override everything else;
+        ``detail`` low caps ``max_pixels``; a request's maximum below the server's minimum lowers that minimum.
 
         Args:
             param: JSON path of the part or field that the options came from.
 
         Raises:
-            BadRequest: the options ask for more than the server's max_pixels, or contradict each other.
+            BadRequest: the options exceed the server's max_pixels, or contradict each other.
         """
         o, path = options, f"{param}." if param else ""
         refuse_num_crops(o.num_crops, param or "")
@@ -164,12 +164,12 @@ class Qwen2VLImageProcessor:
 
     @cached_property
     def _planned(self) -> tuple[int, int]:
-        """Slots and tokens of the largest image that the server's own limits let through."""
+        """Slots and tokens of the largest image that the server's own limits allow."""
         return self.max_slots_and_tokens or (self.largest_slots, self.largest_tokens)
 
     @property
     def normalised_values(self) -> npt.NDArray[np.float32]:
-        """float32 [3, 256]: the device's result for each channel and byte."""
+        """Result on the device for each channel and byte, float32 [3, 256]."""
         scaled = (np.arange(256, dtype=np.float64) * self.rescale).astype(np.float32)
         mean, std = np.array(self.mean, np.float32)[:, None], np.array(self.std, np.float32)[:, None]
         return np.asarray((scaled[None] - mean) / std, np.float32)
@@ -185,7 +185,7 @@ class Qwen2VLImageProcessor:
         return largest_tokens(self.min_pixels, self.max_pixels, self.factor, self.patch, self.merge)
 
     def target_size(self, height: int, width: int) -> tuple[int, int]:
-        """(height, width) in pixels to which an image of ``height`` x ``width`` pixels is resized.
+        """Returns (height, width) in pixels to which an image of ``height`` x ``width`` pixels is resized.
 
         Raises:
             BadRequest: an aspect ratio above 200, or the request's options make the image larger than the server
@@ -198,14 +198,17 @@ class Qwen2VLImageProcessor:
         return made if self.max_slots_and_tokens is None else self._check_within(made, *self.max_slots_and_tokens)
 
     def _check_within(self, size: tuple[int, int], slots: int, tokens: int) -> tuple[int, int]:
-        """``size``, if it has no more slots and tokens."""
+        """Returns ``size`` if it has no more than ``slots`` slots and ``tokens`` tokens.
+
+        Raises BadRequest otherwise.
+        """
         grid = patch_grid(*size, self.patch)
         if self._count_slots(grid) > slots or count_tokens(grid, self.merge) > tokens:
             raise BadRequest(f"min_pixels={self.min_pixels} makes this thin image too large for this server.")
         return size
 
     def frame_limits(self) -> dict[str, Any]:
-        """Limits of a video's frames: those of images."""
+        """Returns the limits of a video's frames, which are those of images."""
         return {
             "least": self.min_pixels, "most": self.max_pixels, "factor": self.factor, "cell": self.patch * self.merge,
             "slots": self.largest_slots, "tokens": self.largest_tokens, "windows": self.windows,
@@ -214,11 +217,11 @@ class Qwen2VLImageProcessor:
 
     @property
     def values(self) -> int:
-        """uint8 values of a patch."""
+        """Number of uint8 values of a patch."""
         return 3 * self.temporal * self.patch**2
 
     def compute_geometry(self, height: int, width: int) -> ImageGeometry:
-        """See ``target_size``."""
+        """Returns the geometry of an image; raises BadRequest as ``target_size``."""
         made = self.target_size(height, width)
         grid = patch_grid(*made, self.patch)
         return ImageGeometry(made, grid, count_tokens(grid, self.merge), self._count_slots(grid), made[0] * made[1])
@@ -261,10 +264,10 @@ class Qwen2VLImageProcessor:
 def load_windowed_processor(
     config: ModelConfig, kwargs: Mapping[str, Any], alignment: str = "pad"
 ) -> Qwen2VLImageProcessor:
-    """Qwen2.5-VL's: slots in windows. See ``Qwen2VLImageProcessor.from_checkpoint``."""
+    """Returns Qwen2.5-VL's processor: slots in windows. See ``Qwen2VLImageProcessor.from_checkpoint``."""
     return Qwen2VLImageProcessor.from_checkpoint(config.path, kwargs, alignment)
 
 
 def load_processor(config: ModelConfig, kwargs: Mapping[str, Any], alignment: str = "pad") -> Qwen2VLImageProcessor:
-    """Qwen2-VL's: slots cell by cell. See ``Qwen2VLImageProcessor.from_checkpoint``."""
+    """Returns Qwen2-VL's processor: slots cell by cell. See ``Qwen2VLImageProcessor.from_checkpoint``."""
     return Qwen2VLImageProcessor.from_checkpoint(config.path, kwargs, alignment, windows=False)

@@ -1,4 +1,4 @@
-"""What the parsers of Qwen2-VL and Qwen2.5-VL share: keys of vision_config, and prefixes of weights. Torch-free."""
+"""Shared by the parsers of Qwen2-VL and Qwen2.5-VL: keys of vision_config, and prefixes of weights. Torch-free."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ PREFIXES = {
     "model.": "",
     "lm_head.": "lm_head.",
 }
-"""Of transformers 5 and of the hub's files."""
+"""Prefixes of weight names as transformers 5 and the hub's files have them."""
 
 
 class TowerWidths(NamedTuple):
-    """Widths of a tower's hidden rows and of what it makes, and its heads."""
+    """Widths of a tower's hidden rows and of its output rows, and its number of heads."""
 
     hidden: int
     heads: int
@@ -34,7 +34,7 @@ class TowerWidths(NamedTuple):
 def read_config(
     root: JsonFields, c: JsonFields, tied: bool, tower: Callable[[JsonFields, int], VisionConfig]
 ) -> ParsedConfig:
-    """A configuration, flat as on the hub or nested; ``tower``: reads vision_config, given the text's width."""
+    """Reads a configuration, flat as on the hub or nested; ``tower``: reads vision_config, given the text's width."""
     full_attention(c)
     heads = heads_of(c, whole=True)
     text = gated_decoder(c, heads, tied, positions=32768, theta=1e6, axes=True, qkv_bias=True)
@@ -43,7 +43,7 @@ def read_config(
 
 
 def read_widths(c: JsonFields, hidden_key: str, out_key: str, text_hidden: int) -> TowerWidths:
-    """The widths under the keys that a family has for them; refuses those that the tower or the decoder cannot take."""
+    """Reads the widths from the family's keys; refuses those that the tower or the decoder does not support."""
     hidden, heads = c.integer(hidden_key, most=WIDEST), c.integer("num_heads", most=MOST_HEADS)
     if hidden % (4 * heads):
         c.refuse("num_heads", f"implemented: heads whose size is a multiple of 4, and {hidden_key} is {hidden}")
@@ -54,7 +54,7 @@ def read_widths(c: JsonFields, hidden_key: str, out_key: str, text_hidden: int) 
 
 
 def check_patch_sizes(c: JsonFields) -> None:
-    """Refuses other sizes of a patch and of a merge cell, which are built into packing and processor."""
+    """Refuses other sizes of a patch or a merge cell than those that packing and processor are written for."""
     c.only("patch_size", (PATCH,), PATCH)
     c.only("temporal_patch_size", (TEMPORAL,), TEMPORAL)
     c.only("spatial_merge_size", (MERGE,), MERGE)
@@ -62,14 +62,14 @@ def check_patch_sizes(c: JsonFields) -> None:
 
 
 def check_aliases(c: JsonFields, depth: int, heads: int, hidden: int) -> None:
-    """Holds keys that transformers reads as aliases to the values of those that count."""
+    """Checks that keys which transformers reads as aliases have the values of the main keys."""
     for alias, value in (("num_attention_heads", heads), ("num_hidden_layers", depth), ("head_dim", hidden // heads)):
         if c.is_given(alias):
             c.only(alias, (value,))
 
 
 def read_rope_theta(c: JsonFields) -> float:
-    """The base of the tower's rotary frequencies."""
+    """Reads the base of the tower's rotary frequencies."""
     rope = c.within("rope_scaling" if c.values.get("rope_scaling") else "rope_parameters")
     for key in ("rope_type", "type"):
         if key in rope.values:

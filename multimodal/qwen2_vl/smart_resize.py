@@ -1,4 +1,4 @@
-"""Image sizes: the resized height and width, the grid of patches, tokens and vision slots. Pure Python.
+"""Computes image sizes: the resized height and width, and bounds of tokens and vision slots. Pure Python.
 
 A *cell* is ``factor`` x ``factor`` pixels (28: 2 x 2 patches of 14 x 14 pixels) and becomes one token of the decoder.
 """
@@ -13,13 +13,13 @@ from trencadis.multimodal.patch_grids import MAX_ASPECT, check_aspect, count_slo
 from trencadis.multimodal.qwen2_vl.patch_geometry import FACTOR, MERGE, PATCH
 
 MAX_SIDE = 1 << 16
-"""Pixels of a side above which no image is ever made."""
+"""Upper bound of an image's side in pixels."""
 
 
 def smart_resize(
     height: int, width: int, factor: int = FACTOR, min_pixels: int = 3136, max_pixels: int = 12845056
 ) -> tuple[int, int]:
-    """The size to which an image of ``height`` x ``width`` pixels is resized, equal to the Qwen2-VL processor's.
+    """Returns the size to which an image of ``height`` x ``width`` pixels is resized, as the Qwen2-VL processor does.
 
     Rounds each side to the nearest multiple of ``factor`` (ties to even). If the area then exceeds max_pixels, scales
     the original down to it and rounds the sides down; if it is below min_pixels, scales up and rounds up. No side is 0.
@@ -46,7 +46,7 @@ def smart_resize(
 def largest_slots(
     min_pixels: int, max_pixels: int, factor: int = FACTOR, patch: int = PATCH, windows: bool = True
 ) -> int:
-    """An upper bound of ``count_slots`` over every image that ``smart_resize`` accepts under these limits.
+    """Returns an upper bound of ``count_slots`` over every image that ``smart_resize`` accepts under these limits.
 
     Long, thin images need the most: their edge windows are mostly empty.
     """
@@ -57,7 +57,7 @@ def largest_slots(
 def largest_tokens(
     min_pixels: int, max_pixels: int, factor: int = FACTOR, patch: int = PATCH, merge: int = MERGE
 ) -> int:
-    """An upper bound of ``count_tokens`` over every image that ``smart_resize`` accepts under these limits.
+    """Returns an upper bound of ``count_tokens`` over every image that ``smart_resize`` accepts under these limits.
 
     It is max_pixels in cells, unless min_pixels is close: scaling a thin image up to the minimum rounds its sides up,
     which may exceed the maximum.
@@ -67,7 +67,7 @@ def largest_tokens(
 
 
 def _longest_sides(min_pixels: int, max_pixels: int, factor: int) -> Iterator[tuple[int, int]]:
-    """For each shorter side the longest side that can go with it, both in cells."""
+    """Yields each shorter side with the longest side that it can have, both in cells."""
     least, most = min_pixels / factor**2, max_pixels / factor**2
     for short in range(1, math.isqrt(max(1, math.ceil(max(least, most)))) + 2):
         longest = max(math.floor(most / short), 1)
@@ -79,7 +79,10 @@ def _longest_sides(min_pixels: int, max_pixels: int, factor: int) -> Iterator[tu
 
 
 def square_sizes(most: int, step: int, windows: bool = True, patch: int = PATCH) -> Iterator[SquareImage]:
-    """The smallest square of each number of slots, up to the first above ``most``; sides are multiples of ``step``."""
+    """Yields the smallest square for each number of slots, up to the first above ``most``.
+
+    Sides are multiples of ``step``.
+    """
     slots = 0
     for side in range(step, MAX_SIDE, step):
         patches = (side // patch) ** 2

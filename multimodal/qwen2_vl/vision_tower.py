@@ -18,11 +18,11 @@ from trencadis.multimodal.qwen2_vl.config import Qwen25VisionConfig
 from trencadis.multimodal.vit.vit_block import ViTBlock, scale_and_shift
 
 EPS = 1e-6
-"""Epsilon of every norm of the tower; no checkpoint states another."""
+"""Epsilon of every norm of the tower; no checkpoint has another value."""
 
 
 class Qwen2VLPatchEmbed:
-    """The start of a VISION launch: patches made of pixels, and rotary factors."""
+    """Patch embedding of a VISION launch: embedded patches and their rotary factors."""
 
     def __init__(
         self, ops: Ops, patch: Linear, scale_shift: tuple[Tensor, Tensor], frequencies: tuple[Tensor, Tensor]
@@ -30,7 +30,8 @@ class Qwen2VLPatchEmbed:
         self.ops, self.patch, self.scale_shift, self.frequencies = ops, patch, scale_shift, frequencies
 
     def __call__(self, pixels: Tensor, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Rotary]:
-        """([s, hidden] of ``dtype``, what they are added to, rotary factors).
+        """Returns (x, residual, rotary factors): x is [s, hidden] of ``dtype``, the residual like it, or None for
+        zeros.
 
         Pixels are uint8 [s, patch values], positions int32 [s, 2].
         """
@@ -39,7 +40,7 @@ class Qwen2VLPatchEmbed:
 
 
 class Qwen2VLPatchMerger:
-    """The end of a VISION launch: the merger, whose tokens go to the arena."""
+    """Merger of a VISION launch: merges cells into tokens and stores them in the arena."""
 
     def __init__(self, ops: Ops, norm: Norm, merge_in: ColumnParallelLinear, merge_out: RowParallelLinear) -> None:
         self.ops, self.norm, self.merge_in, self.merge_out = ops, norm, merge_in, merge_out
@@ -54,7 +55,7 @@ class Qwen2VLPatchMerger:
 class Qwen2VLVisionTower:
     """The whole tower: uint8 patches [s, patch values] to image tokens [s / 4, out_hidden] in slot order.
 
-    ``unit``: zeros fill the widths of its products to multiples of it.
+    ``unit``: the widths of its products are padded with zeros to multiples of this.
     """
 
     def __init__(

@@ -1,1 +1,3 @@
-"""Qwen3-VL, dense and with experts: positions between those of a table, rows of several parts, times as text."""
+"""Qwen3-VL, dense and with experts: interpolated position embeddings, DeepStack rows of several parts, timestamps
+as text.
+"""

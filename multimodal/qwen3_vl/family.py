@@ -1,4 +1,6 @@
-"""Qwen3-VL as families: Qwen3's decoder, dense or with experts, and a tower whose layers reach into the decoder's."""
+"""The Qwen3-VL families: Qwen3's decoder, dense or with experts, and a DeepStack tower, whose outputs are also
+added in decoder layers.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,14 @@ DEFAULT_ROPE_THETA = 500_000.0
 
 
 def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
-    """Qwen3VLConfig."""
+    """Reads transformers' Qwen3VLConfig."""
     return _describe_config(root, _read_text(root, c, 128))
 
 
 def describe_experts(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
-    """Qwen3VLMoeConfig."""
+    """Reads transformers' Qwen3VLMoeConfig."""
     text = _read_text(root, c, 0)
-    # The hub's name of their number, and the one that transformers 5 writes.
+    # The key of their number in the hub's files, and the one that transformers 5 writes.
     hub, saved = c.is_given("num_experts"), c.is_given("num_local_experts")
     experts = experts_of(
         c,
@@ -50,7 +52,7 @@ def describe_experts(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfi
 
 
 def _read_text(root: JsonFields, c: JsonFields, head: int) -> TextConfig:
-    """The decoder; ``head``: default size of a head. The root alone says whether the head is tied."""
+    """Reads the decoder; ``head``: default size of a head. Only the root's key decides if the head is tied."""
     if c is root:
         root.refuse("text_config", "it must be an object")
     full_attention(c)

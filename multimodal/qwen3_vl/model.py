@@ -1,4 +1,4 @@
-"""Qwen3-VL: the Qwen3 decoder with positions on three axes that take turns, and the tower."""
+"""Qwen3-VL: the Qwen3 decoder with interleaved positions on three axes, and the DeepStack tower."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Qwen3VL(Decoder):
         self.tower(inputs, self.persistent.arena)
 
     def pack(self, images: Sequence[Encode], slots: int) -> VisionInputs:
-        """Lays images out cell by cell; the rest of ``slots`` is padding."""
+        """Packs images cell by cell; the rest of ``slots`` is padding."""
         c = self.vision_config
         return add_interpolated_positions(
             pack_whole_images(images, slots, c.slot.values, c.merge), images, c.side, c.merge
@@ -50,5 +50,5 @@ class Qwen3VL(Decoder):
 
 
 def make(config: ModelConfig, backend: Backend) -> Qwen3VL:
-    """The factory that the family's records name."""
+    """Builds the model; named in the families' records."""
     return Qwen3VL(config, backend)

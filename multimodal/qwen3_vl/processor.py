@@ -1,4 +1,5 @@
-"""Qwen3-VL's images and videos: Qwen2-VL's processor with patches of 16 pixels, slots cell by cell; times as text.
+"""Qwen3-VL's images and videos: Qwen2-VL's processor with patches of 16 pixels, slots cell by cell; timestamps as text.
+Torch-free.
 
 Torch-free.
 """
@@ -25,29 +26,33 @@ if TYPE_CHECKING:
 
 PATCH_SCHEME = PatchScheme(windows=False, patch=PATCH, limits=(65_536, 16_777_216))
 DEFAULT_CLIP_PIXELS = 131_072, 786_432
-"""Least and most pixels of all frames of a video whose processor states none."""
+"""Default minimum and maximum pixels of all frames of a video."""
 
 
 def load_image_needs(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
-    """See ``qwen2_vl.image_budget.image_needs``."""
+    """Returns ``qwen2_vl.image_budget.image_needs`` for this tower."""
     return image_needs(config.path, mm_kwargs, alignment, PATCH_SCHEME)
 
 
 def load_image_sizes(config: ModelConfig | None, mm_kwargs: Mapping[str, Any], alignment: str = "pad") -> ResizeRule:
-    """What an image becomes by its height and width."""
+    """Returns the resize rule, which computes an image's geometry from its height and width."""
     return load_resize_rule(config, mm_kwargs, alignment, PATCH_SCHEME)
 
 
 def load_processor(config: ModelConfig, kwargs: Mapping[str, Any], alignment: str = "pad") -> Qwen2VLImageProcessor:
-    """See ``Qwen2VLImageProcessor.from_checkpoint``; raises StartupError for a video processor that is not
-    implemented.
+    """Creates the processor with ``Qwen2VLImageProcessor.from_checkpoint``.
+
+    Raises StartupError also for a video processor that is not implemented.
     """
     made = Qwen2VLImageProcessor.from_checkpoint(config.path, kwargs, alignment, windows=False, patch=PATCH)
     return replace(made, clip=read_clip_pixels(config.path))
 
 
 def read_clip_pixels(path: Path) -> tuple[int, int]:
-    """Least and most pixels of all frames of a video; raises StartupError for other rules than are implemented."""
+    """Reads the minimum and maximum pixels of all frames of a video.
+
+    Raises StartupError for rules that are not implemented.
+    """
     found = read_processor_file(path, "video_processor", "video_preprocessor_config.json")
     if found is None:
         return DEFAULT_CLIP_PIXELS
@@ -67,5 +72,5 @@ def read_clip_pixels(path: Path) -> tuple[int, int]:
 def mrope_positions_with_timestamps(
     length: int, spans: Sequence[GridSpan], tower: DeepStackVisionConfig, seconds: Seconds
 ) -> tuple[npt.NDArray[np.int32], int]:
-    """Computes ``mrope_positions`` for spans of one temporal patch each; times stand as text between them."""
+    """Computes ``mrope_positions`` for spans of one temporal patch each, with timestamps as text between them."""
     return mrope_positions(length, spans, 1.0, tower.merge)

@@ -1,1 +1,1 @@
-"""SmolVLM2: Idefics3 under another name."""
+"""SmolVLM2, which is Idefics3 under another name."""

@@ -1,4 +1,4 @@
-"""SmolVLM2 as a family. SmolVLM of the first generation says that it is Idefics3."""
+"""The SmolVLM2 family. Checkpoints of the first SmolVLM have Idefics3's model_type."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Where media come from: data URLs, files, and http(s) to public addresses."""
+"""Sources of media: data URLs, files, and http(s) to public addresses."""

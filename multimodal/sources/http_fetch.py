@@ -1,4 +1,4 @@
-"""Downloads a client's URL and connects only to the very address that it checked."""
+"""Downloads a client's URL, connecting only to the address that was checked."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
 
 REDIRECTS = (301, 302, 303, 307, 308)
 MAX_ADDRESSES = 3
-"""Most addresses of one host to try, IPv4 first."""
+"""Maximum number of addresses of one host to try, IPv4 first."""
 UNTYPED_CONTENT = ("application/octet-stream", "binary/octet-stream", "application/mp4", "application/x-binary")
-"""Content types, beside image/* and video/*, that servers send for files of unknown type."""
+"""Content types besides image/* and video/* that servers send for files of unknown type."""
 _ABSOLUTE = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:")
 NOT_ALLOWED = "The address is not allowed by this server."
 HEADERS = {
@@ -45,7 +45,7 @@ class Fetcher:
     certificate was checked for another name.
 
     Args:
-        rules: hosts and addresses that it may connect to.
+        rules: hosts and addresses to which it may connect.
         max_bytes: most bytes of a body.
         timeout: seconds from name look-up to the last byte, redirects included.
         max_redirects: most redirects to follow; each target is parsed, resolved and checked again.
@@ -65,7 +65,7 @@ class Fetcher:
         self.timeout = timeout
         self.max_redirects = max_redirects
         self._resolve = resolver or self._system_resolver
-        # Names whose servers never answer would fill the event loop's own pool.
+        # Lookups whose DNS servers never answer would fill the event loop's own pool.
         self._resolver_threads = ThreadPoolExecutor(32, thread_name_prefix="names")
 
     async def get(self, url: str) -> bytes:
@@ -87,7 +87,7 @@ class Fetcher:
             raise Unprocessable("The URL could not be fetched.") from None
 
     def close(self) -> None:
-        """Ends the threads that look names up."""
+        """Shuts down the threads that resolve host names."""
         self._resolver_threads.shutdown(wait=False, cancel_futures=True)
 
     async def _follow_redirects(self, url: WebUrl) -> bytes:
@@ -99,7 +99,7 @@ class Fetcher:
         raise Unprocessable("The URL redirects too often.")
 
     async def _request(self, url: WebUrl) -> bytes | str:
-        """The body, or the Location of a redirect."""
+        """Returns the body, or the Location of a redirect."""
         addresses = await self._allowed_addresses(url)
         for i, address in enumerate(addresses):
             try:
@@ -110,7 +110,9 @@ class Fetcher:
         raise Unprocessable("The URL's host was not found.")
 
     async def _allowed_addresses(self, url: WebUrl) -> list[str]:
-        """The host's addresses. All of them must be allowed: an attacker could mix a private one among public ones."""
+        """Returns the host's addresses, all of which must be allowed: an attacker could mix a private one among
+        public ones.
+        """
         if not self.rules.allows_host(url.host):
             raise Forbidden(NOT_ALLOWED)
         try:
@@ -167,8 +169,8 @@ class Fetcher:
 def check_content_type(label: str) -> None:
     """Refuses a content type other than an image's, a video's or plain bytes.
 
-    Senders often get the format wrong (a WebP file called image/jpeg), so the bytes decide that; but nobody means to
-    send a text page.
+    Senders often get the format wrong (a WebP file called image/jpeg), so the format is detected from the bytes; but a
+    text page is never intended.
 
     Raises:
         UnsupportedMedia: ``label`` is another type.
@@ -179,7 +181,7 @@ def check_content_type(label: str) -> None:
 
 
 def _redirect_target(url: WebUrl, location: str) -> WebUrl:
-    """The URL that a redirect leads to. A malformed one is refused as Forbidden: it may be an attack."""
+    """Returns the URL to which a redirect leads. A malformed one raises Forbidden: it may be an attack."""
     if any(c <= " " or c == "\\" for c in location):
         raise Forbidden("The URL redirects to a malformed address.")
     try:

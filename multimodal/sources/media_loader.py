@@ -25,7 +25,7 @@ MAX_MEDIA_BYTES = 50_000_000
 FETCH_TIMEOUT = 5.0
 """Default of VLLM_IMAGE_FETCH_TIMEOUT, seconds."""
 MAX_OPEN_FILES = 8
-"""Most local files to read at a time."""
+"""Maximum number of local files to read at a time."""
 SMALL = 1 << 16
 CHUNK = 1 << 20
 BLANKS = b" \t\r\n\f"
@@ -38,11 +38,11 @@ class MediaLoader:
 
     Args:
         allowed_domains: hosts, or suffixes with a leading dot, to download from; empty: every public host.
-        allowed_local_path: folder below which ``file://`` URLs may read; None: none may.
+        allowed_local_path: folder below which ``file://`` URLs may read; None: file URLs are refused.
         max_bytes: most bytes of one file.
         timeout: seconds of one download.
         max_redirects: most redirects to follow.
-        concurrent: downloads at a time.
+        concurrent: maximum number of downloads at a time.
         resolver: replaces the system's name look-up, for tests.
         any_path: let a bare path name any file: the caller is the operator (offline use).
     """
@@ -86,7 +86,7 @@ class MediaLoader:
             return await self._load_external(source)
 
     async def _load_external(self, source: str | Path) -> bytes:
-        """The bytes of what is not in the request itself."""
+        """Returns the bytes of a source that is not in the request itself."""
         if isinstance(source, Path):
             async with self._files.current():
                 return await self._in_thread(self._read_path, str(source))
@@ -101,7 +101,7 @@ class MediaLoader:
         raise BadRequest("The URL must be either a HTTP, data or file URL.")
 
     def close(self) -> None:
-        """Ends the threads when their work is done."""
+        """Shuts down the threads when their work is done."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._fetcher.close()
 
@@ -122,7 +122,7 @@ class MediaLoader:
 
 
 def is_web_url(source: object) -> TypeGuard[str]:
-    """Whether ``source`` is an http(s) URL."""
+    """Returns True if ``source`` is an http(s) URL."""
     return isinstance(source, str) and source[:8].lower().startswith(("http:", "https:"))
 
 
@@ -134,7 +134,7 @@ class LoopSemaphore:
         self._semaphores: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
 
     def current(self) -> asyncio.Semaphore:
-        """The running loop's semaphore."""
+        """Returns the running loop's semaphore."""
         loop = asyncio.get_running_loop()
         found = self._semaphores.get(loop)
         return self._add(loop) if found is None else found
@@ -149,8 +149,8 @@ class LoopSemaphore:
 class MediaPermits:
     """Bounds how many media are in preparation, and how many are downloading.
 
-    Media take a permit for preparation only once they are downloaded, so slow hosts delay nobody else. Meanwhile they
-    hold a permit for downloads, so downloaded bytes that wait are bounded too.
+    Media acquire a permit for preparation only once they are downloaded, so slow hosts delay no other media. Until then
+    they hold a permit for downloads, so downloaded bytes that wait are bounded too.
 
     Args:
         concurrent: media in preparation: loaded, not yet cut into patches.
@@ -162,7 +162,7 @@ class MediaPermits:
         self._downloads = LoopSemaphore(downloads)
 
     def preparing(self) -> asyncio.Semaphore:
-        """A permit for the preparation of what needs no download."""
+        """Returns the semaphore for preparing media that need no download."""
         return self._preparations.current()
 
     @asynccontextmanager
@@ -208,7 +208,7 @@ def decode_data_url(url: str, max_bytes: int) -> bytes:
 
 
 def _decode_base64(url: str, start: int, max_bytes: int) -> bytes:
-    """The bytes behind ``start``; ValueError: another character, or padding before the end."""
+    """Decodes the characters from ``start`` on; raises ValueError for other characters or padding before the end."""
     out, rest, padded = bytearray(), b"", False
     for at in range(start, len(url), CHUNK):
         rest += url[at : at + CHUNK].encode("ascii").translate(None, BLANKS)
@@ -250,7 +250,9 @@ def read_file(url: str, root: Path, max_bytes: int) -> bytes:
 
 
 def _read_without_links(base: Path, parts: tuple[str, ...], max_bytes: int) -> bytes:
-    """Opens each folder on the way without following links, in case one was replaced by a link since the check."""
+    """Reads a file, opening each folder on the way without following links, in case one was replaced by a link
+    since the check.
+    """
     folder = os.open(base, os.O_RDONLY | os.O_DIRECTORY)
     try:
         for i, name in enumerate(parts):

@@ -1,4 +1,4 @@
-"""Which network addresses the server may connect to for a client's URL. Pure Python."""
+"""Rules for the network addresses to which the server may connect for a client's URL. Pure Python."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class WebUrl:
 
     @property
     def default_port(self) -> int:
-        """The scheme's own port."""
+        """Default port of the scheme."""
         return 443 if self.scheme == "https" else 80
 
     @property
@@ -86,7 +86,7 @@ def _host(text: str) -> str:
 
 
 def is_public(address: Address) -> bool:
-    """Whether ``address`` and every address embedded in it are globally routed unicast."""
+    """Returns True if ``address`` and every address embedded in it are globally routed unicast."""
     if isinstance(address, IPv4Address):
         special = address.is_multicast or address.is_reserved or address.is_loopback or address.is_link_local
         return address.is_global and not special and not any(address in n for n in UNROUTED)
@@ -107,7 +107,9 @@ def _low32(address: IPv6Address) -> IPv4Address:
 
 
 def is_special(address: Address) -> bool:
-    """Whether ``address`` is link-local (where cloud metadata is served), multicast, unspecified or broadcast."""
+    """Returns True if ``address`` is link-local (where cloud metadata is served), multicast, unspecified or
+    broadcast.
+    """
     plain = getattr(address, "ipv4_mapped", None) or address
     broadcast = plain == IPv4Address("255.255.255.255")
     return bool(plain.is_link_local or plain.is_multicast or plain.is_unspecified or broadcast)
@@ -126,17 +128,17 @@ class AddressRules:
 
     @classmethod
     def from_hosts(cls, domains: Sequence[str]) -> AddressRules:
-        """Rules from hosts as an operator types them."""
+        """Creates rules from hosts as an operator types them."""
         return cls(tuple(d.strip().strip("[]").rstrip(".").lower() for d in domains if d.strip()))
 
     def allows_host(self, host: str) -> bool:
-        """Whether the server may connect to ``host`` at all."""
+        """Returns True if the server may connect to ``host`` at all."""
         return not self.domains or any(
             host == d or (d.startswith(".") and host.endswith(d)) for d in self.domains
         )  # fmt: skip
 
     def allows_address(self, host: str, address: str) -> bool:
-        """Whether the server may connect to ``address``, to which ``host`` resolves."""
+        """Returns True if the server may connect to ``address``, to which ``host`` resolves."""
         try:
             parsed = ip_address(address)
         except ValueError:

@@ -14,12 +14,12 @@ from trencadis.multimodal.images.image_header import Header
 from trencadis.multimodal.images.pil_decode import decoder_errors, to_rgb
 
 SHORTEST_DELAY, DEFAULT_DELAY = 20, 100
-"""Milliseconds: a frame with a delay below the first is shown for the second, as in browsers and ffmpeg."""
+"""Milliseconds: a frame whose delay is below the first is shown for the second, as in browsers and ffmpeg."""
 CUT_OFF = "The animation is truncated or damaged."
 
 
 def frame_delays(data: bytes, header: Header, most: int) -> list[int]:
-    """Milliseconds for which each frame is shown, read without decoding; one entry for a still image.
+    """Returns the milliseconds for which each frame is shown, read without decoding; one entry for a still image.
 
     Raises:
         BadRequest: a frame's header is cut off.
@@ -45,7 +45,7 @@ def decode_frames(data: bytes, header: Header, wanted: Sequence[int]) -> Iterato
         for at, index in enumerate(wanted):
             if not at or index != wanted[at - 1]:
                 try:
-                    # Frames build on one another, so every frame on the way must be decoded.
+                    # Each frame is a change to the previous one, so every frame on the way must be decoded.
                     for step in range(image.tell() if at else 0, index + 1):
                         image.seek(step)
                 except EOFError:

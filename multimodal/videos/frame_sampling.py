@@ -1,4 +1,4 @@
-"""Which frames of a video the model sees, at which size and time: qwen-vl-utils' rules (0.0.14).
+"""Chooses the frames of a video that the model sees, their size and their times: qwen-vl-utils' rules (0.0.14).
 
 A *temporal patch* is two frames; an odd list of frames repeats its last one. Numpy serves only for float32.
 """
@@ -21,9 +21,9 @@ FRAMES_PER_PATCH = 2
 """Frames of a temporal patch."""
 MIN_FRAMES = 4
 FRAME_TOKENS = (128, 768)
-"""Default least and most tokens of a temporal patch."""
+"""Default minimum and maximum tokens of a temporal patch."""
 IMAGE_TOKENS = (4, 16384)
-"""Least and most tokens of a frame of a list, before all frames are resized to one size."""
+"""Minimum and maximum tokens of a frame of a list, before all frames are resized to one size."""
 TOTAL_PIXELS_SHARE = 0.9
 """Default bound of a video's pixels: 0.9 x ``CLIP_TOKENS`` cells."""
 
@@ -33,9 +33,9 @@ class FrameSampling:
     """The sampled frames.
 
     Args:
-        indices: of the video's frames, ascending, an even number of them (an only frame comes twice).
+        indices: indices of frames in the video, ascending, an even number of them (a single frame is repeated).
         fps: rate of the sampled frames.
-        rate: of the video's own frames.
+        rate: frame rate of the video itself.
     """
 
     indices: tuple[int, ...]
@@ -44,7 +44,7 @@ class FrameSampling:
 
     @property
     def patches(self) -> int:
-        """Temporal patches."""
+        """Number of temporal patches."""
         return len(self.indices) // FRAMES_PER_PATCH
 
     @property
@@ -58,9 +58,9 @@ class FrameLimits:
     """Limits of one frame after resizing, as the checkpoint and the operator set them for images.
 
     Args:
-        least: least pixels.
-        most: most pixels.
-        factor: what sides are multiples of, in pixels.
+        least: minimum pixels.
+        most: maximum pixels.
+        factor: pixels of which sides are multiples.
         cell: pixels along the side of a merge cell of ``MERGE`` x ``MERGE`` patches, which becomes one token.
         slots: VISION slots of the largest image that the server planned for.
         tokens: decoder tokens of that image.
@@ -73,10 +73,11 @@ class FrameLimits:
     slots: int = 1 << 30
     tokens: int = 1 << 30
     windows: bool = True
-    """Whether the tower's slots stand in windows of 8 x 8 patches."""
+    """True if the tower's slots stand in windows of 8 x 8 patches."""
     clip: tuple[int, int] | None = None
-    """Least and most pixels of all frames together, where the model's own video processor says so, which then also
-    chooses frames (videos/hf_frame_sampling.py); None: qwen-vl-utils' rules."""
+    """Minimum and maximum pixels of all frames together, if the model's own video processor sets them, which then
+    also chooses frames (videos/hf_frame_sampling.py); None: qwen-vl-utils' rules.
+    """
 
     @property
     def patch(self) -> int:
@@ -84,26 +85,26 @@ class FrameLimits:
         return self.cell // MERGE
 
     def grid(self, size: tuple[int, int]) -> Grid:
-        """Patches of a frame of ``size`` (height, width) pixels."""
+        """Returns the patches of a frame of ``size`` (height, width) pixels."""
         return patch_grid(*size, self.patch)
 
     def fits(self, grid: Grid) -> bool:
-        """Whether the server planned for such a frame."""
+        """Returns True if a frame of ``grid`` is within what the server planned for."""
         return count_slots(grid, self.windows) <= self.slots and count_tokens(grid) <= self.tokens
 
     @property
     def defaults(self) -> tuple[int, int]:
-        """Default (least, most) pixels of a frame."""
+        """Default (minimum, maximum) pixels of a frame."""
         least, most = (tokens * self.cell**2 for tokens in FRAME_TOKENS)
-        # A checkpoint whose images are all below qwen-vl-utils' least frame sizes frames like images.
+        # A checkpoint whose largest image is below qwen-vl-utils' smallest frame has the limits of images for frames.
         return (least if least <= self.most else self.least), min(most, self.most)
 
 
 def sample_frames(frames: int, fps: float, options: MediaOptions = NO_OPTIONS) -> FrameSampling:
     """Samples a video of ``frames`` frames at ``fps``: evenly spaced, first and last included.
 
-    ``nframes`` sets how many, else ``fps`` within ``min_frames`` and ``max_frames``; ``video_start`` and ``video_end``
-    cut the video first. A video of one frame, which qwen-vl-utils refuses, gives that frame twice.
+    ``nframes`` sets their number, else ``fps`` within ``min_frames`` and ``max_frames``; ``video_start`` and
+    ``video_end`` cut the video first. A video of one frame, which qwen-vl-utils refuses, gives that frame twice.
 
     Raises:
         BadRequest: no frames, more requested than there are, fewer than two, or an empty time range.
@@ -131,7 +132,7 @@ def sample_frame_list(frames: int, options: MediaOptions = NO_OPTIONS) -> FrameS
 
 
 def evenly_spaced(first: int, last: int, count: int) -> tuple[int, ...]:
-    """``count`` integers from ``first`` to ``last`` inclusive, evenly spaced, ties to even.
+    """Returns ``count`` integers from ``first`` to ``last`` inclusive, evenly spaced, ties to even.
 
     Counts in float32 and from both ends, like ``torch.linspace``: a wider type would round some ties the other way.
     """
@@ -144,7 +145,10 @@ def evenly_spaced(first: int, last: int, count: int) -> tuple[int, ...]:
 
 
 def time_range(frames: int, fps: float, options: MediaOptions) -> tuple[int, int]:
-    """First and last frame between ``video_start`` and ``video_end``."""
+    """Returns the first and last frame between ``video_start`` and ``video_end``.
+
+    Raises BadRequest if they leave fewer than two.
+    """
     length = frames / fps
     first, last = 0, frames - 1
     if options.video_start is not None:
@@ -178,11 +182,11 @@ def _count_frames(total: int, fps: float, options: MediaOptions) -> int:
 def frame_size(
     height: int, width: int, frames: int, limits: FrameLimits, options: MediaOptions = NO_OPTIONS
 ) -> tuple[int, int]:
-    """(height, width) in pixels to which every frame of a video is resized.
+    """Returns (height, width) in pixels to which every frame of a video is resized.
 
     Args:
-        height: of the video's frames, in pixels; likewise ``width``.
-        frames: how many are sampled, the repeated one included.
+        height: height of the video's frames in pixels; likewise ``width``.
+        frames: number of sampled frames, the repeated one included.
 
     Raises:
         BadRequest: an aspect ratio above 200, or limits that contradict each other or the server's.
@@ -201,7 +205,7 @@ def frame_size(
 
 
 def pixel_range(frames: int, limits: FrameLimits, options: MediaOptions) -> tuple[int, float]:
-    """Least and most pixels of each of ``frames`` frames.
+    """Returns the minimum and maximum pixels of each of ``frames`` frames.
 
     Raises:
         BadRequest: min_pixels above max_pixels or above the server's limit.
@@ -225,9 +229,9 @@ def pixel_range(frames: int, limits: FrameLimits, options: MediaOptions) -> tupl
 def list_frame_size(
     height: int, width: int, limits: FrameLimits, options: MediaOptions = NO_OPTIONS
 ) -> tuple[int, int]:
-    """(height, width) that a frame of a list is resized to before ``frame_size`` is asked.
+    """Returns (height, width) to which a frame of a list is resized before ``frame_size`` is applied.
 
-    qwen-vl-utils treats each frame of a list as an image of its own first, whose sides are multiples of two cells.
+    qwen-vl-utils first treats each frame of a list as a separate image, whose sides are multiples of two cells.
 
     Raises:
         BadRequest: an aspect ratio above 200, or min_pixels above max_pixels.
@@ -246,8 +250,11 @@ def list_frame_size(
 
 
 def fit_pixels(height: int, width: int, factor: int, least: float, most: float) -> tuple[int, int]:
-    """qwen-vl-utils' ``smart_resize``: unlike ``sizes.smart_resize`` it raises sides to ``factor`` before it checks the
-    area. All in pixels; returns (height, width)."""
+    """Computes qwen-vl-utils' ``smart_resize``: unlike ``qwen2_vl.smart_resize`` it raises sides to ``factor`` before
+    it checks the area.
+
+    All in pixels; returns (height, width).
+    """
     rows, columns = (max(factor, round(side / factor) * factor) for side in (height, width))
     if rows * columns > most:
         shrink = math.sqrt((height * width) / most)

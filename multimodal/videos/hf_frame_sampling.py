@@ -1,7 +1,7 @@
 """Frame sampling and sizes by the rules of a model's own video processor in transformers.
 
-Limits are those of all frames together, so that a short clip keeps more of each frame. A request's options mean what
-they mean everywhere: min_pixels and max_pixels are those of a frame, total_pixels of all.
+Limits apply to all frames together, so that a short clip keeps larger frames. A request's options have their usual
+meaning: min_pixels and max_pixels limit a frame, total_pixels all frames.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trencadis.multimodal.videos.frame_sampling import (
 def sample_clip_frames(
     frames: int, fps: float, limits: FrameLimits, options: MediaOptions = NO_OPTIONS
 ) -> FrameSampling:
-    """The frames of a video of ``frames`` frames at ``fps``, evenly spaced; an odd number repeats the last one.
+    """Samples a video of ``frames`` frames at ``fps``, evenly spaced; an odd number repeats the last one.
 
     Raises:
         BadRequest: as ``sample_frames``.
@@ -55,7 +55,7 @@ def sample_clip_frames(
 def clip_frame_size(
     height: int, width: int, chosen: FrameSampling, limits: FrameLimits, options: MediaOptions = NO_OPTIONS
 ) -> tuple[int, int]:
-    """(height, width) in pixels to which each frame is resized.
+    """Returns (height, width) in pixels to which each frame is resized.
 
     Raises:
         BadRequest, TooLarge: as ``frame_size``.
@@ -79,7 +79,10 @@ def clip_frame_size(
 
 
 def _resize_clip(height: int, width: int, frames: int, factor: int, least: int, most: int) -> tuple[int, int]:
-    """Sides in multiples of ``factor``; ``least`` and ``most`` are pixels of all frames, by whole pairs of them."""
+    """Returns (height, width), multiples of ``factor``.
+
+    ``least`` and ``most`` bound the pixels of all frames, counted in whole pairs.
+    """
     if height < factor or width < factor:
         grow = max(factor / height, factor / width)
         height, width = int(height * grow), int(width * grow)

@@ -1,4 +1,4 @@
-"""A prepared video: the engine encodes each temporal patch alone, only positions join them. Torch-free."""
+"""A prepared video: the engine encodes each temporal patch separately; only positions connect them. Torch-free."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class PreparedVideo:
     Args:
         digest: hex digest of its bytes and of the processing options.
         patches: one item per temporal patch, each with its own digest, so that equal frames share arena rows.
-        indices: which frames were sampled, two per temporal patch.
+        indices: indices of the sampled frames, two per temporal patch.
         fps: rate of the sampled frames; it sets the time axis of their positions.
-        seconds: from one temporal patch to the next.
-        frames: how many frames the video has in all.
-        rate: of all its frames.
+        seconds: seconds from one temporal patch to the next.
+        frames: number of all frames of the video.
+        rate: frame rate of the video itself.
     """
 
     digest: str
@@ -54,16 +54,17 @@ class PreparedVideo:
 
 
 Media = PreparedImage | PreparedVideo
-"""What one content part becomes."""
+"""The prepared form of one content part."""
 
 
 def encoder_items(media: Sequence[Media]) -> list[PreparedImage]:
-    """What the engine encodes one by one: images, tiles and temporal patches, in prompt order."""
+    """Returns the items that the engine encodes one by one: images, tiles and temporal patches, in prompt order."""
     return [item for one in media for item in (one.patches if isinstance(one, PreparedVideo) else one.items or (one,))]
 
 
 def position_spans(spans: Sequence[MediaSpan], media: Sequence[Media]) -> tuple[list[MediaSpan], list[float | None]]:
-    """The arguments of ``mrope_positions``: one span per image or video, and seconds between its temporal patches.
+    """Returns the arguments of ``mrope_positions``: one span per image or video, and seconds between its temporal
+    patches.
 
     Args:
         spans: one per item of ``encoder_items(media)``, in that order.

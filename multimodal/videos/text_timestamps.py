@@ -1,4 +1,4 @@
-"""Videos whose temporal patches follow a text timestamp each. Torch-free."""
+"""Expands videos whose temporal patches are each preceded by a timestamp in text. Torch-free."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ def expand_with_timestamps(
     times: Sequence[Sequence[int]] = (),
     marks: tuple[int, int] = (-1, -1),
 ) -> tuple[list[int], list[MediaSpan]]:
-    """``placeholders.expand_placeholders``, with a video's temporal patches apart.
+    """Expands placeholders as ``placeholders.expand_placeholders``, but each temporal patch of a video separately.
 
     Args:
-        times: ids of what is said before each temporal patch of all videos, in order.
-        marks: ids before and behind each of them. Where they stand around a video's own token they are dropped.
+        times: ids of the timestamp text before each temporal patch of all videos, in order.
+        marks: ids before and after each temporal patch. If they surround a video's placeholder in ``tokens``, those are
+            dropped.
 
     Raises:
-        ValueError: as there.
+        ValueError: as ``expand_placeholders``.
     """
     out: list[int] = []
     spans: list[MediaSpan] = []

@@ -1,7 +1,7 @@
-"""Video files through PyAV (``pip install trencadis[video]``): counts frames and decodes the wanted ones.
+"""Video files through PyAV (``pip install trencadis[video]``): counts frames and decodes the requested ones.
 
-Files are opened with a named container format from a fixed list: if left to guess, ffmpeg also opens playlists, which
-make it read other files and addresses.
+Files are opened with a named container format from a fixed list: when it detects the format, ffmpeg also opens
+playlists, which make it read other files and addresses.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ SYNC = 188
 
 
 def container_format(data: bytes | bytearray) -> str | None:
-    """ffmpeg's name for the format that the first bytes indicate; None if it is not one that is opened here."""
+    """Returns ffmpeg's name for the format that the first bytes indicate.
+
+    None if it is not in the list of supported formats.
+    """
     if data[4:8] in (b"ftyp", b"moov", b"mdat", b"wide"):
         return "mov"
     if data[:4] == b"\x1aE\xdf\xa3":
@@ -55,11 +58,11 @@ class VideoFile:
     """The first video stream of a file.
 
     Args:
-        width: pixels, before any rotation; likewise ``height``.
+        width: width in pixels before any rotation; likewise ``height``.
         fps: the stream's average frame rate.
-        frames: how many frames it has.
-        times: presentation times of the frames, ascending, in the stream's time base; None if the container's times
-            or index are unreliable: then frames are decoded and counted from the start.
+        frames: number of frames.
+        times: presentation times of the frames, ascending, in the stream's time base; None if the container's times or
+            index are unreliable: then frames are decoded and counted from the start.
         keys: times of keyframes, at which decoding can begin.
         file: PyAV's container, ``stream`` its video stream.
     """
@@ -76,7 +79,7 @@ class VideoFile:
     def read(self, wanted: Sequence[int]) -> Iterator[npt.NDArray[np.uint8]]:
         """Yields the frames ``wanted`` (ascending indices, repeats allowed) as upright uint8 [height, width, 3].
 
-        Call it once. The next frame that decodes stands in for one that does not, at the end the last.
+        Call it once. A frame that does not decode is replaced by the next one that does, or at the end by the last.
 
         Raises:
             BadRequest: no frame decodes.
@@ -104,7 +107,7 @@ class VideoFile:
             after = bisect_right(self.keys, target)
             key = self.keys[after - 1] if after else times[0]
             if at is None or key > at:
-                # Decoding on without a seek would decode whole groups of images for nothing.
+                # Without a seek, whole groups of frames would be decoded needlessly.
                 self.file.seek(key, stream=self.stream)
                 decoded, at = self.file.decode(self.stream), EARLY
             while at < target and (frame := next(decoded, None)) is not None:
@@ -148,7 +151,7 @@ def open_video(data: bytes | bytearray, max_pixels: int) -> Iterator[VideoFile]:
 
 
 def _stream(file: Any, max_pixels: int) -> Any:
-    """The first video stream, with one decoder thread and a bound on its pixels."""
+    """Returns the first video stream, set to one decoder thread and a bound on its pixels."""
     stream = next(iter(file.streams.video), None)
     if stream is None or stream.codec_context is None:
         raise BadRequest("The file holds no video.")
@@ -160,7 +163,7 @@ def _stream(file: Any, max_pixels: int) -> Any:
 
 
 def _scan_packets(file: Any, max_pixels: int, indexed: bool) -> VideoFile:
-    """Counts frames by their packets."""
+    """Counts frames by their packets and returns the open video."""
     stream = _stream(file, max_pixels)
     times: list[int] = []
     keys: list[int] = []
@@ -186,7 +189,7 @@ def _scan_packets(file: Any, max_pixels: int, indexed: bool) -> VideoFile:
 
 @contextmanager
 def _typed_errors() -> Iterator[None]:
-    """Turns whatever PyAV raises into BadRequest or TooLarge: ffmpeg's messages leak addresses and options."""
+    """Turns any error of PyAV into BadRequest or TooLarge: ffmpeg's messages leak addresses and options."""
     try:
         yield
     except TrencadisError:

@@ -1,4 +1,4 @@
-"""Prepares the videos of a request: loads their sources, samples, decodes, resizes and cuts frames."""
+"""Prepares the videos of a request: loads their sources; samples, decodes, resizes and cuts frames."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from trencadis.multimodal.videos.prepared_video import PreparedVideo
 from trencadis.multimodal.videos.video_job import FramePart
 
 FRAME_PIXELS = 1 << 26
-"""Most pixels of a frame before resizing: twice an 8K frame. A smaller limit of images holds for frames too."""
+"""Maximum pixels of a frame before resizing: twice an 8K frame. A smaller limit for images applies to frames too."""
 FETCH_TIMEOUT = 30.0
 """Default of VLLM_VIDEO_FETCH_TIMEOUT, seconds."""
 DECODE_SECONDS = 120.0
 DECODE_MEMORY = 1 << 30
 """Bytes of address space for a decoder and its reference frames."""
 FRAMES_AT_A_TIME = 8
-"""Frames of a list that are loaded together."""
+"""Number of frames of a list that are loaded together."""
 BAD_VIDEO = "The video is truncated or damaged."
 JPEG_LIST = "data:video/jpeg;base64,"
 
@@ -54,11 +54,12 @@ class VideoLimits:
     """Limits of one prompt, and of all requests together.
 
     Args:
-        videos: most videos of one prompt (--limit-mm-per-prompt).
-        frames: most frames sampled from one video.
-        seconds: longest video file.
-        concurrent: videos of all requests in preparation: loaded, not yet cut into patches.
-        downloads: videos of all requests that are downloading, or downloaded and waiting for their preparation.
+        videos: maximum number of videos of one prompt (--limit-mm-per-prompt).
+        frames: maximum number of frames sampled from one video.
+        seconds: longest duration of a video file.
+        concurrent: maximum number of videos, over all requests, in preparation: loaded, not yet cut into patches.
+        downloads: maximum number of videos, over all requests, that are downloading, or downloaded and waiting for
+            their preparation.
     """
 
     videos: int = 999
@@ -70,11 +71,11 @@ class VideoLimits:
 
 @dataclass(frozen=True)
 class VideoContent:
-    """A video's bytes, as they go to a worker: one file, or the frames of a list one after the other.
+    """A video's bytes as sent to a worker: one file, or the frames of a list one after the other.
 
     Args:
         data: the bytes.
-        parts: of a list, what each frame is; None: ``data`` is one video file.
+        parts: size and kind of each frame of a list; None: ``data`` is one video file.
     """
 
     data: bytes
@@ -82,7 +83,7 @@ class VideoContent:
 
     @property
     def digest(self) -> str:
-        """256-bit hex digest of the bytes and of what they are."""
+        """256-bit hex digest of the bytes and of ``parts``."""
         return content_digest(self.data, "video" if self.parts is None else f"frames {tuple(map(tuple, self.parts))}")
 
 
@@ -90,13 +91,13 @@ class VideoFrontend:
     """Loads, checks, samples, decodes, resizes and cuts videos; decoding runs in worker processes.
 
     Args:
-        processor: the checkpoint's image processor; frames keep within its limits.
+        processor: the checkpoint's image processor, whose limits apply to frames.
         loader: loads URLs and paths.
         cache: holds prepared media, shared with ImageFrontend.
-        decoder: ImageFrontend's, which owns the workers.
+        decoder: ImageFrontend's decoder, which owns the workers.
         limits: None: the defaults.
         uuids: shared with ImageFrontend; None: its own.
-        options: the server's (--mm-processor-kwargs); a request's own win.
+        options: the server's options (--mm-processor-kwargs); a request's own take precedence.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class VideoFrontend:
                 as ``param``: an invalid video or option, or a ``uuid`` without data that names no cached video.
             Conflict: the ``uuid`` names other media.
             TooLarge: too long, or too many frames or pixels.
-            Forbidden, UnsupportedMedia, Unprocessable: see ``MediaLoader.load`` and ``jobs.prepare_video``.
+            Forbidden, UnsupportedMedia, Unprocessable: see ``MediaLoader.load`` and ``video_job.prepare_video``.
             QueueFull: raised by ``scope.charge``.
         """
         if len(parts) > self.limits.videos:
@@ -140,7 +141,7 @@ class VideoFrontend:
         return await gather_or_cancel(self._prepare_part(part, tokens_left, scope) for part in parts)
 
     def close(self) -> None:
-        """Ends the loader's threads. ImageFrontend closes the decoder."""
+        """Shuts down the loader's threads. ImageFrontend closes the decoder."""
         self.loader.close()
 
     async def _prepare_part(self, part: MediaPart, tokens_left: int, scope: MediaScope) -> PreparedVideo:
@@ -176,7 +177,7 @@ class VideoFrontend:
         return made
 
     async def _prepare_by_uuid(self, part: MediaPart, requested: MediaOptions, scope: MediaScope) -> PreparedVideo:
-        """The cached video that a uuid without data names."""
+        """Returns the cached video that a uuid without data names; raises BadRequest if there is none."""
         content_hash = self.uuids.find(scope.tenant, scope.salt, part.uuid or "")
         made = (
             None
@@ -188,7 +189,7 @@ class VideoFrontend:
         return cast(PreparedVideo, made)
 
     def _digest(self, content: str, requested: MediaOptions) -> str:
-        """256-bit hex digest of the content and of every setting that changes its patches."""
+        """Returns a 256-bit hex digest of the content and of every setting that changes its patches."""
         text = f"{content}\0{self.processor.fingerprint}\0{requested.key}"
         return hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
 
@@ -262,7 +263,7 @@ class VideoFrontend:
 
 
 def _has_web_url(source: Any) -> bool:
-    """Whether a source, or a frame of a list, is an http(s) URL."""
+    """Returns True if a source, or a frame of a list, is an http(s) URL."""
     return any(map(is_web_url, source)) if isinstance(source, list | tuple) else is_web_url(source)
 
 
@@ -272,16 +273,16 @@ def _to_raw_rgb(image: Image.Image, max_pixels: int) -> tuple[bytes, int, int]:
 
 
 def video_from_answer(answer: JobResult, limits: FrameLimits, digest: str, most: int) -> PreparedVideo:
-    """Checks a worker's answer against the limits: a hostile file may control its worker.
+    """Checks a worker's answer against the limits (a hostile file may control its worker) and builds the video of it.
 
     Args:
-        most: frames that may be sampled.
+        most: maximum number of sampled frames.
 
     Returns:
         The video; the ``pixels`` of its patches are uint8 [patches, patch values].
 
     Raises:
-        BadRequest: the answer is not one that a video can give.
+        BadRequest: the answer cannot come from a valid video.
     """
     v: dict[str, Any] = {"indices": None, "fps": None, "frames": None, "size": None, "rate": None, **answer.values}
     indices, fps, frames, size = v["indices"], v["fps"], v["frames"], v["size"]
@@ -311,7 +312,7 @@ def video_from_answer(answer: JobResult, limits: FrameLimits, digest: str, most:
 
 
 def _is_valid(indices: Any, size: Any, frames: Any, most: int) -> bool:
-    """Whether these are ascending frame indices below ``frames``, and a height and a width."""
+    """Returns True if ``indices`` are ascending frame indices below ``frames``, and ``size`` a height and a width."""
     if not isinstance(indices, list) or not isinstance(size, list):
         return False
     numbers = [*indices, *size, frames]
@@ -322,10 +323,11 @@ def _is_valid(indices: Any, size: Any, frames: Any, most: int) -> bool:
 
 
 def patch_digest(pixels: Any, height: int, width: int) -> str:
-    """256-bit hex digest of a temporal patch: equal frames share arena rows, whatever their video and frame rate.
+    """Returns a 256-bit hex digest of a temporal patch: equal frames share arena rows, whatever their video and frame
+    rate.
 
     Args:
-        pixels: uint8 of any shape; ``height`` and ``width`` of the frames in pixels.
+        pixels: uint8 of any shape; ``height`` and ``width``: of the frames in pixels.
     """
     digest = hashlib.blake2b(b"frames %d %d\0" % (height, width), digest_size=32)
     digest.update(np.ascontiguousarray(pixels).data)

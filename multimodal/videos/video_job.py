@@ -29,15 +29,17 @@ from trencadis.multimodal.videos.video_file import open_video
 Values = dict[str, Any]
 Rgb = npt.NDArray[np.uint8]
 MAX_ANIMATION_FRAMES = 10_000
-"""Most frames of an animation."""
+"""Maximum number of frames of an animation."""
 MAX_LIST_SECONDS = 1 << 20
-"""Most seconds that a list of frames may span; positions count time, and are int32."""
+"""Maximum seconds that a list of frames may span; positions count time, and are int32."""
 MAX_DECODED_PIXELS = 1 << 31
-"""Most pixels of an animation's frames together; each must be decoded to reach the next."""
+"""Maximum pixels of an animation's frames together; each must be decoded to reach the next."""
 
 
 class FramePart(NamedTuple):
-    """One frame of a list: its bytes, and height and width in pixels if they are raw RGB (else 0, 0: an image file)."""
+    """One frame of a list: number of bytes, and height and width in pixels if they are raw RGB (0, 0: an image
+    file).
+    """
 
     nbytes: int
     height: int = 0
@@ -45,7 +47,7 @@ class FramePart(NamedTuple):
 
 
 class ClipTooLarge(BadRequest):
-    """The video needs more tokens than this request has left; another request may have more."""
+    """Error of a video that needs more tokens than this request has left; another request may have more."""
 
 
 def prepare_video(data: bytes | bytearray, options: Mapping[str, Any]) -> tuple[Values, Sequence[memoryview]]:
@@ -129,7 +131,7 @@ def _listed_images(
     data: bytes | bytearray, parts: Sequence[FramePart], max_pixels: int, limits: FrameLimits,
     requested: MediaOptions,
 ) -> Iterator[Rgb]:  # fmt: skip
-    """Frames of a list, each resized as an image of its own (see ``list_frame_size``)."""
+    """Yields the frames of a list, each resized as a separate image (see ``list_frame_size``)."""
     at = 0
     for size, height, width in parts:
         file = bytes(data[at : at + size])
@@ -155,7 +157,7 @@ def _check_frame_size(
     requested: MediaOptions,
     limits: FrameLimits,
 ) -> tuple[int, int]:
-    """The (height, width) of resized frames. Refuses too many frames or tokens before anything is decoded."""
+    """Returns the (height, width) of resized frames. Refuses too many frames or tokens before decoding."""
     taken = len(chosen.indices)
     if taken > options["max_frames"]:
         raise TooLarge(f"{taken} frames would be sampled from the video; the limit is {options['max_frames']}.")
@@ -204,7 +206,7 @@ def _cut_frames(
 def resize_frame(image: Rgb, size: tuple[int, int]) -> Rgb:
     """Resizes uint8 [height, width, 3] to ``size`` (height, width): antialiased bicubic in float32, rounded once.
 
-    qwen-vl-utils resizes frames by torchvision, which does the same; Pillow on bytes rounds and clips after each pass.
+    torchvision, by which qwen-vl-utils resizes frames, does the same; Pillow on bytes rounds and clips after each pass.
     """
     height, width = size
     if image.shape[:2] == size:

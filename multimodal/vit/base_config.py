@@ -1,4 +1,4 @@
-"""Formulas of towers that are vision transformers: norms before attention and MLP, biases everywhere. Torch-free."""
+"""Sizes of towers that are vision transformers: norms before attention and MLP, biases everywhere. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from trencadis.core.checkpoint.vision_config import SharedMatrix, VisionConfig
 from trencadis.core.shared_constants import align_up
 
 STREAMS = 4
-"""Tensors as wide as the residual stream that are held beside attention or the MLP."""
+"""Number of tensors as wide as the residual stream that are held during attention or the MLP."""
 
 WIDEST = 8
-"""Such tensors while nothing else is held: in norms, in sums over ranks, in float32 rotary."""
+"""Number of such tensors while nothing else is held: in norms, in all-reduces, in float32 rotary."""
 
 FREQUENCY = 12
-"""Bytes of a rotary frequency: float32, and its axis in int64."""
+"""Bytes of a rotary frequency: float32, plus its axis in int64."""
 
 
 @dataclass(frozen=True)
 class ViTConfig(VisionConfig):
-    """A vision transformer.
+    """Configuration of a vision transformer.
 
-    ``layer_norm``: norms have a bias. The rest are canonical names: of the layers, and in each of qkv or its three
-    parts, of the attention's output, of the MLP's matrices. ``pads_to_unit``: its tower fills patches and columns of
-    the MLP with zeros to a device's unit. ``bytes_per_value``: bytes of a slot's value.
+    ``layer_norm``: norms have a bias. ``layer_prefix``: canonical name of the layers; ``qkv`` (fused, or its three
+    parts), ``attention_out``, ``mlp_in`` and ``mlp_out``: canonical names within a layer. ``pads_to_unit``: its tower
+    pads patches and columns of the MLP with zeros to a device's alignment unit. ``bytes_per_value``: bytes of a slot's
+    value.
     """
 
     pads_to_unit: ClassVar[bool] = False
@@ -40,25 +41,25 @@ class ViTConfig(VisionConfig):
 
     @abstractmethod
     def projector_matrices(self, ranks: int) -> Iterator[SharedMatrix]:
-        """As ``matrices``: of what makes rows."""
+        """Yields the projector's matrices, in the form of ``matrices``."""
 
     @abstractmethod
     def other_weights(self, ranks: int) -> int:
-        """Exact number of weights of rank 0 outside of the layers and the patch embedding."""
+        """Returns the exact number of weights of rank 0 outside of the layers and the patch embedding."""
 
     @property
     def biases(self) -> tuple[bool, bool]:
-        """Whether queries, keys and values have biases; whether the attention's output and the MLP have."""
+        """(True if queries, keys and values have biases, True if the attention's output and the MLP have)."""
         return True, True
 
     @property
     def patch_embed_inputs(self) -> int:
-        """Values of a slot, which the patch embedding multiplies."""
+        """Number of values of a slot that the patch embedding multiplies."""
         return self.slot.values // self.bytes_per_value
 
     @property
     def norm_weights(self) -> int:
-        """Values of a norm over the stream."""
+        """Number of weights of a norm over the residual stream."""
         return self.hidden * (2 if self.layer_norm else 1)
 
     def _layer_weights(self) -> int:
@@ -78,11 +79,11 @@ class ViTConfig(VisionConfig):
         return self.depth * self._layer_weights() + self.patch_embed_inputs * self.hidden + self._projector_weights()
 
     def _mlp_columns(self, ranks: int, unit: int) -> int:
-        """Columns of the MLP of one rank."""
+        """Returns the number of columns of one rank's MLP."""
         return align_up(-(-self.intermediate // ranks), unit if self.pads_to_unit else 1)
 
     def _patch_embed_columns(self, unit: int) -> int:
-        """Columns of the patch embedding."""
+        """Returns the number of columns of the patch embedding."""
         return align_up(self.patch_embed_inputs, unit if self.pads_to_unit else 1)
 
     def count_rank_weights(self, ranks: int, unit: int = 1) -> int:
@@ -93,7 +94,7 @@ class ViTConfig(VisionConfig):
         return self.depth * layer + self._patch_embed_columns(unit) * self.hidden + self.other_weights(ranks)
 
     def tables(self, unit: int = 1) -> int:
-        """Rotary frequencies, and how a byte becomes a value, float32 twice."""
+        """Returns the bytes of the rotary frequencies, and of scale and shift of the pixel values (both float32)."""
         return (
             self.head_dim // 2 * FREQUENCY if self.rotary else 0
         ) + 2 * self.bytes_per_value * self._patch_embed_columns(unit) * 4

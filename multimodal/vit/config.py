@@ -1,4 +1,4 @@
-"""A tower over tiles as the engine's plans see it: sizes, weights, costs. Torch-free."""
+"""Configuration of a tower over tiles: sizes, weights, costs. Torch-free."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ class TileVisionConfig(ViTConfig):
     """Configuration of a vision transformer over tiles of one size, and of the projector that turns merge cells of
     patches into rows.
 
-    A tile's slots are its patches, cell by cell, then the class token, of which no row is made.
+    A tile's slots are its patches, cell by cell, then the class token, which has no row.
 
     Args:
         image: pixels along a side of a tile.
         patch: pixels along a side of a patch.
-        eps: of the layers' norms; activation: of their MLPs.
+        eps: epsilon of the layers' norms; activation: of their MLPs.
         merge: patches along a side of a cell.
-        projector: activation between the projector's two linears; "": it is one linear.
-        projector_bias: whether those have biases.
-        qkv_bias: whether queries, keys and values have them.
+        projector: activation between the projector's two linear layers; "": it is one linear layer.
+        projector_bias: True if those have biases.
+        qkv_bias: True if queries, keys and values have biases.
 
-    ``class_token``: a tile has one. ``first_norm``: patches are normed before the layers; ``last_norm``: behind them;
-    ``cell_norm``: a whole cell is, before the projector. ``layer_scale``: what attention and MLP add is multiplied
-    feature by feature.
+    ``class_token``: a tile has a class token. ``first_norm``: patches are normalised before the layers; ``last_norm``:
+        after them; ``cell_norm``: a whole cell is normalised before the projector. ``layer_scale``: the outputs of
+        attention and MLP are multiplied feature by feature.
     """
 
     image: int
@@ -62,27 +62,27 @@ class TileVisionConfig(ViTConfig):
 
     @property
     def rows_per_tile(self) -> int:
-        """Arena rows of a tile: its cells."""
+        """Arena rows of a tile: the number of its cells."""
         return (self.side // self.merge) ** 2
 
     @property
     def real_slots(self) -> int:
-        """Slots of a tile that are no padding."""
+        """Slots of a tile that are not padding."""
         return self.side**2 + self.class_token
 
     @property
     def slots_per_tile(self) -> int:
-        """VISION slots of a tile."""
+        """VISION slots of a tile, padding included."""
         return align_up(self.real_slots, WINDOW_SLOTS)
 
     @property
     def max_tiles(self) -> int:
-        """Tiles of the largest image."""
+        """Number of tiles of the largest image."""
         return 1
 
     @cached_property
     def patch_positions(self) -> npt.NDArray[np.int32]:
-        """int32 [patches]: the place, row by row, of each patch in the order of the slots."""
+        """Row-major position of each patch in the order of the slots, int32 [patches]."""
         cells = self.side // self.merge
         grid = np.arange(self.side**2, dtype=np.int32).reshape(cells, self.merge, cells, self.merge)
         return grid.transpose(0, 2, 1, 3).reshape(-1)
@@ -93,7 +93,7 @@ class TileVisionConfig(ViTConfig):
 
     @property
     def cell_width(self) -> int:
-        """Values of a cell: those of its patches, one behind the other."""
+        """Number of values of a cell: those of its patches, concatenated."""
         return self.hidden * self.merge**2
 
     @property
@@ -114,7 +114,9 @@ class TileVisionConfig(ViTConfig):
         yield SharedMatrix("visual.projector.linear_2", self.out_hidden, inner, self.out_hidden)
 
     def other_weights(self, ranks: int) -> int:
-        """The table of places, whose first row holds the class token's embedding, norms, constants, the projector."""
+        """Returns the number of weights in the position table (whose first row is the class token's embedding),
+        norms, constants and projector.
+        """
         matrices = list(self.projector_matrices(ranks))
         total = sum(m.rows * m.columns + m.rows * self.projector_bias for m in matrices)
         total += (self.side**2 + 1) * self.hidden + (self.first_norm + self.last_norm) * self.norm_weights
@@ -131,11 +133,11 @@ class TileVisionConfig(ViTConfig):
 
     @property
     def cut_widths(self) -> int:
-        """Widths that cross a collective's cut: with layer scale, one more beside the product."""
+        """Widths that cross a collective's cut: with layer scale, one more for the product."""
         return super().cut_widths + self.layer_scale
 
     def exit_keeps(self, slots: int, itemsize: int, ranks: int, cached: bool) -> int:
-        """The projector's collective."""
+        """Returns the bytes that the projector's collective keeps."""
         if ranks == 1 or not self.projector:
             return 0
         inner = self.cell_width + 2 * -(-self.out_hidden // ranks) if cached else 0
@@ -144,7 +146,7 @@ class TileVisionConfig(ViTConfig):
 
 @dataclass(frozen=True)
 class SiglipVisionConfig(TileVisionConfig):
-    """SigLIP: no class token, a norm behind the layers."""
+    """SigLIP's tower: no class token, a norm after the layers."""
 
     class_token: ClassVar[bool] = False
     last_norm: ClassVar[bool] = True

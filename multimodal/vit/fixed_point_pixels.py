@@ -1,7 +1,7 @@
 """Pixels as fixed-point numbers of three bytes, for processors that downscale after the conversion to float.
 
-Such values lie in 1/1024 of a byte's step and leave the bytes' range by up to 40 %. They travel exactly, as three bytes
-each (``TileVisionConfig.bytes_per_value``), and the device adds what these stand for. Torch-free.
+Such values are multiples of 1/1024 of a byte's step and exceed the bytes' range by up to 40 %. They are sent exactly,
+as three bytes each (``TileVisionConfig.bytes_per_value``), and the device adds up the three weighted bytes. Torch-free.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import numpy.typing as npt
 PLANES = 3
 
 UNIT = 1024
-"""Values are whole numbers of 1 / UNIT."""
+"""Values are integer multiples of 1 / UNIT."""
 
 OFFSET = 128
 """Added to a value, so that none is negative."""
 
 PLANE_WEIGHTS = (64.0, 0.25, 1 / UNIT)
-"""What a step of each byte of a value stands for, the highest byte first."""
+"""Value of a step of each byte, the highest byte first."""
 
 BICUBIC_TAPS = (-3, 19, 19, -3)
-"""Cubic convolution (a = -3/4) half way between two values, in 1/32."""
+"""Weights of cubic convolution (a = -3/4) half way between two values, in 1/32."""
 
 UInt8 = npt.NDArray[np.uint8]
 Int32 = npt.NDArray[np.int32]
@@ -41,16 +41,16 @@ def encode_bytes(pixels: UInt8) -> UInt8:
 
 
 def downscale_bicubic(pixels: UInt8, side: int) -> Int32:
-    """int32 [side, side, channels], in 1 / UNIT, of an image whose sides are multiples of ``side``.
+    """Returns int32 [side, side, channels], in 1 / UNIT, of an image whose sides are multiples of ``side``.
 
-    Bicubic as torch's ``interpolate`` computes it: no antialiasing, edges repeated. A side of an odd multiple keeps
-    every value in the middle; in one of an even multiple the middle lies half way between two.
+    Bicubic as torch's ``interpolate`` computes it: no antialiasing, edges repeated. For an odd factor, samples fall on
+    pixels; for an even factor, half way between two.
     """
     return _downscale_axis(_downscale_axis(pixels.astype(np.int32), side).swapaxes(0, 1), side).swapaxes(0, 1)
 
 
 def _downscale_axis(values: Int32, side: int) -> Int32:
-    """The first axis made ``side`` long; 32 times the values."""
+    """Returns the values with the first axis reduced to ``side``, multiplied by 32."""
     factor = len(values) // side
     if factor % 2:
         return values[factor // 2 :: factor] * 32

@@ -1,4 +1,4 @@
-"""What vision_config of a tower over tiles says: sizes, activation and norm. Torch-free."""
+"""Parses the vision_config of a tower over tiles: sizes, activation and norm. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_SIDE_PIXELS = 4096
 
 
 class ViTDefaults(NamedTuple):
-    """A configuration class's values of keys that a file leaves out."""
+    """Defaults of a configuration class for keys that a file leaves out."""
 
     hidden: int
     heads: int
@@ -25,7 +25,7 @@ class ViTDefaults(NamedTuple):
 
 
 SIGLIP = ViTDefaults(768, 12, 12, 3072, 224, 16, 1e-6, "gelu_pytorch_tanh")
-"""SiglipVisionConfig's."""
+"""Defaults of SiglipVisionConfig."""
 
 BLOCK_NAMES = (
     (".encoder.layers.", ".blocks."),
@@ -34,16 +34,17 @@ BLOCK_NAMES = (
     (".mlp.fc1.", ".mlp.up_proj."),
     (".mlp.fc2.", ".mlp.down_proj."),
 )
-"""(stored, canonical) parts of the names of a tower by CLIP's or SigLIP's blocks."""
+"""(stored, canonical) parts of weight names in towers with CLIP's or SigLIP's blocks."""
 
 
 def read_vit_fields(
     c: JsonFields, kinds: tuple[str, ...], defaults: ViTDefaults, out_hidden: int, merge: int = 1, exact: bool = True
 ) -> dict[str, Any]:
-    """The fields of a ``TileVisionConfig`` with all its layers.
+    """Returns the fields of a ``TileVisionConfig`` with all its layers.
 
-    ``kinds``: what its model_type may be; ``out_hidden``: the decoder's width; ``merge``: as in ``TileVisionConfig``.
-    ``exact``: patches fill a tile; else what is left over at its right and lower edge is not seen.
+    ``kinds``: accepted values of its model_type; ``out_hidden``: the decoder's width; ``merge``: as in
+    ``TileVisionConfig``. ``exact``: patches must fill a tile; else the remainder at its right and lower edge is
+    ignored.
     """
     c.only("model_type", kinds, kinds[0])
     c.only("num_channels", (CHANNELS,), CHANNELS)
@@ -71,7 +72,7 @@ def read_vit_fields(
 
 
 def read_square_side(c: JsonFields, key: str, default: int) -> int:
-    """A side in pixels, or a pair of equal ones."""
+    """Reads a side in pixels, or a pair of equal ones."""
     given = c.values.get(key)
     if not isinstance(given, list):
         return c.integer(key, most=MAX_SIDE_PIXELS, default=default)
@@ -82,7 +83,10 @@ def read_square_side(c: JsonFields, key: str, default: int) -> int:
 
 
 def read_image_token(root: JsonFields, vocab: int, tokens: int, default: int) -> int:
-    """Id of the placeholder; ``tokens``: rows of a tile, which the file may state; 0: there are no tiles."""
+    """Reads the id of the placeholder token.
+
+    ``tokens``: rows of a tile, checked if the file has them; 0: there are no tiles.
+    """
     keys = [key for key in ("image_token_index", "image_token_id") if key in root.values]
     token = default
     for key in keys:

@@ -1,4 +1,6 @@
-"""A model whose images are tiles: the tower on packed slots, cell by cell, and the way of its rows to the arena."""
+"""A model whose images are tiles: the tower on packed slots, cell by cell, and the projector that stores its rows
+in the arena.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +27,22 @@ from trencadis.multimodal.vit.fixed_point_pixels import OFFSET, PLANE_WEIGHTS, P
 from trencadis.multimodal.vit.vit_block import ViTBlock, scale_and_shift
 
 CELL_EPS = 1e-5
-"""Of the norm over a whole cell: torch's default, which no configuration names."""
+"""Epsilon of the norm over a whole cell: torch's default, since no configuration has a key for it."""
 
 
 class TilePatchEmbed:
     """Patch embedding of a VISION launch: patches and class tokens plus position embeddings."""
 
-    position_table: Tensor  # [1 + patches, hidden]; row 0 is the class token at its place
+    position_table: Tensor  # [1 + patches, hidden]; row 0 is the class token at its position
 
     def __init__(self, ops: Ops, patch: Linear, norm: Norm | None, scale_shift: tuple[Tensor, Tensor]) -> None:
         self.ops, self.patch, self.norm, self.scale_shift = ops, patch, norm, scale_shift
 
     def __call__(self, pixels: Tensor, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """([s, hidden] of ``dtype``, what it is added to). int32 positions [s, 2]: the place in the table, and 0."""
+        """Returns (x, residual): x is [s, hidden] of ``dtype``, the residual like it, or None for zeros.
+
+        ``position`` is int32 [s, 2]: the row of the position table, and 0.
+        """
         x, index = self.patch(self.normalise_pixels(pixels, dtype)), position[:, 0]
         x = x * (index != 0).to(dtype)[:, None] + self.ops.gather_rows(self.position_table, index.long())
         if self.norm is not None:
@@ -45,12 +50,12 @@ class TilePatchEmbed:
         return x, self.ops.first_residual(x)
 
     def normalise_pixels(self, pixels: Tensor, dtype: torch.dtype) -> Tensor:
-        """[s, values of a patch] of ``dtype``, of a slot's bytes."""
+        """Returns pixel values of slots' bytes, [s, values of a patch] of ``dtype``."""
         return self.ops.patches(pixels, *self.scale_shift, dtype)
 
 
 class FixedPointPatchEmbed(TilePatchEmbed):
-    """The start of a VISION launch whose values have three bytes each (``fine``).
+    """Patch embedding of a VISION launch whose values have three bytes each (``bytes_per_value``).
 
     ``scale_shift``: (scale, shift), float32 [values of a patch].
     """
@@ -137,7 +142,7 @@ class TileProjector:
 class TileVisionModel(Decoder):
     """``core.models.interface.VisionModel`` over tiles, which the first pipeline stage encodes.
 
-    ``colours``: how the checkpoint's processor makes values.
+    ``normalisation``: of the checkpoint's processor.
     """
 
     constants: Tensor | None = None
@@ -175,9 +180,10 @@ class TileVisionModel(Decoder):
             self.constants = self.load_constant_rows(source)
 
     def load_position_table(self, source: WeightSource, at: str) -> Tensor:
-        """[1 + patches, hidden]: the class token at its place, then what a patch has by its place, biases included.
+        """Returns the position table, [1 + patches, hidden]: the class token at its position, then the embedding of
+        each patch position, biases included.
 
-        Here SigLIP's, which has no class token: zeros stand for it.
+        This is SigLIP's, which has no class token: row 0 is zeros.
         """
         c = self.tower
         table = source.take(f"{at}.position_embedding.weight", (c.side**2, c.hidden))
@@ -185,7 +191,10 @@ class TileVisionModel(Decoder):
         return torch.cat([torch.zeros_like(table[:1]), table])
 
     def load_constant_rows(self, source: WeightSource) -> Tensor:
-        """[constants, width of an arena row]: what is the same for every image, for towers with ``constants``."""
+        """Returns the rows that are the same for every image, [constants, width of an arena row].
+
+        Only towers with ``constants`` implement it.
+        """
         raise NotImplementedError
 
     def project_cells(self, source: WeightSource, cells: Tensor) -> Tensor:
@@ -215,7 +224,7 @@ class TileVisionModel(Decoder):
         for block in self.blocks:
             x, residual = ops.layer(block, x, residual, None, segments)
             ops.cut("layer")
-        assert residual is not None  # a tower has a layer at least
+        assert residual is not None  # a tower has at least one layer
         count = len(x) // c.slots_per_tile
 
         def cells(t: Tensor) -> Tensor:
@@ -226,7 +235,10 @@ class TileVisionModel(Decoder):
         ops.by_rows(self.projector, (x, residual, inputs.rows[: count * c.rows_per_tile]), self.persistent.arena)
 
     def pack(self, images: Sequence[Encode], slots: int) -> VisionInputs:
-        """Lays tiles out one after the other; the rest of ``slots`` is padding. Tile i has rows from i x tokens on."""
+        """Packs tiles one after the other; the rest of ``slots`` is padding.
+
+        Tile i has rows from i x ``rows_per_tile`` on.
+        """
         c, patches = self.tower, self.tower.side**2
         packed = VisionInputs(
             pixels=np.zeros((slots, c.slot.values), np.uint8),

@@ -1,4 +1,4 @@
-"""What image processors of tiles have in common: colours, cutting a tile into slots, options. Torch-free."""
+"""Shared by image processors of tiles: pixel normalisation, cutting a tile into slots, options. Torch-free."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class TileImageProcessor(PixelNormalisation, ABC):
 
     @property
     def values(self) -> int:
-        """uint8 values of a patch."""
+        """Number of uint8 values of a patch."""
         return self.bytes_per_value * CHANNELS * self.patch**2
 
     @property
     def rows_per_tile(self) -> int:
-        """Rows of a tile."""
+        """Arena rows of a tile."""
         return (self.image // self.patch // self.merge) ** 2
 
     @property
@@ -64,33 +64,38 @@ class TileImageProcessor(PixelNormalisation, ABC):
 
     @property
     def normalised_values(self) -> npt.NDArray[np.float32]:
-        """float32 [3, 256]: the device's result for each channel and byte."""
+        """Result on the device for each channel and byte, float32 [3, 256]."""
         scaled = (np.arange(256, dtype=np.float64) * self.rescale).astype(np.float32)
         mean, std = np.array(self.mean, np.float32)[:, None], np.array(self.std, np.float32)[:, None]
         return np.asarray((scaled[None] - mean) / std, np.float32)
 
     def with_options(self, options: MediaOptions, param: str | None = None) -> TileImageProcessor:
-        """This processor; raises BadRequest for options that would resize an image otherwise."""
+        """Returns this processor with a request's options.
+
+        Raises BadRequest for options that would change the size of an image.
+        """
         for name in ("min_pixels", "max_pixels", "resized_height", "resized_width"):
             if getattr(options, name) is not None:
                 raise BadRequest(FIXED_SIZE_MESSAGE, param=f"{param}.{name}" if param else name)
         return self.with_num_crops(options.num_crops, param or "")
 
     def with_num_crops(self, tiles: int | None, param: str) -> TileImageProcessor:
-        """This processor with a request's ``num_crops``; raises BadRequest where it does not apply."""
+        """Returns this processor with a request's ``num_crops``; raises BadRequest if it does not apply."""
         refuse_num_crops(tiles, param)
         return self
 
     @abstractmethod
     def compute_tile_geometry(self, height: int, width: int) -> ImageGeometry:
-        """``compute_geometry`` for any aspect ratio that is allowed."""
+        """Returns the geometry of an image whose aspect ratio has been checked."""
 
     @abstractmethod
     def cut_tiles(self, image: Image.Image, height: int, width: int) -> Sequence[UInt8]:
-        """uint8 [image, image, 3 x planes] each, of an image in RGB that ``height`` x ``width`` stand for."""
+        """Returns the tiles, uint8 [image, image, 3 x bytes_per_value] each, of an RGB image whose file has
+        ``height`` x ``width`` pixels.
+        """
 
     def compute_geometry(self, height: int, width: int) -> ImageGeometry:
-        """What an image becomes; raises BadRequest for an aspect ratio above 200."""
+        """Returns the geometry of an image; raises BadRequest for an aspect ratio above 200."""
         check_aspect(height, width)
         return self.compute_tile_geometry(height, width)
 
@@ -113,7 +118,10 @@ class TileImageProcessor(PixelNormalisation, ABC):
         return made.make_prepared(cut, digest, original)
 
     def cut_patches(self, tile: UInt8) -> UInt8:
-        """uint8 [patches, values] of a tile, cell by cell, each by channel, row and column; edges without a cell go."""
+        """Returns the patches of a tile, uint8 [patches, values], cell by cell, each by channel, row and column.
+
+        Pixels at the edges that fill no cell are dropped.
+        """
         merge, patch, unit = self.merge, self.patch, self.patch * self.merge
         rows, columns = tile.shape[0] // unit, tile.shape[1] // unit
         whole = tile[: rows * unit, : columns * unit]
@@ -122,19 +130,22 @@ class TileImageProcessor(PixelNormalisation, ABC):
 
 
 def layout_tiles(count: int, rows: int) -> tuple[PlaceholderRun, ...]:
-    """A layout of tiles one behind the other."""
+    """Returns the layout of ``count`` tiles one after the other, without text between them."""
     return tuple(PlaceholderRun(i, 0, rows) for i in range(count))
 
 
 def cut_squares(image: Image.Image, side: int) -> list[UInt8]:
-    """The squares of ``side`` pixels of an image whose sides are multiples of it, row by row."""
+    """Returns the squares of ``side`` pixels of an image whose sides are multiples of it, row by row."""
     pixels, rows, columns = np.asarray(image), image.height // side, image.width // side
     cut = pixels.reshape(rows, side, columns, side, CHANNELS).transpose(0, 2, 1, 3, 4)
     return list(cut.reshape(rows * columns, side, side, CHANNELS))
 
 
 def read_processor_settings(path: Path) -> JsonFields:
-    """The image processor's settings of a checkpoint; raises StartupError without a file, or without a size."""
+    """Reads the image processor's settings of a checkpoint.
+
+    Raises StartupError without a file or if its size is null.
+    """
     for where in (path / name for name in PROCESSOR_FILES):
         c = JsonFields(read_json(where) or {}, where)
         nested = c.is_given("image_processor")
@@ -147,13 +158,16 @@ def read_processor_settings(path: Path) -> JsonFields:
 
 
 def has_processor_settings(path: Path) -> bool:
-    """Whether a checkpoint has an image processor's settings; without them there is no image, only plans."""
+    """Returns True if a checkpoint has an image processor's settings.
+
+    Without them it can be planned for, but takes no images.
+    """
     newer = read_json(path / PROCESSOR_FILES[0]) or {}
     return (path / PROCESSOR_FILES[1]).is_file() or newer.get("image_processor") is not None
 
 
 def get_vision_config(config: ModelConfig) -> TileVisionConfig:
-    """The tower's configuration."""
+    """Returns the tower's configuration."""
     assert isinstance(config.vision, TileVisionConfig)
     return config.vision
 
@@ -161,7 +175,7 @@ def get_vision_config(config: ModelConfig) -> TileVisionConfig:
 def check_processor_kwargs(mm_kwargs: Mapping[str, Any], tiles: bool = False) -> int | None:
     """Refuses ``--mm-processor-kwargs`` that would change an image's size or pixels; returns num_crops, if given.
 
-    ``tiles``: whether num_crops applies.
+    ``tiles``: True if num_crops applies.
     """
     given = server_options(mm_kwargs)
     if given.pixels or given.checkpoint:
@@ -173,13 +187,16 @@ def check_processor_kwargs(mm_kwargs: Mapping[str, Any], tiles: bool = False) ->
 
 
 def shared_processor_fields(v: TileVisionConfig, normalisation: PixelNormalisation = CLIP) -> dict[str, Any]:
-    """The fields of a ``TileImageProcessor`` that follow from the tower and the colours."""
+    """Returns the fields of a ``TileImageProcessor`` that follow from the tower and the pixel normalisation."""
     own = {f.name: getattr(normalisation, f.name) for f in fields(PixelNormalisation)}
     return {**own, "image": v.image, "patch": v.patch, "merge": v.merge, "slots": v.slots_per_tile}
 
 
 def image_needs(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
-    """Every item is one tile; the arena holds the largest image's. Raises StartupError for other options."""
+    """Returns slots and arena rows of an image: every item is one tile; the arena rows are the largest image's.
+
+    Raises StartupError for options that do not apply.
+    """
     check_processor_kwargs(mm_kwargs)
     v = get_vision_config(config)
     return ImageNeeds(v.slots_per_tile, v.slots_per_tile, v.rows_per_tile * v.max_tiles, tile=v.slots_per_tile)

@@ -1,4 +1,4 @@
-"""A layer of a vision transformer on packed slots, put together from the parts that its ``ViTConfig`` names."""
+"""A layer of a vision transformer on packed slots, assembled from the parts that its ``ViTConfig`` names."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ class ViTBlock:
 
     Args:
         whole: attention over whole items instead of windows.
-        eps: of both norms.
-        act: of the MLP, by ``Ops.act``'s name.
-        unit: zeros fill the MLP's columns to a multiple of it; its tower's configuration says so (``filled``).
+        eps: epsilon of both norms.
+        act: activation of the MLP, a name of ``Ops.act``.
+        unit: the MLP's columns are padded with zeros to a multiple of this; 1 unless the tower's
+            ``ViTConfig.pads_to_unit``.
     """
 
     def __init__(self, backend: Backend, c: ViTConfig, whole: bool, eps: float, act: str, unit: int = 1) -> None:
@@ -62,14 +63,15 @@ class ViTBlock:
     def __call__(
         self, x: Tensor, residual: Tensor | None, rotary: Rotary | None, segments: Segments
     ) -> tuple[Tensor, Tensor]:
-        """[s, hidden] to (MLP output, residual stream without it), [s, hidden] each."""
+        """Maps [s, hidden] to (MLP output, residual stream without it), [s, hidden] each."""
         normed, residual = self.norm1(x, residual)
         normed, residual = self.norm2(self.out(self._attend(normed, rotary, segments)), residual)
         return self.mlp(normed), residual
 
     def _attend(self, x: Tensor, rotary: Rotary | None, segments: Segments) -> Tensor:
-        """Returns the attention of ``x``, [s, heads * d]; a function of its own, so that a graph frees q, k and v
-        early. A function of its own, so that a graph keeps q, k and v no longer.
+        """Returns the attention of ``x``, [s, heads * d].
+
+        A function of its own, so that a graph frees q, k and v early.
         """
         s, d = x.shape[0], self.head_dim
         q, k, v = (t.view(s, -1, d) for t in torch.split(self.qkv(x), self.width, dim=1))

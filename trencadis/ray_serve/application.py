@@ -1,4 +1,4 @@
-"""From arguments to an application of Ray Serve; its replicas are ``trencadis.ray_serve.replica``."""
+"""Builds an application of Ray Serve from arguments; its replicas are ``trencadis.ray_serve.replica``."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ log = logging.getLogger("trencadis.server")
 
 
 def build(args: Mapping[str, Any]) -> Any:
-    """The application: one deployment, each of whose replicas is a whole server with an engine.
+    """Builds the application: one deployment, each of whose replicas is a whole server with an engine.
 
     Args:
-        args: flags of ``trencadis serve`` by name, as in a file of ``--config`` (``model``, ``max_model_len``), and
+        args: flags of ``trencadis serve`` by name, as in a ``--config`` file (``model``, ``max_model_len``), and
             ``deployment``: options of Ray Serve's deployment (``num_replicas``, ``autoscaling_config``,
-            ``ray_actor_options``). Cards are asked for by themselves.
+            ``ray_actor_options``). Devices are requested automatically.
 
     Raises:
-        StartupError: a flag is wrong, or names what a replica does not have.
+        StartupError: a flag is wrong, or does not apply to a replica.
     """
     try:
         serve: Any = import_module("ray.serve")
@@ -56,11 +56,11 @@ def build(args: Mapping[str, Any]) -> Any:
 
 
 def to_command_line(flags: Mapping[str, Any]) -> list[str]:
-    """Flags as words of a command line."""
+    """Returns flags as the arguments of a command line."""
     found: list[str] = []
     for name, value in flags.items():
         flag = "--" + name.strip("-").replace("_", "-")
-        text = str(value).strip().lower()  # `serve run` gives texts, YAML gives values; 1 is not true
+        text = str(value).strip().lower()  # `serve run` passes strings, YAML values; 1 is not true
         if value is None:
             continue
         if text in ("true", "false"):
@@ -73,7 +73,8 @@ def to_command_line(flags: Mapping[str, Any]) -> list[str]:
 
 
 def check_flags(line: list[str]) -> EngineConfig:
-    """What the flags say, checked where the application is built and not in a replica that dies of them.
+    """Returns the engine's configuration from the flags; checks them while the application is built, before a replica
+    fails on them.
 
     Raises:
         StartupError: a flag is wrong, or contradicts Ray Serve.
@@ -92,7 +93,7 @@ def check_flags(line: list[str]) -> EngineConfig:
 
 
 def actor_options(engine: EngineConfig) -> dict[str, Any]:
-    """What a replica takes of its node: a card for each rank; on a CPU its threads."""
+    """Returns the resources that a replica needs on its node: a device per rank, or CPUs for its threads."""
     ranks = engine.ranks
     device = likely(engine.device)
     if device == "cuda":

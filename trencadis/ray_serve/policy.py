@@ -1,4 +1,6 @@
-"""How many replicas Ray Serve should run: by the wait that a new request would have, and by the KV blocks in use."""
+"""Autoscaling policy: the number of Ray Serve replicas, by the predicted wait of a new request and the KV blocks in
+use.
+"""
 
 from __future__ import annotations
 
@@ -8,29 +10,30 @@ from collections.abc import Mapping
 from typing import Any
 
 WAIT, KV_USE = "wait_seconds", "kv_use"
-"""What replicas report (``ServedReplica.record_autoscaling_stats``)."""
+"""Names of the values that replicas report (``ServedReplica.record_autoscaling_stats``)."""
 
 MAX_WAIT = 1.0
-"""Seconds of wait at which another replica is worth its start."""
+"""Seconds of wait above which another replica is worth starting."""
 
 MAX_KV_USE = 0.85
-"""Share of the KV blocks in use from which requests are soon preempted."""
+"""Fraction of the KV blocks in use above which requests are soon preempted."""
 
 IDLE_LOAD = 0.5
-"""Load below which a replica may go, if the others can take its share."""
+"""Load below which a replica may be removed, if the others can take its share."""
 
 DOWNSCALE_SECONDS = 120.0
-"""Seconds of such a load before one goes: it drains, and its caches are gone."""
+"""Seconds of such a load before a replica is removed: it must drain, and its caches are lost."""
 
 
 def scale(context: Any) -> tuple[int, dict[str, Any]]:
-    """A policy for ``autoscaling_config: {policy: {policy_function: trencadis.ray_serve.policy:scale}}``.
+    """Computes the number of replicas; for ``autoscaling_config: {policy: {policy_function:
+    trencadis.ray_serve.policy:scale}}``.
 
     Args:
         context: ``ray.serve.config.AutoscalingContext``.
 
     Returns:
-        The number of replicas, and what the next call gets as ``policy_state``.
+        The number of replicas, and the ``policy_state`` of the next call.
     """
     now = context.current_time or time.time()
     least, most = context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas
@@ -50,15 +53,13 @@ def scale(context: Any) -> tuple[int, dict[str, Any]]:
 
 
 def compute_load(metrics: Mapping[str, Mapping[Any, float]], count: int) -> float:
-    """Returns the load of ``count`` replicas; 1 means exactly as much as they should have. Replicas that report
-    nothing yet count as empty.
-    """
+    """Returns the load of ``count`` replicas, 1 being the target. Replicas that report nothing yet count as empty."""
     waits, uses = metrics.get(WAIT, {}).values(), metrics.get(KV_USE, {}).values()
     return max(sum(waits) / count / MAX_WAIT, sum(uses) / count / MAX_KV_USE)
 
 
 class WaitEstimator:
-    """Predicts the wait of a new request by Little's law: those that wait, over how many begin a second."""
+    """Predicts the wait of a new request by Little's law: waiting requests over the rate at which requests begin."""
 
     SPAN = 10.0
     """Seconds over which the rate is averaged."""
@@ -67,7 +68,7 @@ class WaitEstimator:
         self._begun, self._at, self._rate = 0, 0.0, 0.0
 
     def estimate(self, submitted: int, waiting: int, now: float) -> float:
-        """Seconds; ``submitted``: requests so far, which begins anew with an engine."""
+        """Returns seconds; ``submitted``: number of requests so far, which restarts at 0 with an engine."""
         begun = submitted - waiting
         if self._at and now > self._at and begun >= self._begun:
             share = 1 - math.exp((self._at - now) / self.SPAN)

@@ -1,4 +1,4 @@
-"""One replica of Ray Serve: the whole server but its port, over an engine of its own."""
+"""One replica of Ray Serve: the whole server without a port, over its own engine."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from trencadis.server.engine.spawn import EngineHandle
 
 POLL_SECONDS = 0.1
-"""Seconds between two looks at an engine that loads."""
+"""Interval in seconds between checks of an engine that is loading."""
 
 MAX_QUEUED_PIECES = 64
-"""Pieces of an answer that may wait for their reader."""
+"""Maximum number of response pieces that are queued for the client."""
 
 
 class ServedReplica:
-    """A deployment's class. It counts from ``/ready`` on, and ends by draining.
+    """Class of the deployment. A replica is up once ``/ready`` would succeed, and drains before it ends.
 
     Args:
         words: flags of ``trencadis serve``.
@@ -60,7 +60,7 @@ class ServedReplica:
         self._failed = message
 
     async def __call__(self, request: Request) -> StreamingResponse:
-        """Answers a request, in the pieces in which the app sends them."""
+        """Answers a request, streaming the response in the pieces that the app sends."""
         from starlette.responses import StreamingResponse
 
         begun: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
@@ -87,7 +87,7 @@ class ServedReplica:
                 while (piece := await pieces.get()) is not None:
                     yield piece
             finally:
-                task.cancel()  # a client that is gone ends its request
+                task.cancel()  # a client that disconnects ends its request
                 await asyncio.gather(task, return_exceptions=True)
 
         answer = StreamingResponse(body(), head["status"])
@@ -95,19 +95,19 @@ class ServedReplica:
         return answer
 
     def check_health(self) -> None:
-        """Raises where only a new replica can help; one whose engine restarts stays."""
+        """Raises RuntimeError if only a new replica can help; a replica whose engine is restarting stays healthy."""
         if self.supervisor.failing or self._failed:
             raise RuntimeError(self._failed or "engines fail again and again")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Figures for ``trencadis.ray_serve.policy``."""
+        """Returns the values for ``trencadis.ray_serve.policy``."""
         stats, links = self.supervisor.stats, getattr(self.supervisor, "engines", [self.supervisor])
         waiting = max(stats.waiting - stats.deferred, 0)
         wait = self._wait_estimator.estimate(sum(one.link.submitted for one in links), waiting, time.monotonic())
         return {WAIT: wait, KV_USE: stats.kv_used / stats.kv_total if stats.kv_total else 0.0}
 
     async def __del__(self) -> None:
-        """Finishes what runs, and ends the engine."""
+        """Finishes running requests and stops the engine."""
         if not hasattr(self, "supervisor"):
             return
         await self.supervisor.drain(self._drain_timeout)
