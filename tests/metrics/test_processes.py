@@ -68,7 +68,7 @@ def test_a_process_counts_while_it_lives_and_its_seconds_stay() -> None:
         burnt = now["vllm:server_cpu_seconds"]["decode_worker"]
         assert (
             burnt >= burnt_before + 0.1
-            and now["vllm:server_cpu_seconds"][API] >= before["vllm:server_cpu_seconds"][API]
+            and now["vllm:server_cpu_seconds"][API] >= before["vllm:server_cpu_seconds"][API] - 1e-6
         )
     finally:
         done.set()
