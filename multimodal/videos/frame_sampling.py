@@ -250,7 +250,7 @@ def list_frame_size(
 
 
 def fit_pixels(height: int, width: int, factor: int, least: float, most: float) -> tuple[int, int]:
-    """Computes qwen-vl-utils' ``smart_resize``: unlike ``qwen2_vl.smart_resize`` it raises sides to ``factor`` before
+    """Computes qwen-vl-utils' ``smart_resize``: unlike that of images it raises sides to ``factor`` before
     it checks the area.
 
     All in pixels; returns (height, width).

@@ -21,7 +21,7 @@ TOWERS = ("multimodal/pixtral_tower/", "multimodal/mllama_tower/")
 """Vision towers that several families share, called by the model that brought them."""
 LONGER = ("core/families/", "multimodal/qwen2_vl/", "multimodal/mllama/")
 """Decoders without images; a family with videos, whose processor others are made of; and one with cross attention."""
-LINES = 270
+LINES = 280
 """Of a family's package, processor and configuration included."""
 NAMES = re.compile(
     r"1_?176\b|image_pad\b|video_pad\b|qwen[23](_5|\.5)?[_-]?vl|llava|clipvision|internvl|idefics|smolvlm|pixtral|mistral3"
