@@ -165,23 +165,30 @@ class Ticket:
     left: bool = False
     account: TenantAccount | None = None
     answer: AnswerCharge | None = None
+    reserved: int = 0
+    """Tokens of the answer that the tenant has paid in advance."""
 
-    def charge(self, *, requests: int = 0, tokens: int = 0, pixels: int = 0) -> None:
-        """Charges more amounts, or raises as ``Admission.enter`` does; does nothing after ``leave``."""
+    def charge(self, *, requests: int = 0, tokens: int = 0, pixels: int = 0, output: int = 0) -> None:
+        """Holds more, or raises as ``Admission.enter`` does; does nothing after ``leave``.
+
+        Args:
+            output: tokens that the answer may have, which the tenant's limit must have until ``leave``.
+        """
         if self.left:
             return
         held, wanted = self.held, Amounts(requests, tokens, pixels)
         with self.admission.together:
             self.admission.check(wanted, held)
             if self.account is not None:
-                self._spend(self.account, wanted)
+                self._spend(self.account, wanted, output)
             self.admission.take(wanted)
         self.held = Amounts(held.requests + requests, held.tokens + tokens, held.pixels + pixels)
 
-    def _spend(self, account: TenantAccount, wanted: Amounts) -> None:
-        """Charges the request's tenant, before any amount is held; raises if a limit of the tenant is reached."""
+    def _spend(self, account: TenantAccount, wanted: Amounts, output: int) -> None:
+        """Charges the request's tenant, whose limits are looked at before anything is held."""
         if wanted.tokens:
-            account.take("tokens_per_minute", wanted.tokens)
+            account.take("tokens_per_minute", wanted.tokens, output)
+            self.reserved += output
         if wanted.pixels:
             account.take("pixels_per_minute", wanted.pixels)
         if wanted.requests:
@@ -205,6 +212,7 @@ class Ticket:
         held, self.held = self.held, NOTHING
         if self.account is not None:
             self.account.leave(held.requests)
+            self.account.give_back("tokens_per_minute", self.reserved)
         self.admission.release(held)
 
 

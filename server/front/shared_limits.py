@@ -131,10 +131,15 @@ class SharedAccount(TenantAccount):
         with self._sync_with_table():
             super().refund(name, count)
 
-    def take(self, name: str, count: float) -> None:
+    def take(self, name: str, count: float, reserved: float = 0.0) -> None:
         """See ``TenantAccount``."""
         with self._sync_with_table():
-            super().take(name, count)
+            super().take(name, count, reserved)
+
+    def give_back(self, name: str, reserved: float) -> None:
+        """See ``TenantAccount``."""
+        with self._sync_with_table():
+            super().give_back(name, reserved)
 
     def spend(self, name: str, count: float) -> None:
         """See ``TenantAccount``."""

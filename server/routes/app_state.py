@@ -238,7 +238,7 @@ class AppState:
         request.tenant, request.weight = account.tenant.name, account.tenant.weight
 
         def on_finished(timing: RequestTiming) -> None:
-            account.spend("tokens_per_minute", timing.generated)
+            account.record_answer(timing.generated, timing.n)
             self.metrics.record_finished(timing)
 
         return on_finished

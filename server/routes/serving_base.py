@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Mapping
 from typing import Protocol
 
@@ -22,6 +23,10 @@ class PreparedRequest(Protocol):
     @property
     def prompt_tokens(self) -> int:
         """Number of tokens of all its prompts."""
+        ...
+
+    def estimate_output(self, usual: int) -> int:
+        """Most tokens of its answers, or ``usual`` of each whose length it does not limit."""
         ...
 
     @property
@@ -72,8 +77,15 @@ async def run_request(
 async def _run_to_end(ticket: Ticket, prepared: Awaitable[PreparedRequest]) -> BaseModel:
     """Runs the prepared request to its end and returns the whole answer."""
     work = await prepared
-    ticket.charge(tokens=work.prompt_tokens)
+    _charge_tokens(ticket, work)
     return await work.complete(lazy=ticket.answer is not None and ticket.answer.is_large)
+
+
+def _charge_tokens(ticket: Ticket, work: PreparedRequest) -> None:
+    """Charges the prompts, and to a tenant the answers too: what starts at once would exceed its rate many times."""
+    account = ticket.account
+    output = 0 if account is None else work.estimate_output(math.ceil(account.usual_length))
+    ticket.charge(tokens=work.prompt_tokens, output=output)
 
 
 async def _start_stream(
@@ -82,7 +94,7 @@ async def _start_stream(
     """Returns the stream, once its first event has arrived."""
     try:
         work = await run_until_disconnect(http, prepared)
-        ticket.charge(tokens=work.prompt_tokens)
+        _charge_tokens(ticket, work)
         stream = work.stream()
         events = await run_until_disconnect(http, wait_for_first(stream.stream_events()))
     except BaseException:

@@ -70,6 +70,12 @@ class RunningChat:
         """Tokens of the prompt, images included."""
         return len(self.generation.prompt.tokens)
 
+    def estimate_output(self, usual: int) -> int:
+        """Most tokens of its choices; ``usual`` of each if it has no limit."""
+        params = self.generation.params
+        most = params.max_tokens or 0
+        return params.n * (min(usual, most) if self.body.limit[1] is None else most)
+
     @property
     def usage(self) -> Usage:
         """Tokens so far."""

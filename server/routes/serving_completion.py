@@ -53,6 +53,12 @@ class RunningCompletion:
         """Number of tokens of all prompts."""
         return sum(len(g.prompt.tokens) for g in self.generations)
 
+    def estimate_output(self, usual: int) -> int:
+        """Most tokens of its choices; ``usual`` of each if it has no limit."""
+        every = [(g.params.n, g.params.max_tokens or 0) for g in self.generations]
+        limited = self.body.max_tokens is not None
+        return sum(n * (most if limited else min(usual, most)) for n, most in every)
+
     async def complete(self, lazy: bool = False) -> CompletionResponse:
         """Runs to the end and returns the whole answer; ``lazy``: see ``PreparedRequest``."""
         pieces: dict[tuple[int, int], list[TextPiece]] = {}

@@ -16,13 +16,18 @@ HEADERS = {"requests_per_minute": "requests", "tokens_per_minute": "tokens", "pi
 LONGEST = 120
 """Largest Retry-After, in seconds."""
 
+FIRST_LENGTH = 256.0
+"""Tokens that a choice is expected to have before a tenant has had any."""
+LEARNING = 16
+"""Answers over which the usual length is averaged."""
+
 
 @dataclass(slots=True)
 class TokenBucket:
     """A token bucket: holds at most a minute's worth, and refills evenly.
 
-    It may fall below zero, because the cost of an answer is known only once it is written; then it is closed until it
-    is above zero again.
+    It may fall below zero, as what an answer without a limit costs is known only once it is written; then it is closed
+    until it is above zero again.
     """
 
     rate: float
@@ -47,6 +52,7 @@ class TenantAccount:
         inside: choices inside the server now.
         used: requests, tokens and pixels since the start, by their names in ``RATES``.
         rejected: refusals by the name of the limit.
+        usual_length: tokens of a choice, averaged over the last ones.
     """
 
     tenant: Tenant
@@ -55,6 +61,7 @@ class TenantAccount:
     used: dict[str, float] = field(default_factory=lambda: dict.fromkeys(RATES, 0.0))
     rejected: dict[str, int] = field(default_factory=dict)
     buckets: dict[str, TokenBucket] = field(default_factory=dict)
+    usual_length: float = FIRST_LENGTH
 
     def __post_init__(self) -> None:
         self._fit_buckets()
@@ -88,8 +95,11 @@ class TenantAccount:
             self.take("requests_per_minute", 1)
         self.inside += requests
 
-    def take(self, name: str, count: float) -> None:
-        """Spends ``count`` of a rate, if the bucket holds as much.
+    def take(self, name: str, count: float, reserved: float = 0.0) -> None:
+        """Spends ``count`` of a rate, if the bucket has it.
+
+        Args:
+            reserved: taken from the bucket too, though not used yet; ``give_back`` returns it.
 
         Raises:
             KeyLimitReached: the bucket holds less.
@@ -97,10 +107,10 @@ class TenantAccount:
         bucket = self.buckets.get(name)
         if bucket is not None:
             bucket.refill(self.clock())
-            wait = bucket.wait(count)
+            wait = bucket.wait(count + reserved)
             if wait > 0:
                 self._refuse(name, max(1, min(LONGEST, math.ceil(wait))))
-            bucket.left -= count
+            bucket.left -= count + reserved
         self.used[name] += count
 
     def spend(self, name: str, count: float) -> None:
@@ -117,6 +127,19 @@ class TenantAccount:
         if bucket is not None:
             bucket.left = min(bucket.rate, bucket.left + count)
         self.used[name] -= count
+
+    def give_back(self, name: str, reserved: float) -> None:
+        """Returns what ``take`` reserved."""
+        bucket = self.buckets.get(name)
+        if bucket is not None:
+            bucket.refill(self.clock())
+            bucket.left = min(bucket.rate, bucket.left + reserved)
+
+    def record_answer(self, tokens: int, choices: int) -> None:
+        """Spends the tokens of an answer of ``choices`` choices, whose usual length is learned from it."""
+        self.spend("tokens_per_minute", tokens)
+        if tokens and choices:
+            self.usual_length += (tokens / choices - self.usual_length) / LEARNING
 
     def leave(self, requests: int) -> None:
         """Records that choices have left the server."""

@@ -81,7 +81,7 @@ def test_random_tickets_of_three_processes_are_admitted_as_those_of_one(tables: 
     assert refused > 100 and sum(sum(p.rejected.values()) for p in parts) == sum(one.rejected.values())
 
 
-def test_random_use_of_a_tenant_in_three_processes_is_limited_as_in_one(tables: list[SharedTable]) -> None:
+def test_random_use_of_a_tenant_in_three_processes_is_limited_as_in_one(tables: list[SharedTable]) -> None:  # noqa: C901
     rng, now = random.Random(4), [1000.0]
 
     def clock() -> float:
@@ -115,7 +115,9 @@ def test_random_use_of_a_tenant_in_three_processes_is_limited_as_in_one(tables: 
                 elif what < 0.63:
                     account.refund("requests_per_minute", 1)
                 elif what < 0.8:
-                    account.take("tokens_per_minute", 60)
+                    account.take("tokens_per_minute", 60, 30)
+                elif what < 0.85:
+                    account.give_back("tokens_per_minute", 30)
                 else:
                     account.spend("tokens_per_minute", 25)
                 reported.append("")

@@ -69,6 +69,10 @@ class TranslatedRun:
         """Tokens of the prompt, images included."""
         return self.chat.prompt_tokens
 
+    def estimate_output(self, usual: int) -> int:
+        """Most tokens of the answer; ``usual`` if it has no limit."""
+        return self.chat.estimate_output(usual)
+
     async def complete(self, lazy: bool = False) -> BaseModel:
         """Runs to the end and returns the whole answer."""
         blocks, last = self.make_block_builder(), TextPiece("")

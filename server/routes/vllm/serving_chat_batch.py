@@ -37,6 +37,10 @@ class BatchChat:
         """The stream format of its conversations."""
         return self.works[0].form
 
+    def estimate_output(self, usual: int) -> int:
+        """Most tokens of all answers; ``usual`` of each if they have no limit."""
+        return sum(work.estimate_output(usual) for work in self.works)
+
     async def complete(self, lazy: bool = False) -> ChatResponse:
         """Runs all to the end; the choice of conversation ``i`` has the index ``i``."""
         whole = await gather_or_cancel(work.complete(lazy) for work in self.works)
