@@ -59,7 +59,7 @@ class Scored(Policy):
     """The product's router."""
 
     def choose(self, job: Job, now: float) -> Assignment:
-        """What ``PrefixAffinityRouter.choose`` says."""
+        """Returns the choice of ``PrefixAffinityRouter.choose``."""
         ticket = self.router.choose(job.work, now)
         assert ticket is not None
         return ticket

@@ -1,4 +1,4 @@
-"""What a busy neighbour costs a CPU server: all threads beside ``--threads 1``, free and with one core taken.
+"""Measures what a busy neighbour costs a CPU server: all threads beside ``--threads 1``, free and with one core taken.
 
 python -m benchmarks.host.busy [--model DIR] [--clients 1,8] [--repeats 3] [--out 64] [--seconds 3]
                               [--other PYTHON]

@@ -4,11 +4,13 @@ twice."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic_core import to_json
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 SLICE = 64
 """Items of a list that are made and written at once."""
@@ -83,16 +85,33 @@ def _is_long(value: Any) -> bool:
     return isinstance(value, LazyItems)
 
 
-async def stream_json(value: BaseModel, done: Callable[[], None]) -> AsyncGenerator[bytes]:
-    """``write_json`` in writes of ``WRITE`` bytes; ``done`` is called at its end, also where the client leaves."""
-    try:
-        waiting = bytearray()
-        for piece in write_json(value):
-            waiting += piece
-            if len(waiting) >= WRITE:
-                yield bytes(waiting)
-                waiting.clear()
-                await asyncio.sleep(0)
-        yield bytes(waiting)
-    finally:
-        done()
+async def stream_json(value: BaseModel) -> AsyncGenerator[bytes]:
+    """``write_json`` in writes of ``WRITE`` bytes."""
+    waiting = bytearray()
+    for piece in write_json(value):
+        waiting += piece
+        if len(waiting) >= WRITE:
+            yield bytes(waiting)
+            waiting.clear()
+            await asyncio.sleep(0)
+    yield bytes(waiting)
+
+
+class SlicedResponse(StreamingResponse):
+    """A large answer, written by ``stream_json``.
+
+    Args:
+        done: called at its end, also where the client has left before the first byte: a generator that never began
+            would run no ``finally``.
+    """
+
+    def __init__(self, value: BaseModel, done: Callable[[], None], headers: Mapping[str, str]) -> None:
+        super().__init__(stream_json(value), headers=headers, media_type="application/json")
+        self._done = done
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the answer."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._done()

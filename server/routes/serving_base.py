@@ -8,11 +8,11 @@ from typing import Protocol
 
 from pydantic import BaseModel
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from trencadis.server.admission import Ticket
 from trencadis.server.prompts.generation import wait_for_first
-from trencadis.server.routes.json_slices import stream_json
+from trencadis.server.routes.json_slices import SlicedResponse
 from trencadis.server.routes.sse import EventStream, StreamFormat, run_until_disconnect
 from trencadis.server.routes.streams.piece_stream import PieceStream
 
@@ -68,8 +68,7 @@ async def run_request(
         charge = ticket.take_answer()
         if charge is None:
             return Response(whole.model_dump_json(), headers=headers, media_type="application/json")
-        written = stream_json(whole, charge.release)
-        return StreamingResponse(written, headers=headers, media_type="application/json")
+        return SlicedResponse(whole, charge.release, headers)
     finally:
         ticket.leave()
 

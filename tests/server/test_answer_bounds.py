@@ -15,7 +15,7 @@ from trencadis.core.request import SamplingParams
 from trencadis.server.answer_budget import FREE, AnswerBudget, AnswerShape
 from trencadis.server.protocol.chat_completions import ChatResponse
 from trencadis.server.routes import json_slices
-from trencadis.server.routes.json_slices import LazyItems, stream_json, write_json
+from trencadis.server.routes.json_slices import LazyItems, SlicedResponse, stream_json, write_json
 
 CHAT = AnswerShape(100, "top_logprobs", "max_tokens")
 
@@ -158,9 +158,10 @@ def test_other_tasks_run_between_slices() -> None:
         entry = {str(i): {"logprob": -1.0, "rank": i, "decoded_token": "word"} for i in range(21)}
         json_slices.set_items(made, "prompt_logprobs", range(count), lambda some: [entry for _ in some], lazy=True)
         begun, longest = time.monotonic(), 0.0
-        async for piece in stream_json(made, lambda: done.append(1)):
+        async for piece in stream_json(made):
             longest, begun = max(longest, time.monotonic() - begun), time.monotonic()
             size += len(piece)
+        done.append(1)
         assert longest < 2.5, "a deadline of ten times what is usual"
         await other
         return size
@@ -168,16 +169,28 @@ def test_other_tasks_run_between_slices() -> None:
     assert asyncio.run(write()) > 20 << 20 and turns > 200 and done == [1]
 
 
-def test_a_client_that_leaves_releases_the_charge() -> None:
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_a_client_that_leaves_releases_the_charge(after: int) -> None:
+    """Before the head of the answer, before its first byte, and amid it."""
+
     async def leave() -> list[int]:
-        released: list[int] = []
+        released, sent = list[int](), list[Any]()
         made = ChatResponse.model_validate(
             {"id": "x", "created": 1, "model": "m", "choices": [], "usage": {"prompt_tokens": 1}}
         )
         json_slices.set_items(made, "prompt_logprobs", range(100_000), list, lazy=True)
-        stream = stream_json(made, lambda: released.append(1))
-        await anext(stream)
-        await stream.aclose()
+
+        async def send(message: Any) -> None:
+            if len(sent) == after:
+                raise OSError
+            sent.append(message)
+
+        async def receive() -> Any:
+            await asyncio.sleep(60)
+
+        response = SlicedResponse(made, lambda: released.append(1), {})
+        with pytest.raises(Exception):  # noqa: B017  (starlette's own, whose name differs by version)
+            await response({"type": "http", "asgi": {"spec_version": "2.4"}}, receive, send)
         return released
 
     assert asyncio.run(leave()) == [1]
