@@ -215,7 +215,7 @@ class Policy:
             (core/launches/encoder_data_parallel.py).
         cross_attention: text launches have ``TextTensors.cross_attention`` for layers that attend to images.
         cross_attention_bytes: bytes of workspace of that attention; None: it gathers the rows
-            (core/memory/cross_attention_memory.py).
+            (core/memory/launch_memory.py).
         stages: the backend has a ``pipe`` (core/launches/stage_transfer.py) if ``BackendConfig.stages`` is above 1.
     """
 

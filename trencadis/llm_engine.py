@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest, TrencadisError, Unavailable, from_status
-from trencadis.core.links import placement
+from trencadis.core.links import topology as placement
 from trencadis.core.links.topology import topology
 from trencadis.core.process import device_env, torch_build
 from trencadis.core.progress import Progress

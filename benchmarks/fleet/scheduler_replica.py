@@ -13,9 +13,8 @@ from benchmarks.traces.sessions import Turn
 from trencadis.core.engine import Engine
 from trencadis.core.engine_stats import EngineInfo
 from trencadis.core.executor.uniproc_executor import UniprocExecutor
-from trencadis.core.kv.block_pool import BlockPool
+from trencadis.core.kv.block_pool import BlockPool, EvictionLog
 from trencadis.core.kv.encoder_cache import EncoderCache
-from trencadis.core.kv.eviction_log import EvictionLog
 from trencadis.core.kv.media_spans import MediaSpan
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.scheduling.image_packer import ImagePacker

@@ -1,20 +1,20 @@
 """Decides whether a configuration pools, and how: from flags, the files of sentence-transformers, then config.json.
 
 Torch-free. Names of keys are vLLM's (``--pooler-config``, ``--hf-overrides``) and sentence-transformers'.
+
+Looks up the ids of a chat model's answer words (yes, no) in tokenizer.json. Torch-free.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.json_fields import format_value, read_json
-from trencadis.core.checkpoint.kv_cache_config import requested_kv_format
-from trencadis.core.checkpoint.label_tokens import label_tokens
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.pooling_config import (
     ALL,
@@ -29,11 +29,42 @@ from trencadis.core.checkpoint.pooling_config import (
     TOKEN_TASKS,
     Pooling,
 )
+from trencadis.core.checkpoint.quant_config import requested_kv_format
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.models import registry
 from trencadis.core.models.family import CLASSIFY as CLASS_HEAD
 from trencadis.core.models.family import GENERATE, ClassHead
+
+
+class LabelTokens(NamedTuple):
+    """Words that an answer may begin with, and their token ids."""
+
+    words: tuple[str, ...]
+    ids: tuple[int, ...]
+
+
+def label_tokens(folder: Path, choices: Sequence[Sequence[str]]) -> LabelTokens:
+    """Returns the first of ``choices`` whose words all are single tokens of the vocabulary, without a preceding blank.
+
+    Raises:
+        StartupError: there is no vocabulary, or every choice has a word that is not a single token.
+    """
+    model = (read_json(folder / "tokenizer.json") or {}).get("model")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    if not isinstance(vocab, dict):
+        raise StartupError(f"--convert classify reads label tokens from {folder / 'tokenizer.json'}, which has none")
+    for words in choices:
+        found = (vocab.get(w.replace(" ", "\u0120"), vocab.get(w.replace(" ", "\u2581"))) for w in words)
+        ids = tuple(one for one in found if isinstance(one, int))
+        if len(ids) == len(words):
+            return LabelTokens(tuple(words), ids)
+    shown = ", ".join(choices[0])[:80]
+    raise StartupError(
+        f"{shown} are no tokens of {folder.name}; name the answers' tokens with "
+        """--hf-overrides '{"classifier_from_token": ["no", "yes"]}'"""
+    )
+
 
 KINDS = {"LAST": LAST, "MEAN": MEAN, "CLS": FIRST, "ALL": ALL, "STEP": ALL}
 SEQUENCE_KINDS = {"LAST": LAST, "MEAN": MEAN, "CLS": FIRST}

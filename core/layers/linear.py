@@ -1,15 +1,19 @@
-"""Linear layers, sharded over ranks by output columns or by input rows. Weights are packed while they are loaded."""
+"""Linear layers, sharded over ranks by output columns or by input rows. Weights are packed while they are loaded.
+
+A backend wrapper for layers that every rank holds whole.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trencadis.core.backend import Comm, Ops, Weight
+from trencadis.core.backend import Backend, Comm, Ops, Weight
 from trencadis.core.errors import StartupError
+from trencadis.core.launches.communicators import SingleRank
 from trencadis.core.layers.weight_source import StackedPart, StoredRows, WeightSource
 from trencadis.core.quant.quantised_tensor import QTensor, fits, join_weights
 from trencadis.core.shared_constants import align_up
@@ -252,3 +256,18 @@ def merge_or_separate(parts: list[Matrix]) -> list[Matrix]:
 
 def _join(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class ReplicatedBackend:
+    """A backend without collectives, for layers that are not sharded; all else is the wrapped backend's."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend, self.comm = backend, SingleRank()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+
+def replicate_layers(backend: Backend) -> Backend:
+    """Returns ``backend`` for layers that are not sharded over its ranks."""
+    return cast(Backend, ReplicatedBackend(backend))

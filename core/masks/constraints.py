@@ -1,7 +1,11 @@
-"""Constraints on what a choice may sample, beyond its sampling parameters. Torch-free; rules are sent to every rank."""
+"""Constraints on what a choice may sample, beyond its sampling parameters. Torch-free; rules are sent to every rank.
+
+Detects whether the last tokens of an answer repeat one pattern. Torch-free.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -58,3 +62,13 @@ class Rule:
     def masks(self) -> bool:
         """True if rows under this rule need a mask; repetition detection alone does not."""
         return bool(self.grammar or self.allowed or self.words or self.thinking)
+
+
+def repeats(output: Sequence[int], rule: Repetition) -> bool:
+    """Returns True if ``output`` ends in ``rule.count`` equal runs of ``rule.least`` to ``rule.most`` tokens."""
+    end = len(output)
+    for size in range(rule.least, min(rule.most, end // rule.count) + 1):
+        span = size * (rule.count - 1)
+        if output[end - 1] == output[end - 1 - size] and output[end - span :] == output[end - span - size : end - size]:
+            return True
+    return False

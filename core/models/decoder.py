@@ -1,4 +1,7 @@
-"""The decoder that all text models share, composed of the parts that its ``TextConfig`` selects."""
+"""The decoder that all text models share, composed of the parts that its ``TextConfig`` selects.
+
+The start of text launches on every pipeline stage but the first.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +42,34 @@ from trencadis.core.layers.weight_source import WeightSource
 from trencadis.core.models.checkpoint_source import CheckpointSource
 from trencadis.core.models.interface import BestOps, DrawingOps, HostLayering, MaskingOps, Persistent
 from trencadis.core.models.registry import family_of
-from trencadis.core.models.stage_entry import StageEntry
 from trencadis.core.step import Encode, VisionInputs
+
+
+class StageEntry:
+    """The start of a text launch on every stage but the first, instead of ``core.models.decoder.DecoderEntry``.
+
+    The previous stage sends the residual stream as one tensor. Later stages need no token ids, so ``tokens`` holds each
+    token's row of that tensor, counted from 1; padding uses row 0, which stays zero.
+    """
+
+    def __init__(self, ops: Ops, c: TextConfig, device: torch.device) -> None:
+        self.ops, self.config = ops, c
+        self.rotary = TextRotary(c, device)
+
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, stream: Tensor
+    ) -> tuple[Tensor, Tensor | None, Rotary, Rotary | None]:
+        """Returns (rows of ``stream`` [n, hidden], their residual or None, rotary factors, those of layers with a
+        window or None).
+
+        Args:
+            tokens: int32 [n]; ``positions``: int32 [3, n].
+            stream: [tokens of the largest step + 1, hidden].
+        """
+        ops = self.ops
+        x = ops.gather_rows(stream, tokens.long())
+        residual = ops.first_residual(x) if self.config.norm_placement != POST else None
+        return x, residual, self.rotary(ops, positions), self.rotary.of_windows(ops, positions)
 
 
 class DecoderLayer:

@@ -18,7 +18,8 @@ from trencadis.core.memory.byte_units import gib
 from trencadis.core.memory.cpu_cache_plan import CacheOptions, CachePlan, arena_rows, arena_units, plan_cpu
 from trencadis.core.memory.estimate import MemoryEstimator, costliest_buckets, estimate_memory_in_use
 from trencadis.core.memory.graph_budget import GraphPrice, GraphSelection
-from trencadis.core.memory.input_bytes import attending
+from trencadis.core.memory.kv_cache_size import check_requested_kv, kv_flag, requested_kv_bytes
+from trencadis.core.memory.launch_memory import attending
 from trencadis.core.memory.ledger import (
     POOLS,
     DeviceTooSmall,
@@ -33,15 +34,12 @@ from trencadis.core.memory.ledger import (
     utilisation_that_fits,
 )
 from trencadis.core.memory.measurement_cache import Measurements
-from trencadis.core.memory.requested_kv import check_requested_kv, kv_flag, requested_kv_bytes
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.shared_constants import RESERVED_BLOCKS
-from trencadis.core.startup import host_offload
-from trencadis.core.startup.format_checks import format_notes
 from trencadis.core.startup.remedies import list_remedies
-from trencadis.core.startup.startup_checks import check_chunking, check_start
+from trencadis.core.startup.startup_checks import check_chunking, check_start, format_notes
 
 BUILT_FOR_FEW = 128, 2048
 BUILT_FOR_MANY = 256, 8192
@@ -231,7 +229,7 @@ class DryRun:
             *plan.notes,
             *notes,
             *forms,
-            *host_offload.offload_notes(self.config, self.estimator, limits.block_size),
+            *weight_offload.offload_notes(self.config, self.estimator, limits.block_size),
             *advice,
         )
         return StartupPlan(
@@ -246,7 +244,7 @@ class DryRun:
             self._formula(plan, limits),
             lines,
             self._arena_rows(limits),
-            host_offload.offload_rows(self.config, self.estimator, limits.block_size),
+            weight_offload.offload_rows(self.config, self.estimator, limits.block_size),
         )
 
     def _check_chunking(self, limits: ShapeLimits) -> None:
@@ -288,7 +286,7 @@ class DryRun:
         selection = budget.select_graphs([], ledger.memory_split, settings, self.policy.pool_cost)
         notes, missing = [*plan.notes, *found.notes], -dict(ledger.rows())["margin"]
         notes += format_notes(self.model, self.device.itemsize, self.policy)
-        notes += host_offload.offload_notes(self.config, self.estimator, limits.block_size)
+        notes += weight_offload.offload_notes(self.config, self.estimator, limits.block_size)
         if self.device.ranks > 1:
             notes.append(f"{self.device.ranks} ranks share this memory: {ONE_RANK}.")
         if missing > 0:

@@ -1,4 +1,7 @@
-"""Builds an engine from its configuration, phase by phase. Everything here runs once."""
+"""Builds an engine from its configuration, phase by phase. Everything here runs once.
+
+Chooses the launcher of the ranks for a configuration.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -24,15 +27,16 @@ from trencadis.core.engine import Engine
 from trencadis.core.engine_stats import EngineInfo
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.executor_interface import Executor
+from trencadis.core.executor.nodes_launcher import NodesLauncher, open_listener
+from trencadis.core.executor.process_groups import serve_store
 from trencadis.core.executor.rank_info import RankInfo, check_size, requested_threads, threads_of
+from trencadis.core.executor.rank_launcher import Launcher, LocalLauncher
 from trencadis.core.executor.uniproc_executor import UniprocExecutor
 from trencadis.core.graphs.graph_reporter import GraphReporter
 from trencadis.core.graphs.rank_agreement import RankAgreement
 from trencadis.core.graphs.warmup_pacing import WarmupPacing
-from trencadis.core.kv.block_pool import BlockPool
+from trencadis.core.kv.block_pool import BlockPool, EvictionLog, HostBlockPool
 from trencadis.core.kv.encoder_cache import EncoderCache
-from trencadis.core.kv.eviction_log import EvictionLog
-from trencadis.core.kv.host_block_pool import HostBlockPool
 from trencadis.core.launches.model_runner import ModelRunner
 from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.links.topology import RAY, Topology, topology
@@ -54,10 +58,36 @@ from trencadis.core.shapes.pipeline_partition import split_model
 from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.shapes.step_times import StepTimes, chunk_sizes
 from trencadis.core.startup.dry_run import shape_limits
-from trencadis.core.startup.format_checks import format_notes
 from trencadis.core.startup.graph_startup import DeviceStart
 from trencadis.core.startup.kv_offload_setup import with_host_blocks
-from trencadis.core.startup.startup_checks import check_chunking, check_start
+from trencadis.core.startup.startup_checks import check_chunking, check_start, format_notes
+
+
+def launcher_of(config: EngineConfig, topology: Topology, environ: Mapping[str, str]) -> Launcher:
+    """Returns the launcher for a group of ranks with this placement.
+
+    Raises:
+        StartupError: an address, a key or a file is unusable.
+    """
+    if topology.backend == RAY:
+        from trencadis.core.executor.on_ray.ray_launcher import RayLauncher  # needs the extra
+
+        made = RayLauncher(config, topology, environ)
+        try:
+            made.rendezvous = serve_store(made.host, topology.world)
+        except BaseException:
+            made.close()
+            raise
+        return made
+    if not topology.over_hosts:
+        return LocalLauncher(config, topology.world)
+    listener, key_file = open_listener(config, topology, environ)
+    try:
+        return NodesLauncher(config, topology, listener, serve_store(listener.address[0], topology.world), key_file)
+    except BaseException:
+        listener.close()
+        raise
+
 
 log = logging.getLogger("trencadis.engine")
 
@@ -123,7 +153,6 @@ def _executor(config: EngineConfig, layout: Topology, progress: Progress) -> tup
     if find_spec("msgspec") is None:
         raise StartupError("several ranks need the msgspec package: pip install msgspec")
     from trencadis.core.executor import multiproc_executor  # needs the codec, which one rank does without
-    from trencadis.core.executor.launcher_choice import launcher_of
 
     group = multiproc_executor.MultiprocExecutor(config, launcher=launcher_of(config, layout, os.environ))
     opened = group.start(lambda rank_info: open_rank(config, rank_info, progress))

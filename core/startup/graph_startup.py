@@ -3,6 +3,10 @@ validate.
 
 A model that cannot fit is refused before its weights are loaded, by config.json alone. Each phase is charged with the
 free memory that it used up, so that the ledger's rows sum to the device's total.
+
+Measures activations: runs the costliest launch of each stage once, before the KV cache exists.
+
+Measures the ledger's rows: each phase of the start-up is charged with the free memory that it consumed.
 """
 
 from __future__ import annotations
@@ -14,17 +18,15 @@ import os
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from trencadis.core.backend import Backend
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.graphs.activation_profile import PROFILE_BLOCKS, profile_activations
-from trencadis.core.graphs.capture_journal import CaptureJournal
-from trencadis.core.graphs.graph_capture import GraphCaptures
-from trencadis.core.graphs.graph_observer import GraphObserver
+from trencadis.core.graphs.graph_capture import CaptureJournal, GraphCaptures
+from trencadis.core.graphs.graph_manager import GraphManager, GraphObserver
 from trencadis.core.graphs.graph_reporter import GraphReporter
 from trencadis.core.graphs.rank_agreement import RankAgreement
 from trencadis.core.graphs.warmup import Warmup
@@ -36,9 +38,8 @@ from trencadis.core.memory import measurement_cache
 from trencadis.core.memory.byte_units import gib
 from trencadis.core.memory.cpu_cache_plan import CachePlan
 from trencadis.core.memory.estimate import costliest_buckets
+from trencadis.core.memory.kv_cache_size import requested_kv_bytes
 from trencadis.core.memory.ledger import MemoryInUse, MemorySplit, check_capacity, divide_memory
-from trencadis.core.memory.memory_meter import MemoryMeter
-from trencadis.core.memory.requested_kv import requested_kv_bytes
 from trencadis.core.models import registry
 from trencadis.core.models.interface import HostLayering, Model, Persistent
 from trencadis.core.progress import Progress, Throttle
@@ -49,6 +50,57 @@ from trencadis.core.shared_constants import RESERVED_BLOCKS
 from trencadis.core.startup.dry_run import DryRun, PlannedDevice, StartupPlan
 from trencadis.core.startup.kv_offload_setup import planned_copies, with_host_blocks
 from trencadis.core.startup.pipeline_dry_run import planned_stage
+
+if TYPE_CHECKING:
+    from trencadis.core.backend import Backend
+
+
+class MemoryMeter:
+    """The rows of the ledger before graphs. ``others`` is the memory in use when the meter was created."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.total = backend.memory.total()
+        self._free = backend.memory.free()
+        self.rows: dict[str, int] = {"others": self.total - self._free}
+
+    def charge(self, row: str) -> int:
+        """Charges ``row`` with the bytes used since the last call; returns them."""
+        gc.collect()
+        self._backend.synchronize()
+        free = self._backend.memory.free()
+        taken, self._free = self._free - free, free
+        self.rows[row] = self.rows.get(row, 0) + taken
+        return taken
+
+    def memory_in_use(self) -> MemoryInUse:
+        """Returns the bytes in use before the KV cache is allocated."""
+        names = ("others", "weights", "arena", "state", "hidden", "inputs", "activations", "copies")
+        return MemoryInUse(self.total, *(self.rows.get(name, 0) for name in names))
+
+
+PROFILE_BLOCKS = RESERVED_BLOCKS + 1
+"""KV blocks during profiling: the reserved ones, which padding reads and writes, and one more."""
+
+
+def profile_activations(graphs: GraphManager, buckets: list[Bucket]) -> dict[Bucket, int]:
+    """Runs ``buckets`` on padding with temporary programs, because the later KV cache has another shape.
+
+    Returns, for each bucket, the bytes that are in use on the device after its run.
+    """
+    taken, free = {}, graphs.backend.memory.free
+    graphs.backend.synchronize()
+    before = free()
+    for bucket in buckets:
+        program = graphs.make(bucket)
+        program.rehearse()
+        graphs.backend.synchronize()
+        del program
+        gc.collect()
+        taken[bucket] = max(before - free(), 0)
+    graphs.accept_compilations()
+    return taken
+
 
 SHOWN_NOTES = ("max_model_len", "graphs:", "host memory: weights", "weights:", "KV cache:", "--kv-cache-dtype")
 """Prefixes of the dry run's notes that are shown to users."""

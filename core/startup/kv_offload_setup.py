@@ -20,7 +20,7 @@ from trencadis.core.launches.host_block_copies import (
     block_parts,
 )
 from trencadis.core.launches.model_runner import ModelRunner
-from trencadis.core.memory import kv_offload_size
+from trencadis.core.memory import kv_cache_size
 from trencadis.core.memory.cpu_cache_plan import CachePlan
 from trencadis.core.memory.host_memory import free_host
 from trencadis.core.models.interface import Persistent
@@ -54,9 +54,9 @@ def with_host_blocks(
         return plan
     backend, blocks = runner.backend, plan.num_blocks + RESERVED_BLOCKS
     block, world = _block_bytes(held.kv, blocks), backend.comm.world
-    whole = kv_offload_size.on_all_stages(runner.model.config, block)
-    (count,) = RankAgreement(backend).over_stages(kv_offload_size.host_block_count(config, whole, world, free_host()))
-    note = kv_offload_size.format_note(count, whole, plan.block_size, world)
+    whole = kv_cache_size.on_all_stages(runner.model.config, block)
+    (count,) = RankAgreement(backend).over_stages(kv_cache_size.host_block_count(config, whole, world, free_host()))
+    note = kv_cache_size.format_note(count, whole, plan.block_size, world)
     plan = replace(plan, host_blocks=count, notes=(*plan.notes, note))
     if copies is not None:
         copies.bind(held.kv, graphs)
@@ -69,7 +69,7 @@ def with_host_blocks(
     if len(rows) < block:
         tokens = -(-block // (held.hidden.shape[1] * held.hidden.element_size()))
         works = f"--max-num-batched-tokens {tokens} holds one"
-        raise StartupError(f"{kv_offload_size.format_flag(config)}: a block goes through the rows of a step; {works}")
+        raise StartupError(f"{kv_cache_size.format_flag(config)}: a block goes through the rows of a step; {works}")
     runner.host_kv = HostKV(cast(CopyingBackend, backend), parts, count, rows[:block])
     return plan
 

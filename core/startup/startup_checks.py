@@ -1,4 +1,10 @@
-"""The checks that refuse a start before weights are loaded, one list for ``serve`` and ``plan``. Torch-free."""
+"""The checks that refuse a start before weights are loaded, one list for ``serve`` and ``plan``. Torch-free.
+
+Start-up checks for models with cross-attention to images (``TextConfig.cross_attention_layers``), and settings
+that save memory.
+
+Formats of weights and KV cache other than the engine's dtype: device checks, and notes for users.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +13,54 @@ from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.pooling_config import MEAN
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
+from trencadis.core.memory.weight_bytes import weight_notes
+from trencadis.core.memory.weight_offload import check_offload
 from trencadis.core.models import registry
+from trencadis.core.quant.kv_cache_format import kv_notes
 from trencadis.core.shapes.pipeline_partition import check_ranks
-from trencadis.core.startup.cross_attention_checks import check_cross_attention
-from trencadis.core.startup.format_checks import check_kv_format
-from trencadis.core.startup.host_offload import check_offload
+
+
+def check_kv_format(device: str, model: ModelConfig, policy: Policy) -> None:
+    """Raises StartupError if a device does not support the requested KV cache format.
+
+    The message names one that does.
+    """
+    form = model.text.kv
+    if form is not None and form.name not in policy.kv_codes:
+        has = f"it has {' and '.join(policy.kv_codes)}; " if policy.kv_codes else ""
+        raise StartupError(
+            f"--kv-cache-dtype {form.requested}: {device} has no such KV cache; {has}--device cpu has it"
+        )
+
+
+def format_notes(model: ModelConfig, itemsize: int, policy: Policy) -> list[str]:
+    """Returns notes on both formats for users; ``itemsize``: bytes of the engine's dtype."""
+    return [*weight_notes(model, itemsize, policy.quantised), *kv_notes(model.text.kv)]
+
+
+def check_cross_attention(config: EngineConfig, model: ModelConfig, policy: Policy) -> None:
+    """Raises StartupError if device or options do not support the model's cross-attention; one line."""
+    if not model.text.cross_attention_layers:
+        return
+    name = model.architecture
+    if not policy.cross_attention:
+        raise StartupError(f"{name}: layers attend to images, which this backend does not implement; --device cpu does")
+    if config.pipeline_parallel_size > 1:
+        raise StartupError(
+            f"{name}: layers of every pipeline stage attend to images, which the first one encodes; "
+            "--tensor-parallel-size divides the model instead"
+        )
+    if model.encoder_data_parallel:
+        raise StartupError(
+            f"{name}: each rank keeps its share of an image's keys, so that --mm-encoder-tp-mode data does not apply; "
+            "weights does"
+        )
+    if config.batch_invariant:
+        raise StartupError(f"--batch-invariant: {name} attends to all images of a launch at once; leave the flag out")
+    if config.cpu_offload_gb:
+        raise StartupError(
+            f"--cpu-offload-gb: a launch of {name} without images leaves layers out, so that none can be copied ahead"
+        )
 
 
 def check_start(config: EngineConfig, model: ModelConfig, policy: Policy, device: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from trencadis.core.backend import Backend, VisionTensors
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.layers.replicated import replicate_layers
+from trencadis.core.layers.linear import replicate_layers
 from trencadis.core.layers.weight_source import WeightSource
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.step import Encode, VisionInputs

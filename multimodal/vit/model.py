@@ -13,9 +13,8 @@ from torch.nn import functional
 
 from trencadis.core.backend import Backend, Ops, Rotary, Segments, VisionTensors
 from trencadis.core.checkpoint.model_config import LAYER, ModelConfig
-from trencadis.core.layers.linear import ColumnParallelLinear, ColumnPart, Linear, RowParallelLinear
+from trencadis.core.layers.linear import ColumnParallelLinear, ColumnPart, Linear, RowParallelLinear, replicate_layers
 from trencadis.core.layers.norm import Norm, norm_of
-from trencadis.core.layers.replicated import replicate_layers
 from trencadis.core.layers.weight_source import WeightSource
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.interface import Persistent

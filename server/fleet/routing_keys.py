@@ -7,7 +7,7 @@ from array import array
 
 from trencadis.core.checkpoint.pooling_config import LAST
 from trencadis.core.kv.block_hash import BlockHashChain
-from trencadis.core.kv.eviction_log import SIZE, image_key
+from trencadis.core.kv.block_pool import SIZE, image_key
 from trencadis.core.request import Request
 from trencadis.server.routing.request_cost import Key, RequestCost, RoutedImage, RoutedPrefix, is_indexed_prefix
 

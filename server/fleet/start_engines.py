@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.links import placement
+from trencadis.core.links import topology
 from trencadis.server.engine.spawn import EngineHandle, spawn_engine
 from trencadis.server.fleet.resources import divide_resources, divide_resources_over_nodes
 
@@ -49,11 +49,11 @@ def start_engines(
                 "--data-parallel-backend ray puts each engine on one node with all its ranks: leave out "
                 "--distributed-executor-backend ray and --nnodes"
             )
-        config = placement.on_this_machine(config)
+        config = topology.on_this_machine(config)
         cluster = _reserve_on_ray(config, size)
         start_on_ray, configs = cluster.start_engine, divide_resources_over_nodes(config, size, cluster.max_per_node)
     else:
-        config, line = placement.choose_executor_backend(config, os.environ)
+        config, line = topology.choose_executor_backend(config, os.environ)
         if line:
             log.warning("%s", line)
         start_on_ray, configs = None, divide_resources(config, size)

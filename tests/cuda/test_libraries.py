@@ -24,7 +24,7 @@ from trencadis.backends.cuda.twin.twin_runtime import TwinRuntime
 from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Bucket, InputSizes, Stage
 from trencadis.core.errors import StartupError
-from trencadis.core.memory.input_bytes import attending
+from trencadis.core.memory.launch_memory import attending
 
 SETTINGS: dict[str, Any] = {
     "device": "cuda", "policy": "twin", "dtype": "bfloat16", "max_model_len": 512, "max_num_seqs": 3,

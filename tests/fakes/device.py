@@ -9,10 +9,8 @@ from typing import Any
 
 from trencadis.core.backend import ProgramState
 from trencadis.core.buckets import Bucket, Plan, Policy, Stage
-from trencadis.core.graphs.capture_journal import CaptureJournal
-from trencadis.core.graphs.graph_capture import GraphCaptures
-from trencadis.core.graphs.graph_manager import GraphManager
-from trencadis.core.graphs.graph_observer import GraphObserver
+from trencadis.core.graphs.graph_capture import CaptureJournal, GraphCaptures
+from trencadis.core.graphs.graph_manager import GraphManager, GraphObserver
 from trencadis.core.memory.graph_budget import GraphPrice
 from trencadis.core.memory.ledger import GraphSettings, MemoryInUse, divide_memory
 

@@ -24,8 +24,7 @@ from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Bucket, Plan, Stage
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.graphs.graph_capture import GraphCaptures
-from trencadis.core.graphs.graph_manager import GraphManager
-from trencadis.core.graphs.graph_observer import GraphObserver
+from trencadis.core.graphs.graph_manager import GraphManager, GraphObserver
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.launches import host_inputs as host
 from trencadis.core.launches.persistent_tensors import allocate_persistent

@@ -9,9 +9,8 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.engine_stats import GraphCounters
 from trencadis.core.errors import StartupError
 from trencadis.core.kv.block_hash import BlockHashChain
-from trencadis.core.kv.block_pool import BlockPool
+from trencadis.core.kv.block_pool import BlockPool, EvictionLog
 from trencadis.core.kv.encoder_cache import EncoderCache
-from trencadis.core.kv.eviction_log import EvictionLog
 from trencadis.core.kv.media_spans import MediaSpan
 from trencadis.core.process.engine_messages import EngineInfo, EngineStats
 from trencadis.core.request import Request, SamplingParams

@@ -21,8 +21,8 @@ from trencadis.backends.cpu.native.kernel_table import VARIABLE, chosen_table
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight
 from trencadis.core.backend import BackendConfig
 from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.layers.attention import PartialRotarySource
 from trencadis.core.layers.linear import Linear, RowParallelLinear
-from trencadis.core.layers.partial_rotary import PartialRotarySource
 from trencadis.core.layers.weight_source import StackedPart, StoredRows
 from trencadis.core.models.checkpoint_source import CheckpointSource
 from trencadis.core.models.registry import family_of

@@ -15,8 +15,7 @@ from trencadis.assets import demo_path
 from trencadis.backends.cpu import make_backend
 from trencadis.core.backend import BackendConfig
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.checkpoint.stage_share import StageShare
+from trencadis.core.checkpoint.model_config import ModelConfig, StageShare
 from trencadis.core.errors import StartupError
 from trencadis.core.models import registry
 from trencadis.core.models.checkpoint_source import CheckpointSource

@@ -19,8 +19,7 @@ from trencadis.backends.conformance.family.recompute import BLOCK, PromptArrays,
 from trencadis.backends.conformance.family.transformers_oracle import ProcessedImage, TransformersOracle, process_image
 from trencadis.core.checkpoint.model_config import ModelConfig, reserved_rows
 from trencadis.core.errors import StartupError
-from trencadis.core.kv.cross_attention_spans import compute_cross_attention
-from trencadis.core.kv.media_spans import MediaSpan, TokenRun
+from trencadis.core.kv.media_spans import MediaSpan, TokenRun, compute_cross_attention
 from trencadis.core.models import registry
 from trencadis.core.shapes.cross_attention_inputs import ENDLESS
 from trencadis.core.shared_constants import RESERVED_ROWS

@@ -1,4 +1,7 @@
-"""Launches ranks as actors of a Ray cluster."""
+"""Launches ranks as actors of a Ray cluster.
+
+The Ray actor that reserves a rank's card and runs its process; it takes no part in Steps.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,36 @@ from typing import Any, cast
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.cpu_affinity import computing_cpus
-from trencadis.core.devices import RESOURCES, likely
+from trencadis.core.devices import CARD_VARIABLES, RESOURCES, likely
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import rank_messages
+from trencadis.core.executor.engine_connection import HeadlessRanks
 from trencadis.core.executor.nodes_launcher import RemoteRank, tls_files
 from trencadis.core.executor.on_ray import ray_cluster
-from trencadis.core.executor.on_ray.rank_actor import RankActor
 from trencadis.core.executor.on_ray.ray_cluster import ClusterNode
 from trencadis.core.executor.rank_info import RankInfo
 from trencadis.core.executor.rank_launcher import RemoteRankState
-from trencadis.core.links.auth_listener import AuthListener
 from trencadis.core.links.group_key import GroupKey
+from trencadis.core.links.handshake import AuthListener
 from trencadis.core.links.link import Link
 from trencadis.core.links.topology import Topology
+
+
+class RankActor:
+    """Holds one bundle of the placement group."""
+
+    def __init__(self) -> None:
+        self._ranks: HeadlessRanks | None = None
+
+    def cards(self) -> dict[str, str]:
+        """Returns the variables that list the cards which this actor may use."""
+        return {name: os.environ[name] for name in CARD_VARIABLES if os.environ.get(name)}
+
+    def start(self, target: bytes) -> None:
+        """Starts the rank's process, which ends together with this actor."""
+        told = rank_messages.decode_down(target)
+        assert isinstance(told, rank_messages.ConnectInfo)
+        self._ranks = HeadlessRanks([told])
 
 
 class RayLauncher:

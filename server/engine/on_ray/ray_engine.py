@@ -13,8 +13,8 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import rank_messages
 from trencadis.core.executor.nodes_launcher import tls_files
-from trencadis.core.links.auth_listener import AuthListener
 from trencadis.core.links.group_key import GroupKey
+from trencadis.core.links.handshake import AuthListener
 from trencadis.core.links.link import LinkClosed, shut_socket
 from trencadis.core.links.socket_relay import Relay
 from trencadis.core.process import engine_messages

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from trencadis.core.kv.block_hash import BlockHashChain
-from trencadis.core.kv.cross_attention_spans import compute_cross_attention
-from trencadis.core.kv.media_spans import MediaSpan, TokenRun
+from trencadis.core.kv.media_spans import MediaSpan, TokenRun, compute_cross_attention
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.shapes.cross_attention_inputs import (
     ENDLESS,
