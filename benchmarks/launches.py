@@ -42,8 +42,7 @@ from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.models import registry
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.startup.dry_run import DryRun, PlannedDevice, StartupPlan
-from trencadis.server.plan.plan_comparison import list_text_launches, list_vision_launches
-from trencadis.server.plan.traffic_trace import read_request, replay_needs
+from trencadis.server.plan.traffic_trace import list_text_launches, list_vision_launches, read_request, replay_needs
 
 BLOCK, ROWS, TOKENS = 128, 128, 32768
 HEADER = ("launches", "operations", "made, MB", "peak, MB")

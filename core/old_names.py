@@ -132,17 +132,17 @@ MODULES = {
     "multimodal.workers.pool": "multimodal.decode_workers.worker_pool",
     "multimodal.workers.process": "multimodal.decode_workers.worker_process",
     "multimodal.workers.worker": "multimodal.decode_workers.worker_main",
-    "server.reasoning.forms": "server.reasoning.reasoning_formats",
+    "server.reasoning.forms": "server.reasoning.reasoning_parser",
     "server.reasoning.parser": "server.reasoning.reasoning_parser",
     "server.text.incremental": "server.text.incremental_parser",
     "server.tools.forms": "server.tools.tool_parser_registry",
-    "server.tools.hermes": "server.tools.hermes_tool_parser",
-    "server.tools.llama3": "server.tools.llama3_tool_parser",
-    "server.tools.mistral": "server.tools.mistral_tool_parser",
+    "server.tools.hermes": "server.tools.json_tool_parsers",
+    "server.tools.llama3": "server.tools.json_tool_parsers",
+    "server.tools.mistral": "server.tools.json_tool_parsers",
     "server.tools.parser": "server.tools.tool_parser",
     "server.tools.pythonic": "server.tools.pythonic_tool_parser",
     "server.tools.qwen3": "server.tools.qwen3_tool_parser",
-    "server.tools.qwen3_values": "server.tools.qwen3_parameters",
+    "server.tools.qwen3_values": "server.tools.qwen3_tool_parser",
 }
 """Former modules, without ``trencadis.`` -> their current names."""
 

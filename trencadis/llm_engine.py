@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest, TrencadisError, Unavailable, from_status
-from trencadis.core.links import topology as placement
+from trencadis.core.links.topology import choose_executor_backend
 from trencadis.core.links.topology import topology
 from trencadis.core.process import device_env, torch_build
 from trencadis.core.progress import Progress
@@ -48,7 +48,7 @@ def _start_engine(config: EngineConfig, progress: Progress | None) -> Engine:
 
     A process that torchrun started for another rank runs that rank here until the engine ends, and then exits.
     """
-    config, line = placement.choose_executor_backend(config, os.environ)
+    config, line = choose_executor_backend(config, os.environ)
     if line:
         log.warning("%s", line)
     rank_topology = topology(config, os.environ)

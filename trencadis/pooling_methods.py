@@ -12,14 +12,14 @@ from trencadis.core.errors import BadRequest
 from trencadis.llm_engine import LLMEngine
 from trencadis.llm_kwargs import read_template
 from trencadis.multimodal.async_gather import gather_or_cancel
-from trencadis.outputs import RequestOutput
-from trencadis.pooling_outputs import (
+from trencadis.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
     PoolingOutput,
     PoolingRequestOutput,
+    RequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
 )
@@ -34,7 +34,7 @@ from trencadis.server.pooling.pooler_output import (
     read_raw_values,
 )
 from trencadis.server.pooling.pooling_params import PoolingParams
-from trencadis.server.pooling.pooling_request import make_pooling_request
+from trencadis.server.pooling.run_pooling import make_pooling_request
 from trencadis.server.pooling.text_pairs import Pair, check_scores, make_pair_prompt, read_content
 from trencadis.server.prompts.prompt import Prompt
 from trencadis.unsupported import refuse_lora, refuse_tokenization_kwargs

@@ -17,7 +17,7 @@ from trencadis.server.prompts.answer_parsers import AnswerParsers
 from trencadis.server.prompts.prompt import Prompt
 from trencadis.server.prompts.text_service import TextService
 from trencadis.server.prompts.token_rules import add_rule
-from trencadis.server.reasoning.reasoning_formats import find_reasoning_format
+from trencadis.server.reasoning.reasoning_parser import find_reasoning_format
 
 
 class _MediaFields(TypedDict):

@@ -15,12 +15,11 @@ from typing import Any, cast
 from trencadis.core.errors import StartupError
 from trencadis.core.process import log_setup
 from trencadis.server.batch import batch_lines, batch_targets, url_files
-from trencadis.server.batch.batch_progress import BatchProgress
-from trencadis.server.batch.batch_runner import BatchLimits, BatchRunner, BatchTarget
+from trencadis.server.batch.batch_runner import BatchLimits, BatchProgress, BatchRunner, BatchTarget
 from trencadis.server.batch.result_file import ResultFile
 from trencadis.server.cli import logging_setup, serve, signals
-from trencadis.server.config import argv, hide_keys, startup_dump
-from trencadis.server.config.resolve_settings import Settings, resolve_settings
+from trencadis.server.config import argv, hide_keys
+from trencadis.server.config.resolve_settings import Settings, format_startup_lines, resolve_settings
 from trencadis.server.engine.spawn import EngineHandle
 from trencadis.server.fleet.start_engines import start_engines
 
@@ -91,7 +90,7 @@ def main(words: Sequence[str]) -> int:
         log.addFilter(_is_not_request_record)
     for note in (*hide_keys.hide_keys(asked), *settings.notes):
         log.warning("%s", note)
-    for line in startup_dump.format_lines(settings):
+    for line in format_startup_lines(settings):
         log.info("%s", line)
     return _run_with_files(args, lambda source, out: _run_local(args, settings, source, out))
 

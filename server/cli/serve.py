@@ -19,7 +19,7 @@ from trencadis.core.process import function_trace, heap_trimmer
 from trencadis.server.cli import logging_setup, signals
 from trencadis.server.cli.api.multi_api_server import run_multi_api_server
 from trencadis.server.cli.api.server_lifecycle import SingleProcessServer
-from trencadis.server.config import hide_keys, startup_dump
+from trencadis.server.config import hide_keys, resolve_settings
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.config.resolve_settings import Settings
 from trencadis.server.engine.spawn import EngineHandle
@@ -53,7 +53,7 @@ def serve(settings: Settings) -> int:
     function_trace.start_if_asked()
     for note in (*hide_keys.hide_keys(settings), *settings.notes):
         log.warning("%s", note)
-    for line in startup_dump.format_lines(settings):
+    for line in resolve_settings.format_startup_lines(settings):
         log.info("%s", line)
     lie = topology(settings.engine, os.environ)
     if not lie.leads:
@@ -177,7 +177,7 @@ def list_routes(app: FastAPI) -> Iterator[tuple[str, str]]:
     """
     from fastapi import routing
 
-    from trencadis.server.routes.pooling.wrong_task import WRONG_TASK
+    from trencadis.server.routes.wrong_task import WRONG_TASK
 
     walk: Callable[[Any], Iterator[Any]] = getattr(routing, "iter_route_contexts", iter)
     for route in walk(app.routes):

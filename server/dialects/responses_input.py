@@ -16,7 +16,7 @@ from trencadis.server.dialects.message_collector import (
     make_function_tool,
 )
 from trencadis.server.protocol.chat_completions import ChatRequest
-from trencadis.server.protocol.responses_request import ResponsesRequest
+from trencadis.server.protocol.responses import ResponsesRequest
 
 FIELDS = {
     "max_tokens": "max_output_tokens",

@@ -13,8 +13,7 @@ from trencadis.core.request import TokenLogprob
 from trencadis.server.dialects.answer_blocks import AnswerBlock, BlockClosed, BlockDelta, BlockEvent, BlockOpened
 from trencadis.server.protocol.base_request import Usage
 from trencadis.server.protocol.chat_completions import TokenLogprobs
-from trencadis.server.protocol.responses_request import ResponsesRequest
-from trencadis.server.protocol.responses_response import (
+from trencadis.server.protocol.responses import (
     FunctionCallItem,
     IncompleteDetails,
     InputDetails,
@@ -25,6 +24,7 @@ from trencadis.server.protocol.responses_response import (
     ReasoningItem,
     ReasoningText,
     ResponsesFault,
+    ResponsesRequest,
     ResponsesResponse,
     ResponsesUsage,
     Status,

@@ -1,13 +1,60 @@
-"""State of several engines combined into one ``EngineClient`` view."""
+"""State of several engines combined into one ``EngineClient`` view.
+
+Combines counters of several engines.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from trencadis.core.process import engine_messages
+from trencadis.core.process.engine_messages import EngineInfo, EngineStats, GraphCounters
 from trencadis.server.engine.engine_client import EngineClient
-from trencadis.server.fleet import aggregate_stats
+
+Number = TypeVar("Number", int, float)
+
+
+def _sum_by_name(parts: Sequence[Mapping[str, Number]]) -> dict[str, Number]:
+    """Returns the sums by name."""
+    found: dict[str, Number] = {}
+    for part in parts:
+        for name, value in part.items():
+            found[name] = found[name] + value if name in found else value
+    return found
+
+
+def sum_stats(stats: Sequence[EngineStats]) -> EngineStats:
+    """Returns the sums of counters and gauges. Lists, which contain only new entries, are left empty."""
+    made = EngineStats()
+    for one in dataclasses.fields(EngineStats):
+        if isinstance(getattr(made, one.name), int):
+            setattr(made, one.name, sum(getattr(s, one.name) for s in stats))
+    warming = [s.graphs.warming for s in stats if s.graphs.warming is not None]
+    made.graphs = GraphCounters(
+        sum(s.graphs.lazy_compiles for s in stats),
+        sum(s.graphs.recompiles for s in stats),
+        _sum_by_name([s.graphs.bytes for s in stats]),
+        min(warming, key=lambda w: w.fraction, default=None),
+        _sum_by_name([s.graphs.capture_seconds for s in stats]),
+    )
+    return made
+
+
+def merge_infos(infos: Sequence[EngineInfo | None]) -> EngineInfo | None:
+    """Merges the engine infos: smallest ``max_model_len``, sum of blocks; None until one engine is up."""
+    known = [info for info in infos if info is not None]
+    if not known:
+        return None
+    return dataclasses.replace(
+        known[0],
+        max_model_len=min(info.max_model_len for info in known),
+        num_blocks=sum(info.num_blocks for info in known),
+        arena_rows=sum(info.arena_rows for info in known),
+        kv_bytes=sum(info.kv_bytes for info in known),
+        arena_bytes=sum(info.arena_bytes for info in known),
+    )
 
 
 class GroupMember(EngineClient, Protocol):
@@ -39,7 +86,7 @@ class EngineGroup(Generic[Member]):
     @property
     def info(self) -> engine_messages.EngineInfo | None:
         """The combined report of all engines; None while the first one loads."""
-        return aggregate_stats.merge_infos([e.info for e in self.engines])
+        return merge_infos([e.info for e in self.engines])
 
     @property
     def phase(self) -> str:
@@ -77,7 +124,7 @@ class EngineGroup(Generic[Member]):
     @property
     def stats(self) -> engine_messages.EngineStats:
         """The sums of the last counters."""
-        return aggregate_stats.sum_stats([e.stats for e in self.engines])
+        return sum_stats([e.stats for e in self.engines])
 
     @property
     def open_requests(self) -> int:

@@ -1,27 +1,85 @@
-"""Several engines as one ``EngineClient``: a router sends each request to one, and to another if that one dies."""
+"""Several engines as one ``EngineClient``: a router sends each request to one, and to another if that one dies.
+
+The router's view of a request: keys of the prefixes of its prompt, and of its images.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
+from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 
+from trencadis.core.checkpoint.pooling_config import LAST
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest, Unavailable
+from trencadis.core.kv.block_hash import BlockHashChain
+from trencadis.core.kv.block_pool import SIZE, image_key
 from trencadis.core.process import engine_messages
 from trencadis.core.request import Delta, Request
 from trencadis.server.engine.engine_client import DeltaCallback, Pixels
 from trencadis.server.engine.engine_link import STOPPED, EngineHandle
 from trencadis.server.engine.supervisor import Supervisor
 from trencadis.server.fleet.engine_group import EngineGroup
-from trencadis.server.fleet.routing_keys import make_request_cost, read_keys
 from trencadis.server.routing.replica_load import Assignment
-from trencadis.server.routing.request_cost import RequestCost
 from trencadis.server.routing.router import PrefixAffinityRouter
-from trencadis.server.routing.step_costs import ReplicaCosts, StepCosts
+from trencadis.server.routing.step_costs import (
+    Key,
+    ReplicaCosts,
+    RequestCost,
+    RoutedImage,
+    RoutedPrefix,
+    StepCosts,
+    is_indexed_prefix,
+)
+
+PREFIX_STEP = 128
+"""Tokens between two prefixes of a prompt that have keys; one block, if that is larger."""
+
+
+def read_key(data: bytes) -> Key:
+    """Returns the key in 8 bytes."""
+    return int.from_bytes(data[:SIZE], "little")
+
+
+def read_keys(data: bytes) -> array[int]:
+    """Returns the keys of an eviction log."""
+    found = array("Q")
+    found.frombytes(data)
+    if sys.byteorder == "big":
+        found.byteswap()
+    return found
+
+
+def make_request_cost(request: Request, block: int) -> RequestCost:
+    """Computes the routing cost of a request; prefix keys are left out while the block size is unknown (0)."""
+    count = len(request.tokens)
+    images = [
+        RoutedImage(
+            read_key(image_key(f"{request.salt}\0{s.digest}" if request.salt else s.digest)),
+            s.slots, s.offset + s.length,
+        )
+        for s in request.spans
+    ]  # fmt: skip
+    output = request.params.max_tokens or 0
+    whole = request.params.prompt_logprobs is not None or request.params.skip_reading_prefix_cache
+    if not block or whole or request.pool not in ("", LAST):
+        return RequestCost(count, (), images, output)
+    chain = BlockHashChain(request, block)
+    limit = (count - 1) // block
+    chain.extend(request.tokens, limit * block)
+    unit = max(PREFIX_STEP // block, 1)
+    prefixes = [
+        RoutedPrefix(read_key(chain.keys[i - 1]), i * block)
+        for i in range(unit, limit + 1, unit)
+        if is_indexed_prefix(i // unit)
+    ]
+    return RequestCost(count, prefixes, images, output)
+
 
 log = logging.getLogger("trencadis.server")
 

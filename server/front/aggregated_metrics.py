@@ -15,7 +15,7 @@ from trencadis.server.engine.engine_client import get_replicas
 from trencadis.server.engine.supervisor import Supervisor
 from trencadis.server.fleet.fleet import Fleet
 from trencadis.server.metrics import aggregate
-from trencadis.server.metrics.bucket_table import describe_all_buckets
+from trencadis.server.metrics.bucket_metrics import describe_all_buckets
 from trencadis.server.metrics.process_metrics import FRONT, ProcessesCollector
 from trencadis.server.metrics.prometheus import PrometheusMetrics
 from trencadis.server.metrics.sleep_metrics import SleepCollector

@@ -18,7 +18,7 @@ from trencadis.core.process.log_queue import flush_logs
 from trencadis.core.request import Delta, Request
 from trencadis.server.engine.engine_client import DeltaCallback, Pixels
 from trencadis.server.engine.request_link import RequestLink
-from trencadis.server.fleet import aggregate_stats
+from trencadis.server.fleet import engine_group
 from trencadis.server.fleet.engine_group import EngineGroup
 from trencadis.server.front import ipc_messages
 from trencadis.server.front.channel import Channel
@@ -111,7 +111,7 @@ class FrontLink(RequestLink):
         one.plan = known.plan
         if known.info is not None and known.info != one.info:
             one.info = known.info
-            together = aggregate_stats.merge_infos([other.info for other in self.replicas])
+            together = engine_group.merge_infos([other.info for other in self.replicas])
             if together is not None and all(other.info is not None for other in self.replicas):
                 for listener in self.on_info:
                     listener(together)

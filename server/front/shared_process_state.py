@@ -1,4 +1,7 @@
-"""State that an API process shares with the others: limits, and questions that only the front process can answer."""
+"""State that an API process shares with the others: limits, and questions that only the front process can answer.
+
+Prepared images and videos as bytes, for another API process whose client refers to one by its uuid.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,14 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+import msgspec
+import numpy as np
+
 from trencadis.core.errors import NotFound
 from trencadis.multimodal.images.processor_cache import ProcessorCache
+from trencadis.multimodal.processor import PlaceholderRun, PreparedImage
+from trencadis.multimodal.videos.prepared_video import PreparedVideo
 from trencadis.server.admission import Admission, Bounds
-from trencadis.server.front import media_codec
 from trencadis.server.front.shared_limits import SharedAccount, SharedAdmission, SharedMediaUuids
 from trencadis.server.front.shared_table import HELD, SharedTable
 from trencadis.server.tenants.api_key_file import Tenant
@@ -17,6 +24,46 @@ from trencadis.server.tenants.rate_limits import TenantAccount
 
 if TYPE_CHECKING:
     from trencadis.server.prompts.text_service import TextService
+
+
+def pack_media(made: PreparedImage | PreparedVideo) -> bytes:
+    """Encodes a prepared image or video, including pixels."""
+    return msgspec.msgpack.encode(_encode_video(made) if isinstance(made, PreparedVideo) else _encode_image(made))
+
+
+def unpack_media(data: bytes) -> PreparedImage | PreparedVideo:
+    """Decodes the result of ``pack_media``."""
+    found = msgspec.msgpack.decode(data)
+    if "patches" not in found:
+        return _decode_image(found)
+    patches = tuple(map(_decode_image, found.pop("patches")))
+    return PreparedVideo(**{**found, "indices": tuple(found["indices"])}, patches=patches)
+
+
+def _encode_video(made: PreparedVideo) -> dict[str, Any]:
+    return {
+        "digest": made.digest, "indices": made.indices, "fps": made.fps, "seconds": made.seconds,
+        "frames": made.frames, "rate": made.rate, "patches": [_encode_image(one) for one in made.patches],
+    }  # fmt: skip
+
+
+def _encode_image(made: PreparedImage) -> dict[str, Any]:
+    return {
+        "digest": made.digest, "shape": made.pixels.shape, "pixels": np.ascontiguousarray(made.pixels).tobytes(),
+        "grid": made.grid, "tokens": made.tokens, "slots": made.slots, "resized": made.resized,
+        "original": made.original, "items": [_encode_image(one) for one in made.items],
+        "layout": [one if isinstance(one, str) else [*one] for one in made.layout],
+    }  # fmt: skip
+
+
+def _decode_image(found: dict[str, Any]) -> PreparedImage:
+    pixels = np.frombuffer(found["pixels"], np.uint8).reshape(found["shape"])
+    return PreparedImage(
+        found["digest"], pixels, tuple(found["grid"]), found["tokens"], found["slots"], tuple(found["resized"]),
+        tuple(found["original"]), tuple(map(_decode_image, found["items"])),
+        tuple(one if isinstance(one, str) else PlaceholderRun(*one) for one in found["layout"]),
+    )  # fmt: skip
+
 
 CONNECTIONS, FAIR_QUEUED = HELD.index("connections"), HELD.index("turns")
 Answer = Callable[[dict[str, Any]], Awaitable[bytes]]
@@ -76,13 +123,13 @@ class SharedProcessState:
     async def _fetch_media(self, key: str) -> Any:
         """Fetches a medium that another process has prepared; None if none has."""
         found = await self._front.ask("media", key=key)
-        return media_codec.unpack_media(found) if found else None
+        return unpack_media(found) if found else None
 
     async def _answer_media(self, cache: ProcessorCache, given: dict[str, Any]) -> bytes:
         found = cache.peek(given["key"])
         if found is None:
             raise NotFound("It is not cached here.")
-        return media_codec.pack_media(found)
+        return pack_media(found)
 
     async def _answer_forget_media(self, cache: ProcessorCache, given: dict[str, Any]) -> bytes:
         cache.clear()

@@ -25,10 +25,14 @@ from trencadis.server.admission import Admission
 from trencadis.server.engine.engine_client import EngineClient, get_replicas
 from trencadis.server.metrics.bucket_metrics import BucketMetrics, make_graph_families
 from trencadis.server.metrics.cache_config import make_cache_config_info
-from trencadis.server.metrics.cache_metrics import ProcessorCacheCollector, collect_cache_stats, make_cache_families
+from trencadis.server.metrics.cache_metrics import (
+    MergedCollector,
+    ProcessorCacheCollector,
+    collect_cache_stats,
+    make_cache_families,
+)
 from trencadis.server.metrics.deprecated_metrics import DeprecatedCollector
 from trencadis.server.metrics.http_metrics import HttpMetrics
-from trencadis.server.metrics.merged_collector import MergedCollector
 from trencadis.server.metrics.sleep_metrics import make_sleep_state
 from trencadis.server.metrics.stage_metrics import StageMetrics
 from trencadis.server.prompts.generation import RequestTiming

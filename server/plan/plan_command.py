@@ -27,7 +27,7 @@ from trencadis.multimodal.processor import PROCESSOR_FILES
 from trencadis.server.config import argv, hide_keys, hub, value_parsers
 from trencadis.server.config.resolve_settings import resolve_settings
 from trencadis.server.plan import plan_report as plan_report
-from trencadis.server.plan.pipeline_report import make_pipeline_report
+from trencadis.server.plan.plan_report import make_pipeline_report
 from trencadis.server.plan.traffic_replay import StepNeeds
 
 USAGE = """\

@@ -1,11 +1,16 @@
-"""Prompts of text pairs: a query and a document for a class head, or a chat prompt in which a model judges the pair."""
+"""Prompts of text pairs: a query and a document for a class head, or a chat prompt in which a model judges the pair.
+
+Texts that a checkpoint puts before an input of a given kind, such as ``query: ``.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from trencadis.core.checkpoint.json_fields import read_json
 from trencadis.core.checkpoint.pooling_config import ALL, EMBED, Pooling
 from trencadis.core.errors import BadRequest
 from trencadis.multimodal.media_options import NO_SCOPE, MediaScope
@@ -165,3 +170,31 @@ def _join_if_text(parts: list[Any]) -> str | list[Any]:
     """Returns one text if all parts are texts, since some templates accept only texts; else the parts."""
     texts = [p.get("text") if p.get("type") == "text" else None for p in parts]
     return "".join(t for t in texts if t) if all(isinstance(t, str) for t in texts) else parts
+
+
+def read_input_prompts(path: Path) -> Mapping[str, str]:
+    """The texts by ``input_type``: ``task_instructions`` of config.json, else ``prompts`` of sentence-transformers.
+
+    Raises:
+        StartupError: a file is not JSON.
+    """
+    for name, key in (("config.json", "task_instructions"), ("config_sentence_transformers.json", "prompts")):
+        found = (read_json(path / name) or {}).get(key)
+        if isinstance(found, dict) and found:
+            return {str(k): v for k, v in found.items() if isinstance(v, str)}
+    return {}
+
+
+def get_input_prompt(known: Mapping[str, str], kind: str | None) -> str:
+    """The text for ``kind``; "" for None.
+
+    Raises:
+        BadRequest: the checkpoint has none of that kind.
+    """
+    if kind is None:
+        return ""
+    if kind not in known:
+        names = ", ".join(sorted(known))[:120]
+        line = f"one of {names} is needed" if known else "this model has no texts for kinds of inputs; leave it out"
+        raise BadRequest(f"input_type is {kind[:40]!r}; {line}.", param="input_type")
+    return known[kind]

@@ -13,7 +13,7 @@ from trencadis.core.masks.constraints import Repetition, Rule, ThinkingBudget
 from trencadis.core.masks.structured_outputs import RepetitionDetectionParams
 from trencadis.core.request import SamplingParams
 from trencadis.server.prompts.sampling_params import MAX_WORDS
-from trencadis.server.reasoning.reasoning_formats import ReasoningFormat
+from trencadis.server.reasoning.reasoning_parser import ReasoningFormat
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 
 if TYPE_CHECKING:

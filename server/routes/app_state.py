@@ -39,8 +39,7 @@ from trencadis.server.protocol.base_request import (
     VideoDetails,
 )
 from trencadis.server.protocol.beam_search_fields import make_beam_rule
-from trencadis.server.records.logged_prompt import render_prompt
-from trencadis.server.records.request_log_lines import log_closing, log_received
+from trencadis.server.records.request_log_lines import log_closing, log_received, render_prompt
 from trencadis.server.records.request_record import RECORD, RequestRecord
 from trencadis.server.records.tracing import TraceQueue
 from trencadis.server.routes.auth import UNSAFE

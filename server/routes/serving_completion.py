@@ -29,11 +29,11 @@ from trencadis.server.protocol.completions import (
     CompletionResponse,
 )
 from trencadis.server.routes.app_state import AppState, forget_body, make_request_id, make_usage
+from trencadis.server.routes.completion_stream import CompletionStream
 from trencadis.server.routes.json_slices import set_items
 from trencadis.server.routes.request_body import BodyRoute
 from trencadis.server.routes.serving_base import run_request
 from trencadis.server.routes.sse import CHAT_STREAM_FORMAT, StreamFormat
-from trencadis.server.routes.streams.completion_stream import CompletionStream
 
 
 @dataclass(slots=True)

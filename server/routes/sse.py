@@ -1,4 +1,7 @@
-"""Server-sent events, and the client's disconnect, which ends any request."""
+"""Server-sent events, and the client's disconnect, which ends any request.
+
+A stream whose events are made from one piece of text after another.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from trencadis.core.errors import DeadlineExceeded, TrencadisError
-from trencadis.server.prompts.generation import StreamWriter
+from trencadis.server.prompts.generation import ChoicePiece, Generation, StreamWriter
+from trencadis.server.prompts.output_processor import TextPiece
 from trencadis.server.protocol.base_request import ErrorResponse
 from trencadis.server.records.request_record import RequestRecord
 
@@ -248,3 +252,45 @@ async def _cancel_all(*tasks: asyncio.Future[T] | asyncio.Future[None]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class PieceStream:
+    """The stream of one request; subclasses make its events.
+
+    Args:
+        generation: the source of its pieces, if there is only one.
+    """
+
+    def __init__(self, generation: Generation | None) -> None:
+        self._generation = generation
+
+    def make_events(self, index: int, piece: TextPiece) -> bytes:
+        """Makes the events of a piece of choice ``index``; empty while there is nothing to send."""
+        raise NotImplementedError
+
+    def make_final_events(self) -> bytes:
+        """Makes the events once all choices have ended."""
+        return b""
+
+    def stream_pieces(self) -> AsyncGenerator[ChoicePiece]:
+        """Yields the pieces, each with the index of its choice in the answer."""
+        assert self._generation is not None
+        return self._generation.stream_pieces()
+
+    async def stream_events(self) -> AsyncGenerator[bytes]:
+        """Yields all events; they begin with the first piece, so that an error before it is a plain HTTP error."""
+        async with aclosing(self.stream_pieces()) as pieces:
+            async for index, piece in pieces:
+                data = self.make_events(index, piece)
+                if data:
+                    yield data
+        data = self.make_final_events()
+        if data:
+            yield data
+
+    def set_writer(self, writer: StreamWriter) -> None:
+        """Writes events to ``writer`` at once while the reader of ``stream_events`` waits; see
+        ``Generation.set_writer``.
+        """
+        if self._generation is not None:
+            self._generation.set_writer(writer, self.make_events)

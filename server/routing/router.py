@@ -5,6 +5,17 @@ seconds. So a prefix that many requests share spreads by itself: once its holder
 takes to compute again, another replica wins, and holds it too. If others are idle it spreads sooner
 (``replication_policy``), or a large fleet would crowd around the few replicas that came first. A decision looks at a
 bounded number of replicas.
+
+Index of the replicas that hold each content, as far as the router knows. Bounded; the least recently used goes
+first.
+
+Decides when a prefix that some replicas hold is copied to one more replica (ski-rental rule).
+
+Ski-rental rule: a prefix is copied to another replica once waiting for it has cost as much as recomputing it. A request
+that waits longer at a holder than it would elsewhere adds the difference to the content's account; once the account
+reaches the cost of computing the content again, the next request goes elsewhere and computes it. So copies follow the
+demand without a known request rate, and waits and copies together cost at most twice what the best choice in hindsight
+would.
 """
 
 from __future__ import annotations
@@ -12,13 +23,112 @@ from __future__ import annotations
 import math
 import random
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from trencadis.server.routing.cache_index import CacheIndex
 from trencadis.server.routing.replica_load import LINE_WORDS, SPARE, Assignment, ReplicaLoad, predict_wait
-from trencadis.server.routing.replication_policy import ReplicationPolicy
-from trencadis.server.routing.request_cost import Key, RequestCost
-from trencadis.server.routing.step_costs import StepCosts
+from trencadis.server.routing.step_costs import Key, RequestCost, StepCosts
+
+MAX_TRACKED = 1 << 14
+"""Most tracked contents; the one that was waited for longest ago is dropped first."""
+
+
+class ReplicationPolicy:
+    """Decides when content is worth recomputing on another replica. Sums, per content, the extra seconds that
+    requests have waited for it since its last copy.
+    """
+
+    def __init__(self, bound: int = MAX_TRACKED) -> None:
+        self.bound = max(bound, 1)
+        self._waited: OrderedDict[Key, float] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Number of tracked contents."""
+        return len(self._waited)
+
+    def should_replicate(self, key: Key, seconds: float, price: float) -> bool:
+        """Adds ``seconds`` of extra waiting to ``key``; True, and the sum is reset, once it reaches ``price``, the
+        cost of a copy in seconds.
+        """
+        total = self._waited.pop(key, 0.0) + seconds
+        if total >= price:
+            return True
+        self._waited[key] = total
+        if len(self._waited) > self.bound:
+            self._waited.popitem(last=False)
+        return False
+
+
+class CacheIndex:
+    """Maps keys of cached content to the replicas that hold them.
+
+    Each replica has a list of its own in the order of use, at most ``bound`` long. A cache evicts in about that order,
+    so the list is right for most keys even if no engine reports evictions.
+    """
+
+    def __init__(self, bound: int) -> None:
+        self.bound = max(bound, 1)
+        self._holders: dict[Key, list[int]] = {}
+        self._held: dict[int, OrderedDict[Key, None]] = {}
+
+    def __len__(self) -> int:
+        """Number of pairs of a key and a holder."""
+        return sum(len(held) for held in self._held.values())
+
+    def get_holders(self, key: Key) -> Sequence[int]:
+        """Returns the replicas that hold ``key``; the result must not be changed."""
+        return self._holders.get(key, ())
+
+    def holds(self, replica: int, key: Key) -> bool:
+        """Returns True if ``replica`` holds ``key``."""
+        held = self._held.get(replica)
+        return held is not None and key in held
+
+    def mark_used(self, replica: int, keys: Iterable[Key]) -> None:
+        """Records that ``replica`` holds ``keys`` (or will, once it has run the request); the last key becomes the
+        most recent.
+        """
+        held = self._held.get(replica)
+        if held is None:
+            held = self._held[replica] = OrderedDict()
+        for key in keys:
+            if key in held:
+                held.move_to_end(key)
+            else:
+                held[key] = None
+                self._holders.setdefault(key, []).append(replica)
+        while len(held) > self.bound:
+            self._remove_holder(replica, held.popitem(last=False)[0])
+
+    def remove_evicted(self, replica: int, keys: Iterable[Key]) -> None:
+        """Records that ``replica`` no longer holds ``keys``; keys that it was not known to hold are ignored."""
+        held = self._held.get(replica)
+        if not held:
+            return
+        for key in keys:
+            if key in held:
+                del held[key]
+                self._remove_holder(replica, key)
+
+    def forget(self, replica: int) -> None:
+        """Records that ``replica`` holds nothing any more."""
+        for key in self._held.pop(replica, ()):
+            self._remove_holder(replica, key)
+
+    def _remove_holder(self, replica: int, key: Key) -> None:
+        holders = self._holders[key]
+        holders.remove(replica)
+        if not holders:
+            del self._holders[key]
+
+    def check(self) -> None:
+        """Asserts that both directions of the index agree and that the bound is kept."""
+        pairs = {(key, r) for key, holders in self._holders.items() for r in holders}
+        assert pairs == {(key, r) for r, held in self._held.items() for key in held}, "the two directions differ"
+        assert len(pairs) == sum(len(h) for h in self._holders.values()), "a holder is listed twice"
+        assert all(self._holders.values()), "a key without holders is kept"
+        assert all(len(held) <= self.bound for held in self._held.values()), "the index exceeds its bound"
+
 
 RANDOM_REPLICAS = 8
 """Replicas that are drawn at random for each decision."""

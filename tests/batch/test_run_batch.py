@@ -17,8 +17,7 @@ from tests.fakes.text_checkpoint import write_text_checkpoint
 from trencadis.core.errors import StartupError
 from trencadis.server.batch import batch_lines, batch_targets
 from trencadis.server.batch.batch_lines import LineReader
-from trencadis.server.batch.batch_progress import BatchProgress
-from trencadis.server.batch.batch_runner import BatchLimits, BatchRunner
+from trencadis.server.batch.batch_runner import BatchLimits, BatchProgress, BatchRunner
 from trencadis.server.batch.result_file import ResultFile
 
 

@@ -9,7 +9,7 @@ import pytest
 from trencadis.server.dialects import anthropic_input, responses_input
 from trencadis.server.dialects.message_collector import InnerRequest
 from trencadis.server.protocol.anthropic_messages import BUDGET, MessagesRequest
-from trencadis.server.protocol.responses_request import ResponsesRequest
+from trencadis.server.protocol.responses import ResponsesRequest
 
 URL = "data:image/png;base64,AAAA"
 PNG = {"type": "base64", "media_type": "image/png", "data": "AAAA"}

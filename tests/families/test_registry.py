@@ -76,7 +76,7 @@ def test_a_family_is_at_most_120_lines() -> None:
 
 NAMED = re.compile(r"qwen|llama|mistral|\bgpt.?2|\bopt.(?:125|350)|\bOPTFor|\bgemma|\bphi\b", re.IGNORECASE)
 REMAINS = {
-    "server/text/template_names.py": "file names of templates, theirs and ours",
+    "server/text/chat_template.py": "file names of templates, theirs and ours",
     "core/old_names.py": "names of before and their successors",
     "core/checkpoint/rope_config.py": "llama3 is the name of a rotary type in every config.json",
     "core/layers/rotary_embedding.py": "the same type, and whose report has its formula",
@@ -85,12 +85,12 @@ REMAINS = {
     "core/envs.py": "what Intel's guide says about a variable",
     "backends/hpu/start/environment.py": "the same",
     "server/tools": "vLLM's names of the forms in which calls are written; a checkpoint of any family may use each",
-    "server/reasoning/reasoning_formats.py": "the same, of thoughts",
+    "server/reasoning/reasoning_parser.py": "the same, of thoughts",
     "server/config/config.py": "the same, in the help of their flags",
     "server/text/token_bytes.py": "whose tokenizers are of a kind",
     "server/config/hub.py": "an example of an id without an owner",
     "server/grammars/gbnf.py": "llama.cpp, whose grammars these are",
-    "server/http/openapi_fields.py": "qwen-vl-utils, a client's library",
+    "server/http/openapi.py": "qwen-vl-utils, a client's library",
     "server/prompts/content_parts.py": "the same",
 }
 """Where a family's name stands outside its record, and why it says nothing about a family's model."""

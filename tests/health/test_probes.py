@@ -24,7 +24,7 @@ from tests.health.test_sleep import FACTORY, until
 from tests.operations.fake_server import FakeServer
 from tests.traffic.server_process import free_port
 from trencadis.core.config import EngineConfig
-from trencadis.server.cli.systemd_notify import Notifier
+from trencadis.server.cli.api.server_lifecycle import Notifier
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.engine.spawn import spawn_engine
 from trencadis.server.engine.supervisor import Supervisor

@@ -30,8 +30,8 @@ from trencadis.multimodal.videos.prepared_video import PreparedVideo
 from trencadis.server.admission import Admission, Bounds, Ticket
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.engine.engine_client import DeltaCallback
-from trencadis.server.engine.open_request import OpenRequest
-from trencadis.server.front import media_codec, shared_table
+from trencadis.server.engine.request_link import OpenRequest
+from trencadis.server.front import shared_process_state, shared_table
 from trencadis.server.front.ipc_messages import DeltaBatch, RequestRouted
 from trencadis.server.front.request_relay import RequestRelay
 from trencadis.server.front.shared_limits import SharedAccount, SharedAdmission, SharedMediaUuids
@@ -249,10 +249,12 @@ def test_prepared_media_cross_whole() -> None:
     whole = make_image(1, (make_image(2), make_image(3)))
     clip = PreparedVideo("v", (make_image(4), make_image(5)), (0, 2, 4, 6), 2.0, 1.0, 9, 24.0)
     for made in (whole, clip):
-        found = media_codec.unpack_media(media_codec.pack_media(made))
-        assert media_codec.pack_media(found) == media_codec.pack_media(made) and type(found) is type(made)
+        found = shared_process_state.unpack_media(shared_process_state.pack_media(made))
+        assert shared_process_state.pack_media(found) == shared_process_state.pack_media(made) and type(found) is type(
+            made
+        )
         assert found.nbytes == made.nbytes and found.tokens == made.tokens
-    back = media_codec.unpack_media(media_codec.pack_media(whole))
+    back = shared_process_state.unpack_media(shared_process_state.pack_media(whole))
     assert isinstance(back, PreparedImage) and np.array_equal(back.items[1].pixels, whole.items[1].pixels)
     assert back.layout == whole.layout and back.grid == whole.grid
 

@@ -17,7 +17,7 @@ from tests.host.instruction_counts import instructions
 from tests.operations.otlp_collector import Collector
 from trencadis.core.errors import StartupError
 from trencadis.core.request import RequestStats, SamplingParams
-from trencadis.server.metrics.trace_metrics import TraceCollector
+from trencadis.server.metrics.http_metrics import TraceCollector
 from trencadis.server.prompts.generation import RequestTiming
 from trencadis.server.records import tracing
 from trencadis.server.records.request_record import RequestRecord

@@ -31,8 +31,8 @@ from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.pipeline_partition import check_ranks, split_model
 from trencadis.core.startup.dry_run import DryRun, PlannedDevice, StartupPlan
 from trencadis.core.startup.pipeline_dry_run import planned_stages
-from trencadis.server.plan.pipeline_report import make_pipeline_report
 from trencadis.server.plan.plan_command import main
+from trencadis.server.plan.plan_report import make_pipeline_report
 
 
 @pytest.fixture(autouse=True)

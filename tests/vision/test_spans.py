@@ -21,7 +21,7 @@ from trencadis.multimodal.processor import ImageGeometry, PlaceholderRun
 from trencadis.multimodal.videos.prepared_video import encoder_items
 from trencadis.server.prompts.multimodal_inputs import ExpandedPrompt
 from trencadis.server.prompts.prompt import Prompt
-from trencadis.server.records.logged_prompt import render_prompt
+from trencadis.server.records.request_log_lines import render_prompt
 
 IMAGE = 59
 

@@ -40,7 +40,7 @@ def shared_lines() -> list[tuple[str, str]]:
     for name in listed.stdout.split():
         if (
             not name.endswith(".py")
-            or name.startswith((*FAMILIES, *TOWERS, "core/old_names.py", "server/text/template_names.py"))
+            or name.startswith((*FAMILIES, *TOWERS, "core/old_names.py", "server/text/chat_template.py"))
             or not (ROOT / name).is_file()
         ):
             continue
