@@ -25,8 +25,8 @@ from trencadis.core.kv.media_spans import MediaSpan
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.startup.engine_builder import create_engine
 from trencadis.core.step import Encode, Step
-from trencadis.multimodal.patch_grids import count_slots
-from trencadis.multimodal.qwen2_vl.patch_geometry import PATCH_VALUES
+from trencadis.multimodal.patch_packing import count_slots
+from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
 
 SIDE = 32
 """Patches along a side of 448 pixels."""

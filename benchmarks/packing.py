@@ -36,9 +36,9 @@ from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.step import HeadOutput, Step, StepOutput
-from trencadis.multimodal.patch_grids import count_slots, count_tokens, patch_grid
+from trencadis.multimodal.patch_packing import count_slots, count_tokens, patch_grid
+from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
 from trencadis.multimodal.qwen2_vl.config import Qwen25VisionConfig as VisionConfig
-from trencadis.multimodal.qwen2_vl.patch_geometry import PATCH_VALUES
 from trencadis.multimodal.qwen2_vl.smart_resize import largest_slots, smart_resize
 
 CONCURRENT = (1, 4, 16, 64)

@@ -8,8 +8,7 @@ from functools import lru_cache
 import numpy as np
 
 from trencadis.core.step import Encode, Float32, Int32, VisionInputs
-from trencadis.multimodal.patch_grids import count_slots
-from trencadis.multimodal.patch_packing import patch_coordinates
+from trencadis.multimodal.patch_packing import count_slots, patch_coordinates
 
 NEIGHBOURS = 4
 """Rows of the table between which a position lies."""

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trencadis.multimodal.media_options import MediaOptions
-from trencadis.multimodal.patch_grids import Grid
+from trencadis.multimodal.patch_packing import Grid
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest, TrencadisError, Unavailable, from_status
-from trencadis.core.links.topology import choose_executor_backend
-from trencadis.core.links.topology import topology
+from trencadis.core.links.topology import choose_executor_backend, topology
 from trencadis.core.process import device_env, torch_build
 from trencadis.core.progress import Progress
 from trencadis.core.request import Delta, Request, SamplingParams

@@ -1,5 +1,13 @@
 """The ops of an NVIDIA card: Triton kernels where they are faster, torch's own for linears, the reference for the
 rest.
+
+Ops of a card that give a token the same bits whatever else is in its launch (``--batch-invariant``).
+
+cuBLAS chooses a kernel, and with it an order of summation, by the number of rows: here rows are always multiplied in
+full pieces of ``policy.INVARIANT_ROWS``. Attention of text has one kernel and one tile for every launch, since one run
+may decode a token alone that another run computes in a mixed launch or a chunk; its keys are visited in spans that
+begin at the row's first, and joined in their order by one program or by several. The other kernels compute one row at a
+time anyway. This is slower, with equal results.
 """
 
 from __future__ import annotations
@@ -10,15 +18,19 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch
 from torch import Tensor
 
+from trencadis.backends.cpu.batch_invariant import ProbedOps
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cuda.host_layers import HostLayerOps
 from trencadis.backends.cuda.kernels import (
     activation,
+    cross_attend,
     embed,
+    fused_moe,
     gather_scatter,
     layer_norm,
     paged_attention,
-    patches,
+    quantised_kv_attention,
+    quantised_linear,
     reset_sampler_state,
     rms_norm,
     rotary_kernels,
@@ -27,12 +39,11 @@ from trencadis.backends.cuda.kernels import (
     tiles,
     vision_attention,
 )
+from trencadis.backends.cuda.kernels import pixel_kernels
 from trencadis.backends.cuda.kernels.attention_tensors import CrossAttentionItems, CudaSegments, ItemAttn
-from trencadis.backends.cuda.kernels.coded import quantised_kv_attention, quantised_linear
-from trencadis.backends.cuda.kernels.cross_attention import cross_attend
-from trencadis.backends.cuda.kernels.experts import grouped_gemm
-from trencadis.backends.cuda.kernels.experts.grouped_gemm import StackedExperts
+from trencadis.backends.cuda.kernels.fused_moe import StackedExperts
 from trencadis.backends.cuda.kernels.layers import fused_layer, skinny_gemm
+from trencadis.backends.cuda.policy import INVARIANT_ROWS as ROWS
 from trencadis.backends.cuda.weights.quantised_weight import QuantisedWeight, pack_quantised_weight
 from trencadis.core import envs
 from trencadis.core.backend import (
@@ -131,7 +142,7 @@ class CudaOps(HostLayerOps, ReferenceOps):
 
     def experts(self, x: Tensor, scores: Tensor, w: ExpertWeights, top: int, normalise: bool, kind: str) -> Tensor:
         assert isinstance(w, StackedExperts)
-        return grouped_gemm.run(x, scores, w, top, normalise, kind)
+        return fused_moe.run(x, scores, w, top, normalise, kind)
 
     def rotary(self, positions: Tensor, inv_freq: Tensor, axis: Tensor) -> Rotary:
         shape = positions.shape[1], 2 * inv_freq.shape[0]
@@ -169,7 +180,7 @@ class CudaOps(HostLayerOps, ReferenceOps):
 
     def patches(self, pixels: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
         out = torch.empty(pixels.shape[0], scale.numel(), dtype=dtype, device=pixels.device)
-        patches.launch(pixels, scale, shift, out)
+        pixel_kernels.launch(pixels, scale, shift, out)
         return out
 
     def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
@@ -237,3 +248,27 @@ class CudaOps(HostLayerOps, ReferenceOps):
 
     def reset(self, inputs: ResetTensors, state: SamplerState) -> None:
         reset_sampler_state.launch(inputs, state)
+
+
+class InvariantCudaOps(ProbedOps, CudaOps):
+    """Implements ``core.backend.Ops`` for a card so that a token gets the same bits in any launch."""
+
+    whole_layers, alike = False, True
+    shift, probes = 5, (1, 7, ROWS, 2 * ROWS + 40)
+
+    def linear(self, x: Tensor, w: Weight) -> Tensor:
+        rows = len(x)
+        if rows % ROWS:
+            x = torch.cat([x, x.new_zeros(-rows % ROWS, x.shape[1])])
+        parts = [super(InvariantCudaOps, self).linear(part, w) for part in torch.split(x, ROWS)]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts))[:rows]
+
+    def experts(self, x: Tensor, scores: Tensor, w: ExpertWeights, top: int, normalise: bool, kind: str) -> Tensor:
+        assert isinstance(w, StackedExperts)
+        return fused_moe.run(x, scores, w, top, normalise, kind, alike=True)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
+        assert isinstance(attn, ItemAttn)
+        out, partial = q.new_empty(q.shape), paged_attention.partial(attn, q, kv, alike=True)
+        paged_attention.attend_text(q, kv, attn, scale, out, partial, alike=True, window=window)
+        return out

@@ -17,8 +17,8 @@ from benchmarks.harness.compared_engines import Ours, Work, conversations, run
 from benchmarks.harness.reporting import median
 from trencadis.core.buckets import Stage
 from trencadis.core.step import Encode, Step
-from trencadis.multimodal.patch_grids import count_slots
-from trencadis.multimodal.qwen2_vl.patch_geometry import PATCH_VALUES
+from trencadis.multimodal.patch_packing import count_slots
+from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
 
 MOST_TOKENS = 512
 """Image tokens of the largest image whose encoding is timed."""

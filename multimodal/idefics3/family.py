@@ -1,6 +1,11 @@
-"""The Idefics3 family: Llama's decoder, SigLIP over tiles, cells of up to 8 x 8 patches, one linear projector layer."""
+"""The Idefics3 family: Llama's decoder, SigLIP over tiles, cells of up to 8 x 8 patches, one linear projector layer.
+
+The SmolVLM2 family. Checkpoints of the first SmolVLM have Idefics3's model_type.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.models.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
@@ -55,4 +60,12 @@ FAMILY = Family(
     ),
     pooling=None,
     ignored=frozenset({"vocab_size", "pad_token_id"}),
+)
+
+
+SMOLVLM = replace(
+    FAMILY,
+    name="SmolVLM2",
+    model_type="smolvlm",
+    architectures={"SmolVLMForConditionalGeneration": GENERATE},
 )

@@ -13,7 +13,7 @@ from trencadis.multimodal.llava.clip_config import read_settings
 from trencadis.multimodal.llava.processor import PROCESSOR_TYPES
 from trencadis.multimodal.normalisation import CLIP
 from trencadis.multimodal.pixtral import model as pixtral
-from trencadis.multimodal.pixtral_tower.config import PixtralVisionConfig
+from trencadis.multimodal.pixtral.config import PixtralVisionConfig
 from trencadis.multimodal.vit.model import TileVisionModel
 from trencadis.multimodal.vit.processor import get_vision_config, has_processor_settings
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trencadis.core.kv.media_spans import MediaSpan
-from trencadis.multimodal.patch_grids import Grid
+from trencadis.multimodal.patch_packing import Grid
 from trencadis.multimodal.processor import PreparedImage
 
 

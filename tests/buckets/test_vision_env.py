@@ -16,7 +16,7 @@ from trencadis.core.shapes.bucket_options import PlannedImageSize, parse_image_s
 from trencadis.core.shapes.bucket_planner import image_batch_slots, make_plan
 from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.startup.dry_run import shape_limits
-from trencadis.multimodal.patch_grids import count_slots, patch_grid
+from trencadis.multimodal.patch_packing import count_slots, patch_grid
 from trencadis.multimodal.qwen2_vl.image_budget import image_needs
 from trencadis.multimodal.qwen2_vl.smart_resize import smart_resize
 

@@ -11,7 +11,7 @@ import torch
 from tests.kernels.cross_attention.cross_attention_cases import CrossAttentionCase
 from tests.traffic.ragged_rows import ragged_inputs
 from trencadis.backends.cuda import runtime_of
-from trencadis.backends.cuda.kernels.cross_attention import cross_attend
+from trencadis.backends.cuda.kernels import cross_attend
 from trencadis.backends.cuda.kernels.query_blocks import IMAGE_SPAN
 from trencadis.backends.cuda.launches.cross_attention_items import CrossAttentionItemArrays, LaunchPlans, plan
 from trencadis.backends.cuda.launches.input_buffers import InputBuffers

@@ -32,7 +32,7 @@ from trencadis.core.memory.graph_budget import GraphPrice
 from trencadis.core.memory.ledger import GraphSettings, MemoryInUse, divide_memory
 from trencadis.core.models import registry
 from trencadis.core.step import Encode, ImageRows, Row, Sample
-from trencadis.multimodal.qwen2_vl.patch_geometry import PATCH_VALUES
+from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
 
 BUCKETS = (
     Bucket(Stage.FRESH, (2, 64)), Bucket(Stage.DECODE, (2, 8)), Bucket(Stage.VISION, (256,)),

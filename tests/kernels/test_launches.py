@@ -16,7 +16,7 @@ from trencadis.backends.cuda.kernels import (
     embed,
     gather_scatter,
     layer_norm,
-    patches,
+    pixel_kernels,
     reset_sampler_state,
     rms_norm,
     sample,
@@ -71,7 +71,7 @@ def small_launches(device: torch.device) -> list[Callable[[], object]]:
         lambda: embed.launch(ints, ints, ints, ints, x, x, out),
         lambda: gather_scatter.gather(x, index, out),
         lambda: gather_scatter.scatter(out, index, x),
-        lambda: patches.launch(pixels, x[0], x[1], wide),
+        lambda: pixel_kernels.launch(pixels, x[0], x[1], wide),
     ]
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.stubs.gaudi_container import put, put_cards
 from trencadis.backends import cuda
-from trencadis.backends.cuda import device_nodes
+from trencadis.backends.cuda import visible_devices
 from trencadis.backends.hpu.start import software_stack
 from trencadis.backends.hpu.start.software_stack import Stack
 from trencadis.core.config import EngineConfig
@@ -44,7 +44,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
         put_cards(root, count)
         for number in range(count):
             put(root / f"dev/nvidia{number}", "")
-        monkeypatch.setattr(cuda, "count_cards", lambda: device_nodes.count_cards(root))
+        monkeypatch.setattr(cuda, "count_cards", lambda: visible_devices.count_cards(root))
         return {"TRENCADIS_MACHINE_ROOT": str(root)}
 
     return made
@@ -124,14 +124,14 @@ def test_who_has_a_place_keeps_it(flags: dict[str, Any], more: dict[str, str], m
 
 
 def test_cards_are_counted_before_their_device_files_are_made(tmp_path: Path) -> None:
-    assert device_nodes.count_cards(tmp_path) == 0
+    assert visible_devices.count_cards(tmp_path) == 0
     put(tmp_path / "proc/driver/nvidia/version", "610.1")
-    assert device_nodes.count_cards(tmp_path) is None, "a driver that shows none is asked by its library alone"
+    assert visible_devices.count_cards(tmp_path) is None, "a driver that shows none is asked by its library alone"
     for name in ("01", "02", "03"):
         put(tmp_path / f"proc/driver/nvidia/gpus/0000:{name}:00.0/information", "")
     put(tmp_path / "dev/nvidia0", "")
     put(tmp_path / "dev/nvidiactl", "")
-    assert device_nodes.count_cards(tmp_path) == 3
+    assert visible_devices.count_cards(tmp_path) == 3
 
 
 def test_a_server_that_finds_no_cluster_says_how_to_start_one(machine: Machine, ray: Path, caplog: Any) -> None:

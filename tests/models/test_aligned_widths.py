@@ -29,9 +29,8 @@ from trencadis.core.layers.weight_source import StackedPart, stack
 from trencadis.core.memory.estimate import MemoryEstimator
 from trencadis.core.models.registry import build, make
 from trencadis.core.step import Encode
-from trencadis.multimodal.patch_grids import count_slots
-from trencadis.multimodal.qwen2_vl.config import Qwen25VisionConfig
-from trencadis.multimodal.qwen2_vl.patch_geometry import PATCH_VALUES
+from trencadis.multimodal.patch_packing import count_slots
+from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES, Qwen25VisionConfig
 
 MODELS = {
     "3B": dataclasses.replace(

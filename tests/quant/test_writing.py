@@ -26,7 +26,7 @@ from trencadis.core.quant.writing.gptq_rounding import LayerInputs, round_compen
 from trencadis.core.quant.writing.recipe import CLIPS
 from trencadis.core.quant.writing.source_checkpoint import open_checkpoint
 from trencadis.core.request import Request, SamplingParams
-from trencadis.multimodal.patch_grids import count_slots
+from trencadis.multimodal.patch_packing import count_slots
 from trencadis.server.cli.main import main
 
 TYPES = ("fp8", "int8", "int4")

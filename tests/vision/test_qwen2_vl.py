@@ -24,7 +24,7 @@ from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.errors import StartupError
 from trencadis.core.models.registry import image_needs, image_processor
 from trencadis.multimodal import patch_packing
-from trencadis.multimodal.patch_grids import count_slots
+from trencadis.multimodal.patch_packing import count_slots
 
 BAR = 1e-5
 LARGEST = 8 * 4096

@@ -23,7 +23,7 @@ from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.models.registry import image_needs, image_processor
 from trencadis.multimodal import position_interpolation as table_places
 from trencadis.multimodal.normalisation import IMAGENET_STANDARD
-from trencadis.multimodal.patch_grids import count_slots
+from trencadis.multimodal.patch_packing import count_slots
 
 BAR = 1e-5
 APART = ((1, 10, 18), (1, 4, 6))

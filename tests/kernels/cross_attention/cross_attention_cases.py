@@ -17,7 +17,7 @@ from tests.oracles.attention_cases import Guarded
 from tests.traffic.ragged_rows import ragged_inputs
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cuda import runtime_of
-from trencadis.backends.cuda.kernels.cross_attention import cross_attend
+from trencadis.backends.cuda.kernels import cross_attend
 from trencadis.backends.cuda.launches.cuda_inputs import Sizes
 from trencadis.backends.cuda.launches.input_buffers import InputBuffers
 from trencadis.core.buckets import Bucket, Stage

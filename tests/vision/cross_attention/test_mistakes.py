@@ -42,7 +42,7 @@ def _unmasked(model: Any, patch: Any) -> None:
 
 @mistake("tiles in another order")
 def _order(model: Any, patch: Any) -> None:
-    from trencadis.multimodal.mllama_tower import model as module
+    from trencadis.multimodal.mllama import model as module
 
     patch.setattr(
         module,

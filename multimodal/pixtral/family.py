@@ -5,9 +5,14 @@ from __future__ import annotations
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.models.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.multimodal.hf_text_config import PREFIXES, read_text_config
-from trencadis.multimodal.pixtral.pixtral_hf_config import MERGE_SIZES, VIT_DEFAULTS, read_pixtral_fields
-from trencadis.multimodal.pixtral.pixtral_weight_names import VISION_SIDE, WEIGHT_NAMES
-from trencadis.multimodal.pixtral_tower.config import PixtralVisionConfig
+from trencadis.multimodal.pixtral.config import (
+    MERGE_SIZES,
+    VISION_SIDE,
+    VIT_DEFAULTS,
+    WEIGHT_NAMES,
+    PixtralVisionConfig,
+    read_pixtral_fields,
+)
 from trencadis.multimodal.vit.hf_vision_config import read_image_token
 
 IMAGE_TOKEN = 10

@@ -12,8 +12,8 @@ from trencadis.core.layers.norm import LayerNorm
 from trencadis.core.layers.rotary_embedding import vision_frequencies
 from trencadis.core.layers.weight_source import WeightSource
 from trencadis.core.shared_constants import align_up
-from trencadis.multimodal.deepstack.config import CHANNELS, FRAMES, DeepStackVisionConfig
 from trencadis.multimodal.normalisation import PixelNormalisation
+from trencadis.multimodal.qwen3_vl.config import CHANNELS, FRAMES, DeepStackVisionConfig
 from trencadis.multimodal.vit.vit_block import ViTBlock, scale_and_shift
 
 EPS = 1e-6
