@@ -33,15 +33,15 @@ from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.emulator.layer_reuse import LayerReuse, leaf_key, signature
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.policy import SERVING
-from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.model_config import ImageNeeds
 from trencadis.core.config import EngineConfig
+from trencadis.core.device.backend import BackendConfig
+from trencadis.core.engine.dry_run import DryRun, PlannedDevice, StartupPlan
 from trencadis.core.graphs.graph_manager import body_of
 from trencadis.core.launches.persistent_tensors import allocate_persistent
-from trencadis.core.models import registry
 from trencadis.core.shapes.bucket_options import BucketOptions
-from trencadis.core.startup.dry_run import DryRun, PlannedDevice, StartupPlan
 from trencadis.server.plan.traffic_trace import list_text_launches, list_vision_launches, read_request, replay_needs
 
 BLOCK, ROWS, TOKENS = 128, 128, 32768

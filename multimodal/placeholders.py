@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
+from trencadis.core.cross_attention_inputs import ENDLESS
 from trencadis.core.errors import BadRequest
-from trencadis.core.kv.media_spans import MediaSpan, TokenRun
-from trencadis.core.shapes.cross_attention_inputs import ENDLESS
+from trencadis.core.media_spans import MediaSpan, TokenRun
 from trencadis.multimodal.media_options import MediaPart
 from trencadis.multimodal.processor import Layout, PreparedImage
 from trencadis.multimodal.videos.prepared_video import Media, PreparedVideo, encoder_items

@@ -31,7 +31,7 @@ from trencadis.backends.cuda.kernels.attention_tensors import (
     SingleCrossAttention,
 )
 from trencadis.backends.cuda.kernels.query_blocks import DRAWN, FEW, READ
-from trencadis.core.backend import LayerKV
+from trencadis.core.device.backend import LayerKV
 
 Case = tuple[str, Callable[[], None]]
 DTYPES = {16: (torch.bfloat16, torch.float16), 32: (torch.float32,)}

@@ -22,7 +22,7 @@ from trencadis.backends.cuda.kernels import (
 )
 from trencadis.backends.cuda.kernels import fused_moe as expert_products
 from trencadis.backends.cuda.weights.quantised_weight import pack_quantised_weight
-from trencadis.core.backend import HeadTensors, ResetTensors, SamplerState
+from trencadis.core.device.backend import HeadTensors, ResetTensors, SamplerState
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.quant.scheme import Scheme
 from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES

@@ -75,7 +75,7 @@ _LAZY = {
     "EngineConfig": ("trencadis.core.config", "EngineConfig"),
     "FlatLogprobs": ("trencadis.outputs", "FlatLogprobs"),
     "FlexibleArgumentParser": ("trencadis.engine_args", "FlexibleArgumentParser"),
-    "GuidedDecodingParams": ("trencadis.core.masks.structured_outputs", "GuidedDecodingParams"),
+    "GuidedDecodingParams": ("trencadis.core.structured_outputs", "GuidedDecodingParams"),
     "LLMEngine": ("trencadis.llm_engine", "LLMEngine"),
     "LLM": ("trencadis.llm", "LLM"),
     "Logprob": ("trencadis.outputs", "Logprob"),
@@ -83,14 +83,14 @@ _LAZY = {
     "PoolingParams": ("trencadis.server.pooling.pooling_params", "PoolingParams"),
     "PoolingRequestOutput": ("trencadis.outputs", "PoolingRequestOutput"),
     "PromptType": ("trencadis.prompt_inputs", "PromptType"),
-    "RepetitionDetectionParams": ("trencadis.core.masks.structured_outputs", "RepetitionDetectionParams"),
+    "RepetitionDetectionParams": ("trencadis.core.structured_outputs", "RepetitionDetectionParams"),
     "RequestOutput": ("trencadis.outputs", "RequestOutput"),
     "RequestOutputKind": ("trencadis.core.request", "RequestOutputKind"),
     "SamplingParams": ("trencadis.core.request", "SamplingParams"),
     "ScoringOutput": ("trencadis.outputs", "ScoringOutput"),
     "ScoringRequestOutput": ("trencadis.outputs", "ScoringRequestOutput"),
     "StartupError": ("trencadis.core.errors", "StartupError"),
-    "StructuredOutputsParams": ("trencadis.core.masks.structured_outputs", "StructuredOutputsParams"),
+    "StructuredOutputsParams": ("trencadis.core.structured_outputs", "StructuredOutputsParams"),
     "TextPrompt": ("trencadis.prompt_inputs", "TextPrompt"),
     "TokensPrompt": ("trencadis.prompt_inputs", "TokensPrompt"),
     "TrencadisError": ("trencadis.core.errors", "TrencadisError"),
@@ -102,12 +102,12 @@ if TYPE_CHECKING:
     from trencadis.async_llm import AsyncLLM as AsyncLLMEngine
     from trencadis.core.config import EngineConfig
     from trencadis.core.errors import StartupError, TrencadisError
-    from trencadis.core.masks.structured_outputs import (
+    from trencadis.core.request import RequestOutputKind, SamplingParams
+    from trencadis.core.structured_outputs import (
         GuidedDecodingParams,
         RepetitionDetectionParams,
         StructuredOutputsParams,
     )
-    from trencadis.core.request import RequestOutputKind, SamplingParams
     from trencadis.engine_args import AsyncEngineArgs, EngineArgs, FlexibleArgumentParser
     from trencadis.llm import LLM
     from trencadis.llm_engine import LLMEngine

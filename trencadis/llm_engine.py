@@ -32,7 +32,7 @@ from trencadis.server.prompts.prompt import Prompt
 from trencadis.unsupported import UnsupportedFeature, UnsupportedMethods, refuse_lora, refuse_tokenization_kwargs
 
 if TYPE_CHECKING:
-    from trencadis.core.engine import Engine
+    from trencadis.core.engine.engine import Engine
     from trencadis.metrics_reader import LocalMetrics, MetricValue
 
 log = logging.getLogger("trencadis.engine")
@@ -58,7 +58,7 @@ def _start_engine(config: EngineConfig, progress: Progress | None) -> Engine:
     for line in device_env.prepare_device_env(config.device, world=rank_topology.here).lines:
         log.info("%s", line)
     torch_build.import_torch()
-    from trencadis.core.startup.engine_builder import create_engine
+    from trencadis.core.engine.engine_builder import create_engine
 
     return create_engine(config, progress)
 

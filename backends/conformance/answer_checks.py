@@ -20,12 +20,12 @@ from tokenizers import Tokenizer
 from trencadis.backends.conformance.check_result import CheckFailed, Skipped
 from trencadis.backends.conformance.harness import SEQS, plan_of
 from trencadis.backends.conformance.target import CheckTarget
+from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.kv.media_spans import MediaSpan
 from trencadis.core.launches.model_runner import ModelRunner
 from trencadis.core.launches.persistent_tensors import allocate_persistent
-from trencadis.core.models import registry
+from trencadis.core.media_spans import MediaSpan
 from trencadis.core.step import PENDING, BidirectionalSpan, Draw, Encode, ImageRows, Reset, Row, Sample, Step
 
 TIE_GAP = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.3}

@@ -17,18 +17,18 @@ import torch
 from trencadis.backends.conformance.check_result import CheckFailed
 from trencadis.backends.conformance.family.vision_inputs import IMAGE_SLOTS, make_inputs, most_slots, tile_of
 from trencadis.core.buckets import Bucket, Plan, Stage
+from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
 from trencadis.core.graphs.graph_manager import body_of
 from trencadis.core.launches import host_inputs as host
 from trencadis.core.launches.persistent_tensors import allocate_persistent, by_block
-from trencadis.core.models import registry
 from trencadis.core.request import MAX_BIAS
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.shared_constants import SINK_BLOCK, SINK_ROW, WINDOW_SLOTS
 from trencadis.core.step import PENDING, Bias, ImageRows, PoolOutput, Reset, Row, Sample
+from trencadis.core.vision_config import NO_SLOT, SlotForm
 
 BLOCKS, SEQS, ARENA, TOKENS = 80, 4, 300, 400
 STEP_TOKENS = 256

@@ -29,11 +29,11 @@ from trencadis.backends.conformance.op_checks import (
 from trencadis.backends.conformance.program_checks import make_harness
 from trencadis.backends.conformance.target import CheckTarget
 from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.cross_attention_inputs import VARIANT, CrossAttentionInputs
 from trencadis.core.layers.cross_attention import arena_row_numbers
 from trencadis.core.quant import online_quant
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.quant.scheme import FLOATS8, Scheme
-from trencadis.core.shapes.cross_attention_inputs import VARIANT, CrossAttentionInputs
 from trencadis.core.shared_constants import RESERVED_ROWS
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu")

@@ -28,8 +28,8 @@ from trencadis.backends.conformance.check_result import FAIL, PASS, SKIP, CheckF
 from trencadis.backends.conformance.harness import all_buckets
 from trencadis.backends.conformance.program_checks import make_harness
 from trencadis.backends.conformance.target import CheckTarget
-from trencadis.core.backend import ProgramState
 from trencadis.core.buckets import Stage, padded_tokens
+from trencadis.core.device.backend import ProgramState
 
 UNITS = {Stage.VISION: "slots", Stage.SAMPLE: "rows", Stage.RESET: "rows", Stage.POOL: "rows"}
 

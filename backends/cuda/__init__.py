@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from trencadis.backends.cuda.backend import CudaBackend
     from trencadis.backends.cuda.runtime_protocol import Runtime
-    from trencadis.core.backend import Backend, BackendConfig, Comm
+    from trencadis.core.device.backend import Backend, BackendConfig, Comm
 
 __all__ = ["cards", "listing", "make_backend", "pick_dtype", "pick_policy", "has_card", "runtime_of", "usable"]
 

@@ -26,7 +26,7 @@ from triton import knobs
 from trencadis.backends.cuda.graph_pool import CapturedGraphs, CudaGraph, GraphPool, discard_failed_capture
 from trencadis.backends.cuda.runtime_protocol import Array, Graph, Stream
 from trencadis.backends.hooks import Hooks
-from trencadis.core.backend import Memory, OutOfDeviceMemory
+from trencadis.core.device.backend import Memory, OutOfDeviceMemory
 
 
 class CompileCounter:

@@ -29,6 +29,7 @@ from trencadis.backends.cuda.kernels import (
     gather_scatter,
     layer_norm,
     paged_attention,
+    pixel_kernels,
     quantised_kv_attention,
     quantised_linear,
     reset_sampler_state,
@@ -39,14 +40,13 @@ from trencadis.backends.cuda.kernels import (
     tiles,
     vision_attention,
 )
-from trencadis.backends.cuda.kernels import pixel_kernels
 from trencadis.backends.cuda.kernels.attention_tensors import CrossAttentionItems, CudaSegments, ItemAttn
 from trencadis.backends.cuda.kernels.fused_moe import StackedExperts
 from trencadis.backends.cuda.kernels.layers import fused_layer, skinny_gemm
 from trencadis.backends.cuda.policy import INVARIANT_ROWS as ROWS
 from trencadis.backends.cuda.weights.quantised_weight import QuantisedWeight, pack_quantised_weight
 from trencadis.core import envs
-from trencadis.core.backend import (
+from trencadis.core.device.backend import (
     Attn,
     ExpertWeights,
     HeadTensors,
@@ -58,7 +58,7 @@ from trencadis.core.backend import (
     Segments,
     Weight,
 )
-from trencadis.core.launches.launch_tensors import CrossAttentionTensors
+from trencadis.core.device.launch_tensors import CrossAttentionTensors
 from trencadis.core.models.decoder import DecoderLayer
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.shared_constants import WINDOW_SLOTS
@@ -67,7 +67,7 @@ T = TypeVar("T")
 
 
 class CudaOps(HostLayerOps, ReferenceOps):
-    """``core.backend.Ops``.
+    """``core.device.backend.Ops``.
 
     Outputs and partial results come from torch's caching allocator (in a capture, from the graph's own pool); nothing
     is read from the device. Layers whose weights alternate in two buffers run op by op: their copies are ordered by
@@ -83,7 +83,7 @@ class CudaOps(HostLayerOps, ReferenceOps):
     _arrived: Tensor | None = None
 
     def pack_weight(self, weight: Tensor, bias: Tensor | None = None) -> Weight:
-        """Packs a weight as ``core.backend.Ops`` says.
+        """Packs a weight as ``core.device.backend.Ops`` says.
 
         The first call also allocates the counters of fused layers: a capture would take them from the pool of its
         graph.
@@ -93,7 +93,7 @@ class CudaOps(HostLayerOps, ReferenceOps):
         return super().pack_weight(weight, bias)
 
     def layer(self, run: Callable[..., T], *args: Any) -> T:
-        """Runs a layer as ``core.backend.Ops`` says; a decoder layer of few rows in six launches if it can be fused."""
+        """Runs a layer as ``core.device.backend.Ops`` says; a decoder layer of few rows in six launches if it can be fused."""
         if self._arrived is not None and self.host_layers is None and fused_layer.can_fuse(run, args[0], args[-1]):
             made: Any = fused_layer.FusedLayer(cast(DecoderLayer, run), self._arrived)
             return super().layer(made, *args)  # type: ignore[no-any-return]
@@ -171,7 +171,7 @@ class CudaOps(HostLayerOps, ReferenceOps):
     def cross_attend(
         self, q: Tensor, held: Tensor, rows: Tensor | None, images: CrossAttentionTensors, scale: float
     ) -> Tensor:
-        """Implements ``core.models.interface.CrossAttentionOps``; the kernel reads rows directly from the arena."""
+        """Implements ``core.layers.model_interface.CrossAttentionOps``; the kernel reads rows directly from the arena."""
         assert isinstance(images, CrossAttentionItems)
         out, (k, v) = q.new_empty(q.shape), torch.split(held, held.shape[1] // 2, dim=1)
         results = cross_attend.span_results(images, q, k.shape[1] // q.shape[2])
@@ -251,7 +251,7 @@ class CudaOps(HostLayerOps, ReferenceOps):
 
 
 class InvariantCudaOps(ProbedOps, CudaOps):
-    """Implements ``core.backend.Ops`` for a card so that a token gets the same bits in any launch."""
+    """Implements ``core.device.backend.Ops`` for a card so that a token gets the same bits in any launch."""
 
     whole_layers, alike = False, True
     shift, probes = 5, (1, 7, ROWS, 2 * ROWS + 40)

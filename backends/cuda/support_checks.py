@@ -16,8 +16,8 @@ import torch
 from trencadis.backends.cuda.kernels import attention_checks
 from trencadis.backends.cuda.launches.input_sizes import PROCESSORS, block_tokens, item_capacity
 from trencadis.backends.cuda.visible_devices import card_nodes
-from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.device.backend import BackendConfig
 from trencadis.core.errors import StartupError
 
 ALIASES = {"float": "float32", "half": "float16"}

@@ -10,12 +10,12 @@ from benchmarks.fleet.replica_costs import Machine
 from benchmarks.fleet.trace_request import Job
 from benchmarks.packing import NO_PIXELS, Done
 from benchmarks.traces.sessions import Turn
-from trencadis.core.engine import Engine
+from trencadis.core.engine.engine import Engine
 from trencadis.core.engine_stats import EngineInfo
 from trencadis.core.executor.uniproc_executor import UniprocExecutor
 from trencadis.core.kv.block_pool import BlockPool, EvictionLog
 from trencadis.core.kv.encoder_cache import EncoderCache
-from trencadis.core.kv.media_spans import MediaSpan
+from trencadis.core.media_spans import MediaSpan
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.scheduling.image_packer import ImagePacker
 from trencadis.core.scheduling.scheduler import Scheduler

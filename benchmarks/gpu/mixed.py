@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness.compared_engines import Setup
-from trencadis.core.engine import Engine
+from trencadis.core.engine.engine import Engine
 from trencadis.core.engine_stats import GraphPlan
-from trencadis.core.kv.media_spans import MediaSpan
+from trencadis.core.media_spans import MediaSpan
 from trencadis.core.request import Request, SamplingParams
 from trencadis.multimodal.patch_packing import count_slots
 from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES

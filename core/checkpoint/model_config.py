@@ -13,9 +13,9 @@ from typing import NamedTuple
 from trencadis.core.checkpoint.pooling_config import Pooling
 from trencadis.core.checkpoint.quant_config import Quantisation
 from trencadis.core.checkpoint.rope_config import LongScaling, Scaling
-from trencadis.core.checkpoint.vision_config import VisionConfig
-from trencadis.core.quant.kv_cache_format import KVFormat
+from trencadis.core.kv_cache_format import KVFormat
 from trencadis.core.shared_constants import RESERVED_ROWS
+from trencadis.core.vision_config import VisionConfig
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.checkpoint.family import CLASSIFY as CLASS_HEAD
+from trencadis.core.checkpoint.family import GENERATE, ClassHead
 from trencadis.core.checkpoint.json_fields import format_value, read_json
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.pooling_config import (
@@ -32,9 +35,6 @@ from trencadis.core.checkpoint.pooling_config import (
 from trencadis.core.checkpoint.quant_config import requested_kv_format
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.models import registry
-from trencadis.core.models.family import CLASSIFY as CLASS_HEAD
-from trencadis.core.models.family import GENERATE, ClassHead
 
 
 class LabelTokens(NamedTuple):

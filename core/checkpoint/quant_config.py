@@ -16,7 +16,7 @@ from trencadis.core.checkpoint.json_fields import JsonFields, format_value, read
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.quant.kv_cache_format import FP8, INT8, KVFormat, parse_kv_format
+from trencadis.core.kv_cache_format import FP8, INT8, KVFormat, parse_kv_format
 from trencadis.core.quant.scheme import Scheme
 
 

@@ -37,7 +37,7 @@ from trencadis.core.progress import Warming
 from trencadis.core.step import Step, StepOutput
 
 if TYPE_CHECKING:
-    from trencadis.core.backend import Pending
+    from trencadis.core.device.backend import Pending
 
 
 class RankFailed(RuntimeError):
@@ -70,7 +70,7 @@ class RankError:
 
 log = logging.getLogger("trencadis.engine")
 
-FACTORY = "trencadis.core.startup.engine_builder:rank_of"
+FACTORY = "trencadis.core.engine.engine_builder:rank_of"
 SETTLE = 0.3
 """Seconds to wait for the cause of a failure: when a rank dies, the other ranks' collective errors may arrive first."""
 

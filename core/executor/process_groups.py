@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from trencadis.core.backend import BackendConfig
+from trencadis.core.device.backend import BackendConfig
 from trencadis.core.executor.rank_info import TCP
 
 SIOCGIFADDR = 0x8915

@@ -24,14 +24,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from trencadis.core.backend import ProgramState
 from trencadis.core.buckets import Bucket, Stage, capturable, padded_tokens
+from trencadis.core.device.backend import ProgramState
+from trencadis.core.engine_stats import EAGER, FAILED, LARGE, NO_GRAPHS, POOL_FULL, RELEASED, WARMING
 from trencadis.core.graphs.graph_manager import GraphManager
-from trencadis.core.graphs.miss_reasons import EAGER, FAILED, LARGE, NO_GRAPHS, POOL_FULL, RELEASED, WARMING
 from trencadis.core.graphs.oom_errors import format_error, is_out_of_memory
 from trencadis.core.graphs.rank_agreement import RankAgreement
+from trencadis.core.host_memory import gib
 from trencadis.core.memory import graph_budget as budget
-from trencadis.core.memory.byte_units import gib
 from trencadis.core.memory.graph_budget import GraphPrice
 from trencadis.core.memory.ledger import (
     POOLS,
@@ -299,7 +299,7 @@ class GraphCaptures:
         return capturable(self.graphs.backend.policy, bucket)
 
     def missing_reason(self, bucket: Bucket) -> str:
-        """Returns why a compiled bucket has no graph, as named in core/graphs/miss_reasons.py."""
+        """Returns why a compiled bucket has no graph, as named in core/engine_stats.py."""
         if self.unavailable:
             return NO_GRAPHS
         if self.settings.eager:

@@ -13,9 +13,9 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
-from trencadis.core.backend import Backend, Body, Inputs, Program, ProgramState
 from trencadis.core.buckets import Bucket, Plan, Stage, padded_tokens
-from trencadis.core.graphs.miss_reasons import SKIP, UNPLANNED
+from trencadis.core.device.backend import Backend, Body, Inputs, Program, ProgramState
+from trencadis.core.engine_stats import SKIP, UNPLANNED
 from trencadis.core.graphs.oom_errors import format_error, is_out_of_memory
 from trencadis.core.step import StepStats
 
@@ -110,7 +110,7 @@ class GraphManager:
 
     @property
     def unready(self) -> str:
-        """The reason why a launch may need a planned bucket that is not compiled (``core/graphs/miss_reasons.py``)."""
+        """The reason why a launch may need a planned bucket that is not compiled (``core/engine_stats.py``)."""
         return self._unready
 
     def now_unready_for(self, why: str) -> None:

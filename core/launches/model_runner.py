@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trencadis.core.backend import Backend, Inputs, Pending, Pipe, VisionTensors
 from trencadis.core.buckets import Bucket, Plan, Stage
+from trencadis.core.device.backend import Backend, Inputs, Pending, Pipe, VisionTensors
 from trencadis.core.graphs.graph_manager import GraphManager, GraphObserver
 from trencadis.core.graphs.rank_agreement import RankAgreement
 from trencadis.core.graphs.warmup import Warmup
@@ -31,8 +31,8 @@ from trencadis.core.launches.launch_splitter import (
 from trencadis.core.launches.rank_input_batch import HeadNeeds, RankInputBatch
 from trencadis.core.launches.sample_launches import launch_masked, launch_split
 from trencadis.core.launches.stage_transfer import PipelineTransfer, runs_on_stage
+from trencadis.core.layers.model_interface import Model, Persistent
 from trencadis.core.masks.manager import MatcherManager, PendingSample
-from trencadis.core.models.interface import Model, Persistent
 from trencadis.core.progress import Warming
 from trencadis.core.shared_constants import WINDOW_SLOTS
 from trencadis.core.step import (

@@ -18,7 +18,7 @@ from trencadis.core.masks.manager import MatcherManager, PendingSample
 from trencadis.core.step import HeadInputs, HeadOutput
 
 if TYPE_CHECKING:
-    from trencadis.core.backend import Pending
+    from trencadis.core.device.backend import Pending
 
 
 class LaunchedHead(NamedTuple):

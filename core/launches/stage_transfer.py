@@ -23,8 +23,8 @@ from trencadis.core.checkpoint.model_config import StageShare
 from trencadis.core.step import StepInputs, StepOutput
 
 if TYPE_CHECKING:
-    from trencadis.core.backend import Pipe
-    from trencadis.core.models.interface import Persistent
+    from trencadis.core.device.backend import Pipe
+    from trencadis.core.layers.model_interface import Persistent
 
 
 LAST = (Stage.SAMPLE, Stage.RESET, Stage.POOL)

@@ -10,8 +10,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trencadis.core.backend import Attn, Backend, LayerKV, Rotary
 from trencadis.core.checkpoint.model_config import RMS_ONE, TextConfig
+from trencadis.core.checkpoint.weight_source import StackedPart, StoredRows, WeightSource, stack
+from trencadis.core.device.backend import Attn, Backend, LayerKV, Rotary
+from trencadis.core.kv_cache_format import KVFormat
+from trencadis.core.layers.kv_cache_codes import pairs_of, static_of
 from trencadis.core.layers.linear import (
     ColumnParallelLinear,
     ColumnPart,
@@ -21,9 +24,6 @@ from trencadis.core.layers.linear import (
     unit_span,
 )
 from trencadis.core.layers.norm import RMSNorm
-from trencadis.core.layers.weight_source import StackedPart, StoredRows, WeightSource, stack
-from trencadis.core.quant.kv_cache_codes import pairs_of, static_of
-from trencadis.core.quant.kv_cache_format import KVFormat
 from trencadis.core.quant.quantised_tensor import QTensor, join_weights
 
 ROTATED = ("q_proj", "k_proj")

@@ -11,14 +11,14 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from trencadis.core.backend import Backend
 from trencadis.core.checkpoint.model_config import RMS_ONE, TextConfig
-from trencadis.core.launches.launch_tensors import CrossAttentionTensors
+from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.device.backend import Backend
+from trencadis.core.device.launch_tensors import CrossAttentionTensors
 from trencadis.core.layers.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear, check_heads, unit_span
 from trencadis.core.layers.mlp import GatedMLP
+from trencadis.core.layers.model_interface import CrossAttentionOps
 from trencadis.core.layers.norm import RMSNorm, norm_of
-from trencadis.core.layers.weight_source import WeightSource
-from trencadis.core.models.interface import CrossAttentionOps
 from trencadis.core.shared_constants import RESERVED_ROWS
 
 

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, cast
 
 from torch import Tensor
 
-from trencadis.core.backend import Comm, Ops
+from trencadis.core.checkpoint.weight_source import SharingOps, StackedPart, WeightSource
+from trencadis.core.device.backend import Comm, Ops
 from trencadis.core.layers.linear import Linear, pad_rows, scaled, span
-from trencadis.core.layers.weight_source import SharingOps, StackedPart, WeightSource
 
 if TYPE_CHECKING:
-    from trencadis.core.models.interface import BestOps
+    from trencadis.core.layers.model_interface import BestOps
 
 LAST = 0x7FFFFFFF
 """Constant from which an output's index is subtracted in the codes of ``BestOps.best_outputs``."""

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trencadis.core.backend import Backend, Comm, Ops, Weight
+from trencadis.core.checkpoint.weight_source import StackedPart, StoredRows, WeightSource
+from trencadis.core.device.backend import Backend, Comm, Ops, Weight
+from trencadis.core.device.communicators import SingleRank
 from trencadis.core.errors import StartupError
-from trencadis.core.launches.communicators import SingleRank
-from trencadis.core.layers.weight_source import StackedPart, StoredRows, WeightSource
 from trencadis.core.quant.quantised_tensor import QTensor, fits, join_weights
 from trencadis.core.shared_constants import align_up
 

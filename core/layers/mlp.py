@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from trencadis.core.backend import Comm, Ops
+from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.device.backend import Comm, Ops
 from trencadis.core.layers.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear
-from trencadis.core.layers.weight_source import WeightSource
 from trencadis.core.quant.scheme import mlp_unit
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trencadis.core.backend import Comm, ExpertWeights, Ops
 from trencadis.core.checkpoint.model_config import ExpertsConfig
+from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.device.backend import Comm, ExpertWeights, Ops
 from trencadis.core.layers.linear import Linear, Matrix, merge_or_separate, pad_rows, span
-from trencadis.core.layers.weight_source import WeightSource
 from trencadis.core.quant.quantised_tensor import QTensor
 
 CODED = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from trencadis.core.backend import Ops
 from trencadis.core.checkpoint.model_config import LAYER, RMS_ONE
-from trencadis.core.layers.weight_source import WeightSource
+from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.device.backend import Ops
 
 
 class RMSNorm:

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trencadis.core.backend import Ops, PoolTensors, PoolTensorsOut
 from trencadis.core.checkpoint.pooling_config import Pooling
+from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.device.backend import Ops, PoolTensors, PoolTensorsOut
 from trencadis.core.layers.linear import scaled
-from trencadis.core.layers.weight_source import WeightSource
 
 INNER = {"relu": torch.relu, "tanh": torch.tanh}
 """Activations between the two linear layers of a head."""

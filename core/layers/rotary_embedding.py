@@ -12,9 +12,9 @@ import math
 import torch
 from torch import Tensor
 
-from trencadis.core.backend import Ops, Rotary
 from trencadis.core.checkpoint.model_config import TextConfig
 from trencadis.core.checkpoint.rope_config import LinearScaling, LongScaling, RopeScaling, Scaling, YarnScaling
+from trencadis.core.device.backend import Ops, Rotary
 
 
 def inverse_frequencies(head_dim: int, theta: float) -> Tensor:

@@ -19,7 +19,7 @@ from trencadis.core.masks.matchers import AllowedIds, BadWords, Matcher, Thinkin
 from trencadis.core.step import HeadOutput, Opening, UInt8
 
 if TYPE_CHECKING:
-    from trencadis.core.backend import Pending
+    from trencadis.core.device.backend import Pending
 
 
 NOTHING_LEFT = "The constraints of this request leave no token that may follow."

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from trencadis.core.buckets import Bucket, GraphMemory, InputSizes, Plan, Stage, padded_tokens
+from trencadis.core.checkpoint.family import DeviceShare
 from trencadis.core.checkpoint.model_config import SANDWICH, ModelConfig, TextConfig
-from trencadis.core.checkpoint.vision_config import CUT_WIDTHS, NO_SLOT
+from trencadis.core.checkpoint.registry import family_of
+from trencadis.core.kv_cache_format import head_bytes
 from trencadis.core.memory import launch_memory
 from trencadis.core.memory.graph_budget import GraphPrice
 from trencadis.core.memory.launch_memory import (
@@ -31,12 +33,10 @@ from trencadis.core.memory.weight_bytes import (
     norm_excess,
     quantisation_excess,
 )
-from trencadis.core.models.family import DeviceShare
-from trencadis.core.models.registry import family_of
-from trencadis.core.quant.kv_cache_format import head_bytes
 from trencadis.core.request import MAX_BIAS, MAX_LOGPROBS
 from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.shared_constants import RESERVED_ROWS, align_up
+from trencadis.core.vision_config import CUT_WIDTHS, NO_SLOT
 
 SPARE_SLOTS = 8
 """Sampler rows beyond max_num_seqs, so that a pending fetch does not reduce the batch."""

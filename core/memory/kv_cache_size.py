@@ -11,7 +11,7 @@ from trencadis.core.buckets import Policy
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.memory.byte_units import gib
+from trencadis.core.host_memory import gib
 from trencadis.core.memory.ledger import MemorySplit
 from trencadis.core.shared_constants import RESERVED_BLOCKS
 

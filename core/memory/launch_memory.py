@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from trencadis.core.buckets import Bucket, InputSizes, Policy, Stage, padded_tokens
 from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.cross_attention_inputs import planned_units
 from trencadis.core.request import MAX_BIAS
-from trencadis.core.shapes.cross_attention_inputs import planned_units
 
 
 def any_inputs(bucket: Bucket, sizes: InputSizes) -> int:

@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from trencadis.core.buckets import Policy
+from trencadis.core.checkpoint.registry import family_of
 from trencadis.core.config import EngineConfig
 from trencadis.core.engine_stats import LedgerRow
 from trencadis.core.errors import StartupError
+from trencadis.core.host_memory import gib
 from trencadis.core.memory import kv_cache_size
-from trencadis.core.memory.byte_units import gib
 from trencadis.core.memory.estimate import MemoryEstimator
-from trencadis.core.models.registry import family_of
 
 BUFFERS = 2
 """Number of layer buffers on the device: one layer is computed while the next is copied."""

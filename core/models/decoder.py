@@ -12,7 +12,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from trencadis.core.backend import (
+from trencadis.core.checkpoint.checkpoint_source import CheckpointSource
+from trencadis.core.checkpoint.model_config import GATED, POST, SANDWICH, ModelConfig, TextConfig
+from trencadis.core.checkpoint.pooling_config import Pooling
+from trencadis.core.checkpoint.registry import family_of
+from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.device.backend import (
     Attn,
     Backend,
     HeadTensors,
@@ -26,22 +31,17 @@ from trencadis.core.backend import (
     TextTensors,
     VisionTensors,
 )
-from trencadis.core.checkpoint.model_config import GATED, POST, SANDWICH, ModelConfig, TextConfig
-from trencadis.core.checkpoint.pooling_config import Pooling
+from trencadis.core.device.launch_tensors import first_rows
 from trencadis.core.errors import StartupError
-from trencadis.core.launches.launch_tensors import first_rows
 from trencadis.core.layers.attention import Attention
 from trencadis.core.layers.embedding import Embedding, LMHead
 from trencadis.core.layers.linear import Linear, scaled
 from trencadis.core.layers.mlp import MLP, GatedMLP, PlainMLP
+from trencadis.core.layers.model_interface import BestOps, DrawingOps, HostLayering, MaskingOps, Persistent
 from trencadis.core.layers.moe import ExpertMLP
 from trencadis.core.layers.norm import Norm, norm_of
 from trencadis.core.layers.pooler import Pooler
 from trencadis.core.layers.rotary_embedding import TextRotary
-from trencadis.core.layers.weight_source import WeightSource
-from trencadis.core.models.checkpoint_source import CheckpointSource
-from trencadis.core.models.interface import BestOps, DrawingOps, HostLayering, MaskingOps, Persistent
-from trencadis.core.models.registry import family_of
 from trencadis.core.step import Encode, VisionInputs
 
 

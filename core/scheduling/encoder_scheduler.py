@@ -16,13 +16,13 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from trencadis.core.cross_attention_inputs import CrossAttentionSpans
 from trencadis.core.engine_stats import EngineStats
 from trencadis.core.kv.encoder_cache import EncoderCache, rows_of_run
-from trencadis.core.kv.media_spans import MediaSpan, compute_cross_attention
+from trencadis.core.media_spans import MediaSpan, compute_cross_attention
 from trencadis.core.scheduling.image_packer import ImagePacker
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.scheduling.sequence import MediaStart, Sequence
-from trencadis.core.shapes.cross_attention_inputs import CrossAttentionSpans
 from trencadis.core.step import BidirectionalSpan, Encode, ImageRows, PixelNeed, UInt8
 
 

@@ -12,9 +12,9 @@ import numpy as np
 
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.pooling_config import ALL, FIRST, LAST, MEAN
+from trencadis.core.constraints import Repetition, repeats
 from trencadis.core.kv.block_hash import BlockHashChain
-from trencadis.core.kv.media_spans import MediaSpan
-from trencadis.core.masks.constraints import Repetition, repeats
+from trencadis.core.media_spans import MediaSpan
 from trencadis.core.request import Delta, Request, RequestStats, TokenLogprob
 from trencadis.core.scheduling.random_numbers import uniform
 from trencadis.core.step import PENDING, Int32, Opening, Pooled, PoolSpan, Sample

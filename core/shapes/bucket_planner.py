@@ -13,9 +13,9 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from trencadis.core import cross_attention_inputs
 from trencadis.core.buckets import POOL_ROWS, AxisRule, Bucket, Plan, Policy, Stage
 from trencadis.core.checkpoint.model_config import ModelConfig, SquareImage
-from trencadis.core.shapes import cross_attention_inputs
 from trencadis.core.shapes.axis_sizes import AxisSpan, sizes, thinned, vision_boundaries
 from trencadis.core.shapes.bucket_options import AxisSettings, BucketOptions
 from trencadis.core.shapes.launch_costs import Costs, costs_of

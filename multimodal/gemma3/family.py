@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
-from trencadis.core.checkpoint.vision_config import SharedMatrix
 from trencadis.core.families import gemma3
-from trencadis.core.models.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.shared_constants import WINDOW_SLOTS
+from trencadis.core.vision_config import SharedMatrix
 from trencadis.multimodal.hf_text_config import PREFIXES
 from trencadis.multimodal.vit.config import SiglipVisionConfig
 from trencadis.multimodal.vit.hf_vision_config import BLOCK_NAMES, SIGLIP, read_vit_fields

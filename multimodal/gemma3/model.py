@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from trencadis.core.backend import Backend
 from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.device.backend import Backend
 from trencadis.core.layers.linear import Linear
 from trencadis.core.layers.norm import LayerNorm, RMSNorm
-from trencadis.core.layers.weight_source import WeightSource
 from trencadis.multimodal.gemma3.family import Gemma3VisionConfig
 from trencadis.multimodal.gemma3.processor import read_settings
 from trencadis.multimodal.normalisation import IMAGENET_STANDARD, PixelNormalisation
@@ -46,7 +46,7 @@ class Gemma3Projector:
 
 
 class Gemma3VLModel(TileVisionModel):
-    """Gemma-3 with its vision tower, a ``core.models.interface.VisionModel``."""
+    """Gemma-3 with its vision tower, a ``core.layers.model_interface.VisionModel``."""
 
     def __init__(self, config: ModelConfig, backend: Backend, normalisation: PixelNormalisation) -> None:
         super().__init__(config, backend, normalisation)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
-from trencadis.core.models.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.multimodal.hf_text_config import read_text_config
 from trencadis.multimodal.vit.config import SiglipVisionConfig
 from trencadis.multimodal.vit.hf_vision_config import BLOCK_NAMES, ViTDefaults, read_image_token, read_vit_fields

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from trencadis.core.checkpoint.decoder_fields import MOST_HEADS, MOST_LAYERS, WIDEST, activation_of
 from trencadis.core.checkpoint.json_fields import JsonFields
-from trencadis.core.checkpoint.vision_config import SharedMatrix, SlotForm
 from trencadis.core.shared_constants import WINDOW_SLOTS, align_up
+from trencadis.core.vision_config import SharedMatrix, SlotForm
 from trencadis.multimodal.vit.base_config import ViTConfig
 from trencadis.multimodal.vit.config import CHANNELS, TileVisionConfig
 from trencadis.multimodal.vit.hf_vision_config import read_square_side

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from trencadis.core.checkpoint.decoder_fields import full_attention, gated_decoder, heads_of
+from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
-from trencadis.core.models.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.multimodal.hf_text_config import DECODER_PREFIXES
 from trencadis.multimodal.mllama.config import read_vision_config
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from trencadis.core.checkpoint.decoder_fields import activation_of
 from trencadis.core.checkpoint.json_fields import JsonFields
-from trencadis.core.checkpoint.vision_config import SharedMatrix, SlotForm
+from trencadis.core.vision_config import SharedMatrix, SlotForm
 from trencadis.multimodal.vit.base_config import ViTConfig
 from trencadis.multimodal.vit.config import CHANNELS
 from trencadis.multimodal.vit.hf_vision_config import ViTDefaults, read_vit_fields

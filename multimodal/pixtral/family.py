@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
-from trencadis.core.models.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.multimodal.hf_text_config import PREFIXES, read_text_config
 from trencadis.multimodal.pixtral.config import (
     MERGE_SIZES,

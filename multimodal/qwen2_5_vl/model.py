@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trencadis.core.backend import Backend
 from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.device.backend import Backend
 from trencadis.core.step import Encode, VisionInputs
 from trencadis.multimodal.qwen2_5_vl.window_packing import pack_windows
 from trencadis.multimodal.qwen2_vl.model import Qwen2VL
 
 
 class Qwen25VL(Qwen2VL):
-    """``core.models.interface.Model`` with images."""
+    """``core.layers.model_interface.Model`` with images."""
 
     def pack(self, images: Sequence[Encode], slots: int) -> VisionInputs:
         """Packs images in windows of 64 slots; the rest of ``slots`` is padding."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from trencadis.core.checkpoint.decoder_fields import MOST_LAYERS, activation_of
+from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
-from trencadis.core.models.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.multimodal.qwen2_vl.config import CHANNELS, PATCH, Qwen2VisionConfig
 from trencadis.multimodal.qwen2_vl.qwen_vl_hf_config import (
     PREFIXES,

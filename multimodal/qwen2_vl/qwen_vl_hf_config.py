@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from trencadis.core.checkpoint.decoder_fields import MOST_HEADS, WIDEST, full_attention, gated_decoder, heads_of
+from trencadis.core.checkpoint.family import ParsedConfig
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.rope_config import LARGEST_BASE
-from trencadis.core.checkpoint.vision_config import VisionConfig
-from trencadis.core.models.family import ParsedConfig
+from trencadis.core.vision_config import VisionConfig
 from trencadis.multimodal.qwen2_vl.config import CHANNELS, MERGE, PATCH, TEMPORAL
 
 TOKEN_NAMES = {

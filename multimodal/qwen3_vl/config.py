@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from trencadis.core.checkpoint.vision_config import SharedMatrix, SlotForm
+from trencadis.core.vision_config import SharedMatrix, SlotForm
 from trencadis.multimodal.position_interpolation import NEIGHBOURS
 from trencadis.multimodal.vit.base_config import ViTConfig
 

@@ -16,10 +16,10 @@ from trencadis.core.checkpoint.decoder_fields import (
     gated_decoder,
     heads_of,
 )
+from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.model_config import TextConfig
 from trencadis.core.families.qwen3_moe import dense_layers
-from trencadis.core.models.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.multimodal.qwen2_vl.qwen_vl_hf_config import (
     PREFIXES,
     TOKEN_NAMES,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trencadis.core.backend import Backend, VisionTensors
 from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.device.backend import Backend, VisionTensors
 from trencadis.core.layers.linear import replicate_layers
-from trencadis.core.layers.weight_source import WeightSource
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.step import Encode, VisionInputs
 from trencadis.multimodal.normalisation import IMAGENET_STANDARD
@@ -19,7 +19,7 @@ from trencadis.multimodal.qwen3_vl.deepstack_tower import DeepStackTower
 
 
 class Qwen3VL(Decoder):
-    """``core.models.interface.Model`` with images."""
+    """``core.layers.model_interface.Model`` with images."""
 
     def __init__(self, config: ModelConfig, backend: Backend) -> None:
         super().__init__(config, backend)

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
-from trencadis.core.memory.byte_units import gib
+from trencadis.core.host_memory import gib
 from trencadis.core.process import engine_messages
 from trencadis.core.process.engine_messages import GraphPlan
 from trencadis.server.engine.request_link import STOPPED, RequestLink

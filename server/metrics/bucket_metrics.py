@@ -30,7 +30,7 @@ class BucketTally:
     """Launches of one bucket; tokens are tokens, slots or rows.
 
     A hit found its bucket ready: its graph is captured, or the device captures none. ``misses`` counts the others by
-    reason (``core.graphs.miss_reasons``); hits and misses sum to the launches.
+    reason (``core.engine_stats``); hits and misses sum to the launches.
     """
 
     hits: int = 0

@@ -13,11 +13,11 @@ from typing import Any
 from trencadis.core.buckets import Stage, padded_tokens
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.config import EngineConfig
+from trencadis.core.engine.dry_run import StartupPlan
 from trencadis.core.errors import StartupError
+from trencadis.core.host_memory import gib
 from trencadis.core.launches.stage_transfer import transferred_rows
-from trencadis.core.memory.byte_units import gib
 from trencadis.core.memory.ledger import POOLS
-from trencadis.core.startup.dry_run import StartupPlan
 from trencadis.server.plan.traffic_replay import Sizes
 
 NAMED_SIZES = (

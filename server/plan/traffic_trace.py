@@ -14,12 +14,12 @@ from typing import Any
 
 from trencadis.core.buckets import Bucket, Plan, Stage, padded_tokens
 from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.checkpoint.registry import image_sizes
+from trencadis.core.engine.dry_run import StartupPlan
 from trencadis.core.errors import BadRequest, StartupError
-from trencadis.core.models.registry import image_sizes
 from trencadis.core.scheduling.image_packer import ImagePacker
 from trencadis.core.shapes.launch_costs import Costs, work_of
 from trencadis.core.shapes.rectangular_launches import split_rows
-from trencadis.core.startup.dry_run import StartupPlan
 from trencadis.multimodal.processor import ImageGeometry
 from trencadis.server.plan.baseline_plans import make_exponential_plan, make_powers_plan
 from trencadis.server.plan.traffic_replay import Sizes, StepNeeds, Traffic, replay_steps

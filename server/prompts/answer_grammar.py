@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trencadis.core.constraints import Rule
 from trencadis.core.errors import BadRequest
-from trencadis.core.masks.constraints import Rule
 from trencadis.server.grammars import gbnf, grammar_writer
 from trencadis.server.grammars.grammar_cache import GrammarCache
 from trencadis.server.grammars.grammar_writer import BETWEEN, GrammarWriter, WhitespaceRule

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
+from trencadis.core.checkpoint.family import VisionSide
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
+from trencadis.core.checkpoint.registry import family_of, import_object
 from trencadis.core.errors import BadRequest, StartupError
-from trencadis.core.kv.media_spans import MediaSpan
-from trencadis.core.models.family import VisionSide
-from trencadis.core.models.registry import family_of, import_object
+from trencadis.core.media_spans import MediaSpan
 from trencadis.multimodal.async_gather import gather_or_cancel
 from trencadis.multimodal.media_options import NO_SCOPE, MediaPart, MediaScope
 

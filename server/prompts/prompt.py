@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from trencadis.core.masks.constraints import Rule
+from trencadis.core.constraints import Rule
 from trencadis.core.request import Request, SamplingParams
 from trencadis.multimodal.media_timing import MediaTimes
 from trencadis.server.prompts.answer_reader import AnswerReader

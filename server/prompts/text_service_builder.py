@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, cast
 
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.pooler_config import load_model
+from trencadis.core.checkpoint.registry import image_processor
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.models.registry import image_processor
 from trencadis.multimodal.images.image_frontend import ImageFrontend, ImageLimits
 from trencadis.multimodal.images.mm_processor_kwargs import server_options
 from trencadis.multimodal.images.processor_cache import ProcessorCache

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from trencadis.core.constraints import Repetition, Rule, ThinkingBudget
 from trencadis.core.errors import BadRequest
-from trencadis.core.masks.constraints import Repetition, Rule, ThinkingBudget
-from trencadis.core.masks.structured_outputs import RepetitionDetectionParams
 from trencadis.core.request import SamplingParams
+from trencadis.core.structured_outputs import RepetitionDetectionParams
 from trencadis.server.prompts.sampling_params import MAX_WORDS
 from trencadis.server.reasoning.reasoning_parser import ReasoningFormat
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer

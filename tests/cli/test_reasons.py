@@ -12,11 +12,11 @@ import pytest
 from tests.fakes.command_line import from_command_line
 from tests.families.text_checkpoints import CLASSES, FORMS
 from trencadis.core import envs
+from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_config import TextConfig
 from trencadis.core.checkpoint.pooler_config import load_model
 from trencadis.core.config import EngineConfig
-from trencadis.core.models import registry
 from trencadis.server.config.vllm_flags import env_variables
 from trencadis.server.config.vllm_flags.flag_row import ABSENT
 from trencadis.server.config.vllm_flags.flag_table import EVERY, ROWS

@@ -22,9 +22,9 @@ from trencadis.backends.cuda.launches.input_sizes import (
     input_bytes,
 )
 from trencadis.core.buckets import Bucket, InputSizes, Stage
-from trencadis.core.checkpoint.vision_config import SlotForm
+from trencadis.core.cross_attention_inputs import VARIANT
 from trencadis.core.layers.cross_attention import arena_row_numbers
-from trencadis.core.shapes.cross_attention_inputs import VARIANT
+from trencadis.core.vision_config import SlotForm
 
 LENGTH = 6404
 """Arena rows of an image of the 11B."""

@@ -18,11 +18,11 @@ from trencadis.backends.cuda.twin import twin_runtime
 from trencadis.backends.cuda.twin.twin_runtime import TwinCall, TwinRuntime
 from trencadis.core.checkpoint.pooler_config import load_model
 from trencadis.core.config import EngineConfig
-from trencadis.core.engine import Engine
+from trencadis.core.engine.engine import Engine
+from trencadis.core.engine.engine_builder import create_engine
 from trencadis.core.errors import StartupError
 from trencadis.core.memory.weight_offload import plan_offload
 from trencadis.core.request import Request, SamplingParams
-from trencadis.core.startup.engine_builder import create_engine
 from trencadis.server.plan.plan_command import make_plan
 
 pytestmark = pytest.mark.part("quantised")

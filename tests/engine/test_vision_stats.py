@@ -11,10 +11,10 @@ import pytest
 
 from trencadis.core.buckets import Stage
 from trencadis.core.config import EngineConfig
-from trencadis.core.engine import Engine
-from trencadis.core.kv.media_spans import MediaSpan
+from trencadis.core.engine.engine import Engine
+from trencadis.core.engine.engine_builder import create_engine
+from trencadis.core.media_spans import MediaSpan
 from trencadis.core.request import Delta, Request, RequestStats, SamplingParams
-from trencadis.core.startup.engine_builder import create_engine
 from trencadis.multimodal.patch_packing import count_slots
 from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
 

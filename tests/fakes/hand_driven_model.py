@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from trencadis.backends.cpu import make_backend
-from trencadis.core.backend import BackendConfig, LayerKV, SamplerState
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.models.interface import Persistent
-from trencadis.core.models.registry import build
+from trencadis.core.checkpoint.registry import build
+from trencadis.core.device.backend import BackendConfig, LayerKV, SamplerState
+from trencadis.core.layers.model_interface import Persistent
 from trencadis.core.step import StepInputs
 
 BLOCK, BLOCKS, ARENA = 4, 64, 512

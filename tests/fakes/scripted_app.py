@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from tests.oracles.openapi_checks import check_declared
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.errors import BadRequest, TrencadisError, from_status
-from trencadis.core.kv.media_spans import MediaSpan
+from trencadis.core.media_spans import MediaSpan
 from trencadis.core.process.engine_messages import Add, EngineInfo, EngineStats, GraphPlan, Phase, frame
 from trencadis.core.request import Delta, Request, RequestStats, SamplingParams, TokenLogprob
 from trencadis.multimodal.decode_workers.worker_pool import WorkerPool

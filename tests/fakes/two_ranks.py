@@ -20,9 +20,10 @@ from trencadis.backends.hpu.emulator.faults import parse
 from trencadis.backends.hpu.hccl_comm import HpuComm
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.policy import policy
-from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Bucket, Plan, Stage
+from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.device.backend import BackendConfig
 from trencadis.core.graphs.graph_capture import GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager, GraphObserver
 from trencadis.core.graphs.warmup import Warmup
@@ -30,7 +31,6 @@ from trencadis.core.launches import host_inputs as host
 from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.memory.graph_budget import GraphPrice
 from trencadis.core.memory.ledger import GraphSettings, MemoryInUse, divide_memory
-from trencadis.core.models import registry
 from trencadis.core.step import Encode, ImageRows, Row, Sample
 from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
 

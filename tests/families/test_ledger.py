@@ -14,13 +14,13 @@ from tests.fakes.meta_start import GIB, card, config_of, on_paper, run
 from tests.families.text_checkpoints import CASES, FORMS
 from trencadis import LLM, SamplingParams
 from trencadis.backends.cpu import make_backend
-from trencadis.core.backend import BackendConfig
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_config import ImageNeeds
 from trencadis.core.checkpoint.pooler_config import load_model
+from trencadis.core.checkpoint.registry import build
 from trencadis.core.config import EngineConfig
+from trencadis.core.device.backend import BackendConfig
 from trencadis.core.memory.estimate import MemoryEstimator
-from trencadis.core.models.registry import build
 
 BEFORE = ("used by others", "weights", "image arena", "sampler state", "hidden rows", "static inputs")
 HUB: dict[str, dict[str, Any]] = {

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from trencadis.core import devices
+from trencadis.core.checkpoint import registry
 from trencadis.core.errors import StartupError
-from trencadis.core.models import registry
 from trencadis.core.old_names import MEMBERS, MODULES, NAMES, find_successors
 from trencadis.server.reasoning import reasoning_parser
 from trencadis.server.tools import tool_parser_registry
@@ -79,7 +79,7 @@ def test_every_name_and_member_has_a_successor_in_the_source() -> None:
         ),
         (
             "import trencadis.core.models as models\nmodels.loader.open_weights",
-            "trencadis.core.models.loader is called trencadis.core.models.weight_loader now",
+            "trencadis.core.models.loader is called trencadis.core.checkpoint.weight_loader now",
         ),
     ],
 )

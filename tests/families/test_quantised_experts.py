@@ -18,11 +18,11 @@ from tests.quant import checkpoints as quantised
 from tests.quant.test_loading import on
 from trencadis import LLM, SamplingParams
 from trencadis.backends.cpu import make_backend
-from trencadis.core.backend import BackendConfig
 from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.checkpoint.registry import build
+from trencadis.core.device.backend import BackendConfig
 from trencadis.core.memory.estimate import MemoryEstimator
 from trencadis.core.memory.weight_bytes import weight_notes
-from trencadis.core.models.registry import build
 from trencadis.core.quant.scheme import CODES, FLOATS8, ROWS8
 
 pytestmark = pytest.mark.part("quantised")

@@ -104,7 +104,7 @@ def test_a_window_of_some_layers_stays_though_no_request_exceeds_it(copied: Any)
 
 
 def test_a_device_without_windows_says_so(copied: Any) -> None:
-    from trencadis.core.startup.startup_checks import check_attention
+    from trencadis.core.engine.startup_checks import check_attention
 
     config = EngineConfig(model=str(copied("mistral", "window of 20")), device="numpy", max_model_len=64)
     policy = replace(PADDED, windows=False, upto=False)

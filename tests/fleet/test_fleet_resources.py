@@ -11,7 +11,7 @@ from trencadis.core.errors import StartupError
 from trencadis.core.kv.block_hash import BlockHashChain
 from trencadis.core.kv.block_pool import BlockPool, EvictionLog
 from trencadis.core.kv.encoder_cache import EncoderCache
-from trencadis.core.kv.media_spans import MediaSpan
+from trencadis.core.media_spans import MediaSpan
 from trencadis.core.process.engine_messages import EngineInfo, EngineStats
 from trencadis.core.request import Request, SamplingParams
 from trencadis.server.fleet.engine_group import merge_infos, sum_stats

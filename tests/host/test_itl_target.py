@@ -17,12 +17,12 @@ from tests.oracles.shadow_engine import VOCAB, Clock, ScheduleDriver, shadow_eng
 from trencadis.core.buckets import MIXED_AXES, Bucket, Plan, Policy, Stage
 from trencadis.core.checkpoint.pooler_config import load_model
 from trencadis.core.config import EngineConfig
-from trencadis.core.engine import Engine
+from trencadis.core.engine.engine import Engine
+from trencadis.core.engine.engine_builder import _times
+from trencadis.core.engine.startup_checks import check_start
 from trencadis.core.errors import StartupError
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.shapes.step_times import LADDER, ChunkBudget, StepTimes, StepWork, chunk_sizes
-from trencadis.core.startup.engine_builder import _times
-from trencadis.core.startup.startup_checks import check_start
 from trencadis.core.step import Step, StepOutput
 
 DEMO = Path(__file__).resolve().parents[2] / "assets" / "demo"

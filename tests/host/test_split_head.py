@@ -29,7 +29,7 @@ ASKED = [
 
 
 class Given:
-    """``core.backend.Pending`` of an output that is there."""
+    """``core.device.backend.Pending`` of an output that is there."""
 
     def __init__(self, output: HeadOutput) -> None:
         self.output = output

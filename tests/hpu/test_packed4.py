@@ -20,11 +20,11 @@ from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.int4_linear import PackedWeight4
 from trencadis.backends.hpu.launches.compiled_regions import part
 from trencadis.backends.hpu.policy import policy
-from trencadis.core.backend import BackendConfig
 from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.checkpoint.registry import build
+from trencadis.core.device.backend import BackendConfig
 from trencadis.core.memory.estimate import MemoryEstimator
 from trencadis.core.memory.weight_bytes import largest_dequantised_bytes
-from trencadis.core.models.registry import build
 from trencadis.core.quant.online_quant import quantise
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.quant.scheme import FLOATS8, Scheme, notes_of

@@ -85,7 +85,7 @@ def test_batch_invariant(vl_checkpoint: Path, cuda: Callable[..., LLM], all_imag
 
 def test_batch_invariant_takes_one_card(vl_checkpoint: Path, cuda: Callable[..., LLM]) -> None:
     from trencadis.backends.cuda import make_backend
-    from trencadis.core.backend import BackendConfig
+    from trencadis.core.device.backend import BackendConfig
     from trencadis.core.errors import StartupError
 
     with pytest.raises(StartupError, match=r"--tensor-parallel-size 1, not 2$"):

@@ -23,7 +23,7 @@ from trencadis.backends.cuda.kernels import (
     silu_mul,
 )
 from trencadis.backends.cuda.ops import CudaOps
-from trencadis.core.backend import ResetTensors
+from trencadis.core.device.backend import ResetTensors
 
 
 class Nothing(TorchDispatchMode):

@@ -145,7 +145,7 @@ def test_a_server_that_finds_no_cluster_says_how_to_start_one(machine: Machine, 
 
 def test_an_offline_model_asks_ray_too(machine: Machine, ray: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(1)
-    monkeypatch.setattr("trencadis.core.startup.engine_builder.create_engine", lambda config, progress: config)
+    monkeypatch.setattr("trencadis.core.engine.engine_builder.create_engine", lambda config, progress: config)
     found: Any = _start_engine(engine(), None)
     assert found.distributed_executor_backend == "ray" and not ray.exists()
 

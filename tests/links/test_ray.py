@@ -24,10 +24,10 @@ from trencadis import LLM
 from trencadis.assets import demo_path
 from trencadis.core import devices
 from trencadis.core.config import EngineConfig
+from trencadis.core.engine.engine_builder import launcher_of
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.multiproc_executor import MultiprocExecutor, RankFailed
 from trencadis.core.links.topology import topology
-from trencadis.core.startup.engine_builder import launcher_of
 
 pytestmark = pytest.mark.long
 

@@ -15,8 +15,8 @@ from trencadis.backends.cuda.launches import cuda_inputs as cuda
 from trencadis.backends.cuda.launches.input_buffers import buffer_bytes
 from trencadis.backends.hpu.launches import hpu_inputs as hpu
 from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.constraints import Repetition, Rule, ThinkingBudget, repeats
 from trencadis.core.launches.host_inputs import SampleRow, head_inputs
-from trencadis.core.masks.constraints import Repetition, Rule, ThinkingBudget, repeats
 from trencadis.core.masks.grammar_matcher import GrammarMatcher
 from trencadis.core.masks.manager import ChoiceMasks, MatcherManager
 from trencadis.core.masks.matchers import BadWords, ThinkingMatcher

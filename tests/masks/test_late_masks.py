@@ -15,9 +15,9 @@ from tests.engine.test_schedules import random_request
 from tests.oracles.shadow_engine import VOCAB, ScheduleDriver, shadow_engine
 from tests.oracles.shadow_model import ShadowRank, oracle_end
 from tests.traffic.rule_oracle import END, EOS, SIXTY, THINK, VOCABULARY
+from trencadis.core.constraints import Repetition, Rule, ThinkingBudget
 from trencadis.core.launches import sample_launches
 from trencadis.core.launches.host_inputs import head_inputs
-from trencadis.core.masks.constraints import Repetition, Rule, ThinkingBudget
 from trencadis.core.masks.grammar_matcher import CompiledGrammars, GrammarMatcher
 from trencadis.core.masks.manager import ChoiceMasks, MatcherManager, PendingSample
 from trencadis.core.masks.matchers import BadWords, ThinkingMatcher, remove

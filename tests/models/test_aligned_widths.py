@@ -20,14 +20,14 @@ from tests.traffic.launch_lines import model_of
 from trencadis.backends.cpu import make_backend
 from trencadis.backends.cpu.reference_ops import PlainWeight, ReferenceOps
 from trencadis.backends.cuda.policy import ALIGNED, SERVING
-from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.checkpoint.registry import build, make
+from trencadis.core.checkpoint.weight_source import StackedPart, stack
+from trencadis.core.device.backend import BackendConfig
 from trencadis.core.launches.persistent_tensors import allocate_persistent
-from trencadis.core.layers.weight_source import StackedPart, stack
 from trencadis.core.memory.estimate import MemoryEstimator
-from trencadis.core.models.registry import build, make
 from trencadis.core.step import Encode
 from trencadis.multimodal.patch_packing import count_slots
 from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES, Qwen25VisionConfig

@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from trencadis.backends.cpu import make_backend
-from trencadis.core.backend import BackendConfig
 from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.checkpoint.registry import build
+from trencadis.core.checkpoint.weight_loader import open_weights
 from trencadis.core.config import EngineConfig
+from trencadis.core.device.backend import BackendConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.models.registry import build
-from trencadis.core.models.weight_files import files_of
-from trencadis.core.models.weight_loader import open_weights
+from trencadis.core.weight_files import files_of
 
 
 def load(path: Path, **engine: Any) -> None:

@@ -20,13 +20,13 @@ from trencadis.backends.cpu.native import weight_packing
 from trencadis.backends.cpu.native.kernel_table import VARIABLE
 from trencadis.backends.cpu.native.weight_cache import CachedPages
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight
-from trencadis.core.backend import BackendConfig
+from trencadis.core.checkpoint import prefetch
 from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.checkpoint.registry import build
 from trencadis.core.config import EngineConfig
+from trencadis.core.device.backend import BackendConfig
+from trencadis.core.device.packed_weights import FORMAT, PackedFile, packed_file
 from trencadis.core.models.decoder import Decoder
-from trencadis.core.models.packed_weights import FORMAT, PackedFile, packed_file
-from trencadis.core.models.registry import build
-from trencadis.core.process import prefetch
 
 DEMO = Path(__file__).resolve().parents[2] / "assets" / "demo"
 needs_panels = pytest.mark.skipif(

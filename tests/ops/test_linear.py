@@ -11,7 +11,7 @@ from trencadis.backends.cpu import ops
 from trencadis.backends.cpu.native.onednn_sizes import PASS, SIZES, pieces
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight, is_packable
 from trencadis.backends.cpu.policy import INVARIANT_ROWS
-from trencadis.core.launches.communicators import SingleRank
+from trencadis.core.device.communicators import SingleRank
 from trencadis.core.layers.mlp import GatedMLP, PlainMLP
 
 

@@ -15,10 +15,10 @@ from tests.vision.cross_attention.test_plans import HUB
 from trencadis.core.checkpoint.pooler_config import load_model
 from trencadis.core.config import EngineConfig
 from trencadis.core.devices import policy_of
+from trencadis.core.engine import engine_builder
+from trencadis.core.engine.startup_checks import check_start
 from trencadis.core.errors import StartupError
 from trencadis.core.shapes.pipeline_partition import split_model
-from trencadis.core.startup import engine_builder
-from trencadis.core.startup.startup_checks import check_start
 from trencadis.server.plan import plan_command
 
 TYPES = {"qwen3": "qwen3", "gemma3": "gemma3_text"}

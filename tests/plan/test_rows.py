@@ -18,11 +18,11 @@ from trencadis.backends.hpu.launches.input_packing import make_packing
 from trencadis.backends.hpu.launches.trees import leaves
 from trencadis.backends.hpu.policy import policy
 from trencadis.core.buckets import Bucket, GraphMemory, InputSizes, Stage
+from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.model_config import ImageNeeds
-from trencadis.core.checkpoint.vision_config import SlotForm
 from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.memory.estimate import MemoryEstimator
-from trencadis.core.models import registry
+from trencadis.core.vision_config import SlotForm
 from trencadis.multimodal.qwen2_vl.config import Qwen25VisionConfig
 
 BEFORE = ("used by others", "weights", "image arena", "sampler state", "hidden rows", "static inputs")

@@ -13,9 +13,9 @@ from trencadis.backends.hpu.policy import SERVING
 from trencadis.core.buckets import Stage
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.config import EngineConfig
+from trencadis.core.engine.dry_run import DryRun, PlannedDevice, StartupPlan
 from trencadis.core.scheduling.image_packer import ImagePacker
 from trencadis.core.shapes.bucket_options import BucketOptions
-from trencadis.core.startup.dry_run import DryRun, PlannedDevice, StartupPlan
 from trencadis.server.plan.traffic_replay import StepNeeds, Traffic, replay_steps
 from trencadis.server.plan.traffic_trace import (
     compare_plans,

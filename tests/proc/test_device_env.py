@@ -45,7 +45,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(torch_build, "import_torch", lambda: found.append("torch"))
     monkeypatch.setattr(engine_process, "find_factory", stop)
     monkeypatch.setattr(rank_process, "build", stop)
-    monkeypatch.setattr("trencadis.core.startup.engine_builder.create_engine", stop)
+    monkeypatch.setattr("trencadis.core.engine.engine_builder.create_engine", stop)
     monkeypatch.setattr(check_backend, "import_module", stop)
     return found
 

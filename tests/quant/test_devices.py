@@ -27,17 +27,17 @@ from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.fp8_linear import Floats8Weight
 from trencadis.backends.hpu.policy import policy
-from trencadis.core.backend import BackendConfig
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.pooler_config import load_model
+from trencadis.core.checkpoint.registry import build
 from trencadis.core.config import EngineConfig
+from trencadis.core.device.backend import BackendConfig
+from trencadis.core.engine.engine_builder import create_engine
 from trencadis.core.memory.estimate import MemoryEstimator
-from trencadis.core.models.registry import build
 from trencadis.core.quant.online_quant import quantise
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.quant.scheme import Scheme
 from trencadis.core.shared_constants import RESERVED_BLOCKS
-from trencadis.core.startup.engine_builder import create_engine
 from trencadis.server.plan.plan_command import make_plan
 
 E4M3 = torch.float8_e4m3fn

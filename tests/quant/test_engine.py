@@ -24,12 +24,12 @@ from trencadis.backends.cpu import make_backend
 from trencadis.backends.cpu.int8_linear import IntegerWeight
 from trencadis.backends.cpu.native.panels import PanelWeight
 from trencadis.backends.cpu.policy import policy
-from trencadis.core.backend import BackendConfig
 from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.checkpoint.registry import build
 from trencadis.core.config import EngineConfig
+from trencadis.core.device.backend import BackendConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.memory.estimate import MemoryEstimator
-from trencadis.core.models.registry import build
 from trencadis.core.quant.scheme import PANELS, ROWS8
 from trencadis.server.cli.main import main
 

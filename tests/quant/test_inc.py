@@ -16,13 +16,13 @@ from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.fp8_linear import Floats8Weight
 from trencadis.backends.hpu.policy import policy
-from trencadis.core.backend import BackendConfig
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.inc_config import given_scales
+from trencadis.core.checkpoint.registry import build
+from trencadis.core.device.backend import BackendConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.memory.estimate import MemoryEstimator
 from trencadis.core.memory.weight_bytes import weight_notes
-from trencadis.core.models.registry import build
 from trencadis.core.quant.scheme import CODES, FLOATS8
 
 NODES: dict[str, Any] = {

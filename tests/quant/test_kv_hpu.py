@@ -21,12 +21,12 @@ from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.optional_symbols import find_symbols
 from trencadis.backends.hpu.policy import policy, without_fp8
-from trencadis.core.backend import BackendConfig, LayerKV
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.pooler_config import load_model
 from trencadis.core.config import EngineConfig
-from trencadis.core.quant.kv_cache_codes import read_slots
-from trencadis.core.startup.engine_builder import create_engine
+from trencadis.core.device.backend import BackendConfig, LayerKV
+from trencadis.core.engine.engine_builder import create_engine
+from trencadis.core.layers.kv_cache_codes import read_slots
 from trencadis.server.plan.plan_command import make_plan
 
 TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}

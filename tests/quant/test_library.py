@@ -20,14 +20,14 @@ from tests.families.text_checkpoints import family_checkpoint
 from tests.quant.test_writing import TYPES, written
 from tests.quant.written.test_experts import values
 from trencadis.backends.cpu import make_backend
-from trencadis.core.backend import BackendConfig
 from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.checkpoint.formats import compressed_tensors as ours
+from trencadis.core.checkpoint.formats.raw_weight import RawWeight
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.quant_config import read_quantisation
-from trencadis.core.models.registry import build
-from trencadis.core.models.weight_loader import open_weights
-from trencadis.core.quant.formats import compressed_tensors as ours
-from trencadis.core.quant.formats.raw_weight import RawWeight
+from trencadis.core.checkpoint.registry import build
+from trencadis.core.checkpoint.weight_loader import open_weights
+from trencadis.core.device.backend import BackendConfig
 from trencadis.core.quant.online_quant import quantise
 from trencadis.core.quant.writing.calibration import Calibrant, Calibration
 from trencadis.core.quant.writing.recipe import Recipe

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from tests.models.test_shards import Group, ThreadComm
 from trencadis.backends.cpu import make_backend
-from trencadis.core.backend import BackendConfig
 from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.checkpoint.registry import build
+from trencadis.core.device.backend import BackendConfig
 from trencadis.core.memory.estimate import MemoryEstimator
-from trencadis.core.models.registry import build
 
 SIZES = {"3B": (2048, 16, 2, 11008), "7B": (3584, 28, 4, 18944), "72B": (8192, 64, 8, 29568)}
 """Hidden size, query heads, KV heads, columns of the MLP."""

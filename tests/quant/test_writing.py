@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.test_shards import GRID, Group, logits
 from trencadis.backends.cpu import make_backend
-from trencadis.core.backend import BackendConfig
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.kv.media_spans import MediaSpan
-from trencadis.core.models.registry import build
+from trencadis.core.checkpoint.registry import build
+from trencadis.core.device.backend import BackendConfig
+from trencadis.core.media_spans import MediaSpan
 from trencadis.core.quant.online_quant import ScaleSearch, codes_of, quantise, scales_of
 from trencadis.core.quant.scheme import Scheme
 from trencadis.core.quant.writing.calibration import Calibrant, Calibration

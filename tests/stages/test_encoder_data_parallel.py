@@ -27,12 +27,12 @@ from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.hpu.policy import SERVING
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.pooler_config import load_model
+from trencadis.core.checkpoint.registry import image_needs
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.rank_info import can_share
 from trencadis.core.launches.encoder_data_parallel import GatheredRows, assign_images
 from trencadis.core.memory.cpu_cache_plan import weights_bytes
-from trencadis.core.models.registry import image_needs
 from trencadis.core.shapes.pipeline_partition import check_ranks
 from trencadis.core.shared_constants import SINK_ROW
 from trencadis.core.step import Encode

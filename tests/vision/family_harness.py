@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from tests.oracles.transformers_model import make_image
-from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Bucket, Plan, Stage
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_config import reserved_rows
+from trencadis.core.checkpoint.registry import build, image_processor
+from trencadis.core.device.backend import BackendConfig
 from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.memory.estimate import arena_width
-from trencadis.core.models.registry import build, image_processor
 from trencadis.core.shapes.axis_sizes import vision_boundaries
 from trencadis.core.step import Encode
 

@@ -16,12 +16,12 @@ from tests.oracles.transformers_model import conversation
 from tests.vision.vision_checkpoints import gemma3, llava, qwen3_vl
 from trencadis import LLM, SamplingParams
 from trencadis.backends.cpu import make_backend
-from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.checkpoint.registry import build, image_needs
+from trencadis.core.device.backend import BackendConfig
+from trencadis.core.engine.dry_run import StartupPlan
 from trencadis.core.memory.estimate import MemoryEstimator
-from trencadis.core.models.registry import build, image_needs
-from trencadis.core.startup.dry_run import StartupPlan
 
 BEFORE = ("used by others", "weights", "image arena", "sampler state", "hidden rows", "static inputs")
 ROPE = {"type": "mrope", "mrope_section": [16, 24, 24]}

@@ -20,7 +20,7 @@ from tests.vision.family_harness import DEVICES, VARIANTS, FamilyHarness, Shown,
 from tests.vision.vision_checkpoints import qwen3_vl
 from trencadis import LLM, SamplingParams
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.models.registry import image_needs, image_processor
+from trencadis.core.checkpoint.registry import image_needs, image_processor
 from trencadis.multimodal import position_interpolation as table_places
 from trencadis.multimodal.normalisation import IMAGENET_STANDARD
 from trencadis.multimodal.patch_packing import count_slots
@@ -194,8 +194,8 @@ def test_forty_chats_on_two_ranks(name: str, form: Any) -> None:
 def test_experts_as_the_hub_stores_them_are_turned(form: Any, tmp_path: Path) -> None:
     """The published files hold experts [in, out]; transformers 5 writes [out, in]."""
     from trencadis.backends.cpu import make_backend
-    from trencadis.core.backend import BackendConfig
-    from trencadis.core.models.registry import build
+    from trencadis.core.checkpoint.registry import build
+    from trencadis.core.device.backend import BackendConfig
 
     folder = form("experts")
     tensors = load_file(folder / "model.safetensors")

@@ -18,8 +18,8 @@ from tests.traffic import video_clips
 from tests.vision.vision_checkpoints import qwen3_vl
 from trencadis import LLM, SamplingParams
 from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.checkpoint.registry import image_processor
 from trencadis.core.errors import BadRequest, StartupError
-from trencadis.core.models.registry import image_processor
 from trencadis.multimodal.media_options import MediaOptions
 from trencadis.multimodal.placeholders import expand_with_timestamps, format_timestamps
 from trencadis.multimodal.processor import PreparedImage

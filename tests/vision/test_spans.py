@@ -13,7 +13,7 @@ from tests.engine.test_schedules import play
 from tests.oracles.shadow_engine import ScheduleDriver, shadow_engine
 from trencadis.core.kv.block_hash import BlockHashChain
 from trencadis.core.kv.encoder_cache import EncoderCache, rows_of_run
-from trencadis.core.kv.media_spans import MediaSpan, TokenRun, rows_at_once
+from trencadis.core.media_spans import MediaSpan, TokenRun, rows_at_once
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.shared_constants import RESERVED_ROWS
 from trencadis.multimodal.placeholders import expand_placeholders

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trencadis.core.models.registry import TABLE, family_of
+from trencadis.core.checkpoint.registry import TABLE, family_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SHARED = ("core", "server", "backends", "multimodal")
@@ -45,7 +45,7 @@ def shared_lines() -> list[tuple[str, str]]:
         ):
             continue
         for number, line in enumerate((ROOT / name).read_text(encoding="utf-8").splitlines(), 1):
-            if not (name == "core/models/registry.py" and TABLE_LINE.match(line)):
+            if not (name == "core/checkpoint/registry.py" and TABLE_LINE.match(line)):
                 found.append((f"{name}:{number}", line))
     return found
 
@@ -71,7 +71,7 @@ def test_such_a_line_would_be_found(line: str) -> None:
 
 
 def test_every_family_that_sees_names_functions_that_exist() -> None:
-    from trencadis.core.models.registry import import_object
+    from trencadis.core.checkpoint.registry import import_object
 
     seen = [found for name in TABLE if (found := family_of(name)).vision is not None]
     assert len(seen) >= 2

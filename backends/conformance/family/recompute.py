@@ -13,17 +13,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trencadis.backends.cpu import make_backend
-from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Bucket, Plan, Stage
+from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.model_config import POST, ModelConfig
-from trencadis.core.launches.persistent_tensors import allocate_persistent
-from trencadis.core.models import registry
-from trencadis.core.shapes.cross_attention_inputs import (
+from trencadis.core.cross_attention_inputs import (
     CrossAttentionSpans,
     count_units,
     make_cross_attention_inputs,
     variant_of,
 )
+from trencadis.core.device.backend import BackendConfig
+from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.step import Encode, StepInputs
 
 BLOCK, BLOCKS = 8, 32
@@ -187,7 +187,7 @@ class RankExchange:
 
 
 class ThreadComm:
-    """Implements ``core.backend.Comm`` for one rank of a ``RankExchange``."""
+    """Implements ``core.device.backend.Comm`` for one rank of a ``RankExchange``."""
 
     def __init__(self, exchange: RankExchange, rank: int, world: int) -> None:
         self.meeting, self.rank, self.world = exchange, rank, world

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.model_config import ModelConfig, reserved_rows
-from trencadis.core.checkpoint.vision_config import SlotForm
-from trencadis.core.models import registry
 from trencadis.core.shared_constants import SINK_ROW, WINDOW_SLOTS
 from trencadis.core.step import Encode, VisionInputs
+from trencadis.core.vision_config import SlotForm
 
 IMAGE_SLOTS = 1024
 """Slots of the largest launch, unless three tiles need more."""

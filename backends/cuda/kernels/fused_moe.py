@@ -163,7 +163,7 @@ class StackedExperts:
 def run(
     x: Tensor, scores: Tensor, w: StackedExperts, top: int, normalise: bool, kind: str, alike: bool = False
 ) -> Tensor:
-    """Implements ``core.backend.Ops.experts``; ``alike``: uses the same tiles in every launch."""
+    """Implements ``core.device.backend.Ops.experts``; ``alike``: uses the same tiles in every launch."""
     check(x, scores, w, kind)
     (n, hidden), inner = x.shape, w.inner
     out = torch.empty_like(x)

@@ -1,4 +1,4 @@
-"""The 8-bit KV cache (core/quant/kv_cache_codes.py) on a card: storing codes, and the attention loop over them.
+"""The 8-bit KV cache (core/layers/kv_cache_codes.py) on a card: storing codes, and the attention loop over them.
 
 Codes of fp8 are stored as uint8. Shifted into float16 they are exact up to a factor of 256, which the scale absorbs:
 that also works below sm_89, for which the compiler has no fp8 type, and for subnormal codes. A key's scale multiplies
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from trencadis.backends.cuda.kernels import online_softmax, tiles
 from trencadis.backends.cuda.kernels.paged_keys import Running, ids_of, slots_of
-from trencadis.core.backend import LayerKV
-from trencadis.core.quant.kv_cache_format import FP8, INT8, LEAST_SCALES, TOPS
+from trencadis.core.device.backend import LayerKV
+from trencadis.core.kv_cache_format import FP8, INT8, LEAST_SCALES, TOPS
 
 FORMS = {torch.int8: 1, torch.uint8: 2}
 """Dtype of codes -> its number in the kernels; 0: a 16- or 32-bit cache."""

@@ -29,7 +29,7 @@ from trencadis.backends.cuda.kernels.sample_chunks import (
 from trencadis.backends.cuda.kernels.sample_draw import DrawParams, draw
 from trencadis.backends.cuda.kernels.sample_scores import CHUNK, HeadRow, pairs_of, raw_of
 from trencadis.core import request
-from trencadis.core.backend import HeadTensors, HeadTensorsOut, SamplerState
+from trencadis.core.device.backend import HeadTensors, HeadTensorsOut, SamplerState
 from trencadis.core.request import MAX_LOGPROBS
 
 SHARE, PARTS_WARPS = 16, 8
@@ -93,7 +93,7 @@ def outputs(rows: int, vocab: int, device: torch.device, full: bool) -> HeadTens
 
 
 def check(logits: Tensor, head: HeadTensors, state: SamplerState) -> None:
-    """Asserts: logits [rows, vocabulary], contiguous; ``core.backend`` gives the shapes of ``head`` and ``state``."""
+    """Asserts: logits [rows, vocabulary], contiguous; ``core.device.backend`` gives the shapes of ``head`` and ``state``."""
     rows, vocab = logits.shape
     assert logits.is_contiguous() and logits.is_floating_point() and vocab < 1 << 26
     for name in ("hidden_row", "slot", "target", "mask_row"):

@@ -23,12 +23,12 @@ from trencadis.backends.cuda.ops import CudaOps
 from trencadis.backends.cuda.policy import policy
 from trencadis.backends.cuda.timing.kernel_times import ATTENTION, COLLECTIVE, HEAD, PRODUCT, ROWS, RecordedKernel
 from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.config import EngineConfig
 from trencadis.core.launches.host_inputs import SampleRow, head_inputs
 from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.memory.estimate import kv_heads
-from trencadis.core.models import registry
 from trencadis.core.step import Sample, StepInputs
 
 BLOCK = 16
@@ -169,7 +169,7 @@ _READS: dict[str, Any] = {
 
 
 class MeteredRanks:
-    """``core.backend.Comm`` of rank 0 of ``world`` that records collectives instead of running them."""
+    """``core.device.backend.Comm`` of rank 0 of ``world`` that records collectives instead of running them."""
 
     def __init__(self, world: int) -> None:
         self.rank, self.world = 0, world
@@ -192,7 +192,7 @@ class MeteredRanks:
 
 
 class MetaCard:
-    """The subset of ``core.backend.Backend`` that a model's bodies need, over meta tensors."""
+    """The subset of ``core.device.backend.Backend`` that a model's bodies need, over meta tensors."""
 
     name, values, device, notes = "cuda", False, META, ()
 

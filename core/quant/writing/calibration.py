@@ -10,18 +10,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trencadis.core import backend as devices
-from trencadis.core.backend import Backend, BackendConfig, ExpertWeights, LayerKV, Weight
 from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.checkpoint.checkpoint_source import CheckpointSource
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, reserved_rows
 from trencadis.core.checkpoint.pooling_config import Pooling
+from trencadis.core.checkpoint.registry import family_of, make
+from trencadis.core.checkpoint.weight_source import StackedPart, WeightSource, stack
+from trencadis.core.device import backend as devices
+from trencadis.core.device.backend import Backend, BackendConfig, ExpertWeights, LayerKV, Weight
+from trencadis.core.device.launch_tensors import first_rows
 from trencadis.core.kv.encoder_cache import rows_of_run
 from trencadis.core.launches import persistent_tensors
-from trencadis.core.launches.launch_tensors import first_rows
-from trencadis.core.layers.weight_source import StackedPart, WeightSource, stack
-from trencadis.core.models.checkpoint_source import CheckpointSource
 from trencadis.core.models.decoder import Decoder, DecoderLayer
-from trencadis.core.models.registry import family_of, make
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.request import Request
 from trencadis.core.shared_constants import RESERVED_BLOCKS

@@ -19,13 +19,13 @@ from trencadis import LLM
 from trencadis.backends.conformance.family.family_checks import CheckedModel, run
 from trencadis.backends.conformance.family.recompute import RecomputedModel
 from trencadis.backends.cpu import pick_policy
+from trencadis.core.checkpoint.checkpoint_source import CheckpointSource
 from trencadis.core.checkpoint.model_config import PRE, RMS, ImageNeeds, ModelConfig
 from trencadis.core.checkpoint.pooler_config import load_model
 from trencadis.core.config import EngineConfig
+from trencadis.core.engine.dry_run import shape_limits
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.memory.estimate import MemoryEstimator
-from trencadis.core.models.checkpoint_source import CheckpointSource
-from trencadis.core.startup.dry_run import shape_limits
 
 BASE: dict[str, Any] = dict(dtype="float32", max_num_seqs=4, max_num_batched_tokens=256, kv_cache_memory_bytes=8 << 20)
 TEXTS = ("Where is Paris?", "the red circles", "what is a \u00c9t\u00e9, 2026!", "a  b", "zz ~ \u4e2d")

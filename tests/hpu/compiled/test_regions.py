@@ -18,14 +18,14 @@ from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.policy import policy
 from trencadis.backends.hpu.shared_shapes import PIECES, padded_start, pieces
-from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Plan, Stage
+from trencadis.core.checkpoint.registry import build
 from trencadis.core.config import EngineConfig
+from trencadis.core.device.backend import BackendConfig
 from trencadis.core.launches.model_runner import ModelRunner
 from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.layers.norm import RMSNorm
 from trencadis.core.models.decoder import DecoderExit
-from trencadis.core.models.registry import build
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.shape_limits import ShapeLimits

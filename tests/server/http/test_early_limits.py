@@ -12,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import Message
 
 from trencadis.core.config import EngineConfig
+from trencadis.core.engine_stats import MEANINGS, UNPLANNED
 from trencadis.core.errors import BY_STATUS
-from trencadis.core.graphs.miss_reasons import MEANINGS, UNPLANNED
 from trencadis.core.process.engine_messages import BucketUse, EngineInfo, EngineStats
 from trencadis.server.admission import Bounds
 from trencadis.server.metrics.bucket_metrics import MOST

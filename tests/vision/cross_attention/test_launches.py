@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.oracles.transformers_model import make_image
 from tests.vision.cross_attention.mllama_oracle import BASE, START
 from trencadis import LLM, SamplingParams
-from trencadis.core.models import registry
+from trencadis.core.checkpoint import registry
 
 
 class MadeNumbers(TorchDispatchMode):

@@ -6,16 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from trencadis.core.kv.block_hash import BlockHashChain
-from trencadis.core.kv.media_spans import MediaSpan, TokenRun, compute_cross_attention
-from trencadis.core.request import Request, SamplingParams
-from trencadis.core.shapes.cross_attention_inputs import (
+from trencadis.core.cross_attention_inputs import (
     ENDLESS,
     CrossAttentionSpans,
     make_cross_attention_inputs,
     planned_unit_counts,
     variant_of,
 )
+from trencadis.core.kv.block_hash import BlockHashChain
+from trencadis.core.media_spans import MediaSpan, TokenRun, compute_cross_attention
+from trencadis.core.request import Request, SamplingParams
 from trencadis.core.shared_constants import RESERVED_ROWS
 
 

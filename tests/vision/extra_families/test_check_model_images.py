@@ -15,7 +15,7 @@ from tests.vision import vision_checkpoints
 from tests.vision.cross_attention import mllama_oracle
 from tests.vision.tiled_families import COMPARED
 from trencadis.backends.conformance.family import image_checks
-from trencadis.core.kv import media_spans
+from trencadis.core import media_spans
 from trencadis.server.cli.main import main
 
 WRITERS: dict[str, Callable[[Path], Path]] = {
