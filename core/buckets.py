@@ -194,19 +194,19 @@ class Policy:
         host_blocks: numbers of such blocks that one launch gathers or scatters, ascending; the backend is then a
             ``PlanningBackend``. Empty: copies need no launches and no memory of their own.
         host_weights: the weights of some layers can lie in host memory, and be copied within launches
-            (`--cpu-offload-gb`). The backend is ``core.layers.model_interface.HostLayering``.
+            (`--cpu-offload-gb`). The backend is ``core.models.interface.HostLayering``.
         kv_codes: supported forms of an 8-bit KV cache (core/kv_cache_format.py) -> the torch dtype of their codes
             on this device; empty: none.
         aligned: the unit that widths of matrix products are padded to with zeros while weights load. 1: no width is
             changed.
         masked_head: SAMPLE has a third variant, ``masked``, which returns only the best id that a row's mask allows.
-            The backend's ops are ``core.layers.model_interface.MaskingOps``.
+            The backend's ops are ``core.models.interface.MaskingOps``.
         best_head: the argmax of a row can be computed without storing the logits. The backend's ops are
-            ``core.layers.model_interface.BestOps``.
+            ``core.models.interface.BestOps``.
         split_head: greedy rows get a SAMPLE launch of their own if other rows, which cost many times as much, are in
             the step.
         drawn_head: SAMPLE has a variant ``draw``, which samples by all parameters but returns no log-probabilities. The
-            backend's ops are ``core.layers.model_interface.DrawingOps``.
+            backend's ops are ``core.models.interface.DrawingOps``.
         attention: optional attention libraries (`--attention-backend`) -> the bytes of workspace that they need in
             addition to a bucket's inputs; launches of a stage share the workspace as they share inputs.
         windows: ``Ops.attend`` accepts a window.

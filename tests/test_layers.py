@@ -265,8 +265,8 @@ def test_backends_do_not_see_each_other() -> None:
 NAMES_DEVICES = {
     "core/devices.py", "core/envs.py", "core/config.py", "server/plan/plan_command.py", "server/cli/main.py",
     "server/cli/collect_env.py",
-    "server/config/vllm_flags/engine_flags.py", "server/config/vllm_flags/parallel_flags.py",
-    "server/config/vllm_flags/env_variables.py",
+    "server/config/vllm_engine_flags.py", "server/config/vllm_parallel_flags.py",
+    "server/config/vllm_env_variables.py",
 }  # fmt: skip
 """The backends' string table, tables of variables, flags and packages, and two usage texts."""
 

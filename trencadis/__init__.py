@@ -80,7 +80,7 @@ _LAZY = {
     "LLM": ("trencadis.llm", "LLM"),
     "Logprob": ("trencadis.outputs", "Logprob"),
     "PoolingOutput": ("trencadis.outputs", "PoolingOutput"),
-    "PoolingParams": ("trencadis.server.pooling.pooling_params", "PoolingParams"),
+    "PoolingParams": ("trencadis.server.protocol.pooling_params", "PoolingParams"),
     "PoolingRequestOutput": ("trencadis.outputs", "PoolingRequestOutput"),
     "PromptType": ("trencadis.prompt_inputs", "PromptType"),
     "RepetitionDetectionParams": ("trencadis.core.structured_outputs", "RepetitionDetectionParams"),
@@ -128,7 +128,7 @@ if TYPE_CHECKING:
         ScoringRequestOutput,
     )
     from trencadis.prompt_inputs import PromptType, TextPrompt, TokensPrompt
-    from trencadis.server.pooling.pooling_params import PoolingParams
+    from trencadis.server.protocol.pooling_params import PoolingParams
 
 
 def __getattr__(name: str) -> Any:

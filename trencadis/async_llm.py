@@ -23,11 +23,11 @@ from trencadis.prompt_inputs import PromptType, add_sampling_rule, apply_structu
 from trencadis.server.engine.spawn import spawn_engine
 from trencadis.server.engine.supervisor import Supervisor
 from trencadis.server.grammars.grammar_cache import GrammarCache
-from trencadis.server.pooling.pooler_output import finish_pooled
-from trencadis.server.pooling.pooling_params import PoolingParams
-from trencadis.server.pooling.run_pooling import make_pooling_request, run_pooling
 from trencadis.server.prompts import text_service_builder
 from trencadis.server.prompts.generation import Generation
+from trencadis.server.prompts.run_pooling import make_pooling_request, run_pooling
+from trencadis.server.protocol.pooler_output import finish_pooled
+from trencadis.server.protocol.pooling_params import PoolingParams
 from trencadis.unsupported import UnsupportedMethods, raise_unsupported, refuse_lora, refuse_tokenization_kwargs
 
 log = logging.getLogger("trencadis.llm")

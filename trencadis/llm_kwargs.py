@@ -15,8 +15,8 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.server.config import resolve_settings
 from trencadis.server.config.flags import Flag, get_flag_table
-from trencadis.server.config.vllm_flags.flag_row import convert_flags
-from trencadis.server.config.vllm_flags.flag_table import ROWS
+from trencadis.server.config.vllm_flag_row import convert_flags
+from trencadis.server.config.vllm_flag_table import ROWS
 from trencadis.server.prompts.text_service import TextService
 from trencadis.server.prompts.text_service_builder import MediaRules, make_text_service
 from trencadis.server.text.chat_template import read_override

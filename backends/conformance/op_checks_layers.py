@@ -30,7 +30,7 @@ from trencadis.backends.conformance.program_checks import make_harness
 from trencadis.backends.conformance.target import CheckTarget
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.cross_attention_inputs import VARIANT, CrossAttentionInputs
-from trencadis.core.layers.cross_attention import arena_row_numbers
+from trencadis.core.models.cross_attention import arena_row_numbers
 from trencadis.core.quant import online_quant
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.quant.scheme import FLOATS8, Scheme

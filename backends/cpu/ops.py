@@ -29,7 +29,7 @@ from trencadis.backends.cpu.reference_ops import ReferenceOps, apply_activation
 from trencadis.backends.cpu.sampler import thresholds
 from trencadis.core.checkpoint.weight_source import StoredRows
 from trencadis.core.device.backend import Attn, ExpertWeights, HeadTensors, LayerKV, Rotary, Segments, Weight, slots_at
-from trencadis.core.layers import kv_cache_codes
+from trencadis.core.models import kv_cache_codes
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.shared_constants import WINDOW_SLOTS
 
@@ -199,7 +199,7 @@ class CpuOps(ReferenceOps):
     def pack_quantised_experts(
         self, gate_up: Sequence[Tensor | QTensor], down: Sequence[Tensor | QTensor]
     ) -> SeparateExperts:
-        """Implements ``core.layers.moe.CodingOps``: packs each expert like any other weight."""
+        """Implements ``core.models.moe.CodingOps``: packs each expert like any other weight."""
         held, total = list[list[Weight]](), 0
         for some in (gate_up, down):
             held.append([])

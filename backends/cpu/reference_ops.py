@@ -29,7 +29,7 @@ from trencadis.core.device.backend import (
     put_slots,
 )
 from trencadis.core.device.launch_tensors import CrossAttentionTensors
-from trencadis.core.layers import kv_cache_codes
+from trencadis.core.models import kv_cache_codes
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.shared_constants import WINDOW_SLOTS
 
@@ -153,7 +153,7 @@ class ReferenceOps:
     def cross_attend(
         self, q: Tensor, held: Tensor, rows: Tensor | None, images: CrossAttentionTensors, scale: float
     ) -> Tensor:
-        """Implements ``core.layers.model_interface.CrossAttentionOps``: gathers keys and values."""
+        """Implements ``core.models.interface.CrossAttentionOps``: gathers keys and values."""
         assert rows is not None
         units, d = len(images.units), q.shape[2]
         k, v = (
@@ -163,7 +163,7 @@ class ReferenceOps:
         return self.cross_attend_rows(q, k, v, images, scale)
 
     def cross_attend_rows(self, q: Tensor, k: Tensor, v: Tensor, images: CrossAttentionTensors, scale: float) -> Tensor:
-        """Implements ``core.layers.model_interface.CrossAttentionOps``, a tile of queries at a time."""
+        """Implements ``core.models.interface.CrossAttentionOps``, a tile of queries at a time."""
         (n, heads, d), (units, length, groups, _) = q.shape, k.shape
         keys, values = k.flatten(0, 1).permute(1, 2, 0), v.flatten(0, 1).transpose(0, 1)  # [g, d, L], [g, L, d]
         queries = q.view(n, groups, heads // groups, d).transpose(0, 1)
@@ -256,12 +256,12 @@ class ReferenceOps:
         return self.take(self.best(logits), head, state)
 
     def take(self, token: Tensor, head: HeadTensors, state: SamplerState) -> HeadTensorsOut:
-        """Implements ``core.layers.model_interface.BestOps``: stores given ids as drawn."""
+        """Implements ``core.models.interface.BestOps``: stores given ids as drawn."""
         self.update(token, head, state, full=False)
         return HeadTensorsOut(token.int(), None, None, None, None)
 
     def best_outputs(self, x: Tensor, w: Weight, outputs: int, scale: float) -> Tensor | None:
-        """Implements ``core.layers.model_interface.BestOps``: returns None, since the logits are needed."""
+        """Implements ``core.models.interface.BestOps``: returns None, since the logits are needed."""
         return None
 
     def best(self, logits: Tensor) -> Tensor:
@@ -269,7 +269,7 @@ class ReferenceOps:
         return logits.argmax(-1)
 
     def mask(self, logits: Tensor, head: HeadTensors) -> Tensor:
-        """Implements ``core.layers.model_interface.MaskingOps``."""
+        """Implements ``core.models.interface.MaskingOps``."""
         allowed = unpack(head.masks.index_select(0, head.mask_row), logits.shape[1])
         return torch.where(allowed, logits, torch.finfo(logits.dtype).min)
 

@@ -171,7 +171,7 @@ class CudaOps(HostLayerOps, ReferenceOps):
     def cross_attend(
         self, q: Tensor, held: Tensor, rows: Tensor | None, images: CrossAttentionTensors, scale: float
     ) -> Tensor:
-        """Implements ``core.layers.model_interface.CrossAttentionOps``; the kernel reads rows directly from the arena."""
+        """Implements ``core.models.interface.CrossAttentionOps``; the kernel reads rows directly from the arena."""
         assert isinstance(images, CrossAttentionItems)
         out, (k, v) = q.new_empty(q.shape), torch.split(held, held.shape[1] // 2, dim=1)
         results = cross_attend.span_results(images, q, k.shape[1] // q.shape[2])

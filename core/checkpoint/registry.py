@@ -22,7 +22,7 @@ from trencadis.core.old_names import find_successors
 
 if TYPE_CHECKING:
     from trencadis.core.device.backend import Backend
-    from trencadis.core.layers.model_interface import Model
+    from trencadis.core.models.interface import Model
 
 log = logging.getLogger("trencadis.engine")
 

@@ -40,12 +40,12 @@ from trencadis.core.launches.host_block_copies import PlannedCopies
 from trencadis.core.launches.model_runner import ModelRunner
 from trencadis.core.launches.persistent_tensors import hidden_rows, image_arena, kv_cache, sampler_state, stream_rows
 from trencadis.core.launches.stage_transfer import LAST
-from trencadis.core.layers.model_interface import HostLayering, Model, Persistent
 from trencadis.core.memory import measurement_cache
 from trencadis.core.memory.cpu_cache_plan import CachePlan
 from trencadis.core.memory.estimate import costliest_buckets
 from trencadis.core.memory.kv_cache_size import requested_kv_bytes
 from trencadis.core.memory.ledger import MemoryInUse, MemorySplit, check_capacity, divide_memory
+from trencadis.core.models.interface import HostLayering, Model, Persistent
 from trencadis.core.progress import Progress, Throttle
 from trencadis.core.shapes import bucket_options as bucket_env
 from trencadis.core.shapes.shape_limits import ShapeLimits

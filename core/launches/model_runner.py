@@ -31,8 +31,8 @@ from trencadis.core.launches.launch_splitter import (
 from trencadis.core.launches.rank_input_batch import HeadNeeds, RankInputBatch
 from trencadis.core.launches.sample_launches import launch_masked, launch_split
 from trencadis.core.launches.stage_transfer import PipelineTransfer, runs_on_stage
-from trencadis.core.layers.model_interface import Model, Persistent
 from trencadis.core.masks.manager import MatcherManager, PendingSample
+from trencadis.core.models.interface import Model, Persistent
 from trencadis.core.progress import Warming
 from trencadis.core.shared_constants import WINDOW_SLOTS
 from trencadis.core.step import (

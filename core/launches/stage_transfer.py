@@ -24,7 +24,7 @@ from trencadis.core.step import StepInputs, StepOutput
 
 if TYPE_CHECKING:
     from trencadis.core.device.backend import Pipe
-    from trencadis.core.layers.model_interface import Persistent
+    from trencadis.core.models.interface import Persistent
 
 
 LAST = (Stage.SAMPLE, Stage.RESET, Stage.POOL)

@@ -33,15 +33,15 @@ from trencadis.core.device.backend import (
 )
 from trencadis.core.device.launch_tensors import first_rows
 from trencadis.core.errors import StartupError
-from trencadis.core.layers.attention import Attention
-from trencadis.core.layers.embedding import Embedding, LMHead
-from trencadis.core.layers.linear import Linear, scaled
-from trencadis.core.layers.mlp import MLP, GatedMLP, PlainMLP
-from trencadis.core.layers.model_interface import BestOps, DrawingOps, HostLayering, MaskingOps, Persistent
-from trencadis.core.layers.moe import ExpertMLP
-from trencadis.core.layers.norm import Norm, norm_of
-from trencadis.core.layers.pooler import Pooler
-from trencadis.core.layers.rotary_embedding import TextRotary
+from trencadis.core.models.attention import Attention
+from trencadis.core.models.embedding import Embedding, LMHead
+from trencadis.core.models.interface import BestOps, DrawingOps, HostLayering, MaskingOps, Persistent
+from trencadis.core.models.linear import Linear, scaled
+from trencadis.core.models.mlp import MLP, GatedMLP, PlainMLP
+from trencadis.core.models.moe import ExpertMLP
+from trencadis.core.models.norm import Norm, norm_of
+from trencadis.core.models.pooler import Pooler
+from trencadis.core.models.rotary_embedding import TextRotary
 from trencadis.core.step import Encode, VisionInputs
 
 

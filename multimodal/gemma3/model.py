@@ -7,8 +7,8 @@ from torch import Tensor
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
 from trencadis.core.device.backend import Backend
-from trencadis.core.layers.linear import Linear
-from trencadis.core.layers.norm import LayerNorm, RMSNorm
+from trencadis.core.models.linear import Linear
+from trencadis.core.models.norm import LayerNorm, RMSNorm
 from trencadis.multimodal.gemma3.family import Gemma3VisionConfig
 from trencadis.multimodal.gemma3.processor import read_settings
 from trencadis.multimodal.normalisation import IMAGENET_STANDARD, PixelNormalisation
@@ -46,7 +46,7 @@ class Gemma3Projector:
 
 
 class Gemma3VLModel(TileVisionModel):
-    """Gemma-3 with its vision tower, a ``core.layers.model_interface.VisionModel``."""
+    """Gemma-3 with its vision tower, a ``core.models.interface.VisionModel``."""
 
     def __init__(self, config: ModelConfig, backend: Backend, normalisation: PixelNormalisation) -> None:
         super().__init__(config, backend, normalisation)

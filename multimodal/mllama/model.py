@@ -14,9 +14,9 @@ from torch import Tensor
 from trencadis.core.checkpoint.model_config import LAYER, ModelConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
 from trencadis.core.device.backend import Backend, Ops, Rotary, Segments, VisionTensors
-from trencadis.core.layers.linear import Linear, RowParallelLinear
-from trencadis.core.layers.norm import Norm, norm_of
 from trencadis.core.models.cross_attention_decoder import CrossAttentionDecoder
+from trencadis.core.models.linear import Linear, RowParallelLinear
+from trencadis.core.models.norm import Norm, norm_of
 from trencadis.core.shared_constants import SINK_ROW, WINDOW_SLOTS, align_up
 from trencadis.core.step import Encode, Int32, VisionInputs
 from trencadis.multimodal.mllama.config import MllamaVisionConfig, supported_aspect_ratios
@@ -106,7 +106,7 @@ class MllamaVisionBlock(ViTBlock):
 
 
 class MllamaModel(CrossAttentionDecoder):
-    """``core.layers.model_interface.VisionModel`` with Mllama's tower; ``normalisation``: of the checkpoint's processor."""
+    """``core.models.interface.VisionModel`` with Mllama's tower; ``normalisation``: of the checkpoint's processor."""
 
     def __init__(self, config: ModelConfig, backend: Backend, normalisation: PixelNormalisation) -> None:
         assert isinstance(config.vision, MllamaVisionConfig)

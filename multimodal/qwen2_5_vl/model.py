@@ -12,7 +12,7 @@ from trencadis.multimodal.qwen2_vl.model import Qwen2VL
 
 
 class Qwen25VL(Qwen2VL):
-    """``core.layers.model_interface.Model`` with images."""
+    """``core.models.interface.Model`` with images."""
 
     def pack(self, images: Sequence[Encode], slots: int) -> VisionInputs:
         """Packs images in windows of 64 slots; the rest of ``slots`` is padding."""

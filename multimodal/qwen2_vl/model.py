@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
 from trencadis.core.device.backend import Backend, VisionTensors
-from trencadis.core.layers.linear import replicate_layers
 from trencadis.core.models.decoder import Decoder
+from trencadis.core.models.linear import replicate_layers
 from trencadis.core.step import Encode, VisionInputs
 from trencadis.multimodal.normalisation import CLIP
 from trencadis.multimodal.patch_packing import pack_whole_images
@@ -18,7 +18,7 @@ from trencadis.multimodal.qwen2_vl.vision_tower import Qwen2VLVisionTower
 
 
 class Qwen2VL(Decoder):
-    """``core.layers.model_interface.Model`` with images, which the first pipeline stage encodes."""
+    """``core.models.interface.Model`` with images, which the first pipeline stage encodes."""
 
     tower: Qwen2VLVisionTower
 

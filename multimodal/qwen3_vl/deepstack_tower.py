@@ -8,9 +8,9 @@ from torch.nn import functional
 
 from trencadis.core.checkpoint.weight_source import WeightSource
 from trencadis.core.device.backend import Backend, Ops, Rotary, VisionTensors
-from trencadis.core.layers.linear import ColumnParallelLinear, ColumnPart, Linear, RowParallelLinear
-from trencadis.core.layers.norm import LayerNorm
-from trencadis.core.layers.rotary_embedding import vision_frequencies
+from trencadis.core.models.linear import ColumnParallelLinear, ColumnPart, Linear, RowParallelLinear
+from trencadis.core.models.norm import LayerNorm
+from trencadis.core.models.rotary_embedding import vision_frequencies
 from trencadis.core.shared_constants import align_up
 from trencadis.multimodal.normalisation import PixelNormalisation
 from trencadis.multimodal.qwen3_vl.config import CHANNELS, FRAMES, DeepStackVisionConfig

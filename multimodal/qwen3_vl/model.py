@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
 from trencadis.core.device.backend import Backend, VisionTensors
-from trencadis.core.layers.linear import replicate_layers
 from trencadis.core.models.decoder import Decoder
+from trencadis.core.models.linear import replicate_layers
 from trencadis.core.step import Encode, VisionInputs
 from trencadis.multimodal.normalisation import IMAGENET_STANDARD
 from trencadis.multimodal.patch_packing import pack_whole_images
@@ -19,7 +19,7 @@ from trencadis.multimodal.qwen3_vl.deepstack_tower import DeepStackTower
 
 
 class Qwen3VL(Decoder):
-    """``core.layers.model_interface.Model`` with images."""
+    """``core.models.interface.Model`` with images."""
 
     def __init__(self, config: ModelConfig, backend: Backend) -> None:
         super().__init__(config, backend)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from trencadis.core.config import EngineConfig
     from trencadis.server.engine.supervisor import Supervisor
-    from trencadis.server.fleet.fleet import Fleet
+    from trencadis.server.processes.fleet import Fleet
 
 POLL = 0.2
 GONE_SECONDS = 1800.0

@@ -17,11 +17,12 @@ from trencadis.core.process import log_setup
 from trencadis.server.batch import batch_lines, batch_targets, url_files
 from trencadis.server.batch.batch_runner import BatchLimits, BatchProgress, BatchRunner, BatchTarget
 from trencadis.server.batch.result_file import ResultFile
-from trencadis.server.cli import logging_setup, serve, signals
+from trencadis.server.cli import serve
 from trencadis.server.config import argv, hide_keys
 from trencadis.server.config.resolve_settings import Settings, format_startup_lines, resolve_settings
 from trencadis.server.engine.spawn import EngineHandle
-from trencadis.server.fleet.start_engines import start_engines
+from trencadis.server.processes import logging_setup, signals
+from trencadis.server.processes.start_engines import start_engines
 
 log = logging.getLogger("trencadis.server")
 

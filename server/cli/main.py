@@ -10,7 +10,7 @@ from importlib import import_module
 from trencadis import __version__
 from trencadis.core.errors import StartupError
 from trencadis.core.process.log_queue import flush_logs
-from trencadis.server.cli import signals
+from trencadis.server.processes import signals
 
 USAGE = """\
 usage: trencadis serve [MODEL] [--flag value ...]   an OpenAI-compatible server (--help says more)

@@ -16,23 +16,23 @@ from typing import TYPE_CHECKING, Any, cast
 from trencadis.core.errors import StartupError
 from trencadis.core.links.topology import topology
 from trencadis.core.process import function_trace, heap_trimmer
-from trencadis.server.cli import logging_setup, signals
-from trencadis.server.cli.api.multi_api_server import run_multi_api_server
-from trencadis.server.cli.api.server_lifecycle import SingleProcessServer
 from trencadis.server.config import hide_keys, resolve_settings
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.config.resolve_settings import Settings
 from trencadis.server.engine.spawn import EngineHandle
-from trencadis.server.fleet.start_engines import StartedEngines, start_engines
 from trencadis.server.http import listener, tls_reload
+from trencadis.server.processes import logging_setup, signals
+from trencadis.server.processes.multi_api_server import run_multi_api_server
+from trencadis.server.processes.server_lifecycle import SingleProcessServer
+from trencadis.server.processes.start_engines import StartedEngines, start_engines
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from trencadis.core.config import EngineConfig
     from trencadis.server.engine.supervisor import Supervisor
-    from trencadis.server.fleet.fleet import Fleet
-    from trencadis.server.front.remote_engine import RemoteEngines
+    from trencadis.server.processes.fleet import Fleet
+    from trencadis.server.processes.remote_engine import RemoteEngines
 
 log = logging.getLogger("trencadis.server")
 
@@ -151,7 +151,7 @@ def supervise(
     }
     if len(configs) == 1:
         return Supervisor(configs[0], handles[0], **options)
-    from trencadis.server.fleet.fleet import Fleet
+    from trencadis.server.processes.fleet import Fleet
 
     return Fleet(configs, handles, **options)
 

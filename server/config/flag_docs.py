@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from trencadis.core import envs
 from trencadis.core.flag_options import MOST, YEAR
+from trencadis.server.config import vllm_env_variables as variables_of_vllm
 from trencadis.server.config.flags import Flag, get_flag_table, get_flag_variables
 from trencadis.server.config.help import GROUPS, USAGE
-from trencadis.server.config.vllm_flags import env_variables as variables_of_vllm
-from trencadis.server.config.vllm_flags.flag_row import FREE, MEANS, REFUSED, FlagRow
-from trencadis.server.config.vllm_flags.flag_table import ROWS, SHORT
+from trencadis.server.config.vllm_flag_row import FREE, MEANS, REFUSED, FlagRow
+from trencadis.server.config.vllm_flag_table import ROWS, SHORT
 
 HEAD = f"""\
 # Configuration

@@ -24,9 +24,9 @@ from trencadis.server.config import argv as command_line
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.config.flags import NUMBERS, WHOLE, Flag, find_flag, get_flag_table, get_flag_variables
 from trencadis.server.config.host_names import check_allowed_hosts
-from trencadis.server.config.vllm_flags.env_variables import find_variable
-from trencadis.server.config.vllm_flags.flag_row import convert_flags
-from trencadis.server.config.vllm_flags.flag_table import ROWS
+from trencadis.server.config.vllm_env_variables import find_variable
+from trencadis.server.config.vllm_flag_row import convert_flags
+from trencadis.server.config.vllm_flag_table import ROWS
 
 VARIABLE = "environment "
 """Prefix of the source of a value from the environment; the variable's name follows."""

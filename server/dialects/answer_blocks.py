@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from trencadis.core.request import TokenLogprob
 from trencadis.server.prompts.answer_reader import CallPart
 from trencadis.server.prompts.output_processor import TextPiece
-from trencadis.server.reasoning.reasoning_parser import AnswerContent, ReasoningContent
+from trencadis.server.tools.reasoning_parser import AnswerContent, ReasoningContent
 
 Kind = Literal["thought", "text", "call"]
 

@@ -1,6 +1,6 @@
 """Requests that are open at another process: their deltas, their pixels on demand, the vocabulary before a grammar.
 Used by ``server/engine/engine_link.py`` towards an engine's process, and by each of several API processes towards the
-process that has the engine (``server/front/remote_engine.py``).
+process that has the engine (``server/processes/remote_engine.py``).
 
 An open request: queued deltas for its reader, its pixels and its unfinished choices.
 """

@@ -23,8 +23,6 @@ from trencadis.core.checkpoint.pooling_config import CLASSIFY, EMBED
 from trencadis.core.cpu_affinity import available_cpus
 from trencadis.core.errors import BadRequest, TrencadisError, from_status
 from trencadis.multimodal.decode_workers.worker_pool import MAX_WORKERS
-from trencadis.server.admission import Admission
-from trencadis.server.answer_budget import AnswerBudget
 from trencadis.server.engine.engine_client import EngineClient
 from trencadis.server.grammars.grammar_cache import GrammarCache
 from trencadis.server.http.fair_admission import FairAdmissionMiddleware
@@ -35,12 +33,12 @@ from trencadis.server.metrics.http_metrics import TenantCollector, TraceCollecto
 from trencadis.server.metrics.process_metrics import LogCollector, ProcessesCollector
 from trencadis.server.metrics.prometheus import PrometheusMetrics, ThroughputLog, make_preemption_warning
 from trencadis.server.metrics.sleep_metrics import SleepCollector
+from trencadis.server.metrics.tracing import TraceQueue
 from trencadis.server.page import page_routes as page_routes
 from trencadis.server.prompts.answer_parsers import AnswerParsers
 from trencadis.server.prompts.multimodal_inputs import CacheCounters, ImageSource
 from trencadis.server.prompts.template_workers import TemplateWorkers
 from trencadis.server.prompts.text_service import TextService
-from trencadis.server.records.tracing import TraceQueue
 from trencadis.server.routes import (
     dev_mode,
     health_and_metrics,
@@ -59,6 +57,8 @@ from trencadis.server.routes.auth import Keys
 from trencadis.server.routes.http_settings import HttpSettings
 from trencadis.server.routes.serving_pooling import make_router
 from trencadis.server.routes.wrong_task import make_wrong_task_router
+from trencadis.server.tenants.admission import Admission
+from trencadis.server.tenants.answer_budget import AnswerBudget
 from trencadis.server.tenants.fair_queue import TenantFairQueue
 from trencadis.server.tenants.rate_limits import TenantAccount
 from trencadis.server.tenants.tenant_registry import TenantRegistry

@@ -27,7 +27,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from trencadis.server.http.chunked_body import MAX_READ, BoundedConnection, PacedCalls
 from trencadis.server.http.pending_heads import PendingHeads
-from trencadis.server.records.request_record import RequestRecord
+from trencadis.server.metrics.request_record import RequestRecord
 
 
 class ChunkWriter:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trencadis.server.prompts.answer_reader import AnswerReader
-from trencadis.server.reasoning.reasoning_parser import ReasoningFormat, find_reasoning_format
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer
+from trencadis.server.tools.reasoning_parser import ReasoningFormat, find_reasoning_format
 from trencadis.server.tools.tool_parser import ToolParser
 from trencadis.server.tools.tool_parser_registry import find_tool_parser
 

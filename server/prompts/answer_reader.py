@@ -7,7 +7,7 @@ import secrets
 import string
 from dataclasses import dataclass, field
 
-from trencadis.server.reasoning.reasoning_parser import AnswerContent, ReasoningContent, ReasoningParser
+from trencadis.server.tools.reasoning_parser import AnswerContent, ReasoningContent, ReasoningParser
 from trencadis.server.tools.tool_parser import AnswerText, CallArguments, CallEnded, CallStarted, ToolEvent, ToolParser
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")

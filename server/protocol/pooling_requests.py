@@ -11,8 +11,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from trencadis.core.errors import BadRequest
-from trencadis.server.pooling.binary_values import ByteOrder, ValueFormat
-from trencadis.server.pooling.pooling_params import PoolingParams
 from trencadis.server.protocol.base_request import (
     FieldContext,
     Int,
@@ -22,8 +20,10 @@ from trencadis.server.protocol.base_request import (
     Texts,
     split_raw_prompts,
 )
+from trencadis.server.protocol.binary_values import ByteOrder, ValueFormat
 from trencadis.server.protocol.chat_completions import list_unread_variables
 from trencadis.server.protocol.json_values import Object, Text
+from trencadis.server.protocol.pooling_params import PoolingParams
 
 SAMPLING = frozenset({
     "temperature", "top_p", "top_k", "min_p", "n", "best_of", "max_tokens", "max_completion_tokens", "min_tokens",

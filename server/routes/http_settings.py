@@ -8,9 +8,9 @@ from functools import cached_property
 
 from trencadis import __version__
 from trencadis.core.config import EngineConfig
-from trencadis.server.admission import Bounds
 from trencadis.server.config.config import ServerConfig
-from trencadis.server.front.shared_process_state import SharedProcessState
+from trencadis.server.processes.shared_process_state import SharedProcessState
+from trencadis.server.tenants.admission import Bounds
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,6 @@ from starlette.responses import Response
 from trencadis.core.errors import BadRequest, TrencadisError
 from trencadis.core.request import SamplingParams, TokenLogprob
 from trencadis.multimodal.async_gather import gather_or_cancel
-from trencadis.server.admission import Ticket
-from trencadis.server.answer_budget import AnswerShape
 from trencadis.server.prompts.answer_grammar import RequestedCalls, add_answer_grammar
 from trencadis.server.prompts.answer_parsers import AnswerParsers
 from trencadis.server.prompts.generation import Generation
@@ -44,6 +42,8 @@ from trencadis.server.routes.json_slices import set_items
 from trencadis.server.routes.request_body import BodyRoute
 from trencadis.server.routes.serving_base import run_request
 from trencadis.server.routes.sse import CHAT_STREAM_FORMAT, PieceStream, StreamFormat
+from trencadis.server.tenants.admission import Ticket
+from trencadis.server.tenants.answer_budget import AnswerShape
 from trencadis.server.text.chat_template import Rendering
 
 NO_TOOL_PARSER = (

@@ -14,8 +14,6 @@ from starlette.responses import Response
 
 from trencadis.core.errors import BadRequest
 from trencadis.core.request import SamplingParams
-from trencadis.server.admission import Ticket
-from trencadis.server.answer_budget import AnswerShape
 from trencadis.server.prompts.answer_grammar import add_answer_grammar
 from trencadis.server.prompts.answer_parsers import AnswerParsers
 from trencadis.server.prompts.generation import STARTS_PER_PASS, Generation, merge_generations
@@ -34,6 +32,8 @@ from trencadis.server.routes.json_slices import set_items
 from trencadis.server.routes.request_body import BodyRoute
 from trencadis.server.routes.serving_base import run_request
 from trencadis.server.routes.sse import CHAT_STREAM_FORMAT, StreamFormat
+from trencadis.server.tenants.admission import Ticket
+from trencadis.server.tenants.answer_budget import AnswerShape
 
 
 @dataclass(slots=True)

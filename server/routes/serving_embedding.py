@@ -18,12 +18,11 @@ from trencadis.core.checkpoint.pooling_config import EMBED, Pooling
 from trencadis.core.errors import BadRequest
 from trencadis.multimodal.async_gather import gather_or_cancel
 from trencadis.multimodal.media_options import MediaScope
-from trencadis.server.admission import Ticket
-from trencadis.server.pooling.binary_values import encode_base64
-from trencadis.server.pooling.pooler_output import Float32, Float64, convert_to_floats, finish_pooled
-from trencadis.server.pooling.pooling_params import PoolingParams
-from trencadis.server.pooling.text_pairs import get_input_prompt, read_input_prompts
 from trencadis.server.prompts.prompt import Prompt
+from trencadis.server.prompts.text_pairs import get_input_prompt, read_input_prompts
+from trencadis.server.protocol.binary_values import encode_base64
+from trencadis.server.protocol.pooler_output import Float32, Float64, convert_to_floats, finish_pooled
+from trencadis.server.protocol.pooling_params import PoolingParams
 from trencadis.server.protocol.pooling_requests import CohereEmbedRequest, CohereEmbedResponse, EmbeddingRequest
 from trencadis.server.protocol.pooling_responses import EmbeddingItem, EmbeddingResponse
 from trencadis.server.routes.app_state import AppState
@@ -42,6 +41,7 @@ from trencadis.server.routes.pooling_base import (
     run_prompts,
 )
 from trencadis.server.routes.request_body import BodyRoute
+from trencadis.server.tenants.admission import Ticket
 
 
 async def embed_prompts(

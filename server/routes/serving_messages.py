@@ -10,7 +10,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from trencadis.core.errors import TrencadisError
-from trencadis.server.admission import Ticket
 from trencadis.server.dialects.anthropic_input import make_inner_request
 from trencadis.server.dialects.anthropic_output import PING, MessageWriter, encode_error_event
 from trencadis.server.dialects.message_collector import InnerRequest
@@ -32,6 +31,7 @@ from trencadis.server.routes.translated_run import (
     respond_translated,
     translate_request,
 )
+from trencadis.server.tenants.admission import Ticket
 
 
 def router(state: AppState) -> APIRouter:

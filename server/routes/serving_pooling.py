@@ -20,9 +20,8 @@ from starlette.responses import Response
 
 from trencadis.core.checkpoint.pooling_config import CLASSIFY, Pooling
 from trencadis.core.errors import BadRequest
-from trencadis.server.admission import Ticket
-from trencadis.server.pooling.pooler_output import Float64, convert_to_floats, finish_pooled
-from trencadis.server.pooling.pooling_params import PoolingParams
+from trencadis.server.protocol.pooler_output import Float64, convert_to_floats, finish_pooled
+from trencadis.server.protocol.pooling_params import PoolingParams
 from trencadis.server.protocol.pooling_requests import ClassifyRequest, PoolRequest
 from trencadis.server.protocol.pooling_responses import ClassifyResponse, ClassItem, PoolingItem, PoolingResponse
 from trencadis.server.routes.app_state import AppState
@@ -41,6 +40,7 @@ from trencadis.server.routes.pooling_base import (
     run_prompts,
 )
 from trencadis.server.routes.request_body import BodyRoute
+from trencadis.server.tenants.admission import Ticket
 
 
 async def pool_prompts(

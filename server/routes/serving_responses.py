@@ -12,7 +12,6 @@ from starlette.responses import Response
 
 from trencadis.core.errors import NotFound
 from trencadis.core.request import TokenLogprob
-from trencadis.server.admission import Ticket
 from trencadis.server.dialects.message_collector import InnerRequest
 from trencadis.server.dialects.responses_input import make_inner_request
 from trencadis.server.dialects.responses_output import ResponseWriter, make_initial_response
@@ -29,6 +28,7 @@ from trencadis.server.routes.translated_run import (
     respond_translated,
     translate_request,
 )
+from trencadis.server.tenants.admission import Ticket
 
 KEPT = "/v1/responses/{response_id}"
 POSTED = ("input_tokens", "compact")

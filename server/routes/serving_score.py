@@ -18,11 +18,10 @@ from trencadis.core.checkpoint.pooling_config import EMBED
 from trencadis.core.errors import BadRequest
 from trencadis.multimodal.async_gather import gather_or_cancel
 from trencadis.multimodal.media_options import MediaScope
-from trencadis.server.admission import Ticket
-from trencadis.server.pooling.pooler_output import compute_pair_score, cosine_similarity
-from trencadis.server.pooling.pooling_params import PoolingParams
-from trencadis.server.pooling.text_pairs import Content, Pair, check_scores, make_pair_prompt, read_content
 from trencadis.server.prompts.prompt import Prompt
+from trencadis.server.prompts.text_pairs import Content, Pair, check_scores, make_pair_prompt, read_content
+from trencadis.server.protocol.pooler_output import compute_pair_score, cosine_similarity
+from trencadis.server.protocol.pooling_params import PoolingParams
 from trencadis.server.protocol.pooling_requests import PairRequest, RerankRequest, ScoreRequest
 from trencadis.server.protocol.pooling_responses import (
     RankedDocument,
@@ -43,6 +42,7 @@ from trencadis.server.routes.pooling_base import (
     run_prompts,
 )
 from trencadis.server.routes.request_body import BodyRoute
+from trencadis.server.tenants.admission import Ticket
 
 AT_ONCE = 128
 """Pairs whose prompts are held in memory at a time: each holds a copy of the query."""

@@ -19,10 +19,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from trencadis.core.errors import DeadlineExceeded, TrencadisError
+from trencadis.server.metrics.request_record import RequestRecord
 from trencadis.server.prompts.generation import ChoicePiece, Generation, StreamWriter
 from trencadis.server.prompts.output_processor import TextPiece
 from trencadis.server.protocol.base_request import ErrorResponse
-from trencadis.server.records.request_record import RequestRecord
 
 log = logging.getLogger("trencadis.server")
 T = TypeVar("T")

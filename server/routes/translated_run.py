@@ -12,7 +12,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from trencadis.core.errors import BadRequest
-from trencadis.server.admission import Ticket
 from trencadis.server.dialects.answer_blocks import BlockBuilder, BlockEvent
 from trencadis.server.dialects.field_names import translate_errors
 from trencadis.server.dialects.message_collector import InnerRequest
@@ -23,6 +22,7 @@ from trencadis.server.routes.serving_base import run_request
 from trencadis.server.routes.serving_chat import RunningChat, make_prompt
 from trencadis.server.routes.serving_tokenization import run_with_ticket
 from trencadis.server.routes.sse import PieceStream, StreamFormat
+from trencadis.server.tenants.admission import Ticket
 from trencadis.server.text.off_event_loop import OffEventLoop, is_small
 
 _OFF_LOOP = OffEventLoop("dialect")

@@ -23,7 +23,7 @@ from trencadis.backends.cuda.launches.input_sizes import (
 )
 from trencadis.core.buckets import Bucket, InputSizes, Stage
 from trencadis.core.cross_attention_inputs import VARIANT
-from trencadis.core.layers.cross_attention import arena_row_numbers
+from trencadis.core.models.cross_attention import arena_row_numbers
 from trencadis.core.vision_config import SlotForm
 
 LENGTH = 6404

@@ -15,7 +15,7 @@ from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.registry import build
 from trencadis.core.device.backend import BackendConfig, LayerKV, SamplerState
-from trencadis.core.layers.model_interface import Persistent
+from trencadis.core.models.interface import Persistent
 from trencadis.core.step import StepInputs
 
 BLOCK, BLOCKS, ARENA = 4, 64, 512

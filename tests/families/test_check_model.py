@@ -23,7 +23,7 @@ from tests.oracles.transformers_model import assert_same
 from trencadis.backends.conformance.family.transformers_oracle import TransformersOracle, write_dummy
 from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.family import ParsedConfig
-from trencadis.core.layers.linear import scaled
+from trencadis.core.models.linear import scaled
 from trencadis.server.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]

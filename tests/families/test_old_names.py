@@ -16,8 +16,7 @@ from trencadis.core import devices
 from trencadis.core.checkpoint import registry
 from trencadis.core.errors import StartupError
 from trencadis.core.old_names import MEMBERS, MODULES, NAMES, find_successors
-from trencadis.server.reasoning import reasoning_parser
-from trencadis.server.tools import tool_parser_registry
+from trencadis.server.tools import reasoning_parser, tool_parser_registry
 
 PLUGIN = "plugin_of_before"
 Write = Callable[[str], str]

@@ -14,9 +14,9 @@ from trencadis.core.kv.encoder_cache import EncoderCache
 from trencadis.core.media_spans import MediaSpan
 from trencadis.core.process.engine_messages import EngineInfo, EngineStats
 from trencadis.core.request import Request, SamplingParams
-from trencadis.server.fleet.engine_group import merge_infos, sum_stats
-from trencadis.server.fleet.fleet import make_request_cost, read_keys
-from trencadis.server.fleet.start_engines import divide_resources
+from trencadis.server.processes.engine_group import merge_infos, sum_stats
+from trencadis.server.processes.fleet import make_request_cost, read_keys
+from trencadis.server.processes.start_engines import divide_resources
 
 
 def test_cards_are_dealt_in_order_and_a_cpu_is_divided():

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from trencadis.server.routing.replica_load import Assignment, ReplicaLoad
-from trencadis.server.routing.router import (
+from trencadis.server.processes.replica_load import Assignment, ReplicaLoad
+from trencadis.server.processes.router import (
     MAX_IMAGE_HOLDERS,
     MAX_IMAGES,
     MAX_PREFIX_HOLDERS,
@@ -19,7 +19,7 @@ from trencadis.server.routing.router import (
     PrefixAffinityRouter,
     ReplicationPolicy,
 )
-from trencadis.server.routing.step_costs import (
+from trencadis.server.processes.step_costs import (
     ReplicaCosts,
     RequestCost,
     RoutedImage,

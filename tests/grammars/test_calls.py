@@ -14,7 +14,7 @@ from trencadis.server.prompts.answer_grammar import AnswerOutline, RequestedCall
 from trencadis.server.prompts.answer_parsers import AnswerParsers
 from trencadis.server.prompts.answer_reader import AnswerPart, AnswerReader
 from trencadis.server.protocol.tool_definitions import get_schemas
-from trencadis.server.reasoning.reasoning_parser import THINK
+from trencadis.server.tools.reasoning_parser import THINK
 from trencadis.server.tools.tool_parser_registry import BUILT
 
 WEATHER: dict[str, Any] = {

@@ -27,20 +27,21 @@ from trencadis.core.request import Delta, Request, SamplingParams
 from trencadis.multimodal.media_uuids import UuidRegistry, name_digest
 from trencadis.multimodal.processor import PlaceholderRun, PreparedImage
 from trencadis.multimodal.videos.prepared_video import PreparedVideo
-from trencadis.server.admission import Admission, Bounds, Ticket
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.engine.engine_client import DeltaCallback
 from trencadis.server.engine.request_link import OpenRequest
-from trencadis.server.front import shared_process_state, shared_table
-from trencadis.server.front.ipc_messages import DeltaBatch, RequestRouted
-from trencadis.server.front.request_relay import RequestRelay
-from trencadis.server.front.shared_limits import SharedAccount, SharedAdmission, SharedMediaUuids
-from trencadis.server.front.shared_process_state import SharedProcessState
-from trencadis.server.front.shared_table import HELD, UUID_WAYS, SharedTable
 from trencadis.server.http import listener
 from trencadis.server.metrics import aggregate
+from trencadis.server.processes import shared_process_state
+from trencadis.server.processes.ipc_messages import DeltaBatch, RequestRouted
+from trencadis.server.processes.request_relay import RequestRelay
+from trencadis.server.processes.shared_process_state import SharedProcessState
+from trencadis.server.tenants import shared_table
+from trencadis.server.tenants.admission import Admission, Bounds, Ticket
 from trencadis.server.tenants.api_key_file import Tenant
 from trencadis.server.tenants.rate_limits import TenantAccount
+from trencadis.server.tenants.shared_limits import SharedAccount, SharedAdmission, SharedMediaUuids
+from trencadis.server.tenants.shared_table import HELD, UUID_WAYS, SharedTable
 
 COUNT = 3
 
@@ -215,7 +216,7 @@ def test_connections_are_dealt_among_sockets_and_bounded_together(tables: list[S
 
 HOLDER = """
 import sys, time
-from trencadis.server.front.shared_table import SharedTable
+from trencadis.server.tenants.shared_table import SharedTable
 table = SharedTable(int(sys.argv[1]), 3, 1)
 table.put(0, 5)
 with table:
@@ -394,7 +395,7 @@ def test_an_abort_reaches_a_request_in_every_state_and_a_dead_process_leaves_non
 
 def test_settings_cross_whole() -> None:
     from tests.fakes.command_line import from_command_line
-    from trencadis.server.front import ipc_messages
+    from trencadis.server.processes import ipc_messages
 
     settings = from_command_line(
         ["m", "--api-server-count", "2", "--api-key", "k1", "k2", "--limit-mm-per-prompt", "image=3",

@@ -15,7 +15,7 @@ from trencadis.backends.cpu.native import decode_attention
 from trencadis.backends.cpu.native.kernel_table import TORCH
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.core.device.backend import LayerKV
-from trencadis.core.layers import kv_cache_codes
+from trencadis.core.models import kv_cache_codes
 
 BLOCK = 16
 CASES = (

@@ -25,8 +25,8 @@ from trencadis.core.checkpoint.registry import family_of
 from trencadis.core.checkpoint.weight_loader import open_weights
 from trencadis.core.checkpoint.weight_source import StackedPart, StoredRows
 from trencadis.core.device.backend import BackendConfig
-from trencadis.core.layers.attention import PartialRotarySource
-from trencadis.core.layers.linear import Linear, RowParallelLinear
+from trencadis.core.models.attention import PartialRotarySource
+from trencadis.core.models.linear import Linear, RowParallelLinear
 
 TYPES = kernel_kinds.shared_types()
 STORED = (torch.float32, torch.bfloat16, torch.float16)

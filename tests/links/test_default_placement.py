@@ -21,9 +21,9 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.links import topology
 from trencadis.llm_engine import _start_engine
-from trencadis.server.engine.on_ray import cluster_engines
-from trencadis.server.engine.on_ray.cluster_engines import RayEngines
-from trencadis.server.fleet.start_engines import start_engines
+from trencadis.server.processes import cluster_engines
+from trencadis.server.processes.cluster_engines import RayEngines
+from trencadis.server.processes.start_engines import start_engines
 
 Machine = Callable[[int], dict[str, str]]
 

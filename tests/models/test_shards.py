@@ -18,7 +18,7 @@ from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.registry import build
 from trencadis.core.device.backend import BackendConfig, LayerKV, SamplerState
 from trencadis.core.errors import StartupError
-from trencadis.core.layers.model_interface import Persistent
+from trencadis.core.models.interface import Persistent
 from trencadis.core.step import Encode, StepInputs
 from trencadis.multimodal.patch_packing import count_slots
 from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES

@@ -18,8 +18,13 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.server.config import argv
 from trencadis.server.config.resolve_settings import resolve_settings
-from trencadis.server.pooling.pooler_output import compute_pair_score, cosine_similarity, finish_pooled, read_raw_values
-from trencadis.server.pooling.pooling_params import PoolingParams
+from trencadis.server.protocol.pooler_output import (
+    compute_pair_score,
+    cosine_similarity,
+    finish_pooled,
+    read_raw_values,
+)
+from trencadis.server.protocol.pooling_params import PoolingParams
 
 MATRYOSHKA = {"matryoshka_dimensions": [8, 16]}
 FILES = ("modules.json", "config.json", "1_Pooling/config.json")

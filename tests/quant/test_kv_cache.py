@@ -30,9 +30,9 @@ from trencadis.core.device.backend import BackendConfig, LayerKV
 from trencadis.core.errors import StartupError
 from trencadis.core.kv_cache_format import parse_kv_format
 from trencadis.core.launches.persistent_tensors import kv_cache
-from trencadis.core.layers import kv_cache_codes
 from trencadis.core.memory import cpu_cache_plan
 from trencadis.core.memory.estimate import MemoryEstimator
+from trencadis.core.models import kv_cache_codes
 from trencadis.core.shared_constants import RESERVED_BLOCKS
 from trencadis.server.cli.main import main
 

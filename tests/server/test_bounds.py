@@ -279,7 +279,7 @@ def test_others_have_their_turn_while_a_body_is_read_and_its_prompts_start(harne
 
 
 def test_a_detokenize_request_has_a_ticket_and_a_most(harness: Any) -> None:
-    from trencadis.server.admission import Bounds
+    from trencadis.server.tenants.admission import Bounds
 
     harness.app(bounds=Bounds(requests=1))
     other = harness.made.state.trencadis.admission.enter()

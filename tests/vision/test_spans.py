@@ -19,9 +19,9 @@ from trencadis.core.shared_constants import RESERVED_ROWS
 from trencadis.multimodal.placeholders import expand_placeholders
 from trencadis.multimodal.processor import ImageGeometry, PlaceholderRun
 from trencadis.multimodal.videos.prepared_video import encoder_items
+from trencadis.server.metrics.request_log_lines import render_prompt
 from trencadis.server.prompts.multimodal_inputs import ExpandedPrompt
 from trencadis.server.prompts.prompt import Prompt
-from trencadis.server.records.request_log_lines import render_prompt
 
 IMAGE = 59
 

@@ -33,10 +33,11 @@ class ServedReplica:
 
     async def __init__(self, words: Sequence[str]) -> None:  # type: ignore[misc]  # Ray Serve awaits it
         from trencadis.core.links.topology import on_this_machine
-        from trencadis.server.cli import logging_setup, serve
+        from trencadis.server.cli import serve
         from trencadis.server.config import argv
         from trencadis.server.config.resolve_settings import resolve_settings
-        from trencadis.server.fleet.start_engines import start_engines
+        from trencadis.server.processes import logging_setup
+        from trencadis.server.processes.start_engines import start_engines
 
         self._failed, self._wait_estimator = "", WaitEstimator()
         settings = serve.find_model(resolve_settings(argv.parse(list(words)), os.environ))

@@ -13,10 +13,10 @@ from trencadis.backends.cuda.kernels.layers import fused_decode_attention, skinn
 from trencadis.backends.cuda.kernels.layers.fused_decode_attention import HeadNorms
 from trencadis.backends.cuda.kernels.layers.skinny_gemm import NormOf
 from trencadis.core.device.backend import Attn, Rotary
-from trencadis.core.layers.linear import Linear
-from trencadis.core.layers.mlp import GatedMLP
-from trencadis.core.layers.norm import RMSNorm
 from trencadis.core.models.decoder import DecoderLayer
+from trencadis.core.models.linear import Linear
+from trencadis.core.models.mlp import GatedMLP
+from trencadis.core.models.norm import RMSNorm
 
 
 class FusedLayer:
