@@ -120,7 +120,7 @@ MODULES = {
     "multimodal.videos.clips": "multimodal.videos.frame_sampling",
     "multimodal.videos.file": "multimodal.videos.video_file",
     "multimodal.videos.frontend": "multimodal.videos.video_frontend",
-    "multimodal.videos.items": "multimodal.videos.prepared_video",
+    "multimodal.videos.items": "multimodal.prepared_video",
     "multimodal.videos.jobs": "multimodal.videos.video_job",
     "multimodal.videos.sampling": "multimodal.videos.frame_sampling",
     "multimodal.videos.spoken": "multimodal.placeholders",

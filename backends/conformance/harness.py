@@ -17,11 +17,11 @@ import torch
 from trencadis.backends.conformance.check_result import CheckFailed
 from trencadis.backends.conformance.family.vision_inputs import IMAGE_SLOTS, make_inputs, most_slots, tile_of
 from trencadis.core.buckets import Bucket, Plan, Stage
-from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.graphs.graph_manager import body_of
 from trencadis.core.launches import host_inputs as host
 from trencadis.core.launches.persistent_tensors import allocate_persistent, by_block
+from trencadis.core.models import model_loader
 from trencadis.core.request import MAX_BIAS
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan
@@ -91,7 +91,7 @@ class Harness:
     def __post_init__(self) -> None:
         self.vocab, self.tile, self.used = self.config.text.vocab, tile_of(self.config), 0
         self.plan = plan_of(self.backend, self.config, self.block)
-        self.model = registry.build(self.config, self.backend)
+        self.model = model_loader.load_model(self.config, self.backend)
         made = allocate_persistent(
             self.config, self.backend, blocks=BLOCKS, block_size=self.block,
             arena_rows=max(ARENA, most_slots(self.tile) // self.slot.cell + 2), seqs=2 * SEQS, tokens=TOKENS,

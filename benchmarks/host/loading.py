@@ -109,8 +109,8 @@ def load(folder: Path, dtype: str, threads: int, packed: PackedFile | None) -> d
 
     from trencadis.backends.cpu import make_backend
     from trencadis.core.checkpoint.config_reader import load_config
-    from trencadis.core.checkpoint.registry import build
     from trencadis.core.device.backend import BackendConfig
+    from trencadis.core.models.model_loader import load_model
 
     config = load_config(folder)
     torch.set_num_threads(threads)
@@ -119,7 +119,7 @@ def load(folder: Path, dtype: str, threads: int, packed: PackedFile | None) -> d
     prefetch.start_prefetch(str(folder), kept=packed and packed.path)
     options = {"threads": str(threads)}
     backend = make_backend(BackendConfig(dtype=getattr(torch, dtype), options=options, packed=packed))
-    model = build(config, backend)
+    model = load_model(config, backend)
     seconds, cpu = time.perf_counter() - start, time.process_time() - busy
     writing = getattr(getattr(backend.ops, "pages", None), "writing", None)
     if writing is not None:

@@ -7,22 +7,16 @@ whose object is a ``Family``.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trencadis.core.checkpoint.family import Family
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
-from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.old_names import find_successors
-
-if TYPE_CHECKING:
-    from trencadis.core.device.backend import Backend
-    from trencadis.core.models.interface import Model
 
 log = logging.getLogger("trencadis.engine")
 
@@ -182,44 +176,3 @@ def image_processor(config: ModelConfig, asked: Mapping[str, Any], alignment: st
     if alignment != "pad" and not vision.windows:
         raise StartupError(f"--image-alignment {alignment}: the vision tower of {config.name} has no windows; use pad")
     return import_object(vision.processor)(config, asked, alignment)
-
-
-def make(config: ModelConfig, backend: Backend) -> Model:
-    """Creates the model of a checkpoint, without weights.
-
-    Raises:
-        StartupError: the architecture is not supported.
-    """
-    made: Callable[[ModelConfig, Backend], Model] = import_object(family_of(config.architecture).make)
-    return made(config, backend)
-
-
-def build(config: ModelConfig, backend: Backend, cfg: EngineConfig | None = None) -> Model:
-    """Loads and packs the model of a checkpoint; with ``cfg.load_format`` "dummy" the weights are random.
-
-    Raises:
-        StartupError: the architecture is not supported, or weights are missing, unreadable or have wrong shapes.
-    """
-    from trencadis.core.checkpoint.weight_loader import open_weights
-    from trencadis.core.checkpoint.weight_source import KeepingOps  # torch
-
-    model = make(config, backend)
-    cfg = cfg or EngineConfig()
-    begun = time.perf_counter()
-    keeping = backend.ops if isinstance(backend.ops, KeepingOps) else None
-    mapped = keeping is not None and keeping.keeps()
-    if cfg.packed_weights_dir and keeping is None:
-        log.info("--packed-weights-dir has no effect: the %s backend packs no weights", backend.name)
-    weights = open_weights(config.path, load_format=cfg.load_format, seed=cfg.seed, populate=not mapped)
-    model.load(weights)
-    kept = 0 if keeping is None else keeping.finish_loading()
-    weights.forget()
-    if weights.nbytes and backend.comm.rank == 0:
-        _log_loading(weights.nbytes, kept, time.perf_counter() - begun)
-    return model
-
-
-def _log_loading(stored: int, kept: int, seconds: float) -> None:
-    """Logs the loading speed: bytes of the checkpoint, or of weights that an earlier start had packed."""
-    size, how = (kept / 1e9, "packed before, mapped") if kept else (stored / 1e9, "read and packed")
-    log.info("weights: %.2f GB %s in %.2f s, %.2f GB/s", size, how, seconds, size / max(seconds, 1e-9))

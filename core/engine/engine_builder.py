@@ -50,6 +50,7 @@ from trencadis.core.links.topology import RAY, Topology, topology
 from trencadis.core.memory import weight_offload
 from trencadis.core.memory.cpu_cache_plan import CacheOptions, CachePlan, plan_cpu
 from trencadis.core.memory.estimate import SPARE_SLOTS, MemoryEstimator, arena_width, row_blocks
+from trencadis.core.models import model_loader
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.process import device_env
 from trencadis.core.progress import Progress, SilentProgress
@@ -252,7 +253,7 @@ def _host(
     plan = _cache_plan(config, model_config, backend, limits)
     check_chunking(config, model_config, limits.max_tokens, limits.max_rows, plan.max_model_len)
     progress("weights", gib(plan.weights_bytes), 0.1)
-    model = registry.build(model_config, backend, config)
+    model = model_loader.load_model(model_config, backend, config)
     progress("caches", f"{plan.kv_tokens} tokens of KV cache", 0.9)
     made = allocate_persistent(
         model_config, backend, blocks=plan.num_blocks, block_size=plan.block_size, arena_rows=plan.arena_rows,

@@ -45,6 +45,7 @@ from trencadis.core.memory.cpu_cache_plan import CachePlan
 from trencadis.core.memory.estimate import costliest_buckets
 from trencadis.core.memory.kv_cache_size import requested_kv_bytes
 from trencadis.core.memory.ledger import MemoryInUse, MemorySplit, check_capacity, divide_memory
+from trencadis.core.models import model_loader
 from trencadis.core.models.interface import HostLayering, Model, Persistent
 from trencadis.core.progress import Progress, Throttle
 from trencadis.core.shapes import bucket_options as bucket_env
@@ -189,7 +190,7 @@ class DeviceStart:
         if self.config.cpu_offload_gb:
             cast(HostLayering, self.backend).host_layers.make()
             meter.charge("copies")
-        model = registry.build(self.model_config, self.backend, self.config)
+        model = model_loader.load_model(self.model_config, self.backend, self.config)
         meter.charge("weights")
         self.progress("profiling", f"{len(self.paper.plan.buckets)} planned shapes", 0.6)
         fixed = self._allocate_fixed(model, meter)

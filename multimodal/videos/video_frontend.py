@@ -30,10 +30,10 @@ from trencadis.multimodal.images.processor_cache import ProcessorCache, Unshared
 from trencadis.multimodal.media_options import NO_OPTIONS, NO_SCOPE, MediaOptions, MediaPart, MediaScope
 from trencadis.multimodal.media_uuids import UuidRegistry
 from trencadis.multimodal.patch_packing import count_slots, count_tokens
+from trencadis.multimodal.prepared_video import PreparedVideo
 from trencadis.multimodal.processor import PreparedImage, VideoProcessor
 from trencadis.multimodal.sources.media_loader import MediaLoader, MediaPermits, is_web_url
 from trencadis.multimodal.videos.frame_sampling import FRAMES_PER_PATCH, FrameLimits
-from trencadis.multimodal.videos.prepared_video import PreparedVideo
 from trencadis.multimodal.videos.video_job import FramePart
 
 FRAME_PIXELS = 1 << 26

@@ -33,7 +33,7 @@ usage: trencadis serve [MODEL] [--flag value ...]   an OpenAI-compatible server 
 MODULES = {
     "chat": "trencadis.server.cli.chat_command",
     "complete": "trencadis.server.cli.complete",
-    "run-batch": "trencadis.server.batch.run_batch",
+    "run-batch": "trencadis.server.cli.run_batch",
     "bench": "trencadis.server.bench.bench_command",
     "plan": "trencadis.server.plan.plan_command",
     "quantize": "trencadis.server.cli.quantize",

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import importlib
 import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from trencadis.core.errors import StartupError
 from trencadis.core.links.topology import topology
@@ -23,16 +22,13 @@ from trencadis.server.engine.spawn import EngineHandle
 from trencadis.server.http import listener, tls_reload
 from trencadis.server.processes import logging_setup, signals
 from trencadis.server.processes.multi_api_server import run_multi_api_server
-from trencadis.server.processes.server_lifecycle import SingleProcessServer
+from trencadis.server.processes.server_lifecycle import SingleProcessServer, find_app, list_routes
 from trencadis.server.processes.start_engines import StartedEngines, start_engines
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
-
     from trencadis.core.config import EngineConfig
     from trencadis.server.engine.supervisor import Supervisor
     from trencadis.server.processes.fleet import Fleet
-    from trencadis.server.processes.remote_engine import RemoteEngines
 
 log = logging.getLogger("trencadis.server")
 
@@ -162,25 +158,3 @@ def end_engines(handles: Sequence[EngineHandle]) -> None:
     for handle in handles:
         if handle.process.poll() is None:
             handle.kill()
-
-
-def find_app(entry: str) -> Callable[[Settings, Supervisor | Fleet | RemoteEngines], FastAPI]:
-    """Returns the factory of apps that ``package.module:name`` names."""
-    module, _, name = entry.partition(":")
-    found = getattr(importlib.import_module(module), name)
-    return cast("Callable[[Settings, Supervisor | Fleet | RemoteEngines], FastAPI]", found)
-
-
-def list_routes(app: FastAPI) -> Iterator[tuple[str, str]]:
-    """Yields (path, methods) of every route that is served. Newer FastAPI has routers as a tree with a function to walk
-    it.
-    """
-    from fastapi import routing
-
-    from trencadis.server.routes.wrong_task import WRONG_TASK
-
-    walk: Callable[[Any], Iterator[Any]] = getattr(routing, "iter_route_contexts", iter)
-    for route in walk(app.routes):
-        methods = getattr(route, "methods", None)
-        if methods and getattr(route, "name", "") != WRONG_TASK:
-            yield getattr(route, "path", ""), ", ".join(sorted(methods))

@@ -32,12 +32,11 @@ from trencadis.core.errors import (
     Unavailable,
 )
 from trencadis.server.config.vllm_parallel_flags import LORA_REASON
-from trencadis.server.dialects import anthropic_output
 from trencadis.server.http.host_rules import HostRules
 from trencadis.server.metrics.request_log_lines import log_access
 from trencadis.server.metrics.request_record import CLIENT_CLOSED, RECORD, RequestRecord
 from trencadis.server.protocol.base_request import ErrorResponse
-from trencadis.server.routes import load_header
+from trencadis.server.routes import anthropic_output, load_header
 from trencadis.server.routes.auth import UNSAFE, Keys
 from trencadis.server.routes.sse import ClientGone
 from trencadis.server.tenants.admission import BodyBudget, BodyCharge

@@ -22,7 +22,7 @@ from trencadis.server.processes.api_process import ApiProcess
 from trencadis.server.processes.channel import Channel
 from trencadis.server.processes.fleet import Fleet
 from trencadis.server.processes.request_relay import RequestRelay
-from trencadis.server.processes.shared_process_state import FAIR_QUEUED
+from trencadis.server.tenants.shared_process_state import FAIR_QUEUED
 from trencadis.server.tenants.shared_table import SharedTable
 
 if TYPE_CHECKING:

@@ -16,12 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 from trencadis.core.errors import StartupError
 from trencadis.core.process import child_process, engine_messages, function_trace, heap_trimmer
-from trencadis.server.cli.serve import find_app, list_routes
 from trencadis.server.config.resolve_settings import Settings
 from trencadis.server.http import listener
 from trencadis.server.processes import ipc_messages, logging_setup
 from trencadis.server.processes.remote_engine import FrontLink, make_engine_client
-from trencadis.server.processes.server_lifecycle import FLUSH_SECONDS, TRACES_SECONDS, get_reload_calls
+from trencadis.server.processes.server_lifecycle import (
+    FLUSH_SECONDS,
+    TRACES_SECONDS,
+    find_app,
+    get_reload_calls,
+    list_routes,
+)
 from trencadis.server.tenants.shared_table import SharedTable
 
 if TYPE_CHECKING:

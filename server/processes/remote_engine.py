@@ -21,7 +21,7 @@ from trencadis.server.engine.request_link import RequestLink
 from trencadis.server.processes import engine_group, ipc_messages
 from trencadis.server.processes.channel import Channel
 from trencadis.server.processes.engine_group import EngineGroup
-from trencadis.server.processes.shared_process_state import Answer, SharedProcessState
+from trencadis.server.tenants.shared_process_state import Answer, SharedProcessState
 from trencadis.server.tenants.shared_table import SharedTable
 
 log = logging.getLogger("trencadis.server")

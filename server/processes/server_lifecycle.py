@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 from trencadis.core.process import heap_trimmer
 from trencadis.core.process.log_queue import flush_logs
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from trencadis.server.engine.supervisor import Supervisor
     from trencadis.server.http.tls_reload import Certificates
     from trencadis.server.processes.fleet import Fleet
+    from trencadis.server.processes.remote_engine import RemoteEngines
     from trencadis.server.routes.app_state import AppState
     from trencadis.server.tenants.fair_queue import TenantFairQueue
 
@@ -315,3 +317,25 @@ def get_reload_calls(certificates: Certificates | None, state: AppState | None) 
     if state is not None and state.tenants is not None:
         again.append(state.tenants.reload)
     return again
+
+
+def find_app(entry: str) -> Callable[[Settings, Supervisor | Fleet | RemoteEngines], FastAPI]:
+    """Returns the factory of apps that ``package.module:name`` names."""
+    module, _, name = entry.partition(":")
+    found = getattr(importlib.import_module(module), name)
+    return cast("Callable[[Settings, Supervisor | Fleet | RemoteEngines], FastAPI]", found)
+
+
+def list_routes(app: FastAPI) -> Iterator[tuple[str, str]]:
+    """Yields (path, methods) of every route that is served. Newer FastAPI has routers as a tree with a function to walk
+    it.
+    """
+    from fastapi import routing
+
+    from trencadis.server.routes.wrong_task import WRONG_TASK
+
+    walk: Callable[[Any], Iterator[Any]] = getattr(routing, "iter_route_contexts", iter)
+    for route in walk(app.routes):
+        methods = getattr(route, "methods", None)
+        if methods and getattr(route, "name", "") != WRONG_TASK:
+            yield getattr(route, "path", ""), ", ".join(sorted(methods))

@@ -18,7 +18,7 @@ from trencadis.multimodal.async_gather import gather_or_cancel
 from trencadis.multimodal.media_options import NO_SCOPE, MediaPart, MediaScope
 
 if TYPE_CHECKING:
-    from trencadis.multimodal.videos.prepared_video import Media as PreparedMedia
+    from trencadis.multimodal.prepared_video import Media as PreparedMedia
 
 
 class ImageItem(Protocol):
@@ -228,7 +228,7 @@ class PlaceholderJoiner:
 def _merge_spans(
     spans: Sequence[MediaSpan], media: Sequence[PreparedMedia]
 ) -> tuple[list[MediaSpan], list[float | None]]:
-    from trencadis.multimodal.videos.prepared_video import position_spans
+    from trencadis.multimodal.prepared_video import position_spans
 
     return position_spans(spans, media)
 

@@ -9,8 +9,8 @@ from functools import cached_property
 from trencadis import __version__
 from trencadis.core.config import EngineConfig
 from trencadis.server.config.config import ServerConfig
-from trencadis.server.processes.shared_process_state import SharedProcessState
 from trencadis.server.tenants.admission import Bounds
+from trencadis.server.tenants.shared_process_state import SharedProcessState
 
 
 @dataclass(frozen=True)

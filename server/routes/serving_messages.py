@@ -10,9 +10,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from trencadis.core.errors import TrencadisError
-from trencadis.server.dialects.anthropic_input import make_inner_request
-from trencadis.server.dialects.anthropic_output import PING, MessageWriter, encode_error_event
-from trencadis.server.dialects.message_collector import InnerRequest
 from trencadis.server.prompts.output_processor import TextPiece
 from trencadis.server.protocol.anthropic_messages import (
     CountTokensRequest,
@@ -21,7 +18,10 @@ from trencadis.server.protocol.anthropic_messages import (
     MessagesUsage,
     TokenCount,
 )
+from trencadis.server.routes.anthropic_input import make_inner_request
+from trencadis.server.routes.anthropic_output import PING, MessageWriter, encode_error_event
 from trencadis.server.routes.app_state import AppState, make_request_id
+from trencadis.server.routes.message_collector import InnerRequest
 from trencadis.server.routes.request_body import BodyRoute
 from trencadis.server.routes.serving_chat import RunningChat, prepare
 from trencadis.server.routes.sse import StreamFormat

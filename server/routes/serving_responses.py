@@ -12,14 +12,14 @@ from starlette.responses import Response
 
 from trencadis.core.errors import NotFound
 from trencadis.core.request import TokenLogprob
-from trencadis.server.dialects.message_collector import InnerRequest
-from trencadis.server.dialects.responses_input import make_inner_request
-from trencadis.server.dialects.responses_output import ResponseWriter, make_initial_response
 from trencadis.server.prompts.output_processor import TextPiece
 from trencadis.server.protocol.chat_completions import TokenLogprobs
 from trencadis.server.protocol.responses import InputTokens, ResponsesRequest, ResponsesResponse
 from trencadis.server.routes.app_state import AppState, make_request_id
+from trencadis.server.routes.message_collector import InnerRequest
 from trencadis.server.routes.request_body import BodyRoute
+from trencadis.server.routes.responses_input import make_inner_request
+from trencadis.server.routes.responses_output import ResponseWriter, make_initial_response
 from trencadis.server.routes.serving_chat import prepare
 from trencadis.server.routes.sse import StreamFormat
 from trencadis.server.routes.translated_run import (

@@ -12,12 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from trencadis.core.errors import BadRequest
-from trencadis.server.dialects.answer_blocks import BlockBuilder, BlockEvent
-from trencadis.server.dialects.field_names import translate_errors
-from trencadis.server.dialects.message_collector import InnerRequest
 from trencadis.server.prompts.output_processor import TextPiece
 from trencadis.server.protocol.base_request import TranslatedRequest, Usage
+from trencadis.server.routes.answer_blocks import BlockBuilder, BlockEvent
 from trencadis.server.routes.app_state import AppState, check_priority, forget_json, mark_runs_model
+from trencadis.server.routes.field_names import translate_errors
+from trencadis.server.routes.message_collector import InnerRequest
 from trencadis.server.routes.serving_base import run_request
 from trencadis.server.routes.serving_chat import RunningChat, make_prompt
 from trencadis.server.routes.serving_tokenization import run_with_ticket

@@ -21,7 +21,7 @@ import pytest
 from tests.batch.files import read, request, write
 from tests.bench.paced_server import ROOT, paced
 from trencadis.core.errors import StartupError
-from trencadis.server.batch import batch_targets, run_batch, url_files
+from trencadis.server.cli import batch_targets, run_batch, url_files
 
 DEADLINE = 300
 

@@ -17,10 +17,10 @@ from trencadis.backends.cpu import make_backend
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_config import ImageNeeds
 from trencadis.core.checkpoint.pooler_config import load_model
-from trencadis.core.checkpoint.registry import build
 from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.memory.estimate import MemoryEstimator
+from trencadis.core.models.model_loader import load_model
 
 BEFORE = ("used by others", "weights", "image arena", "sampler state", "hidden rows", "static inputs")
 HUB: dict[str, dict[str, Any]] = {
@@ -131,7 +131,7 @@ def test_every_plan_is_the_start(tmp_path: Path, name: str, ranks: int) -> None:
 @pytest.mark.parametrize(("family", "name"), CASES, ids=lambda value: value.replace(" ", "-"))
 def test_weights_by_formula_are_the_models_bytes(form: Any, family: str, name: str) -> None:
     config = load_config(form(family, name))
-    model: Any = build(config, make_backend(BackendConfig(options={"threads": "1", "ops": "reference"})))
+    model: Any = load_model(config, make_backend(BackendConfig(options={"threads": "1", "ops": "reference"})))
     # A tied table serves the embedding and the head, and is held once.
     twice = model.embedding.nbytes() if config.text.tied else 0
     frequencies = model.enter.rotary.nbytes()

@@ -284,6 +284,6 @@ def test_measured_graphs_are_used_by_the_next_start(make: Make) -> None:
 
 
 def test_what_cannot_fit_is_refused_before_loading(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trencadis.core.checkpoint.registry.build", lambda *a: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("trencadis.core.models.model_loader.load_model", lambda *a: pytest.fail("weights were loaded"))
     with pytest.raises(StartupError, match=r"--gpu-memory-utilization 0\.0\d fits"):
         make(gpu_memory_utilization=0.000001)

@@ -25,22 +25,21 @@ from trencadis.core.errors import Conflict, KeyLimitReached, QueueFull, StartupE
 from trencadis.core.process import engine_messages
 from trencadis.core.request import Delta, Request, SamplingParams
 from trencadis.multimodal.media_uuids import UuidRegistry, name_digest
+from trencadis.multimodal.prepared_video import PreparedVideo
 from trencadis.multimodal.processor import PlaceholderRun, PreparedImage
-from trencadis.multimodal.videos.prepared_video import PreparedVideo
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.engine.engine_client import DeltaCallback
 from trencadis.server.engine.request_link import OpenRequest
 from trencadis.server.http import listener
 from trencadis.server.metrics import aggregate
-from trencadis.server.processes import shared_process_state
 from trencadis.server.processes.ipc_messages import DeltaBatch, RequestRouted
 from trencadis.server.processes.request_relay import RequestRelay
-from trencadis.server.processes.shared_process_state import SharedProcessState
-from trencadis.server.tenants import shared_table
+from trencadis.server.tenants import shared_process_state, shared_table
 from trencadis.server.tenants.admission import Admission, Bounds, Ticket
 from trencadis.server.tenants.api_key_file import Tenant
 from trencadis.server.tenants.rate_limits import TenantAccount
 from trencadis.server.tenants.shared_limits import SharedAccount, SharedAdmission, SharedMediaUuids
+from trencadis.server.tenants.shared_process_state import SharedProcessState
 from trencadis.server.tenants.shared_table import HELD, UUID_WAYS, SharedTable
 
 COUNT = 3

@@ -25,7 +25,6 @@ from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.core import kv_cache_format as forms
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.registry import build
 from trencadis.core.device.backend import BackendConfig, LayerKV
 from trencadis.core.errors import StartupError
 from trencadis.core.kv_cache_format import parse_kv_format
@@ -33,6 +32,7 @@ from trencadis.core.launches.persistent_tensors import kv_cache
 from trencadis.core.memory import cpu_cache_plan
 from trencadis.core.memory.estimate import MemoryEstimator
 from trencadis.core.models import kv_cache_codes
+from trencadis.core.models.model_loader import load_model
 from trencadis.core.shared_constants import RESERVED_BLOCKS
 from trencadis.server.cli.main import main
 
@@ -194,7 +194,7 @@ def test_a_block_has_the_bytes_of_its_tensors(kind: str, checkpoint: Callable[..
             size = dtype.itemsize
             assert held == (5 + RESERVED_BLOCKS) * MemoryEstimator(model, size).block_bytes(16)
             assert held == (5 + RESERVED_BLOCKS) * cpu_cache_plan.block_bytes(text, 16, size)
-            plain, coded = (build(m, backend).nbytes() for m in (config, model))
+            plain, coded = (load_model(m, backend).nbytes() for m in (config, model))
             assert coded - plain == MemoryEstimator(model, size).weights() - MemoryEstimator(config, size).weights()
 
 

@@ -259,12 +259,12 @@ def test_windows_are_refused_where_there_are_none(path: Path) -> None:
 
 def test_the_ledger_counts_the_weights_exactly(path: Path) -> None:
     from trencadis.backends.cpu import make_backend
-    from trencadis.core.checkpoint.registry import build
     from trencadis.core.device.backend import BackendConfig
     from trencadis.core.memory.estimate import MemoryEstimator
+    from trencadis.core.models.model_loader import load_model
 
     config = load_config(path)
-    model: Any = build(config, make_backend(BackendConfig(options={"threads": "1", "ops": "reference"})))
+    model: Any = load_model(config, make_backend(BackendConfig(options={"threads": "1", "ops": "reference"})))
     text = replace(config, vision=None)
     bare = MemoryEstimator(config, 4).weights() - MemoryEstimator(text, 4).weights() - config.vision.tables()  # type: ignore[union-attr]
     assert bare == model.tower.nbytes()

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from trencadis.backends.cpu import make_backend
 from trencadis.core.buckets import Bucket, Plan, Stage
-from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.model_config import POST, ModelConfig
 from trencadis.core.cross_attention_inputs import (
     CrossAttentionSpans,
@@ -24,6 +23,7 @@ from trencadis.core.cross_attention_inputs import (
 )
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.launches.persistent_tensors import allocate_persistent
+from trencadis.core.models import model_loader
 from trencadis.core.step import Encode, StepInputs
 
 BLOCK, BLOCKS = 8, 32
@@ -61,7 +61,7 @@ class RecomputedModel:
         self.backend: Any = make_backend(settings)
         if comm is not None:
             self.backend.comm = comm
-        self.model: Any = registry.build(config, self.backend)
+        self.model: Any = model_loader.load_model(config, self.backend)
         self.model.bind(
             allocate_persistent(
                 config, self.backend, blocks=blocks, block_size=BLOCK, arena_rows=arena, seqs=2, tokens=BLOCK * blocks

@@ -23,12 +23,12 @@ from trencadis.backends.cuda.ops import CudaOps
 from trencadis.backends.cuda.policy import policy
 from trencadis.backends.cuda.timing.kernel_times import ATTENTION, COLLECTIVE, HEAD, PRODUCT, ROWS, RecordedKernel
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.config import EngineConfig
 from trencadis.core.launches.host_inputs import SampleRow, head_inputs
 from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.memory.estimate import kv_heads
+from trencadis.core.models import model_loader
 from trencadis.core.step import Sample, StepInputs
 
 BLOCK = 16
@@ -212,7 +212,7 @@ class DecodeRecorder:
         self.config, self.ranks, self.processors = model, ranks, processors
         self.card: Any = MetaCard(ranks)
         card: Any = self.card
-        self.model = registry.build(model, card, EngineConfig(load_format="dummy", dtype="bfloat16"))
+        self.model = model_loader.load_model(model, card, EngineConfig(load_format="dummy", dtype="bfloat16"))
         self.heads = kv_heads(model.text, ranks)
         self.group = max(-(-model.text.heads // ranks) // self.heads, 1)
 

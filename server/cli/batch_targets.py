@@ -16,7 +16,7 @@ import httpx
 
 from trencadis.core.errors import StartupError
 from trencadis.core.process import heap_trimmer
-from trencadis.server.batch.url_files import redact_url
+from trencadis.server.cli.url_files import redact_url
 from trencadis.server.config.resolve_settings import Settings
 from trencadis.server.engine.spawn import EngineHandle
 
@@ -118,7 +118,8 @@ async def start_local_engine(
     Raises:
         StartupError: the checkpoint lacks something, or a flag does not fit it.
     """
-    from trencadis.server.cli.serve import find_app, supervise
+    from trencadis.server.cli.serve import supervise
+    from trencadis.server.processes.server_lifecycle import find_app
 
     supervisor = supervise(settings.server, configs, handles)
     app = find_app(settings.server.app)(settings, supervisor)

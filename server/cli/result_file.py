@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from trencadis.core.errors import StartupError
-from trencadis.server.batch import batch_lines
+from trencadis.server.cli import batch_lines
 
 
 class _Written(msgspec.Struct):

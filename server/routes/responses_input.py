@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from trencadis.core.errors import BadRequest
-from trencadis.server.dialects.field_names import FieldNames
-from trencadis.server.dialects.message_collector import (
+from trencadis.server.protocol.chat_completions import ChatRequest
+from trencadis.server.protocol.responses import ResponsesRequest
+from trencadis.server.routes.field_names import FieldNames
+from trencadis.server.routes.message_collector import (
     CollectedMessage,
     InnerRequest,
     MessageCollector,
@@ -15,8 +17,6 @@ from trencadis.server.dialects.message_collector import (
     get_text_field,
     make_function_tool,
 )
-from trencadis.server.protocol.chat_completions import ChatRequest
-from trencadis.server.protocol.responses import ResponsesRequest
 
 FIELDS = {
     "max_tokens": "max_output_tokens",

@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trencadis.core.errors import BadRequest
-from trencadis.server.dialects.field_names import FieldNames
-from trencadis.server.dialects.message_collector import (
+from trencadis.server.protocol.anthropic_messages import BUDGET, CountTokensRequest, MessagesRequest
+from trencadis.server.protocol.chat_completions import ChatRequest
+from trencadis.server.routes.field_names import FieldNames
+from trencadis.server.routes.message_collector import (
     TEXT_SEPARATOR,
     CollectedMessage,
     InnerRequest,
@@ -17,8 +19,6 @@ from trencadis.server.dialects.message_collector import (
     get_text_field,
     make_function_tool,
 )
-from trencadis.server.protocol.anthropic_messages import BUDGET, CountTokensRequest, MessagesRequest
-from trencadis.server.protocol.chat_completions import ChatRequest
 
 FIELDS = {
     "stop": "stop_sequences",

@@ -10,7 +10,6 @@ from typing import Any
 
 from trencadis.core.errors import QueueFull, TrencadisError
 from trencadis.core.request import TokenLogprob
-from trencadis.server.dialects.answer_blocks import AnswerBlock, BlockClosed, BlockDelta, BlockEvent, BlockOpened
 from trencadis.server.protocol.base_request import Usage
 from trencadis.server.protocol.chat_completions import TokenLogprobs
 from trencadis.server.protocol.responses import (
@@ -29,6 +28,7 @@ from trencadis.server.protocol.responses import (
     ResponsesUsage,
     Status,
 )
+from trencadis.server.routes.answer_blocks import AnswerBlock, BlockClosed, BlockDelta, BlockEvent, BlockOpened
 from trencadis.server.text.sse_event_template import SseEventTemplate, encode, make_number_mark, make_text_mark
 
 PREFIX = {"thought": "rs", "text": "msg", "call": "fc"}

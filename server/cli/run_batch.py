@@ -14,10 +14,9 @@ from typing import Any, cast
 
 from trencadis.core.errors import StartupError
 from trencadis.core.process import log_setup
-from trencadis.server.batch import batch_lines, batch_targets, url_files
-from trencadis.server.batch.batch_runner import BatchLimits, BatchProgress, BatchRunner, BatchTarget
-from trencadis.server.batch.result_file import ResultFile
-from trencadis.server.cli import serve
+from trencadis.server.cli import batch_lines, batch_targets, serve, url_files
+from trencadis.server.cli.batch_runner import BatchLimits, BatchProgress, BatchRunner, BatchTarget
+from trencadis.server.cli.result_file import ResultFile
 from trencadis.server.config import argv, hide_keys
 from trencadis.server.config.resolve_settings import Settings, format_startup_lines, resolve_settings
 from trencadis.server.engine.spawn import EngineHandle

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trencadis.core.errors import BadRequest
-from trencadis.server.dialects.field_names import FieldNames, MessageNames
 from trencadis.server.protocol.chat_completions import MAX_MESSAGES, ChatRequest
+from trencadis.server.routes.field_names import FieldNames, MessageNames
 
 TEXT_SEPARATOR = "\n\n"
 """Separator of two texts that become one message."""

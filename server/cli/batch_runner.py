@@ -19,9 +19,9 @@ import httpx
 import msgspec
 
 from trencadis.core.errors import StartupError
-from trencadis.server.batch import batch_lines
-from trencadis.server.batch.batch_lines import BadLine, BatchLine, LineReader
-from trencadis.server.batch.result_file import ResultFile
+from trencadis.server.cli import batch_lines
+from trencadis.server.cli.batch_lines import BadLine, BatchLine, LineReader
+from trencadis.server.cli.result_file import ResultFile
 
 log = logging.getLogger("trencadis.server")
 LINE_EVERY = 30.0
