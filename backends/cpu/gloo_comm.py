@@ -60,7 +60,7 @@ class GlooComm:
 
 
 class GlooPipe:
-    """Implements ``core.device.backend.Pipe`` over gloo: ``send`` copies the rows and returns while they are transferred."""
+    """Implements the backend's ``Pipe`` over gloo: ``send`` copies the rows and returns while they are transferred."""
 
     def __init__(self, cfg: BackendConfig) -> None:
         self._everyone = GlooComm(cfg, everyone=True)

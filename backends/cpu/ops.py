@@ -86,7 +86,7 @@ class CpuOps(ReferenceOps):
         return PackedWeight(packed, bias, weight.shape[0], weight.shape[1], panels)
 
     def pack_stored(self, rows: StoredRows, bias: Tensor | None) -> Weight | None:
-        """Implements ``core.checkpoint.weight_source.StoringOps``: packs in one pass by the library, if it knows oneDNN's
+        """Implements ``weight_source.StoringOps``: packs in one pass by the library, if it knows oneDNN's
         layout.
         """
         if not is_packable(rows.dtype) and dense.most_rows(self.table, rows.dtype) < ANY:

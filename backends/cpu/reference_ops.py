@@ -1,6 +1,6 @@
 """The reference: every op in plain torch, with static shapes and without reading a tensor on the host.
 
-Other devices inherit it and override the ops that they have faster kernels for. Letters as in ``core.device.backend.Ops``.
+Other devices inherit it and override the ops that they have faster kernels for. Letters as in ``backend.Ops``.
 """
 
 from __future__ import annotations

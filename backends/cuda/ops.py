@@ -83,7 +83,7 @@ class CudaOps(HostLayerOps, ReferenceOps):
     _arrived: Tensor | None = None
 
     def pack_weight(self, weight: Tensor, bias: Tensor | None = None) -> Weight:
-        """Packs a weight as ``core.device.backend.Ops`` says.
+        """Packs a weight as ``backend.Ops`` says.
 
         The first call also allocates the counters of fused layers: a capture would take them from the pool of its
         graph.
@@ -93,7 +93,7 @@ class CudaOps(HostLayerOps, ReferenceOps):
         return super().pack_weight(weight, bias)
 
     def layer(self, run: Callable[..., T], *args: Any) -> T:
-        """Runs a layer as ``core.device.backend.Ops`` says; a decoder layer of few rows in six launches if it can be fused."""
+        """Runs a layer as ``backend.Ops`` says; a decoder layer of few rows in six launches if it can be fused."""
         if self._arrived is not None and self.host_layers is None and fused_layer.can_fuse(run, args[0], args[-1]):
             made: Any = fused_layer.FusedLayer(cast(DecoderLayer, run), self._arrived)
             return super().layer(made, *args)  # type: ignore[no-any-return]

@@ -111,7 +111,7 @@ class StoredPooling(NamedTuple):
     normalize: bool
 
 
-def load_model(config: EngineConfig) -> ModelConfig:
+def load_model_config(config: EngineConfig) -> ModelConfig:
     """Loads the configuration of the model in ``config.model``, a local folder, with its pooling and KV cache format.
 
     Raises:

@@ -19,7 +19,7 @@ import torch
 from trencadis.core.buckets import Plan, Policy
 from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig, reserved_rows
-from trencadis.core.checkpoint.pooler_config import load_model
+from trencadis.core.checkpoint.pooler_config import load_model_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.device import backend as seam
 from trencadis.core.device.backend import Backend, BackendConfig
@@ -70,7 +70,7 @@ def launcher_of(config: EngineConfig, topology: Topology, environ: Mapping[str, 
         StartupError: an address, a key or a file is unusable.
     """
     if topology.backend == RAY:
-        from trencadis.core.executor.on_ray.ray_launcher import RayLauncher  # needs the extra
+        from trencadis.core.executor.ray_launcher import RayLauncher  # needs the extra
 
         made = RayLauncher(config, topology, environ)
         try:
@@ -122,7 +122,7 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
     layout = topology(config, os.environ)
     device_env.prepare_device_env(config.device, world=layout.here)
     progress("config", config.model)
-    model_config = load_model(config)
+    model_config = load_model_config(config)
     check_size(model_config, config.tensor_parallel_size)
     split_model(model_config, config.pipeline_parallel_size, config.pipeline_layer_partition)
     executor, opened = _executor(config, layout, progress)
@@ -170,7 +170,9 @@ def open_rank(config: EngineConfig, rank_info: RankInfo, progress: Progress) -> 
     Raises:
         StartupError: something does not fit or is not supported; one line that names an alternative.
     """
-    model_config = split_model(load_model(config), rank_info.stages, config.pipeline_layer_partition)[rank_info.stage]
+    model_config = split_model(load_model_config(config), rank_info.stages, config.pipeline_layer_partition)[
+        rank_info.stage
+    ]
     device, index, line = choose(config.device)
     if line and rank_info.rank == 0:
         log.info(line)

@@ -34,7 +34,6 @@ from trencadis.server.metrics.process_metrics import LogCollector, ProcessesColl
 from trencadis.server.metrics.prometheus import PrometheusMetrics, ThroughputLog, make_preemption_warning
 from trencadis.server.metrics.sleep_metrics import SleepCollector
 from trencadis.server.metrics.tracing import TraceQueue
-from trencadis.server.page import page_routes as page_routes
 from trencadis.server.prompts.answer_parsers import AnswerParsers
 from trencadis.server.prompts.multimodal_inputs import CacheCounters, ImageSource
 from trencadis.server.prompts.template_workers import TemplateWorkers
@@ -42,6 +41,7 @@ from trencadis.server.prompts.text_service import TextService
 from trencadis.server.routes import (
     dev_mode,
     health_and_metrics,
+    page_routes,
     serving_chat,
     serving_completion,
     serving_embedding,

@@ -12,7 +12,7 @@ from pathlib import Path
 from trencadis.core import devices
 from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.checkpoint.pooler_config import load_model
+from trencadis.core.checkpoint.pooler_config import load_model_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.devices import likely, policy_of
 from trencadis.core.engine.dry_run import DryRun, PlannedDevice, StartupPlan
@@ -80,7 +80,7 @@ def main(words: Sequence[str]) -> int:
     settings.notes.extend(hide_keys.hide_keys(settings))
     config = settings.engine
     path = _find_model_folder(config)
-    model = load_model(replace(config, model=str(path)))
+    model = load_model_config(replace(config, model=str(path)))
     if model.vision is not None and any((path / name).is_file() for name in PROCESSOR_FILES):
         # Raises for options that the API process would refuse.
         registry.image_processor(model, config.mm_processor_kwargs, config.image_alignment)

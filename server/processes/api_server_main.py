@@ -1,4 +1,4 @@
-"""One of several API processes: ``python -P -m trencadis.server.processes.api_server_main FD INDEX``, one end of a socket
+"""One of several API processes: ``python -P -m trencadis.server.processes.api_server_main FD INDEX``: one end of a
 pair.
 
 It has the app and no engine; the front process, which started it, has the engines and ends it.

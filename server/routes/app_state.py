@@ -18,12 +18,12 @@ from trencadis.server.engine.engine_client import EngineClient, get_replicas
 from trencadis.server.grammars.grammar_cache import GrammarCache
 from trencadis.server.grammars.response_format import OPTIONS, RequestedFormat, find_requested_format
 from trencadis.server.metrics.prometheus import PrometheusMetrics
-from trencadis.server.metrics.request_log_lines import log_closing, log_received, render_prompt
+from trencadis.server.metrics.request_log_lines import log_closing, log_received
 from trencadis.server.metrics.request_record import RECORD, RequestRecord
 from trencadis.server.metrics.tracing import TraceQueue
 from trencadis.server.prompts.answer_parsers import AnswerParsers
 from trencadis.server.prompts.generation import Generation, RequestTiming
-from trencadis.server.prompts.prompt import Prompt
+from trencadis.server.prompts.prompt import Prompt, render_prompt
 from trencadis.server.prompts.text_service import TextService
 from trencadis.server.prompts.token_rules import add_rule
 from trencadis.server.protocol.base_request import (

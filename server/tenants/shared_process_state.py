@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import msgspec
 import numpy as np
@@ -22,8 +22,12 @@ from trencadis.server.tenants.rate_limits import TenantAccount
 from trencadis.server.tenants.shared_limits import SharedAccount, SharedAdmission, SharedMediaUuids
 from trencadis.server.tenants.shared_table import HELD, SharedTable
 
-if TYPE_CHECKING:
-    from trencadis.server.prompts.text_service import TextService
+
+class MediaSides(Protocol):
+    """The parts of the text service that prepare media; a side without a cache shares nothing."""
+
+    images: Any
+    videos: Any
 
 
 def pack_media(made: PreparedImage | PreparedVideo) -> bytes:
@@ -106,9 +110,9 @@ class SharedProcessState:
         """Makes a tenant's account that all processes share."""
         return SharedAccount(tenant, clock, self.table)
 
-    def share_media(self, service: TextService) -> None:
+    def share_media(self, service: MediaSides) -> None:
         """Shares media uuids among all API processes, and fetches prepared media from the process that has them."""
-        images, videos = cast(Any, service.images), cast(Any, service.videos)
+        images, videos = service.images, service.videos
         cache = getattr(images, "cache", None)
         if not isinstance(cache, ProcessorCache):
             return

@@ -15,7 +15,7 @@ from trencadis.core import envs
 from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_config import TextConfig
-from trencadis.core.checkpoint.pooler_config import load_model
+from trencadis.core.checkpoint.pooler_config import load_model_config
 from trencadis.core.config import EngineConfig
 from trencadis.server.config import vllm_env_variables
 from trencadis.server.config.vllm_flag_row import ABSENT
@@ -70,9 +70,9 @@ def test_variables_of_experts_and_windows_have_reasons_that_hold() -> None:
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
 def test_without_windows_the_length_is_what_layers_see(tmp_path: Path, family: str) -> None:
     describe(tmp_path, family, sliding_window=24)
-    plain = load_model(EngineConfig(str(tmp_path))).text
+    plain = load_model_config(EngineConfig(str(tmp_path))).text
     assert plain.window == 24 and plain.max_positions > 24
-    capped = load_model(EngineConfig(str(tmp_path), disable_sliding_window=True)).text
+    capped = load_model_config(EngineConfig(str(tmp_path), disable_sliding_window=True)).text
     assert capped.max_positions == 24
     assert capped.window == (24 if capped.full_layers else 0), "a window of the whole length hides nothing"
     assert from_command_line(["--disable-sliding-window"], {}).engine.disable_sliding_window
@@ -81,4 +81,7 @@ def test_without_windows_the_length_is_what_layers_see(tmp_path: Path, family: s
 
 def test_without_windows_other_models_keep_their_length(tmp_path: Path) -> None:
     text = describe(tmp_path, "mixtral")
-    assert load_model(EngineConfig(str(tmp_path), disable_sliding_window=True)).text.max_positions == text.max_positions
+    assert (
+        load_model_config(EngineConfig(str(tmp_path), disable_sliding_window=True)).text.max_positions
+        == text.max_positions
+    )

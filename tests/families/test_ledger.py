@@ -16,7 +16,7 @@ from trencadis import LLM, SamplingParams
 from trencadis.backends.cpu import make_backend
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_config import ImageNeeds
-from trencadis.core.checkpoint.pooler_config import load_model
+from trencadis.core.checkpoint.pooler_config import load_model_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.memory.estimate import MemoryEstimator
@@ -93,7 +93,7 @@ SMALL: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": 2, "max_num_batc
 def compare(folder: Path, name: str, ranks: int) -> None:
     """A first start equals the plan in all that stands before the profile; the next plan equals it in every row."""
     (folder / "config.json").write_text(json.dumps(HUB[name]))
-    model, config = load_model(EngineConfig(str(folder))), config_of(graph_reserved_mem=0.2, **SMALL)
+    model, config = load_model_config(EngineConfig(str(folder))), config_of(graph_reserved_mem=0.2, **SMALL)
     if not model.text.causal:  # whole prompts
         config = replace(config, max_model_len=512, max_num_batched_tokens=512)
     first = on_paper(model, config, ImageNeeds(), 96 * GIB, ranks)

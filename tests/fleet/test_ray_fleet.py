@@ -17,9 +17,9 @@ from tests.fakes.command_line import from_command_line
 from trencadis.core.config import EngineConfig
 from trencadis.core.devices import CARD_VARIABLES
 from trencadis.core.errors import StartupError
-from trencadis.core.executor.on_ray import ray_cluster
-from trencadis.core.executor.on_ray.ray_cluster import ClusterNode, assign_engine_nodes
+from trencadis.core.executor import ray_cluster
 from trencadis.core.executor.rank_fingerprint import compute_rank_fingerprint
+from trencadis.core.executor.ray_cluster import ClusterNode, assign_engine_nodes
 from trencadis.core.process import engine_messages
 from trencadis.server.engine.spawn import EngineHandle
 from trencadis.server.processes import cluster_engines, ray_broker

@@ -28,7 +28,7 @@ from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.fp8_linear import Floats8Weight
 from trencadis.backends.hpu.policy import policy
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.pooler_config import load_model
+from trencadis.core.checkpoint.pooler_config import load_model_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.engine.engine_builder import create_engine
@@ -210,7 +210,7 @@ def books(engine: Any, config: EngineConfig) -> dict[str, int]:
     """The ledger of a device, which sums to its memory; ``plan`` has the bytes of its weights and of its cache."""
     memory, captures = engine.executor._rank.graphs.backend.memory, engine._watch.captures
     captures.observe()
-    rows, model = dict(captures.ledger.rows()), load_model(config)
+    rows, model = dict(captures.ledger.rows()), load_model_config(config)
     assert sum(rows.values()) == memory.total() and memory.free() == rows["margin"] + rows["graph reserve unused"]
     planned = make_plan(config, model, memory.total())
     if config.device == "hpu":  # the twin keeps books of what its ops pack, not of tables and norms

@@ -41,7 +41,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Meeting:
-    """``core.device.backend.Pipe`` of start-ups that run one after the other: what others say is known from an earlier run.
+    """``Pipe`` of start-ups that run one after the other: what others say is known from an earlier run.
 
     ``strict``: they said it under the same agreements, so that even the shapes must be the same.
     """

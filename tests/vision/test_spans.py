@@ -19,9 +19,8 @@ from trencadis.core.shared_constants import RESERVED_ROWS
 from trencadis.multimodal.placeholders import expand_placeholders
 from trencadis.multimodal.prepared_video import encoder_items
 from trencadis.multimodal.processor import ImageGeometry, PlaceholderRun
-from trencadis.server.metrics.request_log_lines import render_prompt
 from trencadis.server.prompts.multimodal_inputs import ExpandedPrompt
-from trencadis.server.prompts.prompt import Prompt
+from trencadis.server.prompts.prompt import Prompt, render_prompt
 
 IMAGE = 59
 

@@ -93,7 +93,7 @@ def outputs(rows: int, vocab: int, device: torch.device, full: bool) -> HeadTens
 
 
 def check(logits: Tensor, head: HeadTensors, state: SamplerState) -> None:
-    """Asserts: logits [rows, vocabulary], contiguous; ``core.device.backend`` gives the shapes of ``head`` and ``state``."""
+    """Asserts: logits [rows, vocabulary], contiguous; ``device.backend`` gives the shapes of ``head`` and ``state``."""
     rows, vocab = logits.shape
     assert logits.is_contiguous() and logits.is_floating_point() and vocab < 1 << 26
     for name in ("hidden_row", "slot", "target", "mask_row"):

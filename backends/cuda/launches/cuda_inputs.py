@@ -1,7 +1,7 @@
 """Host arrays of a launch at its bucket's size. Padding is made inert here: it reads nothing and is stored in block
 SINK.
 
-The arrays stand in place of ``core.device.backend``'s tensors. Inputs without rows give a launch of padding only, which is
+The arrays stand in place of ``device.backend``'s tensors. Inputs without rows give a launch of padding only, which is
 what buffers hold before their first fill.
 """
 

@@ -1,7 +1,7 @@
 """Host arrays of a launch at its bucket's size. Padding is made inert here: it reads block ZERO and is stored in block
 SINK.
 
-The arrays have the types of ``core.device.backend``'s tensors (numpy arrays in their place). Inputs without rows give a launch
+The arrays have the types of ``device.backend``'s tensors, in numpy. Inputs without rows give a launch
 of padding only, which is what buffers hold before their first fill.
 """
 

@@ -114,7 +114,7 @@ def test_the_card_that_is_asked_for_is_opened(card: str, world: str, env: dict[s
 
 def test_cpu_imports_neither_bridge_nor_emulator() -> None:
     code = (
-        "import sys; from trencadis.core import startup; from trencadis.core.device.backend import BackendConfig, load\n"
+        "import sys; from trencadis.core.device.backend import BackendConfig, load\n"
         "load('cpu')(BackendConfig(options={'threads': '1'}))\n"
         "print([m for m in sys.modules if 'habana' in m or 'backends.hpu' in m])"
     )

@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.oracles.transformers_model import make_image
 from tests.vision.cross_attention.mllama_oracle import BASE, START
 from trencadis import LLM, SamplingParams
-from trencadis.core.checkpoint import registry
 from trencadis.core.models import model_loader
 
 

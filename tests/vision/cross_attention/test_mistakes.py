@@ -12,7 +12,6 @@ import pytest
 from tests.oracles.transformers_model import make_image
 from tests.vision.cross_attention.mllama_oracle import BASE, FIRST, START
 from trencadis import LLM, SamplingParams
-from trencadis.core.checkpoint import registry
 from trencadis.core.models import model_loader
 
 MISTAKES: dict[str, Callable[[Any, Any], None]] = {}

@@ -13,7 +13,7 @@ from typing import Any
 
 from trencadis.core import envs
 from trencadis.core.errors import StartupError
-from trencadis.core.executor.on_ray import cluster_access
+from trencadis.core.executor import cluster_access
 
 NODE = "ray.io/node-id"
 """A label that every node has."""

@@ -16,13 +16,12 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.cpu_affinity import computing_cpus
 from trencadis.core.devices import CARD_VARIABLES, RESOURCES, likely
 from trencadis.core.errors import StartupError
-from trencadis.core.executor import rank_messages
+from trencadis.core.executor import rank_messages, ray_cluster
 from trencadis.core.executor.engine_connection import HeadlessRanks
 from trencadis.core.executor.nodes_launcher import RemoteRank, tls_files
-from trencadis.core.executor.on_ray import ray_cluster
-from trencadis.core.executor.on_ray.ray_cluster import ClusterNode
 from trencadis.core.executor.rank_info import RankInfo
 from trencadis.core.executor.rank_launcher import RemoteRankState
+from trencadis.core.executor.ray_cluster import ClusterNode
 from trencadis.core.links.group_key import GroupKey
 from trencadis.core.links.handshake import AuthListener
 from trencadis.core.links.link import Link
