@@ -1,7 +1,4 @@
-"""Parses ``quantization_config`` of a checkpoint: which weights are quantised, and how. Torch-free.
-
-Determines the format of the KV cache from flags and checkpoint. Torch-free.
-"""
+"""Parses ``quantization_config`` of a checkpoint: which weights are quantised, and how. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,44 +9,9 @@ from functools import cached_property
 from typing import Any
 
 from trencadis.core.checkpoint.inc_config import GivenScale
-from trencadis.core.checkpoint.json_fields import JsonFields, format_value, read_json
-from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.config import EngineConfig
+from trencadis.core.checkpoint.json_fields import JsonFields, format_value
 from trencadis.core.errors import StartupError
-from trencadis.core.kv_cache_format import FP8, INT8, KVFormat, parse_kv_format
 from trencadis.core.quant.scheme import Scheme
-
-
-def requested_kv_format(config: EngineConfig, model: ModelConfig) -> KVFormat | None:
-    """Returns the format of keys and values in the KV cache; None: the engine's dtype.
-
-    Raises:
-        StartupError: the checkpoint's scales are requested, but the cache is not 8-bit or the scales are made for other
-            codes.
-    """
-    static = config.kv_cache_scales == "checkpoint"
-    form = parse_kv_format(config.kv_cache_dtype, model.text.head_dim, model.text.qkv_bias, static)
-    if not static:
-        return form
-    flag = "--kv-cache-scales checkpoint"
-    if form is None:
-        raise StartupError(f"{flag} is for an 8-bit KV cache: add --kv-cache-dtype fp8 or int8")
-    made_for = _codes(model)
-    if form.name != made_for:
-        raise StartupError(f"{flag}: {model.name} has scales for {made_for}; --kv-cache-dtype {made_for} fits")
-    return form
-
-
-def _codes(model: ModelConfig) -> str:
-    """Returns the codes that a checkpoint's KV scales are made for; fp8 if config.json does not say."""
-    raw = read_json(model.path / "config.json") or {}
-    for place in (raw, raw.get("text_config")):
-        quant = place.get("quantization_config") if isinstance(place, dict) else None
-        scheme = quant.get("kv_cache_scheme") if isinstance(quant, dict) else None
-        if isinstance(scheme, dict):
-            return INT8 if scheme.get("type") == "int" else FP8
-    return FP8
-
 
 WORKS = "compressed-tensors, fp8, AWQ (GEMM), GPTQ (4 and 8 bits) and 16-bit safetensors work"
 ONLINE = ("fp8", "int8", "int4")

@@ -18,7 +18,6 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 
 from trencadis.core.request import MAX_BIAS, MAX_LOGPROBS
-from trencadis.server.prompts.chat_messages import ROLES
 from trencadis.server.prompts.content_parts import TEXT_PARTS
 from trencadis.server.prompts.sampling_params import MAX_STOPS
 from trencadis.server.protocol.anthropic_messages import MessagesError
@@ -27,6 +26,7 @@ from trencadis.server.protocol.chat_completions import EFFORTS
 from trencadis.server.routes.anthropic_output import is_anthropic_path
 from trencadis.server.routes.auth import OPEN
 from trencadis.server.routes.request_body import COUNTS, MAX_TEMPLATE
+from trencadis.server.text.chat_template import ROLES
 
 OBJECT = {"type": "object", "additionalProperties": True}
 PART = {

@@ -33,11 +33,12 @@ from trencadis.server.prompts.prompt import Prompt
 from trencadis.server.prompts.sampling_params import RequestLimits
 from trencadis.server.prompts.template_workers import TemplateWorkers
 from trencadis.server.protocol.json_values import check_json
-from trencadis.server.text.bounded_encoding import COUNTED, LONGEST_TOKEN, cut_text, encode_pair, get_max_characters
+from trencadis.server.text.bounded_encoding import COUNTED, LONGEST_TOKEN, get_max_characters
 from trencadis.server.text.chat_template import ROLES, ChatTemplate, Rendering
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 from trencadis.server.text.detokenizer import make_detokenizers
 from trencadis.server.text.off_event_loop import Check, OffEventLoop, is_small, no_check
+from trencadis.server.text.truncation import cut_text, encode_pair
 
 log = logging.getLogger("trencadis.server")
 T = TypeVar("T")
