@@ -3,7 +3,7 @@
 The values are plain, so that an engine in the same process needs no codec; core/process/engine_messages.py sends them
 between processes. Torch-free.
 
-Reasons why a launch had no graph: the ``reason`` label of ``graph_bucket_misses_total``. Torch-free.
+Reasons why a launch had no graph: the ``reason`` label of ``graph_bucket_misses_total``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Spans of images and videos in a prompt: which tokens use which rows of the image arena. Torch-free.
 
-Determines which tokens attend to which images of their request. Pure.
+Determines which tokens attend to which images of their request.
 
 The masks are those of the model authors' code: adjacent images form a group. A token attends to the images of the last
 group at or before its position; tokens inside the group attend to its images up to their own position. Tokens before

@@ -3,7 +3,7 @@
 CUDA uses the entries up to the first unknown one and ignores the others silently; so a list that it would cut is
 refused here. UUIDs may be shortened as long as they name one card, which only the driver knows.
 
-Detects NVIDIA cards, whether or not its software can use them. Torch-free.
+Detects NVIDIA cards, whether or not its software can use them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A checkpoint's configuration as frozen values; ``core.checkpoint.config_reader`` reads it. Torch-free.
 
-The part of a model that one pipeline stage holds. Torch-free.
+The part of a model that one pipeline stage holds.
 """
 
 from __future__ import annotations

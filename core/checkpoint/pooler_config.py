@@ -2,7 +2,7 @@
 
 Torch-free. Names of keys are vLLM's (``--pooler-config``, ``--hf-overrides``) and sentence-transformers'.
 
-Looks up the ids of a chat model's answer words (yes, no) in tokenizer.json. Torch-free.
+Looks up the ids of a chat model's answer words (yes, no) in tokenizer.json.
 """
 
 from __future__ import annotations

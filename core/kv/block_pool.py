@@ -14,7 +14,7 @@ ZERO (0) and SINK (1) are never allocated and never counted.
 Records what the caches have evicted, as keys cut to 8 bytes, by which a router tracks the caches of several
 engines.
 
-Host memory tier of the block pool: keeps the content of evicted blocks under its key. Pure Python.
+Host memory tier of the block pool: keeps the content of evicted blocks under its key.
 """
 
 from __future__ import annotations

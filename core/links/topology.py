@@ -1,6 +1,6 @@
 """Placement of an engine's ranks on machines, from flags and torchrun's variables. Torch-free.
 
-Chooses between this machine and Ray for the ranks if no flag says so: by the cards of this machine. Torch-free.
+Chooses between this machine and Ray for the ranks if no flag says so: by the cards of this machine.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Memory of cross-attention to images in a text launch, in addition to self-attention. Pure; in bytes.
 
-Memory of image rows that ranks gather (core/launches/encoder_data_parallel.py); bytes, by formula. Pure.
+Memory of image rows that ranks gather (core/launches/encoder_data_parallel.py); bytes, by formula.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Only sequences that hold KV blocks pin rows. An image may also be encoded ahead, for a sequence that is waiting or has
 not reached it yet; it then takes free rows, or rows of images that no sequence in the order needs.
 
-Pixels for the encoder: which to request, and which have arrived. Torch-free.
+Pixels for the encoder: which to request, and which have arrived.
 
 The engine pulls pixels about one VISION launch ahead, so that those of images in the arena or in cached blocks are
 never sent. Requested and waiting pixels together stay within ``bound`` slots; the first image in order is always

@@ -3,8 +3,6 @@
 Stages have the same meaning on every device; the policy defines how densely each axis is filled.
 
 Prunes a plan with too many buckets: first drops the buckets that are cheapest to absorb into a larger one.
-
-Pure Python.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Parses the vision_config of Pixtral's tower. Torch-free.
 
-Names of the weights of Pixtral's tower in checkpoints, and the functions that its families share. Torch-free.
+Names of the weights of Pixtral's tower in checkpoints, and the functions that its families share.
 
-Configuration of Pixtral's tower and its projector: sizes, weights, costs. Torch-free.
+Configuration of Pixtral's tower and its projector: sizes, weights, costs.
 """
 
 from __future__ import annotations

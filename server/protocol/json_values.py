@@ -1,6 +1,6 @@
 """Checks that JSON values of a request suit tokenizer, template and engine: Unicode text, and no deep nesting.
 
-A text in JSON may hold half of a surrogate pair (``"\ud800"``), which is not Unicode text and has no UTF-8 form, and
+A text in JSON may hold half of a surrogate pair (``"\\ud800"``), which is not Unicode text and has no UTF-8 form, and
 values may nest deeper than the functions that walk through them can go.
 
 Types of request fields: texts and JSON values that have passed ``json_values``.
