@@ -53,7 +53,7 @@ def make_flags_section() -> str:
 VLLM_FLAGS_HEAD = """\
 ## Flags of vLLM
 
-Written by `tools/gen_flags.py` from the rows of `server/config/vllm_flags`; do not edit from here on.
+Written by `tools/gen_flags.py` from the rows of `server/config/vllm_flag_table.py`; do not edit from here on.
 
 These are the flags of vLLM 0.6 to 0.32 that are not in [Flags](configuration.md#flags). None is ignored in silence: a
 flag without effect prints one line that says why, and a flag that would change something stops the start, unless its

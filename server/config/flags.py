@@ -113,7 +113,7 @@ def get_flag_variables() -> dict[str, Flag]:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Result of looking up a name: a flag (maybe negated), a row of ``vllm_flags.flag_table``, or one of
+    """Result of looking up a name: a flag (maybe negated), a row of ``vllm_flag_table``, or one of
     ``SPECIAL``.
     """
 

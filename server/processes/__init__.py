@@ -1,3 +1,1 @@
-"""Several API processes over one engine: the front process that starts them, their links to it, and their shared
-counters.
-"""
+"""The processes of a server: who starts and joins engines and API processes, and which engine runs a request."""
