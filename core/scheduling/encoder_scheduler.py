@@ -16,10 +16,10 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from trencadis.core.cross_attention_inputs import CrossAttentionSpans
+from trencadis.core.cross_attention_inputs import CrossAttentionSpans, compute_cross_attention
 from trencadis.core.engine_stats import EngineStats
 from trencadis.core.kv.encoder_cache import EncoderCache, rows_of_run
-from trencadis.core.media_spans import MediaSpan, compute_cross_attention
+from trencadis.core.media_spans import MediaSpan
 from trencadis.core.scheduling.image_packer import ImagePacker
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.scheduling.sequence import MediaStart, Sequence

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from trencadis.core.errors import BadRequest
 from trencadis.server.protocol.base_request import FieldContext, GenerateRequest, Int, Strict, Texts, Usage
-from trencadis.server.protocol.json_values import Object, Objects, Text
+from trencadis.server.protocol.field_types import Object, Objects, Text
 from trencadis.server.protocol.tool_definitions import check_tools, is_subset, select_allowed_tools
 
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")

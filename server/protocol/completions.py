@@ -18,7 +18,7 @@ from trencadis.server.protocol.base_request import (
     Usage,
     split_raw_prompts,
 )
-from trencadis.server.protocol.json_values import Text
+from trencadis.server.protocol.field_types import Text
 
 
 class CompletionRequest(GenerateRequest):

@@ -2,17 +2,12 @@
 
 A text in JSON may hold half of a surrogate pair (``"\\ud800"``), which is not Unicode text and has no UTF-8 form, and
 values may nest deeper than the functions that walk through them can go.
-
-Types of request fields: texts and JSON values that have passed ``json_values``.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, TypeVar
-
-from pydantic import AfterValidator
-from pydantic_core import PydanticCustomError
+from typing import Any
 
 from trencadis.core.errors import BadRequest
 
@@ -67,18 +62,3 @@ def find_fault(value: Any, left: int = MAX_DEPTH) -> tuple[str, str] | None:
         if found is not None:
             return (f".{key[:40]}" if isinstance(key, str) else f"[{key}]") + found[0], found[1]
     return None
-
-
-T = TypeVar("T")
-
-
-def _check_json_value(value: T) -> T:
-    found = find_fault(value)
-    if found is not None:
-        raise PydanticCustomError("json_value", "{fault}", {"fault": f"The value holds {found[1]}"})
-    return value
-
-
-Text = Annotated[str, AfterValidator(_check_json_value)]
-Object = Annotated[dict[str, Any], AfterValidator(_check_json_value)]
-Objects = Annotated[list[dict[str, Any]], AfterValidator(_check_json_value)]

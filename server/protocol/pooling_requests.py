@@ -22,7 +22,7 @@ from trencadis.server.protocol.base_request import (
 )
 from trencadis.server.protocol.binary_values import ByteOrder, ValueFormat
 from trencadis.server.protocol.chat_completions import list_unread_variables
-from trencadis.server.protocol.json_values import Object, Text
+from trencadis.server.protocol.field_types import Object, Text
 from trencadis.server.protocol.pooling_params import PoolingParams
 
 SAMPLING = frozenset({

@@ -13,7 +13,7 @@ from pydantic import Field
 from trencadis.core.errors import BadRequest
 from trencadis.server.protocol.base_request import FieldContext, Int, Strict, Texts, TranslatedRequest
 from trencadis.server.protocol.chat_completions import TokenLogprobs
-from trencadis.server.protocol.json_values import Object, Objects, Text
+from trencadis.server.protocol.field_types import Object, Objects, Text
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDE = frozenset({

@@ -61,7 +61,7 @@ def test_every_built_in_record_serves_what_the_table_says() -> None:
 
 def test_only_the_family_in_use_is_imported_and_none_needs_torch() -> None:
     code = (
-        "import sys; from trencadis.core.models import registry; registry.family_of('OPTForCausalLM');"
+        "import sys; from trencadis.core.checkpoint import registry; registry.family_of('OPTForCausalLM');"
         "names = [n for n in sys.modules if n.startswith('trencadis.core.families.')];"
         "assert names == ['trencadis.core.families.opt'], names; assert 'torch' not in sys.modules"
     )

@@ -19,9 +19,9 @@ from trencadis.backends.conformance.family.recompute import BLOCK, PromptArrays,
 from trencadis.backends.conformance.family.transformers_oracle import ProcessedImage, TransformersOracle, process_image
 from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.model_config import ModelConfig, reserved_rows
-from trencadis.core.cross_attention_inputs import ENDLESS
+from trencadis.core.cross_attention_inputs import ENDLESS, compute_cross_attention
 from trencadis.core.errors import StartupError
-from trencadis.core.media_spans import MediaSpan, TokenRun, compute_cross_attention
+from trencadis.core.media_spans import MediaSpan, TokenRun
 from trencadis.core.shared_constants import RESERVED_ROWS
 from trencadis.core.step import Encode
 
