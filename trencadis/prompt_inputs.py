@@ -12,7 +12,7 @@ from trencadis.multimodal.media_options import MediaPart, media_scope, part_uuid
 from trencadis.server.grammars.grammar_cache import GrammarCache
 from trencadis.server.grammars.response_format import find_requested_format
 from trencadis.server.prompts.answer_grammar import add_answer_grammar
-from trencadis.server.prompts.answer_parsers import AnswerParsers
+from trencadis.server.prompts.answer_reader import AnswerParsers
 from trencadis.server.prompts.prompt import Prompt
 from trencadis.server.prompts.text_service import TextService
 from trencadis.server.prompts.token_rules import add_rule

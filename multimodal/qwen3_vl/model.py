@@ -12,9 +12,8 @@ from trencadis.core.models.linear import replicate_layers
 from trencadis.core.step import Encode, VisionInputs
 from trencadis.multimodal.normalisation import IMAGENET_STANDARD
 from trencadis.multimodal.patch_packing import pack_whole_images
-from trencadis.multimodal.position_interpolation import add_interpolated_positions
 from trencadis.multimodal.qwen2_vl.preprocessor_config import read_preprocessor_config
-from trencadis.multimodal.qwen3_vl.config import DeepStackVisionConfig
+from trencadis.multimodal.qwen3_vl.config import DeepStackVisionConfig, add_interpolated_positions
 from trencadis.multimodal.qwen3_vl.deepstack_tower import DeepStackTower
 
 

@@ -21,8 +21,7 @@ from trencadis.multimodal import media_timing
 from trencadis.multimodal.async_gather import gather_or_cancel
 from trencadis.multimodal.decode_workers.worker_pool import Job, JobResult
 from trencadis.multimodal.error_params import attach_param
-from trencadis.multimodal.images.array_images import array_to_frames, array_to_image, is_array
-from trencadis.multimodal.images.image_decoder import ImageDecoder
+from trencadis.multimodal.images.image_decoder import ImageDecoder, array_to_frames, array_to_image, is_array
 from trencadis.multimodal.images.image_frontend import cache_key, content_digest
 from trencadis.multimodal.images.mm_processor_kwargs import refuse_num_crops
 from trencadis.multimodal.images.pil_decode import load_pil_image

@@ -20,8 +20,7 @@ import msgspec
 
 from trencadis.core.errors import StartupError
 from trencadis.server.cli import batch_lines
-from trencadis.server.cli.batch_lines import BadLine, BatchLine, LineReader
-from trencadis.server.cli.result_file import ResultFile
+from trencadis.server.cli.batch_lines import BadLine, BatchLine, LineReader, ResultFile
 
 log = logging.getLogger("trencadis.server")
 LINE_EVERY = 30.0

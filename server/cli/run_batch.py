@@ -14,10 +14,10 @@ from typing import Any, cast
 
 from trencadis.core.errors import StartupError
 from trencadis.core.process import log_setup
-from trencadis.server.cli import batch_lines, batch_targets, serve, url_files
+from trencadis.server.cli import batch_lines, batch_targets, serve
+from trencadis.server.cli.batch_lines import ResultFile
 from trencadis.server.cli.batch_runner import BatchLimits, BatchProgress, BatchRunner, BatchTarget
-from trencadis.server.cli.result_file import ResultFile
-from trencadis.server.config import argv, hide_keys
+from trencadis.server.config import argv
 from trencadis.server.config.resolve_settings import Settings, format_startup_lines, resolve_settings
 from trencadis.server.engine.spawn import EngineHandle
 from trencadis.server.processes import logging_setup, signals
@@ -69,12 +69,12 @@ def main(words: Sequence[str]) -> int:
     args, rest = parser().parse_known_args(normalise_dashes(words))
     if args.max_concurrency is not None and args.max_concurrency < 1:
         raise StartupError("--max-concurrency must be at least 1.")
-    if args.resume and url_files.is_url(args.output_file):
+    if args.resume and batch_targets.is_url(args.output_file):
         raise StartupError("--resume needs an output file on this machine, not a URL.")
     if args.base_url:
         if rest:
             raise StartupError(f"{rest[0]} is for an engine of its own: with --base-url the server has one.")
-        if not url_files.is_url(args.base_url):
+        if not batch_targets.is_url(args.base_url):
             raise StartupError(f"--base-url {args.base_url[:80]}: must begin with http:// or https://.")
         log_setup.setup("INFO")
         return _run_with_files(args, lambda source, out: asyncio.run(_run_remote(args, source, out)))
@@ -88,7 +88,7 @@ def main(words: Sequence[str]) -> int:
     logging_setup.set_up_logging(settings.engine, settings.server)
     if not settings.server.enable_log_requests:
         log.addFilter(_is_not_request_record)
-    for note in (*hide_keys.hide_keys(asked), *settings.notes):
+    for note in (*argv.hide_keys(asked), *settings.notes):
         log.warning("%s", note)
     for line in format_startup_lines(settings):
         log.info("%s", line)
@@ -106,12 +106,12 @@ def _run_with_files(args: argparse.Namespace, work: Any) -> int:
         raise StartupError(f"--output-tmp-dir {args.output_tmp_dir}: there is no such folder.")
     with tempfile.TemporaryDirectory(prefix="trencadis-batch-", dir=args.output_tmp_dir) as folder:
         source, out = Path(args.input_file).expanduser(), Path(args.output_file).expanduser()
-        if url_files.is_url(args.input_file):
+        if batch_targets.is_url(args.input_file):
             source = Path(folder) / "input.jsonl"
-            url_files.download(args.input_file, source)
+            batch_targets.download(args.input_file, source)
         if not source.is_file():
             raise StartupError(f"{source}: there is no such file.")
-        if not url_files.is_url(args.output_file):
+        if not batch_targets.is_url(args.output_file):
             if not out.parent.is_dir():
                 raise StartupError(f"{out}: there is no folder {out.parent}.")
             if out.exists() and out.samefile(source):
@@ -121,7 +121,7 @@ def _run_with_files(args: argparse.Namespace, work: Any) -> int:
         log.info("answers are collected in %s", out)
         code = int(work(source, out))
         if code == 0:
-            url_files.upload(out, args.output_file)
+            batch_targets.upload(out, args.output_file)
             out.unlink()
         return code
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from trencadis.server.config.vllm_conversions import (
+from trencadis.server.config.vllm_flag_row import (
+    FlagRow,
     convert_async_scheduling,
     convert_attention_backend,
     convert_video_frames,
     disable_graphs_at,
     forbid_media,
-    set_when_on,
-    take_smaller,
-)
-from trencadis.server.config.vllm_flag_row import (
-    FlagRow,
     make_absent_row,
     make_free_row,
     make_means_row,
     make_refused_row,
+    set_when_on,
+    take_smaller,
 )
 
 _KERNELS = "the device chooses its kernels; answers are the same"

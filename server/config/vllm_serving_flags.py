@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from trencadis.server.config.vllm_conversions import convert_log_level, copy_unless_given, set_opposite
-from trencadis.server.config.vllm_flag_row import FlagRow, make_free_row, make_means_row, make_refused_row
+from trencadis.server.config.vllm_flag_row import (
+    FlagRow,
+    convert_log_level,
+    copy_unless_given,
+    make_free_row,
+    make_means_row,
+    make_refused_row,
+    set_opposite,
+)
 
 _PROXY = "a proxy in front of the server does that"
 _COHERE = "chat is OpenAI's and Anthropic's; of Cohere's routes /v2/embed and /v2/rerank are served"

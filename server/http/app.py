@@ -34,7 +34,7 @@ from trencadis.server.metrics.process_metrics import LogCollector, ProcessesColl
 from trencadis.server.metrics.prometheus import PrometheusMetrics, ThroughputLog, make_preemption_warning
 from trencadis.server.metrics.sleep_metrics import SleepCollector
 from trencadis.server.metrics.tracing import TraceQueue
-from trencadis.server.prompts.answer_parsers import AnswerParsers
+from trencadis.server.prompts.answer_reader import AnswerParsers
 from trencadis.server.prompts.multimodal_inputs import CacheCounters, ImageSource
 from trencadis.server.prompts.template_workers import TemplateWorkers
 from trencadis.server.prompts.text_service import TextService

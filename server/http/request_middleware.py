@@ -36,7 +36,7 @@ from trencadis.server.http.host_rules import HostRules
 from trencadis.server.metrics.request_log_lines import log_access
 from trencadis.server.metrics.request_record import CLIENT_CLOSED, RECORD, RequestRecord
 from trencadis.server.protocol.base_request import ErrorResponse
-from trencadis.server.routes import anthropic_output, load_header
+from trencadis.server.routes import anthropic_output, http_settings
 from trencadis.server.routes.auth import UNSAFE, Keys
 from trencadis.server.routes.sse import ClientGone
 from trencadis.server.tenants.admission import BodyBudget, BodyCharge
@@ -206,8 +206,8 @@ class RequestMiddleware:
                 account = CURRENT.get()
                 if account is not None:
                     sent.update(dict(account.make_headers()))
-                if record.runs_model and load_header.ASKED in headers:
-                    sent.update(self._load(headers[load_header.ASKED]))
+                if record.runs_model and http_settings.ASKED in headers:
+                    sent.update(self._load(headers[http_settings.ASKED]))
             else:
                 record.sent += len(message.get("body", b""))
             await send(message)

@@ -20,9 +20,9 @@ from trencadis.server.protocol.base_request import (
     Texts,
     split_raw_prompts,
 )
-from trencadis.server.protocol.binary_values import ByteOrder, ValueFormat
 from trencadis.server.protocol.chat_completions import list_unread_variables
 from trencadis.server.protocol.field_types import Object, Text
+from trencadis.server.protocol.pooler_output import ByteOrder, ValueFormat
 from trencadis.server.protocol.pooling_params import PoolingParams
 
 SAMPLING = frozenset({

@@ -23,7 +23,7 @@ from trencadis.server.protocol.anthropic_messages import (
 from trencadis.server.protocol.base_request import Usage
 from trencadis.server.protocol.json_values import find_fault
 from trencadis.server.routes.answer_blocks import AnswerBlock, BlockClosed, BlockDelta, BlockEvent, BlockOpened
-from trencadis.server.text.sse_event_template import SseEventTemplate, encode, make_text_mark
+from trencadis.server.routes.sse import SseEventTemplate, encode, make_text_mark
 
 PATHS = ("/v1/messages",)
 OVERLOADED = 529

@@ -21,7 +21,7 @@ from trencadis.server.metrics.prometheus import PrometheusMetrics
 from trencadis.server.metrics.request_log_lines import log_closing, log_received
 from trencadis.server.metrics.request_record import RECORD, RequestRecord
 from trencadis.server.metrics.tracing import TraceQueue
-from trencadis.server.prompts.answer_parsers import AnswerParsers
+from trencadis.server.prompts.answer_reader import AnswerParsers
 from trencadis.server.prompts.generation import Generation, RequestTiming
 from trencadis.server.prompts.prompt import Prompt, render_prompt
 from trencadis.server.prompts.text_service import TextService
@@ -40,8 +40,7 @@ from trencadis.server.protocol.base_request import (
 )
 from trencadis.server.protocol.beam_search_fields import make_beam_rule
 from trencadis.server.routes.auth import UNSAFE
-from trencadis.server.routes.http_settings import HttpSettings
-from trencadis.server.routes.load_header import make_load_header
+from trencadis.server.routes.http_settings import HttpSettings, make_load_header
 from trencadis.server.tenants.admission import Admission, Ticket
 from trencadis.server.tenants.answer_budget import AnswerBudget
 from trencadis.server.tenants.fair_queue import TenantFairQueue

@@ -12,9 +12,15 @@ from trencadis.server.protocol.base_request import Usage, resolve_stream_usage
 from trencadis.server.protocol.chat_completions import ChatChunk, ChatRequest, ChoiceLogprobs, ChunkChoice, DeltaMessage
 from trencadis.server.routes.app_state import AppState
 from trencadis.server.routes.chat_message_output import make_delta
-from trencadis.server.routes.sse import PieceStream, encode_event
+from trencadis.server.routes.sse import (
+    PieceStream,
+    SseEventTemplate,
+    encode,
+    encode_event,
+    make_number_mark,
+    make_text_mark,
+)
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer
-from trencadis.server.text.sse_event_template import SseEventTemplate, encode, make_number_mark, make_text_mark
 from trencadis.server.tools.reasoning_parser import AnswerContent, ReasoningContent
 
 Segment = ReasoningContent | AnswerContent | CallPart

@@ -17,8 +17,14 @@ from trencadis.server.protocol.completions import (
     CompletionResponse,
 )
 from trencadis.server.routes.app_state import AppState
-from trencadis.server.routes.sse import PieceStream, encode_event
-from trencadis.server.text.sse_event_template import SseEventTemplate, encode, make_number_mark, make_text_mark
+from trencadis.server.routes.sse import (
+    PieceStream,
+    SseEventTemplate,
+    encode,
+    encode_event,
+    make_number_mark,
+    make_text_mark,
+)
 
 
 class CompletionAnswer(Protocol):

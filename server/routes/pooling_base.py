@@ -19,8 +19,14 @@ from trencadis.server.prompts.generation import STARTS_PER_PASS, Generation
 from trencadis.server.prompts.prompt import Prompt
 from trencadis.server.prompts.run_pooling import average_chunks, divide_prompts, make_pooling_request, run_pooling
 from trencadis.server.protocol.base_request import PromptTokensDetails, Usage
-from trencadis.server.protocol.binary_values import encode_base64, encode_values
-from trencadis.server.protocol.pooler_output import Float32, Float64, convert_to_floats, finish_pooled
+from trencadis.server.protocol.pooler_output import (
+    Float32,
+    Float64,
+    convert_to_floats,
+    encode_base64,
+    encode_values,
+    finish_pooled,
+)
 from trencadis.server.protocol.pooling_params import PoolingParams
 from trencadis.server.protocol.pooling_requests import EmbeddingRequest, PoolingRequest, PromptedRequest
 from trencadis.server.routes.app_state import AppState, forget_body, make_request_id, mark_runs_model

@@ -29,7 +29,7 @@ from trencadis.server.protocol.responses import (
     Status,
 )
 from trencadis.server.routes.answer_blocks import AnswerBlock, BlockClosed, BlockDelta, BlockEvent, BlockOpened
-from trencadis.server.text.sse_event_template import SseEventTemplate, encode, make_number_mark, make_text_mark
+from trencadis.server.routes.sse import SseEventTemplate, encode, make_number_mark, make_text_mark
 
 PREFIX = {"thought": "rs", "text": "msg", "call": "fc"}
 CUT = ("length",)

@@ -19,7 +19,7 @@ from trencadis.core.errors import BadRequest, TrencadisError
 from trencadis.core.request import SamplingParams, TokenLogprob
 from trencadis.multimodal.async_gather import gather_or_cancel
 from trencadis.server.prompts.answer_grammar import RequestedCalls, add_answer_grammar
-from trencadis.server.prompts.answer_parsers import AnswerParsers
+from trencadis.server.prompts.answer_reader import AnswerParsers
 from trencadis.server.prompts.generation import Generation
 from trencadis.server.prompts.logprob_format import make_chat_logprobs, make_prompt_table
 from trencadis.server.prompts.output_processor import TextPiece

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from trencadis.core.errors import BadRequest
 from trencadis.core.request import SamplingParams
 from trencadis.server.prompts.answer_grammar import add_answer_grammar
-from trencadis.server.prompts.answer_parsers import AnswerParsers
+from trencadis.server.prompts.answer_reader import AnswerParsers
 from trencadis.server.prompts.generation import STARTS_PER_PASS, Generation, merge_generations
 from trencadis.server.prompts.logprob_format import CompletionLogprobsBuilder, make_prompt_table
 from trencadis.server.prompts.output_processor import TextPiece

@@ -20,8 +20,7 @@ from trencadis.multimodal.async_gather import gather_or_cancel
 from trencadis.multimodal.media_options import MediaScope
 from trencadis.server.prompts.prompt import Prompt
 from trencadis.server.prompts.text_pairs import get_input_prompt, read_input_prompts
-from trencadis.server.protocol.binary_values import encode_base64
-from trencadis.server.protocol.pooler_output import Float32, Float64, convert_to_floats, finish_pooled
+from trencadis.server.protocol.pooler_output import Float32, Float64, convert_to_floats, encode_base64, finish_pooled
 from trencadis.server.protocol.pooling_params import PoolingParams
 from trencadis.server.protocol.pooling_requests import CohereEmbedRequest, CohereEmbedResponse, EmbeddingRequest
 from trencadis.server.protocol.pooling_responses import EmbeddingItem, EmbeddingResponse

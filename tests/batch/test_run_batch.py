@@ -16,9 +16,8 @@ from tests.fakes.scripted_app import scripted_app
 from tests.fakes.text_checkpoint import write_text_checkpoint
 from trencadis.core.errors import StartupError
 from trencadis.server.cli import batch_lines, batch_targets
-from trencadis.server.cli.batch_lines import LineReader
+from trencadis.server.cli.batch_lines import LineReader, ResultFile
 from trencadis.server.cli.batch_runner import BatchLimits, BatchProgress, BatchRunner
-from trencadis.server.cli.result_file import ResultFile
 
 
 @pytest.fixture(scope="module")

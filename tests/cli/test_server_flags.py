@@ -21,7 +21,7 @@ from trencadis.server.grammars.grammar_writer import WhitespaceRule
 from trencadis.server.grammars.response_format import find_requested_format
 from trencadis.server.processes.build_app import make_media_rules
 from trencadis.server.prompts.answer_grammar import AnswerOutline, RequestedCalls
-from trencadis.server.prompts.answer_parsers import AnswerParsers
+from trencadis.server.prompts.answer_reader import AnswerParsers
 from trencadis.server.routes import serving_chat
 from trencadis.server.tools.tool_parser_registry import BUILT
 

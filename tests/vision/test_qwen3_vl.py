@@ -21,9 +21,9 @@ from tests.vision.vision_checkpoints import qwen3_vl
 from trencadis import LLM, SamplingParams
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.registry import image_needs, image_processor
-from trencadis.multimodal import position_interpolation as table_places
 from trencadis.multimodal.normalisation import IMAGENET_STANDARD
 from trencadis.multimodal.patch_packing import count_slots
+from trencadis.multimodal.qwen3_vl import config as table_places
 
 BAR = 1e-5
 APART = ((1, 10, 18), (1, 4, 6))

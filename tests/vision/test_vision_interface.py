@@ -15,12 +15,10 @@ SHARED = ("core", "server", "backends", "multimodal")
 FAMILIES = (
     "core/families/", "multimodal/qwen2_vl/", "multimodal/qwen2_5_vl/", "multimodal/qwen3_vl/", "multimodal/llava/",
     "multimodal/llava_next/", "multimodal/gemma3/", "multimodal/internvl/", "multimodal/idefics3/",
-    "multimodal/smolvlm/", "multimodal/mllama/", "multimodal/pixtral/", "multimodal/mistral3/", "multimodal/phi3_v/",
+    "multimodal/mllama/", "multimodal/pixtral/", "multimodal/phi3_v/",
 )  # fmt: skip
-TOWERS = ("multimodal/pixtral_tower/", "multimodal/mllama_tower/")
-"""Vision towers that several families share, called by the model that brought them."""
-LONGER = ("core/families/", "multimodal/qwen2_vl/", "multimodal/mllama/")
-"""Decoders without images; a family with videos, whose processor others are made of; and one with cross attention."""
+LONGER = ("core/families/", "multimodal/qwen2_vl/", "multimodal/qwen3_vl/", "multimodal/mllama/", "multimodal/pixtral/")
+"""Decoders without images; a family with videos, whose processor others are made of; and three with a tower of their own."""
 LINES = 280
 """Of a family's package, processor and configuration included."""
 NAMES = re.compile(
@@ -40,7 +38,7 @@ def shared_lines() -> list[tuple[str, str]]:
     for name in listed.stdout.split():
         if (
             not name.endswith(".py")
-            or name.startswith((*FAMILIES, *TOWERS, "core/old_names.py", "server/text/chat_template.py"))
+            or name.startswith((*FAMILIES, "core/old_names.py", "server/text/chat_template.py"))
             or not (ROOT / name).is_file()
         ):
             continue
