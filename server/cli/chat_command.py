@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from trencadis.core.errors import StartupError
-from trencadis.server.config.argv import mask
+from trencadis.server.config.hide_keys import mask
 
 HELP = "/image FILE adds an image to the next message, /clear forgets the conversation, /quit ends (as does Ctrl-D)."
 

@@ -11,7 +11,7 @@ import httpx
 
 from trencadis.core.errors import StartupError
 from trencadis.server.cli.chat_command import get_first_model, stream_choices
-from trencadis.server.config.argv import mask
+from trencadis.server.config.hide_keys import mask
 
 HELP = "Each line is continued on its own; Ctrl-D ends."
 

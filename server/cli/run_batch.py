@@ -17,7 +17,7 @@ from trencadis.core.process import log_setup
 from trencadis.server.cli import batch_lines, batch_targets, serve
 from trencadis.server.cli.batch_lines import ResultFile
 from trencadis.server.cli.batch_runner import BatchLimits, BatchProgress, BatchRunner, BatchTarget
-from trencadis.server.config import argv
+from trencadis.server.config import argv, hide_keys
 from trencadis.server.config.resolve_settings import Settings, format_startup_lines, resolve_settings
 from trencadis.server.engine.spawn import EngineHandle
 from trencadis.server.processes import logging_setup, signals
@@ -88,7 +88,7 @@ def main(words: Sequence[str]) -> int:
     logging_setup.set_up_logging(settings.engine, settings.server)
     if not settings.server.enable_log_requests:
         log.addFilter(_is_not_request_record)
-    for note in (*argv.hide_keys(asked), *settings.notes):
+    for note in (*hide_keys.hide_keys(asked), *settings.notes):
         log.warning("%s", note)
     for line in format_startup_lines(settings):
         log.info("%s", line)

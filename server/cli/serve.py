@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from trencadis.core.errors import StartupError
 from trencadis.core.links.topology import topology
 from trencadis.core.process import function_trace, heap_trimmer
-from trencadis.server.config import argv, resolve_settings
+from trencadis.server.config import hide_keys, resolve_settings
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.config.resolve_settings import Settings
 from trencadis.server.engine.spawn import EngineHandle
@@ -47,7 +47,7 @@ def serve(settings: Settings) -> int:
     begun = time.monotonic()
     logging_setup.set_up_logging(settings.engine, settings.server)
     function_trace.start_if_asked()
-    for note in (*argv.hide_keys(settings), *settings.notes):
+    for note in (*hide_keys.hide_keys(settings), *settings.notes):
         log.warning("%s", note)
     for line in resolve_settings.format_startup_lines(settings):
         log.info("%s", line)

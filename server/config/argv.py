@@ -1,23 +1,16 @@
-"""Parses the words of a command line into values by field name.
-
-Hides keys of the command line from ``ps``.
-"""
+"""Parses the words of a command line into values by field name."""
 
 from __future__ import annotations
 
-import ctypes
-import os
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from trencadis.core.errors import StartupError
 from trencadis.server.config import value_parsers
-from trencadis.server.config.flags import LISTS, Flag, Match, find_flag, get_flag_table
-from trencadis.server.config.resolve_settings import Settings
+from trencadis.server.config.flags import LISTS, Flag, Match, find_flag
 from trencadis.server.config.vllm_flag_row import FlagRow, convert_flags
 from trencadis.server.config.vllm_flag_table import ROWS
 
@@ -179,49 +172,3 @@ def _take_values(words: deque[str]) -> list[str]:
     while words and _is_value(words[0]):
         taken.append(words.popleft())
     return taken
-
-
-ARG_START = 45
-"""Index of a field of /proc/self/stat, counted after the name: the address of the command line in memory."""
-LONG = 4
-"""Shortest key that is also masked inside words."""
-
-
-def hide_keys(settings: Settings) -> Iterator[str]:
-    """Masks keys that were passed as flags; yields a warning for each such flag."""
-    for flag in get_flag_table().values():
-        if flag.secret and settings.sources.get(flag.name) == "flag":
-            value = getattr(settings.engine if flag.owner == "engine" else settings.server, flag.name)
-            mask([value] if isinstance(value, str) else value)
-            yield (
-                f"everybody on this machine could read {flag.written} until now, and shell histories and service files "
-                f"keep it: set {flag.env[0]} or use a file of --config instead."
-            )
-
-
-def mask(keys: Iterable[str]) -> None:
-    """Overwrites ``keys`` with asterisks in this process's arguments; does nothing if the system hides those.
-
-    Linux shows the memory that held the arguments at the start, so this changes that memory; ``sys.argv`` is a copy.
-    """
-    try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        shown = Path("/proc/self/cmdline").read_bytes()
-    except OSError:
-        return
-    start = int(fields[ARG_START])
-    if not start or not shown or ctypes.string_at(start, len(shown)) != shown:
-        return
-    for key in keys:
-        for at in _find_key(shown, os.fsencode(key)):
-            ctypes.memset(start + at, ord("*"), len(os.fsencode(key)))
-
-
-def _find_key(shown: bytes, key: bytes) -> Iterator[int]:
-    """Yields the offsets of ``key``: as a whole word, after =, or anywhere if it is too long for a chance match."""
-    at = shown.find(key) if key else -1
-    while at >= 0:
-        before, after = shown[at - 1 : at], shown[at + len(key) : at + len(key) + 1]
-        if len(key) >= LONG or (before in (b"\0", b"=") and after in (b"\0", b"")):
-            yield at
-        at = shown.find(key, at + len(key))

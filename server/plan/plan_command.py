@@ -24,7 +24,7 @@ from trencadis.core.memory import measurement_cache
 from trencadis.core.shapes import bucket_options as bucket_env
 from trencadis.core.shapes.pipeline_partition import split_model
 from trencadis.multimodal.processor import PROCESSOR_FILES
-from trencadis.server.config import argv, hub, value_parsers
+from trencadis.server.config import argv, hide_keys, hub, value_parsers
 from trencadis.server.config.resolve_settings import resolve_settings
 from trencadis.server.plan import plan_report as plan_report
 from trencadis.server.plan.plan_report import make_pipeline_report
@@ -77,7 +77,7 @@ def main(words: Sequence[str]) -> int:
     own, rest = _parse_options(words)
     begun = time.perf_counter()
     settings = resolve_settings(argv.parse(rest), os.environ)
-    settings.notes.extend(argv.hide_keys(settings))
+    settings.notes.extend(hide_keys.hide_keys(settings))
     config = settings.engine
     path = _find_model_folder(config)
     model = load_model_config(replace(config, model=str(path)))

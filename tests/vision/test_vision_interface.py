@@ -18,7 +18,7 @@ FAMILIES = (
     "multimodal/mllama/", "multimodal/pixtral/", "multimodal/phi3_v/",
 )  # fmt: skip
 LONGER = ("core/families/", "multimodal/qwen2_vl/", "multimodal/qwen3_vl/", "multimodal/mllama/", "multimodal/pixtral/")
-"""Decoders without images; a family with videos, whose processor others are made of; and three with a tower of their own."""
+"""Decoders without images; a family with videos, which others build on; and three with towers of their own."""
 LINES = 280
 """Of a family's package, processor and configuration included."""
 NAMES = re.compile(
