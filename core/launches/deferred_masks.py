@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from trencadis.core.launches.host_inputs import SampleRow, head_inputs, join_head_inputs
+from trencadis.core.masks.draft_masks import ChoiceRows
 from trencadis.core.masks.manager import MatcherManager, PendingSample
 from trencadis.core.step import HeadInputs, HeadOutput
 
@@ -34,7 +35,11 @@ def launch_masked(
     device has work meanwhile. Steps without handles do not wait and do not call this function.
     """
     first = 0 if persistent is None else len(persistent.slot)
-    handles = {row.sample.handle: i for i, row in enumerate(rows, first) if row.sample.handle}
+    handles: dict[int, ChoiceRows] = {}
+    for i, row in enumerate(rows, first):
+        if row.sample.handle:
+            begun = handles.get(row.sample.handle, ChoiceRows(i))
+            handles[row.sample.handle] = begun._replace(drafts=row.ahead)
     manager.catch_up()
     inputs = head_inputs(rows, vocab, manager.fill)
     draws = manager.track_sample(

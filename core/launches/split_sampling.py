@@ -61,7 +61,10 @@ def launch_split(inputs: HeadInputs, full: NDArray[np.bool_], launch: Launching)
 
 
 def select_rows(inputs: HeadInputs, indices: RowIndices, masks: bool) -> HeadInputs:
-    """Returns the rows at ``indices``, with all masks or only the first one, which allows everything."""
+    """Returns the rows at ``indices``, with all masks or only the first one, which allows everything.
+
+    Rows whose ``ahead`` matters need more than the argmax, so that all rows of their sequence are selected together.
+    """
     named = (field.name for field in dataclasses.fields(HeadInputs) if field.name != "masks")
-    held = {name: getattr(inputs, name)[indices] for name in named}
+    held = {name: values[indices] for name in named if (values := getattr(inputs, name)) is not None}
     return HeadInputs(**held, masks=inputs.masks if masks else inputs.masks[:1])

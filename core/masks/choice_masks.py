@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from trencadis.core.masks.grammar_matcher import GrammarMatcher
-from trencadis.core.masks.matchers import Matcher, ThinkingMatcher, bits, remove
+from trencadis.core.masks.matchers import Matcher, ThinkingMatcher, bits, only_id, remove
 from trencadis.core.step import UInt8
 
 NOTHING_LEFT = "The constraints of this request leave no token that may follow."
@@ -65,6 +65,8 @@ class ChoiceMasks:
         """
         self.failure = ""
         """The reason why the choice cannot continue, in one line."""
+        self._next: UInt8 | None = None
+        """The mask of the next token without banned ids, if ``force`` has computed it."""
 
     @property
     def ended(self) -> bool:
@@ -76,10 +78,13 @@ class ChoiceMasks:
         if self.failure or self.ended:
             row[:] = self._ends.surplus
             return
-        row[:] = self._ends.everything
-        self._restrict(row)
-        if self._thinking is not None:
-            self._thinking.restrict(row)
+        if self._next is not None:
+            row[:] = self._next
+        else:
+            row[:] = self._ends.everything
+            self._restrict(row)
+            if self._thinking is not None:
+                self._thinking.restrict(row)
         if banned:
             kept = row.copy()
             remove(row, banned)
@@ -110,6 +115,7 @@ class ChoiceMasks:
 
         Returns True if an id of ``stops`` was sampled as text, because the grammar may not end here.
         """
+        self._next = None
         if self.failure or self.ended:
             self._history.append(False)
             return False
@@ -125,8 +131,28 @@ class ChoiceMasks:
             matcher.accept(token)
         return stop
 
+    def force(self, most: int) -> tuple[int, ...]:
+        """Accepts ids as long as the mask holds one id alone, at most ``most``; returns them.
+
+        Each of them is what would be sampled. Banned ids do not matter, since they give way where nothing else is left.
+        """
+        found: list[int] = []
+        while len(found) < most and not (self.failure or self.ended):
+            row = self._ends.everything.copy()
+            self.fill(row)
+            if self.failure:
+                break
+            token = only_id(row)
+            if token < 0:
+                self._next = row
+                break
+            self.accept(token)
+            found.append(token)
+        return tuple(found)
+
     def rollback(self, count: int) -> None:
         """Undoes the last ``count`` tokens; a failure stays."""
+        self._next = None
         seen = sum(self._history[len(self._history) - count :])
         del self._history[len(self._history) - count :]
         if seen:
@@ -144,5 +170,5 @@ class ChoiceMasks:
             None if self._thinking is None else self._thinking.fork(),
             self._endless,
         )
-        made._history, made.failure = list(self._history), self.failure
+        made._history, made.failure, made._next = list(self._history), self.failure, self._next
         return made

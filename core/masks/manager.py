@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from trencadis.core.masks.choice_masks import ChoiceEnds, ChoiceMasks
+from trencadis.core.masks.draft_masks import ChoiceRows, DraftFailure, DraftMasks, count_accepted
 from trencadis.core.masks.grammar_matcher import CompiledGrammars, first_line
 from trencadis.core.masks.matchers import AllowedIds, BadWords, Matcher, ThinkingMatcher, bits
 from trencadis.core.step import HeadOutput, Opening, UInt8
@@ -26,18 +27,23 @@ class PendingSample:
     """A pending SAMPLE; its tokens are passed to the matchers of its choices when it is fetched.
 
     Args:
-        rows: handle -> its row.
-        failures: handle -> why its choice cannot continue.
-        text: handles whose stop id counted as text.
+        rows: handle -> its rows.
+        failures: handle -> why its choice cannot continue; ``failed_at``: at which of its draws, if not at the first.
+        text: (handle, draw) of stop ids that counted as text.
+        forced: handle -> ids that the masks forced after its last token.
+        ahead: handle -> a place after drafts where its rules leave no id.
     """
 
     manager: MatcherManager
     head: Pending[HeadOutput]
-    rows: Mapping[int, int]
+    rows: Mapping[int, ChoiceRows]
     choices: Mapping[int, ChoiceMasks]
     output: HeadOutput | None = None
     failures: dict[int, str] = field(default_factory=dict)
-    text: set[int] = field(default_factory=set)
+    failed_at: dict[int, int] = field(default_factory=dict)
+    text: set[tuple[int, int]] = field(default_factory=set)
+    forced: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    ahead: Mapping[int, DraftFailure] = field(default_factory=dict)
 
     def done(self) -> bool:
         """Returns True if ``result`` would not block."""
@@ -50,13 +56,28 @@ class PendingSample:
         return self.output
 
     def accept_tokens(self) -> None:
-        """Waits for the tokens and passes each to its choice."""
+        """Waits for the tokens and passes those of each choice to it, as far as its drafts were accepted."""
         self.output = self.head.result()
         for handle, choice in self.choices.items():
-            if choice.accept(int(self.output.token[self.rows[handle]])):
-                self.text.add(handle)
-            if choice.failure:
-                self.failures[handle] = choice.failure
+            first, drafts = self.rows[handle]
+            tokens = self.output.token[first : first + len(drafts) + 1].tolist()
+            for place in range(count_accepted(tokens, drafts) + 1):
+                if choice.accept(tokens[place]):
+                    self.text.add((handle, place))
+                if handle in self.ahead and self.ahead[handle].place == place:
+                    choice.failure = choice.failure or self.ahead[handle].message
+                if choice.failure:
+                    self._fail(handle, place, choice.failure)
+                if choice.failure or choice.ended:
+                    break
+            forces = self.manager.forces(handle)
+            if forces and (forced := choice.force(forces)):
+                self.forced[handle] = forced
+
+    def _fail(self, handle: int, place: int, reason: str) -> None:
+        self.failures[handle] = reason
+        if place:
+            self.failed_at[handle] = place
 
 
 class MatcherManager:
@@ -72,6 +93,12 @@ class MatcherManager:
         self._vocab = vocab
         self._ends = ChoiceEnds.of(vocab, eos)
         self._choices: dict[int, ChoiceMasks] = {}
+        self._forces: dict[int, int] = {}
+        self._drafts: DraftMasks | None = None
+        """The drafts whose masks are being filled."""
+        self._last_row: UInt8 | None = None
+        """The mask that was filled last."""
+        self._draft_failures: dict[int, DraftFailure] = {}
         self._pending: deque[PendingSample] = deque()
         self._lock = threading.Lock()
 
@@ -82,8 +109,15 @@ class MatcherManager:
         """Closes choices that have left, then opens new ones; a choice that returns is in both lists."""
         for key in closings:
             self._choices.pop(key, None)
+            self._forces.pop(key, None)
         for opening in openings:
             self._choices[opening.key] = self._open_choice(opening)
+            if opening.forces:
+                self._forces[opening.key] = opening.forces
+
+    def forces(self, handle: int) -> int:
+        """Returns the largest number of ids that a step may force for a choice; 0 once it is closed."""
+        return self._forces.get(handle, 0)
 
     def _open_choice(self, opening: Opening) -> ChoiceMasks:
         """Returns a choice in the state after its current output."""
@@ -107,16 +141,28 @@ class MatcherManager:
             made.accept(token)
         return made
 
-    def fill(self, handle: int, row: UInt8, banned: Sequence[int]) -> None:
-        """Writes the mask of the choice's next token to ``row``.
+    def fill(self, handle: int, row: UInt8, banned: Sequence[int], ahead: Sequence[int] = ()) -> None:
+        """Writes the mask of the choice's next token to ``row``, or of the token after the drafts ``ahead``.
 
-        Earlier tokens must have been accepted (``catch_up``).
+        Earlier tokens must have been accepted (``catch_up``). Masks after drafts are filled in order, directly after
+        those of the places before them.
         """
-        self._choices[handle].fill(row, banned)
+        if not ahead:
+            self._drafts = None
+            self._choices[handle].fill(row, banned)
+        else:
+            if self._drafts is None or self._drafts.handle != handle:
+                assert len(ahead) == 1 and self._last_row is not None
+                self._drafts = DraftMasks(handle, self._choices[handle], self._last_row)
+            self._drafts.fill(row, ahead[-1], banned)
+            if self._drafts.failure is not None:
+                self._draft_failures[handle] = self._drafts.failure
+        self._last_row = row
 
-    def track_sample(self, head: Pending[HeadOutput], rows: Mapping[int, int]) -> PendingSample:
-        """Registers a launched SAMPLE; ``rows``: handle -> its row."""
-        draws = PendingSample(self, head, rows, {h: self._choices[h] for h in rows})
+    def track_sample(self, head: Pending[HeadOutput], rows: Mapping[int, ChoiceRows]) -> PendingSample:
+        """Registers a launched SAMPLE; ``rows``: handle -> its rows."""
+        draws = PendingSample(self, head, rows, {h: self._choices[h] for h in rows}, ahead=self._draft_failures)
+        self._draft_failures, self._drafts, self._last_row = {}, None, None
         self._pending.append(draws)
         return draws
 
