@@ -9,6 +9,7 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.models import registry
 from trencadis.core.shapes.pipeline_partition import check_ranks
+from trencadis.core.spec.spec_settings import resolve_speculation
 from trencadis.core.startup.cross_attention_checks import check_cross_attention
 from trencadis.core.startup.format_checks import check_kv_format
 from trencadis.core.startup.host_offload import check_offload
@@ -25,6 +26,7 @@ def check_start(config: EngineConfig, model: ModelConfig, policy: Policy, device
     if config.itl_target and not config.enable_chunked_prefill:
         raise StartupError("--itl-target cuts prompts into chunks; it needs --enable-chunked-prefill")
     check_offload(config, policy, device)
+    resolve_speculation(config, model, policy, device)
     _check_pooling(config, model, policy)
     check_attention(config, model, policy)
     check_ranks(model, device, policy)

@@ -216,6 +216,7 @@ def test_right_drafts_give_several_tokens_a_step(depth: int, temperature: float,
     request = Request("r", [5, 6, 7], params)
     tokens, engine, steps = answer_alone(depth, request, **shape("right", 4))
     assert len(tokens) == 41 and len(steps) == 1 + 8  # the prompt's, then five tokens each
+    assert [sum(len(row.tokens) for row in step.rows) for step in steps] == [3, *[5] * 8]  # none is computed twice
     totals = engine.scheduler.totals
     assert totals.spec_drafts == 8 and totals.spec_accepted == totals.spec_draft_tokens == 32
     assert totals.spec_accepted_at == [8, 8, 8, 8]
