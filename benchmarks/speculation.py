@@ -1,0 +1,207 @@
+"""Tokens a second with and without drafts, on scripted answers.
+
+python -m benchmarks.speculation MODEL [--dtype auto] [--quantization ""] [--loads prediction,editing,...] [--pairs 10]
+                                 [--drafts 4] [--out 128]
+
+A model with random weights repeats nothing, so that its answers are scripted: after each launch the drawn ids are
+replaced by those of the script, in the sampler's state too; the cost of that is part of both sides. One engine answers
+each load by turns without and with drafts, and the median of the ratios is reported.
+
+| load | prompt and answer |
+|---|---|
+| prediction | the request predicts the answer with every tenth id changed |
+| editing | the answer is the prompt's text with 5 % of its ids changed |
+| plain | random ids, which repeat nothing; at 1, 8 and 32 requests at a time |
+| prose | words of the documentation, with what prose repeats by chance; the same numbers of requests |
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.reporting import report, table
+from trencadis.core.config import EngineConfig
+from trencadis.core.engine import Engine
+from trencadis.core.request import Request, SamplingParams
+from trencadis.core.scheduling.draft_scheduler import DraftScheduler
+from trencadis.core.step import Step, StepOutput
+
+ROOT = Path(__file__).resolve().parent.parent
+HEADER = ("load", "requests", "without", "with", "ratio", "low", "high", "tokens a step", "accepted")
+LOADS = ("prediction", "editing", "plain", "prose")
+FIRST = 1000
+"""Smallest id of a script: special ids lie elsewhere."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """One request: its prompt, the answer that replaces the model's, and its prediction."""
+
+    prompt: list[int]
+    answer: list[int]
+    prediction: list[int]
+
+
+def changed(ids: list[int], rng: random.Random, share: float, vocab: int) -> list[int]:
+    """The ids with a share of them replaced."""
+    return [rng.randrange(FIRST, vocab) if rng.random() < share else one for one in ids]
+
+
+def prose(count: int, seed: int) -> list[int]:
+    """Ids of words and spaces of a part of the documentation, one id for each different word."""
+    text = " ".join(page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").glob("*.md")))
+    words = re.findall(r"\w+|[^\w\s]", text)
+    known = {word: FIRST + at for at, word in enumerate(sorted(set(words)))}
+    start = random.Random(seed).randrange(len(words) - count)
+    return [known[word] for word in words[start : start + count]]
+
+
+def script_of(load: str, seed: int, length: int, vocab: int) -> Script:
+    """One request of a load."""
+    rng = random.Random(seed)
+    answer = [rng.randrange(FIRST, vocab) for _ in range(length)]
+    prompt = [rng.randrange(FIRST, vocab) for _ in range(64)]
+    if load == "prediction":
+        wrong = [one + 1 if at % 10 == 9 else one for at, one in enumerate(answer)]
+        return Script(prompt, answer, wrong)
+    if load == "editing":
+        return Script([*prompt, *answer], changed(answer, rng, 0.05, vocab), [])
+    if load == "prose":
+        text = prose(256 + length, seed)
+        return Script(text[:256], text[256:], [])
+    return Script(prompt, answer, [])
+
+
+class ScriptedEngine:
+    """An engine whose drawn ids are replaced by those of scripts, after each launch."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.rank: Any = engine.executor._rank  # type: ignore[attr-defined]
+        self.answers: dict[str, list[int]] = {}
+        submit = engine.executor.submit
+        engine.executor.submit = lambda step: _Replaced(self, step, submit(step))  # type: ignore[assignment, method-assign]
+
+    def replace(self, output: StepOutput) -> StepOutput:
+        """Writes the scripts' ids over what a step has drawn, also where the next step reads them."""
+        if output.head is None:
+            return output
+        head, last = output.head, self.rank.model.persistent.state.last
+        head.token = head.token.copy()
+        step = self.engine.scheduler.in_flight[0]
+        rows = {seq.key: at for at, seq in enumerate(step.persistent)}
+        rows.update(output.samples)
+        for seq in (*step.persistent, *step.scheduled):
+            row, answer = rows.get(seq.key), self.answers[seq.request.id]
+            if row is None:
+                continue
+            at = seq.count_known() - seq.prompt
+            for place in range(len(seq.drafts) + 1):
+                if at + place < len(answer):
+                    head.token[row + place] = answer[at + place]
+            last[seq.slot] = int(head.token[row])
+        return output
+
+    def answer(self, scripts: list[Script]) -> float:
+        """Tokens a second of all scripts at a time, from the first token on."""
+        engine, ended, start, tokens = self.engine, 0, 0.0, 0
+        for number, script in enumerate(scripts):
+            name = f"{time.monotonic_ns()}-{number}"
+            self.answers[name] = script.answer
+            params = SamplingParams(temperature=0.0, max_tokens=len(script.answer), ignore_eos=True)
+            engine.add(Request(name, script.prompt, params, prediction=script.prediction))
+        while ended < len(scripts):
+            for delta in engine.step():
+                tokens += len(delta.tokens) if start else 0
+                ended += delta.finish is not None
+            if not start and all(seq.outputs for seq in engine.scheduler.running) and not engine.scheduler.waiting:
+                start = time.perf_counter()
+        self.answers.clear()
+        return tokens / (time.perf_counter() - start)
+
+
+@dataclass
+class _Replaced:
+    """A step's result with the scripts' ids."""
+
+    engine: ScriptedEngine
+    step: Step
+    pending: Any
+
+    def done(self) -> bool:
+        done: bool = self.pending.done()
+        return done
+
+    def result(self) -> StepOutput:
+        return self.engine.replace(self.pending.result())
+
+
+def measure(scripted: ScriptedEngine, load: str, requests: int, args: argparse.Namespace) -> dict[str, Any]:
+    """One row of the report."""
+    engine = scripted.engine
+    scheduler, vocab = engine.scheduler, engine.info().vocab_size
+    drafting = scheduler.drafting
+    assert isinstance(drafting, DraftScheduler)
+    sides: dict[bool, list[float]] = {False: [], True: []}
+    steps = tokens = accepted = drafted = 0
+    for pair in range(args.pairs + 1):
+        scripts = [script_of(load, 1000 * pair + i, args.out, vocab) for i in range(requests)]
+        for drafts in (True, False) if pair % 2 else (False, True):
+            scheduler.drafting = drafting if drafts else None
+            engine.reset_prefix_cache()
+            before = scheduler.steps, scheduler.totals.spec_accepted, scheduler.totals.spec_draft_tokens
+            speed = scripted.answer(scripts)
+            if pair:
+                sides[drafts].append(speed)
+                if drafts:
+                    steps += scheduler.steps - before[0]
+                    tokens += args.out * requests
+                    accepted += scheduler.totals.spec_accepted - before[1]
+                    drafted += scheduler.totals.spec_draft_tokens - before[2]
+    ratios = sorted(b / a for a, b in zip(sides[False], sides[True], strict=True))
+    return {
+        "load": load, "requests": requests, "without": round(statistics.median(sides[False]), 2),
+        "with": round(statistics.median(sides[True]), 2), "ratio": round(statistics.median(ratios), 3),
+        "low": round(ratios[0], 3), "high": round(ratios[-1], 3), "tokens a step": round(tokens / max(steps, 1), 2),
+        "accepted": f"{accepted} of {drafted}",
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantization", default="")
+    parser.add_argument("--loads", default=",".join(LOADS))
+    parser.add_argument("--requests", default="1,8,32", help="numbers of requests at a time of plain and prose")
+    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--drafts", type=int, default=4)
+    parser.add_argument("--method", default="ngram")
+    parser.add_argument("--out", type=int, default=128)
+    args = parser.parse_args()
+    from trencadis.core.startup.engine_builder import create_engine
+
+    config = EngineConfig(
+        model=args.model, device="cpu", dtype=args.dtype, quantization=args.quantization, max_model_len=1024,
+        max_num_seqs=32, spec_method=args.method, spec_tokens=args.drafts, encoder_cache_images=2,
+    )  # fmt: skip
+    scripted = ScriptedEngine(create_engine(config))
+    rows = []
+    for load in args.loads.split(","):
+        counts = [int(one) for one in args.requests.split(",")] if load in ("plain", "prose") else [1]
+        for requests in counts:
+            rows.append(measure(scripted, load, requests, args))
+            print(rows[-1], flush=True)
+    report("speculation", {"rows": rows}, table(HEADER, [[row[name] for name in HEADER] for row in rows]))
+    scripted.engine.close()
+
+
+if __name__ == "__main__":
+    main()
