@@ -39,6 +39,14 @@ class PredictedText:
         """True if the last token matched, or only the last one did not."""
         return self._misses < 2 and self._at < len(self.predicted)
 
+    def count_accepted(self) -> int:
+        """Returns how many predicted tokens have appeared in the answer."""
+        return min(self.accepted, len(self.predicted))
+
+    def count_rejected(self) -> int:
+        """Returns how many predicted tokens have not."""
+        return len(self.predicted) - self.count_accepted()
+
     def accept(self, token: int) -> None:
         """Moves the place by one token of the answer."""
         self._answer.append(token)
@@ -104,14 +112,3 @@ class PredictionSource:
         self._seen = max(self._seen, known)
         ids = self._text.next_ids(count)
         return DraftTokens(ids, "prediction") if ids else NO_DRAFT
-
-
-def count_predicted(predicted: Sequence[int], answers: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """Returns (accepted, rejected): predicted tokens that appeared in the answers, and those that did not."""
-    accepted = 0
-    for answer in answers:
-        text = PredictedText(predicted)
-        for token in answer:
-            text.accept(token)
-        accepted += min(text.accepted, len(predicted))
-    return accepted, max(len(predicted) - accepted, 0)

@@ -1,4 +1,4 @@
-"""Whole engines on the CPU with drafts: answers, log-probabilities and the sampler's counts are those without drafts."""
+"""Whole engines on the CPU: with drafts, answers, log-probabilities and the sampler's counts are those without."""
 
 from __future__ import annotations
 

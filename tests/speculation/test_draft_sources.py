@@ -14,10 +14,18 @@ from trencadis.core.spec.answer_counts import CONTEXT_BYTES, LEAST_SHARE, Answer
 from trencadis.core.spec.draft_costs import AcceptanceRates, StepSeconds, choose_count
 from trencadis.core.spec.draft_source import NO_DRAFT, DraftTokens, FirstOf, ScriptedSource, cut_at
 from trencadis.core.spec.ngram_index import BULK, NgramIndex, NgramSource
-from trencadis.core.spec.predicted_text import PredictedText, PredictionSource, count_predicted
+from trencadis.core.spec.predicted_text import PredictedText, PredictionSource
 
 PAD = 9
 TEXTS = st.lists(st.integers(0, 9), max_size=60)
+
+
+def count_predicted(predicted: list[int], answer: list[int]) -> tuple[int, int]:
+    """Predicted tokens that appeared in the answer, and those that did not."""
+    text = PredictedText(predicted)
+    for token in answer:
+        text.accept(token)
+    return text.count_accepted(), text.count_rejected()
 
 
 def plain_ngram(text: list[int], shortest: int, longest: int, count: int, skipped: int) -> tuple[int, ...]:
@@ -153,7 +161,7 @@ def test_a_prediction_with_replaced_tokens_is_followed(text: list[int], every: i
         ids = source.propose([7, *text], 1 + at, 1).ids
         assert ids == (predicted[at],)
     wrong = sum(a != b for a, b in zip(text, predicted, strict=True))
-    assert count_predicted(predicted, [text]) == (len(text) - wrong, wrong)
+    assert count_predicted(predicted, text) == (len(text) - wrong, wrong)
 
 
 @given(data=st.data(), length=st.integers(30, 80))
@@ -166,7 +174,7 @@ def test_a_prediction_is_found_again_after_insertions_and_deletions(data: st.Dat
     for token in answer[:-6]:
         follower.accept(token)
     assert follower.next_ids(3) == tuple(answer[-6:-3])
-    accepted, rejected = count_predicted(text, [answer])
+    accepted, rejected = count_predicted(text, answer)
     assert accepted + rejected == length and accepted >= length - gone - 2
 
 
