@@ -29,6 +29,12 @@ ATTENTION = (
 
 ATTENTION_LIBRARIES = ("FLASH_ATTN", "FLASHINFER")
 
+DRAFT_MODELS = (
+    "draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "deepseek_mtp", "qwen3_next_mtp", "dflash",
+    "custom_class",
+)  # fmt: skip
+"""Methods of vLLM's speculation whose guesses come from a model, which are not supported here."""
+
 OLDER_ATTENTION = "_VLLM_V1"
 """Suffix of such names in older versions of vLLM."""
 
@@ -229,7 +235,10 @@ class EngineConfig:
         "num_speculative_tokens (1 to 16), prompt_lookup_max, prompt_lookup_min, disable_by_batch_size", kind="json",
         aliases=("sc",),
     )  # fmt: skip
-    spec_method: str = opt("", "its method, as a flag")
+    spec_method: str = opt(
+        "", "its method, as a flag", choices=("", "ngram", "suffix"), means={"ngram_gpu": "ngram", "[ngram]": "ngram"},
+        later=dict.fromkeys(DRAFT_MODELS, "guesses come from texts; ngram and suffix need no model"),
+    )  # fmt: skip
     spec_model: str = opt("", "its model, as a flag: [ngram]", aliases=("speculative_model",))
     spec_tokens: int | None = opt(
         None, "its num_speculative_tokens, as a flag", bound=Bound(1, 16), aliases=("num_speculative_tokens",)

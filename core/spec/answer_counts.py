@@ -11,7 +11,8 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from trencadis.core.spec.draft_source import NO_DRAFT, DraftTokens
-from trencadis.core.spec.ngram_index import LONGEST, SHORTEST, NgramIndex, hash_ids
+from trencadis.core.spec.ngram_index import NgramIndex, hash_ids
+from trencadis.core.spec.spec_config import LONGEST, SHORTEST
 
 LIMIT = 64 << 20
 """Bytes of all counts."""

@@ -15,9 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trencadis.core.spec.draft_source import NO_DRAFT, DraftTokens
-
-SHORTEST, LONGEST = 2, 4
-"""Default lengths in ids of the suffixes that are looked up."""
+from trencadis.core.spec.spec_config import LONGEST, SHORTEST
 
 MULTIPLIER = 0x9E3779B97F4A7C15
 """Odd factor of the polynomial hash of an n-gram, modulo 2^64."""

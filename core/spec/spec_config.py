@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trencadis.core.spec.ngram_index import LONGEST, SHORTEST
+SHORTEST, LONGEST = 2, 4
+"""Default lengths in ids of the suffixes that are looked up."""
 
 METHODS = ("ngram", "suffix")
 """Sources of drafts that need no model."""

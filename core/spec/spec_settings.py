@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trencadis.core.buckets import Policy
-from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.config import EngineConfig
+from trencadis.core.config import DRAFT_MODELS, EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.name_suggestions import suggest_name
-from trencadis.core.spec.ngram_index import LONGEST, SHORTEST
 from trencadis.core.spec.spec_config import (
     DEFAULT_DRAFTS,
     DEFAULT_ROWS,
     FORCED_IDS,
+    LONGEST,
     METHODS,
     MOST_DRAFTS,
+    SHORTEST,
     SpeculationConfig,
 )
+
+if TYPE_CHECKING:
+    from trencadis.core.buckets import Policy
+    from trencadis.core.checkpoint.model_config import ModelConfig
 
 FLAG = "--speculative-config"
 LONGEST_LOOKUP = 16
@@ -47,12 +50,6 @@ NO_EFFECT: Mapping[str, str] = {
     "rejection_sample_method": "a draft is accepted where it equals what is sampled without drafts",
 }
 """Keys of vLLM's configuration that change no answer here, with the reason."""
-
-MODEL_METHODS = (
-    "draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "deepseek_mtp", "qwen3_next_mtp", "dflash",
-    "custom_class",
-)  # fmt: skip
-"""Methods of vLLM whose drafts come from a model."""
 
 
 def list_ignored_keys(config: EngineConfig) -> list[str]:
@@ -148,7 +145,7 @@ def _method(config: EngineConfig, values: Mapping[str, Any]) -> str:
     if method is None and model is not None:
         method = "draft_model"
     method = "ngram" if method in (None, "[ngram]", "ngram_gpu") else method
-    if method in MODEL_METHODS:
+    if method in DRAFT_MODELS:
         name = f" {model}" if isinstance(model, str) else ""
         own = " and ".join(METHODS)
         raise StartupError(f"{_source(config)}: guesses of a model ({method}{name}) are not built; {own} need no model")
@@ -174,7 +171,7 @@ def resolve_speculation(
     asked = found is not None and bool(found.drafts)
     if not policy.drafts:
         if asked:
-            raise StartupError(f"{_source(config)}: the {device} backend does not verify drafts yet; --device cpu does")
+            raise StartupError(f"{_source(config)}: the {device} backend does not verify guesses; --device cpu does")
         return None
     if model.pooling is not None:
         if asked:

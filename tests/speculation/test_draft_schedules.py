@@ -152,6 +152,7 @@ def drafted_run(seed: int, count: int, kind: str, drafts: int, depth: int) -> tu
         engine.scheduler.check()
         if not engine.scheduler.in_flight:
             compare()
+    driver.finish()
     driver.verify()
     return driver, engine
 
