@@ -26,7 +26,7 @@ def make_speculation_families(values: Sequence[str], stats: EngineStats) -> Iter
         "vllm:spec_decode_num_accepted_tokens_per_pos", "accepted tokens by their place in the draft, from 0",
         labels=(*LABELS, "position"),
     )  # fmt: skip
-    for place, count in enumerate(stats.spec_accepted_at):
+    for place, count in enumerate(stats.spec_accepted_at or [0]):
         places.add_metric((*values, str(place)), count)
     yield places
 
