@@ -13,11 +13,13 @@ each load by turns without and with drafts, and the median of the ratios is repo
 | editing | the answer is the prompt's text with 5 % of its ids changed |
 | plain | random ids, which repeat nothing; at 1, 8 and 32 requests at a time |
 | prose | words of the documentation, with what prose repeats by chance; the same numbers of requests |
+| json | a schema with long names of fields, without a script: ids that the grammar forces join a launch, or do not |
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import random
 import re
 import statistics
@@ -26,16 +28,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import llguidance
+
 from benchmarks.harness.reporting import report, table
 from trencadis.core.config import EngineConfig
 from trencadis.core.engine import Engine
+from trencadis.core.masks.constraints import Rule
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.scheduling.draft_scheduler import DraftScheduler
+from trencadis.core.spec.spec_config import SpeculationConfig
 from trencadis.core.step import Step, StepOutput
+from trencadis.server.grammars.grammar_cache import GrammarCache
+from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADER = ("load", "requests", "without", "with", "ratio", "low", "high", "tokens a step", "accepted")
-LOADS = ("prediction", "editing", "plain", "prose")
+LOADS = ("prediction", "editing", "plain", "prose", "json")
+NAMES = (
+    "identifier_of_the_invoice", "date_of_the_delivery", "address_of_the_customer", "number_of_delivered_articles",
+    "total_amount_before_taxes", "currency_of_the_payment", "name_of_the_responsible_clerk", "remarks_of_the_carrier",
+)  # fmt: skip
+SCHEMA = {
+    "type": "object", "required": list(NAMES), "additionalProperties": False,
+    "properties": {
+        name: {"type": "integer", "minimum": 0, "maximum": 9999} if at % 2 else {"type": "string", "maxLength": 12}
+        for at, name in enumerate(NAMES)
+    },
+}  # fmt: skip
 FIRST = 1000
 """Smallest id of a script: special ids lie elsewhere."""
 
@@ -73,6 +92,8 @@ def script_of(load: str, seed: int, length: int, vocab: int) -> Script:
         return Script(prompt, answer, wrong)
     if load == "editing":
         return Script([*prompt, *answer], changed(answer, rng, 0.05, vocab), [])
+    if load == "json":
+        return Script(prompt, [], [])
     if load == "prose":
         text = prose(256 + length, seed)
         return Script(text[:256], text[256:], [])
@@ -89,6 +110,13 @@ class ScriptedEngine:
         submit = engine.executor.submit
         engine.executor.submit = lambda step: _Replaced(self, step, submit(step))  # type: ignore[assignment, method-assign]
 
+    def set_vocabulary(self, model: str) -> None:
+        """Gives the engine the bytes of the model's ids, for grammars."""
+        info, eos = self.engine.info(), self.engine.scheduler.limits.eos
+        book = GrammarCache(Tokenizer.from_checkpoint(Path(model)), info.vocab_size, eos)
+        self.engine.set_vocabulary(asyncio.run(book.pack_vocabulary()))
+        book.close()
+
     def replace(self, output: StepOutput) -> StepOutput:
         """Writes the scripts' ids over what a step has drawn, also where the next step reads them."""
         if output.head is None:
@@ -98,7 +126,7 @@ class ScriptedEngine:
         step = self.engine.scheduler.in_flight[0]
         rows = {seq.key: at for at, seq in enumerate(step.persistent)}
         rows.update(output.samples)
-        for seq in (*step.persistent, *step.scheduled):
+        for seq in (*step.persistent, *step.scheduled) if any(self.answers.values()) else ():
             row, answer = rows.get(seq.key), self.answers[seq.request.id]
             if row is None:
                 continue
@@ -109,14 +137,15 @@ class ScriptedEngine:
             last[seq.slot] = int(head.token[row])
         return output
 
-    def answer(self, scripts: list[Script]) -> float:
-        """Tokens a second of all scripts at a time, from the first token on."""
+    def answer(self, scripts: list[Script], rule: Rule | None = None, length: int = 0) -> float:
+        """Tokens a second of all scripts at a time, from the first token on; ``length``: of answers without one."""
         engine, ended, start, tokens = self.engine, 0, 0.0, 0
         for number, script in enumerate(scripts):
             name = f"{time.monotonic_ns()}-{number}"
             self.answers[name] = script.answer
-            params = SamplingParams(temperature=0.0, max_tokens=len(script.answer), ignore_eos=True)
-            engine.add(Request(name, script.prompt, params, prediction=script.prediction))
+            most = len(script.answer) or length
+            params = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=rule is None)
+            engine.add(Request(name, script.prompt, params, prediction=script.prediction, rule=rule))
         while ended < len(scripts):
             for delta in engine.step():
                 tokens += len(delta.tokens) if start else 0
@@ -149,20 +178,27 @@ def measure(scripted: ScriptedEngine, load: str, requests: int, args: argparse.N
     scheduler, vocab = engine.scheduler, engine.info().vocab_size
     drafting = scheduler.drafting
     assert isinstance(drafting, DraftScheduler)
+    without: DraftScheduler | None = None
+    rule = None
+    if load == "json":
+        rule = Rule(grammar=llguidance.LLMatcher.grammar_from_json_schema(SCHEMA))
+        both = (SpeculationConfig("", 0, forced=forced) for forced in (0, 32))
+        without, drafting = (DraftScheduler(one, scheduler.limits, scheduler.totals) for one in both)
     sides: dict[bool, list[float]] = {False: [], True: []}
     steps = tokens = accepted = drafted = 0
     for pair in range(args.pairs + 1):
         scripts = [script_of(load, 1000 * pair + i, args.out, vocab) for i in range(requests)]
         for drafts in (True, False) if pair % 2 else (False, True):
-            scheduler.drafting = drafting if drafts else None
+            scheduler.drafting = drafting if drafts else without
             engine.reset_prefix_cache()
-            before = scheduler.steps, scheduler.totals.spec_accepted, scheduler.totals.spec_draft_tokens
-            speed = scripted.answer(scripts)
+            totals = scheduler.totals
+            before = scheduler.steps, totals.spec_accepted, totals.spec_draft_tokens, totals.generation_tokens
+            speed = scripted.answer(scripts, rule, args.out)
             if pair:
                 sides[drafts].append(speed)
                 if drafts:
                     steps += scheduler.steps - before[0]
-                    tokens += args.out * requests
+                    tokens += scheduler.totals.generation_tokens - before[3]
                     accepted += scheduler.totals.spec_accepted - before[1]
                     drafted += scheduler.totals.spec_draft_tokens - before[2]
     ratios = sorted(b / a for a, b in zip(sides[False], sides[True], strict=True))
@@ -193,6 +229,8 @@ def main() -> None:
         max_num_seqs=32, spec_method=args.method, spec_tokens=args.drafts, encoder_cache_images=2,
     )  # fmt: skip
     scripted = ScriptedEngine(create_engine(config))
+    if "json" in args.loads.split(","):
+        scripted.set_vocabulary(args.model)
     rows = []
     for load in args.loads.split(","):
         counts = [int(one) for one in args.requests.split(",")] if load in ("plain", "prose") else [1]
