@@ -127,6 +127,8 @@ def head_inputs(rows: Sequence[SampleRow], vocab: int, fill: FillMask | None = N
         target=np.fromiter((-1 if s.logprobs >= 0 else NO_LOGPROB for s in samples), np.int32, len(samples)),
         mask_row=mask_row,
         masks=masks,
+        place=None,
+        ahead=None,
         **{name: np.fromiter((getattr(s, name) for s in samples), np.float32, len(samples)) for name in FLOATS},
     )
     if any(r.ahead and counts_matter(r.sample) for r in rows):
