@@ -117,7 +117,7 @@ def make_tensors(bucket: Bucket, inputs: Inputs, block_size: int, upto: bool = F
         case HeadInputs():
             # Copied, because a program holds its inputs until its next fill.
             made = head(inputs, bucket.dims[0], inputs.masks.copy())
-            return HeadTensors(*(None if one is None else torch.from_numpy(one) for one in made))
+            return HeadTensors._make(None if one is None else torch.from_numpy(one) for one in made)
         case _:
             return _make_rare_tensors(bucket, inputs)
 
