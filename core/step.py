@@ -404,7 +404,8 @@ class StepOutput:
         failures: key -> why a choice cannot continue under its rule, in one line; its token is ignored.
         failed_at: key -> which of its draws failed, from 0; a key that is missing failed at its first.
         text: (key, draw) of choices that sampled a stop id as text, because their grammar may not end there.
-        forced: key -> the ids after its last token that the masks forced, one after another (``Opening.forces``).
+        forced: key -> the ids after its last token that the masks forced (``Opening.forces``). They count as its next
+            draws in ``text``.
     """
 
     number: int

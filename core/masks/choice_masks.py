@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from trencadis.core.masks.grammar_matcher import GrammarMatcher
 from trencadis.core.masks.matchers import Matcher, ThinkingMatcher, bits, only_id, remove
 from trencadis.core.step import UInt8
 
 NOTHING_LEFT = "The constraints of this request leave no token that may follow."
+
+
+class ForcedId(NamedTuple):
+    """An id that was the only one allowed; ``text``: it is a stop id that does not end the choice here."""
+
+    token: int
+    text: bool
 
 
 @dataclass(frozen=True)
@@ -131,12 +139,12 @@ class ChoiceMasks:
             matcher.accept(token)
         return stop
 
-    def force(self, most: int) -> tuple[int, ...]:
+    def force(self, most: int) -> list[ForcedId]:
         """Accepts ids as long as the mask holds one id alone, at most ``most``; returns them.
 
         Each of them is what would be sampled. Banned ids do not matter, since they give way where nothing else is left.
         """
-        found: list[int] = []
+        found: list[ForcedId] = []
         while len(found) < most and not (self.failure or self.ended):
             row = self._ends.everything.copy()
             self.fill(row)
@@ -146,9 +154,8 @@ class ChoiceMasks:
             if token < 0:
                 self._next = row
                 break
-            self.accept(token)
-            found.append(token)
-        return tuple(found)
+            found.append(ForcedId(token, self.accept(token)))
+        return found
 
     def rollback(self, count: int) -> None:
         """Undoes the last ``count`` tokens; a failure stays."""

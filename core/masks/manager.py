@@ -71,8 +71,15 @@ class PendingSample:
                 if choice.failure or choice.ended:
                     break
             forces = self.manager.forces(handle)
-            if forces and (forced := choice.force(forces)):
-                self.forced[handle] = forced
+            if forces:
+                self._force(handle, choice, place + 1, forces)
+
+    def _force(self, handle: int, choice: ChoiceMasks, place: int, most: int) -> None:
+        """Adds the ids that the masks of a choice force from draw ``place`` on."""
+        forced = choice.force(most)
+        if forced:
+            self.forced[handle] = tuple(one.token for one in forced)
+            self.text.update((handle, at) for at, one in enumerate(forced, place) if one.text)
 
     def _fail(self, handle: int, place: int, reason: str) -> None:
         self.failures[handle] = reason

@@ -249,12 +249,12 @@ class Lifecycle:
         if drafts and self.scheduler.drafting is not None:
             self.scheduler.drafting.note(seq, len(drafts), accepted)
             drop_surplus_blocks(seq, self.scheduler.pool, self.scheduler.limits.block_size)
-        for token in output.forced.get(seq.key, ()):
+        for place, token in enumerate(output.forced.get(seq.key, ()), accepted + 1):
             if seq.ended:
                 break
             seq.append_forced(token)
             self._count_token(seq, token)
-            self._end_at(seq, token, token in seq.stops)
+            self._end_at(seq, token, token in seq.stops and (seq.key, place) not in output.text)
 
     def _take_token(self, seq: Sequence, output: StepOutput, head: HeadOutput, row: int, place: int = 0) -> None:
         """Takes the token of row ``row``, which was drawn after ``place`` drafts."""

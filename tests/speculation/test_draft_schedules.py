@@ -238,13 +238,16 @@ def test_a_wrong_source_stops_being_asked_to_pay() -> None:
     assert engine.scheduler.totals.spec_draft_tokens < 60 and len(steps) == 90
 
 
-def test_forced_ids_join_one_step() -> None:
-    """A regex that spells one text: its ids come without a launch each, and the end too."""
+@pytest.mark.parametrize("stops", [[], [30], [1, 30]])
+def test_forced_ids_join_one_step(stops: list[int]) -> None:
+    """A regex that spells one text: its ids come without a launch each, and the end too. Stop ids are text inside."""
     import llguidance
 
     grammar = llguidance.LLMatcher.grammar_from_regex("xyz(a|b)123456")
-    request = Request("r", [5], SamplingParams(temperature=0, max_tokens=40, seed=3), rule=Rule(grammar=grammar))
+    params = SamplingParams(temperature=0, max_tokens=40, seed=3, stop_token_ids=stops)
+    request = Request("r", [5], params, rule=Rule(grammar=grammar))
     plain, _, slow = answer_alone(0, request)
+    assert 30 in plain[:-1]
     for depth in (0, 1):
         tokens, _, steps = answer_alone(depth, request, **shape("ngram", 1, forced=32))
         assert tokens == plain and len(steps) <= 4 < len(slow)
