@@ -176,7 +176,7 @@ def measure(scripted: ScriptedEngine, load: str, requests: int, args: argparse.N
     """One row of the report."""
     engine = scripted.engine
     scheduler, vocab = engine.scheduler, engine.info().vocab_size
-    drafting = scheduler.drafting
+    drafting = of_flags = scheduler.drafting
     assert isinstance(drafting, DraftScheduler)
     without: DraftScheduler | None = None
     rule = None
@@ -201,6 +201,7 @@ def measure(scripted: ScriptedEngine, load: str, requests: int, args: argparse.N
                     tokens += scheduler.totals.generation_tokens - before[3]
                     accepted += scheduler.totals.spec_accepted - before[1]
                     drafted += scheduler.totals.spec_draft_tokens - before[2]
+    scheduler.drafting = of_flags
     ratios = sorted(b / a for a, b in zip(sides[False], sides[True], strict=True))
     return {
         "load": load, "requests": requests, "without": round(statistics.median(sides[False]), 2),
