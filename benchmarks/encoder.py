@@ -20,13 +20,13 @@ from benchmarks.harness.reporting import Others, median, quantile, report, table
 from trencadis.assets import demo_path
 from trencadis.core.config import EngineConfig
 from trencadis.core.cpu_affinity import available_cpus
-from trencadis.core.engine import Engine
-from trencadis.core.kv.media_spans import MediaSpan
+from trencadis.core.engine.engine import Engine
+from trencadis.core.engine.engine_builder import create_engine
+from trencadis.core.media_spans import MediaSpan
 from trencadis.core.request import Request, SamplingParams
-from trencadis.core.startup.engine_builder import create_engine
 from trencadis.core.step import Encode, Step
-from trencadis.multimodal.patch_grids import count_slots
-from trencadis.multimodal.qwen2_vl.patch_geometry import PATCH_VALUES
+from trencadis.multimodal.patch_packing import count_slots
+from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
 
 SIDE = 32
 """Patches along a side of 448 pixels."""

@@ -18,9 +18,9 @@ from benchmarks.harness.reporting import Others, median, quantile, report, table
 from trencadis.assets import demo_path
 from trencadis.core.config import EngineConfig
 from trencadis.core.cpu_affinity import available_cpus
-from trencadis.core.engine import Engine
+from trencadis.core.engine.engine import Engine
+from trencadis.core.engine.engine_builder import create_engine
 from trencadis.core.request import Request, SamplingParams
-from trencadis.core.startup.engine_builder import create_engine
 
 ANSWERS = 4
 

@@ -33,17 +33,16 @@ from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.emulator.layer_reuse import LayerReuse, leaf_key, signature
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.policy import SERVING
-from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import ImageNeeds
 from trencadis.core.config import EngineConfig
+from trencadis.core.device.backend import BackendConfig
+from trencadis.core.engine.dry_run import DryRun, PlannedDevice, StartupPlan
 from trencadis.core.graphs.graph_manager import body_of
 from trencadis.core.launches.persistent_tensors import allocate_persistent
-from trencadis.core.models import registry
+from trencadis.core.models import model_loader
 from trencadis.core.shapes.bucket_options import BucketOptions
-from trencadis.core.startup.dry_run import DryRun, PlannedDevice, StartupPlan
-from trencadis.server.plan.plan_comparison import list_text_launches, list_vision_launches
-from trencadis.server.plan.traffic_trace import read_request, replay_needs
+from trencadis.server.plan.traffic_trace import list_text_launches, list_vision_launches, read_request, replay_needs
 
 BLOCK, ROWS, TOKENS = 128, 128, 32768
 HEADER = ("launches", "operations", "made, MB", "peak, MB")
@@ -95,7 +94,7 @@ class Card:
             dtype=torch.bfloat16, block_size=BLOCK, vocab_size=model.text.vocab, heads=28, kv_heads=4, head_dim=128
         )
         self.backend = HpuBackend(cfg, SERVING, make_bridge(self.device), HpuSettings())
-        self.model = registry.build(model, self.backend, EngineConfig(load_format="dummy"))
+        self.model = model_loader.load_model(model, self.backend, EngineConfig(load_format="dummy"))
         self.model.bind(
             allocate_persistent(
                 model, self.backend, blocks=4096, block_size=BLOCK, arena_rows=4096, seqs=2 * ROWS, tokens=TOKENS

@@ -17,8 +17,8 @@ from torch import Tensor
 from trencadis.backends.cpu.attention_plan import CpuAttn
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference_ops import ReferenceOps
-from trencadis.core.backend import LayerKV
 from trencadis.core.cpu_affinity import available_cpus
+from trencadis.core.device.backend import LayerKV
 
 SIZES = {"qkv": (1152, 896), "gate_up": (9728, 896), "down": (896, 4864), "vision qkv": (3840, 1280)}
 ROWS = (1, 8, 32, 128, 512)

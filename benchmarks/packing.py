@@ -21,12 +21,12 @@ from benchmarks.traces.generate import image_chat
 from trencadis.backends.hpu.policy import SERVING
 from trencadis.core.buckets import Plan, Stage
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
-from trencadis.core.engine import Engine
+from trencadis.core.engine.engine import Engine
 from trencadis.core.executor.uniproc_executor import UniprocExecutor
 from trencadis.core.kv.block_pool import BlockPool
 from trencadis.core.kv.encoder_cache import EncoderCache
-from trencadis.core.kv.media_spans import MediaSpan
 from trencadis.core.launches.rank_input_batch import RankInputBatch
+from trencadis.core.media_spans import MediaSpan
 from trencadis.core.process.engine_messages import EngineInfo
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.scheduling.image_packer import ImagePacker
@@ -36,9 +36,9 @@ from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.step import HeadOutput, Step, StepOutput
-from trencadis.multimodal.patch_grids import count_slots, count_tokens, patch_grid
+from trencadis.multimodal.patch_packing import count_slots, count_tokens, patch_grid
+from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
 from trencadis.multimodal.qwen2_vl.config import Qwen25VisionConfig as VisionConfig
-from trencadis.multimodal.qwen2_vl.patch_geometry import PATCH_VALUES
 from trencadis.multimodal.qwen2_vl.smart_resize import largest_slots, smart_resize
 
 CONCURRENT = (1, 4, 16, 64)

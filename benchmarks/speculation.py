@@ -33,8 +33,8 @@ import llguidance
 
 from benchmarks.harness.reporting import report, table
 from trencadis.core.config import EngineConfig
-from trencadis.core.engine import Engine
-from trencadis.core.masks.constraints import Rule
+from trencadis.core.constraints import Rule
+from trencadis.core.engine.engine import Engine
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.scheduling.draft_scheduler import DraftScheduler
 from trencadis.core.spec.spec_config import SpeculationConfig
@@ -234,7 +234,7 @@ def main() -> None:
     parser.add_argument("--method", default="ngram")
     parser.add_argument("--out", type=int, default=128)
     args = parser.parse_args()
-    from trencadis.core.startup.engine_builder import create_engine
+    from trencadis.core.engine.engine_builder import create_engine
 
     config = EngineConfig(
         model=args.model, device="cpu", dtype=args.dtype, quantization=args.quantization, max_model_len=1024,

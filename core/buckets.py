@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property, lru_cache
 
-from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
+from trencadis.core.vision_config import NO_SLOT, SlotForm
 
 DEFAULT_VISION_SLOTS = (256, 576, 1024, 1600, 3136, 4096, 6400, 7744, 9216, 12544)
 """Slots of the default VISION buckets.
@@ -195,7 +195,7 @@ class Policy:
             ``PlanningBackend``. Empty: copies need no launches and no memory of their own.
         host_weights: the weights of some layers can lie in host memory, and be copied within launches
             (`--cpu-offload-gb`). The backend is ``core.models.interface.HostLayering``.
-        kv_codes: supported forms of an 8-bit KV cache (core/quant/kv_cache_format.py) -> the torch dtype of their codes
+        kv_codes: supported forms of an 8-bit KV cache (core/kv_cache_format.py) -> the torch dtype of their codes
             on this device; empty: none.
         aligned: the unit that widths of matrix products are padded to with zeros while weights load. 1: no width is
             changed.
@@ -215,7 +215,7 @@ class Policy:
             (core/launches/encoder_data_parallel.py).
         cross_attention: text launches have ``TextTensors.cross_attention`` for layers that attend to images.
         cross_attention_bytes: bytes of workspace of that attention; None: it gathers the rows
-            (core/memory/cross_attention_memory.py).
+            (core/memory/launch_memory.py).
         drafts: rows of decoding sequences may have several tokens, and SAMPLE reads ``HeadInputs.ahead``, so that
             drafts can be verified (core/spec).
         stages: the backend has a ``pipe`` (core/launches/stage_transfer.py) if ``BackendConfig.stages`` is above 1.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trencadis.core.flag_options import BYTES, COUNT, SECONDS, SHARE, SOME_SECONDS, Bound, opt, options
-from trencadis.core.quant.kv_cache_format import NAMES
+from trencadis.core.kv_cache_format import NAMES
 from trencadis.core.request import MAX_LOGPROBS
 
 KV_DTYPES = ("nvfp4", "bfloat16", "float16")
@@ -317,7 +317,7 @@ class EngineConfig:
     )  # fmt: skip
     log_format: str = opt("text", "text: lines for people; json: one object a line", choices=("text", "json"))
     engine: str = opt(
-        "trencadis.core.startup.engine_builder:create_engine", "factory of the engine, for tests", hidden=True
+        "trencadis.core.engine.engine_builder:create_engine", "factory of the engine, for tests", hidden=True
     )
 
     @property

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
+from trencadis.core.constraints import Rule
 from trencadis.core.errors import BadRequest
 from trencadis.core.flag_options import MOST, Bound
-from trencadis.core.kv.media_spans import MediaSpan
-from trencadis.core.masks.constraints import Rule
-from trencadis.core.masks.structured_outputs import (
+from trencadis.core.media_spans import MediaSpan
+from trencadis.core.structured_outputs import (
     GuidedDecodingParams,
     RepetitionDetectionParams,
     StructuredOutputsParams,

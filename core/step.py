@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trencadis.core.buckets import Bucket
-from trencadis.core.masks.constraints import Rule
-from trencadis.core.shapes.cross_attention_inputs import NO_CROSS_ATTENTION, CrossAttentionInputs, CrossAttentionSpans
+from trencadis.core.constraints import Rule
+from trencadis.core.cross_attention_inputs import NO_CROSS_ATTENTION, CrossAttentionInputs, CrossAttentionSpans
 
 PENDING = -1
 """Stands for a token that has been sampled but not fetched: the device reads it from its sampler slot."""
@@ -342,7 +342,7 @@ class StepStats:
     Args:
         planned: False if its need exceeded the plan.
         items: images of a VISION launch; ``needed``: slots that they need.
-        miss: why it had no graph (core/graphs/miss_reasons.py); empty: it had one, or the device captures none.
+        miss: why it had no graph (core/engine_stats.py); empty: it had one, or the device captures none.
     """
 
     bucket: Bucket

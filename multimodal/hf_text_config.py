@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from trencadis.core.checkpoint.family import ParsedConfig
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.model_config import TextConfig
 from trencadis.core.families import llama, mistral, qwen2, qwen3
-from trencadis.core.models.family import ParsedConfig
 
 LLAMA: Mapping[str, Any] = {
     "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trencadis.multimodal.media_options import MediaOptions
-from trencadis.multimodal.patch_grids import Grid
+from trencadis.multimodal.patch_packing import Grid
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -25,7 +25,7 @@ class PlaceholderRun(NamedTuple):
     """A run of placeholder tokens of an image: ``tokens`` tokens that take arena rows from ``first`` on of item
     ``item``.
 
-    ``constant``: if not negative, all tokens take this constant row instead (``core.kv.media_spans.TokenRun``), and
+    ``constant``: if not negative, all tokens take this constant row instead (``core.media_spans.TokenRun``), and
     belong to the item's span. ``visible_rows``: if not 0, they take no rows, and tokens from here on attend to the
     item's first ``visible_rows`` rows (``MediaSpan``).
     """

@@ -15,7 +15,14 @@ from torch import Tensor
 
 from tools import row_kernel_cases
 from tools.compiled import layer_cases
-from trencadis.backends.cuda.kernels import paged_attention, rotary_kernels, tiles, vision_attention
+from trencadis.backends.cuda.kernels import (
+    cross_attend,
+    paged_attention,
+    quantised_kv_attention,
+    rotary_kernels,
+    tiles,
+    vision_attention,
+)
 from trencadis.backends.cuda.kernels.attention_tensors import (
     CrossAttentionItems,
     CudaSegments,
@@ -23,10 +30,8 @@ from trencadis.backends.cuda.kernels.attention_tensors import (
     SingleAttn,
     SingleCrossAttention,
 )
-from trencadis.backends.cuda.kernels.coded import quantised_kv_attention
-from trencadis.backends.cuda.kernels.cross_attention import cross_attend
 from trencadis.backends.cuda.kernels.query_blocks import DRAWN, FEW, READ
-from trencadis.core.backend import LayerKV
+from trencadis.core.device.backend import LayerKV
 
 Case = tuple[str, Callable[[], None]]
 DTYPES = {16: (torch.bfloat16, torch.float16), 32: (torch.float32,)}

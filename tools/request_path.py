@@ -47,7 +47,7 @@ TIMED = {
     "core/process/heap_trimmer.py": ("run_trimmer", "run_collector", "HeapTrimmer.collect_and_trim"),
     "server/http/app.py": ("_log_stats",),
     "server/http/uvicorn_server.py": ("WebServer.serve",),
-    "server/cli/api/server_lifecycle.py": ("ServerLifecycle.run", "SingleProcessServer.serve"),
+    "server/processes/server_lifecycle.py": ("ServerLifecycle.run", "SingleProcessServer.serve"),
 }
 """Functions that timers start, by file: pings and their answers, garbage, the line of counters, uvicorn's ticks."""
 

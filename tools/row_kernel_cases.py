@@ -13,19 +13,19 @@ from trencadis.backends.cuda.kernels import (
     embed,
     gather_scatter,
     layer_norm,
-    patches,
+    pixel_kernels,
+    quantised_linear,
     reset_sampler_state,
     rms_norm,
     sample,
     silu_mul,
 )
-from trencadis.backends.cuda.kernels.coded import quantised_linear
-from trencadis.backends.cuda.kernels.experts import grouped_gemm as expert_products
+from trencadis.backends.cuda.kernels import fused_moe as expert_products
 from trencadis.backends.cuda.weights.quantised_weight import pack_quantised_weight
-from trencadis.core.backend import HeadTensors, ResetTensors, SamplerState
+from trencadis.core.device.backend import HeadTensors, ResetTensors, SamplerState
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.quant.scheme import Scheme
-from trencadis.multimodal.qwen2_vl.patch_geometry import PATCH_VALUES
+from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
 
 Case = tuple[str, Callable[[], None]]
 HIDDEN, INTERMEDIATE, FEATURES, VOCAB, PAIRS = 3584, 18944, PATCH_VALUES, 151_936, 300
@@ -57,7 +57,7 @@ def small(arch: int) -> Iterator[Case]:
         yield f"{label} embed", lambda x=x, i=one: embed.launch(i, i, i, i, x, x, x)
         yield f"{label} gather", lambda x=x, i=many: gather_scatter.gather(x, i, x)
         yield f"{label} scatter", lambda x=x, i=many: gather_scatter.scatter(x, i, x)
-        yield f"{label} patches", lambda p=pixels, f=factor, w=wide: patches.launch(p, f, f, w)
+        yield f"{label} patches", lambda p=pixels, f=factor, w=wide: pixel_kernels.launch(p, f, f, w)
 
 
 def sampling(arch: int) -> Iterator[Case]:

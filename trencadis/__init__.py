@@ -66,31 +66,31 @@ _LAZY = {
     "BeamSearchOutput": ("trencadis.offline_beam_search", "BeamSearchOutput"),
     "BeamSearchParams": ("trencadis.offline_beam_search", "BeamSearchParams"),
     "BeamSearchSequence": ("trencadis.offline_beam_search", "BeamSearchSequence"),
-    "ClassificationOutput": ("trencadis.pooling_outputs", "ClassificationOutput"),
-    "ClassificationRequestOutput": ("trencadis.pooling_outputs", "ClassificationRequestOutput"),
+    "ClassificationOutput": ("trencadis.outputs", "ClassificationOutput"),
+    "ClassificationRequestOutput": ("trencadis.outputs", "ClassificationRequestOutput"),
     "CompletionOutput": ("trencadis.outputs", "CompletionOutput"),
-    "EmbeddingOutput": ("trencadis.pooling_outputs", "EmbeddingOutput"),
-    "EmbeddingRequestOutput": ("trencadis.pooling_outputs", "EmbeddingRequestOutput"),
+    "EmbeddingOutput": ("trencadis.outputs", "EmbeddingOutput"),
+    "EmbeddingRequestOutput": ("trencadis.outputs", "EmbeddingRequestOutput"),
     "EngineArgs": ("trencadis.engine_args", "EngineArgs"),
     "EngineConfig": ("trencadis.core.config", "EngineConfig"),
-    "FlatLogprobs": ("trencadis.logprobs", "FlatLogprobs"),
+    "FlatLogprobs": ("trencadis.outputs", "FlatLogprobs"),
     "FlexibleArgumentParser": ("trencadis.engine_args", "FlexibleArgumentParser"),
-    "GuidedDecodingParams": ("trencadis.core.masks.structured_outputs", "GuidedDecodingParams"),
+    "GuidedDecodingParams": ("trencadis.core.structured_outputs", "GuidedDecodingParams"),
     "LLMEngine": ("trencadis.llm_engine", "LLMEngine"),
     "LLM": ("trencadis.llm", "LLM"),
-    "Logprob": ("trencadis.logprobs", "Logprob"),
-    "PoolingOutput": ("trencadis.pooling_outputs", "PoolingOutput"),
-    "PoolingParams": ("trencadis.server.pooling.pooling_params", "PoolingParams"),
-    "PoolingRequestOutput": ("trencadis.pooling_outputs", "PoolingRequestOutput"),
+    "Logprob": ("trencadis.outputs", "Logprob"),
+    "PoolingOutput": ("trencadis.outputs", "PoolingOutput"),
+    "PoolingParams": ("trencadis.server.protocol.pooling_params", "PoolingParams"),
+    "PoolingRequestOutput": ("trencadis.outputs", "PoolingRequestOutput"),
     "PromptType": ("trencadis.prompt_inputs", "PromptType"),
-    "RepetitionDetectionParams": ("trencadis.core.masks.structured_outputs", "RepetitionDetectionParams"),
+    "RepetitionDetectionParams": ("trencadis.core.structured_outputs", "RepetitionDetectionParams"),
     "RequestOutput": ("trencadis.outputs", "RequestOutput"),
     "RequestOutputKind": ("trencadis.core.request", "RequestOutputKind"),
     "SamplingParams": ("trencadis.core.request", "SamplingParams"),
-    "ScoringOutput": ("trencadis.pooling_outputs", "ScoringOutput"),
-    "ScoringRequestOutput": ("trencadis.pooling_outputs", "ScoringRequestOutput"),
+    "ScoringOutput": ("trencadis.outputs", "ScoringOutput"),
+    "ScoringRequestOutput": ("trencadis.outputs", "ScoringRequestOutput"),
     "StartupError": ("trencadis.core.errors", "StartupError"),
-    "StructuredOutputsParams": ("trencadis.core.masks.structured_outputs", "StructuredOutputsParams"),
+    "StructuredOutputsParams": ("trencadis.core.structured_outputs", "StructuredOutputsParams"),
     "TextPrompt": ("trencadis.prompt_inputs", "TextPrompt"),
     "TokensPrompt": ("trencadis.prompt_inputs", "TokensPrompt"),
     "TrencadisError": ("trencadis.core.errors", "TrencadisError"),
@@ -102,31 +102,33 @@ if TYPE_CHECKING:
     from trencadis.async_llm import AsyncLLM as AsyncLLMEngine
     from trencadis.core.config import EngineConfig
     from trencadis.core.errors import StartupError, TrencadisError
-    from trencadis.core.masks.structured_outputs import (
+    from trencadis.core.request import RequestOutputKind, SamplingParams
+    from trencadis.core.structured_outputs import (
         GuidedDecodingParams,
         RepetitionDetectionParams,
         StructuredOutputsParams,
     )
-    from trencadis.core.request import RequestOutputKind, SamplingParams
     from trencadis.engine_args import AsyncEngineArgs, EngineArgs, FlexibleArgumentParser
     from trencadis.llm import LLM
     from trencadis.llm_engine import LLMEngine
     from trencadis.llm_kwargs import load_chat_template
-    from trencadis.logprobs import FlatLogprobs, Logprob
     from trencadis.offline_beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-    from trencadis.outputs import CompletionOutput, RequestOutput
-    from trencadis.pooling_outputs import (
+    from trencadis.outputs import (
         ClassificationOutput,
         ClassificationRequestOutput,
+        CompletionOutput,
         EmbeddingOutput,
         EmbeddingRequestOutput,
+        FlatLogprobs,
+        Logprob,
         PoolingOutput,
         PoolingRequestOutput,
+        RequestOutput,
         ScoringOutput,
         ScoringRequestOutput,
     )
     from trencadis.prompt_inputs import PromptType, TextPrompt, TokensPrompt
-    from trencadis.server.pooling.pooling_params import PoolingParams
+    from trencadis.server.protocol.pooling_params import PoolingParams
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 from trencadis.core.config import EngineConfig
 from trencadis.llm_kwargs import PROMPT_FLAGS, SINGLE_ENGINE_VALUES, build_offline_setup
 from trencadis.server.config.flags import LISTS, get_flag_table
-from trencadis.server.config.vllm_flags.flag_table import ROWS
+from trencadis.server.config.vllm_flag_table import ROWS
 
 
 class _BaseArgs:

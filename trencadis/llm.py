@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from trencadis.core.config import EngineConfig
-from trencadis.core.engine import Engine
+from trencadis.core.engine.engine import Engine
 from trencadis.core.errors import BadRequest
 from trencadis.core.progress import Progress
 from trencadis.core.request import SamplingParams

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest, TrencadisError, Unavailable, from_status
-from trencadis.core.links import placement
-from trencadis.core.links.topology import topology
+from trencadis.core.links.topology import choose_executor_backend, topology
 from trencadis.core.process import device_env, torch_build
 from trencadis.core.progress import Progress
 from trencadis.core.request import Delta, Request, SamplingParams
@@ -33,7 +32,7 @@ from trencadis.server.prompts.prompt import Prompt
 from trencadis.unsupported import UnsupportedFeature, UnsupportedMethods, refuse_lora, refuse_tokenization_kwargs
 
 if TYPE_CHECKING:
-    from trencadis.core.engine import Engine
+    from trencadis.core.engine.engine import Engine
     from trencadis.metrics_reader import LocalMetrics, MetricValue
 
 log = logging.getLogger("trencadis.engine")
@@ -48,7 +47,7 @@ def _start_engine(config: EngineConfig, progress: Progress | None) -> Engine:
 
     A process that torchrun started for another rank runs that rank here until the engine ends, and then exits.
     """
-    config, line = placement.choose_executor_backend(config, os.environ)
+    config, line = choose_executor_backend(config, os.environ)
     if line:
         log.warning("%s", line)
     rank_topology = topology(config, os.environ)
@@ -59,7 +58,7 @@ def _start_engine(config: EngineConfig, progress: Progress | None) -> Engine:
     for line in device_env.prepare_device_env(config.device, world=rank_topology.here).lines:
         log.info("%s", line)
     torch_build.import_torch()
-    from trencadis.core.startup.engine_builder import create_engine
+    from trencadis.core.engine.engine_builder import create_engine
 
     return create_engine(config, progress)
 

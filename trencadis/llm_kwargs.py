@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest, StartupError
-from trencadis.server.config import number_bounds
+from trencadis.server.config import resolve_settings
 from trencadis.server.config.flags import Flag, get_flag_table
-from trencadis.server.config.vllm_flags.flag_row import convert_flags
-from trencadis.server.config.vllm_flags.flag_table import ROWS
+from trencadis.server.config.vllm_flag_row import convert_flags
+from trencadis.server.config.vllm_flag_table import ROWS
 from trencadis.server.prompts.text_service import TextService
 from trencadis.server.prompts.text_service_builder import MediaRules, make_text_service
 from trencadis.server.text.chat_template import read_override
@@ -99,7 +99,7 @@ def build_engine_config(model: str, given: Mapping[str, Any]) -> EngineConfig:
         check_single_engine(name, settled.values.get(name))
     meant = {name: value for name, value in settled.values.items() if get_flag_table()[name].owner == "engine"}
     made = EngineConfig(**{"model": model, **values, **meant})
-    number_bounds.check(made)
+    resolve_settings.check_numbers(made)
     return made
 
 

@@ -1,16 +1,87 @@
-"""Outputs of offline calls, and the builder that accumulates them while tokens arrive."""
+"""Outputs of offline calls, and the builder that accumulates them while tokens arrive.
+
+Log-probabilities, single or many as flat lists (``SamplingParams.flat_logprobs``), which need few objects for
+any number of tokens.
+
+Outputs of offline pooling calls, named as in vLLM.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, Generic, Self, TypeVar, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from trencadis.core.request import Request, RequestOutputKind, RequestStats, TokenLogprob
-from trencadis.logprobs import FlatLogprobs, Logprob
 from trencadis.server.prompts.output_processor import ChoiceStream, TextPiece
 from trencadis.server.prompts.prompt import ImageSize, Prompt
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class Logprob:
+    """Log-probability of one token; ``rank`` 1 is the most likely."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass
+class FlatLogprobs(Sequence[Any]):
+    """A sequence of ``{token id: log-probability}``, one per position; a position without any is empty.
+
+    The ids of position ``i``, the token itself first, are ``token_ids[start_indices[i]:end_indices[i]]``; ``logprobs``,
+    ``ranks`` and ``decoded_tokens`` have the same indices. Positions are only appended.
+    """
+
+    start_indices: list[int] = field(default_factory=list)
+    end_indices: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    ranks: list[int | None] = field(default_factory=list)
+    decoded_tokens: list[str | None] = field(default_factory=list)
+
+    def append(self, position: Mapping[int, Logprob] | None) -> None:
+        """Adds a position; None adds an empty one."""
+        self.start_indices.append(len(self.token_ids))
+        for token, one in (position or {}).items():
+            self.token_ids.append(token)
+            self.logprobs.append(one.logprob)
+            self.ranks.append(one.rank)
+            self.decoded_tokens.append(one.decoded_token)
+        self.end_indices.append(len(self.token_ids))
+
+    def extend(self, positions: Iterable[Mapping[int, Logprob] | None]) -> None:
+        """Adds positions in order."""
+        for place in positions:
+            self.append(place)
+
+    def copy(self) -> FlatLogprobs:
+        """Returns the same positions in new lists."""
+        return self[:]
+
+    def __len__(self) -> int:
+        return len(self.start_indices)
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> FlatLogprobs: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            made = FlatLogprobs()
+            made.extend(self[i] for i in range(*index.indices(len(self))))
+            return made
+        at = range(self.start_indices[index], self.end_indices[index])
+        return {self.token_ids[i]: Logprob(self.logprobs[i], self.ranks[i], self.decoded_tokens[i]) for i in at}
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[i] for i in range(len(self)))
 
 
 class PositionLogprobs(dict[int, Logprob]):
@@ -219,3 +290,75 @@ class OutputBuilder:
                 metrics.first_scheduled_time = metrics.arrival_time + stream.stats.queue
             if self.finished:
                 metrics.finished_time = now
+
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class PoolingOutput:
+    """``data``: float32 [width], an embedding or probabilities (a numpy array); [tokens, width] for a token task."""
+
+    data: NDArray[np.float32]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PoolingOutput) and np.array_equal(self.data, other.data)
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """An embedding."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """Length of the embedding."""
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class ClassificationOutput:
+    """Probability of each class, in the order of the checkpoint's labels."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes."""
+        return len(self.probs)
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    """Relevance score of a pair."""
+
+    score: float
+
+
+@dataclass(slots=True)
+class PoolingRequestOutput(Generic[T]):
+    """Output for one prompt; ``outputs`` is one of the classes above."""
+
+    request_id: str
+    outputs: T
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
+
+    @classmethod
+    def like(cls, other: PoolingRequestOutput[Any], outputs: T) -> Self:
+        """Returns ``outputs`` as the output for the prompt of ``other``."""
+        return cls(other.request_id, outputs, other.prompt_token_ids, other.num_cached_tokens, other.finished)
+
+
+class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
+    """Output of ``embed`` for one prompt."""
+
+
+class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
+    """Output of ``classify`` for one prompt."""
+
+
+class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
+    """Output of ``score`` for one pair."""

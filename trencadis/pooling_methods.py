@@ -12,20 +12,23 @@ from trencadis.core.errors import BadRequest
 from trencadis.llm_engine import LLMEngine
 from trencadis.llm_kwargs import read_template
 from trencadis.multimodal.async_gather import gather_or_cancel
-from trencadis.outputs import RequestOutput
-from trencadis.pooling_outputs import (
+from trencadis.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
     PoolingOutput,
     PoolingRequestOutput,
+    RequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
 )
 from trencadis.progress_bar import PromptProgressBar, UseTqdm
 from trencadis.prompt_inputs import PromptType, as_list, read_prompt
-from trencadis.server.pooling.pooler_output import (
+from trencadis.server.prompts.prompt import Prompt
+from trencadis.server.prompts.run_pooling import make_pooling_request
+from trencadis.server.prompts.text_pairs import Pair, check_scores, make_pair_prompt, read_content
+from trencadis.server.protocol.pooler_output import (
     Float64,
     compute_pair_score,
     convert_to_floats,
@@ -33,10 +36,7 @@ from trencadis.server.pooling.pooler_output import (
     finish_pooled,
     read_raw_values,
 )
-from trencadis.server.pooling.pooling_params import PoolingParams
-from trencadis.server.pooling.pooling_request import make_pooling_request
-from trencadis.server.pooling.text_pairs import Pair, check_scores, make_pair_prompt, read_content
-from trencadis.server.prompts.prompt import Prompt
+from trencadis.server.protocol.pooling_params import PoolingParams
 from trencadis.unsupported import refuse_lora, refuse_tokenization_kwargs
 
 Params = PoolingParams | Sequence[PoolingParams] | None

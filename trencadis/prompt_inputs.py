@@ -11,13 +11,13 @@ from trencadis.core.request import SamplingParams
 from trencadis.multimodal.media_options import MediaPart, media_scope, part_uuid
 from trencadis.server.grammars.grammar_cache import GrammarCache
 from trencadis.server.grammars.response_format import find_requested_format
-from trencadis.server.pooling.pooling_params import PoolingParams
 from trencadis.server.prompts.answer_grammar import add_answer_grammar
-from trencadis.server.prompts.answer_parsers import AnswerParsers
+from trencadis.server.prompts.answer_reader import AnswerParsers
 from trencadis.server.prompts.prompt import Prompt
 from trencadis.server.prompts.text_service import TextService
 from trencadis.server.prompts.token_rules import add_rule
-from trencadis.server.reasoning.reasoning_formats import find_reasoning_format
+from trencadis.server.protocol.pooling_params import PoolingParams
+from trencadis.server.tools.reasoning_parser import find_reasoning_format
 
 
 class _MediaFields(TypedDict):

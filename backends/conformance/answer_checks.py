@@ -20,12 +20,13 @@ from tokenizers import Tokenizer
 from trencadis.backends.conformance.check_result import CheckFailed, Skipped
 from trencadis.backends.conformance.harness import SEQS, plan_of
 from trencadis.backends.conformance.target import CheckTarget
+from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.kv.media_spans import MediaSpan
 from trencadis.core.launches.model_runner import ModelRunner
 from trencadis.core.launches.persistent_tensors import allocate_persistent
-from trencadis.core.models import registry
+from trencadis.core.media_spans import MediaSpan
+from trencadis.core.models import model_loader
 from trencadis.core.step import PENDING, BidirectionalSpan, Draw, Encode, ImageRows, Reset, Row, Sample, Step
 
 TIE_GAP = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.3}
@@ -121,7 +122,7 @@ class PromptRunner:
 
     def __init__(self, config: ModelConfig, backend: Any, block: int) -> None:
         self.block, self.config, self.backend = block, config, backend
-        model = registry.build(config, backend)
+        model = model_loader.load_model(config, backend)
         self.per_row, self.shown = 16, image_outline(config)
         self.tokens = 0 if self.shown is None else self.shown.tokens
         model.bind(

@@ -14,7 +14,7 @@ import torch
 from trencadis.backends.conformance import program_checks, suite
 from trencadis.backends.conformance.check_result import CheckFailed, Skipped
 from trencadis.backends.conformance.target import CheckTarget, make_target
-from trencadis.core.backend import Backend
+from trencadis.core.device.backend import Backend
 
 
 def probes(name: str, checkpoint: Path, index: int = 0) -> Iterator[tuple[str, Callable[[], str]]]:

@@ -18,8 +18,8 @@ from trencadis.backends.conformance.program_checks import (
 )
 from trencadis.backends.conformance.target import CheckTarget
 from trencadis.backends.hooks import CAPTURE, STEP, hooks_of
-from trencadis.core.backend import ProgramState
 from trencadis.core.buckets import Bucket, Plan
+from trencadis.core.device.backend import ProgramState
 from trencadis.core.graphs.graph_capture import GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager
 from trencadis.core.graphs.oom_errors import format_error, is_out_of_memory

@@ -17,8 +17,8 @@ from trencadis.backends.conformance.harness import BLOCKS, all_buckets, plan_of,
 from trencadis.backends.conformance.program_checks import make_harness
 from trencadis.backends.conformance.target import CheckTarget
 from trencadis.backends.cpu.reference_ops import ReferenceOps
-from trencadis.core.backend import LayerKV
 from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.device.backend import LayerKV
 from trencadis.core.launches import host_inputs as host
 from trencadis.core.launches.persistent_tensors import by_block
 from trencadis.core.step import Int32, Reset, StepInputs

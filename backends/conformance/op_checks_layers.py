@@ -1,4 +1,9 @@
-"""Checks of the ops of decoders that are built from parts: layer norms, activations, experts, cross-attention."""
+"""Checks of the ops of decoders that are built from parts: layer norms, activations, experts, cross-attention.
+
+Checks POOL against the reference: sums by group, a class head over them, and non-finite values.
+
+The check of products with quantised weights: the dequantised weight, in float32, times the activations.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +29,11 @@ from trencadis.backends.conformance.op_checks import (
 from trencadis.backends.conformance.program_checks import make_harness
 from trencadis.backends.conformance.target import CheckTarget
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.layers.cross_attention import arena_row_numbers
-from trencadis.core.shapes.cross_attention_inputs import VARIANT, CrossAttentionInputs
+from trencadis.core.cross_attention_inputs import VARIANT, CrossAttentionInputs
+from trencadis.core.models.cross_attention import arena_row_numbers
+from trencadis.core.quant import online_quant
+from trencadis.core.quant.quantised_tensor import QTensor
+from trencadis.core.quant.scheme import FLOATS8, Scheme
 from trencadis.core.shared_constants import RESERVED_ROWS
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu")
@@ -181,3 +189,92 @@ def _make_cross_attention(tokens: int) -> CrossAttentionInputs:
     reach[0, 0] = IMAGE_ROWS
     times = np.where(reach > 0, rng.integers(1, 4, reach.shape), 0)
     return CrossAttentionInputs(UNITS, reach.astype(np.int32), times.astype(np.int32), np.full(tokens, 2, np.int32))
+
+
+GROUPS = (1, 2, 2, 2, 3, 1, 4, 0, 0)
+"""Group of each of nine rows: groups of several rows, one whose rows are not adjacent, and padding."""
+
+
+def pool(target: CheckTarget) -> str:
+    """Rows summed by group, the class head, padding in no sum; a NaN or an infinity spoils its own group alone."""
+    hidden = target.model.text.hidden
+    rows, group = randn(len(GROUPS), hidden, seed=3), torch.tensor(GROUPS, dtype=torch.int32)
+    errors: list[float] = []
+    for classes in (0, 1, 5):
+        weight = randn(classes, hidden, seed=4) / hidden**0.5 if classes else None
+
+        def sums(ops: Any, put: Any, weight: Tensor | None = weight) -> Work:
+            head = None if weight is None else put(weight).float()
+            return lambda x, g: [ops.pool(x, g, head)]
+
+        errors += vs_reference(target, sums, rows, group)
+    spoiled = rows.clone()
+    spoiled[2, 7], spoiled[4, 0], spoiled[8, 3] = float("nan"), float("inf"), float("nan")
+
+    def fine(ops: Any, put: Any) -> Work:
+        return lambda x, g: [(ops.pool(x, g, None).abs() <= torch.finfo(torch.float32).max).int()]
+
+    errors += vs_reference(target, fine, spoiled, group)
+    return error_summary(errors)
+
+
+ROUNDED = {"int": 2e-2, "float": 4e-2}
+"""Largest allowed error of a row, as a share of its norm, if activations are rounded to 8 bits of a kind."""
+
+SCHEMES = (
+    Scheme(8), Scheme(8, activations="token"), Scheme(8, group=32), Scheme(4, group=32), Scheme(4, group=64),
+    Scheme(4, group=32, symmetric=False), Scheme(8, "float", activations="token"),
+)  # fmt: skip
+
+
+def quantised_linear(target: CheckTarget) -> str:
+    """x W^T + b of weights in 8 and 4 bits, by row and by group; the weight states its widths and its bytes."""
+    hidden, wide = target.model.text.hidden, 96
+    errors: list[float] = []
+    host = target.backend().policy.quantised == FLOATS8
+    for scheme in SCHEMES[: 4 if target.quick else None]:
+        q = _weight(randn(wide, hidden, seed=1) / hidden**0.5, scheme)
+
+        def close(what: str, found: Tensor, wanted: Tensor, dtype: torch.dtype, scheme: Scheme = scheme) -> float:
+            return _check_near(f"{scheme.label}, {what}", found, wanted, dtype, scheme)
+
+        for rows in (1, 5, 37):
+
+            def setup(ops: Any, put: Any, q: QTensor = q) -> Work:
+                bias = put(randn(wide, seed=2))
+                packed = ops.pack_quantised(_move_weight(q, bias, host), bias)
+                if (packed.out_features, packed.in_features) != q.shape:
+                    raise CheckFailed(f"pack_quantised says {packed.out_features} x {packed.in_features}")
+                return lambda x: [ops.linear(x, packed)]
+
+            errors += vs_reference(target, setup, randn(rows, hidden, seed=rows), close=close)
+    return error_summary(errors)
+
+
+def _weight(weight: Tensor, scheme: Scheme) -> QTensor:
+    """Quantises a weight as loading does; asymmetric schemes get arbitrary zero points."""
+    q = online_quant.quantise(weight, scheme, torch.float32)
+    if scheme.symmetric:
+        return q
+    zero = torch.arange(q.scale.numel()).view(q.scale.shape) % 5 - 2
+    return replace(q, zero=zero.to(torch.int8))
+
+
+def _move_weight(q: QTensor, bias: Tensor, host: bool) -> QTensor:
+    """Puts a weight where a loader would leave it (``host``: not on the device), with the dtype of ``bias``."""
+    found = replace(q, dtype=bias.dtype)
+    return found if host or bias.device.type == "cpu" else found.moved(bias.device)
+
+
+def _check_near(what: str, found: Tensor, wanted: Tensor, dtype: torch.dtype, scheme: Scheme) -> float:
+    """Runs ``check_close``; 8-bit activations, and groups that are rounded again, are compared by rows instead."""
+    try:
+        return check_close(what, found, wanted, dtype)
+    except CheckFailed:
+        if found.shape != wanted.shape:
+            raise
+    away = (found.cpu().float() - wanted.float()).norm(dim=1) / wanted.float().norm(dim=1)
+    error = float(away.max())
+    if not error <= ROUNDED[scheme.kind]:
+        raise CheckFailed(f"{what}: off by {error:.2g} of a row's norm; the tolerance is {ROUNDED[scheme.kind]:.0e}")
+    return error

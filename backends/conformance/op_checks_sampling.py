@@ -13,8 +13,8 @@ from trencadis.backends.conformance.check_result import CheckFailed
 from trencadis.backends.conformance.op_checks import check_close, error_summary, randn
 from trencadis.backends.conformance.program_checks import make_harness
 from trencadis.backends.conformance.target import CheckTarget
-from trencadis.core.backend import SamplerState
 from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.device.backend import SamplerState
 from trencadis.core.launches import host_inputs as host
 from trencadis.core.request import MAX_BIAS, MAX_LOGPROBS
 from trencadis.core.step import Bias, Reset, Sample

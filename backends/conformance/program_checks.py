@@ -14,8 +14,8 @@ from trencadis.backends.conformance.check_result import CheckFailed, Skipped
 from trencadis.backends.conformance.harness import Harness, all_buckets, spread_buckets
 from trencadis.backends.conformance.target import CheckTarget
 from trencadis.backends.hooks import hooks_of
-from trencadis.core.backend import ProgramState
 from trencadis.core.buckets import Bucket, Stage, padded_tokens
+from trencadis.core.device.backend import ProgramState
 
 PER_STAGE, PER_STAGE_QUICK = 12, 3
 

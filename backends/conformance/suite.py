@@ -1,4 +1,7 @@
-"""The list of checks, and the loop that runs them on one backend."""
+"""The list of checks, and the loop that runs them on one backend.
+
+Launch times of each stage, for information; this check never fails.
+"""
 
 from __future__ import annotations
 
@@ -6,31 +9,64 @@ import contextlib
 import gc
 import time
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from statistics import median
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from trencadis.backends.conformance import (
     answer_checks,
     graph_checks,
-    launch_times,
     op_checks,
     op_checks_layers,
-    op_checks_pooling,
-    op_checks_quantised,
     op_checks_sampling,
     op_checks_vision,
     program_checks,
 )
 from trencadis.backends.conformance.check_result import FAIL, PASS, SKIP, CheckFailed, Report, Result, Skipped
+from trencadis.backends.conformance.harness import all_buckets
+from trencadis.backends.conformance.program_checks import make_harness
 from trencadis.backends.conformance.target import CheckTarget
+from trencadis.core.buckets import Stage, padded_tokens
+from trencadis.core.device.backend import ProgramState
+
+UNITS = {Stage.VISION: "slots", Stage.SAMPLE: "rows", Stage.RESET: "rows", Stage.POOL: "rows"}
+
+
+def speed_sheet(target: CheckTarget) -> str:
+    """Times launches of each stage's largest bucket, replayed if the device captures."""
+    harness = make_harness(target)
+    backend: Any = harness.backend
+    lines = []
+    for stage in harness.stages:
+        bucket = max(all_buckets(harness.plan, stage), key=padded_tokens)
+        program = backend.program(bucket, harness.body(bucket))
+        inputs, _ = harness.inputs(bucket, np.random.default_rng(3))
+        backend.fill(program, inputs)
+        harness.prepare(False)
+        program.run()
+        program.capture()
+        took = []
+        for _ in range(2 if target.quick else 7):
+            begun = time.perf_counter()
+            backend.fill(program, inputs)
+            (program.replay if program.state is ProgramState.CAPTURED else program.run)()
+            backend.synchronize()
+            took.append(time.perf_counter() - begun)
+        program.release()
+        each = median(took)
+        rate = f"{padded_tokens(bucket) / each:.0f} {UNITS.get(stage, 'tokens')}/s"
+        lines.append(f"{bucket} {1e3 * each:.2f} ms ({rate})")
+    return ", ".join(lines)
+
 
 Check = Callable[[CheckTarget], str]
 Target = TypeVar("Target")
 
 CHECKS: dict[str, Check] = {
     "op.linear": op_checks.linear,
-    "op.quantised": op_checks_quantised.quantised_linear,
+    "op.quantised": op_checks_layers.quantised_linear,
     "op.rms_norm": op_checks.rms_norm,
     "op.layer_norm": op_checks_layers.layer_norm,
     "op.silu_mul": op_checks.silu_mul,
@@ -53,7 +89,7 @@ CHECKS: dict[str, Check] = {
     "op.scatter_rows": op_checks.scatter_rows,
     "op.sample": op_checks_sampling.sample,
     "op.reset": op_checks_sampling.reset,
-    "op.pool": op_checks_pooling.pool,
+    "op.pool": op_checks_layers.pool,
     "padding": program_checks.padding,
     "replay": program_checks.replay,
     "refill": program_checks.refill,
@@ -68,7 +104,7 @@ CHECKS: dict[str, Check] = {
     "out-of-memory.step": graph_checks.out_of_memory_in_step,
     "tokens": answer_checks.greedy,
     "tokens.sampled": answer_checks.random_sampling,
-    "speed": launch_times.speed_sheet,
+    "speed": speed_sheet,
 }
 """Checks by name, in order. A check returns its figure, or raises CheckFailed or Skipped."""
 

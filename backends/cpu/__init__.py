@@ -3,11 +3,11 @@
 from trencadis.backends.cpu.backend import CpuBackend
 from trencadis.backends.cpu.cpu_dtypes import pick_dtype
 from trencadis.backends.cpu.policy import policy as pick_policy
-from trencadis.core.backend import Backend, BackendConfig
+from trencadis.core.device.backend import Backend, BackendConfig
 
 __all__ = ["make_backend", "pick_dtype", "pick_policy"]
 
 
 def make_backend(cfg: BackendConfig) -> Backend:
-    """Builds the CPU backend for ``core.backend.load("cpu")``."""
+    """Builds the CPU backend for ``core.device.backend.load("cpu")``."""
     return CpuBackend(cfg)

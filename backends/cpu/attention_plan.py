@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trencadis.backends.cpu.native import flash
 from trencadis.backends.cpu.native.decode_attention import SingleTokenRows
-from trencadis.core.backend import Attn
+from trencadis.core.device.backend import Attn
 
 GROUP_SLACK, GROUP_RATIO = 32, 1.25
 """A decode group ends before a row longer than ratio x shortest + slack, so that a long row does not pad the others."""

@@ -21,10 +21,10 @@ from trencadis.backends.cpu.policy import policy
 from trencadis.backends.cpu.process_memory import CpuMemory
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.core import envs
-from trencadis.core.backend import BackendConfig, Body, Comm, Inputs, Memory, Ops, Program, TensorsOut
 from trencadis.core.buckets import Bucket
-from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
 from trencadis.core.cpu_affinity import BIND, RESERVED, computing_cpus, own_cpus
+from trencadis.core.device.backend import BackendConfig, Body, Comm, Inputs, Memory, Ops, Program, TensorsOut
+from trencadis.core.vision_config import NO_SLOT, SlotForm
 
 log = logging.getLogger("trencadis.engine")
 
@@ -44,7 +44,7 @@ def _ops(cfg: BackendConfig) -> Ops:
 
 
 class CpuBackend:
-    """``core.backend.Backend``. Options: policy (serving, padded), ops (fast, reference), threads."""
+    """``core.device.backend.Backend``. Options: policy (serving, padded), ops (fast, reference), threads."""
 
     name = "cpu"
     values = True

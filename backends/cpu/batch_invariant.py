@@ -19,7 +19,7 @@ from trencadis.backends.cpu.attention_plan import ChunkSpan, get_plan
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight, stored_at
 from trencadis.backends.cpu.policy import INVARIANT_ROWS as ROWS
 from trencadis.backends.cpu.reference_ops import ReferenceOps, apply_activation
-from trencadis.core.backend import Attn, LayerKV, Rotary, Weight
+from trencadis.core.device.backend import Attn, LayerKV, Rotary, Weight
 from trencadis.core.errors import StartupError
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.shared_constants import WINDOW_SLOTS
@@ -85,7 +85,7 @@ class ProbedOps(ReferenceOps):
 
 
 class InvariantOps(ProbedOps, CpuOps):
-    """Implements ``core.backend.Ops`` for CPU tensors so that a token gets the same bits in any batch.
+    """Implements ``core.device.backend.Ops`` for CPU tensors so that a token gets the same bits in any batch.
 
     Own products give each row its own sums. If oneDNN multiplies, rows are padded to a multiple of ``ROWS``; a
     weight for which that is not enough (oneDNN's products on AMX tiles) is multiplied in calls of ``FIXED_ROWS`` rows.

@@ -26,7 +26,9 @@ from trencadis.backends.cpu.padding import (
     visible_ends,
     windows,
 )
-from trencadis.core.backend import (
+from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.cross_attention_inputs import planned_units
+from trencadis.core.device.backend import (
     Body,
     HeadTensors,
     Inputs,
@@ -39,20 +41,18 @@ from trencadis.core.backend import (
     VisionTensors,
     host_output,
 )
-from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.checkpoint.vision_config import NO_SLOT
-from trencadis.core.launches.launch_tensors import CrossAttentionTensors, first_rows
+from trencadis.core.device.launch_tensors import CrossAttentionTensors, first_rows
 from trencadis.core.launches.rank_input_batch import PersistentHeadInputs, PersistentTextInputs
-from trencadis.core.shapes.cross_attention_inputs import planned_units
 from trencadis.core.shared_constants import SINK_ROW, ZERO_BLOCK
 from trencadis.core.step import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
+from trencadis.core.vision_config import NO_SLOT
 
 Array = NDArray[Any]
 
 
 @dataclass(eq=False)
 class CpuProgram:
-    """Implements ``core.backend.Program`` without capture.
+    """Implements ``core.device.backend.Program`` without capture.
 
     Each fill makes new tensors, except for a persistent batch that has only advanced.
     """
@@ -221,7 +221,7 @@ def _pad(x: Array, *shape: int, dtype: type = np.int32, value: float = 0) -> Ten
 
 
 class CpuPending:
-    """A result that is already on the host; ``core.backend.Pending``."""
+    """A result that is already on the host; ``core.device.backend.Pending``."""
 
     def __init__(self, out: TensorsOut, rows: int) -> None:
         self._out: Any = host_output(out, [None if t is None else first_rows(t, rows).numpy() for t in out])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trencadis.core.backend import Weight
+from trencadis.core.device.backend import Weight
 
 ROWS = 8192
 """Maximum rows (tokens times experts) that the product over all experts holds at a time."""
@@ -62,9 +62,7 @@ def route_tokens(scores: Tensor, top: int, normalise: bool) -> tuple[Tensor, Ten
 def run_all_experts(
     ops: Any, x: Tensor, scores: Tensor, w: JoinedExperts, top: int, normalise: bool, kind: str
 ) -> Tensor:
-    """Implements ``core.backend.Ops.experts`` over all experts, ``ROWS`` rows at a time; other experts have share
-    zero.
-    """
+    """Implements ``backend.Ops.experts`` over all experts, ``ROWS`` rows at a time; other experts have share zero."""
     shares, chosen = route_tokens(scores, top, normalise)
     n = len(x)
     every = torch.zeros((n, w.count), dtype=torch.float32, device=x.device).scatter(1, chosen, shares)

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trencadis.core.backend import BackendConfig
+from trencadis.core.device.backend import BackendConfig
+from trencadis.core.device.communicators import SingleRank as SingleRank
 from trencadis.core.executor.process_groups import TIMEOUT, open_store
-from trencadis.core.launches.communicators import SingleRank as SingleRank
 
 
 class GlooComm:
-    """Implements ``core.backend.Comm`` over a group of its own, so that one process may hold several engines.
+    """Implements ``core.device.backend.Comm`` over a group of its own, so that one process may hold several engines.
 
     Sums gather the parts and add them in the order of the ranks, so that every rank gets the same bits and the bits of
     a row do not depend on its index in the batch. A ring adds the parts of a tensor in different orders.
@@ -60,7 +60,7 @@ class GlooComm:
 
 
 class GlooPipe:
-    """Implements ``core.backend.Pipe`` over gloo: ``send`` copies the rows and returns while they are transferred."""
+    """Implements the backend's ``Pipe`` over gloo: ``send`` copies the rows and returns while they are transferred."""
 
     def __init__(self, cfg: BackendConfig) -> None:
         self._everyone = GlooComm(cfg, everyone=True)

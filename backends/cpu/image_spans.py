@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from trencadis.backends.cpu.attention_plan import Where
-from trencadis.core.backend import Segments
+from trencadis.core.device.backend import Segments
 from trencadis.core.shared_constants import WINDOW_SLOTS
 
 

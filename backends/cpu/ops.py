@@ -27,9 +27,9 @@ from trencadis.backends.cpu.native.rotary import StoredKeys, can_store, rotate, 
 from trencadis.backends.cpu.native.row_ops import best, rms_norm, silu_mul
 from trencadis.backends.cpu.reference_ops import ReferenceOps, apply_activation
 from trencadis.backends.cpu.sampler import thresholds
-from trencadis.core.backend import Attn, ExpertWeights, HeadTensors, LayerKV, Rotary, Segments, Weight, slots_at
-from trencadis.core.layers.weight_source import StoredRows
-from trencadis.core.quant import kv_cache_codes
+from trencadis.core.checkpoint.weight_source import StoredRows
+from trencadis.core.device.backend import Attn, ExpertWeights, HeadTensors, LayerKV, Rotary, Segments, Weight, slots_at
+from trencadis.core.models import kv_cache_codes
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.shared_constants import WINDOW_SLOTS
 
@@ -54,7 +54,7 @@ class PackedWeight:
 
 
 class CpuOps(ReferenceOps):
-    """Implements ``core.backend.Ops`` for CPU tensors."""
+    """Implements ``core.device.backend.Ops`` for CPU tensors."""
 
     copies = True
     every_row = False
@@ -86,7 +86,7 @@ class CpuOps(ReferenceOps):
         return PackedWeight(packed, bias, weight.shape[0], weight.shape[1], panels)
 
     def pack_stored(self, rows: StoredRows, bias: Tensor | None) -> Weight | None:
-        """Implements ``core.layers.weight_source.StoringOps``: packs in one pass by the library, if it knows oneDNN's
+        """Implements ``weight_source.StoringOps``: packs in one pass by the library, if it knows oneDNN's
         layout.
         """
         if not is_packable(rows.dtype) and dense.most_rows(self.table, rows.dtype) < ANY:
@@ -102,14 +102,14 @@ class CpuOps(ReferenceOps):
         return PackedWeight(made.tensor, bias, outputs, inputs, panels)
 
     def keeps(self) -> bool:
-        """Implements ``core.layers.weight_source.KeepingOps``."""
+        """Implements ``core.checkpoint.weight_source.KeepingOps``."""
         return self.pages.has_cache
 
     def finish_loading(self) -> int:
         return self.pages.finish()
 
     def table_of(self, weight: Weight) -> Tensor | None:
-        """Implements ``core.layers.weight_source.SharingOps``: the panels of a weight that own kernels multiply."""
+        """Implements ``core.checkpoint.weight_source.SharingOps``: the panels of a weight that own kernels multiply."""
         return dense.table_of(weight.panels) if isinstance(weight, PackedWeight) and weight.panels is not None else None
 
     def pack_quantised(self, q: QTensor, bias: Tensor | None = None) -> Weight:
@@ -199,7 +199,7 @@ class CpuOps(ReferenceOps):
     def pack_quantised_experts(
         self, gate_up: Sequence[Tensor | QTensor], down: Sequence[Tensor | QTensor]
     ) -> SeparateExperts:
-        """Implements ``core.layers.moe.CodingOps``: packs each expert like any other weight."""
+        """Implements ``core.models.moe.CodingOps``: packs each expert like any other weight."""
         held, total = list[list[Weight]](), 0
         for some in (gate_up, down):
             held.append([])

@@ -1,6 +1,6 @@
 """Pads the host arrays of a launch to its bucket's size, for every backend; surplus rows hold inert values.
 
-The results are the structures of ``core.backend``, with arrays in place of tensors.
+The results are the structures of ``core.device.backend``, with arrays in place of tensors.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trencadis.core.backend import HeadTensors, Inputs, PoolTensors, ResetTensors
 from trencadis.core.buckets import Stage
-from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
+from trencadis.core.cross_attention_inputs import padding_inputs
+from trencadis.core.device.backend import HeadTensors, Inputs, PoolTensors, ResetTensors
+from trencadis.core.device.launch_tensors import CrossAttentionTensors
 from trencadis.core.launches.host_inputs import own_positions, padding_vision_inputs
-from trencadis.core.launches.launch_tensors import CrossAttentionTensors
 from trencadis.core.request import MAX_BIAS
-from trencadis.core.shapes.cross_attention_inputs import padding_inputs
 from trencadis.core.shared_constants import SINK_BLOCK, WINDOW_SLOTS
 from trencadis.core.step import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
+from trencadis.core.vision_config import NO_SLOT, SlotForm
 
 Array = NDArray[Any]
 HEAD: dict[str, tuple[type, float]] = {

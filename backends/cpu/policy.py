@@ -8,7 +8,7 @@ from platform import machine
 from trencadis.backends.cpu.native import kernel_table
 from trencadis.core.buckets import DEFAULT_VISION_SLOTS, MIXED_AXES, Policy, Stage
 from trencadis.core.errors import StartupError
-from trencadis.core.quant.kv_cache_format import FP8, INT8
+from trencadis.core.kv_cache_format import FP8, INT8
 from trencadis.core.quant.scheme import PANELS, ROWS8
 from trencadis.core.shared_constants import WINDOW_SLOTS
 

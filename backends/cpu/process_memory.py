@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from trencadis.core.memory.host_memory import free_host, total_host
+from trencadis.core.host_memory import free_host, total_host
 
 
 class CpuMemory:
-    """Memory in bytes (``core.backend.Memory``)."""
+    """Memory in bytes (``core.device.backend.Memory``)."""
 
     def total(self) -> int:
         return total_host()

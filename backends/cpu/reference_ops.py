@@ -1,6 +1,6 @@
 """The reference: every op in plain torch, with static shapes and without reading a tensor on the host.
 
-Other devices inherit it and override the ops that they have faster kernels for. Letters as in ``core.backend.Ops``.
+Other devices inherit it and override the ops that they have faster kernels for. Letters as in ``backend.Ops``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from trencadis.backends.cpu.expert_mlp import JoinedExperts, join_experts, run_all_experts
 from trencadis.backends.cpu.sampler import sample_full, thresholds, unpack, update
-from trencadis.core.backend import (
+from trencadis.core.device.backend import (
     Attn,
     ExpertWeights,
     HeadTensors,
@@ -28,8 +28,8 @@ from trencadis.core.backend import (
     Weight,
     put_slots,
 )
-from trencadis.core.launches.launch_tensors import CrossAttentionTensors
-from trencadis.core.quant import kv_cache_codes
+from trencadis.core.device.launch_tensors import CrossAttentionTensors
+from trencadis.core.models import kv_cache_codes
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.shared_constants import WINDOW_SLOTS
 
@@ -53,7 +53,7 @@ class PlainWeight:
 
 
 class ReferenceOps:
-    """Implements ``core.backend.Ops``."""
+    """Implements ``core.device.backend.Ops``."""
 
     copies = False
     gathers = True
@@ -320,7 +320,7 @@ class ReferenceOps:
 
 
 def apply_activation(x: Tensor, kind: str) -> Tensor:
-    """Applies the activation with this name of ``core.backend.Ops.act``.
+    """Applies the activation with this name of ``core.device.backend.Ops.act``.
 
     GELU and its two approximations are those of arXiv 1606.08415, section 2.
     """

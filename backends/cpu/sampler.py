@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from trencadis.core.backend import HeadTensors, HeadTensorsOut, SamplerState
+from trencadis.core.device.backend import HeadTensors, HeadTensorsOut, SamplerState
 from trencadis.core.request import GREEDY_BELOW, MAX_LOGPROBS
 
 

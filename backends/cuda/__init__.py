@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from trencadis.backends.cuda.device_nodes import card_nodes, count_cards
 from trencadis.backends.cuda.policy import policy as pick_policy
+from trencadis.backends.cuda.visible_devices import card_nodes, count_cards
 from trencadis.core import envs
 from trencadis.core.errors import StartupError
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from trencadis.backends.cuda.backend import CudaBackend
     from trencadis.backends.cuda.runtime_protocol import Runtime
-    from trencadis.core.backend import Backend, BackendConfig, Comm
+    from trencadis.core.device.backend import Backend, BackendConfig, Comm
 
 __all__ = ["cards", "listing", "make_backend", "pick_dtype", "pick_policy", "has_card", "runtime_of", "usable"]
 
@@ -41,14 +41,13 @@ def make_backend(cfg: BackendConfig) -> Backend:
             f"--tensor-parallel-size 1, not {cfg.world}"
         )
     device = support_checks.pick_device(cfg.card, cfg.cards, cfg.dtype)
-    from trencadis.backends.cuda import cuda_dtypes
+    from trencadis.backends.cuda import support_checks
     from trencadis.backends.cuda.backend import CudaBackend  # imports triton, which may be missing
-    from trencadis.backends.cuda.invariant_ops import InvariantCudaOps
     from trencadis.backends.cuda.kernels import tiles
     from trencadis.backends.cuda.libraries.attention_backend import RequestedAttention
-    from trencadis.backends.cuda.ops import CudaOps
+    from trencadis.backends.cuda.ops import CudaOps, InvariantCudaOps
 
-    cuda_dtypes.exact(cfg.dtype)
+    support_checks.require_exact_float32(cfg.dtype)
     asked = RequestedAttention.of(cfg, tiles.arch_of(device))
     ops = InvariantCudaOps() if cfg.batch_invariant else asked.ops(CudaOps)()
     return asked.attach(_with_pipe(CudaBackend(cfg, runtime_of(device), ops, _comm(cfg, device))))
@@ -142,6 +141,6 @@ def usable() -> str:
 
 def pick_dtype(asked: str, stored: str) -> torch.dtype:
     """Returns the dtype that a card computes in (``cuda_dtypes.pick_dtype``)."""
-    from trencadis.backends.cuda import cuda_dtypes
+    from trencadis.backends.cuda import support_checks
 
-    return cuda_dtypes.pick_dtype(asked, stored)
+    return support_checks.pick_dtype(asked, stored)

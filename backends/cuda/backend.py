@@ -19,16 +19,16 @@ from trencadis.backends.cuda.launches.input_buffers import StageBuffers
 from trencadis.backends.cuda.launches.input_sizes import cross_attention_bytes, input_bytes
 from trencadis.backends.cuda.policy import policy
 from trencadis.backends.cuda.runtime_protocol import Runtime
-from trencadis.core.backend import BackendConfig, Body, Comm, Inputs, Memory, Ops, Pipe, Program, TensorsOut
 from trencadis.core.buckets import Bucket
-from trencadis.core.checkpoint.vision_config import SlotForm
+from trencadis.core.device.backend import BackendConfig, Body, Comm, Inputs, Memory, Ops, Pipe, Program, TensorsOut
+from trencadis.core.vision_config import SlotForm
 
 TWIN = "cuda (twin): no card computes here; launches, copies and graphs are imitated on the CPU, for tests only."
 INTERPRETED = "cuda (interpreted): kernels run in Triton's interpreter, for tests only."
 
 
 class CudaBackend:
-    """``core.backend.Backend`` over a runtime: a card's, or its twin on the CPU.
+    """``core.device.backend.Backend`` over a runtime: a card's, or its twin on the CPU.
 
     Attributes:
         library: attention library in place of this engine's kernels, set before programs are made.

@@ -10,8 +10,8 @@ from torch import Tensor
 from trencadis.backends.cuda.launches.cuda_inputs import Sizes
 from trencadis.backends.cuda.launches.input_buffers import InputBuffers, StageBuffers, buffer_bytes
 from trencadis.backends.cuda.runtime_protocol import CudaEvent, Graph, Runtime, Stream
-from trencadis.core.backend import Body, Inputs, OutOfDeviceMemory, ProgramState, TensorsOut, host_output
 from trencadis.core.buckets import Bucket
+from trencadis.core.device.backend import Body, Inputs, OutOfDeviceMemory, ProgramState, TensorsOut, host_output
 
 
 class AttentionLibrary(Protocol):
@@ -25,7 +25,7 @@ class AttentionLibrary(Protocol):
 
 
 class CudaProgram:
-    """``core.backend.Program``.
+    """``core.device.backend.Program``.
 
     Buckets of a stage share the memory of their inputs, and graphs of a stage their working memory.
 
@@ -131,7 +131,7 @@ class CudaProgram:
 
 
 class CudaPending:
-    """Outputs being copied to the host; ``core.backend.Pending``.
+    """Outputs being copied to the host; ``core.device.backend.Pending``.
 
     Args:
         fetched: recorded when the copies are done, for launches that overwrite what the copies read.

@@ -3,6 +3,8 @@
 Programs run on one stream, copies to the device on a second, copies from it on a third, copies of weights within a
 launch on a fourth; events order them. Tests make
 the same calls to ``twin.twin_runtime.TwinRuntime``, which records them, so their order is checked without a card.
+
+Counter of the kernels that Triton compiles: after warm-up the number must not grow.
 """
 
 from __future__ import annotations
@@ -11,19 +13,52 @@ import gc
 import math
 import mmap
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from triton import knobs
 
-from trencadis.backends.cuda.compile_counter import CompileCounter
 from trencadis.backends.cuda.graph_pool import CapturedGraphs, CudaGraph, GraphPool, discard_failed_capture
 from trencadis.backends.cuda.runtime_protocol import Array, Graph, Stream
 from trencadis.backends.hooks import Hooks
-from trencadis.core.backend import Memory, OutOfDeviceMemory
+from trencadis.core.device.backend import Memory, OutOfDeviceMemory
+
+
+class CompileCounter:
+    """Counts the kernels that this process compiles or loads after the first instance was made."""
+
+    _counts: ClassVar[Counter[str]] = Counter()
+    _watching = False
+
+    def __init__(self) -> None:
+        if not CompileCounter._watching:
+            CompileCounter._watching = True
+            before = knobs.runtime.jit_post_compile_hook
+
+            def hook(**event: Any) -> bool | None:
+                CompileCounter._counts[_name(event)] += 1
+                return None if before is None else before(**event)
+
+            knobs.runtime.jit_post_compile_hook = hook
+        self._begun = self._counts.copy()
+
+    def count(self) -> int:
+        """Returns the compilations since this object was made; compiled kernels serve all backends of the process."""
+        return self._counts.total() - self._begun.total()
+
+    def names(self) -> dict[str, int]:
+        """Returns compilations by kernel, for the log line that names recompiled kernels."""
+        return dict(self._counts - self._begun)
+
+
+def _name(event: dict[str, Any]) -> str:
+    return str(getattr(event.get("fn"), "name", "") or event.get("repr", "kernel"))
+
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trencadis.core import envs
-from trencadis.core.backend import BackendConfig
+from trencadis.core.device.backend import BackendConfig
 
 if TYPE_CHECKING:
     from trencadis.backends.cuda.kernels.peers.symmetric_memory import PeerAllReduce
@@ -21,7 +21,7 @@ _gather: Callable[..., Any] = getattr(torch.distributed, "all_gather_single", to
 
 
 class CudaComm:
-    """``core.backend.Comm`` over the process group that the executor made: NCCL on cards, gloo on CPU tensors.
+    """``core.device.backend.Comm`` over the process group that the executor made: NCCL on cards, gloo on CPU tensors.
 
     With several ranks the constructor is collective: every rank of every stage joins the groups of all stages. NCCL
     sets itself up in its first collective, which cannot be captured, so that one runs here.
@@ -77,7 +77,7 @@ class CudaComm:
 
 
 class CudaPipe:
-    """``core.backend.Pipe``: rows go from card to card on the stream of programs, outside of graphs.
+    """``core.device.backend.Pipe``: rows go from card to card on the stream of programs, outside of graphs.
 
     NCCL sets a pair of ranks up in their first exchange, so one runs in the constructor.
 

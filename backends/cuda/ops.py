@@ -1,5 +1,13 @@
 """The ops of an NVIDIA card: Triton kernels where they are faster, torch's own for linears, the reference for the
 rest.
+
+Ops of a card that give a token the same bits whatever else is in its launch (``--batch-invariant``).
+
+cuBLAS chooses a kernel, and with it an order of summation, by the number of rows: here rows are always multiplied in
+full pieces of ``policy.INVARIANT_ROWS``. Attention of text has one kernel and one tile for every launch, since one run
+may decode a token alone that another run computes in a mixed launch or a chunk; its keys are visited in spans that
+begin at the row's first, and joined in their order by one program or by several. The other kernels compute one row at a
+time anyway. This is slower, with equal results.
 """
 
 from __future__ import annotations
@@ -10,15 +18,20 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch
 from torch import Tensor
 
+from trencadis.backends.cpu.batch_invariant import ProbedOps
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cuda.host_layers import HostLayerOps
 from trencadis.backends.cuda.kernels import (
     activation,
+    cross_attend,
     embed,
+    fused_moe,
     gather_scatter,
     layer_norm,
     paged_attention,
-    patches,
+    pixel_kernels,
+    quantised_kv_attention,
+    quantised_linear,
     reset_sampler_state,
     rms_norm,
     rotary_kernels,
@@ -28,14 +41,12 @@ from trencadis.backends.cuda.kernels import (
     vision_attention,
 )
 from trencadis.backends.cuda.kernels.attention_tensors import CrossAttentionItems, CudaSegments, ItemAttn
-from trencadis.backends.cuda.kernels.coded import quantised_kv_attention, quantised_linear
-from trencadis.backends.cuda.kernels.cross_attention import cross_attend
-from trencadis.backends.cuda.kernels.experts import grouped_gemm
-from trencadis.backends.cuda.kernels.experts.grouped_gemm import StackedExperts
+from trencadis.backends.cuda.kernels.fused_moe import StackedExperts
 from trencadis.backends.cuda.kernels.layers import fused_layer, skinny_gemm
+from trencadis.backends.cuda.policy import INVARIANT_ROWS as ROWS
 from trencadis.backends.cuda.weights.quantised_weight import QuantisedWeight, pack_quantised_weight
 from trencadis.core import envs
-from trencadis.core.backend import (
+from trencadis.core.device.backend import (
     Attn,
     ExpertWeights,
     HeadTensors,
@@ -47,7 +58,7 @@ from trencadis.core.backend import (
     Segments,
     Weight,
 )
-from trencadis.core.launches.launch_tensors import CrossAttentionTensors
+from trencadis.core.device.launch_tensors import CrossAttentionTensors
 from trencadis.core.models.decoder import DecoderLayer
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.shared_constants import WINDOW_SLOTS
@@ -56,7 +67,7 @@ T = TypeVar("T")
 
 
 class CudaOps(HostLayerOps, ReferenceOps):
-    """``core.backend.Ops``.
+    """``core.device.backend.Ops``.
 
     Outputs and partial results come from torch's caching allocator (in a capture, from the graph's own pool); nothing
     is read from the device. Layers whose weights alternate in two buffers run op by op: their copies are ordered by
@@ -72,7 +83,7 @@ class CudaOps(HostLayerOps, ReferenceOps):
     _arrived: Tensor | None = None
 
     def pack_weight(self, weight: Tensor, bias: Tensor | None = None) -> Weight:
-        """Packs a weight as ``core.backend.Ops`` says.
+        """Packs a weight as ``backend.Ops`` says.
 
         The first call also allocates the counters of fused layers: a capture would take them from the pool of its
         graph.
@@ -82,7 +93,7 @@ class CudaOps(HostLayerOps, ReferenceOps):
         return super().pack_weight(weight, bias)
 
     def layer(self, run: Callable[..., T], *args: Any) -> T:
-        """Runs a layer as ``core.backend.Ops`` says; a decoder layer of few rows in six launches if it can be fused."""
+        """Runs a layer as ``backend.Ops`` says; a decoder layer of few rows in six launches if it can be fused."""
         if self._arrived is not None and self.host_layers is None and fused_layer.can_fuse(run, args[0], args[-1]):
             made: Any = fused_layer.FusedLayer(cast(DecoderLayer, run), self._arrived)
             return super().layer(made, *args)  # type: ignore[no-any-return]
@@ -131,7 +142,7 @@ class CudaOps(HostLayerOps, ReferenceOps):
 
     def experts(self, x: Tensor, scores: Tensor, w: ExpertWeights, top: int, normalise: bool, kind: str) -> Tensor:
         assert isinstance(w, StackedExperts)
-        return grouped_gemm.run(x, scores, w, top, normalise, kind)
+        return fused_moe.run(x, scores, w, top, normalise, kind)
 
     def rotary(self, positions: Tensor, inv_freq: Tensor, axis: Tensor) -> Rotary:
         shape = positions.shape[1], 2 * inv_freq.shape[0]
@@ -169,7 +180,7 @@ class CudaOps(HostLayerOps, ReferenceOps):
 
     def patches(self, pixels: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
         out = torch.empty(pixels.shape[0], scale.numel(), dtype=dtype, device=pixels.device)
-        patches.launch(pixels, scale, shift, out)
+        pixel_kernels.launch(pixels, scale, shift, out)
         return out
 
     def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
@@ -237,3 +248,27 @@ class CudaOps(HostLayerOps, ReferenceOps):
 
     def reset(self, inputs: ResetTensors, state: SamplerState) -> None:
         reset_sampler_state.launch(inputs, state)
+
+
+class InvariantCudaOps(ProbedOps, CudaOps):
+    """Implements ``core.device.backend.Ops`` for a card so that a token gets the same bits in any launch."""
+
+    whole_layers, alike = False, True
+    shift, probes = 5, (1, 7, ROWS, 2 * ROWS + 40)
+
+    def linear(self, x: Tensor, w: Weight) -> Tensor:
+        rows = len(x)
+        if rows % ROWS:
+            x = torch.cat([x, x.new_zeros(-rows % ROWS, x.shape[1])])
+        parts = [super(InvariantCudaOps, self).linear(part, w) for part in torch.split(x, ROWS)]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts))[:rows]
+
+    def experts(self, x: Tensor, scores: Tensor, w: ExpertWeights, top: int, normalise: bool, kind: str) -> Tensor:
+        assert isinstance(w, StackedExperts)
+        return fused_moe.run(x, scores, w, top, normalise, kind, alike=True)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
+        assert isinstance(attn, ItemAttn)
+        out, partial = q.new_empty(q.shape), paged_attention.partial(attn, q, kv, alike=True)
+        paged_attention.attend_text(q, kv, attn, scale, out, partial, alike=True, window=window)
+        return out

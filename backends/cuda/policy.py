@@ -9,7 +9,7 @@ from trencadis.backends.cuda.launches.input_sizes import cross_attention_bytes, 
 from trencadis.backends.cuda.libraries.workspace_sizes import FLASH_ATTN, FLASHINFER, flash_bytes, infer_bytes
 from trencadis.core.buckets import MIXED_AXES, AxisRule, Density, GraphMemory, Policy, Stage
 from trencadis.core.errors import StartupError
-from trencadis.core.quant.kv_cache_format import FP8, INT8
+from trencadis.core.kv_cache_format import FP8, INT8
 from trencadis.core.quant.scheme import CODES
 from trencadis.core.shared_constants import WINDOW_SLOTS
 

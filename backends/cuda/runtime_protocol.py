@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trencadis.backends.hooks import Hooks
-from trencadis.core.backend import Memory
+from trencadis.core.device.backend import Memory
 
 Array = NDArray[Any]
 T = TypeVar("T")

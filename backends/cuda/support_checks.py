@@ -1,4 +1,7 @@
-"""Checks a machine and a model before anything is loaded; each error names the limit and what would work."""
+"""Checks a machine and a model before anything is loaded; each error names the limit and what would work.
+
+The dtype that an NVIDIA card computes in.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,39 @@ from pathlib import Path
 
 import torch
 
-from trencadis.backends.cuda.device_nodes import card_nodes
 from trencadis.backends.cuda.kernels import attention_checks
 from trencadis.backends.cuda.launches.input_sizes import PROCESSORS, block_tokens, item_capacity
-from trencadis.core.backend import BackendConfig
+from trencadis.backends.cuda.visible_devices import card_nodes
 from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.device.backend import BackendConfig
 from trencadis.core.errors import StartupError
+
+ALIASES = {"float": "float32", "half": "float16"}
+TAKEN = ("bfloat16", "float16", "float32")
+
+
+def pick_dtype(asked: str, stored: str) -> torch.dtype:
+    """Returns the dtype for ``asked`` (``--dtype``): ``auto`` is the stored dtype if it has 16 bits, else bfloat16.
+
+    Raises StartupError for a dtype that the kernels do not support.
+    """
+    name = ALIASES.get(asked, asked)
+    if asked == "auto":
+        name = stored if stored in ("bfloat16", "float16") else "bfloat16"
+    if name not in TAKEN:
+        raise StartupError(f"--dtype {asked} is not supported on cuda; use {', '.join(TAKEN[:-1])} or {TAKEN[-1]}")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def require_exact_float32(dtype: torch.dtype) -> None:
+    """Makes torch compute float32 products in float32, if that is the engine's ``dtype``.
+
+    Otherwise torch would use TF32 where the process or the environment requests it, as NVIDIA's containers do.
+    """
+    if dtype == torch.float32:
+        torch.set_float32_matmul_precision("highest")
+
 
 LEAST_TRITON = 3, 6
 LEAST_CARD = 8, 0

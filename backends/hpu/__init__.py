@@ -16,13 +16,13 @@ from trencadis.core.errors import StartupError
 if TYPE_CHECKING:
     import torch
 
-    from trencadis.core.backend import Backend, BackendConfig
+    from trencadis.core.device.backend import Backend, BackendConfig
 
 __all__ = ["cards", "describe", "listing", "make_backend", "pick_dtype", "pick_policy", "probes", "usable"]
 
 
 def make_backend(cfg: BackendConfig) -> Backend:
-    """Builds the HPU backend for ``core.backend.load("hpu")``."""
+    """Builds the HPU backend for ``core.device.backend.load("hpu")``."""
     from trencadis.backends.hpu.backend import HpuBackend
 
     return HpuBackend(cfg, pick_policy((cfg.options or {}).get("policy", "")))

@@ -27,10 +27,21 @@ from trencadis.backends.hpu.ops import HpuOps
 from trencadis.backends.hpu.policy import without_fp8
 from trencadis.backends.hpu.start.bridge_loader import open_bridge
 from trencadis.backends.hpu.step_log import StepLog
-from trencadis.core.backend import BackendConfig, Body, Comm, Inputs, LayerKV, Memory, Ops, Pipe, Program, TensorsOut
 from trencadis.core.buckets import Bucket, Policy
-from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
+from trencadis.core.device.backend import (
+    BackendConfig,
+    Body,
+    Comm,
+    Inputs,
+    LayerKV,
+    Memory,
+    Ops,
+    Pipe,
+    Program,
+    TensorsOut,
+)
 from trencadis.core.executor.process_groups import join_group
+from trencadis.core.vision_config import NO_SLOT, SlotForm
 
 log = logging.getLogger("trencadis.engine")
 
@@ -41,7 +52,7 @@ EMULATED = (
 
 
 class HpuBackend:
-    """``core.backend.Backend``.
+    """``core.device.backend.Backend``.
 
     Args:
         bridge: where the device's symbols come from; None: whatever this machine has.

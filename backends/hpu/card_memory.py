@@ -6,7 +6,7 @@ from trencadis.backends.hpu.bridge import Bridge
 
 
 class HpuMemory:
-    """Memory of the card in bytes (``core.backend.Memory``).
+    """Memory of the card in bytes (``core.device.backend.Memory``).
 
     ``real_kv_bytes``: host memory that the KV caches of an emulated card may take; None: no limit.
     """

@@ -12,11 +12,11 @@ from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.collectives import use_group
 from trencadis.backends.hpu.launches.host_copies import Staging
 from trencadis.backends.hpu.launches.row_transfer import RowTransfer
-from trencadis.core.backend import BackendConfig
+from trencadis.core.device.backend import BackendConfig
 
 
 class HpuComm:
-    """``core.backend.Comm`` over HCCL; layers cut the graph before they call it. With one rank it does nothing.
+    """``core.device.backend.Comm`` over HCCL; layers cut the graph before they call it. With one rank it does nothing.
 
     With several ranks the constructor is a collective: each makes the host's group.
 
@@ -46,7 +46,7 @@ class HpuComm:
 
 
 class HpuPipe:
-    """``core.backend.Pipe``: rows go from card to card, outside of graphs; the host's group has all ranks.
+    """``core.device.backend.Pipe``: rows go from card to card, outside of graphs; the host's group has all ranks.
 
     Args:
         alone: as for ``HpuComm``; nothing is sent.

@@ -37,7 +37,7 @@ from trencadis.backends.hpu.int4_linear import PackedWeight4, packed4_weight
 from trencadis.backends.hpu.launches.compiled_regions import Regions
 from trencadis.backends.hpu.launches.trees import leaves, rebuild
 from trencadis.backends.hpu.shared_shapes import pieces
-from trencadis.core.backend import (
+from trencadis.core.device.backend import (
     Attn,
     HeadTensors,
     HeadTensorsOut,
@@ -71,7 +71,7 @@ class DrawnCounts(NamedTuple):
 
 
 class HpuOps(ReferenceOps):
-    """``core.backend.Ops`` over a bridge.
+    """``core.device.backend.Ops`` over a bridge.
 
     Args:
         run_layer: function that runs one layer of a stack, in lazy mode.

@@ -24,11 +24,11 @@ from trencadis.core.buckets import (
     Policy,
     Stage,
 )
+from trencadis.core.cross_attention_inputs import planned_units
 from trencadis.core.errors import StartupError
-from trencadis.core.quant.kv_cache_format import FP8, INT8
+from trencadis.core.kv_cache_format import FP8, INT8
 from trencadis.core.quant.scheme import FLOATS8
 from trencadis.core.request import MAX_BIAS
-from trencadis.core.shapes.cross_attention_inputs import planned_units
 from trencadis.core.shapes.launch_costs import Costs
 from trencadis.core.shared_constants import WINDOW_SLOTS
 

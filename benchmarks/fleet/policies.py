@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Sequence
 
 from benchmarks.fleet.replica_costs import Machine
 from benchmarks.fleet.trace_request import Job
-from trencadis.server.routing.replica_load import Assignment
-from trencadis.server.routing.router import RANDOM_REPLICAS, PrefixAffinityRouter
+from trencadis.server.processes.replica_load import Assignment
+from trencadis.server.processes.router import RANDOM_REPLICAS, PrefixAffinityRouter
 
 POINTS = 64
 """Places of a replica on the ring of hashes."""

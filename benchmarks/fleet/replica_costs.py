@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trencadis.server.routing.step_costs import StepCosts
+from trencadis.server.processes.step_costs import StepCosts
 
 
 @dataclass(frozen=True, slots=True)

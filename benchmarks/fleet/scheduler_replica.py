@@ -10,20 +10,19 @@ from benchmarks.fleet.replica_costs import Machine
 from benchmarks.fleet.trace_request import Job
 from benchmarks.packing import NO_PIXELS, Done
 from benchmarks.traces.sessions import Turn
-from trencadis.core.engine import Engine
+from trencadis.core.engine.engine import Engine
 from trencadis.core.engine_stats import EngineInfo
 from trencadis.core.executor.uniproc_executor import UniprocExecutor
-from trencadis.core.kv.block_pool import BlockPool
+from trencadis.core.kv.block_pool import BlockPool, EvictionLog
 from trencadis.core.kv.encoder_cache import EncoderCache
-from trencadis.core.kv.eviction_log import EvictionLog
-from trencadis.core.kv.media_spans import MediaSpan
+from trencadis.core.media_spans import MediaSpan
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.scheduling.image_packer import ImagePacker
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.step import HeadOutput, Step, StepOutput
-from trencadis.server.fleet.routing_keys import make_request_cost, read_keys
-from trencadis.server.routing.request_cost import RequestCost
+from trencadis.server.processes.fleet import make_request_cost, read_keys
+from trencadis.server.processes.step_costs import RequestCost
 
 ANSWER, IMAGE, FIRST = 1, 2, 10
 """Ids: of every answer's tokens, of placeholders; system prompts and messages have ids of their own from FIRST on."""

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness.compared_engines import Setup
-from trencadis.core.engine import Engine
+from trencadis.core.engine.engine import Engine
 from trencadis.core.engine_stats import GraphPlan
-from trencadis.core.kv.media_spans import MediaSpan
+from trencadis.core.media_spans import MediaSpan
 from trencadis.core.request import Request, SamplingParams
-from trencadis.multimodal.patch_grids import count_slots
-from trencadis.multimodal.qwen2_vl.patch_geometry import PATCH_VALUES
+from trencadis.multimodal.patch_packing import count_slots
+from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
 
 WAYS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0}, {"temperature": 0.0, "logprobs": 3}, {"temperature": 0.8, "top_p": 0.9}, {"top_k": 20},
@@ -131,7 +131,7 @@ def jit_counter(setup: Setup) -> Any:
     """Counts Triton's compilations in this process from now on; None off a card."""
     if setup.torch_device == "cpu":
         return None
-    from trencadis.backends.cuda.compile_counter import CompileCounter
+    from trencadis.backends.cuda.cuda_runtime import CompileCounter
 
     return CompileCounter()
 

@@ -26,10 +26,10 @@ import llguidance
 from trencadis.core.errors import BadRequest
 from trencadis.core.masks.grammar_matcher import parser_limits
 from trencadis.core.masks.vocabulary import open_tokenizer
-from trencadis.server.grammars.content_grammar import write_content_rule
-from trencadis.server.grammars.grammar_vocabulary import find_control_tokens, make_vocabulary
+from trencadis.server.grammars.grammar_cache import find_control_tokens, make_vocabulary
 from trencadis.server.grammars.grammar_writer import GrammarWriter
 from trencadis.server.grammars.response_format import RequestedFormat
+from trencadis.server.prompts.answer_grammar import write_content_rule
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[2] / "assets" / "demo"

@@ -17,8 +17,8 @@ from benchmarks.harness.compared_engines import Ours, Work, conversations, run
 from benchmarks.harness.reporting import median
 from trencadis.core.buckets import Stage
 from trencadis.core.step import Encode, Step
-from trencadis.multimodal.patch_grids import count_slots
-from trencadis.multimodal.qwen2_vl.patch_geometry import PATCH_VALUES
+from trencadis.multimodal.patch_packing import count_slots
+from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
 
 MOST_TOKENS = 512
 """Image tokens of the largest image whose encoding is timed."""
@@ -106,11 +106,11 @@ class PlannedPrices(NamedTuple):
 
 def formulas(side: Ours) -> PlannedPrices:
     """Prices of the plan's graphs by formula alone, as ``trencadis plan`` makes them without measurements."""
+    from trencadis.core.checkpoint import registry
     from trencadis.core.checkpoint.config_reader import load_config
     from trencadis.core.devices import TABLE
-    from trencadis.core.models import registry
+    from trencadis.core.engine.dry_run import DryRun, PlannedDevice
     from trencadis.core.shapes import bucket_options as bucket_env
-    from trencadis.core.startup.dry_run import DryRun, PlannedDevice
 
     config = side.llm.config
     name = config.device.split(":")[0]

@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from trencadis.server.config.resolve_settings import Settings
-from trencadis.server.http.build_app import build_app
+from trencadis.server.processes.build_app import build_app
 
 EVERY = 0.005
 """Seconds until the timer is due."""

@@ -32,8 +32,8 @@ from typing import Any
 from benchmarks.harness.reporting import Others, environment, median, report, table
 from trencadis.core.config import EngineConfig
 from trencadis.core.cpu_affinity import computing_cpus
-from trencadis.core.models.packed_weights import PackedFile, packed_file
-from trencadis.core.models.weight_files import files_of
+from trencadis.core.device.packed_weights import PackedFile, packed_file
+from trencadis.core.weight_files import files_of
 
 PIECE, SOURCE = 8 << 20, 256 << 20
 KINDS = ("disk", "memory", "cold", "warm")
@@ -103,14 +103,14 @@ def kept_file(folder: Path, dtype: str, kept: str) -> PackedFile | None:
 
 def load(folder: Path, dtype: str, threads: int, packed: PackedFile | None) -> dict[str, Any]:
     """Loads the model as the engine's process does: its files are asked for, then torch is imported."""
-    from trencadis.core.process import prefetch
+    from trencadis.core.checkpoint import prefetch
 
     import torch  # isort: skip
 
     from trencadis.backends.cpu import make_backend
-    from trencadis.core.backend import BackendConfig
     from trencadis.core.checkpoint.config_reader import load_config
-    from trencadis.core.models.registry import build
+    from trencadis.core.device.backend import BackendConfig
+    from trencadis.core.models.model_loader import load_model
 
     config = load_config(folder)
     torch.set_num_threads(threads)
@@ -119,7 +119,7 @@ def load(folder: Path, dtype: str, threads: int, packed: PackedFile | None) -> d
     prefetch.start_prefetch(str(folder), kept=packed and packed.path)
     options = {"threads": str(threads)}
     backend = make_backend(BackendConfig(dtype=getattr(torch, dtype), options=options, packed=packed))
-    model = build(config, backend)
+    model = load_model(config, backend)
     seconds, cpu = time.perf_counter() - start, time.process_time() - busy
     writing = getattr(getattr(backend.ops, "pages", None), "writing", None)
     if writing is not None:

@@ -31,9 +31,9 @@ import torch
 
 from benchmarks.harness.reporting import report, table
 from trencadis.backends.cpu.backend import CpuBackend
-from trencadis.core.backend import BackendConfig, HeadTensors, HeadTensorsOut
 from trencadis.core.buckets import Plan
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
+from trencadis.core.device.backend import BackendConfig, HeadTensors, HeadTensorsOut
 from trencadis.core.kv.block_pool import BlockPool
 from trencadis.core.kv.encoder_cache import EncoderCache
 from trencadis.core.launches.model_runner import ModelRunner

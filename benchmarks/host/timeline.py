@@ -13,7 +13,7 @@ import gc
 
 from benchmarks.harness.reporting import report, table
 from benchmarks.host.step import HostSteps, Load
-from trencadis.backends.cuda.timing.timeline import HostStep, Timeline, run
+from trencadis.backends.cuda.timing.time_report import HostStep, Timeline, simulate_timeline
 
 HEADER = ("rows", "context", "device ms", "host ms, median", "host ms, most", "step ms", "longest wait ms", "idle")
 
@@ -32,7 +32,7 @@ def recorded(load: Load, steps: int, warm: int = 40) -> list[HostStep]:
 
 def played(steps: list[HostStep], device: float, depth: int = 1) -> Timeline:
     """``steps`` beside device steps of ``device`` seconds."""
-    return run(((step, device) for step in steps), depth)
+    return simulate_timeline(((step, device) for step in steps), depth)
 
 
 def main() -> None:

@@ -16,8 +16,16 @@ import numpy as np
 import torch
 
 from benchmarks.harness.reporting import median
-from trencadis.core.backend import Backend, BackendConfig, HeadTensorsOut, LayerKV, ProgramState, TextTensors, load
 from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.device.backend import (
+    Backend,
+    BackendConfig,
+    HeadTensorsOut,
+    LayerKV,
+    ProgramState,
+    TextTensors,
+    load,
+)
 from trencadis.core.step import StepInputs
 
 ROWS, BLOCKS, BLOCK = 64, 2048, 128

@@ -20,8 +20,8 @@ from benchmarks.accuracy import forced
 from benchmarks.harness.compared_engines import Ours, Setup
 from benchmarks.harness.engine_measurements import UNUSED, answers, copy_bandwidth, formulas, tpot
 from benchmarks.harness.reporting import median
-from trencadis.core.backend import Backend
 from trencadis.core.buckets import Stage
+from trencadis.core.device.backend import Backend
 from trencadis.core.executor.uniproc_executor import UniprocExecutor
 from trencadis.core.launches.model_runner import ModelRunner
 

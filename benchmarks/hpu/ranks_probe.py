@@ -25,7 +25,7 @@ def reduce_times(rank: int, rendezvous: str, rounds: int, file: str) -> None:
     """One rank: microseconds of each all-reduce; rank 0 writes the median."""
     import torch
 
-    from trencadis.core.backend import BackendConfig, load
+    from trencadis.core.device.backend import BackendConfig, load
 
     backend = load("hpu")(BackendConfig(torch.bfloat16, 128, rank=rank, world=2, rendezvous=rendezvous))
     x, taken = backend.zeros((ROWS, WIDTH), torch.bfloat16), []

@@ -20,8 +20,8 @@ from trencadis.backends.cuda.kernels import paged_attention, rotary_kernels, vis
 from trencadis.backends.cuda.kernels.attention_tensors import CudaSegments
 from trencadis.backends.cuda.launches.cuda_inputs import Sizes, segments
 from trencadis.backends.cuda.launches.input_buffers import InputBuffers
-from trencadis.core.backend import LayerKV
 from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.device.backend import LayerKV
 from trencadis.core.step import StepInputs
 
 BLOCK = 16

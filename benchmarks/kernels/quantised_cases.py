@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.kernels.case import Case
-from trencadis.backends.cuda.kernels import tiles
-from trencadis.backends.cuda.kernels.coded import quantised_linear
+from trencadis.backends.cuda.kernels import quantised_linear, tiles
 from trencadis.backends.cuda.weights.quantised_weight import dequantise, pack_quantised_weight, product
 from trencadis.core.quant import online_quant
 from trencadis.core.quant.scheme import Scheme

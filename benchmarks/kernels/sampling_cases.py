@@ -9,7 +9,7 @@ import torch
 from benchmarks.kernels.case import Case
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cuda.kernels import sample
-from trencadis.core.backend import HeadTensors, SamplerState
+from trencadis.core.device.backend import HeadTensors, SamplerState
 
 VOCAB = 151_936
 SETTINGS = {

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from benchmarks.kernels.case import Case
 from trencadis.backends.cpu.reference_ops import ReferenceOps
-from trencadis.backends.cuda.kernels import embed, gather_scatter, patches, rms_norm, silu_mul
-from trencadis.multimodal.qwen2_vl.patch_geometry import PATCH_VALUES
+from trencadis.backends.cuda.kernels import embed, gather_scatter, pixel_kernels, rms_norm, silu_mul
+from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
 
 HIDDEN, INTERMEDIATE, FEATURES = 3584, 18944, PATCH_VALUES
 DTYPE = torch.bfloat16
@@ -76,7 +76,7 @@ def patches_case(slots: int, device: torch.device) -> Case:
     out, ops = torch.empty(slots, FEATURES, dtype=DTYPE, device=device), ReferenceOps()
 
     def run() -> Tensor:
-        patches.launch(pixels, scale, shift, out)
+        pixel_kernels.launch(pixels, scale, shift, out)
         return out
 
     def eager() -> Tensor:

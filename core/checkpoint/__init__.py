@@ -1,1 +1,1 @@
-"""Readers of a checkpoint's JSON files: typed fields, the model's configuration, its rotary settings."""
+"""Reads a checkpoint: its JSON files as frozen values, its weights, and which family it is of."""

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from trencadis.core import envs
+from trencadis.core.checkpoint.family import Family
 from trencadis.core.checkpoint.inc_config import VARIABLE, given_scales
 from trencadis.core.checkpoint.json_fields import JsonFields, read_json
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.quant_config import ONLINE, Quantisation, from_inc, online, read_quantisation
+from trencadis.core.checkpoint.registry import architectures, family_of
 from trencadis.core.errors import StartupError
-from trencadis.core.models.family import Family
-from trencadis.core.models.registry import architectures, family_of
 from trencadis.core.name_suggestions import suggest_name
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")

@@ -1,20 +1,23 @@
 """Decides whether a configuration pools, and how: from flags, the files of sentence-transformers, then config.json.
 
 Torch-free. Names of keys are vLLM's (``--pooler-config``, ``--hf-overrides``) and sentence-transformers'.
+
+Looks up the ids of a chat model's answer words (yes, no) in tokenizer.json.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.checkpoint.family import CLASSIFY as CLASS_HEAD
+from trencadis.core.checkpoint.family import GENERATE, ClassHead
 from trencadis.core.checkpoint.json_fields import format_value, read_json
-from trencadis.core.checkpoint.kv_cache_config import requested_kv_format
-from trencadis.core.checkpoint.label_tokens import label_tokens
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.pooling_config import (
     ALL,
@@ -31,9 +34,37 @@ from trencadis.core.checkpoint.pooling_config import (
 )
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.models import registry
-from trencadis.core.models.family import CLASSIFY as CLASS_HEAD
-from trencadis.core.models.family import GENERATE, ClassHead
+from trencadis.core.kv_cache_format import FP8, INT8, KVFormat, parse_kv_format
+
+
+class LabelTokens(NamedTuple):
+    """Words that an answer may begin with, and their token ids."""
+
+    words: tuple[str, ...]
+    ids: tuple[int, ...]
+
+
+def label_tokens(folder: Path, choices: Sequence[Sequence[str]]) -> LabelTokens:
+    """Returns the first of ``choices`` whose words all are single tokens of the vocabulary, without a preceding blank.
+
+    Raises:
+        StartupError: there is no vocabulary, or every choice has a word that is not a single token.
+    """
+    model = (read_json(folder / "tokenizer.json") or {}).get("model")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    if not isinstance(vocab, dict):
+        raise StartupError(f"--convert classify reads label tokens from {folder / 'tokenizer.json'}, which has none")
+    for words in choices:
+        found = (vocab.get(w.replace(" ", "\u0120"), vocab.get(w.replace(" ", "\u2581"))) for w in words)
+        ids = tuple(one for one in found if isinstance(one, int))
+        if len(ids) == len(words):
+            return LabelTokens(tuple(words), ids)
+    shown = ", ".join(choices[0])[:80]
+    raise StartupError(
+        f"{shown} are no tokens of {folder.name}; name the answers' tokens with "
+        """--hf-overrides '{"classifier_from_token": ["no", "yes"]}'"""
+    )
+
 
 KINDS = {"LAST": LAST, "MEAN": MEAN, "CLS": FIRST, "ALL": ALL, "STEP": ALL}
 SEQUENCE_KINDS = {"LAST": LAST, "MEAN": MEAN, "CLS": FIRST}
@@ -80,7 +111,7 @@ class StoredPooling(NamedTuple):
     normalize: bool
 
 
-def load_model(config: EngineConfig) -> ModelConfig:
+def load_model_config(config: EngineConfig) -> ModelConfig:
     """Loads the configuration of the model in ``config.model``, a local folder, with its pooling and KV cache format.
 
     Raises:
@@ -392,3 +423,34 @@ def _one(name: str, value: str, known: Mapping[str, str]) -> str:
     if value not in known:
         raise StartupError(f"--pooler-config: {name} is {value[:40]!r}; implemented: {', '.join(known)}")
     return known[value]
+
+
+def requested_kv_format(config: EngineConfig, model: ModelConfig) -> KVFormat | None:
+    """Returns the format of keys and values in the KV cache; None: the engine's dtype.
+
+    Raises:
+        StartupError: the checkpoint's scales are requested, but the cache is not 8-bit or the scales are made for other
+            codes.
+    """
+    static = config.kv_cache_scales == "checkpoint"
+    form = parse_kv_format(config.kv_cache_dtype, model.text.head_dim, model.text.qkv_bias, static)
+    if not static:
+        return form
+    flag = "--kv-cache-scales checkpoint"
+    if form is None:
+        raise StartupError(f"{flag} is for an 8-bit KV cache: add --kv-cache-dtype fp8 or int8")
+    made_for = _codes(model)
+    if form.name != made_for:
+        raise StartupError(f"{flag}: {model.name} has scales for {made_for}; --kv-cache-dtype {made_for} fits")
+    return form
+
+
+def _codes(model: ModelConfig) -> str:
+    """Returns the codes that a checkpoint's KV scales are made for; fp8 if config.json does not say."""
+    raw = read_json(model.path / "config.json") or {}
+    for place in (raw, raw.get("text_config")):
+        quant = place.get("quantization_config") if isinstance(place, dict) else None
+        scheme = quant.get("kv_cache_scheme") if isinstance(quant, dict) else None
+        if isinstance(scheme, dict):
+            return INT8 if scheme.get("type") == "int" else FP8
+    return FP8

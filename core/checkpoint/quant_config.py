@@ -43,7 +43,7 @@ class Quantisation:
     """How a checkpoint's weights are stored, or how they are quantised while they load.
 
     Args:
-        method: a name in the table of ``core.quant.formats``, or ``online``.
+        method: a name in the table of ``core.checkpoint.formats``, or ``online``.
         label: the method's name for users.
         rules: the first one that matches a module's name applies.
         ignore: modules in 16 bits: names, ``re:`` patterns, and with ``within`` any part of a dotted name.

@@ -2,6 +2,8 @@
 
 All ranks run the same Steps. A caller waits for rank 0 or for the failure of any rank, never for a collective whose
 partner has gone. Once a rank has failed, every later call raises.
+
+Errors of ranks. Torch-free.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trencadis.core.config import EngineConfig
@@ -22,13 +24,12 @@ from trencadis.core.errors import StartupError
 from trencadis.core.executor import rank_messages
 from trencadis.core.executor.executor_interface import Rank, RankHandle
 from trencadis.core.executor.process_groups import leave_group
-from trencadis.core.executor.rank_errors import RankDied, RankError, RankFailed
 from trencadis.core.executor.rank_fingerprint import compute_rank_fingerprint, describe_differences
 from trencadis.core.executor.rank_info import RankInfo
 from trencadis.core.executor.rank_launcher import PATIENCE, Launcher, LocalLauncher, RemoteRankState, name_ranks
 from trencadis.core.executor.serial_thread import SerialThread
 from trencadis.core.executor.uniproc_executor import SubmittedWork
-from trencadis.core.launches.stage_outputs import StageOutputs
+from trencadis.core.launches.stage_transfer import StageOutputs
 from trencadis.core.links.keyed_link import HeartbeatThread
 from trencadis.core.links.link import Link, LinkClosed
 from trencadis.core.links.topology import world_of
@@ -36,11 +37,40 @@ from trencadis.core.progress import Warming
 from trencadis.core.step import Step, StepOutput
 
 if TYPE_CHECKING:
-    from trencadis.core.backend import Pending
+    from trencadis.core.device.backend import Pending
+
+
+class RankFailed(RuntimeError):
+    """A rank died, raised, or sampled other tokens than rank 0."""
+
+
+class RankDied(RankFailed):
+    """A rank ended without reporting why.
+
+    Args:
+        capture: the bucket whose capture was in progress and may be the cause; empty: none.
+    """
+
+    def __init__(self, message: str, capture: str = "") -> None:
+        super().__init__(message)
+        self.capture = capture
+
+
+@dataclass(order=True)
+class RankError:
+    """A failure of a rank. The lowest one is reported as the cause.
+
+    A StartupError has weight 0, a death without report 1, other errors 2; ``order`` breaks ties.
+    """
+
+    weight: int
+    order: int
+    error: Exception = field(compare=False)
+
 
 log = logging.getLogger("trencadis.engine")
 
-FACTORY = "trencadis.core.startup.engine_builder:rank_of"
+FACTORY = "trencadis.core.engine.engine_builder:rank_of"
 SETTLE = 0.3
 """Seconds to wait for the cause of a failure: when a rank dies, the other ranks' collective errors may arrive first."""
 

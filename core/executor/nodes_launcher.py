@@ -1,5 +1,5 @@
 """Launches ranks on other machines or under torchrun: they connect to the engine over TCP
-(``core.links.auth_listener``).
+(``core.links.handshake``).
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.rank_info import RankInfo
 from trencadis.core.executor.rank_launcher import RemoteRankState, start_local_rank
-from trencadis.core.links.auth_listener import AuthListener
-from trencadis.core.links.group_key import SIZE, GroupKey
+from trencadis.core.links.group_key import SIZE, GroupKey, TlsFiles
+from trencadis.core.links.handshake import AuthListener
 from trencadis.core.links.link import Link
-from trencadis.core.links.link_tls import TlsFiles
 from trencadis.core.links.topology import EXTERNAL, Topology
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from trencadis.core.config import EngineConfig
 from trencadis.core.executor.rank_fingerprint import RankFingerprint
 from trencadis.core.executor.rank_info import RankInfo
-from trencadis.core.links.link_tls import TlsFiles
+from trencadis.core.links.group_key import TlsFiles
 from trencadis.core.step import Float64, HeadOutput, Pooled, Step, StepOutput, StepStats, TargetScores
 
 

@@ -36,7 +36,7 @@ from trencadis.core.progress import Progress, SilentProgress
 from trencadis.core.step import Step, StepOutput
 
 if TYPE_CHECKING:
-    from trencadis.core.backend import Pending
+    from trencadis.core.device.backend import Pending
 
 log = logging.getLogger("trencadis.engine")
 

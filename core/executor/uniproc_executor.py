@@ -11,7 +11,7 @@ from trencadis.core.progress import Warming
 from trencadis.core.step import Step, StepOutput
 
 if TYPE_CHECKING:
-    from trencadis.core.backend import Pending
+    from trencadis.core.device.backend import Pending
 
 
 T = TypeVar("T")

@@ -1,1 +1,1 @@
-"""The built-in text model families, one ``core.models.family.Family`` record each. Torch-free."""
+"""The built-in text model families, one ``core.checkpoint.family.Family`` record each. Torch-free."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from trencadis.core.checkpoint.decoder_fields import MOST_HEADS, MOST_LAYERS, WIDEST, activation_of
+from trencadis.core.checkpoint.family import BARE, CLASSIFY, ClassHead, Family, ParsedConfig, StoredNames
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.model_config import LAYER, PLAIN, POST, TextConfig
 from trencadis.core.checkpoint.pooling_config import FIRST
-from trencadis.core.models.family import BARE, CLASSIFY, ClassHead, Family, ParsedConfig, StoredNames
 
 TANH = ClassHead(FIRST, "tanh", biased=True)
 """The class head of this family: the first token's hidden state through a dense layer, tanh, and a linear layer."""

@@ -14,11 +14,11 @@ from trencadis.core.checkpoint.decoder_fields import (
     layer_types,
     windows_of,
 )
+from trencadis.core.checkpoint.family import BARE, CLASSIFY, GENERATE, Family, ParsedConfig, StoredNames
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.model_config import RMS_ONE, SANDWICH
 from trencadis.core.checkpoint.rope_config import LARGEST_BASE
 from trencadis.core.families.llama import PREFIXES
-from trencadis.core.models.family import BARE, CLASSIFY, GENERATE, Family, ParsedConfig, StoredNames
 
 GLOBAL_BASE, LOCAL_BASE = 1e6, 1e4
 PATTERN = 6

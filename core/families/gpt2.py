@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from trencadis.core.checkpoint.decoder_fields import MOST_HEADS, MOST_LAYERS, WIDEST, activation_of
+from trencadis.core.checkpoint.family import BARE, GENERATE, Family, ParsedConfig, StoredNames
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.model_config import LAYER, PLAIN, TextConfig
-from trencadis.core.models.family import BARE, GENERATE, Family, ParsedConfig, StoredNames
 
 PARTS = {"h.": "layers.", "wte.": "embed_tokens.", "wpe.": "embed_positions.", "ln_f.": "norm."}
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from trencadis.core.checkpoint.decoder_fields import full_attention, gated_decoder, heads_of
+from trencadis.core.checkpoint.family import BARE, CLASSIFY, GENERATE, Family, ParsedConfig, StoredNames
 from trencadis.core.checkpoint.json_fields import JsonFields
-from trencadis.core.models.family import BARE, CLASSIFY, GENERATE, Family, ParsedConfig, StoredNames
 
 PREFIXES = {"model.": "", "lm_head.": "lm_head.", "score.": "score.", "": ""}
 """Stored prefix -> canonical prefix.

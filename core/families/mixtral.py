@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from trencadis.core.checkpoint.decoder_fields import experts_of, full_attention, gated_decoder, heads_of
+from trencadis.core.checkpoint.family import BARE, CLASSIFY, GENERATE, Family, ParsedConfig, StoredNames
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.families.llama import PREFIXES
-from trencadis.core.models.family import BARE, CLASSIFY, GENERATE, Family, ParsedConfig, StoredNames
 
 
 def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:

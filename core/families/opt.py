@@ -6,9 +6,9 @@ The 350m model has its norms after the residual sums, and embedding tables narro
 from __future__ import annotations
 
 from trencadis.core.checkpoint.decoder_fields import MOST_HEADS, MOST_LAYERS, WIDEST, activation_of
+from trencadis.core.checkpoint.family import BARE, GENERATE, Family, ParsedConfig, StoredNames
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.model_config import LAYER, PLAIN, POST, PRE, TextConfig
-from trencadis.core.models.family import BARE, GENERATE, Family, ParsedConfig, StoredNames
 
 EPS = 1e-5
 """Epsilon of every norm; no configuration has another value."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from trencadis.core.checkpoint.decoder_fields import gated_decoder, heads_of, some_windows
+from trencadis.core.checkpoint.family import BARE, CLASSIFY, GENERATE, ClassHead, Family, ParsedConfig, StoredNames
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.pooling_config import ALL, IDENTITY, SOFTMAX
 from trencadis.core.families.llama import PREFIXES
-from trencadis.core.models.family import BARE, CLASSIFY, GENERATE, ClassHead, Family, ParsedConfig, StoredNames
 
 REWARD = ClassHead(ALL, "relu", biased=True, classes=1, activation=IDENTITY)
 STEPS = ClassHead(ALL, "relu", biased=True, classes=2, activation=SOFTMAX, step_tag=151651)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from trencadis.core.checkpoint.decoder_fields import gated_decoder, heads_of, some_windows
+from trencadis.core.checkpoint.family import BARE, CLASSIFY, GENERATE, Family, ParsedConfig, StoredNames
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.families.llama import PREFIXES
-from trencadis.core.models.family import BARE, CLASSIFY, GENERATE, Family, ParsedConfig, StoredNames
 
 
 def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:

@@ -12,9 +12,9 @@ from trencadis.core.checkpoint.decoder_fields import (
     gated_decoder,
     heads_of,
 )
+from trencadis.core.checkpoint.family import BARE, CLASSIFY, GENERATE, Family, ParsedConfig, StoredNames
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.families.llama import PREFIXES
-from trencadis.core.models.family import BARE, CLASSIFY, GENERATE, Family, ParsedConfig, StoredNames
 
 
 def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:

@@ -5,10 +5,10 @@ Positions start after the row of the padding id; the class head has other stored
 
 from __future__ import annotations
 
+from trencadis.core.checkpoint.family import BARE, CLASSIFY, Family, ParsedConfig, StoredNames
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.pooling_config import FIRST
 from trencadis.core.families.bert import DROPPED, INNER, PARTS, TANH, encoder
-from trencadis.core.models.family import BARE, CLASSIFY, Family, ParsedConfig, StoredNames
 
 
 def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:

@@ -3,6 +3,13 @@
 Each graph is priced before its capture, measured after it, and released if its pool is overdrawn; the bytes that a pool
 has left over go to the others. The budget decides what is captured, not what is compiled. A failed capture never ends
 the start-up: its bucket stays compiled.
+
+Reports each capture to the parent process, so that a bucket whose capture kills the engine is skipped next time.
+
+Nothing is written to disk: the engine reports to its parent before and after each capture. If an engine dies during a
+capture, the parent passes the bucket to the next engine. Other ranks report to the engine, which names the bucket if
+one of them dies. Each pipeline stage has its own graphs, so stages after the first prefix the bucket with their stage
+number.
 """
 
 from __future__ import annotations
@@ -12,19 +19,19 @@ import gc
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from trencadis.core.backend import ProgramState
 from trencadis.core.buckets import Bucket, Stage, capturable, padded_tokens
-from trencadis.core.graphs.capture_journal import CaptureJournal
+from trencadis.core.device.backend import ProgramState
+from trencadis.core.engine_stats import EAGER, FAILED, LARGE, NO_GRAPHS, POOL_FULL, RELEASED, WARMING
 from trencadis.core.graphs.graph_manager import GraphManager
-from trencadis.core.graphs.miss_reasons import EAGER, FAILED, LARGE, NO_GRAPHS, POOL_FULL, RELEASED, WARMING
 from trencadis.core.graphs.oom_errors import format_error, is_out_of_memory
 from trencadis.core.graphs.rank_agreement import RankAgreement
+from trencadis.core.host_memory import gib
 from trencadis.core.memory import graph_budget as budget
-from trencadis.core.memory.byte_units import gib
 from trencadis.core.memory.graph_budget import GraphPrice
 from trencadis.core.memory.ledger import (
     POOLS,
@@ -37,6 +44,42 @@ from trencadis.core.memory.ledger import (
     pool_of,
     unused_line,
 )
+
+ReportCapture = Callable[[str, bool], None]
+"""Called with the bucket, and True before its capture, False after it."""
+
+
+class CaptureJournal:
+    """Reports the captures of one engine.
+
+    Args:
+        skip: printed names of buckets in whose capture an earlier engine died.
+        tell: called before and after every capture, even if it raises.
+        stage: number of this pipeline stage.
+    """
+
+    def __init__(
+        self, skip: Iterable[str] = (), tell: ReportCapture = lambda bucket, begun: None, stage: int = 0
+    ) -> None:
+        self._skip, self._report, self._stage = frozenset(skip), tell, stage
+
+    def skips(self, bucket: object) -> bool:
+        """Returns True if this bucket must not be captured."""
+        return self._name(bucket) in self._skip
+
+    @contextmanager
+    def capture(self, bucket: object) -> Iterator[None]:
+        """Reports the capture that runs inside the ``with`` block."""
+        name = self._name(bucket)
+        self._report(name, True)
+        try:
+            yield
+        finally:
+            self._report(name, False)
+
+    def _name(self, bucket: object) -> str:
+        return f"stage {self._stage} {bucket}" if self._stage else str(bucket)
+
 
 log = logging.getLogger("trencadis.engine")
 
@@ -256,7 +299,7 @@ class GraphCaptures:
         return capturable(self.graphs.backend.policy, bucket)
 
     def missing_reason(self, bucket: Bucket) -> str:
-        """Returns why a compiled bucket has no graph, as named in core/graphs/miss_reasons.py."""
+        """Returns why a compiled bucket has no graph, as named in core/engine_stats.py."""
         if self.unavailable:
             return NO_GRAPHS
         if self.settings.eager:

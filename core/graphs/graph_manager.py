@@ -1,6 +1,8 @@
 """Keeps the programs of all buckets (PLANNED, COMPILED or CAPTURED), runs them and counts launches.
 
 On a device without graphs every size may be its own bucket; only the most recently used programs are then kept.
+
+The callbacks of a GraphManager: reports of events, and the query why a bucket has no graph.
 """
 
 from __future__ import annotations
@@ -9,14 +11,64 @@ import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from trencadis.core.backend import Backend, Body, Inputs, Program, ProgramState
 from trencadis.core.buckets import Bucket, Plan, Stage, padded_tokens
-from trencadis.core.graphs.graph_observer import GraphObserver
-from trencadis.core.graphs.miss_reasons import SKIP, UNPLANNED
+from trencadis.core.device.backend import Backend, Body, Inputs, Program, ProgramState
+from trencadis.core.engine_stats import SKIP, UNPLANNED
 from trencadis.core.graphs.oom_errors import format_error, is_out_of_memory
 from trencadis.core.step import StepStats
+
+
+class GraphAccounts(Protocol):
+    """Decides which buckets have a graph and accounts for their bytes; implemented by ``GraphCaptures``."""
+
+    def capture_at_first_use(self, bucket: Bucket) -> None:
+        """Called when a launch has made ``bucket`` compile for the first time."""
+        ...
+
+    def refund_released(self, bucket: Bucket, returned: int) -> None:
+        """Called when the graph of ``bucket`` was released to free memory; ``returned`` bytes were recovered."""
+        ...
+
+    def missing_reason(self, bucket: Bucket) -> str:
+        """Returns why a compiled bucket has no graph."""
+        ...
+
+
+class GraphObserver:
+    """Observes one GraphManager, which receives it at construction.
+
+    The accounts are attached once, later: their budget comes from a profile that runs on the same manager.
+
+    Args:
+        enter: sets the phase that health checks report; returns the previous one.
+        lazy: True if warm-up is skipped, so that a graph is captured at the first use of its bucket.
+    """
+
+    def __init__(self, enter: Callable[[str], str] = lambda phase: phase, lazy: bool = False) -> None:
+        self.enter, self._lazy = enter, lazy
+        self._accounts: GraphAccounts | None = None
+
+    def attach(self, accounts: GraphAccounts) -> None:
+        """Sets the accounts of the manager's graphs; may be called only once."""
+        assert self._accounts is None, "a manager's graphs have one set of accounts"
+        self._accounts = accounts
+
+    def note_first_use(self, bucket: Bucket) -> None:
+        """Reports that a planned bucket was compiled for a launch; captures its graph if ``lazy``."""
+        if self._lazy and self._accounts is not None:
+            self._accounts.capture_at_first_use(bucket)
+
+    def note_released(self, bucket: Bucket, returned: int) -> None:
+        """Reports that a graph was released to free memory."""
+        if self._accounts is not None:
+            self._accounts.refund_released(bucket, returned)
+
+    def missing_reason(self, bucket: Bucket) -> str:
+        """Returns why a compiled bucket has no graph; "" while no accounts are attached."""
+        return "" if self._accounts is None else self._accounts.missing_reason(bucket)
+
 
 log = logging.getLogger("trencadis.engine")
 
@@ -58,7 +110,7 @@ class GraphManager:
 
     @property
     def unready(self) -> str:
-        """The reason why a launch may need a planned bucket that is not compiled (``core/graphs/miss_reasons.py``)."""
+        """The reason why a launch may need a planned bucket that is not compiled (``core/engine_stats.py``)."""
         return self._unready
 
     def now_unready_for(self, why: str) -> None:

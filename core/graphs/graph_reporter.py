@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from trencadis.core.buckets import Bucket
-from trencadis.core.engine_stats import BucketState, GraphCounters, GraphPlan, PoolBytes
+from trencadis.core.engine_stats import WARMING, BucketState, GraphCounters, GraphPlan, PoolBytes
 from trencadis.core.graphs.graph_capture import GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager
-from trencadis.core.graphs.miss_reasons import WARMING
 from trencadis.core.graphs.warmup import WARM, Warmup
 from trencadis.core.memory.ledger import POOLS, pool_of
 from trencadis.core.progress import Warming

@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trencadis.core.backend import Backend, Pipe
+    from trencadis.core.device.backend import Backend, Pipe
 
 
 class RankAgreement:

@@ -15,7 +15,7 @@ from functools import cache
 from hashlib import sha256
 from struct import Struct
 
-from trencadis.core.kv.media_spans import MediaSpan
+from trencadis.core.media_spans import MediaSpan
 from trencadis.core.request import Request
 
 ROOT = b"trencadis-kv-1"

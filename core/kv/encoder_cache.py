@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from trencadis.core.kv.eviction_log import EvictionLog
-from trencadis.core.kv.media_spans import TokenRun
+from trencadis.core.kv.block_pool import EvictionLog
+from trencadis.core.media_spans import TokenRun
 from trencadis.core.shared_constants import RESERVED_ROWS
 from trencadis.core.step import Int32
 

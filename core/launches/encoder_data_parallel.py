@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trencadis.core.backend import Backend
+from trencadis.core.device.backend import Backend
 from trencadis.core.models.interface import Persistent
 from trencadis.core.step import Encode, Int32
 

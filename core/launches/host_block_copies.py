@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from trencadis.core.backend import LayerKV
+from trencadis.core.device.backend import LayerKV
 from trencadis.core.shared_constants import SINK_BLOCK
 from trencadis.core.step import BlockMove
 

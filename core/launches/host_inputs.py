@@ -8,10 +8,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from trencadis.core.checkpoint.vision_config import SlotForm
+from trencadis.core.cross_attention_inputs import make_cross_attention_inputs
 from trencadis.core.launches.rank_input_batch import FLOATS
 from trencadis.core.request import MAX_BIAS, NO_LOGPROB
-from trencadis.core.shapes.cross_attention_inputs import make_cross_attention_inputs
 from trencadis.core.step import (
     PENDING,
     HeadInputs,
@@ -25,6 +24,7 @@ from trencadis.core.step import (
     UInt8,
     VisionInputs,
 )
+from trencadis.core.vision_config import SlotForm
 
 
 def text_inputs(rows: Sequence[Row], first_out: Sequence[int] = ()) -> StepInputs:

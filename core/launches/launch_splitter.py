@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from trencadis.core.buckets import POOL_ROWS, Bucket, Plan, Stage
-from trencadis.core.shapes.cross_attention_inputs import count_units, variant_of
+from trencadis.core.cross_attention_inputs import count_units, variant_of
 from trencadis.core.shapes.rectangular_launches import RowNeed, split_rows
 from trencadis.core.step import BidirectionalSpan, ImageRows, Row, Step
 

@@ -11,14 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trencadis.core.backend import Backend, Inputs, Pending, Pipe, VisionTensors
 from trencadis.core.buckets import Bucket, Plan, Stage
-from trencadis.core.graphs.graph_manager import GraphManager
-from trencadis.core.graphs.graph_observer import GraphObserver
+from trencadis.core.device.backend import Backend, Inputs, Pending, Pipe, VisionTensors
+from trencadis.core.graphs.graph_manager import GraphManager, GraphObserver
 from trencadis.core.graphs.rank_agreement import RankAgreement
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.launches import host_inputs as host
-from trencadis.core.launches.deferred_masks import launch_masked
 from trencadis.core.launches.encoder_data_parallel import GatheredRows, assign_images
 from trencadis.core.launches.host_block_copies import BlockCopies
 from trencadis.core.launches.launch_splitter import (
@@ -31,7 +29,7 @@ from trencadis.core.launches.launch_splitter import (
     split_step,
 )
 from trencadis.core.launches.rank_input_batch import HeadNeeds, RankInputBatch
-from trencadis.core.launches.split_sampling import launch_split
+from trencadis.core.launches.sample_launches import launch_masked, launch_split
 from trencadis.core.launches.stage_transfer import PipelineTransfer, runs_on_stage
 from trencadis.core.masks.manager import MatcherManager, PendingSample
 from trencadis.core.models.interface import Model, Persistent

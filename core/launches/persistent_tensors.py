@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from trencadis.core.backend import Backend, LayerKV, SamplerState
 from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.device.backend import Backend, LayerKV, SamplerState
 from trencadis.core.memory.estimate import arena_width, held_rows, kv_heads, row_width, state_slots
 from trencadis.core.models.interface import Persistent
-from trencadis.core.quant.kv_cache_codes import kept_type
+from trencadis.core.models.kv_cache_codes import kept_type
 from trencadis.core.request import MAX_BIAS
 from trencadis.core.shared_constants import RESERVED_BLOCKS
 

@@ -3,21 +3,29 @@
 Before a text launch a stage receives the rows of the previous stage, after it it sends its own to the next. One tensor
 is transferred, [padded tokens of the launch's bucket, hidden], from one static buffer to another and outside of
 programs, so that its shapes are planned and no graph waits for another stage.
+
+Joins results of Steps that run on several pipeline stages.
+
+The last stage provides the sampled tokens, both provide the statistics of their launches.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from trencadis.core.buckets import Bucket, Plan, Stage, padded_tokens
-from trencadis.core.checkpoint.stage_share import StageShare
-from trencadis.core.step import StepInputs
+from trencadis.core.checkpoint.model_config import StageShare
+from trencadis.core.step import StepInputs, StepOutput
 
 if TYPE_CHECKING:
-    from trencadis.core.backend import Pipe
+    from trencadis.core.device.backend import Pipe
     from trencadis.core.models.interface import Persistent
+
 
 LAST = (Stage.SAMPLE, Stage.RESET, Stage.POOL)
 """Stages of launches that read the last hidden states or the sampler state, which only the last pipeline stage has."""
@@ -75,3 +83,50 @@ class PipelineTransfer:
         if not self.share.ends:
             hidden = self._held.hidden
             self._pipe.send(hidden, transferred_rows(bucket, len(hidden) - 1))
+
+
+class StageOutputs:
+    """Joins the results of rank 0 with those of the last stage; a Step is complete when both have arrived.
+
+    Args:
+        settle: called with a Step's future and its result.
+    """
+
+    def __init__(self, settle: Callable[[Future[StepOutput], StepOutput], None]) -> None:
+        self._settle = settle
+        self._lock = threading.Lock()
+        self._waiting: dict[int, Future[StepOutput]] = {}
+        self._first: dict[int, StepOutput] = {}
+        self._last: dict[int, StepOutput] = {}
+
+    def expect(self, number: int, future: Future[StepOutput]) -> None:
+        """Registers the future of a Step's result; called before the Step is sent."""
+        with self._lock:
+            self._waiting[number] = future
+
+    def from_first(self, output: StepOutput) -> None:
+        """Takes the output of rank 0."""
+        with self._lock:
+            self._first[output.number] = output
+        self._join(output.number)
+
+    def from_last(self, output: StepOutput) -> None:
+        """Takes the output of the last stage."""
+        with self._lock:
+            self._last[output.number] = output
+        self._join(output.number)
+
+    def _join(self, number: int) -> None:
+        with self._lock:
+            if number not in self._first or number not in self._last:
+                return
+            first, last = self._first.pop(number), self._last.pop(number)
+            future = self._waiting.pop(number)
+        self._settle(future, join_outputs(first, last))
+
+
+def join_outputs(first: StepOutput, last: StepOutput) -> StepOutput:
+    """Returns the last stage's output with the statistics of both; each kind of launch is listed once."""
+    seen = {s.bucket.stage for s in first.stats}
+    last.stats = [*first.stats, *(s for s in last.stats if s.bucket.stage not in seen)]
+    return last

@@ -3,11 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, Self
 
-from trencadis.core.masks.choice_masks import ChoiceMasks
 from trencadis.core.masks.matchers import holds
 from trencadis.core.step import UInt8
+
+
+class MaskedChoice(Protocol):
+    """The matchers of one choice, as far as drafts need them; ``core.masks.manager.ChoiceMasks`` is one."""
+
+    failure: str
+
+    @property
+    def ended(self) -> bool:
+        """True if the choice has sampled its last token."""
+        ...
+
+    def fill(self, row: UInt8, banned: Collection[int] = ()) -> None:
+        """Writes the mask of the next token to ``row``."""
+        ...
+
+    def accept(self, token: int) -> bool:
+        """Advances by one token."""
+        ...
+
+    def fork(self) -> Self:
+        """Returns an independent copy in the same state."""
+        ...
 
 
 class ChoiceRows(NamedTuple):
@@ -34,7 +56,7 @@ class DraftMasks:
         row: its mask at the first place.
     """
 
-    def __init__(self, handle: int, choice: ChoiceMasks, row: UInt8) -> None:
+    def __init__(self, handle: int, choice: MaskedChoice, row: UInt8) -> None:
         self.handle = handle
         self.failure: DraftFailure | None = None
         self._ahead, self._row, self._place = choice.fork(), row, 0

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from trencadis.core.masks.canonical import CACHED, CanonicalTokenizer, split_whole
+from trencadis.core.masks.vocabulary import CACHED, CanonicalTokenizer, split_whole
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -12,7 +12,7 @@ from typing import Protocol, Self
 
 import numpy as np
 
-from trencadis.core.masks.constraints import ThinkingBudget
+from trencadis.core.constraints import ThinkingBudget
 from trencadis.core.step import UInt8
 
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, reserved_rows
 from trencadis.core.errors import StartupError
-from trencadis.core.memory.byte_units import gib
+from trencadis.core.host_memory import gib
+from trencadis.core.kv_cache_format import head_bytes
 from trencadis.core.memory.estimate import arena_width
 from trencadis.core.memory.weight_bytes import quantisation_excess
-from trencadis.core.quant.kv_cache_format import head_bytes
 from trencadis.core.shapes.launch_costs import layers_values
 from trencadis.core.shared_constants import RESERVED_BLOCKS
 

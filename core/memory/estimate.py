@@ -12,17 +12,19 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from trencadis.core.buckets import Bucket, GraphMemory, InputSizes, Plan, Stage, padded_tokens
+from trencadis.core.checkpoint.family import DeviceShare
 from trencadis.core.checkpoint.model_config import SANDWICH, ModelConfig, TextConfig
-from trencadis.core.checkpoint.vision_config import CUT_WIDTHS, NO_SLOT
-from trencadis.core.memory import encoder_gather_memory
-from trencadis.core.memory.cross_attention_memory import (
+from trencadis.core.checkpoint.registry import family_of
+from trencadis.core.kv_cache_format import head_bytes
+from trencadis.core.memory import launch_memory
+from trencadis.core.memory.graph_budget import GraphPrice
+from trencadis.core.memory.launch_memory import (
+    any_inputs,
     cross_attention_kept_bytes,
     cross_attention_layer_count,
     cross_attention_row_bytes,
     cross_attention_work_bytes,
 )
-from trencadis.core.memory.graph_budget import GraphPrice
-from trencadis.core.memory.input_bytes import any_inputs
 from trencadis.core.memory.ledger import MemoryInUse
 from trencadis.core.memory.weight_bytes import (
     decoder_values,
@@ -31,12 +33,10 @@ from trencadis.core.memory.weight_bytes import (
     norm_excess,
     quantisation_excess,
 )
-from trencadis.core.models.family import DeviceShare
-from trencadis.core.models.registry import family_of
-from trencadis.core.quant.kv_cache_format import head_bytes
 from trencadis.core.request import MAX_BIAS, MAX_LOGPROBS
 from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.shared_constants import RESERVED_ROWS, align_up
+from trencadis.core.vision_config import CUT_WIDTHS, NO_SLOT
 
 SPARE_SLOTS = 8
 """Sampler rows beyond max_num_seqs, so that a pending fetch does not reduce the batch."""
@@ -288,7 +288,7 @@ class MemoryEstimator:
             if v is None:
                 return 0
             tower = v.activations(size, self.itemsize, self.towers, self.model.alignment_unit(self.unit))
-            return max(tower, encoder_gather_memory.held_bytes(self.model, size, self.itemsize, self.ranks))
+            return max(tower, launch_memory.held_bytes(self.model, size, self.itemsize, self.ranks))
         if stage is Stage.SAMPLE:
             return t.vocab * (4 * size if bucket.variant == "greedy" else 40 * size + 7) + self._opened[1]
         if stage is Stage.RESET:
@@ -391,7 +391,7 @@ class MemoryEstimator:
         t, v, size = self.text, self.model.vision, padded_tokens(bucket)
         if bucket.stage is Stage.VISION and v is not None:
             leaving = v.exit_keeps(size, self.itemsize, self.towers, self.graphs.cached)
-            leaving += encoder_gather_memory.kept_bytes(self.model, size, self.itemsize, self.ranks, self.graphs.cached)
+            leaving += launch_memory.kept_bytes(self.model, size, self.itemsize, self.ranks, self.graphs.cached)
             first = 8 * v.head_dim * v.rotary - (-8 // v.slot.cell)
             return self._layers_keep(bucket, self.towers, v.hidden, v.head_dim, v.cut_widths, v.heads, first) + leaving
         if bucket.stage is Stage.SAMPLE and self.ranks > 1:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from trencadis.core.buckets import Bucket, Stage, padded_tokens
-from trencadis.core.memory.byte_units import gib
+from trencadis.core.host_memory import gib
 from trencadis.core.memory.ledger import POOLS, GraphSettings, MemorySplit, pool_of, share_of
 
 SPARE = 256 << 20

@@ -15,7 +15,7 @@ from fractions import Fraction
 from trencadis.core.buckets import Stage
 from trencadis.core.engine_stats import LedgerRow
 from trencadis.core.errors import StartupError
-from trencadis.core.memory.byte_units import gib
+from trencadis.core.host_memory import gib
 from trencadis.core.shared_constants import RESERVED_BLOCKS
 
 TEXT, VISION, DECODE = "text", "vision", "decode"

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator
 
 from trencadis.core.checkpoint.model_config import GATED, LAYER, RMS_ONE, SANDWICH, ModelConfig, TextConfig
 from trencadis.core.checkpoint.quant_config import Quantisation
-from trencadis.core.checkpoint.vision_config import SharedMatrix
 from trencadis.core.errors import StartupError
 from trencadis.core.quant.scheme import FLOATS8, PANELS, ROWS8, Scheme, held_bytes, mlp_unit, notes_of, packs4
 from trencadis.core.shared_constants import align_up
+from trencadis.core.vision_config import SharedMatrix
 
 EXPERT_FORMS = (ROWS8, PANELS)
 """Forms (``Policy.quantised``) of devices that keep experts as codes; others dequantise them to the engine's dtype."""

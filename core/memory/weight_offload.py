@@ -1,6 +1,8 @@
 """Computes how many layers' weights ``--cpu-offload-gb`` puts into host memory.
 
 Pure; sizes in bytes unless named otherwise.
+
+Everything that a configuration puts into host memory: KV blocks and weights. Torch-free.
 """
 
 from __future__ import annotations
@@ -8,11 +10,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from trencadis.core.buckets import Policy
+from trencadis.core.checkpoint.registry import family_of
 from trencadis.core.config import EngineConfig
+from trencadis.core.engine_stats import LedgerRow
 from trencadis.core.errors import StartupError
-from trencadis.core.memory.byte_units import gib
+from trencadis.core.host_memory import gib
+from trencadis.core.memory import kv_cache_size
 from trencadis.core.memory.estimate import MemoryEstimator
-from trencadis.core.models.registry import family_of
 
 BUFFERS = 2
 """Number of layer buffers on the device: one layer is computed while the next is copied."""
@@ -106,3 +110,26 @@ def notes(config: EngineConfig, estimator: MemoryEstimator) -> list[str]:
         f"copies "
         f"them through two buffers, and the device has {saved} more"
     ]
+
+
+def check_offload(config: EngineConfig, policy: Policy, device: str) -> None:
+    """Raises StartupError if the device does not support a requested kind of offloading."""
+    kv_cache_size.check_kv_offload(config, policy, device)
+    check_weight_offload(config, policy, device)
+
+
+def offload_rows(config: EngineConfig, estimator: MemoryEstimator, block_size: int) -> tuple[LedgerRow, ...]:
+    """Returns the bytes of each kind, over all ranks."""
+    block, ranks = estimator.block_bytes(block_size), estimator.ranks
+    weights = plan_offload(config, estimator).bytes
+    blocks = kv_cache_size.host_block_count(config, kv_cache_size.on_all_stages(estimator.model, block), ranks)
+    found = (("weights", weights * ranks), ("KV cache", blocks * block * ranks))
+    return tuple(LedgerRow(name, held) for name, held in found if held)
+
+
+def offload_notes(config: EngineConfig, estimator: MemoryEstimator, block_size: int) -> list[str]:
+    """Returns a line about each kind."""
+    block, ranks = kv_cache_size.on_all_stages(estimator.model, estimator.block_bytes(block_size)), estimator.ranks
+    blocks = kv_cache_size.host_block_count(config, block, ranks)
+    lines = [kv_cache_size.format_note(blocks, block, block_size, ranks)] if blocks else []
+    return [*notes(config, estimator), *lines]

@@ -1,1 +1,1 @@
-"""Model definitions, each written once for all backends, with their mapping of checkpoint names."""
+"""Models, each written once for all backends: the decoder, its layers and their shards, and its loader."""

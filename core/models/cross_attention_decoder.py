@@ -9,12 +9,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from trencadis.core.backend import Backend, TextTensors
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.launches.launch_tensors import first_rows
-from trencadis.core.layers.cross_attention import CrossAttentionLayer, arena_row_numbers
-from trencadis.core.layers.embedding import Embedding
+from trencadis.core.device.backend import Backend, TextTensors
+from trencadis.core.device.launch_tensors import first_rows
+from trencadis.core.models.cross_attention import CrossAttentionLayer, arena_row_numbers
 from trencadis.core.models.decoder import Decoder, DecoderEntry
+from trencadis.core.models.embedding import Embedding
 from trencadis.core.models.interface import CrossAttentionOps, Persistent
 
 

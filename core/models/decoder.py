@@ -1,4 +1,7 @@
-"""The decoder that all text models share, composed of the parts that its ``TextConfig`` selects."""
+"""The decoder that all text models share, composed of the parts that its ``TextConfig`` selects.
+
+The start of text launches on every pipeline stage but the first.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from trencadis.core.backend import (
+from trencadis.core.checkpoint.checkpoint_source import CheckpointSource
+from trencadis.core.checkpoint.model_config import GATED, POST, SANDWICH, ModelConfig, TextConfig
+from trencadis.core.checkpoint.pooling_config import Pooling
+from trencadis.core.checkpoint.registry import family_of
+from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.device.backend import (
     Attn,
     Backend,
     HeadTensors,
@@ -23,24 +31,45 @@ from trencadis.core.backend import (
     TextTensors,
     VisionTensors,
 )
-from trencadis.core.checkpoint.model_config import GATED, POST, SANDWICH, ModelConfig, TextConfig
-from trencadis.core.checkpoint.pooling_config import Pooling
+from trencadis.core.device.launch_tensors import first_rows
 from trencadis.core.errors import StartupError
-from trencadis.core.launches.launch_tensors import first_rows
-from trencadis.core.layers.attention import Attention
-from trencadis.core.layers.embedding import Embedding, LMHead
-from trencadis.core.layers.linear import Linear, scaled
-from trencadis.core.layers.mlp import MLP, GatedMLP, PlainMLP
-from trencadis.core.layers.moe import ExpertMLP
-from trencadis.core.layers.norm import Norm, norm_of
-from trencadis.core.layers.pooler import Pooler
-from trencadis.core.layers.rotary_embedding import TextRotary
-from trencadis.core.layers.weight_source import WeightSource
-from trencadis.core.models.checkpoint_source import CheckpointSource
+from trencadis.core.models.attention import Attention
+from trencadis.core.models.embedding import Embedding, LMHead
 from trencadis.core.models.interface import BestOps, DrawingOps, HostLayering, MaskingOps, Persistent
-from trencadis.core.models.registry import family_of
-from trencadis.core.models.stage_entry import StageEntry
+from trencadis.core.models.linear import Linear, scaled
+from trencadis.core.models.mlp import MLP, GatedMLP, PlainMLP
+from trencadis.core.models.moe import ExpertMLP
+from trencadis.core.models.norm import Norm, norm_of
+from trencadis.core.models.pooler import Pooler
+from trencadis.core.models.rotary_embedding import TextRotary
 from trencadis.core.step import Encode, VisionInputs
+
+
+class StageEntry:
+    """The start of a text launch on every stage but the first, instead of ``core.models.decoder.DecoderEntry``.
+
+    The previous stage sends the residual stream as one tensor. Later stages need no token ids, so ``tokens`` holds each
+    token's row of that tensor, counted from 1; padding uses row 0, which stays zero.
+    """
+
+    def __init__(self, ops: Ops, c: TextConfig, device: torch.device) -> None:
+        self.ops, self.config = ops, c
+        self.rotary = TextRotary(c, device)
+
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, stream: Tensor
+    ) -> tuple[Tensor, Tensor | None, Rotary, Rotary | None]:
+        """Returns (rows of ``stream`` [n, hidden], their residual or None, rotary factors, those of layers with a
+        window or None).
+
+        Args:
+            tokens: int32 [n]; ``positions``: int32 [3, n].
+            stream: [tokens of the largest step + 1, hidden].
+        """
+        ops = self.ops
+        x = ops.gather_rows(stream, tokens.long())
+        residual = ops.first_residual(x) if self.config.norm_placement != POST else None
+        return x, residual, self.rotary(ops, positions), self.rotary.of_windows(ops, positions)
 
 
 class DecoderLayer:

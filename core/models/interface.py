@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from trencadis.core.backend import (
+from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.device.backend import (
     HeadTensors,
     HeadTensorsOut,
     LayerKV,
@@ -21,8 +22,7 @@ from trencadis.core.backend import (
     VisionTensors,
     Weight,
 )
-from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.launches.launch_tensors import CrossAttentionTensors
+from trencadis.core.device.launch_tensors import CrossAttentionTensors
 from trencadis.core.step import Encode, VisionInputs
 
 
@@ -102,7 +102,7 @@ class CrossAttentionOps(Protocol):
 
 
 class LayersInHostMemory(Protocol):
-    """Layers whose weights are in host memory; ``core.backend.Ops.layer`` prefetches them."""
+    """Layers whose weights are in host memory; ``core.device.backend.Ops.layer`` prefetches them."""
 
     def make(self) -> None:
         """Allocates the device buffers that weights are copied to."""
@@ -171,7 +171,7 @@ class Model(Protocol):
 class VisionModel(Model, Protocol):
     """A model with a vision tower (``config.vision``): builds the inputs of VISION launches, and runs them.
 
-    ``config.vision`` (core/checkpoint/vision_config.py) has the rest: ``slot``, the values of a slot and the slots of a
+    ``config.vision`` (core/vision_config.py) has the rest: ``slot``, the values of a slot and the slots of a
     cell; ``out_hidden``, the width of each part of a cell's row; ``deepstack``, the number of parts after the first;
     weights and costs. Part p of row r is row r x (1 + deepstack) + p of ``persistent.arena``.
     """

@@ -19,10 +19,11 @@ from typing import Any, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from trencadis.core.checkpoint import prefetch
 from trencadis.core.config import EngineConfig
+from trencadis.core.device.packed_weights import packed_file
 from trencadis.core.errors import StartupError, TrencadisError
 from trencadis.core.links.topology import topology
-from trencadis.core.models.packed_weights import packed_file
 from trencadis.core.process import (
     child_process,
     command_inbox,
@@ -31,7 +32,6 @@ from trencadis.core.process import (
     function_trace,
     heap_trimmer,
     log_setup,
-    prefetch,
     torch_build,
 )
 from trencadis.core.progress import Progress

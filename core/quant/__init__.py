@@ -1,1 +1,1 @@
-"""Quantised weights: schemes, quantised tensors, and readers of checkpoint formats."""
+"""Quantised weights: schemes, quantised tensors, and ``trencadis quantize``."""

@@ -9,9 +9,9 @@ import numpy as np
 
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.pooling_config import ALL, MEAN
-from trencadis.core.graphs.miss_reasons import SKIP, UNPLANNED, WARMING
+from trencadis.core.engine_stats import SKIP, UNPLANNED, WARMING
 from trencadis.core.kv.block_hash import BlockHashChain
-from trencadis.core.kv.media_spans import rows_at_once
+from trencadis.core.media_spans import rows_at_once
 from trencadis.core.request import Delta, Request
 from trencadis.core.scheduling.beam_group import BeamGroup
 from trencadis.core.scheduling.draft_scheduler import drop_surplus_blocks

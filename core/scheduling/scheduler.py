@@ -15,11 +15,12 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import chain
 
+from trencadis.core.cross_attention_inputs import NO_CROSS_ATTENTION
 from trencadis.core.engine_stats import EngineStats
 from trencadis.core.kv.block_hash import BlockHashChain
 from trencadis.core.kv.block_pool import BlockPool
 from trencadis.core.kv.encoder_cache import EncoderCache
-from trencadis.core.kv.media_spans import MediaSpan
+from trencadis.core.media_spans import MediaSpan
 from trencadis.core.scheduling.decision_log import log_admission, log_preemption
 from trencadis.core.scheduling.draft_scheduler import DraftScheduler
 from trencadis.core.scheduling.encoder_scheduler import (
@@ -35,7 +36,6 @@ from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.scheduling.sequence import Filled, MediaStart, Sequence, SequenceStatus, check_holders
 from trencadis.core.scheduling.step_builder import InFlightStep, StepBuilder
 from trencadis.core.scheduling.total_order import TotalOrder, media_order
-from trencadis.core.shapes.cross_attention_inputs import NO_CROSS_ATTENTION
 from trencadis.core.shapes.step_times import StepTimes
 from trencadis.core.step import Draw, Int32, Row, Step
 

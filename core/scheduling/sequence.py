@@ -12,10 +12,9 @@ import numpy as np
 
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.pooling_config import ALL, FIRST, LAST, MEAN
+from trencadis.core.constraints import Repetition, repeats
 from trencadis.core.kv.block_hash import BlockHashChain
-from trencadis.core.kv.media_spans import MediaSpan
-from trencadis.core.masks.constraints import Repetition
-from trencadis.core.masks.repetition_detection import repeats
+from trencadis.core.media_spans import MediaSpan
 from trencadis.core.request import Delta, Request, RequestStats, TokenLogprob
 from trencadis.core.scheduling.random_numbers import uniform
 from trencadis.core.spec.draft_costs import AcceptanceRates
@@ -168,7 +167,7 @@ class Sequence:
         """Returns rotary positions int32 [3, count] of tokens [start, start + count)."""
         if self.positions is None:
             found = _on_all_axes(np.arange(start, start + count, dtype=np.int32))
-            if self.long:  # core/layers/rotary_embedding.py
+            if self.long:  # core/models/rotary_embedding.py
                 found[0] = 0
             return found
         return self._positions_from(self.positions, start, start + count)

@@ -1,7 +1,7 @@
 """Generates sizes along one axis: ``exp``, ``lin`` and ``pad``, and the list for images. Pure Python.
 
 Every generator ends at its maximum, so that the largest need always has a bucket. The strategy ``file`` lists whole
-buckets instead (``core/shapes/bucket_file.py``).
+buckets instead (``core/shapes/bucket_options.py``).
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Plans the buckets of every stage from the device's policy, the limits and the user's options. Pure Python.
 
 Stages have the same meaning on every device; the policy defines how densely each axis is filled.
+
+Prunes a plan with too many buckets: first drops the buckets that are cheapest to absorb into a larger one.
 """
 
 from __future__ import annotations
@@ -9,14 +11,45 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from trencadis.core import cross_attention_inputs
 from trencadis.core.buckets import POOL_ROWS, AxisRule, Bucket, Plan, Policy, Stage
 from trencadis.core.checkpoint.model_config import ModelConfig, SquareImage
-from trencadis.core.shapes import cross_attention_inputs
 from trencadis.core.shapes.axis_sizes import AxisSpan, sizes, thinned, vision_boundaries
 from trencadis.core.shapes.bucket_options import AxisSettings, BucketOptions
 from trencadis.core.shapes.launch_costs import Costs, costs_of
-from trencadis.core.shapes.plan_pruning import pruned
 from trencadis.core.shapes.shape_limits import ShapeLimits, cells
+
+
+def pruned(buckets: Sequence[Bucket], excess: int, cost: Callable[[Bucket], float]) -> tuple[Bucket, ...]:
+    """Returns ``buckets`` without up to ``excess`` of them.
+
+    A bucket may be dropped if a larger one of its stage absorbs its needs. The price is the cost of the larger one
+    divided by that of the smallest bucket whose needs it then covers; the bucket with the lowest price is dropped
+    first.
+    """
+    kept = set(buckets)
+    least = {b: cost(b) for b in kept}
+    heirs = {b: _heir(b, kept, cost) for b in kept}
+    for _ in range(excess):
+        prices = [(cost(heir) / least[b], b) for b, heir in heirs.items() if heir is not None]
+        if not prices:
+            break
+        dropped = min(prices)[1]
+        heir = heirs.pop(dropped)
+        assert heir is not None
+        kept.remove(dropped)
+        least[heir] = min(least[heir], least[dropped])
+        for b in [b for b, other in heirs.items() if other == dropped]:
+            heirs[b] = _heir(b, kept, cost)
+    return tuple(sorted(kept))
+
+
+def _heir(bucket: Bucket, kept: set[Bucket], cost: Callable[[Bucket], float]) -> Bucket | None:
+    """Returns the cheapest other bucket that holds all needs of ``bucket``; None if there is none."""
+    others = (b for b in kept if b.stage is bucket.stage and b.variant == bucket.variant and b != bucket)
+    larger = [b for b in others if all(x >= y for x, y in zip(b.dims, bucket.dims, strict=True))]
+    return min(larger, key=lambda b: (cost(b), b), default=None)
+
 
 STEPS: Mapping[str, tuple[int, int]] = {
     "prompt_bs": (32, 1),

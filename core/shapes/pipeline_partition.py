@@ -13,10 +13,9 @@ from dataclasses import replace
 from functools import cache
 
 from trencadis.core.buckets import Policy
-from trencadis.core.checkpoint.model_config import GATED, ModelConfig, TextConfig
-from trencadis.core.checkpoint.stage_share import StageShare
+from trencadis.core.checkpoint.model_config import GATED, ModelConfig, StageShare, TextConfig
+from trencadis.core.checkpoint.registry import family_of
 from trencadis.core.errors import StartupError
-from trencadis.core.models.registry import family_of
 
 PARTITION = "VLLM_PP_LAYER_PARTITION"
 

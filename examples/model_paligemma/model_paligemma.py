@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from trencadis.core.checkpoint.decoder_fields import gated_decoder, heads_of
+from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.model_config import RMS_ONE
-from trencadis.core.kv.media_spans import MediaSpan
-from trencadis.core.models.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
+from trencadis.core.media_spans import MediaSpan
 from trencadis.multimodal.hf_text_config import DECODER_PREFIXES
 from trencadis.multimodal.placeholders import expand_placeholders
 from trencadis.multimodal.processor import PreparedImage

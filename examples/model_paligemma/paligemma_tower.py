@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from paligemma_processor import colours_of
 
-from trencadis.core.backend import Backend
 from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.device.backend import Backend
 from trencadis.multimodal.vit.model import TileVisionModel
 
 

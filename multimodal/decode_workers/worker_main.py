@@ -2,6 +2,13 @@
 
 ``multimodal/decode_workers/worker_process.py`` starts it. It holds no secrets and cannot write files; it reads a job,
 answers, and exits when the socket closes.
+
+The table of jobs that decode workers run.
+
+A job is a function (data, options) -> (values, buffers): ``data`` is the file's bytes, ``options`` and ``values`` are
+JSON objects, ``buffers`` raw bytes. It raises TrencadisError (400, 413 or 415) if the media is at fault, and may use as
+much memory and time as the caller granted. To add one: write the function in a module that imports neither torch nor
+the server, name it in ``JOBS``, and call ``WorkerPool.run(Job(name, options, ...), data)``.
 """
 
 from __future__ import annotations
@@ -12,11 +19,33 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 from trencadis.core.errors import TrencadisError
-from trencadis.multimodal.decode_workers import job_table, worker_messages
+from trencadis.multimodal.decode_workers import worker_messages
+
+Values = dict[str, Any]
+JobFunction = Callable[[bytearray, Values], tuple[Values, Sequence[memoryview]]]
+
+JOBS = {
+    "image": "trencadis.multimodal.images.pil_decode:prepare_image",
+    "video": "trencadis.multimodal.videos.video_job:prepare_video",
+}
+"""Name -> ``module:function``; the worker imports the module when it first runs the job."""
+
+
+def load_job(name: str, more: Mapping[str, str]) -> JobFunction:
+    """Imports the function of job ``name``, from the table or from ``more``.
+
+    Raises:
+        KeyError: there is no such job.
+    """
+    module, _, function = {**JOBS, **more}[name].partition(":")
+    found: JobFunction = getattr(import_module(module), function)
+    return found
+
 
 DAMAGED = "The media could not be decoded."
 TOO_LARGE = "The media is too large to decode."
@@ -29,7 +58,7 @@ def main() -> None:
     more = dict(entry.split("=", 1) for entry in sys.argv[2:])
     drop_privileges()
     # Import the decoders now, so that the first job's time is spent on decoding.
-    job_table.load_job("image", more)
+    load_job("image", more)
     sock.sendall(worker_messages.pack_message({"ready": os.getpid()}))
     try:
         while True:
@@ -88,7 +117,7 @@ def run_job(
 ) -> tuple[dict[str, Any], Sequence[memoryview]]:
     """Runs a job; returns its values and buffers, or a status and a message that quotes no library."""
     try:
-        job = job_table.load_job(request["job"], more)
+        job = load_job(request["job"], more)
         limit_resources(request["memory"], request["seconds"])
         values, buffers = job(data, request["options"])
         return {"values": values}, list(buffers)

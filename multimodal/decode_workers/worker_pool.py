@@ -55,7 +55,7 @@ class Job:
     """A job for a worker, and its limits.
 
     Args:
-        name: key in the table of ``multimodal/decode_workers/job_table.py``.
+        name: key in the table of ``multimodal/decode_workers/worker_main.py``.
         options: JSON values.
         seconds: limit of CPU time, and of wall time since a worker started it.
         memory: limit of address space, in bytes beyond an idle worker's.
@@ -125,7 +125,7 @@ class WorkerPool:
 
     Args:
         size: most workers; None: one per available CPU, at most 8.
-        jobs: name -> ``module:function``, in addition to ``multimodal/decode_workers/job_table.py``.
+        jobs: name -> ``module:function``, in addition to ``multimodal/decode_workers/worker_main.py``.
         recycle: jobs after which a worker is replaced.
         idle: idle seconds after which a worker exits, except the last one.
         budget: most bytes granted to all running jobs together.

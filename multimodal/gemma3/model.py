@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from trencadis.core.backend import Backend
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.layers.linear import Linear
-from trencadis.core.layers.norm import LayerNorm, RMSNorm
-from trencadis.core.layers.weight_source import WeightSource
-from trencadis.multimodal.gemma3.config import Gemma3VisionConfig
+from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.device.backend import Backend
+from trencadis.core.models.linear import Linear
+from trencadis.core.models.norm import LayerNorm, RMSNorm
+from trencadis.multimodal.gemma3.family import Gemma3VisionConfig
 from trencadis.multimodal.gemma3.processor import read_settings
 from trencadis.multimodal.normalisation import IMAGENET_STANDARD, PixelNormalisation
 from trencadis.multimodal.vit.model import TileVisionModel

@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.multimodal.gemma3.config import Gemma3VisionConfig
+from trencadis.multimodal.gemma3.family import Gemma3VisionConfig
 from trencadis.multimodal.normalisation import IMAGENET_STANDARD, PixelNormalisation, read_normalisation
 from trencadis.multimodal.processor import ImageGeometry, PlaceholderRun
 from trencadis.multimodal.vit.processor import (

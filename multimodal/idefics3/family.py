@@ -1,9 +1,14 @@
-"""The Idefics3 family: Llama's decoder, SigLIP over tiles, cells of up to 8 x 8 patches, one linear projector layer."""
+"""The Idefics3 family: Llama's decoder, SigLIP over tiles, cells of up to 8 x 8 patches, one linear projector layer.
+
+The SmolVLM2 family. Checkpoints of the first SmolVLM have Idefics3's model_type.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
-from trencadis.core.models.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.multimodal.hf_text_config import read_text_config
 from trencadis.multimodal.vit.config import SiglipVisionConfig
 from trencadis.multimodal.vit.hf_vision_config import BLOCK_NAMES, ViTDefaults, read_image_token, read_vit_fields
@@ -55,4 +60,12 @@ FAMILY = Family(
     ),
     pooling=None,
     ignored=frozenset({"vocab_size", "pad_token_id"}),
+)
+
+
+SMOLVLM = replace(
+    FAMILY,
+    name="SmolVLM2",
+    model_type="smolvlm",
+    architectures={"SmolVLMForConditionalGeneration": GENERATE},
 )

@@ -19,8 +19,7 @@ from trencadis.multimodal import media_timing
 from trencadis.multimodal.async_gather import gather_or_cancel
 from trencadis.multimodal.decode_workers.worker_pool import MAX_WORKERS, MEMORY_BUDGET, WorkerPool
 from trencadis.multimodal.error_params import attach_param
-from trencadis.multimodal.images.array_images import array_to_image, is_array
-from trencadis.multimodal.images.image_decoder import ImageDecoder
+from trencadis.multimodal.images.image_decoder import ImageDecoder, array_to_image, is_array
 from trencadis.multimodal.images.image_header import MAX_IMAGE_PIXELS, Header, inspect_header
 from trencadis.multimodal.images.pil_decode import load_pil_image
 from trencadis.multimodal.images.processor_cache import ProcessorCache

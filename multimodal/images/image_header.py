@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from trencadis.core.errors import BadRequest, TooLarge, UnsupportedMedia
-from trencadis.multimodal.patch_grids import check_aspect
+from trencadis.multimodal.patch_packing import check_aspect
 
 MAX_IMAGE_PIXELS = 178956970
 """Default of VLLM_MAX_IMAGE_PIXELS."""

@@ -1,8 +1,12 @@
-"""Decodes inspected bytes to an upright RGB image. Runs in decode workers (``multimodal/images/image_job.py``)."""
+"""Decodes inspected bytes to an upright RGB image. Runs in decode workers (``multimodal/images/pil_decode.py``).
+
+The decode worker's job for images: decode, resize, cut into patches. Torch-free.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import BytesIO
 from threading import Lock
@@ -13,7 +17,9 @@ import numpy as np
 from PIL import BmpImagePlugin, GifImagePlugin, Image, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
 
 from trencadis.core.errors import BadRequest, TooLarge, TrencadisError
-from trencadis.multimodal.images.image_header import DAMAGED, MAX_IMAGE_PIXELS, Header, check_size
+from trencadis.multimodal.decode_workers.worker_main import Values
+from trencadis.multimodal.images.image_header import DAMAGED, MAX_IMAGE_PIXELS, Header, check_size, inspect_header
+from trencadis.multimodal.processor import build_processor
 
 __all__ = ["load_pil_image", "decode", "to_rgb"]
 
@@ -148,3 +154,31 @@ def _convert_16_bit(image: Image.Image) -> Image.Image:
     if isinstance(clear, int):
         grey[wide == clear] = 255
     return Image.fromarray(grey).convert("RGB")
+
+
+def prepare_image(data: bytearray, options: Values) -> tuple[Values, Sequence[memoryview]]:
+    """Decodes an image's first frame, resizes it and cuts it into patches.
+
+    Args:
+        data: a whole file.
+        options: ``max_pixels``, a limit for the file; ``processor``, the fields of a Processor.
+
+    Returns:
+        ``resized`` and ``original``, (height, width) of the upright image in pixels, and ``resize_seconds``; and one
+        buffer, uint8 [patches, patch values].
+
+    Raises:
+        TrencadisError: see ``inspect_header``, ``decode`` and ``Processor.prepare``.
+    """
+    processor = build_processor(options["processor"])
+    header = inspect_header(data, options["max_pixels"])
+    shrink = jpeg_shrink(header, *processor.compute_geometry(header.height, header.width).resized)
+    image = decode(data, header, shrink)
+    original = (image.height, image.width)
+    if shrink > 1:
+        rotated = image.size != (-(-header.width // shrink), -(-header.height // shrink))
+        original = (header.width, header.height) if rotated else (header.height, header.width)
+    begun = time.perf_counter()
+    made = processor.prepare(image, "", original)
+    values = {"resized": made.resized, "original": original, "resize_seconds": time.perf_counter() - begun}
+    return values, [made.pixels.data.cast("B")]

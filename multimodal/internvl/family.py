@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from trencadis.core.checkpoint.decoder_fields import activation_of
+from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
-from trencadis.core.models.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.multimodal.hf_text_config import PREFIXES, read_text_config
 from trencadis.multimodal.vit.config import TileVisionConfig
 from trencadis.multimodal.vit.hf_vision_config import ViTDefaults, read_image_token, read_vit_fields

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trencadis.core.backend import Backend
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.layers.weight_source import WeightSource
+from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.device.backend import Backend
 from trencadis.multimodal.internvl.processor import load_normalisation
 from trencadis.multimodal.vit.model import TileVisionModel
 

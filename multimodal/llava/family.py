@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from trencadis.core.checkpoint.decoder_fields import activation_of
+from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
-from trencadis.core.models.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.multimodal.hf_text_config import PREFIXES, read_text_config
 from trencadis.multimodal.llava.clip_config import ClipVisionConfig
-from trencadis.multimodal.pixtral.pixtral_hf_config import VIT_DEFAULTS, read_pixtral_fields
-from trencadis.multimodal.pixtral.pixtral_weight_names import WEIGHT_NAMES
-from trencadis.multimodal.pixtral_tower.config import PixtralVisionConfig
+from trencadis.multimodal.pixtral.config import VIT_DEFAULTS, WEIGHT_NAMES, PixtralVisionConfig, read_pixtral_fields
 from trencadis.multimodal.vit.hf_vision_config import BLOCK_NAMES, ViTDefaults, read_image_token, read_vit_fields
 
 IMAGE_TOKEN = 32000

@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trencadis.core.backend import Backend
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.layers.weight_source import WeightSource
+from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.device.backend import Backend
 from trencadis.core.models.decoder import Decoder
 from trencadis.multimodal.llava.clip_config import read_settings
 from trencadis.multimodal.llava.processor import PROCESSOR_TYPES
 from trencadis.multimodal.normalisation import CLIP
 from trencadis.multimodal.pixtral import model as pixtral
-from trencadis.multimodal.pixtral_tower.config import PixtralVisionConfig
+from trencadis.multimodal.pixtral.config import PixtralVisionConfig
 from trencadis.multimodal.vit.model import TileVisionModel
 from trencadis.multimodal.vit.processor import get_vision_config, has_processor_settings
 

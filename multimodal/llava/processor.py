@@ -12,7 +12,7 @@ from PIL import Image
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.multimodal.llava.clip_config import read_settings
 from trencadis.multimodal.pixtral import processor as pixtral
-from trencadis.multimodal.pixtral_tower.config import PixtralVisionConfig
+from trencadis.multimodal.pixtral.config import PixtralVisionConfig
 from trencadis.multimodal.processor import ImageGeometry
 from trencadis.multimodal.vit import processor as tiles
 from trencadis.multimodal.vit.processor import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
-from trencadis.core.models.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.multimodal.hf_text_config import PREFIXES, read_text_config
 from trencadis.multimodal.llava.clip_config import ClipVisionConfig
 from trencadis.multimodal.llava.family import CLIP_NAMES, IMAGE_TOKEN, read_clip_fields

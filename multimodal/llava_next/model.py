@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from trencadis.core.backend import Backend
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.layers.weight_source import WeightSource
+from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.device.backend import Backend
 from trencadis.multimodal.llava.clip_config import read_settings
 from trencadis.multimodal.llava.model import LlavaModel
 from trencadis.multimodal.llava_next.processor import PROCESSOR_TYPES

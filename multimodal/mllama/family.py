@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from trencadis.core.checkpoint.decoder_fields import full_attention, gated_decoder, heads_of
+from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
-from trencadis.core.models.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.multimodal.hf_text_config import DECODER_PREFIXES
-from trencadis.multimodal.mllama_tower.config import read_vision_config
+from trencadis.multimodal.mllama.config import read_vision_config
 
 IMAGE_TOKEN = 128256
 VISION_MODEL_TYPE = "mllama_vision_model"

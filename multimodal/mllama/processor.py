@@ -12,7 +12,7 @@ from typing import Any
 from PIL import Image
 
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
-from trencadis.multimodal.mllama_tower.config import MllamaVisionConfig, TileGrid, supported_aspect_ratios
+from trencadis.multimodal.mllama.config import MllamaVisionConfig, TileGrid, supported_aspect_ratios
 from trencadis.multimodal.normalisation import CLIP, PixelNormalisation, read_normalisation
 from trencadis.multimodal.processor import ImageGeometry, PlaceholderRun
 from trencadis.multimodal.vit.processor import (

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.families import phi3
-from trencadis.core.models.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.multimodal.llava.clip_config import ClipVisionConfig
 from trencadis.multimodal.llava.family import CLIP_NAMES
 from trencadis.multimodal.vit.fixed_point_pixels import PLANES

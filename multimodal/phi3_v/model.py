@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trencadis.core.backend import Backend
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.layers.weight_source import WeightSource
+from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.device.backend import Backend
 from trencadis.multimodal.llava.model import LlavaModel
 from trencadis.multimodal.phi3_v.processor import load_processor
 

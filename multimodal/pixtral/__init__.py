@@ -1,1 +1,1 @@
-"""Pixtral's image processor: images of any size; a token ends each row of cells."""
+"""Pixtral and Mistral 3: images of any size; a token ends each row of cells."""

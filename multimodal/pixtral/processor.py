@@ -14,7 +14,7 @@ from PIL import Image
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.shared_constants import WINDOW_SLOTS, align_up
 from trencadis.multimodal.normalisation import CLIP, PixelNormalisation, read_normalisation
-from trencadis.multimodal.pixtral_tower.config import PixtralVisionConfig
+from trencadis.multimodal.pixtral.config import PixtralVisionConfig
 from trencadis.multimodal.processor import ImageGeometry, Layout, PlaceholderRun
 from trencadis.multimodal.vit.processor import (
     TileImageProcessor,

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from trencadis.core.shared_constants import SINK_ROW, WINDOW_SLOTS
 from trencadis.core.step import Encode, Int32, VisionInputs
-from trencadis.multimodal.qwen2_vl.patch_geometry import MERGE, WINDOW_CELLS
+from trencadis.multimodal.qwen2_vl.config import MERGE, WINDOW_CELLS
 
 CELL = MERGE * MERGE
 """Patches of a merge cell; each cell becomes one token."""

@@ -1,4 +1,7 @@
-"""Configuration of the towers of Qwen2-VL and Qwen2.5-VL: sizes, weights, costs. Torch-free."""
+"""Configuration of the towers of Qwen2-VL and Qwen2.5-VL: sizes, weights, costs. Torch-free.
+
+The geometry of images that Qwen2-VL and Qwen2.5-VL share.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,30 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from trencadis.core.checkpoint.vision_config import SharedMatrix, SlotForm
-from trencadis.multimodal.qwen2_vl.patch_geometry import CHANNELS, MERGE, PATCH, TEMPORAL
+from trencadis.core.vision_config import SharedMatrix, SlotForm
 from trencadis.multimodal.vit.base_config import ViTConfig
+
+PATCH = 14
+"""Pixels along a side of a patch of an image."""
+
+TEMPORAL, CHANNELS = 2, 3
+PATCH_VALUES = CHANNELS * TEMPORAL * PATCH * PATCH
+"""Values of one patch, uint8 on the host: channels x frames x height x width."""
+
+MERGE = 2
+"""Patches along a side of a merge cell, which becomes one token of the decoder."""
+
+CELL = MERGE * MERGE
+"""Patches of a merge cell."""
+
+FACTOR = PATCH * MERGE
+"""Pixels along a side of a merge cell."""
+
+WINDOW_CELLS = 4
+"""Merge cells along a side of an attention window of Qwen2.5-VL's tower."""
+
+WINDOW_PATCHES = WINDOW_CELLS * MERGE
+
 
 ATTENTION_TILE = 1024
 """Query slots of one tile of full attention on a device that splits it."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from trencadis.core.checkpoint.decoder_fields import MOST_LAYERS, activation_of
+from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
-from trencadis.core.models.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
-from trencadis.multimodal.qwen2_vl.config import Qwen2VisionConfig
-from trencadis.multimodal.qwen2_vl.media_tokens import TOKEN_NAMES
-from trencadis.multimodal.qwen2_vl.patch_geometry import CHANNELS, PATCH
+from trencadis.multimodal.qwen2_vl.config import CHANNELS, PATCH, Qwen2VisionConfig
 from trencadis.multimodal.qwen2_vl.qwen_vl_hf_config import (
     PREFIXES,
+    TOKEN_NAMES,
     check_aliases,
     check_patch_sizes,
     read_config,

@@ -13,9 +13,9 @@ from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.shapes.bucket_options import PlannedImageSize, parse_image_sizes
 from trencadis.core.shared_constants import WINDOW_SLOTS
 from trencadis.multimodal.images.mm_processor_kwargs import check_pixel_limits, server_options
-from trencadis.multimodal.patch_grids import count_slots, count_tokens, patch_grid
+from trencadis.multimodal.patch_packing import count_slots, count_tokens, patch_grid
 from trencadis.multimodal.processor import ImageGeometry
-from trencadis.multimodal.qwen2_vl.patch_geometry import FACTOR, MERGE, PATCH, WINDOW_PATCHES
+from trencadis.multimodal.qwen2_vl.config import FACTOR, MERGE, PATCH, WINDOW_PATCHES
 from trencadis.multimodal.qwen2_vl.preprocessor_config import read_preprocessor_config
 from trencadis.multimodal.qwen2_vl.smart_resize import largest_slots, largest_tokens, smart_resize, square_sizes
 

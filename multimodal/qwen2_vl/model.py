@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trencadis.core.backend import Backend, VisionTensors
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.layers.replicated import replicate_layers
-from trencadis.core.layers.weight_source import WeightSource
+from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.device.backend import Backend, VisionTensors
 from trencadis.core.models.decoder import Decoder
+from trencadis.core.models.linear import replicate_layers
 from trencadis.core.step import Encode, VisionInputs
 from trencadis.multimodal.normalisation import CLIP
 from trencadis.multimodal.patch_packing import pack_whole_images

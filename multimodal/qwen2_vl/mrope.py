@@ -15,7 +15,7 @@ Seconds = Sequence[float | None]
 
 
 class GridSpan(Protocol):
-    """A run of placeholder tokens; ``core.kv.media_spans.MediaSpan`` is one."""
+    """A run of placeholder tokens; ``core.media_spans.MediaSpan`` is one."""
 
     @property
     def offset(self) -> int: ...

@@ -13,7 +13,7 @@ from typing import Any
 
 from trencadis.core.checkpoint.json_fields import JsonFields, read_json
 from trencadis.multimodal.normalisation import CLIP, PixelNormalisation, read_normalisation
-from trencadis.multimodal.qwen2_vl.patch_geometry import MERGE, PATCH, TEMPORAL
+from trencadis.multimodal.qwen2_vl.config import MERGE, PATCH, TEMPORAL
 
 MIN_PIXELS, MAX_PIXELS = 3136, 28 * 28 * 1280
 """Pixel limits of a processor whose settings have none."""

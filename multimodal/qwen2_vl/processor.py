@@ -19,9 +19,9 @@ from trencadis.multimodal.images.mm_processor_kwargs import check_pixel_limits, 
 from trencadis.multimodal.images.pil_decode import to_rgb
 from trencadis.multimodal.media_options import LOW_DETAIL_PIXELS, MediaOptions
 from trencadis.multimodal.normalisation import CLIP_MEAN, CLIP_STD, PerChannel
-from trencadis.multimodal.patch_grids import Grid, check_aspect, count_slots, count_tokens, patch_grid
+from trencadis.multimodal.patch_packing import Grid, check_aspect, count_slots, count_tokens, patch_grid
 from trencadis.multimodal.processor import ImageGeometry, PreparedImage
-from trencadis.multimodal.qwen2_vl.patch_geometry import MERGE, PATCH, TEMPORAL, WINDOW_PATCHES
+from trencadis.multimodal.qwen2_vl.config import MERGE, PATCH, TEMPORAL, WINDOW_PATCHES
 from trencadis.multimodal.qwen2_vl.preprocessor_config import read_preprocessor_config
 from trencadis.multimodal.qwen2_vl.smart_resize import largest_slots, largest_tokens, smart_resize
 

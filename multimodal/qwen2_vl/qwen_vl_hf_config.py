@@ -1,4 +1,7 @@
-"""Shared by the parsers of Qwen2-VL and Qwen2.5-VL: keys of vision_config, and prefixes of weights. Torch-free."""
+"""Shared by the parsers of Qwen2-VL and Qwen2.5-VL: keys of vision_config, and prefixes of weights. Torch-free.
+
+Media tokens of Qwen2-VL and Qwen2.5-VL: keys of config.json, their defaults, and names in the tokenizers.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,34 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from trencadis.core.checkpoint.decoder_fields import MOST_HEADS, WIDEST, full_attention, gated_decoder, heads_of
+from trencadis.core.checkpoint.family import ParsedConfig
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.rope_config import LARGEST_BASE
-from trencadis.core.checkpoint.vision_config import VisionConfig
-from trencadis.core.models.family import ParsedConfig
-from trencadis.multimodal.qwen2_vl.media_tokens import read_media_tokens
-from trencadis.multimodal.qwen2_vl.patch_geometry import CHANNELS, MERGE, PATCH, TEMPORAL
+from trencadis.core.vision_config import VisionConfig
+from trencadis.multimodal.qwen2_vl.config import CHANNELS, MERGE, PATCH, TEMPORAL
+
+TOKEN_NAMES = {
+    "image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>", "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}  # fmt: skip
+DEFAULT_IDS = {
+    "image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652, "vision_end_token_id": 151653,
+}  # fmt: skip
+
+
+def read_media_tokens(root: JsonFields, vocab: int) -> dict[str, int]:
+    """Returns ids by key; -1 if a key is missing and the default is beyond the vocabulary."""
+    media = {key: _read_token(root, key, default, vocab) for key, default in DEFAULT_IDS.items()}
+    if media["image_token_id"] == media["video_token_id"]:
+        root.refuse("image_token_id", "it must differ from video_token_id")
+    return media
+
+
+def _read_token(root: JsonFields, key: str, default: int, vocab: int) -> int:
+    if key in root.values:
+        return root.integer(key, 0, vocab - 1)
+    return default if default < vocab else -1
+
 
 PREFIXES = {
     "model.visual.": "visual.",

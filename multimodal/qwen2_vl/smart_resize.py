@@ -9,8 +9,8 @@ import math
 from collections.abc import Iterator
 
 from trencadis.core.checkpoint.model_config import SquareImage
-from trencadis.multimodal.patch_grids import MAX_ASPECT, check_aspect, count_slots, count_tokens
-from trencadis.multimodal.qwen2_vl.patch_geometry import FACTOR, MERGE, PATCH
+from trencadis.multimodal.patch_packing import MAX_ASPECT, check_aspect, count_slots, count_tokens
+from trencadis.multimodal.qwen2_vl.config import FACTOR, MERGE, PATCH
 
 MAX_SIDE = 1 << 16
 """Upper bound of an image's side in pixels."""

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trencadis.core.backend import Backend, Ops, Rotary, VisionTensors
 from trencadis.core.checkpoint.model_config import LAYER, RMS
-from trencadis.core.layers.linear import ColumnParallelLinear, ColumnPart, Linear, RowParallelLinear
-from trencadis.core.layers.norm import Norm, norm_of
-from trencadis.core.layers.rotary_embedding import vision_frequencies
-from trencadis.core.layers.weight_source import WeightSource
+from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.device.backend import Backend, Ops, Rotary, VisionTensors
+from trencadis.core.models.linear import ColumnParallelLinear, ColumnPart, Linear, RowParallelLinear
+from trencadis.core.models.norm import Norm, norm_of
+from trencadis.core.models.rotary_embedding import vision_frequencies
 from trencadis.core.shared_constants import align_up
 from trencadis.multimodal.normalisation import CLIP, PixelNormalisation
 from trencadis.multimodal.qwen2_vl.config import Qwen25VisionConfig

@@ -16,13 +16,19 @@ from trencadis.core.checkpoint.decoder_fields import (
     gated_decoder,
     heads_of,
 )
+from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.model_config import TextConfig
 from trencadis.core.families.qwen3_moe import dense_layers
-from trencadis.core.models.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
-from trencadis.multimodal.deepstack.config import CHANNELS, FRAMES, DeepStackVisionConfig
-from trencadis.multimodal.qwen2_vl.media_tokens import TOKEN_NAMES, read_media_tokens
-from trencadis.multimodal.qwen2_vl.qwen_vl_hf_config import PREFIXES, check_aliases, read_rope_theta, read_widths
+from trencadis.multimodal.qwen2_vl.qwen_vl_hf_config import (
+    PREFIXES,
+    TOKEN_NAMES,
+    check_aliases,
+    read_media_tokens,
+    read_rope_theta,
+    read_widths,
+)
+from trencadis.multimodal.qwen3_vl.config import CHANNELS, FRAMES, DeepStackVisionConfig
 
 MROPE_SECTION = (24, 20, 20)
 PATCH, MERGE = 16, 2
@@ -109,9 +115,9 @@ VISION_SIDE = VisionSide(
     sizes="trencadis.multimodal.qwen3_vl.processor:load_image_sizes",
     processor="trencadis.multimodal.qwen3_vl.processor:load_processor",
     tokens=TOKEN_NAMES,
-    expand="trencadis.multimodal.videos.text_timestamps:expand_with_timestamps",
+    expand="trencadis.multimodal.placeholders:expand_with_timestamps",
     positions="trencadis.multimodal.qwen3_vl.processor:mrope_positions_with_timestamps",
-    times="trencadis.multimodal.videos.text_timestamps:format_timestamps",
+    times="trencadis.multimodal.placeholders:format_timestamps",
 )
 WEIGHT_NAMES = ((".mlp.linear_fc1.", ".mlp.up_proj."), (".mlp.linear_fc2.", ".mlp.down_proj."))
 DENSE = Family(

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trencadis.core.backend import Backend, VisionTensors
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.layers.replicated import replicate_layers
-from trencadis.core.layers.weight_source import WeightSource
+from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.device.backend import Backend, VisionTensors
 from trencadis.core.models.decoder import Decoder
+from trencadis.core.models.linear import replicate_layers
 from trencadis.core.step import Encode, VisionInputs
-from trencadis.multimodal.deepstack.config import DeepStackVisionConfig
-from trencadis.multimodal.deepstack.deepstack_tower import DeepStackTower
 from trencadis.multimodal.normalisation import IMAGENET_STANDARD
 from trencadis.multimodal.patch_packing import pack_whole_images
-from trencadis.multimodal.position_interpolation import add_interpolated_positions
 from trencadis.multimodal.qwen2_vl.preprocessor_config import read_preprocessor_config
+from trencadis.multimodal.qwen3_vl.config import DeepStackVisionConfig, add_interpolated_positions
+from trencadis.multimodal.qwen3_vl.deepstack_tower import DeepStackTower
 
 
 class Qwen3VL(Decoder):

@@ -22,7 +22,7 @@ from trencadis.multimodal.qwen2_vl.processor import Qwen2VLImageProcessor
 from trencadis.multimodal.qwen3_vl.family import PATCH
 
 if TYPE_CHECKING:
-    from trencadis.multimodal.deepstack.config import DeepStackVisionConfig
+    from trencadis.multimodal.qwen3_vl.config import DeepStackVisionConfig
 
 PATCH_SCHEME = PatchScheme(windows=False, patch=PATCH, limits=(65_536, 16_777_216))
 DEFAULT_CLIP_PIXELS = 131_072, 786_432

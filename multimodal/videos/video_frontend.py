@@ -21,19 +21,18 @@ from trencadis.multimodal import media_timing
 from trencadis.multimodal.async_gather import gather_or_cancel
 from trencadis.multimodal.decode_workers.worker_pool import Job, JobResult
 from trencadis.multimodal.error_params import attach_param
-from trencadis.multimodal.images.array_images import array_to_frames, array_to_image, is_array
-from trencadis.multimodal.images.image_decoder import ImageDecoder
+from trencadis.multimodal.images.image_decoder import ImageDecoder, array_to_frames, array_to_image, is_array
 from trencadis.multimodal.images.image_frontend import cache_key, content_digest
 from trencadis.multimodal.images.mm_processor_kwargs import refuse_num_crops
 from trencadis.multimodal.images.pil_decode import load_pil_image
 from trencadis.multimodal.images.processor_cache import ProcessorCache, Unshared
 from trencadis.multimodal.media_options import NO_OPTIONS, NO_SCOPE, MediaOptions, MediaPart, MediaScope
 from trencadis.multimodal.media_uuids import UuidRegistry
-from trencadis.multimodal.patch_grids import count_slots, count_tokens
+from trencadis.multimodal.patch_packing import count_slots, count_tokens
+from trencadis.multimodal.prepared_video import PreparedVideo
 from trencadis.multimodal.processor import PreparedImage, VideoProcessor
 from trencadis.multimodal.sources.media_loader import MediaLoader, MediaPermits, is_web_url
 from trencadis.multimodal.videos.frame_sampling import FRAMES_PER_PATCH, FrameLimits
-from trencadis.multimodal.videos.prepared_video import PreparedVideo
 from trencadis.multimodal.videos.video_job import FramePart
 
 FRAME_PIXELS = 1 << 26

@@ -14,17 +14,17 @@ from trencadis.core.errors import BadRequest, TooLarge
 from trencadis.multimodal.images.image_header import inspect_header
 from trencadis.multimodal.images.pil_decode import decode, load_pil_image
 from trencadis.multimodal.media_options import MediaOptions
-from trencadis.multimodal.patch_grids import MERGE, PATCH
-from trencadis.multimodal.videos.animation import decode_frames, frame_delays
+from trencadis.multimodal.patch_packing import MERGE, PATCH
 from trencadis.multimodal.videos.frame_sampling import (
     FRAMES_PER_PATCH,
     FrameLimits,
     FrameSampling,
+    clip_frame_size,
     list_frame_size,
+    sample_clip_frames,
     sample_frame_list,
 )
-from trencadis.multimodal.videos.hf_frame_sampling import clip_frame_size, sample_clip_frames
-from trencadis.multimodal.videos.video_file import open_video
+from trencadis.multimodal.videos.video_file import decode_frames, frame_delays, open_video
 
 Values = dict[str, Any]
 Rgb = npt.NDArray[np.uint8]

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from trencadis.core.checkpoint.vision_config import SharedMatrix, VisionConfig
 from trencadis.core.shared_constants import align_up
+from trencadis.core.vision_config import SharedMatrix, VisionConfig
 
 STREAMS = 4
 """Number of tensors as wide as the residual stream that are held during attention or the MLP."""

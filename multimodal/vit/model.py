@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trencadis.core.backend import Backend, Ops, Rotary, Segments, VisionTensors
 from trencadis.core.checkpoint.model_config import LAYER, ModelConfig
-from trencadis.core.layers.linear import ColumnParallelLinear, ColumnPart, Linear, RowParallelLinear
-from trencadis.core.layers.norm import Norm, norm_of
-from trencadis.core.layers.replicated import replicate_layers
-from trencadis.core.layers.weight_source import WeightSource
+from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.device.backend import Backend, Ops, Rotary, Segments, VisionTensors
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.interface import Persistent
+from trencadis.core.models.linear import ColumnParallelLinear, ColumnPart, Linear, RowParallelLinear, replicate_layers
+from trencadis.core.models.norm import Norm, norm_of
 from trencadis.core.shared_constants import RESERVED_ROWS, SINK_ROW, WINDOW_SLOTS
 from trencadis.core.step import Encode, VisionInputs
 from trencadis.multimodal.normalisation import PixelNormalisation

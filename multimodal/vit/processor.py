@@ -19,7 +19,7 @@ from trencadis.multimodal.images.mm_processor_kwargs import refuse_num_crops, se
 from trencadis.multimodal.images.pil_decode import to_rgb
 from trencadis.multimodal.media_options import MediaOptions
 from trencadis.multimodal.normalisation import CLIP, PixelNormalisation
-from trencadis.multimodal.patch_grids import check_aspect
+from trencadis.multimodal.patch_packing import check_aspect
 from trencadis.multimodal.processor import PROCESSOR_FILES, ImageGeometry, Layout, PlaceholderRun, PreparedImage
 from trencadis.multimodal.vit.config import CHANNELS, TileVisionConfig
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trencadis.core.backend import Backend, Rotary, Segments
 from trencadis.core.checkpoint.model_config import LAYER, RMS
-from trencadis.core.layers.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear, check_heads, unit_span
-from trencadis.core.layers.mlp import MLP, GatedMLP, PlainMLP
-from trencadis.core.layers.norm import norm_of
-from trencadis.core.layers.weight_source import WeightSource
+from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.device.backend import Backend, Rotary, Segments
+from trencadis.core.models.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear, check_heads, unit_span
+from trencadis.core.models.mlp import MLP, GatedMLP, PlainMLP
+from trencadis.core.models.norm import norm_of
 from trencadis.multimodal.normalisation import PixelNormalisation
 from trencadis.multimodal.vit.base_config import ViTConfig
 

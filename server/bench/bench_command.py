@@ -16,9 +16,9 @@ Flags and JSON results have vLLM's names; COMMAND --help lists them.
 """
 BENCHMARKS = {
     "serve": "trencadis.server.bench.bench_serve",
-    "throughput": "trencadis.server.bench.alone.throughput",
-    "latency": "trencadis.server.bench.alone.latency",
-    "startup": "trencadis.server.bench.alone.startup",
+    "throughput": "trencadis.server.bench.throughput",
+    "latency": "trencadis.server.bench.latency",
+    "startup": "trencadis.server.bench.startup",
 }
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from trencadis.core.errors import StartupError
-from trencadis.server.bench import arrival_times, bench_flags, bench_metrics, bench_report
+from trencadis.server.bench import bench_flags, bench_metrics, bench_report, load_generator
 from trencadis.server.bench.datasets import BenchSample, make_samples
 from trencadis.server.bench.http_client import BenchClient, Exchange
 from trencadis.server.bench.load_generator import RequestLoad, run_load
@@ -125,14 +125,14 @@ async def _measure(
         )
         if all(compute_request_timing(one, 0).error for one in warm[0]):
             raise StartupError(f"every warm-up request failed: {compute_request_timing(warm[0][0], 0).error}.")
-    given = arrival_times.make_rates(
+    given = load_generator.make_rates(
         len(made),
         args.request_rate,
         args.ramp_up_strategy or "",
         args.ramp_up_start_rps or 0,
         args.ramp_up_end_rps or 0,
     )
-    when = arrival_times.make_send_times(given, args.burstiness, args.seed, not args.ramp_up_strategy)
+    when = load_generator.make_send_times(given, args.burstiness, args.seed, not args.ramp_up_strategy)
     with _show_progress_bar(len(made), not args.disable_tqdm) as step:
         exchanges, seconds, own = await run_load(client, RequestLoad(made, when, args.max_concurrency or 0), step)
     read = [compute_request_timing(one, sample.prompt_tokens) for one, sample in zip(exchanges, asked, strict=True)]

@@ -1,10 +1,14 @@
-"""The datasets of ``bench``: random texts, random texts with synthetic images, ShareGPT files, custom files."""
+"""The datasets of ``bench``: random texts, random texts with synthetic images, ShareGPT files, custom files.
+
+Synthetic images: shapes over a gradient, no two alike, which compress about as photos do.
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import base64
+import io
 import json
 import math
 import mimetypes
@@ -14,9 +18,37 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from PIL import Image, ImageDraw
+
 from trencadis.core.errors import StartupError
-from trencadis.server.bench import synthetic_images
 from trencadis.server.bench.token_counters import TokenCounter, make_text
+
+SHAPES = 24
+QUALITY = 90
+
+
+def draw_image(height: int, width: int, seed: int) -> Image.Image:
+    """Draws the image of a seed."""
+    rng = random.Random(seed)
+    corners = np.random.default_rng(seed).integers(0, 256, (3, 3, 3), dtype=np.uint8)
+    made = Image.fromarray(corners).resize((width, height), Image.Resampling.BICUBIC)
+    pen = ImageDraw.Draw(made)
+    for _ in range(SHAPES):
+        x, y = rng.randrange(width), rng.randrange(height)
+        right, low = x + rng.randrange(2, max(3, width // 3)), y + rng.randrange(2, max(3, height // 3))
+        colour = tuple(rng.randrange(256) for _ in range(3))
+        shape = rng.choice((pen.rectangle, pen.ellipse))
+        shape((x, y, right, low), fill=colour)
+    return made
+
+
+def make_data_url(height: int, width: int, seed: int) -> str:
+    """Returns the image as a JPEG in a data URL."""
+    data = io.BytesIO()
+    draw_image(height, width, seed).save(data, "JPEG", quality=QUALITY)
+    return "data:image/jpeg;base64," + base64.b64encode(data.getvalue()).decode()
+
 
 NAMES = ("random", "random-mm", "sharegpt", "custom")
 AT_ONCE = 32
@@ -107,7 +139,7 @@ def _add_images(args: argparse.Namespace, made: list[BenchSample], rng: random.R
     for sample in made:
         for _ in range(rng.randint(low, min(high, limit))):
             height, width, _ = rng.choices(list(sizes), list(sizes.values()))[0]
-            sample.images.append(synthetic_images.make_data_url(height, width, rng.randrange(1 << 30)))
+            sample.images.append(make_data_url(height, width, rng.randrange(1 << 30)))
 
 
 async def _count_prompt_tokens(made: Iterator[BenchSample], counter: TokenCounter, most: int) -> Any:

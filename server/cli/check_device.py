@@ -16,7 +16,7 @@ from typing import Any
 from trencadis.core import devices
 from trencadis.core.errors import StartupError
 from trencadis.core.process import device_env, torch_build
-from trencadis.server.cli import signals
+from trencadis.server.processes import signals
 
 USAGE = """\
 usage: trencadis check-device [DEVICE] [--json]      what this machine would serve on; DEVICE as --device takes it

@@ -14,7 +14,7 @@ from typing import Any
 from trencadis.core import devices
 from trencadis.core.errors import StartupError
 from trencadis.core.process import device_env, torch_build
-from trencadis.server.cli import signals
+from trencadis.server.processes import signals
 
 USAGE = """\
 usage: trencadis check-model PATH [--json] [--only CHECK[,CHECK ...]] [--dummy] [--seed N]

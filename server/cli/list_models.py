@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from trencadis.core.checkpoint import registry
+from trencadis.core.checkpoint.family import CLASSIFY, GENERATE, Family
 from trencadis.core.checkpoint.pooling_config import ALL
 from trencadis.core.errors import StartupError
-from trencadis.core.models import registry
-from trencadis.core.models.family import CLASSIFY, GENERATE, Family
 
 USAGE = """\
 usage: trencadis models

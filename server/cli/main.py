@@ -10,7 +10,7 @@ from importlib import import_module
 from trencadis import __version__
 from trencadis.core.errors import StartupError
 from trencadis.core.process.log_queue import flush_logs
-from trencadis.server.cli import signals
+from trencadis.server.processes import signals
 
 USAGE = """\
 usage: trencadis serve [MODEL] [--flag value ...]   an OpenAI-compatible server (--help says more)
@@ -33,7 +33,7 @@ usage: trencadis serve [MODEL] [--flag value ...]   an OpenAI-compatible server 
 MODULES = {
     "chat": "trencadis.server.cli.chat_command",
     "complete": "trencadis.server.cli.complete",
-    "run-batch": "trencadis.server.batch.run_batch",
+    "run-batch": "trencadis.server.cli.run_batch",
     "bench": "trencadis.server.bench.bench_command",
     "plan": "trencadis.server.plan.plan_command",
     "quantize": "trencadis.server.cli.quantize",

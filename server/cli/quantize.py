@@ -16,8 +16,8 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError, TrencadisError
 from trencadis.core.process import torch_build
 from trencadis.core.request import SamplingParams
-from trencadis.server.cli import signals
 from trencadis.server.config import hub
+from trencadis.server.processes import signals
 from trencadis.server.prompts import text_service_builder
 from trencadis.server.prompts.prompt import Prompt
 from trencadis.server.prompts.text_service import TextService

@@ -5,34 +5,30 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import importlib
 import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from trencadis.core.errors import StartupError
 from trencadis.core.links.topology import topology
 from trencadis.core.process import function_trace, heap_trimmer
-from trencadis.server.cli import logging_setup, signals
-from trencadis.server.cli.api.multi_api_server import run_multi_api_server
-from trencadis.server.cli.api.server_lifecycle import SingleProcessServer
-from trencadis.server.config import hide_keys, startup_dump
+from trencadis.server.config import hide_keys, resolve_settings
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.config.resolve_settings import Settings
 from trencadis.server.engine.spawn import EngineHandle
-from trencadis.server.fleet.start_engines import StartedEngines, start_engines
 from trencadis.server.http import listener, tls_reload
+from trencadis.server.processes import logging_setup, signals
+from trencadis.server.processes.multi_api_server import run_multi_api_server
+from trencadis.server.processes.server_lifecycle import SingleProcessServer, find_app, list_routes
+from trencadis.server.processes.start_engines import StartedEngines, start_engines
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
-
     from trencadis.core.config import EngineConfig
     from trencadis.server.engine.supervisor import Supervisor
-    from trencadis.server.fleet.fleet import Fleet
-    from trencadis.server.front.remote_engine import RemoteEngines
+    from trencadis.server.processes.fleet import Fleet
 
 log = logging.getLogger("trencadis.server")
 
@@ -53,7 +49,7 @@ def serve(settings: Settings) -> int:
     function_trace.start_if_asked()
     for note in (*hide_keys.hide_keys(settings), *settings.notes):
         log.warning("%s", note)
-    for line in startup_dump.format_lines(settings):
+    for line in resolve_settings.format_startup_lines(settings):
         log.info("%s", line)
     lie = topology(settings.engine, os.environ)
     if not lie.leads:
@@ -151,7 +147,7 @@ def supervise(
     }
     if len(configs) == 1:
         return Supervisor(configs[0], handles[0], **options)
-    from trencadis.server.fleet.fleet import Fleet
+    from trencadis.server.processes.fleet import Fleet
 
     return Fleet(configs, handles, **options)
 
@@ -162,25 +158,3 @@ def end_engines(handles: Sequence[EngineHandle]) -> None:
     for handle in handles:
         if handle.process.poll() is None:
             handle.kill()
-
-
-def find_app(entry: str) -> Callable[[Settings, Supervisor | Fleet | RemoteEngines], FastAPI]:
-    """Returns the factory of apps that ``package.module:name`` names."""
-    module, _, name = entry.partition(":")
-    found = getattr(importlib.import_module(module), name)
-    return cast("Callable[[Settings, Supervisor | Fleet | RemoteEngines], FastAPI]", found)
-
-
-def list_routes(app: FastAPI) -> Iterator[tuple[str, str]]:
-    """Yields (path, methods) of every route that is served. Newer FastAPI has routers as a tree with a function to walk
-    it.
-    """
-    from fastapi import routing
-
-    from trencadis.server.routes.pooling.wrong_task import WRONG_TASK
-
-    walk: Callable[[Any], Iterator[Any]] = getattr(routing, "iter_route_contexts", iter)
-    for route in walk(app.routes):
-        methods = getattr(route, "methods", None)
-        if methods and getattr(route, "name", "") != WRONG_TASK:
-            yield getattr(route, "path", ""), ", ".join(sorted(methods))

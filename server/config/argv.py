@@ -11,8 +11,8 @@ from typing import Any
 from trencadis.core.errors import StartupError
 from trencadis.server.config import value_parsers
 from trencadis.server.config.flags import LISTS, Flag, Match, find_flag
-from trencadis.server.config.vllm_flags.flag_row import FlagRow, convert_flags
-from trencadis.server.config.vllm_flags.flag_table import ROWS
+from trencadis.server.config.vllm_flag_row import FlagRow, convert_flags
+from trencadis.server.config.vllm_flag_table import ROWS
 
 _NUMBER = re.compile(r"-[\d.]")
 

@@ -230,4 +230,4 @@ class ServerConfig:
     disable_uvicorn_access_log: bool = opt(False, "write no access log")
     disable_access_log_for_endpoints: list[str] = opt([], "paths that the access log leaves out", kind="commas")
 
-    app: str = opt("trencadis.server.http.build_app:build_app", "factory of the HTTP app, for tests", hidden=True)
+    app: str = opt("trencadis.server.processes.build_app:build_app", "factory of the HTTP app, for tests", hidden=True)

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from trencadis.core import envs
 from trencadis.core.flag_options import MOST, YEAR
+from trencadis.server.config import vllm_env_variables as variables_of_vllm
 from trencadis.server.config.flags import Flag, get_flag_table, get_flag_variables
 from trencadis.server.config.help import GROUPS, USAGE
-from trencadis.server.config.vllm_flags import env_variables as variables_of_vllm
-from trencadis.server.config.vllm_flags.flag_row import FREE, MEANS, REFUSED, FlagRow
-from trencadis.server.config.vllm_flags.flag_table import ROWS, SHORT
+from trencadis.server.config.vllm_flag_row import FREE, MEANS, REFUSED, FlagRow
+from trencadis.server.config.vllm_flag_table import ROWS, SHORT
 
 HEAD = f"""\
 # Configuration
@@ -53,7 +53,7 @@ def make_flags_section() -> str:
 VLLM_FLAGS_HEAD = """\
 ## Flags of vLLM
 
-Written by `tools/gen_flags.py` from the rows of `server/config/vllm_flags`; do not edit from here on.
+Written by `tools/gen_flags.py` from the rows of `server/config/vllm_flag_table.py`; do not edit from here on.
 
 These are the flags of vLLM 0.6 to 0.32 that are not in [Flags](configuration.md#flags). None is ignored in silence: a
 flag without effect prints one line that says why, and a flag that would change something stops the start, unless its

@@ -15,7 +15,7 @@ from trencadis.core.flag_options import Option, options
 from trencadis.core.name_suggestions import suggest_name
 from trencadis.server.config import value_parsers
 from trencadis.server.config.config import ServerConfig
-from trencadis.server.config.vllm_flags.flag_table import ROWS, SHORT
+from trencadis.server.config.vllm_flag_table import ROWS, SHORT
 
 UNSET = ("auto", "none", "null")
 """Texts that mean None for flags that accept it."""
@@ -113,7 +113,7 @@ def get_flag_variables() -> dict[str, Flag]:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Result of looking up a name: a flag (maybe negated), a row of ``vllm_flags.flag_table``, or one of
+    """Result of looking up a name: a flag (maybe negated), a row of ``vllm_flag_table``, or one of
     ``SPECIAL``.
     """
 

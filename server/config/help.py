@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 from trencadis.core.errors import StartupError
 from trencadis.server.config.flags import Flag, find_flag, get_flag_table
-from trencadis.server.config.vllm_flags.flag_row import FREE, MEANS, REFUSED, FlagRow
-from trencadis.server.config.vllm_flags.flag_table import ROWS
+from trencadis.server.config.vllm_flag_row import FREE, MEANS, REFUSED, FlagRow
+from trencadis.server.config.vllm_flag_table import ROWS
 
 USAGE = """\
 usage: trencadis serve [MODEL] [--flag value ...]

@@ -1,8 +1,14 @@
-"""Joins flags, file, environment and defaults into the two configurations, and records the source of each value."""
+"""Joins flags, file, environment and defaults into the two configurations, and records the source of each value.
+
+The start-up dump: every value that differs from its default, and its source.
+
+Checks every number of a configuration against the bounds of its option.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,17 +17,53 @@ from trencadis.core import envs
 from trencadis.core.config import EngineConfig
 from trencadis.core.devices import likely
 from trencadis.core.errors import StartupError
+from trencadis.core.flag_options import Bound, options
 from trencadis.core.request import MAX_LOGPROBS
 from trencadis.core.shapes import bucket_options as bucket_env
 from trencadis.core.spec.spec_settings import list_ignored_keys, requested_speculation
 from trencadis.server.config import argv as command_line
-from trencadis.server.config import number_bounds
 from trencadis.server.config.config import ServerConfig
-from trencadis.server.config.flags import find_flag, get_flag_table, get_flag_variables
+from trencadis.server.config.flags import NUMBERS, WHOLE, Flag, find_flag, get_flag_table, get_flag_variables
 from trencadis.server.config.host_names import check_allowed_hosts
-from trencadis.server.config.vllm_flags.env_variables import find_variable
-from trencadis.server.config.vllm_flags.flag_row import convert_flags
-from trencadis.server.config.vllm_flags.flag_table import ROWS
+from trencadis.server.config.vllm_env_variables import find_variable
+from trencadis.server.config.vllm_flag_row import convert_flags
+from trencadis.server.config.vllm_flag_table import ROWS
+
+VARIABLE = "environment "
+"""Prefix of the source of a value from the environment; the variable's name follows."""
+
+
+def list_numeric_flags() -> list[Flag]:
+    """Returns the flags that take a number."""
+    return [flag for flag in get_flag_table().values() if flag.kind in NUMBERS]
+
+
+def check_numbers(config: EngineConfig | ServerConfig, sources: Mapping[str, str] | None = None) -> None:
+    """Checks every number of ``config``. ``sources``: as in ``Settings``.
+
+    Raises:
+        StartupError: a number is out of bounds; the message names the flag or variable, the value and the rule.
+    """
+    flags = get_flag_table()
+    for each, option in options(config):
+        if option.bound is not None:
+            _check(flags[each.name], option.bound, getattr(config, each.name), (sources or {}).get(each.name, ""))
+
+
+def _check(flag: Flag, bound: Bound, value: Any, source: str) -> None:
+    if value is None and flag.optional:
+        return
+    kinds = (int,) if flag.kind in WHOLE else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or (isinstance(value, float) and math.isnan(value)):
+        kind = "a whole number" if flag.kind in WHOLE else "a number"
+        raise StartupError(f"{flag.written} must be {kind}, got {value!r}.")
+    if bound.holds(value):
+        return
+    given = value if isinstance(value, int) else f"{value:g}"
+    if source.startswith(VARIABLE):
+        raise StartupError(f"{source.removeprefix(VARIABLE)}={given} {bound.rule(value)}.")
+    raise StartupError(f"{flag.written} {bound.rule(value)}, got {given}.")
+
 
 CPU_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 UNITS = {"VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB": "MiB"}
@@ -55,24 +97,24 @@ def resolve_settings(given: command_line.ParsedArguments, environ: Mapping[str, 
     chosen: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for name, (value, variable) in _read_environment(environ).items():
-        chosen[name], sources[name] = value, f"{number_bounds.VARIABLE}{variable}"
+        chosen[name], sources[name] = value, f"{VARIABLE}{variable}"
     if given.config is not None:
         for name, value in _read_file(given.config, notes).items():
             chosen[name], sources[name] = value, f"file {given.config}"
     for name, value in given.values.items():
         chosen[name], sources[name] = value, "flag"
     if "warmup" not in chosen and envs.get_bool("VLLM_SKIP_WARMUP", environ):
-        chosen["warmup"], sources["warmup"] = "skip", f"{number_bounds.VARIABLE}VLLM_SKIP_WARMUP"
+        chosen["warmup"], sources["warmup"] = "skip", f"{VARIABLE}VLLM_SKIP_WARMUP"
     if "kv_cache_memory_bytes" not in chosen and (space := _get_cpu_kv_space(chosen, environ)):
         chosen["kv_cache_memory_bytes"], sources["kv_cache_memory_bytes"] = (
             space,
-            f"{number_bounds.VARIABLE}{CPU_SPACE}",
+            f"{VARIABLE}{CPU_SPACE}",
         )
     flags = get_flag_table()
     engine = EngineConfig(**{k: v for k, v in chosen.items() if flags[k].owner == "engine"})
     server = ServerConfig(**{k: v for k, v in chosen.items() if flags[k].owner == "server"})
-    number_bounds.check(engine, sources)
-    number_bounds.check(server, sources)
+    check_numbers(engine, sources)
+    check_numbers(server, sources)
     _check_no_blanks(server)
     check_allowed_hosts(server.allowed_hosts)
     requested_speculation(engine)
@@ -188,11 +230,25 @@ def _warn_about_graph_settings(
     if likely(engine.device) != "cpu":
         return []
     written = [
-        source.removeprefix(number_bounds.VARIABLE)
-        if source.startswith(number_bounds.VARIABLE)
-        else get_flag_table()[name].written
+        source.removeprefix(VARIABLE) if source.startswith(VARIABLE) else get_flag_table()[name].written
         for name, source in sources.items()
         if name.startswith("graph_")
     ]
     written += _read_bucket_variables(environ)
     return [f"{name} has no effect on a CPU, which plans no shapes and captures no graphs." for name in written]
+
+
+MASK = "****"
+
+
+def format_startup_lines(settings: Settings) -> Iterator[str]:
+    """Yields one line for each value that the user chose or that differs from its default; secrets are masked."""
+    for flag in get_flag_table().values():
+        value = getattr(settings.engine if flag.owner == "engine" else settings.server, flag.name)
+        source = settings.sources.get(flag.name)
+        if value == flag.default and source is None:
+            continue
+        shown = MASK if flag.secret and value else repr(value)
+        yield f"{flag.name} = {shown} ({source or 'derived'})"
+    for name, value in settings.shapes.items():
+        yield f"{name} = {value!r} (environment)"

@@ -1,4 +1,7 @@
-"""The asyncio side of one engine process: frames, open requests, pixels on demand, pings."""
+"""The asyncio side of one engine process: frames, open requests, pixels on demand, pings.
+
+Formats the plan and the ledger as lines for the terminal.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,36 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
+from trencadis.core.host_memory import gib
 from trencadis.core.process import engine_messages
-from trencadis.server.engine import graph_report
+from trencadis.core.process.engine_messages import GraphPlan
 from trencadis.server.engine.request_link import STOPPED, RequestLink
 from trencadis.server.engine.spawn import EngineHandle, spawn_engine
+
+
+def format_plan_lines(plan: GraphPlan) -> Iterator[str]:
+    """Yields the lines of ledger, pools, buckets by stage and state, and advice."""
+    yield f"{'memory':<26} {'':>12} {'':>7}"
+    for name, count in plan.ledger:
+        yield f"  {name:<26} {gib(count):>12} {100 * count / max(plan.total, 1):6.1f} %"
+    yield f"  {'total':<26} {gib(plan.total):>12}  100.0 %"
+    yield "graph pools"
+    for pool, (budget, spent, lost) in plan.pools.items():
+        kept = f", {gib(lost)} not returned" if lost else ""
+        yield f"  {pool:<26} {gib(spent):>12} of {gib(budget)}{kept}"
+    yield f"planned shapes, warm-up {plan.warmup}"
+    counts: Counter[tuple[str, str]] = Counter((b.stage, b.state) for b in plan.buckets)
+    for stage in dict.fromkeys(b.stage for b in plan.buckets):
+        states = ", ".join(f"{n} {state}" for (s, state), n in sorted(counts.items()) if s == stage)
+        yield f"  {stage:<26} {states}"
+    for bucket in plan.buckets:
+        if bucket.failed:
+            yield f"  {bucket.name}: {bucket.failed}"
+    yield from plan.advice
+
 
 __all__ = ["STOPPED", "EngineHandle", "EngineLink", "spawn_engine"]
 
@@ -186,5 +213,5 @@ def log_engine_info(info: engine_messages.EngineInfo) -> None:
     for note in info.notes:
         log.info("engine: %s", note)
     if info.graphs is not None:
-        for line in graph_report.format_plan_lines(info.graphs):
+        for line in format_plan_lines(info.graphs):
             log.info("%s", line)

@@ -1,4 +1,7 @@
-"""Writes one combined grammar: Lark rules of an answer's outline, with schemas and users' grammars as sub-grammars."""
+"""Writes one combined grammar: Lark rules of an answer's outline, with schemas and users' grammars as sub-grammars.
+
+Checks a user's Lark grammar: its schemas are read as all others are, and options without effect are refused.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trencadis.core.errors import BadRequest
+from trencadis.server.grammars.json_schema import normalise_schema
 from trencadis.server.grammars.regex_translation import escaped
 
 ANY = "(?s:.*)"
@@ -139,3 +144,45 @@ class GrammarWriter:
             return json.dumps({"grammars": [self._sides[start[1:]]]})
         lark = "\n".join((f"start: {start}", *self._rules)) + "\n"
         return json.dumps({"grammars": [{"name": "answer", "lark_grammar": lark}, *self._sides.values()]})
+
+
+_PIECE = re.compile(
+    r"""(?P<skip>\s++|//[^\n]*+|\#[^\n]*+|"(?:[^"\\]|\\.)*+"i?|/(?![/*])(?:[^/\\\n]|\\.)++/[a-z]*+)"""
+    r"""|(?P<json>%json\b)|(?P<options>\[[a-z_]+\s*[=,\]])|(?P<other>.)""",
+    re.DOTALL | re.VERBOSE,
+)
+_OPTION = re.compile(r"\b(temperature|max_tokens|stop)\s*=")
+_SIGN = re.compile(r"(?m)^\s*[?!]?start\b[^:\n]*:")
+
+
+def check_lark_grammar(text: str, param: str, spaces: WhitespaceRule) -> str:
+    """Returns a user's grammar, ready to be compiled.
+
+    Raises:
+        BadRequest: it has no ``start``, an option that is not supported, or a bad schema.
+    """
+    if not _SIGN.search(text):
+        raise BadRequest("The grammar has neither a rule 'start: ...' (Lark) nor 'root ::= ...' (GBNF).", param=param)
+    out: list[str] = []
+    at = 0
+    while at < len(text):
+        match = _PIECE.match(text, at)
+        assert match is not None  # always matches at least one character
+        at = match.end()
+        if match["json"]:
+            start = re.compile(r"\s*").match(text, at)
+            try:
+                schema, at = json.JSONDecoder().raw_decode(text, start.end() if start else at)
+            except (ValueError, RecursionError):
+                raise BadRequest("The grammar has no JSON behind %json.", param=param) from None
+            made = normalise_schema(schema, f"{param}.%json")
+            whole = made if isinstance(made, dict) else {} if made else {"not": {}}
+            out.append("%json " + json.dumps({**whole, "x-guidance": spaces.make_options(made)}))
+            continue
+        if match["options"]:
+            end = text.find("]", match.start())
+            option = _OPTION.search(text, match.start(), end if end > 0 else len(text))
+            if option:
+                raise BadRequest(f"The grammar's option {option[1]!r} is not supported.", param=param)
+        out.append(match[0])
+    return "".join(out)

@@ -16,20 +16,21 @@ from urllib.parse import unquote
 
 from trencadis.core.errors import BadRequest
 from trencadis.server.grammars.regex_translation import translate_regex
-from trencadis.server.grammars.schema_disjoint import are_all_disjoint
-from trencadis.server.grammars.schema_keywords import (
+from trencadis.server.grammars.schema_rewrite import (
     ANNOTATIONS,
     BOUNDS,
     FORMATS,
     FREE_FORMATS,
+    IN_PLACE,
     LENGTHS,
     PATTERNS,
     REFUSED,
     SAFE,
     TYPES,
+    are_all_disjoint,
     has_no_effect,
+    rewrite_schema,
 )
-from trencadis.server.grammars.schema_rewrite import IN_PLACE, rewrite_schema
 
 LEVELS = 150
 """Maximum depth of schemas within one another, including references."""

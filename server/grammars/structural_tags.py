@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trencadis.core.errors import BadRequest
-from trencadis.server.grammars import gbnf, lark_grammar
+from trencadis.server.grammars import gbnf, grammar_writer
 from trencadis.server.grammars.grammar_writer import GrammarWriter, WhitespaceRule
 from trencadis.server.grammars.json_schema import normalise_schema, parse_if_text, parse_schema
 from trencadis.server.grammars.regex_translation import translate_regex
@@ -104,7 +104,7 @@ class TagReader:
         made = (
             gbnf.convert_to_lark(text, where)
             if gbnf.is_gbnf(text)
-            else lark_grammar.check_lark_grammar(text, where, self._spaces)
+            else grammar_writer.check_lark_grammar(text, where, self._spaces)
         )
         return self._writer.add_grammar(made)
 

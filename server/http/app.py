@@ -23,50 +23,62 @@ from trencadis.core.checkpoint.pooling_config import CLASSIFY, EMBED
 from trencadis.core.cpu_affinity import available_cpus
 from trencadis.core.errors import BadRequest, TrencadisError, from_status
 from trencadis.multimodal.decode_workers.worker_pool import MAX_WORKERS
-from trencadis.server.admission import Admission
-from trencadis.server.answer_budget import AnswerBudget
 from trencadis.server.engine.engine_client import EngineClient
 from trencadis.server.grammars.grammar_cache import GrammarCache
 from trencadis.server.http.fair_admission import FairAdmissionMiddleware
 from trencadis.server.http.host_rules import HostRules
 from trencadis.server.http.openapi import make_openapi
-from trencadis.server.http.request_middleware import RequestMiddleware, make_error_response
-from trencadis.server.http.unsupported_routes import describe_missing_path
+from trencadis.server.http.request_middleware import RequestMiddleware, describe_missing_path, make_error_response
+from trencadis.server.metrics.http_metrics import TenantCollector, TraceCollector
 from trencadis.server.metrics.process_metrics import LogCollector, ProcessesCollector
 from trencadis.server.metrics.prometheus import PrometheusMetrics, ThroughputLog, make_preemption_warning
 from trencadis.server.metrics.sleep_metrics import SleepCollector
-from trencadis.server.metrics.tenant_metrics import TenantCollector
-from trencadis.server.metrics.trace_metrics import TraceCollector
-from trencadis.server.page import page_routes as page_routes
-from trencadis.server.prompts.answer_parsers import AnswerParsers
+from trencadis.server.metrics.tracing import TraceQueue
+from trencadis.server.prompts.answer_reader import AnswerParsers
 from trencadis.server.prompts.multimodal_inputs import CacheCounters, ImageSource
 from trencadis.server.prompts.template_workers import TemplateWorkers
 from trencadis.server.prompts.text_service import TextService
-from trencadis.server.records.tracing import TraceQueue
-from trencadis.server.routes import bucket_route, serving_chat, serving_completion, serving_models, serving_tokenization
-from trencadis.server.routes import health_and_metrics as routes_ops
+from trencadis.server.routes import (
+    dev_mode,
+    health_and_metrics,
+    page_routes,
+    serving_chat,
+    serving_completion,
+    serving_embedding,
+    serving_messages,
+    serving_models,
+    serving_pooling,
+    serving_responses,
+    serving_score,
+    serving_tokenization,
+)
 from trencadis.server.routes.app_state import AppState
 from trencadis.server.routes.auth import Keys
-from trencadis.server.routes.dialects import serving_messages, serving_responses
 from trencadis.server.routes.http_settings import HttpSettings
-from trencadis.server.routes.pooling import (
-    serving_classify,
-    serving_cohere_embed,
-    serving_embedding,
-    serving_pooling,
-    serving_rerank,
-    serving_score,
-)
-from trencadis.server.routes.pooling.invocations import make_router
-from trencadis.server.routes.pooling.wrong_task import make_wrong_task_router
-from trencadis.server.routes.vllm import dev_mode, load_info, serving_chat_batch, sleep
+from trencadis.server.routes.serving_pooling import make_router
+from trencadis.server.routes.wrong_task import make_wrong_task_router
+from trencadis.server.tenants.admission import Admission
+from trencadis.server.tenants.answer_budget import AnswerBudget
 from trencadis.server.tenants.fair_queue import TenantFairQueue
 from trencadis.server.tenants.rate_limits import TenantAccount
 from trencadis.server.tenants.tenant_registry import TenantRegistry
 
 log = logging.getLogger("trencadis.server")
-GENERATING = (serving_chat, serving_chat_batch, serving_completion, serving_responses, serving_messages)
-POOLING = (serving_embedding, serving_cohere_embed, serving_pooling, serving_classify, serving_score, serving_rerank)
+GENERATING = (
+    serving_chat.router,
+    serving_chat.make_chat_batch_router,
+    serving_completion.router,
+    serving_responses.router,
+    serving_messages.router,
+)
+POOLING = (
+    serving_embedding.router,
+    serving_embedding.make_cohere_embed_router,
+    serving_pooling.router,
+    serving_pooling.make_classify_router,
+    serving_score.router,
+    serving_score.make_rerank_router,
+)
 _DEFAULT = {EMBED: "/v1/embeddings", CLASSIFY: "/classify"}
 """Routes to which ``/invocations`` sends the requests of a pooling server, by task."""
 
@@ -194,15 +206,18 @@ def _include_routes(app: FastAPI, state: AppState) -> None:
     them.
     """
     how = state.service.config.pooling
-    routers = [module.router(state) for module in GENERATING], [module.router(state) for module in POOLING]
+    routers = [make(state) for make in GENERATING], [make(state) for make in POOLING]
     other, own = routers if how is not None else routers[::-1]
-    for router in (
-        *own,
-        *(
-            module.router(state)
-            for module in (serving_models, serving_tokenization, routes_ops, bucket_route, load_info, sleep, dev_mode)
-        ),
-    ):
+    common = (
+        serving_models.router,
+        serving_tokenization.router,
+        health_and_metrics.router,
+        health_and_metrics.make_bucket_router,
+        serving_models.make_load_router,
+        dev_mode.make_sleep_router,
+        dev_mode.router,
+    )
+    for router in (*own, *(make(state) for make in common)):
         app.include_router(router)
     app.include_router(make_router(own, "" if how is None else _DEFAULT[how.task]))
     app.include_router(make_wrong_task_router(other, how))

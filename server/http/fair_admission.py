@@ -13,9 +13,9 @@ from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from trencadis.server.admission import Admission, BodyCharge
-from trencadis.server.records.request_record import RequestRecord
+from trencadis.server.metrics.request_record import RequestRecord
 from trencadis.server.routes.sse import ClientGone
+from trencadis.server.tenants.admission import Admission, BodyCharge
 from trencadis.server.tenants.fair_queue import FairQueueEntry, FairQueueStage, TenantFairQueue
 from trencadis.server.tenants.rate_limits import CURRENT
 

@@ -1,13 +1,19 @@
-"""The outermost ASGI middleware: request ids, API keys, content type, body size and rate, error envelopes."""
+"""The outermost ASGI middleware: request ids, API keys, content type, body size and rate, error envelopes.
+
+Time limit of a request: the operator's, or a shorter one that the client requests.
+
+Paths of OpenAI's API that this server does not have, with the reason that it answers.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
 import logging
+import math
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -17,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trencadis.core.errors import (
     BadRequest,
+    DeadlineExceeded,
     Forbidden,
     HeadersTooLarge,
     QueueFull,
@@ -24,18 +31,100 @@ from trencadis.core.errors import (
     TrencadisError,
     Unavailable,
 )
-from trencadis.server.admission import BodyBudget, BodyCharge
-from trencadis.server.dialects import anthropic_output
-from trencadis.server.http import load_header
+from trencadis.server.config.vllm_parallel_flags import LORA_REASON
 from trencadis.server.http.host_rules import HostRules
-from trencadis.server.http.request_timeout import HEADER, get_timeout, run_within, stop_timer
-from trencadis.server.http.unsupported_routes import get_reason
+from trencadis.server.metrics.request_log_lines import log_access
+from trencadis.server.metrics.request_record import CLIENT_CLOSED, RECORD, RequestRecord
 from trencadis.server.protocol.base_request import ErrorResponse
-from trencadis.server.records.request_log_lines import log_access
-from trencadis.server.records.request_record import CLIENT_CLOSED, RECORD, RequestRecord
+from trencadis.server.routes import anthropic_output, http_settings
 from trencadis.server.routes.auth import UNSAFE, Keys
 from trencadis.server.routes.sse import ClientGone
+from trencadis.server.tenants.admission import BodyBudget, BodyCharge
 from trencadis.server.tenants.rate_limits import CURRENT
+
+WHY = {
+    "/v1/audio": "it reads and writes no audio",
+    "/v1/realtime": "it reads and writes no audio",
+    "/v1/images": "it reads images and makes none",
+    "/v1/videos": "it reads videos and makes none",
+    "/v1/moderations": "it has no moderation model",
+    "/v1/files": "it keeps no files; media travel in the request",
+    "/v1/uploads": "it keeps no files; media travel in the request",
+    "/v1/batches": "it keeps no batches; /v1/chat/completions/batch takes several conversations at a time",
+    "/v1/fine_tuning": "it does not train",
+    "/v1/assistants": "it keeps no state",
+    "/v1/threads": "it keeps no state",
+    "/v1/vector_stores": "it keeps no files",
+    "/v1/load_lora_adapter": LORA_REASON,
+    "/v1/unload_lora_adapter": LORA_REASON,
+}
+
+
+def get_reason(path: str) -> str:
+    """Returns why this server lacks a path of OpenAI's; empty for any other path."""
+    return next((why for start, why in WHY.items() if path == start or path.startswith(start + "/")), "")
+
+
+def describe_missing_path(path: str) -> str:
+    """Returns one line for a path that does not exist."""
+    shown, why = path[:80], get_reason(path)
+    if not why:
+        return f"No such path: {shown}"
+    return f"This server has no {shown}: {why}. It serves chat and completions (GET /v1/models says of what)."
+
+
+HEADER = "x-request-timeout"
+TIMEOUT_MESSAGE = "The request did not end within its {:g} seconds."
+
+
+def get_timeout(headers: Headers, most: float) -> float:
+    """Returns the seconds that a request may take; 0: no limit.
+
+    Args:
+        most: the operator's limit; 0: none.
+
+    Raises:
+        BadRequest: the header is not a positive number.
+    """
+    written = headers.get(HEADER)
+    if written is None:
+        return most
+    try:
+        asked = float(written)
+    except ValueError:
+        asked = math.nan
+    if not 0 < asked < math.inf:
+        raise BadRequest(f"{HEADER} must be a positive number of seconds.", param=HEADER)
+    return min(asked, most) if most else asked
+
+
+async def run_within(record: RequestRecord, seconds: float, work: Awaitable[None]) -> None:
+    """Waits for ``work``, which is cancelled if its answer has not begun in time; a stream checks the deadline itself.
+
+    Args:
+        seconds: limit, counted from the request's arrival.
+
+    Raises:
+        DeadlineExceeded: the limit is exceeded, and nothing has been sent.
+    """
+    record.deadline = record.begun + seconds
+    timer = record.timer = asyncio.timeout_at(record.deadline)
+    try:
+        async with timer:
+            await work
+    except TimeoutError:
+        if not timer.expired():
+            raise
+        raise DeadlineExceeded(TIMEOUT_MESSAGE.format(seconds)) from None
+    finally:
+        record.timer = None
+
+
+def stop_timer(record: RequestRecord) -> None:
+    """Stops the request's timer: after the status line has been sent a timeout can no longer change it."""
+    if record.timer is not None and not record.timer.expired():
+        record.timer.reschedule(None)
+
 
 log = logging.getLogger("trencadis.server")
 ID_SIZE = 128
@@ -117,8 +206,8 @@ class RequestMiddleware:
                 account = CURRENT.get()
                 if account is not None:
                     sent.update(dict(account.make_headers()))
-                if record.runs_model and load_header.ASKED in headers:
-                    sent.update(self._load(headers[load_header.ASKED]))
+                if record.runs_model and http_settings.ASKED in headers:
+                    sent.update(self._load(headers[http_settings.ASKED]))
             else:
                 record.sent += len(message.get("body", b""))
             await send(message)

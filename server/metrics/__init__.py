@@ -1,1 +1,1 @@
-"""Prometheus metrics: the registry, stages, caches and buckets."""
+"""What a server reports: Prometheus metrics, and the log lines and traces of requests."""

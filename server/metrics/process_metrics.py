@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from trencadis.core.process.log_queue import find_log_queue
 
 API, FRONT, OTHER = "api", "front", "other"
-API_MODULE = "trencadis.server.cli.api.api_server_main"
+API_MODULE = "trencadis.server.processes.api_server_main"
 """Module in the command line of one of several API processes; the word after the next is its index."""
 ROLES = {
     "trencadis.core.process.engine_process": "engine",

@@ -10,24 +10,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trencadis.core import devices
+from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.checkpoint.pooler_config import load_model
+from trencadis.core.checkpoint.pooler_config import load_model_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.devices import likely, policy_of
+from trencadis.core.engine.dry_run import DryRun, PlannedDevice, StartupPlan
+from trencadis.core.engine.pipeline_dry_run import planned_stages
+from trencadis.core.engine.startup_checks import check_start
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.rank_info import check_size
 from trencadis.core.memory import measurement_cache
-from trencadis.core.models import registry
 from trencadis.core.shapes import bucket_options as bucket_env
 from trencadis.core.shapes.pipeline_partition import split_model
-from trencadis.core.startup.dry_run import DryRun, PlannedDevice, StartupPlan
-from trencadis.core.startup.pipeline_dry_run import planned_stages
-from trencadis.core.startup.startup_checks import check_start
 from trencadis.multimodal.processor import PROCESSOR_FILES
 from trencadis.server.config import argv, hide_keys, hub, value_parsers
 from trencadis.server.config.resolve_settings import resolve_settings
 from trencadis.server.plan import plan_report as plan_report
-from trencadis.server.plan.pipeline_report import make_pipeline_report
+from trencadis.server.plan.plan_report import make_pipeline_report
 from trencadis.server.plan.traffic_replay import StepNeeds
 
 USAGE = """\
@@ -80,7 +80,7 @@ def main(words: Sequence[str]) -> int:
     settings.notes.extend(hide_keys.hide_keys(settings))
     config = settings.engine
     path = _find_model_folder(config)
-    model = load_model(replace(config, model=str(path)))
+    model = load_model_config(replace(config, model=str(path)))
     if model.vision is not None and any((path / name).is_file() for name in PROCESSOR_FILES):
         # Raises for options that the API process would refuse.
         registry.image_processor(model, config.mm_processor_kwargs, config.image_alignment)

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
+from trencadis.core.checkpoint.family import VisionSide
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
+from trencadis.core.checkpoint.registry import family_of, import_object
 from trencadis.core.errors import BadRequest, StartupError
-from trencadis.core.kv.media_spans import MediaSpan
-from trencadis.core.models.family import VisionSide
-from trencadis.core.models.registry import family_of, import_object
+from trencadis.core.media_spans import MediaSpan
 from trencadis.multimodal.async_gather import gather_or_cancel
 from trencadis.multimodal.media_options import NO_SCOPE, MediaPart, MediaScope
 
 if TYPE_CHECKING:
-    from trencadis.multimodal.videos.prepared_video import Media as PreparedMedia
+    from trencadis.multimodal.prepared_video import Media as PreparedMedia
 
 
 class ImageItem(Protocol):
@@ -228,7 +228,7 @@ class PlaceholderJoiner:
 def _merge_spans(
     spans: Sequence[MediaSpan], media: Sequence[PreparedMedia]
 ) -> tuple[list[MediaSpan], list[float | None]]:
-    from trencadis.multimodal.videos.prepared_video import position_spans
+    from trencadis.multimodal.prepared_video import position_spans
 
     return position_spans(spans, media)
 

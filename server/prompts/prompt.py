@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from trencadis.core.masks.constraints import Rule
+from trencadis.core.constraints import Rule
 from trencadis.core.request import Request, SamplingParams
 from trencadis.multimodal.media_timing import MediaTimes
 from trencadis.server.prompts.answer_reader import AnswerReader
@@ -18,6 +18,7 @@ from trencadis.server.prompts.multimodal_inputs import (
     is_video,
     list_encoder_items,
 )
+from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,3 +97,22 @@ class Prompt:
         made = Request(id, self.tokens, sampling, e.spans, e.positions, e.delta, salt, priority, arrival, self.rule)
         made.prediction = self.prediction
         return made
+
+
+def render_prompt(prompt: Prompt, tokenizer: Tokenizer, most: int | None) -> str:
+    """Returns the text of a prompt, special tokens included, with one placeholder for each image or video.
+
+    Args:
+        most: most characters of the result; None: all.
+    """
+    kept: list[int] = []
+    at = 0
+    spans = () if prompt.expanded is None else prompt.expanded.spans
+    for run in sorted(run for span in spans for run in span.list_runs()):
+        # Consecutive runs belong to one image.
+        beside = 0 < at == run.offset and prompt.tokens[at] == prompt.tokens[at - 1]
+        kept += prompt.tokens[at : run.offset + (not beside)]
+        at = run.offset + run.length
+    # A token has at least one character, except pieces of a character: these make the text shorter than ``most``.
+    kept = (kept + prompt.tokens[at:])[:most]
+    return tokenizer.decode(kept, skip_special_tokens=False)[:most]

@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trencadis.core.errors import BadRequest
-from trencadis.core.masks.structured_outputs import RepetitionDetectionParams
 from trencadis.core.request import GREEDY_BELOW, MAX_BIAS, MAX_LOGPROBS, SamplingParams
+from trencadis.core.structured_outputs import RepetitionDetectionParams
 from trencadis.server.prompts.generation_config import OPENAI, SamplingDefaults
 from trencadis.server.protocol.beam_search_fields import check_width
 

@@ -18,7 +18,7 @@ SECONDS = 2.0
 MEMORY = 256 << 20
 REPLY = 64 << 20
 """Limit of a rendered text, in bytes."""
-JOBS = {"template": "trencadis.server.text.template_job:render_template"}
+JOBS = {"template": "trencadis.server.text.template_sandbox:render_template"}
 TOO_MUCH = "The request's chat template takes too long or too much memory."
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, TypeVar, Unpack
 
 from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.checkpoint.registry import family_of
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest
-from trencadis.core.models.registry import family_of
 from trencadis.core.request import MAX_LOGPROBS, SamplingParams
 from trencadis.multimodal.media_options import NO_SCOPE, MediaPart, MediaScope
 from trencadis.multimodal.media_timing import record_media_times

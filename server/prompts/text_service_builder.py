@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.checkpoint.pooler_config import load_model
+from trencadis.core.checkpoint.pooler_config import load_model_config
+from trencadis.core.checkpoint.registry import image_processor
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.models.registry import image_processor
 from trencadis.multimodal.images.image_frontend import ImageFrontend, ImageLimits
 from trencadis.multimodal.images.mm_processor_kwargs import server_options
 from trencadis.multimodal.images.processor_cache import ProcessorCache
@@ -79,7 +79,7 @@ def make_text_service(
         StartupError: the checkpoint lacks a file that the service needs, or the rules name a folder that does not
         exist.
     """
-    model = load_model(config)
+    model = load_model_config(config)
     if model.unread:
         log.warning(
             "config.json has keys that nothing here knows: %s; they are ignored.", ", ".join(model.unread)[:400]

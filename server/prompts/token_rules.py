@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from trencadis.core.constraints import Repetition, Rule, ThinkingBudget
 from trencadis.core.errors import BadRequest
-from trencadis.core.masks.constraints import Repetition, Rule, ThinkingBudget
-from trencadis.core.masks.structured_outputs import RepetitionDetectionParams
 from trencadis.core.request import SamplingParams
+from trencadis.core.structured_outputs import RepetitionDetectionParams
 from trencadis.server.prompts.sampling_params import MAX_WORDS
-from trencadis.server.reasoning.reasoning_formats import ReasoningFormat
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer
+from trencadis.server.tools.reasoning_parser import ReasoningFormat
 
 if TYPE_CHECKING:
     from trencadis.server.prompts.prompt import Prompt

@@ -8,10 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from trencadis.core.errors import BadRequest
-from trencadis.server.protocol.base_request import FieldContext, Int, Strict, Texts
+from trencadis.server.protocol.base_request import FieldContext, Int, Strict, Texts, TranslatedRequest
 from trencadis.server.protocol.chat_completions import ChatRequest
 from trencadis.server.protocol.field_types import Object, Objects, Text
-from trencadis.server.protocol.translated_request import TranslatedRequest
 
 THINKING = ("enabled", "disabled", "adaptive", "between_tools")
 BUDGET = "thinking_token_budget"

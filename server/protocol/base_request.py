@@ -1,5 +1,9 @@
 """The shared parts of chat and completion requests: sampling fields, refused and ignored fields, usage, error
 envelope.
+
+The base of requests of other APIs than chat completions, which are translated to a chat request.
+
+Keeps the names of a request's unknown fields, but not their values.
 """
 
 from __future__ import annotations
@@ -8,12 +12,28 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from trencadis.core.errors import BadRequest, TrencadisError
 from trencadis.server.protocol.beam_search_fields import check_beams, list_unused_beam_fields
 from trencadis.server.protocol.field_types import Object, Text
-from trencadis.server.protocol.unknown_fields import EMPTY, NamesOnly
+
+EMPTY: tuple[Any, ...] = (None, False, [], {})
+"""Values of a field that a client does not use."""
+
+
+class NamesOnly(BaseModel):
+    """Base of requests. The value of an unknown field is True (or empty): values would live as long as the answer."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_values(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {k: v if k in cls.model_fields or v in EMPTY else True for k, v in data.items()}
+
 
 Int = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Ints = Annotated[list[Int], Field(fail_fast=True)]
@@ -329,3 +349,33 @@ class ErrorResponse(Strict):
     def from_error(cls, error: TrencadisError) -> ErrorResponse:
         """Makes the envelope of a typed error."""
         return cls(error=ErrorInfo(message=error.message, type=error.type, param=error.param, code=error.status))
+
+
+UNSHOWN = ("n", "prompt_logprobs", "return_token_ids", "return_image_sizes", "stream_options")
+"""Fields of generating requests that have no place in these APIs' answers."""
+
+
+class TranslatedRequest(GenerateRequest):
+    """The fields of every generating endpoint that its own API lacks may be sent beside that API's."""
+
+    bulky: ClassVar[tuple[str, ...]] = (*GenerateRequest.bulky, "chat_template", "chat_template_kwargs")
+
+    chat_template: Text | None = None
+    chat_template_kwargs: Object | None = None
+
+    def check(self) -> None:
+        """See GenerateRequest. The chat request that this one becomes checks the rest."""
+        super().check()
+        if self.n not in (None, 1):
+            raise BadRequest(f"n must be 1 here, got {self.n}; chat completions take more.", param="n")
+
+    def list_unused_fields(self, context: FieldContext) -> Iterator[str]:
+        """See Body; fields that the chat request reports are left out."""
+        yield from (name for name in UNSHOWN[1:4] if getattr(self, name))
+        extra = None if self.stream_options is None else self.stream_options.model_extra
+        yield from (f"stream_options.{name}" for name, value in (extra or {}).items() if value)
+
+    def get_shared_fields(self) -> dict[str, Any]:
+        """Returns the set fields that mean the same in a chat request."""
+        names = {*GenerateRequest.model_fields, "chat_template", "chat_template_kwargs"}.difference(UNSHOWN)
+        return {n: v for n in self.model_fields_set & names if (v := getattr(self, n)) is not None}

@@ -1,1 +1,1 @@
-"""The HTTP routes and what they share: state, authentication, answers, events."""
+"""The HTTP routes of all APIs, and what they share: state, authentication, answers, events."""

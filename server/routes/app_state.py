@@ -14,16 +14,16 @@ from trencadis.core.checkpoint.pooling_config import EMBED
 from trencadis.core.errors import BadRequest, Forbidden, NotFound, Unavailable
 from trencadis.core.request import Request, SamplingParams
 from trencadis.multimodal.media_options import MediaScope
-from trencadis.server.admission import Admission, Ticket
-from trencadis.server.answer_budget import AnswerBudget
 from trencadis.server.engine.engine_client import EngineClient, get_replicas
 from trencadis.server.grammars.grammar_cache import GrammarCache
 from trencadis.server.grammars.response_format import OPTIONS, RequestedFormat, find_requested_format
-from trencadis.server.http.load_header import make_load_header
 from trencadis.server.metrics.prometheus import PrometheusMetrics
-from trencadis.server.prompts.answer_parsers import AnswerParsers
+from trencadis.server.metrics.request_log_lines import log_closing, log_received
+from trencadis.server.metrics.request_record import RECORD, RequestRecord
+from trencadis.server.metrics.tracing import TraceQueue
+from trencadis.server.prompts.answer_reader import AnswerParsers
 from trencadis.server.prompts.generation import Generation, RequestTiming
-from trencadis.server.prompts.prompt import Prompt
+from trencadis.server.prompts.prompt import Prompt, render_prompt
 from trencadis.server.prompts.text_service import TextService
 from trencadis.server.prompts.token_rules import add_rule
 from trencadis.server.protocol.base_request import (
@@ -39,12 +39,10 @@ from trencadis.server.protocol.base_request import (
     VideoDetails,
 )
 from trencadis.server.protocol.beam_search_fields import make_beam_rule
-from trencadis.server.records.logged_prompt import render_prompt
-from trencadis.server.records.request_log_lines import log_closing, log_received
-from trencadis.server.records.request_record import RECORD, RequestRecord
-from trencadis.server.records.tracing import TraceQueue
 from trencadis.server.routes.auth import UNSAFE
-from trencadis.server.routes.http_settings import HttpSettings
+from trencadis.server.routes.http_settings import HttpSettings, make_load_header
+from trencadis.server.tenants.admission import Admission, Ticket
+from trencadis.server.tenants.answer_budget import AnswerBudget
 from trencadis.server.tenants.fair_queue import TenantFairQueue
 from trencadis.server.tenants.rate_limits import CURRENT, TenantAccount
 from trencadis.server.tenants.tenant_registry import TenantRegistry

@@ -1,4 +1,7 @@
-"""Probes, version and metrics. They only read counters; none runs the model."""
+"""Probes, version and metrics. They only read counters; none runs the model.
+
+``GET /buckets``: every planned shape with its state, cost and use, and the device's ledger.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from trencadis import __version__
 from trencadis.core.process.engine_messages import Phase
 from trencadis.core.progress import Warming
 from trencadis.server.engine.engine_client import EngineClient, get_replicas
+from trencadis.server.metrics.bucket_metrics import describe_all_buckets
 from trencadis.server.routes.app_state import AppState
 
 CACHE_SECONDS = 1.0
@@ -170,3 +174,21 @@ def get_warmup_progress(engine: EngineClient) -> dict[str, Any] | None:
         "phase": name, "done": now.done, "total": now.total, "percent": round(100 * share, 1),
         "eta_seconds": round(now.eta, 1),
     }  # fmt: skip
+
+
+def make_bucket_router(state: AppState) -> APIRouter:
+    """Makes the route over ``state``."""
+    routes = APIRouter(tags=["operation"])
+
+    @routes.get("/buckets", response_model=dict[str, Any])
+    async def buckets() -> Any:
+        """Counts since the start of the server; a device without planned shapes has counts by stage only.
+
+        Several engines have an object each, in ``engines``.
+        """
+        shared = state.settings.shared
+        if shared is not None:
+            return Response(await shared.fetch_buckets(), media_type="application/json")
+        return describe_all_buckets(get_replicas(state.engine), state.metrics.bucket_metrics)
+
+    return routes

@@ -1,16 +1,22 @@
-"""Settings of the HTTP side: the server's configuration, and the served model."""
+"""Settings of the HTTP side: the server's configuration, and the served model.
+
+The header ``endpoint-load-metrics``: the load of the engine in the form of ORCA, for balancers that ask for it.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from trencadis import __version__
 from trencadis.core.config import EngineConfig
-from trencadis.server.admission import Bounds
+from trencadis.core.process.engine_messages import EngineStats
 from trencadis.server.config.config import ServerConfig
-from trencadis.server.front.shared_process_state import SharedProcessState
+from trencadis.server.tenants.admission import Bounds
+from trencadis.server.tenants.shared_process_state import SharedProcessState
 
 
 @dataclass(frozen=True)
@@ -65,3 +71,26 @@ class HttpSettings:
         what = "|".join((__version__, *self.served_names, self.model_root))
         shared = f"-tp{ranks}" if mode == "full" and ranks > 1 else ""
         return f"trencadis-{__version__}{shared}-{hashlib.sha256(what.encode()).hexdigest()[:8]}"
+
+
+ASKED = "endpoint-load-metrics-format"
+ANSWERED = "endpoint-load-metrics"
+
+
+def make_load_header(asked: str, stats: EngineStats, waiting: int) -> Mapping[str, str]:
+    """The header with the load as of the engine's last step.
+
+    Args:
+        asked: value of the request's ``endpoint-load-metrics-format``, ``TEXT`` or ``JSON``; others get no header.
+        waiting: requests that wait.
+    """
+    values = {
+        "kv_cache_usage_perc": stats.kv_used / max(stats.kv_total, 1),
+        "num_requests_waiting": float(waiting),
+    }
+    match asked.strip().upper():
+        case "TEXT":
+            return {ANSWERED: "TEXT " + ", ".join(f"named_metrics.{name}={value}" for name, value in values.items())}
+        case "JSON":
+            return {ANSWERED: f"JSON {json.dumps({'named_metrics': values})}"}
+    return {}

@@ -10,11 +10,10 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from trencadis.server.admission import Ticket
 from trencadis.server.prompts.generation import wait_for_first
 from trencadis.server.routes.json_slices import SlicedResponse
-from trencadis.server.routes.sse import EventStream, StreamFormat, run_until_disconnect
-from trencadis.server.routes.streams.piece_stream import PieceStream
+from trencadis.server.routes.sse import EventStream, PieceStream, StreamFormat, run_until_disconnect
+from trencadis.server.tenants.admission import Ticket
 
 
 class PreparedRequest(Protocol):

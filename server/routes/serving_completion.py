@@ -14,10 +14,8 @@ from starlette.responses import Response
 
 from trencadis.core.errors import BadRequest
 from trencadis.core.request import SamplingParams
-from trencadis.server.admission import Ticket
-from trencadis.server.answer_budget import AnswerShape
 from trencadis.server.prompts.answer_grammar import add_answer_grammar
-from trencadis.server.prompts.answer_parsers import AnswerParsers
+from trencadis.server.prompts.answer_reader import AnswerParsers
 from trencadis.server.prompts.generation import STARTS_PER_PASS, Generation, merge_generations
 from trencadis.server.prompts.logprob_format import CompletionLogprobsBuilder, make_prompt_table
 from trencadis.server.prompts.output_processor import TextPiece
@@ -29,11 +27,13 @@ from trencadis.server.protocol.completions import (
     CompletionResponse,
 )
 from trencadis.server.routes.app_state import AppState, forget_body, make_request_id, make_usage
+from trencadis.server.routes.completion_stream import CompletionStream
 from trencadis.server.routes.json_slices import set_items
 from trencadis.server.routes.request_body import BodyRoute
 from trencadis.server.routes.serving_base import run_request
 from trencadis.server.routes.sse import CHAT_STREAM_FORMAT, StreamFormat
-from trencadis.server.routes.streams.completion_stream import CompletionStream
+from trencadis.server.tenants.admission import Ticket
+from trencadis.server.tenants.answer_budget import AnswerShape
 
 
 @dataclass(slots=True)

@@ -1,9 +1,18 @@
-"""/v1/models."""
+"""/v1/models.
+
+/load and /tokenizer_info.
+"""
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from typing import Any
 
+from fastapi import APIRouter
+from starlette.responses import JSONResponse, Response
+
+from trencadis.core.checkpoint.json_fields import read_json
+from trencadis.core.errors import NotFound
+from trencadis.server.protocol.base_request import Strict
 from trencadis.server.protocol.models_and_tokenize import ModelCard, ModelList, Permission
 from trencadis.server.routes.app_state import AppState
 
@@ -32,3 +41,46 @@ def router(state: AppState) -> APIRouter:
         return card(state.check_model(model))
 
     return routes
+
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
+
+
+class ServerLoad(Strict):
+    """Requests inside the server: choices count one each."""
+
+    server_load: int
+
+
+def make_load_router(state: AppState) -> APIRouter:
+    """Makes the routes over ``state``."""
+    routes = APIRouter(tags=["operation"])
+
+    @routes.get("/load", response_model=ServerLoad)
+    async def load() -> ServerLoad:
+        """How many choices the server works on or has in its queue."""
+        return ServerLoad(server_load=state.admission.inside[0])
+
+    if state.settings.config.enable_tokenizer_info_endpoint:
+
+        @routes.get("/tokenizer_info", include_in_schema=False)
+        async def tokenizer_info() -> Response:
+            """The checkpoint's tokenizer_config.json, with the chat template in use."""
+            return JSONResponse(get_tokenizer_settings(state))
+
+    return routes
+
+
+def get_tokenizer_settings(state: AppState) -> dict[str, Any]:
+    """Returns the settings that the tokenizer was made from.
+
+    Raises:
+        NotFound: the checkpoint has no such file.
+    """
+    folder = state.service.tokenizer.folder
+    found = None if folder is None else read_json(folder / TOKENIZER_CONFIG)
+    if not isinstance(found, dict):
+        raise NotFound(f"The checkpoint has no {TOKENIZER_CONFIG}.")
+    template = state.service.template
+    shown = {**found, "tokenizer_class": str(found.get("tokenizer_class") or "PreTrainedTokenizerFast")}
+    return shown if template is None else {**shown, "chat_template": template.text}

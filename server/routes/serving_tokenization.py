@@ -12,7 +12,6 @@ from starlette.responses import Response
 
 from trencadis.core.errors import BadRequest
 from trencadis.multimodal.media_options import MediaScope
-from trencadis.server.admission import Ticket
 from trencadis.server.prompts.prompt import Prompt
 from trencadis.server.protocol.models_and_tokenize import (
     DetokenizeRequest,
@@ -23,6 +22,7 @@ from trencadis.server.protocol.models_and_tokenize import (
 from trencadis.server.routes.app_state import AppState, list_image_details, list_video_details
 from trencadis.server.routes.request_body import BodyRoute
 from trencadis.server.routes.sse import run_until_disconnect
+from trencadis.server.tenants.admission import Ticket
 from trencadis.server.text.off_event_loop import Check, OffEventLoop, no_check
 
 T = TypeVar("T")

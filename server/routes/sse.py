@@ -1,24 +1,82 @@
-"""Server-sent events, and the client's disconnect, which ends any request."""
+"""Server-sent events, and the client's disconnect, which ends any request.
+
+A stream whose events are made from one piece of text after another.
+
+Events of a stream that differ only in a few values: most do, and building a model for each costs ten times as
+much.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from operator import itemgetter
+from typing import Any, Protocol, TypeVar
 
+import msgspec
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from trencadis.core.errors import DeadlineExceeded, TrencadisError
-from trencadis.server.prompts.generation import StreamWriter
+from trencadis.server.metrics.request_record import RequestRecord
+from trencadis.server.prompts.generation import ChoicePiece, Generation, StreamWriter
+from trencadis.server.prompts.output_processor import TextPiece
 from trencadis.server.protocol.base_request import ErrorResponse
-from trencadis.server.records.request_record import RequestRecord
+
+encode = msgspec.json.Encoder().encode
+"""The JSON of a value, as models write it."""
+
+
+def make_text_mark() -> str:
+    """Makes a text that occurs nowhere else."""
+    return secrets.token_hex(16)
+
+
+def make_number_mark() -> int:
+    """Makes a number that occurs nowhere else."""
+    return 10**20 + secrets.randbelow(10**20)
+
+
+class SseEventTemplate:
+    """An encoded event with placeholders for a few values.
+
+    Args:
+        event: its bytes, with marks in place of values.
+        marks: the bytes of each value's mark; it may occur several times, or not at all.
+    """
+
+    def __init__(self, event: bytes, marks: Sequence[bytes]) -> None:
+        positions = sorted((at, i) for i, one in enumerate(marks) for at in _find_mark(event, one))
+        parts, end = [], 0
+        for at, i in positions:
+            parts.append(event[end:at])
+            end = at + len(marks[i])
+        parts.append(event[end:])
+        self._format = b"%b".join(part.replace(b"%", b"%%") for part in parts)
+        order = [i for _, i in positions]
+        self._pick: Callable[[Any], Any] | None = None
+        if order != [*range(len(marks))]:
+            self._pick = itemgetter(*order)
+
+    def fill(self, *values: bytes) -> bytes:
+        """Returns the event with ``values``, one for each mark."""
+        return self._format % (values if self._pick is None else self._pick(values))
+
+
+def _find_mark(event: bytes, one: bytes) -> list[int]:
+    found, at = [], event.find(one)
+    while at >= 0:
+        found.append(at)
+        at = event.find(one, at + len(one))
+    return found
+
 
 log = logging.getLogger("trencadis.server")
 T = TypeVar("T")
@@ -248,3 +306,45 @@ async def _cancel_all(*tasks: asyncio.Future[T] | asyncio.Future[None]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class PieceStream:
+    """The stream of one request; subclasses make its events.
+
+    Args:
+        generation: the source of its pieces, if there is only one.
+    """
+
+    def __init__(self, generation: Generation | None) -> None:
+        self._generation = generation
+
+    def make_events(self, index: int, piece: TextPiece) -> bytes:
+        """Makes the events of a piece of choice ``index``; empty while there is nothing to send."""
+        raise NotImplementedError
+
+    def make_final_events(self) -> bytes:
+        """Makes the events once all choices have ended."""
+        return b""
+
+    def stream_pieces(self) -> AsyncGenerator[ChoicePiece]:
+        """Yields the pieces, each with the index of its choice in the answer."""
+        assert self._generation is not None
+        return self._generation.stream_pieces()
+
+    async def stream_events(self) -> AsyncGenerator[bytes]:
+        """Yields all events; they begin with the first piece, so that an error before it is a plain HTTP error."""
+        async with aclosing(self.stream_pieces()) as pieces:
+            async for index, piece in pieces:
+                data = self.make_events(index, piece)
+                if data:
+                    yield data
+        data = self.make_final_events()
+        if data:
+            yield data
+
+    def set_writer(self, writer: StreamWriter) -> None:
+        """Writes events to ``writer`` at once while the reader of ``stream_events`` waits; see
+        ``Generation.set_writer``.
+        """
+        if self._generation is not None:
+            self._generation.set_writer(writer, self.make_events)

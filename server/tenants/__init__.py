@@ -1,1 +1,1 @@
-"""The tenants of requests, their limits, and their use."""
+"""What requests may use: admission, the keys of tenants, their limits, and counters that all API processes share."""

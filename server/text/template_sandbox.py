@@ -1,4 +1,7 @@
-"""The jinja2 environment of chat templates: sandboxed, and bounded in loops, repetition and output."""
+"""The jinja2 environment of chat templates: sandboxed, and bounded in loops, repetition and output.
+
+The job of a worker: compiles the template of a request, and renders a conversation.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import datetime
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -388,3 +391,25 @@ def _limit_output(pieces: Iterator[str]) -> Iterator[str]:
         if left < 0:
             raise jinja2.TemplateRuntimeError("output too long")
         yield piece
+
+
+def render_template(data: bytearray, options: dict[str, Any]) -> tuple[dict[str, Any], Sequence[memoryview]]:
+    """The job of a worker.
+
+    Args:
+        data: JSON: the fields of ``chat_template.PreparedRendering``.
+        options: none.
+
+    Returns:
+        ({}, [the marked text in UTF-8]), or ({"error", "param"}, []) where the template is wrong.
+    """
+    given = json.loads(data)
+    marks: dict[str, str] = given["marks"]
+    environment = make_environment(given["nonce"], lambda text: unmark_text(text, given["nonce"], marks))
+    try:
+        text = render(compile_source(environment, given["source"]), given["values"])
+    except StartupError as error:
+        return {"error": str(error), "param": "chat_template"}, []
+    except BadRequest as error:
+        return {"error": error.message, "param": error.param or "messages"}, []
+    return {}, [memoryview(text.encode("utf-8", "surrogatepass"))]

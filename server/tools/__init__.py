@@ -1,1 +1,1 @@
-"""Tool calls: the parsers that find them in an answer, one for each format of models."""
+"""Parsers that find tool calls and reasoning in an answer, one for each format of models."""

@@ -7,9 +7,7 @@ from importlib.metadata import entry_points
 
 from trencadis.core.errors import StartupError
 from trencadis.core.old_names import find_old_members, find_successors
-from trencadis.server.tools.hermes_tool_parser import HermesToolParser
-from trencadis.server.tools.llama3_tool_parser import Llama3ToolParser
-from trencadis.server.tools.mistral_tool_parser import MistralToolParser
+from trencadis.server.tools.json_tool_parsers import HermesToolParser, Llama3ToolParser, MistralToolParser
 from trencadis.server.tools.pythonic_tool_parser import PythonicToolParser
 from trencadis.server.tools.qwen3_tool_parser import Qwen3ToolParser
 from trencadis.server.tools.tool_parser import ToolParser

@@ -21,7 +21,7 @@ import pytest
 from tests.batch.files import read, request, write
 from tests.bench.paced_server import ROOT, paced
 from trencadis.core.errors import StartupError
-from trencadis.server.batch import batch_targets, run_batch, url_files
+from trencadis.server.cli import batch_targets, run_batch
 
 DEADLINE = 300
 
@@ -58,7 +58,7 @@ def test_keys_come_from_the_environment_alone():
     assert batch_targets.find_api_key({"OPENAI_API_KEY": "o", "VLLM_API_KEY": "v"}) == "v"
     server = batch_targets.RunningServer("http://x/v1/", "v", 4)
     assert server.url == "http://x" and server.client.headers["authorization"] == "Bearer v"
-    assert url_files.redact_url("https://me:secret@host:1/a?sig=secret") == "https://host:1/a"
+    assert batch_targets.redact_url("https://me:secret@host:1/a?sig=secret") == "https://host:1/a"
 
 
 @pytest.mark.long
@@ -105,7 +105,7 @@ class Files(BaseHTTPRequestHandler):
 
 
 def test_input_and_output_may_lie_behind_urls(tmp_path, monkeypatch):
-    monkeypatch.setattr(url_files, "PAUSE", 0.0)
+    monkeypatch.setattr(batch_targets, "PAUSE", 0.0)
     web = FileServer(("127.0.0.1", 0), Files)
     web.content = "".join(json.dumps(request(i)) + "\n" for i in range(5)).encode()
     threading.Thread(target=web.serve_forever, daemon=True).start()

@@ -15,11 +15,9 @@ from tests.batch.files import read, request, write
 from tests.fakes.scripted_app import scripted_app
 from tests.fakes.text_checkpoint import write_text_checkpoint
 from trencadis.core.errors import StartupError
-from trencadis.server.batch import batch_lines, batch_targets
-from trencadis.server.batch.batch_lines import LineReader
-from trencadis.server.batch.batch_progress import BatchProgress
-from trencadis.server.batch.batch_runner import BatchLimits, BatchRunner
-from trencadis.server.batch.result_file import ResultFile
+from trencadis.server.cli import batch_lines, batch_targets
+from trencadis.server.cli.batch_lines import LineReader, ResultFile
+from trencadis.server.cli.batch_runner import BatchLimits, BatchProgress, BatchRunner
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ import pytest
 from tests.traffic.requests import Traffic
 from trencadis.backends.cuda.twin.twin_runtime import TwinRuntime
 from trencadis.core.config import EngineConfig
-from trencadis.core.engine import Engine
-from trencadis.core.startup.engine_builder import create_engine
+from trencadis.core.engine.engine import Engine
+from trencadis.core.engine.engine_builder import create_engine
 
 LENGTH = 64
 COMMON: dict[str, Any] = {

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from trencadis.core.errors import StartupError
-from trencadis.server.batch import run_batch as batch_command
-from trencadis.server.bench import bench_command
-from trencadis.server.bench.alone import latency, startup, startup_child, throughput
+from trencadis.server.bench import bench_command, latency, startup, startup_child, throughput
 from trencadis.server.bench.bench_flags import make_serve_parser
+from trencadis.server.cli import run_batch as batch_command
 from trencadis.server.config.flags import get_flag_table
 
 ROOT = Path(__file__).resolve().parents[2]

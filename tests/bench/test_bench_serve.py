@@ -22,12 +22,12 @@ from PIL import Image
 from tests.bench.paced_server import ROOT, paced
 from trencadis.core.errors import StartupError
 from trencadis.server.bench import (
-    arrival_times,
     bench_command,
     bench_flags,
     bench_metrics,
     bench_report,
     datasets,
+    load_generator,
     token_counters,
 )
 from trencadis.server.bench.bench_serve import make_body
@@ -149,14 +149,14 @@ def test_figures_are_vllms_definitions():
 
 def test_arrivals_offer_the_rate_that_was_asked_for():
     for burstiness in (0.3, 1.0, 4.0, math.inf):
-        found = np.array(arrival_times.make_send_times(arrival_times.make_rates(4000, 8.0), burstiness, 3, True))
+        found = np.array(load_generator.make_send_times(load_generator.make_rates(4000, 8.0), burstiness, 3, True))
         gaps = np.diff(found)
         assert found[-1] == pytest.approx(500.0) and (gaps >= 0).all()
         spread = 0.0 if math.isinf(burstiness) else 1 / math.sqrt(burstiness)
         assert gaps.std() / gaps.mean() == pytest.approx(spread, rel=0.1, abs=1e-6)
-    assert arrival_times.make_send_times(arrival_times.make_rates(3, math.inf), 1.0, 0, True) == [0.0, 0.0, 0.0]
-    assert arrival_times.make_rates(3, 0, "linear", 2, 6) == [2, 4, 6]
-    assert arrival_times.make_rates(3, 0, "exponential", 1, 16) == pytest.approx([1, 4, 16])
+    assert load_generator.make_send_times(load_generator.make_rates(3, math.inf), 1.0, 0, True) == [0.0, 0.0, 0.0]
+    assert load_generator.make_rates(3, 0, "linear", 2, 6) == [2, 4, 6]
+    assert load_generator.make_rates(3, 0, "exponential", 1, 16) == pytest.approx([1, 4, 16])
 
 
 class Joining(token_counters.WordCounter):

@@ -8,8 +8,8 @@ import pytest
 
 from trencadis.backends.hpu.hpu_settings import settings
 from trencadis.backends.hpu.policy import SERVING
+from trencadis.core.checkpoint.registry import family_options
 from trencadis.core.errors import StartupError
-from trencadis.core.models.registry import family_options
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.shape_limits import ShapeLimits

@@ -14,7 +14,7 @@ from trencadis.core.launches.host_inputs import SampleRow, head_inputs, reset_in
 from trencadis.core.launches.launch_splitter import split_step
 from trencadis.core.shapes.axis_sizes import vision_boundaries
 from trencadis.core.step import PENDING, Bias, Encode, ImageRows, Reset, Row, Sample, Step
-from trencadis.multimodal.qwen2_vl.patch_geometry import PATCH_VALUES
+from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
 
 POLICY = Policy(
     axes={

@@ -11,12 +11,12 @@ from trencadis.backends.hpu.policy import SERVING
 from trencadis.core.buckets import Stage
 from trencadis.core.checkpoint.model_config import ImageNeeds
 from trencadis.core.config import EngineConfig
+from trencadis.core.engine.dry_run import shape_limits
 from trencadis.core.errors import StartupError
 from trencadis.core.shapes.bucket_options import PlannedImageSize, parse_image_sizes, read_bucket_options
 from trencadis.core.shapes.bucket_planner import image_batch_slots, make_plan
 from trencadis.core.shapes.shape_limits import ShapeLimits
-from trencadis.core.startup.dry_run import shape_limits
-from trencadis.multimodal.patch_grids import count_slots, patch_grid
+from trencadis.multimodal.patch_packing import count_slots, patch_grid
 from trencadis.multimodal.qwen2_vl.image_budget import image_needs
 from trencadis.multimodal.qwen2_vl.smart_resize import smart_resize
 

@@ -12,10 +12,10 @@ from tests.fakes.text_checkpoint import TEMPLATE
 from tests.traffic.tool_templates import HERMES, OPENED, TEMPLATES, THINKING
 from trencadis.core.errors import StartupError
 from trencadis.server.prompts.answer_reader import AnswerReader
-from trencadis.server.reasoning import reasoning_formats as reasoning
-from trencadis.server.reasoning.reasoning_formats import ReasoningFormat, find_reasoning_format
 from trencadis.server.text.incremental_parser import Wait
+from trencadis.server.tools import reasoning_parser as reasoning
 from trencadis.server.tools import tool_parser_registry as calls
+from trencadis.server.tools.reasoning_parser import ReasoningFormat, find_reasoning_format
 from trencadis.server.tools.tool_parser import ToolParser
 from trencadis.server.tools.tool_parser_registry import BUILT, find_tool_parser
 

@@ -12,7 +12,7 @@ from tests.calls.test_chat_tools import ANSWERS, TOOLS, joined, whole
 from tests.fakes.text_checkpoint import TEMPLATE
 from tests.traffic.tool_templates import OPENED, THINKING, THINKING_HERMES
 from tests.traffic.written_calls import pieces
-from trencadis.server.reasoning.reasoning_parser import AnswerContent, ReasoningContent, ReasoningParser
+from trencadis.server.tools.reasoning_parser import AnswerContent, ReasoningContent, ReasoningParser
 
 ANSWER = "<think>\nHm, 2 < 3.\n\nSo:\n</think>\n\nIt is 3.\n"
 

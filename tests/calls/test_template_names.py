@@ -12,10 +12,9 @@ import pytest
 
 from trencadis.assets import demo_path
 from trencadis.core.errors import StartupError
-from trencadis.server.text.chat_template import ChatTemplate, read_override
+from trencadis.server.text.chat_template import NAMES, ChatTemplate, find_template, read_override
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer
-from trencadis.server.text.template_names import NAMES, find_template
-from trencadis.server.tools.hermes_tool_parser import HermesToolParser
+from trencadis.server.tools.json_tool_parsers import HermesToolParser
 from trencadis.server.tools.tool_parser_registry import detect_tool_parser
 
 ROOT = Path(__file__).resolve().parents[2]

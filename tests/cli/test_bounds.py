@@ -12,12 +12,12 @@ from tests.fakes.command_line import from_command_line
 from trencadis import LLM
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.server.config import number_bounds
+from trencadis.server.config import resolve_settings
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.config.flags import get_flag_table
 from trencadis.server.config.resolve_settings import Settings
 
-NAMES = [flag.name for flag in number_bounds.list_numeric_flags()]
+NAMES = [flag.name for flag in resolve_settings.list_numeric_flags()]
 
 
 def given(name: str, value: Any) -> Settings:
@@ -26,8 +26,8 @@ def given(name: str, value: Any) -> Settings:
 
 def test_each_numeric_flag_has_bounds_and_a_default_within() -> None:
     assert set(NAMES) == {flag.name for flag in get_flag_table().values() if flag.bound is not None}
-    number_bounds.check(EngineConfig())
-    number_bounds.check(ServerConfig())
+    resolve_settings.check_numbers(EngineConfig())
+    resolve_settings.check_numbers(ServerConfig())
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -16,7 +16,7 @@ from trencadis.core import envs
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.server.cli import main as cli
-from trencadis.server.config import flag_docs, startup_dump, value_parsers
+from trencadis.server.config import flag_docs, resolve_settings, value_parsers
 from trencadis.server.config import help as helptext
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.config.flags import get_flag_table, get_flag_variables
@@ -225,7 +225,7 @@ def test_refused_files(tmp_path, content, part):
 
 def test_the_dump_names_sources_and_masks_secrets():
     s = settings("--api-key hush --max-num-seqs 9 --hf-token hush2", {"VLLM_LOGGING_LEVEL": "ERROR"})
-    assert list(startup_dump.format_lines(s)) == [
+    assert list(resolve_settings.format_startup_lines(s)) == [
         "api_key = **** (flag)",
         "hf_token = **** (flag)",
         "max_num_seqs = 9 (flag)",

@@ -20,10 +20,10 @@ from trencadis.core.process import log_setup
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.scheduling.decision_log import log_launches
 from trencadis.core.step import StepStats
-from trencadis.server.cli.logging_setup import set_up_logging
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.config.hub import resolve
-from trencadis.server.http.unsupported_routes import describe_missing_path
+from trencadis.server.http.request_middleware import describe_missing_path
+from trencadis.server.processes.logging_setup import set_up_logging
 
 NAMES = ("", "trencadis", "trencadis.engine", "trencadis.server", "uvicorn", "uvicorn.access", "vllm")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.traffic.server_process import server
-from trencadis.server.cli.systemd_notify import Notifier
+from trencadis.server.processes.server_lifecycle import Notifier
 
 
 @pytest.fixture

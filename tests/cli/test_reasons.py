@@ -12,14 +12,14 @@ import pytest
 from tests.fakes.command_line import from_command_line
 from tests.families.text_checkpoints import CLASSES, FORMS
 from trencadis.core import envs
+from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_config import TextConfig
-from trencadis.core.checkpoint.pooler_config import load_model
+from trencadis.core.checkpoint.pooler_config import load_model_config
 from trencadis.core.config import EngineConfig
-from trencadis.core.models import registry
-from trencadis.server.config.vllm_flags import env_variables
-from trencadis.server.config.vllm_flags.flag_row import ABSENT
-from trencadis.server.config.vllm_flags.flag_table import EVERY, ROWS
+from trencadis.server.config import vllm_env_variables
+from trencadis.server.config.vllm_flag_row import ABSENT
+from trencadis.server.config.vllm_flag_table import EVERY, ROWS
 
 MODEL_TYPES = {"mixtral": "mixtral", "qwen3_moe": "qwen3_moe", "mistral": "mistral", "gemma3": "gemma3_text"}
 NAMES = {
@@ -43,7 +43,7 @@ def test_models_with_experts_and_windows_are_served(tmp_path: Path) -> None:
     """So no reason may say otherwise: two did, from before these families."""
     assert describe(tmp_path, "qwen3_moe").experts is not None
     assert describe(tmp_path, "gemma3").window == 8
-    said = [row.why for row in EVERY] + [env.meaning for env in (*envs.TABLE, *env_variables.TABLE)]
+    said = [row.why for row in EVERY] + [env.meaning for env in (*envs.TABLE, *vllm_env_variables.TABLE)]
     for why in said:
         assert not CLAIM.search(why) or not re.search(r"expert|window|hybrid", why), why
         assert "all layers attend to all" not in why and "server has one engine" not in why, why
@@ -62,7 +62,7 @@ def test_every_claim_about_models_names_a_part_that_no_family_has() -> None:
 
 
 def test_variables_of_experts_and_windows_have_reasons_that_hold() -> None:
-    for env in (*envs.TABLE, *env_variables.TABLE):
+    for env in (*envs.TABLE, *vllm_env_variables.TABLE):
         if CLAIM.search(env.meaning) and "SHARED_EXPERT" not in env.name:  # experts of all tokens: no family has them
             assert not re.search(r"MOE|EXPERT|WINDOW|_EP_|DEEPEP|SLIDE", env.name), env.name
 
@@ -70,9 +70,9 @@ def test_variables_of_experts_and_windows_have_reasons_that_hold() -> None:
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
 def test_without_windows_the_length_is_what_layers_see(tmp_path: Path, family: str) -> None:
     describe(tmp_path, family, sliding_window=24)
-    plain = load_model(EngineConfig(str(tmp_path))).text
+    plain = load_model_config(EngineConfig(str(tmp_path))).text
     assert plain.window == 24 and plain.max_positions > 24
-    capped = load_model(EngineConfig(str(tmp_path), disable_sliding_window=True)).text
+    capped = load_model_config(EngineConfig(str(tmp_path), disable_sliding_window=True)).text
     assert capped.max_positions == 24
     assert capped.window == (24 if capped.full_layers else 0), "a window of the whole length hides nothing"
     assert from_command_line(["--disable-sliding-window"], {}).engine.disable_sliding_window
@@ -81,4 +81,7 @@ def test_without_windows_the_length_is_what_layers_see(tmp_path: Path, family: s
 
 def test_without_windows_other_models_keep_their_length(tmp_path: Path) -> None:
     text = describe(tmp_path, "mixtral")
-    assert load_model(EngineConfig(str(tmp_path), disable_sliding_window=True)).text.max_positions == text.max_positions
+    assert (
+        load_model_config(EngineConfig(str(tmp_path), disable_sliding_window=True)).text.max_positions
+        == text.max_positions
+    )

@@ -186,7 +186,7 @@ def test_one_line_and_exit_code_2():
     ],
 )
 def test_models_that_are_not_there(words, line, tmp_path):
-    real = ["--app", "trencadis.server.http.build_app:build_app"]
+    real = ["--app", "trencadis.server.processes.build_app:build_app"]
     with FakeServer(*words, *real, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path)) as server:
         assert server.end(20) == 2
         assert line in server.lines[-1] and "Traceback" not in server.text

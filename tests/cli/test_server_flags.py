@@ -19,9 +19,9 @@ from trencadis.server.config.config import ServerConfig
 from trencadis.server.config.resolve_settings import Settings
 from trencadis.server.grammars.grammar_writer import WhitespaceRule
 from trencadis.server.grammars.response_format import find_requested_format
-from trencadis.server.http.build_app import make_media_rules
+from trencadis.server.processes.build_app import make_media_rules
 from trencadis.server.prompts.answer_grammar import AnswerOutline, RequestedCalls
-from trencadis.server.prompts.answer_parsers import AnswerParsers
+from trencadis.server.prompts.answer_reader import AnswerParsers
 from trencadis.server.routes import serving_chat
 from trencadis.server.tools.tool_parser_registry import BUILT
 

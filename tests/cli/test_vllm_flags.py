@@ -18,11 +18,11 @@ from tests.fakes.command_line import from_command_line
 from trencadis.core.errors import StartupError
 from trencadis.server.config import flag_docs
 from trencadis.server.config import help as helptext
+from trencadis.server.config import vllm_flag_row as rows
 from trencadis.server.config.flags import LISTS, WHOLE, Flag, find_flag, get_flag_table
 from trencadis.server.config.resolve_settings import Settings
-from trencadis.server.config.vllm_flags import flag_row as rows
-from trencadis.server.config.vllm_flags.flag_row import FlagRow
-from trencadis.server.config.vllm_flags.flag_table import EVERY, ROWS
+from trencadis.server.config.vllm_flag_row import FlagRow
+from trencadis.server.config.vllm_flag_table import EVERY, ROWS
 
 HERE = Path(__file__).parent
 VERDICTS = {"free": rows.FREE, "means": rows.MEANS, "refused": rows.REFUSED}

@@ -11,7 +11,7 @@ from trencadis.assets import demo_path
 from trencadis.backends.conformance import suite
 from trencadis.backends.conformance.check_result import CheckFailed, Report, Result, line
 from trencadis.backends.conformance.target import CheckTarget, make_target
-from trencadis.core.backend import Backend, BackendConfig
+from trencadis.core.device.backend import Backend, BackendConfig
 from trencadis.core.errors import StartupError
 from trencadis.server.cli import check_backend
 

@@ -11,7 +11,7 @@ import torch
 from tests.kernels.cross_attention.cross_attention_cases import CrossAttentionCase
 from tests.traffic.ragged_rows import ragged_inputs
 from trencadis.backends.cuda import runtime_of
-from trencadis.backends.cuda.kernels.cross_attention import cross_attend
+from trencadis.backends.cuda.kernels import cross_attend
 from trencadis.backends.cuda.kernels.query_blocks import IMAGE_SPAN
 from trencadis.backends.cuda.launches.cross_attention_items import CrossAttentionItemArrays, LaunchPlans, plan
 from trencadis.backends.cuda.launches.input_buffers import InputBuffers
@@ -22,9 +22,9 @@ from trencadis.backends.cuda.launches.input_sizes import (
     input_bytes,
 )
 from trencadis.core.buckets import Bucket, InputSizes, Stage
-from trencadis.core.checkpoint.vision_config import SlotForm
-from trencadis.core.layers.cross_attention import arena_row_numbers
-from trencadis.core.shapes.cross_attention_inputs import VARIANT
+from trencadis.core.cross_attention_inputs import VARIANT
+from trencadis.core.models.cross_attention import arena_row_numbers
+from trencadis.core.vision_config import SlotForm
 
 LENGTH = 6404
 """Arena rows of an image of the 11B."""

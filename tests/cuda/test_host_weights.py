@@ -16,13 +16,13 @@ from trencadis.backends.cuda.host_layers import HostLayers
 from trencadis.backends.cuda.runtime_protocol import Stream
 from trencadis.backends.cuda.twin import twin_runtime
 from trencadis.backends.cuda.twin.twin_runtime import TwinCall, TwinRuntime
-from trencadis.core.checkpoint.pooler_config import load_model
+from trencadis.core.checkpoint.pooler_config import load_model_config
 from trencadis.core.config import EngineConfig
-from trencadis.core.engine import Engine
+from trencadis.core.engine.engine import Engine
+from trencadis.core.engine.engine_builder import create_engine
 from trencadis.core.errors import StartupError
 from trencadis.core.memory.weight_offload import plan_offload
 from trencadis.core.request import Request, SamplingParams
-from trencadis.core.startup.engine_builder import create_engine
 from trencadis.server.plan.plan_command import make_plan
 
 pytestmark = pytest.mark.part("quantised")
@@ -48,7 +48,7 @@ def settled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def size_of(path: Path, layers: float, **flags: Any) -> float:
     """GiB that so many layers take."""
     config = EngineConfig(model=str(path), **{**FLAGS, **flags})
-    sized = make_plan(config, load_model(config), 8 << 30).estimator
+    sized = make_plan(config, load_model_config(config), 8 << 30).estimator
     return layers * sized.layer(LAYERS - 1) / 2**30
 
 
@@ -99,9 +99,9 @@ def test_answers_and_the_plan_are_those_of_a_device_that_holds_all(
     rows, runtime = dict(captures.ledger.rows()), captures.graphs.backend.runtime
     before, launched = runtime.compilations(), runtime.counts["weights"]
     config = EngineConfig(model=str(model), cpu_offload_gb=size, **{**FLAGS, **flags})
-    planned = make_plan(config, load_model(config), 8 << 30)
+    planned = make_plan(config, load_model_config(config), 8 << 30)
     paper = dict(planned.ledger.rows())
-    kept = dict(make_plan(replace(config, cpu_offload_gb=0.0), load_model(config), 8 << 30).ledger.rows())
+    kept = dict(make_plan(replace(config, cpu_offload_gb=0.0), load_model_config(config), 8 << 30).ledger.rows())
     found = plan_offload(config, planned.estimator)
     assert found.layers == int(layers) and found.bytes == int(layers) * planned.estimator.layer(0)
     assert rows["copies of host memory"] == paper["copies of host memory"] == 2 * found.buffer

@@ -21,10 +21,10 @@ from trencadis.backends.cuda.libraries import selector, workspace_sizes
 from trencadis.backends.cuda.libraries.flashinfer import FlashInferLaunch, FlashInferWorkspaces
 from trencadis.backends.cuda.policy import SERVING
 from trencadis.backends.cuda.twin.twin_runtime import TwinRuntime
-from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Bucket, InputSizes, Stage
+from trencadis.core.device.backend import BackendConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.memory.input_bytes import attending
+from trencadis.core.memory.launch_memory import attending
 
 SETTINGS: dict[str, Any] = {
     "device": "cuda", "policy": "twin", "dtype": "bfloat16", "max_model_len": 512, "max_num_seqs": 3,
@@ -153,7 +153,7 @@ def test_layers_that_the_library_does_not_take_are_told_once(
         def attend(self, *args: Any) -> str:
             return "theirs"
 
-    from trencadis.core.backend import Attn, LayerKV
+    from trencadis.core.device.backend import Attn, LayerKV
 
     ops.launch, x = Launch(), torch.zeros(1)
     attn = Attn(x, x, x, x)

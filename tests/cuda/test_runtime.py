@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.fakes import cuda as fake_cuda
-from trencadis.core.backend import OutOfDeviceMemory
+from trencadis.core.device.backend import OutOfDeviceMemory
 
 pytest.importorskip("triton", reason="triton is not installed")
 

@@ -12,10 +12,10 @@ import pytest
 from tests.traffic.requests import Traffic
 from trencadis.assets import demo_path
 from trencadis.backends.cuda.twin.twin_runtime import TwinFaults, TwinRuntime
-from trencadis.core.backend import OutOfDeviceMemory, ProgramState
 from trencadis.core.config import EngineConfig
-from trencadis.core.engine import Engine
-from trencadis.core.startup.engine_builder import create_engine
+from trencadis.core.device.backend import OutOfDeviceMemory, ProgramState
+from trencadis.core.engine.engine import Engine
+from trencadis.core.engine.engine_builder import create_engine
 from trencadis.server.config import argv
 from trencadis.server.config.resolve_settings import resolve_settings
 

@@ -10,10 +10,10 @@ import pytest
 
 from tests.traffic.written_calls import SCHEMAS, STYLES, damaged, pieces, written
 from trencadis.core.request import TokenLogprob
-from trencadis.server.dialects.answer_blocks import AnswerBlock, BlockBuilder, BlockClosed, BlockDelta, BlockOpened
 from trencadis.server.prompts.answer_reader import AnswerPart, AnswerReader, CallPart
 from trencadis.server.prompts.output_processor import TextPiece
-from trencadis.server.reasoning.reasoning_parser import AnswerContent, ReasoningContent, ReasoningParser
+from trencadis.server.routes.answer_blocks import AnswerBlock, BlockBuilder, BlockClosed, BlockDelta, BlockOpened
+from trencadis.server.tools.reasoning_parser import AnswerContent, ReasoningContent, ReasoningParser
 from trencadis.server.tools.tool_parser_registry import BUILT
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from trencadis.server.dialects import anthropic_input, responses_input
-from trencadis.server.dialects.message_collector import InnerRequest
 from trencadis.server.protocol.anthropic_messages import BUDGET, MessagesRequest
-from trencadis.server.protocol.responses_request import ResponsesRequest
+from trencadis.server.protocol.responses import ResponsesRequest
+from trencadis.server.routes import anthropic_input, responses_input
+from trencadis.server.routes.message_collector import InnerRequest
 
 URL = "data:image/png;base64,AAAA"
 PNG = {"type": "base64", "media_type": "image/png", "data": "AAAA"}

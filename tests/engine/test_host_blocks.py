@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from tests.engine.test_schedules import play
 from tests.oracles.shadow_engine import VOCAB, ScheduleDriver, shadow_engine
-from trencadis.core.kv.block_pool import BlockPool
-from trencadis.core.kv.host_block_pool import HostBlockPool
+from trencadis.core.kv.block_pool import BlockPool, HostBlockPool
 from trencadis.core.request import Request, SamplingParams
 
 

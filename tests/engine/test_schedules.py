@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.oracles.shadow_engine import VOCAB, ScheduleDriver, shadow_engine
-from trencadis.core.kv.media_spans import MediaSpan
+from trencadis.core.media_spans import MediaSpan
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.scheduling.prefix_hits import cached_blocks
 

@@ -10,7 +10,7 @@ import torch
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.cpu_affinity import available_cpus, computing_cpus
-from trencadis.core.startup.engine_builder import create_engine
+from trencadis.core.engine.engine_builder import create_engine
 from trencadis.server.engine.spawn import make_child_config, make_child_environment
 
 

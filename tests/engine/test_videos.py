@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.oracles.shadow_engine import ScheduleDriver, shadow_engine
-from trencadis.core.kv.media_spans import MediaSpan
+from trencadis.core.media_spans import MediaSpan
 from trencadis.core.request import Request, SamplingParams
 from trencadis.multimodal.qwen2_vl.mrope import mrope_positions as positions
 

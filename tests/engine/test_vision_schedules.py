@@ -10,12 +10,12 @@ import pytest
 
 from benchmarks.packing import Idle, default_plan, engine_of
 from trencadis.core.buckets import Stage
-from trencadis.core.engine import Engine
-from trencadis.core.kv.media_spans import MediaSpan
+from trencadis.core.engine.engine import Engine
 from trencadis.core.launches.launch_splitter import split_step
+from trencadis.core.media_spans import MediaSpan
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.step import Step
-from trencadis.multimodal.qwen2_vl.patch_geometry import PATCH_VALUES
+from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
 
 PLAN = cache(default_plan)
 PIXELS = np.zeros((0, PATCH_VALUES), np.uint8)

@@ -11,12 +11,12 @@ import pytest
 
 from trencadis.core.buckets import Stage
 from trencadis.core.config import EngineConfig
-from trencadis.core.engine import Engine
-from trencadis.core.kv.media_spans import MediaSpan
+from trencadis.core.engine.engine import Engine
+from trencadis.core.engine.engine_builder import create_engine
+from trencadis.core.media_spans import MediaSpan
 from trencadis.core.request import Delta, Request, RequestStats, SamplingParams
-from trencadis.core.startup.engine_builder import create_engine
-from trencadis.multimodal.patch_grids import count_slots
-from trencadis.multimodal.qwen2_vl.patch_geometry import PATCH_VALUES
+from trencadis.multimodal.patch_packing import count_slots
+from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
 
 FLAGS: dict[str, Any] = {
     "dtype": "float32", "max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256,

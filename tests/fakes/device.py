@@ -7,12 +7,10 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from trencadis.core.backend import ProgramState
 from trencadis.core.buckets import Bucket, Plan, Policy, Stage
-from trencadis.core.graphs.capture_journal import CaptureJournal
-from trencadis.core.graphs.graph_capture import GraphCaptures
-from trencadis.core.graphs.graph_manager import GraphManager
-from trencadis.core.graphs.graph_observer import GraphObserver
+from trencadis.core.device.backend import ProgramState
+from trencadis.core.graphs.graph_capture import CaptureJournal, GraphCaptures
+from trencadis.core.graphs.graph_manager import GraphManager, GraphObserver
 from trencadis.core.memory.graph_budget import GraphPrice
 from trencadis.core.memory.ledger import GraphSettings, MemoryInUse, divide_memory
 
@@ -76,7 +74,7 @@ class FakeProgram:
 
 @dataclass
 class FakeDevice:
-    """``core.backend.Backend`` as far as graphs need it; failures by (kind, number of the call from 1)."""
+    """``core.device.backend.Backend`` as far as graphs need it; failures by (kind, number of the call from 1)."""
 
     policy: Policy = POLICY
     size: int = 16 * GIB

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from trencadis.backends.cpu import make_backend
-from trencadis.core.backend import BackendConfig, LayerKV, SamplerState
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.device.backend import BackendConfig, LayerKV, SamplerState
 from trencadis.core.models.interface import Persistent
-from trencadis.core.models.registry import build
+from trencadis.core.models.model_loader import load_model
 from trencadis.core.step import StepInputs
 
 BLOCK, BLOCKS, ARENA = 4, 64, 512
@@ -35,7 +35,7 @@ class HandDrivenModel:
         c = self.config.text
         options = {"policy": policy, "ops": ops, "threads": "1"}
         self.backend = make_backend(BackendConfig(block_size=BLOCK, vocab_size=c.vocab, options=options, upto=c.upto))
-        self.model: Any = build(self.config, self.backend)
+        self.model: Any = load_model(self.config, self.backend)
         bits = -(-c.vocab // 8)
         self.state = SamplerState(
             torch.zeros(9, dtype=torch.int32), torch.zeros(9, c.vocab, dtype=torch.int32),

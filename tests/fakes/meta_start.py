@@ -14,9 +14,12 @@ from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.policy import SERVING
-from trencadis.core.backend import BackendConfig
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.config import EngineConfig
+from trencadis.core.device.backend import BackendConfig
+from trencadis.core.engine.dry_run import DryRun, StartupPlan
+from trencadis.core.engine.dry_run import PlannedDevice as Paper
+from trencadis.core.engine.graph_startup import DeviceStart
 from trencadis.core.graphs.graph_capture import GraphCaptures
 from trencadis.core.graphs.graph_reporter import GraphReporter
 from trencadis.core.launches.model_runner import ModelRunner
@@ -25,9 +28,6 @@ from trencadis.core.memory.cpu_cache_plan import CachePlan
 from trencadis.core.progress import SilentProgress
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.shape_limits import ShapeLimits
-from trencadis.core.startup.dry_run import DryRun, StartupPlan
-from trencadis.core.startup.dry_run import PlannedDevice as Paper
-from trencadis.core.startup.graph_startup import DeviceStart
 
 GIB = 1 << 30
 

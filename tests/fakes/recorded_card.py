@@ -21,10 +21,10 @@ from trencadis.backends.hpu.emulator.refusals import EmulatedOutOfMemory
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.launches.graph_program import GraphProgram
 from trencadis.backends.hpu.policy import SERVING
-from trencadis.core.backend import BackendConfig, OutOfDeviceMemory, ProgramState
 from trencadis.core.buckets import Bucket, InputSizes
-from trencadis.core.checkpoint.vision_config import SlotForm
+from trencadis.core.device.backend import BackendConfig, OutOfDeviceMemory, ProgramState
 from trencadis.core.memory.measurement_cache import bucket_of
+from trencadis.core.vision_config import SlotForm
 
 __all__ = ["Record", "Records", "RecordedBackend", "config_of"]
 
@@ -68,7 +68,7 @@ def peak_of(program: GraphProgram) -> int:
 
 
 class RecordedProgram:
-    """``core.backend.Program``."""
+    """``core.device.backend.Program``."""
 
     def __init__(self, bucket: Bucket, body: Any, backend: RecordedBackend) -> None:
         self.bucket, self.body, self.backend = bucket, body, backend

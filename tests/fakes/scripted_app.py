@@ -18,14 +18,13 @@ from fastapi import FastAPI
 from tests.oracles.openapi_checks import check_declared
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.errors import BadRequest, TrencadisError, from_status
-from trencadis.core.kv.media_spans import MediaSpan
+from trencadis.core.media_spans import MediaSpan
 from trencadis.core.process.engine_messages import Add, EngineInfo, EngineStats, GraphPlan, Phase, frame
 from trencadis.core.request import Delta, Request, RequestStats, SamplingParams, TokenLogprob
 from trencadis.multimodal.decode_workers.worker_pool import WorkerPool
 from trencadis.multimodal.images.processor_cache import ProcessorCache
 from trencadis.multimodal.media_options import MediaPart, MediaScope
 from trencadis.multimodal.qwen2_vl.config import Qwen25VisionConfig as VisionConfig
-from trencadis.server.admission import Bounds
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.engine.engine_client import DeltaCallback
 from trencadis.server.grammars.grammar_cache import JOBS
@@ -35,6 +34,7 @@ from trencadis.server.prompts.multimodal_inputs import ExpandedPrompt, find_medi
 from trencadis.server.prompts.sampling_params import RequestLimits
 from trencadis.server.prompts.text_service import TextService
 from trencadis.server.routes.http_settings import HttpSettings
+from trencadis.server.tenants.admission import Bounds
 from trencadis.server.text.chat_template import ChatTemplate
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 

@@ -6,13 +6,13 @@ import os
 from pathlib import Path
 
 from trencadis.core.config import EngineConfig
+from trencadis.core.engine.engine_builder import OpenedRank, rank_of
 from trencadis.core.executor.rank_info import RankInfo
 from trencadis.core.progress import Progress
-from trencadis.core.startup.engine_builder import OpenedRank, rank_of
 
 
 def make(config: EngineConfig, place: RankInfo, progress: Progress) -> OpenedRank:
-    """``core.startup.engine_builder.rank_of`` on a smaller card."""
+    """``core.engine.engine_builder.rank_of`` on a smaller card."""
     os.environ["TRENCADIS_HPU_EMULATOR_PROFILE"] = "gaudi2"
     opened = rank_of(config, place, progress)
     assert opened.watch is not None and opened.watch.captures is not None

@@ -20,20 +20,19 @@ from trencadis.backends.hpu.emulator.faults import parse
 from trencadis.backends.hpu.hccl_comm import HpuComm
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.policy import policy
-from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Bucket, Plan, Stage
 from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.device.backend import BackendConfig
 from trencadis.core.graphs.graph_capture import GraphCaptures
-from trencadis.core.graphs.graph_manager import GraphManager
-from trencadis.core.graphs.graph_observer import GraphObserver
+from trencadis.core.graphs.graph_manager import GraphManager, GraphObserver
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.launches import host_inputs as host
 from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.memory.graph_budget import GraphPrice
 from trencadis.core.memory.ledger import GraphSettings, MemoryInUse, divide_memory
-from trencadis.core.models import registry
+from trencadis.core.models import model_loader
 from trencadis.core.step import Encode, ImageRows, Row, Sample
-from trencadis.multimodal.qwen2_vl.patch_geometry import PATCH_VALUES
+from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
 
 BUCKETS = (
     Bucket(Stage.FRESH, (2, 64)), Bucket(Stage.DECODE, (2, 8)), Bucket(Stage.VISION, (256,)),
@@ -48,7 +47,7 @@ class Engine:
         self.config = load_config(path)
         settings = BackendConfig(block_size=16, vocab_size=self.config.text.vocab, rank=rank, world=world)
         self.backend = HpuBackend(settings, policy(""), bridge({}), HpuSettings(fp32_softmax_vision=True))
-        self.model = registry.build(self.config, self.backend)
+        self.model = model_loader.load_model(self.config, self.backend)
         text = dataclasses.replace(self.config.text, kv_heads=self.config.text.kv_heads // world)
         share = dataclasses.replace(self.config, text=text)
         made = allocate_persistent(share, self.backend, blocks=20, block_size=16, arena_rows=64, seqs=4, tokens=100)

@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file
 
 from tests.families.test_same_tokens import answered, prompts
+from trencadis.core.checkpoint.checkpoint_source import canonical
+from trencadis.core.checkpoint.registry import family_of
+from trencadis.core.checkpoint.weight_loader import open_weights, read_file
 from trencadis.core.errors import StartupError
-from trencadis.core.models.checkpoint_source import canonical
-from trencadis.core.models.registry import family_of
-from trencadis.core.models.weight_files import files_of
-from trencadis.core.models.weight_loader import open_weights, read_file
+from trencadis.core.weight_files import files_of
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,

@@ -21,9 +21,9 @@ from tests.families.test_same_tokens import CARDS, VARIANTS, pairs, prompts
 from tests.families.text_checkpoints import CASES, set_keys
 from tests.oracles.transformers_model import assert_same
 from trencadis.backends.conformance.family.transformers_oracle import TransformersOracle, write_dummy
-from trencadis.core.layers.linear import scaled
-from trencadis.core.models import registry
-from trencadis.core.models.family import ParsedConfig
+from trencadis.core.checkpoint import registry
+from trencadis.core.checkpoint.family import ParsedConfig
+from trencadis.core.models.linear import scaled
 from trencadis.server.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,9 +20,9 @@ from trencadis.backends.cpu.batch_invariant import InvariantOps
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.checkpoint.weight_loader import open_weights
 from trencadis.core.errors import StartupError
 from trencadis.core.memory.weight_bytes import decoder_values
-from trencadis.core.models.weight_loader import open_weights
 from trencadis.core.shapes.launch_costs import costs_of, layers_values
 
 HIDDEN, INNER, COUNT, TOP = 40, 24, 8, 3
@@ -142,8 +142,8 @@ def test_layers_without_experts_are_those_that_are_named_or_skipped(copied: Any)
 
 def test_a_missing_or_misshaped_expert_is_named(copied: Any) -> None:
     from trencadis.backends.cpu import make_backend
-    from trencadis.core.backend import BackendConfig
-    from trencadis.core.models.registry import build
+    from trencadis.core.device.backend import BackendConfig
+    from trencadis.core.models.model_loader import load_model
 
     path = copied("mixtral", "names of transformers 5, wide heads")
     held = load_file(path / "model.safetensors")
@@ -153,7 +153,7 @@ def test_a_missing_or_misshaped_expert_is_named(copied: Any) -> None:
                         (whole[:, :-1], "layers.1.mlp.experts.0.down_proj.weight has shape")):  # fmt: skip
         save_file({**held, name: wrong.contiguous()}, path / "model.safetensors")
         with pytest.raises(StartupError, match=said):
-            build(load_config(path), make_backend(BackendConfig(options={"threads": "1"})))
+            load_model(load_config(path), make_backend(BackendConfig(options={"threads": "1"})))
     assert len(list(open_weights(path))) == len(held)
 
 

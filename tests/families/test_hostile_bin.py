@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from trencadis.core.checkpoint.weight_loader import read_file
 from trencadis.core.errors import StartupError
-from trencadis.core.models.weight_loader import read_file
 
 MARKER = "TRENCADIS_HOSTILE_RAN"
 SECONDS = 1.0

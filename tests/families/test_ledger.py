@@ -14,13 +14,13 @@ from tests.fakes.meta_start import GIB, card, config_of, on_paper, run
 from tests.families.text_checkpoints import CASES, FORMS
 from trencadis import LLM, SamplingParams
 from trencadis.backends.cpu import make_backend
-from trencadis.core.backend import BackendConfig
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_config import ImageNeeds
-from trencadis.core.checkpoint.pooler_config import load_model
+from trencadis.core.checkpoint.pooler_config import load_model_config
 from trencadis.core.config import EngineConfig
+from trencadis.core.device.backend import BackendConfig
 from trencadis.core.memory.estimate import MemoryEstimator
-from trencadis.core.models.registry import build
+from trencadis.core.models.model_loader import load_model
 
 BEFORE = ("used by others", "weights", "image arena", "sampler state", "hidden rows", "static inputs")
 HUB: dict[str, dict[str, Any]] = {
@@ -93,7 +93,7 @@ SMALL: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": 2, "max_num_batc
 def compare(folder: Path, name: str, ranks: int) -> None:
     """A first start equals the plan in all that stands before the profile; the next plan equals it in every row."""
     (folder / "config.json").write_text(json.dumps(HUB[name]))
-    model, config = load_model(EngineConfig(str(folder))), config_of(graph_reserved_mem=0.2, **SMALL)
+    model, config = load_model_config(EngineConfig(str(folder))), config_of(graph_reserved_mem=0.2, **SMALL)
     if not model.text.causal:  # whole prompts
         config = replace(config, max_model_len=512, max_num_batched_tokens=512)
     first = on_paper(model, config, ImageNeeds(), 96 * GIB, ranks)
@@ -131,7 +131,7 @@ def test_every_plan_is_the_start(tmp_path: Path, name: str, ranks: int) -> None:
 @pytest.mark.parametrize(("family", "name"), CASES, ids=lambda value: value.replace(" ", "-"))
 def test_weights_by_formula_are_the_models_bytes(form: Any, family: str, name: str) -> None:
     config = load_config(form(family, name))
-    model: Any = build(config, make_backend(BackendConfig(options={"threads": "1", "ops": "reference"})))
+    model: Any = load_model(config, make_backend(BackendConfig(options={"threads": "1", "ops": "reference"})))
     # A tied table serves the embedding and the head, and is held once.
     twice = model.embedding.nbytes() if config.text.tied else 0
     frequencies = model.enter.rotary.nbytes()

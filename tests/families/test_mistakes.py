@@ -13,9 +13,9 @@ import torch
 
 from tests.fakes.hand_driven_model import HandDrivenModel
 from tests.families.text_checkpoints import LONGROPE
+from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.model_config import LAYER, PRE, RMS, RMS_ONE, ExpertsConfig, ModelConfig
 from trencadis.core.checkpoint.rope_config import LongScaling
-from trencadis.core.models import registry
 
 LONG_FORM = "long from 64 tokens on"
 SHORT, FAR = (tuple(LONGROPE[name]) for name in ("short_factor", "long_factor"))

@@ -18,11 +18,11 @@ from tests.quant import checkpoints as quantised
 from tests.quant.test_loading import on
 from trencadis import LLM, SamplingParams
 from trencadis.backends.cpu import make_backend
-from trencadis.core.backend import BackendConfig
 from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.device.backend import BackendConfig
 from trencadis.core.memory.estimate import MemoryEstimator
 from trencadis.core.memory.weight_bytes import weight_notes
-from trencadis.core.models.registry import build
+from trencadis.core.models.model_loader import load_model
 from trencadis.core.quant.scheme import CODES, FLOATS8, ROWS8
 
 pytestmark = pytest.mark.part("quantised")
@@ -126,12 +126,12 @@ def test_experts_are_rounded_as_they_load_and_the_router_is_not(family: str, met
     _, path = files(family, "awq")
     config = load_config(path, method)
     backend = make_backend(BackendConfig(dtype=torch.bfloat16, options={"threads": "1"}))
-    model: Any = build(config, backend)
+    model: Any = load_model(config, backend)
     sized = MemoryEstimator(config, 2, quantised=backend.policy.quantised)
     mlp = model.layers[0].mlp
     assert mlp.router.weights[0].out_features == mlp.count and not hasattr(mlp.router.weights[0], "nbytes")
     assert hasattr(mlp.weights.down[0], "nbytes") is (method != "fp8")
-    plain: Any = build(load_config(path), backend)
+    plain: Any = load_model(load_config(path), backend)
     assert (plain.layers[0].mlp.nbytes() > 1.5 * mlp.nbytes()) is (method != "fp8")
     priced = sum(sized.layer(place) for place in range(config.text.layers))
     assert priced == sum(layer.nbytes() for layer in model.layers)

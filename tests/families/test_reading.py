@@ -18,7 +18,7 @@ from tests.fakes.hand_driven_model import HandDrivenModel
 from tests.families.text_checkpoints import rename, set_keys
 from trencadis.backends.cpu.policy import PADDED
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.pooler_config import load_model
+from trencadis.core.checkpoint.pooler_config import load_model_config
 from trencadis.core.checkpoint.rope_config import YarnScaling
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest, StartupError
@@ -35,7 +35,7 @@ def copied(form: Any, tmp_path: Path) -> Any:
 
 
 def read(path: Path, **flags: Any) -> Any:
-    return load_model(EngineConfig(model=str(path), **flags))
+    return load_model_config(EngineConfig(model=str(path), **flags))
 
 
 def test_overrides_are_nested_and_read_before_the_check(copied: Any, oracle: Any) -> None:
@@ -104,13 +104,13 @@ def test_a_window_of_some_layers_stays_though_no_request_exceeds_it(copied: Any)
 
 
 def test_a_device_without_windows_says_so(copied: Any) -> None:
-    from trencadis.core.startup.startup_checks import check_attention
+    from trencadis.core.engine.startup_checks import check_attention
 
     config = EngineConfig(model=str(copied("mistral", "window of 20")), device="numpy", max_model_len=64)
     policy = replace(PADDED, windows=False, upto=False)
     with pytest.raises(StartupError, match=r"layers see 20 keys, which the numpy backend does not implement"):
-        check_attention(config, load_model(config), policy)
-    check_attention(config, load_model(config), PADDED)
+        check_attention(config, load_model_config(config), policy)
+    check_attention(config, load_model_config(config), PADDED)
 
 
 def test_unknown_keys_are_one_line(copied: Any, caplog: Any) -> None:

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.checkpoint.family import BARE, CLASSIFY, GENERATE, DeviceShare
 from trencadis.core.errors import StartupError
 from trencadis.core.memory.estimate import MemoryEstimator
-from trencadis.core.models import registry
-from trencadis.core.models.family import BARE, CLASSIFY, GENERATE, DeviceShare
 from trencadis.core.shapes.launch_costs import costs_of
 from trencadis.server.cli import list_models, main
 
@@ -61,7 +61,7 @@ def test_every_built_in_record_serves_what_the_table_says() -> None:
 
 def test_only_the_family_in_use_is_imported_and_none_needs_torch() -> None:
     code = (
-        "import sys; from trencadis.core.models import registry; registry.family_of('OPTForCausalLM');"
+        "import sys; from trencadis.core.checkpoint import registry; registry.family_of('OPTForCausalLM');"
         "names = [n for n in sys.modules if n.startswith('trencadis.core.families.')];"
         "assert names == ['trencadis.core.families.opt'], names; assert 'torch' not in sys.modules"
     )
@@ -76,21 +76,21 @@ def test_a_family_is_at_most_120_lines() -> None:
 
 NAMED = re.compile(r"qwen|llama|mistral|\bgpt.?2|\bopt.(?:125|350)|\bOPTFor|\bgemma|\bphi\b", re.IGNORECASE)
 REMAINS = {
-    "server/text/template_names.py": "file names of templates, theirs and ours",
+    "server/text/chat_template.py": "file names of templates, theirs and ours",
     "core/old_names.py": "names of before and their successors",
     "core/checkpoint/rope_config.py": "llama3 is the name of a rotary type in every config.json",
-    "core/layers/rotary_embedding.py": "the same type, and whose report has its formula",
+    "core/models/rotary_embedding.py": "the same type, and whose report has its formula",
     "core/checkpoint/config_reader.py": "a key that says whose pooling head it was; it changes nothing",
     "core/config.py": "what --load-format takes elsewhere",
     "core/envs.py": "what Intel's guide says about a variable",
     "backends/hpu/start/environment.py": "the same",
     "server/tools": "vLLM's names of the forms in which calls are written; a checkpoint of any family may use each",
-    "server/reasoning/reasoning_formats.py": "the same, of thoughts",
+    "server/tools/reasoning_parser.py": "the same, of thoughts",
     "server/config/config.py": "the same, in the help of their flags",
     "server/text/token_bytes.py": "whose tokenizers are of a kind",
     "server/config/hub.py": "an example of an id without an owner",
     "server/grammars/gbnf.py": "llama.cpp, whose grammars these are",
-    "server/http/openapi_fields.py": "qwen-vl-utils, a client's library",
+    "server/http/openapi.py": "qwen-vl-utils, a client's library",
     "server/prompts/content_parts.py": "the same",
 }
 """Where a family's name stands outside its record, and why it says nothing about a family's model."""
@@ -101,7 +101,7 @@ def test_no_family_is_named_outside_its_record() -> None:
     for room in ("core", "server", "backends"):
         for file in sorted((ROOT / room).rglob("*.py")):
             name = str(file.relative_to(ROOT))
-            if name.startswith("core/families/") or name == "core/models/registry.py":
+            if name.startswith("core/families/") or name == "core/checkpoint/registry.py":
                 continue
             words = NAMED.findall(file.read_text(encoding="utf-8"))
             if words and name not in REMAINS and str(Path(name).parent) not in REMAINS:

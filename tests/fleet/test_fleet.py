@@ -24,9 +24,9 @@ from trencadis.core.errors import Unavailable
 from trencadis.core.request import Request, SamplingParams
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.engine.spawn import spawn_engine
-from trencadis.server.fleet.fleet import Fleet
-from trencadis.server.fleet.resources import divide_resources
 from trencadis.server.http.app import create_app
+from trencadis.server.processes.fleet import Fleet
+from trencadis.server.processes.start_engines import divide_resources
 from trencadis.server.routes.http_settings import HttpSettings
 
 

@@ -9,15 +9,14 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.engine_stats import GraphCounters
 from trencadis.core.errors import StartupError
 from trencadis.core.kv.block_hash import BlockHashChain
-from trencadis.core.kv.block_pool import BlockPool
+from trencadis.core.kv.block_pool import BlockPool, EvictionLog
 from trencadis.core.kv.encoder_cache import EncoderCache
-from trencadis.core.kv.eviction_log import EvictionLog
-from trencadis.core.kv.media_spans import MediaSpan
+from trencadis.core.media_spans import MediaSpan
 from trencadis.core.process.engine_messages import EngineInfo, EngineStats
 from trencadis.core.request import Request, SamplingParams
-from trencadis.server.fleet.aggregate_stats import merge_infos, sum_stats
-from trencadis.server.fleet.resources import divide_resources
-from trencadis.server.fleet.routing_keys import make_request_cost, read_keys
+from trencadis.server.processes.engine_group import merge_infos, sum_stats
+from trencadis.server.processes.fleet import make_request_cost, read_keys
+from trencadis.server.processes.start_engines import divide_resources
 
 
 def test_cards_are_dealt_in_order_and_a_cpu_is_divided():

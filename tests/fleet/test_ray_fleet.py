@@ -17,18 +17,16 @@ from tests.fakes.command_line import from_command_line
 from trencadis.core.config import EngineConfig
 from trencadis.core.devices import CARD_VARIABLES
 from trencadis.core.errors import StartupError
-from trencadis.core.executor.on_ray import ray_cluster
-from trencadis.core.executor.on_ray.ray_cluster import ClusterNode, assign_engine_nodes
+from trencadis.core.executor import ray_cluster
 from trencadis.core.executor.rank_fingerprint import compute_rank_fingerprint
+from trencadis.core.executor.ray_cluster import ClusterNode, assign_engine_nodes
 from trencadis.core.process import engine_messages
-from trencadis.server.engine.on_ray import cluster_engines, ray_broker
-from trencadis.server.engine.on_ray import engine_actor as on_node
-from trencadis.server.engine.on_ray.engine_actor import EngineActor
-from trencadis.server.engine.on_ray.ray_placement import EnginePlacement
 from trencadis.server.engine.spawn import EngineHandle
-from trencadis.server.fleet import start_engines as starting
-from trencadis.server.fleet.resources import divide_resources_over_nodes
-from trencadis.server.fleet.start_engines import start_engines
+from trencadis.server.processes import cluster_engines, ray_broker
+from trencadis.server.processes import ray_placement as on_node
+from trencadis.server.processes import start_engines as starting
+from trencadis.server.processes.ray_placement import EngineActor, EnginePlacement
+from trencadis.server.processes.start_engines import divide_resources_over_nodes, start_engines
 
 WAIT = 10.0
 

@@ -9,18 +9,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from trencadis.server.routing.cache_index import CacheIndex
-from trencadis.server.routing.replica_load import Assignment, ReplicaLoad
-from trencadis.server.routing.replication_policy import ReplicationPolicy
-from trencadis.server.routing.request_cost import RequestCost, RoutedImage, RoutedPrefix, is_indexed_prefix
-from trencadis.server.routing.router import (
+from trencadis.server.processes.replica_load import Assignment, ReplicaLoad
+from trencadis.server.processes.router import (
     MAX_IMAGE_HOLDERS,
     MAX_IMAGES,
     MAX_PREFIX_HOLDERS,
     RANDOM_REPLICAS,
+    CacheIndex,
     PrefixAffinityRouter,
+    ReplicationPolicy,
 )
-from trencadis.server.routing.step_costs import ReplicaCosts, StepCosts
+from trencadis.server.processes.step_costs import (
+    ReplicaCosts,
+    RequestCost,
+    RoutedImage,
+    RoutedPrefix,
+    StepCosts,
+    is_indexed_prefix,
+)
 
 
 def opened(count: int, **options) -> Any:

@@ -11,10 +11,9 @@ from tests.random_inputs.grammar_draws import GrammarDraws
 from tests.random_inputs.schema_instances import validator
 from trencadis.core.errors import BadRequest
 from trencadis.server.prompts.answer_grammar import AnswerOutline, RequestedCalls
-from trencadis.server.prompts.answer_parsers import AnswerParsers
-from trencadis.server.prompts.answer_reader import AnswerPart, AnswerReader
+from trencadis.server.prompts.answer_reader import AnswerParsers, AnswerPart, AnswerReader
 from trencadis.server.protocol.tool_definitions import get_schemas
-from trencadis.server.reasoning.reasoning_formats import THINK
+from trencadis.server.tools.reasoning_parser import THINK
 from trencadis.server.tools.tool_parser_registry import BUILT
 
 WEATHER: dict[str, Any] = {

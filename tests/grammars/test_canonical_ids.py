@@ -22,7 +22,7 @@ from tests.random_inputs.masked_answers import (
     write_grammars,
 )
 from trencadis import LLM, SamplingParams, StructuredOutputsParams
-from trencadis.core.masks.choice_masks import ChoiceEnds, ChoiceMasks
+from trencadis.core.masks.manager import ChoiceEnds, ChoiceMasks
 from trencadis.core.masks.matchers import AllowedIds, BadWords, bits
 from trencadis.server.grammars.grammar_writer import WhitespaceRule
 from trencadis.server.grammars.response_format import RequestedFormat

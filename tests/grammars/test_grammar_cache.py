@@ -19,7 +19,7 @@ from trencadis.core.masks.vocabulary import Vocabulary
 from trencadis.server.grammars.grammar_cache import GrammarCache
 from trencadis.server.grammars.response_format import RequestedFormat, find_requested_format
 from trencadis.server.prompts.answer_grammar import AnswerOutline
-from trencadis.server.prompts.answer_parsers import AnswerParsers
+from trencadis.server.prompts.answer_reader import AnswerParsers
 
 
 @pytest.fixture

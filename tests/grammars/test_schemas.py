@@ -17,7 +17,7 @@ from trencadis.core.errors import BadRequest
 from trencadis.server.grammars.grammar_writer import WhitespaceRule
 from trencadis.server.grammars.json_schema import LEVELS
 from trencadis.server.grammars.response_format import RequestedFormat
-from trencadis.server.grammars.schema_keywords import REFUSED
+from trencadis.server.grammars.schema_rewrite import REFUSED
 
 FORMATTED = jsonschema.Draft202012Validator.FORMAT_CHECKER
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fakes.device import GIB, FakeDevice, OutOfMemory, make_harness, small_plan
-from trencadis.core.backend import ProgramState
 from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.device.backend import ProgramState
 from trencadis.core.errors import StartupError
 from trencadis.core.graphs.graph_capture import GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager

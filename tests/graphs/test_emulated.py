@@ -13,11 +13,11 @@ import pytest
 from tests.traffic.requests import Traffic
 from trencadis.backends.hpu.emulator.current_device import EmulatedRuntime
 from trencadis.backends.hpu.emulator.faults import parse
-from trencadis.core.backend import ProgramState
 from trencadis.core.config import EngineConfig
-from trencadis.core.engine import Engine
+from trencadis.core.device.backend import ProgramState
+from trencadis.core.engine.engine import Engine
+from trencadis.core.engine.engine_builder import create_engine
 from trencadis.core.errors import StartupError
-from trencadis.core.startup.engine_builder import create_engine
 
 LENGTH = 192
 FLAGS: dict[str, Any] = {
@@ -284,6 +284,6 @@ def test_measured_graphs_are_used_by_the_next_start(make: Make) -> None:
 
 
 def test_what_cannot_fit_is_refused_before_loading(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trencadis.core.models.registry.build", lambda *a: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("trencadis.core.models.model_loader.load_model", lambda *a: pytest.fail("weights were loaded"))
     with pytest.raises(StartupError, match=r"--gpu-memory-utilization 0\.0\d fits"):
         make(gpu_memory_utilization=0.000001)

@@ -24,12 +24,12 @@ from tests.fakes.meta_start import GIB, Started, card, config_of, on_paper, run
 from tests.fakes.recorded_card import RecordedBackend, Records
 from tests.traffic.launch_lines import model_of
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
-from trencadis.core.backend import BackendConfig, ProgramState
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
+from trencadis.core.device.backend import BackendConfig, ProgramState
+from trencadis.core.engine.graph_startup import DeviceStart
+from trencadis.core.engine.remedies import quantise_model
 from trencadis.core.errors import StartupError
 from trencadis.core.progress import SilentProgress
-from trencadis.core.startup.graph_startup import DeviceStart
-from trencadis.core.startup.remedies import quantise_model
 from trencadis.multimodal.qwen2_vl.smart_resize import largest_slots
 
 RECORDINGS = Path(__file__).resolve().parents[2] / ".bench" / "records"

@@ -12,10 +12,10 @@ from tests.fakes.meta_start import GIB, Started, card, config_of, on_paper, run
 from tests.traffic.launch_lines import model_of
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import ImageNeeds
+from trencadis.core.engine.dry_run import StartupPlan
 from trencadis.core.memory import measurement_cache
 from trencadis.core.memory.graph_budget import GraphPrice, prices_by
 from trencadis.core.memory.measurement_cache import Measurements, merge_measurements
-from trencadis.core.startup.dry_run import StartupPlan
 
 MODEL = dataclasses.replace(model_of(1024, 1, 8, 2, 2048, vision=False), architecture="Qwen2ForCausalLM")
 IMAGES = ImageNeeds()

@@ -24,11 +24,11 @@ from tests.health.test_sleep import FACTORY, until
 from tests.operations.fake_server import FakeServer
 from tests.traffic.server_process import free_port
 from trencadis.core.config import EngineConfig
-from trencadis.server.cli.systemd_notify import Notifier
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.engine.spawn import spawn_engine
 from trencadis.server.engine.supervisor import Supervisor
 from trencadis.server.http.app import create_app
+from trencadis.server.processes.server_lifecycle import Notifier
 from trencadis.server.routes.http_settings import HttpSettings
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "operating.md"

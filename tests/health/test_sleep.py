@@ -16,8 +16,8 @@ import pytest
 
 from tests.fakes.counting_engine import HELD, SLOW, STUCK, WORDS
 from trencadis.core.config import EngineConfig
+from trencadis.core.constraints import Rule
 from trencadis.core.errors import Unavailable
-from trencadis.core.masks.constraints import Rule
 from trencadis.core.request import Delta, Request, SamplingParams
 from trencadis.server.engine import engine_link
 from trencadis.server.engine.engine_link import spawn_engine

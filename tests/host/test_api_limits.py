@@ -25,22 +25,22 @@ from trencadis.core.errors import Conflict, KeyLimitReached, QueueFull, StartupE
 from trencadis.core.process import engine_messages
 from trencadis.core.request import Delta, Request, SamplingParams
 from trencadis.multimodal.media_uuids import UuidRegistry, name_digest
+from trencadis.multimodal.prepared_video import PreparedVideo
 from trencadis.multimodal.processor import PlaceholderRun, PreparedImage
-from trencadis.multimodal.videos.prepared_video import PreparedVideo
-from trencadis.server.admission import Admission, Bounds, Ticket
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.engine.engine_client import DeltaCallback
-from trencadis.server.engine.open_request import OpenRequest
-from trencadis.server.front import media_codec, shared_table
-from trencadis.server.front.ipc_messages import DeltaBatch, RequestRouted
-from trencadis.server.front.request_relay import RequestRelay
-from trencadis.server.front.shared_limits import SharedAccount, SharedAdmission, SharedMediaUuids
-from trencadis.server.front.shared_process_state import SharedProcessState
-from trencadis.server.front.shared_table import HELD, UUID_WAYS, SharedTable
+from trencadis.server.engine.request_link import OpenRequest
 from trencadis.server.http import listener
 from trencadis.server.metrics import aggregate
+from trencadis.server.processes.ipc_messages import DeltaBatch, RequestRouted
+from trencadis.server.processes.request_relay import RequestRelay
+from trencadis.server.tenants import shared_process_state, shared_table
+from trencadis.server.tenants.admission import Admission, Bounds, Ticket
 from trencadis.server.tenants.api_key_file import Tenant
 from trencadis.server.tenants.rate_limits import TenantAccount
+from trencadis.server.tenants.shared_limits import SharedAccount, SharedAdmission, SharedMediaUuids
+from trencadis.server.tenants.shared_process_state import SharedProcessState
+from trencadis.server.tenants.shared_table import HELD, UUID_WAYS, SharedTable
 
 COUNT = 3
 
@@ -215,7 +215,7 @@ def test_connections_are_dealt_among_sockets_and_bounded_together(tables: list[S
 
 HOLDER = """
 import sys, time
-from trencadis.server.front.shared_table import SharedTable
+from trencadis.server.tenants.shared_table import SharedTable
 table = SharedTable(int(sys.argv[1]), 3, 1)
 table.put(0, 5)
 with table:
@@ -249,10 +249,12 @@ def test_prepared_media_cross_whole() -> None:
     whole = make_image(1, (make_image(2), make_image(3)))
     clip = PreparedVideo("v", (make_image(4), make_image(5)), (0, 2, 4, 6), 2.0, 1.0, 9, 24.0)
     for made in (whole, clip):
-        found = media_codec.unpack_media(media_codec.pack_media(made))
-        assert media_codec.pack_media(found) == media_codec.pack_media(made) and type(found) is type(made)
+        found = shared_process_state.unpack_media(shared_process_state.pack_media(made))
+        assert shared_process_state.pack_media(found) == shared_process_state.pack_media(made) and type(found) is type(
+            made
+        )
         assert found.nbytes == made.nbytes and found.tokens == made.tokens
-    back = media_codec.unpack_media(media_codec.pack_media(whole))
+    back = shared_process_state.unpack_media(shared_process_state.pack_media(whole))
     assert isinstance(back, PreparedImage) and np.array_equal(back.items[1].pixels, whole.items[1].pixels)
     assert back.layout == whole.layout and back.grid == whole.grid
 
@@ -392,7 +394,7 @@ def test_an_abort_reaches_a_request_in_every_state_and_a_dead_process_leaves_non
 
 def test_settings_cross_whole() -> None:
     from tests.fakes.command_line import from_command_line
-    from trencadis.server.front import ipc_messages
+    from trencadis.server.processes import ipc_messages
 
     settings = from_command_line(
         ["m", "--api-server-count", "2", "--api-key", "k1", "k2", "--limit-mm-per-prompt", "image=3",

@@ -23,7 +23,7 @@ from tests.traffic.server_process import words_of
 
 ENGINE = ("--engine", "tests.host.paced_engine:PacedEngine.create")
 DEADLINE = 180.0
-API = "server.cli.api.api_server_main"
+API = "server.processes.api_server_main"
 ANN, BEN = {"authorization": "Bearer key-ann"}, {"authorization": "Bearer key-ben"}
 LONG = 3000
 """Tokens of a stream that a test ends."""

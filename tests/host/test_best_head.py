@@ -17,9 +17,9 @@ from tests.kernel_kinds import threads
 from trencadis.backends.cpu.native import dense, kernel_table
 from trencadis.backends.cpu.native.kernel_table import TORCH, chosen_table
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight
-from trencadis.core.backend import Comm
-from trencadis.core.launches.communicators import SingleRank
-from trencadis.core.layers.embedding import LAST, LMHead
+from trencadis.core.device.backend import Comm
+from trencadis.core.device.communicators import SingleRank
+from trencadis.core.models.embedding import LAST, LMHead
 
 TYPES = kernel_kinds.dense_types()
 pytestmark = pytest.mark.skipif(not TYPES, reason="own kernels do not multiply dense weights on this CPU")
@@ -126,7 +126,7 @@ class Ranks:
 
 
 class ThreadComm(SingleRank):
-    """``core.backend.Comm`` of one of ``Ranks``."""
+    """``core.device.backend.Comm`` of one of ``Ranks``."""
 
     def __init__(self, ranks: Ranks, rank: int) -> None:
         self.ranks, self.rank, self.world = ranks, rank, ranks.world  # type: ignore[misc]

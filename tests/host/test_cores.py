@@ -12,8 +12,8 @@ import torch
 
 from trencadis.backends.cpu.backend import CpuBackend
 from trencadis.backends.cpu.native import threads
-from trencadis.core.backend import BackendConfig
 from trencadis.core.cpu_affinity import BIND, choose_cpus, nodes_of, parse_cpu_list, share_cpus
+from trencadis.core.device.backend import BackendConfig
 from trencadis.core.errors import StartupError
 
 

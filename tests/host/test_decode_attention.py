@@ -14,8 +14,8 @@ from trencadis.backends.cpu.attention_plan import CpuAttn, get_plan
 from trencadis.backends.cpu.native import decode_attention
 from trencadis.backends.cpu.native.kernel_table import TORCH
 from trencadis.backends.cpu.ops import CpuOps
-from trencadis.core.backend import LayerKV
-from trencadis.core.quant import kv_cache_codes
+from trencadis.core.device.backend import LayerKV
+from trencadis.core.models import kv_cache_codes
 
 BLOCK = 16
 CASES = (

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from tests.engine.test_schedules import random_request
 from tests.oracles.shadow_engine import VOCAB, Clock, ScheduleDriver, shadow_engine
 from trencadis.core.buckets import MIXED_AXES, Bucket, Plan, Policy, Stage
-from trencadis.core.checkpoint.pooler_config import load_model
+from trencadis.core.checkpoint.pooler_config import load_model_config
 from trencadis.core.config import EngineConfig
-from trencadis.core.engine import Engine
+from trencadis.core.engine.engine import Engine
+from trencadis.core.engine.engine_builder import _times
+from trencadis.core.engine.startup_checks import check_start
 from trencadis.core.errors import StartupError
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.shapes.step_times import LADDER, ChunkBudget, StepTimes, StepWork, chunk_sizes
-from trencadis.core.startup.engine_builder import _times
-from trencadis.core.startup.startup_checks import check_start
 from trencadis.core.step import Step, StepOutput
 
 DEMO = Path(__file__).resolve().parents[2] / "assets" / "demo"
@@ -295,7 +295,7 @@ def test_every_size_is_a_launch_where_nothing_is_planned() -> None:
 
 
 def test_the_flag_reaches_the_scheduler() -> None:
-    model = load_model(EngineConfig(model=str(DEMO)))
+    model = load_model_config(EngineConfig(model=str(DEMO)))
     plan = Plan(Policy(MIXED_AXES, {Stage.PREFILL: (1, 1)}), block_size=16)
     assert _times(EngineConfig(), model, plan, 2048) is None
     times = _times(EngineConfig(itl_target=40.0, pipeline_parallel_size=2), model, plan, 2048)

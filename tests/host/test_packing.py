@@ -19,14 +19,14 @@ from trencadis.backends.cpu import make_backend
 from trencadis.backends.cpu.native import weight_packing
 from trencadis.backends.cpu.native.kernel_table import VARIABLE, chosen_table
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight
-from trencadis.core.backend import BackendConfig
+from trencadis.core.checkpoint.checkpoint_source import CheckpointSource
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.layers.linear import Linear, RowParallelLinear
-from trencadis.core.layers.partial_rotary import PartialRotarySource
-from trencadis.core.layers.weight_source import StackedPart, StoredRows
-from trencadis.core.models.checkpoint_source import CheckpointSource
-from trencadis.core.models.registry import family_of
-from trencadis.core.models.weight_loader import open_weights
+from trencadis.core.checkpoint.registry import family_of
+from trencadis.core.checkpoint.weight_loader import open_weights
+from trencadis.core.checkpoint.weight_source import StackedPart, StoredRows
+from trencadis.core.device.backend import BackendConfig
+from trencadis.core.models.attention import PartialRotarySource
+from trencadis.core.models.linear import Linear, RowParallelLinear
 
 TYPES = kernel_kinds.shared_types()
 STORED = (torch.float32, torch.bfloat16, torch.float16)

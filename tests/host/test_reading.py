@@ -11,15 +11,16 @@ import pytest
 import torch
 
 from trencadis.backends.cpu import make_backend
-from trencadis.core.backend import BackendConfig
+from trencadis.core.checkpoint import prefetch
+from trencadis.core.checkpoint.checkpoint_source import CheckpointSource
 from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.checkpoint.registry import family_of
+from trencadis.core.checkpoint.weight_loader import open_weights
+from trencadis.core.checkpoint.weight_source import StackedPart, stack
 from trencadis.core.config import EngineConfig
-from trencadis.core.layers.weight_source import StackedPart, stack
-from trencadis.core.models.checkpoint_source import CheckpointSource
-from trencadis.core.models.registry import build, family_of
-from trencadis.core.models.weight_loader import open_weights
+from trencadis.core.device.backend import BackendConfig
+from trencadis.core.models.model_loader import load_model
 from trencadis.core.process import engine_process as process
-from trencadis.core.process import prefetch
 
 DEMO = Path(__file__).resolve().parents[2] / "assets" / "demo"
 
@@ -70,7 +71,7 @@ def test_packed_weights_do_not_share_the_memory_that_they_were_joined_in() -> No
 
 def test_the_start_says_how_fast_weights_were_read(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "trencadis.engine"):
-        build(load_config(DEMO), make_backend(BackendConfig(options={"threads": "1"})))
+        load_model(load_config(DEMO), make_backend(BackendConfig(options={"threads": "1"})))
     assert any(r.message.startswith("weights: 0.") and r.message.endswith("GB/s") for r in caplog.records)
 
 
@@ -83,7 +84,7 @@ def test_files_are_asked_for_before_torch_is_imported(monkeypatch: pytest.Monkey
     def load() -> None:
         raise Imported
 
-    monkeypatch.setattr("trencadis.core.process.prefetch.start_prefetch", lambda *args: seen.append(args))
+    monkeypatch.setattr("trencadis.core.checkpoint.prefetch.start_prefetch", lambda *args: seen.append(args))
     monkeypatch.setattr("trencadis.core.process.torch_build.import_torch", load)
     engine = object.__new__(process.EngineProcess)
     monkeypatch.setattr(engine, "send", lambda message: None, raising=False)

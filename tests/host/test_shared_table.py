@@ -14,10 +14,10 @@ from tests import kernel_kinds
 from trencadis.backends.cpu import make_backend
 from trencadis.backends.cpu.native.kernel_table import VARIABLE
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight
-from trencadis.core.backend import BackendConfig
 from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.checkpoint.weight_loader import open_weights
+from trencadis.core.device.backend import BackendConfig
 from trencadis.core.models.decoder import Decoder
-from trencadis.core.models.weight_loader import open_weights
 
 TYPES = kernel_kinds.shared_types()
 DEMO = Path(__file__).resolve().parents[2] / "assets" / "demo"

@@ -47,7 +47,7 @@ def install():
 
 def build(settings, supervisor):
     """``wiring.build_app`` over that network."""
-    from trencadis.server.http.build_app import build_app
+    from trencadis.server.processes.build_app import build_app
 
     install()
     return build_app(settings, supervisor)

@@ -22,8 +22,8 @@ import torch
 from trencadis.assets import demo_path
 from trencadis.backends.conformance import suite
 from trencadis.backends.conformance.target import CheckTarget, Make, make_target
-from trencadis.core.backend import BackendConfig, Rotary
 from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.device.backend import BackendConfig, Rotary
 from trencadis.core.launches.host_inputs import own_positions
 
 Plant = Callable[[Any], None]

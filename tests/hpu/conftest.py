@@ -14,7 +14,7 @@ from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.emulator.faults import parse
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.policy import policy
-from trencadis.core.backend import BackendConfig
+from trencadis.core.device.backend import BackendConfig
 
 
 @pytest.fixture

@@ -26,8 +26,8 @@ from trencadis.backends.hpu.emulator.refusals import Refused
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.optional_symbols import find_symbols
 from trencadis.backends.hpu.policy import input_bytes, policy
-from trencadis.core.backend import BackendConfig, LayerKV, Rotary, Segments
 from trencadis.core.buckets import Bucket, InputSizes, Stage
+from trencadis.core.device.backend import BackendConfig, LayerKV, Rotary, Segments
 from trencadis.core.errors import StartupError
 from trencadis.core.launches.host_inputs import own_positions
 from trencadis.core.memory import estimate

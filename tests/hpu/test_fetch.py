@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from trencadis.backends.hpu.emulator.device_tensor import DEVICE
-from trencadis.core.backend import HeadTensorsOut
+from trencadis.core.device.backend import HeadTensorsOut
 
 
 def test_what_was_sampled_is_complete_when_it_is_read(hpu: Callable[..., Any]) -> None:

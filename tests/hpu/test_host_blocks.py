@@ -12,7 +12,7 @@ import torch
 
 from trencadis.backends.hpu.emulator.device_tensor import DEVICE
 from trencadis.backends.hpu.launches.block_copies import batches
-from trencadis.core.backend import LayerKV
+from trencadis.core.device.backend import LayerKV
 from trencadis.core.shared_constants import SINK_BLOCK
 from trencadis.core.step import BlockMove
 

@@ -18,7 +18,7 @@ from benchmarks.hpu import device_probe, run
 from benchmarks.hpu.claims import BY_ID, CLAIMS
 from tests.stubs import gaudi_container
 from tools.hardware import claims
-from trencadis.core.backend import BackendConfig, HeadTensorsOut
+from trencadis.core.device.backend import BackendConfig, HeadTensorsOut
 from trencadis.core.step import HeadOutput
 
 

@@ -155,8 +155,8 @@ def test_faults_that_cannot_be_read(text: str) -> None:
 
 
 def test_program_states_and_bytes(hpu: Callable[..., Any]) -> None:
-    from trencadis.core.backend import ProgramState
     from trencadis.core.buckets import Bucket, Stage
+    from trencadis.core.device.backend import ProgramState
 
     backend = hpu(block_size=4, faults="return:1")
     before = backend.memory.free()
@@ -169,7 +169,7 @@ def test_program_states_and_bytes(hpu: Callable[..., Any]) -> None:
     assert program.state == ProgramState.CAPTURED and program.bytes > inputs
     cost = program.bytes - inputs
     assert program.release() == cost and program.state == ProgramState.COMPILED and program.release() == 0
-    from trencadis.core.backend import OutOfDeviceMemory
+    from trencadis.core.device.backend import OutOfDeviceMemory
 
     poor = hpu(faults="oom@capture:1,oom@step:2").program(Bucket(Stage.DECODE, (2, 4)), lambda x: x.tokens)
     poor.run()

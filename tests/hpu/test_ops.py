@@ -12,8 +12,8 @@ import torch
 from tests.oracles.gaudi_launches import BLOCK, LAUNCHES, AttentionLayer, reference, step_inputs
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.hpu.hpu_settings import HpuSettings
-from trencadis.core.backend import ProgramState, Segments
 from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.device.backend import ProgramState, Segments
 from trencadis.core.launches.persistent_tensors import by_block
 
 

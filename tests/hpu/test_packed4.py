@@ -20,11 +20,11 @@ from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.int4_linear import PackedWeight4
 from trencadis.backends.hpu.launches.compiled_regions import part
 from trencadis.backends.hpu.policy import policy
-from trencadis.core.backend import BackendConfig
 from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.device.backend import BackendConfig
 from trencadis.core.memory.estimate import MemoryEstimator
 from trencadis.core.memory.weight_bytes import largest_dequantised_bytes
-from trencadis.core.models.registry import build
+from trencadis.core.models.model_loader import load_model
 from trencadis.core.quant.online_quant import quantise
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.quant.scheme import FLOATS8, Scheme, notes_of
@@ -123,7 +123,7 @@ def test_the_ledger_prices_checkpoints_to_the_byte(
     path, _ = made.checkpoint(source, tmp_path, kind, 4, group, symmetric, ordered)
     backend = gaudi()
     configs = load_config(source), load_config(path)
-    held = [build(one, backend) for one in configs]
+    held = [load_model(one, backend) for one in configs]
     paper = [MemoryEstimator(one, 2, quantised=backend.policy.quantised).weights() for one in configs]
     assert held[1].nbytes() - held[0].nbytes() == paper[1] - paper[0] < 0
     decoder: Any = held[1]

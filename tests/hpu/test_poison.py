@@ -13,9 +13,9 @@ import torch
 
 from trencadis.backends.conformance.harness import Harness, all_buckets
 from trencadis.backends.cpu import make_backend
-from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Stage
 from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.device.backend import BackendConfig
 
 BLOCK = 16
 STAGES = {

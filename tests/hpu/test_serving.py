@@ -11,7 +11,7 @@ import pytest
 from tests.oracles.transformers_model import conversation
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
-from trencadis.core.backend import ProgramState
+from trencadis.core.device.backend import ProgramState
 
 LIMITS = {"min_pixels": 56 * 56, "max_pixels": 300 * 300}
 FLAGS: dict[str, Any] = dict(

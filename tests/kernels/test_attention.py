@@ -20,10 +20,10 @@ from trencadis.backends.cuda.kernels import tiles, vision_attention
 from trencadis.backends.cuda.kernels.attention_tensors import CudaSegments
 from trencadis.backends.cuda.launches.cuda_inputs import Sizes, arrays
 from trencadis.backends.cuda.ops import CudaOps
-from trencadis.core.backend import Segments
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.checkpoint.vision_config import SlotForm
+from trencadis.core.device.backend import Segments
 from trencadis.core.step import VisionInputs
+from trencadis.core.vision_config import SlotForm
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -10,7 +10,7 @@ import torch
 
 from trencadis.backends.cuda import make_backend, pick_dtype, support_checks
 from trencadis.core import devices
-from trencadis.core.backend import BackendConfig, load
+from trencadis.core.device.backend import BackendConfig, load
 from trencadis.core.errors import StartupError
 
 GOOD: dict[str, Any] = {

@@ -85,7 +85,7 @@ def test_batch_invariant(vl_checkpoint: Path, cuda: Callable[..., LLM], all_imag
 
 def test_batch_invariant_takes_one_card(vl_checkpoint: Path, cuda: Callable[..., LLM]) -> None:
     from trencadis.backends.cuda import make_backend
-    from trencadis.core.backend import BackendConfig
+    from trencadis.core.device.backend import BackendConfig
     from trencadis.core.errors import StartupError
 
     with pytest.raises(StartupError, match=r"--tensor-parallel-size 1, not 2$"):
@@ -96,7 +96,7 @@ def test_batch_invariant_takes_one_card(vl_checkpoint: Path, cuda: Callable[...,
 
 def test_a_library_that_sums_by_place_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from trencadis.backends.cpu.reference_ops import ReferenceOps
-    from trencadis.backends.cuda.invariant_ops import InvariantCudaOps
+    from trencadis.backends.cuda.ops import InvariantCudaOps
     from trencadis.core.errors import StartupError
 
     plain = ReferenceOps.linear

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from triton import knobs
 
-from trencadis.backends.cuda.compile_counter import CompileCounter
+from trencadis.backends.cuda.cuda_runtime import CompileCounter
 
 
 def test_counts_by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from tests.oracles.chi_square import chi_square_limit
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cuda.kernels import sample
 from trencadis.backends.cuda.ops import CudaOps
-from trencadis.core.backend import HeadTensors, HeadTensorsOut, SamplerState
+from trencadis.core.device.backend import HeadTensors, HeadTensorsOut, SamplerState
 from trencadis.core.request import NO_LOGPROB
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

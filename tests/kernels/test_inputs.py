@@ -18,11 +18,11 @@ from trencadis.backends.cuda.launches.cuda_inputs import Sizes
 from trencadis.backends.cuda.launches.input_buffers import InputBuffers, StageBuffer, buffer_bytes
 from trencadis.backends.cuda.launches.input_sizes import input_bytes
 from trencadis.backends.cuda.launches.work_items import END, STEP
-from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Bucket, InputSizes, Stage
-from trencadis.core.checkpoint.vision_config import SlotForm
+from trencadis.core.device.backend import BackendConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.step import HeadInputs, ResetInputs, VisionInputs
+from trencadis.core.vision_config import SlotForm
 
 
 def reference(case: Case) -> Any:

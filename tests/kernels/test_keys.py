@@ -34,7 +34,7 @@ triton.compiler.compile = lambda *args, **kwargs: Kernel()
 from benchmarks.gpu.mixed import Traffic, drive
 from trencadis import LLM
 from trencadis.backends.cuda import ops
-from trencadis.backends.cuda.compile_counter import CompileCounter
+from trencadis.backends.cuda.cuda_runtime import CompileCounter
 from trencadis.backends.cuda.twin import ops as twin_ops
 
 for name in ("draw_with_logprobs", "draw_tokens", "pick_greedy"):

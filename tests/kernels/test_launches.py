@@ -16,14 +16,14 @@ from trencadis.backends.cuda.kernels import (
     embed,
     gather_scatter,
     layer_norm,
-    patches,
+    pixel_kernels,
     reset_sampler_state,
     rms_norm,
     sample,
     silu_mul,
 )
 from trencadis.backends.cuda.ops import CudaOps
-from trencadis.core.backend import ResetTensors
+from trencadis.core.device.backend import ResetTensors
 
 
 class Nothing(TorchDispatchMode):
@@ -71,7 +71,7 @@ def small_launches(device: torch.device) -> list[Callable[[], object]]:
         lambda: embed.launch(ints, ints, ints, ints, x, x, out),
         lambda: gather_scatter.gather(x, index, out),
         lambda: gather_scatter.scatter(out, index, x),
-        lambda: patches.launch(pixels, x[0], x[1], wide),
+        lambda: pixel_kernels.launch(pixels, x[0], x[1], wide),
     ]
 
 

@@ -14,7 +14,7 @@ from tests.oracles import interpreter
 from tests.oracles.float_distance import assert_within_last_places
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cuda.ops import CudaOps
-from trencadis.core.backend import ResetTensors, SamplerState
+from trencadis.core.device.backend import ResetTensors, SamplerState
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

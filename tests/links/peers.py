@@ -18,11 +18,10 @@ from trencadis.core.executor.multiproc_executor import MultiprocExecutor
 from trencadis.core.executor.nodes_launcher import NodesLauncher
 from trencadis.core.executor.rank_fingerprint import RankFingerprint, compute_rank_fingerprint
 from trencadis.core.executor.rank_info import RankInfo
-from trencadis.core.links.auth_listener import AuthListener
-from trencadis.core.links.group_key import GroupKey
+from trencadis.core.links.group_key import GroupKey, TlsFiles
+from trencadis.core.links.handshake import AuthListener
 from trencadis.core.links.keyed_link import HeartbeatThread, KeyedLink
 from trencadis.core.links.link import LinkClosed
-from trencadis.core.links.link_tls import TlsFiles
 from trencadis.core.links.topology import Topology
 
 FACTORY = "tests.fakes.ranks:make"

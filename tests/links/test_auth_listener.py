@@ -25,12 +25,19 @@ from trencadis.core.executor.rank_fingerprint import (
     compute_rank_fingerprint,
     describe_differences,
 )
-from trencadis.core.links import auth_listener as doors
-from trencadis.core.links.auth_listener import AuthListener
+from trencadis.core.links import handshake as doors
 from trencadis.core.links.byte_stream import PlainStream, TlsStream
-from trencadis.core.links.group_key import GroupKey
-from trencadis.core.links.handshake import CLAIM, MARK, NONCE, NUMBER, PROOF, HandshakeFailed, handshake_as_rank
-from trencadis.core.links.link_tls import TlsFiles
+from trencadis.core.links.group_key import GroupKey, TlsFiles
+from trencadis.core.links.handshake import (
+    CLAIM,
+    MARK,
+    NONCE,
+    NUMBER,
+    PROOF,
+    AuthListener,
+    HandshakeFailed,
+    handshake_as_rank,
+)
 
 Attack = Callable[[socket.socket, random.Random], None]
 

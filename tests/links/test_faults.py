@@ -13,10 +13,10 @@ import pytest
 from tests.fakes.ranks import full_step
 from tests.links.peers import Peer, group_at, nothing_stays, recorded, start
 from tests.links.proxy import FAULTS, Relay
-from trencadis.core.executor.rank_errors import RankFailed
+from trencadis.core.executor.multiproc_executor import RankFailed
 from trencadis.core.links import keyed_link
-from trencadis.core.links.auth_listener import AuthListener
 from trencadis.core.links.group_key import GroupKey
+from trencadis.core.links.handshake import AuthListener
 from trencadis.core.links.keyed_link import KeyedLink
 from trencadis.core.links.link import BEAT, LinkClosed
 

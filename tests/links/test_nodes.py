@@ -19,14 +19,13 @@ from tests.fakes.ranks import full_step
 from tests.links.peers import FACTORY, group_at, nothing_stays, start
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
+from trencadis.core.executor import process_groups
 from trencadis.core.executor.engine_connection import HeadlessRanks
 from trencadis.core.executor.headless import make_connect_infos
-from trencadis.core.executor.multiproc_executor import MultiprocExecutor
+from trencadis.core.executor.multiproc_executor import MultiprocExecutor, RankFailed
 from trencadis.core.executor.nodes_launcher import open_listener
-from trencadis.core.executor.rank_errors import RankFailed
 from trencadis.core.executor.rank_info import RankInfo
 from trencadis.core.executor.rank_launcher import LocalLauncher
-from trencadis.core.links import network_route
 from trencadis.core.links.topology import Topology, topology
 
 KEY = "0123456789abcdefghijklmnopqrstuvwxyz-a-key"
@@ -202,8 +201,8 @@ def test_pixels_go_to_ranks_that_encode(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_interface_is_that_of_the_route_to_rank_0() -> None:
-    assert network_route.interface_to("127.0.0.1") == network_route.interface_to("127.9.8.7") == "lo"
-    assert network_route.interface_to("no-such-host.invalid") == ""
+    assert process_groups.interface_to("127.0.0.1") == process_groups.interface_to("127.9.8.7") == "lo"
+    assert process_groups.interface_to("no-such-host.invalid") == ""
 
 
 INTERFACES = """

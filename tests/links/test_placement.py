@@ -11,9 +11,9 @@ import pytest
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.executor.on_ray import cluster_access
-from trencadis.core.executor.on_ray.cluster_access import ClusterAccess
-from trencadis.core.executor.on_ray.ray_cluster import ClusterNode, assign_nodes, connect
+from trencadis.core.executor import cluster_access
+from trencadis.core.executor.cluster_access import ClusterAccess
+from trencadis.core.executor.ray_cluster import ClusterNode, assign_nodes, connect
 from trencadis.core.links.topology import RAY, Topology, topology
 from trencadis.server.engine.spawn import make_child_environment
 

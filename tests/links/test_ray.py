@@ -24,10 +24,9 @@ from trencadis import LLM
 from trencadis.assets import demo_path
 from trencadis.core import devices
 from trencadis.core.config import EngineConfig
+from trencadis.core.engine.engine_builder import launcher_of
 from trencadis.core.errors import StartupError
-from trencadis.core.executor.launcher_choice import launcher_of
-from trencadis.core.executor.multiproc_executor import MultiprocExecutor
-from trencadis.core.executor.rank_errors import RankFailed
+from trencadis.core.executor.multiproc_executor import MultiprocExecutor, RankFailed
 from trencadis.core.links.topology import topology
 
 pytestmark = pytest.mark.long
@@ -139,7 +138,7 @@ def test_twenty_nodes_that_are_removed_end_their_groups(cluster: Any) -> None:
 
 
 def test_what_cannot_be_placed_is_refused_before_loading(cluster: Any) -> None:
-    from trencadis.core.executor.on_ray import ray_cluster as ours
+    from trencadis.core.executor import ray_cluster as ours
 
     ours.connect(os.environ)
     begun, made = time.monotonic(), config()

@@ -215,7 +215,7 @@ OTHER = """
 import os, ray
 ray.__version__ = "2.49.0"
 from trencadis.core.errors import StartupError
-from trencadis.core.executor.on_ray.ray_cluster import connect
+from trencadis.core.executor.ray_cluster import connect
 try:
     connect(os.environ)
 except StartupError as error:
@@ -270,7 +270,7 @@ def test_a_public_address_without_a_token_is_refused(tmp_path: Path) -> None:
 GROUP = """
 import os, sys, time
 from trencadis.core.config import EngineConfig
-from trencadis.core.executor.launcher_choice import launcher_of
+from trencadis.core.engine.engine_builder import launcher_of
 from trencadis.core.executor.multiproc_executor import MultiprocExecutor
 from trencadis.core.links.topology import topology
 from tests.fakes import ranks

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from tests.engine.test_fairness import EOS, Driven
-from trencadis.core.kv.media_spans import MediaSpan
+from trencadis.core.media_spans import MediaSpan
 from trencadis.core.request import Request, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)

@@ -21,7 +21,7 @@ from trencadis.core.process.engine_messages import BucketUse, EngineStats, Graph
 from trencadis.core.progress import Warming
 from trencadis.server.metrics.deprecated_metrics import DeprecatedCollector
 from trencadis.server.metrics.prometheus import PrometheusMetrics
-from trencadis.server.records.tracing import TraceQueue
+from trencadis.server.metrics.tracing import TraceQueue
 
 IMAGE = {"type": "image_url", "image_url": "data:image/png;base64,A"}
 OURS = {"model_name", "engine"}

@@ -11,7 +11,7 @@ import pytest
 from tests.fakes.scripted_app import ScriptedApp, scripted_app
 from tests.fakes.text_checkpoint import write_text_checkpoint
 from trencadis.server.prompts.answer_reader import AnswerPart, CallPart
-from trencadis.server.reasoning.reasoning_parser import AnswerContent, ReasoningContent
+from trencadis.server.tools.reasoning_parser import AnswerContent, ReasoningContent
 
 IMAGE = {"type": "image_url", "image_url": "data:image/png;base64,A"}
 

@@ -20,18 +20,17 @@ from tests.traffic.launch_lines import model_of
 from trencadis.backends.cpu import make_backend
 from trencadis.backends.cpu.reference_ops import PlainWeight, ReferenceOps
 from trencadis.backends.cuda.policy import ALIGNED, SERVING
-from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.checkpoint.weight_source import StackedPart, stack
+from trencadis.core.device.backend import BackendConfig
 from trencadis.core.launches.persistent_tensors import allocate_persistent
-from trencadis.core.layers.weight_source import StackedPart, stack
 from trencadis.core.memory.estimate import MemoryEstimator
-from trencadis.core.models.registry import build, make
+from trencadis.core.models.model_loader import load_model, make_model
 from trencadis.core.step import Encode
-from trencadis.multimodal.patch_grids import count_slots
-from trencadis.multimodal.qwen2_vl.config import Qwen25VisionConfig
-from trencadis.multimodal.qwen2_vl.patch_geometry import PATCH_VALUES
+from trencadis.multimodal.patch_packing import count_slots
+from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES, Qwen25VisionConfig
 
 MODELS = {
     "3B": dataclasses.replace(
@@ -88,7 +87,7 @@ def loaded(config: ModelConfig, rank: int, world: int, unit: int) -> tuple[Any, 
         policy=dataclasses.replace(policy, host_weights=False),
         device=torch.device("cpu"), values=True,
     )  # fmt: skip
-    model: Any = make(config, backend)
+    model: Any = make_model(config, backend)
     model.load_from(Shapes())
     return model, set(ops.shapes)
 
@@ -139,7 +138,7 @@ def outputs(path: Path, unit: int, world: int) -> tuple[Tensor, Tensor]:
         settings = BackendConfig(torch.float32, block_size=16, vocab_size=config.text.vocab, options={"threads": "1"})
         backend: Any = make_backend(settings)
         backend.comm, backend.policy = ThreadComm(group, rank, world), dataclasses.replace(backend.policy, aligned=unit)
-        model: Any = build(config, backend)
+        model: Any = load_model(config, backend)
         model.bind(allocate_persistent(config, backend, blocks=2, block_size=16, arena_rows=32, seqs=1, tokens=16))
         program = backend.program(Bucket(Stage.VISION, (need,)), model.vision)
         backend.fill(program, model.pack([Encode("d", GRID, need, pixels, rows)], need))

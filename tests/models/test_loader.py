@@ -13,17 +13,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from trencadis.backends.cpu import make_backend
-from trencadis.core.backend import BackendConfig
 from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.checkpoint.weight_loader import open_weights
 from trencadis.core.config import EngineConfig
+from trencadis.core.device.backend import BackendConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.models.registry import build
-from trencadis.core.models.weight_files import files_of
-from trencadis.core.models.weight_loader import open_weights
+from trencadis.core.models.model_loader import load_model
+from trencadis.core.weight_files import files_of
 
 
 def load(path: Path, **engine: Any) -> None:
-    build(load_config(path), make_backend(BackendConfig(options={"threads": "1"})), EngineConfig(**engine))
+    load_model(load_config(path), make_backend(BackendConfig(options={"threads": "1"})), EngineConfig(**engine))
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_dummy_needs_only_the_config(copied: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_other_dtypes_run(checkpoint: Callable[..., Path], dtype: torch.dtype) -> None:
     path = checkpoint("qwen2", dtype=dtype)
-    model = build(load_config(path), make_backend(BackendConfig(dtype=dtype, options={"threads": "1"})))
+    model = load_model(load_config(path), make_backend(BackendConfig(dtype=dtype, options={"threads": "1"})))
     assert model.nbytes() > 0
 
 

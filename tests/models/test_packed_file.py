@@ -20,13 +20,13 @@ from trencadis.backends.cpu.native import weight_packing
 from trencadis.backends.cpu.native.kernel_table import VARIABLE
 from trencadis.backends.cpu.native.weight_cache import CachedPages
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight
-from trencadis.core.backend import BackendConfig
+from trencadis.core.checkpoint import prefetch
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.config import EngineConfig
+from trencadis.core.device.backend import BackendConfig
+from trencadis.core.device.packed_weights import FORMAT, PackedFile, packed_file
 from trencadis.core.models.decoder import Decoder
-from trencadis.core.models.packed_weights import FORMAT, PackedFile, packed_file
-from trencadis.core.models.registry import build
-from trencadis.core.process import prefetch
+from trencadis.core.models.model_loader import load_model
 
 DEMO = Path(__file__).resolve().parents[2] / "assets" / "demo"
 needs_panels = pytest.mark.skipif(
@@ -60,7 +60,7 @@ def started(checkpoint: Path) -> tuple[Decoder, CachedPages]:
     """A model, after its file is written."""
     config = config_of(checkpoint)
     backend = make_backend(BackendConfig(options={"threads": "1"}, packed=packed_file(config)))
-    model = build(load_config(checkpoint), backend, config)
+    model = load_model(load_config(checkpoint), backend, config)
     assert isinstance(model, Decoder) and isinstance(backend.ops, CpuOps) and isinstance(backend.ops.pages, CachedPages)
     if backend.ops.pages.writing is not None:
         backend.ops.pages.writing.join(60)
@@ -125,7 +125,7 @@ def test_other_weights_are_found_although_nothing_of_their_file_changed(checkpoi
         pytest.skip("the writer lays the file out in another way")
     _, pages = started(checkpoint)
     assert pages.writing is not None
-    plain = build(load_config(checkpoint), make_backend(BackendConfig(options={"threads": "1"})))
+    plain = load_model(load_config(checkpoint), make_backend(BackendConfig(options={"threads": "1"})))
     third, pages = started(checkpoint)
     assert pages.writing is None and mapped(pages) > 0
     assert isinstance(plain, Decoder)

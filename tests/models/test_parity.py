@@ -13,8 +13,8 @@ import torch
 from tests.fakes.hand_driven_model import HandDrivenModel
 from trencadis.core.buckets import Stage
 from trencadis.core.step import Encode
-from trencadis.multimodal.patch_grids import count_slots
-from trencadis.multimodal.qwen2_vl.patch_geometry import PATCH_VALUES
+from trencadis.multimodal.patch_packing import count_slots
+from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
 
 
 def close(got: torch.Tensor, want: torch.Tensor) -> None:

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.cpu import make_backend
-from trencadis.core.backend import BackendConfig, LayerKV, SamplerState
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.device.backend import BackendConfig, LayerKV, SamplerState
 from trencadis.core.errors import StartupError
 from trencadis.core.models.interface import Persistent
-from trencadis.core.models.registry import build
+from trencadis.core.models.model_loader import load_model
 from trencadis.core.step import Encode, StepInputs
-from trencadis.multimodal.patch_grids import count_slots
-from trencadis.multimodal.qwen2_vl.patch_geometry import PATCH_VALUES
+from trencadis.multimodal.patch_packing import count_slots
+from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
 
 GRID = (1, 10, 6)
 
@@ -59,7 +59,7 @@ def logits(path: Path, rank: int, world: int, group: Group, **options: str) -> T
     settings = BackendConfig(block_size=16, vocab_size=c.vocab, options={"threads": "1", **options})
     backend: Any = make_backend(settings)
     backend.comm = ThreadComm(group, rank, world)
-    model: Any = build(config, backend)
+    model: Any = load_model(config, backend)
     heads = max(c.kv_heads // world, 1)
     kv = [
         LayerKV(torch.zeros(16, 16, heads, c.head_dim), torch.zeros(16, 16, heads, c.head_dim)) for _ in range(c.layers)

@@ -12,9 +12,9 @@ import pytest
 
 from trencadis.assets import demo_path
 from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.checkpoint.weight_loader import read_file
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.models.weight_loader import read_file
 from trencadis.multimodal.qwen2_vl.image_budget import image_needs
 from trencadis.multimodal.qwen2_vl.processor import Qwen2VLImageProcessor
 from trencadis.server.prompts.generation_config import SamplingDefaults

@@ -25,7 +25,7 @@ from trencadis.multimodal.images.image_frontend import cache_key, content_digest
 from trencadis.multimodal.images.processor_cache import ProcessorCache
 from trencadis.multimodal.media_options import MediaOptions
 from trencadis.multimodal.media_uuids import UuidRegistry
-from trencadis.multimodal.patch_grids import count_slots, count_tokens, patch_grid
+from trencadis.multimodal.patch_packing import count_slots, count_tokens, patch_grid
 from trencadis.multimodal.placeholders import expand_placeholders
 from trencadis.multimodal.processor import PreparedImage
 from trencadis.multimodal.qwen2_vl.mrope import mrope_positions

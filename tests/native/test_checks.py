@@ -11,7 +11,7 @@ import torch
 from tests import kernel_kinds
 from trencadis.backends.cpu.native import checks, decode_attention, flash
 from trencadis.backends.cpu.native.rotary import StoredKeys, rotate
-from trencadis.core.backend import LayerKV
+from trencadis.core.device.backend import LayerKV
 
 pytestmark = pytest.mark.skipif(not kernel_kinds.OWN, reason="own kernels are not built here")
 

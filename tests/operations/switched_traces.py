@@ -12,7 +12,7 @@ from trencadis.server.routes.app_state import AppState
 
 
 def build_app(settings: Any, engine: Any) -> FastAPI:
-    from trencadis.server.cli.serve import find_app
+    from trencadis.server.processes.server_lifecycle import find_app
 
     app = find_app(ServerConfig().app)(settings, engine)
     state: AppState = app.state.trencadis

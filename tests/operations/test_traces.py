@@ -17,13 +17,13 @@ from tests.host.instruction_counts import instructions
 from tests.operations.otlp_collector import Collector
 from trencadis.core.errors import StartupError
 from trencadis.core.request import RequestStats, SamplingParams
-from trencadis.server.metrics.trace_metrics import TraceCollector
+from trencadis.server.metrics import tracing
+from trencadis.server.metrics.http_metrics import TraceCollector
+from trencadis.server.metrics.request_record import RequestRecord
+from trencadis.server.metrics.trace_stages import Trace, summarise_request
+from trencadis.server.metrics.trace_stages import make_trace as made_of
+from trencadis.server.metrics.tracing import TraceQueue
 from trencadis.server.prompts.generation import RequestTiming
-from trencadis.server.records import tracing
-from trencadis.server.records.request_record import RequestRecord
-from trencadis.server.records.trace_stages import Trace, summarise_request
-from trencadis.server.records.trace_stages import make_trace as made_of
-from trencadis.server.records.tracing import TraceQueue
 
 needs_otel = pytest.mark.skipif(
     importlib.util.find_spec("opentelemetry.exporter") is None or importlib.util.find_spec("opentelemetry.sdk") is None,
@@ -352,7 +352,7 @@ def test_a_collector_that_lies_is_left_alone(collector: Collector, monkeypatch: 
 def test_a_collector_is_there_if_it_takes_a_connection_and_a_proxy_is_not_asked(
     collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trencadis.server.records.otel_spans import SpanSender
+    from trencadis.server.metrics.otel_spans import SpanSender
 
     monkeypatch.delenv("HTTP_PROXY", raising=False)
     monkeypatch.delenv("http_proxy", raising=False)
@@ -371,6 +371,6 @@ def test_endpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong, why in (("grpc://c:4317", "not gRPC"), ("c:4318", "not a URL"), ("http://", "not a URL")):
         with pytest.raises(StartupError, match=why):
             url(wrong)
-    monkeypatch.setitem(__import__("sys").modules, "trencadis.server.records.otel_spans", None)
+    monkeypatch.setitem(__import__("sys").modules, "trencadis.server.metrics.otel_spans", None)
     with pytest.raises(StartupError, match=r"pip install 'trencadis\[otel\]'"):
         TraceQueue.for_endpoint("http://c")

@@ -13,8 +13,8 @@ from trencadis.backends.cpu import make_backend
 from trencadis.backends.cpu.batch_invariant import InvariantOps
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference_ops import ReferenceOps
-from trencadis.core.backend import BackendConfig, LayerKV, TextTensors
 from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.device.backend import BackendConfig, LayerKV, TextTensors
 from trencadis.core.launches.host_inputs import own_positions
 from trencadis.core.step import StepInputs
 

@@ -26,7 +26,7 @@ from trencadis.backends.cpu.native.kernel_table import (
 )
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight
 from trencadis.core import devices
-from trencadis.core.backend import Segments
+from trencadis.core.device.backend import Segments
 from trencadis.core.errors import StartupError
 
 ZEN4 = {"avx2", "avx512", "avx512_vnni", "avx512_bf16"}

@@ -11,8 +11,8 @@ from trencadis.backends.cpu import ops
 from trencadis.backends.cpu.native.onednn_sizes import PASS, SIZES, pieces
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight, is_packable
 from trencadis.backends.cpu.policy import INVARIANT_ROWS
-from trencadis.core.launches.communicators import SingleRank
-from trencadis.core.layers.mlp import GatedMLP, PlainMLP
+from trencadis.core.device.communicators import SingleRank
+from trencadis.core.models.mlp import GatedMLP, PlainMLP
 
 
 @given(st.integers(1, 100_000))

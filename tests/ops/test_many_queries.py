@@ -18,8 +18,8 @@ from trencadis.backends.cpu.native import flash
 from trencadis.backends.cpu.native.kernel_table import TORCH, Op
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference_ops import ReferenceOps
-from trencadis.core.backend import LayerKV, Segments
-from trencadis.core.quant import kv_cache_codes
+from trencadis.core.device.backend import LayerKV, Segments
+from trencadis.core.models import kv_cache_codes
 from trencadis.core.shared_constants import WINDOW_SLOTS
 
 BLOCK = 16

@@ -10,7 +10,7 @@ from tests import kernel_kinds
 from trencadis.backends.cpu.native.kernel_table import TORCH
 from trencadis.backends.cpu.native.rotary import StoredKeys, can_store, rotate, torch_rotate
 from trencadis.backends.cpu.ops import CpuOps
-from trencadis.core.backend import Attn, LayerKV, Rotary
+from trencadis.core.device.backend import Attn, LayerKV, Rotary
 
 QueryKeyValue = tuple[Tensor, Tensor, Tensor, Tensor]
 

@@ -11,8 +11,8 @@ import torch
 from trencadis.backends.cpu import make_backend
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference_ops import ReferenceOps
-from trencadis.core.backend import BackendConfig, HeadTensors, SamplerState
 from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.device.backend import BackendConfig, HeadTensors, SamplerState
 from trencadis.core.step import HeadInputs, ResetInputs
 
 VOCAB, SLOTS = 61, 12

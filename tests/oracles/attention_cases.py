@@ -22,8 +22,8 @@ from trencadis.backends.cuda.kernels.attention_tensors import CudaSegments
 from trencadis.backends.cuda.launches.cuda_inputs import Sizes, segments
 from trencadis.backends.cuda.launches.input_buffers import InputBuffers
 from trencadis.backends.cuda.launches.work_items import STEP
-from trencadis.core.backend import BackendConfig, LayerKV, Segments
 from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.device.backend import BackendConfig, LayerKV, Segments
 from trencadis.core.launches.host_inputs import own_positions
 from trencadis.core.step import StepInputs
 

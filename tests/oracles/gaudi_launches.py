@@ -9,8 +9,8 @@ import torch
 
 from tests.traffic.ragged_rows import ragged_inputs
 from trencadis.backends.cpu import make_backend
-from trencadis.core.backend import BackendConfig, LayerKV
 from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.device.backend import BackendConfig, LayerKV
 from trencadis.core.step import StepInputs
 
 BLOCK, BLOCKS, GROUPS, HEAD = 4, 60, 2, 16

@@ -18,8 +18,8 @@ from trencadis.backends.cuda.cuda_program import CudaPending, CudaProgram
 from trencadis.backends.cuda.launches.cuda_inputs import Sizes
 from trencadis.backends.cuda.launches.input_buffers import StageBuffers
 from trencadis.backends.cuda.twin.twin_runtime import HOST, Region, TwinCall, TwinRuntime
-from trencadis.core.backend import HeadTensorsOut, ProgramState
 from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.device.backend import HeadTensorsOut, ProgramState
 from trencadis.core.step import HeadInputs, StepInputs
 
 LANES = (HOST, "programs", "uploads", "downloads", "weights")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cpu.sampler import apply_penalties, thresholds
-from trencadis.core.backend import HeadTensors, HeadTensorsOut, SamplerState
+from trencadis.core.device.backend import HeadTensors, HeadTensorsOut, SamplerState
 from trencadis.core.request import GREEDY_BELOW
 
 NEAR = 1e-4

@@ -8,11 +8,10 @@ from typing import Any, cast
 import numpy as np
 
 from tests.oracles.shadow_model import SHADOW_RESERVED, ShadowRank, beam_oracle, oracle
-from trencadis.core.engine import Engine
+from trencadis.core.engine.engine import Engine
 from trencadis.core.executor.uniproc_executor import UniprocExecutor
-from trencadis.core.kv.block_pool import BlockPool
+from trencadis.core.kv.block_pool import BlockPool, HostBlockPool
 from trencadis.core.kv.encoder_cache import EncoderCache
-from trencadis.core.kv.host_block_pool import HostBlockPool
 from trencadis.core.masks.manager import MatcherManager
 from trencadis.core.process.engine_messages import EngineInfo
 from trencadis.core.request import Delta, Request

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tests.traffic.rule_oracle import SIXTY
-from trencadis.core.launches.deferred_masks import LaunchedHead, launch_masked
+from trencadis.core.constraints import Rule
 from trencadis.core.launches.host_inputs import SampleRow, head_inputs
 from trencadis.core.launches.rank_input_batch import RankInputBatch
-from trencadis.core.masks.constraints import Rule
+from trencadis.core.launches.sample_launches import LaunchedHead, launch_masked
 from trencadis.core.masks.manager import MatcherManager
 from trencadis.core.request import Request
 from trencadis.core.scheduling.random_numbers import uniform

@@ -10,7 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.fakes.scripted_app import ScriptedApp
-from trencadis.server.page.page_routes import read_page_files
+from trencadis.server.routes.page_routes import read_page_files
 
 FOLDER = Path(__file__).resolve().parents[2] / "server" / "page"
 SCRIPTS = sorted(name for name in read_page_files() if name.endswith(".js"))

@@ -8,9 +8,9 @@ import pytest
 
 from trencadis.assets import demo_path
 from trencadis.core.config import EngineConfig
+from trencadis.core.engine.engine_builder import open_rank
 from trencadis.core.executor.multiproc_executor import MultiprocExecutor
 from trencadis.core.progress import SilentProgress
-from trencadis.core.startup.engine_builder import open_rank
 
 GAUDI2, GAUDI3 = int(94.62 * (1 << 30)), int(126.5 * (1 << 30))
 

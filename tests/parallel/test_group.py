@@ -21,13 +21,12 @@ from tests.fakes import ranks as fake_ranks
 from tests.fakes.ranks import full_step
 from trencadis.assets import demo_path
 from trencadis.backends.cpu.gloo_comm import GlooComm
-from trencadis.core.backend import BackendConfig
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.config import EngineConfig
+from trencadis.core.device.backend import BackendConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import rank_launcher
-from trencadis.core.executor.multiproc_executor import MultiprocExecutor
-from trencadis.core.executor.rank_errors import RankDied, RankFailed
+from trencadis.core.executor.multiproc_executor import MultiprocExecutor, RankDied, RankFailed
 from trencadis.core.executor.rank_info import can_share, check_size, threads_of
 from trencadis.core.executor.rank_launcher import LocalLauncher
 from trencadis.core.links import link

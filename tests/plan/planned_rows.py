@@ -8,8 +8,8 @@ from trencadis import LLM
 from trencadis.assets import demo_path
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.config import EngineConfig
+from trencadis.core.engine.dry_run import StartupPlan
 from trencadis.core.launches.model_runner import ModelRunner
-from trencadis.core.startup.dry_run import StartupPlan
 from trencadis.server.plan.plan_command import make_plan
 
 BEFORE = ("weights", "image arena", "sampler state", "hidden rows", "static inputs", "KV cache")

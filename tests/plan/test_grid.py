@@ -15,10 +15,10 @@ from trencadis.backends.cuda.policy import SERVING as CUDA
 from trencadis.backends.hpu.policy import SERVING as HPU
 from trencadis.core.checkpoint.model_config import ImageNeeds
 from trencadis.core.config import EngineConfig
+from trencadis.core.engine.dry_run import DryRun, PlannedDevice, StartupPlan
+from trencadis.core.engine.remedies import quantise_model
 from trencadis.core.errors import StartupError
 from trencadis.core.shapes.bucket_options import BucketOptions
-from trencadis.core.startup.dry_run import DryRun, PlannedDevice, StartupPlan
-from trencadis.core.startup.remedies import quantise_model
 
 UTILISATIONS = (0.01, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9, 0.99)
 RESERVES = (0.0, 0.1, 0.2, 0.4, 0.6)

@@ -12,13 +12,13 @@ import pytest
 from tests.fakes.command_line import from_command_line
 from tests.families.text_checkpoints import CLASSES, FORMS
 from tests.vision.cross_attention.test_plans import HUB
-from trencadis.core.checkpoint.pooler_config import load_model
+from trencadis.core.checkpoint.pooler_config import load_model_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.devices import policy_of
+from trencadis.core.engine import engine_builder
+from trencadis.core.engine.startup_checks import check_start
 from trencadis.core.errors import StartupError
 from trencadis.core.shapes.pipeline_partition import split_model
-from trencadis.core.startup import engine_builder
-from trencadis.core.startup.startup_checks import check_start
 from trencadis.server.plan import plan_command
 
 TYPES = {"qwen3": "qwen3", "gemma3": "gemma3_text"}
@@ -81,7 +81,7 @@ def test_what_a_device_refuses_its_plan_refuses(tmp_path: Path, device: str, mon
         with pytest.raises(StartupError) as planned:
             plan_command.main([*given, "--memory", "64GiB"])
         config = from_command_line(given, {}).engine
-        part = split_model(load_model(config), config.pipeline_parallel_size, "")[0]
+        part = split_model(load_model_config(config), config.pipeline_parallel_size, "")[0]
         with pytest.raises(StartupError) as started:
             check_start(config, part, bare, device)
         assert str(planned.value) == str(started.value)

@@ -19,10 +19,10 @@ from trencadis.backends.hpu.launches.trees import leaves
 from trencadis.backends.hpu.policy import policy
 from trencadis.core.buckets import Bucket, GraphMemory, InputSizes, Stage
 from trencadis.core.checkpoint.model_config import ImageNeeds
-from trencadis.core.checkpoint.vision_config import SlotForm
 from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.memory.estimate import MemoryEstimator
-from trencadis.core.models import registry
+from trencadis.core.models import model_loader
+from trencadis.core.vision_config import SlotForm
 from trencadis.multimodal.qwen2_vl.config import Qwen25VisionConfig
 
 BEFORE = ("used by others", "weights", "image arena", "sampler state", "hidden rows", "static inputs")
@@ -125,7 +125,7 @@ def test_what_a_graph_keeps(kept: GraphMemory, ranks: int) -> None:
     on = card(96 * GIB)
     made = backend(model, on, ranks, 256, 4, make_bridge(on, cached=kept.cached))
     made.hpu_ops.settings = HpuSettings(cut_layers=kept.cut_layers or 1, cuts=kept.cut_layers > 0)
-    body = registry.build(model, made, config_of(**SMALL))
+    body = model_loader.load_model(model, made, config_of(**SMALL))
     body.bind(allocate_persistent(model, made, blocks=8, block_size=128, arena_rows=130, seqs=4, tokens=256))
     for bucket in (
         Bucket(Stage.FRESH, (2, 64)), Bucket(Stage.CONTEXT, (128, 2)), Bucket(Stage.DECODE, (3, 4)),

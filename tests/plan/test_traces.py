@@ -13,12 +13,17 @@ from trencadis.backends.hpu.policy import SERVING
 from trencadis.core.buckets import Stage
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.config import EngineConfig
+from trencadis.core.engine.dry_run import DryRun, PlannedDevice, StartupPlan
 from trencadis.core.scheduling.image_packer import ImagePacker
 from trencadis.core.shapes.bucket_options import BucketOptions
-from trencadis.core.startup.dry_run import DryRun, PlannedDevice, StartupPlan
-from trencadis.server.plan.plan_comparison import list_vision_launches
 from trencadis.server.plan.traffic_replay import StepNeeds, Traffic, replay_steps
-from trencadis.server.plan.traffic_trace import compare_plans, read_request, read_trace, replay_needs
+from trencadis.server.plan.traffic_trace import (
+    compare_plans,
+    list_vision_launches,
+    read_request,
+    read_trace,
+    replay_needs,
+)
 
 MODEL = model_of(3584, 28, 28, 4, 18944)
 

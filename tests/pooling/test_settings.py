@@ -12,14 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trencadis.core.checkpoint.pooler_config import load_model
+from trencadis.core.checkpoint.pooler_config import load_model_config
 from trencadis.core.checkpoint.pooling_config import Pooling
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.server.config import argv
 from trencadis.server.config.resolve_settings import resolve_settings
-from trencadis.server.pooling.pooler_output import compute_pair_score, cosine_similarity, finish_pooled, read_raw_values
-from trencadis.server.pooling.pooling_params import PoolingParams
+from trencadis.server.protocol.pooler_output import (
+    compute_pair_score,
+    cosine_similarity,
+    finish_pooled,
+    read_raw_values,
+)
+from trencadis.server.protocol.pooling_params import PoolingParams
 
 MATRYOSHKA = {"matryoshka_dimensions": [8, 16]}
 FILES = ("modules.json", "config.json", "1_Pooling/config.json")
@@ -50,7 +55,7 @@ def model(checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[..., Path
 
 
 def pooling_of(path: Path, **flags: Any) -> Pooling | None:
-    return load_model(EngineConfig(str(path), **flags)).pooling
+    return load_model_config(EngineConfig(str(path), **flags)).pooling
 
 
 def test_a_chat_model_generates_unless_it_is_asked_to_pool(model: Callable[..., Path]) -> None:

@@ -45,7 +45,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(torch_build, "import_torch", lambda: found.append("torch"))
     monkeypatch.setattr(engine_process, "find_factory", stop)
     monkeypatch.setattr(rank_process, "build", stop)
-    monkeypatch.setattr("trencadis.core.startup.engine_builder.create_engine", stop)
+    monkeypatch.setattr("trencadis.core.engine.engine_builder.create_engine", stop)
     monkeypatch.setattr(check_backend, "import_module", stop)
     return found
 
@@ -77,7 +77,7 @@ def test_offline(order: list[Any]) -> None:
 
 
 def test_the_checks(order: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trencadis.server.cli.signals.raise_early_stop", lambda: None)
+    monkeypatch.setattr("trencadis.server.processes.signals.raise_early_stop", lambda: None)
     with pytest.raises(Ended):
         check_backend.main(["hpu"])
     assert order == [("settle", "hpu", 0, 1), "torch", "factory"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trencadis.core.backend import LayerKV
-from trencadis.core.quant.kv_cache_codes import kept_type, pairs_of, read_slots, store
+from trencadis.core.device.backend import LayerKV
+from trencadis.core.models.kv_cache_codes import kept_type, pairs_of, read_slots, store
 
 HEAD = 128
 TABLE = {

@@ -27,17 +27,17 @@ from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.fp8_linear import Floats8Weight
 from trencadis.backends.hpu.policy import policy
-from trencadis.core.backend import BackendConfig
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.pooler_config import load_model
+from trencadis.core.checkpoint.pooler_config import load_model_config
 from trencadis.core.config import EngineConfig
+from trencadis.core.device.backend import BackendConfig
+from trencadis.core.engine.engine_builder import create_engine
 from trencadis.core.memory.estimate import MemoryEstimator
-from trencadis.core.models.registry import build
+from trencadis.core.models.model_loader import load_model
 from trencadis.core.quant.online_quant import quantise
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.quant.scheme import Scheme
 from trencadis.core.shared_constants import RESERVED_BLOCKS
-from trencadis.core.startup.engine_builder import create_engine
 from trencadis.server.plan.plan_command import make_plan
 
 E4M3 = torch.float8_e4m3fn
@@ -70,7 +70,7 @@ def test_the_ledger_prices_weights_of_devices_to_the_byte(
     path = checkpoint("qwen2_5_vl", tie_word_embeddings=tied)
     model, plain = load_config(path, method), load_config(path)
     for backend in (make_cuda(BackendConfig(dtype=torch.bfloat16, options={"policy": "twin"})), gaudi()):
-        built: list[Any] = [build(one, backend) for one in (plain, model)]
+        built: list[Any] = [load_model(one, backend) for one in (plain, model)]
         paper = [values_of(one, backend.policy) for one in (plain, model)]
         held = [one.nbytes() for one in built]
         table = model.text.vocab * model.text.hidden * 2 if tied else 0  # of 16 bits: held once, counted twice
@@ -92,7 +92,7 @@ def test_the_ledger_prices_checkpoints_of_devices(
     plain, model = load_config(vl_checkpoint), load_config(path)
     backend = make_cuda(BackendConfig(dtype=torch.bfloat16, options={"policy": "twin"}))
     before = backend.memory.free()
-    held = [build(one, backend).nbytes() for one in (plain, model)]
+    held = [load_model(one, backend).nbytes() for one in (plain, model)]
     paper = [values_of(one, backend.policy) for one in (plain, model)]
     assert held[1] - held[0] == paper[1] - paper[0] < 0
     assert backend.memory.free() < before
@@ -108,7 +108,7 @@ def test_shares_of_ranks_are_priced(device: str, ordered: bool, vl_checkpoint: P
         options = BackendConfig(dtype=torch.bfloat16, options={"policy": "twin"} if device == "cuda" else {})
         backend: Any = gaudi() if device == "hpu" else (make_cuda if device == "cuda" else make_cpu)(options)
         backend.comm = ThreadComm(Group(2), rank, 2)
-        built: list[Any] = [build(one, backend) for one in (plain, model)]
+        built: list[Any] = [load_model(one, backend) for one in (plain, model)]
         form, unit = backend.policy.quantised, backend.policy.aligned
         for one, config in zip(built, (plain, model), strict=True):
             sized = MemoryEstimator(config, 2, 2, quantised=form, unit=unit)
@@ -210,7 +210,7 @@ def books(engine: Any, config: EngineConfig) -> dict[str, int]:
     """The ledger of a device, which sums to its memory; ``plan`` has the bytes of its weights and of its cache."""
     memory, captures = engine.executor._rank.graphs.backend.memory, engine._watch.captures
     captures.observe()
-    rows, model = dict(captures.ledger.rows()), load_model(config)
+    rows, model = dict(captures.ledger.rows()), load_model_config(config)
     assert sum(rows.values()) == memory.total() and memory.free() == rows["margin"] + rows["graph reserve unused"]
     planned = make_plan(config, model, memory.total())
     if config.device == "hpu":  # the twin keeps books of what its ops pack, not of tables and norms

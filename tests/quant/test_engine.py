@@ -24,12 +24,12 @@ from trencadis.backends.cpu import make_backend
 from trencadis.backends.cpu.int8_linear import IntegerWeight
 from trencadis.backends.cpu.native.panels import PanelWeight
 from trencadis.backends.cpu.policy import policy
-from trencadis.core.backend import BackendConfig
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.config import EngineConfig
+from trencadis.core.device.backend import BackendConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.memory.estimate import MemoryEstimator
-from trencadis.core.models.registry import build
+from trencadis.core.models.model_loader import load_model
 from trencadis.core.quant.scheme import PANELS, ROWS8
 from trencadis.server.cli.main import main
 
@@ -161,7 +161,7 @@ def test_the_ledger_prices_weights_to_the_byte(method: str, tied: bool, checkpoi
     model = load_config(checkpoint("qwen2_5_vl", tie_word_embeddings=tied, intermediate_size=100), method)
     for dtype in (torch.float32, torch.bfloat16):
         backend = make_backend(BackendConfig(dtype=dtype, options={"threads": "1"}))
-        built: Any = build(model, backend)
+        built: Any = load_model(model, backend)
         frequencies = MemoryEstimator(model, 0).weights()
         paper = MemoryEstimator(model, dtype.itemsize, quantised=backend.policy.quantised, unit=backend.policy.aligned)
         # Frequencies are counted on paper and no layer's: 12 bytes each, and the tower's colours.
@@ -180,7 +180,7 @@ def test_the_ledger_prices_checkpoints(kind: str, vl_checkpoint: Path, tmp_path:
     path, _ = quantised.checkpoint(vl_checkpoint, tmp_path, kind, bits, group, kind != "awq")
     plain, model = load_config(vl_checkpoint), load_config(path)
     backend = make_backend(BackendConfig(dtype=torch.bfloat16, options={"threads": "1"}))
-    held = [build(one, backend).nbytes() for one in (plain, model)]
+    held = [load_model(one, backend).nbytes() for one in (plain, model)]
     paper = [
         MemoryEstimator(one, 2, quantised=backend.policy.quantised, unit=backend.policy.aligned).weights()
         for one in (plain, model)
@@ -298,7 +298,7 @@ def test_broken_checkpoints_are_refused_in_one_line(number: int, whole: Callable
     part = BROKEN[number][3]
     path = broken_copy(number, whole, tmp_path / "broken")
     with pytest.raises(StartupError) as refused:
-        build(load_config(path), make_backend(BackendConfig(options={"threads": "1"})))
+        load_model(load_config(path), make_backend(BackendConfig(options={"threads": "1"})))
     line = str(refused.value)
     assert part in line and "\n" not in line and "layers.1.mlp.up_proj" in line, line
 
@@ -315,14 +315,14 @@ def test_groups_that_do_not_divide_are_refused(checkpoint: Callable[..., Path], 
     settings["quantization_config"]["group_size"] = 128
     (path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(StartupError, match="64 columns, which groups of 128 do not divide; 32, 64 would"):
-        build(load_config(path), make_backend(BackendConfig(options={"threads": "1"})))
+        load_model(load_config(path), make_backend(BackendConfig(options={"threads": "1"})))
 
 
 def test_packed_weights_without_a_config_are_named(whole: Callable[..., Path], tmp_path: Path) -> None:
     source = whole("gptq", **GPTQ)
     path = quantised.copied(source, tmp_path / "bare", load_file(str(source / "model.safetensors")), None)
     with pytest.raises(StartupError, match=r"has \.qweight: config.json has no quantization_config that fits"):
-        build(load_config(path), make_backend(BackendConfig(options={"threads": "1"})))
+        load_model(load_config(path), make_backend(BackendConfig(options={"threads": "1"})))
 
 
 def test_online_weights_that_are_not_finite_are_refused(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
@@ -331,7 +331,7 @@ def test_online_weights_that_are_not_finite_are_refused(checkpoint: Callable[...
     stored["model.layers.0.mlp.up_proj.weight"][0, 0] = float("inf")
     path = quantised.copied(source, tmp_path / "broken", stored, None)
     with pytest.raises(StartupError, match="up_proj holds values that are not finite"):
-        build(load_config(path, "int8"), make_backend(BackendConfig(options={"threads": "1"})))
+        load_model(load_config(path, "int8"), make_backend(BackendConfig(options={"threads": "1"})))
 
 
 @pytest.mark.parametrize(
@@ -368,7 +368,7 @@ def test_a_gptq_file_is_known_by_its_safetensors(whole: Callable[..., Path], tmp
     (path / "model.safetensors").unlink()
     index = {"weight_map": {n: file for file, chosen in parts.items() for n in chosen}}
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    built: Any = build(load_config(path), make_backend(BackendConfig(options={"threads": "1"})), EngineConfig())
+    built: Any = load_model(load_config(path), make_backend(BackendConfig(options={"threads": "1"})), EngineConfig())
     assert isinstance(built.layers[0].attention.qkv.weights[0], IntegerWeight | PanelWeight)
 
 

@@ -16,13 +16,13 @@ from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.fp8_linear import Floats8Weight
 from trencadis.backends.hpu.policy import policy
-from trencadis.core.backend import BackendConfig
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.inc_config import given_scales
+from trencadis.core.device.backend import BackendConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.memory.estimate import MemoryEstimator
 from trencadis.core.memory.weight_bytes import weight_notes
-from trencadis.core.models.registry import build
+from trencadis.core.models.model_loader import load_model
 from trencadis.core.quant.scheme import CODES, FLOATS8
 
 NODES: dict[str, Any] = {
@@ -120,7 +120,7 @@ def test_products_and_ledger_follow_the_file(
     backend = HpuBackend(
         BackendConfig(dtype=torch.bfloat16), policy(""), make_bridge(EmulatedDevice(profile("gaudi2")))
     )
-    built: list[Any] = [build(one, backend) for one in (plain, model)]
+    built: list[Any] = [load_model(one, backend) for one in (plain, model)]
     held = [one.nbytes() for one in built]
     paper = [
         MemoryEstimator(one, 2, quantised=backend.policy.quantised, unit=backend.policy.aligned).weights()

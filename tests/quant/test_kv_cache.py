@@ -22,17 +22,17 @@ from trencadis.backends.cpu import make_backend
 from trencadis.backends.cpu.batch_invariant import InvariantOps
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference_ops import ReferenceOps
-from trencadis.core.backend import BackendConfig, LayerKV
+from trencadis.core import kv_cache_format as forms
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.device.backend import BackendConfig, LayerKV
 from trencadis.core.errors import StartupError
+from trencadis.core.kv_cache_format import parse_kv_format
 from trencadis.core.launches.persistent_tensors import kv_cache
 from trencadis.core.memory import cpu_cache_plan
 from trencadis.core.memory.estimate import MemoryEstimator
-from trencadis.core.models.registry import build
-from trencadis.core.quant import kv_cache_codes
-from trencadis.core.quant import kv_cache_format as forms
-from trencadis.core.quant.kv_cache_format import parse_kv_format
+from trencadis.core.models import kv_cache_codes
+from trencadis.core.models.model_loader import load_model
 from trencadis.core.shared_constants import RESERVED_BLOCKS
 from trencadis.server.cli.main import main
 
@@ -194,7 +194,7 @@ def test_a_block_has_the_bytes_of_its_tensors(kind: str, checkpoint: Callable[..
             size = dtype.itemsize
             assert held == (5 + RESERVED_BLOCKS) * MemoryEstimator(model, size).block_bytes(16)
             assert held == (5 + RESERVED_BLOCKS) * cpu_cache_plan.block_bytes(text, 16, size)
-            plain, coded = (build(m, backend).nbytes() for m in (config, model))
+            plain, coded = (load_model(m, backend).nbytes() for m in (config, model))
             assert coded - plain == MemoryEstimator(model, size).weights() - MemoryEstimator(config, size).weights()
 
 
@@ -308,7 +308,7 @@ def test_bad_scales_are_refused_in_one_line(
 
 def test_a_device_without_such_a_cache_says_who_has_it(checkpoint: Callable[..., Path]) -> None:
     from trencadis.backends.cpu.policy import SERVING
-    from trencadis.core.startup.format_checks import check_kv_format
+    from trencadis.core.engine.startup_checks import check_kv_format
 
     config = load_config(checkpoint("qwen2"))
     text = dataclasses.replace(config.text, kv=parse_kv_format("int8", 16, True))

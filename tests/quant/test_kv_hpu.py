@@ -21,12 +21,12 @@ from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.optional_symbols import find_symbols
 from trencadis.backends.hpu.policy import policy, without_fp8
-from trencadis.core.backend import BackendConfig, LayerKV
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.checkpoint.pooler_config import load_model
+from trencadis.core.checkpoint.pooler_config import load_model_config
 from trencadis.core.config import EngineConfig
-from trencadis.core.quant.kv_cache_codes import read_slots
-from trencadis.core.startup.engine_builder import create_engine
+from trencadis.core.device.backend import BackendConfig, LayerKV
+from trencadis.core.engine.engine_builder import create_engine
+from trencadis.core.models.kv_cache_codes import read_slots
 from trencadis.server.plan.plan_command import make_plan
 
 TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -182,7 +182,7 @@ def test_a_start_books_what_the_plan_says(
         model=str(demo_path()), device="hpu", max_model_len=1024, max_num_seqs=4, max_num_batched_tokens=512,
         kv_cache_dtype=kind, gpu_memory_utilization=share,
     )  # fmt: skip
-    planned = make_plan(config, load_model(config), int(126.5 * (1 << 30)))
+    planned = make_plan(config, load_model_config(config), int(126.5 * (1 << 30)))
     engine = create_engine(config)
     plan = engine.info().graphs
     assert plan is not None and {b.name for b in plan.buckets} == {str(b) for b in planned.plan.buckets}

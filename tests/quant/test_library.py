@@ -20,14 +20,14 @@ from tests.families.text_checkpoints import family_checkpoint
 from tests.quant.test_writing import TYPES, written
 from tests.quant.written.test_experts import values
 from trencadis.backends.cpu import make_backend
-from trencadis.core.backend import BackendConfig
 from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.checkpoint.formats import compressed_tensors as ours
+from trencadis.core.checkpoint.formats.raw_weight import RawWeight
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.quant_config import read_quantisation
-from trencadis.core.models.registry import build
-from trencadis.core.models.weight_loader import open_weights
-from trencadis.core.quant.formats import compressed_tensors as ours
-from trencadis.core.quant.formats.raw_weight import RawWeight
+from trencadis.core.checkpoint.weight_loader import open_weights
+from trencadis.core.device.backend import BackendConfig
+from trencadis.core.models.model_loader import load_model
 from trencadis.core.quant.online_quant import quantise
 from trencadis.core.quant.writing.calibration import Calibrant, Calibration
 from trencadis.core.quant.writing.recipe import Recipe
@@ -145,7 +145,7 @@ def test_transformers_computes_the_same_logits_of_what_we_write(
     path = written(checkpoint("qwen2_5_vl"), tmp_path / "out", to)
     reference = transformers.AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
     ids = torch.randint(5, 300, (1, 40), generator=torch.Generator().manual_seed(0))
-    model: Any = build(load_config(path), make_backend(BackendConfig(options={"ops": "reference"})))
+    model: Any = load_model(load_config(path), make_backend(BackendConfig(options={"ops": "reference"})))
     found = []
     with torch.inference_mode():
         found.append(reference(input_ids=ids).logits[0])
@@ -205,7 +205,7 @@ def test_the_library_and_transformers_read_experts_as_we_do(family: str, to: str
 def logits_of(path: Path, ids: torch.Tensor) -> torch.Tensor:
     """[n, V]: what our reference computes of a prompt."""
     config = load_config(path)
-    model: Any = build(config, make_backend(BackendConfig(options={"ops": "reference"})))
+    model: Any = load_model(config, make_backend(BackendConfig(options={"ops": "reference"})))
     request = Request("0", ids[0].tolist(), SamplingParams())
     calibration = Calibration(config, open_weights(path), [Calibrant(request, [])])
     for number in range(config.text.layers):

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from tests.models.test_shards import Group, ThreadComm
 from trencadis.backends.cpu import make_backend
-from trencadis.core.backend import BackendConfig
 from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.device.backend import BackendConfig
 from trencadis.core.memory.estimate import MemoryEstimator
-from trencadis.core.models.registry import build
+from trencadis.core.models.model_loader import load_model
 
 SIZES = {"3B": (2048, 16, 2, 11008), "7B": (3584, 28, 4, 18944), "72B": (8192, 64, 8, 29568)}
 """Hidden size, query heads, KV heads, columns of the MLP."""
@@ -109,7 +109,7 @@ def test_official_awq_sizes_load_on_every_number_of_ranks(size: str, tmp_path: P
         for rank in range(world):
             backend: Any = make_backend(BackendConfig(dtype=torch.bfloat16, options={"threads": "1"}))
             backend.comm = ThreadComm(Group(1), rank, world)
-            built: Any = build(model, backend)
+            built: Any = load_model(model, backend)
             t, v = model.text, model.vision
             assert v is not None
             paper = MemoryEstimator(

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.test_shards import GRID, Group, logits
 from trencadis.backends.cpu import make_backend
-from trencadis.core.backend import BackendConfig
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.kv.media_spans import MediaSpan
-from trencadis.core.models.registry import build
+from trencadis.core.device.backend import BackendConfig
+from trencadis.core.media_spans import MediaSpan
+from trencadis.core.models.model_loader import load_model
 from trencadis.core.quant.online_quant import ScaleSearch, codes_of, quantise, scales_of
 from trencadis.core.quant.scheme import Scheme
 from trencadis.core.quant.writing.calibration import Calibrant, Calibration
@@ -26,7 +26,7 @@ from trencadis.core.quant.writing.gptq_rounding import LayerInputs, round_compen
 from trencadis.core.quant.writing.recipe import CLIPS
 from trencadis.core.quant.writing.source_checkpoint import open_checkpoint
 from trencadis.core.request import Request, SamplingParams
-from trencadis.multimodal.patch_grids import count_slots
+from trencadis.multimodal.patch_packing import count_slots
 from trencadis.server.cli.main import main
 
 TYPES = ("fp8", "int8", "int4")
@@ -104,7 +104,8 @@ def test_what_is_written_is_what_it_came_from_but_rounded(to: str, source: Path,
     config = load_config(out)
     assert config.quant is not None and config.quant.schemes[0].label.startswith(to)
     models: list[Any] = [
-        build(load_config(path), make_backend(BackendConfig(options={"ops": "reference"}))) for path in (source, out)
+        load_model(load_config(path), make_backend(BackendConfig(options={"ops": "reference"})))
+        for path in (source, out)
     ]
     for before, after in zip(*(m.layers for m in models), strict=True):
         for part in ("qkv", "out"):
@@ -162,7 +163,7 @@ def test_calibration_with_images_computes_what_the_engine_computes(checkpoint: C
     ours = Calibration(held.config, held, [Calibrant(request, [pixels])])
     for number in range(held.config.text.layers):
         ours.advance(number, {})
-    model: Any = build(held.config, make_backend(BackendConfig(options={"threads": "1"})))
+    model: Any = load_model(held.config, make_backend(BackendConfig(options={"threads": "1"})))
     with torch.inference_mode():
         got = model.lm_head(model.leave.norm(*ours._states[0])[0])
     want = logits(path, 0, 1, Group(1))

@@ -19,9 +19,9 @@ from trencadis.core.errors import BadRequest
 from trencadis.server.grammars.grammar_cache import GrammarCache
 from trencadis.server.grammars.response_format import RequestedFormat, find_requested_format
 from trencadis.server.prompts.answer_grammar import AnswerOutline, RequestedCalls
-from trencadis.server.prompts.answer_parsers import AnswerParsers
+from trencadis.server.prompts.answer_reader import AnswerParsers
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer
-from trencadis.server.tools.hermes_tool_parser import HermesToolParser
+from trencadis.server.tools.json_tool_parsers import HermesToolParser
 from trencadis.server.tools.qwen3_tool_parser import Qwen3ToolParser
 
 DEMO = Path(__file__).resolve().parents[2] / "assets" / "demo"

@@ -12,10 +12,10 @@ import pytest
 from tests.fakes.scripted_app import ScriptedApp
 from trencadis.core.errors import BadRequest, QueueFull
 from trencadis.core.request import SamplingParams
-from trencadis.server.answer_budget import FREE, AnswerBudget, AnswerShape
 from trencadis.server.protocol.chat_completions import ChatResponse
 from trencadis.server.routes import json_slices
 from trencadis.server.routes.json_slices import LazyItems, SlicedResponse, stream_json, write_json
+from trencadis.server.tenants.answer_budget import FREE, AnswerBudget, AnswerShape
 
 CHAT = AnswerShape(100, "top_logprobs", "max_tokens")
 
@@ -102,7 +102,7 @@ def test_a_large_answer_says_what_a_small_one_says(
 ) -> None:
     small = harness.call(path, ASKED[path])
     assert small.status_code == 200, small.text
-    monkeypatch.setattr("trencadis.server.answer_budget.FREE", 0)
+    monkeypatch.setattr("trencadis.server.tenants.answer_budget.FREE", 0)
     monkeypatch.setattr(json_slices, "SLICE", 3)
     monkeypatch.setattr(json_slices, "WRITE", 100)
     large = harness.call(path, ASKED[path])

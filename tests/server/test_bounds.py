@@ -19,7 +19,7 @@ from trencadis.server.protocol.base_request import FieldContext
 from trencadis.server.protocol.body_scan import LONG, SLICE, BodyLimits, BodyScan
 from trencadis.server.protocol.chat_completions import ChatRequest
 from trencadis.server.protocol.models_and_tokenize import DetokenizeRequest, TokenizeRequest
-from trencadis.server.routes import body_counts, request_body
+from trencadis.server.routes import request_body
 
 JSON = {"content-type": "application/json"}
 
@@ -133,22 +133,22 @@ def test_a_flood_is_refused_by_the_scan(flood: floods.Flood, monkeypatch: pytest
     assert caught.value.status == flood.status
 
 
-@pytest.mark.parametrize("name", sorted(body_counts.COUNTS))
+@pytest.mark.parametrize("name", sorted(request_body.COUNTS))
 def test_fields_have_a_most(harness: Any, name: str) -> None:
-    most = body_counts.COUNTS[name]
+    most = request_body.COUNTS[name]
     few = {str(i): 1 for i in range(most)} if name.endswith(("s", "bias", "format")) else [1] * most
-    body_counts.check_counts({name: few})
+    request_body.check_counts({name: few})
     many: Any = {**few, "x": 1} if isinstance(few, dict) else [*few, 1]
     with pytest.raises(BadRequest, match=str(most)) as caught:
-        body_counts.check_counts({name: many})
+        request_body.check_counts({name: many})
     assert caught.value.param == name
 
 
 def test_fields_prompts_and_templates_have_a_most(harness: Any) -> None:
-    assert harness.chat(**{f"f{i}": 1 for i in range(body_counts.MAX_FIELDS)}).status_code == 400
+    assert harness.chat(**{f"f{i}": 1 for i in range(request_body.MAX_FIELDS)}).status_code == 400
     assert harness.complete(["a"] * 1025).json()["error"]["param"] == "prompt"
     assert harness.complete([[1]] * 1025).json()["error"]["param"] == "prompt"
-    assert harness.chat(chat_template="a" * (body_counts.MAX_TEMPLATE + 1)).json()["error"]["param"] == "chat_template"
+    assert harness.chat(chat_template="a" * (request_body.MAX_TEMPLATE + 1)).json()["error"]["param"] == "chat_template"
     call = {"function": {"name": "f", "arguments": "[" + "[]," * (1 << 14) + "[]]"}}
     messages = [{"role": "assistant", "tool_calls": [call]}, {"role": "user", "content": "x"}]
     answer = harness.call("/v1/chat/completions", {"messages": messages})
@@ -279,7 +279,7 @@ def test_others_have_their_turn_while_a_body_is_read_and_its_prompts_start(harne
 
 
 def test_a_detokenize_request_has_a_ticket_and_a_most(harness: Any) -> None:
-    from trencadis.server.admission import Bounds
+    from trencadis.server.tenants.admission import Bounds
 
     harness.app(bounds=Bounds(requests=1))
     other = harness.made.state.trencadis.admission.enter()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
-from trencadis.core.graphs.miss_reasons import MEANINGS, POOL_FULL, SKIP, UNPLANNED
+from trencadis.core.engine_stats import MEANINGS, POOL_FULL, SKIP, UNPLANNED
 from trencadis.core.process.engine_messages import BucketUse, EngineStats
 from trencadis.server.metrics.bucket_metrics import BucketMetrics
 

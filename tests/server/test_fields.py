@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from trencadis.server.protocol.base_request import FieldContext, StreamOptions
-from trencadis.server.protocol.chat_batch_request import BatchChatRequest
-from trencadis.server.protocol.chat_completions import ChatRequest
+from trencadis.server.protocol.chat_completions import BatchChatRequest, ChatRequest
 from trencadis.server.protocol.completions import CompletionRequest
 from trencadis.server.protocol.models_and_tokenize import DetokenizeRequest, TokenizeRequest
 from trencadis.server.text.chat_template import ChatTemplate

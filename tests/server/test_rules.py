@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from trencadis.core.masks.constraints import Repetition, Rule, ThinkingBudget
-from trencadis.core.masks.structured_outputs import RepetitionDetectionParams
+from trencadis.core.constraints import Repetition, Rule, ThinkingBudget
 from trencadis.core.request import SamplingParams
+from trencadis.core.structured_outputs import RepetitionDetectionParams
 
 
 def rule(harness: Any, path: str = "complete", prompt: str = "One two", **fields: Any) -> Rule | None:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.oracles.chi_square import chi_square_limit
 from tests.speculation.test_cpu_answers import engine_of
-from trencadis.core.engine import Engine
+from trencadis.core.engine.engine import Engine
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.scheduling.draft_scheduler import DraftScheduler
 from trencadis.core.scheduling.sequence import Sequence

@@ -18,8 +18,8 @@ from tests.oracles.shadow_engine import EOS, VOCAB, ScheduleDriver, shadow_engin
 from tests.oracles.shadow_model import ShadowRank, kv_value, oracle_end
 from tests.traffic.requests import searched
 from tests.traffic.rule_oracle import VOCABULARY
-from trencadis.core.engine import Engine
-from trencadis.core.masks.constraints import Rule
+from trencadis.core.constraints import Rule
+from trencadis.core.engine.engine import Engine
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.sequence import Sequence

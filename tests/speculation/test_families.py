@@ -12,7 +12,7 @@ from tests.families.test_same_tokens import prompts
 from tests.families.text_checkpoints import CASES, family_checkpoint
 from tests.oracles.transformers_model import GAP
 from tests.speculation.test_cpu_answers import draft_by, engine_of
-from trencadis.core.engine import Engine
+from trencadis.core.engine.engine import Engine
 from trencadis.core.request import Request, SamplingParams, TokenLogprob
 
 FLAGS: dict[str, Any] = {

@@ -10,7 +10,7 @@ import pytest
 from tests.random_inputs.grammar_draws import GrammarDraws
 from tests.random_inputs.masked_answers import write_grammars
 from trencadis import LLM
-from trencadis.core.masks.constraints import Rule
+from trencadis.core.constraints import Rule
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.scheduling.draft_scheduler import DraftScheduler
 from trencadis.core.scheduling.sequence import Sequence

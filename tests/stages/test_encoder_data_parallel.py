@@ -26,13 +26,13 @@ from trencadis.assets import demo_path
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.hpu.policy import SERVING
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.pooler_config import load_model
+from trencadis.core.checkpoint.pooler_config import load_model_config
+from trencadis.core.checkpoint.registry import image_needs
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.rank_info import can_share
 from trencadis.core.launches.encoder_data_parallel import GatheredRows, assign_images
 from trencadis.core.memory.cpu_cache_plan import weights_bytes
-from trencadis.core.models.registry import image_needs
 from trencadis.core.shapes.pipeline_partition import check_ranks
 from trencadis.core.shared_constants import SINK_ROW
 from trencadis.core.step import Encode
@@ -78,14 +78,17 @@ def test_two_ranks_with_towers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_what_towers_cost_and_where_there_are_none() -> None:
     flags: dict[str, Any] = dict(model=str(demo_path()), device="cpu", tensor_parallel_size=2)
-    shared, own = load_model(EngineConfig(**flags)), load_model(EngineConfig(**flags, mm_encoder_tp_mode="data"))
+    shared, own = (
+        load_model_config(EngineConfig(**flags)),
+        load_model_config(EngineConfig(**flags, mm_encoder_tp_mode="data")),
+    )
     assert own.encoder_data_parallel and not shared.encoder_data_parallel and own.vision is not None
     assert weights_bytes(own, 4, 2) - weights_bytes(shared, 4, 2) == 4 * own.vision.count_weights()
     assert can_share(own, 2)
     with pytest.raises(StartupError, match=r"--mm-encoder-tp-mode data: ranks of the hpu backend gather no rows"):
         check_ranks(own, "hpu", dataclasses.replace(SERVING, encoder_data_parallel=False))
     check_ranks(own, "hpu", SERVING)
-    assert not load_model(EngineConfig(model=str(demo_path()), mm_encoder_tp_mode="data")).encoder_data_parallel
+    assert not load_model_config(EngineConfig(model=str(demo_path()), mm_encoder_tp_mode="data")).encoder_data_parallel
 
 
 class Meeting:

@@ -13,14 +13,14 @@ import torch
 
 from trencadis.assets import demo_path
 from trencadis.backends.cpu import make_backend
-from trencadis.core.backend import BackendConfig
+from trencadis.core.checkpoint import registry
+from trencadis.core.checkpoint.checkpoint_source import CheckpointSource
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.checkpoint.stage_share import StageShare
+from trencadis.core.checkpoint.model_config import ModelConfig, StageShare
+from trencadis.core.checkpoint.weight_loader import open_weights
+from trencadis.core.device.backend import BackendConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.models import registry
-from trencadis.core.models.checkpoint_source import CheckpointSource
-from trencadis.core.models.weight_loader import open_weights
+from trencadis.core.models import model_loader
 from trencadis.core.shapes.pipeline_partition import divide_layers, split_model
 
 
@@ -101,7 +101,7 @@ def test_each_stage_reads_its_own_tensors_and_together_they_read_all() -> None:
     """The others may even be missing or broken."""
     model = load_config(demo_path())
     backend = make_backend(BackendConfig())
-    whole = registry.make(model, backend)
+    whole = model_loader.make_model(model, backend)
     whole.load(Noted(model))
     names = registry.family_of(model.architecture).names
     every, total = set[str](), 0
@@ -115,7 +115,7 @@ def test_each_stage_reads_its_own_tensors_and_together_they_read_all() -> None:
             return find(name, shape)
 
         source._find = seen  # type: ignore[method-assign]
-        made: Any = registry.make(part, backend)
+        made: Any = model_loader.make_model(part, backend)
         made.load_from(source)
         layers = {int(n.split(".")[1]) for n in taken if n.startswith("layers.")}
         assert layers == set(part.share.layers) and set(source.tensors) == taken

@@ -19,20 +19,20 @@ from trencadis.backends.hpu.backend import HpuBackend
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.policy import SERVING
-from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Stage
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.config import EngineConfig
+from trencadis.core.device.backend import BackendConfig
 from trencadis.core.devices import policy_of
+from trencadis.core.engine.dry_run import DryRun, PlannedDevice, StartupPlan
+from trencadis.core.engine.pipeline_dry_run import planned_stages
 from trencadis.core.errors import StartupError
 from trencadis.core.launches.stage_transfer import LAST
 from trencadis.core.memory import measurement_cache
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.pipeline_partition import check_ranks, split_model
-from trencadis.core.startup.dry_run import DryRun, PlannedDevice, StartupPlan
-from trencadis.core.startup.pipeline_dry_run import planned_stages
-from trencadis.server.plan.pipeline_report import make_pipeline_report
 from trencadis.server.plan.plan_command import main
+from trencadis.server.plan.plan_report import make_pipeline_report
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Meeting:
-    """``core.backend.Pipe`` of start-ups that run one after the other: what others say is known from an earlier run.
+    """``Pipe`` of start-ups that run one after the other: what others say is known from an earlier run.
 
     ``strict``: they said it under the same agreements, so that even the shapes must be the same.
     """

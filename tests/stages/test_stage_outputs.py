@@ -16,10 +16,9 @@ from tests.fakes.ranks import full_step
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.config import EngineConfig
 from trencadis.core.executor import rank_messages
-from trencadis.core.executor.multiproc_executor import MultiprocExecutor
-from trencadis.core.executor.rank_errors import RankFailed
+from trencadis.core.executor.multiproc_executor import MultiprocExecutor, RankFailed
 from trencadis.core.executor.rank_info import RankInfo
-from trencadis.core.launches.stage_outputs import StageOutputs
+from trencadis.core.launches.stage_transfer import StageOutputs
 from trencadis.core.step import HeadOutput, StepOutput, StepStats, TargetScores
 
 SOON = 5.0

@@ -17,8 +17,7 @@ from tests.streams.recorded_connection import WiredClient, WiredEngine, score, s
 from tests.streams.test_same_events import KINDS
 from trencadis.core.request import Delta
 from trencadis.server.protocol.chat_completions import ChatChunk, ChunkChoice, DeltaMessage
-from trencadis.server.routes.sse import encode_event
-from trencadis.server.text.sse_event_template import SseEventTemplate, encode, make_text_mark
+from trencadis.server.routes.sse import SseEventTemplate, encode, encode_event, make_text_mark
 
 
 def chunk(index: int, text: str) -> bytes:

@@ -15,12 +15,12 @@ from tests.fakes.scripted_app import ScriptedApp, scripted_app
 from tests.fakes.text_checkpoint import write_text_checkpoint
 from tests.streams.recorded_connection import WiredClient, WiredEngine, score, settled, wired
 from trencadis.core.request import Delta, Request, RequestStats
-from trencadis.server.dialects import anthropic_output
-from trencadis.server.dialects.responses_output import ResponseWriter
-from trencadis.server.http.chunk_writer import ChunkWriter
+from trencadis.server.http.uvicorn_connection import ChunkWriter
+from trencadis.server.routes import anthropic_output
+from trencadis.server.routes.chat_stream import ChatStream
+from trencadis.server.routes.completion_stream import CompletionStream
+from trencadis.server.routes.responses_output import ResponseWriter
 from trencadis.server.routes.sse import encode_event
-from trencadis.server.routes.streams.chat_stream import ChatStream
-from trencadis.server.routes.streams.completion_stream import CompletionStream
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
 TALK: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}

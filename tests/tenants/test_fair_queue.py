@@ -29,8 +29,8 @@ from tests.fakes.text_checkpoint import write_text_checkpoint
 from tests.server.http.test_connection import Site, answer
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import Unavailable
-from trencadis.server.admission import Bounds
 from trencadis.server.tenants import fair_queue as turns_module
+from trencadis.server.tenants.admission import Bounds
 from trencadis.server.tenants.fair_queue import MIN_ADMITTED, FairQueueEntry, FairQueueStage, TenantFairQueue
 
 FAIR = EngineConfig(model="m", scheduling_policy="fair")

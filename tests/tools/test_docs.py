@@ -20,9 +20,9 @@ from tools import gen_reference
 from trencadis.assets import demo_path
 from trencadis.core import devices
 from trencadis.core.errors import StartupError
-from trencadis.server.batch import run_batch as batch
 from trencadis.server.bench import bench_command as bench
 from trencadis.server.cli import chat_command, check_backend, check_device, check_model, quantize
+from trencadis.server.cli import run_batch as batch
 from trencadis.server.config import argv
 from trencadis.server.plan import plan_command as plan
 

@@ -21,7 +21,7 @@ def test_a_committed_figure_is_up_to_date_and_shown(name: str) -> None:
 
 
 def test_sizes_in_the_table() -> None:
-    from trencadis.multimodal.patch_grids import count_slots, count_tokens, patch_grid
+    from trencadis.multimodal.patch_packing import count_slots, count_tokens, patch_grid
     from trencadis.multimodal.qwen2_vl.smart_resize import smart_resize
 
     rows = [line.split("|")[1:5] for line in (ROOT / "docs" / "images.md").read_text().splitlines() if " x " in line]

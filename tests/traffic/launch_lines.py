@@ -10,8 +10,8 @@ from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.shapes.bucket_options import BucketOptions, read_bucket_options
 from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.shape_limits import ShapeLimits
+from trencadis.multimodal.qwen2_vl.config import FACTOR
 from trencadis.multimodal.qwen2_vl.config import Qwen25VisionConfig as VisionConfig
-from trencadis.multimodal.qwen2_vl.patch_geometry import FACTOR
 from trencadis.multimodal.qwen2_vl.smart_resize import square_sizes
 
 GUIDE = ShapeLimits(

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from trencadis.core.engine import Engine
-from trencadis.core.kv.media_spans import MediaSpan
+from trencadis.core.engine.engine import Engine
+from trencadis.core.media_spans import MediaSpan
 from trencadis.core.request import BeamRule, Delta, Request, SamplingParams
-from trencadis.multimodal.qwen2_vl.patch_geometry import PATCH_VALUES
+from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
 
 
 def image_span(offset: int, rng: random.Random, most: int) -> MediaSpan:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import llguidance
 import numpy as np
 
-from trencadis.core.masks.constraints import Rule
+from trencadis.core.constraints import Rule
 from trencadis.core.masks.vocabulary import Vocabulary, open_tokenizer
 from trencadis.core.request import SamplingParams
 

@@ -12,13 +12,14 @@ import numpy as np
 import torch
 
 from tests.oracles.transformers_model import make_image
-from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Bucket, Plan, Stage
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_config import reserved_rows
+from trencadis.core.checkpoint.registry import image_processor
+from trencadis.core.device.backend import BackendConfig
 from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.memory.estimate import arena_width
-from trencadis.core.models.registry import build, image_processor
+from trencadis.core.models.model_loader import load_model
 from trencadis.core.shapes.axis_sizes import vision_boundaries
 from trencadis.core.step import Encode
 
@@ -81,7 +82,7 @@ class FamilyHarness:
         self.wide = config.row_parts * arena_width(config, 1)
         self.reserved, self.places = reserved_rows(config), places
         self.backend = backend_of(device, config.text.vocab)
-        self.model: Any = build(config, self.backend)
+        self.model: Any = load_model(config, self.backend)
         self.model.bind(
             allocate_persistent(
                 config, self.backend, blocks=2, block_size=16, arena_rows=self.rows + self.reserved, seqs=1, tokens=16

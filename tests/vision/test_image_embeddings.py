@@ -17,7 +17,7 @@ from tests.traffic.image_chats import Chat, wire
 from tests.traffic.server_process import server
 from tests.vision.vision_checkpoints import qwen3_vl
 from trencadis import LLM
-from trencadis.core.checkpoint.pooler_config import load_model
+from trencadis.core.checkpoint.pooler_config import load_model_config
 from trencadis.core.config import EngineConfig
 
 TEMPLATES = Path(__file__).resolve().parent.parent.parent / "examples" / "templates"
@@ -140,5 +140,5 @@ def test_a_transformer_of_the_repositorys_own_counts_as_one(folder: Any, tmp_pat
     (tmp_path / "modules.json").write_text(json.dumps(modules))
     (tmp_path / "1_Pooling").mkdir()
     (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_lasttoken": true}')
-    pooling = load_model(EngineConfig(model=str(tmp_path))).pooling
+    pooling = load_model_config(EngineConfig(model=str(tmp_path))).pooling
     assert pooling is not None and pooling.kind == "last" and pooling.normalize

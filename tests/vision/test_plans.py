@@ -16,12 +16,13 @@ from tests.oracles.transformers_model import conversation
 from tests.vision.vision_checkpoints import gemma3, llava, qwen3_vl
 from trencadis import LLM, SamplingParams
 from trencadis.backends.cpu import make_backend
-from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.checkpoint.registry import image_needs
+from trencadis.core.device.backend import BackendConfig
+from trencadis.core.engine.dry_run import StartupPlan
 from trencadis.core.memory.estimate import MemoryEstimator
-from trencadis.core.models.registry import build, image_needs
-from trencadis.core.startup.dry_run import StartupPlan
+from trencadis.core.models.model_loader import load_model
 
 BEFORE = ("used by others", "weights", "image arena", "sampler state", "hidden rows", "static inputs")
 ROPE = {"type": "mrope", "mrope_section": [16, 24, 24]}
@@ -167,7 +168,7 @@ def test_a_plan_is_the_start_on_two_ranks(tmp_path: Path, name: str) -> None:
 def test_weights_by_formula_are_the_models_bytes(kind: str, written: Any) -> None:
     config = load_config(written(kind))
     assert config.vision is not None
-    model: Any = build(config, make_backend(BackendConfig(options={"threads": "1", "ops": "reference"})))
+    model: Any = load_model(config, make_backend(BackendConfig(options={"threads": "1", "ops": "reference"})))
     # A tied table serves the embedding and the head, and is held once.
     twice = model.embedding.nbytes() if config.text.tied else 0
     frequencies = model.enter.rotary.nbytes() + config.vision.tables()

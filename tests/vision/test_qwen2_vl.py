@@ -21,10 +21,10 @@ from tests.oracles.video_chats import chat, video_inputs
 from tests.vision.family_harness import DEVICES, VARIANTS, FamilyHarness, Shown, worst_of_many, worst_packing
 from trencadis import LLM, SamplingParams
 from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.checkpoint.registry import image_needs, image_processor
 from trencadis.core.errors import StartupError
-from trencadis.core.models.registry import image_needs, image_processor
 from trencadis.multimodal import patch_packing
-from trencadis.multimodal.patch_grids import count_slots
+from trencadis.multimodal.patch_packing import count_slots
 
 BAR = 1e-5
 LARGEST = 8 * 4096
@@ -226,7 +226,7 @@ def test_a_mistake_shows(name: str, harnesses: Any, oracle: Any, path: Path, mon
 
 def test_time_counts_patches_and_not_seconds(path: Path) -> None:
     """Qwen2.5-VL's joiner spreads a clip's patches by its rate, Qwen2-VL's by one."""
-    from trencadis.core.kv.media_spans import MediaSpan
+    from trencadis.core.media_spans import MediaSpan
     from trencadis.multimodal.qwen2_vl.mrope import mrope_positions_by_frames, mrope_positions_by_seconds
 
     tower, spans = load_config(path).vision, [MediaSpan(2, 12, "", (3, 4, 4), 192)]
@@ -259,12 +259,12 @@ def test_windows_are_refused_where_there_are_none(path: Path) -> None:
 
 def test_the_ledger_counts_the_weights_exactly(path: Path) -> None:
     from trencadis.backends.cpu import make_backend
-    from trencadis.core.backend import BackendConfig
+    from trencadis.core.device.backend import BackendConfig
     from trencadis.core.memory.estimate import MemoryEstimator
-    from trencadis.core.models.registry import build
+    from trencadis.core.models.model_loader import load_model
 
     config = load_config(path)
-    model: Any = build(config, make_backend(BackendConfig(options={"threads": "1", "ops": "reference"})))
+    model: Any = load_model(config, make_backend(BackendConfig(options={"threads": "1", "ops": "reference"})))
     text = replace(config, vision=None)
     bare = MemoryEstimator(config, 4).weights() - MemoryEstimator(text, 4).weights() - config.vision.tables()  # type: ignore[union-attr]
     assert bare == model.tower.nbytes()

@@ -20,10 +20,10 @@ from tests.vision.family_harness import DEVICES, VARIANTS, FamilyHarness, Shown,
 from tests.vision.vision_checkpoints import qwen3_vl
 from trencadis import LLM, SamplingParams
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.models.registry import image_needs, image_processor
-from trencadis.multimodal import position_interpolation as table_places
+from trencadis.core.checkpoint.registry import image_needs, image_processor
 from trencadis.multimodal.normalisation import IMAGENET_STANDARD
-from trencadis.multimodal.patch_grids import count_slots
+from trencadis.multimodal.patch_packing import count_slots
+from trencadis.multimodal.qwen3_vl import config as table_places
 
 BAR = 1e-5
 APART = ((1, 10, 18), (1, 4, 6))
@@ -194,8 +194,8 @@ def test_forty_chats_on_two_ranks(name: str, form: Any) -> None:
 def test_experts_as_the_hub_stores_them_are_turned(form: Any, tmp_path: Path) -> None:
     """The published files hold experts [in, out]; transformers 5 writes [out, in]."""
     from trencadis.backends.cpu import make_backend
-    from trencadis.core.backend import BackendConfig
-    from trencadis.core.models.registry import build
+    from trencadis.core.device.backend import BackendConfig
+    from trencadis.core.models.model_loader import load_model
 
     folder = form("experts")
     tensors = load_file(folder / "model.safetensors")
@@ -206,7 +206,7 @@ def test_experts_as_the_hub_stores_them_are_turned(form: Any, tmp_path: Path) ->
     held: list[Any] = []
     for place in (folder, tmp_path):
         backend = make_backend(BackendConfig(options={"threads": "1", "ops": "reference"}))
-        held.append(build(load_config(place), backend).layers[0].mlp.weights)  # type: ignore[attr-defined]
+        held.append(load_model(load_config(place), backend).layers[0].mlp.weights)  # type: ignore[attr-defined]
     assert torch.equal(held[0].gate_up, held[1].gate_up) and torch.equal(held[0].down, held[1].down)
 
 

@@ -18,14 +18,13 @@ from tests.traffic import video_clips
 from tests.vision.vision_checkpoints import qwen3_vl
 from trencadis import LLM, SamplingParams
 from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.checkpoint.registry import image_processor
 from trencadis.core.errors import BadRequest, StartupError
-from trencadis.core.models.registry import image_processor
 from trencadis.multimodal.media_options import MediaOptions
+from trencadis.multimodal.placeholders import expand_with_timestamps, format_timestamps
+from trencadis.multimodal.prepared_video import PreparedVideo
 from trencadis.multimodal.processor import PreparedImage
-from trencadis.multimodal.videos.frame_sampling import FrameLimits
-from trencadis.multimodal.videos.hf_frame_sampling import clip_frame_size, sample_clip_frames
-from trencadis.multimodal.videos.prepared_video import PreparedVideo
-from trencadis.multimodal.videos.text_timestamps import expand_with_timestamps, format_timestamps
+from trencadis.multimodal.videos.frame_sampling import FrameLimits, clip_frame_size, sample_clip_frames
 
 LIMITS = FrameLimits(factor=32, cell=32, windows=False, clip=(4096, 25_165_824))
 LEAST, MOST = 8192, 200_000

@@ -13,15 +13,14 @@ from tests.engine.test_schedules import play
 from tests.oracles.shadow_engine import ScheduleDriver, shadow_engine
 from trencadis.core.kv.block_hash import BlockHashChain
 from trencadis.core.kv.encoder_cache import EncoderCache, rows_of_run
-from trencadis.core.kv.media_spans import MediaSpan, TokenRun, rows_at_once
+from trencadis.core.media_spans import MediaSpan, TokenRun, rows_at_once
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.shared_constants import RESERVED_ROWS
 from trencadis.multimodal.placeholders import expand_placeholders
+from trencadis.multimodal.prepared_video import encoder_items
 from trencadis.multimodal.processor import ImageGeometry, PlaceholderRun
-from trencadis.multimodal.videos.prepared_video import encoder_items
 from trencadis.server.prompts.multimodal_inputs import ExpandedPrompt
-from trencadis.server.prompts.prompt import Prompt
-from trencadis.server.records.logged_prompt import render_prompt
+from trencadis.server.prompts.prompt import Prompt, render_prompt
 
 IMAGE = 59
 

@@ -14,7 +14,7 @@ from trencadis.backends.cuda.kernels import tiles
 from trencadis.backends.cuda.kernels.attention_tensors import SingleAttn
 from trencadis.backends.cuda.kernels.layers import fused_decode_attention, skinny_gemm
 from trencadis.backends.cuda.kernels.peers import one_shot_reduce, two_shot_reduce
-from trencadis.core.backend import LayerKV, Rotary
+from trencadis.core.device.backend import LayerKV, Rotary
 
 Case = tuple[str, Callable[[], None]]
 ROWS, BLOCK, WINDOW = 16, 16, 1024

@@ -17,14 +17,13 @@ from prometheus_client import CollectorRegistry, Metric  # noqa: E402
 from trencadis.core.config import EngineConfig  # noqa: E402
 from trencadis.core.engine_stats import BucketUse, EngineInfo, EngineStats, GraphCounters  # noqa: E402
 from trencadis.core.progress import Warming  # noqa: E402
-from trencadis.server.admission import Admission  # noqa: E402
 from trencadis.server.engine.engine_client import EngineClient  # noqa: E402
 from trencadis.server.metrics import deprecated_metrics  # noqa: E402
+from trencadis.server.metrics.http_metrics import TenantCollector, TraceCollector  # noqa: E402
 from trencadis.server.metrics.process_metrics import ROLES, LogCollector, ProcessesCollector  # noqa: E402
 from trencadis.server.metrics.prometheus import PrometheusMetrics  # noqa: E402
 from trencadis.server.metrics.sleep_metrics import SleepCollector  # noqa: E402
-from trencadis.server.metrics.tenant_metrics import TenantCollector  # noqa: E402
-from trencadis.server.metrics.trace_metrics import TraceCollector  # noqa: E402
+from trencadis.server.tenants.admission import Admission  # noqa: E402
 from trencadis.server.tenants.tenant_registry import TenantRegistry  # noqa: E402
 
 PAGE = ROOT / "docs" / "metrics.md"

@@ -32,11 +32,12 @@ class ServedReplica:
     """
 
     async def __init__(self, words: Sequence[str]) -> None:  # type: ignore[misc]  # Ray Serve awaits it
-        from trencadis.core.links.placement import on_this_machine
-        from trencadis.server.cli import logging_setup, serve
+        from trencadis.core.links.topology import on_this_machine
+        from trencadis.server.cli import serve
         from trencadis.server.config import argv
         from trencadis.server.config.resolve_settings import resolve_settings
-        from trencadis.server.fleet.start_engines import start_engines
+        from trencadis.server.processes import logging_setup, server_lifecycle
+        from trencadis.server.processes.start_engines import start_engines
 
         self._failed, self._wait_estimator = "", WaitEstimator()
         settings = serve.find_model(resolve_settings(argv.parse(list(words)), os.environ))
@@ -47,7 +48,7 @@ class ServedReplica:
         engines = start_engines(on_this_machine(settings.engine), server.data_parallel_size, "mp", self._handles.append)
         self.supervisor = serve.supervise(server, engines.configs, engines.handles, server.sleep_after)
         self.supervisor.on_fatal = self._on_fatal
-        self.app: Any = serve.find_app(settings.server.app)(settings, self.supervisor)
+        self.app: Any = server_lifecycle.find_app(settings.server.app)(settings, self.supervisor)
         self._lifespan = self.app.router.lifespan_context(self.app)
         await self._lifespan.__aenter__()
         self.supervisor.start()

@@ -22,17 +22,17 @@ from trencadis.backends.conformance.harness import SEQS
 from trencadis.backends.conformance.suite import run_check
 from trencadis.backends.conformance.target import CheckTarget
 from trencadis.backends.cpu import make_backend
+from trencadis.core.checkpoint.checkpoint_source import CheckpointSource
 from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.checkpoint.family import GENERATE
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.pooler_config import pooling_of
+from trencadis.core.checkpoint.registry import family_of
+from trencadis.core.checkpoint.weight_loader import open_weights
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.memory.estimate import MemoryEstimator
-from trencadis.core.models.checkpoint_source import CheckpointSource
 from trencadis.core.models.decoder import Decoder
-from trencadis.core.models.family import GENERATE
-from trencadis.core.models.registry import family_of
-from trencadis.core.models.weight_loader import open_weights
 
 TOLERANCE = 1e-4
 """Largest allowed error, as a share of the largest value; also how close two best logits are at a tie."""

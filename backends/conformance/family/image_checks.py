@@ -17,12 +17,11 @@ from torch import Tensor
 from trencadis.backends.conformance.check_result import Skipped
 from trencadis.backends.conformance.family.recompute import BLOCK, PromptArrays, RecomputedModel
 from trencadis.backends.conformance.family.transformers_oracle import ProcessedImage, TransformersOracle, process_image
+from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.model_config import ModelConfig, reserved_rows
+from trencadis.core.cross_attention_inputs import ENDLESS, compute_cross_attention
 from trencadis.core.errors import StartupError
-from trencadis.core.kv.cross_attention_spans import compute_cross_attention
-from trencadis.core.kv.media_spans import MediaSpan, TokenRun
-from trencadis.core.models import registry
-from trencadis.core.shapes.cross_attention_inputs import ENDLESS
+from trencadis.core.media_spans import MediaSpan, TokenRun
 from trencadis.core.shared_constants import RESERVED_ROWS
 from trencadis.core.step import Encode
 

@@ -13,17 +13,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trencadis.backends.cpu import make_backend
-from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Bucket, Plan, Stage
 from trencadis.core.checkpoint.model_config import POST, ModelConfig
-from trencadis.core.launches.persistent_tensors import allocate_persistent
-from trencadis.core.models import registry
-from trencadis.core.shapes.cross_attention_inputs import (
+from trencadis.core.cross_attention_inputs import (
     CrossAttentionSpans,
     count_units,
     make_cross_attention_inputs,
     variant_of,
 )
+from trencadis.core.device.backend import BackendConfig
+from trencadis.core.launches.persistent_tensors import allocate_persistent
+from trencadis.core.models import model_loader
 from trencadis.core.step import Encode, StepInputs
 
 BLOCK, BLOCKS = 8, 32
@@ -61,7 +61,7 @@ class RecomputedModel:
         self.backend: Any = make_backend(settings)
         if comm is not None:
             self.backend.comm = comm
-        self.model: Any = registry.build(config, self.backend)
+        self.model: Any = model_loader.load_model(config, self.backend)
         self.model.bind(
             allocate_persistent(
                 config, self.backend, blocks=blocks, block_size=BLOCK, arena_rows=arena, seqs=2, tokens=BLOCK * blocks
@@ -89,7 +89,7 @@ class RecomputedModel:
             whole = None if self.config.text.causal else np.full(n, n - 1, np.int32)
             prompt = PromptArrays(np.zeros(n, np.int32), positions, whole)
         positions, upto = prompt.positions.copy(), prompt.upto
-        positions[0] *= not 0 < self.config.text.long_from < n  # see core/layers/rotary_embedding.py
+        positions[0] *= not 0 < self.config.text.long_from < n  # see core/models/rotary_embedding.py
         hidden = self.model.persistent.hidden
         for start in range(0, n, chunk):
             size = min(chunk, n - start)
@@ -187,7 +187,7 @@ class RankExchange:
 
 
 class ThreadComm:
-    """Implements ``core.backend.Comm`` for one rank of a ``RankExchange``."""
+    """Implements ``core.device.backend.Comm`` for one rank of a ``RankExchange``."""
 
     def __init__(self, exchange: RankExchange, rank: int, world: int) -> None:
         self.meeting, self.rank, self.world = exchange, rank, world

@@ -14,7 +14,7 @@ from trencadis.backends.cpu.native import checks, threads
 from trencadis.backends.cpu.native.kernel_table import KernelTable, Op
 from trencadis.backends.cpu.native.layouts import AttendLayout
 from trencadis.backends.cpu.native.panels import DTYPE_NAMES, TYPES
-from trencadis.core.backend import LayerKV
+from trencadis.core.device.backend import LayerKV
 
 LANES = 16
 """Values of a head must be a multiple of this, the widest vector."""

@@ -12,7 +12,7 @@ from trencadis.backends.cpu.native import checks, threads
 from trencadis.backends.cpu.native.kernel_table import KernelTable, Op
 from trencadis.backends.cpu.native.layouts import RotaryLayout
 from trencadis.backends.cpu.native.panels import DTYPE_NAMES, TYPES
-from trencadis.core.backend import LayerKV
+from trencadis.core.device.backend import LayerKV
 
 LANES = 16
 """Minimum values of half a head: the widest vector."""

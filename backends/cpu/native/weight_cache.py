@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.cpu.native.weight_packing import Pages
-from trencadis.core.models.packed_weights import KeptPiece, PackedFile
-from trencadis.core.process.prefetch import READERS, PagePopulator
+from trencadis.core.checkpoint.prefetch import READERS, PagePopulator
+from trencadis.core.device.packed_weights import KeptPiece, PackedFile
 
 log = logging.getLogger("trencadis.engine")
 

@@ -27,7 +27,7 @@ from trencadis.backends.cpu.native.kernel_table import ANY, KernelTable
 from trencadis.backends.cpu.native.layouts import PackCall
 from trencadis.backends.cpu.native.panels import TYPES
 from trencadis.core import envs
-from trencadis.core.process import prefetch
+from trencadis.core.checkpoint import prefetch
 from trencadis.core.shared_constants import align_up
 
 VARIABLE = "TRENCADIS_CPU_HUGE_PAGES"

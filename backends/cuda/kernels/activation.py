@@ -8,7 +8,7 @@ from torch import Tensor
 
 BLOCK = 1024
 KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "quick_gelu": 3, "relu": 4}
-"""Activations of ``core.backend.Ops.act`` -> their number in the kernel."""
+"""Activations of ``core.device.backend.Ops.act`` -> their number in the kernel."""
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.cuda.kernels.attention_tensors import CrossAttentionItems
-from trencadis.core.backend import LayerKV
+from trencadis.core.device.backend import LayerKV
 from trencadis.core.errors import StartupError
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

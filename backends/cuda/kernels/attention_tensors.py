@@ -33,7 +33,7 @@ class ItemAttn(NamedTuple):
     join_row: Tensor  # int32 [joins]
     join_token: Tensor  # int32 [joins]
     join_part: Tensor  # int32 [joins + 1]
-    upto: Tensor | None = None  # int32 [tokens] as in ``core.backend.Attn``
+    upto: Tensor | None = None  # int32 [tokens] as in ``core.device.backend.Attn``
 
 
 class SingleAttn(ItemAttn):
@@ -41,7 +41,7 @@ class SingleAttn(ItemAttn):
 
 
 class CrossAttentionItems(NamedTuple):
-    """``core.launches.launch_tensors.CrossAttentionTensors`` as work items (launches/cross_attention_items.py).
+    """``core.device.launch_tensors.CrossAttentionTensors`` as work items (launches/cross_attention_items.py).
 
     Item i: the block of queries from token ``cross_token[i]`` of the launch on (-1: no item) attends to the images
     whose columns of ``reach`` are ``cross_unit[i] : cross_last[i]``, as far as each token sees them. Its result is
@@ -69,7 +69,7 @@ class SingleCrossAttention(CrossAttentionItems):
 
 
 class CudaSegments(NamedTuple):
-    """A packed VISION launch: ``core.backend.Segments`` and, per window, the windows [first, stop) of its image.
+    """A packed VISION launch: ``core.device.backend.Segments`` and, per window, the windows [first, stop) of its image.
 
     ``order`` lists the windows, for each image those without padding first, at [first, whole) of the list.
     """
@@ -80,7 +80,7 @@ class CudaSegments(NamedTuple):
     stop: Tensor  # int32 [windows]
     whole: Tensor  # int32 [windows]
     order: Tensor  # int32 [windows]
-    padding_window: Tensor | None = None  # int32 [windows] as in ``core.backend.Segments``
+    padding_window: Tensor | None = None  # int32 [windows] as in ``core.device.backend.Segments``
     solid: Tensor | None = None  # int32 [windows] ``real``, but 0 in padding windows; the two below follow from it
     solid_whole: Tensor | None = None
     solid_order: Tensor | None = None

@@ -19,14 +19,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trencadis.backends.cuda.kernels import attention_checks, online_softmax, tiles
+from trencadis.backends.cuda.kernels import attention_checks, online_softmax, quantised_kv_attention, tiles
 from trencadis.backends.cuda.kernels.attention_tensors import ItemAttn, SingleAttn
-from trencadis.backends.cuda.kernels.coded import quantised_kv_attention
-from trencadis.backends.cuda.kernels.coded.quantised_kv_attention import CodedKeys, attend_coded_reach, few_of
 from trencadis.backends.cuda.kernels.layers import dependent_launch
 from trencadis.backends.cuda.kernels.paged_keys import PagedKeys, Reach, attend_reach, start_run
+from trencadis.backends.cuda.kernels.quantised_kv_attention import CodedKeys, attend_coded_reach, few_of
 from trencadis.backends.cuda.kernels.query_blocks import FEW, SINGLE, SPAN, lanes_of
-from trencadis.core.backend import LayerKV
+from trencadis.core.device.backend import LayerKV
 
 SLAB, PIECES, JOIN_WARPS = 8, 4, 4
 """Queries per program of the second kernel, pieces that it joins in one step, and its warps; when it joins one piece at

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trencadis.core.backend import ResetTensors, SamplerState
+from trencadis.core.device.backend import ResetTensors, SamplerState
 
 BLOCK = 4096
 

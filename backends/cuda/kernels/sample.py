@@ -17,16 +17,19 @@ from torch import Tensor
 
 from trencadis.backends.cuda.kernels.sample_chunks import (
     GREEDY_BELOW,
+    count_better,
+    find_best_ids,
     greedy_parts_kernel,
     greedy_pick_kernel,
     inverse_of,
+    log_sum,
+    logprob_of,
     parts_kernel,
 )
 from trencadis.backends.cuda.kernels.sample_draw import DrawParams, draw
 from trencadis.backends.cuda.kernels.sample_scores import CHUNK, HeadRow, pairs_of, raw_of
-from trencadis.backends.cuda.kernels.sample_top_ids import best, better, log_sum, logprob_of
 from trencadis.core import request
-from trencadis.core.backend import HeadTensors, HeadTensorsOut, SamplerState
+from trencadis.core.device.backend import HeadTensors, HeadTensorsOut, SamplerState
 from trencadis.core.request import MAX_LOGPROBS
 
 SHARE, PARTS_WARPS = 16, 8
@@ -90,7 +93,7 @@ def outputs(rows: int, vocab: int, device: torch.device, full: bool) -> HeadTens
 
 
 def check(logits: Tensor, head: HeadTensors, state: SamplerState) -> None:
-    """Asserts: logits [rows, vocabulary], contiguous; ``core.backend`` gives the shapes of ``head`` and ``state``."""
+    """Asserts: logits [rows, vocabulary], contiguous; ``device.backend`` gives the shapes of ``head`` and ``state``."""
     rows, vocab = logits.shape
     assert logits.is_contiguous() and logits.is_floating_point() and vocab < 1 << 26
     for name in ("hidden_row", "slot", "target", "mask_row"):
@@ -234,12 +237,12 @@ def told_kernel(
     part = tl.program_id(1)
     if tl.load(target + row) != UNTOLD:
         if part == 0:
-            best(
+            find_best_ids(
                 logits, row, chunk_raw, chunk_raw_mass, top_id, top_logprob,
                 VOCAB, CHUNKS, CHUNKS_POW, TOP, TOP_POW,
             )  # fmt: skip
         else:
             picked = tl.load(token + row)
             own = raw_of(logits + row * VOCAB, picked, picked < VOCAB)
-            above = better(logits, row, own, chunk_raw, (part - 1) * SHARE, VOCAB, CHUNKS, SHARE, TILE)
+            above = count_better(logits, row, own, chunk_raw, (part - 1) * SHARE, VOCAB, CHUNKS, SHARE, TILE)
             tl.atomic_add(rank + row, above)

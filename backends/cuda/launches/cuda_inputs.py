@@ -1,7 +1,7 @@
 """Host arrays of a launch at its bucket's size. Padding is made inert here: it reads nothing and is stored in block
 SINK.
 
-The arrays stand in place of ``core.backend``'s tensors. Inputs without rows give a launch of padding only, which is
+The arrays stand in place of ``device.backend``'s tensors. Inputs without rows give a launch of padding only, which is
 what buffers hold before their first fill.
 """
 
@@ -42,12 +42,12 @@ from trencadis.backends.cuda.launches.input_sizes import (
     cross_attention_capacity,
     item_capacity,
 )
-from trencadis.core.backend import Inputs, TextTensors, VisionTensors
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
-from trencadis.core.shapes.cross_attention_inputs import planned_units
+from trencadis.core.cross_attention_inputs import planned_units
+from trencadis.core.device.backend import Inputs, TextTensors, VisionTensors
 from trencadis.core.shared_constants import SINK_ROW, WINDOW_SLOTS
 from trencadis.core.step import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
+from trencadis.core.vision_config import NO_SLOT, SlotForm
 
 Array = NDArray[Any]
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from trencadis.backends.cuda.kernels.query_blocks import IMAGE_SPAN, LONG, SPAN, cross_attention_lanes, lanes_of
 from trencadis.core.buckets import Bucket, InputSizes, Stage
+from trencadis.core.cross_attention_inputs import planned_units
 from trencadis.core.request import MAX_BIAS
-from trencadis.core.shapes.cross_attention_inputs import planned_units
 
 ALIGNMENT = 256
 """Each tensor begins at a multiple of this many bytes, so that kernels see the same alignment in every bucket."""

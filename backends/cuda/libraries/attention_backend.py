@@ -8,7 +8,7 @@ from trencadis.backends.cuda.backend import CudaBackend
 from trencadis.backends.cuda.host_layers import HostLayerOps
 from trencadis.backends.cuda.libraries.ops import AttentionLibraryAdapter, LibraryAttention, with_library
 from trencadis.backends.cuda.libraries.selector import SelectedLibrary, check_blocks, select_library, unsupported_reason
-from trencadis.core.backend import BackendConfig
+from trencadis.core.device.backend import BackendConfig
 
 T = TypeVar("T", bound=HostLayerOps)
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from trencadis.backends.cuda.kernels.attention_tensors import ItemAttn
 from trencadis.backends.cuda.launches.cuda_inputs import Sizes
 from trencadis.backends.cuda.libraries.library_launch import Array
-from trencadis.core.backend import LayerKV
 from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.device.backend import LayerKV
 from trencadis.core.shared_constants import ZERO_BLOCK
 
 

@@ -23,8 +23,8 @@ from trencadis.backends.cuda.launches.input_buffers import InputBuffers, StageBu
 from trencadis.backends.cuda.libraries.library_launch import Array
 from trencadis.backends.cuda.libraries.workspace_sizes import align_up, plan_bytes, rows_of
 from trencadis.backends.cuda.runtime_protocol import Runtime, Stream
-from trencadis.core.backend import LayerKV
 from trencadis.core.buckets import Stage
+from trencadis.core.device.backend import LayerKV
 
 LEAST = 256
 """Bytes of the smallest buffer: a wrapper needs one for partial results even if there are none."""

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trencadis.backends.cuda.kernels.attention_tensors import ItemAttn
-from trencadis.core.backend import LayerKV
+from trencadis.core.device.backend import LayerKV
 
 Array = NDArray[Any]
 

@@ -17,8 +17,8 @@ from trencadis.backends.cuda.libraries.flashinfer import FlashInferLaunch, Flash
 from trencadis.backends.cuda.libraries.library_launch import LibraryLaunch
 from trencadis.backends.cuda.libraries.selector import SelectedLibrary
 from trencadis.backends.cuda.runtime_protocol import Runtime
-from trencadis.core.backend import Attn, Body, LayerKV
 from trencadis.core.buckets import Stage
+from trencadis.core.device.backend import Attn, Body, LayerKV
 
 log = logging.getLogger("trencadis.engine")
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from trencadis.backends.cuda.libraries.workspace_sizes import FLASH_ATTN, FLASHINFER
-from trencadis.core.backend import BackendConfig
+from trencadis.core.device.backend import BackendConfig
 from trencadis.core.errors import StartupError
 
 HOPPER = 90

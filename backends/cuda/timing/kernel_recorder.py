@@ -28,7 +28,7 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.launches.host_inputs import SampleRow, head_inputs
 from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.memory.estimate import kv_heads
-from trencadis.core.models import registry
+from trencadis.core.models import model_loader
 from trencadis.core.step import Sample, StepInputs
 
 BLOCK = 16
@@ -169,7 +169,7 @@ _READS: dict[str, Any] = {
 
 
 class MeteredRanks:
-    """``core.backend.Comm`` of rank 0 of ``world`` that records collectives instead of running them."""
+    """``core.device.backend.Comm`` of rank 0 of ``world`` that records collectives instead of running them."""
 
     def __init__(self, world: int) -> None:
         self.rank, self.world = 0, world
@@ -192,7 +192,7 @@ class MeteredRanks:
 
 
 class MetaCard:
-    """The subset of ``core.backend.Backend`` that a model's bodies need, over meta tensors."""
+    """The subset of ``core.device.backend.Backend`` that a model's bodies need, over meta tensors."""
 
     name, values, device, notes = "cuda", False, META, ()
 
@@ -212,7 +212,7 @@ class DecodeRecorder:
         self.config, self.ranks, self.processors = model, ranks, processors
         self.card: Any = MetaCard(ranks)
         card: Any = self.card
-        self.model = registry.build(model, card, EngineConfig(load_format="dummy", dtype="bfloat16"))
+        self.model = model_loader.load_model(model, card, EngineConfig(load_format="dummy", dtype="bfloat16"))
         self.heads = kv_heads(model.text, ranks)
         self.group = max(-(-model.text.heads // ranks) // self.heads, 1)
 

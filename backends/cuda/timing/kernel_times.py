@@ -1,10 +1,110 @@
-"""The seconds of one launch: reads and writes, computation, and the gap before it starts."""
+"""Times of cards and libraries: each figure with the measurement that it is from (constants.json); none is fitted.
+
+The seconds of one launch: reads and writes, computation, and the gap before it starts.
+"""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
 
-from trencadis.backends.cuda.timing.constants import CardTimes
+from trencadis.core.errors import StartupError
+
+FILE = Path(__file__).with_name("constants.json")
+
+DEFAULT = "H100"
+
+
+@dataclass(frozen=True)
+class CardTimes:
+    """Performance figures of one card.
+
+    Args:
+        bandwidth, flops: peaks of the card per second; bfloat16, dense.
+        weights_share, keys_share, rows_share: share of the bandwidth that reading weights, keys and anything else
+        reaches.
+        flops_share, attention_flops_share: share of the peak that products and attention reach.
+        gap: seconds from the end of a kernel to the start of the next one within a graph.
+        graph: seconds from the launch of a graph to its first kernel.
+        all_reduce, all_reduce_byte: seconds of a sum over ranks, and of each of its bytes.
+        host: seconds of a decode step's host work by rows.
+    """
+
+    name: str
+    bandwidth: float
+    flops: float
+    processors: float
+    weights_share: float
+    keys_share: float
+    rows_share: float
+    flops_share: float
+    attention_flops_share: float
+    gap: float
+    graph: float
+    all_reduce: float
+    all_reduce_byte: float
+    host: tuple[tuple[int, float], ...]
+
+    def host_step(self, rows: int) -> float:
+        """Returns the host's seconds for a step of ``rows`` rows, interpolated linearly between measurements."""
+        points = sorted(self.host)
+        before = max((p for p in points if p[0] <= rows), default=points[0])
+        after = min((p for p in points if p[0] >= rows), default=points[-1])
+        if before[0] == after[0]:
+            return before[1] * max(rows / before[0], 1.0) if rows > before[0] else before[1]
+        return before[1] + (after[1] - before[1]) * (rows - before[0]) / (after[0] - before[0])
+
+
+SCALED = (
+    "bandwidth", "flops", "weights_share", "keys_share", "rows_share", "flops_share", "attention_flops_share", "gap",
+    "graph", "all_reduce", "all_reduce_byte",
+)  # fmt: skip
+"""Constants whose influence is reported, one at a time; that of the host's time is reported too."""
+
+
+@cache
+def load_constants() -> dict[str, Any]:
+    """Reads constants.json: name -> [value, source, where the figure was confirmed, or "not found"]."""
+    found: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
+    return found
+
+
+def cards() -> list[str]:
+    """Returns the names of the cards that have figures."""
+    return list(load_constants()["cards"])
+
+
+def card(name: str) -> CardTimes:
+    """Returns the figures of a card.
+
+    Raises:
+        StartupError: there are no figures of that name.
+    """
+    if name not in load_constants()["cards"]:
+        raise StartupError(f"--card {name[:40]}: there are figures of {', '.join(cards())}")
+    values = {key: float(value) for key, (value, *_) in _of(name).items()}
+    host = tuple((int(rows), float(value)) for rows, (value, _) in load_constants()["host"].items())
+    return CardTimes(name=name, host=host, **values)
+
+
+def sources(name: str) -> dict[str, str]:
+    """Returns the source of each constant of a card; figures that could not be confirmed elsewhere are marked."""
+    marks = {"not found": " (not found again)"}
+    return {key: source + marks.get(confirmation, "") for key, (_, source, confirmation) in _of(name).items()}
+
+
+def list_confirmations(name: str) -> dict[str, str]:
+    """Returns, per constant of a card, where its value was confirmed besides its source; ``not found``: nowhere."""
+    return {key: confirmation for key, (_, _, confirmation) in _of(name).items()}
+
+
+def _of(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = load_constants()["cards"][name] | load_constants()["shared"]
+    return found
+
 
 PRODUCT, ATTENTION, ROWS, HEAD, COLLECTIVE = "products", "attention", "small kernels", "head", "collectives"
 KINDS = (PRODUCT, ATTENTION, ROWS, HEAD, COLLECTIVE)
@@ -20,7 +120,7 @@ class RecordedKernel:
     flops: int = 0
 
 
-def seconds(kernel: RecordedKernel, card: CardTimes) -> float:
+def compute_kernel_seconds(kernel: RecordedKernel, card: CardTimes) -> float:
     """Returns the seconds that the kernel runs: the longer of memory traffic and computation."""
     if kernel.kind == COLLECTIVE:
         return card.all_reduce + card.all_reduce_byte * kernel.bytes
@@ -46,5 +146,5 @@ def time_of(kernels: list[RecordedKernel], card: CardTimes) -> KernelTimes:
     """Returns the seconds of recorded kernels that are replayed as one graph per launch."""
     kinds = dict.fromkeys(KINDS, 0.0)
     for kernel in kernels:
-        kinds[kernel.kind] += seconds(kernel, card)
+        kinds[kernel.kind] += compute_kernel_seconds(kernel, card)
     return KernelTimes(kinds, len(kernels) * card.gap)

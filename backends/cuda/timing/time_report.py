@@ -1,18 +1,79 @@
 """``trencadis plan --time``: the estimated time of a decoding step on a card, its parts, and its sensitivity to each
 constant.
+
+Timeline of host and device: steps that follow each other at a given depth, and the idle time of the device. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from trencadis.backends.cuda.timing.constants import DEFAULT, SCALED, CardTimes, card, sources
-from trencadis.backends.cuda.timing.kernel_times import KernelTimes, RecordedKernel, time_of
-from trencadis.backends.cuda.timing.timeline import HostStep, Timeline, run
+from trencadis.backends.cuda.timing.kernel_times import (
+    DEFAULT,
+    SCALED,
+    CardTimes,
+    KernelTimes,
+    RecordedKernel,
+    card,
+    sources,
+    time_of,
+)
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.errors import StartupError
+
+
+class HostStep(NamedTuple):
+    """Seconds of the host for one step: before its launch, and after its result has arrived."""
+
+    before: float
+    after: float
+
+
+class Timeline(NamedTuple):
+    """Result of simulating some steps; seconds."""
+
+    steps: int
+    total: float
+    busy: float
+    longest: float  # longest idle time of the device
+
+    @property
+    def idle(self) -> float:
+        """Share of the time in which the device waits for the host."""
+        return 1 - self.busy / self.total if self.total else 0.0
+
+    @property
+    def step(self) -> float:
+        """Mean seconds from the end of one step to the end of the next."""
+        return self.total / max(self.steps, 1)
+
+
+def simulate_timeline(steps: Iterable[tuple[HostStep, float]], depth: int = 1) -> Timeline:
+    """Simulates steps that follow each other, given as (host, device seconds).
+
+    The host launches a step, and takes the result of the one ``depth`` steps before it as soon as that is done; the
+    device begins a step once it is launched and the one before has ended. The time counts from the start of the first
+    step on the device.
+    """
+    host = free = begun = busy = longest = 0.0
+    ended: list[float] = []
+    taken: list[HostStep] = []
+    for index, (work, device) in enumerate(steps):
+        host += work.before
+        start = max(host, free)
+        if index:
+            longest = max(longest, start - free)
+        else:
+            begun = start
+        free, busy = start + device, busy + device
+        ended.append(free)
+        taken.append(work)
+        if index >= depth:
+            host = max(host, ended[index - depth]) + taken[index - depth].after
+    return Timeline(len(ended), free - begun, busy, longest)
+
 
 ROWS, CONTEXT, STEPS = (1, 32, 256), 1024, 200
 CHANGE = 0.5
@@ -33,7 +94,7 @@ def step_time(
     device = time_of(list(kernels), on)
     host = on.host_step(rows)
     work = HostStep(host * (1 - AFTER), host * AFTER)
-    return device, run(((work, device.total + on.graph) for _ in range(STEPS)), depth)
+    return device, simulate_timeline(((work, device.total + on.graph) for _ in range(STEPS)), depth)
 
 
 def parts(device: KernelTimes, line: Timeline) -> dict[str, float]:

@@ -23,7 +23,7 @@ from trencadis.backends.cuda.weights.quantised_weight import (
     pack_quantised_weight,
     product,
 )
-from trencadis.core.backend import (
+from trencadis.core.device.backend import (
     Attn,
     ExpertWeights,
     HeadTensors,
@@ -33,7 +33,7 @@ from trencadis.core.backend import (
     Segments,
     Weight,
 )
-from trencadis.core.launches.launch_tensors import CrossAttentionTensors
+from trencadis.core.device.launch_tensors import CrossAttentionTensors
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.shared_constants import ZERO_BLOCK
 
@@ -42,7 +42,7 @@ _KERNELS = torch.library.Library("trencadis_twin", "DEF")  # type: ignore[no-unt
 
 
 class TwinOps(HostLayerOps, ReferenceOps):
-    """Implements ``core.backend.Ops`` and charges weights to the twin's memory."""
+    """Implements ``core.device.backend.Ops`` and charges weights to the twin's memory."""
 
     def __init__(self, memory: TwinMemory) -> None:
         self._memory = memory

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten
 from trencadis.backends.cuda.runtime_protocol import Array, CudaEvent, Graph, Stream
 from trencadis.backends.cuda.twin.twin_recording import LaunchReads, TwinRecording
 from trencadis.backends.hooks import STEP, Hooks
-from trencadis.core.backend import Memory, OutOfDeviceMemory
+from trencadis.core.device.backend import Memory, OutOfDeviceMemory
 from trencadis.core.errors import StartupError
 
 HOST = "host"
@@ -74,7 +74,7 @@ class TwinGraph:
 
 @dataclass
 class TwinMemory:
-    """A card's memory as numbers; ``core.backend.Memory``."""
+    """A card's memory as numbers; ``core.device.backend.Memory``."""
 
     size: int = SIZE
     taken: int = 0

@@ -15,7 +15,7 @@ class FreshAttn(NamedTuple):
 
     slot: Tensor  # int64 [R x T] cache slot that stores the token; one of SINK for padding
     length: Tensor  # int32 [R] real tokens of each row
-    upto: Tensor | None = None  # int32 [R x T] as in ``core.backend.Attn``; for padding its own position
+    upto: Tensor | None = None  # int32 [R x T] as in ``core.device.backend.Attn``; for padding its own position
 
 
 class ContextAttn(NamedTuple):
@@ -24,7 +24,7 @@ class ContextAttn(NamedTuple):
     slot: Tensor  # int64 [T]
     block_list: Tensor  # int32 [B] blocks of the stored tokens, in order; ZERO beyond them
     context: Tensor  # int32 [1] stored tokens
-    upto: Tensor | None = None  # int32 [T] as in ``core.backend.Attn``; for padding its own position
+    upto: Tensor | None = None  # int32 [T] as in ``core.device.backend.Attn``; for padding its own position
 
 
 class BlockDecodeAttn(NamedTuple):
@@ -70,7 +70,7 @@ class SharedDecode(NamedTuple):
 
 
 class MaskedSegments(NamedTuple):
-    """A packed VISION launch: ``core.backend.Segments``, and masks that all layers share."""
+    """A packed VISION launch: ``core.device.backend.Segments``, and masks that all layers share."""
 
     segment: Tensor  # int32 [W]
     real: Tensor  # int32 [W]

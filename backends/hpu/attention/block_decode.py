@@ -17,7 +17,7 @@ from torch import Tensor
 from trencadis.backends.hpu.attention import quantised_kv_cache
 from trencadis.backends.hpu.attention.attention_inputs import BlockDecodeAttn, SharedDecode
 from trencadis.backends.hpu.attention.softmax import AttentionKernels, lowest, times
-from trencadis.core.backend import LayerKV
+from trencadis.core.device.backend import LayerKV
 
 
 def prepare_decode(

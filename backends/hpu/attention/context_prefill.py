@@ -25,7 +25,7 @@ from trencadis.backends.hpu.attention.softmax import (
     plain_rows,
     softmax_mode,
 )
-from trencadis.core.backend import LayerKV
+from trencadis.core.device.backend import LayerKV
 
 CAUSAL_STEP = 1024
 """The fused kernel's statistics of a causal call are correct only for multiples of this many tokens."""

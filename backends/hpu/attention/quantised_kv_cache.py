@@ -14,8 +14,8 @@ from torch import Tensor
 
 from trencadis.backends.hpu.attention.attention_inputs import SharedDecode
 from trencadis.backends.hpu.attention.softmax import AttentionKernels, times
-from trencadis.core.backend import LayerKV
-from trencadis.core.quant.kv_cache_codes import codes_of, scale_for_codes, split
+from trencadis.core.device.backend import LayerKV
+from trencadis.core.models.kv_cache_codes import codes_of, scale_for_codes, split
 
 
 class CodedTokens(NamedTuple):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from trencadis.backends.hpu.attention.attention_inputs import MaskedSegments
 from trencadis.backends.hpu.attention.softmax import AttentionKernels, Cut, mask_rows, plain, plain_rows, softmax_mode
-from trencadis.core.backend import Segments
+from trencadis.core.device.backend import Segments
 from trencadis.core.shared_constants import WINDOW_SLOTS
 
 CUT_TILES = 64

@@ -15,7 +15,7 @@ from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.launches.compiled_regions import own_code, part
 from trencadis.backends.hpu.launches.host_copies import Staging
 from trencadis.backends.hpu.launches.hpu_program import LaunchContexts
-from trencadis.core.backend import LayerKV
+from trencadis.core.device.backend import LayerKV
 from trencadis.core.shared_constants import SINK_BLOCK
 from trencadis.core.step import BlockMove
 

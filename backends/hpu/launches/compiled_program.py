@@ -10,12 +10,12 @@ from trencadis.backends.hpu.launches.compiled_regions import own_code, part
 from trencadis.backends.hpu.launches.hpu_inputs import LaunchForm
 from trencadis.backends.hpu.launches.hpu_program import HpuProgram, LaunchContexts
 from trencadis.backends.hpu.ops import HpuOps
-from trencadis.core.backend import Body, ProgramState
 from trencadis.core.buckets import Bucket
+from trencadis.core.device.backend import Body, ProgramState
 
 
 class CompiledProgram(HpuProgram):
-    """``core.backend.Program``, PLANNED -> COMPILED.
+    """``core.device.backend.Program``, PLANNED -> COMPILED.
 
     If the ops compile regions, the body itself is plain Python between them; otherwise each bucket compiles its body
     as a whole, with a code object of its own, so that its guards are its own. The ops take the types of a packing, so

@@ -9,12 +9,12 @@ from trencadis.backends.hpu.launches.hpu_inputs import LaunchForm
 from trencadis.backends.hpu.launches.hpu_program import BodyModule, HpuProgram, LaunchContexts
 from trencadis.backends.hpu.launches.input_packing import cast_inputs
 from trencadis.backends.hpu.ops import HpuOps
-from trencadis.core.backend import Body, ProgramState
 from trencadis.core.buckets import Bucket
+from trencadis.core.device.backend import Body, ProgramState
 
 
 class GraphProgram(HpuProgram):
-    """``core.backend.Program``, PLANNED -> COMPILED -> CAPTURED.
+    """``core.device.backend.Program``, PLANNED -> COMPILED -> CAPTURED.
 
     Each bucket has a wrapper object of its own, so that releasing it frees one graph.
     """

@@ -12,8 +12,8 @@ from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.launches.hpu_inputs import LaunchForm, arrays
 from trencadis.backends.hpu.launches.input_packing import Array, make_packing, types_of
 from trencadis.backends.hpu.launches.trees import leaves, rebuild
-from trencadis.core.backend import Inputs, TensorsOut, host_output
 from trencadis.core.buckets import Bucket
+from trencadis.core.device.backend import Inputs, TensorsOut, host_output
 
 AREAS = 2
 """Staging areas of each kind: the host writes one while the copy of the other is in progress."""
@@ -122,7 +122,7 @@ class HostOutputPool:
 
 
 class HpuPending:
-    """Outputs on the host; ``core.backend.Pending``.
+    """Outputs on the host; ``core.device.backend.Pending``.
 
     All copies but the last are only queued, and the last blocks: the card fetches in order, so that all have arrived
     then.

@@ -1,7 +1,7 @@
 """Host arrays of a launch at its bucket's size. Padding is made inert here: it reads block ZERO and is stored in block
 SINK.
 
-The arrays have the types of ``core.backend``'s tensors (numpy arrays in their place). Inputs without rows give a launch
+The arrays have the types of ``device.backend``'s tensors, in numpy. Inputs without rows give a launch
 of padding only, which is what buffers hold before their first fill.
 """
 
@@ -27,12 +27,12 @@ from trencadis.backends.cpu.padding import (
 )
 from trencadis.backends.hpu.attention.attention_inputs import BlockDecodeAttn, ContextAttn, FreshAttn
 from trencadis.backends.hpu.shared_shapes import padded_start
-from trencadis.core.backend import Inputs, Segments, TextTensors, VisionTensors
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
-from trencadis.core.shapes.cross_attention_inputs import planned_units
+from trencadis.core.cross_attention_inputs import planned_units
+from trencadis.core.device.backend import Inputs, Segments, TextTensors, VisionTensors
 from trencadis.core.shared_constants import SINK_BLOCK, SINK_ROW, ZERO_BLOCK
 from trencadis.core.step import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
+from trencadis.core.vision_config import NO_SLOT, SlotForm
 
 Array = NDArray[Any]
 

@@ -13,8 +13,8 @@ from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.launches.host_copies import StaticInputs
 from trencadis.backends.hpu.launches.hpu_inputs import LaunchForm
 from trencadis.backends.hpu.ops import HpuOps
-from trencadis.core.backend import Body, Inputs, OutOfDeviceMemory, ProgramState
 from trencadis.core.buckets import Bucket
+from trencadis.core.device.backend import Body, Inputs, OutOfDeviceMemory, ProgramState
 
 
 class BodyModule(nn.Module):
@@ -39,7 +39,7 @@ class LaunchContexts(NamedTuple):
 
 
 class HpuProgram:
-    """The part of ``core.backend.Program`` that both modes share."""
+    """The part of ``core.device.backend.Program`` that both modes share."""
 
     def __init__(self, bucket: Bucket, bridge: Bridge, form: LaunchForm, contexts: LaunchContexts) -> None:
         self.bucket, self.bridge, self.contexts = bucket, bridge, contexts

@@ -10,18 +10,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trencadis.core import backend as devices
-from trencadis.core.backend import Backend, BackendConfig, ExpertWeights, LayerKV, Weight
 from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.checkpoint.checkpoint_source import CheckpointSource
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, reserved_rows
 from trencadis.core.checkpoint.pooling_config import Pooling
+from trencadis.core.checkpoint.registry import family_of
+from trencadis.core.checkpoint.weight_source import StackedPart, WeightSource, stack
+from trencadis.core.device import backend as devices
+from trencadis.core.device.backend import Backend, BackendConfig, ExpertWeights, LayerKV, Weight
+from trencadis.core.device.launch_tensors import first_rows
 from trencadis.core.kv.encoder_cache import rows_of_run
 from trencadis.core.launches import persistent_tensors
-from trencadis.core.launches.launch_tensors import first_rows
-from trencadis.core.layers.weight_source import StackedPart, WeightSource, stack
-from trencadis.core.models.checkpoint_source import CheckpointSource
 from trencadis.core.models.decoder import Decoder, DecoderLayer
-from trencadis.core.models.registry import family_of, make
+from trencadis.core.models.model_loader import make_model
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.request import Request
 from trencadis.core.shared_constants import RESERVED_BLOCKS
@@ -173,7 +174,7 @@ class Calibration:
         """Computes the activations before the first layer."""
         # A model without layers and without a head, whose embedding, tower and frequencies are the checkpoint's.
         config = replace(self.config, text=replace(self.config.text, layers=0), pooling=Pooling())
-        model = cast(Decoder, make(config, cast(Backend, self.backend)))
+        model = cast(Decoder, make_model(config, cast(Backend, self.backend)))
         self.source = CheckpointSource(self._weights, family_of(config.architecture).names, self.backend, self.config)
         model.load_from(self.source)
         self._rotary = model.enter.rotary
@@ -268,7 +269,7 @@ def _step(prompt: Calibrant, blocks: int, text: TextConfig, row: int) -> StepInp
             image_row[run.offset : run.offset + run.length] = rows
         row += span.arena_rows
     positions = np.stack([np.arange(n, dtype=np.int32)] * 3)
-    positions[0] *= not 0 < long_from < n  # core/layers/rotary_embedding.py
+    positions[0] *= not 0 < long_from < n  # core/models/rotary_embedding.py
     if request.positions is not None:
         positions = np.frombuffer(request.positions, np.int32).reshape(3, n)
     return StepInputs(

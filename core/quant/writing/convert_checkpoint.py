@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from trencadis.core.checkpoint.quant_config import TOWER
+from trencadis.core.checkpoint.registry import family_of
 from trencadis.core.errors import StartupError
-from trencadis.core.models.registry import family_of
 from trencadis.core.quant.quantised_tensor import SLAB, QTensor
 from trencadis.core.quant.writing.calibration import Calibrant, Calibration
 from trencadis.core.quant.writing.layer_rounding import Say, round_layer

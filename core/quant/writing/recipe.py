@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trencadis.core.checkpoint.formats.bit_packing import pack_words
 from trencadis.core.checkpoint.quant_config import ONLINE_GROUP
-from trencadis.core.quant.formats.bit_packing import pack_words
 from trencadis.core.quant.online_quant import ScaleSearch
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.quant.scheme import Scheme, groups_of

@@ -11,7 +11,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from trencadis.core.models.weight_loader import DTYPES
+from trencadis.core.checkpoint.weight_loader import DTYPES
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 INDEX = "model.safetensors.index.json"

@@ -12,14 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from trencadis.core.checkpoint.checkpoint_source import canonical, fused_parts, one_by_one
 from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.checkpoint.family import StoredNames
 from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.checkpoint.registry import family_of
+from trencadis.core.checkpoint.weight_loader import FLOATS, read_file
 from trencadis.core.errors import StartupError
-from trencadis.core.models.checkpoint_source import canonical, fused_parts, one_by_one
-from trencadis.core.models.family import StoredNames
-from trencadis.core.models.registry import family_of
-from trencadis.core.models.weight_files import files_of
-from trencadis.core.models.weight_loader import FLOATS, read_file
+from trencadis.core.weight_files import files_of
 
 LINEAR = re.compile(r"(layers\.(\d+)\.(?:self_attn|mlp|mlp\.experts\.\d+)\.\w+_proj)\.weight")
 """Canonical names of the decoder's linear layers."""

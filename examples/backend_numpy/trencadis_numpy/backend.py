@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from trencadis.backends.cpu.gloo_comm import SingleRank
 from trencadis.backends.cpu.process_memory import CpuMemory
-from trencadis.core.backend import BackendConfig, Body, Inputs, TensorsOut, host_output
 from trencadis.core.buckets import MIXED_AXES, Bucket, Policy, Stage
+from trencadis.core.device.backend import BackendConfig, Body, Inputs, TensorsOut, host_output
 from trencadis_numpy.ops import NumpyOps
 from trencadis_numpy.programs import NumpyProgram
 
@@ -44,7 +44,7 @@ class Fetched:
 
 
 class NumpyBackend:
-    """``trencadis.core.backend.Backend``."""
+    """``trencadis.core.device.backend.Backend``."""
 
     name = "numpy"
     values = True

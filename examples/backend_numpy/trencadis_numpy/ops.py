@@ -1,4 +1,4 @@
-"""The heavy ops in numpy; the others are the reference's. Letters as in ``trencadis.core.backend.Ops``."""
+"""The heavy ops in numpy; the others are the reference's. Letters as in ``trencadis.core.device.backend.Ops``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trencadis.backends.cpu.reference_ops import ReferenceOps
-from trencadis.core.backend import Attn, LayerKV, Rotary, Segments, Weight
+from trencadis.core.device.backend import Attn, LayerKV, Rotary, Segments, Weight
 from trencadis.core.shared_constants import WINDOW_SLOTS
 
 Array = NDArray[Any]
@@ -26,7 +26,7 @@ class Transposed:
 
 
 class NumpyOps(ReferenceOps):
-    """``trencadis.core.backend.Ops`` over tensors that share their memory with arrays."""
+    """``trencadis.core.device.backend.Ops`` over tensors that share their memory with arrays."""
 
     def pack_weight(self, weight: Tensor, bias: Tensor | None = None) -> Weight:
         return Transposed(weight.detach(), None if bias is None else bias.detach())

@@ -9,7 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trencadis.core.backend import (
+from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.device.backend import (
     Attn,
     BackendConfig,
     Body,
@@ -22,7 +23,6 @@ from trencadis.core.backend import (
     TextTensors,
     VisionTensors,
 )
-from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.shared_constants import SINK_BLOCK, SINK_ROW, WINDOW_SLOTS, ZERO_BLOCK
 from trencadis.core.step import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
 
@@ -30,7 +30,7 @@ Array = NDArray[Any]
 
 
 class NumpyProgram:
-    """``trencadis.core.backend.Program``. There are no graphs: ``capture`` leaves it COMPILED."""
+    """``trencadis.core.device.backend.Program``. There are no graphs: ``capture`` leaves it COMPILED."""
 
     def __init__(self, bucket: Bucket, body: Body, cfg: BackendConfig) -> None:
         self.bucket, self.body, self.cfg = bucket, body, cfg

@@ -11,10 +11,16 @@ import pytest
 from benchmarks.gpu.times import MODELS, text_of
 from benchmarks.host.step import Load
 from benchmarks.host.timeline import played, recorded
-from trencadis.backends.cuda.timing import constants, time_report
+from trencadis.backends.cuda.timing import kernel_times, time_report
 from trencadis.backends.cuda.timing.kernel_recorder import DecodeRecorder
-from trencadis.backends.cuda.timing.kernel_times import COLLECTIVE, PRODUCT, RecordedKernel, seconds, time_of
-from trencadis.backends.cuda.timing.timeline import HostStep, run
+from trencadis.backends.cuda.timing.kernel_times import (
+    COLLECTIVE,
+    PRODUCT,
+    RecordedKernel,
+    compute_kernel_seconds,
+    time_of,
+)
+from trencadis.backends.cuda.timing.time_report import HostStep, simulate_timeline
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.devices import timer
 from trencadis.core.errors import StartupError
@@ -27,51 +33,57 @@ def steps(before: float, after: float, device: float, count: int = 50) -> list[t
 
 
 def test_a_device_waits_only_for_a_host_that_is_slower() -> None:
-    fast = run(steps(1, 1, 5))
+    fast = simulate_timeline(steps(1, 1, 5))
     assert fast.idle == 0 and fast.step == 5 and fast.longest == 0
-    slow = run(steps(4, 3, 5))
+    slow = simulate_timeline(steps(4, 3, 5))
     assert slow.step == pytest.approx(7, rel=0.03) and slow.longest == pytest.approx(2)
     assert slow.idle == pytest.approx(2 / 7, rel=0.05)
 
 
 def test_without_depth_every_step_waits_for_its_result() -> None:
     """Host 2 before and 1 after, device 5: 8 a step, 3 of them idle; one step beyond hides all of it."""
-    assert run(steps(2, 1, 5), depth=0).step == pytest.approx(8, rel=0.03)
-    assert run(steps(2, 1, 5), depth=1).step == 5
+    assert simulate_timeline(steps(2, 1, 5), depth=0).step == pytest.approx(8, rel=0.03)
+    assert simulate_timeline(steps(2, 1, 5), depth=1).step == 5
 
 
 def test_one_slow_step_is_hidden_as_far_as_the_depth_reaches() -> None:
     played_steps = steps(1, 1, 5)
     played_steps[20] = (HostStep(8, 1), 5)
-    line = run(played_steps)
+    line = simulate_timeline(played_steps)
     assert line.longest == pytest.approx(4) and line.total == pytest.approx(50 * 5 + 4)
 
 
 def test_every_constant_cites_where_it_is_from() -> None:
-    for name in constants.cards():
-        found = constants.sources(name)
-        assert {*constants.SCALED} <= found.keys()
+    for name in kernel_times.cards():
+        found = kernel_times.sources(name)
+        assert {*kernel_times.SCALED} <= found.keys()
         for key, source in found.items():
             said = re.search(r"\d{4}|data sheet|white paper|github\.com|the same two points|device query", source)
             assert len(source) > 20 and said, (name, key, source)
-        checked = constants.list_confirmations(name)
+        checked = kernel_times.list_confirmations(name)
         assert all(len(place) > 8 for place in checked.values())
         assert [key for key, place in checked.items() if place == "not found"] == ["graph"]
         assert "(not found again)" in found["graph"]
-        shares = constants.card(name)
-        assert all(0 < getattr(shares, key) <= 1 for key in constants.SCALED if key.endswith("share"))
-    assert all(len(source) > 20 for _, source in constants.load_constants()["host"].values())
+        shares = kernel_times.card(name)
+        assert all(0 < getattr(shares, key) <= 1 for key in kernel_times.SCALED if key.endswith("share"))
+    assert all(len(source) > 20 for _, source in kernel_times.load_constants()["host"].values())
     with pytest.raises(StartupError, match="--card V100: there are figures of A100"):
-        constants.card("V100")
+        kernel_times.card("V100")
 
 
 def test_a_kernel_takes_the_longer_of_reading_and_computing() -> None:
-    on = constants.card("H100")
-    reads = seconds(RecordedKernel("mm", PRODUCT, 1 << 30, 1), on)
+    on = kernel_times.card("H100")
+    reads = compute_kernel_seconds(RecordedKernel("mm", PRODUCT, 1 << 30, 1), on)
     assert reads == pytest.approx((1 << 30) / (3.35e12 * 0.78))
-    assert seconds(RecordedKernel("mm", PRODUCT, 1, 10**15), on) == pytest.approx(10**15 / (9.89e14 * 0.75))
-    assert seconds(RecordedKernel("all_reduce", COLLECTIVE, 1 << 19), on) == pytest.approx(21e-6, rel=0.01)
-    assert seconds(RecordedKernel("all_reduce", COLLECTIVE, 4 << 20), on) == pytest.approx(39e-6, rel=0.01)
+    assert compute_kernel_seconds(RecordedKernel("mm", PRODUCT, 1, 10**15), on) == pytest.approx(
+        10**15 / (9.89e14 * 0.75)
+    )
+    assert compute_kernel_seconds(RecordedKernel("all_reduce", COLLECTIVE, 1 << 19), on) == pytest.approx(
+        21e-6, rel=0.01
+    )
+    assert compute_kernel_seconds(RecordedKernel("all_reduce", COLLECTIVE, 4 << 20), on) == pytest.approx(
+        39e-6, rel=0.01
+    )
     assert time_of([RecordedKernel("mm", PRODUCT, 0)] * 10, on).total == pytest.approx(10 * on.gap)
 
 
@@ -119,7 +131,7 @@ def test_a_tape_holds_what_serving_launches(name: str, rows: int) -> None:
 
 def test_parts_add_up_and_constants_move_a_step_the_right_way() -> None:
     tape = DecodeRecorder(MODELS["3B"][0]()).step(2, 500)
-    on = constants.card("H100")
+    on = kernel_times.card("H100")
     device, line = time_report.step_time(tape, 2, on)
     shares = time_report.parts(device, line)
     assert sum(shares.values()) == pytest.approx(line.step, rel=1e-3)

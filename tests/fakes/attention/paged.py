@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from trencadis.backends.cpu.ops import CpuOps
-from trencadis.core.backend import Attn, LayerKV
+from trencadis.core.device.backend import Attn, LayerKV
 
 BY_LENGTH = CpuOps()
 _CALLS = torch.library.Library("fake_attention", "DEF")  # type: ignore[no-untyped-call]

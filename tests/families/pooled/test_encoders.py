@@ -19,13 +19,13 @@ from trencadis import LLM
 from trencadis.backends.conformance.family.family_checks import CheckedModel, run
 from trencadis.backends.conformance.family.recompute import RecomputedModel
 from trencadis.backends.cpu import pick_policy
+from trencadis.core.checkpoint.checkpoint_source import CheckpointSource
 from trencadis.core.checkpoint.model_config import PRE, RMS, ImageNeeds, ModelConfig
-from trencadis.core.checkpoint.pooler_config import load_model
+from trencadis.core.checkpoint.pooler_config import load_model_config
 from trencadis.core.config import EngineConfig
+from trencadis.core.engine.dry_run import shape_limits
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.memory.estimate import MemoryEstimator
-from trencadis.core.models.checkpoint_source import CheckpointSource
-from trencadis.core.startup.dry_run import shape_limits
 
 BASE: dict[str, Any] = dict(dtype="float32", max_num_seqs=4, max_num_batched_tokens=256, kv_cache_memory_bytes=8 << 20)
 TEXTS = ("Where is Paris?", "the red circles", "what is a \u00c9t\u00e9, 2026!", "a  b", "zz ~ \u4e2d")
@@ -127,7 +127,7 @@ def test_what_an_encoder_cannot_do_is_one_line(options: dict[str, Any], line: st
 
 
 def test_a_step_holds_the_longest_prompt_unless_a_flag_says_otherwise(made: Any) -> None:
-    config = load_model(EngineConfig(str(made("bge"))))
+    config = load_model_config(EngineConfig(str(made("bge"))))
     long = replace(config, text=replace(config.text, max_positions=8192))
     policy = pick_policy("")
     assert shape_limits(EngineConfig("m"), long, policy, ImageNeeds()).max_tokens == 8192
@@ -166,7 +166,7 @@ MISTAKES: dict[str, tuple[str, dict[str, Any]]] = {
 def test_a_mistake_shows(mistake: str, made: Any) -> None:
     name, wrong = MISTAKES[mistake]
     path, ids = made(name), [int(t) for t in np.random.default_rng(1).integers(5, 300, 60)]
-    config = load_model(EngineConfig(str(path)))
+    config = load_model_config(EngineConfig(str(path)))
     want = wanted(path, ids)
     off = [float((rows(config, ids) - want).abs().max() / want.abs().max())]
     changed = replace(config, text=replace(config.text, **wrong))
@@ -181,7 +181,7 @@ def test_a_mistake_shows(mistake: str, made: Any) -> None:
 def test_a_norm_of_the_embeddings_that_is_dropped_shows(made: Any, monkeypatch: Any) -> None:
     """Or a layer's two norms swapped, or a token type that is forgotten."""
     path, ids = made("bge"), [*range(9, 50)]
-    config, want = load_model(EngineConfig(str(path))), wanted(path, ids)
+    config, want = load_model_config(EngineConfig(str(path))), wanted(path, ids)
     take = CheckpointSource.take
     for reference, ours in (
         ("layers.0.input_layernorm", "layers.0.post_attention_layernorm"),
@@ -202,7 +202,7 @@ def test_a_norm_of_the_embeddings_that_is_dropped_shows(made: Any, monkeypatch: 
 
 @pytest.mark.parametrize("name", ENCODERS)
 def test_weights_by_formula_are_the_models_bytes(name: str, made: Any) -> None:
-    config = load_model(EngineConfig(str(made(name))))
+    config = load_model_config(EngineConfig(str(made(name))))
     model = RecomputedModel(config).model
     frequencies = model.enter.rotary.nbytes()
     assert MemoryEstimator(config, itemsize=4).weights() == model.nbytes() + frequencies
@@ -242,7 +242,7 @@ def problems(source: Path, tmp_path: Path, picked: list[tuple[str, Any, str]]) -
         path = altered(source, tmp_path / str(i), "config.json", key, value)
 
         def ours(path: Path = path) -> torch.Tensor:
-            return rows(load_model(EngineConfig(str(path))), ids)
+            return rows(load_model_config(EngineConfig(str(path))), ids)
 
         def reference(path: Path = path) -> torch.Tensor:
             return wanted(path, ids)

@@ -24,9 +24,9 @@ from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.hpu_settings import HpuSettings, settings
 from trencadis.backends.hpu.policy import policy
-from trencadis.core.backend import BackendConfig
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.config import EngineConfig
+from trencadis.core.device.backend import BackendConfig
 from trencadis.core.errors import StartupError
 from trencadis.server.plan.plan_command import make_plan
 

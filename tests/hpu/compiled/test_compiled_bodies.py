@@ -23,13 +23,13 @@ from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.policy import policy
-from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.quant_config import online
 from trencadis.core.config import EngineConfig
+from trencadis.core.device.backend import BackendConfig
 from trencadis.core.launches.persistent_tensors import allocate_persistent
-from trencadis.core.models.registry import build
+from trencadis.core.models.model_loader import load_model
 from trencadis.multimodal.qwen2_vl.config import Qwen25VisionConfig
 
 aten = torch.ops.aten
@@ -64,7 +64,7 @@ def make_harness(kernels: bool = True, dtype: torch.dtype = torch.bfloat16, meth
     )  # fmt: skip
     cfg = BackendConfig(dtype=dtype, block_size=64, vocab_size=text.vocab)
     backend = HpuBackend(cfg, policy("", lazy=False), bridge, HpuSettings(regional=False))
-    model: Any = build(config, backend, EngineConfig(model=str(demo_path())))
+    model: Any = load_model(config, backend, EngineConfig(model=str(demo_path())))
     model.bind(allocate_persistent(config, backend, blocks=6, block_size=64, arena_rows=40, seqs=2, tokens=128))
     return SimpleNamespace(device=device, backend=backend, model=model)
 

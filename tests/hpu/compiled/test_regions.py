@@ -18,14 +18,14 @@ from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.policy import policy
 from trencadis.backends.hpu.shared_shapes import PIECES, padded_start, pieces
-from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Plan, Stage
 from trencadis.core.config import EngineConfig
+from trencadis.core.device.backend import BackendConfig
 from trencadis.core.launches.model_runner import ModelRunner
 from trencadis.core.launches.persistent_tensors import allocate_persistent
-from trencadis.core.layers.norm import RMSNorm
 from trencadis.core.models.decoder import DecoderExit
-from trencadis.core.models.registry import build
+from trencadis.core.models.model_loader import load_model
+from trencadis.core.models.norm import RMSNorm
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.shape_limits import ShapeLimits
@@ -45,7 +45,7 @@ def compiled(limits: ShapeLimits) -> tuple[Plan, Counter[str], EmulatedDevice]:
     device = EmulatedDevice(profile("gaudi3"), computes=False)
     cfg = BackendConfig(dtype=torch.bfloat16, block_size=128, vocab_size=config.text.vocab)
     backend = HpuBackend(cfg, policy("", lazy=False), make_bridge(device, lazy=False), HpuSettings())
-    model: Any = build(config, backend, EngineConfig(model="none", load_format="dummy"))
+    model: Any = load_model(config, backend, EngineConfig(model="none", load_format="dummy"))
     seqs, tokens = limits.max_rows, limits.max_tokens
     model.bind(
         allocate_persistent(config, backend, blocks=300, block_size=128, arena_rows=20000, seqs=seqs, tokens=tokens)

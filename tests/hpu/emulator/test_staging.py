@@ -15,10 +15,10 @@ from trencadis.backends.hpu.emulator.refusals import Refused
 from trencadis.backends.hpu.launches.hpu_inputs import LaunchForm, arrays
 from trencadis.backends.hpu.launches.input_packing import cast_inputs, make_packing, types_of
 from trencadis.backends.hpu.launches.trees import leaves, rebuild
-from trencadis.core.backend import HeadTensors, HeadTensorsOut
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.checkpoint.vision_config import SlotForm
+from trencadis.core.device.backend import HeadTensors, HeadTensorsOut
 from trencadis.core.step import HeadInputs, HeadOutput
+from trencadis.core.vision_config import SlotForm
 
 pytestmark = pytest.mark.part("gaudi")
 

@@ -42,7 +42,7 @@ assert bridge.device_name() == "GAUDI2" and bridge.mem_get_info() == (90 << 30, 
 bridge = dataclasses.replace(bridge, device=torch.device("cpu"), compile=lambda m: m)
 from trencadis.backends.hpu.backend import HpuBackend
 from trencadis.backends.hpu.policy import policy
-from trencadis.core.backend import BackendConfig, ProgramState
+from trencadis.core.device.backend import BackendConfig, ProgramState
 from trencadis.core.buckets import Bucket, Stage
 from tests.oracles import gaudi_launches as ops
 assert bridge.sdpa_parts is not None and bridge.product is None and bridge.block_adjustment is None
@@ -114,7 +114,7 @@ def test_the_card_that_is_asked_for_is_opened(card: str, world: str, env: dict[s
 
 def test_cpu_imports_neither_bridge_nor_emulator() -> None:
     code = (
-        "import sys; from trencadis.core import startup; from trencadis.core.backend import BackendConfig, load\n"
+        "import sys; from trencadis.core.device.backend import BackendConfig, load\n"
         "load('cpu')(BackendConfig(options={'threads': '1'}))\n"
         "print([m for m in sys.modules if 'habana' in m or 'backends.hpu' in m])"
     )

@@ -37,7 +37,7 @@ try:
         print("banner", line)
     assert "torch" not in sys.modules
     torch_build.load()
-    import trencadis.core.startup.engine_builder
+    import trencadis.core.engine.engine_builder
     from trencadis.backends.hpu.start.bridge_loader import open_bridge
     print("mode", 1 if open_bridge().is_lazy() else 0)
     from habana_frameworks.torch import AT_IMPORT, LAZY

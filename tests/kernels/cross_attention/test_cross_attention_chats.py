@@ -15,8 +15,8 @@ from tests.vision.cross_attention.mllama_oracle import START, MllamaOracle, writ
 from trencadis import LLM, SamplingParams
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cuda import support_checks
+from trencadis.backends.cuda.kernels import cross_attend
 from trencadis.backends.cuda.kernels.attention_tensors import SingleCrossAttention
-from trencadis.backends.cuda.kernels.cross_attention import cross_attend
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32", "max_num_seqs": 3, "max_num_batched_tokens": 32, "max_model_len": 256, "block_size": 16,

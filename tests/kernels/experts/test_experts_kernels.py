@@ -11,10 +11,8 @@ from torch import Tensor
 from tests.oracles import interpreter
 from trencadis.backends.cpu.expert_mlp import route_tokens
 from trencadis.backends.cpu.reference_ops import ReferenceOps
-from trencadis.backends.cuda.invariant_ops import InvariantCudaOps
-from trencadis.backends.cuda.kernels import tiles
-from trencadis.backends.cuda.kernels.experts import grouped_gemm, routing
-from trencadis.backends.cuda.ops import CudaOps
+from trencadis.backends.cuda.kernels import fused_moe, tiles
+from trencadis.backends.cuda.ops import CudaOps, InvariantCudaOps
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SMALL = tiles.Tile(16, 32, 4, 1)
@@ -75,7 +73,7 @@ def test_every_pair_has_one_place_in_a_tile_of_its_expert(
     if n == 300:
         scores[:, 2] = 50.0
     shares, chosen = route_tokens(scores, top, True)
-    found = routing.route(scores.to(device), top, True, tile)
+    found = fused_moe.route_tokens(scores.to(device), top, True, tile)
     torch.testing.assert_close(found.shares.cpu(), shares)
     order, owner = found.order.cpu().view(-1, tile), found.owner.cpu().tolist()
     seen = []
@@ -93,7 +91,7 @@ def test_scores_at_the_ends_of_a_type(device: torch.device) -> None:
     """Equal scores take the lower numbers; minus infinity is the last to be taken; a NaN spoils its own row."""
     low, nan = float("-inf"), float("nan")
     scores = torch.tensor([[0.0, 0.0, 0.0], [low, 1.0, low], [nan, 1.0, 2.0]], device=device)
-    found = routing.route(scores, 2, True, 16)
+    found = fused_moe.route_tokens(scores, 2, True, 16)
     assert found.shares[0].tolist() == [0.5, 0.5] and found.shares[1].tolist() == [1.0, 0.0]
     assert found.shares[2].isnan().all()
     order = found.order.view(-1, 16).cpu()
@@ -106,7 +104,7 @@ def test_no_order_of_programs_changes_a_bit(device: torch.device, monkeypatch: p
     if not INTERPRETED:
         pytest.skip("the interpreter chooses the order")
     monkeypatch.setitem(tiles.FORCED, "experts", SMALL)
-    monkeypatch.setattr(routing, "CHUNK", 16)
+    monkeypatch.setattr(fused_moe, "CHUNK", 16)
     ops = CudaOps()
     w, x, scores = ops.pack_experts(*weights(4, 24, 40, torch.bfloat16)), normal(9, 40).bfloat16(), scores_of(9, 4)
     interpreter.in_all_orders(lambda: ops.experts(x, scores, w, 2, True, "silu"))
@@ -138,7 +136,7 @@ def test_a_token_has_the_same_bits_in_any_company(device: torch.device, monkeypa
 def test_room_is_enough_for_any_choice() -> None:
     for pairs, count, tile in ((1, 8, 16), (64, 8, 16), (1000, 3, 64), (128, 128, 16)):
         worst = min(count, pairs) + (pairs - min(count, pairs)) // tile
-        assert worst <= routing.tile_capacity(pairs, count, tile) <= pairs
+        assert worst <= fused_moe.tile_capacity(pairs, count, tile) <= pairs
 
 
 def test_mistakes_of_callers_are_refused(device: torch.device) -> None:
@@ -151,5 +149,5 @@ def test_mistakes_of_callers_are_refused(device: torch.device) -> None:
     ):  # fmt: skip
         with pytest.raises(AssertionError):
             wrong()
-    assert isinstance(w, grouped_gemm.StackedExperts)
-    assert grouped_gemm.run(x[:0], scores[:0], w, 2, True, "silu").shape == (0, 40)
+    assert isinstance(w, fused_moe.StackedExperts)
+    assert fused_moe.run(x[:0], scores[:0], w, 2, True, "silu").shape == (0, 40)

@@ -14,7 +14,7 @@ from tests.oracles.layers.dependent_launches import DependentLaunch, recorded, u
 from tests.oracles.layers.layer_cases import LayerCase, LayerRun
 from trencadis.backends.cuda.kernels.layers import dependent_launch, fused_decode_attention
 from trencadis.backends.cuda.ops import CudaOps
-from trencadis.core.backend import Rotary
+from trencadis.core.device.backend import Rotary
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 

@@ -23,7 +23,7 @@ from trencadis.backends.cuda.libraries.selector import SelectedLibrary, select_l
 from trencadis.backends.cuda.runtime_protocol import Stream
 from trencadis.backends.cuda.twin.ops import TwinOps
 from trencadis.backends.cuda.twin.twin_runtime import TwinRuntime
-from trencadis.core.backend import LayerKV
+from trencadis.core.device.backend import LayerKV
 
 BF16, FP16 = torch.bfloat16, torch.float16
 KINDS = {"flash2": ("FLASH_ATTN", 80, 256), "flash3": ("FLASH_ATTN", 90, 16), "flashinfer": ("FLASHINFER", 90, 32)}

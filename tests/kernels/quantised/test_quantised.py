@@ -13,10 +13,9 @@ from torch import Tensor
 from tests.oracles import interpreter
 from tests.quant.checkpoints import made, tensors
 from tests.quant.test_formats import GRID, read, seen
-from trencadis.backends.cuda.invariant_ops import InvariantCudaOps
+from trencadis.backends.cuda.kernels import quantised_linear as kernels
 from trencadis.backends.cuda.kernels import tiles
-from trencadis.backends.cuda.kernels.coded import quantised_linear as kernels
-from trencadis.backends.cuda.ops import CudaOps
+from trencadis.backends.cuda.ops import CudaOps, InvariantCudaOps
 from trencadis.backends.cuda.weights import quantised_weight
 from trencadis.backends.cuda.weights.quantised_weight import QuantisedWeight
 from trencadis.core.errors import StartupError

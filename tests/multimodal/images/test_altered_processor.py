@@ -16,8 +16,8 @@ from PIL import Image
 from tests.hostile.altered_config import GONE, altered, verdict
 from trencadis.assets import demo_path
 from trencadis.backends.cpu import make_backend
-from trencadis.core.backend import BackendConfig
 from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.device.backend import BackendConfig
 from trencadis.multimodal.qwen2_5_vl.model import Qwen25VL
 from trencadis.multimodal.qwen2_vl.image_budget import pixel_limits
 from trencadis.multimodal.qwen2_vl.processor import Qwen2VLImageProcessor

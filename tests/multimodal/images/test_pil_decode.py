@@ -11,8 +11,7 @@ from transformers.image_transforms import convert_to_rgb
 
 from trencadis.core.errors import BadRequest
 from trencadis.multimodal.images.image_header import Header, inspect_header
-from trencadis.multimodal.images.image_job import prepare_image
-from trencadis.multimodal.images.pil_decode import decode, jpeg_shrink, to_rgb
+from trencadis.multimodal.images.pil_decode import decode, jpeg_shrink, prepare_image, to_rgb
 from trencadis.multimodal.qwen2_vl.processor import Qwen2VLImageProcessor
 
 rng = np.random.default_rng(5)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as reference
 
 from trencadis.core.errors import BadRequest
-from trencadis.multimodal.patch_grids import count_slots, count_tokens, patch_grid
+from trencadis.multimodal.patch_packing import count_slots, count_tokens, patch_grid
 from trencadis.multimodal.qwen2_vl.smart_resize import largest_slots, smart_resize
 
 GOLDEN = {

@@ -19,9 +19,9 @@ from PIL import Image
 from tests.traffic.media import prepare_now
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.config import EngineConfig
+from trencadis.core.engine.engine_builder import create_engine
 from trencadis.core.process.heap_trimmer import trim
 from trencadis.core.request import SamplingParams
-from trencadis.core.startup.engine_builder import create_engine
 from trencadis.multimodal.images.image_frontend import ImageFrontend
 from trencadis.multimodal.images.processor_cache import ProcessorCache
 from trencadis.multimodal.media_options import MediaPart, MediaScope

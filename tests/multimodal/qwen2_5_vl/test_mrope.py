@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.oracles.rotary_positions import reference
-from trencadis.core.kv.media_spans import MediaSpan
+from trencadis.core.media_spans import MediaSpan
 from trencadis.multimodal.qwen2_vl.mrope import mrope_positions
 
 

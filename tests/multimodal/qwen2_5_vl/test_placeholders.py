@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from trencadis.core.kv.media_spans import MediaSpan
+from trencadis.core.media_spans import MediaSpan
 from trencadis.multimodal.placeholders import expand_placeholders
 from trencadis.multimodal.processor import PreparedImage
 

@@ -17,7 +17,7 @@ from PIL import Image
 
 from tests.oracles.reference_towers import DEVICES, encoded, make_image, random_grid, shown, tower_harness
 from tests.vision.family_harness import FamilyHarness, Shown
-from trencadis.multimodal.patch_grids import count_slots
+from trencadis.multimodal.patch_packing import count_slots
 from trencadis.multimodal.qwen2_vl.processor import Qwen2VLImageProcessor
 
 BAR = 1e-5

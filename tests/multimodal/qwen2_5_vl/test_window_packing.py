@@ -18,7 +18,7 @@ from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.step import Encode
-from trencadis.multimodal.patch_grids import count_slots
+from trencadis.multimodal.patch_packing import count_slots
 from trencadis.multimodal.qwen2_5_vl.window_packing import pack_windows, window_layout
 
 plan = cache(default_plan)

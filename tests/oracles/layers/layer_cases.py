@@ -13,9 +13,9 @@ from tests.oracles.attention_cases import Case, Prepared, frequencies, prepared
 from trencadis.backends.cpu import make_backend
 from trencadis.backends.cpu.gloo_comm import SingleRank
 from trencadis.backends.cpu.reference_ops import ReferenceOps
-from trencadis.core.backend import BackendConfig, LayerKV, Rotary
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import TextConfig
+from trencadis.core.device.backend import BackendConfig, LayerKV, Rotary
 from trencadis.core.models.decoder import DecoderLayer
 
 

@@ -18,11 +18,11 @@ from tests.quant import checkpoints as quantised
 from tests.quant.test_loading import on
 from tests.quant.test_writing import TYPES, folder, written
 from trencadis.backends.cpu import make_backend
-from trencadis.core.backend import BackendConfig
+from trencadis.core.checkpoint.checkpoint_source import CheckpointSource
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.models.checkpoint_source import CheckpointSource
-from trencadis.core.models.registry import family_of
-from trencadis.core.models.weight_loader import open_weights
+from trencadis.core.checkpoint.registry import family_of
+from trencadis.core.checkpoint.weight_loader import open_weights
+from trencadis.core.device.backend import BackendConfig
 from trencadis.core.quant.online_quant import quantise as nearest
 from trencadis.core.quant.writing import layer_rounding
 from trencadis.core.quant.writing.calibration import Calibrant, Calibration

@@ -12,12 +12,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import Message
 
 from trencadis.core.config import EngineConfig
+from trencadis.core.engine_stats import MEANINGS, UNPLANNED
 from trencadis.core.errors import BY_STATUS
-from trencadis.core.graphs.miss_reasons import MEANINGS, UNPLANNED
 from trencadis.core.process.engine_messages import BucketUse, EngineInfo, EngineStats
-from trencadis.server.admission import Bounds
 from trencadis.server.metrics.bucket_metrics import MOST
-from trencadis.server.metrics.cache_config import make_cache_labels
+from trencadis.server.metrics.prometheus import make_cache_labels
+from trencadis.server.tenants.admission import Bounds
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 JSON = {"content-type": "application/json"}

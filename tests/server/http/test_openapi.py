@@ -14,7 +14,7 @@ from tests.oracles.openapi_checks import check_declared, operation, spec_of
 from trencadis.core.errors import QueueFull, Unavailable
 from trencadis.core.process.engine_messages import EngineStats
 from trencadis.core.progress import Warming
-from trencadis.server.admission import Bounds
+from trencadis.server.tenants.admission import Bounds
 
 JSON = {"content-type": "application/json"}
 IMAGE = {"type": "image_url", "image_url": "data:image/png;base64,AAAA"}

@@ -20,8 +20,8 @@ from tests.vision.all_families.family_list import WRITERS
 from tests.vision.tiled_families import COMPARED
 from trencadis import LLM, SamplingParams
 from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.checkpoint.registry import image_needs
 from trencadis.core.errors import TrencadisError
-from trencadis.core.models.registry import image_needs
 from trencadis.multimodal.sources import http_fetch, url_rules
 
 MARKS = {"gemma3": "<start_of_image>", "mllama": "<|image|>", **{name: one.image for name, one in COMPARED.items()}}

@@ -16,7 +16,7 @@ from tests.vision.all_families.hub_configs import HUB, hub_config
 from trencadis.backends.hpu.policy import SERVING
 from trencadis.core.buckets import DEFAULT_VISION_SLOTS, Plan, Stage
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.models.registry import image_needs, image_sizes
+from trencadis.core.checkpoint.registry import image_needs, image_sizes
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan

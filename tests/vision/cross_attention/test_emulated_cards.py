@@ -12,7 +12,7 @@ from tests.vision.cross_attention.mllama_oracle import FIRST
 from tests.vision.cross_attention.test_chats import chats
 from trencadis.backends.cuda.twin.twin_recording import TwinRecording
 from trencadis.backends.cuda.twin.twin_runtime import TwinRuntime
-from trencadis.core.shapes.cross_attention_inputs import VARIANT
+from trencadis.core.cross_attention_inputs import VARIANT
 
 FLAGS: dict[str, Any] = {
     "device": "cuda", "policy": "twin", "block_size": 16, "max_num_batched_tokens": 32, "max_num_seqs": 2,

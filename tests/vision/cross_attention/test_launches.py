@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.oracles.transformers_model import make_image
 from tests.vision.cross_attention.mllama_oracle import BASE, START
 from trencadis import LLM, SamplingParams
-from trencadis.core.models import registry
+from trencadis.core.models import model_loader
 
 
 class MadeNumbers(TorchDispatchMode):
@@ -35,7 +35,7 @@ def test_rows_of_images_are_numbered_once_in_a_launch(path: Path, monkeypatch: p
     image = make_image(np.random.default_rng(3), low=32, high=200, aspect=2)
     counted: list[int] = []
 
-    def build(*args: Any, was: Any = registry.build) -> Any:
+    def build(*args: Any, was: Any = model_loader.load_model) -> Any:
         model = was(*args)
         assert len(model.cross_attention_layers) == 2
 
@@ -51,7 +51,7 @@ def test_rows_of_images_are_numbered_once_in_a_launch(path: Path, monkeypatch: p
         model.text = text
         return model
 
-    monkeypatch.setattr(registry, "build", build)
+    monkeypatch.setattr(model_loader, "load_model", build)
     with LLM(str(path), **BASE) as llm:
         prompt: Any = {"prompt": f"{START}Say what <|image|> shows.", "multi_modal_data": {"image": image}}
         llm.generate(prompt, SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)

@@ -12,7 +12,7 @@ import pytest
 from tests.oracles.transformers_model import make_image
 from tests.vision.cross_attention.mllama_oracle import BASE, FIRST, START
 from trencadis import LLM, SamplingParams
-from trencadis.core.models import registry
+from trencadis.core.models import model_loader
 
 MISTAKES: dict[str, Callable[[Any, Any], None]] = {}
 
@@ -42,7 +42,7 @@ def _unmasked(model: Any, patch: Any) -> None:
 
 @mistake("tiles in another order")
 def _order(model: Any, patch: Any) -> None:
-    from trencadis.multimodal.mllama_tower import model as module
+    from trencadis.multimodal.mllama import model as module
 
     patch.setattr(
         module,
@@ -106,13 +106,13 @@ def test_a_mistake_shows(name: str, path: Path, reference: Any, monkeypatch: Any
     found: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
 
-        def build(*args: Any, was: Any = registry.build) -> Any:
+        def build(*args: Any, was: Any = model_loader.load_model) -> Any:
             model = was(*args)
             MISTAKES[name](model, monkeypatch)
             found.append(model)
             return model
 
-        patch.setattr(registry, "build", build)
+        patch.setattr(model_loader, "load_model", build)
         llm = LLM(str(path), **BASE)
     try:
         assert found

@@ -16,11 +16,11 @@ from trencadis.backends.cuda.launches.input_sizes import cross_attention_bytes
 from trencadis.backends.cuda.policy import policy
 from trencadis.core.buckets import Bucket, InputSizes, Stage
 from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.checkpoint.registry import image_needs
+from trencadis.core.cross_attention_inputs import planned_units
 from trencadis.core.errors import StartupError
 from trencadis.core.memory.cpu_cache_plan import CacheOptions, plan_cpu
 from trencadis.core.memory.estimate import MemoryEstimator, arena_width
-from trencadis.core.models.registry import image_needs
-from trencadis.core.shapes.cross_attention_inputs import planned_units
 
 NAME = "Llama-3.2-11B-Vision"
 TOWER: dict[str, Any] = {

@@ -6,17 +6,17 @@ from typing import Any
 
 import numpy as np
 
-from trencadis.core.kv.block_hash import BlockHashChain
-from trencadis.core.kv.cross_attention_spans import compute_cross_attention
-from trencadis.core.kv.media_spans import MediaSpan, TokenRun
-from trencadis.core.request import Request, SamplingParams
-from trencadis.core.shapes.cross_attention_inputs import (
+from trencadis.core.cross_attention_inputs import (
     ENDLESS,
     CrossAttentionSpans,
+    compute_cross_attention,
     make_cross_attention_inputs,
     planned_unit_counts,
     variant_of,
 )
+from trencadis.core.kv.block_hash import BlockHashChain
+from trencadis.core.media_spans import MediaSpan, TokenRun
+from trencadis.core.request import Request, SamplingParams
 from trencadis.core.shared_constants import RESERVED_ROWS
 
 

@@ -15,7 +15,7 @@ from tests.vision import vision_checkpoints
 from tests.vision.cross_attention import mllama_oracle
 from tests.vision.tiled_families import COMPARED
 from trencadis.backends.conformance.family import image_checks
-from trencadis.core.kv import cross_attention_spans
+from trencadis.core import cross_attention_inputs
 from trencadis.server.cli.main import main
 
 WRITERS: dict[str, Callable[[Path], Path]] = {
@@ -58,7 +58,7 @@ def test_what_tokens_see_too_much_of_an_image_is_found(
     """Tiles that the image leaves empty, in a model whose layers attend to images."""
 
     def changed_spans(spans: Any, *rest: Any) -> Any:
-        return cross_attention_spans.compute_cross_attention(
+        return cross_attention_inputs.compute_cross_attention(
             [dataclasses.replace(span, cross_attention_rows=span.arena_rows) for span in spans], *rest
         )
 

@@ -18,9 +18,9 @@ from tests.vision.extra_families.paligemma import EXAMPLE, installed, paligemma,
 from tests.vision.family_harness import VARIANTS
 from tests.vision.vision_checkpoints import IMAGE
 from trencadis import LLM, SamplingParams
+from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.errors import StartupError
-from trencadis.core.models import registry
 from trencadis.server.cli.main import main
 
 BASE: dict[str, Any] = dict(

@@ -19,7 +19,7 @@ from trencadis.backends.cuda.kernels.layers import dependent_launch
 from trencadis.backends.cuda.kernels.layers.dependent_launch import wait
 from trencadis.backends.cuda.kernels.paged_attention import QueryTile, attend_part, leave_part
 from trencadis.backends.cuda.kernels.paged_keys import PagedKeys, Reach
-from trencadis.core.backend import LayerKV, Rotary
+from trencadis.core.device.backend import LayerKV, Rotary
 
 
 class HeadNorms(NamedTuple):

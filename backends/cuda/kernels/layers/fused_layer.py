@@ -12,11 +12,11 @@ from trencadis.backends.cuda.kernels.attention_tensors import SingleAttn
 from trencadis.backends.cuda.kernels.layers import fused_decode_attention, skinny_gemm
 from trencadis.backends.cuda.kernels.layers.fused_decode_attention import HeadNorms
 from trencadis.backends.cuda.kernels.layers.skinny_gemm import NormOf
-from trencadis.core.backend import Attn, Rotary
-from trencadis.core.layers.linear import Linear
-from trencadis.core.layers.mlp import GatedMLP
-from trencadis.core.layers.norm import RMSNorm
+from trencadis.core.device.backend import Attn, Rotary
 from trencadis.core.models.decoder import DecoderLayer
+from trencadis.core.models.linear import Linear
+from trencadis.core.models.mlp import GatedMLP
+from trencadis.core.models.norm import RMSNorm
 
 
 class FusedLayer:

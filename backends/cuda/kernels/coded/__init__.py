@@ -1,1 +1,0 @@
-"""Kernels over 8-bit and 4-bit codes: products with quantised weights, and an 8-bit KV cache."""

@@ -1,1 +1,0 @@
-"""Cross-attention of text to images whose keys and values are in the image arena."""

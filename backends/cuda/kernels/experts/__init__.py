@@ -1,1 +1,0 @@
-"""Experts: the routing of tokens, and the grouped products."""

@@ -1,0 +1,272 @@
+"""Grouped products of experts: each program multiplies one tile of pairs by some columns of their expert.
+
+Three kernels: gate and up, with the activation, down times the weight of the pair, and the sum of a token's
+pairs from its best expert to its least. A row's bits follow from its token and from the class of tiles, which follows
+from the launch's shape; with ``alike`` there is one class.
+
+Routing of tokens to experts, and the order in which a grouped product reads its rows. Nothing is read by the host.
+
+A pair is a token and one of its experts: pair i belongs to token i // top. The pairs of an expert are contiguous, in
+their own order, and begin at a tile boundary; the number of tiles follows from the launch's shape alone, and unused
+tiles have owner -1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trencadis.backends.cuda.kernels import tiles
+from trencadis.backends.cuda.kernels.activation import KINDS, apply_activation
+from trencadis.backends.cuda.kernels.tiles import power
+
+CHUNK = 1024
+"""Number of pairs that one program counts."""
+
+ELEMENTS = 4096
+"""Number of comparisons of a pair and an expert that a program holds at a time."""
+
+
+class Routes(NamedTuple):
+    """The routing of n tokens."""
+
+    shares: Tensor  # float32 [n, top]
+    order: Tensor  # int32 [tiles x M], a pair, or -1 for an unused row of a tile
+    owner: Tensor  # int32 [tiles], the tile's expert, or -1 for an unused tile
+
+
+def tile_capacity(pairs: int, count: int, tile: int) -> int:
+    """Returns the maximum number of tiles of ``tile`` pairs for ``count`` experts: each may leave one partly filled."""
+    return min(pairs, pairs // tile + count)
+
+
+def route_tokens(scores: Tensor, top: int, normalise: bool, tile: int) -> Routes:
+    """Routes scores [n, count], contiguous, in tiles of ``tile`` pairs."""
+    assert scores.ndim == 2 and scores.is_contiguous() and 0 < top <= scores.shape[1], (scores.shape, top)
+    n, count = scores.shape
+    pairs, lanes, device = n * top, max(power(count), 2), scores.device
+    tiles, chunks = tile_capacity(pairs, count, tile), -(-pairs // CHUNK)
+    found = Routes(
+        torch.empty((n, top), dtype=torch.float32, device=device),
+        torch.empty(tiles * tile, dtype=torch.int32, device=device),
+        torch.empty(tiles, dtype=torch.int32, device=device),
+    )
+    chosen = torch.empty(pairs, dtype=torch.int32, device=device)
+    part = torch.empty((chunks, lanes), dtype=torch.int32, device=device)
+    route_kernel[(n,)](
+        found.shares, chosen, scores, COUNT=count, LANES=lanes, TOP=top, PICKS=max(power(top), 2),
+        NORMALISE=normalise, num_warps=1 if lanes <= 256 else 4,
+    )  # fmt: skip
+    few = max(ELEMENTS // lanes, 2)
+    count_kernel[(chunks,)](part, chosen, pairs, LANES=lanes, FEW=few, CHUNK=CHUNK, num_warps=4)
+    place_kernel[(count,)](
+        found.order, found.owner, chosen, part, pairs, chunks, tiles, LANES=lanes, CHUNK=CHUNK, M=tile, num_warps=4
+    )
+    return found
+
+
+@triton.jit
+def route_kernel(
+    shares, chosen, scores, COUNT: tl.constexpr, LANES: tl.constexpr, TOP: tl.constexpr, PICKS: tl.constexpr,
+    NORMALISE: tl.constexpr,
+):  # fmt: skip
+    """Selects the experts of one token; of two equal ones the lower number. A NaN affects its shares, not its order."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, LANES)
+    inside = at < COUNT
+    value = tl.load(scores + row * COUNT + at, mask=inside, other=float("-inf")).to(tl.float32)
+    each = tl.where(inside, tl.exp(value - tl.max(value, 0)), 0.0)
+    share = each / tl.sum(each, 0)
+    # Selected experts and lanes beyond the last score lower than every expert that is left.
+    left = tl.where(value > -3.0e38, value, -3.0e38)
+    left = tl.where(inside, left, float("-inf"))
+    pick = tl.arange(0, PICKS)
+    found = tl.zeros([PICKS], tl.int32)
+    part = tl.zeros([PICKS], tl.float32)
+    for i in tl.static_range(TOP):
+        best = tl.min(tl.where(left == tl.max(left, 0), at, LANES - 1), 0)
+        found = tl.where(pick == i, best, found)
+        part = tl.where(pick == i, tl.sum(tl.where(at == best, share, 0.0), 0), part)
+        left = tl.where(at == best, float("-inf"), left)
+    if NORMALISE:
+        part = part / tl.sum(part, 0)
+    tl.store(chosen + row * TOP + pick, found, mask=pick < TOP)
+    tl.store(shares + row * TOP + pick, part, mask=pick < TOP)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def count_kernel(part, chosen, pairs, LANES: tl.constexpr, FEW: tl.constexpr, CHUNK: tl.constexpr):
+    """Counts the pairs of each expert in one chunk."""
+    chunk = tl.program_id(0)
+    expert = tl.arange(0, LANES)
+    total = tl.zeros([LANES], tl.int32)
+    for start in range(0, CHUNK, FEW):
+        pair = chunk * CHUNK + start + tl.arange(0, FEW)
+        held = tl.load(chosen + pair, mask=pair < pairs, other=-1)
+        total += tl.sum((held[:, None] == expert[None, :]).to(tl.int32), 0)
+    tl.store(part + chunk * LANES + expert, total)
+
+
+@triton.jit(do_not_specialize=["pairs", "chunks", "tiles"])
+def place_kernel(
+    order, owner, chosen, part, pairs, chunks, tiles, LANES: tl.constexpr, CHUNK: tl.constexpr, M: tl.constexpr
+):
+    """Writes the pairs of one expert in their order; the last expert marks unused tiles."""
+    expert = tl.program_id(0)
+    lane = tl.arange(0, LANES)
+    count = tl.zeros([LANES], tl.int32)
+    for i in range(0, chunks):
+        count += tl.load(part + i * LANES + lane)
+    each = (count + M - 1) // M
+    first = tl.sum(tl.where(lane < expert, each, 0), 0)
+    own = tl.sum(tl.where(lane == expert, count, 0), 0)
+    stop = first + (own + M - 1) // M
+    for tile in range(first, stop):
+        tl.store(owner + tile, expert)
+    done = first * M
+    for i in range(0, chunks):
+        pair = i * CHUNK + tl.arange(0, CHUNK)
+        mine = (tl.load(chosen + pair, mask=pair < pairs, other=-1) == expert).to(tl.int32)
+        tl.store(order + done + tl.cumsum(mine, 0) - mine, pair, mask=mine > 0)
+        done += tl.sum(mine, 0)
+    spare = done + tl.arange(0, M)
+    tl.store(order + spare, tl.full([M], -1, tl.int32), mask=spare < stop * M)
+    if expert == tl.num_programs(0) - 1:
+        for tile in range(stop, tiles):
+            tl.store(owner + tile, -1)
+
+
+STEP = {16: 64, 32: 32}
+"""Bits of a value -> columns of a step."""
+
+FEW = 16
+"""Tiles are small up to this many pairs per expert on average."""
+
+BLOCK = 1024
+
+
+@dataclass
+class StackedExperts:
+    """The experts of a layer: gate_up [count, 2 inner, hidden], down [count, hidden, inner]."""
+
+    gate_up: Tensor
+    down: Tensor
+    count: int
+    inner: int
+
+
+def run(
+    x: Tensor, scores: Tensor, w: StackedExperts, top: int, normalise: bool, kind: str, alike: bool = False
+) -> Tensor:
+    """Implements ``core.device.backend.Ops.experts``; ``alike``: uses the same tiles in every launch."""
+    check(x, scores, w, kind)
+    (n, hidden), inner = x.shape, w.inner
+    out = torch.empty_like(x)
+    if not n:
+        return out
+    tile, step = tile_of(x, n * top, w.count, alike), STEP[x.dtype.itemsize * 8]
+    routes = route_tokens(scores, top, normalise, tile.m)
+    between = torch.empty((n * top, inner), dtype=x.dtype, device=x.device)
+    part = torch.empty((n * top, hidden), dtype=x.dtype, device=x.device)
+    sizes = {"M": tile.m, "N": tile.n, "K": step, "num_warps": tile.warps, "num_stages": tile.stages}
+    _up(x, w, routes, top, kind, between, sizes)
+    _down(between, w, routes, part, sizes)
+    experts_sum_kernel[(n, -(-hidden // BLOCK))](out, part, hidden, TOP=top, BLOCK=BLOCK, num_warps=4)
+    return out
+
+
+def check(x: Tensor, scores: Tensor, w: StackedExperts, kind: str) -> None:
+    """Asserts: x [n, hidden] and scores [n, count], contiguous, and weights of x's dtype that fit them."""
+    assert kind in KINDS, kind
+    assert x.ndim == 2 and x.is_contiguous() and scores.shape == (x.shape[0], w.count), (x.shape, scores.shape)
+    assert w.gate_up.shape == (w.count, 2 * w.inner, x.shape[1]) and w.gate_up.is_contiguous()
+    assert w.down.shape == (w.count, x.shape[1], w.inner) and w.down.is_contiguous()
+    assert w.gate_up.dtype == w.down.dtype == x.dtype
+
+
+def tile_of(x: Tensor, pairs: int, count: int, alike: bool) -> tiles.Tile:
+    """Returns the tile; m: pairs, n: columns. The table's ``head`` and ``group`` have no meaning here."""
+    length = "few" if not alike and pairs <= FEW * count else "many"
+    found = tiles.FORCED.get("experts")
+    return found or tiles.find("experts", tiles.arch_of(x.device), x.dtype.itemsize * 8, 0, 0, length)
+
+
+def _up(x: Tensor, w: StackedExperts, r: Routes, top: int, kind: str, out: Tensor, sizes: dict[str, int]) -> None:
+    grid = r.owner.shape[0], -(-w.inner // sizes["N"])
+    experts_kernel[grid](out, x, w.gate_up, r.order, r.owner, x.shape[1], w.inner, TOP=top, KIND=KINDS[kind], **sizes)
+
+
+def _down(x: Tensor, w: StackedExperts, r: Routes, out: Tensor, sizes: dict[str, int]) -> None:
+    hidden = out.shape[1]
+    grid = r.owner.shape[0], -(-hidden // sizes["N"])
+    experts_down_kernel[grid](out, x, w.down, r.shares, r.order, r.owner, hidden, w.inner, **sizes)
+
+
+@triton.jit
+def experts_kernel(
+    out, x, weight, order, owner, hidden, inner,
+    TOP: tl.constexpr, KIND: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    expert = tl.load(owner + tile)
+    if expert >= 0:
+        pair = tl.load(order + tile * M + tl.arange(0, M)).to(tl.int64)
+        column = (tl.program_id(1) * N + tl.arange(0, N)).to(tl.int64)
+        here, there = pair >= 0, column < inner
+        row = x + (tl.where(here, pair, 0) // TOP) * hidden
+        gates = weight + (expert.to(tl.int64) * 2 * inner + column) * hidden
+        ups = gates + inner.to(tl.int64) * hidden
+        gate = tl.zeros([M, N], tl.float32)
+        up = tl.zeros([M, N], tl.float32)
+        for start in range(0, hidden, K):
+            at = start + tl.arange(0, K)
+            inside = at < hidden
+            values = tl.load(row[:, None] + at[None, :], mask=here[:, None] & inside[None, :], other=0.0)
+            inside_both = there[None, :] & inside[:, None]
+            held = tl.load(gates[None, :] + at[:, None], mask=inside_both, other=0.0)
+            gate = tl.dot(values, held, gate, input_precision="ieee")
+            held = tl.load(ups[None, :] + at[:, None], mask=inside_both, other=0.0)
+            up = tl.dot(values, held, up, input_precision="ieee")
+        made = apply_activation(gate, KIND) * up
+        address = out + pair[:, None] * inner + column[None, :]
+        tl.store(address, made.to(out.dtype.element_ty), mask=here[:, None] & there[None, :])
+
+
+@triton.jit
+def experts_down_kernel(
+    out, x, weight, shares, order, owner, hidden, inner, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr
+):
+    tile = tl.program_id(0)
+    expert = tl.load(owner + tile)
+    if expert >= 0:
+        pair = tl.load(order + tile * M + tl.arange(0, M)).to(tl.int64)
+        column = (tl.program_id(1) * N + tl.arange(0, N)).to(tl.int64)
+        here, there = pair >= 0, column < hidden
+        row = x + tl.where(here, pair, 0) * inner
+        downs = weight + (expert.to(tl.int64) * hidden + column) * inner
+        made = tl.zeros([M, N], tl.float32)
+        for start in range(0, inner, K):
+            at = start + tl.arange(0, K)
+            inside = at < inner
+            values = tl.load(row[:, None] + at[None, :], mask=here[:, None] & inside[None, :], other=0.0)
+            held = tl.load(downs[None, :] + at[:, None], mask=there[None, :] & inside[:, None], other=0.0)
+            made = tl.dot(values, held, made, input_precision="ieee")
+        made *= tl.load(shares + pair, mask=here, other=0.0)[:, None]
+        address = out + pair[:, None] * hidden + column[None, :]
+        tl.store(address, made.to(out.dtype.element_ty), mask=here[:, None] & there[None, :])
+
+
+@triton.jit
+def experts_sum_kernel(out, part, hidden, TOP: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = column < hidden
+    total = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(TOP):
+        total += tl.load(part + (row * TOP + i) * hidden + column, mask=there, other=0.0).to(tl.float32)
+    tl.store(out + row * hidden + column, total.to(out.dtype.element_ty), mask=there)

@@ -1,0 +1,428 @@
+"""Dry run of a start-up: computes limits, plan, ledger and graphs from config.json alone. Torch-free."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from trencadis.core.buckets import Bucket, Plan, Policy, Stage, capturable
+from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
+from trencadis.core.config import EngineConfig
+from trencadis.core.engine.remedies import list_remedies
+from trencadis.core.engine.startup_checks import check_chunking, check_start, format_notes
+from trencadis.core.engine_stats import LedgerRow
+from trencadis.core.errors import StartupError
+from trencadis.core.host_memory import gib
+from trencadis.core.launches.stage_transfer import own_plan
+from trencadis.core.memory import graph_budget as budget
+from trencadis.core.memory import weight_offload
+from trencadis.core.memory.cpu_cache_plan import CacheOptions, CachePlan, arena_rows, arena_units, plan_cpu
+from trencadis.core.memory.estimate import MemoryEstimator, costliest_buckets, estimate_memory_in_use
+from trencadis.core.memory.graph_budget import GraphPrice, GraphSelection
+from trencadis.core.memory.kv_cache_size import check_requested_kv, kv_flag, requested_kv_bytes
+from trencadis.core.memory.launch_memory import attending
+from trencadis.core.memory.ledger import (
+    POOLS,
+    DeviceTooSmall,
+    GraphSettings,
+    Ledger,
+    MemoryInUse,
+    MemorySplit,
+    check_capacity,
+    divide_memory,
+    pool_of,
+    unused_line,
+    utilisation_that_fits,
+)
+from trencadis.core.memory.measurement_cache import Measurements
+from trencadis.core.shapes.bucket_options import BucketOptions
+from trencadis.core.shapes.bucket_planner import make_plan
+from trencadis.core.shapes.shape_limits import ShapeLimits
+from trencadis.core.shared_constants import RESERVED_BLOCKS
+
+BUILT_FOR_FEW = 128, 2048
+BUILT_FOR_MANY = 256, 8192
+"""Defaults of max_num_seqs and max_num_batched_tokens: on a CPU, and on devices with graphs."""
+
+ONE_RANK = "rows show one rank; the other ranks count as other use"
+
+
+@dataclass(frozen=True)
+class PlannedDevice:
+    """One of ``ranks`` equal devices. ``total`` and ``others`` (used by other programs) in bytes."""
+
+    name: str
+    total: int
+    others: int = 0
+    ranks: int = 1
+    itemsize: int = 2
+
+
+@dataclass(frozen=True)
+class StartupPlan:
+    """The results of a dry run: everything known before weights are loaded.
+
+    ``formula``: names of figures that were not measured. ``host``: host memory of all ranks.
+    """
+
+    plan: Plan
+    limits: ShapeLimits
+    estimator: MemoryEstimator
+    ledger: Ledger
+    settings: GraphSettings
+    prices: tuple[GraphPrice, ...]
+    selection: GraphSelection
+    seconds: Mapping[Bucket, float]
+    formula: tuple[str, ...]
+    notes: tuple[str, ...] = field(default=())
+    arena_rows: int = 0
+    host: tuple[LedgerRow, ...] = ()
+
+    @property
+    def concurrency(self) -> float:
+        """Number of maximum-length requests that the KV cache holds at the same time."""
+        return self.ledger.memory_split.blocks * self.limits.block_size / self.limits.max_model_len
+
+
+def graph_settings(config: EngineConfig, policy: Policy) -> GraphSettings:
+    """Returns the graph flags as the ledger's settings; nothing is reserved if the device's mode has no graphs."""
+    return GraphSettings(
+        reserved=config.graph_reserved_mem,
+        prompt=config.graph_prompt_ratio,
+        text=config.graph_multimodal_prompt_ratio,
+        prompt_strategy=config.graph_prompt_strategy,
+        decode_strategy=config.graph_decode_strategy,
+        eager=config.enforce_eager or bool(policy.graphless),
+    )
+
+
+def shape_limits(config: EngineConfig, model: ModelConfig, policy: Policy, images: ImageNeeds) -> ShapeLimits:
+    """Returns the limits of a configuration, with defaults filled in.
+
+    Raises:
+        StartupError: the device does not support the block size, or the model does not support the length.
+    """
+    block = config.block_size or policy.block_sizes[0]
+    if block not in policy.block_sizes:
+        known = ", ".join(map(str, policy.block_sizes))
+        raise StartupError(f"--block-size {block} is not supported here; use one of {known}.")
+    longest = model.text.max_positions
+    length = config.max_model_len or longest
+    if length > longest:
+        raise StartupError(f"--max-model-len {length} is more than the model supports; the largest is {longest}.")
+    together = max(config.limit_mm_per_prompt.get("image", 1), 1)
+    seqs, tokens = BUILT_FOR_MANY if policy.captures else BUILT_FOR_FEW
+    return ShapeLimits(
+        max_rows=config.max_num_seqs or seqs,
+        max_tokens=config.max_num_batched_tokens or (tokens if model.text.causal else max(tokens, length)),
+        max_model_len=length,
+        block_size=block,
+        image_slots=images.slots,
+        least_slots=max(images.least_slots, 1),
+        image_tile=images.tile,
+        squares=images.squares,
+        images=tuple((one, low or together, high or together) for one, low, high in images.images),
+        units=arena_units(model, config.encoder_cache_images, config.max_num_seqs or seqs) if images.slots else 0,
+    )
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """Plans a start-up without loading anything.
+
+    ``at_most``: the model length that other pipeline stages support, 0: any.
+    """
+
+    config: EngineConfig
+    model: ModelConfig
+    policy: Policy
+    bucket_options: BucketOptions
+    images: ImageNeeds
+    device: PlannedDevice
+    measured: Measurements | None = None
+    at_most: int = 0
+
+    @property
+    def estimator(self) -> MemoryEstimator:
+        """The memory estimator of the model on one device."""
+        device, policy, asked = self.device, self.policy, self.config
+        block, inputs = asked.block_size or policy.block_sizes[0], attending(policy, asked.attention_backend)
+        graphs, weight_format, cross_attention_bytes = (
+            policy.graph_memory,
+            policy.quantised,
+            policy.cross_attention_bytes,
+        )
+        return MemoryEstimator(
+            self.model,
+            device.itemsize,
+            device.ranks,
+            inputs,
+            block,
+            graphs,
+            weight_format,
+            policy.aligned,
+            cross_attention_bytes,
+        )
+
+    @property
+    def multimodal(self) -> bool:
+        """True if text and VISION graphs share the bytes for prompts."""
+        return self.model.encodes_images
+
+    def plan_startup(self) -> StartupPlan:
+        """Returns the plan and the ledger of one device.
+
+        A model length that the user did not set is lowered to what the KV cache holds.
+
+        Raises:
+            StartupError: it does not fit; the message names a setting with which it would.
+        """
+        try:
+            return self._plan_with_graphs()
+        except DeviceTooSmall as error:
+            raise StartupError(f"{error}; {self._remedy(error.blocks)}.") from None
+
+    def _remedy(self, blocks: int) -> str:
+        """The mildest setting with which this start-up fits, at its own utilisation if it can."""
+        limits = shape_limits(self.config, self.model, self.policy, self.images)
+        for setting, start in list_remedies(self, limits, blocks):
+            if start._fits(1.0):
+                share = "" if start._fits(self.config.gpu_memory_utilization) else " --gpu-memory-utilization 1.0"
+                return f"{setting}{share} fits"
+        return "more devices, or smaller image limits (max_pixels in --mm-processor-kwargs), would be needed"
+
+    def _fits(self, utilisation: float) -> bool:
+        config = dataclasses.replace(self.config, gpu_memory_utilization=utilisation)
+        try:
+            dataclasses.replace(self, config=config)._plan_with_graphs()
+        except StartupError:
+            return False
+        return True
+
+    def _plan_with_graphs(self) -> StartupPlan:
+        check_start(self.config, self.model, self.policy, self.device.name)
+        limits = shape_limits(self.config, self.model, self.policy, self.images)
+        if self.at_most:
+            limits = dataclasses.replace(limits, max_model_len=min(self.at_most, limits.max_model_len))
+        if not self.policy.rules:
+            return self._plan_without_graphs(limits)
+        plan = self._plan(limits)
+        settings = self._settings(plan)
+        notes: list[str] = []
+        if self.config.max_model_len is None:
+            shorter = self._longest(limits, settings)
+            if shorter.max_model_len < limits.max_model_len:
+                notes.append(self._note_lowered_length(limits, plan, settings, shorter.max_model_len))
+                limits, plan = shorter, self._plan(shorter)
+        self._check_chunking(limits)
+        ledger = self._ledger_without_graphs(plan, limits, settings)
+        prices = self._prices(plan)
+        wanted = [p for p in prices if capturable(self.policy, p.bucket) and not settings.eager]
+        selection = budget.select_graphs(wanted, ledger.memory_split, settings, self.policy.pool_cost)
+        ledger = dataclasses.replace(ledger, spent=dict(selection.spent))
+        mode = self.policy.graphless
+        notes += [f"graphs: none in {mode}; VLLM_GRAPH_RESERVED_MEM counts 0 there."] if mode else []
+        advice = self._advice(limits, ledger, selection, wanted, settings)
+        forms = format_notes(self.model, self.device.itemsize, self.policy)
+        lines = (
+            *plan.notes,
+            *notes,
+            *forms,
+            *weight_offload.offload_notes(self.config, self.estimator, limits.block_size),
+            *advice,
+        )
+        return StartupPlan(
+            plan,
+            limits,
+            self.estimator,
+            ledger,
+            settings,
+            tuple(prices),
+            selection,
+            self._seconds(plan),
+            self._formula(plan, limits),
+            lines,
+            self._arena_rows(limits),
+            weight_offload.offload_rows(self.config, self.estimator, limits.block_size),
+        )
+
+    def _check_chunking(self, limits: ShapeLimits) -> None:
+        check_chunking(self.config, self.model, limits.max_tokens, limits.max_rows, limits.max_model_len)
+
+    def _plan(self, limits: ShapeLimits) -> Plan:
+        return own_plan(make_plan(self.policy, limits, self.bucket_options, self.model), self.model.share)
+
+    def _settings(self, plan: Plan) -> GraphSettings:
+        """Returns the configured shares, or with ``--graph-memory auto`` 1.1 x each pool's measured need."""
+        settings = graph_settings(self.config, self.policy)
+        known = self.measured.graphs if self.measured else {}
+        if self.config.graph_memory != "auto" or not known or settings.eager:
+            return settings
+        prices = [p for p in self._prices(plan) if capturable(self.policy, p.bucket)]
+        by_pool = [[p for p in prices if pool_of(p.bucket.stage) == pool] for pool in POOLS]
+        text, vision, decode = (-(-11 * budget.set_cost(found, self.policy.pool_cost) // 10) for found in by_pool)
+        return dataclasses.replace(settings, requested=(text, vision, decode))
+
+    def _prices(self, plan: Plan) -> list[GraphPrice]:
+        """Returns the price of every planned graph: measured, or by a formula scaled by measurements."""
+        rule, known = self.policy.pool_cost, self.measured.graphs if self.measured else {}
+        formulas = [self.estimator.price(b, rule) for b in plan.buckets]
+        return budget.prices_by(known, formulas, lambda b: self.estimator.price(b, rule).alone, rule)
+
+    def _plan_without_graphs(self, limits: ShapeLimits) -> StartupPlan:
+        """Returns the plan of a device without graphs, whose KV cache follows the CPU's rule."""
+        wanted = CacheOptions(
+            limits.block_size, limits.max_rows, self.config.max_model_len, self.config.kv_cache_memory_bytes,
+            self.config.num_gpu_blocks_override, self.config.encoder_cache_images,
+        )  # fmt: skip
+        free = self.device.total - self.device.others
+        form = self.policy.quantised
+        found = plan_cpu(self.model, wanted, self.device.itemsize, free, self.images.tokens, self.device.ranks, form)
+        limits = dataclasses.replace(limits, max_model_len=found.max_model_len)
+        self._check_chunking(limits)
+        plan, settings = self._plan(limits), dataclasses.replace(graph_settings(self.config, self.policy), eager=True)
+        ledger = self._host_ledger(plan, limits, found)
+        selection = budget.select_graphs([], ledger.memory_split, settings, self.policy.pool_cost)
+        notes, missing = [*plan.notes, *found.notes], -dict(ledger.rows())["margin"]
+        notes += format_notes(self.model, self.device.itemsize, self.policy)
+        notes += weight_offload.offload_notes(self.config, self.estimator, limits.block_size)
+        if self.device.ranks > 1:
+            notes.append(f"{self.device.ranks} ranks share this memory: {ONE_RANK}.")
+        if missing > 0:
+            notes.append(f"{gib(missing)} are missing: lower --max-num-batched-tokens or --kv-cache-memory-bytes.")
+        return StartupPlan(
+            plan,
+            limits,
+            self.estimator,
+            ledger,
+            settings,
+            (),
+            selection,
+            {},
+            ("activations",),
+            tuple(notes),
+            found.arena_rows,
+        )
+
+    def _host_ledger(self, plan: Plan, limits: ShapeLimits, found: CachePlan) -> Ledger:
+        """Returns the rows of one rank; the machine's other ranks use the same and count as other use."""
+        taken = estimate_memory_in_use(
+            self.estimator, plan, limits, self.device.total, self.device.others, found.arena_rows
+        )
+        step = Bucket(Stage.PREFILL, (limits.max_tokens, limits.max_rows))
+        taken = dataclasses.replace(taken, activations=self.estimator.activations(step, limits.block_size))
+        kv = (found.num_blocks + RESERVED_BLOCKS) * self.estimator.block_bytes(limits.block_size)
+        shared = (self.device.ranks - 1) * (taken.taken - taken.others + kv)
+        taken = dataclasses.replace(taken, others=taken.others + shared)
+        return Ledger(taken, MemorySplit(max(taken.free, 0), 0, kv, found.num_blocks, 0, 0, 0))
+
+    def _ledger_without_graphs(self, plan: Plan, limits: ShapeLimits, settings: GraphSettings) -> Ledger:
+        """Returns the ledger without graphs, whose KV cache holds one full-length request."""
+        taken, block = self._memory_in_use(plan, limits), self.estimator.block_bytes(limits.block_size)
+        args = (taken, self.config.gpu_memory_utilization, self.policy.utilisation_of, settings, block, self.multimodal)
+        memory_split = check_capacity(*args, needed=limits.row_blocks, max_model_len=limits.max_model_len)
+        asked = requested_kv_bytes(self.config, block)
+        if asked is not None:
+            flag = kv_flag(self.config)
+            check_requested_kv(flag, asked, memory_split)
+            memory_split = divide_memory(*args, kv_bytes=asked)
+            if memory_split.blocks < limits.row_blocks:
+                raise StartupError(
+                    f"{flag} holds {memory_split.blocks} blocks; one request of --max-model-len {limits.max_model_len} "
+                    f"needs {limits.row_blocks}, padding {RESERVED_BLOCKS} more."
+                )
+        return Ledger(taken, memory_split)
+
+    def _holds(self, limits: ShapeLimits, settings: GraphSettings) -> bool:
+        """Returns True if the KV cache holds one full-length request under ``limits``."""
+        taken, block = self._memory_in_use(self._plan(limits), limits), self.estimator.block_bytes(limits.block_size)
+        utilisation, of = self.config.gpu_memory_utilization, self.policy.utilisation_of
+        asked = requested_kv_bytes(self.config, block)
+        return (
+            divide_memory(taken, utilisation, of, settings, block, self.multimodal, asked).blocks >= limits.row_blocks
+        )
+
+    def _longest(self, limits: ShapeLimits, settings: GraphSettings) -> ShapeLimits:
+        """Returns ``limits`` with the longest model length, in whole blocks, that fits the KV cache.
+
+        Unchanged if none does.
+        """
+        if self._holds(limits, settings):
+            return limits
+        low, high = 0, limits.row_blocks
+        while high - low > 1:
+            middle = (low + high) // 2
+            trial = dataclasses.replace(limits, max_model_len=middle * limits.block_size)
+            low, high = (middle, high) if self._holds(trial, settings) else (low, middle)
+        return dataclasses.replace(limits, max_model_len=low * limits.block_size) if low else limits
+
+    def _arena_rows(self, limits: ShapeLimits) -> int:
+        wanted = CacheOptions(limits.block_size, limits.max_rows, arena_images=self.config.encoder_cache_images)
+        return arena_rows(self.model, wanted, self.images.tokens, limits.max_model_len)
+
+    def _memory_in_use(self, plan: Plan, limits: ShapeLimits) -> MemoryInUse:
+        rows = self._arena_rows(limits)
+        taken = estimate_memory_in_use(self.estimator, plan, limits, self.device.total, self.device.others, rows)
+        graphs, copying = not graph_settings(self.config, self.policy).eager, self._copying
+        copies, moved = (
+            self.estimator.copies(copying, limits.block_size, graphs),
+            weight_offload.plan_offload(self.config, self.estimator),
+        )
+        taken = dataclasses.replace(taken, weights=taken.weights - moved.bytes, copies=copies + moved.buffers)
+        return dataclasses.replace(taken, activations=self._activations(plan, limits)[0])
+
+    @property
+    def _copying(self) -> tuple[int, ...]:
+        """Numbers of blocks of the launches that copy blocks to or from host memory; empty: there are none."""
+        return self.policy.host_blocks if self.config.kv_offloading_size else ()
+
+    def _activations(self, plan: Plan, limits: ShapeLimits) -> tuple[int, bool]:
+        """Returns the peak bytes of the launches that a start profiles, and True if all of them were measured."""
+        known = self.measured.activations if self.measured else {}
+
+        def formula(bucket: Bucket) -> int:
+            return self.estimator.activations(bucket, limits.block_size)
+
+        chosen = costliest_buckets(plan, formula)
+        most = max((known.get(b) or formula(b) for b in chosen), default=0)
+        return max(most, self.estimator.copying(self._copying, limits.block_size)), all(b in known for b in chosen)
+
+    def _note_lowered_length(self, limits: ShapeLimits, plan: Plan, settings: GraphSettings, length: int) -> str:
+        taken, block = self._memory_in_use(plan, limits), self.estimator.block_bytes(limits.block_size)
+        of = self.policy.utilisation_of
+        larger = utilisation_that_fits(taken, of, settings, block, self.multimodal, limits.row_blocks)
+        hint = f"; --gpu-memory-utilization {larger:.2f} would hold it" if larger else ""
+        return f"max_model_len is lowered from {limits.max_model_len} to {length}, what the KV cache holds{hint}."
+
+    def _advice(
+        self,
+        limits: ShapeLimits,
+        ledger: Ledger,
+        selection: GraphSelection,
+        prices: list[GraphPrice],
+        settings: GraphSettings,
+    ) -> list[str]:
+        """Returns lines about a graph budget that is too small or too large."""
+        if settings.eager:
+            return []
+        block = self.estimator.block_bytes(limits.block_size)
+        least = (limits.row_blocks + RESERVED_BLOCKS) * block
+        rule = self.policy.pool_cost
+        holds = budget.reserve_that_holds(prices, ledger.memory_split, settings, rule, self.multimodal, least)
+        lines = [budget.exhausted_line(selection, holds, ledger.memory_split)]
+        if settings.requested is None and holds is not None and not selection.missing:
+            lines.append(unused_line(ledger, block, settings.reserved, holds))
+        return [line for line in lines if line]
+
+    def _seconds(self, plan: Plan) -> dict[Bucket, float]:
+        """Returns the seconds to compile and capture each bucket."""
+        known = self.measured.seconds if self.measured else {}
+        return {b: known.get(b, self.estimator.seconds(b)) for b in plan.buckets}
+
+    def _formula(self, plan: Plan, limits: ShapeLimits) -> tuple[str, ...]:
+        """Returns the names of the figures that were not measured."""
+        m = self.measured or Measurements()
+        activations = self._activations(plan, limits)[1]
+        known = {"graphs": bool(m.graphs), "warm-up seconds": bool(m.seconds), "activations": activations}
+        return tuple(name for name, value in known.items() if not value)

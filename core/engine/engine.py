@@ -1,0 +1,254 @@
+"""The engine's loop: schedule, execute, update.
+
+It takes requests and returns Deltas; the executor abstracts devices.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from trencadis.core.engine_stats import BucketUse, EngineInfo, EngineStats, GraphPlan
+from trencadis.core.executor.executor_interface import Executor
+from trencadis.core.graphs.warmup_pacing import WarmupPacing
+from trencadis.core.request import Delta, Request
+from trencadis.core.scheduling.decision_log import EvictionCounts, log_launches
+from trencadis.core.scheduling.lifecycle import Lifecycle
+from trencadis.core.scheduling.scheduler import Scheduler
+from trencadis.core.step import PixelNeed, Step, StepOutput, UInt8
+
+if TYPE_CHECKING:
+    from trencadis.core.device.backend import Pending
+    from trencadis.core.graphs.graph_reporter import GraphReporter
+
+
+GRAMMAR_WAIT = 0.005
+"""Seconds that an idle engine waits per step for a grammar."""
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitedGrammar:
+    """A request whose grammar is being compiled by the ranks; other requests continue meanwhile."""
+
+    request: Request
+    compiled: Pending[str]
+
+    def wait(self, seconds: float) -> None:
+        """Waits until the grammar is compiled, at most ``seconds``."""
+        end = time.monotonic() + seconds
+        while not self.compiled.done() and time.monotonic() < end:
+            time.sleep(seconds / 10)
+
+
+class Engine:
+    """Serves requests step by step; only one thread may call its methods.
+
+    ``core.engine.engine_builder.create_engine`` builds an engine from a configuration.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        info: EngineInfo,
+        watch: GraphReporter | None = None,
+        pace: WarmupPacing | None = None,
+        cpu_threads: Callable[[], int] | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.life = Lifecycle(scheduler)
+        self._info = info
+        self._flying: deque[Pending[StepOutput]] = deque()
+        self._compiling: list[AwaitedGrammar] = []
+        self._quiet = True
+        self._watch = watch
+        self._evictions = EvictionCounts()
+        self._cpu_threads = cpu_threads or (lambda: 0)
+        self._pace = pace or WarmupPacing(0.0)
+        self._warming = watch is not None and watch.background
+        self._counted = info.graphs is not None
+        self._reported_version = watch.version if watch is not None else 0
+
+    def info(self) -> EngineInfo:
+        """Returns the sizes that the engine started with."""
+        return self._info
+
+    # Requests
+
+    def add(self, request: Request) -> None:
+        """Queues a request, once its grammar (if any) is compiled; errors come back as Deltas of ``step``."""
+        self._quiet = False
+        if request.rule is not None and request.rule.grammar:
+            self._compile_first(request, request.rule.grammar)
+        else:
+            self.life.add(request)
+
+    def _compile_first(self, request: Request, grammar: str) -> None:
+        """Holds a request back until its grammar is compiled."""
+        request.arrival = request.arrival or self.scheduler.clock()
+        self._compiling.append(AwaitedGrammar(request, self.executor.prepare(grammar)))
+
+    def abort(self, request_id: str, choice: int = -1) -> None:
+        """Ends a request, or one choice of it; does nothing if it has already ended."""
+        self._quiet = False
+        self._admit(request_id)
+        self.life.abort(request_id, choice)
+
+    def add_media(self, request_id: str, index: int, pixels: UInt8) -> None:
+        """Accepts pixels that ``needs`` listed: uint8, flat or [slots, values]."""
+        self._quiet = False
+        self.life.add_media(request_id, index, pixels)
+
+    def media_failed(self, request_id: str, index: int, status: int, message: str) -> None:
+        """Ends a request whose pixels cannot be delivered, with this error."""
+        self._quiet = False
+        self.life.fail(request_id, status, message)
+
+    def reset_prefix_cache(self) -> None:
+        """Drops all cached blocks; running requests continue."""
+        self.scheduler.pool.forget()
+
+    def set_vocabulary(self, data: bytes | bytearray) -> None:
+        """Sends the packed bytes of each token to every rank.
+
+        Must be called before the first request with a grammar.
+        """
+        self.executor.set_vocabulary(data)
+
+    def reset_encoder_cache(self) -> None:
+        """Drops the embeddings of images that no running request pins."""
+        self.scheduler.arena.empty()
+
+    def needs(self) -> list[PixelNeed]:
+        """Returns the pixels that have become needed since the last call."""
+        return self.scheduler.pixel_queue.take_outbox()
+
+    # The loop
+
+    def step(self) -> list[Delta]:
+        """Submits a Step and takes the results of the oldest one that is due; returns its Deltas, possibly none."""
+        return self._step_and_warm() if self._warming else self._step()
+
+    def _step_and_warm(self) -> list[Delta]:
+        """Runs a step, preceded by some background warm-up if the pacing allows it."""
+        start = time.monotonic()
+        loaded = not self.idle()
+        if self._pace.allows(loaded):
+            self._warm(loaded)
+        deltas = self._step()
+        if loaded:
+            self._pace.add_loaded_time(time.monotonic() - start)
+        return deltas
+
+    def _warm(self, loaded: bool) -> None:
+        """Runs one unit of background warm-up with nothing in flight, and more as ``WarmupPacing`` allows."""
+        while self._flying:
+            self._take(self._flying.popleft().result())
+        start = now = time.monotonic()
+        while True:
+            self._warming = self.executor.warm().result() is not None
+            begun, now = now, time.monotonic()
+            self._pace.add_work(now - begun, loaded)
+            if not self._warming or not self._pace.allows_another(now - start, loaded):
+                return
+
+    def _admit(self, now: str = "") -> None:
+        """Queues requests whose grammar is compiled, and request ``now`` even if its grammar is not."""
+        for entry in [e for e in self._compiling if e.request.id == now or e.compiled.done()]:
+            self._compiling.remove(entry)
+            problem = entry.compiled.result() if entry.compiled.done() else ""
+            if problem:
+                self.life.refuse(entry.request, 400, f"The grammar does not compile: {problem}")
+            else:
+                self.life.add(entry.request)
+
+    def _step(self) -> list[Delta]:
+        if self._compiling:
+            self._await_grammars()
+        step = self.scheduler.schedule()
+        if step is not None:
+            self._submit(step)
+        if self._flying and (step is None or len(self._flying) > self.executor.depth):
+            self._take(self._flying.popleft().result())
+            self._quiet = False
+        else:
+            self._quiet = step is None
+        return self.life.collect()
+
+    def _await_grammars(self) -> None:
+        if self._quiet and not self._flying:
+            self._compiling[0].wait(GRAMMAR_WAIT)  # there is nothing else to do
+        self._admit()
+
+    def _submit(self, step: Step) -> None:
+        # A choice's first token is drawn with the prompt's last and never counted as computed when the choice ends.
+        scheduler = self.scheduler
+        scheduler.totals.step_tokens.append(step.tokens + scheduler.first_draws)
+        scheduler.first_draws = 0
+        self._evictions.log(step.number, scheduler.pool.evictions, scheduler.arena.evictions)
+        self._flying.append(self.executor.submit(step))
+
+    def _take(self, output: StepOutput) -> None:
+        for s in output.stats:
+            stage, name = s.bucket.stage.name.lower(), str(s.bucket) if self._counted else ""
+            state = s.state.lower()
+            use = BucketUse(stage, s.real, s.padded, s.seconds, name, state, s.planned, s.miss, s.items, s.needed)
+            self.scheduler.totals.buckets.append(use)
+        log_launches(output.number, output.stats)
+        self.life.update(output)
+
+    def busy(self) -> bool:
+        """Returns True if ``step`` has work to do; False also while all requests wait for pixels."""
+        return self._warming or not self._quiet or bool(self._compiling)
+
+    def idle(self) -> bool:
+        """Returns True if there is no request and no step in flight."""
+        return not self.life.requests and not self._flying and not self._compiling
+
+    def stats(self) -> EngineStats:
+        """Returns counters and gauges; lists hold the events since the last call."""
+        s = self.scheduler
+        made = replace(
+            s.totals,
+            running=len(s.running),
+            waiting=len(s.waiting) + len(self._compiling),
+            deferred=min(s.held_back, len(s.waiting)) + len(self._compiling),
+            kv_used=s.pool.used,
+            kv_cached=s.pool.cached,
+            kv_evictions=s.pool.evictions,
+            steps=s.steps,
+            cpu_threads=self._cpu_threads(),
+            arena_used=s.arena.used,
+            image_evictions=s.arena.evictions,
+        )
+        s.totals.step_tokens, s.totals.buckets = [], []
+        if s.pool.host is not None or s.pool.log is not None or self._watch is not None:
+            self._add_rare(made)
+        return made
+
+    def _add_rare(self, made: EngineStats) -> None:
+        """Adds the values that exist only with a host memory tier, an eviction log or graphs."""
+        pool = self.scheduler.pool
+        if pool.host is not None:
+            made.host_used, made.host_total = pool.host.used, pool.host.size
+        if pool.log is not None:
+            made.evicted_blocks, made.evicted_images = pool.log.take()
+        if self._watch is not None:
+            made.graphs, made.plan = self._watch.counters(), self._take_changed_plan(self._watch)
+
+    def _take_changed_plan(self, watch: GraphReporter) -> GraphPlan | None:
+        """Returns the plan if a program's state changed since the last call; else None."""
+        if watch.version == self._reported_version:
+            return None
+        self._reported_version = watch.version
+        return watch.plan()
+
+    def close(self) -> None:
+        """Closes the executor once the steps in flight have finished."""
+        while self._flying:
+            self._flying.popleft().result()
+        self.executor.close()

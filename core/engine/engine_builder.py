@@ -1,0 +1,361 @@
+"""Builds an engine from its configuration, phase by phase. Everything here runs once.
+
+Chooses the launcher of the ranks for a configuration.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+
+from trencadis.core.buckets import Plan, Policy
+from trencadis.core.checkpoint import registry
+from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig, reserved_rows
+from trencadis.core.checkpoint.pooler_config import load_model_config
+from trencadis.core.config import EngineConfig
+from trencadis.core.device import backend as seam
+from trencadis.core.device.backend import Backend, BackendConfig
+from trencadis.core.device.packed_weights import packed_file
+from trencadis.core.devices import choose
+from trencadis.core.engine.dry_run import shape_limits
+from trencadis.core.engine.engine import Engine
+from trencadis.core.engine.graph_startup import DeviceStart
+from trencadis.core.engine.kv_offload_setup import with_host_blocks
+from trencadis.core.engine.startup_checks import check_chunking, check_start, format_notes
+from trencadis.core.engine_stats import EngineInfo
+from trencadis.core.errors import StartupError
+from trencadis.core.executor.executor_interface import Executor
+from trencadis.core.executor.nodes_launcher import NodesLauncher, open_listener
+from trencadis.core.executor.process_groups import serve_store
+from trencadis.core.executor.rank_info import RankInfo, check_size, requested_threads, threads_of
+from trencadis.core.executor.rank_launcher import Launcher, LocalLauncher
+from trencadis.core.executor.uniproc_executor import UniprocExecutor
+from trencadis.core.graphs.graph_reporter import GraphReporter
+from trencadis.core.graphs.rank_agreement import RankAgreement
+from trencadis.core.graphs.warmup_pacing import WarmupPacing
+from trencadis.core.host_memory import free_host, gib
+from trencadis.core.kv.block_pool import BlockPool, EvictionLog, HostBlockPool
+from trencadis.core.kv.encoder_cache import EncoderCache
+from trencadis.core.launches.model_runner import ModelRunner
+from trencadis.core.launches.persistent_tensors import allocate_persistent
+from trencadis.core.links.topology import RAY, Topology, topology
+from trencadis.core.memory import weight_offload
+from trencadis.core.memory.cpu_cache_plan import CacheOptions, CachePlan, plan_cpu
+from trencadis.core.memory.estimate import SPARE_SLOTS, MemoryEstimator, arena_width, row_blocks
+from trencadis.core.models import model_loader
+from trencadis.core.models.decoder import Decoder
+from trencadis.core.process import device_env
+from trencadis.core.progress import Progress, SilentProgress
+from trencadis.core.scheduling.draft_scheduler import DraftScheduler
+from trencadis.core.scheduling.image_packer import ImagePacker
+from trencadis.core.scheduling.scheduler import Scheduler
+from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
+from trencadis.core.shapes.launch_costs import work_of
+from trencadis.core.shapes.pipeline_partition import split_model
+from trencadis.core.shapes.shape_limits import ShapeLimits
+from trencadis.core.shapes.step_times import StepTimes, chunk_sizes
+from trencadis.core.spec.spec_settings import resolve_speculation
+
+
+def launcher_of(config: EngineConfig, topology: Topology, environ: Mapping[str, str]) -> Launcher:
+    """Returns the launcher for a group of ranks with this placement.
+
+    Raises:
+        StartupError: an address, a key or a file is unusable.
+    """
+    if topology.backend == RAY:
+        from trencadis.core.executor.ray_launcher import RayLauncher  # needs the extra
+
+        made = RayLauncher(config, topology, environ)
+        try:
+            made.rendezvous = serve_store(made.host, topology.world)
+        except BaseException:
+            made.close()
+            raise
+        return made
+    if not topology.over_hosts:
+        return LocalLauncher(config, topology.world)
+    listener, key_file = open_listener(config, topology, environ)
+    try:
+        return NodesLauncher(config, topology, listener, serve_store(listener.address[0], topology.world), key_file)
+    except BaseException:
+        listener.close()
+        raise
+
+
+log = logging.getLogger("trencadis.engine")
+
+PROBE_ROWS = 16
+PROBE_REPEATS = 2
+
+
+@dataclass(frozen=True)
+class OpenedRank:
+    """One rank that is ready to run Steps, and the facts that the engine needs; only bytes differ between ranks."""
+
+    rank: ModelRunner
+    plan: CachePlan
+    limits: ShapeLimits
+    watch: GraphReporter | None
+    depth: int
+    overlaps: bool
+    step_seconds: float = 0.0
+
+
+def create_engine(config: EngineConfig, progress: Progress | None = None) -> Engine:
+    """Loads ``config.model`` (a local folder) on its device and returns an engine that accepts requests.
+
+    Rank 0 runs in this process.
+
+    Raises:
+        StartupError: something does not fit or is not supported; one line that names an alternative.
+    """
+    progress = progress or SilentProgress()
+    config = dataclasses.replace(config, threads=requested_threads(config.threads, os.environ))
+    started = time.perf_counter()
+    layout = topology(config, os.environ)
+    device_env.prepare_device_env(config.device, world=layout.here)
+    progress("config", config.model)
+    model_config = load_model_config(config)
+    check_size(model_config, config.tensor_parallel_size)
+    split_model(model_config, config.pipeline_parallel_size, config.pipeline_layer_partition)
+    executor, opened = _executor(config, layout, progress)
+    backend, limits, plan, watch = opened.rank.backend, opened.limits, opened.plan, opened.watch
+    scheduler = Scheduler(
+        _limits(config, model_config, plan, limits.max_tokens, limits.max_rows),
+        BlockPool(plan.num_blocks, HostBlockPool(plan.host_blocks) if plan.host_blocks else None),
+        EncoderCache(plan.arena_rows, reserved_rows(model_config)),
+        limits.max_rows + SPARE_SLOTS,
+        packer=ImagePacker(opened.rank.plan, backend.policy.encoder_slots),
+        times=_times(config, model_config, opened.rank.plan, limits.max_tokens),
+    )
+    drafts = resolve_speculation(config, model_config, backend.policy, backend.label)
+    if drafts is not None:
+        scheduler.drafting = DraftScheduler(drafts, scheduler.limits, scheduler.totals)
+    if config.report_evictions:
+        scheduler.pool.log = scheduler.arena.log = EvictionLog()
+    info = _info(backend, plan, model_config, time.perf_counter() - started)
+    info.graphs = None if watch is None else watch.plan()
+    info.step_seconds = opened.step_seconds
+    cpu_threads: Callable[[], int] | None = getattr(backend, "cpu_threads", None)
+    pace = WarmupPacing(config.warmup_stall, config.warmup_slice)
+    return Engine(scheduler, executor, info, watch, pace, cpu_threads)
+
+
+def _executor(config: EngineConfig, layout: Topology, progress: Progress) -> tuple[Executor, OpenedRank]:
+    """Starts rank 0 in this process and the others in separate processes; returns the executor and rank 0."""
+    if layout.world == 1 and layout.backend != RAY:
+        opened = open_rank(config, RankInfo(), progress)
+        return UniprocExecutor(opened.rank, opened.depth, opened.overlaps), opened
+    if find_spec("msgspec") is None:
+        raise StartupError("several ranks need the msgspec package: pip install msgspec")
+    from trencadis.core.executor import multiproc_executor  # needs the codec, which one rank does without
+
+    group = multiproc_executor.MultiprocExecutor(config, launcher=launcher_of(config, layout, os.environ))
+    opened = group.start(lambda rank_info: open_rank(config, rank_info, progress))
+    return group, opened
+
+
+def rank_of(config: EngineConfig, rank_info: RankInfo, progress: Progress) -> OpenedRank:
+    """Opens a rank other than 0, in its own process."""
+    return open_rank(config, rank_info, progress)
+
+
+def open_rank(config: EngineConfig, rank_info: RankInfo, progress: Progress) -> OpenedRank:
+    """Starts one rank. The ranks of a group do this at the same time and agree on the sizes of their caches.
+
+    Raises:
+        StartupError: something does not fit or is not supported; one line that names an alternative.
+    """
+    model_config = split_model(load_model_config(config), rank_info.stages, config.pipeline_layer_partition)[
+        rank_info.stage
+    ]
+    device, index, line = choose(config.device)
+    if line and rank_info.rank == 0:
+        log.info(line)
+    make = seam.load(device)
+    package = import_module(make.__module__)
+    policy = package.pick_policy(config.policy)
+    check_start(config, model_config, policy, device)
+    if config.attention_backend and config.attention_backend not in policy.attention and rank_info.rank == 0:
+        log.info(f"--attention-backend {config.attention_backend} has no effect: {device} has its own attention")
+    dtype: torch.dtype = package.pick_dtype(config.dtype, model_config.dtype)
+    limits = shape_limits(config, model_config, policy, ImageNeeds())
+    backend = make(backend_config(config, model_config, rank_info, policy, dtype, limits, index))
+    watch: GraphReporter | None = None
+    if backend.policy.captures:
+        start = DeviceStart.plan(config, model_config, backend, progress)
+        runner, plan, limits, watch, _ = start.run()
+        check_chunking(config, model_config, limits.max_tokens, limits.max_rows, plan.max_model_len)
+    else:
+        runner, plan = _host(config, model_config, backend, limits, progress)
+    seconds = 0.0
+    if not backend.policy.captures and isinstance(runner.model, Decoder):
+        seconds = step_seconds(runner.model, limits.max_tokens)
+    depth = backend.policy.depth if config.async_depth is None else config.async_depth
+    if rank_info.stages > 1:
+        depth = rank_info.stages - 1  # a Step for each stage
+    return OpenedRank(runner, plan, limits, watch, depth, depth > 0 and backend.policy.overlaps, seconds)
+
+
+def backend_config(
+    config: EngineConfig,
+    model: ModelConfig,
+    rank_info: RankInfo,
+    policy: Policy,
+    dtype: torch.dtype,
+    limits: ShapeLimits,
+    index: int,
+) -> BackendConfig:
+    """Returns the configuration of a rank's backend; ``index``: index of the engine's first card."""
+    estimator = MemoryEstimator(model, dtype.itemsize, rank_info.peers, quantised=policy.quantised, unit=policy.aligned)
+    free = free_host() if rank_info.local_rank == 0 else None  # later ranks would measure the memory left by this one
+    moved = weight_offload.plan_offload(config, estimator, free, rank_info.local_world)
+    return BackendConfig(
+        dtype=dtype,
+        block_size=limits.block_size,
+        max_tokens=max(limits.max_tokens, limits.max_rows),
+        max_rows=limits.max_rows,
+        vocab_size=model.text.vocab,
+        index=index,
+        max_blocks_per_row=row_blocks(model.text, limits.block_size),
+        heads=model.text.heads,
+        kv_heads=model.text.kv_heads,
+        head_dim=model.text.head_dim,
+        vision_head_dim=model.vision.head_dim if model.vision else 0,
+        windows=model.text.windows,
+        upto=model.text.upto,
+        batch_invariant=config.batch_invariant,
+        rank=rank_info.peer,
+        world=rank_info.peers,
+        stage=rank_info.stage,
+        stages=rank_info.stages,
+        rendezvous=rank_info.rendezvous,
+        host_layers=moved.layers,
+        host_buffer=moved.buffer,
+        local_rank=rank_info.card,
+        local_world=rank_info.cards,
+        packed=packed_file(config, rank_info.rank),
+        options={
+            "policy": config.policy,
+            "attention": config.attention_backend,
+            "threads": str(threads_of(config.threads, rank_info.local_world)),
+            **registry.family_options(model.architecture),
+        },
+    )
+
+
+def _host(
+    config: EngineConfig, model_config: ModelConfig, backend: Backend, limits: ShapeLimits, progress: Progress
+) -> tuple[ModelRunner, CachePlan]:
+    """Starts a device without graphs: activations are estimated by formula, every size is its own bucket."""
+    plan = _cache_plan(config, model_config, backend, limits)
+    check_chunking(config, model_config, limits.max_tokens, limits.max_rows, plan.max_model_len)
+    progress("weights", gib(plan.weights_bytes), 0.1)
+    model = model_loader.load_model(model_config, backend, config)
+    progress("caches", f"{plan.kv_tokens} tokens of KV cache", 0.9)
+    made = allocate_persistent(
+        model_config, backend, blocks=plan.num_blocks, block_size=plan.block_size, arena_rows=plan.arena_rows,
+        seqs=limits.max_rows, tokens=limits.max_tokens,
+    )  # fmt: skip
+    model.bind(made)
+    runner = ModelRunner(backend, model, Plan(backend.policy, block_size=plan.block_size))
+    runner.connect_ranks(made)
+    return runner, with_host_blocks(config, runner, made, plan)
+
+
+def _cache_plan(config: EngineConfig, model: ModelConfig, backend: Backend, limits: ShapeLimits) -> CachePlan:
+    asked = CacheOptions(
+        block_size=limits.block_size,
+        max_num_seqs=limits.max_rows,
+        max_model_len=config.max_model_len,
+        kv_bytes=config.kv_cache_memory_bytes,
+        num_blocks=config.num_gpu_blocks_override,
+        arena_images=config.encoder_cache_images,
+    )
+    images = registry.image_needs(model, config.mm_processor_kwargs, config.image_alignment)
+    (available,) = RankAgreement(backend).over_stages(backend.memory.free())
+    kept, size = backend.policy.quantised, backend.dtype.itemsize
+    plan = plan_cpu(model, asked, size, available, images.tokens, backend.comm.world, kept)
+    return dataclasses.replace(plan, notes=(*format_notes(model, size, backend.policy), *plan.notes))
+
+
+def _limits(config: EngineConfig, model: ModelConfig, plan: CachePlan, tokens: int, seqs: int) -> SchedulerLimits:
+    return SchedulerLimits(
+        max_tokens=tokens,
+        max_rows=seqs,
+        max_model_len=plan.max_model_len,
+        block_size=plan.block_size,
+        vocab=model.text.vocab,
+        eos=model.eos,
+        chunked=config.enable_chunked_prefill and model.text.causal,
+        caching=config.enable_prefix_caching and model.text.causal,
+        whole=not model.text.causal,
+        bidirectional_images=model.text.bidirectional_images,
+        fair=config.scheduling_policy == "fair",
+        stages=config.pipeline_parallel_size,
+        by_priority=config.scheduling_policy == "priority",
+        aging=config.priority_aging,
+        seed=config.seed,
+        pooling=model.pooling is not None,
+        slot_values=0 if model.vision is None else model.vision.slot.values,
+        long_from=model.text.long_from,
+    )
+
+
+def _times(config: EngineConfig, model: ModelConfig, plan: Plan, tokens: int) -> StepTimes | None:
+    """Returns the object that learns step durations if ``--itl-target`` is set.
+
+    Each pipeline stage gets a part of the target.
+    """
+    if not config.itl_target:
+        return None
+    pair = work_of(model, plan.block_size or 1).pair
+    target = config.itl_target / 1000 / config.pipeline_parallel_size
+    return StepTimes(target, chunk_sizes(plan, tokens), plan.policy.mixed, pair)
+
+
+def _info(backend: Backend, plan: CachePlan, model: ModelConfig, seconds: float) -> EngineInfo:
+    row_bytes = model.row_parts * arena_width(model, backend.comm.world) * backend.dtype.itemsize
+    arena_rows = max(plan.arena_rows - reserved_rows(model), 0)
+    return EngineInfo(
+        device=backend.label,
+        dtype=str(backend.dtype).removeprefix("torch."),
+        max_model_len=plan.max_model_len,
+        block_size=plan.block_size,
+        num_blocks=plan.num_blocks,
+        vocab_size=model.text.vocab,
+        arena_rows=arena_rows,
+        weights_bytes=plan.weights_bytes,
+        kv_bytes=plan.kv_bytes,
+        arena_bytes=arena_rows * row_bytes,
+        seconds=seconds,
+        notes=list(plan.notes),
+        host_blocks=plan.host_blocks,
+    )
+
+
+def step_seconds(model: Decoder, tokens: int) -> float:
+    """Predicts the seconds of a step of ``tokens``: the time of one layer's MLP, scaled to the bytes of the model.
+
+    The supervisor uses it to distinguish a slow step from a hang. Attention is not counted, so limits derived from it
+    need a safety factor. A slot of the vision tower costs less than a token of the text model.
+    """
+    mlp = model.layers[0].mlp
+    x = torch.zeros(PROBE_ROWS, model.config.text.hidden, dtype=model.backend.dtype, device=model.backend.device)
+    taken = []
+    with torch.inference_mode():
+        for _ in range(1 + PROBE_REPEATS):  # the first call creates kernels
+            started = time.perf_counter()
+            mlp(x)
+            taken.append(time.perf_counter() - started)
+    whole = model.nbytes() * model.config.text.layers / len(model.layers)
+    return min(taken[1:]) / PROBE_ROWS * (whole / mlp.nbytes()) * tokens

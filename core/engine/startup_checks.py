@@ -1,0 +1,131 @@
+"""The checks that refuse a start before weights are loaded, one list for ``serve`` and ``plan``. Torch-free.
+
+Start-up checks for models with cross-attention to images (``TextConfig.cross_attention_layers``), and settings
+that save memory.
+
+Formats of weights and KV cache other than the engine's dtype: device checks, and notes for users.
+"""
+
+from __future__ import annotations
+
+from trencadis.core.buckets import Policy, Stage
+from trencadis.core.checkpoint import registry
+from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.checkpoint.pooling_config import MEAN
+from trencadis.core.config import EngineConfig
+from trencadis.core.errors import StartupError
+from trencadis.core.kv_cache_format import kv_notes
+from trencadis.core.memory.weight_bytes import weight_notes
+from trencadis.core.memory.weight_offload import check_offload
+from trencadis.core.shapes.pipeline_partition import check_ranks
+from trencadis.core.spec.spec_settings import resolve_speculation
+
+
+def check_kv_format(device: str, model: ModelConfig, policy: Policy) -> None:
+    """Raises StartupError if a device does not support the requested KV cache format.
+
+    The message names one that does.
+    """
+    form = model.text.kv
+    if form is not None and form.name not in policy.kv_codes:
+        has = f"it has {' and '.join(policy.kv_codes)}; " if policy.kv_codes else ""
+        raise StartupError(
+            f"--kv-cache-dtype {form.requested}: {device} has no such KV cache; {has}--device cpu has it"
+        )
+
+
+def format_notes(model: ModelConfig, itemsize: int, policy: Policy) -> list[str]:
+    """Returns notes on both formats for users; ``itemsize``: bytes of the engine's dtype."""
+    return [*weight_notes(model, itemsize, policy.quantised), *kv_notes(model.text.kv)]
+
+
+def check_cross_attention(config: EngineConfig, model: ModelConfig, policy: Policy) -> None:
+    """Raises StartupError if device or options do not support the model's cross-attention; one line."""
+    if not model.text.cross_attention_layers:
+        return
+    name = model.architecture
+    if not policy.cross_attention:
+        raise StartupError(f"{name}: layers attend to images, which this backend does not implement; --device cpu does")
+    if config.pipeline_parallel_size > 1:
+        raise StartupError(
+            f"{name}: layers of every pipeline stage attend to images, which the first one encodes; "
+            "--tensor-parallel-size divides the model instead"
+        )
+    if model.encoder_data_parallel:
+        raise StartupError(
+            f"{name}: each rank keeps its share of an image's keys, so that --mm-encoder-tp-mode data does not apply; "
+            "weights does"
+        )
+    if config.batch_invariant:
+        raise StartupError(f"--batch-invariant: {name} attends to all images of a launch at once; leave the flag out")
+    if config.cpu_offload_gb:
+        raise StartupError(
+            f"--cpu-offload-gb: a launch of {name} without images leaves layers out, so that none can be copied ahead"
+        )
+
+
+def check_start(config: EngineConfig, model: ModelConfig, policy: Policy, device: str) -> None:
+    """Checks a configuration against the model, or one of its stages, and the device's policy.
+
+    Raises:
+        StartupError: the device or the model does not go with a flag; one line.
+    """
+    if config.batch_invariant and not policy.invariant_rows:
+        raise StartupError(f"--batch-invariant: {config.device} does not promise it; --device cpu does")
+    if config.itl_target and not config.enable_chunked_prefill:
+        raise StartupError("--itl-target cuts prompts into chunks; it needs --enable-chunked-prefill")
+    check_offload(config, policy, device)
+    resolve_speculation(config, model, policy, device)
+    _check_pooling(config, model, policy)
+    check_attention(config, model, policy)
+    check_ranks(model, device, policy)
+    check_kv_format(device, model, policy)
+
+
+def _check_pooling(config: EngineConfig, model: ModelConfig, policy: Policy) -> None:
+    pooling = model.pooling
+    if pooling is None:
+        return
+    if Stage.POOL not in policy.axes or Stage.POOL not in policy.alignment:
+        raise StartupError(f"--runner pooling: the {config.device} backend has no POOL stage; --device cpu has")
+    if config.batch_invariant and (pooling.classes or pooling.kind == MEAN):
+        raise StartupError(
+            "--batch-invariant holds for embeddings of the last or first token, not for sums and classes"
+        )
+
+
+def check_attention(config: EngineConfig, model: ModelConfig, policy: Policy) -> None:
+    """Raises StartupError where a device cannot hide or show the keys that this model asks for."""
+    longest = config.max_model_len or model.text.max_positions
+    if not policy.windows and 0 < model.text.window < longest:
+        raise StartupError(
+            f"{model.path / 'config.json'}: layers see {model.text.window} keys, which the {config.device} backend "
+            f"does not implement; --max-model-len {model.text.window} needs no windows, --device cpu has them"
+        )
+    check_cross_attention(config, model, policy)
+    if model.text.upto and not policy.upto:
+        raise StartupError(f"{model.architecture}: the {config.device} backend attends causally; --device cpu does not")
+
+
+def check_chunking(config: EngineConfig, model: ModelConfig, tokens: int, rows: int, max_model_len: int) -> None:
+    """Raises StartupError where a step of ``tokens`` tokens and ``rows`` sequences cannot take what it must take whole.
+
+    ``max_model_len``: as the KV cache holds it.
+    """
+    if model.text.bidirectional_images:
+        image_tokens = registry.image_needs(model, config.mm_processor_kwargs, config.image_alignment).tokens
+        if tokens < image_tokens + rows:
+            raise StartupError(
+                f"{model.architecture} computes an image at a time: --max-num-batched-tokens ({tokens}) must be at "
+                f"least {image_tokens + rows}, its {image_tokens} tokens and one for each of --max-num-seqs"
+            )
+    if not model.text.causal and tokens < max_model_len:
+        raise StartupError(
+            f"{model.architecture} computes a whole prompt at a time: --max-num-batched-tokens ({tokens}) must be at "
+            f"least --max-model-len ({max_model_len})"
+        )
+    if not config.enable_chunked_prefill and tokens < max_model_len:
+        raise StartupError(
+            f"without chunked prefill --max-num-batched-tokens ({tokens}) must be at least "
+            f"--max-model-len ({max_model_len})"
+        )

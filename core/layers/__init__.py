@@ -1,1 +1,0 @@
-"""Layers: they own parameters and their shards; the backend's ops do the arithmetic."""

@@ -1,0 +1,89 @@
+"""Computes how many KV blocks ``--kv-offloading-size`` holds in host memory.
+
+Pure; sizes in bytes unless named otherwise.
+
+The size of the KV cache that the user requests. Pure; sizes in bytes.
+"""
+
+from __future__ import annotations
+
+from trencadis.core.buckets import Policy
+from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.config import EngineConfig
+from trencadis.core.errors import StartupError
+from trencadis.core.host_memory import gib
+from trencadis.core.memory.ledger import MemorySplit
+from trencadis.core.shared_constants import RESERVED_BLOCKS
+
+
+def requested_kv_bytes(config: EngineConfig, block_bytes: int) -> int | None:
+    """Returns the bytes of KV cache that the user requests, in blocks or in bytes; None: as much as fits."""
+    if config.num_gpu_blocks_override is not None:
+        return (config.num_gpu_blocks_override + RESERVED_BLOCKS) * block_bytes
+    return config.kv_cache_memory_bytes
+
+
+def kv_flag(config: EngineConfig) -> str:
+    """Returns the flag that ``requested_kv_bytes`` follows, with its value."""
+    if config.num_gpu_blocks_override is not None:
+        return f"--num-gpu-blocks-override {config.num_gpu_blocks_override}"
+    return f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}"
+
+
+def check_requested_kv(flag: str, asked: int, memory_split: MemorySplit) -> None:
+    """Raises StartupError if more is requested than is left."""
+    available = memory_split.usable - memory_split.graphs
+    if asked > available:
+        raise StartupError(f"{flag} is {asked} bytes, more than the {available} that are left for it.")
+
+
+def format_flag(config: EngineConfig) -> str:
+    """Returns the flag with its value, for messages."""
+    return f"--kv-offloading-size {config.kv_offloading_size:g}"
+
+
+def check_kv_offload(config: EngineConfig, policy: Policy, device: str) -> None:
+    """Raises StartupError if blocks in host memory are requested but unsupported by the device or other flags."""
+    if not config.kv_offloading_size:
+        return
+    if not policy.host_kv:
+        own = "the KV cache of a CPU lies in host memory already; --kv-cache-memory-bytes makes it larger"
+        raise StartupError(
+            f"{format_flag(config)}: {own if device == 'cpu' else f'{device} copies no blocks; cuda does'}"
+        )
+    if not config.enable_prefix_caching:
+        raise StartupError(
+            f"{format_flag(config)} keeps blocks of the prefix cache; leave out --no-enable-prefix-caching"
+        )
+
+
+def host_block_count(config: EngineConfig, block_bytes: int, ranks: int, free: int | None = None) -> int:
+    """Returns the number of KV blocks in host memory; 0: none are requested.
+
+    Args:
+        block_bytes: bytes of one block on one rank; each rank keeps its own part of a block.
+        free: free bytes of the host; None: unknown.
+
+    Raises:
+        StartupError: the size holds no block, or exceeds the free memory.
+    """
+    size = int(config.kv_offloading_size * 2**30)
+    if free is not None and size > free:
+        raise StartupError(f"{format_flag(config)}: {gib(size)} are asked for, and {gib(free)} of host memory are free")
+    count = size // (ranks * block_bytes)
+    if config.kv_offloading_size and not count:
+        raise StartupError(f"{format_flag(config)}: a KV block of all ranks takes {gib(ranks * block_bytes)}")
+    return count
+
+
+def on_all_stages(model: ModelConfig, block_bytes: int) -> int:
+    """Returns the bytes of a KV block over all pipeline stages, from ``block_bytes`` of the part on ``model``'s
+    stage.
+    """
+    return block_bytes // len(model.cached) * (model.text.layers - len(model.text.cross_attention_layers))
+
+
+def format_note(count: int, block_bytes: int, block_size: int, ranks: int) -> str:
+    """Returns the line about host blocks for the start-up and for ``trencadis plan``."""
+    held = gib(count * block_bytes * ranks)
+    return f"host memory: {count} KV blocks of {block_size} tokens, {held}, for what makes room on the device"

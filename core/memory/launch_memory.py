@@ -1,0 +1,105 @@
+"""Bytes of a launch's input tensors. Pure.
+
+Memory of cross-attention to images in a text launch, in addition to self-attention. Pure; in bytes.
+
+Memory of image rows that ranks gather (core/launches/encoder_data_parallel.py); bytes, by formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from trencadis.core.buckets import Bucket, InputSizes, Policy, Stage, padded_tokens
+from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.cross_attention_inputs import planned_units
+from trencadis.core.request import MAX_BIAS
+
+
+def any_inputs(bucket: Bucket, sizes: InputSizes) -> int:
+    """Returns the bytes of a bucket's input tensors by a general formula, for policies without their own."""
+    stage, dims, vocab = bucket.stage, bucket.dims, sizes.vocab
+    bits = -(-vocab // 8)
+    if stage is Stage.VISION:
+        mixed = 8 * sizes.slot.position_neighbours
+        return dims[0] * (sizes.slot.values + 8 + mixed) + dims[0] // 8 + 8 * (dims[0] // sizes.slot.cell)
+    if stage is Stage.SAMPLE:
+        return dims[0] * 64 + bits * (1 if bucket.variant == "greedy" else dims[0] + 1)
+    if stage is Stage.POOL:
+        return dims[0] * 12
+    if stage is Stage.RESET:
+        return dims[0] * (8 + 4 * vocab + bits + MAX_BIAS * 12)
+    return padded_tokens(bucket) * 44 + dims[-1] * 12
+
+
+def attending(policy: Policy, library: str) -> Callable[[Bucket, InputSizes], int]:
+    """Returns a function for the bytes of a bucket's inputs plus the workspace of an attention library.
+
+    ``library`` is a value of `--attention-backend`.
+    """
+    inputs, beside = policy.inputs or any_inputs, policy.attention.get(library)
+    return inputs if beside is None else lambda bucket, sizes: inputs(bucket, sizes) + beside(bucket, sizes)
+
+
+SCORES = 1 << 25
+"""Number of scores that are held at the same time (``backends.cpu.reference_ops``)."""
+
+
+def cross_attention_layer_count(model: ModelConfig, bucket: Bucket, seeing: bool = True) -> int:
+    """Returns the number of cross-attention layers that run in a launch with images (``seeing``).
+
+    Not ``seeing``: the number of those that a launch without images skips.
+    """
+    return len(model.text.cross_attention_layers) if bool(planned_units(bucket.variant)) is seeing else 0
+
+
+def cross_attention_kept_bytes(model: ModelConfig, bucket: Bucket, itemsize: int) -> int:
+    """Returns the bytes that cross-attention adds at a graph's cuts around all-reduces: gates and their factors."""
+    return padded_tokens(bucket) * cross_attention_layer_count(model, bucket) * (2 * model.text.hidden + 2) * itemsize
+
+
+def cross_attention_row_bytes(model: ModelConfig, bucket: Bucket) -> int:
+    """Returns the bytes of the arena row numbers, which all layers of a launch share."""
+    return 8 * planned_units(bucket.variant) * (model.vision.cross_attention_rows if model.vision is not None else 0)
+
+
+def cross_attention_work_bytes(model: ModelConfig, bucket: Bucket, itemsize: int, heads: int, kv_heads: int) -> int:
+    """Returns the bytes of gathered keys and values, with a transposed copy, and of the scores of a tile of queries.
+
+    ``heads`` and ``kv_heads`` are those of one device.
+    """
+    units = planned_units(bucket.variant)
+    if not units or model.vision is None:
+        return 0
+    keys, d = units * model.vision.cross_attention_rows, model.text.head_dim
+    scores = min(max(SCORES, heads * keys), padded_tokens(bucket) * heads * keys)
+    return 4 * keys * kv_heads * d * itemsize + scores * (12 + itemsize)
+
+
+NUMBER = 4
+"""Bytes of a row number."""
+
+
+def row_bytes(model: ModelConfig, itemsize: int) -> int:
+    """Returns the bytes of an arena row with all its parts."""
+    return model.row_parts * model.text.width * itemsize
+
+
+def held_bytes(model: ModelConfig, slots: int, itemsize: int, ranks: int) -> int:
+    """Returns the peak bytes of a launch of ``slots`` slots while it gathers: a rank's own rows, and those of all
+    ranks.
+
+    The latter count twice: in the gathered layout, and rearranged.
+    """
+    if model.vision is None or not model.encoder_data_parallel:
+        return 0
+    return slots // model.vision.slot.cell * (1 + 2 * ranks) * (row_bytes(model, itemsize) + NUMBER)
+
+
+def kept_bytes(model: ModelConfig, slots: int, itemsize: int, ranks: int, cached: bool) -> int:
+    """Returns the bytes that a graph keeps: the rows of all ranks and their numbers, which collectives have written.
+
+    With the tensor cache also the rank's own rows, which are passed at the preceding cut.
+    """
+    if model.vision is None or not model.encoder_data_parallel:
+        return 0
+    return slots // model.vision.slot.cell * (ranks + cached) * (row_bytes(model, itemsize) + NUMBER)

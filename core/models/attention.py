@@ -1,0 +1,157 @@
+"""Causal self-attention over the paged cache, with grouped KV heads and optional norms of q and k.
+
+Partly rotated heads: reorders the values of q and k as rotary ops expect them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from trencadis.core.checkpoint.model_config import RMS_ONE, TextConfig
+from trencadis.core.checkpoint.weight_source import StackedPart, StoredRows, WeightSource, stack
+from trencadis.core.device.backend import Attn, Backend, LayerKV, Rotary
+from trencadis.core.kv_cache_format import KVFormat
+from trencadis.core.models.kv_cache_codes import pairs_of, static_of
+from trencadis.core.models.linear import (
+    ColumnParallelLinear,
+    ColumnPart,
+    RowParallelLinear,
+    check_heads,
+    pad_rows,
+    unit_span,
+)
+from trencadis.core.models.norm import RMSNorm
+from trencadis.core.quant.quantised_tensor import QTensor, join_weights
+
+ROTATED = ("q_proj", "k_proj")
+
+
+class PartialRotarySource:
+    """Wraps a source and moves the rotated values of a head, stored at its start, to the start of each half.
+
+    Rotary ops rotate the first half of a head against the second. Scores are sums over a head's values, so that any
+    order is valid if q and k share it.
+
+    Args:
+        rotary_dim: number of rotated values of a head.
+    """
+
+    def __init__(self, source: WeightSource, head_dim: int, rotary_dim: int) -> None:
+        self.source, self.head_dim = source, head_dim
+        middle = rotary_dim + (head_dim - rotary_dim) // 2
+        self.spans = ((0, rotary_dim // 2), (rotary_dim, middle), (rotary_dim // 2, rotary_dim), (middle, head_dim))
+
+    def _reorder(self, name: str, part: Tensor) -> Tensor:
+        if name.rpartition(".")[0].rpartition(".")[2] not in ROTATED:
+            return part
+        heads = part.reshape(-1, self.head_dim, *part.shape[1:])
+        return torch.cat([heads[:, a:b] for a, b in self.spans], 1).reshape(part.shape)
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return self._reorder(name, self.source.take(name, shape))
+
+    def shard(self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> Tensor:
+        return self._reorder(name, self.source.shard(name, shape, dim, start, stop))
+
+    def take_stacked(self, parts: Sequence[StackedPart], inputs: int) -> Tensor:
+        return stack(self, parts, inputs)
+
+    def stored(self, parts: Sequence[StackedPart], inputs: int, start: int, stop: int) -> StoredRows | None:
+        give = getattr(self.source, "stored", None)
+        rotates = any(part.name.rpartition(".")[0].rpartition(".")[2] in ROTATED for part in parts)
+        found: StoredRows | None = None if rotates or give is None else give(parts, inputs, start, stop)
+        return found
+
+    def take_quantised(
+        self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int, own: str = ""
+    ) -> QTensor | None:
+        found = self.source.take_quantised(name, shape, dim, start, stop, own)
+        if found is None or name.rpartition(".")[2] not in ROTATED:
+            return found
+        heads = range(0, stop - start, self.head_dim)
+        return join_weights([found.rows(head + a, head + b) for head in heads for a, b in self.spans])
+
+    def has(self, name: str) -> bool:
+        return self.source.has(name)
+
+    def kv_scale(self, name: str, kind: str) -> float:
+        return self.source.kv_scale(name, kind)
+
+
+class Attention:
+    """The attention layer: fused qkv, head norms, rotary embedding and KV store, attention, output projection."""
+
+    kv: LayerKV
+    pairs: Tensor | None = None
+    static: Tensor | None = None
+
+    def __init__(self, backend: Backend, c: TextConfig, window: int = 0) -> None:
+        comm, d = backend.comm, c.head_dim
+        check_heads(c.heads, comm.world, "query heads")
+        self.ops, self.kv_format, self.bias = backend.ops, c.kv, c.qkv_bias
+        self.head_dim, self.scale, self.rotary_dim = d, c.score_scale, c.rotary_dim
+        self.window = (window,) if window else ()
+        sizes = {"q_proj": c.heads, "k_proj": c.kv_heads, "v_proj": c.kv_heads}
+        parts = tuple(ColumnPart(name, heads * d, d) for name, heads in sizes.items())
+        self.qkv = ColumnParallelLinear(self.ops, comm, c.hidden, parts, bias=c.qkv_bias)
+        self.out = RowParallelLinear(self.ops, comm, c.heads * d, c.hidden, unit=d, bias=c.out_bias)
+        self.sizes = [unit_span(part.size, d, comm.rank, comm.world).width for part in parts]
+        self.heads = self.sizes[0] // d
+        self.keys = (c.kv_heads * d, *unit_span(c.kv_heads * d, d, comm.rank, comm.world))
+        self.device, self.values = backend.device, backend.values
+        above_one = c.norm == RMS_ONE
+        self.norms = tuple(RMSNorm(self.ops, d, c.eps, above_one) for _ in "qk") if c.qk_norm else None
+
+    def load(self, source: WeightSource, name: str) -> None:
+        if self.rotary_dim:
+            source = PartialRotarySource(source, self.head_dim, self.rotary_dim)
+        self.qkv.load(source, name)
+        self.out.load(source, f"{name}.o_proj")
+        for norm, part in zip(self.norms or (), ("q_norm", "k_norm"), strict=False):
+            norm.load(source, f"{name}.{part}")
+        if self.kv_format is not None:
+            self._load_cache(source, name, self.kv_format)
+
+    def _load_cache(self, source: WeightSource, name: str, form: KVFormat) -> None:
+        """Loads what an 8-bit cache needs: which values of the keys stay in 16 bits, and static scales.
+
+        Raises:
+            StartupError: ``--kv-cache-scales checkpoint`` is given, but scales are missing or not positive.
+        """
+        if form.kept:
+            size, start, stop, width = self.keys
+            bias = pad_rows(source.shard(f"{name}.k_proj.bias", (size,), 0, start, stop), width)
+            known = bias.cpu() if self.values else torch.zeros(width)
+            self.pairs = pairs_of(known.view(-1, self.head_dim), form.kept).to(self.device)
+        if form.static:
+            scales = [source.kv_scale(name, kind) for kind in ("k", "v")]
+            self.static = static_of(form, scales[0], scales[1]).to(self.device)
+
+    def bind(self, kv: LayerKV) -> None:
+        """Sets the cache of this layer."""
+        self.kv = kv._replace(pairs=self.pairs, static=self.static) if self.kv_format is not None else kv
+
+    def __call__(self, x: Tensor, rotary: Rotary, attn: Attn) -> Tensor:
+        """Computes the layer, [n, hidden] -> [n, hidden] of the backend's dtype.
+
+        The attention is a separate function, so that q, k and v are freed before the all-reduce; a graph would keep
+        them.
+        """
+        return self.out(self._attend(x, rotary, attn))
+
+    def _attend(self, x: Tensor, rotary: Rotary, attn: Attn) -> Tensor:
+        n = x.shape[0]
+        q, k, v = torch.split(self.qkv(x), self.sizes, dim=1)
+        d = self.head_dim
+        q, k, v = q.view(n, -1, d), k.view(n, -1, d), v.view(n, -1, d)
+        if self.norms is not None:
+            q, k = self.norms[0].heads(q), self.norms[1].heads(k)
+        q, k, v = self.ops.rope_store(q, k, v, rotary, self.kv, attn)
+        return self.ops.attend(q, k, v, self.kv, attn, self.scale, *self.window).reshape(n, -1)
+
+    def nbytes(self) -> int:
+        beside = sum(t.nbytes for t in (self.pairs, self.static) if t is not None)
+        return self.qkv.bytes + self.out.bytes + sum(norm.nbytes() for norm in self.norms or ()) + beside

@@ -1,0 +1,273 @@
+"""Linear layers, sharded over ranks by output columns or by input rows. Weights are packed while they are loaded.
+
+A backend wrapper for layers that every rank holds whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trencadis.core.checkpoint.weight_source import StackedPart, StoredRows, WeightSource
+from trencadis.core.device.backend import Backend, Comm, Ops, Weight
+from trencadis.core.device.communicators import SingleRank
+from trencadis.core.errors import StartupError
+from trencadis.core.quant.quantised_tensor import QTensor, fits, join_weights
+from trencadis.core.shared_constants import align_up
+
+Matrix = Tensor | QTensor
+"""A weight [out, in] as it is stored."""
+
+
+class Linear:
+    """This rank's share of a packed weight [out, in]; several weights if its parts are quantised in different ways."""
+
+    weights: list[Weight]
+
+    def __init__(self, ops: Ops, comm: Comm) -> None:
+        self.ops, self.comm = ops, comm
+        self.bytes = 0
+
+    def pack(self, weight: Matrix, bias: Tensor | None) -> None:
+        """Packs the raw weight [out, in] and bias [out] of this rank, and keeps only the packed form."""
+        self.pack_separately([weight], bias)
+
+    def pack_separately(self, parts: list[Matrix], bias: Tensor | None) -> None:
+        """Packs weights of the same input whose outputs are concatenated; ``bias`` covers all of them."""
+        self.bytes, self.weights, start = bias.nbytes if bias is not None else 0, [], 0
+        for part in parts:
+            rows = part.shape[0]
+            own = bias if bias is None or len(parts) == 1 else bias[start : start + rows]
+            start += rows
+            if isinstance(part, Tensor):
+                self.bytes += part.nbytes
+                self.weights.append(self.ops.pack_weight(part, own))
+                continue
+            packed = self.ops.pack_quantised(part, own)
+            # A backend that keeps the integers reports their bytes; others keep a weight of the engine's dtype.
+            self.bytes += getattr(packed, "nbytes", rows * part.shape[1] * part.dtype.itemsize)
+            self.weights.append(packed)
+
+    def pack_stored(
+        self, source: WeightSource, parts: list[StackedPart], inputs: tuple[int, int, int, int], bias: Tensor | None
+    ) -> bool:
+        """Packs rows directly from their stored form; returns False if source or ops do not support that.
+
+        Args:
+            inputs: (columns of the stored matrix, start, stop and padded width of this rank's columns).
+        """
+        give, pack = getattr(source, "stored", None), getattr(self.ops, "pack_stored", None)
+        if give is None or pack is None:
+            return False
+        whole, start, stop, width = inputs
+        rows: StoredRows | None = give(parts, whole, start, stop)
+        if rows is None:
+            return False
+        packed: Weight | None = pack(rows._replace(inputs=width), bias)
+        if packed is None:
+            return False
+        self.bytes = rows._replace(inputs=width).nbytes + (bias.nbytes if bias is not None else 0)
+        self.weights = [packed]
+        return True
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Computes [n, in of this rank] -> [n, out of this rank] in the backend's dtype."""
+        if len(self.weights) == 1:
+            return self.ops.linear(x, self.weights[0])
+        return torch.cat([self.ops.linear(x, weight) for weight in self.weights], 1)
+
+
+class Share(NamedTuple):
+    """A rank's share [start, stop) of a dimension, padded to ``width``."""
+
+    start: int
+    stop: int
+    width: int
+
+
+class ColumnPart(NamedTuple):
+    """One matrix of ``ColumnParallelLinear``: name, output features, and features of a unit that is never split."""
+
+    name: str
+    size: int
+    unit: int
+
+
+def span(size: int, rank: int, world: int, unit: int = 1) -> Share:
+    """Returns a rank's share: all have equal widths, multiples of ``unit``; the last ones are padded if necessary."""
+    width = align_up(-(-size // world), unit)
+    return Share(min(rank * width, size), min((rank + 1) * width, size), width)
+
+
+class ColumnParallelLinear(Linear):
+    """Several fused matrices with the same input, each split by output features.
+
+    Args:
+        parts: the matrices. A unit (a head) is never split; if a part has fewer units than there are ranks (KV heads),
+            they are replicated.
+        bias: True if the configuration has biases; otherwise those of the checkpoint are ignored.
+        fused: the checkpoint stores the parts as one matrix.
+        unit: this rank's outputs of each part are padded with zeros to a multiple of it.
+    """
+
+    def __init__(
+        self,
+        ops: Ops,
+        comm: Comm,
+        inputs: int,
+        parts: tuple[ColumnPart, ...],
+        bias: bool = False,
+        fused: bool = False,
+        unit: int = 1,
+    ) -> None:
+        super().__init__(ops, comm)
+        self.inputs, self.parts, self.bias, self.fused, self.unit = inputs, parts, bias, fused, unit
+
+    def load(self, source: WeightSource, base: str) -> None:
+        names = [base if self.fused else f"{base}.{name}" for name, _, _ in self.parts]
+        spans = self._spans()
+        biases = None
+        if self.bias:
+            biases = _join([self._take_bias(source, name, *where) for name, where in zip(names, spans, strict=True)])
+        held = [self._take_quantised(source, name, *where) for name, where in zip(names, spans, strict=True)]
+        if all(found is None for found in held):
+            parts = [StackedPart(f"{name}.weight", *where) for name, where in zip(names, spans, strict=True)]
+            if not self.pack_stored(source, parts, (self.inputs, 0, self.inputs, self.inputs), biases):
+                self.pack(source.take_stacked(parts, self.inputs), biases)
+            return
+        weights = [
+            self._take_plain(source, name, *where) if found is None else found
+            for found, name, where in zip(held, names, spans, strict=True)
+        ]
+        self.pack_separately(merge_or_separate(weights), biases)
+
+    def _spans(self) -> list[tuple[int, int, int, int]]:
+        """Returns for each part: output features of the stored matrix, and start, stop and padded width of this
+        rank's.
+        """
+        total, offset, found = sum(size for _, size, _ in self.parts), 0, []
+        for _, size, unit in self.parts:
+            start, stop, width = unit_span(size, unit, self.comm.rank, self.comm.world)
+            width = align_up(width, self.unit)
+            found.append((total if self.fused else size, offset + start, offset + stop, width))
+            offset += size if self.fused else 0
+        return found
+
+    def _take_quantised(
+        self, source: WeightSource, name: str, size: int, start: int, stop: int, width: int
+    ) -> QTensor | None:
+        found = source.take_quantised(name, (size, self.inputs), 0, start, stop)
+        return None if found is None else found.padded(width, self.inputs)
+
+    def _take_plain(self, source: WeightSource, name: str, size: int, start: int, stop: int, width: int) -> Tensor:
+        return pad_rows(source.shard(f"{name}.weight", (size, self.inputs), 0, start, stop), width)
+
+    def _take_bias(self, source: WeightSource, name: str, size: int, start: int, stop: int, width: int) -> Tensor:
+        return pad_rows(source.shard(f"{name}.bias", (size,), 0, start, stop), width)
+
+
+class RowParallelLinear(Linear):
+    """One matrix split by input features; the ranks' partial results are summed, and only rank 0 adds the bias.
+
+    ``unit``: number of inputs that are never split; ``filled``: this rank's inputs are padded to a multiple of it.
+    """
+
+    def __init__(
+        self, ops: Ops, comm: Comm, inputs: int, outputs: int, unit: int = 1, bias: bool = False, filled: int = 1
+    ) -> None:
+        super().__init__(ops, comm)
+        self.inputs, self.outputs, self.unit, self.bias, self.filled = inputs, outputs, unit, bias, filled
+
+    def load(self, source: WeightSource, name: str) -> None:
+        start, stop, width = unit_span(self.inputs, self.unit, self.comm.rank, self.comm.world)
+        width = align_up(width, self.filled)
+        own_bias = self.bias and self.comm.rank == 0
+        bias = source.take(f"{name}.bias", (self.outputs,)) if own_bias else None
+        found = source.take_quantised(name, (self.outputs, self.inputs), 1, start, stop)
+        if found is not None:
+            self.pack(found.padded(self.outputs, width), bias)
+            return
+        part = StackedPart(f"{name}.weight", self.outputs, 0, self.outputs, self.outputs)
+        if self.pack_stored(source, [part], (self.inputs, start, stop, width), bias):
+            return
+        weight = source.shard(part.name, (self.outputs, self.inputs), 1, start, stop)
+        if stop - start < width:
+            weight = functional.pad(weight, (0, width - (stop - start)))
+        self.pack(weight, bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Computes [n, in of this rank] -> [n, out], summed over ranks, in the backend's dtype."""
+        return self.reduce(self.product(x))
+
+    def product(self, x: Tensor) -> Tensor:
+        """Returns this rank's part of the sum."""
+        return super().__call__(x)
+
+    def reduce(self, y: Tensor) -> Tensor:
+        """Returns the sum of the ranks' parts."""
+        return y if self.comm.world == 1 else self._all_reduce(y)
+
+    def _all_reduce(self, y: Tensor) -> Tensor:
+        """Sums over several ranks."""
+        self.ops.cut("collective")
+        return self.comm.all_reduce(y)
+
+
+def unit_span(size: int, unit: int, rank: int, world: int) -> Share:
+    """Returns ``span`` in whole units; if there are fewer units than ranks, consecutive ranks share one."""
+    units = size // unit
+    if units < world and unit > 1:
+        first = rank * units // world
+        return Share(first * unit, (first + 1) * unit, unit)
+    share = span(units, rank, world)
+    return Share(*(value * unit for value in share))
+
+
+def check_heads(heads: int, world: int, what: str) -> None:
+    """Raises StartupError if ``world`` ranks cannot share ``heads``; the message lists the numbers that can."""
+    if heads % world:
+        sizes = ", ".join(str(w) for w in range(1, heads + 1) if heads % w == 0)
+        raise StartupError(f"--tensor-parallel-size {world} does not divide the {heads} {what}; use one of {sizes}")
+
+
+def scaled(x: Tensor, scale: float) -> Tensor:
+    """Returns ``x`` times ``scale``; ``x`` itself, without an operation, if ``scale`` is 1."""
+    return x if scale == 1 else x * scale
+
+
+def pad_rows(t: Tensor, width: int) -> Tensor:
+    """Pads [rows, ...] with zeros to [width, ...] of the same dtype."""
+    missing = width - t.shape[0]
+    return t if missing == 0 else torch.cat([t, t.new_zeros((missing, *t.shape[1:]))])
+
+
+def merge_or_separate(parts: list[Matrix]) -> list[Matrix]:
+    """Joins the parts to one matrix if possible; otherwise returns them unchanged, to be multiplied separately."""
+    if all(isinstance(part, Tensor) for part in parts):
+        return [_join([part for part in parts if isinstance(part, Tensor)])]
+    whole = [part for part in parts if isinstance(part, QTensor)]
+    if len(whole) == len(parts) and all(fits(whole[0], part) for part in whole[1:]):
+        return [join_weights(whole)]
+    return parts
+
+
+def _join(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class ReplicatedBackend:
+    """A backend without collectives, for layers that are not sharded; all else is the wrapped backend's."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend, self.comm = backend, SingleRank()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+
+def replicate_layers(backend: Backend) -> Backend:
+    """Returns ``backend`` for layers that are not sharded over its ranks."""
+    return cast(Backend, ReplicatedBackend(backend))

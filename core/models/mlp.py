@@ -1,0 +1,74 @@
+"""MLPs: gated, down(act(gate) * up) with gate and up fused, and plain, down(act(up))."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.device.backend import Comm, Ops
+from trencadis.core.models.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear
+from trencadis.core.quant.scheme import mlp_unit
+
+
+class GatedMLP:
+    """The gated MLP; ``inner`` is divided over the ranks, with zero padding if it does not divide evenly.
+
+    ``group``: a rank's share ends at a multiple of it, so that no group of quantised columns is split. ``aligned``: the
+    share is padded with zeros to a multiple of it; the padding stays zero after the activation.
+    """
+
+    def __init__(
+        self, ops: Ops, comm: Comm, width: int, inner: int, bias: bool = False, group: int = 1, act: str = "silu",
+        aligned: int = 1,
+    ) -> None:  # fmt: skip
+        self.ops, self.act = ops, act
+        unit = mlp_unit(inner, group, comm.world)
+        parts = ColumnPart("gate_proj", inner, unit), ColumnPart("up_proj", inner, unit)
+        self.gate_up = ColumnParallelLinear(ops, comm, width, parts, bias=bias, unit=aligned)
+        self.down = RowParallelLinear(ops, comm, inner, width, unit=unit, bias=bias, filled=aligned)
+
+    def load(self, source: WeightSource, name: str) -> None:
+        self.gate_up.load(source, name)
+        self.down.load(source, f"{name}.down_proj")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Computes [n, width] -> [n, width] in the backend's dtype."""
+        return self.down.reduce(self.ops.by_pieces(self._own, x))
+
+    def _own(self, x: Tensor) -> Tensor:
+        """Computes this rank's part of the sum."""
+        return self.down.product(self.ops.act_mul(self.gate_up(x), self.act))
+
+    def nbytes(self) -> int:
+        return self.gate_up.bytes + self.down.bytes
+
+
+class PlainMLP:
+    """An MLP like ``GatedMLP`` but without a gate. Padding contributes nothing: its rows of ``down`` are zeros."""
+
+    def __init__(
+        self, ops: Ops, comm: Comm, width: int, inner: int, bias: bool = False, group: int = 1, act: str = "gelu",
+        aligned: int = 1,
+    ) -> None:  # fmt: skip
+        self.ops, self.act = ops, act
+        unit = mlp_unit(inner, group, comm.world)
+        self.up = ColumnParallelLinear(ops, comm, width, (ColumnPart("up_proj", inner, unit),), bias=bias, unit=aligned)
+        self.down = RowParallelLinear(ops, comm, inner, width, unit=unit, bias=bias, filled=aligned)
+
+    def load(self, source: WeightSource, name: str) -> None:
+        self.up.load(source, name)
+        self.down.load(source, f"{name}.down_proj")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Computes [n, width] -> [n, width] in the backend's dtype."""
+        return self.down.reduce(self.ops.by_pieces(self._own, x))
+
+    def _own(self, x: Tensor) -> Tensor:
+        """Computes this rank's part of the sum."""
+        return self.down.product(self.ops.act(self.up(x), self.act))
+
+    def nbytes(self) -> int:
+        return self.up.bytes + self.down.bytes
+
+
+MLP = GatedMLP | PlainMLP

@@ -1,0 +1,108 @@
+"""Mixture of experts in place of an MLP: a router, and gated MLPs whose columns are divided over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trencadis.core.checkpoint.model_config import ExpertsConfig
+from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.device.backend import Comm, ExpertWeights, Ops
+from trencadis.core.models.linear import Linear, Matrix, merge_or_separate, pad_rows, span
+from trencadis.core.quant.quantised_tensor import QTensor
+
+CODED = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
+"""Tensors by which a router is recognised as quantised."""
+
+
+class CodedExperts(ExpertWeights, Protocol):
+    """Experts of which some are kept as quantised codes; ``nbytes`` counts all of them."""
+
+    nbytes: int
+
+
+class CodingOps(Protocol):
+    """Additional method of ``Ops`` that keep experts as codes; other ops get them dequantised to the engine's dtype."""
+
+    def pack_quantised_experts(self, gate_up: Sequence[Matrix], down: Sequence[Matrix]) -> CodedExperts:
+        """Packs experts like ``pack_experts``; any of the matrices may be quantised."""
+        ...
+
+
+class ExpertMLP:
+    """The MoE layer: every rank computes the same routing and holds a share of each expert, zero-padded if uneven."""
+
+    weights: ExpertWeights
+
+    def __init__(
+        self, ops: Ops, comm: Comm, width: int, c: ExpertsConfig, act: str = "silu", device: torch.device | None = None
+    ) -> None:
+        self.ops, self.comm, self.width, self.act = ops, comm, width, act
+        self.device = device or torch.device("cpu")
+        self.count, self.top, self.inner, self.normalise = c.count, c.top, c.inner, c.normalise
+        self.router = Linear(ops, comm)
+        self.bytes = 0
+
+    def load(self, source: WeightSource, name: str) -> None:
+        self._load_router(source, f"{name}.gate")
+        each = [self._expert(source, f"{name}.experts.{i}") for i in range(self.count)]
+        gate_up, down = [one for one, _ in each], [one for _, one in each]
+        if any(isinstance(one, QTensor) for one in (*gate_up, *down)) and hasattr(self.ops, "pack_quantised_experts"):
+            coded = cast(CodingOps, self.ops).pack_quantised_experts(gate_up, down)
+            self.weights, self.bytes = coded, coded.nbytes
+            return
+        plain = [self._plain(some) for some in (gate_up, down)]
+        self.bytes = sum(one.nbytes for some in plain for one in some)
+        self.weights = self.ops.pack_experts(*plain)
+
+    def _plain(self, some: list[Matrix]) -> list[Tensor]:
+        """Converts matrices to the engine's dtype, releasing quantised ones one by one to limit the peak memory."""
+        for i, one in enumerate(some):
+            some[i] = one if isinstance(one, Tensor) else one.values().to(self.device)
+        return [one for one in some if isinstance(one, Tensor)]
+
+    def _load_router(self, source: WeightSource, name: str) -> None:
+        """Loads the router in the engine's dtype even if it is stored quantised, since expert weights follow from
+        its scores.
+        """
+        shape = self.count, self.width
+        coded = any(source.has(f"{name}.{mark}") for mark in CODED)
+        found = source.take_quantised(name, shape, 0, 0, self.count) if coded else None
+        self.router.pack(
+            source.take(f"{name}.weight", shape) if found is None else found.values().to(self.device), None
+        )
+
+    def _expert(self, source: WeightSource, name: str) -> tuple[Matrix, Matrix]:
+        """Returns this rank's gate_up [2 x share, width] and down [width, share]."""
+        start, stop, share = span(self.inner, self.comm.rank, self.comm.world)
+        parts = merge_or_separate([self._part(source, f"{name}.{part}", 0, start, stop, share) for part in GATED])
+        if len(parts) > 1:  # codes that cannot be joined to one matrix
+            parts = [torch.cat(self._plain(parts))]
+        return parts[0], self._part(source, f"{name}.down_proj", 1, start, stop, share)
+
+    def _part(self, source: WeightSource, name: str, dim: int, start: int, stop: int, share: int) -> Matrix:
+        """Returns a rank's share of a matrix: [share, width] if ``dim`` is 0, else [width, share]."""
+        shape = (self.inner, self.width) if dim == 0 else (self.width, self.inner)
+        found = source.take_quantised(name, shape, dim, start, stop)
+        if found is not None:
+            return found.padded(share, self.width) if dim == 0 else found.padded(self.width, share)
+        weight = source.shard(f"{name}.weight", shape, dim, start, stop)
+        return pad_rows(weight, share) if dim == 0 else functional.pad(weight, (0, share - (stop - start)))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Computes [n, width] -> [n, width] in the backend's dtype, summed over ranks."""
+        y = self.ops.experts(x, self.router(x), self.weights, self.top, self.normalise, self.act)
+        if self.comm.world == 1:
+            return y
+        self.ops.cut("collective")
+        return self.comm.all_reduce(y)
+
+    def nbytes(self) -> int:
+        return self.router.bytes + self.bytes
+
+
+GATED = ("gate_proj", "up_proj")

@@ -1,1 +1,0 @@
-"""Builds an engine from a configuration, or plans it without a device."""

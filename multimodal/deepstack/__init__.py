@@ -1,1 +1,0 @@
-"""Vision tower with interpolated position embeddings and DeepStack outputs for the decoder's first layers."""

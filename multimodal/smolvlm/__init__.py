@@ -1,1 +1,0 @@
-"""SmolVLM2, which is Idefics3 under another name."""

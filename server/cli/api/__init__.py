@@ -1,1 +1,0 @@
-"""Serving: the event loop of `serve`, in one process or over several API processes."""

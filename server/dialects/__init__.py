@@ -1,1 +1,0 @@
-"""Other APIs on top of the chat API: their requests are converted to chat requests, and the answers back."""

@@ -1,1 +1,0 @@
-"""Engines of this server as actors of a Ray cluster; only ``--data-parallel-backend ray`` imports Ray."""

@@ -1,1 +1,0 @@
-"""Several engines as one, in one API process: ``--data-parallel-size``."""

@@ -1,1 +1,0 @@
-"""Embeddings, classes and scores: fields of pooling requests, their prompts, and results from pooled values."""

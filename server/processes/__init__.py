@@ -1,0 +1,1 @@
+"""The processes of a server: who starts and joins engines and API processes, and which engine runs a request."""

@@ -1,0 +1,234 @@
+"""One API server process as the front process sees it: start, watchdog and restart."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from trencadis.core.errors import StartupError
+from trencadis.core.process import engine_messages
+from trencadis.core.process.child_process import python_path
+from trencadis.server.config.resolve_settings import Settings
+from trencadis.server.metrics.process_metrics import API_MODULE
+from trencadis.server.processes import ipc_messages
+from trencadis.server.processes.channel import Channel
+from trencadis.server.processes.request_relay import RequestRelay
+from trencadis.server.tenants.shared_table import SharedTable
+
+log = logging.getLogger("trencadis.server")
+
+FIRST_DELAY, MAX_DELAY = 0.1, 30.0
+STEADY_SECONDS = 60.0
+UNRESPONSIVE_SECONDS = 60
+"""Seconds without an answer after which an API process is killed; time in which the front process itself does not run
+is not counted.
+"""
+END_SECONDS = 3.0
+
+
+class ApiProcessOwner(Protocol):
+    """Protocol of the owner of all API processes (``server/processes/api_process_manager.py``)."""
+
+    settings: Settings
+    table: SharedTable
+
+    def make_relay(self, index: int, channel: Channel[ipc_messages.Up]) -> RequestRelay: ...
+    def on_connected(self, process: ApiProcess) -> None: ...
+    def on_ready(self, process: ApiProcess, max_model_len: int) -> None: ...
+    def on_failed_start(self, process: ApiProcess, message: str, code: int) -> None: ...
+    def on_ended(self, process: ApiProcess) -> None: ...
+    def reset_cache(self, message: engine_messages.Resets) -> None: ...
+    async def answer(self, method: str, arguments: dict[str, Any]) -> bytes: ...
+
+
+class ApiProcess:
+    """Supervises API process ``index``.
+
+    Args:
+        listen: makes a socket for each started process, which owns it; its argument is True if it must listen at once.
+    """
+
+    def __init__(
+        self, owner: ApiProcessOwner, index: int, replicas: int, listen: Callable[[bool], socket.socket]
+    ) -> None:
+        self.owner, self.index, self._replicas, self._listen = owner, index, replicas, listen
+        self.restarts = 0
+        self.ready_since: float | None = None
+        """Time at which it began to accept connections."""
+        self.leaving = False
+        self.refused = False
+        """True if it cannot start at all, and is not restarted."""
+        self._leaving_event = asyncio.Event()
+        self._leave_seconds = 0
+        """Seconds for its last answers once it leaves."""
+        self._running = False
+        self.handle: subprocess.Popen[bytes] | None = None
+        self.channel: Channel[ipc_messages.Up] | None = None
+        self._relay: RequestRelay | None = None
+        self._sock, self._listener = self._spawn()
+
+    def _spawn(self) -> tuple[socket.socket, socket.socket]:
+        """Starts the process and sends it the serve order; its app takes a second or more to build."""
+        listener = self._listen(not self.restarts)
+        ours, theirs = socket.socketpair()
+        table = self.owner.table.descriptor
+        with theirs:
+            self.handle = subprocess.Popen(
+                [sys.executable, "-P", "-m", API_MODULE, str(theirs.fileno()), str(self.index)],
+                pass_fds=(theirs.fileno(), listener.fileno(), table),
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": python_path(os.environ)},
+            )
+        settings = self.owner.settings
+        served = dataclasses.replace(settings, engine=settings.engine.without_secrets())
+        count = self.owner.table.count
+        ours.sendall(
+            ipc_messages.make_frame(
+                ipc_messages.ServeOrder(served, self.index, count, self._replicas, listener.fileno(), table)
+            )
+        )
+        return ours, listener
+
+    # --- life ---
+
+    async def run(self) -> None:
+        """Supervises one API process; restarts it unless told to stop."""
+        self._running = True
+        try:
+            await self._run()
+        finally:
+            self._running = False
+
+    async def _run(self) -> None:
+        delay, started = FIRST_DELAY, True
+        while True:
+            if started:
+                await self._serve()
+            if self.leaving or self.refused:
+                return
+            if self.ready_since is not None and time.monotonic() - self.ready_since > STEADY_SECONDS:
+                delay = FIRST_DELAY
+            self.ready_since = None
+            self.restarts += 1
+            code = None if self.handle is None else self.handle.returncode
+            log.error("API process %d ended (exit code %s); restart in %g s", self.index, code, delay)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(delay):
+                    await self._leaving_event.wait()
+            delay = min(2 * delay, MAX_DELAY)
+            if self.leaving:
+                return
+            started = self._start_again()
+
+    def _start_again(self) -> bool:
+        """Starts another process; returns False if that failed."""
+        try:
+            self._sock, self._listener = self._spawn()
+        except (OSError, StartupError) as error:
+            log.error("API process %d cannot be started: %s", self.index, error)
+            return False
+        return True
+
+    async def _serve(self) -> None:
+        """Handles one process from its first frame to its end."""
+        channel = self.channel = Channel(self._sock, ipc_messages.decode_up, self._receive, self.owner.answer)
+        self._relay = self.owner.make_relay(self.index, channel)
+        await channel.connect()
+        self.owner.on_connected(self)
+        if self.leaving:
+            # the order to leave came before the channel was open
+            channel.write(ipc_messages.LeaveOrder(self._leave_seconds))
+        watching = asyncio.create_task(self._watch(channel))
+        try:
+            await channel.run()
+        except Exception:
+            log.exception("a frame of API process %d could not be read", self.index)
+            self.kill()
+        finally:
+            watching.cancel()
+            self._relay.close()
+            self._listener.close()
+            await self._reap()
+            self.owner.on_ended(self)
+
+    async def _reap(self) -> None:
+        """Waits briefly for a process whose socket has ended to exit by itself, then kills it."""
+        end = time.monotonic() + END_SECONDS
+        while self.handle is not None and self.handle.poll() is None and time.monotonic() < end:
+            await asyncio.sleep(0.01)
+        self.kill()
+
+    async def _watch(self, channel: Channel[ipc_messages.Up]) -> None:
+        """Kills a process whose event loop no longer answers."""
+        while True:
+            await asyncio.sleep(1.0)
+            if self.ready_since is not None and not await _is_responsive(channel):
+                log.error("API process %d killed: no sign of life for %d s", self.index, UNRESPONSIVE_SECONDS)
+                self.kill()
+
+    def _receive(self, message: ipc_messages.Up, payload: bytes) -> Any:
+        match message:
+            case ipc_messages.ApiReady(max_model_len):
+                # From now on the socket ends with the process, and the system sends it no more connections.
+                self._listener.close()
+                self.ready_since = time.monotonic()
+                self.owner.on_ready(self, max_model_len)
+            case ipc_messages.ApiFailed(text, code):
+                self.owner.on_failed_start(self, text, code)
+            case engine_messages.ResetPrefixCache() | engine_messages.ResetEncoderCache():
+                self.owner.reset_cache(message)
+            case ipc_messages.FrontQuestion() | ipc_messages.FrontReply():
+                pass  # handled by the channel itself
+            case _:
+                assert self._relay is not None
+                return self._relay.receive(message, payload)
+        return None
+
+    def leave(self, seconds: int) -> None:
+        """Asks the process to finish its answers and to exit."""
+        self.leaving, self._leave_seconds = True, seconds
+        self._leaving_event.set()
+        if self.channel is not None:
+            self.channel.write(ipc_messages.LeaveOrder(seconds))
+
+    def kill(self) -> None:
+        """Kills the process and reaps it."""
+        if self.handle is not None:
+            with contextlib.suppress(OSError):
+                self.handle.kill()
+            self.handle.wait()
+
+    def close(self) -> None:
+        """Ends the process, even if ``run`` never ran.
+
+        While ``run`` runs the socket stays open: ``run`` ends with the end of file there, while the event loop would
+        not notice a descriptor that is closed under it.
+        """
+        self.leaving = True
+        self._leaving_event.set()
+        self.kill()
+        if not self._running:
+            self._listener.close()
+            self._sock.close()
+
+
+async def _is_responsive(channel: Channel[ipc_messages.Up]) -> bool:
+    """True if the API process replies within ``UNRESPONSIVE_SECONDS``, or its channel has closed."""
+    asked = asyncio.ensure_future(channel.ask("alive"))
+    try:
+        for _ in range(UNRESPONSIVE_SECONDS):
+            if (await asyncio.wait([asked], timeout=1.0))[0]:
+                return True
+        return False
+    finally:
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)

@@ -1,1 +1,0 @@
-"""Reasoning: the tags around it, and the parser that separates it from an answer."""

@@ -1,1 +1,0 @@
-"""The record of an HTTP request, its log lines, and its trace."""

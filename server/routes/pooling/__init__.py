@@ -1,1 +1,0 @@
-"""The pooling routes, one file each, and what they share."""

@@ -1,0 +1,222 @@
+"""/v1/responses: converts blocks to items and events."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from trencadis.core.errors import QueueFull, TrencadisError
+from trencadis.core.request import TokenLogprob
+from trencadis.server.protocol.base_request import Usage
+from trencadis.server.protocol.chat_completions import TokenLogprobs
+from trencadis.server.protocol.responses import (
+    FunctionCallItem,
+    IncompleteDetails,
+    InputDetails,
+    OutputDetails,
+    OutputItem,
+    OutputMessage,
+    OutputText,
+    ReasoningItem,
+    ReasoningText,
+    ResponsesFault,
+    ResponsesRequest,
+    ResponsesResponse,
+    ResponsesUsage,
+    Status,
+)
+from trencadis.server.routes.answer_blocks import AnswerBlock, BlockClosed, BlockDelta, BlockEvent, BlockOpened
+from trencadis.server.routes.sse import SseEventTemplate, encode, make_number_mark, make_text_mark
+
+PREFIX = {"thought": "rs", "text": "msg", "call": "fc"}
+CUT = ("length",)
+"""Finish reasons of an answer that was cut off by its limit."""
+Shown = Callable[[list[TokenLogprob]], list[TokenLogprobs]]
+
+
+def make_initial_response(
+    body: ResponsesRequest, id: str, model: str, temperature: float, top_p: float
+) -> ResponsesResponse:
+    """Returns the response before its first token, with the fields of the request."""
+    asked = body.reasoning or {}
+    tools = [{"strict": None, **tool, "type": "function"} for tool in body.tools or []]
+    return ResponsesResponse(
+        id=id,
+        created_at=int(time.time()),
+        status="in_progress",
+        instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens,
+        max_tool_calls=body.max_tool_calls,
+        metadata=body.metadata or {},
+        model=model,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        prompt_cache_key=body.prompt_cache_key,
+        reasoning={"effort": asked.get("effort"), "summary": None},
+        safety_identifier=body.safety_identifier,
+        temperature=temperature,
+        text={"format": (body.text or {}).get("format") or {"type": "text"}},
+        tool_choice="auto" if body.tool_choice is None else body.tool_choice,
+        tools=tools,
+        top_logprobs=body.top_logprobs or 0,
+        top_p=top_p,
+        truncation=body.truncation or "disabled",
+        user=body.user,
+    )
+
+
+def convert_usage(usage: Usage) -> ResponsesUsage:
+    """Converts chat's usage to this API's."""
+    details, thoughts = usage.prompt_tokens_details, usage.completion_tokens_details
+    return ResponsesUsage(
+        input_tokens=usage.prompt_tokens,
+        input_tokens_details=InputDetails(cached_tokens=details.cached_tokens if details else 0),
+        output_tokens=usage.completion_tokens,
+        output_tokens_details=OutputDetails(reasoning_tokens=thoughts.reasoning_tokens if thoughts else 0),
+        total_tokens=usage.total_tokens,
+    )
+
+
+class ResponseWriter:
+    """Writes a response as a whole, or as events with sequence numbers.
+
+    Args:
+        response: the response before its first token; the writer completes it.
+        shown: converts log-probabilities to this API's form.
+    """
+
+    def __init__(self, response: ResponsesResponse, shown: Shown) -> None:
+        self.response = response
+        self._shown = shown
+        self._ids: dict[int, str] = {}
+        self._templates: dict[int, SseEventTemplate] = {}
+        """Event templates by the index of the block that grows."""
+        self._number = 0
+
+    def write_first_events(self, usage: Usage) -> Iterator[bytes]:
+        """Yields the first events."""
+        for name in ("created", "in_progress"):
+            yield self._write_state_event(name)
+
+    def write_events(self, change: BlockEvent) -> Iterator[bytes]:
+        """Yields the events of a change; adds the item of a closed block to the response."""
+        if isinstance(change, BlockOpened):
+            yield from self._write_item_added(change.block)
+        elif isinstance(change, BlockDelta):
+            yield self._write_delta(change)
+        else:
+            yield from self._write_item_done(change)
+
+    def add_block(self, change: BlockEvent) -> None:
+        """Adds a change to a response that is sent as a whole."""
+        if isinstance(change, BlockClosed):
+            self.response.output.append(self._make_item(change.block, "incomplete" if change.cut else "completed"))
+
+    def complete(self, finish: str | None, usage: Usage) -> ResponsesResponse:
+        """Returns the response once its last block is closed."""
+        made = self.response
+        made.usage = convert_usage(usage)
+        if finish in CUT:
+            made.status, made.incomplete_details = "incomplete", IncompleteDetails()
+        else:
+            made.status, made.completed_at = "completed", int(time.time())
+        return made
+
+    def write_final_events(self) -> Iterator[bytes]:
+        """Yields the last event of a complete response."""
+        yield self._write_state_event(self.response.status)
+
+    def make_failed_event(self, error: TrencadisError) -> bytes:
+        """Returns the last event of a response that ends with an error."""
+        code = "rate_limit_exceeded" if isinstance(error, QueueFull) else "server_error"
+        self.response.status = "failed"
+        self.response.error = ResponsesFault(code=code, message=error.message)
+        return self._write_state_event("failed")
+
+    def _write_item_added(self, block: AnswerBlock) -> Iterator[bytes]:
+        if block.kind == "call":
+            yield self._write_block_event(
+                "output_item.added", block, item=self._make_item(block, "in_progress").model_dump(), item_id=None
+            )
+            return
+        empty: dict[str, Any] = {**self._make_item(block, "in_progress").model_dump(), "content": []}
+        yield self._write_block_event("output_item.added", block, item=empty, item_id=None)
+        yield self._write_block_event("content_part.added", block, content_index=0, part=self._make_content_part(block))
+
+    def _write_delta(self, change: BlockDelta) -> bytes:
+        index = change.block.index
+        template = self._templates.get(index)
+        if template is None:
+            template = self._templates[index] = self._make_template(change.block)
+        shown = b"[]"
+        if change.logprobs and change.block.kind == "text":
+            shown = encode([one.model_dump() for one in self._shown(change.logprobs)])
+        self._number += 1
+        return template.fill(b"%d" % (self._number - 1), encode(change.text), shown)
+
+    def _make_template(self, block: AnswerBlock) -> SseEventTemplate:
+        hole, sequence, before = make_text_mark(), make_number_mark(), self._number
+        self._number = sequence
+        made = self._write_delta_event(BlockDelta(block, hole, []))
+        self._number = before
+        return SseEventTemplate(made, [b"%d" % sequence, encode(hole), b"[]"])
+
+    def _write_delta_event(self, change: BlockDelta) -> bytes:
+        block, text = change.block, change.text
+        if block.kind == "call":
+            return self._write_block_event("function_call_arguments.delta", block, delta=text)
+        if block.kind == "thought":
+            return self._write_block_event("reasoning_text.delta", block, content_index=0, delta=text)
+        logprobs = [one.model_dump() for one in self._shown(change.logprobs)]
+        return self._write_block_event("output_text.delta", block, content_index=0, delta=text, logprobs=logprobs)
+
+    def _write_item_done(self, change: BlockClosed) -> Iterator[bytes]:
+        block, text = change.block, change.block.text
+        self.add_block(change)
+        if block.kind == "call":
+            yield self._write_block_event("function_call_arguments.done", block, name=block.name, arguments=text)
+        elif block.kind == "thought":
+            yield self._write_block_event("reasoning_text.done", block, content_index=0, text=text)
+        else:
+            logprobs = [one.model_dump() for one in self._shown(block.logprobs)]
+            yield self._write_block_event("output_text.done", block, content_index=0, text=text, logprobs=logprobs)
+        if block.kind != "call":
+            yield self._write_block_event(
+                "content_part.done", block, content_index=0, part=self._make_content_part(block)
+            )
+        yield self._write_block_event(
+            "output_item.done", block, item=self.response.output[-1].model_dump(), item_id=None
+        )
+
+    def _make_item(self, block: AnswerBlock, status: Status) -> OutputItem:
+        id = self._get_item_id(block)
+        if block.kind == "call":
+            return FunctionCallItem(id=id, status=status, call_id=block.id, name=block.name, arguments=block.text)
+        if block.kind == "thought":
+            return ReasoningItem(id=id, status=status, content=[ReasoningText(text=block.text)])
+        text = OutputText(text=block.text, logprobs=self._shown(block.logprobs))
+        return OutputMessage(id=id, status=status, content=[text])
+
+    def _make_content_part(self, block: AnswerBlock) -> dict[str, Any]:
+        if block.kind == "thought":
+            return ReasoningText(text=block.text).model_dump()
+        return OutputText(text=block.text, logprobs=self._shown(block.logprobs)).model_dump()
+
+    def _get_item_id(self, block: AnswerBlock) -> str:
+        return self._ids.setdefault(block.index, f"{PREFIX[block.kind]}_{secrets.token_hex(16)}")
+
+    def _write_state_event(self, name: str) -> bytes:
+        return self._write_event(name, response=self.response.model_dump())
+
+    def _write_block_event(self, name: str, block: AnswerBlock, /, item_id: str | None = "", **fields: Any) -> bytes:
+        """Encodes an event about a block; ``item_id`` None: without the item's id."""
+        own = {} if item_id is None else {"item_id": self._get_item_id(block)}
+        return self._write_event(name, output_index=block.index, **own, **fields)
+
+    def _write_event(self, name: str, /, **fields: Any) -> bytes:
+        kind = f"response.{name}"
+        data = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return f"event: {kind}\ndata: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()

@@ -1,1 +1,0 @@
-"""Streams of events: turns pieces of text into bytes, in the form of each API."""

@@ -1,1 +1,0 @@
-"""Routes that vLLM has in addition to OpenAI's: several conversations at a time, the tokenizer, load, development."""

@@ -1,0 +1,296 @@
+"""The bounded queue: limits the requests, tokens and pixels in the server at a time."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from trencadis.core.errors import BadRequest, QueueFull
+from trencadis.server.tenants.answer_budget import AnswerCharge
+from trencadis.server.tenants.rate_limits import CURRENT, TenantAccount
+
+log = logging.getLogger("trencadis.server")
+
+NAMES = ("max_num_queued_reqs", "max_num_queued_tokens", "max_num_queued_pixels")
+RATE_WINDOW = 60.0
+"""Seconds over which the rate of finished requests is measured."""
+MAX_RETRY_AFTER = 120
+"""Largest Retry-After, in seconds."""
+
+
+class Amounts(NamedTuple):
+    """Requests, tokens and pixels that are charged, in the order of ``NAMES``."""
+
+    requests: int = 0
+    tokens: int = 0
+    pixels: int = 0
+
+
+NOTHING = Amounts()
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Limits of what may be in the server at a time, running or waiting.
+
+    A resized pixel takes 6 bytes of this process: three colours for each of two frames.
+    """
+
+    requests: int = 2048
+    tokens: int = 8 << 20
+    pixels: int = 1 << 30
+    body_bytes: int = 1 << 30
+
+    def get_amounts(self) -> Amounts:
+        """Returns the bounds of the amounts that tickets charge."""
+        return Amounts(self.requests, self.tokens, self.pixels)
+
+
+class Admission:
+    """Counts admitted requests, tokens and pixels, and refuses requests that would exceed a bound. For one event
+    loop.
+    """
+
+    def __init__(self, bounds: Bounds | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.bounds = bounds or Bounds()
+        self.bodies = BodyBudget(self.bounds.body_bytes)
+        self.together: AbstractContextManager[object] = nullcontext()
+        """Context manager inside which counters do not change between a check and the charge."""
+        self._inside = [0, 0, 0]
+        self.rejected = dict.fromkeys(NAMES, 0)
+        self._clock = clock
+        self._left: deque[tuple[float, Amounts]] = deque(maxlen=4096)
+
+    @property
+    def inside(self) -> list[int]:
+        """Amounts that all tickets hold, in the order of ``NAMES``."""
+        return self._inside
+
+    @property
+    def own(self) -> list[int]:
+        """Amounts that tickets of this process hold, if several processes count together."""
+        return self._inside
+
+    def enter(self, requests: int = 1) -> Ticket:
+        """Returns a ticket for ``requests`` choices; charge tokens and pixels once they are known.
+
+        Raises:
+            BadRequest: the request alone exceeds a bound.
+            QueueFull: a bound is reached now, or a limit of the request's tenant.
+        """
+        early = _EARLY.get()
+        if early is not None:
+            return claim_early_ticket(early, requests)
+        ticket = Ticket(self, account=CURRENT.get())
+        ticket.charge(requests=requests)
+        return ticket
+
+    @contextmanager
+    def hold_early_ticket(self) -> Iterator[None]:
+        """Holds a ticket for one choice, for a request that waits before its route knows what it needs.
+
+        The route's ``enter`` returns this ticket; if it is never called, nothing stays charged.
+
+        Raises:
+            QueueFull: as ``enter``.
+        """
+        ticket = Ticket(self, account=CURRENT.get())
+        ticket.charge(requests=1)
+        _EARLY.set(ticket)
+        try:
+            yield
+        finally:
+            if _EARLY.get() is ticket:
+                _EARLY.set(None)
+                if ticket.account is not None:
+                    ticket.account.refund("requests_per_minute", 1)
+                ticket.leave()
+
+    def check(self, wanted: Amounts, held: Amounts = NOTHING) -> None:
+        """Raises as ``enter`` does if ``wanted`` does not fit, in addition to the amounts ``held`` by the same
+        caller.
+        """
+        for i, (inside, more, bound) in enumerate(zip(self.inside, wanted, self.bounds.get_amounts(), strict=True)):
+            if held[i] + more > bound:
+                # The request alone exceeds the bound, so waiting would not help.
+                raise BadRequest(f"The request needs {held[i] + more} of at most {bound} ({NAMES[i]}).")
+            if more and inside + more > bound:
+                raise self._make_queue_full(i, inside + more - bound)
+
+    def _make_queue_full(self, which: int, excess: int) -> QueueFull:
+        """Counts a refusal because of ``excess`` of ``NAMES[which]``, and returns its exception."""
+        self.rejected[NAMES[which]] += 1
+        wait = self.estimate_retry_after(which, excess)
+        log.debug("admission: a request is refused, because %d %s too many would wait", excess, NAMES[which])
+        return QueueFull(f"The queue is full ({NAMES[which]}); try again later.", retry_after=wait)
+
+    def take(self, wanted: Amounts) -> None:
+        """Adds amounts that ``check`` has accepted."""
+        self._inside = [a + b for a, b in zip(self._inside, wanted, strict=True)]
+
+    def release(self, held: Amounts) -> None:
+        """Releases the amounts of a ticket."""
+        self.take(Amounts(*(-n for n in held)))
+        self._left.append((self._clock(), held))
+
+    def estimate_retry_after(self, which: int, excess: int) -> int:
+        """Returns seconds for Retry-After: the time in which ``excess`` of ``NAMES[which]`` will be released at the
+        last minute's rate. Before anything has been released, an estimate that grows with the number of requests.
+        """
+        self._drop_old_releases()
+        gone = sum(held[which] for _, held in self._left)
+        if not gone:
+            return max(1, min(30, self.inside[0] // 64))
+        seconds = max(self._clock() - self._left[0][0], 1.0)
+        return max(1, min(MAX_RETRY_AFTER, round(excess * seconds / gone + 0.5)))
+
+    def _drop_old_releases(self) -> None:
+        start = self._clock() - RATE_WINDOW
+        while self._left and self._left[0][0] < start:
+            self._left.popleft()
+
+
+@dataclass
+class Ticket:
+    """Amounts that one HTTP request holds until ``leave``."""
+
+    admission: Admission
+    held: Amounts = NOTHING
+    left: bool = False
+    account: TenantAccount | None = None
+    answer: AnswerCharge | None = None
+    reserved: int = 0
+    """Tokens of the answer that the tenant has paid in advance."""
+
+    def charge(self, *, requests: int = 0, tokens: int = 0, pixels: int = 0, output: int = 0) -> None:
+        """Holds more, or raises as ``Admission.enter`` does; does nothing after ``leave``.
+
+        Args:
+            output: tokens that the answer may have, which the tenant's limit must have until ``leave``.
+        """
+        if self.left:
+            return
+        held, wanted = self.held, Amounts(requests, tokens, pixels)
+        with self.admission.together:
+            self.admission.check(wanted, held)
+            if self.account is not None:
+                self._spend(self.account, wanted, output)
+            self.admission.take(wanted)
+        self.held = Amounts(held.requests + requests, held.tokens + tokens, held.pixels + pixels)
+
+    def _spend(self, account: TenantAccount, wanted: Amounts, output: int) -> None:
+        """Charges the request's tenant, whose limits are looked at before anything is held."""
+        if wanted.tokens:
+            account.take("tokens_per_minute", wanted.tokens, output)
+            self.reserved += output
+        if wanted.pixels:
+            account.take("pixels_per_minute", wanted.pixels)
+        if wanted.requests:
+            account.enter(wanted.requests, more=bool(self.held.requests))
+
+    def take_answer(self) -> AnswerCharge | None:
+        """Returns the charge of a large answer, which its writer releases from now on; None if it is not large."""
+        charge = self.answer
+        if charge is None or not charge.is_large:
+            return None
+        self.answer = None
+        return charge
+
+    def leave(self) -> None:
+        """Releases everything; a second call does nothing."""
+        if self.left:
+            return
+        self.left = True
+        if self.answer is not None:
+            self.answer.release()
+        held, self.held = self.held, NOTHING
+        if self.account is not None:
+            self.account.leave(held.requests)
+            self.account.give_back("tokens_per_minute", self.reserved)
+        self.admission.release(held)
+
+
+_EARLY: ContextVar[Ticket | None] = ContextVar("trencadis_early_ticket", default=None)
+"""The ticket of this task's request before its route calls ``enter``."""
+
+
+def claim_early_ticket(ticket: Ticket, requests: int) -> Ticket:
+    """Returns the early ticket of this task for ``requests`` choices; it now belongs to the route."""
+    _EARLY.set(None)
+    try:
+        ticket.charge(requests=requests - ticket.held.requests)
+    except Exception:
+        ticket.leave()
+        raise
+    return ticket
+
+
+class BodyBudget:
+    """Limits the bytes of request bodies, from their arrival until their media are prepared. For one event loop.
+
+    Args:
+        bound: maximum bytes at a time; a single body is always admitted.
+    """
+
+    def __init__(self, bound: int = 1 << 30) -> None:
+        self.bound = bound
+        self.rejected = 0
+        self._inside = 0
+
+    @property
+    def inside(self) -> int:
+        """Bytes of all bodies in memory."""
+        return self._inside
+
+    def add(self, count: int) -> None:
+        """Adds ``count`` bytes; negative: removes them."""
+        self._inside += count
+
+    def open(self) -> BodyCharge:
+        """Opens the account of one request."""
+        return BodyCharge(self)
+
+
+@dataclass
+class BodyCharge:
+    """Bytes of one body: those in memory, and all that have been received."""
+
+    budget: BodyBudget
+    held: int = 0
+    received: int = 0
+    done: bool = False
+
+    def check_free(self, count: int) -> None:
+        """Raises QueueFull if other bodies leave no room for ``count`` more bytes; charges nothing."""
+        budget = self.budget
+        if budget.inside + count > budget.bound and budget.inside > self.held:
+            budget.rejected += 1
+            raise QueueFull("Too many large requests are being read; try again later.", retry_after=1)
+
+    def charge(self, count: int) -> None:
+        """Charges ``count`` more bytes that were received.
+
+        Raises:
+            QueueFull: other bodies leave no room for them.
+        """
+        if not self.done and count:
+            self.check_free(count)
+            self.held += count
+            self.budget.add(count)
+
+    def give(self, count: int) -> None:
+        """Releases ``count`` bytes."""
+        if not self.done:
+            self.held -= count
+            self.budget.add(-count)
+
+    def leave(self) -> None:
+        """Releases all bytes; a second call does nothing."""
+        self.budget.add(-self.held)
+        self.held, self.done = 0, True
