@@ -103,7 +103,7 @@ class Idle:
             self.tally.launched += self.plan.fit(Stage.VISION, (need,)).dims[0]
             self.tally.launches += 1
             self.tally.images += len(step.images)
-        keys = [key for row in step.rows for key, _, _ in row.samples]
+        keys = [draw.key for row in step.rows for draw in row.samples]
         out = StepOutput(step.number, {key: i for i, key in enumerate(keys)})
         out.head = HeadOutput(np.ones(len(keys), np.int32))
         return Done(out)

@@ -216,6 +216,8 @@ class Policy:
         cross_attention: text launches have ``TextTensors.cross_attention`` for layers that attend to images.
         cross_attention_bytes: bytes of workspace of that attention; None: it gathers the rows
             (core/memory/launch_memory.py).
+        drafts: rows of decoding sequences may have several tokens, and SAMPLE reads ``HeadInputs.ahead``, so that
+            drafts can be verified (core/spec).
         stages: the backend has a ``pipe`` (core/launches/stage_transfer.py) if ``BackendConfig.stages`` is above 1.
     """
 
@@ -257,6 +259,7 @@ class Policy:
     best_head: bool = False
     split_head: bool = False
     drawn_head: bool = False
+    drafts: bool = False
     attention: Mapping[str, Callable[[Bucket, InputSizes], int]] = field(default_factory=dict)
     windows: bool = False
     upto: bool = False

@@ -29,6 +29,12 @@ ATTENTION = (
 
 ATTENTION_LIBRARIES = ("FLASH_ATTN", "FLASHINFER")
 
+DRAFT_MODELS = (
+    "draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "deepseek_mtp", "qwen3_next_mtp", "dflash",
+    "custom_class",
+)  # fmt: skip
+"""Methods of vLLM's speculation whose guesses come from a model, which are not supported here."""
+
 OLDER_ATTENTION = "_VLLM_V1"
 """Suffix of such names in older versions of vLLM."""
 
@@ -223,6 +229,31 @@ class EngineConfig:
     async_depth: int | None = opt(
         None, "steps in flight beyond the one being scheduled (default: the device's)", bound=Bound(0, 1)
     )
+    speculation: bool = opt(True, "verify guesses of the next tokens where that is faster; answers are the same")
+    speculative_config: dict[str, Any] = opt(
+        {}, "JSON: method (ngram: what followed the same ids before; suffix: also in recent answers of the server), "
+        "num_speculative_tokens (1 to 16), prompt_lookup_max, prompt_lookup_min, disable_by_batch_size", kind="json",
+        aliases=("sc",),
+    )  # fmt: skip
+    spec_method: str = opt(
+        "", "its method, as a flag", choices=("", "ngram", "suffix"), means={"ngram_gpu": "ngram", "[ngram]": "ngram"},
+        later=dict.fromkeys(DRAFT_MODELS, "guesses come from texts; ngram and suffix need no model"),
+    )  # fmt: skip
+    spec_model: str = opt("", "its model, as a flag: [ngram]", aliases=("speculative_model",))
+    spec_tokens: int | None = opt(
+        None, "its num_speculative_tokens, as a flag", bound=Bound(1, 16), aliases=("num_speculative_tokens",)
+    )
+    ngram_prompt_lookup_max: int | None = opt(
+        None, "most ids of a suffix that is looked up (default 4)", bound=Bound(1, 16)
+    )
+    ngram_prompt_lookup_min: int | None = opt(
+        None, "fewest ids of a suffix that is looked up (default 2)", bound=Bound(1, 16)
+    )
+    spec_disable_by_batch_size: int | None = opt(
+        None, "running requests from which on nothing is guessed", bound=Bound(1, 65536),
+        aliases=("speculative_disable_by_batch_size",),
+    )  # fmt: skip
+    spec_always: bool = opt(False, "verify guesses whatever they cost, for tests", hidden=True)
     limit_mm_per_prompt: dict[str, int] = opt({}, 'images per prompt: image=4 or {"image": 4}', kind="limits")
     mm_processor_kwargs: dict[str, Any] = opt(
         {}, "JSON: min_pixels and max_pixels of images, fps and the like of videos", kind="json"

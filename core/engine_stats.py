@@ -157,6 +157,12 @@ class EngineStats:
     """KV blocks that host memory can hold."""
     mm_queries: int = 0
     mm_hits: int = 0
+    spec_drafts: int = 0
+    """Drafts of sequences that steps have verified; they held ``spec_draft_tokens`` ids."""
+    spec_draft_tokens: int = 0
+    spec_accepted: int = 0
+    spec_accepted_at: list[int] = field(default_factory=list)
+    """Accepted ids by their place in the draft."""
     cpu_threads: int = 0
     """Threads of rank 0 that currently compute on the CPU; 0: another device computes."""
     arena_used: int = 0

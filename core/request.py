@@ -304,6 +304,7 @@ class Request:
         pool: kind of pooling (``core.checkpoint.pooling_config``); "": tokens are generated.
         replica: with several engines, the one that the request is pinned to (-1: any), and after submission the one
             that it was sent to.
+        prediction: ids of a text that the answer may repeat; it changes the speed of the answer alone.
     """
 
     id: str
@@ -321,6 +322,7 @@ class Request:
     weight: float = 1.0
     pool: str = ""
     replica: int = -1
+    prediction: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -349,6 +351,7 @@ class RequestStats:
         launches: launches of the steps that it took part in; ``misses`` of them had an unplanned shape.
         first_buckets: buckets of its first step, which other rows may share; ``last_buckets``: those of its last step.
         ended: end time in seconds since 1970, by the clock of the engine's machine.
+        drafted: ids that were drafted; ``accepted`` of them were part of the answer.
     """
 
     queue: float = 0.0
@@ -364,6 +367,8 @@ class RequestStats:
     first_buckets: list[str] = field(default_factory=list)
     last_buckets: list[str] = field(default_factory=list)
     ended: float = 0.0
+    drafted: int = 0
+    accepted: int = 0
 
 
 @dataclass(slots=True)

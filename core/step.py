@@ -56,11 +56,16 @@ class Sample:
 
 
 class Draw(NamedTuple):
-    """One sample: the scheduler's key of the sequence, its sampler slot, and how to sample."""
+    """One sample: the scheduler's key of the sequence, its sampler slot, and how to sample.
+
+    ``tokens_after``: tokens of the row after the one whose hidden row is sampled; they are drafts. A sequence with k
+    drafts has k + 1 draws, one after another: from its last known token on, then from each draft.
+    """
 
     key: int
     slot: int
     sample: Sample
+    tokens_after: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +99,12 @@ class Row:
         key: the scheduler's key of the sequence, by which outputs are matched.
         slot: sampler slot, from 1.
         context: tokens already in the KV cache, which is the absolute index of ``tokens[0]``.
-        tokens: ids to compute, at least one; the last may be PENDING.
+        tokens: ids to compute, at least one; the last may be PENDING. Drafts follow the last known token.
         blocks: ids of the KV blocks that hold [0, context + len(tokens)).
         positions: int32 [3, len(tokens)].
         images: arena rows inside this chunk.
-        samples: one entry per sequence that samples from the last token's hidden row, possibly none.
+        samples: one entry per sequence that samples from the last token's hidden row, or one for the last known token
+            and each draft after it; possibly none.
         targets: prompt_logprobs: int32 [len(tokens)], the id to score at each token; -1: none.
         pool: the tokens of this chunk that a pooling request pools, possibly none.
         spans: tokens that attend to each other, each span in one launch (``TextConfig.upto``). cross_attention: images
@@ -164,6 +170,7 @@ class Opening:
         output: ids that it has sampled so far, none of them PENDING.
         stops: ids besides EOS that end it.
         endless: True if EOS does not end it (ignore_eos, without a grammar).
+        forces: most ids that a step adds after a sampled one, where the masks hold one id alone; 0: none.
     """
 
     key: int
@@ -171,6 +178,7 @@ class Opening:
     output: tuple[int, ...] = ()
     stops: tuple[int, ...] = ()
     endless: bool = False
+    forces: int = 0
 
 
 class BlockMove(NamedTuple):
@@ -290,6 +298,8 @@ class HeadInputs:
     target: Int32  # [r] below 0: sample (NO_LOGPROB: without log-probabilities); else the id to score
     mask_row: Int32  # [r] row of ``masks``; 0: everything allowed
     masks: UInt8  # [m, ceil(vocabulary / 8)] little bit order, row 0 all ones
+    place: Int32 | None = None  # [r] number of drafts before the row; the rows of one sequence follow each other
+    ahead: Int32 | None = None  # [r, k] these drafts, then -1; None, like ``place``: no penalty depends on drafts
 
 
 @dataclass(slots=True)
@@ -389,9 +399,13 @@ class StepOutput:
 
     Args:
         samples: the row in ``head`` of each sequence that a ``Row`` sampled, by its key; persistent rows come first.
+            Draws from drafts have the rows after it.
         scored: log-probabilities of the ids in ``Sample.scored``.
         failures: key -> why a choice cannot continue under its rule, in one line; its token is ignored.
-        text: keys of choices that sampled a stop id as text, because their grammar may not end there.
+        failed_at: key -> which of its draws failed, from 0; a key that is missing failed at its first.
+        text: (key, draw) of choices that sampled a stop id as text, because their grammar may not end there.
+        forced: key -> the ids after its last token that the masks forced (``Opening.forces``). They count as its next
+            draws in ``text``.
     """
 
     number: int
@@ -402,4 +416,6 @@ class StepOutput:
     pooled: dict[int, Pooled] = field(default_factory=dict)  # by key of the row: [1, width] float64, or of each token
     stats: list[StepStats] = field(default_factory=list)
     failures: dict[int, str] = field(default_factory=dict)
-    text: set[int] = field(default_factory=set)
+    failed_at: dict[int, int] = field(default_factory=dict)
+    text: set[tuple[int, int]] = field(default_factory=set)
+    forced: dict[int, tuple[int, ...]] = field(default_factory=dict)

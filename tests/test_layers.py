@@ -25,7 +25,7 @@ FLOORS = {
         ("core/kv", "core/links", "core/quant"),
         ("core/checkpoint/formats", "core/device"),
         ("core/checkpoint", "core/masks"),
-        ("core/families", "core/models", "core/process", "core/shapes"),
+        ("core/families", "core/models", "core/process", "core/shapes", "core/spec"),
         ("core/memory", "core/scheduling"),
         ("core/graphs",),
         ("core/launches",),

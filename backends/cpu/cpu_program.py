@@ -116,7 +116,8 @@ def make_tensors(bucket: Bucket, inputs: Inputs, block_size: int, upto: bool = F
             return _vision(inputs, bucket.dims[0])
         case HeadInputs():
             # Copied, because a program holds its inputs until its next fill.
-            return HeadTensors(*map(torch.from_numpy, head(inputs, bucket.dims[0], inputs.masks.copy())))
+            made = head(inputs, bucket.dims[0], inputs.masks.copy())
+            return HeadTensors._make(None if one is None else torch.from_numpy(one) for one in made)
         case _:
             return _make_rare_tensors(bucket, inputs)
 

@@ -127,6 +127,9 @@ def pad_interpolation(x: VisionInputs, slots: int) -> tuple[Array | None, Array 
 def head(x: HeadInputs, rows: int, masks: Array) -> Any:
     """Builds ``HeadTensors``: padded rows read hidden row 0, are greedy and write to slot 0."""
     padded = {name: pad(getattr(x, name), (rows,), *how) for name, how in HEAD.items()}
+    if x.place is not None and x.ahead is not None:
+        padded["place"] = pad(x.place, (rows,), np.int64)
+        padded["ahead"] = pad(x.ahead, (rows, x.ahead.shape[1]), np.int64, -1)
     return HeadTensors(masks=masks, **padded)  # type: ignore[arg-type]
 
 

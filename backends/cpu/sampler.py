@@ -49,6 +49,8 @@ def apply_penalties(raw: Tensor, head: HeadTensors, state: SamplerState) -> tupl
         t.index_select(0, head.slot) for t in (state.bias_id, state.bias_value, state.counts, state.prompt_mask)
     )
     scores = raw.scatter_add(1, ids, values)
+    if head.ahead is not None:
+        counts = counts.scatter_add(1, head.ahead.clamp_min(0), (head.ahead >= 0).to(counts.dtype))
     drawn = counts > 0
     seen = unpack(bits, vocab) | drawn
     factor = head.repetition[:, None]
@@ -91,11 +93,31 @@ def thresholds(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Te
 
 
 def update(token: Tensor, head: HeadTensors, state: SamplerState, full: bool) -> None:
-    """Sets last[slot] = token, and counts[slot, token] += 1 in the full variant; targets and padding have slot 0."""
-    state.last.index_copy_(0, head.slot, token.int())
+    """Sets last[slot] = token, and counts[slot, token] += 1 in the full variant; targets and padding have slot 0.
+
+    Rows after a draft that was not drawn write to slot 0. Of the rows of one slot, the last other one sets ``last``.
+    """
+    slot, final = accepted_slots(token, head)
+    state.last.index_copy_(0, final, token.int())
     if full:
-        ones = torch.ones_like(head.slot, dtype=state.counts.dtype)
-        state.counts.index_put_((head.slot, token), ones, accumulate=True)
+        ones = torch.ones_like(slot, dtype=state.counts.dtype)
+        state.counts.index_put_((slot, token), ones, accumulate=True)
+
+
+def accepted_slots(token: Tensor, head: HeadTensors) -> tuple[Tensor, Tensor]:
+    """Returns int64 [r] twice: each row's slot, or 0 if a draft before it was not drawn; and the same, but 0 for all
+    rows of a slot except the last of these.
+    """
+    if head.ahead is None or head.place is None:
+        return head.slot, head.slot
+    count, width = head.ahead.shape
+    rows = torch.arange(count, device=token.device)
+    first = rows - head.place
+    at = (first[:, None] + torch.arange(width, device=token.device)).clamp_max(count - 1)
+    accepted = ((token[at] == head.ahead) | (head.ahead < 0)).all(1)
+    goes_on = torch.cat([accepted[1:] & (head.place[1:] > 0), accepted.new_zeros(1)])
+    slot = torch.where(accepted, head.slot, 0)
+    return slot, torch.where(goes_on, 0, slot)
 
 
 def unpack(bits: Tensor, vocab: int) -> Tensor:

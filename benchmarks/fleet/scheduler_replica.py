@@ -41,7 +41,7 @@ class TimedRank:
         rows = step.persistent_count + sum(len(row.tokens) == 1 for row in step.rows)
         slots = sum(image.slots for image in step.images)
         self.seconds += self.machine.seconds(step.tokens - rows, rows, slots)
-        keys = [key for row in step.rows for key, _, _ in row.samples]
+        keys = [draw.key for row in step.rows for draw in row.samples]
         out = StepOutput(step.number, {key: step.persistent_count + i for i, key in enumerate(keys)})
         out.head = HeadOutput(np.full(step.persistent_count + len(keys), ANSWER, np.int32))
         return Done(out)

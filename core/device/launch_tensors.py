@@ -126,6 +126,8 @@ class HeadTensors(NamedTuple):
     target: Tensor  # int64 [r]
     mask_row: Tensor  # int64 [r]
     masks: Tensor  # uint8 [m, ceil(vocabulary / 8)]
+    place: Tensor | None = None  # int64 [r]
+    ahead: Tensor | None = None  # int64 [r, k]
 
 
 class ResetTensors(NamedTuple):

@@ -54,6 +54,7 @@ from trencadis.core.models import model_loader
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.process import device_env
 from trencadis.core.progress import Progress, SilentProgress
+from trencadis.core.scheduling.draft_scheduler import DraftScheduler
 from trencadis.core.scheduling.image_packer import ImagePacker
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
@@ -61,6 +62,7 @@ from trencadis.core.shapes.launch_costs import work_of
 from trencadis.core.shapes.pipeline_partition import split_model
 from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.shapes.step_times import StepTimes, chunk_sizes
+from trencadis.core.spec.spec_settings import resolve_speculation
 
 
 def launcher_of(config: EngineConfig, topology: Topology, environ: Mapping[str, str]) -> Launcher:
@@ -135,6 +137,9 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
         packer=ImagePacker(opened.rank.plan, backend.policy.encoder_slots),
         times=_times(config, model_config, opened.rank.plan, limits.max_tokens),
     )
+    drafts = resolve_speculation(config, model_config, backend.policy, backend.label)
+    if drafts is not None:
+        scheduler.drafting = DraftScheduler(drafts, scheduler.limits, scheduler.totals)
     if config.report_evictions:
         scheduler.pool.log = scheduler.arena.log = EvictionLog()
     info = _info(backend, plan, model_config, time.perf_counter() - started)

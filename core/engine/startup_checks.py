@@ -18,6 +18,7 @@ from trencadis.core.kv_cache_format import kv_notes
 from trencadis.core.memory.weight_bytes import weight_notes
 from trencadis.core.memory.weight_offload import check_offload
 from trencadis.core.shapes.pipeline_partition import check_ranks
+from trencadis.core.spec.spec_settings import resolve_speculation
 
 
 def check_kv_format(device: str, model: ModelConfig, policy: Policy) -> None:
@@ -74,6 +75,7 @@ def check_start(config: EngineConfig, model: ModelConfig, policy: Policy, device
     if config.itl_target and not config.enable_chunked_prefill:
         raise StartupError("--itl-target cuts prompts into chunks; it needs --enable-chunked-prefill")
     check_offload(config, policy, device)
+    resolve_speculation(config, model, policy, device)
     _check_pooling(config, model, policy)
     check_attention(config, model, policy)
     check_ranks(model, device, policy)

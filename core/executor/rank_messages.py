@@ -117,21 +117,22 @@ class StepAnswer(msgspec.Struct, tag=True):
     pooled: dict[int, Float64]
     stats: list[StepStats]
     failures: dict[int, str]
-    text: list[int]
+    text: list[tuple[int, int]]
+    failed_at: dict[int, int] = {}
+    forced: dict[int, tuple[int, ...]] = {}
 
     @classmethod
     def of(cls, output: StepOutput) -> StepAnswer:
         """Converts a step's output to a message."""
         o, pooled = output, cast(dict[int, Float64], output.pooled)
-        return cls(o.number, digest(o), o.samples, o.head, o.targets, o.scored, pooled, o.stats, o.failures, [*o.text])
+        late = o.failures, [*o.text], o.failed_at, o.forced
+        return cls(o.number, digest(o), o.samples, o.head, o.targets, o.scored, pooled, o.stats, *late)
 
     def output(self) -> StepOutput:
         """Converts the message back to a step's output."""
         pooled = cast(dict[int, Pooled], self.pooled)
-        text = set(self.text)
-        return StepOutput(
-            self.number, self.samples, self.head, self.targets, self.scored, pooled, self.stats, self.failures, text
-        )
+        late = self.failures, self.failed_at, set(self.text), self.forced
+        return StepOutput(self.number, self.samples, self.head, self.targets, self.scored, pooled, self.stats, *late)
 
 
 class CaptureProgress(msgspec.Struct, tag=True):

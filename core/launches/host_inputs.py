@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -94,15 +94,24 @@ def own_positions(row_start: Int32, context: Int32) -> Int32:
 
 
 class SampleRow(NamedTuple):
-    """One row of SAMPLE: its row of the persistent hidden tensor, its sampler slot, and how to sample."""
+    """One row of SAMPLE: its row of the persistent hidden tensor, its sampler slot, how to sample, and the drafts of
+    its sequence that come before it.
+    """
 
     hidden_row: int
     slot: int
     sample: Sample
+    ahead: tuple[int, ...] = ()
 
 
-FillMask = Callable[[int, UInt8, Sequence[int]], None]
-"""(handle, row, banned): writes the handle's mask to ``row``, uint8 [ceil(vocabulary / 8)], without the banned ids."""
+class FillMask(Protocol):
+    """Writes masks of rows that have a handle."""
+
+    def __call__(self, handle: int, row: UInt8, banned: Sequence[int], ahead: Sequence[int] = ()) -> None:
+        """Writes the mask of the handle's next token, after the drafts ``ahead``, to ``row``, uint8 [ceil(vocabulary /
+        8)], without the banned ids.
+        """
+        ...
 
 
 def head_inputs(rows: Sequence[SampleRow], vocab: int, fill: FillMask | None = None) -> HeadInputs:
@@ -110,22 +119,49 @@ def head_inputs(rows: Sequence[SampleRow], vocab: int, fill: FillMask | None = N
     samples = [r.sample for r in rows]
     masks, mask_row = np.full((1, -(-vocab // 8)), 255, np.uint8), np.zeros(len(rows), np.int32)
     if any(s.banned or s.handle for s in samples):
-        masks, mask_row = _masks(samples, vocab, fill)
-    return HeadInputs(
+        masks, mask_row = _masks(rows, vocab, fill)
+    made = HeadInputs(
         hidden_row=np.fromiter((r.hidden_row for r in rows), np.int32, len(rows)),
         slot=np.fromiter((r.slot for r in rows), np.int32, len(rows)),
         top_k=np.fromiter((s.top_k for s in samples), np.int32, len(samples)),
         target=np.fromiter((-1 if s.logprobs >= 0 else NO_LOGPROB for s in samples), np.int32, len(samples)),
         mask_row=mask_row,
         masks=masks,
+        place=None,
+        ahead=None,
         **{name: np.fromiter((getattr(s, name) for s in samples), np.float32, len(samples)) for name in FLOATS},
     )
+    if any(r.ahead and counts_matter(r.sample) for r in rows):
+        made.place, made.ahead = _drafts_ahead(rows)
+    return made
+
+
+def counts_matter(sample: Sample) -> bool:
+    """Returns True if the ids that were sampled before change how the next one is sampled."""
+    return bool(sample.presence or sample.frequency or sample.repetition != 1.0)
+
+
+def _drafts_ahead(rows: Sequence[SampleRow]) -> tuple[Int32, Int32]:
+    """Returns ``HeadInputs.place`` and ``HeadInputs.ahead``; rows without penalties need neither."""
+    ahead = [r.ahead if counts_matter(r.sample) else () for r in rows]
+    table = np.full((len(rows), max(map(len, ahead))), -1, np.int32)
+    for i, ids in enumerate(ahead):
+        table[i, : len(ids)] = ids
+    return np.fromiter(map(len, ahead), np.int32, len(rows)), table
+
+
+JOINED_APART = ("masks", "place", "ahead")
 
 
 def join_head_inputs(first: HeadInputs, then: HeadInputs) -> HeadInputs:
-    """Concatenates two inputs; the masks are those of ``then``, so rows of ``first`` must have none."""
-    names = [f.name for f in fields(HeadInputs) if f.name != "masks"]
-    return HeadInputs(**{n: np.concatenate([getattr(first, n), getattr(then, n)]) for n in names}, masks=then.masks)
+    """Concatenates two inputs; the masks and drafts are those of ``then``, so rows of ``first`` must have none."""
+    names = [f.name for f in fields(HeadInputs) if f.name not in JOINED_APART]
+    made = HeadInputs(**{n: np.concatenate([getattr(first, n), getattr(then, n)]) for n in names}, masks=then.masks)
+    if then.place is not None and then.ahead is not None:
+        count = len(first.slot)
+        made.place = np.concatenate([np.zeros(count, np.int32), then.place])
+        made.ahead = np.concatenate([np.full((count, then.ahead.shape[1]), -1, np.int32), then.ahead])
+    return made
 
 
 def target_inputs(hidden_rows: Sequence[int], targets: Sequence[int], vocab: int) -> HeadInputs:
@@ -136,13 +172,14 @@ def target_inputs(hidden_rows: Sequence[int], targets: Sequence[int], vocab: int
 
 
 def _masks(
-    samples: Sequence[Sample], vocab: int, fill: FillMask | None
+    sample_rows: Sequence[SampleRow], vocab: int, fill: FillMask | None
 ) -> tuple[np.ndarray[tuple[int, int], np.dtype[np.uint8]], np.ndarray[tuple[int], np.dtype[np.int32]]]:
     """Returns bit masks of allowed ids, uint8 [m, ceil(vocab / 8)] with row 0 all ones, and the mask row of each
     sample, int32.
 
     ``fill`` writes one additional mask for each sample that has a handle.
     """
+    samples = [r.sample for r in sample_rows]
     rows: dict[tuple[int, ...], int] = {(): 0}
     early = (() if s.handle else s.banned for s in samples)
     index = np.fromiter((rows.setdefault(banned, len(rows)) for banned in early), np.int32, len(samples))
@@ -150,21 +187,25 @@ def _masks(
     for banned, row in rows.items():
         for token in banned:
             masks[row, token >> 3] &= 255 ^ (1 << (token & 7))
-    return (masks, index) if fill is None else _late_masks(samples, masks, index, fill)
+    return (masks, index) if fill is None else _late_masks(sample_rows, masks, index, fill)
 
 
 def _late_masks(
-    samples: Sequence[Sample],
+    rows: Sequence[SampleRow],
     masks: np.ndarray[tuple[int, int], np.dtype[np.uint8]],
     mask_row: np.ndarray[tuple[int], np.dtype[np.int32]],
     fill: FillMask,
 ) -> tuple[np.ndarray[tuple[int, int], np.dtype[np.uint8]], np.ndarray[tuple[int], np.dtype[np.int32]]]:
-    """Returns ``masks`` with one additional mask for each sample that has a handle, and the mask rows."""
-    late = [i for i, s in enumerate(samples) if s.handle]
+    """Returns ``masks`` with one additional mask for each row that has a handle, and the mask rows."""
+    late = [i for i, r in enumerate(rows) if r.sample.handle]
     more = np.empty((len(late), masks.shape[1]), np.uint8)
-    for row, i in enumerate(late):
-        fill(samples[i].handle, more[row], samples[i].banned)
-        mask_row[i] = len(masks) + row
+    for number, i in enumerate(late):
+        _, _, sample, ahead = rows[i]
+        if ahead:
+            fill(sample.handle, more[number], sample.banned, ahead)
+        else:
+            fill(sample.handle, more[number], sample.banned)
+        mask_row[i] = len(masks) + number
     return np.concatenate([masks, more]), mask_row
 
 

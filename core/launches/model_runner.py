@@ -83,7 +83,8 @@ class PendingStep:
         out = StepOutput(self.number, self.samples, stats=self.stats)
         out.head = self.head.result() if self.head is not None else None
         if self.pending_sample is not None:
-            out.failures, out.text = self.pending_sample.failures, self.pending_sample.text
+            late = self.pending_sample
+            out.failures, out.failed_at, out.text, out.forced = late.failures, late.failed_at, late.text, late.forced
         if self.targets or self.scored or self.pools:
             self._add_of_prompts(out)
         return out
@@ -287,9 +288,11 @@ class ModelRunner:
         rows: list[host.SampleRow] = []
         persistent = step.persistent_count
         for row, last in _last_rows(step):
+            drafts = row.samples[0].tokens_after if row.samples else 0
             for draw in row.samples:
-                pending.samples[draw.key] = persistent + len(rows)
-                rows.append(host.SampleRow(last, draw.slot, draw.sample))
+                pending.samples.setdefault(draw.key, persistent + len(rows))
+                ahead = _drafts_before(row, drafts, draw.tokens_after) if drafts else ()
+                rows.append(host.SampleRow(last - draw.tokens_after, draw.slot, draw.sample, ahead))
         count = persistent + len(rows)
         if not count:
             return
@@ -386,6 +389,12 @@ def _last_rows(step: Step) -> list[tuple[Row, int]]:
         end += len(row.tokens)
         found.append((row, end))
     return found
+
+
+def _drafts_before(row: Row, drafts: int, after: int) -> tuple[int, ...]:
+    """Returns the ids of a row's ``drafts`` drafts up to the one with ``after`` tokens after it."""
+    count = len(row.tokens)
+    return row.tokens[count - drafts : count - after]
 
 
 def _join_scores(a: TargetScores, b: TargetScores) -> TargetScores:

@@ -287,6 +287,8 @@ class RankInputBatch:
             target=np.where(numbers[TOLD] > 0, np.int32(-1), np.int32(NO_LOGPROB)),
             mask_row=np.zeros(count, np.int32),
             masks=everything,
+            place=None,
+            ahead=None,
             **dict(zip(FLOATS, floats, strict=True)),
         )
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trencadis.core.launches.host_inputs import SampleRow, head_inputs, join_head_inputs
+from trencadis.core.masks.draft_masks import ChoiceRows
 from trencadis.core.masks.manager import MatcherManager, PendingSample
 from trencadis.core.step import HeadInputs, HeadOutput
 
@@ -42,7 +43,11 @@ def launch_masked(
     device has work meanwhile. Steps without handles do not wait and do not call this function.
     """
     first = 0 if persistent is None else len(persistent.slot)
-    handles = {row.sample.handle: i for i, row in enumerate(rows, first) if row.sample.handle}
+    handles: dict[int, ChoiceRows] = {}
+    for i, row in enumerate(rows, first):
+        if row.sample.handle:
+            begun = handles.get(row.sample.handle, ChoiceRows(i))
+            handles[row.sample.handle] = begun._replace(drafts=row.ahead)
     manager.catch_up()
     inputs = head_inputs(rows, vocab, manager.fill)
     draws = manager.track_sample(
@@ -97,7 +102,10 @@ def launch_split(inputs: HeadInputs, full: NDArray[np.bool_], launch: Launching)
 
 
 def select_rows(inputs: HeadInputs, indices: RowIndices, masks: bool) -> HeadInputs:
-    """Returns the rows at ``indices``, with all masks or only the first one, which allows everything."""
+    """Returns the rows at ``indices``, with all masks or only the first one, which allows everything.
+
+    Rows whose ``ahead`` matters need more than the argmax, so that all rows of their sequence are selected together.
+    """
     named = (field.name for field in dataclasses.fields(HeadInputs) if field.name != "masks")
-    held = {name: getattr(inputs, name)[indices] for name in named}
+    held = {name: values[indices] for name in named if (values := getattr(inputs, name)) is not None}
     return HeadInputs(**held, masks=inputs.masks if masks else inputs.masks[:1])

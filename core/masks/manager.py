@@ -12,10 +12,11 @@ import threading
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from trencadis.core.masks.draft_masks import ChoiceRows, DraftFailure, DraftMasks, count_accepted
 from trencadis.core.masks.grammar_matcher import CompiledGrammars, GrammarMatcher, first_line
-from trencadis.core.masks.matchers import AllowedIds, BadWords, Matcher, ThinkingMatcher, bits, remove
+from trencadis.core.masks.matchers import AllowedIds, BadWords, Matcher, ThinkingMatcher, bits, only_id, remove
 from trencadis.core.step import HeadOutput, Opening, UInt8
 
 if TYPE_CHECKING:
@@ -23,6 +24,13 @@ if TYPE_CHECKING:
 
 
 NOTHING_LEFT = "The constraints of this request leave no token that may follow."
+
+
+class ForcedId(NamedTuple):
+    """An id that was the only one allowed; ``text``: it is a stop id that does not end the choice here."""
+
+    token: int
+    text: bool
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,8 @@ class ChoiceMasks:
         """
         self.failure = ""
         """The reason why the choice cannot continue, in one line."""
+        self._next: UInt8 | None = None
+        """The mask of the next token without banned ids, if ``force`` has computed it."""
 
     @property
     def ended(self) -> bool:
@@ -89,10 +99,13 @@ class ChoiceMasks:
         if self.failure or self.ended:
             row[:] = self._ends.surplus
             return
-        row[:] = self._ends.everything
-        self._restrict(row)
-        if self._thinking is not None:
-            self._thinking.restrict(row)
+        if self._next is not None:
+            row[:] = self._next
+        else:
+            row[:] = self._ends.everything
+            self._restrict(row)
+            if self._thinking is not None:
+                self._thinking.restrict(row)
         if banned:
             kept = row.copy()
             remove(row, banned)
@@ -123,6 +136,7 @@ class ChoiceMasks:
 
         Returns True if an id of ``stops`` was sampled as text, because the grammar may not end here.
         """
+        self._next = None
         if self.failure or self.ended:
             self._history.append(False)
             return False
@@ -138,8 +152,27 @@ class ChoiceMasks:
             matcher.accept(token)
         return stop
 
+    def force(self, most: int) -> list[ForcedId]:
+        """Accepts ids as long as the mask holds one id alone, at most ``most``; returns them.
+
+        Each of them is what would be sampled. Banned ids do not matter, since they give way where nothing else is left.
+        """
+        found: list[ForcedId] = []
+        while len(found) < most and not (self.failure or self.ended):
+            row = self._ends.everything.copy()
+            self.fill(row)
+            if self.failure:
+                break
+            token = only_id(row)
+            if token < 0:
+                self._next = row
+                break
+            found.append(ForcedId(token, self.accept(token)))
+        return found
+
     def rollback(self, count: int) -> None:
         """Undoes the last ``count`` tokens; a failure stays."""
+        self._next = None
         seen = sum(self._history[len(self._history) - count :])
         del self._history[len(self._history) - count :]
         if seen:
@@ -157,7 +190,7 @@ class ChoiceMasks:
             None if self._thinking is None else self._thinking.fork(),
             self._endless,
         )
-        made._history, made.failure = list(self._history), self.failure
+        made._history, made.failure, made._next = list(self._history), self.failure, self._next
         return made
 
 
@@ -166,18 +199,23 @@ class PendingSample:
     """A pending SAMPLE; its tokens are passed to the matchers of its choices when it is fetched.
 
     Args:
-        rows: handle -> its row.
-        failures: handle -> why its choice cannot continue.
-        text: handles whose stop id counted as text.
+        rows: handle -> its rows.
+        failures: handle -> why its choice cannot continue; ``failed_at``: at which of its draws, if not at the first.
+        text: (handle, draw) of stop ids that counted as text.
+        forced: handle -> ids that the masks forced after its last token.
+        ahead: handle -> a place after drafts where its rules leave no id.
     """
 
     manager: MatcherManager
     head: Pending[HeadOutput]
-    rows: Mapping[int, int]
+    rows: Mapping[int, ChoiceRows]
     choices: Mapping[int, ChoiceMasks]
     output: HeadOutput | None = None
     failures: dict[int, str] = field(default_factory=dict)
-    text: set[int] = field(default_factory=set)
+    failed_at: dict[int, int] = field(default_factory=dict)
+    text: set[tuple[int, int]] = field(default_factory=set)
+    forced: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    ahead: Mapping[int, DraftFailure] = field(default_factory=dict)
 
     def done(self) -> bool:
         """Returns True if ``result`` would not block."""
@@ -190,13 +228,35 @@ class PendingSample:
         return self.output
 
     def accept_tokens(self) -> None:
-        """Waits for the tokens and passes each to its choice."""
+        """Waits for the tokens and passes those of each choice to it, as far as its drafts were accepted."""
         self.output = self.head.result()
         for handle, choice in self.choices.items():
-            if choice.accept(int(self.output.token[self.rows[handle]])):
-                self.text.add(handle)
-            if choice.failure:
-                self.failures[handle] = choice.failure
+            first, drafts = self.rows[handle]
+            tokens = self.output.token[first : first + len(drafts) + 1].tolist()
+            for place in range(count_accepted(tokens, drafts) + 1):
+                if choice.accept(tokens[place]):
+                    self.text.add((handle, place))
+                if handle in self.ahead and self.ahead[handle].place == place:
+                    choice.failure = choice.failure or self.ahead[handle].message
+                if choice.failure:
+                    self._fail(handle, place, choice.failure)
+                if choice.failure or choice.ended:
+                    break
+            forces = self.manager.forces(handle)
+            if forces:
+                self._force(handle, choice, place + 1, forces)
+
+    def _force(self, handle: int, choice: ChoiceMasks, place: int, most: int) -> None:
+        """Adds the ids that the masks of a choice force from draw ``place`` on."""
+        forced = choice.force(most)
+        if forced:
+            self.forced[handle] = tuple(one.token for one in forced)
+            self.text.update((handle, at) for at, one in enumerate(forced, place) if one.text)
+
+    def _fail(self, handle: int, place: int, reason: str) -> None:
+        self.failures[handle] = reason
+        if place:
+            self.failed_at[handle] = place
 
 
 class MatcherManager:
@@ -212,6 +272,12 @@ class MatcherManager:
         self._vocab = vocab
         self._ends = ChoiceEnds.of(vocab, eos)
         self._choices: dict[int, ChoiceMasks] = {}
+        self._forces: dict[int, int] = {}
+        self._drafts: DraftMasks | None = None
+        """The drafts whose masks are being filled."""
+        self._last_row: UInt8 | None = None
+        """The mask that was filled last."""
+        self._draft_failures: dict[int, DraftFailure] = {}
         self._pending: deque[PendingSample] = deque()
         self._lock = threading.Lock()
 
@@ -222,8 +288,15 @@ class MatcherManager:
         """Closes choices that have left, then opens new ones; a choice that returns is in both lists."""
         for key in closings:
             self._choices.pop(key, None)
+            self._forces.pop(key, None)
         for opening in openings:
             self._choices[opening.key] = self._open_choice(opening)
+            if opening.forces:
+                self._forces[opening.key] = opening.forces
+
+    def forces(self, handle: int) -> int:
+        """Returns the largest number of ids that a step may force for a choice; 0 once it is closed."""
+        return self._forces.get(handle, 0)
 
     def _open_choice(self, opening: Opening) -> ChoiceMasks:
         """Returns a choice in the state after its current output."""
@@ -247,16 +320,28 @@ class MatcherManager:
             made.accept(token)
         return made
 
-    def fill(self, handle: int, row: UInt8, banned: Sequence[int]) -> None:
-        """Writes the mask of the choice's next token to ``row``.
+    def fill(self, handle: int, row: UInt8, banned: Sequence[int], ahead: Sequence[int] = ()) -> None:
+        """Writes the mask of the choice's next token to ``row``, or of the token after the drafts ``ahead``.
 
-        Earlier tokens must have been accepted (``catch_up``).
+        Earlier tokens must have been accepted (``catch_up``). Masks after drafts are filled in order, directly after
+        those of the places before them.
         """
-        self._choices[handle].fill(row, banned)
+        if not ahead:
+            self._drafts = None
+            self._choices[handle].fill(row, banned)
+        else:
+            if self._drafts is None or self._drafts.handle != handle:
+                assert len(ahead) == 1 and self._last_row is not None
+                self._drafts = DraftMasks(handle, self._choices[handle], self._last_row)
+            self._drafts.fill(row, ahead[-1], banned)
+            if self._drafts.failure is not None:
+                self._draft_failures[handle] = self._drafts.failure
+        self._last_row = row
 
-    def track_sample(self, head: Pending[HeadOutput], rows: Mapping[int, int]) -> PendingSample:
-        """Registers a launched SAMPLE; ``rows``: handle -> its row."""
-        draws = PendingSample(self, head, rows, {h: self._choices[h] for h in rows})
+    def track_sample(self, head: Pending[HeadOutput], rows: Mapping[int, ChoiceRows]) -> PendingSample:
+        """Registers a launched SAMPLE; ``rows``: handle -> its rows."""
+        draws = PendingSample(self, head, rows, {h: self._choices[h] for h in rows}, ahead=self._draft_failures)
+        self._draft_failures, self._drafts, self._last_row = {}, None, None
         self._pending.append(draws)
         return draws
 

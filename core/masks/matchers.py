@@ -48,6 +48,15 @@ def holds(row: UInt8, token: int) -> bool:
     return token >> 3 < len(row) and bool(row[token >> 3] >> (token & 7) & 1)
 
 
+def only_id(row: UInt8) -> int:
+    """Returns the id that a mask holds, if it holds one alone; else -1."""
+    found = np.flatnonzero(row)
+    if len(found) != 1:
+        return -1
+    value = int(row[found[0]])
+    return -1 if value & (value - 1) else int(found[0]) * 8 + value.bit_length() - 1
+
+
 def keep(row: UInt8, token: int) -> None:
     """Removes from a mask all ids but one."""
     held = holds(row, token)

@@ -14,6 +14,7 @@ from trencadis.core.kv.block_hash import BlockHashChain
 from trencadis.core.media_spans import rows_at_once
 from trencadis.core.request import Delta, Request
 from trencadis.core.scheduling.beam_group import BeamGroup
+from trencadis.core.scheduling.draft_scheduler import drop_surplus_blocks
 from trencadis.core.scheduling.prefix_hits import publish_filled
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.sequence import Sequence, SequenceStatus, positions_in, shared_union
@@ -79,7 +80,7 @@ class Lifecycle:
         stops = tuple(p.stop_token_ids)
         limit = 0 if request.pool else output_limit if p.max_tokens is None else min(output_limit, p.max_tokens)
         seed = p.seed if p.seed is not None else zlib.crc32(request.id.encode()) ^ (limits.seed * 0x9E3779B1)
-        return Sequence(
+        made = Sequence(
             key=self._keys,
             request=request,
             index=index,
@@ -97,6 +98,9 @@ class Lifecycle:
             arrived=now,
             prompt_scores=[None] * len(request.tokens) if p.prompt_logprobs is not None and index == 0 else None,
         )
+        if self.scheduler.drafting is not None and made.masked and request.beams is None:
+            made.forces = self.scheduler.drafting.count_forced(made)
+        return made
 
     def refuse(self, request: Request, status: int, message: str) -> None:
         """Sends an error Delta for each choice of a request that was not queued."""
@@ -140,6 +144,8 @@ class Lifecycle:
         step = self.scheduler.in_flight.popleft()
         assert step.number == output.number, "steps come back in order"
         buckets = self._account(step, output)
+        if self.scheduler.drafting is not None:
+            self.scheduler.drafting.learn(step, self.scheduler.clock())
         if step.work is not None:
             self._learn(step.work, output)
         if output.targets or output.pooled:
@@ -152,7 +158,7 @@ class Lifecycle:
             seq.inflight -= 1
             row = output.samples.get(seq.key)
             if row is not None and output.head is not None:
-                (self._take_beam if seq.mates else self._take_token)(seq, output, output.head, row)
+                (self._take_beam if seq.mates else self._take_tokens)(seq, output, output.head, row)
             elif seq.scored:
                 self._finish_prompt_only(seq)
             if seq.status is SequenceStatus.RUNNING:
@@ -229,24 +235,55 @@ class Lifecycle:
         for seq in {seq.key: seq for seq in encoded}.values():
             seq.stats.encode += seconds
 
-    def _take_token(self, seq: Sequence, output: StepOutput, head: HeadOutput, row: int) -> None:
+    def _take_tokens(self, seq: Sequence, output: StepOutput, head: HeadOutput, row: int) -> None:
+        """Takes what was drawn for a sequence: one token, the accepted ones of its drafts, and those that are forced
+        after them.
+        """
+        drafts, seq.drafts = seq.drafts, ()
+        self._take_token(seq, output, head, row)
+        accepted = 0
+        while accepted < len(drafts) and not seq.ended and seq.tokens[-1] == drafts[accepted]:
+            accepted += 1
+            seq.accept_draft()
+            self._take_token(seq, output, head, row + accepted, accepted)
+        if drafts and self.scheduler.drafting is not None:
+            self.scheduler.drafting.note(seq, len(drafts), accepted)
+            drop_surplus_blocks(seq, self.scheduler.pool, self.scheduler.limits.block_size)
+        for place, token in enumerate(output.forced.get(seq.key, ()), accepted + 1):
+            if seq.ended:
+                break
+            seq.append_forced(token)
+            self._count_token(seq, token)
+            self._end_at(seq, token, token in seq.stops and (seq.key, place) not in output.text)
+
+    def _take_token(self, seq: Sequence, output: StepOutput, head: HeadOutput, row: int, place: int = 0) -> None:
+        """Takes the token of row ``row``, which was drawn after ``place`` drafts."""
         token = int(head.token[row])
         seq.resolve(token)
         if seq.ended:
             return  # by an earlier token or an abort, while this one was in flight
-        if seq.key in output.failures:
+        if seq.key in output.failures and output.failed_at.get(seq.key, 0) == place:
             self._fail(seq, 500, output.failures[seq.key])
             return
+        delta = self._count_token(seq, token)
+        if seq.request.params.reports:
+            delta.logprobs = [*(delta.logprobs or []), report_token(seq, head, row, token, output.scored.get(seq.key))]
+        self._end_at(seq, token, token in seq.stops and (seq.key, place) not in output.text)
+
+    def _count_token(self, seq: Sequence, token: int) -> Delta:
+        """Adds a token to the outgoing Delta, which is returned, and to the counters."""
         delta = self._delta(seq)
         delta.tokens.append(token)
         self.totals.generation_tokens += 1
         if not seq.first:
             self._count_prompt(seq)
             seq.first = self.scheduler.clock()
-        if seq.request.params.reports:
-            delta.logprobs = [*(delta.logprobs or []), report_token(seq, head, row, token, output.scored.get(seq.key))]
+        return delta
+
+    def _end_at(self, seq: Sequence, token: int, stops: bool) -> None:
+        """Ends a sequence if ``token``, its last one, is the end; ``stops``: True if the token ends it."""
         produced = seq.count_known() - seq.prompt
-        if token in seq.stops and seq.key not in output.text:
+        if stops:
             self._finish(seq, "stop", stop_token=None if token in self.scheduler.limits.eos else token)
         elif produced >= seq.limit:
             self._finish(seq, "length")

@@ -22,6 +22,7 @@ from trencadis.core.kv.block_pool import BlockPool
 from trencadis.core.kv.encoder_cache import EncoderCache
 from trencadis.core.media_spans import MediaSpan
 from trencadis.core.scheduling.decision_log import log_admission, log_preemption
+from trencadis.core.scheduling.draft_scheduler import DraftScheduler
 from trencadis.core.scheduling.encoder_scheduler import (
     EncoderScheduler,
     VisionBuilder,
@@ -76,6 +77,8 @@ class Scheduler:
         self._closings: list[int] = []  # keys of choices that have left since the last step
         self._biased: set[int] = set()  # slots whose sampler state holds a bias
         self._had_vision = self._starved_text = False  # last step: had VISION; starved a text-only request
+        self.drafting: DraftScheduler | None = None
+        """Set if sequences are drafted."""
 
     # The queue
 
@@ -93,6 +96,8 @@ class Scheduler:
 
     def schedule(self) -> Step | None:
         """Returns the next Step, or None if nothing can run. Every Step encodes or advances something."""
+        if self.drafting is not None and self.in_flight and self.drafting.waits(self.in_flight, self.running):
+            return None
         for seq in self.order.choose_displaced(self.running):
             self.leave(seq)
         if self.order.moves and (self.with_media or self.admits):
@@ -109,6 +114,9 @@ class Scheduler:
         """Returns the next Step of the current micro-batch."""
         self.micro_batches.begin_step(self.running)
         self.micro_batches.batch.leave_spent()
+        if self.drafting is not None:
+            mine = [seq for seq in self.running if seq.micro_batch == self.micro_batches.current]
+            self.drafting.prepare(mine, self.micro_batches.batch)
         others = [] if self.micro_batches.is_all_persistent else self._list_unbatched()
         vision = (
             self.encoder.begin(self._media_in_order(), self._skips_vision()) if self.with_media else VisionBuilder()
@@ -126,6 +134,8 @@ class Scheduler:
         publish_filled((f for f in filled if f[0].pending == 1), self.limits, self.pool)  # others await tokens
         if not builder.preempted and not any(self.micro_batches.lacks_blocks):
             self._admit(builder)
+        if self.drafting is not None:
+            self.drafting.extend_rows(builder, self.pool, len(self.micro_batches.batch.sequences))
         self._had_vision = self._starved_text = False
         if self.with_media:
             self._end_vision(builder)
@@ -139,11 +149,14 @@ class Scheduler:
         self.steps += 1
         micro_batch, chunk_budget, owners = self.micro_batches.current, builder.chunk_budget, builder.vision.owners
         work = None if chunk_budget is None else builder.work(chunk_budget, self.clock())
-        self.in_flight.append(
-            InFlightStep(self.steps, persistent, filled, builder.scheduled, owners, micro_batch, work)
-        )
         for seq in builder.scheduled:
             seq.inflight += 1
+        flying = InFlightStep(self.steps, persistent, filled, builder.scheduled, owners, micro_batch, work)
+        self.in_flight.append(flying)
+        if self.drafting is not None:
+            flying.drafted, flying.began = builder.drafted, self.clock()
+            plain = not builder.prompts and not images
+            flying.tokens = len(persistent) + sum(len(row.tokens) for row in builder.rows) if plain else 0
         closings, self._closings = tuple(self._closings), []
         moves = () if self.pool.host is None else self.pool.host.take_moves()
         change = self.micro_batches.batch.take_change(grown)
@@ -265,6 +278,7 @@ class Scheduler:
         seq.computed = end
         builder.tokens -= count
         builder.image_prompts |= count > 1 and bool(seq.request.spans)
+        builder.prompts |= start < seq.prompt
         builder.scheduled.append(seq)
         draws: list[Draw] = []
         first = not seq.outputs
@@ -273,7 +287,8 @@ class Scheduler:
             if seq.siblings:
                 draws += self._fork(seq, builder)
             self.first_draws += len(draws) if first else 0
-            if can_persist(seq, draws) and not self.limits.long_from:  # the length is checked each step
+            # The length is checked in each step where there is another rotary table for longer texts.
+            if can_persist(seq, draws) and not self.limits.long_from and not seq.proposal:
                 self.micro_batches.batch.join(seq, len(builder.rows))
         tokens, blocks, positions = tuple(seq.tokens[start:end]), tuple(seq.blocks), seq.positions_of(start, count)
         pool = seq.pool_of(start, count) if seq.request.pool else None
@@ -418,7 +433,7 @@ class Scheduler:
         if seq.opened:
             self._closings.append(seq.key)
             seq.opened = False
-        seq.status = SequenceStatus.LEAVING
+        seq.status, seq.proposal = SequenceStatus.LEAVING, ()
         self.leaving.append(seq)
         if seq.inflight == 0:
             self.release(seq)

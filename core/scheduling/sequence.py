@@ -17,6 +17,8 @@ from trencadis.core.kv.block_hash import BlockHashChain
 from trencadis.core.media_spans import MediaSpan
 from trencadis.core.request import Delta, Request, RequestStats, TokenLogprob
 from trencadis.core.scheduling.random_numbers import uniform
+from trencadis.core.spec.draft_costs import AcceptanceRates
+from trencadis.core.spec.draft_source import DraftSource
 from trencadis.core.step import PENDING, Int32, Opening, Pooled, PoolSpan, Sample
 
 SHAPING = (Stage.PREFILL, Stage.DECODE, Stage.FRESH, Stage.CONTEXT, Stage.VISION)
@@ -49,6 +51,14 @@ class PrefixFound:
 
 
 NOTHING_FOUND = PrefixFound(-1)
+
+
+@dataclass(slots=True, eq=False)
+class SequenceDrafter:
+    """What is kept for each sequence that is drafted: its source, and how often drafts were accepted."""
+
+    source: DraftSource
+    rates: AcceptanceRates
 
 
 @dataclass(slots=True, eq=False)
@@ -104,6 +114,10 @@ class Sequence:
     prompt_scores: list[TokenLogprob | None] | None = None
     pooled: Pooled | None = None  # of the chunks fetched so far
     delta: Delta | None = None  # outgoing; filled by ``update``
+    drafter: SequenceDrafter | None = None
+    proposal: tuple[int, ...] = ()  # drafts for the step that is being built
+    drafts: tuple[int, ...] = ()  # drafts that the step in flight verifies
+    forces: int = 0  # most ids that its masks may force after a sampled one
 
     @property
     def prompt(self) -> int:
@@ -176,17 +190,18 @@ class Sequence:
         assert self.request.rule is not None and self.pending == 0
         stops = tuple(sorted(t for t in self.request.params.stop_token_ids if t in self.banned and t not in self.eos))
         endless = self.request.params.ignore_eos and not self.unending
-        return Opening(self.key, self.request.rule, tuple(self.tokens[self.prompt :]), stops, endless)
+        output = tuple(self.tokens[self.prompt :])
+        return Opening(self.key, self.request.rule, output, stops, endless, self.forces)
 
-    def sample(self) -> Sample:
-        """Returns the sampling parameters of the next output token."""
+    def sample(self, ahead: int = 0) -> Sample:
+        """Returns the sampling parameters of the next output token, or of the one ``ahead`` tokens after it."""
         p = self.request.params
-        banned = self.banned if self.outputs < p.min_tokens else self.eos if self.unending else ()
+        banned = self.banned if self.outputs + ahead < p.min_tokens else self.eos if self.unending else ()
         best = p.greedy and not p.needs_state and not p.reports and not self.mates
-        return BEST if best and not banned and not self.masked else self._sample(banned, best)
+        return BEST if best and not banned and not self.masked else self._sample(banned, best, self.outputs + ahead)
 
-    def _sample(self, banned: tuple[int, ...], best: bool) -> Sample:
-        """Returns ``sample`` of a choice that samples at random or needs more than the token."""
+    def _sample(self, banned: tuple[int, ...], best: bool, output: int) -> Sample:
+        """Returns ``sample`` of a choice that samples at random or needs more than the token; ``output``: its index."""
         p = self.request.params
         return Sample(
             temperature=0.0 if p.greedy else p.temperature,
@@ -196,7 +211,7 @@ class Sequence:
             presence=p.presence_penalty,
             frequency=p.frequency_penalty,
             repetition=p.repetition_penalty,
-            uniform=0.5 if p.greedy else uniform(self.seed, self.index, self.outputs),
+            uniform=0.5 if p.greedy else uniform(self.seed, self.index, output),
             banned=banned,
             logprobs=p.logprobs or 0 if p.reports or self.mates else -1,
             full=not best or bool(banned) or self.masked,
@@ -262,6 +277,18 @@ class Sequence:
     def wait(self) -> None:
         """Resets the cached prefix lookup when the sequence starts to wait."""
         self.status, self.requeue, self.found = SequenceStatus.WAITING, False, NOTHING_FOUND
+
+    def accept_draft(self) -> None:
+        """Counts the draft after its last token as computed: it equals that token. Another token is PENDING."""
+        self.computed += 1
+        self.tokens.append(PENDING)
+        self.pending += 1
+
+    def append_forced(self, token: int) -> None:
+        """Appends an output token that was not sampled, because no other was allowed."""
+        assert not self.pending
+        self.tokens.append(token)
+        self.fresh_state |= self.request.params.needs_state  # sampler state lacks it
 
     def count_known(self) -> int:
         """Number of tokens whose ids are known on the host."""

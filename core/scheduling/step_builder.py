@@ -22,6 +22,8 @@ class StepBuilder:
     vision: VisionBuilder
     decoding: int = 0  # running sequences, not reached yet, that need one token
     image_prompts: bool = False  # a prompt with images took tokens
+    prompts: bool = False  # tokens of prompts are computed
+    drafted: int = 0  # drafts that rows verify
     reserved: int = 0  # blocks reserved for sequences that wait for pending frees
     preempted: bool = False
     chunk_budget: ChunkBudget | None = None  # limit for prompts, if decoding rows have a latency bound
@@ -111,12 +113,13 @@ class StepBuilder:
         return any(not seq.request.spans for seq in sequences if seq.scheduled != self.number)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class InFlightStep:
     """A submitted Step: the sequences that it computes or samples, and those whose images it encodes.
 
     ``persistent``: those of the persistent batch, in the order of their samples; ``filled``: those whose last block it
     fills. ``micro_batch``: the micro-batch of its sequences. ``work``: its work, if its duration is learned.
+    ``drafted``: number of drafts that it verifies; ``tokens``: all its tokens, if none is of a prompt, else 0.
     """
 
     number: int
@@ -126,6 +129,9 @@ class InFlightStep:
     encoded: list[Sequence]
     micro_batch: int = 0
     work: StepWork | None = None
+    drafted: int = 0
+    tokens: int = 0
+    began: float = 0.0
 
 
 def logprob_of(head: HeadOutput, row: int, token: int, wanted: int) -> TokenLogprob:

@@ -20,6 +20,7 @@ from trencadis.core.errors import StartupError
 from trencadis.core.flag_options import Bound, options
 from trencadis.core.request import MAX_LOGPROBS
 from trencadis.core.shapes import bucket_options as bucket_env
+from trencadis.core.spec.spec_settings import list_ignored_keys, requested_speculation
 from trencadis.server.config import argv as command_line
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.config.flags import NUMBERS, WHOLE, Flag, find_flag, get_flag_table, get_flag_variables
@@ -116,6 +117,7 @@ def resolve_settings(given: command_line.ParsedArguments, environ: Mapping[str, 
     check_numbers(server, sources)
     _check_no_blanks(server)
     check_allowed_hosts(server.allowed_hosts)
+    requested_speculation(engine)
     if server.ssl_keyfile and not server.ssl_certfile:
         raise StartupError("--ssl-keyfile needs --ssl-certfile.")
     if server.ssl_cert_reqs and not server.ssl_certfile:
@@ -130,7 +132,7 @@ def resolve_settings(given: command_line.ParsedArguments, environ: Mapping[str, 
 
 def _list_idle_flags(engine: EngineConfig, server: ServerConfig) -> list[str]:
     """A line for each flag of ours that is given and does nothing, or not all that its name says."""
-    notes = []
+    notes = list_ignored_keys(engine)
     if engine.trust_remote_code:
         notes.append("--trust-remote-code has no effect: no code of a repository ever runs.")
     if not 0 <= engine.max_logprobs <= MAX_LOGPROBS:

@@ -23,7 +23,6 @@ SHORT: dict[str, str] = {
     "ac": "attention_config",
     "dc": "diffusion_config",
     "cc": "compilation_config",
-    "sc": "speculative_config",
     "O": "optimization_level",
 }
 """Short options, with one or two dashes -> long names."""

@@ -15,7 +15,8 @@ from trencadis.server.config.vllm_flag_row import (
 )
 
 LORA_REASON = "adapters are not served; merge them into the checkpoint (peft: merge_and_unload) and serve that"
-_DRAFT = "each step draws one token a sequence, without a draft model; leave it out, answers are the same"
+_TEXTS = "guesses come from texts, not from a model"
+_ACCEPTED = "a guess is accepted where it equals the token that is sampled without it, so that answers are the same"
 _DATA = "one server has all engines, also those that --data-parallel-backend ray has elsewhere; leave it out"
 _CONTEXT = "every rank sees whole sequences; --tensor-parallel-size shares the KV heads among cards"
 _EXPERTS = "each rank of --tensor-parallel-size holds a slice of every expert, so no expert lives on one card alone"
@@ -158,25 +159,18 @@ LORA: tuple[FlagRow, ...] = (
 )
 
 DRAFTS: tuple[FlagRow, ...] = (
-    make_refused_row("speculative_config", "json", _DRAFT),
-    make_refused_row("spec_method", "str", _DRAFT),
-    make_refused_row("spec_model", "str", _DRAFT),
-    make_refused_row("spec_tokens", "int", _DRAFT, 0),
-    make_refused_row("speculative_model", "str", _DRAFT),
-    make_refused_row("num_speculative_tokens", "int", _DRAFT, 0),
-    make_refused_row("speculative_model_quantization", "str", _DRAFT),
-    make_refused_row("speculative_draft_tensor_parallel_size", "int", _DRAFT),
-    make_refused_row("speculative_max_model_len", "int", _DRAFT),
-    make_refused_row("speculative_disable_by_batch_size", "int", _DRAFT),
-    make_refused_row("speculative_disable_mqa_scorer", "bool", _DRAFT),
-    make_refused_row("ngram_prompt_lookup_max", "int", _DRAFT),
-    make_refused_row("ngram_prompt_lookup_min", "int", _DRAFT),
-    make_refused_row("spec_decoding_acceptance_method", "str", _DRAFT, "rejection_sampler"),
-    make_refused_row("typical_acceptance_sampler_posterior_threshold", "float", _DRAFT),
-    make_refused_row("typical_acceptance_sampler_posterior_alpha", "float", _DRAFT),
-    make_refused_row("disable_logprobs_during_spec_decoding", "bool", _DRAFT),
-    make_refused_row("per_request_spec_decode_metrics", "str", _DRAFT, "none"),
-    make_free_row("num_lookahead_slots", "int", "each step draws one token a sequence", 0),
+    make_free_row("speculative_model_quantization", "str", _TEXTS),
+    make_free_row("speculative_draft_tensor_parallel_size", "int", _TEXTS),
+    make_free_row("speculative_max_model_len", "int", "guesses are made at any length"),
+    make_free_row("speculative_disable_mqa_scorer", "bool", "one launch verifies the guesses of all rows"),
+    make_refused_row("spec_decoding_acceptance_method", "str", _ACCEPTED, "rejection_sampler"),
+    make_free_row("typical_acceptance_sampler_posterior_threshold", "float", _ACCEPTED),
+    make_free_row("typical_acceptance_sampler_posterior_alpha", "float", _ACCEPTED),
+    make_free_row("disable_logprobs_during_spec_decoding", "bool", "log-probabilities are those without guesses"),
+    make_free_row(
+        "per_request_spec_decode_metrics", "str", "the closing line of each request counts its guesses", "none"
+    ),
+    make_free_row("num_lookahead_slots", "int", "a step takes the KV blocks that its guesses need", 0),
     make_free_row(
         "use_fp64_gumbel", "bool", "tokens are drawn by inverting the cumulated distribution, without Gumbel noise"
     ),

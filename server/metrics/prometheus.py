@@ -36,6 +36,7 @@ from trencadis.server.metrics.cache_metrics import (
 from trencadis.server.metrics.deprecated_metrics import DeprecatedCollector
 from trencadis.server.metrics.http_metrics import HttpMetrics
 from trencadis.server.metrics.sleep_metrics import make_sleep_state
+from trencadis.server.metrics.speculation_metrics import format_acceptance, make_speculation_families
 from trencadis.server.metrics.stage_metrics import StageMetrics
 from trencadis.server.prompts.generation import RequestTiming
 from trencadis.server.prompts.multimodal_inputs import CacheCounters
@@ -340,6 +341,7 @@ class _EngineCollector(Collector):
             counter.add_metric(self._values, read(stats))
             yield counter
         yield from self._make_labelled_families(stats)
+        yield from make_speculation_families(self._values, stats)
         yield make_sleep_state(self._values, self._engine.sleep_level)
         ended = CounterMetricFamily("vllm:engine_restarts", "engines that failed and were replaced", labels=LABELS)
         ended.add_metric(self._values, self._engine.restarts)
@@ -430,6 +432,7 @@ class ThroughputLog:
         ]
         if stats.mm_queries:
             parts.append(f"MM cache hit rate: {100 * _divide(stats.mm_hits, stats.mm_queries):.1f}%")
+        parts += format_acceptance(stats, last)
         return ", ".join(parts)
 
 

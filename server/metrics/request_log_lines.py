@@ -106,6 +106,7 @@ def _make_closing_fields(record: RequestRecord, most: int | None) -> dict[str, A
         "stages": {name: round(value, 6) for name, value in get_stage_seconds(timing).items()},
         "launches": sum(s.launches for s in stats), "unplanned": sum(s.misses for s in stats),
         "preemptions": sum(s.preemptions for s in stats),
+        "drafted_tokens": sum(s.drafted for s in stats), "accepted_tokens": sum(s.accepted for s in stats),
         "buckets": {
             "first": slowest.first_buckets if slowest else [], "last": slowest.last_buckets if slowest else [],
         },

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from trencadis.core.process.engine_messages import BucketUse
+from trencadis.server.metrics.speculation_metrics import format_drafts
 from trencadis.server.prompts.generation import RequestTiming
 
 STAGES = ("turn", "media_fetch", "media_decode", "media_resize", "queue", "encode", "prefill", "decode")
@@ -44,6 +45,7 @@ def format_closing(timing: RequestTiming) -> str:
         launches, misses = sum(s.launches for s in timing.stats), sum(s.misses for s in timing.stats)
         parts.append(f"launches {launches}, {launches - misses} in planned buckets")
         parts.append(f"buckets {_join_names(slowest.first_buckets)}, {_join_names(slowest.last_buckets)}")
+        parts += format_drafts(timing.stats)
     return "; ".join(part for part in parts if part)
 
 

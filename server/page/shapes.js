@@ -92,6 +92,7 @@ function gauges(shapes, stats) {
     ["Prefix cache hits, tokens", share(stats.prefix_cache.hits, stats.prefix_cache.queries)],
     ["Image arena rows in use", share(stats.image_arena.used, stats.image_arena.total)],
     ["Encoded images found again", share(stats.image_arena.hits, stats.image_arena.queries)],
+    ["Drafted tokens accepted", share(stats.speculation.accepted_tokens, stats.speculation.draft_tokens)],
     ["Tokens in / out", `${count(stats.prompt_tokens)} / ${count(stats.generation_tokens)}`],
     ["Preemptions", count(stats.preemptions)],
     ["Compiled while serving", count(shapes.lazy_compiles + shapes.recompiles)],

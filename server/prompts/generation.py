@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from trencadis.core.errors import TrencadisError
 from trencadis.core.request import Delta, Request, RequestStats
+from trencadis.core.spec.predicted_text import PredictedText
 from trencadis.server.prompts.output_processor import ChoiceStream, TextPiece
 from trencadis.server.prompts.prompt import Prompt
 from trencadis.server.prompts.text_service import TextService
@@ -170,6 +171,8 @@ class Generation:
         self.params = request.params
         self.streams = [service.make_stream(self.params, prompt) for _ in range(self.params.n)]
         self.timing = start_timing(request, prompt, self.streams)
+        self.predicted = PredictedText(request.prediction) if request.prediction else None
+        """The predicted answer, which follows the first choice; None: nothing is predicted."""
         self._left = len(self.streams)
         self._spacing = StreamInterval(prompt.interval) if prompt.interval > 1 else None
         self.said: list[list[str]] | None = None
@@ -231,7 +234,10 @@ class Generation:
         if stream.finish_reason is not None:
             return None  # tokens beyond the stop string that has ended the choice
         piece = stream.feed(delta)
-        self.timing.add_tokens(choice, len(delta.tokens))
+        self.timing.add_tokens(choice, len(piece.tokens))
+        if self.predicted is not None:
+            for token in piece.tokens:
+                self.predicted.accept(token)
         if self.said is not None:
             self.said[choice].append(piece.text)
         if piece.finish_reason is not None:

@@ -124,6 +124,8 @@ class ChoiceStream:
         self._params = params
         self._ends = frozenset(eos) | frozenset(params.stop_token_ids)
         self._begun = False
+        self._surplus = 0
+        """Tokens of the delta that is being fed which follow the end of a stop string."""
         self.reasoning_tokens: int | None = 0 if reader is not None and reader.reasons else None
 
     @property
@@ -154,7 +156,7 @@ class ChoiceStream:
             return self._feed_any(delta)
         if self._stop is None:
             return TextPiece(self._detokenizer.feed(tokens), tokens, delta.logprobs or [])
-        piece = TextPiece(self._decode_until_stop(tokens, delta, self._stop), tokens, delta.logprobs or [])
+        piece = self._make_piece(self._decode_until_stop(tokens, delta, self._stop), delta)
         self._end(piece, self._stop)
         self.finish_reason = piece.finish_reason
         return piece
@@ -172,7 +174,7 @@ class ChoiceStream:
         self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
         text = self._decode(delta) if self._params.detokenize else ""
         reason = "repetition_detected" if delta.finish == "repetition" else delta.stop_token
-        piece = TextPiece(text, delta.tokens, delta.logprobs or [], delta.finish, reason)
+        piece = self._make_piece(text, delta, delta.finish, reason)
         if self._stop is not None:
             self._end(piece, self._stop)
         self.finish_reason = piece.finish_reason
@@ -212,10 +214,22 @@ class ChoiceStream:
             if self._reader is not None and self._reader.thinks:
                 self.reasoning_tokens = (self.reasoning_tokens or 0) + 1
             if self.stopped_early:
+                self._surplus = len(delta.tokens) - i - 1
+                self.count -= self._surplus
                 return out
         if delta.finish is not None:
             out += self._read_answer(stop.feed(self._detokenizer.finish()))
         return out
+
+    def _make_piece(
+        self, text: str, delta: Delta, finish: str | None = None, reason: int | str | None = None
+    ) -> TextPiece:
+        """Returns the piece of a delta without the tokens after a stop string: a step may give several tokens."""
+        tokens, logprobs = delta.tokens, delta.logprobs or []
+        if self._surplus:
+            count = len(tokens) - self._surplus
+            tokens, logprobs, self._surplus = tokens[:count], logprobs[:count], 0
+        return TextPiece(text, tokens, logprobs, finish, reason)
 
     def _read_answer(self, text: str) -> str:
         if self._reader is not None and text:

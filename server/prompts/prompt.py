@@ -48,6 +48,7 @@ class Prompt:
         shown: special tokens that stay in the text for the readers, even if other special tokens are skipped.
         rule: restricts what answers may contain.
         interval: tokens that a streamed piece must collect; the first piece and the last do not wait.
+        prediction: ids of a text that the answer may repeat.
     """
 
     tokens: list[int]
@@ -60,6 +61,7 @@ class Prompt:
     shown: frozenset[int] = frozenset()
     rule: Rule | None = None
     interval: int = 1
+    prediction: list[int] = field(default_factory=list)
 
     @property
     def images(self) -> list[ImageItem]:
@@ -92,7 +94,9 @@ class Prompt:
     ) -> Request:
         """Makes the request for the engine."""
         e, salt = self.expanded or ExpandedPrompt(self.tokens), salt or self.salt
-        return Request(id, self.tokens, sampling, e.spans, e.positions, e.delta, salt, priority, arrival, self.rule)
+        made = Request(id, self.tokens, sampling, e.spans, e.positions, e.delta, salt, priority, arrival, self.rule)
+        made.prediction = self.prediction
+        return made
 
 
 def render_prompt(prompt: Prompt, tokenizer: Tokenizer, most: int | None) -> str:

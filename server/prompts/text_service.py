@@ -402,6 +402,16 @@ class TextService:
         tokenizer = self.tokenizer
         return tokenizer.encode_marked(text) if marked else tokenizer.encode(text, True, add_special_tokens)
 
+    async def encode_prediction(self, text: str) -> list[int]:
+        """Returns the ids of a predicted answer, at most as many as fit into the context; special tokens are text."""
+        cut = text[: get_max_characters(self.max_model_len)]
+
+        def read(check: Check) -> list[int]:
+            check_json(cut, "prediction")
+            return self.tokenizer.encode(cut, allow_special=False)[: self.max_model_len]
+
+        return await _run_maybe_off_loop(read, cut)
+
     def _cut_long_text(self, text: str, check: Check, most: int, marked: bool, truncated: bool) -> str:
         """Returns the end of a long text that truncation may keep, or all of it if it is short enough.
 

@@ -317,6 +317,8 @@ class CompletionTokensDetails(Strict):
     """Kinds of the answers' tokens."""
 
     reasoning_tokens: int = 0
+    accepted_prediction_tokens: int | None = Field(default=None, exclude_if=lambda v: v is None)
+    rejected_prediction_tokens: int | None = Field(default=None, exclude_if=lambda v: v is None)
 
 
 class Usage(Strict):

@@ -14,6 +14,7 @@ from pydantic import Field
 from trencadis.core.errors import BadRequest
 from trencadis.server.protocol.base_request import FieldContext, GenerateRequest, Int, Strict, Texts, Usage
 from trencadis.server.protocol.field_types import Object, Objects, Text
+from trencadis.server.protocol.predicted_output import check_prediction
 from trencadis.server.protocol.tool_definitions import check_tools, is_subset, select_allowed_tools
 
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
@@ -38,7 +39,7 @@ class ChatRequest(GenerateRequest):
 
     plain: ClassVar[frozenset[str]] = GenerateRequest.plain | {"messages"}
     bulky: ClassVar[tuple[str, ...]] = (
-        *GenerateRequest.bulky, "messages", "tools", "documents", "chat_template", "chat_template_kwargs"
+        *GenerateRequest.bulky, "messages", "tools", "documents", "chat_template", "chat_template_kwargs", "prediction"
     )  # fmt: skip
     messages: list[Any]
     max_tokens: Int | None = None
@@ -52,6 +53,7 @@ class ChatRequest(GenerateRequest):
     include_reasoning: bool = True
     service_tier: Text | None = None
     modalities: Texts | None = None
+    prediction: Object | None = None
     echo: bool | None = False
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -72,6 +74,8 @@ class ChatRequest(GenerateRequest):
             raise BadRequest(f"reasoning_effort must be one of {', '.join(EFFORTS)}.", param="reasoning_effort")
         if any(m != "text" for m in self.modalities or []):
             raise BadRequest("only the modality 'text' is supported.", param="modalities")
+        if self.prediction is not None:
+            check_prediction(self.prediction, self.n or 1, self.may_call)
 
     def list_unused_fields(self, context: FieldContext) -> Iterator[str]:
         """See Body."""
@@ -88,6 +92,8 @@ class ChatRequest(GenerateRequest):
             yield "include_reasoning"
         if self.add_special_tokens:
             yield "add_special_tokens"
+        if self.prediction is not None and self.use_beam_search:
+            yield "prediction"
         if self.echo and not self.get_echo_text():
             yield "echo"
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:

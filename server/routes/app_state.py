@@ -304,14 +304,26 @@ def make_usage(generations: Sequence[Generation], sizes: bool = False, shown: bo
     """
     prompt = sum(len(g.prompt.tokens) for g in generations)
     completion = sum(g.timing.generated for g in generations)
-    thoughts = [g.reasoning_tokens for g in generations if g.reasoning_tokens is not None]
     return Usage(
         prompt_tokens=prompt,
         completion_tokens=completion,
         total_tokens=prompt + completion,
         prompt_tokens_details=make_prompt_details(generations, sizes) if shown or sizes else None,
-        completion_tokens_details=CompletionTokensDetails(reasoning_tokens=sum(thoughts)) if thoughts else None,
+        completion_tokens_details=make_completion_details(generations),
     )
+
+
+def make_completion_details(generations: Sequence[Generation]) -> CompletionTokensDetails | None:
+    """Counts the kinds of tokens of all answers; None if no kind is counted."""
+    thoughts = [g.reasoning_tokens for g in generations if g.reasoning_tokens is not None]
+    predicted = [g.predicted for g in generations if g.predicted is not None]
+    if not thoughts and not predicted:
+        return None
+    made = CompletionTokensDetails(reasoning_tokens=sum(thoughts))
+    if predicted:
+        made.accepted_prediction_tokens = sum(one.count_accepted() for one in predicted)
+        made.rejected_prediction_tokens = sum(one.count_rejected() for one in predicted)
+    return made
 
 
 def make_prompt_details(generations: Sequence[Generation], sizes: bool) -> PromptTokensDetails:

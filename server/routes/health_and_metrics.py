@@ -144,6 +144,9 @@ def make_stats(engine: EngineClient) -> dict[str, Any]:
             "tokens_each": info.block_size if info is not None else None,
         },
         "prefix_cache": {"queries": now.prefix_queries, "hits": now.prefix_hits},
+        "speculation": {
+            "drafts": now.spec_drafts, "draft_tokens": now.spec_draft_tokens, "accepted_tokens": now.spec_accepted,
+        },
         "image_arena": {
             "used": now.arena_used, "total": now.arena_total, "queries": now.mm_queries, "hits": now.mm_hits,
             "encoded": now.images_encoded, "evictions": now.image_evictions,

@@ -34,6 +34,7 @@ from trencadis.server.protocol.chat_completions import (
     ChoiceLogprobs,
     TokenLogprobs,
 )
+from trencadis.server.protocol.predicted_output import read_prediction
 from trencadis.server.protocol.tool_definitions import get_named_function, get_schemas
 from trencadis.server.routes.app_state import AppState, forget_body, make_request_id, make_usage
 from trencadis.server.routes.chat_message_output import make_message
@@ -222,6 +223,8 @@ async def prepare(
     )
     if not body.is_plain:
         await _add_grammar(forms, state, body, prompt)
+        if body.prediction is not None and not body.use_beam_search:
+            prompt.prediction = await state.service.encode_prediction(read_prediction(body.prediction))
         role = body.continued_role or role
         echo, named = body.get_echo_text(role), get_named_function(body.tool_choice) is not None
     if body.may_call or forms.reasoning is not None:

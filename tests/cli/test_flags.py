@@ -145,7 +145,7 @@ def test_server_values(line, name, value):
         ("-q int2", "is not one of"),
         ("--distributed-executor-backend foo", "is not one of mp, uni, external_launcher, ray"),
         ("--enable-lora", "adapters"),
-        (["--speculative-config", '{"method": "ngram"}'], "draft model"),
+        (["--speculative-config", '{"method": "eagle3"}'], "guesses of a model (eagle3) are not built"),
         ("-pp 0", "pipeline-parallel-size"),
         ("--tool-parser-plugin p.py", "entry point trencadis.tool_parsers"),
         ("--kv-cache-dtype nvfp4", "--kv-cache-dtype nvfp4 is refused"),
@@ -187,7 +187,7 @@ def test_precedence_and_sources(tmp_path):
     assert (s.engine.model, s.engine.max_model_len, s.server.port) == ("from-line", 4000, 7)
     assert s.engine.enforce_eager and not s.engine.enable_chunked_prefill and s.engine.log_level == "DEBUG"
     assert s.server.api_key == ["k1", "k2"] and s.engine.limit_mm_per_prompt == {"image": 2} and s.engine.seed == 3
-    assert s.notes == ["--num-lookahead-slots has no effect: each step draws one token a sequence."]
+    assert s.notes == ["--num-lookahead-slots has no effect: a step takes the KV blocks that its guesses need."]
     assert s.sources["port"] == "flag" and s.sources["seed"] == f"file {file}"
     assert s.sources["log_level"] == "environment VLLM_LOGGING_LEVEL"
     assert settings("", {"VLLM_API_KEY": "env"}).server.api_key == ["env"]

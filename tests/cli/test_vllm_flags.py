@@ -181,7 +181,7 @@ def test_a_file_means_the_same(tmp_path: Path) -> None:
         ("--no-enable-lora=1", "--no-enable-lora takes no value."),
         ("--enable-lora=2", "--enable-lora='2' is neither true"),
         ("--speculative-config {", "--speculative-config: '{' is not a JSON object"),
-        ("--speculative-config.method ngram", "--speculative-config {'method': 'ngram'} is refused"),
+        ("--speculative-config.method ngrm", "--speculative-config: method: 'ngrm' is none of ngram, suffix"),
         (
             "--structured-outputs-config.enable_in_reasoning true",
             "--structured-outputs-config.enable-in-reasoning is",
@@ -203,6 +203,8 @@ OF_OTHERS = ("--cpunodebind", "--membind", "--physcpubind")
 
 def other_value(flag: Flag) -> str:
     """A text whose value is not the default."""
+    if flag.name in ("speculative_config", "spec_model"):
+        return '{"method": "suffix"}' if flag.kind == "json" else "[ngram]"
     if flag.choices:
         return next(one for one in flag.choices if one and one != flag.default)
     if flag.bound is not None:

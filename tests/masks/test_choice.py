@@ -165,7 +165,7 @@ def test_without_a_vocabulary_a_choice_fails_and_nothing_else() -> None:
 def test_a_full_bucket_holds_a_mask_of_its_own_for_each_row(rows: int) -> None:
     """On planned devices, in the bytes that the ledger counts."""
     samples = [SampleRow(i + 1, i + 1, Sample(full=True, handle=i + 1)) for i in range(rows)]
-    inputs = head_inputs(samples, VOCAB, lambda handle, row, banned: row.fill(handle))
+    inputs = head_inputs(samples, VOCAB, lambda handle, row, banned, ahead=(): row.fill(handle))
     bucket = Bucket(Stage.SAMPLE, (rows,), "full")
     for made in (hpu.arrays(bucket, inputs, hpu.LaunchForm(16, VOCAB)), cuda.arrays(bucket, inputs, SIZES)):
         assert made.masks[made.mask_row[:rows]].tolist() == [[i % 256] * 8 for i in range(1, rows + 1)]
@@ -211,7 +211,7 @@ def test_rows_without_a_handle_send_what_they_always_sent(seed: int, manager: Ma
     old = head_inputs(plain, VOCAB)
     assert old.masks.tolist() == masks and old.masks.dtype == np.uint8 and old.mask_row.dtype == np.int32
     assert old.mask_row.tolist() == [lists.index(r.sample.banned) for r in plain]
-    new = head_inputs(requested, VOCAB, lambda handle, row, banned: row.fill(handle))
+    new = head_inputs(requested, VOCAB, lambda handle, row, banned, ahead=(): row.fill(handle))
     for field in ("hidden_row", "slot", "temperature", "top_k", "top_p", "min_p", "uniform", "target"):
         assert getattr(new, field).tobytes() == getattr(old, field).tobytes()
     for i, row in enumerate(requested):

@@ -248,7 +248,7 @@ def test_engine_args_are_the_options_of_an_llm() -> None:
     made = given.create_engine_config()
     assert made == build_offline_setup(MODEL, {k: v for k, v in asdict(given).items() if k != "model"}).config
     assert (made.max_model_len, made.dtype, made.limit_mm_per_prompt) == (2000, "float32", {"image": 2})
-    for refused in ({"enable_lora": True}, {"speculative_config": {"method": "ngram"}}, {"skip_tokenizer_init": True}):
+    for refused in ({"enable_lora": True}, {"skip_tokenizer_init": True}):
         with pytest.raises(StartupError, match=f"--{next(iter(refused)).replace('_', '-')}.* is refused: "):
             EngineArgs(MODEL, **refused).create_engine_config()
     with pytest.raises(TypeError, match="nonsense"):

@@ -163,7 +163,7 @@ def test_draws_follow_the_distribution() -> None:
     s, x = state(rng), rows(rng, 1)
     x.temperature[:], x.top_k[:], x.top_p[:], x.min_p[:], x.mask_row[:] = 1.1, 12, 0.95, 0.0, 0
     n = 40_000
-    many = HeadInputs(**{k: v if k == "masks" else np.repeat(v, n) for k, v in vars_of(x).items()})
+    many = HeadInputs(**{k: v if k == "masks" or v is None else np.repeat(v, n) for k, v in vars_of(x).items()})
     many.uniform = rng.random(n, dtype=np.float32)
     logits = rng.normal(0, 1.5, VOCAB).astype(np.float32)
     p = exact(logits, x, 0, s)

@@ -63,12 +63,13 @@ def logits(rng: np.random.Generator, vocab: int, rows: int, scale: float = 3.0) 
 
 def to(values: Any, device: torch.device) -> Any:
     """A named tuple of tensors on ``device``, copied."""
-    return type(values)(*(t.to(device, copy=True) for t in values))
+    return type(values)(*(None if t is None else t.to(device, copy=True) for t in values))
 
 
 def pick(x: HeadTensors, rows: Any) -> HeadTensors:
     """Some rows of the inputs."""
-    return HeadTensors(*(t if name == "masks" else t[rows] for name, t in zip(x._fields, x, strict=True)))
+    kept = (t if name == "masks" or t is None else t[rows] for name, t in zip(x._fields, x, strict=True))
+    return HeadTensors(*kept)
 
 
 def exact(raw: Tensor, x: HeadTensors, state: SamplerState) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -15,8 +15,10 @@ from trencadis.core.kv.encoder_cache import EncoderCache
 from trencadis.core.masks.manager import MatcherManager
 from trencadis.core.process.engine_messages import EngineInfo
 from trencadis.core.request import Delta, Request
+from trencadis.core.scheduling.draft_scheduler import DraftScheduler
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
+from trencadis.core.spec.spec_config import SpeculationConfig
 from trencadis.core.step import Step
 
 VOCAB = 60
@@ -48,8 +50,10 @@ def shadow_engine(
     host: int = 0,
     **more: Any,
 ) -> tuple[Engine, ShadowRank]:
-    """An engine of real scheduling over a shadow model's rank; ``more`` are further limits."""
+    """An engine of real scheduling over a shadow model's rank; ``more`` are further limits, and what is drafted."""
     overlaps = bool(more.pop("overlaps", False))
+    speculation: SpeculationConfig | None = more.pop("speculation", None)
+    make_source = more.pop("make_source", None)
     limits = SchedulerLimits(
         max_tokens=tokens, max_rows=seqs, max_model_len=length, block_size=size, vocab=VOCAB, eos=EOS,
         encoder_slots=256, **more,
@@ -61,6 +65,8 @@ def shadow_engine(
     )  # fmt: skip
     pool = BlockPool(blocks, HostBlockPool(host) if host else None)
     scheduler = Scheduler(limits, pool, EncoderCache(rows + 1, SHADOW_RESERVED), slots, Clock())
+    if speculation is not None:
+        scheduler.drafting = DraftScheduler(speculation, limits, scheduler.totals, make_source)
     _compare_batches(scheduler, rank)
     executor = UniprocExecutor(cast(Any, rank), depth, overlaps)  # it never warms
     return Engine(scheduler, executor, INFO), rank

@@ -144,11 +144,14 @@ class ShadowRank:
                 self.arena[int(row)] = image_value(image.digest.split("\0")[-1], i)
         out = StepOutput(step.number)
         draws: list[tuple[int, int, Sample]] = []
+        ahead: list[tuple[int, ...]] = []
         for row in listed:
             totals = self._row(row)
-            for key, slot, sample in row.samples:
-                out.samples[key] = len(draws)
-                draws.append((totals[-1], slot, sample))
+            for key, slot, sample, after in row.samples:
+                out.samples.setdefault(key, len(draws))
+                draws.append((totals[-1 - after], slot, sample))
+                count, drafts = len(row.tokens), row.samples[0].tokens_after
+                ahead.append(row.tokens[count - drafts : count - after])
             if row.targets is not None:
                 at = [i for i, t in enumerate(row.targets) if t >= 0]
                 zeros = np.zeros((len(at), 20))
@@ -156,10 +159,10 @@ class ShadowRank:
                 ids = np.array([row.targets[i] for i in at], np.int32)
                 head = HeadOutput(ids, scores, ids, zeros.astype(np.int32), zeros.astype(np.float32))
                 out.targets[row.key] = TargetScores([row.context + i + 1 for i in at], head)
-        rows = [SampleRow(i, slot, sample) for i, (_, slot, sample) in enumerate(draws)]
+        rows = [SampleRow(i, slot, sample, ahead[i]) for i, (_, slot, sample) in enumerate(draws)]
 
         def launch(inputs: HeadInputs) -> ShadowHead:
-            return self._head(draws, inputs)
+            return self._head(draws, ahead, inputs)
 
         if any(sample.handle for _, _, sample in draws):
             launched = launch_masked(rows, self.vocab, self.matchers, launch)
@@ -176,13 +179,19 @@ class ShadowRank:
     def prepare(self, grammar: str) -> Future[str]:
         return self.matchers.grammars.prepare(grammar)
 
-    def _head(self, draws: list[tuple[int, int, Sample]], inputs: HeadInputs) -> ShadowHead:
+    def _head(
+        self, draws: list[tuple[int, int, Sample]], ahead: list[tuple[int, ...]], inputs: HeadInputs
+    ) -> ShadowHead:
         masks = [[True] * self.vocab]
         if len(inputs.masks) > 1:
             masks += np.unpackbits(inputs.masks[1:], axis=1, bitorder="little", count=self.vocab).tolist()
         tokens = []
-        for (total, slot, sample), mask in zip(draws, inputs.mask_row.tolist(), strict=True):
+        for at, ((total, slot, sample), mask) in enumerate(zip(draws, inputs.mask_row.tolist(), strict=True)):
             tally = self.counts.setdefault(slot, {})
+            drafts = ahead[at]
+            if list(drafts) != tokens[at - len(drafts) :]:  # a draft before it is rejected: nothing may be read of it
+                tokens.append(self.vocab - 1)
+                continue
             token = draw(total, masks[mask], sample, tally, self.bias.get(slot, ()))
             self.last[slot] = token
             if sample.full:
@@ -268,7 +277,8 @@ class ShadowPending:
         out, followed = self.output, self.launched.pending_sample
         out.head = self.launched.head.result()
         if followed is not None:
-            out.failures, out.text = followed.failures, followed.text
+            out.failures, out.failed_at = followed.failures, followed.failed_at
+            out.text, out.forced = followed.text, followed.forced
         return out
 
 

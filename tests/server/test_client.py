@@ -51,6 +51,17 @@ def test_chat(client: openai.OpenAI) -> None:
     assert client.chat.completions.with_raw_response.create(model="m", messages=CHAT).headers["x-request-id"]
 
 
+def test_prediction(client: openai.OpenAI) -> None:
+    predicted: Any = {"type": "content", "content": ANSWER}
+    answer = client.chat.completions.create(model="m", messages=CHAT, prediction=predicted)
+    assert answer.choices[0].message.content == ANSWER and answer.usage is not None
+    details = answer.usage.completion_tokens_details
+    assert details is not None and details.rejected_prediction_tokens == 0
+    assert details.accepted_prediction_tokens == answer.usage.completion_tokens - 1  # the end is not predicted
+    with pytest.raises(openai.BadRequestError, match="about one answer"):
+        client.chat.completions.create(model="m", messages=CHAT, prediction=predicted, n=2)
+
+
 def test_stream(client: openai.OpenAI) -> None:
     text, usage = "", None
     for chunk in client.chat.completions.create(

@@ -98,6 +98,7 @@ CHAT: dict[str, Sample] = GENERATE | {
     "include_reasoning": (False, {}),
     "service_tier": ("flex", {}),
     "modalities": (["audio"], {}),
+    "prediction": ({"type": "content", "content": "Some text"}, {}),
     "echo": (True, {"messages": ANSWERED}),
     "add_generation_prompt": (False, {}),
     "continue_final_message": (True, {"messages": ANSWERED}),

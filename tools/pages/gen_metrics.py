@@ -44,6 +44,7 @@ from `/proc` while the scrape waits. Seconds of a process that has ended count u
 GROUPS = {
     "Requests": r"vllm:(request_|num_|time_to|inter_token|e2e|iteration|prompt_|generation_|image_tok)",
     "Caches and memory": r"vllm:(kv_|prefix_|mm_|encoder_|cache_|images_enc)",
+    "Speculation": r"vllm:spec_decode_",
     "Shapes and graphs": r"vllm:(graph_|padding|recompiles|lazy_|warmup|device_info)",
     "Admission and tenants": r"vllm:(admission|tenant|media_err)",
     "The server": r"vllm:(engine_|sleep_|server_|traces_|log_|cpu_)",

@@ -161,6 +161,7 @@ ALLOWED: dict[str, set[str]] = {
     "finished_reason": {"stop", "length", "abort", "error", "repetition"},
     "cache": {"processor", "encoder", "prefix"},
     "unit": {"requests", "tokens", "pixels"},
+    "position": {str(place) for place in range(16)},
     "stage": {"turn", "queue", "encode", "prefill", "decode", "media_fetch", "media_decode", "media_resize"},
     "device": {"cpu"},
     "source": {

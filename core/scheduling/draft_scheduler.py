@@ -1,0 +1,221 @@
+"""Decides which sequences a step drafts, adds the drafts to their rows, and takes back what was not accepted.
+
+Drafts are no tokens of a sequence: they are neither hashed nor published nor counted, and the KV cells of rejected ones
+are written again by the next step. A sequence is drafted only while all its tokens are known, and no step is built
+while drafts of its micro-batch are in flight: two halves of a batch that wait for each other's results would take twice
+as many launches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+
+from trencadis.core.engine_stats import EngineStats
+from trencadis.core.kv.block_pool import BlockPool
+from trencadis.core.scheduling.persistent_batch import PersistentBatch
+from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
+from trencadis.core.scheduling.sequence import Sequence, SequenceDrafter, SequenceStatus
+from trencadis.core.scheduling.step_builder import InFlightStep, StepBuilder
+from trencadis.core.spec.answer_counts import AnswerCounts, Owner, SuffixSource
+from trencadis.core.spec.draft_costs import AcceptanceRates, StepSeconds, choose_count
+from trencadis.core.spec.draft_source import DraftSource, FirstOf, cut_at
+from trencadis.core.spec.ngram_index import NgramSource
+from trencadis.core.spec.predicted_text import PredictionSource
+from trencadis.core.spec.spec_config import SpeculationConfig
+from trencadis.core.step import Draw, Row
+
+SAMPLED_ROWS = 64
+"""Most rows of SAMPLE in a step with drafts, if ``max_rows`` is smaller."""
+
+MakeSource = Callable[[Sequence], DraftSource]
+
+
+def can_draft(seq: Sequence, limits: SchedulerLimits) -> bool:
+    """Returns True if drafts of ``seq`` may be verified.
+
+    Beams, scores of prompts and of chosen ids read one hidden row at a time, and images that are attended to are listed
+    for each token. A text must not grow past the rotary table of its keys.
+    """
+    request = seq.request
+    if seq.mates or seq.prompt_scores is not None or request.params.logprob_token_ids is not None or request.pool:
+        return False
+    if request.spans and request.spans[0].cross_attention_rows:
+        return False
+    return not limits.whole
+
+
+class DraftScheduler:
+    """Drafts the sequences of one engine.
+
+    Args:
+        config: what is drafted; ``limits``: those of the scheduler.
+        totals: the engine's counters, which get those of drafts.
+        make_source: makes the source of a sequence; None: the one of ``config.method``.
+    """
+
+    def __init__(
+        self,
+        config: SpeculationConfig,
+        limits: SchedulerLimits,
+        totals: EngineStats,
+        make_source: MakeSource | None = None,
+    ) -> None:
+        self.config, self._limits, self._stats = config, limits, totals
+        self._make = make_source or self._make_source
+        self._counts = AnswerCounts(shortest=config.shortest, longest=config.longest)
+        self.seconds = StepSeconds()
+        self._last = 0.0
+        totals.spec_accepted_at = [0] * config.drafts
+
+    def _make_source(self, seq: Sequence) -> DraftSource:
+        """Returns the source that the configuration names, after the request's own prediction."""
+        config, request = self.config, seq.request
+        sources: list[DraftSource] = []
+        if request.prediction:
+            sources.append(PredictionSource(request.prediction, seq.prompt))
+        if config.method == "suffix":
+            owner = Owner(request.tenant, request.salt)
+            sources.append(SuffixSource(self._counts, owner, seq.prompt, config.skipped))
+        elif config.method == "ngram":
+            sources.append(NgramSource(config.shortest, config.longest, config.skipped))
+        return sources[0] if len(sources) == 1 else FirstOf(sources)
+
+    # Before a step
+
+    def waits(self, in_flight: Iterable[InFlightStep], running: list[Sequence]) -> bool:
+        """Returns True if the next step waits for the steps in flight: they verify drafts, or what they sample can be
+        drafted or forced on.
+        """
+        if any(step.drafted for step in in_flight):
+            return True
+        if self._limits.stages > 1:
+            return False  # micro-batches in flight are not scheduled
+        return any(seq.pending and self._gains_by_waiting(seq, len(running)) for seq in running)
+
+    def _gains_by_waiting(self, seq: Sequence, running: int) -> bool:
+        """Returns True if ``seq``, one of ``running``, could be drafted or forced on once its token is known."""
+        if not seq.outputs or not can_draft(seq, self._limits):
+            return False
+        return bool(self.count_forced(seq) or self._propose(seq, running, running, float(running)))
+
+    def count_forced(self, seq: Sequence) -> int:
+        """Returns how many ids the masks of ``seq`` may force after a sampled one.
+
+        Log-probabilities are those of sampled ids, so that a choice that reports them samples each.
+        """
+        return self.config.forced if seq.masked and not seq.request.params.reports and not seq.mates else 0
+
+    def prepare(self, running: list[Sequence], batch: PersistentBatch) -> None:
+        """Proposes drafts for the ``running`` sequences of a micro-batch; those with drafts leave its batch."""
+        tokens = len(running)
+        expected = float(tokens)
+        for seq in running:
+            seq.proposal = ()
+            if seq.pending or not seq.outputs or seq.due == 0 or not can_draft(seq, self._limits):
+                continue
+            seq.proposal = self._propose(seq, len(running), tokens, expected)
+            if seq.proposal:
+                tokens += len(seq.proposal)
+                if seq.drafter is not None:
+                    expected += seq.drafter.rates.gains(len(seq.proposal))[-1]
+                if seq.batch_row >= 0:
+                    batch.leave(seq)
+
+    def _propose(self, seq: Sequence, running: int, tokens: int, expected: float) -> tuple[int, ...]:
+        """Returns the drafts of ``seq`` that pay in a step of ``tokens`` other tokens."""
+        config, known = self.config, seq.count_known()
+        if config.rows and running > config.rows and not seq.request.prediction:
+            return ()
+        if not config.method and not seq.request.prediction and self._make == self._make_source:
+            return ()
+        # One draw follows the last draft, and the text fits the rotary table of its keys.
+        most = min(config.drafts, seq.limit - (known - seq.prompt) - 1)
+        if self._limits.long_from and not seq.long:
+            most = min(most, self._limits.long_from - len(seq.tokens))
+        if most <= 0:
+            return ()
+        if seq.drafter is None:
+            seq.drafter = SequenceDrafter(self._make(seq), AcceptanceRates(config.drafts))
+        ids = cut_at(seq.drafter.source.propose(seq.tokens, known, most).ids, seq.stops, self._limits.vocab)
+        if not ids or config.always:
+            return ids
+        return ids[: choose_count(seq.drafter.rates, self.seconds, len(ids), tokens, expected)]
+
+    # While a step is built
+
+    def extend_rows(self, builder: StepBuilder, pool: BlockPool, persistent: int) -> None:
+        """Adds drafts to the rows of the step, as far as tokens, blocks and rows of SAMPLE are left.
+
+        ``persistent``: rows of the persistent batch.
+        """
+        drawn = persistent + sum(len(row.samples) for row in builder.rows)
+        free = max(self._limits.max_rows, SAMPLED_ROWS) - drawn
+        rows = {row.key: at for at, row in enumerate(builder.rows)}
+        for seq in builder.scheduled:
+            if not seq.proposal or seq.key not in rows:
+                continue
+            row = builder.rows[rows[seq.key]]
+            count = min(len(seq.proposal), builder.tokens, free)
+            if not row.samples or len(row.samples) > 1 or count <= 0:
+                continue
+            count = min(count, self._hold_blocks(seq, count, builder, pool))
+            if count > 0:
+                seq.drafts = seq.proposal[:count]
+                builder.rows[rows[seq.key]] = self._with_drafts(seq, row)
+                builder.tokens -= count
+                free -= count
+                builder.drafted += count
+        for seq in builder.scheduled:
+            seq.proposal = ()
+
+    def _hold_blocks(self, seq: Sequence, count: int, builder: StepBuilder, pool: BlockPool) -> int:
+        """Takes blocks for up to ``count`` drafts from those that nothing else needs; returns how many drafts fit."""
+        size = self._limits.block_size
+        need = -(-(seq.computed + count) // size) - len(seq.blocks)
+        have = min(need, max(pool.free - builder.reserved, 0))
+        if have > 0:
+            seq.blocks += pool.take(have) or []
+        return len(seq.blocks) * size - seq.computed
+
+    def _with_drafts(self, seq: Sequence, row: Row) -> Row:
+        """Returns the row with the drafts of ``seq`` after its last token, and a draw for each."""
+        count = len(seq.drafts)
+        first = row.samples[0]._replace(tokens_after=count)
+        draws = [Draw(seq.key, seq.slot, seq.sample(place), count - 1 - place) for place in range(count)]
+        return dataclasses.replace(
+            row,
+            tokens=(*row.tokens, *seq.drafts),
+            blocks=tuple(seq.blocks),
+            positions=seq.positions_of(row.context, len(row.tokens) + count),
+            samples=(first, *draws),
+        )
+
+    # After a step
+
+    def learn(self, step: InFlightStep, now: float) -> None:
+        """Records the duration of a step without prompts or images."""
+        seconds, self._last = now - max(step.began, self._last), now
+        if step.tokens:
+            self.seconds.learn(step.tokens, seconds)
+
+    def note(self, seq: Sequence, drafted: int, accepted: int) -> None:
+        """Counts the drafts of a sequence that a step verified."""
+        totals = self._stats
+        totals.spec_drafts += 1
+        totals.spec_draft_tokens += drafted
+        totals.spec_accepted += accepted
+        for place in range(accepted):
+            totals.spec_accepted_at[place] += 1
+        seq.stats.drafted += drafted
+        seq.stats.accepted += accepted
+        if seq.drafter is not None:
+            seq.drafter.rates.learn(drafted, accepted)
+
+
+def drop_surplus_blocks(seq: Sequence, pool: BlockPool, size: int) -> None:
+    """Gives back the blocks of rejected drafts. No launch in flight may write them."""
+    need = -(-seq.computed // size)
+    if seq.status is SequenceStatus.RUNNING and len(seq.blocks) > need:
+        pool.drop(seq.blocks[need:])
+        del seq.blocks[need:]

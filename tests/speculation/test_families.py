@@ -1,0 +1,91 @@
+"""Each family, quantised weights and caches: greedy answers with drafts are those without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes.checkpoints import llama, qwen2
+from tests.families.test_same_tokens import prompts
+from tests.families.text_checkpoints import CASES, family_checkpoint
+from tests.oracles.transformers_model import GAP
+from tests.speculation.test_cpu_answers import draft_by, engine_of
+from trencadis.core.engine.engine import Engine
+from trencadis.core.request import Request, SamplingParams, TokenLogprob
+
+FLAGS: dict[str, Any] = {
+    "batch_invariant": False, "max_model_len": 384, "num_gpu_blocks_override": 200, "max_num_batched_tokens": 256,
+    "encoder_cache_images": None, "mm_processor_kwargs": {},
+}  # fmt: skip
+SOME = [("mistral", "window"), ("mixtral", ""), ("gemma3", ""), ("phi3", "long")]
+FORMATS: list[dict[str, Any]] = [
+    {"quantization": "int8"}, {"quantization": "int4"}, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8"},
+    {"dtype": "bfloat16"},
+]  # fmt: skip
+
+
+def answers(engine: Engine, length: int, count: int = 6) -> dict[tuple[str, int], list[int]]:
+    """Greedy tokens of random prompts, all at once; the engine is closed."""
+    found: dict[tuple[str, int], list[int]] = {}
+    params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+    for number, prompt in enumerate(prompts(count, 90)):
+        engine.add(Request(f"r{number}", list(prompt), params))
+    while not engine.idle():
+        for delta in engine.step():
+            assert delta.finish != "error", delta.message
+            found.setdefault((delta.id, delta.choice), []).extend(delta.tokens)
+    engine.scheduler.check()
+    engine.close()
+    return found
+
+
+def gap_at(engine: Engine, prompt: list[int], output: list[int]) -> float:
+    """By how much the best log-probability after these tokens is above the second best; the engine is closed."""
+    engine.add(Request("r", [*prompt, *output], SamplingParams(temperature=0, max_tokens=1, logprobs=2)))
+    told: list[TokenLogprob] = []
+    while not engine.idle():
+        told += [one for delta in engine.step() for one in delta.logprobs or []]
+    engine.close()
+    return told[0].top_logprobs[0] - told[0].top_logprobs[1]
+
+
+def compare(path: Path, length: int = 40, gap: float = GAP, **flags: Any) -> None:
+    """Drafts of a script that is wrong in every third place, and n-grams."""
+    requested = {**FLAGS, **flags}
+    plain = answers(engine_of(path, speculation=False, **requested), length)
+    for kind in ("mixed", "ngram"):
+        engine = engine_of(path, spec_always=True, **requested)
+        if kind == "mixed":
+            draft_by(engine, plain, kind, 4)
+        drafted = answers(engine, length)
+        assert kind == "ngram" or engine.scheduler.totals.spec_accepted > 20
+        for number, prompt in enumerate(prompts(6, 90)):
+            a, b = plain[f"r{number}", 0], drafted[f"r{number}", 0]
+            if a != b:  # a tie of the two best ids
+                at = next(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
+                assert gap_at(engine_of(path, speculation=False, **requested), list(prompt), a[:at]) < gap, kind
+
+
+@pytest.mark.parametrize(("family", "word"), SOME)
+def test_a_family_answers_the_same_with_drafts(family: str, word: str, tmp_path: Path) -> None:
+    name = next(form for one, form in CASES if one == family and word in form)
+    compare(family_checkpoint(tmp_path / "m", family=family, form=name))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_every_form_of_each_family_answers_the_same_with_drafts(family: str, name: str, tmp_path: Path) -> None:
+    compare(family_checkpoint(tmp_path / "m", family=family, form=name), 100)
+    compare(family_checkpoint(tmp_path / "n", family=family, form=name), 60, policy="padded", async_depth=1)
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_other_formats_answer_the_same_with_drafts(format: dict[str, Any], tmp_path: Path) -> None:
+    """In bfloat16 and with rounded keys, ids are ties at larger distances than in float32."""
+    compare(qwen2(tmp_path / "m"), 30, 0.02 if format.get("dtype") else 2e-3, **format)
+
+
+def test_llamas_scaled_positions_are_those_of_drafts_too(tmp_path: Path) -> None:
+    compare(llama(tmp_path / "m"), 40)
