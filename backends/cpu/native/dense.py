@@ -23,6 +23,11 @@ from trencadis.core.shared_constants import align_up
 ROWS = 128
 """Maximum rows of a call: ``DENSE_ROWS`` of dense.h. oneDNN is as fast for more rows."""
 
+TILE_ROWS = 512
+"""Maximum rows of a call by tiles: weights are read again for each call, and its activations and sums stay in the L2
+cache.
+"""
+
 PANEL = 64
 """Number of outputs of a panel."""
 
@@ -50,6 +55,8 @@ class Panels:
     """Maximum rows of a product; any number for a weight in a layout that oneDNN cannot read."""
     kind: int
     """Kind of the kernels, a number of ``kernel_table.NUMBERS``."""
+    call_rows: int
+    """Maximum rows of a call of the library."""
     held: tuple[DenseLayout, Tensor, Tensor | None] = field(init=False, repr=False)
 
 
@@ -88,7 +95,8 @@ def panels_at(
     own = None if bias is None else bias.data_ptr()
     layout = DenseLayout(at, own, inputs, depth, outputs, CODES[dtype])  # a call sets the rest
     layout.pairs = table.bfloat16_pairs
-    made = Panels(ctypes.addressof(layout), dtype, outputs, most_rows(table, dtype), table.number)
+    rows = TILE_ROWS if table.by_tiles(Op.LINEAR, DTYPE_NAMES[dtype]) else ROWS
+    made = Panels(ctypes.addressof(layout), dtype, outputs, most_rows(table, dtype), table.number, rows)
     made.held = (layout, memory, bias)
     return made
 
@@ -131,13 +139,14 @@ def is_supported(x: Tensor, p: Panels) -> bool:
 
 
 def product(x: Tensor, p: Panels) -> Tensor:
-    """Multiplies [n, in] -> [n, out], ``ROWS`` rows at a time. A row's bits do not depend on the others."""
+    """Multiplies [n, in] -> [n, out], some rows at a time. A row's bits do not depend on the others."""
     out = x.new_empty((len(x), p.outputs))
     call, team, size, stride = threads.calls().dense, torch.get_num_threads(), x.element_size(), x.stride(0)
-    for start in range(0, len(x), ROWS):
-        rows = min(ROWS, len(x) - start)
+    for start in range(0, len(x), p.call_rows):
+        rows = min(p.call_rows, len(x) - start)
         source, target = x.data_ptr() + start * stride * size, out.data_ptr() + start * p.outputs * size
-        call(p.at, source, target, None, rows, stride, p.outputs, 1.0, p.kind, team)
+        if call(p.at, source, target, None, rows, stride, p.outputs, 1.0, p.kind, team):
+            raise MemoryError(f"no memory for the activations of {rows} rows of {x.shape[1]}")
     return out
 
 
@@ -154,5 +163,6 @@ def best(x: Tensor, p: Panels, outputs: int, scale: float) -> Tensor:
     for start in range(0, len(x), ROWS):
         rows = min(ROWS, len(x) - start)
         source, target = x.data_ptr() + start * row, found.data_ptr() + start * 8
-        call(p.at, source, None, target, rows, x.shape[1], outputs, scale, p.kind, team)
+        if call(p.at, source, None, target, rows, x.shape[1], outputs, scale, p.kind, team):
+            raise MemoryError(f"no memory for the activations of {rows} rows of {x.shape[1]}")
     return found
