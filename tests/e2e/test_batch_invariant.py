@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests import kernel_kinds
 from tests.oracles.transformers_model import conversation
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
 from trencadis.backends.cpu.batch_invariant import InvariantOps
+from trencadis.backends.cpu.native.kernel_table import EMULATED, VARIABLE
 from trencadis.core.errors import StartupError
 
 LENGTH = 8
@@ -83,6 +85,26 @@ def test_same_bits(name: str, dtype: str) -> None:
 def test_same_bits_long(name: str, dtype: str) -> None:
     count = compare(name, dtype, range(int(os.environ.get("TRENCADIS_TEST_PROMPTS", "200"))), 32)
     print(f"{name}, {dtype}: {count} prompts, greedy and sampled, alone and among 31 others: bit-equal")
+
+
+@pytest.mark.part("any-cpu")
+@pytest.mark.skipif(not kernel_kinds.EMULATIONS, reason="own kernels are not built here")
+@pytest.mark.parametrize(
+    "quantization", [None, pytest.param("int8", marks=pytest.mark.long), pytest.param("int4", marks=pytest.mark.long)]
+)
+def test_same_bits_by_tiles(quantization: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16 on a CPU with AMX, whose tiles are plain C here."""
+    monkeypatch.setenv(VARIABLE, EMULATED)
+    found = []
+    for company, tokens in ((1, 2048), (2, 50)):
+        llm = LLM(
+            str(demo_path()), **BASE, dtype="bfloat16", quantization=quantization, max_num_batched_tokens=tokens
+        )
+        requested = chats(range(2))
+        outs = [o for i in range(0, 2, company) for o in llm.chat(requested[i : i + company], GREEDY)]
+        found.append(bits(outs))
+        llm.close()
+    assert found[0] == found[1]
 
 
 def test_the_fast_ops_do_not_promise_it() -> None:

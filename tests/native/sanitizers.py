@@ -30,6 +30,7 @@ KINDS = {
 
 TESTS = (
     "tests/ops/test_rotary.py",
+    "tests/ops/test_tiles.py",
     "tests/host/test_best_head.py",
     "tests/host/test_packing.py",
     "tests/host/test_decode_attention.py",
