@@ -97,9 +97,7 @@ def test_same_bits_by_tiles(quantization: str | None, monkeypatch: pytest.Monkey
     monkeypatch.setenv(VARIABLE, EMULATED)
     found = []
     for company, tokens in ((1, 2048), (2, 50)):
-        llm = LLM(
-            str(demo_path()), **BASE, dtype="bfloat16", quantization=quantization, max_num_batched_tokens=tokens
-        )
+        llm = LLM(str(demo_path()), **BASE, dtype="bfloat16", quantization=quantization, max_num_batched_tokens=tokens)
         requested = chats(range(2))
         outs = [o for i in range(0, 2, company) for o in llm.chat(requested[i : i + company], GREEDY)]
         found.append(bits(outs))
