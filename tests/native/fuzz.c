@@ -299,6 +299,7 @@ int main(int count, char **words) {
         if (!runs[kind]) continue;
         bfloat16_pairs = kind >= AVX512 && kind != AMX_EMULATED && (has >> HAS_AVX512_BF16 & 1);
         for (size_t kernel = 0; kernel < sizeof kernels / sizeof *kernels; kernel++) {
+            if (kind == AMX_EMULATED && kernels[kernel] != fuzz_linear && kernels[kernel] != fuzz_dense) continue;
             state = 88172645463325252u + (count > 2 ? strtoull(words[2], NULL, 10) : 0);
             for (int i = 0; i < cases; i++) kernels[kernel](), drop();
         }
