@@ -12,13 +12,9 @@
 #define NARROW 0
 
 /* Compilers' intrinsics do not all say which memory they read (gcc 12's _tile_loadconfig: 8 of 64 bytes, _tile_loadd:
-   none), so that stores before them could be moved or left out. */
+   none), so that stores before them could be moved or left out. Here the whole configuration is an operand. */
 #define WRITTEN(at) __asm__ volatile("" ::"r"(at) : "memory")
-#define TILE_CONFIGURE(config)                                                                                        \
-    do {                                                                                                              \
-        WRITTEN(&config);                                                                                             \
-        _tile_loadconfig(&config);                                                                                    \
-    } while (0)
+#define TILE_CONFIGURE(config) __asm__ volatile("ldtilecfg %0" ::"m"(config))
 #define TILE_RELEASE() _tile_release()
 #define TILE_ZERO(t) _tile_zero(t)
 #define TILE_LOAD(t, at, stride)                                                                                      \
