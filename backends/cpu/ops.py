@@ -187,9 +187,12 @@ class CpuOps(ReferenceOps):
     def by_pieces(self, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Runs ``run`` in the pieces of ``by_sizes``, so that the values between two products stay in the cache.
 
-        Each product would cut its rows in the same way, so that no bit changes.
+        Each product would cut its rows in the same way, so that no bit changes. Products by tiles take all rows of a
+        call at once.
         """
-        sizes = pieces(len(x))
+        sizes: Sequence[int] = pieces(len(x))
+        if len(sizes) > 1 and dense.launches_tiles(self.table, x.dtype):
+            sizes = [min(dense.TILE_ROWS, len(x) - start) for start in range(0, len(x), dense.TILE_ROWS)]
         return run(x) if len(sizes) < 2 else self._in_pieces(run, x, sizes)
 
     def _in_pieces(self, run: Callable[[Tensor], Tensor], x: Tensor, sizes: Sequence[int]) -> Tensor:

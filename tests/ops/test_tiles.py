@@ -209,6 +209,23 @@ def test_a_table_may_leave_many_rows_to_onednn(tiled: str) -> None:
     torch.testing.assert_close(few, many[:16], rtol=1e-2, atol=0.1)
 
 
+def test_tiles_take_the_rows_of_an_mlp_in_whole_calls(tiled: str) -> None:
+    """oneDNN would compute 300 rows as 256 and more, and read the weights twice."""
+    ops, seen = CpuOps(), list[int]()
+
+    def run(x: Tensor) -> Tensor:
+        seen.append(len(x))
+        return x + 1
+
+    for dtype, wanted in ((torch.bfloat16, [300, dense.TILE_ROWS, 1]), (torch.float32, [256, 44, 512, 1])):
+        seen.clear()
+        for rows in (300, dense.TILE_ROWS + 1):
+            x = random(rows, 2).to(dtype)
+            assert torch.equal(ops.by_pieces(run, x), x + 1)
+        assert seen == wanted, dtype
+    assert dense.launch_rows(ops.table, torch.bfloat16) == kernel_table.SHARED_ROWS, "torch attends in longer prompts"
+
+
 # ---- which kernels serve ----
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.cpu.native import threads
-from trencadis.backends.cpu.native.kernel_table import KernelTable, Op
+from trencadis.backends.cpu.native.kernel_table import ANY, SHARED_ROWS, KernelTable, Op
 from trencadis.backends.cpu.native.layouts import DenseLayout
 from trencadis.backends.cpu.native.panels import DTYPE_NAMES
 from trencadis.core.shared_constants import align_up
@@ -65,6 +65,17 @@ def most_rows(table: KernelTable, dtype: torch.dtype) -> int:
     if not hasattr(torch.ops.mkldnn, "data_ptr"):
         return 0
     return table.most_rows(Op.LINEAR, DTYPE_NAMES.get(dtype, ""))
+
+
+def launch_rows(table: KernelTable, dtype: torch.dtype) -> int:
+    """Returns the most rows of a launch that the library computes alone; in larger ones torch multiplies or attends."""
+    attends = table.serves(Op.ATTENTION, DTYPE_NAMES.get(dtype, ""))
+    return most_rows(table, dtype) if attends else min(most_rows(table, dtype), SHARED_ROWS)
+
+
+def launches_tiles(table: KernelTable, dtype: torch.dtype) -> bool:
+    """Returns True if products by tiles take any number of rows of ``dtype``."""
+    return table.by_tiles(Op.LINEAR, DTYPE_NAMES.get(dtype, "")) and most_rows(table, dtype) == ANY
 
 
 def panels_of(packed: Tensor, weight: Tensor, bias: Tensor | None, table: KernelTable) -> Panels | None:
