@@ -281,6 +281,8 @@ def test_the_kernels_of_amx_are_made_of_its_instructions() -> None:
     have = library.load_library()
     if "panels_amx.c" in have.left_out:
         pytest.skip("the C compiler knows no AMX")
+    if Path(have.library._name).parent != Path(library.__file__).parent:
+        pytest.skip("a library of sanitizers, large and the same")
     words = ["objdump", "-d", "--no-show-raw-insn", have.library._name]
     lines = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
     for name in ("ldtilecfg", "tdpbf16ps", "tdpbsud", "tileloadd", "tilestored", "tilezero", "tilerelease"):
