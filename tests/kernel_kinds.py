@@ -9,29 +9,32 @@ import pytest
 import torch
 
 from trencadis.backends.cpu.native import dense, kernel_table, library, weight_packing
-from trencadis.backends.cpu.native.kernel_table import TORCH, KernelTable, table_of
+from trencadis.backends.cpu.native.kernel_table import EMULATED, NUMBERS, TORCH, KernelTable, table_of
 
 FEATURES = library.load_library().features
 
 OWN = kernel_table.available_kinds()
 """Own kernels that this CPU runs."""
 
-EVERY = (*OWN, *(("amx",) if "avx512_vnni" in OWN and "amx" not in OWN else ()), TORCH)
-"""Own kernels, the choice of a CPU with AMX (whose own kernels are those of AVX-512), and torch's."""
+EMULATIONS = (EMULATED,) if OWN and "panels_amx_emulated.c" not in library.load_library().left_out else ()
+"""The kernels for tiles in plain C, which run on any CPU with own kernels."""
+
+EVERY = (*OWN, *EMULATIONS, TORCH)
+"""Own kernels, those of a CPU with AMX in plain C, and torch's."""
 
 
 def table(kind: str) -> KernelTable:
     """The table of one of ``EVERY``."""
-    return table_of(kind, FEATURES | {"amx"} if kind == "amx" else FEATURES)
+    return table_of(kind, FEATURES)
 
 
-DENSE = OWN[-1] if OWN and OWN[-1] != "amx" else next((kind for kind in reversed(OWN) if kind != "amx"), "")
+DENSE = OWN[-1] if OWN else ""
 """Own kernels that multiply weights of 16 and 32 bits; "" where this CPU runs none."""
 
 WIDENED = "avx512, without pairs of bfloat16"
 """Kernels of a CPU with AVX-512 alone, on one that has more."""
 
-DENSE_KINDS = (*(kind for kind in OWN if kind != "amx"), *((WIDENED,) if "avx512_bf16" in FEATURES else ()))
+DENSE_KINDS = (*OWN, *EMULATIONS, *((WIDENED,) if "avx512_bf16" in FEATURES else ()))
 """All kernels that multiply such weights and run here, for ``use``."""
 
 
@@ -62,7 +65,7 @@ def served(operation: str, by: KernelTable, own: bool = True) -> Iterator[None]:
     if library.load_library().library is None:
         yield
         return
-    kinds = range(1, len(kernel_table.KINDS) + 1)
+    kinds = range(1, len(NUMBERS))
     before = [library.count_launches(operation, kind) for kind in kinds]
     yield
     more = {kind for kind, count in zip(kinds, before, strict=True) if library.count_launches(operation, kind) > count}

@@ -68,7 +68,7 @@ class CpuBackend:
         self.ops: Ops = _ops(cfg)
         if isinstance(self.ops, CpuOps) and cfg.rank == 0:
             log.info("cpu: %s", self.ops.table.line())
-        own_rows = dense.most_rows(self.ops.table, cfg.dtype) if isinstance(self.ops, CpuOps) else 0
+        own_rows = dense.launch_rows(self.ops.table, cfg.dtype) if isinstance(self.ops, CpuOps) else 0
         self.thread_use = thread_use(count, own_rows)
         self.memory: Memory = CpuMemory()
         self.comm: Comm = make_comm(cfg)

@@ -20,9 +20,9 @@ from trencadis.backends.cpu.image_spans import find_image_spans
 from trencadis.backends.cpu.int8_linear import IntegerWeight, integer_weight, product
 from trencadis.backends.cpu.native import decode_attention as native_attend
 from trencadis.backends.cpu.native import dense, flash, panels, weight_packing
-from trencadis.backends.cpu.native.kernel_table import ANY, KernelTable, chosen_table
+from trencadis.backends.cpu.native.kernel_table import ANY, KernelTable, Op, chosen_table
 from trencadis.backends.cpu.native.onednn_sizes import by_sizes, pieces
-from trencadis.backends.cpu.native.panels import PanelWeight, panel_weight
+from trencadis.backends.cpu.native.panels import DTYPE_NAMES, PanelWeight, panel_weight
 from trencadis.backends.cpu.native.rotary import StoredKeys, can_store, rotate, torch_rotate
 from trencadis.backends.cpu.native.row_ops import best, rms_norm, silu_mul
 from trencadis.backends.cpu.reference_ops import ReferenceOps, apply_activation
@@ -82,8 +82,20 @@ class CpuOps(ReferenceOps):
             return super().pack_weight(weight.clone(), bias)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
         bias = bias if bias is None else bias.contiguous()
-        panels = dense.panels_of(packed, weight, bias, self.table)
+        panels = dense.panels_of(packed, weight, bias, self.table) or self._pack_panels(weight, bias)
         return PackedWeight(packed, bias, weight.shape[0], weight.shape[1], panels)
+
+    def _pack_panels(self, weight: Tensor, bias: Tensor | None) -> dense.Panels | None:
+        """Packs a weight that oneDNN has packed in another layout again, for own products by tiles of few rows."""
+        (outputs, inputs), dtype = weight.shape, weight.dtype
+        if not self.table.by_tiles(Op.LINEAR, DTYPE_NAMES.get(dtype, "")):
+            return None
+        made = weight_packing.pack_rows(
+            [weight.contiguous()], [outputs], inputs, dtype, self.table, self.pages, own_layout=True
+        )
+        if made is None:
+            return None
+        return dense.panels_at(made.memory.data_ptr(), made.memory, outputs, inputs, dtype, bias, self.table)
 
     def pack_stored(self, rows: StoredRows, bias: Tensor | None) -> Weight | None:
         """Implements ``weight_source.StoringOps``: packs in one pass by the library, if it knows oneDNN's
@@ -175,9 +187,12 @@ class CpuOps(ReferenceOps):
     def by_pieces(self, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Runs ``run`` in the pieces of ``by_sizes``, so that the values between two products stay in the cache.
 
-        Each product would cut its rows in the same way, so that no bit changes.
+        Each product would cut its rows in the same way, so that no bit changes. Products by tiles take all rows of a
+        call at once.
         """
-        sizes = pieces(len(x))
+        sizes: Sequence[int] = pieces(len(x))
+        if len(sizes) > 1 and dense.launches_tiles(self.table, x.dtype):
+            sizes = [min(dense.TILE_ROWS, len(x) - start) for start in range(0, len(x), dense.TILE_ROWS)]
         return run(x) if len(sizes) < 2 else self._in_pieces(run, x, sizes)
 
     def _in_pieces(self, run: Callable[[Tensor], Tensor], x: Tensor, sizes: Sequence[int]) -> Tensor:

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests import kernel_kinds
 from tests.oracles.transformers_model import conversation
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
 from trencadis.backends.cpu.batch_invariant import InvariantOps
+from trencadis.backends.cpu.native.kernel_table import EMULATED, VARIABLE
 from trencadis.core.errors import StartupError
 
 LENGTH = 8
@@ -83,6 +85,34 @@ def test_same_bits(name: str, dtype: str) -> None:
 def test_same_bits_long(name: str, dtype: str) -> None:
     count = compare(name, dtype, range(int(os.environ.get("TRENCADIS_TEST_PROMPTS", "200"))), 32)
     print(f"{name}, {dtype}: {count} prompts, greedy and sampled, alone and among 31 others: bit-equal")
+
+
+def compare_kinds(kind: str, form: str, count: int, company: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy answers alone, and among others in chunks of 50, by one kind of CPU kernels and one type of weights."""
+    monkeypatch.setenv(VARIABLE, kind)
+    coded = form.startswith("int")
+    dtype, quantization = ("bfloat16", form) if coded else (form, None)
+    found, requested = [], chats(range(count))
+    for others, tokens in ((1, 2048), (company, 50)):
+        llm = LLM(str(demo_path()), **BASE, dtype=dtype, quantization=quantization, max_num_batched_tokens=tokens)
+        found.append([x for i in range(0, count, others) for x in bits(llm.chat(requested[i : i + others], GREEDY))])
+        llm.close()
+    assert found[0] == found[1]
+
+
+@pytest.mark.part("any-cpu")
+@pytest.mark.skipif(not kernel_kinds.EMULATIONS, reason="own kernels are not built here")
+def test_same_bits_by_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16 on a CPU with AMX, whose tiles are plain C here."""
+    compare_kinds(EMULATED, "bfloat16", 2, 2, monkeypatch)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("kind", kernel_kinds.EVERY)
+def test_same_bits_by_every_kind_long(kind: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """200 prompts, alone and among 31 others."""
+    compare_kinds(kind, form, int(os.environ.get("TRENCADIS_TEST_PROMPTS", "200")), 32, monkeypatch)
 
 
 def test_the_fast_ops_do_not_promise_it() -> None:

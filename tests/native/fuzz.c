@@ -15,7 +15,7 @@
 #include <string.h>
 
 static uint64_t state;
-static int kind, bfloat16_pairs;
+static int kind, bfloat16_pairs, vnni; /* vnni: a kind with exact sums of 8 by 8 bits; 0: this CPU has none */
 
 static uint32_t draw(uint32_t below) {
     state ^= state << 13, state ^= state >> 7, state ^= state << 17;
@@ -117,6 +117,9 @@ static void fuzz_linear(void) {
     for (int64_t r = 0; r < n; r++)
         trencadis_panels_linear(&w, x + r * w.inputs * size, one + r * rows * size, 1, (int)type, kind, 1);
     equal(out, one, n * rows * size, "a row of a product with codes depends on others");
+    if (kind < AMX || !vnni) return;
+    trencadis_panels_linear(&w, x, one, n, (int)type, vnni, 1);
+    equal(out, one, n * rows * size, "a product by tiles is another than with VNNI");
 }
 
 static void fuzz_rows(void) {
@@ -289,11 +292,14 @@ int main(int count, char **words) {
     static void (*const kernels[])(void) = {fuzz_linear, fuzz_rows, fuzz_attend, fuzz_flash, fuzz_rotary, fuzz_dense};
     const int cases = count > 1 ? atoi(words[1]) : 100;
     const int has = trencadis_cpu_features();
-    const int runs[] = {0, has >> HAS_AVX2 & 1, has >> HAS_AVX_VNNI & 1, has >> HAS_AVX512 & 1, has >> HAS_AVX512_VNNI & 1};
-    for (kind = AVX2; kind <= AVX512_VNNI; kind++) {
+    const int runs[KINDS] = {0, has >> HAS_AVX2 & 1, has >> HAS_AVX_VNNI & 1, has >> HAS_AVX512 & 1,
+                             has >> HAS_AVX512_VNNI & 1, has >> HAS_AMX & 1, has >> HAS_AVX2 & 1};
+    vnni = runs[AVX512_VNNI] ? AVX512_VNNI : runs[AVX_VNNI] ? AVX_VNNI : 0;
+    for (kind = AVX2; kind < KINDS; kind++) {
         if (!runs[kind]) continue;
-        bfloat16_pairs = kind >= AVX512 && (has >> HAS_AVX512_BF16 & 1);
+        bfloat16_pairs = kind >= AVX512 && kind != AMX_EMULATED && (has >> HAS_AVX512_BF16 & 1);
         for (size_t kernel = 0; kernel < sizeof kernels / sizeof *kernels; kernel++) {
+            if (kind == AMX_EMULATED && kernels[kernel] != fuzz_linear && kernels[kernel] != fuzz_dense) continue;
             state = 88172645463325252u + (count > 2 ? strtoull(words[2], NULL, 10) : 0);
             for (int i = 0; i < cases; i++) kernels[kernel](), drop();
         }

@@ -28,8 +28,12 @@ KINDS = {
 }
 """-O0 where what is found does not depend on it: instrumented kernels take minutes to optimise."""
 
+QUICK = {"panels_amx_emulated": "-O1"}
+"""Files that are quickly optimised, and slow without."""
+
 TESTS = (
     "tests/ops/test_rotary.py",
+    "tests/ops/test_tiles.py",
     "tests/host/test_best_head.py",
     "tests/host/test_packing.py",
     "tests/host/test_decode_attention.py",
@@ -61,7 +65,7 @@ def build(compiler: str, flags: Sequence[str], folder: Path) -> None:
     objects = [folder / f"{source.stem}.o" for source in sources]
     with ThreadPoolExecutor(os.cpu_count()) as team:
         jobs = [
-            team.submit(run, [compiler, *FLAGS, *flags, "-c", source, "-o", made])
+            team.submit(run, [compiler, *FLAGS, *flags, QUICK.get(source.stem, flags[0]), "-c", source, "-o", made])
             for source, made in zip(sources, objects, strict=True)
         ]
         for job in jobs:

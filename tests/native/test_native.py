@@ -28,7 +28,7 @@ ASKS = """
 import ctypes, sys
 from pathlib import Path
 from trencadis.backends.cpu.native import library
-have = library.load(Path(sys.argv[1]))
+have = library.open_library(Path(sys.argv[1]))
 print(*have.left_out, *sorted(have.features), have.why)
 """
 
@@ -54,7 +54,9 @@ def test_a_library_with_another_structure_does_not_serve(monkeypatch: pytest.Mon
 
 @pytest.mark.long
 @pytest.mark.skipif(not BUILT or COMPILER is None, reason="no C compiler for an x86 CPU")
-@pytest.mark.parametrize("refused", ["panels_avx_vnni", "panels_avx512_bf16", "panels_avx512_vnni", "dense_avx2"])
+@pytest.mark.parametrize(
+    "refused", ["panels_avx_vnni", "panels_avx512_bf16", "panels_avx512_vnni", "dense_avx2", "panels_amx"]
+)
 def test_a_compiler_that_refuses_one_file_leaves_the_other_kernels_in(refused: str, tmp_path: Path) -> None:
     copy, compiler = tmp_path / "copy", tmp_path / "cc"
     copy.mkdir()

@@ -19,6 +19,7 @@ from trencadis.backends.cpu.native.kernel_table import (
     FLOAT32,
     KINDS,
     SHARED_ROWS,
+    TILED,
     TORCH,
     VARIABLE,
     Op,
@@ -43,17 +44,18 @@ SKYLAKE = {"avx2", "avx512"}
         ("avx512", SKYLAKE, SHARED_ROWS, ANY),
         ("avx512_vnni", ZEN4, SHARED_ROWS, SHARED_ROWS),
         ("avx512_vnni", SAPPHIRE_RAPIDS, SHARED_ROWS, ANY),  # no product of oneDNN reads our layout there
-        ("amx", SAPPHIRE_RAPIDS, SHARED_ROWS, 0),
+        ("amx", SAPPHIRE_RAPIDS, SHARED_ROWS, ANY),  # by tiles
+        ("amx_emulated", {"avx2"}, SHARED_ROWS, ANY),
     ],
 )
 def test_products_by_cpu(kind: str, features: set[str], float32: int, bfloat16: int) -> None:
     table = table_of(kind, features)
     assert table.most_rows(Op.LINEAR, FLOAT32) == float32 and table.most_rows(Op.LINEAR, BFLOAT16) == bfloat16
-    assert table.serves(Op.ATTENTION, BFLOAT16) == (kind != "amx")
+    assert table.serves(Op.ATTENTION, BFLOAT16) == (kind not in TILED)
     every = table_of(kind, features, every_row=True)
     assert every.most_rows(Op.LINEAR, FLOAT32) == ANY
-    assert table.bfloat16_pairs == (kind.startswith(("avx512", "amx")) and "avx512_bf16" in features)
-    if kind == "amx":
+    assert table.bfloat16_pairs == ((kind.startswith("avx512") or kind == "amx") and "avx512_bf16" in features)
+    if kind in TILED:
         assert every.most_rows(Op.LINEAR, BFLOAT16) == ANY and every.serves(Op.ATTENTION, BFLOAT16)
 
 

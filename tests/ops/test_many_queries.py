@@ -15,7 +15,7 @@ from torch import Tensor
 from tests import kernel_kinds
 from trencadis.backends.cpu.attention_plan import CpuAttn
 from trencadis.backends.cpu.native import flash
-from trencadis.backends.cpu.native.kernel_table import TORCH, Op
+from trencadis.backends.cpu.native.kernel_table import EMULATED, TORCH, Op
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.core.device.backend import LayerKV, Segments
@@ -236,7 +236,7 @@ def test_what_the_kernel_does_not_know_is_left_to_torch(monkeypatch: pytest.Monk
     assert not flash.is_supported(q.double(), avx2) and not flash.is_supported(
         torch.zeros(2, 2, 2 * flash.WIDEST), avx2
     )
-    amx = kernel_kinds.table("amx")
+    amx = kernel_kinds.table(EMULATED)
     assert flash.is_supported(q, amx) and not flash.is_supported(q.bfloat16(), amx)
     requested = list[int]()
     monkeypatch.setattr(flash, "attend", lambda *a, **k: requested.append(1))

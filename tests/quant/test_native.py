@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests import kernel_kinds
 from tests.quant.test_cpu import away, normal
 from trencadis.backends.cpu.int8_linear import IntegerWeight
 from trencadis.backends.cpu.native import kernel_table, library, panels, threads
-from trencadis.backends.cpu.native.kernel_table import KINDS, VARIABLE, available_kinds
+from trencadis.backends.cpu.native.kernel_table import EMULATED, KINDS, VARIABLE, available_kinds
 from trencadis.backends.cpu.native.library import load_library
 from trencadis.backends.cpu.native.panels import PanelWeight, dequantise
 from trencadis.backends.cpu.ops import CpuOps
@@ -85,10 +86,10 @@ def test_a_name_of_no_kernels_is_refused_in_one_line(monkeypatch: pytest.MonkeyP
         policy("")
 
 
-@pytest.fixture(params=[pytest.param(kind, marks=own) for kind in KINDS])
+@pytest.fixture(params=[pytest.param(kind, marks=own) for kind in (*KINDS, EMULATED)])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each kind that the CPU can run."""
-    if request.param not in available_kinds():
+    if request.param not in (*available_kinds(), *kernel_kinds.EMULATIONS):
         pytest.skip("not of this CPU")
     monkeypatch.setenv(VARIABLE, request.param)
     return str(request.param)

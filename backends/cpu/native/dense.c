@@ -7,14 +7,14 @@
 #if defined(__x86_64__) && defined(__GNUC__)
 
 static const DenseKernels *kernels_of(int64_t kind, int64_t pairs) {
+    const int wide = kind >= AVX512 && kind != AMX_EMULATED;
 #ifndef WITHOUT_PANELS_AVX512_BF16
-    if (kind >= AVX512 && pairs) return &dense_avx512_bf16;
+    if (wide && pairs) return &dense_avx512_bf16;
 #endif
-    (void)pairs;
+    (void)pairs, (void)wide;
 #ifndef WITHOUT_DENSE_AVX512
-    if (kind >= AVX512) return &dense_avx512;
+    if (wide) return &dense_avx512;
 #endif
-    (void)kind;
 #ifndef WITHOUT_DENSE_AVX2
     return &dense_avx2;
 #else

@@ -15,13 +15,18 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.cpu.native import threads
-from trencadis.backends.cpu.native.kernel_table import KernelTable, Op
+from trencadis.backends.cpu.native.kernel_table import ANY, SHARED_ROWS, KernelTable, Op
 from trencadis.backends.cpu.native.layouts import DenseLayout
 from trencadis.backends.cpu.native.panels import DTYPE_NAMES
 from trencadis.core.shared_constants import align_up
 
 ROWS = 128
 """Maximum rows of a call: ``DENSE_ROWS`` of dense.h. oneDNN is as fast for more rows."""
+
+TILE_ROWS = 512
+"""Maximum rows of a call by tiles: weights are read again for each call, and its activations and sums stay in the L2
+cache.
+"""
 
 PANEL = 64
 """Number of outputs of a panel."""
@@ -50,6 +55,8 @@ class Panels:
     """Maximum rows of a product; any number for a weight in a layout that oneDNN cannot read."""
     kind: int
     """Kind of the kernels, a number of ``kernel_table.NUMBERS``."""
+    call_rows: int
+    """Maximum rows of a call of the library."""
     held: tuple[DenseLayout, Tensor, Tensor | None] = field(init=False, repr=False)
 
 
@@ -58,6 +65,17 @@ def most_rows(table: KernelTable, dtype: torch.dtype) -> int:
     if not hasattr(torch.ops.mkldnn, "data_ptr"):
         return 0
     return table.most_rows(Op.LINEAR, DTYPE_NAMES.get(dtype, ""))
+
+
+def launch_rows(table: KernelTable, dtype: torch.dtype) -> int:
+    """Returns the most rows of a launch that the library computes alone; in larger ones torch multiplies or attends."""
+    attends = table.serves(Op.ATTENTION, DTYPE_NAMES.get(dtype, ""))
+    return most_rows(table, dtype) if attends else min(most_rows(table, dtype), SHARED_ROWS)
+
+
+def launches_tiles(table: KernelTable, dtype: torch.dtype) -> bool:
+    """Returns True if products by tiles take any number of rows of ``dtype``."""
+    return table.by_tiles(Op.LINEAR, DTYPE_NAMES.get(dtype, "")) and most_rows(table, dtype) == ANY
 
 
 def panels_of(packed: Tensor, weight: Tensor, bias: Tensor | None, table: KernelTable) -> Panels | None:
@@ -88,7 +106,8 @@ def panels_at(
     own = None if bias is None else bias.data_ptr()
     layout = DenseLayout(at, own, inputs, depth, outputs, CODES[dtype])  # a call sets the rest
     layout.pairs = table.bfloat16_pairs
-    made = Panels(ctypes.addressof(layout), dtype, outputs, most_rows(table, dtype), table.number)
+    rows = TILE_ROWS if table.by_tiles(Op.LINEAR, DTYPE_NAMES[dtype]) else ROWS
+    made = Panels(ctypes.addressof(layout), dtype, outputs, most_rows(table, dtype), table.number, rows)
     made.held = (layout, memory, bias)
     return made
 
@@ -131,13 +150,14 @@ def is_supported(x: Tensor, p: Panels) -> bool:
 
 
 def product(x: Tensor, p: Panels) -> Tensor:
-    """Multiplies [n, in] -> [n, out], ``ROWS`` rows at a time. A row's bits do not depend on the others."""
+    """Multiplies [n, in] -> [n, out], some rows at a time. A row's bits do not depend on the others."""
     out = x.new_empty((len(x), p.outputs))
     call, team, size, stride = threads.calls().dense, torch.get_num_threads(), x.element_size(), x.stride(0)
-    for start in range(0, len(x), ROWS):
-        rows = min(ROWS, len(x) - start)
+    for start in range(0, len(x), p.call_rows):
+        rows = min(p.call_rows, len(x) - start)
         source, target = x.data_ptr() + start * stride * size, out.data_ptr() + start * p.outputs * size
-        call(p.at, source, target, None, rows, stride, p.outputs, 1.0, p.kind, team)
+        if call(p.at, source, target, None, rows, stride, p.outputs, 1.0, p.kind, team):
+            raise MemoryError(f"no memory for the activations of {rows} rows of {x.shape[1]}")
     return out
 
 
@@ -154,5 +174,6 @@ def best(x: Tensor, p: Panels, outputs: int, scale: float) -> Tensor:
     for start in range(0, len(x), ROWS):
         rows = min(ROWS, len(x) - start)
         source, target = x.data_ptr() + start * row, found.data_ptr() + start * 8
-        call(p.at, source, None, target, rows, x.shape[1], outputs, scale, p.kind, team)
+        if call(p.at, source, None, target, rows, x.shape[1], outputs, scale, p.kind, team):
+            raise MemoryError(f"no memory for the activations of {rows} rows of {x.shape[1]}")
     return found

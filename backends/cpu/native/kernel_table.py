@@ -33,7 +33,15 @@ KINDS: Mapping[str, frozenset[str]] = MappingProxyType(
 )
 """Kind of kernels -> the CPU features that it needs, from the slowest to the fastest."""
 
-NUMBERS = {TORCH: 0, **{name: number for number, name in enumerate(KINDS, 1)}}
+EMULATED = "amx_emulated"
+"""Kind for tests: the kernels of ``amx`` with the instructions of tiles in plain C, for CPUs with AVX2. Never chosen by
+``auto``.
+"""
+
+TILED = frozenset({"amx", EMULATED})
+"""Kinds that multiply by tiles."""
+
+NUMBERS = {TORCH: 0, **{name: number for number, name in enumerate((*KINDS, EMULATED), 1)}}
 """Kind -> its number in panels.h."""
 
 FLOAT32, BFLOAT16, FLOAT16 = "float32", "bfloat16", "float16"
@@ -44,6 +52,11 @@ SHARED_ROWS = 128
 
 ANY = 1 << 62
 """Stands for any number of rows."""
+
+TILED_ROWS = ANY
+"""Number of rows up to which own products of bfloat16 by tiles are used. oneDNN needs a second copy of each weight for
+more rows.
+"""
 
 
 class Op(Enum):
@@ -63,9 +76,10 @@ class KernelTable:
     """The choice of kernels.
 
     Args:
-        kind: a key of ``KINDS``, or ``TORCH``.
+        kind: a key of ``KINDS``, ``EMULATED`` or ``TORCH``.
         rows: (operation, dtype of activations) -> the most rows of one launch that own kernels take. Missing entries
-        are left to torch. For a LINEAR of ``ANY`` rows, weights are stored only in this package's layout.
+        are left to torch. For a LINEAR of ``ANY`` rows, weights are stored only in this package's layout; for one of
+        fewer, in oneDNN's too if it is another one.
         bfloat16_pairs: attention and products multiply pairs of bfloat16, as AVX512_BF16 does.
         why: the reason for the choice, for the line at the start.
     """
@@ -87,6 +101,11 @@ class KernelTable:
     def serves(self, op: Op, dtype: str) -> bool:
         """Returns True if an own kernel does an operation on values of ``dtype``, for some number of rows."""
         return (op, dtype) in self.rows
+
+    def by_tiles(self, op: Op, dtype: str) -> bool:
+        """Returns True if own kernels multiply by tiles in an operation on values of ``dtype``."""
+        tiled = op == Op.QUANTISED_LINEAR or (op == Op.LINEAR and dtype == BFLOAT16)
+        return tiled and self.kind in TILED and self.serves(op, dtype)
 
     @property
     def needs_no_library(self) -> bool:
@@ -112,6 +131,9 @@ class KernelTable:
             named = [f"of up to {self.most_rows(op, limited[0])} rows in {' and '.join(limited)}"] if limited else []
             if free and len(served) < 3:
                 named.append(f"{'of any number ' if limited else ''}in {' and '.join(free)}")
+            tiled = [dtype for dtype in served if self.by_tiles(op, dtype)]
+            if tiled:
+                named.append("by tiles" if tiled == served else f"{' and '.join(tiled)} by tiles")
             parts.append(" ".join([op.value, ", ".join(named)]).rstrip())
         return f"own kernels ({self.kind}; {self.why}): {', '.join(parts)}; torch's: the rest"
 
@@ -132,16 +154,18 @@ def table_of(
     why: str = "as asked",
     every_row: bool = False,
     onednn: Collection[str] | None = None,
+    tiled_rows: int = TILED_ROWS,
 ) -> KernelTable:
     """Builds the table of one kind of kernels.
 
     Args:
-        kind: a key of ``KINDS``, or ``TORCH``.
+        kind: a key of ``KINDS``, ``EMULATED`` or ``TORCH``.
         features: CPU features, of ``library.FEATURES``. If oneDNN packs weights in a layout of its own (see
         ``shares_layout``), own products of such weights take every number of rows or none.
         why: for ``KernelTable.why``.
         every_row: own products take every number of rows, so that a row has the same bits with any other rows.
         onednn: the features that oneDNN uses; None: all.
+        tiled_rows: the most rows of own products by tiles in bfloat16, unless ``every_row``.
     """
     if kind == TORCH:
         return KernelTable(TORCH, MappingProxyType({}), False, why)
@@ -153,11 +177,11 @@ def table_of(
     theirs = features if onednn is None else onednn
     for dtype in (FLOAT32, BFLOAT16):
         rows[Op.LINEAR, dtype] = SHARED_ROWS if shares_layout(dtype, theirs) and not every_row else ANY
-    if "amx" in KINDS[kind] and not every_row:
-        # oneDNN's products on AMX tiles are several times as fast as own ones without, from a few rows on.
-        del rows[Op.ATTENTION, BFLOAT16]
-        rows.pop((Op.LINEAR, BFLOAT16), None)
-    pairs = "avx512_bf16" in features and "avx512" in KINDS[kind]
+    if kind in TILED:
+        rows[Op.LINEAR, BFLOAT16] = ANY if every_row else tiled_rows
+    if kind in TILED and not every_row:
+        del rows[Op.ATTENTION, BFLOAT16]  # torch's attention multiplies by tiles
+    pairs = "avx512_bf16" in features and "avx512" in KINDS.get(kind, ())
     return KernelTable(kind, MappingProxyType(rows), pairs, why)
 
 
@@ -172,8 +196,12 @@ LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 
 
 def onednn_features() -> frozenset[str]:
-    """Returns ``library.FEATURES`` of this CPU, without AVX-512 and AMX if a variable forbids them to oneDNN."""
-    features = library.load_library().features
+    """Returns ``library.FEATURES`` of this CPU, without AVX-512 and AMX if a variable forbids them to oneDNN.
+
+    It uses tiles also where own kernels for them are not built.
+    """
+    have = library.load_library()
+    features = have.features | (have.detected & {"amx"})
     limit = next((value.upper() for name in LIMITS if (value := os.environ.get(name))), "ALL")
     if limit in ("ALL", "DEFAULT") or "AMX" in limit:
         return features
@@ -201,8 +229,10 @@ def chosen_table(every_row: bool = False) -> KernelTable:
         return _chosen(kinds[-1], every_row, best) if kinds else _chosen(TORCH, every_row, missing)
     if asked == TORCH:
         return _chosen(TORCH, every_row, f"{VARIABLE} is {TORCH}" if kinds else f"own kernels: {missing}")
-    if asked not in KINDS:
-        raise StartupError(f"{VARIABLE}={asked!r} is none of auto, {TORCH}, {', '.join(KINDS)}.")
+    if asked == EMULATED and "avx2" in kinds and "panels_amx_emulated.c" not in have.left_out:
+        return _chosen(EMULATED, every_row, f"{VARIABLE} is {EMULATED}")
+    if asked not in NUMBERS:
+        raise StartupError(f"{VARIABLE}={asked!r} is none of auto, {', '.join(NUMBERS)}.")
     if asked not in kinds:
         why = f"this CPU has {', '.join(kinds)}" if kinds else missing
         raise StartupError(f"{VARIABLE}={asked}: these kernels cannot serve: {why}.")

@@ -16,7 +16,7 @@ from trencadis.backends.cpu.native.layouts import find_difference
 
 log = logging.getLogger("trencadis.engine")
 
-VERSION = 10
+VERSION = 11
 """``PANELS_VERSION`` of panels.h."""
 
 FEATURES = ("avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx")
@@ -28,6 +28,7 @@ NEEDS = {
     "avx512": {"panels_avx512", "dense_avx512"},
     "avx512_vnni": {"panels_avx512_vnni"},
     "avx512_bf16": {"panels_avx512_bf16"},
+    "amx": {"panels_amx"},
 }
 """Feature -> the sources, without suffix, whose kernels use it."""
 
@@ -43,12 +44,14 @@ class LibraryStatus(NamedTuple):
     Args:
         features: the CPU's features for which there are kernels.
         left_out: sources that the compiler rejected when the library was built.
+        detected: the CPU's features, with or without kernels.
     """
 
     library: Any
     features: frozenset[str]
     why: str
     left_out: tuple[str, ...] = ()
+    detected: frozenset[str] = frozenset()
 
 
 @cache
@@ -80,13 +83,12 @@ def open_library(folder: Path) -> LibraryStatus:
     library.trencadis_left_out.restype = ctypes.c_char_p
     missing = tuple(f"{name}.c" for name in library.trencadis_left_out().decode().split())
     bits = library.trencadis_cpu_features()
+    detected = frozenset(name for number, name in enumerate(FEATURES) if bits >> number & 1)
     features = frozenset(
-        name
-        for number, name in enumerate(FEATURES)
-        if bits >> number & 1 and not any(f"{source}.c" in missing for source in NEEDS.get(name, ()))
+        name for name in detected if not any(f"{source}.c" in missing for source in NEEDS.get(name, ()))
     )
     why = "" if features else f"the C compiler refused {', '.join(missing)}" if bits else "the CPU has no AVX2"
-    return LibraryStatus(library, features, why, missing)
+    return LibraryStatus(library, features, why, missing, detected)
 
 
 def report_left_out() -> str:

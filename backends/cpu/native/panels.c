@@ -9,6 +9,7 @@
 #endif
 
 #include "exports.h"
+#include "tiles.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -41,32 +42,48 @@ static uint64_t xgetbv(void) {
 }
 
 /* Requests AMX tiles, which need 8 KiB per thread and which Linux grants to processes on request. */
-static int tiles_allowed(void) {
+static int request_tiles(void) {
 #if defined(__linux__)
-    return (xgetbv() & 0x60000) == 0x60000 && !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA);
+    return !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA);
 #else
     return 0;
 #endif
 }
 
-/* Returns the HAS_... bits of the CPU, if the system saves the registers. */
-EXPORT int trencadis_cpu_features(void) {
-    unsigned a, b, c, d, a1 = 0, b1, c1, d1, found = 0;
-    if (!__get_cpuid(1, &a, &b, &c, &d)) return 0;
+/* Returns the HAS_... bits of a CPU.
+
+   found: what CPUID says: register c of leaf 1; a, b, c and d of leaf 7, and a of its part 1. saved: the registers that
+   the system saves (XCR0). tiles: the system lets the process use tiles. */
+EXPORT int trencadis_features_of(const uint32_t *found, uint64_t saved, int tiles) {
+    const uint32_t c = found[0], wide = found[2], narrow = found[3], more = found[4], last = found[5];
     const unsigned fma = c >> 12 & 1, xsave = c >> 27 & 1, half = c >> 29 & 1;
-    if (!xsave || !fma || !half || (xgetbv() & 0x06) != 0x06) return 0;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(b >> 5 & 1)) return 0;
-    found |= 1 << HAS_AVX2;
-    if (a < 1 || !__get_cpuid_count(7, 1, &a1, &b1, &c1, &d1)) a1 = 0;
-    found |= (a1 >> 4 & 1) << HAS_AVX_VNNI;
-    const unsigned wide = (b >> 16 & 1) & (b >> 17 & 1) & (b >> 30 & 1) & (b >> 31 & 1); /* F, DQ, BW, VL */
-    if (!wide || (xgetbv() & 0xe6) != 0xe6) return (int)found;
-    found |= 1 << HAS_AVX512 | (c >> 11 & 1) << HAS_AVX512_VNNI | (a1 >> 5 & 1) << HAS_AVX512_BF16;
-    if ((d >> 22 & 1) && (d >> 24 & 1) && (d >> 25 & 1) && tiles_allowed()) found |= 1 << HAS_AMX;
-    return (int)found;
+    if (!xsave || !fma || !half || !(wide >> 5 & 1) || (saved & 0x06) != 0x06) return 0;
+    int bits = 1 << HAS_AVX2;
+    bits |= (int)(last >> 4 & 1) << HAS_AVX_VNNI;
+    const unsigned avx512 = (wide >> 16 & 1) & (wide >> 17 & 1) & (wide >> 30 & 1) & (wide >> 31 & 1); /* F, DQ, BW, VL */
+    if (!avx512 || (saved & 0xe6) != 0xe6) return bits;
+    bits |= 1 << HAS_AVX512 | (int)(narrow >> 11 & 1) << HAS_AVX512_VNNI | (int)(last >> 5 & 1) << HAS_AVX512_BF16;
+    const unsigned amx = (more >> 22 & 1) & (more >> 24 & 1) & (more >> 25 & 1); /* BF16, TILE, INT8 */
+    if (amx && (saved & 0x60000) == 0x60000 && tiles) bits |= 1 << HAS_AMX;
+    return bits;
 }
 
-/* Returns the kernels of a kind. AMX: operations without tiles use those of VNNI. */
+/* Returns the HAS_... bits of this CPU, as far as the system allows its features. */
+EXPORT int trencadis_cpu_features(void) {
+    unsigned a, b, c, d;
+    uint32_t found[6] = {0};
+    if (!__get_cpuid(1, &a, &b, &c, &d)) return 0;
+    found[0] = c;
+    if (!(c >> 27 & 1) || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
+    const unsigned parts = a;
+    found[1] = a, found[2] = b, found[3] = c, found[4] = d;
+    if (parts && __get_cpuid_count(7, 1, &a, &b, &c, &d)) found[5] = a;
+    const uint64_t saved = xgetbv();
+    const int amx = (found[4] >> 24 & 1) && (saved & 0x60000) == 0x60000;
+    return trencadis_features_of(found, saved, amx && request_tiles());
+}
+
+/* Returns the kernels of a kind without tiles. */
 const Kernels *panels_kernels(int kind) {
 #ifndef WITHOUT_PANELS_AVX512_VNNI
     if (kind == AVX512_VNNI || kind == AMX) return &panels_avx512_vnni;
@@ -88,18 +105,47 @@ const Kernels *panels_kernels(int kind) {
 typedef struct {
     const Product *product;
     const Kernels *kernels;
+    const TileKernels *tiles; /* NULL: not by tiles */
+    TileProduct tiled;
 } Call;
 
 static void round_work(void *data, int64_t first, int64_t last, int64_t thread) {
     const Call *call = data;
     const Product *p = call->product;
-    call->kernels->round(p, first, last, p->row + thread * p->weight->columns);
+    float *row = p->row + thread * p->weight->columns;
+    if (!call->tiles) {
+        call->kernels->round(p, first, last, row);
+        return;
+    }
+    for (int64_t r = first; r < last; r++) { /* a row is arranged while it is in the cache */
+        call->tiles->round(p, r, r + 1, row);
+        call->tiles->arrange(&call->tiled, r, r + 1);
+    }
 }
 
 static void multiply_work(void *data, int64_t first, int64_t last, int64_t thread) {
     const Call *call = data;
-    (void)thread;
-    call->kernels->multiply(call->product, first, last);
+    if (call->tiles)
+        call->tiles->multiply(&call->tiled, first, last, thread, NULL);
+    else
+        call->kernels->multiply(call->product, first, last);
+}
+
+static int64_t aligned(int64_t bytes) { return (bytes + 63) & ~(int64_t)63; }
+
+/* Returns `bytes` bytes at a multiple of 64: `few`, of FEW, if they suffice; else from malloc, and *big is to be freed;
+   NULL if memory is lacking. */
+static char *take_memory(int64_t bytes, char *few, void **big) {
+    *big = NULL;
+    if (bytes <= FEW) return few;
+    *big = malloc((size_t)bytes + 64);
+    return *big ? (char *)(((uintptr_t)*big + 63) & ~(uintptr_t)63) : NULL;
+}
+
+/* Returns how many items a thread takes at a time: with many rows several quads, which share the rows' steps. */
+static int64_t tile_grain(const TileProduct *t, int64_t threads) {
+    const int64_t each = t->quads * t->parts / (4 * threads);
+    return t->blocks == 1 ? 0 : each < 1 ? 1 : each < AT_ONCE ? each : AT_ONCE;
 }
 
 /* Computes out [n, rows] = x [n, inputs] times the weight, by kernels of this kind; returns 0, or 1 if memory is
@@ -107,28 +153,29 @@ static void multiply_work(void *data, int64_t first, int64_t last, int64_t threa
 EXPORT int trencadis_panels_linear(const PanelWeight *w, const void *x, void *out, int64_t n, int type, int kind,
                                    int threads) {
     panels_count(CODED_PRODUCTS, kind);
-    const int64_t groups = groups_of(w);
-    const int64_t codes = n * w->columns, sums = n * groups * 4, steps = n * 4;
+    if (n < 1) return 0;
     const int64_t most = pool_threads(w->rows * w->inputs / 8 * w->bits / GRAIN * (n < 8 ? 1 : n / 4), threads);
-    const int64_t row = w->gather ? most * w->columns * 4 : 0;
-    const int64_t bytes = codes + sums + steps + row + 256;
-    _Alignas(64) uint8_t few[FEW];
-    uint8_t *held = few;
-    void *big = NULL;
-    if (bytes > FEW) {
-        big = malloc((size_t)bytes);
-        if (!big) return 1;
-        held = (uint8_t *)(((uintptr_t)big + 63) & ~(uintptr_t)63);
-    }
     Product p = {w, x, out, n, type, {0}, 0};
+    Call call = {&p, panels_kernels(kind), tiles_of(kind), {.codes = &p}};
+    if (call.tiles && n <= call.tiles->few) call.tiles = NULL;
+    const int64_t codes = aligned(n * w->columns), sums = n * groups_of(w) * 4, steps = n * 4;
+    const int64_t row = w->gather ? most * w->columns * 4 : 0, rounded = codes + aligned(sums + steps + row);
+    const int64_t tiles = call.tiles ? tiles_plan(&call.tiled, n, most) : 0;
+    const int64_t bytes = rounded + tiles + (call.tiles ? most * call.tiled.room : 0);
+    _Alignas(64) char few[FEW];
+    void *big;
+    char *held = take_memory(bytes, few, &big);
+    if (!held) return 1;
     p.rounded.codes = (int8_t *)held;
-    p.rounded.sums = (int32_t *)(held + ((codes + 63) & ~(int64_t)63));
-    p.rounded.step = (float *)(p.rounded.sums + n * groups);
+    p.rounded.sums = (int32_t *)(void *)(held + codes);
+    p.rounded.step = (float *)(p.rounded.sums + n * groups_of(w));
     p.row = p.rounded.step + n;
-    const Kernels *kernels = panels_kernels(kind);
-    Call call = {&p, kernels};
-    pool_run(round_work, &call, n, 0, 0, bytes > FEW ? most : 1);
-    pool_run(multiply_work, &call, panels_of(w), 0, 0, most);
+    call.tiled.rows = held + rounded, call.tiled.work = held + rounded + tiles;
+    pool_run(round_work, &call, n, 0, 0, rounded + tiles > FEW ? most : 1);
+    if (call.tiles)
+        pool_run(multiply_work, &call, call.tiled.quads * call.tiled.parts, tile_grain(&call.tiled, most), 0, most);
+    else
+        pool_run(multiply_work, &call, panels_of(w), 0, 0, most);
     free(big);
     return 0;
 }
@@ -203,24 +250,50 @@ EXPORT int trencadis_panels_attend(const Attend *asked, int kind, int threads) {
 typedef struct {
     const Dense *dense;
     int64_t (*best)[DENSE_ROWS];
+    const TileKernels *tiles; /* NULL: not by tiles */
+    TileProduct tiled;
 } DenseCall;
+
+static void arrange_work(void *data, int64_t first, int64_t last, int64_t thread) {
+    const DenseCall *call = data;
+    (void)thread;
+    call->tiles->arrange(&call->tiled, first, last);
+}
 
 static void dense_work(void *data, int64_t first, int64_t last, int64_t thread) {
     const DenseCall *call = data;
-    if (!call->best) {
-        dense_items(call->dense, first, last, NULL);
-        return;
-    }
-    int64_t found[DENSE_ROWS], *best = call->best[thread];
-    dense_items(call->dense, first, last, found);
-    for (int64_t r = 0; r < call->dense->n; r++)
-        if (found[r] > best[r]) best[r] = found[r];
+    int64_t found[DENSE_ROWS];
+    if (call->tiles)
+        call->tiles->multiply(&call->tiled, first, last, thread, call->best ? found : NULL);
+    else
+        dense_items(call->dense, first, last, call->best ? found : NULL);
+    for (int64_t r = 0; call->best && r < call->dense->n; r++)
+        if (found[r] > call->best[thread][r]) call->best[thread][r] = found[r];
 }
 
-/* Computes one product of at most DENSE_ROWS rows. out: [n, outputs]; NULL: best [n] is written instead. */
-EXPORT void trencadis_dense(const Dense *weight, const void *x, void *out, int64_t *best, int64_t n, int64_t stride,
-                            int64_t outputs, float scale, int kind, int threads) {
+/* Computes a product by tiles; returns 0, or 1 if memory is lacking. */
+static int multiply_tiles(DenseCall *call, int64_t threads) {
+    TileProduct *t = &call->tiled;
+    const Dense *p = call->dense;
+    t->dense = p;
+    const int64_t rows = tiles_plan(t, p->n, threads);
+    _Alignas(64) char few[FEW];
+    void *big;
+    t->rows = take_memory(rows + threads * t->room, few, &big);
+    if (!t->rows) return 1;
+    t->work = t->rows + rows;
+    pool_run(arrange_work, call, p->n, 0, 0, rows > FEW ? threads : 1);
+    pool_run(dense_work, call, t->quads * t->parts, tile_grain(t, threads), 0, threads);
+    free(big);
+    return 0;
+}
+
+/* Computes one product of at most DENSE_ROWS rows; by tiles, of any number. out: [n, outputs]; NULL: best [n] is
+   written instead, of at most DENSE_ROWS rows. Returns 0, or 1 if memory is lacking. */
+EXPORT int trencadis_dense(const Dense *weight, const void *x, void *out, int64_t *best, int64_t n, int64_t stride,
+                           int64_t outputs, float scale, int kind, int threads) {
     panels_count(PRODUCTS, kind);
+    if (n < 1) return 0;
     Dense p = *weight;
     p.x = x, p.out = out, p.n = n, p.stride = stride, p.outputs = outputs, p.scale = scale, p.parts = 1;
     p.kind = kind;
@@ -231,14 +304,17 @@ EXPORT void trencadis_dense(const Dense *weight, const void *x, void *out, int64
     int64_t found[TEAM][DENSE_ROWS];
     for (int64_t one = 0; !out && one < most; one++)
         for (int64_t r = 0; r < n; r++) found[one][r] = DENSE_NONE; /* a thread may get no items */
-    DenseCall call = {&p, out ? NULL : found};
-    pool_run(dense_work, &call, panels * p.parts, 0, 0, most);
-    if (out) return;
-    for (int64_t r = 0; r < n; r++) {
+    DenseCall call = {&p, out ? NULL : found, p.type == BFLOAT16 ? tiles_of(kind) : NULL, {0}};
+    if (!call.tiles)
+        pool_run(dense_work, &call, panels * p.parts, 0, 0, most);
+    else if (multiply_tiles(&call, most))
+        return 1;
+    for (int64_t r = 0; !out && r < n; r++) {
         best[r] = found[0][r];
         for (int64_t one = 1; one < most; one++)
             if (found[one][r] > best[r]) best[r] = found[one][r];
     }
+    return 0;
 }
 
 static void pack_work(void *data, int64_t first, int64_t last, int64_t thread) {
@@ -263,6 +339,11 @@ EXPORT int trencadis_panels_attend(const Attend *asked, int kind, int threads) {
 }
 
 EXPORT int trencadis_cpu_features(void) { return 0; }
+
+EXPORT int trencadis_features_of(const uint32_t *found, uint64_t saved, int tiles) {
+    (void)found, (void)saved, (void)tiles;
+    return 0;
+}
 
 EXPORT int trencadis_panels_linear(const PanelWeight *w, const void *x, void *out, int64_t n, int type, int kind,
                                    int threads) {

@@ -15,7 +15,7 @@
 
 #include <stdint.h>
 
-#define PANELS_VERSION 10
+#define PANELS_VERSION 11
 #define PANEL 16
 #define STEP 8 /* columns must be a multiple of this */
 #define CHUNK 256  /* keys of a row that one thread attends to at a time */
@@ -23,8 +23,9 @@
 
 enum { FLOAT32, BFLOAT16, FLOAT16, INT8 };
 enum { SILU_MUL, RMS_NORM, BEST };
-/* Kinds of kernels. AMX uses those of AVX512_VNNI: operations on tiles are left to torch. */
-enum { LIBRARY, AVX2, AVX_VNNI, AVX512, AVX512_VNNI, AMX, KINDS };
+/* Kinds of kernels. AMX has products of bfloat16 and of codes by tiles, and uses the kernels of AVX512_VNNI for all else.
+   AMX_EMULATED is for tests: tiles in plain C, and the kernels of AVX2 for all else. */
+enum { LIBRARY, AVX2, AVX_VNNI, AVX512, AVX512_VNNI, AMX, AMX_EMULATED, KINDS };
 /* Features of the CPU that the system allows, one bit each. */
 enum { HAS_AVX2, HAS_AVX_VNNI, HAS_AVX512, HAS_AVX512_VNNI, HAS_AVX512_BF16, HAS_AMX };
 /* Launches are counted for each of these and each kind. */

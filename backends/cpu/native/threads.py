@@ -53,7 +53,7 @@ class Calls(NamedTuple):
     attend: Callable[..., int]
     flash: Callable[..., int]
     rotate: Callable[..., None]
-    dense: Callable[..., None]
+    dense: Callable[..., int]
     pack: Callable[..., None]
     pin: Callable[..., None]
     pool: PoolCalls
@@ -80,7 +80,7 @@ def calls() -> Calls:
     rotate.argtypes, rotate.restype = (pointer, size, number, number), None
     dense = library.trencadis_dense
     dense.argtypes = (*(pointer,) * 4, size, size, size, ctypes.c_float, number, number)
-    dense.restype = None
+    dense.restype = number
     pack = library.trencadis_dense_pack
     pack.argtypes, pack.restype = (pointer, size, number, number), None
     pin = library.trencadis_pool_pin

@@ -114,7 +114,7 @@ class PackedPanels(NamedTuple):
 
 def pack_rows(
     parts: Sequence[Tensor], widths: Sequence[int], inputs: int, dtype: torch.dtype, table: KernelTable,
-    pages: Pages = pages,
+    pages: Pages = pages, own_layout: bool = False,
 ) -> PackedPanels | None:  # fmt: skip
     """Packs the rows of ``parts`` [rows, up to ``inputs``], one part below the other, into panels.
 
@@ -123,6 +123,7 @@ def pack_rows(
         inputs: values of a row, including zeros after it.
         table: which kernels are used.
         pages: allocator, which may already have the packed weight.
+        own_layout: packs also if oneDNN, which multiplies some numbers of rows, cannot read the panels.
 
     Returns:
         The packed weight, or None if oneDNN must pack.
@@ -133,7 +134,7 @@ def pack_rows(
     if any(t.dtype != first.dtype or t.shape[1] != first.shape[1] or t.stride(1) != 1 or not len(t) for t in parts):
         return None
     named = name_of(dtype, outputs, inputs) if outputs >= dense.PANEL else None
-    if named is None and most < ANY and not table.needs_no_library:
+    if named is None and most < ANY and not (table.needs_no_library or own_layout):
         return None
     depth = align_up(inputs, dense.UNITS[dtype])
     panels = align_up(outputs, dense.PANEL) // dense.PANEL
