@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -115,6 +114,10 @@ class HpuBackend:
         """Operations that ran on the host's CPU since this backend was made."""
         return self.bridge.compilations(self._fallbacks)
 
+    def graph_breaks(self) -> int:
+        """Parts that are compiled with graph breaks, because Dynamo could not trace them as one graph."""
+        return len(self.hpu_ops.compiler.broken)
+
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Returns a tensor of zeros on the card; an emulated card backs large tensors page by page as they are
         written.
@@ -123,9 +126,8 @@ class HpuBackend:
 
     def block_copies(self, kv: Sequence[LayerKV]) -> HpuBlockCopies:
         """Builds the block copies between card and host (``core.launches.host_block_copies.PlanningBackend``)."""
-        compile = partial(self.bridge.compile, fullgraph=self.settings.fullgraph)
         sizes = self.cfg.block_size, self.policy.host_blocks
-        return HpuBlockCopies(self.bridge, kv, *sizes, self._contexts, self._staging, compile)
+        return HpuBlockCopies(self.bridge, kv, *sizes, self._contexts, self._staging, self.hpu_ops.compiler.compile)
 
     def program(self, bucket: Bucket, body: nn.Module | Body) -> GraphProgram | CompiledProgram:
         check_bucket(bucket, self.cfg.block_size, self.settings.context_slice)

@@ -9,6 +9,10 @@ from trencadis.core.envs import parse_bool
 from trencadis.core.errors import StartupError
 
 
+FULLGRAPH = "VLLM_T_COMPILE_FULLGRAPH=1 makes this an error, =0 breaks graphs without a warning"
+"""What a user may set about parts that cannot be traced, in words."""
+
+
 @dataclass(frozen=True)
 class HpuSettings:
     """Settings of how a launch is computed and cut.
@@ -24,7 +28,9 @@ class HpuSettings:
         cut_layers: layers between two cuts.
         cuts: graphs are cut between layers; at collectives and in long loops they always are.
         regional: compile mode: parts of a body are compiled by themselves; False: one compilation a bucket.
-        fullgraph: compile mode: a break in a compiled part is an error.
+        fullgraph: compile mode: parts are compiled as one graph each.
+        graph_breaks: compile mode: a part that cannot be traced as one graph is compiled again with graph breaks;
+            False: it is an error.
         full_warmup: compile mode: after warm-up guards are skipped, and a compilation is an error.
     """
 
@@ -37,6 +43,7 @@ class HpuSettings:
     cuts: bool = True
     regional: bool = True
     fullgraph: bool = True
+    graph_breaks: bool = False
     full_warmup: bool = False
 
 
@@ -73,5 +80,6 @@ def settings(environ: Mapping[str, str], options: Mapping[str, str] | None = Non
         cuts=flag("VLLM_HPU_FORCE_MARK_STEP", True),
         regional=flag("VLLM_T_COMPILE_REGIONAL_COMPILATION", regional),
         fullgraph=flag("VLLM_T_COMPILE_FULLGRAPH", True),
+        graph_breaks=not environ.get("VLLM_T_COMPILE_FULLGRAPH"),
         full_warmup=flag("VLLM_FULL_WARMUP", False),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
@@ -35,6 +34,7 @@ from trencadis.backends.hpu.fp8_linear import TAKEN, TINY, Floats8Weight, floats
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.int4_linear import PackedWeight4, packed4_weight
 from trencadis.backends.hpu.launches.compiled_regions import Regions
+from trencadis.backends.hpu.launches.region_compiler import RegionCompiler
 from trencadis.backends.hpu.launches.trees import leaves, rebuild
 from trencadis.backends.hpu.shared_shapes import pieces
 from trencadis.core.backend import (
@@ -101,11 +101,8 @@ class HpuOps(ReferenceOps):
             bridge.cast_from_fp8,
         )
         self.lazy = bridge.is_lazy()
-        self.regions = (
-            None
-            if self.lazy or not settings.regional
-            else Regions(partial(bridge.compile, fullgraph=settings.fullgraph))
-        )
+        self.compiler = RegionCompiler(bridge, settings)
+        self.regions = None if self.lazy or not settings.regional else Regions(self.compiler)
         self._layers, self._inside = 0, False
 
     def pack_quantised(self, q: QTensor, bias: Tensor | None = None) -> Weight:

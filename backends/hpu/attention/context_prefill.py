@@ -19,6 +19,7 @@ from trencadis.backends.hpu.attention.softmax import (
     AttentionKernels,
     AttentionPart,
     MergedParts,
+    fused_attention,
     lowest,
     plain,
     plain_part,
@@ -86,7 +87,8 @@ def attend_context(
     if kernels.sdpa is None:
         out = plain(queries, keys, values, attn.visible, scale, fp32, kernels)
     else:
-        out = kernels.sdpa(queries, keys, values, attn.visible, 0.0, False, scale, softmax_mode(q.dtype, fp32, "fast"))
+        mode = softmax_mode(q.dtype, fp32, "fast")
+        out = fused_attention(kernels.sdpa, queries, keys, values, attn.visible, False, scale, mode)
     return out[0].transpose(0, 1)
 
 

@@ -6,7 +6,15 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.hpu.attention.attention_inputs import MaskedSegments
-from trencadis.backends.hpu.attention.softmax import AttentionKernels, Cut, mask_rows, plain, plain_rows, softmax_mode
+from trencadis.backends.hpu.attention.softmax import (
+    AttentionKernels,
+    Cut,
+    fused_attention,
+    mask_rows,
+    plain,
+    plain_rows,
+    softmax_mode,
+)
 from trencadis.core.backend import Segments
 from trencadis.core.shared_constants import WINDOW_SLOTS
 
@@ -35,7 +43,8 @@ def attend_windows(
     if kernels.sdpa is None:
         out = plain(queries, keys, values, seg.visible, scale, fp32, kernels)
     else:
-        out = kernels.sdpa(queries, keys, values, seg.visible, 0.0, False, scale, softmax_mode(q.dtype, fp32, "None"))
+        mode = softmax_mode(q.dtype, fp32, "None")
+        out = fused_attention(kernels.sdpa, queries, keys, values, seg.visible, False, scale, mode)
     return out.transpose(1, 2).reshape(q.shape)
 
 
@@ -59,6 +68,6 @@ def attend_images(
         if kernels.sdpa is None:
             out.append(plain(some, keys, values, visible, scale, fp32, kernels))
         else:
-            out.append(kernels.sdpa(some, keys, values, visible, 0.0, False, scale, mode))
+            out.append(fused_attention(kernels.sdpa, some, keys, values, visible, False, scale, mode))
     joined = out[0] if len(out) == 1 else torch.cat(out, dim=2)
     return joined[0].transpose(0, 1)

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.hpu.attention.attention_inputs import ContextAttn, FreshAttn
-from trencadis.backends.hpu.attention.softmax import AttentionKernels, mask_rows, plain, plain_rows, softmax_mode
+from trencadis.backends.hpu.attention.softmax import (
+    AttentionKernels,
+    fused_attention,
+    mask_rows,
+    plain,
+    plain_rows,
+    softmax_mode,
+)
 
 
 class MaskedTile(NamedTuple):
@@ -149,4 +156,4 @@ def _attend(
     """Computes attention [R, h, S, d] over [R, g, T, d] with the mask ``visible``."""
     if kernels.sdpa is None:
         return plain(q, k, v, visible, scale, fp32, kernels)
-    return kernels.sdpa(q, k, v, visible, 0.0, False, scale, softmax_mode(q.dtype, fp32, "fast"))
+    return fused_attention(kernels.sdpa, q, k, v, visible, False, scale, softmax_mode(q.dtype, fp32, "fast"))

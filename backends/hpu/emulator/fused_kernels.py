@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import math
 from typing import Any
 
@@ -193,7 +194,9 @@ class Kernels:
         valid_seq_len: Tensor | None = None,
         seq_padding_type: str = "left",
     ) -> Tensor:
-        """Implements ``FusedSDPA.apply``."""
+        """Implements ``FusedSDPA.apply``: without ``recompute_mode`` it asks a builtin, which Dynamo cannot trace."""
+        if recompute_mode is None:
+            faulthandler.is_enabled()
         if valid_seq_len is not None and (not is_causal or attn_mask is not None):
             raise AssertionError("Valid sequence length is supported only with is_causal and without a mask")
         self._check(q, k, v, attn_mask, is_causal, softmax_mode.lower())

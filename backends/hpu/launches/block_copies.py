@@ -5,6 +5,7 @@ tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -148,7 +149,7 @@ class HpuBlockCopies:
     def _launch(self, module: BlocksLaunch, graphs: bool) -> Callable[[Tensor], Any]:
         bridge, contexts = self._bridge, self._contexts
         if not bridge.is_lazy():
-            compiled = self._compile(own_code(part))
+            compiled = self._compile(partial(own_code, part), "BlocksLaunch")
 
             def run(slots: Tensor) -> None:
                 with torch.no_grad(), contexts.launch():

@@ -33,7 +33,7 @@ class CompiledProgram(HpuProgram):
     ) -> None:
         super().__init__(bucket, bridge, form, contexts)
         regional = ops.regions is not None
-        whole: Any = part if regional else bridge.compile(own_code(part), fullgraph=ops.settings.fullgraph)
+        whole: Any = part if regional else ops.compiler.compile(partial(own_code, part), str(bucket))
         self._launch = partial(whole, body)
 
     def run(self) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trencadis.backends.hpu.attention.softmax import fused_attention
 from trencadis.backends.hpu.bridge import Bridge
 
 Probe = tuple[str, Callable[[], str]]
@@ -154,7 +155,7 @@ def check_fused_kernel(bridge: Bridge, name: str) -> str:
         sdpa: Any = bridge.fused_sdpa
         scale = 64**-0.5
         found, took, back = time_launch(
-            bridge, lambda q, k, v: sdpa(q, k, v, None, 0.0, True, scale, "fp32"), (q, k, v)
+            bridge, lambda q, k, v: fused_attention(sdpa, q, k, v, None, True, scale, "fp32"), (q, k, v)
         )
         wide = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True)
         return format_figure(error(found, wide.bfloat16()), took, back)

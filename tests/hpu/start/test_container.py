@@ -33,7 +33,7 @@ import sys
 from trencadis.core.errors import StartupError
 from trencadis.core.process import device_env, torch_build
 try:
-    for line in settling.settle("hpu").lines:
+    for line in device_env.prepare_device_env("hpu").lines:
         print("banner", line)
     assert "torch" not in sys.modules
     torch_build.load()
