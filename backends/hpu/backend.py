@@ -21,13 +21,13 @@ from trencadis.backends.hpu.launches.compiled_program import CompiledProgram
 from trencadis.backends.hpu.launches.graph_program import GraphProgram
 from trencadis.backends.hpu.launches.host_copies import HostOutputPool, HpuPending, Staging
 from trencadis.backends.hpu.launches.hpu_inputs import LaunchForm
-from trencadis.backends.hpu.launches.hpu_program import HpuProgram, LaunchContexts
+from trencadis.backends.hpu.launches.hpu_program import HpuProgram, LaunchContexts, named_errors
 from trencadis.backends.hpu.ops import HpuOps
 from trencadis.backends.hpu.policy import without_fp8
 from trencadis.backends.hpu.start.bridge_loader import open_bridge
 from trencadis.backends.hpu.step_log import StepLog
 from trencadis.core.backend import BackendConfig, Body, Comm, Inputs, LayerKV, Memory, Ops, Pipe, Program, TensorsOut
-from trencadis.core.buckets import Bucket, Policy
+from trencadis.core.buckets import Bucket, Policy, Stage
 from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
 from trencadis.core.executor.process_groups import join_group
 
@@ -53,7 +53,8 @@ class HpuBackend:
         self, cfg: BackendConfig, policy: Policy, bridge: Bridge | None = None, switches: HpuSettings | None = None
     ) -> None:
         self.cfg, self.policy = cfg, policy
-        self.bridge = bridge or open_bridge(cfg.card, world=cfg.cards, rank=cfg.card - cfg.index)
+        named = (cfg.options or {}).get("card_named") == "1"
+        self.bridge = bridge or open_bridge(cfg.card, world=cfg.cards, rank=cfg.card - cfg.index, named=named)
         if self.bridge.cast_to_fp8_v2 is None:
             self.policy = without_fp8(policy)
         self.settings = switches or settings(os.environ, cfg.options)
@@ -66,11 +67,11 @@ class HpuBackend:
         self.memory: Memory = HpuMemory(self.bridge, None if emulator is None else emulator.backed)
         if self.values:  # a card without values simulates one rank, so it joins no group
             join_group(cfg, self.bridge.collective_backend)
-        self.comm: Comm = HpuComm(self.bridge, cfg, alone=not self.values)
+        self.comm: Comm = HpuComm(self.bridge, cfg, alone=not self.values, opaque=self.settings.eager_collectives)
         self._staging, self._landing = Staging(self.bridge), HostOutputPool(self.bridge)
         alone = not self.values
         self.pipe: Pipe | None = HpuPipe(self.bridge, cfg, self._staging, alone) if cfg.stages > 1 else None
-        self.notes: tuple[str, ...] = () if emulator is None else (EMULATED,)
+        self.notes: tuple[str, ...] = (*(() if emulator is None else (EMULATED,)), *self.bridge.notes)
         self.hooks = Hooks() if emulator is None else Hooks(emulator.run_out, emulator.no_sync)
         self._contexts = (
             LaunchContexts() if emulator is None else LaunchContexts(emulator.launch, self.bridge.compile_only)
@@ -136,16 +137,20 @@ class HpuBackend:
         kind = GraphProgram if lazy else CompiledProgram
         made = kind(bucket, body, self.bridge, self.hpu_ops, form, self._contexts)
         made.static.staging = self._staging
+        made.compiles_for_real = bucket.stage is Stage.VISION and self.settings.vision_compiles_for_real(lazy)
         return made
 
     def fill(self, program: Program, inputs: Inputs) -> None:
         assert isinstance(program, HpuProgram)
         self._steplog.begin(str(program.bucket))
-        program.fill(inputs)
+        with named_errors(self.bridge):
+            program.fill(inputs)
 
     def fetch(self, out: TensorsOut, rows: int) -> HpuPending:
         self._steplog.end()
-        return HpuPending(out, rows, self._landing)
+        with named_errors(self.bridge):
+            return HpuPending(out, rows, self._landing)
 
     def synchronize(self) -> None:
-        self.bridge.synchronize()
+        with named_errors(self.bridge):
+            self.bridge.synchronize()

@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from trencadis.core.envs import parse_bool
 from trencadis.core.errors import StartupError
 
-
 FULLGRAPH = "VLLM_T_COMPILE_FULLGRAPH=1 makes this an error, =0 breaks graphs without a warning"
 """What a user may set about parts that cannot be traced, in words."""
+
+
+VISION_OUTSIDE = "VLLM_MM_WARMUP_OUTSIDE_COMPILE_ONLY"
+COLLECTIVES = "TRENCADIS_HPU_COLLECTIVES"
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,9 @@ class HpuSettings:
         graph_breaks: compile mode: a part that cannot be traced as one graph is compiled again with graph breaks;
             False: it is an error.
         full_warmup: compile mode: after warm-up guards are skipped, and a compilation is an error.
+        vision_outside: launches of VISION are warmed up by running them, outside of compile-only mode; None: in lazy
+            mode.
+        eager_collectives: compile mode: sums over ranks are no part of compiled graphs.
     """
 
     fp32_softmax: bool = True
@@ -45,6 +51,14 @@ class HpuSettings:
     fullgraph: bool = True
     graph_breaks: bool = False
     full_warmup: bool = False
+    vision_outside: bool | None = None
+    eager_collectives: bool = False
+
+    def vision_compiles_for_real(self, lazy: bool) -> bool:
+        """Returns True if VISION launches run while they are compiled: the plug-in's graph compiler was seen to fail
+        on them in compile-only mode.
+        """
+        return lazy if self.vision_outside is None else self.vision_outside
 
 
 def settings(environ: Mapping[str, str], options: Mapping[str, str] | None = None) -> HpuSettings:
@@ -82,4 +96,14 @@ def settings(environ: Mapping[str, str], options: Mapping[str, str] | None = Non
         fullgraph=flag("VLLM_T_COMPILE_FULLGRAPH", True),
         graph_breaks=not environ.get("VLLM_T_COMPILE_FULLGRAPH"),
         full_warmup=flag("VLLM_FULL_WARMUP", False),
+        vision_outside=flag(VISION_OUTSIDE, False) if environ.get(VISION_OUTSIDE) else None,
+        eager_collectives=_collectives(environ) == "eager",
     )
+
+
+def _collectives(environ: Mapping[str, str]) -> str:
+    """Returns how compile mode sums over ranks: ``functional`` (inside of compiled graphs) or ``eager`` (between)."""
+    value = environ.get(COLLECTIVES) or "functional"
+    if value not in ("functional", "eager"):
+        raise StartupError(f"{COLLECTIVES}={value!r}: functional or eager.")
+    return value

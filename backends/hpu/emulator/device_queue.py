@@ -29,7 +29,9 @@ class DeviceQueue:
     host finishes it some time later. No event signals when; a copy that blocks waits for it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, failures: list[Exception] | None = None) -> None:
+        self.failures = [] if failures is None else failures
+        """Errors of launches, which the next call that waits raises."""
         self.dice: random.Random | None = None
         """If set, random mode: at any call the card may run any piece that is allowed to run."""
         self._work: deque[Callable[[], None]] = deque()
@@ -59,6 +61,8 @@ class DeviceQueue:
 
         A copy to the host may read its source after later work has overwritten it: here it always does.
         """
+        if self.failures:
+            raise self.failures.pop(0)
         goal = self.submitted if mark is None else mark
         self._run(self.submitted.work if goal.down > self.finished.down and self.dice is None else goal.work)
         while self.finished.down < goal.down:

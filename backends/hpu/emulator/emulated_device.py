@@ -47,7 +47,7 @@ class EmulatedDevice:
         self.faults = faults or EmulatedFaults()
         self.clock = Clock(profile)
         self.allocator = Allocator(profile)
-        self.queue = DeviceQueue()
+        self.queue = DeviceQueue(self.faults.pending)
         self.transfers = Transfers(self.queue, computes)
         self.scope: Scope | None = None
         self.compile_only = False
@@ -65,8 +65,8 @@ class EmulatedDevice:
 
     def begin_launch(self, kind: str) -> None:
         """Starts a launch or capture: runs everything queued before it and applies injected faults."""
-        self.faults.reach(kind, self.allocator.free)
         self.queue.wait()
+        self.faults.reach(kind, self.allocator.free)
 
     @contextmanager
     def compiling(self) -> Iterator[None]:

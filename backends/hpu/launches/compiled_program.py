@@ -38,8 +38,10 @@ class CompiledProgram(HpuProgram):
 
     def run(self) -> Any:
         """Runs one launch."""
-        with self.on_device(), self.contexts.launch():
-            out = self._launch(self.inputs)
+        with self.on_device():
+            with self.contexts.launch():
+                out = self._launch(self.inputs)
+            self.prove()
         self.state = max(self.state, ProgramState.COMPILED)
         return out
 

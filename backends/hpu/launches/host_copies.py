@@ -49,6 +49,8 @@ class Staging:
     def __init__(self, bridge: Bridge) -> None:
         self._areas = [[StagingArea(bridge) for _ in range(AREAS)] for _ in range(2)]
         self._current = [0, 0]
+        self.pinned = bridge.pinned
+        """False: the areas are ordinary memory, and copies from them must block."""
 
     def next(self, piece: int) -> StagingArea:
         """Returns the next staging area for a kind of piece."""
@@ -98,7 +100,7 @@ class StaticInputs:
         area = self.staging.next(piece)
         source = area.write(size * kind.itemsize).view(self.pieces[piece].dtype)
         self.packing.write(piece, filled, source.numpy())
-        self.pieces[piece].copy_(source, non_blocking=True)
+        self.pieces[piece].copy_(source, non_blocking=self.staging.pinned)
         area.mark_sent()
 
 
@@ -108,7 +110,7 @@ class HostOutputPool:
     """
 
     def __init__(self, bridge: Bridge) -> None:
-        self._bridge = bridge
+        self._bridge, self.pinned = bridge, bridge.pinned
         self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
 
     def take(self, like: Tensor) -> Tensor:
@@ -134,7 +136,7 @@ class HpuPending:
         given = [t for t in out if t is not None]
         held = [landing.take(t) for t in given]
         for i, (target, source) in enumerate(zip(held, given, strict=True)):
-            target.copy_(source, non_blocking=i < len(given) - 1)
+            target.copy_(source, non_blocking=landing.pinned and i < len(given) - 1)
         found = iter([t[:rows].numpy().copy() for t in held])
         self._out: Any = host_output(out, [None if t is None else next(found) for t in out])
         for memory in held:

@@ -38,6 +38,17 @@ class LaunchContexts(NamedTuple):
     rehearsal: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
+@contextmanager
+def named_errors(bridge: Bridge) -> Iterator[None]:
+    """Converts errors of the device that mean a lack of memory to OutOfDeviceMemory."""
+    try:
+        yield
+    except RuntimeError as error:
+        if bridge.out_of_memory(error) and not isinstance(error, OutOfDeviceMemory):
+            raise OutOfDeviceMemory(str(error)) from error
+        raise
+
+
 class HpuProgram:
     """The part of ``core.backend.Program`` that both modes share."""
 
@@ -46,6 +57,9 @@ class HpuProgram:
         self.state = ProgramState.PLANNED
         self.static = StaticInputs(bucket, bridge, form)
         self.bytes = self.static.bytes
+        self.proven, self.compiling = False, False
+        self.compiles_for_real = False
+        """True: launches run while they are compiled and captured, outside of the plug-in's compile-only mode."""
 
     @property
     def inputs(self) -> Any:
@@ -58,8 +72,19 @@ class HpuProgram:
 
     def compile(self) -> None:
         """Makes the recipes, computing as little as the device allows."""
-        with self.bridge.compile_only():
+        with self.compile_mode():
             self.run()
+
+    @contextmanager
+    def compile_mode(self) -> Iterator[None]:
+        """Enters the mode in which launches make recipes and compute as little as the device allows."""
+        real = self.compiles_for_real
+        before, self.compiling = self.compiling, not real
+        try:
+            with (self.contexts.rehearsal if real else self.bridge.compile_only)():
+                yield
+        finally:
+            self.compiling = before
 
     def rehearse(self) -> None:
         """Runs a launch on the current contents of the buffers; an emulated card leaves the values out."""
@@ -69,13 +94,18 @@ class HpuProgram:
     @contextmanager
     def on_device(self) -> Iterator[None]:
         """Runs the block without gradients; converts the device's out-of-memory error to OutOfDeviceMemory."""
-        try:
-            with torch.no_grad():
-                yield
-        except RuntimeError as error:
-            if self.bridge.out_of_memory(error):
-                raise OutOfDeviceMemory(str(error)) from error
-            raise
+        with named_errors(self.bridge), torch.no_grad():
+            yield
+
+    def prove(self) -> None:
+        """Waits for the first launch that really runs, so that its late errors are raised in the place of the launch.
+
+        The thread that launches recipes takes their workspace, and what fails there is otherwise raised by a later
+        call. The workspace never shrinks, so later launches of the bucket find it.
+        """
+        if not (self.proven or self.compiling):
+            self.bridge.synchronize()
+            self.proven = True
 
     def run(self) -> Any:
         """Runs one launch without a graph."""
