@@ -160,7 +160,7 @@ TABLE: tuple[Env, ...] = (
     Env("OMP_NUM_THREADS", "int", "from the cgroup", "threads of the engine; `--threads` wins"),
     Env("VLLM_CONTIGUOUS_PA", "bool", "false", "contiguous paged attention excludes prefix sharing: ignored", IGNORED),
     Env("VLLM_FP32_SOFTMAX", "bool", "", "hpu: softmax of text in float32, by default as the model's family wants; "
-        "elsewhere it always is"),
+        "true: also the products of its scores; elsewhere both always are"),
     Env("VLLM_FP32_SOFTMAX_VISION", "bool", "false", "hpu: softmax of images in float32; elsewhere it always is"),
     Env("VLLM_PROMPT_USE_FUSEDSDPA", "bool", "true", "hpu: the fused attention kernel for prompts and images"),
     Env("VLLM_FUSED_BLOCK_SOFTMAX_ADJUSTMENT", "bool", "", "hpu: blocks of a decoding row joined by Gaudi 3's kernel, "
@@ -176,6 +176,8 @@ TABLE: tuple[Env, ...] = (
         "bucket has one shape"),
     Env("VLLM_FULL_WARMUP", "bool", "false", "hpu, compile mode: guards are skipped after warm-up, and a "
         "compilation is an error then"),
+    Env("TRENCADIS_HPU_DECODE_FUSEDSDPA", "bool", "false", "hpu: a decoding row attends to its blocks by the fused "
+        "kernel, which reads keys and values once"),
     Env("TRENCADIS_HPU_COLLECTIVES", "str", "functional", "hpu, compile mode: sums over ranks inside compiled graphs "
         "(functional) or between them (eager)"),
     Env("TRENCADIS_HPU_EMULATOR", "bool", "", "1: emulate a Gaudi even where there is one; 0: never emulate"),

@@ -13,6 +13,7 @@ FULLGRAPH = "VLLM_T_COMPILE_FULLGRAPH=1 makes this an error, =0 breaks graphs wi
 
 
 VISION_OUTSIDE = "VLLM_MM_WARMUP_OUTSIDE_COMPILE_ONLY"
+DECODE_PARTS = "TRENCADIS_HPU_DECODE_FUSEDSDPA"
 COLLECTIVES = "TRENCADIS_HPU_COLLECTIVES"
 
 
@@ -23,7 +24,10 @@ class HpuSettings:
     Args:
         fp32_softmax: text attention computes its softmax in float32; by default only for families whose
             accuracy suffers in bfloat16.
+        fp32_products: scores are products of float32 too, at several times the bytes of keys, where the card has no
+            product of bfloat16 into float32; False: they are rounded to the model's type first.
         fp32_softmax_vision: the same for images.
+        decode_parts: DECODE attends to each block by the fused kernel.
         fused_sdpa: prompts and images use the fused attention kernel, if the plug-in has it.
         block_adjustment: blocks of a decoding row are joined by the fused kernel if the plug-in has it; unset means the
         default of the model family.
@@ -41,7 +45,9 @@ class HpuSettings:
     """
 
     fp32_softmax: bool = True
+    fp32_products: bool = False
     fp32_softmax_vision: bool = False
+    decode_parts: bool = False
     fused_sdpa: bool = True
     block_adjustment: bool = True
     context_slice: int = 8192
@@ -87,6 +93,8 @@ def settings(environ: Mapping[str, str], options: Mapping[str, str] | None = Non
     regional = flag("VLLM_REGIONAL_COMPILATION", True)
     return HpuSettings(
         fp32_softmax=flag("VLLM_FP32_SOFTMAX", wanted.get("fp32_softmax", "1") == "1"),
+        fp32_products=flag("VLLM_FP32_SOFTMAX", False),
+        decode_parts=flag(DECODE_PARTS, False),
         fp32_softmax_vision=flag("VLLM_FP32_SOFTMAX_VISION", False),
         fused_sdpa=flag("VLLM_PROMPT_USE_FUSEDSDPA", True),
         block_adjustment=flag("VLLM_FUSED_BLOCK_SOFTMAX_ADJUSTMENT", wanted.get("block_adjustment", "1") == "1"),

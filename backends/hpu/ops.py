@@ -95,7 +95,9 @@ class HpuOps(ReferenceOps):
         self.kernels = AttentionKernels(
             bridge.fused_sdpa if fused else None,
             bridge.sdpa_parts if fused else None,
-            bridge.product if bridge.is_lazy() else None,  # Dynamo refuses a product into a tensor of another dtype
+            settings.fp32_products,
+            settings.decode_parts,
+            bridge.product,
             bridge.block_adjustment if settings.block_adjustment else None,
             bridge.cast_to_fp8_v2,
             bridge.cast_from_fp8,

@@ -13,9 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-PRODUCT_SINCE = (1, 24, 0, 171)
-"""First build whose product of bfloat16 matrices can be written into a float32 tensor."""
-
 ADJUSTMENT_SINCE = (1, 22, 0, 494)
 
 FP8_TOP = (240.0, 448.0)
@@ -26,7 +23,6 @@ class OptionalSymbols(NamedTuple):
     """Optional fields of ``bridge.Bridge``; None if the plug-in or the card lacks one."""
 
     sdpa_parts: Callable[..., tuple[Tensor, Tensor, Tensor]] | None
-    product: Callable[[Tensor, Tensor], Tensor] | None
     block_adjustment: Callable[..., Tensor] | None
     cast_to_fp8_v2: Callable[..., Tensor] | None
     cast_from_fp8: Callable[..., Tensor] | None
@@ -45,7 +41,6 @@ def find_symbols(version: str | None, card: str) -> OptionalSymbols:
     casts = hasattr(ops, "cast_to_fp8_v2") and hasattr(ops, "cast_from_fp8")
     return OptionalSymbols(
         sdpa_parts if hasattr(ops, "sdpa_recomp_fwd") else None,
-        product if build >= PRODUCT_SINCE else None,
         block_adjustment if adjusts and hasattr(ops, "block_softmax_adjustment") else None,
         cast_to_fp8_v2 if casts else None,
         cast_from_fp8 if casts else None,
@@ -74,12 +69,6 @@ def sdpa_parts(
     found = torch.ops.hpu.sdpa_recomp_fwd(q, k, v, mask, 0.0, scale, is_causal, True, mode, None, "right")
     out, high, inverse = (t.reshape(rows, heads, count, -1) for t in found[:3])
     return out, high, inverse
-
-
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """Multiplies bfloat16 [..., S, d] and [..., d, T] to float32 [..., S, T], summed in float32."""
-    out = torch.empty((*a.shape[:-1], b.shape[-1]), dtype=torch.float32, device=a.device)
-    return torch.matmul(a, b, out=out)
 
 
 def block_adjustment(high: Tensor, total: Tensor, rows: Tensor, count: int, shape: list[int]) -> Tensor:

@@ -99,7 +99,6 @@ def make_bridge(
         fused_rms_norm=kernels.rms,
         apply_rotary=lambda x, cos, sin: kernels.rotary(x, cos, sin, None, 0, BLOCKWISE),
         sdpa_parts=kernels.parts,
-        product=kernels.product,
         block_adjustment=kernels.adjustment if device.profile.block_softmax else None,
         cast_to_fp8_v2=kernels.to_fp8,
         cast_from_fp8=kernels.from_fp8,

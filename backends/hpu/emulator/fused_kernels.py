@@ -66,11 +66,6 @@ def sdpa_recomp_parts(
     return (share * inverse).to(q.dtype) @ values, high, inverse.to(q.dtype) if narrow else inverse
 
 
-def matmul_out_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """Multiplies bfloat16 matrices into a float32 tensor."""
-    return a.float() @ b.float()
-
-
 def block_softmax_adjustment(high: Tensor, total: Tensor, groups: Tensor, rows: int, shape: list[int]) -> Tensor:
     """Returns exp(high - M) / sum over the row's blocks of exp(high - M) * total, of ``shape``; group -1 owns unlisted
     blocks.
@@ -235,15 +230,6 @@ class Kernels:
         out: tuple[Tensor, Tensor, Tensor] = self.device.kernel(
             sdpa_recomp_parts, q, k, v, mask, is_causal, scale, softmax_mode.lower()
         )
-        return out
-
-    def product(self, a: Tensor, b: Tensor) -> Tensor:
-        """Implements ``optional_symbols.product``."""
-        if a.dtype != torch.bfloat16 or b.dtype != torch.bfloat16:
-            raise AssertionError("the product into float32 takes bfloat16 alone")
-        if torch.compiler.is_compiling():
-            raise RuntimeError("Expected out tensor to have dtype c10::BFloat16, but got float instead")
-        out: Tensor = self.device.kernel(matmul_out_fp32, a, b)
         return out
 
     def adjustment(self, high: Tensor, total: Tensor, groups: Tensor, rows: int, shape: list[int]) -> Tensor:

@@ -19,6 +19,7 @@ from trencadis.backends.hpu.oom_texts import is_out_of_memory
 from trencadis.backends.hpu.optional_symbols import find_symbols
 from trencadis.backends.hpu.start import capability, hpu_env, machine, software_stack
 from trencadis.backends.hpu.start.pinned_memory import find_pinning
+from trencadis.backends.hpu.start.product_probe import find_product
 from trencadis.core.errors import StartupError
 from trencadis.core.graphs.oom_errors import format_error
 
@@ -155,7 +156,7 @@ def _open_plugin(environ: MutableMapping[str, str], index: int, world: int, name
         fused_rms_norm=rms.apply if rms is not None else None,
         apply_rotary=_rotary(kernels),
         sdpa_parts=optional.sdpa_parts,
-        product=optional.product,
+        product=find_product(torch.device(DEVICE), None if is_lazy() else _compile),
         block_adjustment=optional.block_adjustment,
         cast_to_fp8_v2=optional.cast_to_fp8_v2,
         cast_from_fp8=optional.cast_from_fp8,
