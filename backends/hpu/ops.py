@@ -19,15 +19,8 @@ from trencadis.backends.hpu.attention import (
     vision,
     window_attention,
 )
-from trencadis.backends.hpu.attention.attention_inputs import (
-    BlockDecodeAttn,
-    ContextAttn,
-    FreshAttn,
-    JoinedContext,
-    MaskedSegments,
-    SharedDecode,
-    SlicedContext,
-)
+from trencadis.backends.hpu.attention.attention_inputs import FreshAttn, JoinedContext, SharedDecode, SlicedContext
+from trencadis.backends.hpu.attention.preparation import AttnPreparation, DecodeForm, SegmentPreparation
 from trencadis.backends.hpu.attention.softmax import AttentionKernels
 from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.fp8_linear import TAKEN, TINY, Floats8Weight, floats8_weight
@@ -106,6 +99,8 @@ class HpuOps(ReferenceOps):
         self.compiler = RegionCompiler(bridge, settings)
         self.regions = None if self.lazy or not settings.regional else Regions(self.compiler)
         self._layers, self._inside = 0, False
+        self._preparations: dict[DecodeForm, AttnPreparation] = {}
+        self._segments = SegmentPreparation()
 
     def pack_quantised(self, q: QTensor, bias: Tensor | None = None) -> Weight:
         """Packs 8-bit floats as they are if the plug-in multiplies them, and 4 bits if it unpacks them.
@@ -257,36 +252,23 @@ class HpuOps(ReferenceOps):
         return fused(total[None] if total.dim() < FUSED_ROWS else total, weight, eps).view(total.shape), total
 
     def prepare_attn(self, attn: Attn, heads: int, kv: LayerKV) -> Any:
-        """Computes masks and other attention inputs that are the same in every layer.
-
-        In compile mode with regions each layer computes them itself: a region of their own would double what is
-        compiled.
+        """Computes masks and other attention inputs that are the same in every layer; in compile mode in one small
+        region for each shape of a launch.
         """
-        if self.regions is not None:
+        dtype = kv.k.dtype if kv.k_scale is None else self.dtype
+        form = DecodeForm(heads, kv.k.shape[1], dtype, self.settings.fp32_softmax)
+        preparation = self._preparations.get(form)
+        if preparation is None:
+            slices = self.settings.context_slice
+            preparation = AttnPreparation(form, self.windows, self.block_size, slices, self.kernels)
+            if self.regions is not None:  # inside of a compiled body a changed dict would be another trace
+                self._preparations[form] = preparation
+        if not preparation.needed(attn):
             return attn
-        if len(self.windows) == 1:
-            return self._prepare(attn, heads, kv, self.windows[0])
-        each = tuple(self._prepare(attn, heads, kv, window) for window in self.windows)
-        return window_attention.PerWindow(attn.slot, self.windows, each)  # type: ignore[attr-defined]
-
-    def _prepare(self, attn: Attn, heads: int, kv: LayerKV, window: int) -> Any:
-        size, fp32 = self.block_size, self.settings.fp32_softmax
-        if isinstance(attn, BlockDecodeAttn):  # no match statement: not every Dynamo since torch 2.6 traces its classes
-            return block_decode.prepare_decode(attn, heads, kv, size, fp32, self.dtype, window)
-        if isinstance(attn, ContextAttn):
-            if window:
-                return window_attention.prepare_context(attn, window, size, self.kernels)
-            return context_prefill.prepare_context(attn, size, self.settings.context_slice)
-        if isinstance(attn, FreshAttn):
-            return window_attention.prepare_fresh(attn, window, self.kernels)
-        return attn
+        return preparation.attach(attn, self.region(preparation.compute, attn))
 
     def prepare_segments(self, seg: Segments) -> Any:
-        return seg if self.regions is not None else vision.prepare_segments(seg)
-
-    def _mask_segments(self, seg: Segments) -> MaskedSegments:
-        made: MaskedSegments = seg if isinstance(seg, MaskedSegments) else vision.prepare_segments(seg)
-        return made
+        return self._segments.attach(seg, self.region(self._segments.compute, seg))
 
     def rope_store(
         self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn
@@ -315,8 +297,6 @@ class HpuOps(ReferenceOps):
         fp32, kernels, size = self.settings.fp32_softmax, self.kernels, self.block_size
         if isinstance(attn, window_attention.PerWindow):
             attn = attn.each[attn.windows.index(window)]
-        elif self.regions is not None:
-            attn = self._prepare(attn, q.shape[1], kv, window)
         if isinstance(attn, FreshAttn):
             return fresh_prefill.attend_fresh(q, k, v, attn, scale, fp32, kernels)
         if isinstance(attn, window_attention.MaskedRows):
@@ -334,16 +314,12 @@ class HpuOps(ReferenceOps):
         cos, sin = rotary.cos[:, None], rotary.sin[:, None]
         return self._rotate(q, cos, sin), self._rotate(k, cos, sin)
 
-    def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
-        return vision.attend_windows(
-            q, k, v, self._mask_segments(seg), scale, self.settings.fp32_softmax_vision, self.kernels
-        )
+    def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Any, scale: float) -> Tensor:
+        return vision.attend_windows(q, k, v, seg, scale, self.settings.fp32_softmax_vision, self.kernels)
 
-    def attend_images(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
+    def attend_images(self, q: Tensor, k: Tensor, v: Tensor, seg: Any, scale: float) -> Tensor:
         fp32 = self.settings.fp32_softmax_vision
-        return vision.attend_images(
-            q, k, v, self._mask_segments(seg), scale, fp32, self.kernels, lambda: self.cut("tile")
-        )
+        return vision.attend_images(q, k, v, seg, scale, fp32, self.kernels, lambda: self.cut("tile"))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

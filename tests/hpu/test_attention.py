@@ -84,7 +84,7 @@ SEEN = (0, 3, 8, 15, 1000)
 @pytest.mark.parametrize("name", LAUNCHES)
 @pytest.mark.parametrize("spans", [False, True])
 def test_windows_and_spans_hide_and_show_what_the_reference_does(name: str, spans: bool, hpu: Make) -> None:
-    """With fused kernels and without, lazily and as compile mode runs them: masks a launch, or masks a layer."""
+    """With fused kernels and without, lazily and in compile mode, where a region makes the masks of a launch."""
     stage, dims, lengths = LAUNCHES[name]
     inputs = step_inputs(lengths, np.random.default_rng(1))
     if spans:
@@ -92,14 +92,10 @@ def test_windows_and_spans_hide_and_show_what_the_reference_does(name: str, span
     n = len(inputs.tokens)
     wanted, _ = references(inputs, SEEN)
     for kernels, lazy, own in ((True, True, SEEN), (False, True, SEEN), (True, False, SEEN), (True, True, (8,))):
-        backend = hpu(block_size=BLOCK, kernels=kernels, windows=own, upto=spans)
-        if not lazy:
-            backend.hpu_ops.regions = object()  # each layer prepares its own inputs, as a compiled region does
+        backend = hpu(block_size=BLOCK, kernels=kernels, windows=own, upto=spans, lazy=lazy)
         layer = AttentionLayer(backend, float("nan"), windows=own)
         program = backend.program(Bucket(stage, dims), layer)
         backend.fill(program, inputs)
-        if not lazy:
-            backend.hpu_ops.by_rows = lambda run, rows, *shared: run(*rows, *shared)
         program.run()
         for window, out in zip(own, layer.outs, strict=True):
             want = wanted[SEEN.index(window)]
@@ -186,7 +182,7 @@ def test_long_chunks_are_causal_in_whole_steps(count: int, stored: int, dtype: t
     moved = ContextAttn(*(t.to(backend.device) for t in attn[:3]))
     with backend.card.launch():
         ready = context_prefill.prepare_context(moved, size, 2 * size)
-        assert isinstance(ready, SlicedContext) and len(ready.lists) == 2
+        assert isinstance(ready, SlicedContext) and len(ready.visible) == 2
         got = context_prefill.attend_context(
             on[0], on[1], on[2], LayerKV(on[3], on[4]), ready, size, 0.4, True, backend.ops.kernels
         )

@@ -21,13 +21,12 @@ from trencadis.core.backend import LayerKV
 
 
 def prepare_decode(
-    attn: BlockDecodeAttn, heads: int, kv: LayerKV, size: int, fp32: bool, dtype: torch.dtype, window: int = 0
+    attn: BlockDecodeAttn, heads: int, groups: int, size: int, fp32: bool, dtype: torch.dtype, window: int = 0
 ) -> SharedDecode:
-    """Computes what all layers share, for ``heads`` query heads of ``dtype`` over a cache like ``kv`` in blocks of
-    ``size`` tokens.
+    """Computes what all layers share, for ``heads`` query heads over ``groups`` KV heads, which are multiplied in
+    ``dtype``, in blocks of ``size`` tokens.
     """
-    device, groups = kv.k.device, kv.k.shape[1]
-    dtype = kv.k.dtype if kv.k_scale is None else dtype
+    device = attn.slot.device
     rows = attn.slot.shape[0]
     kind = torch.float32 if fp32 else dtype
     row = torch.arange(rows, device=device, dtype=torch.int32)

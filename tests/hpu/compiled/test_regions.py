@@ -107,9 +107,13 @@ def check(limits: ShapeLimits, around: float, functions: float) -> None:
     assert kinds["DecoderEntry"] == len(set(map(padded_start, tokens)))
     assert (kinds["DecoderExit"], kinds["Qwen2VLPatchMerger"]) == (sizes(tokens), sizes(cells))
     assert kinds["Qwen2VLPatchEmbed"] == stages[Stage.VISION] and kinds["SamplingHead"] == stages[Stage.SAMPLE]
+    masked = [b for b in texts if b.stage is not Stage.FRESH]
+    assert (kinds["AttnPreparation"], kinds["SegmentPreparation"]) == (len(masked), stages[Stage.VISION]), (
+        "masks are made once a launch, not in each layer"
+    )
     assert kinds["HpuOps"] == sizes(resets) + sizes(full), "the counts of drawn ids have a store of their own"
     layers, every = kinds["DecoderLayer"] + kinds["ViTBlock"], sum(kinds.values())
-    assert device.clock.compiles == every, "each is one recipe"
+    assert 0.9 * every <= device.clock.compiles <= every, "each is one recipe; some masks are equal ones"
     recipes: Any = device.clock._recipes
     work = {kind: sum(len(r) for r in recipes if is_layer(r) is kind) for kind in (True, False)}
     assert sum(map(is_layer, recipes)) == layers
@@ -122,9 +126,9 @@ def check(limits: ShapeLimits, around: float, functions: float) -> None:
 
 
 def test_a_small_plan_of_a_7b() -> None:
-    check(ShapeLimits(2, 512, 512, 128, image_slots=256, least_slots=64), 1.4, 2.0)
+    check(ShapeLimits(2, 512, 512, 128, image_slots=256, least_slots=64), 1.4, 2.1)
 
 
 @pytest.mark.long
 def test_the_guides_plan_of_a_7b() -> None:
-    check(GUIDE, 1.3, 1.3)
+    check(GUIDE, 1.3, 2.0)
