@@ -18,10 +18,11 @@ from trencadis.backends.hpu.hccl_comm import HpuComm, HpuPipe
 from trencadis.backends.hpu.hpu_settings import HpuSettings, settings
 from trencadis.backends.hpu.launches.block_copies import HpuBlockCopies
 from trencadis.backends.hpu.launches.compiled_program import CompiledProgram
+from trencadis.backends.hpu.launches.device_errors import named_errors
 from trencadis.backends.hpu.launches.graph_program import GraphProgram
 from trencadis.backends.hpu.launches.host_copies import HostOutputPool, HpuPending, Staging
 from trencadis.backends.hpu.launches.hpu_inputs import LaunchForm
-from trencadis.backends.hpu.launches.hpu_program import HpuProgram, LaunchContexts, named_errors
+from trencadis.backends.hpu.launches.hpu_program import HpuProgram, LaunchContexts
 from trencadis.backends.hpu.ops import HpuOps
 from trencadis.backends.hpu.policy import without_fp8
 from trencadis.backends.hpu.start.bridge_loader import open_bridge
@@ -136,7 +137,7 @@ class HpuBackend:
         form = LaunchForm(cfg.block_size, cfg.vocab_size, self.slot, any(cfg.windows), cfg.upto, shared=not lazy)
         kind = GraphProgram if lazy else CompiledProgram
         made = kind(bucket, body, self.bridge, self.hpu_ops, form, self._contexts)
-        made.static.staging = self._staging
+        made.static.staging, made.landing = self._staging, self._landing
         made.compiles_for_real = bucket.stage is Stage.VISION and self.settings.vision_compiles_for_real(lazy)
         return made
 

@@ -127,6 +127,7 @@ SERVING = Policy(
     alignment=ALIGNMENT,
     mixed=False,
     depth=1,
+    overlaps=True,
     flat_kv=True,
     block_sizes=(128, 64, 32, 16),
     captures=True,

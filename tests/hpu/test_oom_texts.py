@@ -55,7 +55,7 @@ def test_a_late_error_behind_the_first_launch_is_named_too(hpu: Any) -> None:
     program.replay()
     out = program.replay()
     with pytest.raises(OutOfDeviceMemory, match="workspace"):
-        backend.fetch(out, 2)
+        backend.fetch(out, 2).result()
 
 
 def test_tensors_and_workspaces_have_texts_of_their_own(hpu: Any) -> None:

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from trencadis.backends.hpu.bridge import Bridge
-from trencadis.backends.hpu.launches.host_copies import StaticInputs
+from trencadis.backends.hpu.launches.device_errors import named_errors
+from trencadis.backends.hpu.launches.host_copies import HostOutputPool, StaticInputs
 from trencadis.backends.hpu.launches.hpu_inputs import LaunchForm
 from trencadis.backends.hpu.ops import HpuOps
-from trencadis.core.backend import Body, Inputs, OutOfDeviceMemory, ProgramState
+from trencadis.core.backend import Body, Inputs, ProgramState
 from trencadis.core.buckets import Bucket
 
 
@@ -38,17 +39,6 @@ class LaunchContexts(NamedTuple):
     rehearsal: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
-@contextmanager
-def named_errors(bridge: Bridge) -> Iterator[None]:
-    """Converts errors of the device that mean a lack of memory to OutOfDeviceMemory."""
-    try:
-        yield
-    except RuntimeError as error:
-        if bridge.out_of_memory(error) and not isinstance(error, OutOfDeviceMemory):
-            raise OutOfDeviceMemory(str(error)) from error
-        raise
-
-
 class HpuProgram:
     """The part of ``core.backend.Program`` that both modes share."""
 
@@ -58,6 +48,7 @@ class HpuProgram:
         self.static = StaticInputs(bucket, bridge, form)
         self.bytes = self.static.bytes
         self.proven, self.compiling = False, False
+        self.landing: HostOutputPool | None = None
         self.compiles_for_real = False
         """True: launches run while they are compiled and captured, outside of the plug-in's compile-only mode."""
 
@@ -89,7 +80,9 @@ class HpuProgram:
     def rehearse(self) -> None:
         """Runs a launch on the current contents of the buffers; an emulated card leaves the values out."""
         with self.contexts.rehearsal():
-            self.replay()
+            out = self.replay()
+        if self.landing is not None and self.contexts.rehearsal is nullcontext:
+            self.landing.prepare(out)
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
