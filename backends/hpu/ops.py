@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.cpu.reference_ops import ReferenceOps
-from trencadis.backends.cpu.sampler import sample_full
+from trencadis.backends.cpu.sampler import apply_penalties, draw, sample_full
 from trencadis.backends.hpu.attention import (
     block_decode,
     context_prefill,
@@ -21,7 +21,7 @@ from trencadis.backends.hpu.attention import (
 )
 from trencadis.backends.hpu.attention.attention_inputs import FreshAttn, JoinedContext, SharedDecode, SlicedContext
 from trencadis.backends.hpu.attention.preparation import AttnPreparation, DecodeForm, SegmentPreparation
-from trencadis.backends.hpu.attention.softmax import AttentionKernels
+from trencadis.backends.hpu.attention.softmax import AttentionKernels, lowest
 from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.fp8_linear import TAKEN, TINY, Floats8Weight, floats8_weight
 from trencadis.backends.hpu.hpu_settings import HpuSettings
@@ -29,6 +29,7 @@ from trencadis.backends.hpu.int4_linear import PackedWeight4, packed4_weight
 from trencadis.backends.hpu.launches.compiled_regions import Regions
 from trencadis.backends.hpu.launches.region_compiler import RegionCompiler
 from trencadis.backends.hpu.launches.trees import leaves, rebuild
+from trencadis.backends.hpu.sampling import find_thresholds
 from trencadis.backends.hpu.shared_shapes import pieces
 from trencadis.core.backend import (
     Attn,
@@ -44,6 +45,9 @@ from trencadis.core.backend import (
 from trencadis.core.quant.quantised_tensor import QTensor
 
 T = TypeVar("T")
+
+Note = Callable[[Tensor, HeadTensors, SamplerState, bool], None]
+"""Stores drawn ids int64 [r]; True: and their counts."""
 
 FUSED_ROWS = 3
 """Minimum number of dimensions that FusedRMSNorm takes."""
@@ -208,21 +212,55 @@ class HpuOps(ReferenceOps):
         super().reset(convert_fields(reset, RESET_TYPES), state)
 
     def sample(self, logits: Tensor, head: HeadTensors, state: SamplerState, full: bool) -> HeadTensorsOut:
-        """Samples ids. Counts are read before they are stored, which in one compiled graph would rewrite those of every
-        slot.
-        """
         head = convert_fields(head, HEAD_TYPES)
-        if not (full and self._inside):
-            return super().sample(logits, head, state, full)
+        if not full:
+            return super().sample(logits, head, state, False)
+        return self._count(lambda note: sample_full(logits, head, state, self.thresholds, note), head, state)
+
+    def draw(self, logits: Tensor, inputs: HeadTensors, state: SamplerState) -> HeadTensorsOut:
+        """Implements ``core.models.interface.DrawingOps``."""
+        head = convert_fields(inputs, HEAD_TYPES)
+        scores, allowed = apply_penalties(logits.float(), head, state)
+        return self._take(draw(scores, allowed, head, self.thresholds), head, state)
+
+    def take_penalised(self, logits: Tensor, inputs: HeadTensors, state: SamplerState) -> HeadTensorsOut:
+        """Implements ``core.models.interface.PenalisingOps``."""
+        head = convert_fields(inputs, HEAD_TYPES)
+        scores, allowed = apply_penalties(logits.float(), head, state)
+        return self._take(torch.where(allowed, scores, lowest(torch.float32)).argmax(-1), head, state)
+
+    def thresholds(self, probs: Tensor, head: HeadTensors) -> Tensor:
+        """Finds thresholds by bisection: a sort of the vocabulary would cost more than the rest of a draw."""
+        return find_thresholds(probs, head.top_k, head.top_p, head.min_p)
+
+    def _take(self, token: Tensor, head: HeadTensors, state: SamplerState) -> HeadTensorsOut:
+        """Stores given ids int64 [r], or the targets of rows that have one, and their counts."""
+
+        def run(note: Note) -> HeadTensorsOut:
+            chosen = torch.where(head.target >= 0, head.target, token)
+            note(chosen, head, state, True)
+            return HeadTensorsOut(chosen.int(), None, None, None, None)
+
+        return self._count(run, head, state)
+
+    def _count(
+        self, run: Callable[[Note], HeadTensorsOut], head: HeadTensors, state: SamplerState
+    ) -> HeadTensorsOut:  # fmt: skip
+        """Runs a launch that stores the ids that it draws. Counts are read before they are stored, which in one
+        compiled graph would rewrite those of every slot.
+
+        Args:
+            run: calls the function that it gets with the drawn ids.
+        """
+        if not self._inside:
+            return run(self.update)
         kept: list[Tensor] = []
 
         def note(token: Tensor, head: HeadTensors, state: SamplerState, full: bool) -> None:
             self.update(token, head, state, False)
             kept.append(count_tokens(token, head, state))
 
-        out: Any = DrawnCounts(
-            sample_full(logits, head, state, self.thresholds, note), kept[0], head.slot, state.counts
-        )
+        out: Any = DrawnCounts(run(note), kept[0], head.slot, state.counts)
         found: HeadTensorsOut = out
         return found
 

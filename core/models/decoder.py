@@ -37,7 +37,7 @@ from trencadis.core.layers.pooler import Pooler
 from trencadis.core.layers.rotary_embedding import TextRotary
 from trencadis.core.layers.weight_source import WeightSource
 from trencadis.core.models.checkpoint_source import CheckpointSource
-from trencadis.core.models.interface import BestOps, DrawingOps, HostLayering, MaskingOps, Persistent
+from trencadis.core.models.interface import BestOps, DrawingOps, HostLayering, MaskingOps, PenalisingOps, Persistent
 from trencadis.core.models.registry import family_of
 from trencadis.core.models.stage_entry import StageEntry
 from trencadis.core.step import Encode, VisionInputs
@@ -224,6 +224,10 @@ class SamplingHead:
         """Samples and returns only the ids."""
         return cast(DrawingOps, self.ops).draw(self._logits(hidden, inputs), inputs, state)
 
+    def take_penalised_best(self, hidden: Tensor, inputs: HeadTensors, state: SamplerState) -> HeadTensorsOut:
+        """Takes the best ids after penalties, bias and mask."""
+        return cast(PenalisingOps, self.ops).take_penalised(self._logits(hidden, inputs), inputs, state)
+
     def _logits(self, hidden: Tensor, inputs: HeadTensors) -> Tensor:
         return self.lm_head(self.ops.gather_rows(hidden, inputs.hidden_row))
 
@@ -375,6 +379,10 @@ class Decoder:
     def masked_head(self, inputs: HeadTensors) -> HeadTensorsOut:
         """Returns the best id that the mask of each of r hidden rows allows."""
         return self.ops.region(self.sampling.take_masked_best, self.persistent.hidden, inputs, self.persistent.state)
+
+    def penalised_head(self, inputs: HeadTensors) -> HeadTensorsOut:
+        """Returns the best id of each of r hidden rows after penalties, bias and mask."""
+        return self.ops.region(self.sampling.take_penalised_best, self.persistent.hidden, inputs, self.persistent.state)
 
     def drawn_head(self, inputs: HeadTensors) -> HeadTensorsOut:
         """Samples from r hidden rows, without log-probabilities."""

@@ -100,7 +100,7 @@ def check(limits: ShapeLimits, around: float, functions: float) -> None:
     tokens = [b.dims[0] * b.dims[1] if b.stage is Stage.FRESH else b.dims[0] for b in texts]
     cells = [b.dims[0] // 4 for b in plan.buckets if b.stage is Stage.VISION]
     resets = [b.dims[0] for b in plan.buckets if b.stage is Stage.RESET]
-    full = [b.dims[0] for b in plan.buckets if b.variant == "full"]
+    full = [b.dims[0] for b in plan.buckets if b.variant in ("full", "draw", "penalised")]
     assert kinds["DecoderLayer"] == len(texts) and kinds["ViTBlock"] == 2 * stages[Stage.VISION], (
         "not one for each layer"
     )
@@ -126,9 +126,9 @@ def check(limits: ShapeLimits, around: float, functions: float) -> None:
 
 
 def test_a_small_plan_of_a_7b() -> None:
-    check(ShapeLimits(2, 512, 512, 128, image_slots=256, least_slots=64), 1.4, 2.1)
+    check(ShapeLimits(2, 512, 512, 128, image_slots=256, least_slots=64), 2.4, 2.4)
 
 
 @pytest.mark.long
 def test_the_guides_plan_of_a_7b() -> None:
-    check(GUIDE, 1.3, 2.0)
+    check(GUIDE, 2.0, 2.1)
