@@ -178,6 +178,8 @@ TABLE: tuple[Env, ...] = (
         "compilation is an error then"),
     Env("TRENCADIS_HPU_DECODE_FUSEDSDPA", "bool", "false", "hpu: a decoding row attends to its blocks by the fused "
         "kernel, which reads keys and values once"),
+    Env("TRENCADIS_HPU_DECODE_LAYERS", "int", "4", "hpu, compile mode: layers of a decode launch that are dispatched "
+        "as one, 1, 2 or 4"),
     Env("TRENCADIS_HPU_COLLECTIVES", "str", "functional", "hpu, compile mode: sums over ranks inside compiled graphs "
         "(functional) or between them (eager)"),
     Env("TRENCADIS_HPU_EMULATOR", "bool", "", "1: emulate a Gaudi even where there is one; 0: never emulate"),

@@ -14,6 +14,7 @@ FULLGRAPH = "VLLM_T_COMPILE_FULLGRAPH=1 makes this an error, =0 breaks graphs wi
 
 VISION_OUTSIDE = "VLLM_MM_WARMUP_OUTSIDE_COMPILE_ONLY"
 DECODE_PARTS = "TRENCADIS_HPU_DECODE_FUSEDSDPA"
+DECODE_LAYERS = "TRENCADIS_HPU_DECODE_LAYERS"
 COLLECTIVES = "TRENCADIS_HPU_COLLECTIVES"
 
 
@@ -33,6 +34,7 @@ class HpuSettings:
         default of the model family.
         context_slice: stored tokens whose keys and values a CONTEXT launch holds at a time.
         cut_layers: layers between two cuts.
+        decode_layers: compile mode: layers of a DECODE launch in one region, one of ``layer_groups.SIZES``.
         cuts: graphs are cut between layers; at collectives and in long loops they always are.
         regional: compile mode: parts of a body are compiled by themselves; False: one compilation a bucket.
         fullgraph: compile mode: parts are compiled as one graph each.
@@ -52,6 +54,7 @@ class HpuSettings:
     block_adjustment: bool = True
     context_slice: int = 8192
     cut_layers: int = 1
+    decode_layers: int = 4
     cuts: bool = True
     regional: bool = True
     fullgraph: bool = True
@@ -99,6 +102,7 @@ def settings(environ: Mapping[str, str], options: Mapping[str, str] | None = Non
         fused_sdpa=flag("VLLM_PROMPT_USE_FUSEDSDPA", True),
         block_adjustment=flag("VLLM_FUSED_BLOCK_SOFTMAX_ADJUSTMENT", wanted.get("block_adjustment", "1") == "1"),
         cut_layers=int(layers),
+        decode_layers=_decode_layers(environ),
         cuts=flag("VLLM_HPU_FORCE_MARK_STEP", True),
         regional=flag("VLLM_T_COMPILE_REGIONAL_COMPILATION", regional),
         fullgraph=flag("VLLM_T_COMPILE_FULLGRAPH", True),
@@ -107,6 +111,14 @@ def settings(environ: Mapping[str, str], options: Mapping[str, str] | None = Non
         vision_outside=flag(VISION_OUTSIDE, False) if environ.get(VISION_OUTSIDE) else None,
         eager_collectives=_collectives(environ) == "eager",
     )
+
+
+def _decode_layers(environ: Mapping[str, str]) -> int:
+    """Returns how many layers of a DECODE launch one region has."""
+    value = environ.get(DECODE_LAYERS) or "4"
+    if value not in ("1", "2", "4"):
+        raise StartupError(f"{DECODE_LAYERS}={value!r}: 1, 2 or 4.")
+    return int(value)
 
 
 def _collectives(environ: Mapping[str, str]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
@@ -27,6 +27,7 @@ from trencadis.backends.hpu.fp8_linear import TAKEN, TINY, Floats8Weight, floats
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.int4_linear import PackedWeight4, packed4_weight
 from trencadis.backends.hpu.launches.compiled_regions import Regions
+from trencadis.backends.hpu.launches.layer_groups import group_layers
 from trencadis.backends.hpu.launches.region_compiler import RegionCompiler
 from trencadis.backends.hpu.launches.trees import leaves, rebuild
 from trencadis.backends.hpu.sampling import find_thresholds
@@ -105,6 +106,7 @@ class HpuOps(ReferenceOps):
         self._layers, self._inside = 0, False
         self._preparations: dict[DecodeForm, AttnPreparation] = {}
         self._segments = SegmentPreparation()
+        self._groups: dict[int, tuple[Sequence[Any], Sequence[Any]]] = {}
 
     def pack_quantised(self, q: QTensor, bias: Tensor | None = None) -> Weight:
         """Packs 8-bit floats as they are if the plug-in multiplies them, and 4 bits if it unpacks them.
@@ -152,6 +154,21 @@ class HpuOps(ReferenceOps):
             return self.region(run, *args)
         out: T = self._run_layer(run, *args)
         return out
+
+    def group_layers(self, layers: Sequence[Any], attn: Any) -> Sequence[Any]:
+        """Implements ``core.models.interface.GroupingOps``: in compile mode the layers of a DECODE launch run in
+        regions of several.
+        """
+        size = self.settings.decode_layers
+        decodes = isinstance(attn, SharedDecode) or (
+            isinstance(attn, window_attention.PerWindow) and isinstance(attn.each[0], SharedDecode)
+        )
+        if self.regions is None or size == 1 or not decodes:
+            return layers
+        known = self._groups.get(id(layers))
+        if known is None:
+            known = self._groups[id(layers)] = (layers, group_layers(layers, size))
+        return known[1]
 
     def region(self, run: Callable[..., T], *args: Any) -> T:
         if self.regions is None:

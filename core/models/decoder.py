@@ -37,7 +37,15 @@ from trencadis.core.layers.pooler import Pooler
 from trencadis.core.layers.rotary_embedding import TextRotary
 from trencadis.core.layers.weight_source import WeightSource
 from trencadis.core.models.checkpoint_source import CheckpointSource
-from trencadis.core.models.interface import BestOps, DrawingOps, HostLayering, MaskingOps, PenalisingOps, Persistent
+from trencadis.core.models.interface import (
+    BestOps,
+    DrawingOps,
+    GroupingOps,
+    HostLayering,
+    MaskingOps,
+    PenalisingOps,
+    Persistent,
+)
 from trencadis.core.models.registry import family_of
 from trencadis.core.models.stage_entry import StageEntry
 from trencadis.core.step import Encode, VisionInputs
@@ -356,7 +364,10 @@ class Decoder:
         deepstack_rows = rest[0] if rest else ()  # only the first stage has them
         first = self.layers[0].attention
         attn = ops.prepare_attn(inputs.attn, first.heads, first.kv)
-        for i, layer in enumerate(self.layers):
+        layers: Sequence[Any] = self.layers
+        if not deepstack_rows and hasattr(ops, "group_layers"):
+            layers = cast(GroupingOps, ops).group_layers(layers, attn)
+        for i, layer in enumerate(layers):
             x, residual = ops.layer(layer, x, residual, local if layer.local else rotary, attn)
             if i < len(deepstack_rows):
                 x = ops.region(self.deepstack_add, x, deepstack_rows[i], p.arena)

@@ -74,6 +74,14 @@ class DrawingOps(Protocol):
         ...
 
 
+class GroupingOps(Protocol):
+    """Additional method of ``Ops`` for devices that run several layers as one."""
+
+    def group_layers(self, layers: Sequence[Any], attn: Any) -> Sequence[Any]:
+        """Returns what runs in place of ``layers``: layers, or groups of neighbours that are called as a layer is."""
+        ...
+
+
 class PenalisingOps(Protocol):
     """Additional method of ``Ops`` if the policy sets ``penalised_head``."""
 
