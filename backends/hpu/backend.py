@@ -88,7 +88,11 @@ class HpuBackend:
         if self._emulator is None:
             return HpuOps(*args, dtype=self.dtype, windows=self.cfg.windows)
         layer = self._emulator.layer
-        return HpuOps(*args, run_layer=layer, dtype=self.dtype, windows=self.cfg.windows)
+        emulator = self._emulator
+        return HpuOps(
+            *args, run_layer=layer, dtype=self.dtype, windows=self.cfg.windows, check_context=emulator.launch,
+            values=emulator.values,
+        )  # fmt: skip
 
     def kv_blocks(self, wanted: int, block_bytes: int) -> int:
         """Returns the number of KV blocks to allocate: ``wanted``, but on an emulated card no more than the host's

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,6 +25,7 @@ from trencadis.backends.hpu.attention.preparation import AttnPreparation, Decode
 from trencadis.backends.hpu.attention.softmax import AttentionKernels, lowest
 from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.fp8_linear import TAKEN, TINY, Floats8Weight, floats8_weight
+from trencadis.backends.hpu.fused_experts import ListedExperts, check_experts, list_experts, run_listed_experts
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.int4_linear import PackedWeight4, packed4_weight
 from trencadis.backends.hpu.launches.compiled_regions import Regions
@@ -34,6 +36,7 @@ from trencadis.backends.hpu.sampling import find_thresholds
 from trencadis.backends.hpu.shared_shapes import pieces
 from trencadis.core.backend import (
     Attn,
+    ExpertWeights,
     HeadTensors,
     HeadTensorsOut,
     LayerKV,
@@ -75,6 +78,8 @@ class HpuOps(ReferenceOps):
         run_layer: function that runs one layer of a stack, in lazy mode.
         dtype: of queries.
         windows: distinct sliding windows of the model's layers.
+        check_context: context manager around launches that check the card.
+        values: False on a card without values, which nothing can be checked on.
     """
 
     def __init__(
@@ -85,6 +90,8 @@ class HpuOps(ReferenceOps):
         run_layer: Callable[..., Any] = lambda run, *args: run(*args),
         dtype: torch.dtype = torch.bfloat16,
         windows: tuple[int, ...] = (0,),
+        check_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        values: bool = True,
     ) -> None:
         self.dtype, self.windows = dtype, windows
         self.bridge, self.settings, self.block_size = bridge, settings, block_size
@@ -103,6 +110,9 @@ class HpuOps(ReferenceOps):
         self.lazy = bridge.is_lazy()
         self.compiler = RegionCompiler(bridge, settings)
         self.regions = None if self.lazy or not settings.regional else Regions(self.compiler)
+        self.check_context, self.values = check_context, values
+        self.fused_experts: bool | None = None
+        """True if the plug-in's operation for experts is used; None: not checked yet."""
         self._layers, self._inside = 0, False
         self._preparations: dict[DecodeForm, AttnPreparation] = {}
         self._segments = SegmentPreparation()
@@ -143,6 +153,22 @@ class HpuOps(ReferenceOps):
         rows = x if w.gather is None else x.index_select(1, w.gather)
         y = torch.matmul(rows, opens(w.codes, w.scale, w.zero, x.dtype))
         return y if w.bias is None else y + w.bias
+
+    def pack_experts(self, gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> ExpertWeights:
+        """Keeps each expert by itself where the plug-in's operation for experts is there and right; else joins them."""
+        if self.fused_experts is None:
+            self.fused_experts = self.bridge.experts is not None and (not self.values or check_experts(self))
+        return list_experts(gate_up, down) if self.fused_experts else super().pack_experts(gate_up, down)
+
+    def experts(self, x: Tensor, scores: Tensor, w: ExpertWeights, top: int, normalise: bool, kind: str) -> Tensor:
+        if not isinstance(w, ListedExperts):
+            return super().experts(x, scores, w, top, normalise, kind)
+        assert self.bridge.experts is not None
+        return run_listed_experts(self.bridge.experts, self, x, scores, w, top, normalise, kind)
+
+    def reference(self) -> ReferenceOps:
+        """Returns ops over the CPU, to check against."""
+        return ReferenceOps()
 
     def begin(self) -> None:
         """Starts a launch: layers are counted from here, so that its cuts are always at the same layers."""

@@ -7,7 +7,7 @@ use in vLLM's Gaudi plugin (``extension/utils.py``, ``extension/ops.py``, ``exte
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ class OptionalSymbols(NamedTuple):
     fp8_gemm_v2: Callable[..., Tensor] | None
     fp8_top: float
     convert_from_uint4: Callable[..., Tensor] | None = None
+    experts: Callable[..., Tensor] | None = None
 
 
 def find_symbols(version: str | None, card: str) -> OptionalSymbols:
@@ -47,6 +48,7 @@ def find_symbols(version: str | None, card: str) -> OptionalSymbols:
         fp8_gemm_v2 if casts and hasattr(ops, "fp8_gemm_v2") else None,
         FP8_TOP[third],
         convert_from_uint4 if hasattr(ops, "convert_from_uint4") else None,
+        mixture_of_experts if hasattr(ops, "mixture_of_experts") else None,
     )
 
 
@@ -80,6 +82,20 @@ def block_adjustment(high: Tensor, total: Tensor, rows: Tensor, count: int, shap
         rows: int32 [B], the row of each block, below ``count``; -1: the block belongs to no row.
     """
     found: Tensor = torch.ops.hpu.block_softmax_adjustment(high, total, rows, count, shape)
+    return found
+
+
+def mixture_of_experts(
+    x: Tensor, chosen: Tensor, shares: Tensor, gate_up: Sequence[Tensor], down: Sequence[Tensor]
+) -> Tensor:
+    """Returns [n, hidden]: the sum of each token's ``chosen`` experts, int32 [n, top], weighted by ``shares`` [n, top].
+
+    Args:
+        gate_up, down: [2 x inner, hidden] and [hidden, inner] of each expert; the activation is SiLU.
+    """
+    found: Tensor = torch.ops.hpu.mixture_of_experts.fused_weights(
+        x, chosen, shares, list(gate_up), list(down), True, "silu", 0, len(down) - 1
+    )
     return found
 
 

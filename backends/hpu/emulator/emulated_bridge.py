@@ -104,6 +104,7 @@ def make_bridge(
         cast_from_fp8=kernels.from_fp8,
         fp8_gemm_v2=kernels.fp8_gemm,
         convert_from_uint4=kernels.from_uint4,
+        experts=kernels.experts,
         fp8_top=device.profile.fp8_top,
         pin=device.transfers.pin,
         event=lambda: QueueEvent(device.queue),

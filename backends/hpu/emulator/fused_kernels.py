@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -113,6 +114,19 @@ def all_gathered(x: Tensor, world: int) -> Tensor:
     return torch.cat([x] * world, dim=-1) if x.is_meta else all_gather(x, world)
 
 
+def mixture_of_experts(x: Tensor, chosen: Tensor, shares: Tensor, gate_up: list[Tensor], down: list[Tensor]) -> Tensor:
+    """Implements ``optional_symbols.mixture_of_experts``, over all experts: values of those not chosen are left out."""
+    if chosen.dtype not in (torch.int32, torch.int64) or x.dtype == torch.float16:
+        raise RuntimeError("mixture_of_experts takes a table of integers, and bfloat16 or float32")
+    out = torch.zeros_like(x, dtype=torch.float32)
+    for i, (first, second) in enumerate(zip(gate_up, down, strict=True)):
+        share = torch.where(chosen == i, shares.float(), 0.0).sum(-1, keepdim=True)
+        gate, up = (x @ first.t()).chunk(2, dim=-1)
+        made = (torch.nn.functional.silu(gate) * up) @ second.t()
+        out = out + torch.where(share > 0, made.float() * share, 0.0)
+    return out.to(x.dtype)
+
+
 def convert_from_uint4(codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
     """Implements ``optional_symbols.convert_from_uint4``, into bfloat16 only, the dtype that callers use."""
     if codes.dtype != torch.int32 or zero.dtype not in (torch.int32, scale.dtype):
@@ -159,6 +173,8 @@ class KernelOps:
             ("rotary_pos_embedding(Tensor x, Tensor sin, Tensor cos) -> Tensor", rotary_pos_embedding),
             ("all_reduce(Tensor x) -> Tensor", all_reduced),
             ("all_gather(Tensor x, int world) -> Tensor", all_gathered),
+            ("mixture_of_experts(Tensor x, Tensor chosen, Tensor shares, Tensor[] gate_up, Tensor[] down) -> Tensor",
+             mixture_of_experts),
             ("convert_from_uint4(Tensor codes, Tensor scale, Tensor zero, ScalarType dtype) -> Tensor",
              convert_from_uint4),
             *float8_ops.SCHEMAS,
@@ -286,6 +302,16 @@ class Kernels:
         if torch.compiler.is_compiling():
             return torch.ops.trencadis_emulator.fp8_gemm_v2(*args)  # type: ignore[no-any-return]
         out: Tensor = self.device.kernel(float8_ops.fp8_gemm_v2, *args)
+        return out
+
+    def experts(
+        self, x: Tensor, chosen: Tensor, shares: Tensor, gate_up: Sequence[Tensor], down: Sequence[Tensor]
+    ) -> Tensor:
+        """Implements ``torch.ops.hpu.mixture_of_experts``."""
+        args = x, chosen, shares, list(gate_up), list(down)
+        if torch.compiler.is_compiling():
+            return torch.ops.trencadis_emulator.mixture_of_experts(*args)  # type: ignore[no-any-return]
+        out: Tensor = self.device.kernel(mixture_of_experts, *args)
         return out
 
     def from_uint4(self, codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:

@@ -162,6 +162,7 @@ def _open_plugin(environ: MutableMapping[str, str], index: int, world: int, name
         cast_from_fp8=optional.cast_from_fp8,
         fp8_gemm_v2=optional.fp8_gemm_v2,
         convert_from_uint4=optional.convert_from_uint4,
+        experts=optional.experts,
         fp8_top=optional.fp8_top,
         pin=pinning.pin,
         event=hpu.Event,
