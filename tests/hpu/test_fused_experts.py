@@ -1,4 +1,4 @@
-"""Experts by the plug-in's operation: the dense form's values, checked before use, and reads of chosen experts alone."""
+"""Experts by the plug-in's operation: the dense form's values, checked before use; reads of chosen experts alone."""
 
 from __future__ import annotations
 
@@ -78,7 +78,9 @@ def test_an_operation_that_differs_is_not_used(wrong: str, caplog: pytest.LogCap
     assert len(caplog.records) == (0 if wrong == "missing" else 1)
 
 
-CHECK = OPEN + """
+CHECK = (
+    OPEN
+    + """
 import dataclasses
 from trencadis.backends.hpu.ops import HpuOps
 from trencadis.backends.hpu.hpu_settings import HpuSettings
@@ -86,6 +88,7 @@ ops = HpuOps(bridge, HpuSettings(), 16)
 packed = ops.pack_experts([torch.randn(8, 16) for _ in range(3)], [torch.randn(16, 4) for _ in range(3)])
 print(type(packed).__name__)
 """
+)
 
 
 @pytest.mark.parametrize(("stub", "form"), [("", "ListedExperts"), ("wrong", "JoinedExperts")])
