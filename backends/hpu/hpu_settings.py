@@ -32,6 +32,8 @@ class HpuSettings:
         fused_sdpa: prompts and images use the fused attention kernel, if the plug-in has it.
         block_adjustment: blocks of a decoding row are joined by the fused kernel if the plug-in has it; unset means the
         default of the model family.
+        adjustment_compiled: also in compile mode, where no public list of the compiler has that kernel, so that it may
+            split each layer's graph.
         context_slice: stored tokens whose keys and values a CONTEXT launch holds at a time.
         cut_layers: layers between two cuts.
         decode_layers: compile mode: layers of a DECODE launch in one region, one of ``layer_groups.SIZES``.
@@ -52,6 +54,7 @@ class HpuSettings:
     decode_parts: bool = False
     fused_sdpa: bool = True
     block_adjustment: bool = True
+    adjustment_compiled: bool = False
     context_slice: int = 8192
     cut_layers: int = 1
     decode_layers: int = 4
@@ -101,6 +104,7 @@ def settings(environ: Mapping[str, str], options: Mapping[str, str] | None = Non
         fp32_softmax_vision=flag("VLLM_FP32_SOFTMAX_VISION", False),
         fused_sdpa=flag("VLLM_PROMPT_USE_FUSEDSDPA", True),
         block_adjustment=flag("VLLM_FUSED_BLOCK_SOFTMAX_ADJUSTMENT", wanted.get("block_adjustment", "1") == "1"),
+        adjustment_compiled=flag("VLLM_FUSED_BLOCK_SOFTMAX_ADJUSTMENT", False),
         cut_layers=int(layers),
         decode_layers=_decode_layers(environ),
         cuts=flag("VLLM_HPU_FORCE_MARK_STEP", True),

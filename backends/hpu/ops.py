@@ -96,14 +96,14 @@ class HpuOps(ReferenceOps):
         self.dtype, self.windows = dtype, windows
         self.bridge, self.settings, self.block_size = bridge, settings, block_size
         self._run_layer = run_layer
-        fused = settings.fused_sdpa
+        fused, adjusts = settings.fused_sdpa, bridge.is_lazy() or settings.adjustment_compiled
         self.kernels = AttentionKernels(
             bridge.fused_sdpa if fused else None,
             bridge.sdpa_parts if fused else None,
             settings.fp32_products,
             settings.decode_parts,
             bridge.product,
-            bridge.block_adjustment if settings.block_adjustment else None,
+            bridge.block_adjustment if settings.block_adjustment and adjusts else None,
             bridge.cast_to_fp8_v2,
             bridge.cast_from_fp8,
         )
@@ -303,7 +303,10 @@ class HpuOps(ReferenceOps):
             self.update(token, head, state, False)
             kept.append(count_tokens(token, head, state))
 
-        out: Any = DrawnCounts(run(note), kept[0], head.slot, state.counts)
+        drawn = run(note)
+        if drawn.logprob is not None:  # a view that leaves a region would be taken eagerly
+            drawn = drawn._replace(logprob=drawn.logprob.clone())
+        out: Any = DrawnCounts(drawn, kept[0], head.slot, state.counts)
         found: HeadTensorsOut = out
         return found
 

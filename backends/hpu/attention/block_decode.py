@@ -30,32 +30,33 @@ def prepare_decode(
     rows = attn.slot.shape[0]
     kind = torch.float32 if fp32 else dtype
     row = torch.arange(rows, device=device, dtype=torch.int32)
+    # Every result has memory of its own: a view that leaves a compiled region would be taken eagerly.
     hidden = hidden_tokens(attn, size, window).to(kind) * lowest(kind)
-    reader = torch.arange(groups, device=device, dtype=torch.int32)[:, None].expand(-1, heads // groups).reshape(-1, 1)
-    spread = (reader == torch.arange(groups, device=device, dtype=torch.int32)).to(dtype)
+    group = torch.arange(groups, device=device, dtype=torch.int32)
+    reader = group[:, None].expand(-1, heads // groups).reshape(-1, 1, 1)
     return SharedDecode(
         attn.slot,
         attn.block_list,
         attn.group.clamp_max(rows - 1),
         attn.group.long(),
         attn.group.masked_fill(attn.group == rows, -1),
-        hidden[:, None],
+        hidden,
         (row[:, None] == attn.group).to(kind),
-        spread[:, :, None],
-        spread[:, None],
+        (reader == group[:, None]).to(dtype),
+        (reader == group).to(dtype),
     )
 
 
 def hidden_tokens(attn: BlockDecodeAttn, size: int, window: int) -> Tensor:
-    """Returns bool [B, b]: tokens of a block that its row must not attend to: those after the row's end, or before its
-    window.
+    """Returns bool [B, 1, b]: tokens of a block that its row must not attend to, which are those after the row's end, or
+    before its window.
     """
     position = torch.arange(size, device=attn.usage.device, dtype=torch.int32)
-    hidden = position >= attn.usage[:, None]
+    hidden = position >= attn.usage[:, None, None]
     if not window:
         return hidden
     assert attn.rest is not None, "a model with windows has this input"
-    return hidden | (attn.rest[:, None] - position > window)
+    return hidden | (attn.rest[:, None, None] - position > window)
 
 
 def attend_decode(

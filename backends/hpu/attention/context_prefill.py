@@ -39,25 +39,25 @@ def prepare_context(attn: ContextAttn, size: int, slice_tokens: int) -> JoinedCo
     if blocks * size <= slice_tokens and count <= QUERY_TILE:
         position = torch.arange(count, device=device, dtype=torch.int32)
         before = torch.arange(blocks * size, device=device, dtype=torch.int32) < attn.context
-        visible = torch.cat([before.expand(count, -1), _own_mask(attn, position)], dim=1)
-        return JoinedContext(attn.slot, attn.block_list, visible[None, None])
+        visible = torch.cat([before.expand(1, 1, count, -1), _own_mask(attn, position)], dim=3)
+        return JoinedContext(attn.slot, attn.block_list, visible)
     step = max(slice_tokens // size, 1)
     visible_by_slice, weight = [], []
     for i, start in enumerate(range(0, blocks, step)):
         left = attn.context - i * step * size
         position = torch.arange(min(step, blocks - start) * size, device=device, dtype=torch.int32)
-        visible_by_slice.append((position < left.clamp_min(1))[None, None, None])
+        visible_by_slice.append(position[None, None, None] < left.clamp_min(1))
         weight.append((left <= 0).float() * lowest(torch.float32))
     own = None
     if attn.upto is not None:
-        own = _own_mask(attn, torch.arange(count, device=device, dtype=torch.int32))[None, None]
+        own = _own_mask(attn, torch.arange(count, device=device, dtype=torch.int32))
     return SlicedContext(attn.slot, attn.block_list, step, tuple(visible_by_slice), tuple(weight), own)
 
 
 def _own_mask(attn: ContextAttn, position: Tensor) -> Tensor:
-    """Returns bool [T, T]: which tokens of the chunk each of them attends to."""
+    """Returns bool [1, 1, T, T]: which tokens of the chunk each of them attends to."""
     last = position if attn.upto is None else attn.upto - attn.context
-    return position <= last[:, None]
+    return position <= last[None, None, :, None]
 
 
 def attend_context(

@@ -25,13 +25,14 @@ CUT_TILES = 64
 def prepare_segments(seg: Segments) -> MaskedSegments:
     """Builds the masks of windows, and the image of every slot."""
     position = torch.arange(WINDOW_SLOTS, device=seg.real.device, dtype=torch.int32)
-    visible = position < seg.real[:, None]  # [W, 64]
-    image = seg.segment[:, None].expand(-1, WINDOW_SLOTS)
-    key = image.masked_fill(~visible, -1)
+    visible = position < seg.real[:, None, None, None]  # [W, 1, 1, 64]
+    # Every result has memory of its own: a view that leaves a compiled region would be taken eagerly.
+    image = seg.segment[:, None].expand(-1, WINDOW_SLOTS).reshape(-1)
+    key = image.masked_fill(~visible.reshape(-1), -1)
     solid = None
     if seg.padding_window is not None:
-        solid = (seg.padding_window == 0)[:, None].expand(-1, WINDOW_SLOTS).reshape(-1)
-    return MaskedSegments(seg.segment, seg.real, visible[:, None, None], image.reshape(-1), key.reshape(-1), solid)
+        solid = seg.padding_window[:, None].expand(-1, WINDOW_SLOTS).reshape(-1) == 0
+    return MaskedSegments(seg.segment, seg.real, visible, image, key, solid)
 
 
 def attend_windows(

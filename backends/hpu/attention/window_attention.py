@@ -72,7 +72,8 @@ def prepare_fresh(attn: FreshAttn, window: int, kernels: AttentionKernels) -> Fr
     for start, stop, first, end in _ranges(count, window, upto is not None, kernels):
         last = position[start:stop, None] if upto is None else upto[:, :, start:stop]
         visible = _make_mask(position[first:end], position[start:stop, None], last, window)
-        tiles.append(MaskedTile(start, stop, first, end, False, visible if upto is not None else visible[None, None]))
+        mask = visible if upto is not None else visible[None, None].clone()  # no view may leave a compiled region
+        tiles.append(MaskedTile(start, stop, first, end, False, mask))
     return MaskedRows(attn.slot, rows, tuple(tiles))
 
 
@@ -109,7 +110,7 @@ def prepare_context(attn: ContextAttn, window: int, size: int, kernels: Attentio
         if reached:
             before = _make_mask(stored, query, attn.context - 1, window)
             visible = torch.cat([before, visible], dim=1)
-        tiles.append(MaskedTile(start, stop, first, end, reached, visible[None, None]))
+        tiles.append(MaskedTile(start, stop, first, end, reached, visible[None, None].clone()))
     return WindowContext(attn.slot, listed, tuple(tiles))
 
 

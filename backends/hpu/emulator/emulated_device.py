@@ -60,6 +60,8 @@ class EmulatedDevice:
         assert self.scope is None, "launches do not nest"
         meta = recording is not None or self.compile_only or not self.computes
         self.begin_launch(kind or ("step" if recording is None else "capture"))
+        if self.compile_only and recording is None:
+            self.faults.reach("compile", self.allocator.free)
         self.scope = Scope(self, recording, meta)
         return self.scope
 

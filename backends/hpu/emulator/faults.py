@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from trencadis.backends.hpu.emulator.refusals import EmulatedOutOfMemory
 from trencadis.core.errors import StartupError
 
-ENTRY = re.compile(r"(oom|late|crash)@(capture|step):(\d+)|return:([01](?:\.\d+)?)")
+ENTRY = re.compile(r"(oom|late|crash|fail)@(capture|step|compile):(\d+)|return:([01](?:\.\d+)?)")
 
 
 @dataclass
@@ -21,12 +21,15 @@ class EmulatedFaults:
         out_of_memory: (kind, number) pairs that run out of memory; kind is ``capture`` or ``step``.
         late: (kind, number) pairs whose workspace fails in the thread that launches recipes: the error is raised by a
             later call that waits.
+        failing: (kind, number) pairs at which the graph compiler fails; ``compile`` counts launches in compile-only
+            mode.
         crash: (kind, number) pairs at which the process dies.
         returned: share of a graph's bytes that its release gives back.
     """
 
     out_of_memory: set[tuple[str, int]] = field(default_factory=set)
     late: set[tuple[str, int]] = field(default_factory=set)
+    failing: set[tuple[str, int]] = field(default_factory=set)
     crash: set[tuple[str, int]] = field(default_factory=set)
     returned: float = 0.0
     counts: dict[str, int] = field(default_factory=dict)
@@ -44,6 +47,8 @@ class EmulatedFaults:
             os.kill(os.getpid(), signal.SIGKILL)
         if (kind, number) in self.out_of_memory:
             raise EmulatedOutOfMemory(free + 1, free, f"{kind} {number} (injected)", workspace=kind == "step")
+        if (kind, number) in self.failing:
+            raise RuntimeError("synStatus=26 [Generic failure] Graph compile failed.")
         if (kind, number) in self.late:
             text = f"{kind} {number} (injected, late)"
             self.pending.append(EmulatedOutOfMemory(free + 1, free, text, workspace=True))
@@ -57,11 +62,13 @@ def parse(text: str) -> EmulatedFaults:
         if found is None:
             raise StartupError(
                 f"TRENCADIS_HPU_EMULATOR_FAULTS: {entry!r} is none of oom@capture:N, oom@step:N, late@capture:N, "
-                "late@step:N, crash@capture:N, crash@step:N, return:SHARE"
+                "late@step:N, fail@compile:N, crash@capture:N, crash@step:N, return:SHARE"
             )
         what, kind, number, share = found.groups()
         if share is not None:
             faults.returned = float(share)
         else:
-            {"oom": faults.out_of_memory, "late": faults.late, "crash": faults.crash}[what].add((kind, int(number)))
+            {"oom": faults.out_of_memory, "late": faults.late, "fail": faults.failing, "crash": faults.crash}[what].add(
+                (kind, int(number))
+            )
     return faults

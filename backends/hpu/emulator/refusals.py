@@ -52,8 +52,12 @@ class EmulatedOutOfMemory(RuntimeError):
         place = f"MODULE:PT_SYNHELPER workspace Allocation of size ::{wanted} failed!" if workspace else (
             f"MODULE:PT_DEVMEM Allocation failed for size::{wanted} ({wanted / (1 << 20):.6g})MB"
         )  # fmt: skip
-        super().__init__(f"FATAL ERROR :: {place} (hpu, emulated: {what}; {free} bytes are free{split})")
+        super().__init__(f"FATAL ERROR :: {place} (hpu, emulated: {what}; {free} are free{split})")
         self.wanted, self.free = wanted, free
+
+
+def missing_type(dtype: torch.dtype) -> Refused:
+    return Refused("a tensor", f"is {str(dtype).removeprefix('torch.')}, which the card has not", "use another type")
 
 
 def fallback_in_capture(op: str, why: str) -> Refused:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -13,9 +14,13 @@ from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.launches.device_errors import named_errors
 from trencadis.backends.hpu.launches.host_copies import HostOutputPool, StaticInputs
 from trencadis.backends.hpu.launches.hpu_inputs import LaunchForm
+from trencadis.backends.hpu.launches.region_compiler import is_dynamos
 from trencadis.backends.hpu.ops import HpuOps
-from trencadis.core.backend import Body, Inputs, ProgramState
+from trencadis.core.backend import Body, Inputs, OutOfDeviceMemory, ProgramState
 from trencadis.core.buckets import Bucket
+from trencadis.core.graphs.oom_errors import format_error
+
+log = logging.getLogger("trencadis.engine")
 
 
 class BodyModule(nn.Module):
@@ -62,8 +67,17 @@ class HpuProgram:
         self.static.fill(inputs)
 
     def compile(self) -> None:
-        """Makes the recipes, computing as little as the device allows."""
-        with self.compile_mode():
+        """Makes the recipes, computing as little as the device allows.
+
+        Where the plug-in's graph compiler fails in compile-only mode, the launch is compiled by running it.
+        """
+        try:
+            with self.compile_mode():
+                self.run()
+        except RuntimeError as error:
+            if isinstance(error, OutOfDeviceMemory) or self.compiles_for_real or is_dynamos(error):
+                raise
+            log.warning("hpu: %s cannot be compiled without running (%s); it is run.", self.bucket, format_error(error))
             self.run()
 
     @contextmanager

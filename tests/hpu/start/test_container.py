@@ -177,6 +177,36 @@ def test_recipes_that_reuse_their_inputs_would_break_the_answer(tmp_path: Path) 
     assert "scratch memory" in done.stderr and "PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE=1" in done.stderr
 
 
+REFUSALS = {
+    "HABANA_STUB_PIN": ("", "plain", "refused"),
+    "HABANA_STUB_OOM": ("", "2", "late:2", "5", "late:5", "11", "late:11"),
+    "VLLM_T_COMPILE_FULLGRAPH": ("", "1"),
+    "TRENCADIS_HPU_DECODE_LAYERS": ("", "1", "2"),
+    "VLLM_FP32_SOFTMAX": ("", "1"),
+}
+"""What a card or a plug-in may refuse, and switches; the builtin of FusedSDPA is always there."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("release", ["1.20", "1.23", "1.24.1", "1.24.2"])
+def test_40_starts_of_a_release_with_all_refusals_are_right_or_one_line(release: str, tmp_path: Path) -> None:
+    """STARTS=4 makes fewer."""
+    (torch, plugin) = next((t, p) for t, p in PUBLISHED.items() if p.startswith(release))
+    rng, outcomes = random.Random(release), {"right": 0, "one line": 0}
+    for number in range(int(os.environ.get("STARTS", "40"))):
+        chosen = {name: rng.choice(values) for name, values in REFUSALS.items()}
+        container = make(tmp_path / str(number), torch, plugin)
+        done = run(container, CHAT, **SMALL, **{k: v for k, v in chosen.items() if v})
+        if f"tokens {TOKENS}" in done.stdout:
+            outcomes["right"] += 1
+            continue
+        last = (done.stderr.strip().splitlines() or [""])[-1]
+        assert "workspace Allocation of size" in last or "StartupError" in last, (chosen, done.stderr[-2000:])
+        outcomes["one line"] += 1
+        shutil.rmtree(tmp_path / str(number))
+    print(f"\n{release}: {outcomes}")
+
+
 # make serve in a container
 
 
