@@ -48,8 +48,8 @@ def prepare_decode(
 
 
 def hidden_tokens(attn: BlockDecodeAttn, size: int, window: int) -> Tensor:
-    """Returns bool [B, 1, b]: tokens of a block that its row must not attend to, which are those after the row's end, or
-    before its window.
+    """Returns bool [B, 1, b]: tokens of a block that its row must not attend to: those after the row's end, or before
+    its window.
     """
     position = torch.arange(size, device=attn.usage.device, dtype=torch.int32)
     hidden = position >= attn.usage[:, None, None]

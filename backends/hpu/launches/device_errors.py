@@ -16,5 +16,5 @@ def named_errors(bridge: Bridge) -> Iterator[None]:
         yield
     except RuntimeError as error:
         if bridge.out_of_memory(error) and not isinstance(error, OutOfDeviceMemory):
-            raise OutOfDeviceMemory(str(error)) from error
+            raise OutOfDeviceMemory(" ".join(str(error).split())) from error
         raise

@@ -1,4 +1,4 @@
-"""What a card refuses or charges and the emulator once allowed: types, duplicates, offsets, views, failing compilers."""
+"""What a card refuses or charges and the emulator once allowed: types, duplicates, offsets, views, failed compilers."""
 
 from __future__ import annotations
 

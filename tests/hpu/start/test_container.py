@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import time
 import urllib.error
 import urllib.request
@@ -191,18 +192,19 @@ REFUSALS = {
 @pytest.mark.parametrize("release", ["1.20", "1.23", "1.24.1", "1.24.2"])
 def test_40_starts_of_a_release_with_all_refusals_are_right_or_one_line(release: str, tmp_path: Path) -> None:
     """STARTS=4 makes fewer."""
+    code = "from trencadis.core.errors import StartupError\ntry:\n" + textwrap.indent(CHAT, "    ")
+    code += "\nexcept StartupError as error:\n    print('line', error)\n"
     (torch, plugin) = next((t, p) for t, p in PUBLISHED.items() if p.startswith(release))
     rng, outcomes = random.Random(release), {"right": 0, "one line": 0}
     for number in range(int(os.environ.get("STARTS", "40"))):
         chosen = {name: rng.choice(values) for name, values in REFUSALS.items()}
         container = make(tmp_path / str(number), torch, plugin)
-        done = run(container, CHAT, **SMALL, **{k: v for k, v in chosen.items() if v})
-        if f"tokens {TOKENS}" in done.stdout:
-            outcomes["right"] += 1
-            continue
-        last = (done.stderr.strip().splitlines() or [""])[-1]
-        assert "workspace Allocation of size" in last or "StartupError" in last, (chosen, done.stderr[-2000:])
-        outcomes["one line"] += 1
+        done = run(container, code, **SMALL, **{k: v for k, v in chosen.items() if v})
+        assert done.returncode == 0 and "Traceback" not in done.stderr, (chosen, done.stderr[-2000:])
+        right = f"tokens {TOKENS}" in done.stdout
+        (line,) = [""] if right else [t for t in done.stdout.splitlines() if t.startswith("line ")]
+        assert right or "workspace Allocation of size" in line, (chosen, line)
+        outcomes["right" if right else "one line"] += 1
         shutil.rmtree(tmp_path / str(number))
     print(f"\n{release}: {outcomes}")
 
