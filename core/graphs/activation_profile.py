@@ -34,7 +34,7 @@ def profile_activations(graphs: GraphManager, buckets: list[Bucket]) -> dict[Buc
             if not is_out_of_memory(error):
                 raise
             raise StartupError(
-                f"{bucket}, one of the largest launches, does not fit the device's memory ({format_error(error)}): lower "
+                f"{bucket}, one of the largest launches, does not fit the device ({format_error(error)}): lower "
                 "--max-num-batched-tokens, --max-num-seqs, or max_pixels of --mm-processor-kwargs"
             ) from None
         del program

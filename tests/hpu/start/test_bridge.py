@@ -39,7 +39,7 @@ with bridge.compile_only():
     from habana_frameworks.torch.internal.bridge_config import KNOWN
     assert KNOWN["PT_COMPILE_ONLY_MODE"]
 assert bridge.device_name() == "GAUDI2" and bridge.mem_get_info() == (90 << 30, 96 << 30)
-bridge = dataclasses.replace(bridge, device=torch.device("cpu"), compile=lambda m: m)
+bridge = dataclasses.replace(bridge, device=torch.device("cpu"), compile=lambda m, fullgraph=True: m)
 from trencadis.backends.hpu.backend import HpuBackend
 from trencadis.backends.hpu.policy import policy
 from trencadis.core.backend import BackendConfig, ProgramState

@@ -180,7 +180,7 @@ def test_recipes_that_reuse_their_inputs_would_break_the_answer(tmp_path: Path) 
 
 REFUSALS = {
     "HABANA_STUB_PIN": ("", "plain", "refused"),
-    "HABANA_STUB_OOM": ("", "2", "late:2", "5", "late:5", "11", "late:11"),
+    "HABANA_STUB_OOM": ("", "", "", "", "2", "late:5", "11", "late:60"),
     "VLLM_T_COMPILE_FULLGRAPH": ("", "1"),
     "TRENCADIS_HPU_DECODE_LAYERS": ("", "1", "2"),
     "VLLM_FP32_SOFTMAX": ("", "1"),
@@ -192,8 +192,9 @@ REFUSALS = {
 @pytest.mark.parametrize("release", ["1.20", "1.23", "1.24.1", "1.24.2"])
 def test_40_starts_of_a_release_with_all_refusals_are_right_or_one_line(release: str, tmp_path: Path) -> None:
     """STARTS=4 makes fewer."""
-    code = "from trencadis.core.errors import StartupError\ntry:\n" + textwrap.indent(CHAT, "    ")
-    code += "\nexcept StartupError as error:\n    print('line', error)\n"
+    code = "try:\n" + textwrap.indent(CHAT, "    ") + "\nexcept Exception as error:\n"
+    code += "    if type(error).__name__ not in ('StartupError', 'OutOfDeviceMemory'):\n        raise\n"
+    code += "    print('line', error)\n"
     (torch, plugin) = next((t, p) for t, p in PUBLISHED.items() if p.startswith(release))
     rng, outcomes = random.Random(release), {"right": 0, "one line": 0}
     for number in range(int(os.environ.get("STARTS", "40"))):
