@@ -52,7 +52,8 @@ class Schedules:
         self.backend = hpu(lazy=lazy, vocab_size=VOCAB)
 
         def counted(x: HeadTensors) -> HeadTensorsOut:
-            return HeadTensorsOut(*(None if t is None else t + 0 for t in typed(x)))
+            made: Any = [None if t is None else t + 0 for t in typed(x)]
+            return HeadTensorsOut(*made)
 
         self.programs = [self.backend.program(Bucket(Stage.SAMPLE, (n,), "full"), counted) for n in SIZES]
         for program in self.programs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,8 @@ from trencadis.core.buckets import Bucket, Plan, Stage
 from trencadis.core.launches.launch_splitter import head_bucket
 
 pytestmark = pytest.mark.part("gaudi")
+
+Find = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def random_rows(seed: int, rows: int, vocab: int) -> tuple[Tensor, Any]:
@@ -36,6 +39,10 @@ def random_rows(seed: int, rows: int, vocab: int) -> tuple[Tensor, Any]:
     return logits, head
 
 
+def drawn(find: Find, logits: Tensor, allowed: Tensor, head: Any) -> Tensor:
+    return sampler.draw(logits, allowed, head, lambda p, h: find(p, h.top_k, h.top_p, h.min_p))
+
+
 @pytest.mark.parametrize("vocab", [300])
 def test_50000_rows_draw_the_cpus_ids(vocab: int) -> None:
     differ = rows = 0
@@ -43,10 +50,7 @@ def test_50000_rows_draw_the_cpus_ids(vocab: int) -> None:
         logits, head = random_rows(seed, 2000, vocab)
         allowed = torch.ones_like(logits, dtype=torch.bool)
         allowed[:, seed % vocab] = False
-        ids = [
-            sampler.draw(logits, allowed, head, lambda p, h, find=find: find(p, h.top_k, h.top_p, h.min_p))
-            for find in (sampler.thresholds, find_thresholds)
-        ]
+        ids = [drawn(find, logits, allowed, head) for find in (sampler.thresholds, find_thresholds)]
         differ, rows = differ + int((ids[0] != ids[1]).sum()), rows + len(logits)
     assert rows == 50_000 and differ == 0
 
@@ -55,12 +59,7 @@ def test_50000_rows_draw_the_cpus_ids(vocab: int) -> None:
 def test_rows_of_a_real_vocabulary_draw_the_cpus_ids() -> None:
     for seed in range(4):
         logits, head = random_rows(seed, 32, 151_936)
-        ids = [
-            sampler.draw(
-                logits, logits < 1e9, head, lambda p, h, find=find: find(p, h.top_k, h.top_p, h.min_p)
-            )
-            for find in (sampler.thresholds, find_thresholds)
-        ]  # fmt: skip
+        ids = [drawn(find, logits, logits < 1e9, head) for find in (sampler.thresholds, find_thresholds)]
         assert torch.equal(*ids)
 
 
@@ -68,7 +67,8 @@ def test_the_largest_float_is_found_to_its_last_bit() -> None:
     """Normal and subnormal floats, 0, 1 and the float below 1."""
     rng = np.random.default_rng(1)
     bits = rng.integers(0, np.float32(1).view(np.int32) + 1, 3000).astype(np.int32)
-    bits[:6] = [0, 1, 2, np.float32(1).view(np.int32), np.float32(1).view(np.int32) - 1, 1 << 23]
+    one = int(np.float32(1).view(np.int32))
+    bits[:6] = [0, 1, 2, one, one - 1, 1 << 23]
     wanted = torch.from_numpy(bits.view(np.float32)[:, None].copy())
     assert torch.equal(largest_float(lambda t: t <= wanted, wanted), wanted)
 
@@ -90,7 +90,7 @@ def test_no_launch_sorts_the_vocabulary(name: str) -> None:
 
 def test_each_step_takes_the_cheapest_variant() -> None:
     buckets = [Bucket(Stage.SAMPLE, (4,), v) for v in ("greedy", "full", "draw", "penalised")]
-    plan = Plan(SERVING, buckets)
+    plan = Plan(SERVING, buckets=tuple(buckets))
     cases = {
         "greedy": {"full": False, "best": True}, "full": {"full": True, "best": False, "told": True},
         "draw": {"full": True, "best": False, "told": False},
