@@ -19,13 +19,13 @@ from trencadis.backends.hpu.attention.softmax import (
     AttentionKernels,
     AttentionPart,
     MergedParts,
-    fused_attention,
     lowest,
     plain,
     plain_part,
     plain_rows,
     softmax_mode,
 )
+from trencadis.backends.hpu.fused_sdpa import fused_attention
 from trencadis.core.backend import LayerKV
 
 CAUSAL_STEP = 1024

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.hpu.attention.attention_inputs import FreshAttn
-from trencadis.backends.hpu.attention.softmax import AttentionKernels, fused_attention, plain, plain_rows, softmax_mode
+from trencadis.backends.hpu.attention.softmax import AttentionKernels, plain, plain_rows, softmax_mode
+from trencadis.backends.hpu.fused_sdpa import fused_attention
 
 
 def attend_fresh(

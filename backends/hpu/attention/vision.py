@@ -9,12 +9,12 @@ from trencadis.backends.hpu.attention.attention_inputs import MaskedSegments
 from trencadis.backends.hpu.attention.softmax import (
     AttentionKernels,
     Cut,
-    fused_attention,
     mask_rows,
     plain,
     plain_rows,
     softmax_mode,
 )
+from trencadis.backends.hpu.fused_sdpa import fused_attention
 from trencadis.core.backend import Segments
 from trencadis.core.shared_constants import WINDOW_SLOTS
 

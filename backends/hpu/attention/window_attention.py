@@ -15,12 +15,12 @@ from torch import Tensor
 from trencadis.backends.hpu.attention.attention_inputs import ContextAttn, FreshAttn
 from trencadis.backends.hpu.attention.softmax import (
     AttentionKernels,
-    fused_attention,
     mask_rows,
     plain,
     plain_rows,
     softmax_mode,
 )
+from trencadis.backends.hpu.fused_sdpa import fused_attention
 
 
 class MaskedTile(NamedTuple):

@@ -46,6 +46,7 @@ def test_without_any_way_copies_are_of_ordinary_memory(monkeypatch: pytest.Monke
     assert found.pin(torch.ones(2)).tolist() == [1, 1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["2.9.0+hpu_1.23.1-25.git8598e6d"])
 def test_a_start_without_pinned_memory_answers(mode: str, tmp_path: Path) -> None:
     done = run_in(
