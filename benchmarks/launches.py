@@ -32,9 +32,9 @@ from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.emulator.layer_reuse import LayerReuse, leaf_key, signature
 from trencadis.backends.hpu.hpu_settings import HpuSettings
-from trencadis.backends.hpu.policy import SERVING
+from trencadis.backends.hpu.policy import SERVING, policy
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.checkpoint.model_config import ImageNeeds
+from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.engine.dry_run import DryRun, PlannedDevice, StartupPlan
@@ -86,18 +86,21 @@ def launches(name: str, plan: StartupPlan, seed: int, requests: int) -> Counter[
 class Card:
     """A card without values that counts what each launch makes; a repeated layer counts what its first run did."""
 
-    def __init__(self) -> None:
+    def __init__(self, lazy: bool = True, model: ModelConfig | None = None, blocks: int = 4096) -> None:
         self.made = 0
         self.device = EmulatedDevice(profile(""), computes=False)
-        model = qwen_7b()
+        model = model or qwen_7b()
+        text = model.text
         cfg = BackendConfig(
-            dtype=torch.bfloat16, block_size=BLOCK, vocab_size=model.text.vocab, heads=28, kv_heads=4, head_dim=128
-        )
-        self.backend = HpuBackend(cfg, SERVING, make_bridge(self.device), HpuSettings())
+            dtype=torch.bfloat16, block_size=BLOCK, vocab_size=text.vocab, heads=text.heads, kv_heads=text.kv_heads,
+            head_dim=128,
+        )  # fmt: skip
+        bridge = make_bridge(self.device, lazy)
+        self.backend = HpuBackend(cfg, policy("", lazy=lazy), bridge, HpuSettings())
         self.model = model_loader.load_model(model, self.backend, EngineConfig(load_format="dummy"))
         self.model.bind(
             allocate_persistent(
-                model, self.backend, blocks=4096, block_size=BLOCK, arena_rows=4096, seqs=2 * ROWS, tokens=TOKENS
+                model, self.backend, blocks=blocks, block_size=BLOCK, arena_rows=4096, seqs=2 * ROWS, tokens=TOKENS
             )
         )
 

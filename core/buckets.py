@@ -207,6 +207,8 @@ class Policy:
             the step.
         drawn_head: SAMPLE has a variant ``draw``, which samples by all parameters but returns no log-probabilities. The
             backend's ops are ``core.models.interface.DrawingOps``.
+        penalised_head: SAMPLE has a variant ``penalised``, which returns only the best id after penalties, bias and
+            mask. The backend's ops are ``core.models.interface.PenalisingOps``.
         attention: optional attention libraries (`--attention-backend`) -> the bytes of workspace that they need in
             addition to a bucket's inputs; launches of a stage share the workspace as they share inputs.
         windows: ``Ops.attend`` accepts a window.
@@ -260,6 +262,7 @@ class Policy:
     split_head: bool = False
     drawn_head: bool = False
     drafts: bool = False
+    penalised_head: bool = False
     attention: Mapping[str, Callable[[Bucket, InputSizes], int]] = field(default_factory=dict)
     windows: bool = False
     upto: bool = False

@@ -88,6 +88,8 @@ class GraphCounters:
     warming: Warming | None = None
     capture_seconds: dict[str, float] = field(default_factory=dict)
     """Seconds spent on captures, by stage."""
+    graph_breaks: int = 0
+    """Parts of launches that are compiled with graph breaks, because the compiler could not trace them."""
 
 
 class BucketUse(NamedTuple):

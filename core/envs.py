@@ -71,7 +71,6 @@ def _bucket_meaning(name: str) -> str:
 
 
 _NEUTRAL = {
-    "warm-up compiles what it can without computing": ("VLLM_MM_WARMUP_OUTSIDE_COMPILE_ONLY",),
     "the backend chooses how attention is computed": (
         "VLLM_PROMPT_USE_FLEX_ATTENTION", "VLLM_PROMPT_ATTN_IMPL", "VLLM_FUSED_BLOCK_SOFTMAX",
         "VLLM_FUSEDSDPA_SLIDE_THLD", "VLLM_FUSEDSDPA_SLIDE_RIGHT",
@@ -125,6 +124,10 @@ _PLUGIN: tuple[Env, ...] = (
     Env("PT_HPU_RECIPE_CACHE_CONFIG", "str", "a folder for each stack and rank below TRENCADIS_CACHE", "folder of "
         "compiled recipes, whether to empty it first, its most megabytes: `/var/cache/recipes,false,10240`"),
     Env("FUSER_ENABLE_MULTI_THREADED_INVOCATIONS", "str", "1", "compile mode: several threads compile"),
+    Env("PT_HPU_WEIGHT_SHARING", "str", "0", "weights of compiled graphs are inputs: there is nothing to share"),
+    Env("RUNTIME_SCALE_PATCHING", "str", "1", "compile mode: scales of 8-bit floats are patched into recipes"),
+    Env("VLLM_MM_WARMUP_OUTSIDE_COMPILE_ONLY", "bool", "true in lazy mode", "image launches run while they are warmed "
+        "up; false: they are only compiled"),
     Env("HABANA_VISIBLE_MODULES", "str", "all", "module ids of the cards to use; `--device hpu:1` is its second"),
     Env("VLLM_ENABLE_BUCKETING", "bool", "true", "a card has no shapes but buckets", REFUSED, "false"),
     Env("VLLM_PREFIX_CACHING", "bool", "true", "`--no-enable-prefix-caching` turns it off", REFUSED, "false"),
@@ -157,7 +160,7 @@ TABLE: tuple[Env, ...] = (
     Env("OMP_NUM_THREADS", "int", "from the cgroup", "threads of the engine; `--threads` wins"),
     Env("VLLM_CONTIGUOUS_PA", "bool", "false", "contiguous paged attention excludes prefix sharing: ignored", IGNORED),
     Env("VLLM_FP32_SOFTMAX", "bool", "", "hpu: softmax of text in float32, by default as the model's family wants; "
-        "elsewhere it always is"),
+        "true: also the products of its scores; elsewhere both always are"),
     Env("VLLM_FP32_SOFTMAX_VISION", "bool", "false", "hpu: softmax of images in float32; elsewhere it always is"),
     Env("VLLM_PROMPT_USE_FUSEDSDPA", "bool", "true", "hpu: the fused attention kernel for prompts and images"),
     Env("VLLM_FUSED_BLOCK_SOFTMAX_ADJUSTMENT", "bool", "", "hpu: blocks of a decoding row joined by Gaudi 3's kernel, "
@@ -167,12 +170,18 @@ TABLE: tuple[Env, ...] = (
     Env("VLLM_T_COMPILE_REGIONAL_COMPILATION", "bool", "true", "hpu, compile mode: layers are compiled alone "
         "and shared; false: each bucket as a whole"),
     Env("VLLM_REGIONAL_COMPILATION", "bool", "true", "older name of VLLM_T_COMPILE_REGIONAL_COMPILATION"),
-    Env("VLLM_T_COMPILE_FULLGRAPH", "bool", "true", "hpu, compile mode: what the compiler cannot take is an error; "
-        "false: it breaks the graph there"),
+    Env("VLLM_T_COMPILE_FULLGRAPH", "bool", "", "hpu, compile mode: what the compiler cannot take breaks the graph "
+        "there, with a warning; true: it is an error; false: no warning"),
     Env("VLLM_T_COMPILE_DYNAMIC_SHAPES", "bool", "false", "hpu, compile mode: true is refused, since every "
         "bucket has one shape"),
     Env("VLLM_FULL_WARMUP", "bool", "false", "hpu, compile mode: guards are skipped after warm-up, and a "
         "compilation is an error then"),
+    Env("TRENCADIS_HPU_DECODE_FUSEDSDPA", "bool", "false", "hpu: a decoding row attends to its blocks by the fused "
+        "kernel, which reads keys and values once"),
+    Env("TRENCADIS_HPU_DECODE_LAYERS", "int", "4", "hpu, compile mode: layers of a decode launch that are dispatched "
+        "as one, 1, 2 or 4"),
+    Env("TRENCADIS_HPU_COLLECTIVES", "str", "functional", "hpu, compile mode: sums over ranks inside compiled graphs "
+        "(functional) or between them (eager)"),
     Env("TRENCADIS_HPU_EMULATOR", "bool", "", "1: emulate a Gaudi even where there is one; 0: never emulate"),
     Env("TRENCADIS_HPU_EMULATOR_PROFILE", "str", "gaudi2", "the card that is emulated: gaudi2 or gaudi3"),
     Env("TRENCADIS_HPU_EMULATOR_KIND", "str", "compute", "compute: real values; meta: shapes and bytes alone"),

@@ -176,6 +176,7 @@ class Harness:
         self.bodies = {
             "text": self.model.text, "greedy": lambda t: self.model.head(t, False),
             "full": lambda t: self.model.head(t, True), "draw": lambda t: self.model.drawn_head(t),
+            "penalised": lambda t: self.model.penalised_head(t),
             "vision": self.model.vision, "reset": self.model.reset, "pool": self.model.pool,
         }  # fmt: skip
 

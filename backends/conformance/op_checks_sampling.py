@@ -30,6 +30,8 @@ class SamplingCheck:
         if hasattr(x, "temperature"):
             if self.variant == "draw":
                 return self.ops.draw(self.logits, x, self.state)
+            if self.variant == "penalised":
+                return self.ops.take_penalised(self.logits, x, self.state)
             return self.ops.sample(self.logits, x, self.state, self.variant == "full")
         return self.ops.reset(x, self.state)
 
@@ -67,13 +69,17 @@ def sample(target: CheckTarget) -> str:
     slots, errors = rows + 2, []
     raw = randn(64, vocab, seed=11) * 3
     banned = [tuple(int(t) for t in raw[i].argsort(descending=True)[:5]) for i in range(rows)]
-    for variant in ("greedy", "full", *(["draw"] if harness.backend.policy.drawn_head else [])):
+    policy = harness.backend.policy
+    more = [name for name, there in (("draw", policy.drawn_head), ("penalised", policy.penalised_head)) if there]
+    for variant in ("greedy", "full", *more):
         full = variant != "greedy"
         cases = [CASES[i % len(CASES)] if full else Sample() for i in range(rows)]
         if full:
             cases[0] = Sample(full=True, banned=banned[0])
             cases[-1] = Sample(1.0, uniform=0.5, full=True, banned=banned[-1])
             cases = [replace(c, logprobs=MAX_LOGPROBS if variant == "full" else -1) for c in cases]
+        if variant == "penalised":
+            cases = [replace(c, temperature=0.0) for c in cases]
         inputs = host.head_inputs([host.SampleRow(i, 1 + i, s) for i, s in enumerate(cases)], vocab)
         if full:
             inputs.target[-2], inputs.slot[-2] = 17, 0
@@ -91,7 +97,7 @@ def sample(target: CheckTarget) -> str:
             found = {n: getattr(head, n) for n in ("token", "logprob", "rank", "top_id", "top_logprob")}
             outs.append({n: torch.from_numpy(np.array(v)) for n, v in found.items() if v is not None})
             outs[-1] |= {"last": state.last.cpu()[1:].clone(), "counts": state.counts.cpu()[1:].clone()}
-        wanted_of = {n: t for n, t in outs[1].items() if variant != "draw" or n in ("token", "last", "counts")}
+        wanted_of = {n: t for n, t in outs[1].items() if variant not in more or n in ("token", "last", "counts")}
         if missing := sorted(set(wanted_of) - set(outs[0])):
             raise CheckFailed(f"no {', '.join(missing)}")
         for name, wanted in wanted_of.items():

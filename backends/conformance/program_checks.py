@@ -220,7 +220,7 @@ def _small_need(bucket: Bucket) -> Bucket:
 
 def _check_first_op(bucket: Bucket, recorded_shapes: Counter[Any]) -> None:
     """Raises CheckFailed unless the first op of a body runs over as many tokens, slots or rows as the bucket has."""
-    sampling = "draw" if bucket.variant == "draw" else "sample"
+    sampling = {"draw": "draw", "penalised": "take_penalised"}.get(bucket.variant, "sample")
     first = {Stage.VISION: "patches", Stage.SAMPLE: sampling, Stage.RESET: "reset", Stage.POOL: "pool"}.get(
         bucket.stage, "embed"
     )

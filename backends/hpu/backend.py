@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from trencadis.backends.hpu.hccl_comm import HpuComm, HpuPipe
 from trencadis.backends.hpu.hpu_settings import HpuSettings, settings
 from trencadis.backends.hpu.launches.block_copies import HpuBlockCopies
 from trencadis.backends.hpu.launches.compiled_program import CompiledProgram
+from trencadis.backends.hpu.launches.device_errors import named_errors
 from trencadis.backends.hpu.launches.graph_program import GraphProgram
 from trencadis.backends.hpu.launches.host_copies import HostOutputPool, HpuPending, Staging
 from trencadis.backends.hpu.launches.hpu_inputs import LaunchForm
@@ -27,7 +27,7 @@ from trencadis.backends.hpu.ops import HpuOps
 from trencadis.backends.hpu.policy import without_fp8
 from trencadis.backends.hpu.start.bridge_loader import open_bridge
 from trencadis.backends.hpu.step_log import StepLog
-from trencadis.core.buckets import Bucket, Policy
+from trencadis.core.buckets import Bucket, Policy, Stage
 from trencadis.core.device.backend import (
     BackendConfig,
     Body,
@@ -65,7 +65,8 @@ class HpuBackend:
         self, cfg: BackendConfig, policy: Policy, bridge: Bridge | None = None, switches: HpuSettings | None = None
     ) -> None:
         self.cfg, self.policy = cfg, policy
-        self.bridge = bridge or open_bridge(cfg.card, world=cfg.cards, rank=cfg.card - cfg.index)
+        named = (cfg.options or {}).get("card_named") == "1"
+        self.bridge = bridge or open_bridge(cfg.card, world=cfg.cards, rank=cfg.card - cfg.index, named=named)
         if self.bridge.cast_to_fp8_v2 is None:
             self.policy = without_fp8(policy)
         self.settings = switches or settings(os.environ, cfg.options)
@@ -78,11 +79,11 @@ class HpuBackend:
         self.memory: Memory = HpuMemory(self.bridge, None if emulator is None else emulator.backed)
         if self.values:  # a card without values simulates one rank, so it joins no group
             join_group(cfg, self.bridge.collective_backend)
-        self.comm: Comm = HpuComm(self.bridge, cfg, alone=not self.values)
+        self.comm: Comm = HpuComm(self.bridge, cfg, alone=not self.values, opaque=self.settings.eager_collectives)
         self._staging, self._landing = Staging(self.bridge), HostOutputPool(self.bridge)
         alone = not self.values
         self.pipe: Pipe | None = HpuPipe(self.bridge, cfg, self._staging, alone) if cfg.stages > 1 else None
-        self.notes: tuple[str, ...] = () if emulator is None else (EMULATED,)
+        self.notes: tuple[str, ...] = (*(() if emulator is None else (EMULATED,)), *self.bridge.notes)
         self.hooks = Hooks() if emulator is None else Hooks(emulator.run_out, emulator.no_sync)
         self._contexts = (
             LaunchContexts() if emulator is None else LaunchContexts(emulator.launch, self.bridge.compile_only)
@@ -98,7 +99,11 @@ class HpuBackend:
         if self._emulator is None:
             return HpuOps(*args, dtype=self.dtype, windows=self.cfg.windows)
         layer = self._emulator.layer
-        return HpuOps(*args, run_layer=layer, dtype=self.dtype, windows=self.cfg.windows)
+        emulator = self._emulator
+        return HpuOps(
+            *args, run_layer=layer, dtype=self.dtype, windows=self.cfg.windows, check_context=emulator.launch,
+            values=emulator.values,
+        )  # fmt: skip
 
     def kv_blocks(self, wanted: int, block_bytes: int) -> int:
         """Returns the number of KV blocks to allocate: ``wanted``, but on an emulated card no more than the host's
@@ -126,6 +131,10 @@ class HpuBackend:
         """Operations that ran on the host's CPU since this backend was made."""
         return self.bridge.compilations(self._fallbacks)
 
+    def graph_breaks(self) -> int:
+        """Parts that are compiled with graph breaks, because Dynamo could not trace them as one graph."""
+        return len(self.hpu_ops.compiler.broken)
+
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Returns a tensor of zeros on the card; an emulated card backs large tensors page by page as they are
         written.
@@ -134,9 +143,8 @@ class HpuBackend:
 
     def block_copies(self, kv: Sequence[LayerKV]) -> HpuBlockCopies:
         """Builds the block copies between card and host (``core.launches.host_block_copies.PlanningBackend``)."""
-        compile = partial(self.bridge.compile, fullgraph=self.settings.fullgraph)
         sizes = self.cfg.block_size, self.policy.host_blocks
-        return HpuBlockCopies(self.bridge, kv, *sizes, self._contexts, self._staging, compile)
+        return HpuBlockCopies(self.bridge, kv, *sizes, self._contexts, self._staging, self.hpu_ops.compiler.compile)
 
     def program(self, bucket: Bucket, body: nn.Module | Body) -> GraphProgram | CompiledProgram:
         check_bucket(bucket, self.cfg.block_size, self.settings.context_slice)
@@ -144,17 +152,21 @@ class HpuBackend:
         form = LaunchForm(cfg.block_size, cfg.vocab_size, self.slot, any(cfg.windows), cfg.upto, shared=not lazy)
         kind = GraphProgram if lazy else CompiledProgram
         made = kind(bucket, body, self.bridge, self.hpu_ops, form, self._contexts)
-        made.static.staging = self._staging
+        made.static.staging, made.landing = self._staging, self._landing
+        made.compiles_for_real = bucket.stage is Stage.VISION and self.settings.vision_compiles_for_real(lazy)
         return made
 
     def fill(self, program: Program, inputs: Inputs) -> None:
         assert isinstance(program, HpuProgram)
         self._steplog.begin(str(program.bucket))
-        program.fill(inputs)
+        with named_errors(self.bridge):
+            program.fill(inputs)
 
     def fetch(self, out: TensorsOut, rows: int) -> HpuPending:
         self._steplog.end()
-        return HpuPending(out, rows, self._landing)
+        with named_errors(self.bridge):
+            return HpuPending(out, rows, self._landing)
 
     def synchronize(self) -> None:
-        self.bridge.synchronize()
+        with named_errors(self.bridge):
+            self.bridge.synchronize()

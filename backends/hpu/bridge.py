@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trencadis.backends.hpu.collectives import register_opaque
+
 
 @dataclass(frozen=True)
 class Bridge:
@@ -26,8 +28,12 @@ class Bridge:
         mem_get_info: (free, total) bytes.
         out_of_memory: True if an error of the device means a lack of memory.
         metric_localcontext: counts events; ``stats()[0][1]`` is their number.
+        opaque_collectives: makes (all_reduce, all_gather) that Dynamo does not look into.
         send, receive: rows to and from a rank of another pipeline stage, between launches.
-        pin: a copy of a host tensor in pinned memory, which the card reads and writes by itself.
+        pin: a copy of a host tensor in pinned memory, which the card reads and writes by itself; in ordinary memory if
+            not ``pinned``.
+        pinned: False: the plug-in refuses pinned memory, and every copy blocks.
+        notes: lines for the user about what the card or the plug-in lacks.
         event: a marker with ``record`` and ``synchronize``; the latter waits for all copies and launches before it.
         fused_sdpa, fused_rms_norm, apply_rotary: fused kernels, None where the plug-in lacks them.
         sdpa_parts: (q, k, v, mask, causal, scale, mode) -> attention over some keys, with the statistics to merge it
@@ -37,6 +43,8 @@ class Bridge:
         cast_from_fp8: (codes, dtype, scale) -> codes times the scale; None: their values.
         fp8_gemm_v2: (a [n, k], b [m, k], dtype, scale [n, 1], scale [m], bias) -> [n, m] of codes times their scales.
         convert_from_uint4: (codes int32 [k, m / 8], scale [groups, m], zero [groups, m / 8], dtype) -> [k, m].
+        experts: (x [n, hidden], experts int32 [n, top], shares [n, top], gate_up [2 x inner, hidden] and down
+            [hidden, inner] of each expert) -> [n, hidden], the weighted sum of each token's experts with SiLU.
         fp8_top: the largest e4m3 float of the card.
         block_adjustment: (maxima, sums, rows, count, shape) -> factor of each block over its row's sum
         (``optional_symbols``).
@@ -71,7 +79,13 @@ class Bridge:
     cast_from_fp8: Callable[..., Tensor] | None = None
     fp8_gemm_v2: Callable[..., Tensor] | None = None
     convert_from_uint4: Callable[..., Tensor] | None = None
+    experts: Callable[..., Tensor] | None = None
     fp8_top: float = 240.0
+    pinned: bool = True
+    opaque_collectives: Callable[[], tuple[Callable[[Tensor], Tensor], Callable[[Tensor, int], Tensor]]] = (
+        register_opaque
+    )
+    notes: tuple[str, ...] = ()
 
     def compilations(self, metric: Any) -> int:
         """Events counted while a ``metric_localcontext`` was open: recipes compiled, or fall-backs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,6 +41,36 @@ def gather_rows(x: Tensor, world: int) -> Tensor:
 def concat_columns(x: Tensor, world: int) -> Tensor:
     """Turns [world * n, width] into [n, world * width], contiguous: a view would have other strides."""
     return x.view(world, -1, x.shape[-1]).transpose(0, 1).reshape(-1, world * x.shape[-1]).contiguous()
+
+
+_library: Any = None
+
+
+def _register() -> None:
+    """Registers the operations once per process; called before anything is compiled."""
+    global _library
+    if _library is not None:
+        return
+    _library = torch.library.Library("trencadis_hpu", "DEF")  # type: ignore[no-untyped-call]
+    _library.define("all_reduce(Tensor x) -> Tensor")
+    _library.define("gather_rows(Tensor x, int world) -> Tensor")
+    _library.impl("all_reduce", lambda x: all_reduce(x.clone()), "CompositeExplicitAutograd")
+    _library.impl("gather_rows", gather_rows, "CompositeExplicitAutograd")
+    _library.impl("all_reduce", torch.empty_like, "Meta")
+    _library.impl("gather_rows", lambda x, world: x.new_empty(world * x.shape[0], *x.shape[1:]), "Meta")
+
+
+def register_opaque() -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, int], Tensor]]:
+    """Returns (all_reduce, all_gather) as operations that Dynamo does not look into; registers them at the first call.
+
+    Dynamo makes ``torch.distributed.all_reduce`` of a compiled part into a functional collective; these bypass that.
+    """
+    _register()
+    return torch.ops.trencadis_hpu.all_reduce, _gather_opaque
+
+
+def _gather_opaque(x: Tensor, world: int) -> Tensor:
+    return concat_columns(torch.ops.trencadis_hpu.gather_rows(x, world), world)
 
 
 def send(x: Tensor, to: int) -> Tensor:

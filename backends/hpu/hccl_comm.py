@@ -22,10 +22,12 @@ class HpuComm:
 
     Args:
         alone: True if this process simulates all ranks, so that nothing is sent.
+        opaque: compile mode: collectives are operations of their own, which Dynamo does not look into.
     """
 
-    def __init__(self, bridge: Bridge, cfg: BackendConfig, alone: bool = False) -> None:
+    def __init__(self, bridge: Bridge, cfg: BackendConfig, alone: bool = False, opaque: bool = False) -> None:
         self._bridge, self.rank, self.world = bridge, cfg.rank, cfg.world
+        self._opaque: Any = bridge.opaque_collectives() if opaque and cfg.world > 1 and not bridge.is_lazy() else None
         self._host: Any = None
         if alone:
             return
@@ -36,10 +38,17 @@ class HpuComm:
             self._host = torch.distributed.new_group(backend="gloo")
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        return x if self.world == 1 else self._bridge.all_reduce(x)
+        if self.world == 1:
+            return x
+        found: Tensor = self._bridge.all_reduce(x) if self._opaque is None else self._opaque[0](x)
+        return found
 
     def all_gather(self, x: Tensor) -> Tensor:
-        return x if self.world == 1 else self._bridge.all_gather(x, self.world)
+        if self.world == 1:
+            return x
+        gather = self._bridge.all_gather if self._opaque is None else self._opaque[1]
+        found: Tensor = gather(x, self.world)
+        return found
 
     def least(self, values: Sequence[int]) -> tuple[int, ...]:
         return _least(values, self._host)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.cpu.reference_ops import ReferenceOps
-from trencadis.backends.cpu.sampler import sample_full
+from trencadis.backends.cpu.sampler import apply_penalties, draw, sample_full
 from trencadis.backends.hpu.attention import (
     block_decode,
     context_prefill,
@@ -20,25 +20,23 @@ from trencadis.backends.hpu.attention import (
     vision,
     window_attention,
 )
-from trencadis.backends.hpu.attention.attention_inputs import (
-    BlockDecodeAttn,
-    ContextAttn,
-    FreshAttn,
-    JoinedContext,
-    MaskedSegments,
-    SharedDecode,
-    SlicedContext,
-)
-from trencadis.backends.hpu.attention.softmax import AttentionKernels
+from trencadis.backends.hpu.attention.attention_inputs import FreshAttn, JoinedContext, SharedDecode, SlicedContext
+from trencadis.backends.hpu.attention.preparation import AttnPreparation, DecodeForm, SegmentPreparation
+from trencadis.backends.hpu.attention.softmax import AttentionKernels, lowest
 from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.fp8_linear import TAKEN, TINY, Floats8Weight, floats8_weight
+from trencadis.backends.hpu.fused_experts import ListedExperts, check_experts, list_experts, run_listed_experts
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.int4_linear import PackedWeight4, packed4_weight
 from trencadis.backends.hpu.launches.compiled_regions import Regions
+from trencadis.backends.hpu.launches.layer_groups import group_layers
+from trencadis.backends.hpu.launches.region_compiler import RegionCompiler
 from trencadis.backends.hpu.launches.trees import leaves, rebuild
+from trencadis.backends.hpu.sampling import find_thresholds
 from trencadis.backends.hpu.shared_shapes import pieces
 from trencadis.core.device.backend import (
     Attn,
+    ExpertWeights,
     HeadTensors,
     HeadTensorsOut,
     LayerKV,
@@ -51,6 +49,9 @@ from trencadis.core.device.backend import (
 from trencadis.core.quant.quantised_tensor import QTensor
 
 T = TypeVar("T")
+
+Note = Callable[[Tensor, HeadTensors, SamplerState, bool], None]
+"""Stores drawn ids int64 [r]; True: and their counts."""
 
 FUSED_ROWS = 3
 """Minimum number of dimensions that FusedRMSNorm takes."""
@@ -77,6 +78,8 @@ class HpuOps(ReferenceOps):
         run_layer: function that runs one layer of a stack, in lazy mode.
         dtype: of queries.
         windows: distinct sliding windows of the model's layers.
+        check_context: context manager around launches that check the card.
+        values: False on a card without values, which nothing can be checked on.
     """
 
     def __init__(
@@ -87,26 +90,33 @@ class HpuOps(ReferenceOps):
         run_layer: Callable[..., Any] = lambda run, *args: run(*args),
         dtype: torch.dtype = torch.bfloat16,
         windows: tuple[int, ...] = (0,),
+        check_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        values: bool = True,
     ) -> None:
         self.dtype, self.windows = dtype, windows
         self.bridge, self.settings, self.block_size = bridge, settings, block_size
         self._run_layer = run_layer
-        fused = settings.fused_sdpa
+        fused, adjusts = settings.fused_sdpa, bridge.is_lazy() or settings.adjustment_compiled
         self.kernels = AttentionKernels(
             bridge.fused_sdpa if fused else None,
             bridge.sdpa_parts if fused else None,
-            bridge.product if bridge.is_lazy() else None,  # Dynamo refuses a product into a tensor of another dtype
-            bridge.block_adjustment if settings.block_adjustment else None,
+            settings.fp32_products,
+            settings.decode_parts,
+            bridge.product,
+            bridge.block_adjustment if settings.block_adjustment and adjusts else None,
             bridge.cast_to_fp8_v2,
             bridge.cast_from_fp8,
         )
         self.lazy = bridge.is_lazy()
-        self.regions = (
-            None
-            if self.lazy or not settings.regional
-            else Regions(partial(bridge.compile, fullgraph=settings.fullgraph))
-        )
+        self.compiler = RegionCompiler(bridge, settings)
+        self.regions = None if self.lazy or not settings.regional else Regions(self.compiler)
+        self.check_context, self.values = check_context, values
+        self.fused_experts: bool | None = None
+        """True if the plug-in's operation for experts is used; None: not checked yet."""
         self._layers, self._inside = 0, False
+        self._preparations: dict[DecodeForm, AttnPreparation] = {}
+        self._segments = SegmentPreparation()
+        self._groups: dict[int, tuple[Sequence[Any], Sequence[Any]]] = {}
 
     def pack_quantised(self, q: QTensor, bias: Tensor | None = None) -> Weight:
         """Packs 8-bit floats as they are if the plug-in multiplies them, and 4 bits if it unpacks them.
@@ -144,6 +154,22 @@ class HpuOps(ReferenceOps):
         y = torch.matmul(rows, opens(w.codes, w.scale, w.zero, x.dtype))
         return y if w.bias is None else y + w.bias
 
+    def pack_experts(self, gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> ExpertWeights:
+        """Keeps each expert by itself where the plug-in's operation for experts is there and right; else joins them."""
+        if self.fused_experts is None:
+            self.fused_experts = self.bridge.experts is not None and (not self.values or check_experts(self))
+        return list_experts(gate_up, down) if self.fused_experts else super().pack_experts(gate_up, down)
+
+    def experts(self, x: Tensor, scores: Tensor, w: ExpertWeights, top: int, normalise: bool, kind: str) -> Tensor:
+        if not isinstance(w, ListedExperts):
+            return super().experts(x, scores, w, top, normalise, kind)
+        assert self.bridge.experts is not None
+        return run_listed_experts(self.bridge.experts, self, x, scores, w, top, normalise, kind)
+
+    def reference(self) -> ReferenceOps:
+        """Returns ops over the CPU, to check against."""
+        return ReferenceOps()
+
     def begin(self) -> None:
         """Starts a launch: layers are counted from here, so that its cuts are always at the same layers."""
         self._layers = 0
@@ -154,6 +180,21 @@ class HpuOps(ReferenceOps):
             return self.region(run, *args)
         out: T = self._run_layer(run, *args)
         return out
+
+    def group_layers(self, layers: Sequence[Any], attn: Any) -> Sequence[Any]:
+        """Implements ``core.models.interface.GroupingOps``: in compile mode the layers of a DECODE launch run in
+        regions of several.
+        """
+        size = self.settings.decode_layers
+        decodes = isinstance(attn, SharedDecode) or (
+            isinstance(attn, window_attention.PerWindow) and isinstance(attn.each[0], SharedDecode)
+        )
+        if self.regions is None or size == 1 or not decodes:
+            return layers
+        known = self._groups.get(id(layers))
+        if known is None:
+            known = self._groups[id(layers)] = (layers, group_layers(layers, size))
+        return known[1]
 
     def region(self, run: Callable[..., T], *args: Any) -> T:
         if self.regions is None:
@@ -214,21 +255,58 @@ class HpuOps(ReferenceOps):
         super().reset(convert_fields(reset, RESET_TYPES), state)
 
     def sample(self, logits: Tensor, head: HeadTensors, state: SamplerState, full: bool) -> HeadTensorsOut:
-        """Samples ids. Counts are read before they are stored, which in one compiled graph would rewrite those of every
-        slot.
-        """
         head = convert_fields(head, HEAD_TYPES)
-        if not (full and self._inside):
-            return super().sample(logits, head, state, full)
+        if not full:
+            return super().sample(logits, head, state, False)
+        return self._count(lambda note: sample_full(logits, head, state, self.thresholds, note), head, state)
+
+    def draw(self, logits: Tensor, inputs: HeadTensors, state: SamplerState) -> HeadTensorsOut:
+        """Implements ``core.models.interface.DrawingOps``."""
+        head = convert_fields(inputs, HEAD_TYPES)
+        scores, allowed = apply_penalties(logits.float(), head, state)
+        return self._take(draw(scores, allowed, head, self.thresholds), head, state)
+
+    def take_penalised(self, logits: Tensor, inputs: HeadTensors, state: SamplerState) -> HeadTensorsOut:
+        """Implements ``core.models.interface.PenalisingOps``."""
+        head = convert_fields(inputs, HEAD_TYPES)
+        scores, allowed = apply_penalties(logits.float(), head, state)
+        return self._take(torch.where(allowed, scores, lowest(torch.float32)).argmax(-1), head, state)
+
+    def thresholds(self, probs: Tensor, head: HeadTensors) -> Tensor:
+        """Finds thresholds by bisection: a sort of the vocabulary would cost more than the rest of a draw."""
+        return find_thresholds(probs, head.top_k, head.top_p, head.min_p)
+
+    def _take(self, token: Tensor, head: HeadTensors, state: SamplerState) -> HeadTensorsOut:
+        """Stores given ids int64 [r], or the targets of rows that have one, and their counts."""
+
+        def run(note: Note) -> HeadTensorsOut:
+            chosen = torch.where(head.target >= 0, head.target, token)
+            note(chosen, head, state, True)
+            return HeadTensorsOut(chosen.int(), None, None, None, None)
+
+        return self._count(run, head, state)
+
+    def _count(
+        self, run: Callable[[Note], HeadTensorsOut], head: HeadTensors, state: SamplerState
+    ) -> HeadTensorsOut:  # fmt: skip
+        """Runs a launch that stores the ids that it draws. Counts are read before they are stored, which in one
+        compiled graph would rewrite those of every slot.
+
+        Args:
+            run: calls the function that it gets with the drawn ids.
+        """
+        if not self._inside:
+            return run(self.update)
         kept: list[Tensor] = []
 
         def note(token: Tensor, head: HeadTensors, state: SamplerState, full: bool) -> None:
             self.update(token, head, state, False)
             kept.append(count_tokens(token, head, state))
 
-        out: Any = DrawnCounts(
-            sample_full(logits, head, state, self.thresholds, note), kept[0], head.slot, state.counts
-        )
+        drawn = run(note)
+        if drawn.logprob is not None:  # a view that leaves a region would be taken eagerly
+            drawn = drawn._replace(logprob=drawn.logprob.clone())
+        out: Any = DrawnCounts(drawn, kept[0], head.slot, state.counts)
         found: HeadTensorsOut = out
         return found
 
@@ -258,36 +336,23 @@ class HpuOps(ReferenceOps):
         return fused(total[None] if total.dim() < FUSED_ROWS else total, weight, eps).view(total.shape), total
 
     def prepare_attn(self, attn: Attn, heads: int, kv: LayerKV) -> Any:
-        """Computes masks and other attention inputs that are the same in every layer.
-
-        In compile mode with regions each layer computes them itself: a region of their own would double what is
-        compiled.
+        """Computes masks and other attention inputs that are the same in every layer; in compile mode in one small
+        region for each shape of a launch.
         """
-        if self.regions is not None:
+        dtype = kv.k.dtype if kv.k_scale is None else self.dtype
+        form = DecodeForm(heads, kv.k.shape[1], dtype, self.settings.fp32_softmax)
+        preparation = self._preparations.get(form)
+        if preparation is None:
+            slices = self.settings.context_slice
+            preparation = AttnPreparation(form, self.windows, self.block_size, slices, self.kernels)
+            if self.regions is not None:  # inside of a compiled body a changed dict would be another trace
+                self._preparations[form] = preparation
+        if not preparation.needed(attn):
             return attn
-        if len(self.windows) == 1:
-            return self._prepare(attn, heads, kv, self.windows[0])
-        each = tuple(self._prepare(attn, heads, kv, window) for window in self.windows)
-        return window_attention.PerWindow(attn.slot, self.windows, each)  # type: ignore[attr-defined]
-
-    def _prepare(self, attn: Attn, heads: int, kv: LayerKV, window: int) -> Any:
-        size, fp32 = self.block_size, self.settings.fp32_softmax
-        if isinstance(attn, BlockDecodeAttn):  # no match statement: not every Dynamo since torch 2.6 traces its classes
-            return block_decode.prepare_decode(attn, heads, kv, size, fp32, self.dtype, window)
-        if isinstance(attn, ContextAttn):
-            if window:
-                return window_attention.prepare_context(attn, window, size, self.kernels)
-            return context_prefill.prepare_context(attn, size, self.settings.context_slice)
-        if isinstance(attn, FreshAttn):
-            return window_attention.prepare_fresh(attn, window, self.kernels)
-        return attn
+        return preparation.attach(attn, self.region(preparation.compute, attn))
 
     def prepare_segments(self, seg: Segments) -> Any:
-        return seg if self.regions is not None else vision.prepare_segments(seg)
-
-    def _mask_segments(self, seg: Segments) -> MaskedSegments:
-        made: MaskedSegments = seg if isinstance(seg, MaskedSegments) else vision.prepare_segments(seg)
-        return made
+        return self._segments.attach(seg, self.region(self._segments.compute, seg))
 
     def rope_store(
         self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn
@@ -316,8 +381,6 @@ class HpuOps(ReferenceOps):
         fp32, kernels, size = self.settings.fp32_softmax, self.kernels, self.block_size
         if isinstance(attn, window_attention.PerWindow):
             attn = attn.each[attn.windows.index(window)]
-        elif self.regions is not None:
-            attn = self._prepare(attn, q.shape[1], kv, window)
         if isinstance(attn, FreshAttn):
             return fresh_prefill.attend_fresh(q, k, v, attn, scale, fp32, kernels)
         if isinstance(attn, window_attention.MaskedRows):
@@ -335,16 +398,12 @@ class HpuOps(ReferenceOps):
         cos, sin = rotary.cos[:, None], rotary.sin[:, None]
         return self._rotate(q, cos, sin), self._rotate(k, cos, sin)
 
-    def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
-        return vision.attend_windows(
-            q, k, v, self._mask_segments(seg), scale, self.settings.fp32_softmax_vision, self.kernels
-        )
+    def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Any, scale: float) -> Tensor:
+        return vision.attend_windows(q, k, v, seg, scale, self.settings.fp32_softmax_vision, self.kernels)
 
-    def attend_images(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
+    def attend_images(self, q: Tensor, k: Tensor, v: Tensor, seg: Any, scale: float) -> Tensor:
         fp32 = self.settings.fp32_softmax_vision
-        return vision.attend_images(
-            q, k, v, self._mask_segments(seg), scale, fp32, self.kernels, lambda: self.cut("tile")
-        )
+        return vision.attend_images(q, k, v, seg, scale, fp32, self.kernels, lambda: self.cut("tile"))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -7,14 +7,11 @@ use in vLLM's Gaudi plugin (``extension/utils.py``, ``extension/ops.py``, ``exte
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-PRODUCT_SINCE = (1, 24, 0, 171)
-"""First build whose product of bfloat16 matrices can be written into a float32 tensor."""
 
 ADJUSTMENT_SINCE = (1, 22, 0, 494)
 
@@ -26,13 +23,13 @@ class OptionalSymbols(NamedTuple):
     """Optional fields of ``bridge.Bridge``; None if the plug-in or the card lacks one."""
 
     sdpa_parts: Callable[..., tuple[Tensor, Tensor, Tensor]] | None
-    product: Callable[[Tensor, Tensor], Tensor] | None
     block_adjustment: Callable[..., Tensor] | None
     cast_to_fp8_v2: Callable[..., Tensor] | None
     cast_from_fp8: Callable[..., Tensor] | None
     fp8_gemm_v2: Callable[..., Tensor] | None
     fp8_top: float
     convert_from_uint4: Callable[..., Tensor] | None = None
+    experts: Callable[..., Tensor] | None = None
 
 
 def find_symbols(version: str | None, card: str) -> OptionalSymbols:
@@ -45,13 +42,13 @@ def find_symbols(version: str | None, card: str) -> OptionalSymbols:
     casts = hasattr(ops, "cast_to_fp8_v2") and hasattr(ops, "cast_from_fp8")
     return OptionalSymbols(
         sdpa_parts if hasattr(ops, "sdpa_recomp_fwd") else None,
-        product if build >= PRODUCT_SINCE else None,
         block_adjustment if adjusts and hasattr(ops, "block_softmax_adjustment") else None,
         cast_to_fp8_v2 if casts else None,
         cast_from_fp8 if casts else None,
         fp8_gemm_v2 if casts and hasattr(ops, "fp8_gemm_v2") else None,
         FP8_TOP[third],
         convert_from_uint4 if hasattr(ops, "convert_from_uint4") else None,
+        mixture_of_experts if hasattr(ops, "mixture_of_experts") else None,
     )
 
 
@@ -76,12 +73,6 @@ def sdpa_parts(
     return out, high, inverse
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """Multiplies bfloat16 [..., S, d] and [..., d, T] to float32 [..., S, T], summed in float32."""
-    out = torch.empty((*a.shape[:-1], b.shape[-1]), dtype=torch.float32, device=a.device)
-    return torch.matmul(a, b, out=out)
-
-
 def block_adjustment(high: Tensor, total: Tensor, rows: Tensor, count: int, shape: list[int]) -> Tensor:
     """Returns the factor of each block over its row's sum, of ``shape``: exp(high - M) / sum of exp(high - M) * total,
     with M the largest ``high`` of the row.
@@ -91,6 +82,20 @@ def block_adjustment(high: Tensor, total: Tensor, rows: Tensor, count: int, shap
         rows: int32 [B], the row of each block, below ``count``; -1: the block belongs to no row.
     """
     found: Tensor = torch.ops.hpu.block_softmax_adjustment(high, total, rows, count, shape)
+    return found
+
+
+def mixture_of_experts(
+    x: Tensor, chosen: Tensor, shares: Tensor, gate_up: Sequence[Tensor], down: Sequence[Tensor]
+) -> Tensor:
+    """Returns [n, hidden]: the sum of each token's ``chosen`` experts, int32 [n, top], weighted by ``shares`` [n, top].
+
+    Args:
+        gate_up, down: [2 x inner, hidden] and [hidden, inner] of each expert; the activation is SiLU.
+    """
+    found: Tensor = torch.ops.hpu.mixture_of_experts.fused_weights(
+        x, chosen, shares, list(gate_up), list(down), True, "silu", 0, len(down) - 1
+    )
     return found
 
 

@@ -17,6 +17,7 @@ CLAIMS = (
     _Claim("released", "device", "share of a released graph's bytes that come back", 0.9, True),
     _Claim("demo_tokens", "demo", "demo, float32: answers whose tokens are not the CPU's", 0),
     _Claim("demo_top1", "demo", "demo, bf16: top-1 of our own float32 on the CPU, teacher-forced", 99, True, " %"),
+    _Claim("graph_breaks", "demo", "parts compiled with graph breaks, in start-up and answers", 0),
     _Claim("fallbacks", "demo", "operations that ran on the host, in start-up and answers", 0),
     _Claim("restart", "demo", "recipes compiled by a second start", 0),
     _Claim("captures", "mixed", "graphs captured after warm-up, 10,000 mixed requests", 0),
@@ -25,8 +26,10 @@ CLAIMS = (
     _Claim("prompt_graphs", "three", "random 3B: memory of prompt graphs away from its prediction", 25, False, " %"),
     _Claim("decode_graphs", "three", "random 3B: memory of decode graphs away from its prediction", 25, False, " %"),
     _Claim("ledger", "three", "ledger away from mem_get_info, share of the card", 1, False, " %"),
+    _Claim("step_32", "three", "random 3B, 32 rows of 1,024 tokens: a step over plan --time", 1.25, False, "x"),
     _Claim("tpot", "three", "random 3B, decode TPOT at c=1 over weight bytes / copy bandwidth", 1.5, False, "x"),
     _Claim("all_reduce_us", "ranks", "two cards, all-reduce of a decoding step (64 x 8,192 bf16): microseconds", 150),
+    _Claim("all_reduce_eager_us", "ranks", "the same, TRENCADIS_HPU_COLLECTIVES=eager", 150),
     _Claim("ranks_tokens", "ranks", "demo, float32, two cards: answers whose tokens are not one card's", 0),
 )
 """In the order of the page."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.accuracy import forced
-from benchmarks.harness.compared_engines import Ours, Setup
+from benchmarks.harness.compared_engines import Ours, Setup, Work, run
 from benchmarks.harness.engine_measurements import UNUSED, answers, copy_bandwidth, formulas, tpot
 from benchmarks.harness.reporting import median
 from trencadis.core.buckets import Stage
@@ -61,6 +61,13 @@ def ledger(side: Ours, backend: Backend) -> dict[str, int]:
     return {"booked": booked, "used": total - backend.memory.free(), "total": total}
 
 
+def decode_step(side: Ours, rows: int, out: int) -> dict[str, float]:
+    """Median seconds between the tokens of ``rows`` requests that run together, and their mean context."""
+    done = run(side, Work(rows, out, words=800, seed=99))
+    gaps = [b - a for stamps in done.stamps for a, b in zip(stamps[out // 2 :], stamps[out // 2 + 1 :], strict=False)]
+    return {"seconds": median(gaps), "rows": rows, "context": 1024}
+
+
 def probe(setup: Setup, figures: list[str], file: Path, samples: int, conversations: int, copied: int) -> None:
     """Measures ``figures`` on one engine. Writes ``file`` after each and names failed ones in ``failed``."""
     begun = time.perf_counter()
@@ -80,6 +87,8 @@ def probe(setup: Setup, figures: list[str], file: Path, samples: int, conversati
         "pools": lambda: pools(side),
         "ledger": lambda: ledger(side, backend),
         "tpot": lambda: tpot(side, 64 if samples > 2 else 12),
+        "step_32": lambda: decode_step(side, 32 if samples > 2 else 2, 64 if samples > 2 else 8),
+        "graph_breaks": lambda: getattr(backend, "graph_breaks", int)(),
         "copy": lambda: copy_bandwidth(zeros(), zeros(), backend.synchronize),
         "fallbacks": lambda: getattr(backend, "fallbacks", int)(),
     }  # fmt: skip

@@ -27,6 +27,8 @@ from benchmarks.harness.reporting import RESULTS, ROOT
 from benchmarks.harness.subprocesses import PartRun
 from benchmarks.hpu.claims import CLAIMS
 from trencadis.assets import demo_path
+from trencadis.backends.hpu.paper_times import times
+from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.cpu_affinity import available_cpus
 
 SIDE = 448
@@ -69,13 +71,15 @@ def demo(run: HpuRun) -> None:
     path = str(demo_path())
     exact = run.setup(path, "float32")
     wanted = run.probe("demo-cpu", replace(exact, device="cpu"), "answers,forced")
-    first = run.probe("demo", exact, "answers,fallbacks")
+    first = run.probe("demo", exact, "answers,fallbacks,graph_breaks")
     if first is not None and wanted is not None and "answers" in first:
         pairs = list(zip(first["answers"], wanted["answers"], strict=True))
         run.values["demo_tokens"] = sum(a != b for a, b in pairs)
         run.notes["demo_tokens"] = f"of {len(pairs)}"
     if first is not None and "fallbacks" in first:
         run.values["fallbacks"] = first["fallbacks"]
+    if first is not None and "graph_breaks" in first:
+        run.values["graph_breaks"] = first["graph_breaks"]
     again = run.probe("demo-again", exact, "")
     if first is not None and again is not None:
         run.values["restart"] = again["compiled"]
@@ -115,7 +119,7 @@ def three(run: HpuRun) -> None:
     begun = time.monotonic()
     path = checkpoint("tiny" if run.smoke else "three")
     print(f"checkpoint {path.name}: {time.monotonic() - begun:.0f} s", flush=True)
-    found = run.probe("three", run.setup(str(path), "bfloat16", 8192, 0), "pools,ledger,tpot,copy")
+    found = run.probe("three", run.setup(str(path), "bfloat16", 8192, 0), "pools,ledger,tpot,step_32,copy")
     if found is None:
         return
     run.values["compile_seconds"] = found["bucket_seconds"]
@@ -126,6 +130,11 @@ def three(run: HpuRun) -> None:
     if (book := found.get("ledger")) is not None:
         run.values["ledger"] = 100 * abs(book["booked"] - book["used"]) / book["total"]
         run.notes["ledger"] = f"{book['booked'] / 2**30:.2f} GiB booked, {book['used'] / 2**30:.2f} GiB used"
+    if "step_32" in found:
+        step = found["step_32"]
+        (load,) = times(load_config(path), rows=(step["rows"],), contexts=(step["context"],))["loads"]
+        run.values["step_32"] = step["seconds"] / load["tpot"]
+        run.notes["step_32"] = f"{1e3 * step['seconds']:.2f} ms, {1e3 * load['tpot']:.2f} ms on paper"
     if "tpot" in found and "copy" in found:
         weights = text_bytes(SHAPES[path.name], 2)
         run.values["tpot"] = found["tpot"] / (weights / found["copy"])
@@ -141,6 +150,8 @@ def ranks(run: HpuRun) -> None:
         return
     if "all_reduce_us" in found:
         run.values["all_reduce_us"] = found["all_reduce_us"]
+    if "all_reduce_eager_us" in found:
+        run.values["all_reduce_eager_us"] = found["all_reduce_eager_us"]
     if "differ" in found:
         run.values["ranks_tokens"], run.notes["ranks_tokens"] = found["differ"], f"of {found['answers']}"
 

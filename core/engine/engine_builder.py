@@ -245,6 +245,7 @@ def backend_config(
         local_world=rank_info.cards,
         packed=packed_file(config, rank_info.rank),
         options={
+            "card_named": "1" if ":" in config.device else "0",
             "policy": config.policy,
             "attention": config.attention_backend,
             "threads": str(threads_of(config.threads, rank_info.local_world)),

@@ -33,6 +33,7 @@ from trencadis.core.errors import StartupError
 from trencadis.core.graphs.graph_capture import CaptureJournal, GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager, GraphObserver
 from trencadis.core.graphs.graph_reporter import GraphReporter
+from trencadis.core.graphs.oom_errors import format_error, is_out_of_memory
 from trencadis.core.graphs.rank_agreement import RankAgreement
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.host_memory import gib
@@ -88,14 +89,25 @@ def profile_activations(graphs: GraphManager, buckets: list[Bucket]) -> dict[Buc
     """Runs ``buckets`` on padding with temporary programs, because the later KV cache has another shape.
 
     Returns, for each bucket, the bytes that are in use on the device after its run.
+
+    Raises:
+        StartupError: one line if a bucket's run does not fit the device's memory.
     """
     taken, free = {}, graphs.backend.memory.free
     graphs.backend.synchronize()
     before = free()
     for bucket in buckets:
         program = graphs.make(bucket)
-        program.rehearse()
-        graphs.backend.synchronize()
+        try:
+            program.rehearse()
+            graphs.backend.synchronize()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise StartupError(
+                f"{bucket}, one of the largest launches, does not fit the device ({format_error(error)}): lower "
+                "--max-num-batched-tokens, --max-num-seqs, or max_pixels of --mm-processor-kwargs"
+            ) from None
         del program
         gc.collect()
         taken[bucket] = max(before - free(), 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from trencadis.core.buckets import Bucket
 from trencadis.core.engine_stats import WARMING, BucketState, GraphCounters, GraphPlan, PoolBytes
 from trencadis.core.graphs.graph_capture import GraphCaptures
@@ -47,7 +49,9 @@ class GraphReporter:
         if self.captures:
             spent, seconds = dict(self.captures.own.spent), dict(self.captures.seconds)
             spent["not_returned"] = sum(self.captures.own.lost.values())
-        return GraphCounters(g.lazy_compiles, g.recompiles, spent, self.warming(), seconds)
+        breaks: Callable[[], int] | None = getattr(g.backend, "graph_breaks", None)
+        broken = breaks() if breaks is not None else 0
+        return GraphCounters(g.lazy_compiles, g.recompiles, spent, self.warming(), seconds, broken)
 
     def warming(self) -> Warming | None:
         """Returns the progress of warm-up; None if there is none."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 OOM_PHRASES = (
     "out of memory", "outofdevicememory", "allocation failed", "alloc failed", "failed to allocate",
-    "not enough memory",
+    "not enough memory", "no enough memory", "workspace allocation of size",
 )  # fmt: skip
 """Phrases in lower case. Underscores in the error text, as in names of status codes, count as spaces."""
 

@@ -34,6 +34,7 @@ from trencadis.core.launches.stage_transfer import PipelineTransfer, runs_on_sta
 from trencadis.core.masks.manager import MatcherManager, PendingSample
 from trencadis.core.models.interface import Model, Persistent
 from trencadis.core.progress import Warming
+from trencadis.core.request import GREEDY_BELOW
 from trencadis.core.shared_constants import WINDOW_SLOTS
 from trencadis.core.step import (
     Encode,
@@ -120,6 +121,7 @@ class ModelRunner:
             "greedy": lambda t: model.head(t, False),
             "masked": lambda t: model.masked_head(t),
             "draw": lambda t: model.drawn_head(t),
+            "penalised": lambda t: model.penalised_head(t),
             "full": lambda t: model.head(t, True),
             "reset": model.reset,
             "pool": model.pool,
@@ -302,10 +304,11 @@ class ModelRunner:
         )
         told = needs.logprobs or any(r.sample.logprobs >= 0 for r in rows)
         some, best = needs.full or bool(full), needs.best and all(full)
+        cold = needs.cold and all(r.sample.temperature < GREEDY_BELOW for r in rows if r.sample.full)
 
         def part(inputs: HeadInputs, full: bool) -> Pending[HeadOutput]:
             count = len(inputs.slot)
-            bucket = head_bucket(count, full, best, self.plan, told)
+            bucket = head_bucket(count, full, best, self.plan, told, cold)
             return self.backend.fetch(self._run(bucket, inputs, count, pending), count)
 
         def apart(inputs: HeadInputs) -> Pending[HeadOutput]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from trencadis.core.request import NO_LOGPROB
+from trencadis.core.request import GREEDY_BELOW, NO_LOGPROB
 from trencadis.core.step import (
     PENDING,
     BatchChange,
@@ -66,12 +66,14 @@ class HeadNeeds(NamedTuple):
         full: some row needs more than the argmax; ``every``: all rows do.
         best: the ``full`` rows need only the argmax over the ids that their masks allow.
         logprobs: some row requests log-probabilities.
+        cold: the ``full`` rows have temperature 0.
     """
 
     full: bool = False
     best: bool = True
     logprobs: bool = False
     every: bool = True
+    cold: bool = True
 
 
 class BatchOutOfStep(RuntimeError):
@@ -303,7 +305,9 @@ class RankInputBatch:
         if self._needs is None:
             flags = self._numbers[:, : self.count]
             full, best = flags[FULL], bool((flags[BEST] >= flags[FULL]).all())
-            self._needs = HeadNeeds(bool(full.any()), best, bool(flags[TOLD].any()), bool(full.all()))
+            warm = self._floats[FLOATS.index("temperature"), : self.count] >= GREEDY_BELOW
+            cold = not bool((warm & (full > 0)).any())
+            self._needs = HeadNeeds(bool(full.any()), best, bool(flags[TOLD].any()), bool(full.all()), cold)
         return self._needs
 
     # Conversion to rows

@@ -35,7 +35,15 @@ from trencadis.core.device.launch_tensors import first_rows
 from trencadis.core.errors import StartupError
 from trencadis.core.models.attention import Attention
 from trencadis.core.models.embedding import Embedding, LMHead
-from trencadis.core.models.interface import BestOps, DrawingOps, HostLayering, MaskingOps, Persistent
+from trencadis.core.models.interface import (
+    BestOps,
+    DrawingOps,
+    GroupingOps,
+    HostLayering,
+    MaskingOps,
+    PenalisingOps,
+    Persistent,
+)
 from trencadis.core.models.linear import Linear, scaled
 from trencadis.core.models.mlp import MLP, GatedMLP, PlainMLP
 from trencadis.core.models.moe import ExpertMLP
@@ -253,6 +261,10 @@ class SamplingHead:
         """Samples and returns only the ids."""
         return cast(DrawingOps, self.ops).draw(self._logits(hidden, inputs), inputs, state)
 
+    def take_penalised_best(self, hidden: Tensor, inputs: HeadTensors, state: SamplerState) -> HeadTensorsOut:
+        """Takes the best ids after penalties, bias and mask."""
+        return cast(PenalisingOps, self.ops).take_penalised(self._logits(hidden, inputs), inputs, state)
+
     def _logits(self, hidden: Tensor, inputs: HeadTensors) -> Tensor:
         return self.lm_head(self.ops.gather_rows(hidden, inputs.hidden_row))
 
@@ -381,7 +393,10 @@ class Decoder:
         deepstack_rows = rest[0] if rest else ()  # only the first stage has them
         first = self.layers[0].attention
         attn = ops.prepare_attn(inputs.attn, first.heads, first.kv)
-        for i, layer in enumerate(self.layers):
+        layers: Sequence[Any] = self.layers
+        if not deepstack_rows and hasattr(ops, "group_layers"):
+            layers = cast(GroupingOps, ops).group_layers(layers, attn)
+        for i, layer in enumerate(layers):
             x, residual = ops.layer(layer, x, residual, local if layer.local else rotary, attn)
             if i < len(deepstack_rows):
                 x = ops.region(self.deepstack_add, x, deepstack_rows[i], p.arena)
@@ -404,6 +419,10 @@ class Decoder:
     def masked_head(self, inputs: HeadTensors) -> HeadTensorsOut:
         """Returns the best id that the mask of each of r hidden rows allows."""
         return self.ops.region(self.sampling.take_masked_best, self.persistent.hidden, inputs, self.persistent.state)
+
+    def penalised_head(self, inputs: HeadTensors) -> HeadTensorsOut:
+        """Returns the best id of each of r hidden rows after penalties, bias and mask."""
+        return self.ops.region(self.sampling.take_penalised_best, self.persistent.hidden, inputs, self.persistent.state)
 
     def drawn_head(self, inputs: HeadTensors) -> HeadTensorsOut:
         """Samples from r hidden rows, without log-probabilities."""

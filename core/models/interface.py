@@ -74,6 +74,24 @@ class DrawingOps(Protocol):
         ...
 
 
+class GroupingOps(Protocol):
+    """Additional method of ``Ops`` for devices that run several layers as one."""
+
+    def group_layers(self, layers: Sequence[Any], attn: Any) -> Sequence[Any]:
+        """Returns what runs in place of ``layers``: layers, or groups of neighbours that are called as a layer is."""
+        ...
+
+
+class PenalisingOps(Protocol):
+    """Additional method of ``Ops`` if the policy sets ``penalised_head``."""
+
+    def take_penalised(self, logits: Tensor, inputs: HeadTensors, state: SamplerState) -> HeadTensorsOut:
+        """Runs ``Ops.sample`` for rows of temperature 0: the best id after penalties, bias and mask, and nothing
+        else.
+        """
+        ...
+
+
 class CrossAttentionOps(Protocol):
     """Additional methods of ``Ops`` for layers that attend to image rows (``TextConfig.cross_attention_layers``)."""
 
@@ -149,6 +167,12 @@ class Model(Protocol):
 
         For devices whose policy sets ``masked_head``.
         """
+
+    def penalised_head(self, inputs: HeadTensors) -> HeadTensorsOut:
+        """Runs ``head`` for rows of temperature 0, without log-probabilities; for devices whose policy sets
+        ``penalised_head``.
+        """
+        raise NotImplementedError("this model has no head for penalised rows of temperature 0")
 
     def drawn_head(self, inputs: HeadTensors) -> HeadTensorsOut:
         """Runs ``head`` without log-probabilities; for devices whose policy sets ``drawn_head``."""

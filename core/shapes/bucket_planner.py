@@ -398,6 +398,8 @@ def _sample(builder: PlanBuilder) -> Iterator[Bucket]:
         yield Bucket(Stage.SAMPLE, (r,), "full")
         if builder.policy.drawn_head:
             yield Bucket(Stage.SAMPLE, (r,), "draw")
+        if builder.policy.penalised_head:
+            yield Bucket(Stage.SAMPLE, (r,), "penalised")
 
 
 def _reset(builder: PlanBuilder) -> Iterator[Bucket]:

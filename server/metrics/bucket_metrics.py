@@ -160,6 +160,7 @@ def describe_engine_buckets(engine: EngineClient, tallies: BucketMetrics) -> dic
         "device": info.device if info is not None else None,
         "lazy_compiles": stats.graphs.lazy_compiles,
         "recompiles": stats.graphs.recompiles,
+        "graph_breaks": stats.graphs.graph_breaks,
     }
     if stats.graphs.warming is not None:
         warming = stats.graphs.warming

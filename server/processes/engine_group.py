@@ -38,6 +38,7 @@ def sum_stats(stats: Sequence[EngineStats]) -> EngineStats:
         _sum_by_name([s.graphs.bytes for s in stats]),
         min(warming, key=lambda w: w.fraction, default=None),
         _sum_by_name([s.graphs.capture_seconds for s in stats]),
+        sum(s.graphs.graph_breaks for s in stats),
     )
     return made
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.launches import TRAFFIC, Card, launches, mean, planned
+from tests.traffic.launch_lines import MODELS, model_of
 from trencadis.core.buckets import Bucket, Stage
 
 BEFORE = {"chat": (2662.8, 1207.6e6), "documents": (2651.9, 8799.1e6), "mixed": (2643.7, 5047.1e6)}
@@ -39,3 +40,17 @@ def test_single_launches_take_less() -> None:
         share = 0.8 if bucket.stage in (Stage.DECODE, Stage.VISION) else 1.0
         assert now.ops <= share * ops, bucket
         assert made is None or now.made <= (0.8 if bucket.stage is Stage.DECODE else 0.9) * made, bucket
+
+
+MADE = {"3B": (18_529_883_008, 36), "7B": (30_489_095_808, 28)}
+"""A DECODE launch of 32 rows and 1,024 blocks in compile mode: bytes made before keys kept their type, and layers."""
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_decoding_makes_less_than_half_and_masks_once_a_launch(name: str) -> None:
+    """0.45 of the bytes, and 75 operations a layer instead of 110: masks, owners and spreads are made once."""
+    card = Card(lazy=False, model=model_of(*MODELS[1 if name == "3B" else 2]), blocks=1100)
+    now = card.figures(Bucket(Stage.DECODE, (32, 1024)))
+    before, layers = MADE[name]
+    print(f"{name}: {now.made / before:.3f} of the bytes, {now.ops / layers:.1f} operations a layer")
+    assert now.made <= 0.45 * before and now.ops <= 75 * layers

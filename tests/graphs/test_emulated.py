@@ -137,7 +137,7 @@ def test_out_of_memory_at_a_capture(make: Make, right: Right, every: int) -> Non
         assert all(graphs.state(b) >= ProgramState.COMPILED for b in graphs.planned)
         plan = engine.info().graphs
         assert plan is not None
-        (name,) = {b.name for b in plan.buckets if "out of memory" in b.failed}
+        (name,) = {b.name for b in plan.buckets if "Allocation failed" in b.failed}
         lost.add(name)
         assert small(engine, k) == right(k)
         check(engine)
@@ -189,7 +189,7 @@ def test_out_of_memory_in_capture_lets_the_start_go_on(make: Make, k: int) -> No
     assert 0 < len(graphs.list_captured()) < len(graphs.planned)
     assert all(graphs.state(b) >= ProgramState.COMPILED for b in graphs.planned)
     plan = engine.info().graphs
-    assert plan is not None and sum("out of memory" in b.failed for b in plan.buckets) == 1
+    assert plan is not None and sum("Allocation failed" in b.failed for b in plan.buckets) == 1
     traffic(engine, 5)
     check(engine)
 

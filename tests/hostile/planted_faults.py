@@ -313,7 +313,7 @@ def stub() -> Make:
     from trencadis.backends.hpu.policy import policy
     from trencadis.backends.hpu.start.bridge_loader import open_bridge
 
-    bridge = dataclasses.replace(open_bridge(0), device=torch.device("cpu"), compile=lambda m: m)
+    bridge = dataclasses.replace(open_bridge(0), device=torch.device("cpu"), compile=lambda m, fullgraph=True: m)
     assert emulator_hooks(bridge) is None
     return lambda cfg: HpuBackend(cfg, policy(""), bridge)
 

@@ -21,11 +21,12 @@ from trencadis.backends.hpu.backend import HpuBackend
 from trencadis.backends.hpu.emulator.card_profiles import profile
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
-from trencadis.backends.hpu.emulator.fused_kernels import Kernels, block_softmax_adjustment, matmul_out_fp32
+from trencadis.backends.hpu.emulator.fused_kernels import Kernels, block_softmax_adjustment
 from trencadis.backends.hpu.emulator.refusals import Refused
-from trencadis.backends.hpu.hpu_settings import HpuSettings
+from trencadis.backends.hpu.hpu_settings import HpuSettings, settings
 from trencadis.backends.hpu.optional_symbols import find_symbols
 from trencadis.backends.hpu.policy import input_bytes, policy
+from trencadis.backends.hpu.start import product_probe
 from trencadis.core.buckets import Bucket, InputSizes, Stage
 from trencadis.core.device.backend import BackendConfig, LayerKV, Rotary, Segments
 from trencadis.core.errors import StartupError
@@ -83,7 +84,7 @@ SEEN = (0, 3, 8, 15, 1000)
 @pytest.mark.parametrize("name", LAUNCHES)
 @pytest.mark.parametrize("spans", [False, True])
 def test_windows_and_spans_hide_and_show_what_the_reference_does(name: str, spans: bool, hpu: Make) -> None:
-    """With fused kernels and without, lazily and as compile mode runs them: masks a launch, or masks a layer."""
+    """With fused kernels and without, lazily and in compile mode, where a region makes the masks of a launch."""
     stage, dims, lengths = LAUNCHES[name]
     inputs = step_inputs(lengths, np.random.default_rng(1))
     if spans:
@@ -91,14 +92,10 @@ def test_windows_and_spans_hide_and_show_what_the_reference_does(name: str, span
     n = len(inputs.tokens)
     wanted, _ = references(inputs, SEEN)
     for kernels, lazy, own in ((True, True, SEEN), (False, True, SEEN), (True, False, SEEN), (True, True, (8,))):
-        backend = hpu(block_size=BLOCK, kernels=kernels, windows=own, upto=spans)
-        if not lazy:
-            backend.hpu_ops.regions = object()  # each layer prepares its own inputs, as a compiled region does
+        backend = hpu(block_size=BLOCK, kernels=kernels, windows=own, upto=spans, lazy=lazy)
         layer = AttentionLayer(backend, float("nan"), windows=own)
         program = backend.program(Bucket(stage, dims), layer)
         backend.fill(program, inputs)
-        if not lazy:
-            backend.hpu_ops.by_rows = lambda run, rows, *shared: run(*rows, *shared)
         program.run()
         for window, out in zip(own, layer.outs, strict=True):
             want = wanted[SEEN.index(window)]
@@ -185,7 +182,7 @@ def test_long_chunks_are_causal_in_whole_steps(count: int, stored: int, dtype: t
     moved = ContextAttn(*(t.to(backend.device) for t in attn[:3]))
     with backend.card.launch():
         ready = context_prefill.prepare_context(moved, size, 2 * size)
-        assert isinstance(ready, SlicedContext) and len(ready.lists) == 2
+        assert isinstance(ready, SlicedContext) and len(ready.visible) == 2
         got = context_prefill.attend_context(
             on[0], on[1], on[2], LayerKV(on[3], on[4]), ready, size, 0.4, True, backend.ops.kernels
         )
@@ -207,7 +204,7 @@ def test_asked_for_float32_scores_are_made_in_float32(fused: bool) -> None:
     seen = torch.ones(1, 1, 1, 256, dtype=torch.bool)
     scale = 128**-0.5
     exact = q.double() @ k.double().transpose(2, 3)
-    kernels = AttentionKernels(product=matmul_out_fp32 if fused else None)
+    kernels = AttentionKernels(product=(lambda a, b: a.float() @ b.float()) if fused else None, exact=True)
     errors = []
     for scores in ((q @ k.transpose(2, 3)).float(), softmax.times(q, k.transpose(2, 3), True, kernels)):
         share = softmax.weights(scores, scale, seen)
@@ -219,19 +216,63 @@ def test_asked_for_float32_scores_are_made_in_float32(fused: bool) -> None:
     assert all(5 * now <= before for before, now in zip(*errors, strict=True)), errors
 
 
-def test_every_path_asks_for_the_float32_product(hpu: Make) -> None:
-    """In bfloat16 with VLLM_FP32_SOFTMAX, no stage multiplies queries and keys into bfloat16."""
+def multiplied(backend: Any, stage: Stage, dims: tuple[int, ...], lengths: Any) -> list[tuple[torch.dtype, int]]:
+    """Type and elements of the second matrix of every product that a launch in bfloat16 takes."""
+    program = backend.program(Bucket(stage, dims), AttentionLayer(backend, 0.0, torch.bfloat16))
+    backend.fill(program, step_inputs(lengths, np.random.default_rng(1)))
+    found: list[tuple[torch.dtype, int]] = []
+    execute = backend.card.execute
+
+    def seen(function: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if "bmm" in name:
+            found.append((args[1].dtype, args[1].numel()))
+        return execute(function, name, args, kwargs)
+
+    backend.card.execute = seen
+    program.run()
+    return found
+
+
+def test_keys_and_values_are_multiplied_in_their_own_type(hpu: Make) -> None:
+    """Also with softmax in float32, the default of Qwen: as float32 they would be copied at twice their bytes.
+
+    VLLM_FP32_SOFTMAX=1 asks for float32 products of the scores; values are weighted in their own type always.
+    """
     for name, (stage, dims, lengths) in LAUNCHES.items():
-        for fused in (True, False):
-            backend = hpu(block_size=BLOCK, switches=HpuSettings(fp32_softmax=True, fused_sdpa=fused))
-            program = backend.program(Bucket(stage, dims), AttentionLayer(backend, 0.0, torch.bfloat16))
-            backend.fill(program, step_inputs(lengths, np.random.default_rng(1)))
-            with calls(backend.card) as found:
-                program.run()
-            products = [op for op, _ in found if op in ("matmul_out_fp32", "sdpa_recomp_fwd", "sdpa_recomp_parts")]
-            assert products, (name, fused)
-            fewest = {"sdpa_recomp_fwd"} if fused and stage is not Stage.DECODE else {"matmul_out_fp32"}
-            assert set(products) == fewest, (name, fused, products)
+        for exact in (False, True):
+            switches = HpuSettings(fp32_softmax=True, fused_sdpa=False, fp32_products=exact)
+            backend = hpu(block_size=BLOCK, switches=switches)
+            types = [dtype for dtype, count in multiplied(backend, stage, dims, lengths) if count > 64]
+            own = [dtype for dtype in types if dtype == torch.bfloat16]
+            assert own and (len(own) == len(types)) is not exact, (name, exact, types)
+
+
+def test_a_fused_call_a_block_joins_to_the_same_rows(hpu: Make) -> None:
+    """TRENCADIS_HPU_DECODE_FUSEDSDPA: keys and values are read once, by the kernel that returns its statistics."""
+    stage, dims, lengths = LAUNCHES["decode"]
+    inputs = step_inputs(lengths, np.random.default_rng(1))
+    want, _ = reference(inputs)
+    for lazy in (True, False):
+        backend = hpu(block_size=BLOCK, lazy=lazy, switches=settings({"TRENCADIS_HPU_DECODE_FUSEDSDPA": "1"}))
+        layer = AttentionLayer(backend, float("nan"))
+        program = backend.program(Bucket(stage, dims), layer)
+        backend.fill(program, inputs)
+        program.run()
+        torch.testing.assert_close(layer.out.cpu()[1 : len(inputs.tokens) + 1], want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("form", "found"), [("exact", True), ("rounded", False), ("refused", False)])
+def test_a_product_into_float32_is_taken_where_it_is_exact(
+    form: str, found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def multiply(a: Tensor, b: Tensor) -> Tensor:
+        if form == "refused":
+            raise RuntimeError("Expected out tensor to have dtype c10::BFloat16, but got float instead")
+        return a.float() @ b.float() if form == "exact" else (a @ b).float()
+
+    monkeypatch.setattr(product_probe, "FORMS", (multiply,))
+    assert (product_probe.find_product(torch.device("cpu"), None) is not None) is found
+    assert (product_probe.find_product(torch.device("cpu"), lambda f: f) is not None) is found
 
 
 def test_rotary_is_applied_in_float32(hpu: Make) -> None:
@@ -309,14 +350,14 @@ def test_blocks_are_joined_by_gaudi_3s_kernel() -> None:
     [
         (None, "GAUDI2", ""), ("1.19.0.561", "GAUDI2", ""), ("1.21.0", "GAUDI3", ""), ("1.22.0.493", "GAUDI3", ""),
         ("1.22.0.740", "GAUDI3", "a"), ("1.22.0.740", "GAUDI2", ""), ("1.24.0.170", "GAUDI2", ""),
-        ("1.24.0.171", "GAUDI2", "p"), ("1.24.1.35", "GAUDI3", "pa"), ("1.24.2", "Gaudi 3", "pa"),
+        ("1.24.1.35", "GAUDI3", "a"), ("1.24.2", "Gaudi 3", "a"),
     ],
 )  # fmt: skip
 def test_what_a_release_offers(version: str | None, card: str, has: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops, "hpu", type("Ops", (), {"block_softmax_adjustment": 1}), raising=False)
     found = find_symbols(version, card)
     assert found.sdpa_parts is None, "this one lacks the operation"
-    assert (found.product is not None, found.block_adjustment is not None) == ("p" in has, "a" in has)
+    assert (found.block_adjustment is not None) == ("a" in has)
 
 
 def test_limits_of_the_fused_kernel_are_the_emulators() -> None:
@@ -337,8 +378,6 @@ def test_limits_of_the_fused_kernel_are_the_emulators() -> None:
         kernels.sdpa(x, x, x, softmax_mode="fp32")
     with pytest.raises(Refused, match="multiples of 1024"):
         kernels.parts(x, x, x, None, True, 0.3, "None")
-    with pytest.raises(AssertionError, match="bfloat16 alone"):
-        kernels.product(x, x)
     blind = kernels.sdpa(x, x, x, torch.zeros(1, 1, 64, 64, dtype=torch.bool).to("lazy"))
     assert blind.cpu().isnan().all(), "a query that sees nothing"
 

@@ -114,7 +114,7 @@ def test_out_of_memory_at_step_k(k: int, card: EmulatedDevice) -> None:
 
 def test_memory_that_is_not_there() -> None:
     card = use(EmulatedDevice(Profile("small", 1 << 20)))
-    with pytest.raises(EmulatedOutOfMemory, match="out of memory"):
+    with pytest.raises(EmulatedOutOfMemory, match=r"Allocation failed|workspace Allocation"):
         torch.zeros(1 << 20).to(DEVICE)
     kept = torch.zeros(100_000).to(DEVICE)
     with pytest.raises(EmulatedOutOfMemory):

@@ -11,7 +11,7 @@ import torch
 
 from tests.oracles.gaudi_launches import BLOCK, LAUNCHES, AttentionLayer, reference, step_inputs
 from trencadis.backends.cpu.reference_ops import ReferenceOps
-from trencadis.backends.hpu.hpu_settings import HpuSettings
+from trencadis.backends.hpu.hpu_settings import settings
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import ProgramState, Segments
 from trencadis.core.launches.persistent_tensors import by_block
@@ -51,14 +51,14 @@ def test_text_attention(name: str, kernels: bool, hpu: Callable[..., Any]) -> No
 @pytest.mark.parametrize("name", ["fresh", "context", "decode"])
 @pytest.mark.parametrize("kernels", [True, False])
 def test_float32_softmax_is_a_switch(name: str, kernels: bool, hpu: Callable[..., Any]) -> None:
-    """In bfloat16 the float32 path lies nearer to the reference."""
+    """VLLM_FP32_SOFTMAX=1 and 0: in bfloat16 the float32 path lies nearer to the reference."""
     stage, dims, lengths = LAUNCHES[name]
     inputs = step_inputs(lengths, np.random.default_rng(1))
     n = len(inputs.tokens)
     want, _ = reference(inputs)
     errors = []
     for fp32 in (True, False):
-        backend = hpu(block_size=BLOCK, kernels=kernels, switches=HpuSettings(fp32_softmax=fp32))
+        backend = hpu(block_size=BLOCK, kernels=kernels, switches=settings({"VLLM_FP32_SOFTMAX": str(int(fp32))}))
         layer = AttentionLayer(backend, 0.0, torch.bfloat16)
         program = backend.program(Bucket(stage, dims), layer)
         backend.fill(program, inputs)

@@ -49,7 +49,8 @@ class SlicedContext(NamedTuple):
     """A long chunk, or one after a long context: slices of blocks, one after the other, then the chunk itself."""
 
     slot: Tensor
-    lists: tuple[Tensor, ...]  # int32 [blocks of the slice] each
+    block_list: Tensor  # int32 [B]
+    step: int  # blocks of a slice
     visible: tuple[Tensor, ...]  # bool [1, 1, 1, tokens of the slice] each; the first token always
     weight: tuple[Tensor, ...]  # float32 [1] each, added to a slice's logarithm: 0, or lowest where it holds nothing
     own: Tensor | None = None  # bool [1, 1, T, T]: what the chunk's tokens see of each other; None: those before them

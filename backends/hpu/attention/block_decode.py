@@ -16,47 +16,47 @@ from torch import Tensor
 
 from trencadis.backends.hpu.attention import quantised_kv_cache
 from trencadis.backends.hpu.attention.attention_inputs import BlockDecodeAttn, SharedDecode
-from trencadis.backends.hpu.attention.softmax import AttentionKernels, lowest, times
+from trencadis.backends.hpu.attention.softmax import AttentionKernels, lowest, softmax_mode, times, weigh
 from trencadis.core.device.backend import LayerKV
 
 
 def prepare_decode(
-    attn: BlockDecodeAttn, heads: int, kv: LayerKV, size: int, fp32: bool, dtype: torch.dtype, window: int = 0
+    attn: BlockDecodeAttn, heads: int, groups: int, size: int, fp32: bool, dtype: torch.dtype, window: int = 0
 ) -> SharedDecode:
-    """Computes what all layers share, for ``heads`` query heads of ``dtype`` over a cache like ``kv`` in blocks of
-    ``size`` tokens.
+    """Computes what all layers share, for ``heads`` query heads over ``groups`` KV heads, which are multiplied in
+    ``dtype``, in blocks of ``size`` tokens.
     """
-    device, groups = kv.k.device, kv.k.shape[1]
-    dtype = kv.k.dtype if kv.k_scale is None else dtype
+    device = attn.slot.device
     rows = attn.slot.shape[0]
     kind = torch.float32 if fp32 else dtype
     row = torch.arange(rows, device=device, dtype=torch.int32)
+    # Every result has memory of its own: a view that leaves a compiled region would be taken eagerly.
     hidden = hidden_tokens(attn, size, window).to(kind) * lowest(kind)
-    reader = torch.arange(groups, device=device, dtype=torch.int32)[:, None].expand(-1, heads // groups).reshape(-1, 1)
-    spread = (reader == torch.arange(groups, device=device, dtype=torch.int32)).to(dtype)
+    group = torch.arange(groups, device=device, dtype=torch.int32)
+    reader = group[:, None].expand(-1, heads // groups).reshape(-1, 1, 1)
     return SharedDecode(
         attn.slot,
         attn.block_list,
         attn.group.clamp_max(rows - 1),
         attn.group.long(),
         attn.group.masked_fill(attn.group == rows, -1),
-        hidden[:, None],
+        hidden,
         (row[:, None] == attn.group).to(kind),
-        spread[:, :, None],
-        spread[:, None],
+        (reader == group[:, None]).to(dtype),
+        (reader == group).to(dtype),
     )
 
 
 def hidden_tokens(attn: BlockDecodeAttn, size: int, window: int) -> Tensor:
-    """Returns bool [B, b]: tokens of a block that its row must not attend to: those after the row's end, or before its
-    window.
+    """Returns bool [B, 1, b]: tokens of a block that its row must not attend to: those after the row's end, or before
+    its window.
     """
     position = torch.arange(size, device=attn.usage.device, dtype=torch.int32)
-    hidden = position >= attn.usage[:, None]
+    hidden = position >= attn.usage[:, None, None]
     if not window:
         return hidden
     assert attn.rest is not None, "a model with windows has this input"
-    return hidden | (attn.rest[:, None] - position > window)
+    return hidden | (attn.rest[:, None, None] - position > window)
 
 
 def attend_decode(
@@ -66,6 +66,8 @@ def attend_decode(
 
     Keys are freed before values are gathered, so each step is a function of its own.
     """
+    if kernels.decode_parts and kernels.parts is not None and kv.k_scale is None:
+        return _attend_by_parts(q, kv, attn, size, scale, fp32, kernels)
     product = quantised_kv_cache.scores if kv.k_scale is not None else _scores
     scores = torch.add(attn.bias, product(q, kv, attn, size, fp32, kernels), alpha=scale)  # [B, h, b]
     high = scores.amax(-1, keepdim=True)
@@ -73,12 +75,31 @@ def attend_decode(
     total = share.sum(-1, keepdim=True)
     del scores
     if kv.k_scale is not None:
-        part = quantised_kv_cache.weigh_values(share, kv, q.dtype, attn, size, fp32, kernels)
+        part = quantised_kv_cache.weigh_values(share, kv, q.dtype, attn, size, kernels)
     else:
-        part = _weigh_values(share, kv.v, attn, size, fp32, kernels)
+        part = _weigh_values(share, kv.v, attn, size)
     if kernels.adjustment is not None and high.dtype != torch.float16:
         return _join_blocks_fused(part, high, total, attn, kernels).to(q.dtype)
     return _join_blocks(part, high, total, attn).to(q.dtype)
+
+
+def _attend_by_parts(
+    q: Tensor, kv: LayerKV, attn: SharedDecode, size: int, scale: float, fp32: bool, kernels: AttentionKernels
+) -> Tensor:
+    """Attends to each block by the fused kernel, which returns the statistics that join the blocks of a row."""
+    assert kernels.parts is not None
+    queries = q.index_select(0, attn.owner)[:, :, None]  # [B, h, 1, d]
+    keys, values = (
+        cache.view(-1, size, *cache.shape[1:]).index_select(0, attn.block_list).transpose(1, 2) for cache in kv[:2]
+    )
+    visible = (attn.bias == 0)[:, None]
+    mode = softmax_mode(q.dtype, fp32, "fast")
+    part, high, inverse = (
+        t[:, :, 0] for t in kernels.parts(queries, keys, values, visible, False, scale, mode)
+    )  # [B, h, d], [B, h, 1] twice
+    kind = attn.mapping.dtype
+    total = inverse.to(kind).reciprocal()
+    return _join_blocks(part.to(kind) * total, high.to(kind), total, attn).to(q.dtype)
 
 
 def _scores(q: Tensor, kv: LayerKV, attn: SharedDecode, size: int, fp32: bool, kernels: AttentionKernels) -> Tensor:
@@ -88,14 +109,12 @@ def _scores(q: Tensor, kv: LayerKV, attn: SharedDecode, size: int, fp32: bool, k
     return times(queries, keys.transpose(1, 2), fp32, kernels)
 
 
-def _weigh_values(
-    share: Tensor, cache: Tensor, attn: SharedDecode, size: int, fp32: bool, kernels: AttentionKernels
-) -> Tensor:
+def _weigh_values(share: Tensor, cache: Tensor, attn: SharedDecode, size: int) -> Tensor:
     """Returns [B, h, d]: each block's values weighted by ``share`` [B, h, b], with zeros for other KV heads."""
     groups, d = cache.shape[1:]
     spread = (share.to(cache.dtype)[..., None] * attn.spread_weight).view(-1, share.shape[1], size * groups)
     values = cache.view(-1, size * groups, d).index_select(0, attn.block_list)
-    return times(spread, values, fp32, kernels)
+    return weigh(spread, values)
 
 
 def _join_blocks(part: Tensor, high: Tensor, total: Tensor, attn: SharedDecode) -> Tensor:

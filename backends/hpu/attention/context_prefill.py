@@ -25,6 +25,7 @@ from trencadis.backends.hpu.attention.softmax import (
     plain_rows,
     softmax_mode,
 )
+from trencadis.backends.hpu.fused_sdpa import fused_attention
 from trencadis.core.device.backend import LayerKV
 
 CAUSAL_STEP = 1024
@@ -38,26 +39,25 @@ def prepare_context(attn: ContextAttn, size: int, slice_tokens: int) -> JoinedCo
     if blocks * size <= slice_tokens and count <= QUERY_TILE:
         position = torch.arange(count, device=device, dtype=torch.int32)
         before = torch.arange(blocks * size, device=device, dtype=torch.int32) < attn.context
-        visible = torch.cat([before.expand(count, -1), _own_mask(attn, position)], dim=1)
-        return JoinedContext(attn.slot, attn.block_list, visible[None, None])
+        visible = torch.cat([before.expand(1, 1, count, -1), _own_mask(attn, position)], dim=3)
+        return JoinedContext(attn.slot, attn.block_list, visible)
     step = max(slice_tokens // size, 1)
-    lists = torch.split(attn.block_list, step)
     visible_by_slice, weight = [], []
-    for i, part in enumerate(lists):
+    for i, start in enumerate(range(0, blocks, step)):
         left = attn.context - i * step * size
-        position = torch.arange(part.shape[0] * size, device=device, dtype=torch.int32)
-        visible_by_slice.append((position < left.clamp_min(1))[None, None, None])
+        position = torch.arange(min(step, blocks - start) * size, device=device, dtype=torch.int32)
+        visible_by_slice.append(position[None, None, None] < left.clamp_min(1))
         weight.append((left <= 0).float() * lowest(torch.float32))
     own = None
     if attn.upto is not None:
-        own = _own_mask(attn, torch.arange(count, device=device, dtype=torch.int32))[None, None]
-    return SlicedContext(attn.slot, lists, tuple(visible_by_slice), tuple(weight), own)
+        own = _own_mask(attn, torch.arange(count, device=device, dtype=torch.int32))
+    return SlicedContext(attn.slot, attn.block_list, step, tuple(visible_by_slice), tuple(weight), own)
 
 
 def _own_mask(attn: ContextAttn, position: Tensor) -> Tensor:
-    """Returns bool [T, T]: which tokens of the chunk each of them attends to."""
+    """Returns bool [1, 1, T, T]: which tokens of the chunk each of them attends to."""
     last = position if attn.upto is None else attn.upto - attn.context
-    return position <= last[:, None]
+    return position <= last[None, None, :, None]
 
 
 def attend_context(
@@ -86,7 +86,8 @@ def attend_context(
     if kernels.sdpa is None:
         out = plain(queries, keys, values, attn.visible, scale, fp32, kernels)
     else:
-        out = kernels.sdpa(queries, keys, values, attn.visible, 0.0, False, scale, softmax_mode(q.dtype, fp32, "fast"))
+        mode = softmax_mode(q.dtype, fp32, "fast")
+        out = fused_attention(kernels.sdpa, queries, keys, values, attn.visible, False, scale, mode)
     return out[0].transpose(0, 1)
 
 
@@ -115,7 +116,8 @@ def _attend_slices(
 
     count = q.shape[2]
     position = torch.arange(count, device=q.device, dtype=torch.int32)
-    ranges, merged = _ranges(count, size * attn.lists[0].shape[0], kernels), []
+    lists = torch.split(attn.block_list, attn.step)
+    ranges, merged = _ranges(count, size * lists[0].shape[0], kernels), []
     for start, stop in ranges:
         causal = kernels.parts is not None and start == 0 and stop % CAUSAL_STEP == 0
         visible = None if causal else (position[:stop] <= position[start:stop, None])[None, None]
@@ -123,7 +125,7 @@ def _attend_slices(
             merged.append(MergedParts(part(start, stop, k, v, attn.own[:, :, start:stop])))
             continue
         merged.append(MergedParts(part(start, stop, k[:, :, :stop], v[:, :, :stop], visible)))
-    for listed, visible, weight in zip(attn.lists, attn.visible, attn.weight, strict=True):
+    for listed, visible, weight in zip(lists, attn.visible, attn.weight, strict=True):
         keys, values = stored_keys(kv, listed, size, q.dtype, kernels)
         for (start, stop), one in zip(ranges, merged, strict=True):
             one.add(part(start, stop, keys, values, visible), weight)

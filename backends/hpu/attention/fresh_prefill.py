@@ -7,6 +7,7 @@ from torch import Tensor
 
 from trencadis.backends.hpu.attention.attention_inputs import FreshAttn
 from trencadis.backends.hpu.attention.softmax import AttentionKernels, plain, plain_rows, softmax_mode
+from trencadis.backends.hpu.fused_sdpa import fused_attention
 
 
 def attend_fresh(
@@ -20,7 +21,7 @@ def attend_fresh(
     queries, keys, values = (t.view(rows, -1, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))
     if kernels.sdpa is not None:
         mode = softmax_mode(q.dtype, fp32, "fast")
-        out = kernels.sdpa(queries, keys, values, None, 0.0, True, scale, mode, True, None, "right")
+        out = fused_attention(kernels.sdpa, queries, keys, values, None, True, scale, mode)
     else:
         out = _causal(queries, keys, values, scale, fp32, kernels)
     return out.transpose(1, 2).reshape(q.shape)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.hpu.attention.attention_inputs import SharedDecode
-from trencadis.backends.hpu.attention.softmax import AttentionKernels, times
+from trencadis.backends.hpu.attention.softmax import AttentionKernels, times, weigh
 from trencadis.core.device.backend import LayerKV
 from trencadis.core.models.kv_cache_codes import codes_of, scale_for_codes, split
 
@@ -100,14 +100,14 @@ def scores(q: Tensor, kv: LayerKV, attn: SharedDecode, size: int, fp32: bool, ke
 
 
 def weigh_values(
-    share: Tensor, kv: LayerKV, dtype: torch.dtype, attn: SharedDecode, size: int, fp32: bool, kernels: AttentionKernels
+    share: Tensor, kv: LayerKV, dtype: torch.dtype, attn: SharedDecode, size: int, kernels: AttentionKernels
 ) -> Tensor:
     """Returns [B, h, d]: each block's values weighted by ``share`` [B, h, b]."""
     groups, d = kv.v.shape[1:]
     share = share * _by_head(require_tensor(kv.v_scale), attn, size, share.shape[1], share.dtype)
     spread = (share.to(dtype)[..., None] * attn.spread_weight).view(-1, share.shape[1], size * groups)
     held = plain(blocks(kv.v, attn.block_list, size), dtype, kernels)
-    return times(spread, held.view(-1, size * groups, d), fp32, kernels)
+    return weigh(spread, held.view(-1, size * groups, d))
 
 
 def require_tensor(tensor: Tensor | None) -> Tensor:

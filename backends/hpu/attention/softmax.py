@@ -31,6 +31,10 @@ class AttentionKernels(NamedTuple):
 
     sdpa: Callable[..., Tensor] | None = None
     parts: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
+    exact: bool = False
+    """Scores are products of float32 where the card has no product of bfloat16 into float32."""
+    decode_parts: bool = False
+    """DECODE attends to each block by ``parts``, which reads keys and values once."""
     product: Callable[[Tensor, Tensor], Tensor] | None = None
     adjustment: Callable[..., Tensor] | None = None
     to_fp8: Callable[[Tensor], Tensor] | None = None
@@ -76,15 +80,29 @@ def plain_rows(keys: int) -> int:
 
 
 def times(a: Tensor, b: Tensor, fp32: bool, kernels: AttentionKernels) -> Tensor:
-    """[..., S, d] @ [..., d, T], in float32 from the start if ``fp32``.
+    """Returns scores [..., S, d] @ [..., d, T], float32 if ``fp32``.
 
-    A bfloat16 product that is widened afterwards keeps its rounding, 2**-9 of the largest score.
+    Keys stay in their own type: as float32 they would be written and read again at twice their bytes. Where the card
+    has no product of bfloat16 into float32, a bfloat16 product is widened, which keeps its rounding, 2**-9 of the
+    largest score; ``kernels.exact`` widens keys instead.
     """
     if not fp32 or a.dtype == torch.float32:
-        return a @ b
-    if kernels.product is None or a.dtype != torch.bfloat16:
-        return a.float() @ b.float()
-    return kernels.product(a, b)
+        return multiply(a, b)
+    if a.dtype == torch.bfloat16 and kernels.product is not None:
+        return kernels.product(a, b)
+    return multiply(a.float(), b.float()) if kernels.exact else multiply(a, b).float()
+
+
+def weigh(share: Tensor, v: Tensor) -> Tensor:
+    """Returns the values v [..., T, d] weighted by ``share`` [..., S, T], which has their type: a sum in float32,
+    rounded once.
+    """
+    return multiply(share, v)
+
+
+def multiply(a: Tensor, b: Tensor) -> Tensor:
+    """Returns a @ b; three dimensions take one operation where ``matmul`` takes five."""
+    return torch.bmm(a, b) if a.dim() == b.dim() == 3 else a @ b
 
 
 def weights(scores: Tensor, scale: float, visible: Tensor) -> Tensor:
@@ -110,7 +128,7 @@ def plain_part(
     share = (scores - high).exp()
     stats = (*q.shape[:3], 1)
     inverse = share.sum(-1, keepdim=True).reciprocal().view(stats)
-    out = times(share.to(v.dtype).view(len(k), k.shape[1], -1, k.shape[2]), v, fp32, kernels)
+    out = weigh(share.to(v.dtype).view(len(k), k.shape[1], -1, k.shape[2]), v)
     return AttentionPart(out.view(q.shape) * inverse, high.view(stats), inverse)
 
 

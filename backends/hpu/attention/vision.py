@@ -6,7 +6,15 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.hpu.attention.attention_inputs import MaskedSegments
-from trencadis.backends.hpu.attention.softmax import AttentionKernels, Cut, mask_rows, plain, plain_rows, softmax_mode
+from trencadis.backends.hpu.attention.softmax import (
+    AttentionKernels,
+    Cut,
+    mask_rows,
+    plain,
+    plain_rows,
+    softmax_mode,
+)
+from trencadis.backends.hpu.fused_sdpa import fused_attention
 from trencadis.core.device.backend import Segments
 from trencadis.core.shared_constants import WINDOW_SLOTS
 
@@ -17,13 +25,14 @@ CUT_TILES = 64
 def prepare_segments(seg: Segments) -> MaskedSegments:
     """Builds the masks of windows, and the image of every slot."""
     position = torch.arange(WINDOW_SLOTS, device=seg.real.device, dtype=torch.int32)
-    visible = position < seg.real[:, None]  # [W, 64]
-    image = seg.segment[:, None].expand(-1, WINDOW_SLOTS)
-    key = image.masked_fill(~visible, -1)
+    visible = position < seg.real[:, None, None, None]  # [W, 1, 1, 64]
+    # Every result has memory of its own: a view that leaves a compiled region would be taken eagerly.
+    image = seg.segment[:, None].expand(-1, WINDOW_SLOTS).reshape(-1)
+    key = image.masked_fill(~visible.reshape(-1), -1)
     solid = None
     if seg.padding_window is not None:
-        solid = (seg.padding_window == 0)[:, None].expand(-1, WINDOW_SLOTS).reshape(-1)
-    return MaskedSegments(seg.segment, seg.real, visible[:, None, None], image.reshape(-1), key.reshape(-1), solid)
+        solid = seg.padding_window[:, None].expand(-1, WINDOW_SLOTS).reshape(-1) == 0
+    return MaskedSegments(seg.segment, seg.real, visible, image, key, solid)
 
 
 def attend_windows(
@@ -35,7 +44,8 @@ def attend_windows(
     if kernels.sdpa is None:
         out = plain(queries, keys, values, seg.visible, scale, fp32, kernels)
     else:
-        out = kernels.sdpa(queries, keys, values, seg.visible, 0.0, False, scale, softmax_mode(q.dtype, fp32, "None"))
+        mode = softmax_mode(q.dtype, fp32, "None")
+        out = fused_attention(kernels.sdpa, queries, keys, values, seg.visible, False, scale, mode)
     return out.transpose(1, 2).reshape(q.shape)
 
 
@@ -59,6 +69,6 @@ def attend_images(
         if kernels.sdpa is None:
             out.append(plain(some, keys, values, visible, scale, fp32, kernels))
         else:
-            out.append(kernels.sdpa(some, keys, values, visible, 0.0, False, scale, mode))
+            out.append(fused_attention(kernels.sdpa, some, keys, values, visible, False, scale, mode))
     joined = out[0] if len(out) == 1 else torch.cat(out, dim=2)
     return joined[0].transpose(0, 1)

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.hpu.attention.attention_inputs import ContextAttn, FreshAttn
-from trencadis.backends.hpu.attention.softmax import AttentionKernels, mask_rows, plain, plain_rows, softmax_mode
+from trencadis.backends.hpu.attention.softmax import (
+    AttentionKernels,
+    mask_rows,
+    plain,
+    plain_rows,
+    softmax_mode,
+)
+from trencadis.backends.hpu.fused_sdpa import fused_attention
 
 
 class MaskedTile(NamedTuple):
@@ -65,7 +72,8 @@ def prepare_fresh(attn: FreshAttn, window: int, kernels: AttentionKernels) -> Fr
     for start, stop, first, end in _ranges(count, window, upto is not None, kernels):
         last = position[start:stop, None] if upto is None else upto[:, :, start:stop]
         visible = _make_mask(position[first:end], position[start:stop, None], last, window)
-        tiles.append(MaskedTile(start, stop, first, end, False, visible if upto is not None else visible[None, None]))
+        mask = visible if upto is not None else visible[None, None].clone()  # no view may leave a compiled region
+        tiles.append(MaskedTile(start, stop, first, end, False, mask))
     return MaskedRows(attn.slot, rows, tuple(tiles))
 
 
@@ -102,7 +110,7 @@ def prepare_context(attn: ContextAttn, window: int, size: int, kernels: Attentio
         if reached:
             before = _make_mask(stored, query, attn.context - 1, window)
             visible = torch.cat([before, visible], dim=1)
-        tiles.append(MaskedTile(start, stop, first, end, reached, visible[None, None]))
+        tiles.append(MaskedTile(start, stop, first, end, reached, visible[None, None].clone()))
     return WindowContext(attn.slot, listed, tuple(tiles))
 
 
@@ -149,4 +157,4 @@ def _attend(
     """Computes attention [R, h, S, d] over [R, g, T, d] with the mask ``visible``."""
     if kernels.sdpa is None:
         return plain(q, k, v, visible, scale, fp32, kernels)
-    return kernels.sdpa(q, k, v, visible, 0.0, False, scale, softmax_mode(q.dtype, fp32, "fast"))
+    return fused_attention(kernels.sdpa, q, k, v, visible, False, scale, softmax_mode(q.dtype, fp32, "fast"))

@@ -60,7 +60,8 @@ class Allocator:
         if more <= 0:
             return
         if more > self.free or not self.pool.extend(need):
-            raise EmulatedOutOfMemory(more, self.free, f"a workspace of {need} bytes", self.pool.largest)
+            text = f"a workspace of {need} bytes"
+            raise EmulatedOutOfMemory(more, self.free, text, self.pool.largest, workspace=True)
         self.used["workspace"] += more
 
 

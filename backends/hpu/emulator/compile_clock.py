@@ -40,6 +40,9 @@ class Clock:
         self.compiles = 0
         self.lines: Counter[str] = Counter()
         """Events other than compilations, such as fall-backs, by name, operation and line of code."""
+        self.flavours = 0
+        """Executables of compiled graphs: one for each combination of offsets of its inputs in their storages."""
+        self._flavours: set[Hashable] = set()
         self.written_anew = 0
         """Bytes of whole tensors that compiled graphs rewrote in order to change a part of them."""
         self.saved: SavedRecipes | None = None
@@ -62,6 +65,14 @@ class Clock:
                 metric.seconds += spent
         if self.saved is not None:
             self.saved.keep(key, ops)
+        return True
+
+    def run_flavour(self, key: Hashable) -> bool:
+        """Runs a compiled graph with inputs at certain offsets; returns True if it had no executable for them."""
+        if key in self._flavours:
+            return False
+        self._flavours.add(key)
+        self.flavours += 1
         return True
 
     def count_event(self, name: str, line: str) -> None:

@@ -17,6 +17,11 @@ from trencadis.backends.hpu.emulator.protocols import RecordedValue, TensorOwner
 
 DEVICE = torch.device("lazy")
 
+MISSING = (
+    torch.float64, torch.uint16, torch.uint32, torch.uint64, torch.complex32, torch.complex64, torch.complex128,
+)  # fmt: skip
+"""Types that no list of the bridge names for a card."""
+
 
 class DeviceTensor(Tensor):
     """A tensor of the device. Values are in ``held`` (a CPU tensor, or a meta tensor without values), which only the
@@ -31,6 +36,8 @@ class DeviceTensor(Tensor):
 
     @staticmethod
     def __new__(cls, held: Tensor, store: Store, owner: TensorOwner, is_view: bool) -> DeviceTensor:
+        if held.dtype in MISSING:
+            raise refusals.missing_type(held.dtype)
         made: DeviceTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             held.size(),

@@ -24,8 +24,8 @@ from trencadis.backends.hpu.emulator.fused_kernels import BLOCKWISE, Kernels, ch
 from trencadis.backends.hpu.emulator.hpu_graphs import wrap
 from trencadis.backends.hpu.emulator.op_table import RELEASE
 from trencadis.backends.hpu.emulator.recipes.recipe_store import SavedRecipes
-from trencadis.backends.hpu.emulator.refusals import EmulatedOutOfMemory
 from trencadis.backends.hpu.emulator_hooks import EmulatedBridge, EmulatorHooks
+from trencadis.backends.hpu.oom_texts import is_out_of_memory
 from trencadis.backends.hpu.policy import TENSOR_CACHE
 from trencadis.core.errors import StartupError
 
@@ -86,24 +86,25 @@ def make_bridge(
         compile_only=device.compiling,
         synchronize=device.queue.wait,
         mem_get_info=lambda: (device.allocator.free, device.allocator.total),
-        out_of_memory=lambda error: isinstance(error, EmulatedOutOfMemory),
+        out_of_memory=is_out_of_memory,
         metric_localcontext=device.clock.metric,
         device_name=lambda: f"{device.profile.name} (emulated)",
         all_reduce=between.all_reduce,
         all_gather=between.all_gather,
         send=between.send,
         receive=between.receive,
+        opaque_collectives=lambda: (between.all_reduce, between.all_gather),  # its compiled form is one operation
         collective_backend="gloo",
         fused_sdpa=kernels.sdpa,
         fused_rms_norm=kernels.rms,
         apply_rotary=lambda x, cos, sin: kernels.rotary(x, cos, sin, None, 0, BLOCKWISE),
         sdpa_parts=kernels.parts,
-        product=kernels.product,
         block_adjustment=kernels.adjustment if device.profile.block_softmax else None,
         cast_to_fp8_v2=kernels.to_fp8,
         cast_from_fp8=kernels.from_fp8,
         fp8_gemm_v2=kernels.fp8_gemm,
         convert_from_uint4=kernels.from_uint4,
+        experts=kernels.experts,
         fp8_top=device.profile.fp8_top,
         pin=device.transfers.pin,
         event=lambda: QueueEvent(device.queue),

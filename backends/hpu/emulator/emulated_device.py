@@ -47,7 +47,7 @@ class EmulatedDevice:
         self.faults = faults or EmulatedFaults()
         self.clock = Clock(profile)
         self.allocator = Allocator(profile)
-        self.queue = DeviceQueue()
+        self.queue = DeviceQueue(self.faults.pending)
         self.transfers = Transfers(self.queue, computes)
         self.scope: Scope | None = None
         self.compile_only = False
@@ -60,13 +60,15 @@ class EmulatedDevice:
         assert self.scope is None, "launches do not nest"
         meta = recording is not None or self.compile_only or not self.computes
         self.begin_launch(kind or ("step" if recording is None else "capture"))
+        if self.compile_only and recording is None:
+            self.faults.reach("compile", self.allocator.free)
         self.scope = Scope(self, recording, meta)
         return self.scope
 
     def begin_launch(self, kind: str) -> None:
         """Starts a launch or capture: runs everything queued before it and applies injected faults."""
-        self.faults.reach(kind, self.allocator.free)
         self.queue.wait()
+        self.faults.reach(kind, self.allocator.free)
 
     @contextmanager
     def compiling(self) -> Iterator[None]:

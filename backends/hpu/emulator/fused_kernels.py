@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -65,11 +67,6 @@ def sdpa_recomp_parts(
     return (share * inverse).to(q.dtype) @ values, high, inverse.to(q.dtype) if narrow else inverse
 
 
-def matmul_out_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """Multiplies bfloat16 matrices into a float32 tensor."""
-    return a.float() @ b.float()
-
-
 def block_softmax_adjustment(high: Tensor, total: Tensor, groups: Tensor, rows: int, shape: list[int]) -> Tensor:
     """Returns exp(high - M) / sum over the row's blocks of exp(high - M) * total, of ``shape``; group -1 owns unlisted
     blocks.
@@ -115,6 +112,19 @@ def all_reduced(x: Tensor) -> Tensor:
 def all_gathered(x: Tensor, world: int) -> Tensor:
     """Gathers [n, width] of every rank side by side."""
     return torch.cat([x] * world, dim=-1) if x.is_meta else all_gather(x, world)
+
+
+def mixture_of_experts(x: Tensor, chosen: Tensor, shares: Tensor, gate_up: list[Tensor], down: list[Tensor]) -> Tensor:
+    """Implements ``optional_symbols.mixture_of_experts``, over all experts: values of those not chosen are left out."""
+    if chosen.dtype not in (torch.int32, torch.int64) or x.dtype == torch.float16:
+        raise RuntimeError("mixture_of_experts takes a table of integers, and bfloat16 or float32")
+    out = torch.zeros_like(x, dtype=torch.float32)
+    for i, (first, second) in enumerate(zip(gate_up, down, strict=True)):
+        share = torch.where(chosen == i, shares.float(), 0.0).sum(-1, keepdim=True)
+        gate, up = (x @ first.t()).chunk(2, dim=-1)
+        made = (torch.nn.functional.silu(gate) * up) @ second.t()
+        out = out + torch.where(share > 0, made.float() * share, 0.0)
+    return out.to(x.dtype)
 
 
 def convert_from_uint4(codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
@@ -163,6 +173,8 @@ class KernelOps:
             ("rotary_pos_embedding(Tensor x, Tensor sin, Tensor cos) -> Tensor", rotary_pos_embedding),
             ("all_reduce(Tensor x) -> Tensor", all_reduced),
             ("all_gather(Tensor x, int world) -> Tensor", all_gathered),
+            ("mixture_of_experts(Tensor x, Tensor chosen, Tensor shares, Tensor[] gate_up, Tensor[] down) -> Tensor",
+             mixture_of_experts),
             ("convert_from_uint4(Tensor codes, Tensor scale, Tensor zero, ScalarType dtype) -> Tensor",
              convert_from_uint4),
             *float8_ops.SCHEMAS,
@@ -193,7 +205,9 @@ class Kernels:
         valid_seq_len: Tensor | None = None,
         seq_padding_type: str = "left",
     ) -> Tensor:
-        """Implements ``FusedSDPA.apply``."""
+        """Implements ``FusedSDPA.apply``: without ``recompute_mode`` it asks a builtin, which Dynamo cannot trace."""
+        if recompute_mode is None:
+            faulthandler.is_enabled()
         if valid_seq_len is not None and (not is_causal or attn_mask is not None):
             raise AssertionError("Valid sequence length is supported only with is_causal and without a mask")
         self._check(q, k, v, attn_mask, is_causal, softmax_mode.lower())
@@ -232,15 +246,6 @@ class Kernels:
         out: tuple[Tensor, Tensor, Tensor] = self.device.kernel(
             sdpa_recomp_parts, q, k, v, mask, is_causal, scale, softmax_mode.lower()
         )
-        return out
-
-    def product(self, a: Tensor, b: Tensor) -> Tensor:
-        """Implements ``optional_symbols.product``."""
-        if a.dtype != torch.bfloat16 or b.dtype != torch.bfloat16:
-            raise AssertionError("the product into float32 takes bfloat16 alone")
-        if torch.compiler.is_compiling():
-            raise RuntimeError("Expected out tensor to have dtype c10::BFloat16, but got float instead")
-        out: Tensor = self.device.kernel(matmul_out_fp32, a, b)
         return out
 
     def adjustment(self, high: Tensor, total: Tensor, groups: Tensor, rows: int, shape: list[int]) -> Tensor:
@@ -297,6 +302,16 @@ class Kernels:
         if torch.compiler.is_compiling():
             return torch.ops.trencadis_emulator.fp8_gemm_v2(*args)  # type: ignore[no-any-return]
         out: Tensor = self.device.kernel(float8_ops.fp8_gemm_v2, *args)
+        return out
+
+    def experts(
+        self, x: Tensor, chosen: Tensor, shares: Tensor, gate_up: Sequence[Tensor], down: Sequence[Tensor]
+    ) -> Tensor:
+        """Implements ``torch.ops.hpu.mixture_of_experts``."""
+        args = x, chosen, shares, list(gate_up), list(down)
+        if torch.compiler.is_compiling():
+            return torch.ops.trencadis_emulator.mixture_of_experts(*args)  # type: ignore[no-any-return]
+        out: Tensor = self.device.kernel(mixture_of_experts, *args)
         return out
 
     def from_uint4(self, codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:

@@ -18,6 +18,9 @@ MASKED = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
 READS = (aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default, aten.is_nonzero.default)
 COPIES = (aten.index_copy_.default, aten.index_copy.default)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+GARBAGE = 101
+"""What integers hold that several rows of one ``index_copy`` have written."""
+
 INDEXED = {
     aten.index_select.default: (1, 2),
     aten.index_copy_.default: (1, 2),
@@ -85,11 +88,33 @@ def check_indices(func: Any) -> Callable[..., Any]:
 
         def by_dim(*args: Any, **kwargs: Any) -> Any:
             _require_in_range(func, args[index_at], args[0].shape[args[dim_at]])
+            if func in COPIES:
+                args = _spoil_duplicates(args)
             return _copy_float8(func, args) if func in COPIES and args[0].dtype in FLOAT8 else func(*args, **kwargs)
 
         return by_dim
     plain: Callable[..., Any] = func
     return plain
+
+
+def _spoil_duplicates(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns the arguments of ``index_copy`` with no value for an index that occurs more than once.
+
+    On a card any of its rows may win, or parts of several: only rows that nothing reads may be written twice.
+    """
+    target, dim, index, source = args
+    if index.is_meta or index.numel() < 2:
+        return args
+    _, place, count = index.unique(return_inverse=True, return_counts=True)
+    twice = (count > 1)[place]
+    if not bool(twice.any()):
+        return args
+    wide = source.dtype.is_floating_point and source.dtype not in FLOAT8
+    shape = [-1 if i == dim else 1 for i in range(source.dim())]
+    nothing = torch.full((), float("nan") if wide else GARBAGE, dtype=torch.float32).to(source.dtype)
+    if source.dtype in FLOAT8:
+        return args
+    return target, dim, index, torch.where(twice.view(shape), nothing, source)
 
 
 def _copy_float8(func: Any, args: tuple[Any, ...]) -> Tensor:

@@ -19,8 +19,8 @@ import torch
 RELEASE = "1.19.0"
 """The newest release whose lists are public."""
 
-PRESENT = ("getitem", "block_softmax_adjustment")
-"""Operations that a graph takes whatever the list says: one that is not the card's, and one of later releases only."""
+PRESENT = ("getitem",)
+"""Operations that a graph takes whatever the list says: this one is not the card's."""
 NO_BOOL = {"full": 1, "mul": 1}
 """Operation -> index of the argument that must not be a Python bool in a graph."""
 

@@ -40,12 +40,24 @@ class Refused(RuntimeError):
 
 
 class EmulatedOutOfMemory(RuntimeError):
-    """The emulated device has no memory left, or none in one piece (``largest``: bytes of the largest)."""
+    """The emulated device has no memory left, or none in one piece (``largest``: bytes of the largest).
 
-    def __init__(self, wanted: int, free: int, what: str, largest: int | None = None) -> None:
+    The text is the plug-in's for the place: that of the workspace differs from that of tensors and graphs.
+    """
+
+    def __init__(
+        self, wanted: int, free: int, what: str, largest: int | None = None, workspace: bool = False
+    ) -> None:  # fmt: skip
         split = f", the largest piece of them {largest}" if largest is not None and wanted <= free else ""
-        super().__init__(f"hpu (emulated): out of memory: {what} needs {wanted} bytes and {free} are free{split}")
+        place = f"MODULE:PT_SYNHELPER workspace Allocation of size ::{wanted} failed!" if workspace else (
+            f"MODULE:PT_DEVMEM Allocation failed for size::{wanted} ({wanted / (1 << 20):.6g})MB"
+        )  # fmt: skip
+        super().__init__(f"FATAL ERROR :: {place} (hpu, emulated: {what}; {free} are free{split})")
         self.wanted, self.free = wanted, free
+
+
+def missing_type(dtype: torch.dtype) -> Refused:
+    return Refused("a tensor", f"is {str(dtype).removeprefix('torch.')}, which the card has not", "use another type")
 
 
 def fallback_in_capture(op: str, why: str) -> Refused:

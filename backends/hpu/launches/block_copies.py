@@ -5,6 +5,7 @@ tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -130,9 +131,9 @@ class HpuBlockCopies:
         for buffer, move in zip(self._buffers, batch, strict=False):
             for own, held in zip(buffer, self._host[move.slot], strict=True):
                 if move.out:
-                    held.copy_(own, non_blocking=True)
+                    held.copy_(own, non_blocking=self._bridge.pinned)
                 else:
-                    own.copy_(held, non_blocking=True)
+                    own.copy_(held, non_blocking=self._bridge.pinned)
 
     def _run(self, out: bool, blocks: Sequence[int]) -> None:
         size = next(n for n in self._sizes if n >= len(blocks))
@@ -141,14 +142,14 @@ class HpuBlockCopies:
         area = self._staging.next(0)
         source = area.write(self._slots[size].numel() * 4).view(torch.int32)
         source.numpy()[:] = (ids[:, None] * self._size + np.arange(self._size, dtype=np.int32)).reshape(-1)
-        self._slots[size].copy_(source, non_blocking=True)
+        self._slots[size].copy_(source, non_blocking=self._staging.pinned)
         area.mark_sent()
         self._launches[out, size](self._slots[size])
 
     def _launch(self, module: BlocksLaunch, graphs: bool) -> Callable[[Tensor], Any]:
         bridge, contexts = self._bridge, self._contexts
         if not bridge.is_lazy():
-            compiled = self._compile(own_code(part))
+            compiled = self._compile(partial(own_code, part), "BlocksLaunch")
 
             def run(slots: Tensor) -> None:
                 with torch.no_grad(), contexts.launch():

@@ -33,13 +33,15 @@ class CompiledProgram(HpuProgram):
     ) -> None:
         super().__init__(bucket, bridge, form, contexts)
         regional = ops.regions is not None
-        whole: Any = part if regional else bridge.compile(own_code(part), fullgraph=ops.settings.fullgraph)
+        whole: Any = part if regional else ops.compiler.compile(partial(own_code, part), str(bucket))
         self._launch = partial(whole, body)
 
     def run(self) -> Any:
         """Runs one launch."""
-        with self.on_device(), self.contexts.launch():
-            out = self._launch(self.inputs)
+        with self.on_device():
+            with self.contexts.launch():
+                out = self._launch(self.inputs)
+            self.prove()
         self.state = max(self.state, ProgramState.COMPILED)
         return out
 

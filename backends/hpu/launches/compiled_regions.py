@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
+from functools import partial
 from types import FunctionType
 from typing import Any
 
 from torch import Tensor
 
-Part = Callable[..., Any]
+from trencadis.backends.hpu.launches.region_compiler import Part, RegionCompiler
 
 
 class Regions:
@@ -18,11 +19,11 @@ class Regions:
     guards would cost more than the launch.
 
     Args:
-        compile: makes a function of fixed shapes.
+        compiler: makes functions of fixed shapes.
     """
 
-    def __init__(self, compile: Callable[[Part], Part]) -> None:
-        self.compile = compile
+    def __init__(self, compiler: RegionCompiler) -> None:
+        self.compiler = compiler
         self.known: dict[Hashable, Part] = {}
         self._kinds: dict[int, tuple[Any, Hashable]] = {}
 
@@ -31,7 +32,7 @@ class Regions:
         key = (self._kind(run), shapes(args))
         found = self.known.get(key)
         if found is None:
-            found = self.known[key] = self.compile(own_code(part))
+            found = self.known[key] = self.compiler.compile(partial(own_code, part), name_of(run))
         return found(run, *args)
 
     def _kind(self, run: Part) -> Hashable:
@@ -41,6 +42,13 @@ class Regions:
         if known is None:
             known = self._kinds[id(owner)] = (owner, kind_of(owner))
         return getattr(run, "__name__", ""), known[1]
+
+
+def name_of(run: Part) -> str:
+    """Returns the name of a part for users, such as ``DecoderLayer.forward``."""
+    owner = getattr(run, "__self__", None)
+    name = getattr(run, "__name__", type(run).__name__)
+    return name if owner is None else f"{type(owner).__name__}.{name}"
 
 
 def part(run: Part, *args: Any) -> Any:

@@ -36,6 +36,7 @@ class GraphProgram(HpuProgram):
         with self.on_device():
             out = self._module.forward(self.inputs, bypass_hpu_graphs=True)
             self.bridge.mark_step()
+            self.prove()
         self.state = max(self.state, ProgramState.COMPILED)
         return out
 
@@ -48,9 +49,11 @@ class GraphProgram(HpuProgram):
         if self.state is ProgramState.CAPTURED:
             return
         before = self.bridge.mem_get_info()[0]
-        with self.on_device(), self.bridge.compile_only():
-            self._module.forward(self.inputs)
-        self.bridge.synchronize()
+        with self.on_device():
+            with self.compile_mode():
+                self._module.forward(self.inputs)
+            self.bridge.synchronize()
+        self.proven = False  # what runs from now on is the graph
         self.bytes = self.static.bytes + max(before - self.bridge.mem_get_info()[0], 0)
         self.state = ProgramState.CAPTURED
 
@@ -59,7 +62,9 @@ class GraphProgram(HpuProgram):
         if self.state is not ProgramState.CAPTURED:
             return self.run()
         with self.on_device():
-            return self._module.forward(self.inputs)
+            out = self._module.forward(self.inputs)
+            self.prove()
+        return out
 
     def release(self) -> int:
         """Frees the graph; returns the bytes that the card really got back."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -9,14 +10,15 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.hpu.bridge import Bridge
+from trencadis.backends.hpu.launches.device_errors import named_errors
 from trencadis.backends.hpu.launches.hpu_inputs import LaunchForm, arrays
 from trencadis.backends.hpu.launches.input_packing import Array, make_packing, types_of
 from trencadis.backends.hpu.launches.trees import leaves, rebuild
 from trencadis.core.buckets import Bucket
 from trencadis.core.device.backend import Inputs, TensorsOut, host_output
 
-AREAS = 2
-"""Staging areas of each kind: the host writes one while the copy of the other is in progress."""
+AREAS = 4
+"""Staging areas of each kind: the host writes one while copies of the others, of this Step or the one before, run."""
 
 
 class StagingArea:
@@ -49,6 +51,8 @@ class Staging:
     def __init__(self, bridge: Bridge) -> None:
         self._areas = [[StagingArea(bridge) for _ in range(AREAS)] for _ in range(2)]
         self._current = [0, 0]
+        self.pinned = bridge.pinned
+        """False: the areas are ordinary memory, and copies from them must block."""
 
     def next(self, piece: int) -> StagingArea:
         """Returns the next staging area for a kind of piece."""
@@ -98,52 +102,96 @@ class StaticInputs:
         area = self.staging.next(piece)
         source = area.write(size * kind.itemsize).view(self.pieces[piece].dtype)
         self.packing.write(piece, filled, source.numpy())
-        self.pieces[piece].copy_(source, non_blocking=True)
+        self.pieces[piece].copy_(source, non_blocking=self.staging.pinned)
         area.mark_sent()
 
 
 class HostOutputPool:
-    """Pool of pinned host memory for outputs, by shape and dtype; each piece belongs to one result until that is
+    """Memory for outputs on their way to the host, by shape and dtype; each piece belongs to one result until that is
     read.
+
+    A replay of a graph overwrites the outputs of the one before, and waits for no fetch that reads them. So where there
+    are graphs, outputs are first copied on the card, behind their launch and before the next.
     """
 
     def __init__(self, bridge: Bridge) -> None:
-        self._bridge = bridge
-        self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+        self._bridge, self.pinned, self._copies = bridge, bridge.pinned, bridge.is_lazy()
+        self._host: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+        self._card: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
 
     def take(self, like: Tensor) -> Tensor:
         """Returns pinned memory with the shape and dtype of ``like``."""
-        free = self._free.setdefault((like.shape, like.dtype), [])
+        free = self._host.setdefault((like.shape, like.dtype), [])
         return free.pop() if free else self._bridge.pin(torch.empty(like.shape, dtype=like.dtype))
 
-    def release(self, memory: Tensor) -> None:
-        """Returns a piece of memory to the pool."""
-        self._free[memory.shape, memory.dtype].append(memory)
+    def keep(self, outputs: list[Tensor]) -> list[Tensor]:
+        """Returns tensors on the card that hold ``outputs`` until they are fetched: copies where there are graphs."""
+        if not self._copies:
+            return outputs
+        kept = []
+        for t in outputs:
+            free = self._card.setdefault((t.shape, t.dtype), [])
+            kept.append(free.pop() if free else torch.zeros(t.shape, dtype=t.dtype, device=self._bridge.device))
+            kept[-1].copy_(t, non_blocking=True)
+        self._bridge.mark_step()
+        return kept
+
+    def prepare(self, out: TensorsOut | None) -> None:
+        """Copies outputs once on the card, so that no later copy of their shapes compiles anything."""
+        if self._copies and isinstance(out, tuple):
+            self.release([], self.keep([t for t in out if isinstance(t, Tensor)]))
+
+    def release(self, host: list[Tensor], card: list[Tensor]) -> None:
+        """Returns memory to the pool; safe on any thread."""
+        for memory in host:
+            self._host[memory.shape, memory.dtype].append(memory)
+        for memory in card if self._copies else ():
+            self._card[memory.shape, memory.dtype].append(memory)
+
+    def event(self) -> Any:
+        """Returns a new event."""
+        return self._bridge.event()
+
+    def named_errors(self) -> AbstractContextManager[None]:
+        """Converts late errors that mean a lack of memory."""
+        return named_errors(self._bridge)
 
 
 class HpuPending:
-    """Outputs on the host; ``core.device.backend.Pending``.
+    """Outputs on their way to the host; ``core.device.backend.Pending``. Any thread may wait for them.
 
-    All copies but the last are only queued, and the last blocks: the card fetches in order, so that all have arrived
-    then.
-    Waiting for an event would not be enough: a later launch does not wait for a fetch that still reads its output, and
-    for memory that is not pinned no event signals the end of the host's part of the copy.
+    Copies into pinned memory are only queued, and an event behind them signals when they have arrived. Where pinned
+    memory is refused no event signals the end of the host's part of a copy, so each copy blocks.
     """
 
     def __init__(self, out: TensorsOut, rows: int, landing: HostOutputPool) -> None:
         given = [t for t in out if t is not None]
-        held = [landing.take(t) for t in given]
-        for i, (target, source) in enumerate(zip(held, given, strict=True)):
-            target.copy_(source, non_blocking=i < len(given) - 1)
-        found = iter([t[:rows].numpy().copy() for t in held])
-        self._out: Any = host_output(out, [None if t is None else next(found) for t in out])
-        for memory in held:
-            landing.release(memory)
+        self._out, self._rows, self._landing = out, rows, landing
+        self._kept = landing.keep(given)
+        self._host = [landing.take(t) for t in given]
+        for target, source in zip(self._host, self._kept, strict=True):
+            target.copy_(source, non_blocking=landing.pinned)
+        self._event: Any = landing.event() if landing.pinned else None
+        if self._event is not None:
+            self._event.record()
+        self._found: Any = None
 
     def done(self) -> bool:
-        """Returns True: the copies have finished, so ``result`` does not wait."""
-        return True
+        """Returns True if ``result`` would not wait."""
+        return self._event is None or bool(self._event.query())
 
     def result(self) -> Any:
-        """Returns the outputs on the host."""
-        return self._out
+        """Waits for the copies and returns the outputs on the host."""
+        if self._found is None:
+            self._found = self._read()
+        return self._found
+
+    def _read(self) -> Any:
+        if self._event is not None:
+            with self._landing.named_errors():
+                self._event.synchronize()
+        found = iter([t[: self._rows].numpy().copy() for t in self._host])
+        read = host_output(self._out, [None if t is None else next(found) for t in self._out])
+        self._landing.release(self._host, self._kept)
+        self._host, self._kept = [], []
+        return read

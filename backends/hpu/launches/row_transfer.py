@@ -75,7 +75,7 @@ class RowTransfer:
         area = self._staging.next(0)
         source = area.write(4 * size).view(torch.int32)
         source.numpy()[:] = np.arange(first, first + size, dtype=np.int32)
-        self._row_indices[size].copy_(source, non_blocking=True)
+        self._row_indices[size].copy_(source, non_blocking=self._staging.pinned)
         area.mark_sent()
         with torch.no_grad():
             self._launches[size].forward(self._row_indices[size], bypass_hpu_graphs=True)

@@ -15,8 +15,11 @@ from torch import Tensor
 import trencadis.backends.hpu.start.environment as environment
 from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.collectives import all_gather, all_reduce, receive, send
+from trencadis.backends.hpu.oom_texts import is_out_of_memory
 from trencadis.backends.hpu.optional_symbols import find_symbols
 from trencadis.backends.hpu.start import capability, hpu_env, machine, software_stack
+from trencadis.backends.hpu.start.pinned_memory import find_pinning
+from trencadis.backends.hpu.start.product_probe import find_product
 from trencadis.core.errors import StartupError
 from trencadis.core.graphs.oom_errors import format_error
 
@@ -24,9 +27,6 @@ log = logging.getLogger("trencadis.engine")
 
 EMULATED_CARDS = 8
 """Number of cards of an emulated machine, as of a real one."""
-
-ALLOCATION_FAILED = "Allocation failed for size::"
-"""Start of the message of the plug-in's allocator when memory is exhausted."""
 
 DEVICE = "hpu"
 """torch's device type of the plug-in; a stub without one keeps its tensors on the CPU."""
@@ -36,12 +36,17 @@ MISMATCHED = (ImportError, OSError, AssertionError, AttributeError, RuntimeError
 
 
 def open_bridge(
-    index: int = 0, environ: MutableMapping[str, str] | None = None, world: int = 1, rank: int = 0
+    index: int = 0,
+    environ: MutableMapping[str, str] | None = None,
+    world: int = 1,
+    rank: int = 0,
+    named: bool = False,
 ) -> Bridge:
     """Opens the process's bridge: sets the environment first, then imports the plug-in.
 
     Args:
         index: the card, counted from 0 over the visible ones; in a group, the card of this rank.
+        named: the user named the card by its number; False: the first one may be any that is free.
 
     Raises:
         StartupError: see ``capability.find``; a plug-in that cannot be used; fewer cards than ranks.
@@ -53,7 +58,7 @@ def open_bridge(
     for gone in settled.removed:
         env.pop(gone, None)
     if found.real:
-        return open_real(env, index, world)
+        return open_real(env, index, world, named)
     from trencadis.backends.hpu.emulator import emulated_bridge  # not needed for a real Gaudi
 
     emulated = emulated_bridge.bridge(env, index)
@@ -69,25 +74,32 @@ def check_cards(count: int, index: int, world: int) -> None:
         raise StartupError(f"--device hpu: card {index} is asked for and there are {count}, from 0.")
 
 
-def open_real(environ: MutableMapping[str, str], index: int = 0, world: int = 1) -> Bridge:
+def open_real(environ: MutableMapping[str, str], index: int = 0, world: int = 1, named: bool = False) -> Bridge:
     """Builds the bridge from the installed plug-in.
 
     Raises:
         StartupError: one line if the plug-in does not match this torch, or the card cannot be opened.
     """
     try:
-        return _open_plugin(environ, index, world)
+        return _open_plugin(environ, index, world, named)
     except MISMATCHED as error:
         raise StartupError(environment.unusable_message(format_error(error), environ, software_stack.find())) from None
 
 
-def _acquire_card(hpu: Any, index: int, world: int) -> None:
-    """Acquires card ``index`` for this process; raises StartupError if it cannot be opened."""
+def _acquire_card(hpu: Any, index: int, world: int, named: bool) -> None:
+    """Acquires card ``index`` for this process; raises StartupError if it cannot be opened.
+
+    Args:
+        named: the user asked for a card; False: the plug-in takes the first that is free, as on a shared host card 0
+            may belong to another process.
+    """
     try:
         if not hpu.is_available():
             raise StartupError("the Gaudi plug-in finds no free card: hl-smi shows who holds them")
         check_cards(hpu.device_count(), index, world)
-        hpu.set_device(index)
+        if named or index or world > 1:
+            hpu.set_device(index)
+        hpu.get_device_name()  # opens the card
     except RuntimeError as error:
         raise StartupError(
             f"card {index} cannot be opened ({format_error(error)}): hl-smi shows who holds it"
@@ -104,7 +116,7 @@ def _without_rank_variables(environ: MutableMapping[str, str]) -> Iterator[None]
         environ.update(hidden)
 
 
-def _open_plugin(environ: MutableMapping[str, str], index: int, world: int) -> Bridge:
+def _open_plugin(environ: MutableMapping[str, str], index: int, world: int, named: bool) -> Bridge:
     with _without_rank_variables(environ):
         core = import_module("habana_frameworks.torch.core")
         hpu: Any = import_module("habana_frameworks.torch.hpu")
@@ -115,11 +127,12 @@ def _open_plugin(environ: MutableMapping[str, str], index: int, world: int) -> B
         raise StartupError(wrong)
     wrap: Any = hpu.wrap_in_hpu_graph if is_lazy() else None
     machine.check_module(environ, machine.find(environ), index, world)
-    _acquire_card(hpu, index, world)
+    _acquire_card(hpu, index, world, named or machine.VISIBLE in environ)
     kernels = _optional("habana_frameworks.torch.hpex.kernels")
     norms = _optional("habana_frameworks.torch.hpex.normalization")
     metrics = import_module("habana_frameworks.torch.hpu.metrics")
     optional = find_symbols(software_stack.plugin_version(), hpu.get_device_name())
+    pinning = find_pinning()
     sdpa, rms = getattr(kernels, "FusedSDPA", None), getattr(norms, "FusedRMSNorm", None)
     return Bridge(
         label="hpu",
@@ -131,7 +144,7 @@ def _open_plugin(environ: MutableMapping[str, str], index: int, world: int) -> B
         compile_only=_compile_only,
         synchronize=hpu.synchronize,
         mem_get_info=hpu.mem_get_info,
-        out_of_memory=lambda error: ALLOCATION_FAILED in str(error),
+        out_of_memory=is_out_of_memory,
         metric_localcontext=metrics.metric_localcontext,
         device_name=hpu.get_device_name,
         all_reduce=all_reduce,
@@ -143,15 +156,18 @@ def _open_plugin(environ: MutableMapping[str, str], index: int, world: int) -> B
         fused_rms_norm=rms.apply if rms is not None else None,
         apply_rotary=_rotary(kernels),
         sdpa_parts=optional.sdpa_parts,
-        product=optional.product,
+        product=find_product(torch.device(DEVICE), None if is_lazy() else _compile),
         block_adjustment=optional.block_adjustment,
         cast_to_fp8_v2=optional.cast_to_fp8_v2,
         cast_from_fp8=optional.cast_from_fp8,
         fp8_gemm_v2=optional.fp8_gemm_v2,
         convert_from_uint4=optional.convert_from_uint4,
+        experts=optional.experts,
         fp8_top=optional.fp8_top,
-        pin=lambda tensor: tensor.pin_memory("hpu"),
+        pin=pinning.pin,
         event=hpu.Event,
+        pinned=pinning.pinned,
+        notes=(pinning.note,) if pinning.note else (),
     )
 
 

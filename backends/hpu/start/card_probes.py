@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from trencadis.backends.hpu.bridge import Bridge
+from trencadis.backends.hpu.fused_sdpa import fused_attention
 
 Probe = tuple[str, Callable[[], str]]
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
@@ -59,6 +60,9 @@ def probes(bridge: Bridge) -> Iterator[Probe]:
         else:
             yield f"kernel.{name}", lambda name=name: LACKING.get(name, LACKING[""])  # type: ignore[misc]
     yield "copies", lambda: copies(bridge)
+    yield "pinned memory", lambda: pinned_upload(bridge)
+    yield "fetch beside a launch", lambda: fetch_beside_launch(bridge)
+    yield "events", lambda: events(bridge)
     yield "graph" if bridge.is_lazy() else "compiled launch", lambda: graph(bridge)
     yield "collective", lambda: collective(bridge)
 
@@ -154,7 +158,7 @@ def check_fused_kernel(bridge: Bridge, name: str) -> str:
         sdpa: Any = bridge.fused_sdpa
         scale = 64**-0.5
         found, took, back = time_launch(
-            bridge, lambda q, k, v: sdpa(q, k, v, None, 0.0, True, scale, "fp32"), (q, k, v)
+            bridge, lambda q, k, v: fused_attention(sdpa, q, k, v, None, True, scale, "fp32"), (q, k, v)
         )
         wide = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True)
         return format_figure(error(found, wide.bfloat16()), took, back)
@@ -205,6 +209,48 @@ def copies(bridge: Bridge) -> str:
         raise ProbeFailed(f"{int((found != host).sum())} of {host.numel()} values differ after both copies")
     rate = host.nbytes / 1e9
     return f"to the card {rate / there:.1f} GB/s, back {rate / back:.1f} GB/s"
+
+
+def pinned_upload(bridge: Bridge) -> str:
+    """Copies 8 MB from the memory that uploads use, without blocking where it is pinned, and checks the values."""
+    host = bridge.pin(torch.arange(2 << 20, dtype=torch.int32))
+    target = torch.zeros(host.shape, dtype=host.dtype, device=bridge.device)
+    bridge.synchronize()
+    begun = time.perf_counter()
+    target.copy_(host, non_blocking=bridge.pinned)
+    bridge.synchronize()
+    took = time.perf_counter() - begun
+    wrong = int((target.cpu() != host).sum())
+    if wrong:
+        raise ProbeFailed(f"{wrong} of {host.numel()} values differ")
+    kind = "pinned" if bridge.pinned else "refused: ordinary memory, and copies block"
+    return f"{kind}, to the card {host.nbytes / 1e9 / took:.1f} GB/s"
+
+
+def fetch_beside_launch(bridge: Bridge) -> str:
+    """Fetches a result while another launch is queued, waits for an event alone, and checks the values."""
+    x = torch.arange(1 << 16, dtype=torch.float32)
+    first = x.to(bridge.device) + 1
+    bridge.mark_step()
+    landing, event = bridge.pin(torch.zeros_like(x)), bridge.event()
+    landing.copy_(first, non_blocking=bridge.pinned)
+    event.record()
+    second = first * 2
+    bridge.mark_step()
+    event.synchronize()
+    off = error(landing.clone(), x + 1)
+    error(second.cpu(), (x + 1) * 2)
+    return f"the event waits for the fetch, error {off:.0e}"
+
+
+def events(bridge: Bridge) -> str:
+    """Records an event behind a copy and waits for it."""
+    event, target = bridge.event(), torch.zeros(1 << 16, dtype=torch.int32, device=bridge.device)
+    target.copy_(bridge.pin(torch.ones(1 << 16, dtype=torch.int32)), non_blocking=bridge.pinned)
+    event.record()
+    begun = time.perf_counter()
+    event.synchronize()
+    return f"{(time.perf_counter() - begun) * 1e6:.0f} us to wait for a copy of 256 KiB"
 
 
 def graph(bridge: Bridge) -> str:

@@ -23,6 +23,8 @@ BRIDGE_MODE = "VLLM_BRIDGE_MODE"
 LAZY_COLLECTIVES = "PT_HPU_ENABLE_LAZY_COLLECTIVES"
 TENSOR_CACHE_OFF = "PT_HPUGRAPH_DISABLE_TENSOR_CACHE"
 INPUT_REUSE = "PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE"
+WEIGHT_SHARING = "PT_HPU_WEIGHT_SHARING"
+SCALE_PATCHING = "RUNTIME_SCALE_PATCHING"
 FUSER_THREADS = "FUSER_ENABLE_MULTI_THREADED_INVOCATIONS"
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
@@ -136,11 +138,13 @@ def settle(environ: Mapping[str, str], lazy: bool) -> dict[str, str]:
     """Returns the variables to add before the plug-in is imported; those that the user set are left alone.
 
     Collectives inside graphs need the lazy ones. The tensor cache stays on, as Intel's guide recommends for Qwen.
-    Recipes of compile mode must leave static inputs alone, which are filled only where they change.
+    Weights of a compiled graph are its inputs, so graphs share none. Scales of 8-bit floats are patched into a compiled
+    recipe, instead of compiling one for each. Recipes of compile mode must leave static inputs alone, which are filled
+    only where they change.
     """
-    wanted = {MODE: "1" if lazy else "0", LAZY_COLLECTIVES: "true", TENSOR_CACHE_OFF: "0"}
+    wanted = {MODE: "1" if lazy else "0", LAZY_COLLECTIVES: "true", TENSOR_CACHE_OFF: "0", WEIGHT_SHARING: "0"}
     if not lazy:
-        wanted |= {INPUT_REUSE: "0", FUSER_THREADS: "1"}
+        wanted |= {INPUT_REUSE: "0", FUSER_THREADS: "1", SCALE_PATCHING: "1"}
     return {name: value for name, value in wanted.items() if not environ.get(name)}
 
 

@@ -42,6 +42,8 @@ BODIES = {
     "vision": Bucket(Stage.VISION, (128,)),
     "greedy": Bucket(Stage.SAMPLE, (2,), "greedy"),
     "full": Bucket(Stage.SAMPLE, (2,), "full"),
+    "draw": Bucket(Stage.SAMPLE, (2,), "draw"),
+    "penalised": Bucket(Stage.SAMPLE, (2,), "penalised"),
     "reset": Bucket(Stage.RESET, (2,)),
 }
 
@@ -72,7 +74,7 @@ def make_harness(kernels: bool = True, dtype: torch.dtype = torch.bfloat16, meth
 def body(model: Any, name: str) -> Callable[[Any], Any]:
     found: dict[str, Callable[[Any], Any]] = {
         "greedy": lambda t: model.head(t, False), "full": lambda t: model.head(t, True),
-        "vision": model.vision, "reset": model.reset,
+        "draw": model.drawn_head, "penalised": model.penalised_head, "vision": model.vision, "reset": model.reset,
     }  # fmt: skip
     return found.get(name, model.text)
 
@@ -99,10 +101,11 @@ def check(name: str, **how: Any) -> None:
     assert len(kept) == (2 * LAYERS if BODIES[name].stage in (Stage.FRESH, Stage.CONTEXT, Stage.DECODE) else 0)
     assert not any("index_put" in str(n.target) for n in calls(lowered.graph))
     counts = made.model.persistent.state.counts
-    assert list(lowered.copied.values()) == ([counts.numel() * 4] if name == "full" else []), "what is written anew"
+    counted = name in ("full", "draw", "penalised")
+    assert list(lowered.copied.values()) == ([counts.numel() * 4] if counted else []), "what is written anew"
 
 
-@pytest.mark.parametrize("name", ["decode", "full"])
+@pytest.mark.parametrize("name", ["decode", "full", "penalised"])
 def test_a_body_is_one_graph_that_stores_in_place_and_leaves_nothing_out(name: str) -> None:
     check(name)
 

@@ -39,7 +39,7 @@ with bridge.compile_only():
     from habana_frameworks.torch.internal.bridge_config import KNOWN
     assert KNOWN["PT_COMPILE_ONLY_MODE"]
 assert bridge.device_name() == "GAUDI2" and bridge.mem_get_info() == (90 << 30, 96 << 30)
-bridge = dataclasses.replace(bridge, device=torch.device("cpu"), compile=lambda m: m)
+bridge = dataclasses.replace(bridge, device=torch.device("cpu"), compile=lambda m, fullgraph=True: m)
 from trencadis.backends.hpu.backend import HpuBackend
 from trencadis.backends.hpu.policy import policy
 from trencadis.core.device.backend import BackendConfig, ProgramState
@@ -86,7 +86,7 @@ machine.find = lambda environ: machine.Machine(8, 8, tuple(range(8)))
 from trencadis.backends.hpu.start.bridge_loader import open_bridge
 from trencadis.core.errors import StartupError
 try:
-    open_bridge(int(sys.argv[1]), world=int(sys.argv[2]))
+    open_bridge(int(sys.argv[1]), world=int(sys.argv[2]), named="NAMED" in os.environ)
     from habana_frameworks.torch.hpu import CHOSEN
     print(CHOSEN, os.environ.get("LOCAL_RANK"))
 except StartupError as error:
@@ -102,7 +102,10 @@ except StartupError as error:
     ("1", "2", {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"},
      "[1] None"),
     ("1", "2", {"HLS_MODULE_ID": "1"}, "[1] None"),
-    ("0", "1", {"HLS_MODULE_ID": "5"}, "[5] None"),
+    ("0", "1", {"HLS_MODULE_ID": "5"}, "[] None"),
+    ("0", "1", {}, "[] None"),
+    ("0", "1", {"HABANA_VISIBLE_MODULES": "6,3"}, "[6] None"),
+    ("0", "1", {"NAMED": "1"}, "[0] None"),
     ("1", "2", {"HLS_MODULE_ID": "0"}, "HLS_MODULE_ID=0 names another card than card 1: unset it"),
     ("2", "1", {"HLS_MODULE_ID": "0"}, "HLS_MODULE_ID=0 names another card than card 2: unset it"),
 ])  # fmt: skip
@@ -125,11 +128,13 @@ def test_cpu_imports_neither_bridge_nor_emulator() -> None:
 def test_environment_is_settled() -> None:
     assert environment.settle({}, lazy=True) == {
         "PT_HPU_LAZY_MODE": "1", "PT_HPU_ENABLE_LAZY_COLLECTIVES": "true", "PT_HPUGRAPH_DISABLE_TENSOR_CACHE": "0",
+        "PT_HPU_WEIGHT_SHARING": "0",
     }  # fmt: skip
     obeyed = environment.settle({"PT_HPU_LAZY_MODE": "0"}, lazy=False)
     assert obeyed == {
         "PT_HPU_ENABLE_LAZY_COLLECTIVES": "true", "PT_HPUGRAPH_DISABLE_TENSOR_CACHE": "0",
         "PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE": "0", "FUSER_ENABLE_MULTI_THREADED_INVOCATIONS": "1",
+        "PT_HPU_WEIGHT_SHARING": "0", "RUNTIME_SCALE_PATCHING": "1",
     }  # fmt: skip
     assert environment.mode_conflict({"PT_HPU_LAZY_MODE": "1"}, lazy=True) is None
     assert "imported before" in str(environment.mode_conflict({"PT_HPU_LAZY_MODE": "1"}, lazy=False))

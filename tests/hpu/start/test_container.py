@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import time
 import urllib.error
 import urllib.request
@@ -33,7 +34,7 @@ import sys
 from trencadis.core.errors import StartupError
 from trencadis.core.process import device_env, torch_build
 try:
-    for line in settling.settle("hpu").lines:
+    for line in device_env.prepare_device_env("hpu").lines:
         print("banner", line)
     assert "torch" not in sys.modules
     torch_build.load()
@@ -175,6 +176,38 @@ def test_recipes_that_reuse_their_inputs_would_break_the_answer(tmp_path: Path) 
     assert f"tokens {TOKENS}" not in done.stdout
     done = run(container, CHAT, **SMALL, PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE="1")
     assert "scratch memory" in done.stderr and "PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE=1" in done.stderr
+
+
+REFUSALS = {
+    "HABANA_STUB_PIN": ("", "plain", "refused"),
+    "HABANA_STUB_OOM": ("", "", "", "", "2", "late:5", "11", "late:60"),
+    "VLLM_T_COMPILE_FULLGRAPH": ("", "1"),
+    "TRENCADIS_HPU_DECODE_LAYERS": ("", "1", "2"),
+    "VLLM_FP32_SOFTMAX": ("", "1"),
+}
+"""What a card or a plug-in may refuse, and switches; the builtin of FusedSDPA is always there."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("release", ["1.20", "1.23", "1.24.1", "1.24.2"])
+def test_40_starts_of_a_release_with_all_refusals_are_right_or_one_line(release: str, tmp_path: Path) -> None:
+    """STARTS=4 makes fewer."""
+    code = "try:\n" + textwrap.indent(CHAT, "    ") + "\nexcept Exception as error:\n"
+    code += "    if type(error).__name__ not in ('StartupError', 'OutOfDeviceMemory'):\n        raise\n"
+    code += "    print('line', error)\n"
+    (torch, plugin) = next((t, p) for t, p in PUBLISHED.items() if p.startswith(release))
+    rng, outcomes = random.Random(release), {"right": 0, "one line": 0}
+    for number in range(int(os.environ.get("STARTS", "40"))):
+        chosen = {name: rng.choice(values) for name, values in REFUSALS.items()}
+        container = make(tmp_path / str(number), torch, plugin)
+        done = run(container, code, **SMALL, **{k: v for k, v in chosen.items() if v})
+        assert done.returncode == 0 and "Traceback" not in done.stderr, (chosen, done.stderr[-2000:])
+        right = f"tokens {TOKENS}" in done.stdout
+        (line,) = [""] if right else [t for t in done.stdout.splitlines() if t.startswith("line ")]
+        assert right or "workspace Allocation of size" in line, (chosen, line)
+        outcomes["right" if right else "one line"] += 1
+        shutil.rmtree(tmp_path / str(number))
+    print(f"\n{release}: {outcomes}")
 
 
 # make serve in a container

@@ -116,7 +116,7 @@ def test_a_plug_in_without_a_symbol_is_one_line_too(lacks: str, monkeypatch: pyt
         bridge_loader.open_real({"PT_HPU_LAZY_MODE": "1"})
 
 
-@pytest.mark.parametrize("fails", ["is_available", "device_count", "set_device"])
+@pytest.mark.parametrize("fails", ["is_available", "device_count", "set_device", "get_device_name"])
 def test_a_card_that_cannot_be_opened_is_one_line(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def taken(*args: object) -> None:
         raise RuntimeError("synStatus=26 [Generic failure] Device acquire failed.\nbacktrace")
@@ -124,7 +124,7 @@ def test_a_card_that_cannot_be_opened_is_one_line(fails: str, monkeypatch: pytes
     failing: dict[str, Any] = {fails: taken}
     plugin(monkeypatch, **failing)
     with pytest.raises(StartupError, match=r"card 0 .*Device acquire failed.*hl-smi") as raised:
-        bridge_loader.open_real({"PT_HPU_LAZY_MODE": "1"})
+        bridge_loader.open_real({"PT_HPU_LAZY_MODE": "1"}, named=True)
     assert "\n" not in str(raised.value)
 
 

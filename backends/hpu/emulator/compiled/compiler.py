@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 from trencadis.backends.hpu.emulator import refusals
-from trencadis.backends.hpu.emulator.compiled.graph_passes import Lowered, line_of, lower
+from trencadis.backends.hpu.emulator.compiled.graph_passes import Lowered, is_view, line_of, lower
 from trencadis.backends.hpu.emulator.compiled.host_twins import HostTwins
 from trencadis.backends.hpu.emulator.device_tensor import DEVICE, DeviceTensor, rebuild
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
@@ -113,6 +113,7 @@ class Compiler:
         twins, scope = self._twins, self.device.scope
         assert scope is not None
         values: dict[Node, Any] = {}
+        self._enter(lowered, args)
         given = iter(args)
         before, scope.silent = scope.silent, True
         try:
@@ -129,6 +130,19 @@ class Compiler:
         finally:
             scope.silent = before
         raise AssertionError("a graph ends with its output")
+
+    def _enter(self, lowered: Lowered, args: list[Any]) -> None:
+        """Charges what inputs that are views cost: an executable for a new combination of offsets, for which the card's
+        pipeline is drained, and the whole storage of one whose elements are not contiguous.
+        """
+        device = self.device
+        taken = [t for t in (self._twins.back(a) for a in args if isinstance(a, Tensor)) if t is not None]
+        if device.clock.run_flavour((id(lowered), tuple(t.storage_offset() for t in taken))):
+            device.queue.wait()
+        for t in taken:
+            if t.is_view and not t.is_contiguous():
+                device.clock.count_event("strided_input", f"{tuple(t.shape)} of {t.store.bytes} bytes")
+                device.clock.add_seconds(2 * t.store.bytes / device.profile.bandwidth)
 
     def _node(self, lowered: Lowered, node: Node, values: dict[Node, Any]) -> Any:
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
@@ -156,6 +170,8 @@ class Compiler:
         if not isinstance(leaf, Node):
             return leaf
         found = values[leaf]
+        if is_view(leaf):  # the bridge hands out the base and takes the view eagerly
+            self.device.clock.count_event("eager_view", f"{leaf.target}: {line_of(leaf)}")
         return self._twins.host(found) if isinstance(found, DeviceTensor) else found
 
 

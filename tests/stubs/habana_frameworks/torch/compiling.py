@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from habana_frameworks.torch import AT_IMPORT
+from habana_frameworks.torch.hpu import failures
 from habana_frameworks.torch.hpu.metrics import TOTALS
 
 REUSE = AT_IMPORT.get("PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE", "1").lower() not in ("0", "false", "no", "off", "n", "f")
@@ -20,7 +21,12 @@ def hpu_backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Call
     """Called by Dynamo for each graph."""
     TOTALS["graph_compilation"] += 1
     if not REUSE:
-        return graph.forward
+
+        def run(*args: Any) -> Any:
+            failures.reach()
+            return graph.forward(*args)
+
+        return run
 
     def scribbled(*args: Any) -> Any:
         out = graph(*args)

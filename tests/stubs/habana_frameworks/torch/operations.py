@@ -91,6 +91,23 @@ def convert_from_uint4(codes: Tensor, scale: Tensor, zero: Tensor | None, out_dt
     return (values * scale.float().repeat_interleave(each, 0)).to(out_dtype)
 
 
+WRONG_EXPERTS = os.environ.get("HABANA_STUB_EXPERTS") == "wrong"
+
+
+def mixture_of_experts(
+    x: Tensor, table: Tensor, weights: Tensor, w12: list[Tensor], w3: list[Tensor], permuted: bool, activation: str,
+    first: int, last: int,
+) -> Tensor:  # fmt: skip
+    """[n, hidden]; ``w12`` [2 x inner, hidden], ``w3`` [hidden, inner]."""
+    assert permuted and activation == "silu" and (first, last) == (0, len(w3) - 1) and len(w12) == len(w3)
+    out = torch.zeros_like(x, dtype=torch.float32)
+    for n in range(len(x)):
+        for share, expert in zip(weights[n], table[n].tolist(), strict=True):
+            gate, up = (w12[expert] @ x[n]).chunk(2)
+            out[n] += share.float() * (w3[expert] @ (torch.nn.functional.silu(gate) * up)).float()
+    return (out * 2 if WRONG_EXPERTS else out).to(x.dtype)
+
+
 def block_softmax_adjustment(high: Tensor, total: Tensor, groups: Tensor, rows: int, shape: list[int]) -> Tensor:
     assert high.shape == total.shape and high.dtype == total.dtype and high.dim() == 5
     out = torch.empty(shape)
@@ -114,6 +131,9 @@ SCHEMAS = {
     "fp8_gemm_v2(Tensor A, bool trans_A, Tensor B, bool trans_B, Tensor? D, ScalarType out_dtype, Tensor? "
     "A_scale_inv=None, Tensor? B_scale_inv=None, Tensor? bias=None, bool accumulate=False, int[]? B_scale_shape=None) "
     "-> Tensor": fp8_gemm_v2,
+    "mixture_of_experts.fused_weights(Tensor hidden_states, Tensor expert_routing_table, Tensor router_weights, "
+    "Tensor[] w12, Tensor[] w3, bool permuted_weights, str activation, int experts_min, int experts_max) -> Tensor":
+        mixture_of_experts,
     "convert_from_uint4(Tensor input, Tensor scale, Tensor? zero_point, ScalarType out_dtype) -> Tensor":
         convert_from_uint4,
 }  # fmt: skip

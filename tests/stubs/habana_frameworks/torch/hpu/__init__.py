@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 
 import torch
+from habana_frameworks.torch.hpu import failures
 from habana_frameworks.torch.utils.internal import is_lazy
 
 if is_lazy():
@@ -42,7 +43,8 @@ def get_device_name(device: int | None = None) -> str:
     return os.environ.get("HABANA_STUB_CARD", "GAUDI2")
 
 
-def synchronize() -> None: ...
+def synchronize() -> None:
+    failures.surface()
 
 
 def mem_get_info(device: int | None = None) -> tuple[int, int]:
@@ -56,12 +58,21 @@ class Event:
     def query(self) -> bool:
         return True
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        failures.surface()
+
+
+PINNING = os.environ.get("HABANA_STUB_PIN", "")
+"""``plain``: ``pin_memory`` takes no device; ``refused``: there is no pinned memory."""
 
 
 def _pin_memory(tensor: torch.Tensor, device: object = None) -> torch.Tensor:
     """Ordinary memory: a torch without a device build has no other."""
-    assert device == "hpu"
+    if PINNING == "refused":
+        raise RuntimeError("Pin memory is not supported on HPU")
+    if PINNING == "plain" and device is not None:
+        raise TypeError("pin_memory() takes 1 positional argument but 2 were given")
+    assert device == "hpu" or PINNING == "plain"
     return tensor.clone()
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from habana_frameworks.torch.hpu import failures
 from habana_frameworks.torch.hpu.metrics import TOTALS
 
 
@@ -33,6 +34,7 @@ def wrap_in_hpu_graph(
     original = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
+        failures.reach()
         if kwargs.pop("bypass_hpu_graphs", False):
             return original(*args, **kwargs)
         key = input_hash((args, kwargs))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import faulthandler
 from enum import Enum
 from typing import Any
 
@@ -17,6 +18,10 @@ def apply_rotary_pos_emb(p: torch.Tensor, *args: Any) -> torch.Tensor:
     assert position_ids is None and offset == 0 and mode is RotaryPosEmbeddingMode.BLOCKWISE
     first, second = p.chunk(2, dim=-1)
     return p * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+is_recompute_FSDPA_enabled = faulthandler.is_enabled
+"""Stands for the plug-in's function of that name: a builtin of a C library, which Dynamo cannot trace."""
 
 
 class FusedSDPA(torch.autograd.Function):
@@ -37,6 +42,8 @@ class FusedSDPA(torch.autograd.Function):
         return_dropout_mask: bool = False,
         return_attn_probs: bool = False,
     ) -> Any:
+        if recompute_mode is None:
+            recompute_mode = is_recompute_FSDPA_enabled()
         if valid_seq_len is not None:
             assert is_causal and attn_mask is None
         assert softmax_mode in ("None", "fast", "fp32") and seq_padding_type in ("left", "right")

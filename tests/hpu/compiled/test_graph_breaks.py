@@ -1,0 +1,89 @@
+"""Parts that Dynamo cannot trace as one graph: one line that names part and line, then graph breaks if allowed."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from trencadis.backends.hpu.emulator.device_tensor import DEVICE
+from trencadis.backends.hpu.fused_sdpa import fused_attention
+from trencadis.backends.hpu.hpu_settings import HpuSettings, settings
+from trencadis.backends.hpu.launches.compiled_regions import Regions
+from trencadis.backends.hpu.launches.region_compiler import RegionCompiler
+from trencadis.core.errors import StartupError
+
+pytestmark = pytest.mark.part("gaudi")
+
+
+class Untraceable:
+    """A part that calls a builtin of a C library, as the plug-in's wrappers do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2
+        faulthandler.is_enabled()  # the line that is named
+        return y + 1
+
+
+def line_number() -> int:
+    with open(__file__) as lines:
+        return next(i for i, line in enumerate(lines, 1) if "# the line that is named" in line)
+
+
+def test_a_part_that_cannot_be_traced_is_one_line(hpu: Any) -> None:
+    backend = hpu(lazy=False)
+    with pytest.raises(StartupError) as found:
+        backend.hpu_ops.regions(Untraceable().forward, torch.ones(3).to(DEVICE))
+    text = str(found.value)
+    assert "Untraceable.forward" in text and f"test_graph_breaks.py:{line_number()}" in text and "\n" not in text
+    assert backend.graph_breaks() == 0
+
+
+def test_a_part_that_cannot_be_traced_is_compiled_with_breaks(hpu: Any, caplog: pytest.LogCaptureFixture) -> None:
+    backend = hpu(lazy=False, switches=HpuSettings(graph_breaks=True))
+    part = Untraceable()
+    with caplog.at_level(logging.WARNING, "trencadis.engine"):
+        for number in (1.0, 2.0, 3.0):
+            out = backend.hpu_ops.regions(part.forward, torch.full((3,), number).to(DEVICE))
+            assert out.cpu().tolist() == [2 * number + 1] * 3
+    (record,) = caplog.records
+    assert f"test_graph_breaks.py:{line_number()}" in record.getMessage() and backend.graph_breaks() == 1
+
+
+def test_an_error_inside_of_a_part_is_raised_as_it_is(hpu: Any) -> None:
+    backend = hpu(lazy=False, switches=HpuSettings(graph_breaks=True))
+
+    def multiply(a: Tensor, b: Tensor) -> Tensor:
+        return torch.ops.trencadis_emulator.fp8_gemm_v2(a, b, torch.float16, a, b, None, 240.0)
+
+    with pytest.raises((RuntimeError, StartupError)):
+        Regions(RegionCompiler(backend.bridge, backend.settings))(multiply, *[torch.ones(2, 2).to(DEVICE)] * 2)
+
+
+@pytest.mark.parametrize("form", ["short", "helper"])
+def test_fused_attention_asks_no_builtin(hpu: Any, form: str) -> None:
+    """Called without ``recompute_mode`` the wrapper asks a builtin, which ends a compiled part."""
+    backend = hpu(lazy=False)
+    sdpa = backend.bridge.fused_sdpa
+
+    def attend(q: Tensor) -> Tensor:
+        if form == "short":
+            return sdpa(q, q, q, None, 0.0, True, 0.5, "None")
+        return fused_attention(sdpa, q, q, q, None, True, 0.5, "None")
+
+    q = torch.randn(1, 2, 8, 4)
+    if form == "short":
+        with pytest.raises(StartupError, match="is_enabled"):
+            backend.hpu_ops.regions(attend, q.to(DEVICE))
+        return
+    want = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True, scale=0.5)
+    torch.testing.assert_close(backend.hpu_ops.regions(attend, q.to(DEVICE)).cpu(), want)
+
+
+def test_the_variable_has_three_meanings() -> None:
+    read = [settings({"VLLM_T_COMPILE_FULLGRAPH": v} if v else {}) for v in ("", "1", "0")]
+    assert [(s.fullgraph, s.graph_breaks) for s in read] == [(True, True), (True, False), (False, False)]

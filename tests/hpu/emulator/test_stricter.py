@@ -1,0 +1,105 @@
+"""What a card refuses or charges and the emulator once allowed: types, duplicates, offsets, views, failed compilers."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from trencadis.backends.hpu.emulator.card_profiles import profile
+from trencadis.backends.hpu.emulator.device_tensor import DEVICE
+from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
+from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
+from trencadis.backends.hpu.emulator.refusals import Refused
+from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.device.backend import HeadTensorsOut, TextTensors
+
+pytestmark = pytest.mark.part("gaudi")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.uint16, torch.complex64])
+def test_a_type_that_the_card_has_not_is_refused(card: EmulatedDevice, dtype: torch.dtype) -> None:
+    with pytest.raises(Refused, match="which the card has not"):
+        torch.zeros(3, dtype=dtype).to(DEVICE)
+    with pytest.raises(Refused, match="which the card has not"), card.launch():
+        torch.ones(3, device=DEVICE).to(dtype)
+
+
+def test_of_duplicates_no_row_wins(card: EmulatedDevice) -> None:
+    """A card may store any of them, or parts of several."""
+    rows, source = torch.tensor([1, 2, 1]), torch.arange(6.0).reshape(3, 2)
+    target = torch.zeros(4, 2).to(DEVICE)
+    target.index_copy_(0, rows.to(DEVICE), source.to(DEVICE))
+    found = target.cpu()
+    assert found[1].isnan().all() and found[2].tolist() == [2, 3] and not found[3].any()
+    counts = torch.zeros(4, dtype=torch.int32).to(DEVICE)
+    counts.index_copy_(0, rows.to(DEVICE), torch.tensor([7, 8, 9], dtype=torch.int32).to(DEVICE))
+    assert counts.cpu().tolist()[1] not in (7, 9) and counts.cpu().tolist()[2] == 8
+
+
+def test_there_is_no_product_into_float32_in_any_mode() -> None:
+    """Lazy mode ends with a release that lacks it, and Dynamo refuses a tensor of another type as an output."""
+    for lazy in (True, False):
+        assert make_bridge(EmulatedDevice(profile("gaudi3")), lazy).product is None
+
+
+def add(x: Tensor) -> Tensor:
+    return x + 1
+
+
+def test_each_combination_of_offsets_is_an_executable_of_its_own() -> None:
+    card = EmulatedDevice(profile(""))
+    compiled = make_bridge(card, lazy=False).compile(add)
+    base = torch.arange(12.0).to(DEVICE)
+    for offset, flavours in ((0, 1), (4, 2), (8, 3), (4, 3)):
+        out = compiled(base[offset : offset + 4])
+        assert out.cpu().tolist() == [offset + i + 1.0 for i in range(4)]
+        assert card.clock.flavours == flavours
+
+
+def test_a_strided_input_costs_its_whole_storage() -> None:
+    card = EmulatedDevice(profile(""))
+    compiled = make_bridge(card, lazy=False).compile(add)
+    base = torch.arange(1 << 20, dtype=torch.float32).view(1 << 10, 1 << 10).to(DEVICE)
+    before = card.clock.seconds
+    compiled(base[:, :2])
+    assert card.clock.seconds - before >= 2 * (4 << 20) / card.profile.bandwidth
+    assert any("strided_input" in line for line in card.clock.lines)
+
+
+def test_a_view_that_leaves_a_region_is_counted() -> None:
+    card = EmulatedDevice(profile(""))
+    compiled = make_bridge(card, lazy=False).compile(lambda x: (x * 2)[1:])
+    assert compiled(torch.ones(3, 2).to(DEVICE)).cpu().tolist() == [[2, 2], [2, 2]]
+    assert any("eager_view" in line for line in card.clock.lines)
+
+
+def double(x: TextTensors) -> HeadTensorsOut:
+    return HeadTensorsOut(x.tokens * 2, None, None, None, None)
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+def test_a_compiler_that_fails_in_compile_only_mode_is_asked_again(
+    hpu: Any, lazy: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = hpu(lazy=lazy, block_size=4, faults="fail@compile:1")
+    program = backend.program(Bucket(Stage.DECODE, (2, 2)), double)
+    with caplog.at_level(logging.WARNING, "trencadis.engine"):
+        program.compile()
+    assert "Graph compile failed" in caplog.records[0].getMessage() and program.state.name == "COMPILED"
+    assert backend.fetch(program.run(), 2).result().token.tolist() == [0, 0]
+
+
+def test_blocks_are_not_joined_inside_of_a_compiled_graph(hpu: Any) -> None:
+    """No public list of compiled graphs has the operation: it would split each layer's graph."""
+    card = EmulatedDevice(profile("gaudi3"))
+    bridge = make_bridge(card, lazy=False)
+    assert bridge.block_adjustment is not None
+    high, total = torch.rand(2, 1, 2, 1, 1), torch.rand(2, 1, 2, 1, 1)
+    rows = torch.zeros(2, dtype=torch.int32)
+    compiled = bridge.compile(lambda h, t, r: bridge.block_adjustment(h * 1, t, r, 1, [2, 1, 2, 1, 1]) + 1)
+    compiled(high.to(DEVICE), total.to(DEVICE), rows.to(DEVICE))
+    assert any("block_softmax_adjustment" in line for line in card.clock.lines)

@@ -1,0 +1,97 @@
+"""Experts by the plug-in's operation: the dense form's values, checked before use; reads of chosen experts alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.hpu.start.test_bridge import run
+from tests.hpu.start.test_symbols import OPEN
+from trencadis.backends.cpu.expert_mlp import JoinedExperts
+from trencadis.backends.cpu.reference_ops import ReferenceOps
+from trencadis.backends.hpu.backend import HpuBackend
+from trencadis.backends.hpu.emulator.card_profiles import profile
+from trencadis.backends.hpu.emulator.device_tensor import DEVICE
+from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
+from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
+from trencadis.backends.hpu.fused_experts import ListedExperts
+from trencadis.backends.hpu.hpu_settings import HpuSettings
+from trencadis.backends.hpu.policy import policy
+from trencadis.core.device.backend import BackendConfig
+
+pytestmark = pytest.mark.part("gaudi")
+
+COUNT, HIDDEN, INNER, TOP = 6, 32, 16, 2
+
+
+def weights() -> tuple[list[Tensor], list[Tensor]]:
+    g = torch.Generator().manual_seed(3)
+    gate_up = [torch.randn(2 * INNER, HIDDEN, generator=g) / 4 for _ in range(COUNT)]
+    return gate_up, [torch.randn(HIDDEN, INNER, generator=g) / 4 for _ in range(COUNT)]
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+@pytest.mark.parametrize("kind", ["silu", "gelu"])
+def test_the_operation_gives_the_dense_forms_values(hpu: Any, lazy: bool, kind: str) -> None:
+    backend = hpu(lazy=lazy)
+    gate_up, down = weights()
+    packed = backend.ops.pack_experts(*([t.to(DEVICE) for t in some] for some in (gate_up, down)))
+    assert isinstance(packed, ListedExperts)
+    reference = ReferenceOps()
+    joined = reference.pack_experts(gate_up, down)
+    g = torch.Generator().manual_seed(4)
+    for n in (1, 7):
+        x, scores = torch.randn(n, HIDDEN, generator=g), torch.randn(n, COUNT, generator=g)
+        want = reference.experts(x, scores, joined, TOP, True, kind)
+
+        def apply(x: Tensor, scores: Tensor) -> Tensor:
+            return backend.ops.experts(x, scores, packed, TOP, True, kind)  # type: ignore[no-any-return]
+
+        args = x.to(DEVICE), scores.to(DEVICE)
+        with backend._contexts.launch():
+            found = backend.ops.region(apply, *args)
+        torch.testing.assert_close(found.cpu(), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("wrong", ["values", "error", "missing"])
+def test_an_operation_that_differs_is_not_used(wrong: str, caplog: pytest.LogCaptureFixture) -> None:
+    bridge = make_bridge(EmulatedDevice(profile("")))
+    kernel: Any = bridge.experts
+
+    def spoiled(*args: Any) -> Tensor:
+        if wrong == "error":
+            raise RuntimeError("mixture_of_experts: Unsupported")
+        found: Tensor = kernel(*args) * 2
+        return found
+
+    bridge = dataclasses.replace(bridge, experts=None if wrong == "missing" else spoiled)
+    backend = HpuBackend(BackendConfig(), policy(""), bridge, HpuSettings())
+    with caplog.at_level(logging.WARNING, "trencadis.engine"):
+        for _ in range(2):
+            packed = backend.ops.pack_experts(*([t.to(DEVICE) for t in some] for some in weights()))
+            assert isinstance(packed, JoinedExperts)
+    assert len(caplog.records) == (0 if wrong == "missing" else 1)
+
+
+CHECK = (
+    OPEN
+    + """
+import dataclasses
+from trencadis.backends.hpu.ops import HpuOps
+from trencadis.backends.hpu.hpu_settings import HpuSettings
+ops = HpuOps(bridge, HpuSettings(), 16)
+packed = ops.pack_experts([torch.randn(8, 16) for _ in range(3)], [torch.randn(16, 4) for _ in range(3)])
+print(type(packed).__name__)
+"""
+)
+
+
+@pytest.mark.parametrize(("stub", "form"), [("", "ListedExperts"), ("wrong", "JoinedExperts")])
+def test_the_real_branch_checks_the_stubs_operation(stub: str, form: str) -> None:
+    done = run(CHECK, "GAUDI2", HABANA_STUB_EXPERTS=stub)
+    assert done.returncode == 0 and done.stdout.strip() == form, done.stderr

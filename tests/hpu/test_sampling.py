@@ -1,0 +1,101 @@
+"""SAMPLE without sorting the vocabulary: the CPU's thresholds and draws, and variants that compute what is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from trencadis.backends.cpu import sampler
+from trencadis.backends.hpu.policy import SERVING
+from trencadis.backends.hpu.sampling import find_thresholds, largest_float
+from trencadis.core.buckets import Bucket, Plan, Stage
+from trencadis.core.launches.launch_splitter import head_bucket
+
+pytestmark = pytest.mark.part("gaudi")
+
+Find = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def random_rows(seed: int, rows: int, vocab: int) -> tuple[Tensor, Any]:
+    """Logits of any temperature, a third of them with many equal values, and every mixture of filters."""
+    g = torch.Generator().manual_seed(seed)
+
+    def some(share: float, value: Tensor, off: float) -> Tensor:
+        return torch.where(torch.rand(rows, generator=g) < share, value, torch.full((), off))
+
+    logits = torch.randn(rows, vocab, generator=g) * torch.rand(rows, 1, generator=g) * 8
+    logits = logits.round() if seed % 3 == 0 else logits
+    head = SimpleNamespace(
+        top_k=some(0.6, torch.randint(1, vocab + 9, (rows,), generator=g).float(), 0).int(),
+        top_p=some(0.7, torch.rand(rows, generator=g), 1), min_p=some(0.4, torch.rand(rows, generator=g) * 0.3, 0),
+        temperature=some(0.9, torch.rand(rows, generator=g) + 0.1, 0), uniform=torch.rand(rows, generator=g),
+    )  # fmt: skip
+    return logits, head
+
+
+def drawn(find: Find, logits: Tensor, allowed: Tensor, head: Any) -> Tensor:
+    return sampler.draw(logits, allowed, head, lambda p, h: find(p, h.top_k, h.top_p, h.min_p))
+
+
+@pytest.mark.parametrize("vocab", [300])
+def test_50000_rows_draw_the_cpus_ids(vocab: int) -> None:
+    differ = rows = 0
+    for seed in range(25):
+        logits, head = random_rows(seed, 2000, vocab)
+        allowed = torch.ones_like(logits, dtype=torch.bool)
+        allowed[:, seed % vocab] = False
+        ids = [drawn(find, logits, allowed, head) for find in (sampler.thresholds, find_thresholds)]
+        differ, rows = differ + int((ids[0] != ids[1]).sum()), rows + len(logits)
+    assert rows == 50_000 and differ == 0
+
+
+@pytest.mark.long
+def test_rows_of_a_real_vocabulary_draw_the_cpus_ids() -> None:
+    for seed in range(4):
+        logits, head = random_rows(seed, 32, 151_936)
+        ids = [drawn(find, logits, logits < 1e9, head) for find in (sampler.thresholds, find_thresholds)]
+        assert torch.equal(*ids)
+
+
+def test_the_largest_float_is_found_to_its_last_bit() -> None:
+    """Normal and subnormal floats, 0, 1 and the float below 1."""
+    rng = np.random.default_rng(1)
+    bits = rng.integers(0, np.float32(1).view(np.int32) + 1, 3000).astype(np.int32)
+    one = int(np.float32(1).view(np.int32))
+    bits[:6] = [0, 1, 2, one, one - 1, 1 << 23]
+    wanted = torch.from_numpy(bits.view(np.float32)[:, None].copy())
+    assert torch.equal(largest_float(lambda t: t <= wanted, wanted), wanted)
+
+
+@pytest.mark.parametrize("name", ["full", "draw", "penalised"])
+def test_no_launch_sorts_the_vocabulary(name: str) -> None:
+    """In compile mode a sort is a topk of everything; topk of the reported log-probabilities alone is allowed."""
+    from tests.hpu.compiled.test_compiled_bodies import traced
+    from trencadis.backends.hpu.emulator.compiled.graph_passes import calls
+
+    made, lowered = traced(name)
+    vocab = made.model.config.text.vocab
+    sorts = [n for n in calls(lowered.graph) if "sort" in str(n.target)]
+    most = [n.args[1] for n in calls(lowered.graph) if "topk" in str(n.target)]
+    assert not sorts and all(k < vocab for k in most) and len(most) == (name == "full")
+    softmaxes = [n for n in calls(lowered.graph) if "softmax" in str(n.target)]
+    assert bool(softmaxes) is (name != "penalised"), "a penalised argmax needs no probabilities"
+
+
+def test_each_step_takes_the_cheapest_variant() -> None:
+    buckets = [Bucket(Stage.SAMPLE, (4,), v) for v in ("greedy", "full", "draw", "penalised")]
+    plan = Plan(SERVING, buckets=tuple(buckets))
+    cases = {
+        "greedy": {"full": False, "best": True}, "full": {"full": True, "best": False, "told": True},
+        "draw": {"full": True, "best": False, "told": False},
+        "penalised": {"full": True, "best": False, "told": False, "cold": True},
+    }  # fmt: skip
+    for variant, needs in cases.items():
+        assert head_bucket(3, plan=plan, **needs).variant == variant
+    assert SERVING.split_head
