@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trencadis.core.errors import BadRequest, QueueFull
+from trencadis.core.flag_options import MOST
 from trencadis.core.request import SamplingParams
 
 TEXT = 8
@@ -35,7 +36,8 @@ class AnswerShape:
         repeats_prompt: whether each choice has what is told of the prompt, as in completions.
         echo: whether an answer begins with its prompt.
         ids: whether ids are told beside texts.
-        stream: whether it is written token by token, so that only what is told of the prompt waits.
+        stream: whether it is written token by token, so that only one token of each choice waits, and what is told of
+            the prompt.
     """
 
     prompt_tokens: int
@@ -92,8 +94,8 @@ class AnswerBudget:
         found = shape.estimate_prompt(params)
         each = shape.estimate_token(params)
         rest = self.most - taken - found.total()
-        tokens = 0 if shape.stream else params.max_tokens or 0
-        if tokens * each.total() > rest and rest > 0 and not shape.limit_field:
+        tokens = min(params.max_tokens or 0, 1 if shape.stream else MOST)
+        if tokens * each.total() > rest and rest > 0 and not (shape.stream or shape.limit_field):
             tokens = params.max_tokens = max(rest // each.total(), 1)
         found.update({field: tokens * size for field, size in each.items()})
         if taken + found.total() > self.most:

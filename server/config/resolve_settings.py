@@ -11,7 +11,6 @@ from trencadis.core import envs
 from trencadis.core.config import EngineConfig
 from trencadis.core.devices import likely
 from trencadis.core.errors import StartupError
-from trencadis.core.request import MAX_LOGPROBS
 from trencadis.core.shapes import bucket_options as bucket_env
 from trencadis.server.config import argv as command_line
 from trencadis.server.config import number_bounds
@@ -91,11 +90,6 @@ def _list_idle_flags(engine: EngineConfig, server: ServerConfig) -> list[str]:
     notes = []
     if engine.trust_remote_code:
         notes.append("--trust-remote-code has no effect: no code of a repository ever runs.")
-    if not 0 <= engine.max_logprobs <= MAX_LOGPROBS:
-        notes.append(
-            f"--max-logprobs {engine.max_logprobs}: a token has at most {MAX_LOGPROBS} log-probabilities; a request "
-            "for more is a 400."
-        )
     if server.show_hidden_metrics_for_version:
         notes.append(
             "--show-hidden-metrics-for-version shows all of them as --show-hidden-metrics does, whatever the version."

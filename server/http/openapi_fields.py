@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from trencadis.core.request import MAX_BIAS, MAX_LOGPROBS
+from trencadis.core.request import MAX_BIAS
 from trencadis.server.prompts.content_parts import TEXT_PARTS
 from trencadis.server.prompts.sampling_params import MAX_STOPS
 from trencadis.server.protocol.base_request import GenerateRequest, MediaRequest
@@ -93,9 +93,9 @@ BOUNDS: dict[str, dict[str, Any]] = {
     "min_tokens": {"minimum": 0},
     "stop": {"maxItems": MAX_STOPS},
     "stop_token_ids": {"maxItems": COUNTS["stop_token_ids"]},
-    "top_logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
-    "logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
-    "prompt_logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
+    "top_logprobs": {"minimum": -1},
+    "logprobs": {"minimum": -1},
+    "prompt_logprobs": {"minimum": -1},
     "truncate_prompt_tokens": {"minimum": -1},
     "cache_salt": {"minLength": 1, "maxLength": 128},
     "request_id": {"maxLength": 128},
