@@ -12,6 +12,7 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.devices import likely
 from trencadis.core.errors import StartupError
 from trencadis.core.shapes import bucket_options as bucket_env
+from trencadis.core.shared_constants import EFFORTS
 from trencadis.server.config import argv as command_line
 from trencadis.server.config import number_bounds
 from trencadis.server.config.config import ServerConfig
@@ -73,6 +74,7 @@ def resolve_settings(given: command_line.ParsedArguments, environ: Mapping[str, 
     number_bounds.check(server, sources)
     _check_no_blanks(server)
     check_allowed_hosts(server.allowed_hosts)
+    _check_efforts(server.reasoning_effort_map)
     if server.ssl_keyfile and not server.ssl_certfile:
         raise StartupError("--ssl-keyfile needs --ssl-certfile.")
     if server.ssl_cert_reqs and not server.ssl_certfile:
@@ -95,6 +97,16 @@ def _list_idle_flags(engine: EngineConfig, server: ServerConfig) -> list[str]:
             "--show-hidden-metrics-for-version shows all of them as --show-hidden-metrics does, whatever the version."
         )
     return notes
+
+
+def _check_efforts(efforts: Mapping[str, Any]) -> None:
+    """Raises StartupError if ``--reasoning-effort-map`` has an unknown effort, or a value that is no text."""
+    unknown = next((name for name in efforts if name not in EFFORTS), None)
+    if unknown is not None:
+        raise StartupError(f"--reasoning-effort-map: {unknown[:40]!r} is none of {', '.join(EFFORTS)}.")
+    wrong = next((name for name, value in efforts.items() if not isinstance(value, str)), None)
+    if wrong is not None:
+        raise StartupError(f"--reasoning-effort-map: the value of {wrong!r} must be a text.")
 
 
 def _check_no_blanks(server: ServerConfig) -> None:

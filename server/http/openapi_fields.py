@@ -12,10 +12,10 @@ from typing import Any
 from pydantic import BaseModel
 
 from trencadis.core.request import MAX_BIAS
+from trencadis.core.shared_constants import EFFORTS
 from trencadis.server.prompts.content_parts import TEXT_PARTS
 from trencadis.server.prompts.sampling_params import MAX_STOPS
 from trencadis.server.protocol.base_request import GenerateRequest, MediaRequest
-from trencadis.server.protocol.chat_completions import EFFORTS
 from trencadis.server.routes.body_counts import COUNTS, MAX_TEMPLATE
 from trencadis.server.text.chat_template import ROLES
 
