@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+
+import pytest
+
+from tests.utils import single_gpu_only
+from vllm import SamplingParams
+
+from .._correctness import check_mtp_correctness
+
+
+@pytest.mark.parametrize(
+    ["model_setup", "mm_enabled", "expected_accuracy_threshold"],
+    [
+        # Reference accuracy: 65%-70%.
+        (("mtp", "XiaomiMiMo/MiMo-7B-Base", 1, None), False, 0.5),
+    ],
+    ids=["mimo"],
+)
+@single_gpu_only
+def test_mtp_correctness(
+    monkeypatch: pytest.MonkeyPatch,
+    sampling_config: SamplingParams,
+    model_setup: tuple[str, str, int, str | None],
+    mm_enabled: bool,
+    expected_accuracy_threshold: float,
+    vllm_runner,
+):
+    check_mtp_correctness(
+        monkeypatch,
+        sampling_config,
+        model_setup,
+        mm_enabled,
+        expected_accuracy_threshold,
+        vllm_runner,
+    )
