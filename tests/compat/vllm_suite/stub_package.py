@@ -83,11 +83,13 @@ def encode_image_url(image: Any, *, image_mode: str = "RGB", format: str = "PNG"
 
 
 def fetch_image(url: str, *args: Any, **kwargs: Any) -> Any:
-    """Returns the image at an address of this machine."""
+    """Returns the image at an address of this machine, and a drawn one for any other."""
     import urllib.request
 
     from PIL import Image
 
+    if not url.startswith("http://127.0.0.1:"):
+        return Image.effect_mandelbrot((128, 96), (-2, -1, 1, 1), 40).convert("RGB")
     with urllib.request.urlopen(url) as answer:
         return Image.open(io.BytesIO(answer.read()))
 
