@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from trencadis.core.errors import BadRequest, QueueFull
 from trencadis.core.flag_options import MOST
+from trencadis.core.memory.host_memory import limited_budget
 from trencadis.core.request import SamplingParams
 
 TEXT = 8
@@ -20,6 +21,9 @@ TEXT = 8
 CANDIDATE = 100
 """Bytes of a token in a list of log-probabilities: in JSON, or as it is kept until then."""
 
+ALL_ANSWERS = 256 << 20
+MEMORY_SHARE = 1 / 12
+"""Largest share of this machine's or container's memory for answers that wait."""
 FREE = 1 << 20
 """Bytes of an answer that does not count among those that wait: most answers are far below."""
 
@@ -74,11 +78,13 @@ class AnswerBudget:
 
     Args:
         most: of one answer (``--max-answer-bytes``).
-        total: of all large answers that run or wait to be written.
+        total: of all large answers that run or wait to be written; None: 256 MiB, or a share of the memory of a small
+            machine.
     """
 
-    def __init__(self, most: int = 64 << 20, total: int = 256 << 20) -> None:
-        self.most, self.total = most, max(total, most)
+    def __init__(self, most: int = 64 << 20, total: int | None = None) -> None:
+        usual = limited_budget(ALL_ANSWERS, MEMORY_SHARE) if total is None else total
+        self.most, self.total = most, max(usual, most)
         self.held = 0
 
     def fit(self, shape: AnswerShape, params: SamplingParams, taken: int = 0) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from trencadis.core import envs
+from trencadis.core.memory.host_memory import volunteer_for_oom_kill
 from trencadis.core.process.log_queue import flush_logs
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -56,11 +57,15 @@ def environment(environ: Mapping[str, str], threads: int, fixed: bool) -> dict[s
     return env
 
 
-def run(work: Callable[[socket.socket], int]) -> NoReturn:
+def run(work: Callable[[socket.socket], int], oom_score: int = 500) -> NoReturn:
     """Runs ``work`` on the socket whose descriptor is the command's argument; exits with the code that it returns.
 
     The terminal sends signals to the whole process group; children ignore them and are ended by the parent.
+
+    Args:
+        oom_score: see ``volunteer_for_oom_kill``.
     """
+    volunteer_for_oom_kill(oom_score)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     exit_now(work(socket.socket(fileno=int(sys.argv[1]))))

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trencadis.core.errors import TrencadisError
+from trencadis.core.memory.host_memory import volunteer_for_oom_kill
 from trencadis.multimodal.decode_workers import job_table, worker_messages
 
 DAMAGED = "The media could not be decoded."
@@ -45,6 +46,7 @@ def drop_privileges() -> None:
     error.
     """
     sys.dont_write_bytecode = True
+    volunteer_for_oom_kill(1000)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for limit, value in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_NOFILE, 64)):
         lower_limit(limit, value, hard=True)
