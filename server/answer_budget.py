@@ -108,6 +108,16 @@ class AnswerBudget:
             raise self._too_large(taken + found.total(), found, params)
         return found.total()
 
+    def check_values(self, size: int, field: str) -> None:
+        """Checks an answer of pooled values, of which ``size`` bytes are held until they are written.
+
+        Raises:
+            BadRequest: it is larger than the budget; ``param`` is ``field``, which makes it so large.
+        """
+        if size > self.most:
+            message = f"The answer could take {size} bytes; at most {self.most} are allowed. Lower {field}."
+            raise BadRequest(message, param=field)
+
     def _too_large(self, size: int, found: Mapping[str, int], params: SamplingParams) -> BadRequest:
         field = max(found, key=lambda name: found[name]) or "max_tokens"
         if params.n > 1 and field != "return_token_ids":

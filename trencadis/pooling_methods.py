@@ -26,7 +26,7 @@ from trencadis.pooling_outputs import (
 from trencadis.progress_bar import PromptProgressBar, UseTqdm
 from trencadis.prompt_inputs import PromptType, as_list, read_prompt
 from trencadis.server.pooling.pooler_output import (
-    Float64,
+    Float32,
     compute_pair_score,
     convert_to_floats,
     cosine_similarity,
@@ -223,7 +223,7 @@ class PoolingMethods:
         return [output for output in done.values() if output is not None]
 
 
-def _raw_values(made: RequestOutput, pooling: Pooling, params: PoolingParams) -> Float64:
+def _raw_values(made: RequestOutput, pooling: Pooling, params: PoolingParams) -> Float32:
     return read_raw_values(made.pooled, pooling, params, made.prompt_token_ids)
 
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from contextlib import aclosing
 
 from trencadis.core.checkpoint.pooling_config import Pooling
-from trencadis.server.pooling.pooler_output import Float64, read_raw_values
+from trencadis.server.pooling.pooler_output import Float32, read_raw_values
 from trencadis.server.pooling.pooling_params import PoolingParams
 from trencadis.server.prompts.generation import Generation, merge_generations
 
 
-async def run_pooling(generations: Sequence[Generation], pooling: Pooling, params: PoolingParams) -> list[Float64]:
+async def run_pooling(generations: Sequence[Generation], pooling: Pooling, params: PoolingParams) -> list[Float32]:
     """Returns ``read_raw_values`` of each generation, in order; the first error ends all of them.
 
     Raises:

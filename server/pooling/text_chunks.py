@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from trencadis.core.checkpoint.model_config import TextConfig
-from trencadis.server.pooling.pooler_output import Float64
+from trencadis.server.pooling.pooler_output import Float64, Raw
 from trencadis.server.prompts.multimodal_inputs import make_token_positions
 from trencadis.server.prompts.prompt import Prompt
 
@@ -34,13 +34,13 @@ def divide_prompts(prompts: Sequence[Prompt], text: TextConfig, size: int) -> Ch
     return made
 
 
-def average_chunks(chunks: Chunks, values: Sequence[Float64]) -> list[Float64]:
+def average_chunks(chunks: Chunks, values: Sequence[Raw]) -> list[Float64]:
     """One vector a prompt: the mean of its parts' ``values``, each [width], weighted by their tokens."""
     count = chunks.owners[-1] + 1 if chunks.owners else 0
     sums: list[Float64] = [np.zeros(0)] * count
     totals = [0] * count
     for owner, prompt, vector in zip(chunks.owners, chunks.prompts, values, strict=True):
-        weighted = vector * len(prompt.tokens)
+        weighted = vector.astype(np.float64) * len(prompt.tokens)
         sums[owner] = weighted if not totals[owner] else sums[owner] + weighted
         totals[owner] += len(prompt.tokens)
     return [whole / total for whole, total in zip(sums, totals, strict=True)]

@@ -4,7 +4,7 @@ twice."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -131,16 +131,22 @@ async def stream_json(value: BaseModel) -> AsyncGenerator[bytes]:
     yield bytes(waiting)
 
 
-class SlicedResponse(StreamingResponse):
-    """A large answer, written by ``stream_json``.
+class ChargedResponse(StreamingResponse):
+    """An answer that is written in pieces.
 
     Args:
         done: called at its end, also where the client has left before the first byte: a generator that never began
             would run no ``finally``.
     """
 
-    def __init__(self, value: BaseModel, done: Callable[[], None], headers: Mapping[str, str]) -> None:
-        super().__init__(stream_json(value), headers=headers, media_type="application/json")
+    def __init__(
+        self,
+        content: AsyncIterable[str] | AsyncIterable[bytes],
+        done: Callable[[], None],
+        headers: Mapping[str, str],
+        media_type: str = "application/json",
+    ) -> None:
+        super().__init__(content, headers=headers, media_type=media_type)
         self._done = done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -149,3 +155,10 @@ class SlicedResponse(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._done()
+
+
+class SlicedResponse(ChargedResponse):
+    """A large answer, written by ``stream_json``."""
+
+    def __init__(self, value: BaseModel, done: Callable[[], None], headers: Mapping[str, str]) -> None:
+        super().__init__(stream_json(value), done, headers)

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from trencadis.core.checkpoint.pooling_config import CLASSIFY, Pooling
 from trencadis.server.admission import Ticket
-from trencadis.server.pooling.pooler_output import Float64, convert_to_floats, finish_pooled
+from trencadis.server.pooling.pooler_output import Raw, convert_to_floats, finish_pooled
 from trencadis.server.pooling.pooling_params import PoolingParams
 from trencadis.server.protocol.pooling.pooling_requests import ClassifyRequest
 from trencadis.server.protocol.pooling.pooling_responses import ClassifyResponse, ClassItem
@@ -37,7 +37,7 @@ async def classify_prompts(
     return ItemList(head, (_make_item(i, v, pooling, params) for i, v in enumerate(values)))
 
 
-def _make_item(index: int, raw: Float64, pooling: Pooling, params: PoolingParams) -> ClassItem:
+def _make_item(index: int, raw: Raw, pooling: Pooling, params: PoolingParams) -> ClassItem:
     probs = finish_pooled(raw, pooling, params)
     return ClassItem(
         index=index, label=get_label(pooling, probs), probs=convert_to_floats(probs), num_classes=len(probs)

@@ -18,7 +18,7 @@ from trencadis.multimodal.media_options import MediaScope
 from trencadis.server.admission import Ticket
 from trencadis.server.pooling.binary_values import encode_base64
 from trencadis.server.pooling.input_prompts import get_input_prompt, read_input_prompts
-from trencadis.server.pooling.pooler_output import Float32, Float64, convert_to_floats, finish_pooled
+from trencadis.server.pooling.pooler_output import Float32, Raw, convert_to_floats, finish_pooled
 from trencadis.server.pooling.pooling_params import PoolingParams
 from trencadis.server.prompts.prompt import Prompt
 from trencadis.server.protocol.pooling.cohere_embed import CohereEmbedRequest, CohereEmbedResponse
@@ -109,7 +109,7 @@ def _name_field(error: BadRequest, name: str) -> BadRequest:
 
 
 def _write_answer(
-    head: Mapping[str, Any], types: Sequence[str], values: Sequence[Float64], tail: Mapping[str, Any],
+    head: Mapping[str, Any], types: Sequence[str], values: Sequence[Raw], tail: Mapping[str, Any],
     pooling: Pooling, params: PoolingParams,
 ) -> Iterator[str]:  # fmt: skip
     """The JSON text of an answer, one embedding at a time."""

@@ -13,17 +13,18 @@ from trencadis.server.protocol.pooling.pooling_requests import EmbeddingRequest
 from trencadis.server.protocol.pooling.pooling_responses import EmbeddingItem, EmbeddingResponse
 from trencadis.server.routes.app_state import AppState
 from trencadis.server.routes.pooling.pooling_base import (
+    PLACE,
     BytesAnswer,
     ItemList,
     check_pooling_request,
     enter_prompts,
-    format_vector,
     get_longest_input,
     get_pooling,
     make_bytes_answer,
     make_prompts,
     respond,
     run_prompts,
+    write_item,
 )
 from trencadis.server.routes.request_body import BodyRoute
 
@@ -39,7 +40,7 @@ async def embed_prompts(
         return make_bytes_answer(made, body, pooling, params)
     head = EmbeddingResponse(id=made.id, created=made.created, model=made.model, data=[], usage=made.usage)
     items = (
-        EmbeddingItem(index=i, embedding=format_vector(v, pooling, params, body)) for i, v in enumerate(made.values)
+        write_item(EmbeddingItem(index=i, embedding=PLACE), raw, pooling, params, body) for i, raw in made.take_values()
     )
     return ItemList(head, items)
 

@@ -12,17 +12,18 @@ from trencadis.server.protocol.pooling.pooling_requests import PoolRequest
 from trencadis.server.protocol.pooling.pooling_responses import PoolingItem, PoolingResponse
 from trencadis.server.routes.app_state import AppState
 from trencadis.server.routes.pooling.pooling_base import (
+    PLACE,
     BytesAnswer,
     ItemList,
     check_pooling_request,
     enter_prompts,
-    format_vector,
     get_longest_input,
     get_pooling,
     make_bytes_answer,
     make_prompts,
     respond,
     run_prompts,
+    write_item,
 )
 from trencadis.server.routes.request_body import BodyRoute
 
@@ -37,7 +38,7 @@ async def pool_prompts(
     if body.as_bytes:
         return make_bytes_answer(made, body, pooling, params)
     head = PoolingResponse(id=made.id, created=made.created, model=made.model, data=[], usage=made.usage)
-    items = (PoolingItem(index=i, data=format_vector(v, pooling, params, body)) for i, v in enumerate(made.values))
+    items = (write_item(PoolingItem(index=i, data=PLACE), raw, pooling, params, body) for i, raw in made.take_values())
     return ItemList(head, items)
 
 

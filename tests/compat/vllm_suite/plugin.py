@@ -61,7 +61,11 @@ def _use_checkpoints() -> None:
 
 
 def find_reason(nodeid: str) -> str:
-    """Returns why a test is not run; empty: it is. A name of reasons.toml is a file, a function, or one of its cases."""
+    """Returns why a test is not run; empty: it is.
+
+    A name of reasons.toml is a folder, a file without its ending, a function, or one of its cases.
+    """
+    nodeid = nodeid.replace(".py", "", 1)
     for kind, listed in REASONS.items():
         for name, why in listed.items():
             if nodeid == name or nodeid.startswith((f"{name}::", f"{name}[", f"{name}/")):

@@ -23,6 +23,8 @@ VLLM_PATH = Path(os.environ.get("VLLM_SUITE", ".")).resolve()
 ROCM_EXTRA_ARGS: list[str] = []
 ROCM_ENV_OVERRIDES: dict[str, str] = {}
 ROOM = ["--kv-cache-memory-bytes", "128MiB", "--threads", "1", "--allowed-media-domains", "127.0.0.1"]
+MOST_TOKENS = "1024"
+"""Longest answer of a model that has not learned to end one, unless a test says otherwise."""
 START = 120.0
 """Seconds until a server must answer."""
 
@@ -67,6 +69,8 @@ class RemoteOpenAIServer:
             given += [] if self.uds else ["--port", str(self.port)]
         if not {"--served-model-name", "--served_model_name"} & set(given):
             given += ["--served-model-name", model]
+        if not {"--max-model-len", "--max_model_len"} & set(given):
+            given += ["--max-model-len", MOST_TOKENS]
         if override_hf_configs is not None:
             given += ["--hf-overrides", json.dumps(override_hf_configs)]
         given += [] if seed is None else ["--seed", str(seed)]
