@@ -1,14 +1,16 @@
 """Fetches the sdist of vLLM with pip and keeps its tests, in a folder that git ignores.
 
-    python -m tests.compat.vllm_suite.download FOLDER
+    python -m tests.compat.vllm_suite.download FOLDER PYTHON
 
-pip builds the metadata of every sdist that it downloads, for which vLLM needs torch, Rust and more. A build backend of a
-few lines stands in their place: it copies the metadata that the sdist has.
+pip builds the metadata of every sdist that it downloads, for which vLLM needs torch, Rust and more. A build backend of
+a few lines stands in their place: it copies the metadata that the sdist has. PYTHON is that of the environment which
+runs the tests.
 """
 
 from __future__ import annotations
 
 import os
+import site
 import subprocess
 import sys
 import tarfile
@@ -53,5 +55,13 @@ def fetch_tests(folder: Path) -> Path:
     return found
 
 
+def share_packages(python: str) -> None:
+    """Lets the environment of ``python`` import the packages of this one, after its own."""
+    show = "import site; print(site.getsitepackages()[0])"
+    theirs = subprocess.run([python, "-c", show], check=True, capture_output=True, text=True).stdout.strip()
+    (Path(theirs) / "shared.pth").write_text(f"{site.getsitepackages()[0]}\n")
+
+
 if __name__ == "__main__":
     fetch_tests(Path(sys.argv[1]))
+    share_packages(sys.argv[2])

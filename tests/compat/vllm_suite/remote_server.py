@@ -1,7 +1,7 @@
 """``RemoteOpenAIServer`` of vLLM's tests, which starts this server instead of theirs.
 
-It stands in the place of their module ``tests.utils``. A server that refuses a flag skips the tests that ask for it, with
-the line that it printed.
+It stands in the place of their module ``tests.utils``. A server that refuses a flag skips the tests that ask for it,
+with the line that it printed.
 """
 
 from __future__ import annotations
