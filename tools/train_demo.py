@@ -32,7 +32,9 @@ def main() -> None:
     tune = commands.add_parser("tune", help="run one slice of the tuning on JSON")
     tune.add_argument("--steps", type=int, default=600, help="planned steps over all slices")
     tune.add_argument("--slice-minutes", type=float, default=1e9, help="wall time of this slice")
-    tune.add_argument("--source", type=Path, default=ROOT / "assets" / "demo", help="folder of the checkpoint to start from")
+    tune.add_argument(
+        "--source", type=Path, default=ROOT / "assets" / "demo", help="folder of the checkpoint to start from"
+    )
     for command in (train, export, tune):
         command.add_argument("--run", type=Path, default=ROOT / ".train", help="folder of the run's state")
     for command in (export, evaluate, tune):
@@ -44,7 +46,8 @@ def main() -> None:
 
         run(Plan(args.run, args.minutes, args.slice_minutes, args.processes))
     elif args.command == "tune":
-        from demo.tuning import Tuning, tune as tune_json
+        from demo.tuning import Tuning
+        from demo.tuning import tune as tune_json
 
         tune_json(Tuning(args.source, args.out, args.run, args.steps, args.slice_minutes))
     elif args.command == "export":

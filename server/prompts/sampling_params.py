@@ -177,10 +177,13 @@ def _make_ids_reader(name: str) -> Reader:
 def _read_logit_bias(value: Mapping[str, float], limits: RequestLimits) -> dict[int, float] | None:
     if len(value) > MAX_BIAS:
         raise BadRequest(f"logit_bias holds at most {MAX_BIAS} entries, got {len(value)}.", param="logit_bias")
+    wrong = [key[:40] for key in value if not _TOKEN_ID.fullmatch(key)]
+    if wrong:
+        shown = ", ".join(map(repr, wrong[:5]))
+        one, several = f"the key {shown}, which is not a token id", f"keys that are no token ids: {shown}"
+        raise BadRequest(f"logit_bias has {several if len(wrong) > 1 else one}.", param="logit_bias")
     out = {}
     for key, bias in value.items():
-        if not _TOKEN_ID.fullmatch(key):
-            raise BadRequest(f"logit_bias has the key {key[:40]!r}, which is not a token id.", param="logit_bias")
         token = int(key)
         if not 0 <= token < limits.vocab:
             raise BadRequest(

@@ -434,7 +434,7 @@ class TextService:
             raise BadRequest("truncate_prompt_tokens must be -1 or at least 1.", param="truncate_prompt_tokens")
         if limit > self.max_model_len:
             raise BadRequest(
-                f"truncate_prompt_tokens is {limit}, above the model's length of {self.max_model_len}.",
+                "truncate_prompt_tokens value is greater than max_model_len. Please request a smaller truncation size.",
                 param="truncate_prompt_tokens",
             )
         return self.max_model_len - self.min_output_tokens if limit == -1 else limit

@@ -15,7 +15,7 @@ from trencadis.server.front.shared_process_state import SharedProcessState
 
 PIXEL_BYTES = 6
 """Bytes of a resized pixel in this process (``Bounds``)."""
-PIXEL_SHARE = 1 / 4
+PIXEL_SHARE = 1 / 3
 """Largest share of the memory of this machine or container for pixels of requests, unless a flag bounds them."""
 BODY_SHARE = 1 / 12
 """Largest share for bodies of requests."""

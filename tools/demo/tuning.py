@@ -108,7 +108,10 @@ def tune(tuning: Tuning) -> None:
         step += 1
         if time.monotonic() - told > 20:
             told = time.monotonic()
-            print(f"step {step}: json {float(loss.detach()):.3f} ({right:.3f} right), images {notes['loss']:.3f}", flush=True)
+            print(
+                f"step {step}: json {float(loss.detach()):.3f} ({right:.3f} right), images {notes['loss']:.3f}",
+                flush=True,
+            )
     _save(model, tuning, adam, step)
     if step >= tuning.steps:
         save_file(to_hub(model), tuning.out / "model.safetensors", {"format": "pt"})

@@ -21,6 +21,7 @@ from trencadis.server.pooling.input_prompts import get_input_prompt, read_input_
 from trencadis.server.pooling.pooler_output import Float32, Raw, convert_to_floats, finish_pooled
 from trencadis.server.pooling.pooling_params import PoolingParams
 from trencadis.server.prompts.prompt import Prompt
+from trencadis.server.protocol.base_request import Usage
 from trencadis.server.protocol.pooling.cohere_embed import CohereEmbedRequest, CohereEmbedResponse
 from trencadis.server.routes.app_state import AppState
 from trencadis.server.routes.pooling.pooling_base import (
@@ -48,10 +49,17 @@ async def embed_inputs(
         raise BadRequest(LONG.format(name, longest, body.max_tokens), param=name)
     texts, types = body.texts, body.types
     made = await run_prompts(state, body, http, ticket, prompts, "embd", params)
-    meta = {"api_version": {"version": "2"}, "tokens": {"input_tokens": made.usage.prompt_tokens}}
+    meta = {"api_version": {"version": "2"}, "billed_units": _count_billed(made.usage),
+            "tokens": {"input_tokens": made.usage.prompt_tokens}}  # fmt: skip
     head = {"id": made.id, "response_type": "embeddings_by_type"}
     tail = ({"texts": texts} if texts else {}) | {"meta": meta}
     return JsonParts(_write_answer(head, types, made.values, tail, get_pooling(state), params))
+
+
+def _count_billed(usage: Usage) -> dict[str, int]:
+    """Returns Cohere's counts: the tokens of texts, and those of images."""
+    images = 0 if usage.prompt_tokens_details is None else usage.prompt_tokens_details.image_tokens or 0
+    return {"input_tokens": usage.prompt_tokens - images, "image_tokens": images}
 
 
 async def _make_prompts(

@@ -33,7 +33,7 @@ async def pool_prompts(
 ) -> ItemList | BytesAnswer:
     """The answer of a checked request."""
     prompts = await make_prompts(state, body, http, ticket, get_longest_input(state, params))
-    made = await run_prompts(state, body, http, ticket, prompts, "pool", params)
+    made = await run_prompts(state, body, http, ticket, prompts, "pooling", params)
     pooling = get_pooling(state)
     if body.as_bytes:
         return make_bytes_answer(made, body, pooling, params)

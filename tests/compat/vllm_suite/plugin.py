@@ -149,6 +149,12 @@ def image_url(request: pytest.FixtureRequest, local_asset_server: LocalAssetServ
     return local_asset_server.url_for(request.param)
 
 
+@pytest.fixture
+def image_urls(request: pytest.FixtureRequest, local_asset_server: LocalAssetServer) -> list[str]:
+    """The addresses of the images that a test names."""
+    return [local_asset_server.url_for(name) for name in request.param]
+
+
 @pytest.fixture(scope="session")
 def hf_runner() -> None:
     """Theirs computes with a model of the hub."""
