@@ -14,9 +14,10 @@ from demo.language import chat_dialogues
 from demo.language.tokenizer import SYSTEM
 
 WORDS = (
-    "name", "age", "title", "color", "shape", "count", "items", "id", "city", "date", "price", "total", "status", "type",
-    "value", "result", "answer", "reason", "setup", "punchline", "rating", "steps", "user", "email", "address", "note",
-    "size", "kind", "label", "text", "number", "list", "weather", "country", "person", "order", "amount", "tags", "year",
+    "name", "age", "title", "color", "shape", "count", "items", "id", "city", "date", "price", "total", "status",
+    "type", "value", "result", "answer", "reason", "setup", "punchline", "rating", "steps", "user", "email", "address",
+    "note", "size", "kind", "label", "text", "number", "list", "weather", "country", "person", "order", "amount",
+    "tags", "year",
 )  # fmt: skip
 PLACES = ("Rome", "Paris", "Oslo", "Lima", "Bonn", "Kyoto", "Cairo", "Quito")
 NAMES = ("Anna", "Ben", "Carla", "David", "Eva", "Farid", "Grace", "Hugo", "Ines", "Jan")
