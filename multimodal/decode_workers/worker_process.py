@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trencadis.core.process.child_process import python_path
+from trencadis.core.process.child_process import python_path, read_stat
 from trencadis.multimodal.decode_workers import worker_messages
 
 START_SECONDS = 30.0
@@ -112,7 +112,7 @@ class WorkerProcess:
         if now < self._look_at:
             return
         self._look_at = now + LOOK_SECONDS
-        if self._read_stat()[0] not in "Tt":
+        if read_stat(self.pid)[0] not in "Tt":
             self._stopped_at = 0.0
             return
         self._stopped_at = self._stopped_at or now
@@ -121,16 +121,8 @@ class WorkerProcess:
 
     def cpu_seconds(self) -> float:
         """Returns the CPU time that the process has taken."""
-        fields = self._read_stat()
+        fields = read_stat(self.pid)
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if len(fields) > 12 else 0.0
-
-    def _read_stat(self) -> list[str]:
-        """Returns /proc/PID/stat from the state on; a single "X" if the process is gone."""
-        try:
-            with open(f"/proc/{self.pid}/stat", encoding="utf-8", errors="replace") as file:
-                return file.read().rpartition(")")[2].split() or ["X"]
-        except OSError:
-            return ["X"]
 
     def wait_ready(self, check: Check) -> None:
         """Waits until the worker is ready for jobs.

@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from trencadis.core.process import engine_messages
+from trencadis.core.process.child_process import StopWatch
 from trencadis.server.engine import graph_report
 from trencadis.server.engine.request_link import STOPPED, RequestLink
 from trencadis.server.engine.spawn import EngineHandle, spawn_engine
@@ -151,10 +152,14 @@ class EngineLink(RequestLink):
         """Pings the engine. Counts unanswered pings, not seconds, so a blocked event loop here does not kill a healthy
         engine.
 
-        While the engine loads, imports may block its reader thread, so only the time limit of loading applies.
+        While the engine loads, imports may block its reader thread, so only the time limit of loading applies. One that
+        is stopped is killed at any time.
         """
+        stops = StopWatch(self.handle.process)
         while True:
-            if self.info is None:
+            if stops.look():
+                self.kill_engine("its process is stopped")
+            elif self.info is None:
                 self.watch_start()
             elif self.pinged - self.ponged >= MISSED_PONGS:
                 self.kill_engine(f"no sign of life for {self.pinged - self.ponged} s")
