@@ -158,7 +158,7 @@ class EngineLink(RequestLink):
         stops = StopWatch(self.handle.process)
         while True:
             if stops.look():
-                self.kill_engine("its process is stopped")
+                self.kill_engine("no sign of life: its process is stopped")
             elif self.info is None:
                 self.watch_start()
             elif self.pinged - self.ponged >= MISSED_PONGS:
