@@ -37,7 +37,7 @@ def folder() -> Path:
 def test_every_reason_is_a_sentence_and_stands_once() -> None:
     listed = tomllib.loads(REASONS.read_text())
     names = [name for table in listed.values() for name in table]
-    assert len(names) == len(set(names)) and set(listed) == {"not served", "documented", "words", "needs weights"}
+    assert len(names) == len(set(names)) and set(listed) == {"not served", "documented", "words", "needs the network"}
     for table in listed.values():
         for name, why in table.items():
             assert name.startswith("tests/entrypoints/") and ".py" not in name, name
