@@ -14,19 +14,18 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from demo import losses
 from demo.export import from_hub, to_hub
 from demo.language import tokenizer
 from demo.language.json_objects import JsonWriter
 from demo.model import DemoModel
-from demo.packing import IM_END, USER, Encoder, Row, collate, turn
+from demo.packing import IM_END, USER, Batch, Encoder, Row, collate, turn
 from demo.sampling import Mix, training_batch
 
-ROWS = 20
+ROWS = 12
 """JSON answers of a step."""
 IMAGES = 900.0
 """``cost`` of a step's images (``sampling.training_batch``)."""
-RATE = 6e-4
+RATE = 5e-4
 
 
 @dataclass(frozen=True)
@@ -65,6 +64,17 @@ def _json_loss(model: DemoModel, encode: Encoder, writer: JsonWriter) -> tuple[T
     return F.cross_entropy(scores, batch.targets), float(right)
 
 
+def _keep_loss(model: DemoModel, teacher: DemoModel, batch: Batch) -> Tensor:
+    """Returns how far the model's answers about images are from the teacher's (KL, nats a token)."""
+    assert batch.patches is not None
+    with torch.no_grad():
+        features = teacher.vision(batch.patches, batch.grid)
+        known = teacher.text(batch.ids, features, batch.positions, batch.mask).flatten(0, 1)[batch.sources]
+        wanted = teacher.logits(known).float().log_softmax(-1)
+    hidden = model.text(batch.ids, features, batch.positions, batch.mask).flatten(0, 1)[batch.sources]
+    return F.kl_div(model.logits(hidden).float().log_softmax(-1), wanted, reduction="batchmean", log_target=True)
+
+
 def _load(model: DemoModel, tuning: Tuning, adam: torch.optim.AdamW) -> int:
     path = tuning.folder / "tuning.pt"
     if not path.exists():
@@ -87,7 +97,7 @@ def tune(tuning: Tuning) -> None:
     torch.set_flush_denormal(True)
     tuning.folder.mkdir(parents=True, exist_ok=True)
     words = tokenizer.build()
-    encode, labels, model = Encoder(words), losses.label_ids(words), from_hub(tuning.source).train()
+    encode, model, teacher = Encoder(words), from_hub(tuning.source).train(), from_hub(tuning.source)
     trained = [p for name, p in model.named_parameters() if not name.startswith(("vision", "aux"))]
     for name, p in model.named_parameters():
         p.requires_grad_(not name.startswith(("vision", "aux")))
@@ -100,8 +110,8 @@ def tune(tuning: Tuning) -> None:
             group["lr"] = RATE * min(1.0, step / 20 + 0.05) * 0.5 * (1 + math.cos(math.pi * done))
         rng = Random(f"tune {tuning.seed} {step}")
         loss, right = _json_loss(model, encode, JsonWriter(words, rng))
-        seen, notes = losses.joint(model, training_batch(rng, encode, Mix(), 1.0, IMAGES), labels, 0.0)
-        (loss + 2 * seen).backward()
+        kept = _keep_loss(model, teacher, training_batch(rng, encode, Mix(), 1.0, IMAGES))
+        (0.2 * loss + 5 * kept).backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         adam.step()
         adam.zero_grad()
@@ -109,7 +119,7 @@ def tune(tuning: Tuning) -> None:
         if time.monotonic() - told > 20:
             told = time.monotonic()
             print(
-                f"step {step}: json {float(loss.detach()):.3f} ({right:.3f} right), images {notes['loss']:.3f}",
+                f"step {step}: json {float(loss.detach()):.3f} ({right:.3f} right), images {float(kept.detach()):.4f}",
                 flush=True,
             )
     _save(model, tuning, adam, step)
