@@ -57,9 +57,9 @@ async def embed_inputs(
 
 
 def _count_billed(usage: Usage) -> dict[str, int]:
-    """Returns Cohere's counts: the tokens of texts, and those of images."""
-    images = 0 if usage.prompt_tokens_details is None else usage.prompt_tokens_details.image_tokens or 0
-    return {"input_tokens": usage.prompt_tokens - images, "image_tokens": images}
+    """Returns Cohere's counts: the tokens of texts, or those of inputs with images."""
+    seen = usage.prompt_tokens_details is not None and bool(usage.prompt_tokens_details.image_tokens)
+    return {"input_tokens": 0 if seen else usage.prompt_tokens, "image_tokens": usage.prompt_tokens if seen else 0}
 
 
 async def _make_prompts(

@@ -10,7 +10,6 @@ runs the tests.
 from __future__ import annotations
 
 import os
-import site
 import subprocess
 import sys
 import tarfile
@@ -59,7 +58,8 @@ def share_packages(python: str) -> None:
     """Lets the environment of ``python`` import the packages of this one, after its own."""
     show = "import site; print(site.getsitepackages()[0])"
     theirs = subprocess.run([python, "-c", show], check=True, capture_output=True, text=True).stdout.strip()
-    (Path(theirs) / "shared.pth").write_text(f"{site.getsitepackages()[0]}\n")
+    ours = [path for path in sys.path if path.endswith("site-packages")]
+    (Path(theirs) / "shared.pth").write_text("\n".join(ours) + "\n")
 
 
 if __name__ == "__main__":

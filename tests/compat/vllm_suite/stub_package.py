@@ -51,6 +51,10 @@ class AnswerFields(dict[str, Any]):
             return [AnswerFields(v) if isinstance(v, dict) else v for v in value]
         return AnswerFields(value) if isinstance(value, dict) else value
 
+    def model_dump(self, **_: Any) -> dict[str, Any]:
+        """Returns the fields as a plain object."""
+        return dict(self)
+
     @classmethod
     def model_validate(cls, value: Any) -> AnswerFields:
         """Returns the fields of a response."""
