@@ -30,7 +30,7 @@ CHAT = {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_
 LARGEST: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": CHAT | FIT,
     "/v1/completions": {"prompt": [TEXT] * 128, "prompt_logprobs": 20, "max_tokens": 1},
-    "/v1/completions echo": {"prompt": [TEXT] * 128, "echo": True, "logprobs": 20, "max_tokens": 1},
+    "/v1/completions echo": {"prompt": [TEXT] * 60, "echo": True, "logprobs": 20, "max_tokens": 1},
     "/v1/chat/completions/batch": {"messages": [CHAT["messages"]] * 60, "logprobs": True, "top_logprobs": 20,
                                    "max_tokens": 500, "ignore_eos": True},
     "/v1/responses": {"input": "Hi", "include": ["message.output_text.logprobs"], "top_logprobs": 20,

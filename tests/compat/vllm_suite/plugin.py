@@ -22,8 +22,9 @@ from . import remote_server, stub_package
 REASONS: dict[str, dict[str, str]] = tomllib.loads((Path(__file__).parent / "reasons.toml").read_text())
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Puts the shim in the place of vLLM and of the tests' own helpers."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests() -> None:
+    """Puts the shim in the place of vLLM and of the tests' own helpers, before any file of theirs is imported."""
     stub_package.install()
     sys.path.insert(0, str(Path(os.environ["VLLM_SUITE"])))
     tests = importlib.import_module("tests")
@@ -35,10 +36,14 @@ def pytest_configure(config: pytest.Config) -> None:
                  "models.language.pooling_mteb_test.mteb_embed_utils", "v1", "v1.utils",
                  "models.language.pooling_mteb_test.mteb_score_utils"):  # fmt: skip
         sys.modules[f"tests.{name}"] = _make_module(f"tests.{name}")
+    _use_checkpoints()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Declares the marks of vLLM's tests."""
     for mark in ("slow_test", "skip_global_cleanup", "core_model", "hybrid_model", "cpu_model", "cpu_test", "split",
                  "distributed", "optional"):  # fmt: skip
         config.addinivalue_line("markers", mark)
-    _use_checkpoints()
 
 
 def _make_module(name: str) -> ModuleType:
