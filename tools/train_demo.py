@@ -2,7 +2,7 @@
 """Trains, evaluates and exports the bundled demo checkpoint.
 
 python tools/train_demo.py train --minutes 90 --slice-minutes 20    # run again to resume
-python tools/train_demo.py tune --steps 600 --slice-minutes 5       # teaches the exported files JSON; resumes too
+python tools/train_demo.py tune --steps 210 --slice-minutes 5       # teaches the exported files JSON; resumes too
 python tools/train_demo.py export                                   # to assets/demo
 python tools/train_demo.py eval                                     # prints the results of the exported files
 """
@@ -30,7 +30,7 @@ def main() -> None:
     evaluate.add_argument("--intents", action="store_true", help="also print a line for every intent")
     evaluate.add_argument("--transformers", type=int, default=0, help="also ask transformers this many of them")
     tune = commands.add_parser("tune", help="run one slice of the tuning on JSON")
-    tune.add_argument("--steps", type=int, default=600, help="planned steps over all slices")
+    tune.add_argument("--steps", type=int, default=210, help="planned steps over all slices")
     tune.add_argument("--slice-minutes", type=float, default=1e9, help="wall time of this slice")
     tune.add_argument(
         "--source", type=Path, default=ROOT / "assets" / "demo", help="folder of the checkpoint to start from"
