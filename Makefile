@@ -47,6 +47,13 @@ $(CLIENTS)/.installed: examples/clients/requirements.txt
 	$(CLIENTS)/bin/python -m pip install -q --disable-pip-version-check -r $<
 	@touch $@
 
+# vLLM's sdist with its own server tests; the environment also sees the packages of this project's tests.
+$(CLIENTS)/vllm/.installed: tests/compat/vllm_suite/requirements.txt tests/compat/vllm_suite/download.py $(VENV)/.test
+	$(PY) -m venv $(CLIENTS)/vllm
+	$(CLIENTS)/vllm/bin/python -m pip install -q --disable-pip-version-check -r $<
+	$(BIN)/python -m tests.compat.vllm_suite.download $(CLIENTS)/vllm/src $(CLIENTS)/vllm/bin/python
+	@touch $@
+
 $(FUZZ)/.installed: tests/schema/requirements.txt
 	$(PY) -m venv $(FUZZ)
 	$(FUZZ)/bin/python -m pip install -q --disable-pip-version-check -r $<
@@ -77,8 +84,8 @@ test-long: $(VENV)/.test
 test-native: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.native.sanitizers
 
-test-clients: $(VENV)/.test $(CLIENTS)/.installed
-	CLIENTS=$(abspath $(CLIENTS)) $(BIN)/python -m pytest -m long -s -rs tests/e2e/test_client_examples.py
+test-clients: $(VENV)/.test $(CLIENTS)/.installed $(CLIENTS)/vllm/.installed
+	CLIENTS=$(abspath $(CLIENTS)) $(BIN)/python -m pytest -m long -s -rs tests/e2e/test_client_examples.py tests/compat
 
 bench: $(VENV)/.test
 	$(BIN)/python benchmarks/run.py

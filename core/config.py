@@ -274,7 +274,7 @@ class EngineConfig:
     generation_config: str = opt("auto", "auto: defaults from the model's generation_config.json; vllm: none")
     override_generation_config: dict[str, Any] = opt({}, "JSON over generation_config.json", kind="json")
     max_logprobs: int = opt(
-        MAX_LOGPROBS, f"most logprobs that a request may ask for; -1 and more than {MAX_LOGPROBS} mean {MAX_LOGPROBS}",
+        MAX_LOGPROBS, "most log-probabilities that a request may ask for with each token; -1: the whole vocabulary",
         bound=Bound(-1, 2**31 - 1),
     )  # fmt: skip
     runner: str = opt(

@@ -384,7 +384,7 @@ def markdown(flags: Iterable[Env], others: Iterable[Env] = ()) -> str:
     return "\n".join(lines) + "\n"
 
 
-_OTHERS = "Variables of vLLM 0.32 and before, beside those above. Neutral ones have no effect, and a line says why."
+_OTHERS = "Variables of vLLM 0.33 and before, beside those above. Neutral ones have no effect, and a line says why."
 
 
 def _group_by_reason(others: Iterable[Env]) -> Iterator[str]:

@@ -18,6 +18,7 @@ from trencadis.core.structured_outputs import (
 )
 
 MAX_LOGPROBS = 20
+"""Top ids that every SAMPLE launch with log-probabilities reports; more of them take another launch."""
 MAX_BEAMS = MAX_LOGPROBS // 2
 """Most beams of a request: half of the top ids that SAMPLE reports, so that enough are left besides those that end."""
 
@@ -80,6 +81,8 @@ class SamplingParams:
         stop: texts that end the answer; a single text or None is accepted, too.
         truncate_prompt_tokens: keep only the last tokens of the prompt (offline use); -1: as many as the model
             supports.
+        logprobs, prompt_logprobs: number of top ids reported with each token; -1: the whole vocabulary
+            (``resolve_logprobs``).
         detokenize: True if the answer has text in addition to its ids.
         spaces_between_special_tokens: no effect; special tokens are shown without added blanks.
         output_kind: contents of each output of ``AsyncLLM.generate`` and ``LLMEngine.step``.
@@ -253,8 +256,8 @@ def _refuse_unsupported(name: str, what: str) -> Reader:
 READERS: dict[str, Reader] = {
     "repetition_detection": _repetition,
     "seed": _bounded_reader("seed", Bound(-(2**63), 2**63 - 1)),
-    "logprobs": _bounded_reader("logprobs", Bound(0, MAX_LOGPROBS)),
-    "prompt_logprobs": _bounded_reader("prompt_logprobs", Bound(0, MAX_LOGPROBS)),
+    "logprobs": _bounded_reader("logprobs", Bound(-1, MOST)),
+    "prompt_logprobs": _bounded_reader("prompt_logprobs", Bound(-1, MOST)),
     "max_tokens": _most_tokens,
     "logprob_token_ids": _count_reader("logprob_token_ids", 1, MAX_SCORED, f"holds 1 to {MAX_SCORED} ids."),
     "truncate_prompt_tokens": _bounded_reader("truncate_prompt_tokens", Bound(1, MOST), beside=-1),
@@ -267,6 +270,22 @@ READERS: dict[str, Reader] = {
     **{name: _refuse_unsupported(name, what) for name, what in UNSUPPORTED.items()},
 }
 """Parameter -> function that checks and converts a given value."""
+
+
+def resolve_logprobs(name: str, value: int, most: int, vocab: int) -> int:
+    """Returns the number of top ids that ``value`` of parameter ``name`` requests; -1 is the whole vocabulary.
+
+    Args:
+        most: the operator's limit (``max_logprobs``); -1: the whole vocabulary.
+
+    Raises:
+        BadRequest: ``value`` exceeds ``most`` or ``vocab``.
+    """
+    limit = vocab if most < 0 else min(most, vocab)
+    wanted = vocab if value == -1 else value
+    if not 0 <= wanted <= limit:
+        raise BadRequest(f"{name} must be between 0 and {limit}, got {value}.", param=name)
+    return wanted
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,9 @@ MAX_CLIP_FRAMES = 768
 MAX_CLIP_SECONDS = 3600.0
 """Default limit of a clip's duration in seconds."""
 
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""Reasoning efforts of a request."""
+
 
 def align_up(width: int, unit: int) -> int:
     """Returns the next multiple of ``unit``: the width after zero padding."""

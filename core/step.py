@@ -37,6 +37,7 @@ class Sample:
         best: True if a ``full`` row needs only the argmax over the ids that its mask allows.
         handle: the choice in the rank's matcher manager whose mask applies to the row (``Opening.key``); 0: none.
         scored: ids whose log-probabilities are requested in addition to the token's.
+        wide: number of top ids to report if that is more than MAX_LOGPROBS, else 0.
     """
 
     temperature: float = 0.0
@@ -53,6 +54,7 @@ class Sample:
     best: bool = False
     handle: int = 0
     scored: tuple[int, ...] = ()
+    wide: int = 0
 
 
 class Draw(NamedTuple):
@@ -106,6 +108,7 @@ class Row:
         samples: one entry per sequence that samples from the last token's hidden row, or one for the last known token
             and each draft after it; possibly none.
         targets: prompt_logprobs: int32 [len(tokens)], the id to score at each token; -1: none.
+        wide: number of top ids to report with each target if that is more than MAX_LOGPROBS, else 0.
         pool: the tokens of this chunk that a pooling request pools, possibly none.
         spans: tokens that attend to each other, each span in one launch (``TextConfig.upto``). cross_attention: images
             that the tokens attend to.
@@ -124,6 +127,7 @@ class Row:
     pool: PoolSpan | None = None
     spans: tuple[BidirectionalSpan, ...] = ()
     cross_attention: CrossAttentionSpans = NO_CROSS_ATTENTION
+    wide: int = 0
 
 
 class PixelNeed(NamedTuple):
@@ -363,8 +367,8 @@ class HeadOutput:
     token: Int32  # [r]
     logprob: Float32 | None = None  # [r] of the token (or of the target)
     rank: Int32 | None = None  # [r] 1 is the best
-    top_id: Int32 | None = None  # [r, MAX_LOGPROBS]
-    top_logprob: Float32 | None = None  # [r, MAX_LOGPROBS]
+    top_id: Int32 | None = None  # [r, MAX_LOGPROBS, or the width of the launch]
+    top_logprob: Float32 | None = None  # like ``top_id``
 
 
 @dataclass(slots=True)
@@ -400,7 +404,7 @@ class StepOutput:
     Args:
         samples: the row in ``head`` of each sequence that a ``Row`` sampled, by its key; persistent rows come first.
             Draws from drafts have the rows after it.
-        scored: log-probabilities of the ids in ``Sample.scored``.
+        scored: log-probabilities of the ids in ``Sample.scored``, or of the ``Sample.wide`` top ids.
         failures: key -> why a choice cannot continue under its rule, in one line; its token is ignored.
         failed_at: key -> which of its draws failed, from 0; a key that is missing failed at its first.
         text: (key, draw) of choices that sampled a stop id as text, because their grammar may not end there.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import logging
 import os
+import sys
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -48,21 +48,20 @@ if not _hands_out_tests():
     usable_torchvision()
 
 
-_thaw = gc.unfreeze
-_starts = itertools.count(1)
+_freeze = gc.freeze
+_known = 0
 
 
-def _seldom_thaw() -> None:
-    """Every tenth start-up of an engine thaws what it froze, as each does in a server.
+def _leave_frozen() -> None:
+    """Stands for ``gc.freeze`` and ``gc.unfreeze`` of start-ups: nothing that a test makes outlives it by them.
 
-    With its own objects those of all imports and collected tests come back, and the next start-up's collection walks
-    them. Engines that were alive in another's start-up, and are held by cycles alone since, end at the tenth.
+    A frozen engine that is held by cycles alone is never found; thawed, objects of all imports and collected tests come
+    back too, and the next start-up's collection walks them.
     """
-    if next(_starts) % 10 == 0:
-        _thaw()
 
 
-pytest.MonkeyPatch().setattr(gc, "unfreeze", _seldom_thaw)
+pytest.MonkeyPatch().setattr(gc, "freeze", _leave_frozen)
+pytest.MonkeyPatch().setattr(gc, "unfreeze", _leave_frozen)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -73,17 +72,24 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.enable()
-        gc.freeze()
+        _freeze_imports()
+
+
+def _freeze_imports() -> None:
+    """Freezes what exists if modules were imported since: with transformers a collection takes 70 ms instead of 2."""
+    global _known
+    if len(sys.modules) > _known + 20:
+        _freeze()
+        _known = len(sys.modules)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _frozen() -> None:
-    """Start-ups collect garbage often; what imports and earlier files made is left out of that.
-
-    Once a file, as transformers comes with the first checkpoint: with it a collection takes 70 ms, without it 2 ms.
-    """
+def _collected() -> Iterator[None]:
+    """Ends what earlier files left in cycles, and leaves imports out of later collections: start-ups collect often."""
     gc.collect()
-    gc.freeze()
+    _freeze_imports()
+    yield
+    gc.collect()
 
 
 @pytest.fixture(autouse=True)

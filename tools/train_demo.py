@@ -2,6 +2,7 @@
 """Trains, evaluates and exports the bundled demo checkpoint.
 
 python tools/train_demo.py train --minutes 90 --slice-minutes 20    # run again to resume
+python tools/train_demo.py tune --steps 210 --slice-minutes 5       # teaches the exported files JSON; resumes too
 python tools/train_demo.py export                                   # to assets/demo
 python tools/train_demo.py eval                                     # prints the results of the exported files
 """
@@ -28,9 +29,15 @@ def main() -> None:
     evaluate.add_argument("--questions", type=int, default=2000)
     evaluate.add_argument("--intents", action="store_true", help="also print a line for every intent")
     evaluate.add_argument("--transformers", type=int, default=0, help="also ask transformers this many of them")
-    for command in (train, export):
+    tune = commands.add_parser("tune", help="run one slice of the tuning on JSON")
+    tune.add_argument("--steps", type=int, default=210, help="planned steps over all slices")
+    tune.add_argument("--slice-minutes", type=float, default=1e9, help="wall time of this slice")
+    tune.add_argument(
+        "--source", type=Path, default=ROOT / "assets" / "demo", help="folder of the checkpoint to start from"
+    )
+    for command in (train, export, tune):
         command.add_argument("--run", type=Path, default=ROOT / ".train", help="folder of the run's state")
-    for command in (export, evaluate):
+    for command in (export, evaluate, tune):
         command.add_argument("--out", type=Path, default=ROOT / "assets" / "demo", help="folder of the checkpoint")
     args = parser.parse_args()
     if args.command == "train":
@@ -38,6 +45,11 @@ def main() -> None:
         from demo.training import train as run
 
         run(Plan(args.run, args.minutes, args.slice_minutes, args.processes))
+    elif args.command == "tune":
+        from demo.tuning import Tuning
+        from demo.tuning import tune as tune_json
+
+        tune_json(Tuning(args.source, args.out, args.run, args.steps, args.slice_minutes))
     elif args.command == "export":
         from demo.export import export as write
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from trencadis.core.errors import BadRequest
-from trencadis.core.request import BeamRule, RequestOutputKind, SamplingParams
+from trencadis.core.request import BeamRule, RequestOutputKind, SamplingParams, resolve_logprobs
 from trencadis.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from trencadis.server.protocol.beam_search_fields import MOST_PENALTY, check_width, read_early
 
@@ -67,10 +67,16 @@ def engine_params(params: GenerationParams, service: TextService) -> EngineParam
     in vLLM.
 
     Raises:
-        BadRequest: ``max_logprobs`` allows too few ids for that many beams.
+        BadRequest: ``max_logprobs`` allows fewer log-probabilities than requested, or too few ids for that many beams.
     """
     if isinstance(params, SamplingParams):
-        return EngineParams(params.clone())
+        sampling = params.clone()
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(sampling, name)
+            if value is not None:
+                most, vocab = service.limits.max_logprobs, service.limits.vocab
+                setattr(sampling, name, resolve_logprobs(name, value, most, vocab))
+        return EngineParams(sampling)
     check_width(params.beam_width, 0 if params.ignore_eos else len(service.eos), service.limits.max_logprobs)
     sampling = SamplingParams(
         n=params.beam_width,

@@ -29,7 +29,7 @@ from trencadis.server.prompts.prompt import Prompt
 from trencadis.server.prompts.run_pooling import make_pooling_request
 from trencadis.server.prompts.text_pairs import Pair, check_scores, make_pair_prompt, read_content
 from trencadis.server.protocol.pooler_output import (
-    Float64,
+    Float32,
     compute_pair_score,
     convert_to_floats,
     cosine_similarity,
@@ -223,7 +223,7 @@ class PoolingMethods:
         return [output for output in done.values() if output is not None]
 
 
-def _raw_values(made: RequestOutput, pooling: Pooling, params: PoolingParams) -> Float64:
+def _raw_values(made: RequestOutput, pooling: Pooling, params: PoolingParams) -> Float32:
     return read_raw_values(made.pooled, pooling, params, made.prompt_token_ids)
 
 

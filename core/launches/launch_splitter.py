@@ -9,11 +9,15 @@ from typing import Any, NamedTuple
 
 from trencadis.core.buckets import POOL_ROWS, Bucket, Plan, Stage
 from trencadis.core.cross_attention_inputs import count_units, variant_of
+from trencadis.core.request import MAX_LOGPROBS
 from trencadis.core.shapes.rectangular_launches import RowNeed, split_rows
 from trencadis.core.step import BidirectionalSpan, ImageRows, Row, Step
 
 HEAD_ROWS = 64
 """Rows of one SAMPLE launch for prompt_logprobs, which bounds the logits in memory."""
+
+WIDE_ROWS = 8
+"""Rows of one SAMPLE launch that reports more than MAX_LOGPROBS top ids."""
 
 
 class TokenRange(NamedTuple):
@@ -169,6 +173,24 @@ def head_bucket(rows: int, full: bool, best: bool, plan: Plan, told: bool = True
 def score_rows(plan: Plan) -> int:
     """Returns the rows of one SAMPLE launch for prompt_logprobs, at most those of the largest planned bucket."""
     return min(HEAD_ROWS, max(plan.sizes(Stage.SAMPLE), default=HEAD_ROWS))
+
+
+def list_wide_variants(vocab: int) -> dict[str, int]:
+    """Returns the variants of SAMPLE that report more than MAX_LOGPROBS top ids, each with its number of ids.
+
+    The numbers are powers of two and the whole vocabulary, so that a device compiles few variants.
+    """
+    sizes, size = [vocab], 2 * MAX_LOGPROBS
+    while size < vocab:
+        sizes.append(size)
+        size *= 2
+    return {f"top{size}": size for size in sorted(sizes)}
+
+
+def wide_bucket(rows: int, wide: int, vocab: int, plan: Plan) -> Bucket:
+    """Returns the SAMPLE bucket of ``rows`` rows that reports ``wide`` top ids, more than MAX_LOGPROBS."""
+    variant = next(name for name, size in list_wide_variants(vocab).items() if size >= min(wide, vocab))
+    return plan.fit(Stage.SAMPLE, (rows,), variant)
 
 
 def pool_rows(plan: Plan) -> int:

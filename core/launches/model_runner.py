@@ -20,13 +20,17 @@ from trencadis.core.launches import host_inputs as host
 from trencadis.core.launches.encoder_data_parallel import GatheredRows, assign_images
 from trencadis.core.launches.host_block_copies import BlockCopies
 from trencadis.core.launches.launch_splitter import (
+    HEAD_ROWS,
+    WIDE_ROWS,
     Launch,
     head_bucket,
+    list_wide_variants,
     part_of,
     pool_rows,
     sample_bucket,
     score_rows,
     split_step,
+    wide_bucket,
 )
 from trencadis.core.launches.rank_input_batch import HeadNeeds, RankInputBatch
 from trencadis.core.launches.sample_launches import launch_masked, launch_split
@@ -126,6 +130,8 @@ class ModelRunner:
             "reset": model.reset,
             "pool": model.pool,
         }
+        for variant, size in list_wide_variants(self.vocab).items():
+            bodies[variant] = partial(model.score_top, size)
         self.graphs = GraphManager(backend, bodies, plan, observer)
         self._warmup: Warmup | None = None
         self.host_kv: BlockCopies | None = None
@@ -328,15 +334,19 @@ class ModelRunner:
             pending.head = launch(inputs if own is None else host.join_head_inputs(own, inputs))
         elif own is not None:
             pending.head = launch(own)
-        if any(r.sample.scored for r in rows):
+        if any(r.sample.scored or r.sample.wide for r in rows):
             self._score_chosen(rows, pending, persistent)
 
     def _score_chosen(self, rows: list[host.SampleRow], pending: PendingStep, persistent: int) -> None:
-        """Launches SAMPLE for logprob_token_ids: one row per requested id, all with the hidden row that was sampled."""
+        """Launches SAMPLE for logprob_token_ids: one row per requested id, all with the hidden row that was sampled.
+
+        A sample that reports more than MAX_LOGPROBS top ids has one row, whose own id does not matter.
+        """
         for key, at in pending.samples.items():
-            hidden, ids = rows[at - persistent].hidden_row, rows[at - persistent].sample.scored
+            hidden, sample = rows[at - persistent].hidden_row, rows[at - persistent].sample
+            ids = (0,) if sample.wide else sample.scored
             if ids:
-                pending.scored += self._scores(key, [hidden] * len(ids), ids, range(len(ids)), pending)
+                pending.scored += self._scores(key, [hidden] * len(ids), ids, range(len(ids)), pending, sample.wide)
 
     def _score(self, rows: list[tuple[Row, int]], pending: PendingStep) -> None:
         """Launches SAMPLE for prompt_logprobs: slices of the chunk, with each token's successor as its target."""
@@ -347,18 +357,29 @@ class ModelRunner:
             wanted = [i for i, t in enumerate(row.targets) if 0 <= t < self.vocab]  # special tokens may have no logit
             hidden, ids = [first + i for i in wanted], [int(row.targets[i]) for i in wanted]
             positions = [row.context + i + 1 for i in wanted]
-            pending.targets += self._scores(row.key, hidden, ids, positions, pending)
+            pending.targets += self._scores(row.key, hidden, ids, positions, pending, row.wide)
 
     def _scores(
-        self, key: int, hidden: Sequence[int], ids: Sequence[int], positions: Sequence[int], pending: PendingStep
+        self,
+        key: int,
+        hidden: Sequence[int],
+        ids: Sequence[int],
+        positions: Sequence[int],
+        pending: PendingStep,
+        wide: int,
     ) -> list[tuple[int, list[int], Pending[HeadOutput]]]:
-        """Launches SAMPLE to score ``ids`` at rows of the hidden tensor, in slices that fit a planned bucket."""
-        made, size = [], score_rows(self.plan)
+        """Launches SAMPLE to score ``ids`` at rows of the hidden tensor, in slices that fit a planned bucket.
+
+        Args:
+            wide: number of top ids reported with each, if more than MAX_LOGPROBS; else 0.
+        """
+        made, size = [], min(score_rows(self.plan), WIDE_ROWS if wide else HEAD_ROWS)
         for at in range(0, len(ids), size):
             part = slice(at, at + size)
             inputs = host.target_inputs(hidden[part], ids[part], self.vocab)
             count = len(ids[part])
-            out = self._run(sample_bucket(count, True, self.plan), inputs, count, pending)
+            bucket = wide_bucket(count, wide, self.vocab, self.plan) if wide else sample_bucket(count, True, self.plan)
+            out = self._run(bucket, inputs, count, pending)
             made.append((key, list(positions[part]), self.backend.fetch(out, count)))
         return made
 

@@ -265,6 +265,15 @@ class SamplingHead:
         """Takes the best ids after penalties, bias and mask."""
         return cast(PenalisingOps, self.ops).take_penalised(self._logits(hidden, inputs), inputs, state)
 
+    def score_top(self, hidden: Tensor, inputs: HeadTensors, count: int) -> HeadTensorsOut:
+        """Returns the log-probabilities of the targets and of the ``count`` top ids; ``state`` does not change."""
+        logprobs = self._logits(hidden, inputs).float().log_softmax(-1)
+        target = inputs.target.clamp_min(0)
+        own = logprobs.gather(1, target[:, None])
+        rank = (logprobs > own).int().sum(-1) + 1
+        top = logprobs.topk(count, dim=-1)
+        return HeadTensorsOut(target.int(), own[:, 0], rank.int(), top.indices.int(), top.values)
+
     def _logits(self, hidden: Tensor, inputs: HeadTensors) -> Tensor:
         return self.lm_head(self.ops.gather_rows(hidden, inputs.hidden_row))
 
@@ -429,6 +438,10 @@ class Decoder:
         return self.ops.region(
             self.sampling.draw_without_logprobs, self.persistent.hidden, inputs, self.persistent.state
         )
+
+    def score_top(self, count: int, inputs: HeadTensors) -> HeadTensorsOut:
+        """Scores the targets of r hidden rows and the ``count`` top ids, more than other programs report."""
+        return self.ops.region(self.sampling.score_top, self.persistent.hidden, inputs, count)
 
     def pool(self, inputs: PoolTensors) -> PoolTensorsOut:
         """Sums hidden rows by group; with a class head, returns their scores instead."""

@@ -177,6 +177,13 @@ class Model(Protocol):
     def drawn_head(self, inputs: HeadTensors) -> HeadTensorsOut:
         """Runs ``head`` without log-probabilities; for devices whose policy sets ``drawn_head``."""
 
+    def score_top(self, count: int, inputs: HeadTensors) -> HeadTensorsOut:
+        """Returns the log-probabilities of the targets of r hidden rows and of the ``count`` top ids.
+
+        It samples nothing.
+        """
+        ...
+
     def pool(self, inputs: PoolTensors) -> PoolTensorsOut:
         """Sums hidden rows by group; with a class head, returns their scores instead."""
         ...

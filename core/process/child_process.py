@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -12,9 +13,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from trencadis.core import envs
+from trencadis.core.host_memory import volunteer_for_oom_kill
 from trencadis.core.process.log_queue import flush_logs
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+STOPPED_LOOKS = 3
+"""Looks after which a stopped process counts as lost."""
 
 WAITS = {"GOMP_SPINCOUNT": "2000", "KMP_BLOCKTIME": "1"}
 """How long threads of OpenMP runtimes (GCC's, LLVM's) spin when idle: rounds of about 25 ns, and milliseconds."""
@@ -56,14 +61,45 @@ def environment(environ: Mapping[str, str], threads: int, fixed: bool) -> dict[s
     return env
 
 
-def run(work: Callable[[socket.socket], int]) -> NoReturn:
+def run(work: Callable[[socket.socket], int], oom_score: int = 500) -> NoReturn:
     """Runs ``work`` on the socket whose descriptor is the command's argument; exits with the code that it returns.
 
     The terminal sends signals to the whole process group; children ignore them and are ended by the parent.
+
+    Args:
+        oom_score: see ``volunteer_for_oom_kill``.
     """
+    volunteer_for_oom_kill(oom_score)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     exit_now(work(socket.socket(fileno=int(sys.argv[1]))))
+
+
+class StopWatch:
+    """Tells whether a child process has been stopped (SIGSTOP) at several looks in a row: it neither works nor ends.
+
+    Args:
+        process: the child; only one of this machine can be looked at, any other never counts as stopped.
+        looks: looks, a second apart, after which it counts as stopped.
+    """
+
+    def __init__(self, process: object, looks: int = STOPPED_LOOKS) -> None:
+        self._pid = process.pid if isinstance(process, subprocess.Popen) else 0
+        self._looks, self._seen = looks, 0
+
+    def look(self) -> bool:
+        """Looks once; returns True if the process counts as stopped."""
+        self._seen = self._seen + 1 if self._pid and read_stat(self._pid)[0] == "T" else 0
+        return self._seen >= self._looks
+
+
+def read_stat(pid: int) -> list[str]:
+    """Returns the fields of /proc/PID/stat from the process's state on; a single "X" if the process is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split() or ["X"]
+    except OSError:
+        return ["X"]
 
 
 CLEANUPS: list[Callable[[], None]] = []

@@ -31,14 +31,14 @@ def can_persist(seq: Sequence, draws: list[Draw]) -> bool:
 
     Only then may it stay in the persistent batch.
 
-    Masks, bans until min_tokens, beams and ``logprob_token_ids`` change from token to token or need the host. Rows with
-    cross-attention list their images in each step.
+    Masks, bans until min_tokens, beams, ``logprob_token_ids`` and more than MAX_LOGPROBS top ids change from token to
+    token or need the host. Rows with cross-attention list their images in each step.
     """
     spans = seq.request.spans
     if not draws or seq.mates or seq.outputs >= seq.limit or (spans and spans[0].cross_attention_rows):
         return False
     sample = draws[0].sample
-    return not (sample.banned or sample.handle or sample.scored)
+    return not (sample.banned or sample.handle or sample.scored or sample.wide)
 
 
 def _blocks_for(seq: Sequence, limits: SchedulerLimits) -> int:

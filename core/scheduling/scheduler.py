@@ -302,7 +302,8 @@ class Scheduler:
             if any(s.cross_attention_rows for s in seq.request.spans)
             else NO_CROSS_ATTENTION
         )
-        some = images, tuple(draws), targets, 0, pool, spans, cross_attention
+        wide = 0 if targets is None else seq.prompt_width
+        some = images, tuple(draws), targets, 0, pool, spans, cross_attention, wide
         builder.rows.append(Row(seq.key, seq.slot, start, tokens, blocks, positions, *some))
         self.publish(seq)
 

@@ -15,7 +15,7 @@ from trencadis.core.checkpoint.pooling_config import ALL, FIRST, LAST, MEAN
 from trencadis.core.constraints import Repetition, repeats
 from trencadis.core.kv.block_hash import BlockHashChain
 from trencadis.core.media_spans import MediaSpan
-from trencadis.core.request import Delta, Request, RequestStats, TokenLogprob
+from trencadis.core.request import MAX_LOGPROBS, Delta, Request, RequestStats, TokenLogprob
 from trencadis.core.scheduling.random_numbers import uniform
 from trencadis.core.spec.draft_costs import AcceptanceRates
 from trencadis.core.spec.draft_source import DraftSource
@@ -218,7 +218,13 @@ class Sequence:
             best=best,
             handle=self.key if self.masked else 0,
             scored=() if p.logprob_token_ids is None else tuple(p.logprob_token_ids),
+            wide=_width(p.logprobs) if p.logprob_token_ids is None and not self.mates else 0,
         )
+
+    @property
+    def prompt_width(self) -> int:
+        """``Row.wide`` of its chunks."""
+        return _width(self.request.params.prompt_logprobs)
 
     def targets(self, start: int, count: int) -> Int32 | None:
         """Returns int32 [count] for prompt_logprobs: the id after each token of the chunk, -1 after the prompt.
@@ -300,6 +306,11 @@ class Sequence:
         assert self.tokens[at] == PENDING
         self.tokens[at] = token
         self.pending -= 1
+
+
+def _width(logprobs: int | None) -> int:
+    """Returns the number of top ids if it is more than every SAMPLE launch reports, else 0."""
+    return logprobs if logprobs is not None and logprobs > MAX_LOGPROBS else 0
 
 
 def _names(buckets: tuple[Bucket, ...]) -> list[str]:

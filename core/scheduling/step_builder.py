@@ -148,10 +148,18 @@ def logprob_of(head: HeadOutput, row: int, token: int, wanted: int) -> TokenLogp
 
 
 def report_token(seq: Sequence, head: HeadOutput, row: int, token: int, scored: TargetScores | None) -> TokenLogprob:
-    """Returns the log-probability of a token with the top ids, or with those of ``logprob_token_ids`` (``scored``)."""
+    """Returns the log-probability of a token with the top ids, or with those of ``logprob_token_ids``.
+
+    ``scored`` holds the latter, or more top ids than ``head``.
+    """
+    wanted = seq.request.params.logprobs or 0
     if scored is None:
-        return logprob_of(head, row, token, seq.request.params.logprobs or 0)
+        return logprob_of(head, row, token, wanted)
     item, others = logprob_of(head, row, token, 0), scored.head
+    if seq.request.params.logprob_token_ids is None:
+        top = logprob_of(others, 0, token, wanted)
+        item.top_ids, item.top_logprobs = top.top_ids, top.top_logprobs
+        return item
     assert others.logprob is not None and others.rank is not None
     item.top_ids, item.top_logprobs = others.token.tolist(), others.logprob.tolist()
     item.top_ranks = others.rank.tolist()

@@ -24,6 +24,7 @@ from importlib import import_module
 from typing import Any
 
 from trencadis.core.errors import TrencadisError
+from trencadis.core.host_memory import volunteer_for_oom_kill
 from trencadis.multimodal.decode_workers import worker_messages
 
 Values = dict[str, Any]
@@ -74,6 +75,7 @@ def drop_privileges() -> None:
     error.
     """
     sys.dont_write_bytecode = True
+    volunteer_for_oom_kill(1000)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for limit, value in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_NOFILE, 64)):
         lower_limit(limit, value, hard=True)

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from trencadis.core.cpu_affinity import available_cpus
 from trencadis.core.errors import BadRequest, TooLarge, TrencadisError, Unavailable, from_status
 from trencadis.multimodal.decode_workers import worker_messages
-from trencadis.multimodal.decode_workers.worker_process import WorkerDied, WorkerProcess
+from trencadis.multimodal.decode_workers.worker_process import WorkerDied, WorkerProcess, WorkerStopped
 
 log = logging.getLogger("trencadis.multimodal")
 
@@ -46,6 +46,8 @@ Most jobs end within them, and their worker is kept.
 """
 POLL_SECONDS = 0.05
 """Seconds between a thread's checks whether its caller was cancelled."""
+STARVED = 0.1
+"""Share of a job's seconds; if its worker got less CPU time until the deadline, the job is not at fault."""
 RETRY_SECONDS = 1.0
 """Seconds from a job's start; if its worker dies within them, the job may not be the cause and is retried once."""
 
@@ -161,7 +163,7 @@ class WorkerPool:
 
         Raises:
             TrencadisError: the job's own error; or 400: its worker died, 413: out of time or memory, 503: no worker can
-                be started.
+                be started, two of them were stopped, or the machine gave the job no CPU time.
         """
         ticket = self.submit(job, data)
         try:
@@ -257,25 +259,39 @@ class WorkerPool:
         """Runs a ticket, twice if its worker died early; returns the worker, if still usable, and the result."""
         process, result = self._attempt(ticket, process)
         if result is None:
-            process, result = self._attempt(ticket, process)
+            ticket.deadline = float("inf")
+            process, result = self._attempt(ticket, process, last=True)
         return process, result or BadRequest(UNDECODABLE)
 
     def _attempt(
-        self, ticket: PoolTicket, process: WorkerProcess | None
+        self, ticket: PoolTicket, process: WorkerProcess | None, last: bool = False
     ) -> tuple[WorkerProcess | None, JobResult | TrencadisError | None]:
         """Runs a ticket once; returns the worker, if still usable, and the result; None: it must be retried."""
-        start = time.monotonic()
+        start, before = time.monotonic(), 0.0
         job = ticket.job
+
+        def check() -> float:
+            assert process is not None
+            process.check_running()
+            if time.monotonic() > ticket.deadline and process.cpu_seconds() - before < STARVED * job.seconds:
+                raise Unavailable(NO_WORKER, retry_after=1)
+            return ticket.check_deadline()
+
         try:
             if process is None or not process.alive:
                 process = self._replace_worker(process)
-            process.wait_ready(ticket.check_deadline)
-            start = time.monotonic()
+            process.wait_ready(check)
+            start, before = time.monotonic(), process.cpu_seconds()
             ticket.deadline = start + job.seconds
             request = {"job": job.name, "options": dict(job.options), "memory": job.memory, "seconds": job.seconds}
-            return process, _parse_answer(*process.exchange(request, ticket.data, job.reply, ticket.check_deadline))
+            return process, _parse_answer(*process.exchange(request, ticket.data, job.reply, check))
         except (WorkerDied, worker_messages.ProtocolError):
             return None, self._handle_death(process, job.retry and time.monotonic() - start < RETRY_SECONDS)
+        except WorkerStopped:
+            log.warning("a decode worker was stopped, and is replaced")
+            self.deaths += 1
+            self._end_process(process)
+            return None, Unavailable(NO_WORKER, retry_after=1) if last else None
         except (TrencadisError, OSError) as error:
             return None, self._handle_failure(process, error)
 

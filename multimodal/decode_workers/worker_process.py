@@ -15,10 +15,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trencadis.core.process.child_process import python_path
+from trencadis.core.process.child_process import python_path, read_stat
 from trencadis.multimodal.decode_workers import worker_messages
 
 START_SECONDS = 30.0
+STOPPED_SECONDS = 3.0
+"""Seconds for which a stopped worker may wait to be continued."""
+LOOK_SECONDS = 0.5
+"""Seconds between looks at a worker's state."""
 SEND_BUFFER = 4 << 20
 """Bytes of the socket's send buffer, which the kernel may cap; the default costs a context switch per 200 kB."""
 INHERITED_ENV = (
@@ -47,6 +51,10 @@ class WorkerDied(Exception):
     """The worker ended without an answer."""
 
 
+class WorkerStopped(Exception):
+    """The worker has been stopped (SIGSTOP, a debugger) for ``STOPPED_SECONDS``: it answers nothing."""
+
+
 class StartFailed(OSError):
     """The worker did not start: the installation or the machine is at fault, not the file."""
 
@@ -66,6 +74,7 @@ class WorkerProcess:
         self.peak = 0
         self.ready = False
         self._started = time.monotonic()
+        self._look_at = self._stopped_at = 0.0
         ours, theirs = socket.socketpair()
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
@@ -96,6 +105,24 @@ class WorkerProcess:
     def alive(self) -> bool:
         """True if the process is still running."""
         return self._process.poll() is None
+
+    def check_running(self) -> None:
+        """Raises WorkerStopped if the process has been stopped for ``STOPPED_SECONDS``."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return
+        self._look_at = now + LOOK_SECONDS
+        if read_stat(self.pid)[0] not in "Tt":
+            self._stopped_at = 0.0
+            return
+        self._stopped_at = self._stopped_at or now
+        if now - self._stopped_at >= STOPPED_SECONDS:
+            raise WorkerStopped
+
+    def cpu_seconds(self) -> float:
+        """Returns the CPU time that the process has taken."""
+        fields = read_stat(self.pid)
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if len(fields) > 12 else 0.0
 
     def wait_ready(self, check: Check) -> None:
         """Waits until the worker is ready for jobs.

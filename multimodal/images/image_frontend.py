@@ -15,6 +15,7 @@ from PIL import Image
 
 from trencadis.core.cpu_affinity import available_cpus
 from trencadis.core.errors import BadRequest
+from trencadis.core.host_memory import limited_budget
 from trencadis.multimodal import media_timing
 from trencadis.multimodal.async_gather import gather_or_cancel
 from trencadis.multimodal.decode_workers.worker_pool import MAX_WORKERS, MEMORY_BUDGET, WorkerPool
@@ -30,6 +31,8 @@ from trencadis.multimodal.sources.media_loader import MediaLoader, MediaPermits,
 
 ImageSource = str | Path | bytes | Image.Image | NDArray[Any]
 """A URL (data, http, https, file), a path, the bytes of a file, a PIL image, or an array."""
+DECODE_SHARE = 1 / 6
+"""Largest share of the memory of this machine or container for decoding jobs."""
 NO_IMAGE = "An image is a URL, a path, a PIL image, an array or the bytes of a file; image_embeds are not supported."
 
 Work = Callable[[str], Awaitable[PreparedImage]]
@@ -60,7 +63,7 @@ class ImageLimits:
         threads: images decoded at a time; None: one per CPU, at most 8.
         concurrent: images of all requests in preparation: loaded, not yet cut into patches.
         downloads: images of all requests that are downloading, or downloaded and waiting for their preparation.
-        memory: bytes granted to all decoding jobs together.
+        memory: bytes granted to all decoding jobs together (``limited_budget`` of them).
     """
 
     images: int = 999
@@ -103,8 +106,9 @@ class ImageFrontend:
         self.loader = loader
         self.cache = cache
         self.limits = limits or ImageLimits()
+        budget = limited_budget(self.limits.memory, DECODE_SHARE)
         self.decoder = ImageDecoder(
-            self.limits.max_pixels, self.limits.threads, WorkerPool(self.limits.threads, budget=self.limits.memory)
+            self.limits.max_pixels, self.limits.threads, WorkerPool(self.limits.threads, budget=budget)
         )
         self.uuids = UuidRegistry()
         self._permits = MediaPermits(self.limits.concurrent, self.limits.downloads)

@@ -39,6 +39,9 @@ class ServerConfig:
         "auto", "how message content reaches the template", choices=("auto", "string", "openai")
     )
     default_chat_template_kwargs: dict[str, Any] = opt({}, "JSON: variables for the chat template", kind="json")
+    reasoning_effort_map: dict[str, str] = opt(
+        {}, 'JSON: what the template sees for a reasoning effort of a request, {"medium": "low"}', kind="json"
+    )
     trust_request_chat_template: bool = opt(False, "let requests bring a chat template")
     tool_call_parser: str = opt(
         "auto",

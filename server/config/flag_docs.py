@@ -55,7 +55,7 @@ VLLM_FLAGS_HEAD = """\
 
 Written by `tools/gen_flags.py` from the rows of `server/config/vllm_flag_table.py`; do not edit from here on.
 
-These are the flags of vLLM 0.6 to 0.32 that are not in [Flags](configuration.md#flags). None is ignored in silence: a
+These are the flags of vLLM 0.6 to 0.33 that are not in [Flags](configuration.md#flags). None is ignored in silence: a
 flag without effect prints one line that says why, and a flag that would change something stops the start, unless its
 value describes what happens anyway (as a rule vLLM's default). `--help=FLAG` prints its row.
 """

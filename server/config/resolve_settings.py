@@ -18,9 +18,9 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.devices import likely
 from trencadis.core.errors import StartupError
 from trencadis.core.flag_options import Bound, options
-from trencadis.core.request import MAX_LOGPROBS
 from trencadis.core.shapes import bucket_options as bucket_env
 from trencadis.core.spec.spec_settings import list_ignored_keys, requested_speculation
+from trencadis.core.shared_constants import EFFORTS
 from trencadis.server.config import argv as command_line
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.config.flags import NUMBERS, WHOLE, Flag, find_flag, get_flag_table, get_flag_variables
@@ -118,6 +118,7 @@ def resolve_settings(given: command_line.ParsedArguments, environ: Mapping[str, 
     _check_no_blanks(server)
     check_allowed_hosts(server.allowed_hosts)
     requested_speculation(engine)
+    _check_efforts(server.reasoning_effort_map)
     if server.ssl_keyfile and not server.ssl_certfile:
         raise StartupError("--ssl-keyfile needs --ssl-certfile.")
     if server.ssl_cert_reqs and not server.ssl_certfile:
@@ -135,16 +136,21 @@ def _list_idle_flags(engine: EngineConfig, server: ServerConfig) -> list[str]:
     notes = list_ignored_keys(engine)
     if engine.trust_remote_code:
         notes.append("--trust-remote-code has no effect: no code of a repository ever runs.")
-    if not 0 <= engine.max_logprobs <= MAX_LOGPROBS:
-        notes.append(
-            f"--max-logprobs {engine.max_logprobs}: a token has at most {MAX_LOGPROBS} log-probabilities; a request "
-            "for more is a 400."
-        )
     if server.show_hidden_metrics_for_version:
         notes.append(
             "--show-hidden-metrics-for-version shows all of them as --show-hidden-metrics does, whatever the version."
         )
     return notes
+
+
+def _check_efforts(efforts: Mapping[str, Any]) -> None:
+    """Raises StartupError if ``--reasoning-effort-map`` has an unknown effort, or a value that is no text."""
+    unknown = next((name for name in efforts if name not in EFFORTS), None)
+    if unknown is not None:
+        raise StartupError(f"--reasoning-effort-map: {unknown[:40]!r} is none of {', '.join(EFFORTS)}.")
+    wrong = next((name for name, value in efforts.items() if not isinstance(value, str)), None)
+    if wrong is not None:
+        raise StartupError(f"--reasoning-effort-map: the value of {wrong!r} must be a text.")
 
 
 def _check_no_blanks(server: ServerConfig) -> None:

@@ -112,6 +112,7 @@ MEMORY: tuple[FlagRow, ...] = (
     make_refused_row("enable_cumem_allocator", "bool", "the device's own allocator serves"),
     make_refused_row("enable_nccl_comm_suspend", "bool", "ranks keep what they need to sum"),
     make_refused_row("sleep_mode_offload_cudagraph", "bool", "--enable-sleep-mode: a sleeping engine keeps nothing"),
+    make_free_row("sleep_mode_backend", "str", "--enable-sleep-mode ends the process, which frees its memory", "cumem"),
     make_refused_row("sleep_preserve_parameter_names", "list", "--enable-sleep-mode: a sleeping engine keeps nothing"),
     make_free_row("skip_mm_profiling", "bool", "no image is encoded to find out what images need; the ledger says it"),
 )  # fmt: skip
@@ -164,6 +165,7 @@ COMPUTING: tuple[FlagRow, ...] = (
     )),
     make_free_row("linear_backend", "str", _KERNELS, "auto"),
     make_free_row("kernel_config", "json", _KERNELS),
+    make_free_row("monokernel", "bool", _KERNELS),
     make_free_row("ir_op_priority", "json", _KERNELS),
     make_free_row("sparse_indexer_topk_backend", "str", _KERNELS, "auto"),
     make_free_row("enable_flashinfer_autotune", "bool", _KERNELS),

@@ -62,6 +62,8 @@ METRICS: tuple[FlagRow, ...] = (
         "estimated"),
     make_refused_row("enable_per_request_metrics", "bool", "/metrics has histograms; usage of an answer counts its "
         "tokens"),
+    make_refused_row("watchdog_config", "json", "an engine that hangs is ended and started again; no stacks are "
+        "written"),
     make_refused_row("fail_on_environ_validation", "bool", "an unknown VLLM_ variable is one line at the start, and no "
         "error"),
 )  # fmt: skip

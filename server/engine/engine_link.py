@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from trencadis.core.host_memory import gib
 from trencadis.core.process import engine_messages
+from trencadis.core.process.child_process import StopWatch
 from trencadis.core.process.engine_messages import GraphPlan
 from trencadis.server.engine.request_link import STOPPED, RequestLink
 from trencadis.server.engine.spawn import EngineHandle, spawn_engine
@@ -178,10 +179,14 @@ class EngineLink(RequestLink):
         """Pings the engine. Counts unanswered pings, not seconds, so a blocked event loop here does not kill a healthy
         engine.
 
-        While the engine loads, imports may block its reader thread, so only the time limit of loading applies.
+        While the engine loads, imports may block its reader thread, so only the time limit of loading applies. One that
+        is stopped is killed at any time.
         """
+        stops = StopWatch(self.handle.process)
         while True:
-            if self.info is None:
+            if stops.look():
+                self.kill_engine("no sign of life: its process is stopped")
+            elif self.info is None:
                 self.watch_start()
             elif self.pinged - self.ponged >= MISSED_PONGS:
                 self.kill_engine(f"no sign of life for {self.pinged - self.ponged} s")

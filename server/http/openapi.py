@@ -17,12 +17,12 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from trencadis.core.request import MAX_BIAS, MAX_LOGPROBS
+from trencadis.core.request import MAX_BIAS
+from trencadis.core.shared_constants import EFFORTS
 from trencadis.server.prompts.content_parts import TEXT_PARTS
 from trencadis.server.prompts.sampling_params import MAX_STOPS
 from trencadis.server.protocol.anthropic_messages import MessagesError
 from trencadis.server.protocol.base_request import ErrorResponse, GenerateRequest, MediaRequest, Strict
-from trencadis.server.protocol.chat_completions import EFFORTS
 from trencadis.server.routes.anthropic_output import is_anthropic_path
 from trencadis.server.routes.auth import OPEN
 from trencadis.server.routes.request_body import COUNTS, MAX_TEMPLATE
@@ -102,9 +102,9 @@ BOUNDS: dict[str, dict[str, Any]] = {
     "min_tokens": {"minimum": 0},
     "stop": {"maxItems": MAX_STOPS},
     "stop_token_ids": {"maxItems": COUNTS["stop_token_ids"]},
-    "top_logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
-    "logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
-    "prompt_logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
+    "top_logprobs": {"minimum": -1},
+    "logprobs": {"minimum": -1},
+    "prompt_logprobs": {"minimum": -1},
     "truncate_prompt_tokens": {"minimum": -1},
     "cache_salt": {"minLength": 1, "maxLength": 128},
     "request_id": {"maxLength": 128},

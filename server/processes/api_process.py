@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from trencadis.core.errors import StartupError
 from trencadis.core.process import engine_messages
-from trencadis.core.process.child_process import python_path
+from trencadis.core.process.child_process import StopWatch, python_path
 from trencadis.server.config.resolve_settings import Settings
 from trencadis.server.metrics.process_metrics import API_MODULE
 from trencadis.server.processes import ipc_messages
@@ -171,8 +171,9 @@ class ApiProcess:
         """Kills a process whose event loop no longer answers."""
         while True:
             await asyncio.sleep(1.0)
-            if self.ready_since is not None and not await _is_responsive(channel):
-                log.error("API process %d killed: no sign of life for %d s", self.index, UNRESPONSIVE_SECONDS)
+            stops = StopWatch(self.handle)
+            if self.ready_since is not None and not await _is_responsive(channel, stops):
+                log.error("API process %d killed: it gives no sign of life", self.index)
                 self.kill()
 
     def _receive(self, message: ipc_messages.Up, payload: bytes) -> Any:
@@ -221,13 +222,18 @@ class ApiProcess:
             self._sock.close()
 
 
-async def _is_responsive(channel: Channel[ipc_messages.Up]) -> bool:
-    """True if the API process replies within ``UNRESPONSIVE_SECONDS``, or its channel has closed."""
+async def _is_responsive(channel: Channel[ipc_messages.Up], stops: StopWatch) -> bool:
+    """True if the API process replies within ``UNRESPONSIVE_SECONDS``, or its channel has closed.
+
+    False as soon as it is stopped.
+    """
     asked = asyncio.ensure_future(channel.ask("alive"))
     try:
         for _ in range(UNRESPONSIVE_SECONDS):
             if (await asyncio.wait([asked], timeout=1.0))[0]:
                 return True
+            if stops.look():
+                return False
         return False
     finally:
         asked.cancel()

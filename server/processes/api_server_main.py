@@ -170,4 +170,4 @@ class _ApiServer:
 
 
 if __name__ == "__main__":
-    child_process.run(main)
+    child_process.run(main, oom_score=250)

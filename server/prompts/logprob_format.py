@@ -21,11 +21,11 @@ def make_finite(value: float) -> float:
 
 
 def select_top_logprobs(item: TokenLogprob, top: int) -> list[tuple[int, float]]:
-    """Returns the ``top`` best ids and their log-probabilities, or all ids of ``logprob_token_ids`` if those were
-    requested.
+    """Returns the ``top`` best ids (-1: all) and their log-probabilities, or all ids of ``logprob_token_ids`` if those
+    were requested.
     """
     pairs = list(zip(item.top_ids, item.top_logprobs, strict=True))
-    return pairs if item.top_ranks else pairs[:top]
+    return pairs if item.top_ranks or top < 0 else pairs[:top]
 
 
 def get_token_text(tokenizer: Tokenizer, token: int) -> str:
@@ -109,8 +109,9 @@ def make_prompt_table(
 ) -> list[dict[str, Any] | None]:
     """Makes ``prompt_logprobs``: per prompt token an object from id to logprob, rank and text; null for the first.
 
-    The token itself is always listed, in addition to the ``top`` best.
+    The token itself is always listed, in addition to the ``top`` best (-1: all).
     """
+    last = None if top < 0 else top
     out: list[dict[str, Any] | None] = []
     for item in items:
         if item is None:
@@ -118,7 +119,7 @@ def make_prompt_table(
             continue
         entry = {
             str(token): {"logprob": make_finite(p), "rank": rank, "decoded_token": get_token_text(tokenizer, token)}
-            for rank, (token, p) in enumerate(zip(item.top_ids[:top], item.top_logprobs[:top], strict=True), 1)
+            for rank, (token, p) in enumerate(zip(item.top_ids[:last], item.top_logprobs[:last], strict=True), 1)
         }
         chosen = {
             "logprob": make_finite(item.logprob),

@@ -19,7 +19,7 @@ from trencadis.core.request import Request, SamplingParams
 from trencadis.server.prompts.generation import Generation, merge_generations
 from trencadis.server.prompts.multimodal_inputs import make_token_positions
 from trencadis.server.prompts.prompt import Prompt
-from trencadis.server.protocol.pooler_output import Float64, read_raw_values
+from trencadis.server.protocol.pooler_output import Float32, Float64, Raw, read_raw_values
 from trencadis.server.protocol.pooling_params import PoolingParams
 
 
@@ -44,13 +44,13 @@ def divide_prompts(prompts: Sequence[Prompt], text: TextConfig, size: int) -> Ch
     return made
 
 
-def average_chunks(chunks: Chunks, values: Sequence[Float64]) -> list[Float64]:
+def average_chunks(chunks: Chunks, values: Sequence[Raw]) -> list[Float64]:
     """One vector a prompt: the mean of its parts' ``values``, each [width], weighted by their tokens."""
     count = chunks.owners[-1] + 1 if chunks.owners else 0
     sums: list[Float64] = [np.zeros(0)] * count
     totals = [0] * count
     for owner, prompt, vector in zip(chunks.owners, chunks.prompts, values, strict=True):
-        weighted = vector * len(prompt.tokens)
+        weighted = vector.astype(np.float64) * len(prompt.tokens)
         sums[owner] = weighted if not totals[owner] else sums[owner] + weighted
         totals[owner] += len(prompt.tokens)
     return [whole / total for whole, total in zip(sums, totals, strict=True)]
@@ -72,7 +72,7 @@ def make_pooling_request(
     return made
 
 
-async def run_pooling(generations: Sequence[Generation], pooling: Pooling, params: PoolingParams) -> list[Float64]:
+async def run_pooling(generations: Sequence[Generation], pooling: Pooling, params: PoolingParams) -> list[Float32]:
     """Returns ``read_raw_values`` of each generation, in order; the first error ends all of them.
 
     Raises:

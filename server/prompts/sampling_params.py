@@ -8,10 +8,10 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trencadis.core.errors import BadRequest
-from trencadis.core.request import GREEDY_BELOW, MAX_BIAS, MAX_LOGPROBS, SamplingParams
+from trencadis.core.request import GREEDY_BELOW, MAX_BIAS, MAX_LOGPROBS, SamplingParams, resolve_logprobs
 from trencadis.core.structured_outputs import RepetitionDetectionParams
 from trencadis.server.prompts.generation_config import OPENAI, SamplingDefaults
-from trencadis.server.protocol.beam_search_fields import check_width
+from trencadis.server.protocol.beam_search_fields import check_reported, check_width
 
 if TYPE_CHECKING:
     from trencadis.server.protocol.base_request import GenerateRequest
@@ -76,6 +76,7 @@ def make_sampling_params(
     if request.use_beam_search:
         check_width(values.get("n", 1), len({*rules.eos, *values.get("stop_token_ids", ())}), rules.limits.max_logprobs)
         values |= OPENAI | {"temperature": 0.0}
+        check_reported(logprobs)
     elif (request.n or 1) > 1:
         values["temperature"] = _get_temperature(request, rules, values["n"])
     values |= {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
@@ -134,9 +135,7 @@ def check_prompt_length(prompt: int, max_model_len: int, min_output_tokens: int 
 
 def _make_logprobs_reader(name: str) -> Reader:
     def read(value: int, limits: RequestLimits) -> int:
-        if not 0 <= value <= limits.max_logprobs:
-            raise BadRequest(f"{name} must be between 0 and {limits.max_logprobs}, got {value}.", param=name)
-        return value
+        return resolve_logprobs(name, value, limits.max_logprobs, limits.vocab)
 
     return read
 
@@ -178,10 +177,13 @@ def _make_ids_reader(name: str) -> Reader:
 def _read_logit_bias(value: Mapping[str, float], limits: RequestLimits) -> dict[int, float] | None:
     if len(value) > MAX_BIAS:
         raise BadRequest(f"logit_bias holds at most {MAX_BIAS} entries, got {len(value)}.", param="logit_bias")
+    wrong = [key[:40] for key in value if not _TOKEN_ID.fullmatch(key)]
+    if wrong:
+        shown = ", ".join(map(repr, wrong[:5]))
+        one, several = f"the key {shown}, which is not a token id", f"keys that are no token ids: {shown}"
+        raise BadRequest(f"logit_bias has {several if len(wrong) > 1 else one}.", param="logit_bias")
     out = {}
     for key, bias in value.items():
-        if not _TOKEN_ID.fullmatch(key):
-            raise BadRequest(f"logit_bias has the key {key[:40]!r}, which is not a token id.", param="logit_bias")
         token = int(key)
         if not 0 <= token < limits.vocab:
             raise BadRequest(

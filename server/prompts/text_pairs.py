@@ -196,5 +196,5 @@ def get_input_prompt(known: Mapping[str, str], kind: str | None) -> str:
     if kind not in known:
         names = ", ".join(sorted(known))[:120]
         line = f"one of {names} is needed" if known else "this model has no texts for kinds of inputs; leave it out"
-        raise BadRequest(f"input_type is {kind[:40]!r}; {line}.", param="input_type")
+        raise BadRequest(f"Unsupported input_type {kind[:40]!r}; {line}.", param="input_type")
     return known[kind]

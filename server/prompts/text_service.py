@@ -11,7 +11,7 @@ from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.registry import family_of
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest
-from trencadis.core.request import MAX_LOGPROBS, SamplingParams
+from trencadis.core.request import SamplingParams
 from trencadis.multimodal.media_options import NO_SCOPE, MediaPart, MediaScope
 from trencadis.multimodal.media_timing import record_media_times
 from trencadis.multimodal.placeholders import NumberedPlaceholders
@@ -127,8 +127,7 @@ class TextService:
         tokenizer = Tokenizer.from_checkpoint(Path(engine.tokenizer) if engine.tokenizer else config.path)
         most = [0 if config.vision is None else engine.limit_mm_per_prompt.get(k, DEFAULT_MEDIA) for k in KINDS]
         check_tokens(config, tokenizer.find_token_id)
-        logprobs = MAX_LOGPROBS if engine.max_logprobs < 0 else min(engine.max_logprobs, MAX_LOGPROBS)
-        limits = RequestLimits(config.text.vocab, logprobs, max_choices, *most)
+        limits = RequestLimits(config.text.vocab, engine.max_logprobs, max_choices, *most)
         defaults = SamplingDefaults.read(
             config.path, engine.generation_config or "auto", engine.override_generation_config
         )
@@ -445,7 +444,7 @@ class TextService:
             raise BadRequest("truncate_prompt_tokens must be -1 or at least 1.", param="truncate_prompt_tokens")
         if limit > self.max_model_len:
             raise BadRequest(
-                f"truncate_prompt_tokens is {limit}, above the model's length of {self.max_model_len}.",
+                "truncate_prompt_tokens value is greater than max_model_len. Please request a smaller truncation size.",
                 param="truncate_prompt_tokens",
             )
         return self.max_model_len - self.min_output_tokens if limit == -1 else limit

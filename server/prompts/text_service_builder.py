@@ -12,6 +12,7 @@ from trencadis.core.checkpoint.pooler_config import load_model_config
 from trencadis.core.checkpoint.registry import image_processor
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
+from trencadis.core.host_memory import limited_budget
 from trencadis.multimodal.images.image_frontend import ImageFrontend, ImageLimits
 from trencadis.multimodal.images.mm_processor_kwargs import server_options
 from trencadis.multimodal.images.processor_cache import ProcessorCache
@@ -24,6 +25,8 @@ from trencadis.server.prompts.text_service import TextService
 if TYPE_CHECKING:
     from trencadis.multimodal.processor import VideoProcessor
 
+CACHE_SHARE = 1 / 12
+"""Largest share of the memory of this machine or container for decoded images that are kept."""
 log = logging.getLogger("trencadis.server")
 
 
@@ -102,7 +105,7 @@ def _make_image_frontend(config: EngineConfig, media: MediaRules, model: ModelCo
     return ImageFrontend(
         image_processor(model, config.mm_processor_kwargs, config.image_alignment),
         media.make_loader(FETCH_TIMEOUT if media.image_timeout is None else media.image_timeout),
-        ProcessorCache(int(config.mm_processor_cache_gb * 2**30) // media.share),
+        ProcessorCache(limited_budget(int(config.mm_processor_cache_gb * 2**30), CACHE_SHARE) // media.share),
         limits,
     )
 

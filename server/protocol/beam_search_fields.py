@@ -67,14 +67,21 @@ def check_width(width: int, ends: int, most: int) -> None:
 
     Args:
         ends: ids that end an answer.
-        most: log-probabilities that a request may ask for (``--max-logprobs``).
+        most: log-probabilities that a request may ask for (``--max-logprobs``); -1: all.
 
     Raises:
         BadRequest: ``param`` is ``n``, the number of beams.
     """
-    widest = min(MAX_BEAMS, most // 2, MAX_LOGPROBS - ends)
+    reported = MAX_LOGPROBS if most < 0 else min(most, MAX_LOGPROBS)
+    widest = min(MAX_BEAMS, reported // 2, MAX_LOGPROBS - ends)
     if not 1 <= width <= widest:
         raise BadRequest(f"Beam search keeps 1 to {widest} beams (n), half of max_logprobs; got {width}.", param="n")
+
+
+def check_reported(logprobs: int | None) -> None:
+    """Raises BadRequest if a beam search is to report more log-probabilities with a token than its step computes."""
+    if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
+        raise BadRequest(f"Beam search reports at most {MAX_LOGPROBS} logprobs, got {logprobs}.", param="logprobs")
 
 
 def make_beam_rule(request: BeamFields) -> BeamRule:

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from trencadis.core.errors import BadRequest
+from trencadis.core.shared_constants import EFFORTS
 from trencadis.server.protocol.base_request import FieldContext, GenerateRequest, Int, Strict, Texts, Usage
 from trencadis.server.protocol.field_types import Object, Objects, Text
 from trencadis.server.protocol.predicted_output import check_prediction
@@ -19,7 +20,6 @@ from trencadis.server.protocol.tool_definitions import check_tools, is_subset, s
 
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables of a template that requests set by separate fields."""
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 MAX_MESSAGES = 8192
 """Most messages of a conversation."""
 MOST_NAMED = 64
@@ -125,15 +125,18 @@ class ChatRequest(GenerateRequest):
         """True if the answer may call tools."""
         return bool(self.tools) and self.tool_choice != "none"
 
-    def get_effort_variables(self, mentions: Callable[[str], bool]) -> dict[str, Any]:
+    def get_effort_variables(
+        self, mentions: Callable[[str], bool], efforts: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
         """Returns template variables for ``reasoning_effort``; some templates can only switch reasoning on or off.
 
         Args:
             mentions: see FieldContext.
+            efforts: what the template sees for an effort, if not the effort itself (``--reasoning-effort-map``).
         """
         if self.reasoning_effort is None:
             return {}
-        made: dict[str, Any] = {"reasoning_effort": self.reasoning_effort}
+        made: dict[str, Any] = {"reasoning_effort": (efforts or {}).get(self.reasoning_effort, self.reasoning_effort)}
         if self.reasoning_effort == "none" and mentions("enable_thinking"):
             made["enable_thinking"] = False
         return made

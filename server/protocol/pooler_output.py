@@ -18,22 +18,28 @@ from trencadis.server.protocol.pooling_params import PoolingParams
 
 Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
+Raw = Float32 | Float64
+"""Values as the engine sent them, or means of them."""
 
 LEAST_LENGTH = 1e-12
 """A shorter vector is divided by this, as torch's ``normalize`` does."""
 
 
-def read_raw_values(pooled: bytes, pooling: Pooling, params: PoolingParams, tokens: Sequence[int]) -> Float64:
-    """Reads what the engine sent, little-endian float32: [width], or [tokens, width] if every token has values."""
-    values = np.frombuffer(pooled, "<f4").astype(np.float64)
+def read_raw_values(pooled: bytes, pooling: Pooling, params: PoolingParams, tokens: Sequence[int]) -> Float32:
+    """Reads what the engine sent, little-endian float32: [width], or [tokens, width] if every token has values.
+
+    The values are not copied, unless those of some tokens are left out.
+    """
+    values = np.frombuffer(pooled, "<f4")
     if not params.wants_token_values(pooling):
         return values
     rows = values.reshape(len(tokens), -1)
     return rows if pooling.step_tag < 0 else rows[np.asarray(tokens) == pooling.step_tag]
 
 
-def finish_pooled(raw: Float64, pooling: Pooling, params: PoolingParams) -> Float32:
+def finish_pooled(given: Raw, pooling: Pooling, params: PoolingParams) -> Float32:
     """Returns the embedding [dimensions] or the probabilities [classes] of one prompt, or of each of its tokens."""
+    raw = given.astype(np.float64)
     if pooling.task == CLASSIFY:
         raw = (raw - pooling.bias) / pooling.sigma
         return _apply_activation(raw, IDENTITY if params.activates is False else pooling.activation).astype(np.float32)
@@ -44,17 +50,18 @@ def finish_pooled(raw: Float64, pooling: Pooling, params: PoolingParams) -> Floa
     return np.asarray(cut / length if on else cut, np.float32)
 
 
-def compute_pair_score(raw: Float64, pooling: Pooling, params: PoolingParams) -> float:
+def compute_pair_score(raw: Raw, pooling: Pooling, params: PoolingParams) -> float:
     """The score of a pair by its class head: of the only class, or of the last label token against the others."""
-    value = (raw - pooling.bias) / pooling.sigma
+    value = (raw.astype(np.float64) - pooling.bias) / pooling.sigma
     one = value[-1] if len(value) == 1 else value[-1] - np.logaddexp.reduce(value[:-1])
     if params.activates is False or (pooling.activation == IDENTITY and params.activates is None):
         return float(one)
     return float(_apply_activation(np.asarray([one]), SIGMOID)[0])
 
 
-def cosine_similarity(a: Float64, b: Float64) -> float:
+def cosine_similarity(one: Raw, other: Raw) -> float:
     """Returns the cosine of the angle between two vectors; 0 if one of them is zero."""
+    a, b = one.astype(np.float64), other.astype(np.float64)
     length = float(np.linalg.norm(a) * np.linalg.norm(b))
     return float(a @ b) / length if length else 0.0
 

@@ -71,7 +71,7 @@ class PoolingParams:
         does = pooling.task
         if self.task is not None and self.task not in pooling.tasks:
             known = " and ".join(map(repr, pooling.tasks))
-            line = f"task {self.task[:40]!r} needs another server: this one does {known} (--convert)."
+            line = f"Unsupported task: {self.task[:40]!r} needs another server; this one does {known} (--convert)."
             raise BadRequest(line, param="task")
         size = self.dimensions
         if size is None:

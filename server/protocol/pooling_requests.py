@@ -251,7 +251,7 @@ class RerankRequest(PairRequest):
                 raise BadRequest(f"{name} is required.", param=name)
         for name, count in (("top_n", self.top_n), ("max_tokens_per_doc", self.max_tokens_per_doc)):
             if count < 0:
-                raise BadRequest(f"{name} must not be negative.", param=name)
+                raise BadRequest(f"{name} must be a non-negative integer.", param=name)
 
 
 EmbeddingType = Literal["float", "binary", "ubinary", "base64"]

@@ -65,7 +65,7 @@ class ChatStream(PieceStream):
     """The events of ``answer``. Events between the first and the last of a choice are made from templates."""
 
     def __init__(self, answer: ChatAnswer) -> None:
-        super().__init__(answer.generation)
+        super().__init__(answer.generation, answer.body.top_logprobs if answer.body.logprobs else None)
         self._answer, self._body, self._timing = answer, answer.body, answer.generation.timing
         forced = answer.state.settings.config.enable_force_include_usage
         usage = resolve_stream_usage(self._body.stream_options, forced)

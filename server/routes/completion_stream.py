@@ -57,7 +57,8 @@ class CompletionStream(PieceStream):
     """The events of ``answer``. Events between the first and the last of a choice are made from templates."""
 
     def __init__(self, answer: CompletionAnswer) -> None:
-        super().__init__(answer.generations[0] if len(answer.generations) == 1 else None)
+        single = answer.generations[0] if len(answer.generations) == 1 else None
+        super().__init__(single, answer.body.logprobs)
         self._answer, self._body = answer, answer.body
         forced = answer.state.settings.config.enable_force_include_usage
         self._total, self._always = resolve_stream_usage(self._body.stream_options, forced)

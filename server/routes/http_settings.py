@@ -13,10 +13,18 @@ from functools import cached_property
 
 from trencadis import __version__
 from trencadis.core.config import EngineConfig
+from trencadis.core.host_memory import limited_budget
 from trencadis.core.process.engine_messages import EngineStats
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.tenants.admission import Bounds
 from trencadis.server.tenants.shared_process_state import SharedProcessState
+
+PIXEL_BYTES = 6
+"""Bytes of a resized pixel in this process (``Bounds``)."""
+PIXEL_SHARE = 1 / 3
+"""Largest share of the memory of this machine or container for pixels of requests, unless a flag bounds them."""
+BODY_SHARE = 1 / 12
+"""Largest share for bodies of requests."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +66,8 @@ class HttpSettings:
         return Bounds(
             usual.requests if waiting is None else waiting + self.max_running,
             config.max_num_queued_tokens or usual.tokens,
-            config.max_num_queued_pixels or usual.pixels,
-            config.max_queued_body_bytes,
+            config.max_num_queued_pixels or limited_budget(usual.pixels * PIXEL_BYTES, PIXEL_SHARE) // PIXEL_BYTES,
+            limited_budget(config.max_queued_body_bytes, BODY_SHARE),
         )
 
     @cached_property

@@ -4,36 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 from pydantic import BaseModel
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from trencadis.core.checkpoint.pooling_config import CLASSIFY, Pooling
 from trencadis.core.errors import BadRequest, TrencadisError
+from trencadis.server.pooling.value_writer import get_finished_shape, write_base64, write_bytes, write_numbers
 from trencadis.server.prompts.generation import STARTS_PER_PASS, Generation
 from trencadis.server.prompts.prompt import Prompt
 from trencadis.server.prompts.run_pooling import average_chunks, divide_prompts, make_pooling_request, run_pooling
 from trencadis.server.protocol.base_request import PromptTokensDetails, Usage
-from trencadis.server.protocol.pooler_output import (
-    Float32,
-    Float64,
-    convert_to_floats,
-    encode_base64,
-    encode_values,
-    finish_pooled,
-)
+from trencadis.server.protocol.pooler_output import Float32, Raw, encode_values
 from trencadis.server.protocol.pooling_params import PoolingParams
 from trencadis.server.protocol.pooling_requests import EmbeddingRequest, PoolingRequest, PromptedRequest
 from trencadis.server.routes.app_state import AppState, forget_body, make_request_id, mark_runs_model
+from trencadis.server.routes.json_slices import WRITE, ChargedResponse
 from trencadis.server.routes.sse import run_until_disconnect
 from trencadis.server.tenants.admission import Ticket
 
 Part = TypeVar("Part", str, bytes)
+INPUTS = ("messages", "input", "documents", "texts", "images", "inputs", "data_1")
+"""Fields of pooling requests that hold what is pooled, the longest first."""
+PLACE = "<values>"
+NOTHING: Raw = np.zeros(0, np.float32)
 IN_LOOP = 16
 """Items of an answer that are written before the event loop serves other requests."""
 
@@ -44,8 +45,14 @@ class PooledValues(NamedTuple):
     id: str
     created: int
     model: str
-    values: list[Float64]
+    values: list[Raw]
     usage: Usage
+
+    def take_values(self) -> Iterator[tuple[int, Raw]]:
+        """Yields each prompt's number and values, which are dropped once the next ones are taken."""
+        for i in range(len(self.values)):
+            yield i, self.values[i]
+            self.values[i] = NOTHING
 
 
 def get_pooling(state: AppState) -> Pooling:
@@ -151,6 +158,7 @@ async def run_prompts(
     forget_body(http)
     check_input_lengths(get_pooling(state), prompts)
     chunks = divide_prompts(prompts, state.service.config.text, state.service.max_model_len)
+    _charge_answer(state, body, ticket, chunks.prompts, params)
     id = make_request_id(prefix, http, body.request_id)
     generations: list[Generation] = []
     pooling = get_pooling(state)
@@ -164,10 +172,27 @@ async def run_prompts(
         generations.append(state.record_generation(made_of))
         if i % STARTS_PER_PASS == STARTS_PER_PASS - 1:
             await asyncio.sleep(0)
-    values = await run_pooling(generations, pooling, params)
+    values: list[Raw] = [*await run_pooling(generations, pooling, params)]
     if len(chunks.prompts) > len(prompts):
-        values = average_chunks(chunks, values)
+        values = [*average_chunks(chunks, values)]
     return PooledValues(id, int(time.time()), state.check_model(body.model), values, _make_usage(generations))
+
+
+def _charge_answer(
+    state: AppState, body: PoolingRequest, ticket: Ticket, prompts: Sequence[Prompt], params: PoolingParams
+) -> None:
+    """Counts the float32 values that are held until the answer is written.
+
+    Raises:
+        BadRequest: they are more than ``--max-answer-bytes``.
+        QueueFull: other large answers leave no room.
+    """
+    pooling = get_pooling(state)
+    rows = sum(len(p.tokens) for p in prompts) if params.wants_token_values(pooling) else len(prompts)
+    size = 4 * rows * (pooling.classes or state.service.config.text.width)
+    field = next((name for name in INPUTS if getattr(body, name, None)), "input")
+    state.answers.check_values(size, field)
+    ticket.answer = state.answers.hold(size, ticket.answer)
 
 
 def _make_usage(generations: Sequence[Generation]) -> Usage:
@@ -180,10 +205,17 @@ def _make_usage(generations: Sequence[Generation]) -> Usage:
     return Usage(prompt_tokens=tokens, total_tokens=tokens, prompt_tokens_details=details)
 
 
-def format_vector(raw: Float64, pooling: Pooling, params: PoolingParams, body: EmbeddingRequest) -> list[Any] | str:
-    """One prompt's values as the answer shows them: numbers, or rows of numbers for every token."""
-    made: Float32 = finish_pooled(raw, pooling, params)
-    return encode_base64(made, *body.value_format) if body.encoding_format == "base64" else convert_to_floats(made)
+def write_item(
+    item: BaseModel, raw: Raw, pooling: Pooling, params: PoolingParams, body: EmbeddingRequest
+) -> Iterator[str]:
+    """Writes ``item`` with one prompt's values, numbers or base64, in the place of the text ``PLACE``."""
+    before, _, after = item.model_dump_json().partition(f'"{PLACE}"')
+    yield before
+    if body.encoding_format == "base64":
+        yield from write_base64(raw, pooling, params, *body.value_format)
+    else:
+        yield from write_numbers(raw, pooling, params)
+    yield after
 
 
 def get_label(pooling: Pooling, probs: Float32) -> str | None:
@@ -194,10 +226,13 @@ def get_label(pooling: Pooling, probs: Float32) -> str | None:
 
 
 class ItemList(NamedTuple):
-    """The head of an answer without its items, and the items, which are made and written a few at a time."""
+    """The head of an answer without its items, and the items, which are made and written a few at a time.
+
+    An item may be its JSON text, in pieces.
+    """
 
     head: BaseModel
-    items: Iterable[BaseModel]
+    items: Iterable[BaseModel | Iterator[str]]
 
 
 class BytesAnswer(NamedTuple):
@@ -219,15 +254,15 @@ def make_bytes_answer(
     """The answer of ``encoding_format`` ``bytes`` or ``bytes_only``."""
     dtype, order = body.value_format
     items: list[dict[str, Any]] = []
-    parts: list[bytes] = []
-    start = 0
+    start, size = 0, len(encode_values(np.zeros(1, np.float32), dtype, order))
     for i, raw in enumerate(made.values):
-        values = finish_pooled(raw, pooling, params)
-        parts.append(encode_values(values, dtype, order))
-        end = start + len(parts[-1])
+        shape = get_finished_shape(raw, pooling, params)
+        end = start + size * math.prod(shape)
         items.append({"index": i, "embed_dtype": dtype, "endianness": order, "start": start, "end": end,
-                      "shape": [*values.shape]})  # fmt: skip
+                      "shape": [*shape]})  # fmt: skip
         start = end
+    taken = (raw for _, raw in made.take_values())
+    parts = (part for raw in taken for part in write_bytes(raw, pooling, params, dtype, order))
     if body.encoding_format == "bytes_only":
         return BytesAnswer("", parts)
     usage = {"prompt_tokens": made.usage.prompt_tokens, "total_tokens": made.usage.total_tokens}
@@ -244,20 +279,18 @@ async def respond(
     """
     try:
         made = await run_until_disconnect(http, work)
+        charge = ticket.take_answer()
     finally:
         ticket.leave()
+    done = (lambda: None) if charge is None else charge.release
     if isinstance(made, BytesAnswer):
         described = {"metadata": made.metadata} if made.metadata else {}
-        return StreamingResponse(
-            _write_parts(made.parts), headers={**headers, **described}, media_type="application/octet-stream"
-        )
+        return ChargedResponse(_write_parts(made.parts), done, {**headers, **described}, "application/octet-stream")
     if isinstance(made, JsonParts):
-        return StreamingResponse(_write_parts(made.parts), headers=headers, media_type="application/json")
+        return ChargedResponse(_write_parts(made.parts), done, headers)
     key = '"results":[' if "results" in type(made.head).model_fields else '"data":['
     before, _, after = made.head.model_dump_json().partition(key)
-    return StreamingResponse(
-        _write_json(before + key, made.items, after), headers=headers, media_type="application/json"
-    )
+    return ChargedResponse(_write_json(before + key, made.items, after), done, headers)
 
 
 async def _write_parts(parts: Iterable[Part]) -> AsyncIterator[Part]:
@@ -268,15 +301,19 @@ async def _write_parts(parts: Iterable[Part]) -> AsyncIterator[Part]:
             await asyncio.sleep(0)
 
 
-async def _write_json(before: str, items: Iterable[BaseModel], after: str) -> AsyncIterator[str]:
-    """Yields the JSON text, ``IN_LOOP`` items at a time."""
+async def _write_json(before: str, items: Iterable[BaseModel | Iterator[str]], after: str) -> AsyncIterator[str]:
+    """Yields the JSON text in pieces of ``WRITE`` characters, between which the event loop serves others."""
     text, comma = before, ""
     for i, item in enumerate(items):
-        text += comma + item.model_dump_json()
+        text += comma
         comma = ","
+        for piece in [item.model_dump_json()] if isinstance(item, BaseModel) else item:
+            text += piece
+            if len(text) >= WRITE:
+                yield text
+                text = ""
+                await asyncio.sleep(0)
         if i % IN_LOOP == IN_LOOP - 1:
-            yield text
-            text = ""
             await asyncio.sleep(0)
     yield text + after
 

@@ -188,7 +188,9 @@ def _make_rendering(state: AppState, body: ChatRequest) -> Rendering:
     state.check_template(body.chat_template)
     if body.may_call and state.parsers.for_template(body.chat_template).tools is None:
         raise BadRequest(NO_TOOL_PARSER, param="tools")
-    effort = body.get_effort_variables(lambda name: state.mentions(body.chat_template, name))
+    effort = body.get_effort_variables(
+        lambda name: state.mentions(body.chat_template, name), config.reasoning_effort_map
+    )
     return {
         "add_generation_prompt": body.opens_answer,
         "continue_final_message": body.continue_final_message,

@@ -6,6 +6,7 @@ import asyncio
 import time
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar
 
 from fastapi import APIRouter
@@ -28,12 +29,13 @@ from trencadis.server.protocol.completions import (
 )
 from trencadis.server.routes.app_state import AppState, forget_body, make_request_id, make_usage
 from trencadis.server.routes.completion_stream import CompletionStream
-from trencadis.server.routes.json_slices import set_items
+from trencadis.server.routes.json_slices import off_event_loop, set_items
 from trencadis.server.routes.request_body import BodyRoute
 from trencadis.server.routes.serving_base import run_request
 from trencadis.server.routes.sse import CHAT_STREAM_FORMAT, StreamFormat
 from trencadis.server.tenants.admission import Ticket
 from trencadis.server.tenants.answer_budget import AnswerShape
+from trencadis.server.text.off_event_loop import Check
 
 
 @dataclass(slots=True)
@@ -67,10 +69,17 @@ class RunningCompletion:
                 pieces.setdefault((prompt, choice), []).append(piece)
         choices = []
         for p, c in sorted(pieces):
-            choices.append(self._make_choice(p, c, pieces.pop((p, c)), lazy))
+            some = pieces.pop((p, c))
+            if lazy:
+                choices.append(await off_event_loop.run(partial(self._make_lazy_choice, p, c, some)))
+            else:
+                choices.append(self._make_choice(p, c, some, lazy))
             if len(choices) % STARTS_PER_PASS == 0:
                 await asyncio.sleep(0)
         return self.make_response(choices, usage=True)
+
+    def _make_lazy_choice(self, prompt: int, choice: int, pieces: list[TextPiece], check: Check) -> CompletionChoice:
+        return self._make_choice(prompt, choice, pieces, lazy=True)
 
     def _make_choice(self, prompt: int, choice: int, pieces: list[TextPiece], lazy: bool) -> CompletionChoice:
         generation = self.generations[prompt]
@@ -189,7 +198,7 @@ def _make_sampling(state: AppState, body: CompletionRequest, prompt: Prompt) -> 
     """The parameters of answers to one prompt."""
     scored = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
-        scored = max(body.logprobs, scored or 0)
+        scored = -1 if -1 in (body.logprobs, scored) else max(body.logprobs, scored or 0)
     limit = body.max_tokens
     if limit == 0:
         if not body.echo:

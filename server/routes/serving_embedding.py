@@ -20,24 +20,26 @@ from trencadis.multimodal.async_gather import gather_or_cancel
 from trencadis.multimodal.media_options import MediaScope
 from trencadis.server.prompts.prompt import Prompt
 from trencadis.server.prompts.text_pairs import get_input_prompt, read_input_prompts
-from trencadis.server.protocol.pooler_output import Float32, Float64, convert_to_floats, encode_base64, finish_pooled
+from trencadis.server.protocol.base_request import Usage
+from trencadis.server.protocol.pooler_output import Float32, Raw, convert_to_floats, encode_base64, finish_pooled
 from trencadis.server.protocol.pooling_params import PoolingParams
 from trencadis.server.protocol.pooling_requests import CohereEmbedRequest, CohereEmbedResponse, EmbeddingRequest
 from trencadis.server.protocol.pooling_responses import EmbeddingItem, EmbeddingResponse
 from trencadis.server.routes.app_state import AppState
 from trencadis.server.routes.pooling_base import (
+    PLACE,
     BytesAnswer,
     ItemList,
     JsonParts,
     check_pooling_request,
     enter_prompts,
-    format_vector,
     get_longest_input,
     get_pooling,
     make_bytes_answer,
     make_prompts,
     respond,
     run_prompts,
+    write_item,
 )
 from trencadis.server.routes.request_body import BodyRoute
 from trencadis.server.tenants.admission import Ticket
@@ -54,7 +56,7 @@ async def embed_prompts(
         return make_bytes_answer(made, body, pooling, params)
     head = EmbeddingResponse(id=made.id, created=made.created, model=made.model, data=[], usage=made.usage)
     items = (
-        EmbeddingItem(index=i, embedding=format_vector(v, pooling, params, body)) for i, v in enumerate(made.values)
+        write_item(EmbeddingItem(index=i, embedding=PLACE), raw, pooling, params, body) for i, raw in made.take_values()
     )
     return ItemList(head, items)
 
@@ -87,10 +89,17 @@ async def embed_inputs(
         raise BadRequest(LONG.format(name, longest, body.max_tokens), param=name)
     texts, types = body.texts, body.types
     made = await run_prompts(state, body, http, ticket, prompts, "embd", params)
-    meta = {"api_version": {"version": "2"}, "tokens": {"input_tokens": made.usage.prompt_tokens}}
+    meta = {"api_version": {"version": "2"}, "billed_units": _count_billed(made.usage),
+            "tokens": {"input_tokens": made.usage.prompt_tokens}}  # fmt: skip
     head = {"id": made.id, "response_type": "embeddings_by_type"}
     tail = ({"texts": texts} if texts else {}) | {"meta": meta}
     return JsonParts(_write_answer(head, types, made.values, tail, get_pooling(state), params))
+
+
+def _count_billed(usage: Usage) -> dict[str, int]:
+    """Returns Cohere's counts: the tokens of texts, or those of inputs with images."""
+    seen = usage.prompt_tokens_details is not None and bool(usage.prompt_tokens_details.image_tokens)
+    return {"input_tokens": 0 if seen else usage.prompt_tokens, "image_tokens": usage.prompt_tokens if seen else 0}
 
 
 async def _make_prompts(
@@ -148,7 +157,7 @@ def _name_field(error: BadRequest, name: str) -> BadRequest:
 
 
 def _write_answer(
-    head: Mapping[str, Any], types: Sequence[str], values: Sequence[Float64], tail: Mapping[str, Any],
+    head: Mapping[str, Any], types: Sequence[str], values: Sequence[Raw], tail: Mapping[str, Any],
     pooling: Pooling, params: PoolingParams,
 ) -> Iterator[str]:  # fmt: skip
     """The JSON text of an answer, one embedding at a time."""

@@ -20,17 +20,17 @@ from starlette.responses import Response
 
 from trencadis.core.checkpoint.pooling_config import CLASSIFY, Pooling
 from trencadis.core.errors import BadRequest
-from trencadis.server.protocol.pooler_output import Float64, convert_to_floats, finish_pooled
+from trencadis.server.protocol.pooler_output import Raw, convert_to_floats, finish_pooled
 from trencadis.server.protocol.pooling_params import PoolingParams
 from trencadis.server.protocol.pooling_requests import ClassifyRequest, PoolRequest
 from trencadis.server.protocol.pooling_responses import ClassifyResponse, ClassItem, PoolingItem, PoolingResponse
 from trencadis.server.routes.app_state import AppState
 from trencadis.server.routes.pooling_base import (
+    PLACE,
     BytesAnswer,
     ItemList,
     check_pooling_request,
     enter_prompts,
-    format_vector,
     get_label,
     get_longest_input,
     get_pooling,
@@ -38,6 +38,7 @@ from trencadis.server.routes.pooling_base import (
     make_prompts,
     respond,
     run_prompts,
+    write_item,
 )
 from trencadis.server.routes.request_body import BodyRoute
 from trencadis.server.tenants.admission import Ticket
@@ -48,12 +49,12 @@ async def pool_prompts(
 ) -> ItemList | BytesAnswer:
     """The answer of a checked request."""
     prompts = await make_prompts(state, body, http, ticket, get_longest_input(state, params))
-    made = await run_prompts(state, body, http, ticket, prompts, "pool", params)
+    made = await run_prompts(state, body, http, ticket, prompts, "pooling", params)
     pooling = get_pooling(state)
     if body.as_bytes:
         return make_bytes_answer(made, body, pooling, params)
     head = PoolingResponse(id=made.id, created=made.created, model=made.model, data=[], usage=made.usage)
-    items = (PoolingItem(index=i, data=format_vector(v, pooling, params, body)) for i, v in enumerate(made.values))
+    items = (write_item(PoolingItem(index=i, data=PLACE), raw, pooling, params, body) for i, raw in made.take_values())
     return ItemList(head, items)
 
 
@@ -82,7 +83,7 @@ async def classify_prompts(
     return ItemList(head, (_make_item(i, v, pooling, params) for i, v in enumerate(values)))
 
 
-def _make_item(index: int, raw: Float64, pooling: Pooling, params: PoolingParams) -> ClassItem:
+def _make_item(index: int, raw: Raw, pooling: Pooling, params: PoolingParams) -> ClassItem:
     probs = finish_pooled(raw, pooling, params)
     return ClassItem(
         index=index, label=get_label(pooling, probs), probs=convert_to_floats(probs), num_classes=len(probs)

@@ -96,7 +96,8 @@ class TranslatedStream(PieceStream):
     """The events of ``run``, written by its writer."""
 
     def __init__(self, run: TranslatedRun) -> None:
-        super().__init__(run.chat.generation)
+        body = run.chat.body
+        super().__init__(run.chat.generation, body.top_logprobs if body.logprobs else None)
         self._run, self._blocks = run, run.make_block_builder()
         self._last: TextPiece | None = None
 

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trencadis.core.errors import BadRequest, QueueFull
+from trencadis.core.flag_options import MOST
+from trencadis.core.host_memory import limited_budget
 from trencadis.core.request import SamplingParams
 
 TEXT = 8
@@ -19,6 +21,9 @@ TEXT = 8
 CANDIDATE = 100
 """Bytes of a token in a list of log-probabilities: in JSON, or as it is kept until then."""
 
+ALL_ANSWERS = 256 << 20
+MEMORY_SHARE = 1 / 12
+"""Largest share of this machine's or container's memory for answers that wait."""
 FREE = 1 << 20
 """Bytes of an answer that does not count among those that wait: most answers are far below."""
 
@@ -35,7 +40,8 @@ class AnswerShape:
         repeats_prompt: whether each choice has what is told of the prompt, as in completions.
         echo: whether an answer begins with its prompt.
         ids: whether ids are told beside texts.
-        stream: whether it is written token by token, so that only what is told of the prompt waits.
+        stream: whether it is written token by token, so that only one token of each choice waits, and what is told of
+            the prompt.
     """
 
     prompt_tokens: int
@@ -72,11 +78,13 @@ class AnswerBudget:
 
     Args:
         most: of one answer (``--max-answer-bytes``).
-        total: of all large answers that run or wait to be written.
+        total: of all large answers that run or wait to be written; None: 256 MiB, or a share of the memory of a small
+            machine.
     """
 
-    def __init__(self, most: int = 64 << 20, total: int = 256 << 20) -> None:
-        self.most, self.total = most, max(total, most)
+    def __init__(self, most: int = 64 << 20, total: int | None = None) -> None:
+        usual = limited_budget(ALL_ANSWERS, MEMORY_SHARE) if total is None else total
+        self.most, self.total = most, max(usual, most)
         self.held = 0
 
     def fit(self, shape: AnswerShape, params: SamplingParams, taken: int = 0) -> int:
@@ -92,13 +100,23 @@ class AnswerBudget:
         found = shape.estimate_prompt(params)
         each = shape.estimate_token(params)
         rest = self.most - taken - found.total()
-        tokens = 0 if shape.stream else params.max_tokens or 0
-        if tokens * each.total() > rest and rest > 0 and not shape.limit_field:
+        tokens = min(params.max_tokens or 0, 1 if shape.stream else MOST)
+        if tokens * each.total() > rest and rest > 0 and not (shape.stream or shape.limit_field):
             tokens = params.max_tokens = max(rest // each.total(), 1)
         found.update({field: tokens * size for field, size in each.items()})
         if taken + found.total() > self.most:
             raise self._too_large(taken + found.total(), found, params)
         return found.total()
+
+    def check_values(self, size: int, field: str) -> None:
+        """Checks an answer of pooled values, of which ``size`` bytes are held until they are written.
+
+        Raises:
+            BadRequest: it is larger than the budget; ``param`` is ``field``, which makes it so large.
+        """
+        if size > self.most:
+            message = f"The answer could take {size} bytes; at most {self.most} are allowed. Lower {field}."
+            raise BadRequest(message, param=field)
 
     def _too_large(self, size: int, found: Mapping[str, int], params: SamplingParams) -> BadRequest:
         field = max(found, key=lambda name: found[name]) or "max_tokens"

@@ -178,6 +178,9 @@ def test_reasoning_effort_reaches_the_template(serve: Any) -> None:
     kwargs = {"reasoning_effort": "mine", "enable_thinking": True}
     assert "E=mine" in shown(reasoning_effort="none", chat_template_kwargs=kwargs)
     assert "</think>" not in shown(reasoning_effort="none", chat_template_kwargs=kwargs)
+    harness.app(reasoning_effort_map={"medium": "low", "xhigh": "max"})
+    assert "E=low" in shown(reasoning_effort="medium") and "E=high" in shown(reasoning_effort="high")
+    assert "E=medium" in shown(reasoning_effort="xhigh", chat_template_kwargs={"reasoning_effort": "medium"})
     only = serve(THINKING.replace("reasoning_effort", "effort"))
     assert only.chat(reasoning_effort="low").headers["x-ignored-fields"] == "reasoning_effort"
     assert "x-ignored-fields" not in only.chat(reasoning_effort="none").headers

@@ -45,8 +45,6 @@ def kept_loggers() -> Iterator[None]:
         (["--trust-remote-code"], "--trust-remote-code has no effect"),
         (["--show-hidden-metrics-for-version", "0.31"], "--show-hidden-metrics-for-version shows all"),
         (["--tokenizer-pool-type", "ray"], "--tokenizer-pool-type has no effect"),
-        (["--max-logprobs", "50"], "--max-logprobs 50: a token has at most 20"),
-        (["--max-logprobs", "-1"], "--max-logprobs -1: a token has at most 20"),
         (["--tokenizer-pool-size", "4"], "--tokenizer-pool-size has no effect"),
     ],
 )

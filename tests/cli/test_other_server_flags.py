@@ -121,7 +121,7 @@ def test_variables_alike():
 
 
 def test_vllms_variables_are_all_known_and_none_is_silent():
-    """vllm_variables.txt has the names of vLLM 0.32's envs.py that begin with VLLM_."""
+    """vllm_variables.txt has the names of vLLM 0.33's envs.py that begin with VLLM_."""
     names = (Path(__file__).parent / "vllm_variables.txt").read_text().split()
     read = {name for flag in get_flag_table().values() for name in flag.env} | set(envs.BY_NAME)
     assert (

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.command_line import from_command_line
 from tests.fakes.scripted_app import ScriptedApp, scripted_app
 from tests.fakes.text_checkpoint import write_text_checkpoint
 from trencadis import __version__
 from trencadis.core.config import EngineConfig
+from trencadis.core.errors import StartupError
 from trencadis.multimodal.sources.http_fetch import MAX_REDIRECTS
 from trencadis.server.cli import serve
 from trencadis.server.config import hub
@@ -143,3 +145,16 @@ def test_a_tokenizer_has_a_revision_of_its_own(tmp_path: Path, monkeypatch: pyte
         named = config.tokenizer or ("a/b" if config.tokenizer_revision else "")
         assert others == ([(named, config.tokenizer_revision)] if named else [])
         assert made.tokenizer == (str(tmp_path) if named else "")
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ('{"huge": "low"}', "--reasoning-effort-map: 'huge' is none of none, minimal, low"),
+        ('{"low": 3}', "--reasoning-effort-map: the value of 'low' must be a text."),
+    ],
+)
+def test_a_map_of_efforts_that_cannot_be_is_one_line(value: str, said: str) -> None:
+    with pytest.raises(StartupError) as caught:
+        from_command_line(["--reasoning-effort-map", value], {})
+    assert str(caught.value).startswith(said) and "\n" not in str(caught.value)

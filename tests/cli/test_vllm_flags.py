@@ -1,6 +1,6 @@
 """Every flag of vLLM's: it works, flags of ours do it, it has no effect and says so, or it is refused with a reason.
 
-vllm_flags.csv has the flags of `vllm serve` 0.32 with kind and default as its help states them, vllm_flags_older.csv
+vllm_flags.csv has the flags of `vllm serve` 0.33 with kind and default as its help states them, vllm_flags_older.csv
 those that scripts carry from versions before. The last column is what happens here at least: a flag that has become
 one of ours works, whatever stands there.
 """
@@ -71,7 +71,7 @@ def asking(flag: VllmFlag, row: FlagRow) -> list[str]:
 
 
 def test_both_lists_are_whole() -> None:
-    assert len(_read("vllm_flags.csv")) == 318 and len(_read("vllm_flags_older.csv")) == 45
+    assert len(_read("vllm_flags.csv")) == 322 and len(_read("vllm_flags_older.csv")) == 46
     assert len({flag.name for flag in FLAGS}) == len(FLAGS)
 
 
@@ -212,6 +212,8 @@ def other_value(flag: Flag) -> str:
         step = 1 if flag.kind in WHOLE else (min(high, 2.0) - low) / 4
         some = (low + step * i for i in range(1, 5))
         return next(f"{v:g}" for v in some if flag.bound.holds(v) and v != flag.default)
+    if flag.name == "reasoning_effort_map":
+        return '{"low": "high"}'
     return {"json": '{"fps": 1}', "limits": "image=3"}.get(flag.kind, "/some/x")
 
 

@@ -135,7 +135,8 @@ class ScriptedEngine:
         return [TokenLogprob(token, -0.5, 1, ids, [-float(i) for i in ids], [*range(2, 2 + len(ids))])]
 
     def _logprob(self, token: int, top: int) -> TokenLogprob:
-        ids = [token, *range(300, 400)][:top]
+        ids = [token, *range(300, 400), *range(100)][:top]
+        ids += range(500, 500 + top - len(ids))
         return TokenLogprob(token, -0.5, 1, ids, [-0.5 - i if i < 3 else float("-inf") for i in range(len(ids))])
 
 

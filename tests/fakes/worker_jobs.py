@@ -11,7 +11,7 @@ import time
 from trencadis.core.errors import TooLarge
 from trencadis.multimodal.decode_workers import worker_main
 
-NAMES = ("echo", "sleep", "spin", "die", "hog", "refuse", "oops", "flood", "look")
+NAMES = ("echo", "sleep", "spin", "die", "hog", "refuse", "oops", "flood", "look", "stop")
 JOBS = {name: f"tests.fakes.worker_jobs:{name}" for name in NAMES}
 
 
@@ -36,6 +36,11 @@ def die(data, options):
     if options.get("segfault"):
         ctypes.string_at(8)
     os.kill(os.getpid(), getattr(signal, options.get("signal", "SIGKILL")))
+
+
+def stop(data, options):
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return {}, []
 
 
 def hog(data, options):

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import sys
 import threading
+import weakref
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,18 @@ def test_onednn_multiplies_them_and_their_memory_lives_as_long_as_they_do(dtype:
         )
         assert torch.equal(one, two)
     del filled
+
+
+def test_weights_that_nobody_holds_give_their_memory_back() -> None:
+    """An engine that is closed in a process that lives on: torch's own handle of the memory is dropped, too."""
+    held = list[weakref.ref[torch.Tensor]]()
+    for _ in range(3):
+        packed = CpuOps().pack_weight(torch.randn(200, 130).bfloat16())
+        assert isinstance(packed, PackedWeight)
+        held.append(weakref.ref(packed.packed))
+        del packed
+    gc.collect()
+    assert [one() for one in held] == [None] * len(held)
 
 
 def test_pages_are_given_once_and_begin_at_lines_of_the_cache() -> None:

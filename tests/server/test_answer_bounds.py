@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -52,8 +53,13 @@ def test_a_limit_that_the_request_leaves_to_the_server_is_lowered() -> None:
     size = AnswerBudget().fit(AnswerShape(10, "top_logprobs", ""), params)
     assert 20_000 < (params.max_tokens or 0) < 100_000 and size <= 64 << 20
     stream = sampled(max_tokens=100_000, logprobs=20)
-    assert AnswerBudget().fit(AnswerShape(10, "top_logprobs", "", stream=True), stream) == 0
+    one = sampled(max_tokens=1, logprobs=20)
+    size = AnswerBudget().fit(AnswerShape(10, "top_logprobs", ""), one)
+    assert AnswerBudget().fit(AnswerShape(10, "top_logprobs", "", stream=True), stream) == size
     assert stream.max_tokens == 100_000, "a stream holds a token at a time"
+    whole = sampled(max_tokens=100_000, logprobs=150_000, n=5, temperature=1.0)
+    with pytest.raises(BadRequest, match="Lower top_logprobs or n"):
+        AnswerBudget().fit(AnswerShape(10, "top_logprobs", "", stream=True), whole)
 
 
 def test_prompts_of_one_request_share_the_budget() -> None:
@@ -195,3 +201,42 @@ def test_a_client_that_leaves_releases_the_charge(after: int) -> None:
 
     assert asyncio.run(leave()) == [1]
     assert json.loads(b"".join(write_json(LazyItems(range(200), list)))) == list(range(200))
+
+
+WHOLE: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": -1},
+    "/v1/completions": {"prompt": "One two", "logprobs": -1, "echo": True},
+    "/v1/responses": {"input": "Hi", "include": ["message.output_text.logprobs"], "top_logprobs": 500},
+}
+
+
+@pytest.mark.parametrize("path", WHOLE)
+@pytest.mark.parametrize("wide", [5, 1000])
+def test_the_whole_vocabulary_is_reported(
+    path: str, wide: int, harness: ScriptedApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one piece, in slices and in a thread, and streamed."""
+    limit = "max_output_tokens" if path.endswith("responses") else "max_tokens"
+    body = WHOLE[path] | {limit: 3}
+    assert harness.call(path, body).status_code == 400, "the default stays at 20"
+    limits = harness.service.limits
+    monkeypatch.setattr(harness.service, "limits", replace(limits, max_logprobs=-1))
+    monkeypatch.setattr(json_slices, "WIDE", wide)
+    first = harness.call(path, body)
+    assert first.status_code == 200, first.text
+    assert harness.engine.submitted[-1][0].params.logprobs == (500 if path.endswith("responses") else limits.vocab)
+    monkeypatch.setattr("trencadis.server.tenants.answer_budget.FREE", 0)
+    sliced = harness.call(path, body)
+    assert sliced.status_code == 200 and len(sliced.text) == pytest.approx(len(first.text), abs=20)
+    assert sliced.text.count('"logprob') == first.text.count('"logprob')
+    body.pop("echo", None)
+    streamed = harness.call(path, body | {"stream": True}).text
+    if "completions" not in path or "chat" in path:
+        assert streamed.count('"bytes":') % first.text.count('"bytes":') == 0 < streamed.count('"bytes":')
+    harness.app(max_answer_bytes=64 << 10)
+    monkeypatch.setattr(harness.service, "limits", replace(limits, max_logprobs=-1))
+    refused = harness.call(path, body)
+    assert refused.status_code == 400 and "Lower" in refused.text
+    for value in (-2, limits.vocab + 1):
+        names = {"/v1/completions": "logprobs"}
+        assert harness.call(path, body | {names.get(path, "top_logprobs"): value}).status_code == 400

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
 import threading
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -241,6 +242,7 @@ def _maker() -> Any:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         make = library.aoti_torch_create_tensor_from_blob_v2
         _ = library.aoti_torch_dtype_float32, torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr
+        library.aoti_torch_delete_tensor_object.argtypes = (ctypes.c_void_p,)
     except (OSError, AttributeError):
         return None
     pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
@@ -266,5 +268,7 @@ def wrap_memory(memory: Tensor, outputs: int, inputs: int, dtype: torch.dtype, n
     capsule = ctypes.pythonapi.PyCapsule_New
     capsule.restype, capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
     made: Tensor = torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(capsule(found, None, None))
+    if sys.getrefcount(made) > 2:  # torch 2.13 copies the tensor at ``found``, which holds the memory, too
+        library.aoti_torch_delete_tensor_object(found)
     made.room = memory  # type: ignore[attr-defined]
     return made

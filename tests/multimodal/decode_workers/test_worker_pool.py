@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -98,11 +99,14 @@ def test_a_job_whose_worker_was_killed_for_another_reason_is_run_again(shared, t
     assert run_now(shared, Job("echo", {}), b"ab").buffers[1].tobytes() == b"b"
 
 
-@pytest.mark.parametrize("name", ["sleep", "spin"])
-def test_deadline(shared, name):
+@pytest.mark.parametrize(
+    ("name", "error", "said"),
+    [("sleep", Unavailable, pool_module.NO_WORKER), ("spin", TooLarge, pool_module.TOO_LONG)],
+)
+def test_deadline(shared, name, error, said):
     start = time.monotonic()
-    message = refused(shared, Job(name, {"seconds": 60}, seconds=0.3), error=TooLarge)
-    assert message == pool_module.TOO_LONG and time.monotonic() - start < 5
+    message = refused(shared, Job(name, {"seconds": 60}, seconds=0.5), error=error)
+    assert message == said and time.monotonic() - start < 5
     assert run_now(shared, Job("echo", {}), b"x").buffers[1].tobytes() == b"x"
 
 
@@ -253,3 +257,25 @@ def test_garbled_frames(text):
                                      {"values": []}, {"status": "413", "message": "x"}])  # fmt: skip
 def test_a_worker_cannot_choose_its_error(message):
     assert pool_module._parse_answer(message, []).message == pool_module.UNDECODABLE
+
+
+def test_a_stopped_worker_is_replaced_and_its_job_runs_on_another(make, monkeypatch):
+    monkeypatch.setattr(decode_process, "STOPPED_SECONDS", 0.2)
+    monkeypatch.setattr(decode_process, "LOOK_SECONDS", 0.05)
+    pool = make()
+    first = run_now(pool, Job("echo", {}), b"x").values["pid"]
+    os.kill(first, signal.SIGSTOP)
+    second = run_now(pool, Job("echo", {}), b"x").values["pid"]
+    assert second != first and gone(first) and pool.pids() == [second] and pool.deaths == 1
+    os.kill(second, signal.SIGSTOP)
+    os.kill(second, signal.SIGCONT)
+    assert run_now(pool, Job("echo", {}), b"x").values["pid"] == second, "continued in time"
+
+
+def test_workers_that_are_stopped_again_and_again_are_a_503(make, monkeypatch):
+    monkeypatch.setattr(decode_process, "STOPPED_SECONDS", 0.2)
+    monkeypatch.setattr(decode_process, "LOOK_SECONDS", 0.05)
+    pool = make()
+    assert refused(pool, Job("stop", {}), error=Unavailable) == pool_module.NO_WORKER
+    assert pool.deaths == 2
+    assert run_now(pool, Job("echo", {}), b"x").values["options"] == {}

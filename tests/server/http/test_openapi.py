@@ -183,7 +183,8 @@ BESIDE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Other fields without which a value is refused for another reason."""
 ELSEWHERE = {("n", "maximum"), ("top_k", "maximum"), ("chat_template", "maxLength"), ("tools", "maxItems"),
-             ("messages", "maxItems")}  # fmt: skip
+             ("messages", "maxItems"), ("logprobs", "minimum"), ("top_logprobs", "minimum"),
+             ("prompt_logprobs", "minimum")}  # fmt: skip
 """Bounds at which something else refuses: the limit of the server, or a field that needs a flag."""
 MAKE: dict[str, Callable[[int], Any]] = {
     "minimum": lambda n: n, "maximum": lambda n: n, "exclusiveMinimum": lambda n: n, "minLength": lambda n: "x" * n,

@@ -1,0 +1,75 @@
+"""vLLM's own server tests against this server: each passes, or ``vllm_suite/reasons.toml`` says why it does not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+import xml.etree.ElementTree as xml
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.compat.vllm_suite.checkpoints import make_checkpoints
+from tests.traffic.server_process import ROOT
+
+HERE = Path(__file__).parent
+REASONS = HERE / "vllm_suite" / "reasons.toml"
+SECONDS = 3600
+LEAST = 100
+"""Tests that pass at least: fewer, and the suite has not run."""
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    """The folder that ``make test-clients`` makes, with the tests, what they import, and checkpoints."""
+    made = (Path(os.environ.get("CLIENTS", ROOT / ".clients")) / "vllm").resolve()
+    command = ["make", f"CLIENTS={made.parent}", f"{made}/.installed"]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if built.returncode:
+        pytest.skip(f"vLLM's tests cannot be had here: {built.stderr[-300:]}")
+    make_checkpoints(made / "models")
+    return made
+
+
+def test_every_reason_is_a_sentence_and_stands_once() -> None:
+    listed = tomllib.loads(REASONS.read_text())
+    names = [name for table in listed.values() for name in table]
+    assert len(names) == len(set(names)) and set(listed) == {"not served", "documented", "words", "needs the network"}
+    for table in listed.values():
+        for name, why in table.items():
+            assert name.startswith("tests/entrypoints/") and ".py" not in name, name
+            assert why == why.strip() and not why.endswith(".") and len(why) > 4, name
+
+
+@pytest.mark.long
+def test_every_function_passes_or_has_a_reason(folder: Path, tmp_path: Path) -> None:
+    """Prints how many were skipped for which reason."""
+    report, suite = tmp_path / "report.xml", folder / "src"
+    environ = os.environ | {
+        "VLLM_SUITE": str(suite), "VLLM_SUITE_MODELS": str(folder / "models"), "TRENCADIS_PYTHON": sys.executable,
+        "PYTHONPATH": str(HERE), "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    command = [
+        str(folder / "bin" / "python"), "-m", "pytest", "-c", "/dev/null", "--rootdir", ".", "-q", "--tb=short",
+        "-p", "no:cacheprovider", "-p", "vllm_suite.plugin", "--timeout", "120", "--continue-on-collection-errors",
+        f"--junitxml={report}", "tests/entrypoints",
+    ]  # fmt: skip
+    run = subprocess.run(command, cwd=suite, env=environ, capture_output=True, text=True, timeout=SECONDS)
+    skipped, wrong, passed = Counter[str](), list[str](), 0
+    for case in xml.parse(report).getroot().iter("testcase"):
+        name = f"{case.get('classname', '').replace('.', '/')}::{case.get('name')}"
+        found = next((child for child in case if child.tag in ("skipped", "failure", "error")), None)
+        if found is None:
+            passed += 1
+        elif found.tag == "skipped":
+            skipped[found.get("message", "")[:160]] += 1
+        else:
+            wrong.append(f"{name}: {found.get('message', '')[:160]}")
+    print(f"\n{passed} passed")
+    for why, count in sorted(skipped.items()):
+        print(f"{count:4} skipped: {why}")
+    assert not wrong, "\n".join([*wrong, run.stdout[-3000:]])
+    assert passed >= LEAST, run.stdout[-3000:]

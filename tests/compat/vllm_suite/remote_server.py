@@ -1,0 +1,195 @@
+"""``RemoteOpenAIServer`` of vLLM's tests, which starts this server instead of theirs.
+
+It stands in the place of their module ``tests.utils``. A server that refuses a flag skips the tests that ask for it,
+with the line that it printed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .stub_package import find_open_port, make_stand_in
+
+VLLM_PATH = Path(os.environ.get("VLLM_SUITE", ".")).resolve()
+ROCM_EXTRA_ARGS: list[str] = []
+ROCM_ENV_OVERRIDES: dict[str, str] = {}
+ROOM = ["--kv-cache-memory-bytes", "128MiB", "--threads", "1", "--allowed-media-domains", "127.0.0.1"]
+MOST_TOKENS = "3000"
+"""Longest answer of a model that has not learned to end one, unless a test says otherwise."""
+START = 120.0
+"""Seconds until a server must answer."""
+
+
+def find_checkpoint(name: str) -> str:
+    """Returns the folder of the checkpoint that stands for a model of the hub."""
+    if os.path.isdir(name):
+        return name
+    listed = json.loads((Path(os.environ["VLLM_SUITE_MODELS"]) / "models.json").read_text())
+    kind = next((kind for part, kind in listed["names"].items() if part in name), "demo")
+    return str(listed["kinds"][kind])
+
+
+class RemoteOpenAIServer:
+    """A server of this project with the command line of one of vLLM's.
+
+    Raises:
+        pytest.skip.Exception: it refuses the command line; the reason is what it printed.
+    """
+
+    DUMMY_API_KEY = "token-abc123"
+
+    def __init__(
+        self,
+        model: str,
+        vllm_serve_args: list[str],
+        *,
+        env_dict: dict[str, str] | None = None,
+        seed: int | None = 0,
+        auto_port: bool = True,
+        max_wait_seconds: float | None = None,
+        override_hf_configs: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        given = [str(one) for one in vllm_serve_args]
+        self.uds = given[given.index("--uds") + 1] if "--uds" in given else None
+        self.host = given[given.index("--host") + 1] if "--host" in given else "127.0.0.1"
+        if "--port" in given:
+            self.port = int(given[given.index("--port") + 1])
+        else:
+            self.port = find_open_port()
+            given += [] if self.uds else ["--port", str(self.port)]
+        if not {"--served-model-name", "--served_model_name"} & set(given):
+            given += ["--served-model-name", model]
+        if not {"--max-model-len", "--max_model_len"} & set(given):
+            given += ["--max-model-len", MOST_TOKENS]
+        if override_hf_configs is not None:
+            given += ["--hf-overrides", json.dumps(override_hf_configs)]
+        given += [] if seed is None else ["--seed", str(seed)]
+        command = [os.environ["TRENCADIS_PYTHON"], "-m", "trencadis", "serve", find_checkpoint(model), *given, *ROOM]
+        environ = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | (env_dict or {})
+        self._log = Path(tempfile.mkstemp(suffix=".log")[1])
+        with self._log.open("wb") as out:
+            self.proc = subprocess.Popen(command, stdout=out, stderr=out, env=environ, cwd=tempfile.gettempdir())
+        try:
+            self._wait(START)
+        except BaseException:
+            self._stop()
+            raise
+
+    def _wait(self, seconds: float) -> None:
+        import httpx
+
+        transport = httpx.HTTPTransport(uds=self.uds) if self.uds else None
+        end = time.monotonic() + seconds
+        with httpx.Client(transport=transport, trust_env=False) as client:
+            while time.monotonic() < end:
+                if self.proc.poll() is not None:
+                    lines = self._log.read_text(errors="replace").strip().splitlines() or ["nothing was printed"]
+                    pytest.skip(f"does not start: {lines[-1]}")
+                try:
+                    if client.get(self.url_for("health"), timeout=5).status_code == 200:
+                        return
+                except httpx.HTTPError:
+                    pass
+                time.sleep(0.2)
+        pytest.fail(f"no answer within {seconds} s: {self._log.read_text(errors='replace')[-2000:]}")
+
+    def _stop(self) -> None:
+        if self.proc.poll() is None:
+            self.proc.send_signal(signal.SIGTERM)
+            try:
+                self.proc.wait(30)
+            except subprocess.TimeoutExpired:
+                self.proc.kill()
+                self.proc.wait()
+        self._log.unlink(missing_ok=True)
+
+    def __enter__(self) -> RemoteOpenAIServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    @property
+    def url_root(self) -> str:
+        """The address without a path."""
+        return f"http://{self.uds.split('/')[-1]}" if self.uds else f"http://{self.host}:{self.port}"
+
+    def url_for(self, *parts: str) -> str:
+        """The address of a path."""
+        return f"{self.url_root}/{'/'.join(part.strip('/') for part in parts if part)}"
+
+    def get_client(self, **kwargs: Any) -> Any:
+        """A client of OpenAI's library."""
+        import openai
+
+        return openai.OpenAI(base_url=self.url_for("v1"), api_key=self.DUMMY_API_KEY, max_retries=0, **kwargs)
+
+    def get_async_client(self, **kwargs: Any) -> Any:
+        """An asynchronous client of OpenAI's library."""
+        import openai
+
+        return openai.AsyncOpenAI(base_url=self.url_for("v1"), api_key=self.DUMMY_API_KEY, max_retries=0, **kwargs)
+
+    def get_client_anthropic(self, **kwargs: Any) -> Any:
+        """A client of Anthropic's library."""
+        import anthropic
+
+        return anthropic.Anthropic(base_url=self.url_for(), api_key=self.DUMMY_API_KEY, max_retries=0, **kwargs)
+
+    def get_async_client_anthropic(self, **kwargs: Any) -> Any:
+        """An asynchronous client of Anthropic's library."""
+        import anthropic
+
+        return anthropic.AsyncAnthropic(base_url=self.url_for(), api_key=self.DUMMY_API_KEY, max_retries=0, **kwargs)
+
+
+RemoteVLLMServer = RemoteOpenAIServer
+
+
+class RemoteLaunchRenderServer:
+    """Theirs renders prompts without an engine, for which this project has no server."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pytest.skip("needs `vllm launch render`, a server without an engine")
+
+
+class RemoteOpenAIServerCustom:
+    """Theirs runs a function of vLLM in a process."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pytest.skip("starts a server by vLLM's own code")
+
+
+def create_new_process_for_each_test(method: str | None = None) -> Any:
+    """Returns a decorator that changes nothing."""
+    return lambda function: function
+
+
+def multi_gpu_test(*args: Any, **kwargs: Any) -> Any:
+    """Returns a mark that skips: there are no cards."""
+    return pytest.mark.skip(reason="needs cards")
+
+
+multi_gpu_marks = multi_gpu_test
+large_gpu_mark = large_gpu_test = multi_gpu_only = multi_gpu_test
+
+
+def requires_fp8(function: Any) -> Any:
+    """Returns the function: the CPU has these weights."""
+    return function
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return make_stand_in(f"tests.utils.{name}")
