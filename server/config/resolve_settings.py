@@ -19,8 +19,8 @@ from trencadis.core.devices import likely
 from trencadis.core.errors import StartupError
 from trencadis.core.flag_options import Bound, options
 from trencadis.core.shapes import bucket_options as bucket_env
-from trencadis.core.spec.spec_settings import list_ignored_keys, requested_speculation
 from trencadis.core.shared_constants import EFFORTS
+from trencadis.core.spec.spec_settings import list_ignored_keys, requested_speculation
 from trencadis.server.config import argv as command_line
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.config.flags import NUMBERS, WHOLE, Flag, find_flag, get_flag_table, get_flag_variables

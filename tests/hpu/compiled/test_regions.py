@@ -144,7 +144,7 @@ def test_layers_of_a_decode_launch_are_dispatched_in_groups(asked: str, dispatch
     cfg = BackendConfig(dtype=torch.bfloat16, block_size=128, vocab_size=config.text.vocab)
     switches = settings({"TRENCADIS_HPU_DECODE_LAYERS": asked} if asked else {})
     backend = HpuBackend(cfg, policy("", lazy=False), make_bridge(device, lazy=False), switches)
-    model: Any = build(config, backend, EngineConfig(model="none", load_format="dummy"))
+    model: Any = load_model(config, backend, EngineConfig(model="none", load_format="dummy"))
     model.bind(allocate_persistent(config, backend, blocks=20, block_size=128, arena_rows=10, seqs=4, tokens=128))
     called: Counter[str] = Counter()
     layer = backend.hpu_ops.layer
