@@ -50,7 +50,8 @@ NAMES = (
     "total_amount_before_taxes", "currency_of_the_payment", "name_of_the_responsible_clerk", "remarks_of_the_carrier",
 )  # fmt: skip
 SCHEMA = {
-    "x-guidance": {"whitespace_flexible": False}, "type": "object", "required": list(NAMES), "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False}, "type": "object", "required": list(NAMES),
+    "additionalProperties": False,
     "properties": {
         name: {"type": "integer", "minimum": 0, "maximum": 9999} if at % 2 else {"type": "string", "maxLength": 12}
         for at, name in enumerate(NAMES)
