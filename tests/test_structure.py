@@ -98,6 +98,39 @@ def test_no_two_public_classes_share_a_name() -> None:
     assert {name: files for name, files in owners.items() if len(files) > 1} == {}
 
 
+ALONE = {
+    "backends/cpu/": "torch's half of a module that the server reads",
+    "backends/cuda/kernels/": "one kernel a file",
+    "backends/cuda/libraries/attention_backend.py": "imports the libraries, which need not be there",
+    "backends/hpu/": "what a bridge, a launch or an emulator adds, each found by its name",
+    "core/checkpoint/formats/": "one stored format a file",
+    "core/families/": "one family a file",
+    "multimodal/qwen2_vl/model.py": "keeps torch out of the API process",
+}
+"""Files, or folders, whose short files may have one importer -> why."""
+
+SHORT = 60
+
+
+def test_short_files_are_not_split_off_for_one_user() -> None:
+    """A file of less than 60 lines with one importer belongs into it, unless there is a reason."""
+    product = {name: file for name, file in MODULES.items() if file.startswith(TOPS[:-1])}
+    users: dict[str, set[str]] = defaultdict(set)
+    for name, file in product.items():
+        for node in ast.walk(ast.parse(outline(file).text)):
+            if isinstance(node, ast.ImportFrom):
+                targets = {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+                for target in targets & product.keys():
+                    users[target].add(name)
+    found = [
+        file
+        for name, file in product.items()
+        if len(users[name]) == 1 and outline(file).text.count("\n") < SHORT
+        if not file.endswith("__init__.py") and not file.startswith(tuple(ALONE))
+    ]
+    assert found == []
+
+
 def _resolves(name: str) -> bool:
     """A module, a package, or a name that a module's text holds."""
     parts = name.split(".")

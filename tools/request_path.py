@@ -68,11 +68,11 @@ def hook(frame, event, argument):
         if getattr(steps, "timed", 0):
             return
         ran[id(code)] = code
-        if code.co_qualname == "Runner.execute":
+        if code.co_qualname == "ModelRunner.execute":
             steps.inside = True
         if getattr(steps, "inside", False):
             stepped[id(code)] = code
-    elif event == "return" and code.co_qualname == "Runner.execute":
+    elif event == "return" and code.co_qualname == "ModelRunner.execute":
         steps.inside = False
 
 
