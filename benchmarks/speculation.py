@@ -117,7 +117,7 @@ class ScriptedEngine:
         self.rank: Any = engine.executor._rank  # type: ignore[attr-defined]
         self.answers: dict[str, list[int]] = {}
         submit = engine.executor.submit
-        engine.executor.submit = lambda step: _Replaced(self, step, submit(step))  # type: ignore[assignment, method-assign]
+        engine.executor.submit = lambda step: _Replaced(self, step, submit(step))  # type: ignore[method-assign]
 
     def set_vocabulary(self, model: str) -> None:
         """Gives the engine the bytes of the model's ids, for grammars."""
