@@ -50,7 +50,8 @@ NAMES = (
     "total_amount_before_taxes", "currency_of_the_payment", "name_of_the_responsible_clerk", "remarks_of_the_carrier",
 )  # fmt: skip
 SCHEMA = {
-    "type": "object", "required": list(NAMES), "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False}, "type": "object", "required": list(NAMES),
+    "additionalProperties": False,
     "properties": {
         name: {"type": "integer", "minimum": 0, "maximum": 9999} if at % 2 else {"type": "string", "maxLength": 12}
         for at, name in enumerate(NAMES)
@@ -116,7 +117,7 @@ class ScriptedEngine:
         self.rank: Any = engine.executor._rank  # type: ignore[attr-defined]
         self.answers: dict[str, list[int]] = {}
         submit = engine.executor.submit
-        engine.executor.submit = lambda step: _Replaced(self, step, submit(step))  # type: ignore[assignment, method-assign]
+        engine.executor.submit = lambda step: _Replaced(self, step, submit(step))  # type: ignore[method-assign]
 
     def set_vocabulary(self, model: str) -> None:
         """Gives the engine the bytes of the model's ids, for grammars."""

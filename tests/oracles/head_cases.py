@@ -69,7 +69,7 @@ def to(values: Any, device: torch.device) -> Any:
 def pick(x: HeadTensors, rows: Any) -> HeadTensors:
     """Some rows of the inputs."""
     kept = (t if name == "masks" or t is None else t[rows] for name, t in zip(x._fields, x, strict=True))
-    return HeadTensors(*kept)
+    return HeadTensors._make(kept)
 
 
 def exact(raw: Tensor, x: HeadTensors, state: SamplerState) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -32,7 +32,7 @@ def answers(grammars: list[str], speculation: SpeculationConfig | None) -> Answe
     scheduler.drafting = None
     if speculation is not None:
         scheduler.drafting = DraftScheduler(speculation, scheduler.limits, scheduler.totals)
-    draws = GrammarDraws(llm.get_tokenizer())
+    draws = GrammarDraws(cast(Any, llm.get_tokenizer()))
     engine.set_vocabulary(draws.vocabulary.pack())
     for number, grammar in enumerate(grammars):
         rng = random.Random(number)
@@ -54,7 +54,7 @@ def answers(grammars: list[str], speculation: SpeculationConfig | None) -> Answe
 
 def corpus(count: int) -> list[str]:
     llm = LLM(**FLAGS)
-    draws = GrammarDraws(llm.get_tokenizer())
+    draws = GrammarDraws(cast(Any, llm.get_tokenizer()))
     llm.close()
     return [grammar for _, grammar in write_grammars(draws, count)]
 

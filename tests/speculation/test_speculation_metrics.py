@@ -19,15 +19,14 @@ def test_counters_have_vllms_names_and_positions() -> None:
         for family in make_speculation_families(("m", "0"), SOME)
         for sample in family.samples
     }
-    assert found == {
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    expected: dict[tuple[str, str | None], float] = {
         ("vllm:spec_decode_num_drafts_total", None): 10,
         ("vllm:spec_decode_num_draft_tokens_total", None): 40,
         ("vllm:spec_decode_num_accepted_tokens_total", None): 25,
-        **{
-            ("vllm:spec_decode_num_accepted_tokens_per_pos_total", str(at)): count
-            for at, count in enumerate([10, 8, 5, 2])
-        },
     }
+    expected.update({(name, str(at)): count for at, count in enumerate([10, 8, 5, 2])})
+    assert found == expected
 
 
 def test_the_throughput_line_has_acceptance_since_the_last_one() -> None:

@@ -38,8 +38,9 @@ def full_output(number: int) -> StepOutput:
     scores = TargetScores([3, 4], head(7, 8))
     pooled: Any = {5: np.array([[0.25, 1e-300]]), 6: np.array([[1.5], [2.5]], np.float32)}
     stats = [StepStats(Bucket(Stage.SAMPLE, (2,), "full"), 2, 2, "COMPILED", 0.5, False, "skip", 1, 2)]
-    late = {2: "no"}, {2: 1}, {(1, 0), (9, 2)}, {1: (4, 5)}
-    return StepOutput(number, {1: 0, 2: 1}, head(9, 10), {1: scores}, {2: scores}, pooled, stats, *late)
+    made = StepOutput(number, {1: 0, 2: 1}, head(9, 10), {1: scores}, {2: scores}, pooled, stats, {2: "no"})
+    made.failed_at, made.text, made.forced = {2: 1}, {(1, 0), (9, 2)}, {1: (4, 5)}
+    return made
 
 
 def equal(a: Any, b: Any) -> None:
