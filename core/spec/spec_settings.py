@@ -74,7 +74,7 @@ def requested_speculation(config: EngineConfig) -> SpeculationConfig | None:
     for key, most in COUNTS.items():
         value = values.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most):
-            raise StartupError(f"{_written(config, key)} must be a whole number in [1, {most}], got {value!r}.")
+            raise StartupError(f"{_format_source(config, key)} must be a whole number in [1, {most}], got {value!r}.")
     method = _method(config, values)
     longest = values.get("prompt_lookup_max")
     shortest = values.get("prompt_lookup_min")
@@ -83,7 +83,7 @@ def requested_speculation(config: EngineConfig) -> SpeculationConfig | None:
     if shortest is None:
         shortest = min(SHORTEST, longest)
     if shortest > longest:
-        low, high = _written(config, LOOKUP[1]), _written(config, LOOKUP[0])
+        low, high = _format_source(config, LOOKUP[1]), _format_source(config, LOOKUP[0])
         raise StartupError(f"{low} ({shortest}) must not be greater than {high} ({longest}).")
     drafts = values.get("num_speculative_tokens") or DEFAULT_DRAFTS
     rows = values.get("disable_by_batch_size")
@@ -132,7 +132,7 @@ def _source(config: EngineConfig) -> str:
     return FLAG if config.speculative_config else SINGLE[next(iter(_merge(config)))]
 
 
-def _written(config: EngineConfig, key: str) -> str:
+def _format_source(config: EngineConfig, key: str) -> str:
     """Returns how the user wrote a value, for messages."""
     return f"{FLAG}: {key}" if config.speculative_config else SINGLE[key]
 
@@ -151,9 +151,9 @@ def _method(config: EngineConfig, values: Mapping[str, Any]) -> str:
         raise StartupError(f"{_source(config)}: guesses of a model ({method}{name}) are not built; {own} need no model")
     if method not in METHODS:
         hint = _hint(str(method), METHODS)
-        raise StartupError(f"{_written(config, 'method')}: {method!r} is none of {', '.join(METHODS)}{hint}.")
+        raise StartupError(f"{_format_source(config, 'method')}: {method!r} is none of {', '.join(METHODS)}{hint}.")
     if model is not None:
-        raise StartupError(f"{_written(config, 'model')}: {method} needs no model; leave it out.")
+        raise StartupError(f"{_format_source(config, 'model')}: {method} needs no model; leave it out.")
     return str(method)
 
 

@@ -17,11 +17,11 @@ from starlette.responses import Response
 
 from trencadis.core.checkpoint.pooling_config import CLASSIFY, Pooling
 from trencadis.core.errors import BadRequest, TrencadisError
-from trencadis.server.pooling.value_writer import get_finished_shape, write_base64, write_bytes, write_numbers
 from trencadis.server.prompts.generation import STARTS_PER_PASS, Generation
 from trencadis.server.prompts.prompt import Prompt
 from trencadis.server.prompts.run_pooling import average_chunks, divide_prompts, make_pooling_request, run_pooling
 from trencadis.server.protocol.base_request import PromptTokensDetails, Usage
+from trencadis.server.protocol.pooled_value_writer import get_finished_shape, write_base64, write_bytes, write_numbers
 from trencadis.server.protocol.pooler_output import Float32, Raw, encode_values
 from trencadis.server.protocol.pooling_params import PoolingParams
 from trencadis.server.protocol.pooling_requests import EmbeddingRequest, PoolingRequest, PromptedRequest
