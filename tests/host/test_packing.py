@@ -120,7 +120,7 @@ def test_weights_that_nobody_holds_give_their_memory_back() -> None:
     held = list[weakref.ref[torch.Tensor]]()
     for _ in range(3):
         packed = CpuOps().pack_weight(torch.randn(200, 130).bfloat16())
-        assert isinstance(packed, PackedWeight)
+        assert isinstance(packed, PackedWeight) and packed.packed is not None
         held.append(weakref.ref(packed.packed))
         del packed
     gc.collect()

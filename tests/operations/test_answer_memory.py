@@ -106,7 +106,7 @@ def mixed(number: int) -> tuple[str, dict[str, Any]]:
     talk = [{"role": "user", "content": f"{number} " + "word " * rng.randint(1, 40)}]
     image = [{"type": "image_url", "image_url": {"url": make_image(number)}}, {"type": "text", "text": f"{number}?"}]
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [f"a{number % 500}", "b"]}}}
-    return rng.choice([
+    kinds: list[tuple[str, dict[str, Any]]] = [
         ("/v1/chat/completions", {"messages": talk, "max_tokens": 4}),
         ("/v1/chat/completions", {"messages": talk, "max_tokens": 4, "stream": True}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": image}], "max_tokens": 2}),
@@ -117,7 +117,8 @@ def mixed(number: int) -> tuple[str, dict[str, Any]]:
         ("/v1/responses", {"input": talk[0]["content"], "max_output_tokens": 3}),
         ("/tokenize", {"prompt": talk[0]["content"]}),
         ("/nothing", {}),
-    ])  # fmt: skip
+    ]
+    return rng.choice(kinds)
 
 
 @pytest.mark.long

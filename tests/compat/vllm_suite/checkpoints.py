@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 from tests.fakes.checkpoints import classifier
 from tests.families.pooled.encoders import encoder
@@ -25,7 +26,7 @@ def make_checkpoints(folder: Path) -> dict[str, str]:
     folder.mkdir(parents=True, exist_ok=True)
     listed = folder / "models.json"
     if not listed.exists():
-        long = {"max_position_embeddings": 514}
+        long: dict[str, Any] = {"max_position_embeddings": 514}
         demo = folder / "demo"
         shutil.copytree(demo_path(), demo, dirs_exist_ok=True)
         made = {

@@ -62,7 +62,7 @@ def _use_checkpoints() -> None:
         def read(name: str, *args: Any, _load: Any = load, **kwargs: Any) -> Any:
             return _load(remote_server.find_checkpoint(str(name)), *args, **kwargs)
 
-        kind.from_pretrained = staticmethod(functools.wraps(load)(read))
+        setattr(kind, "from_pretrained", staticmethod(functools.wraps(load)(read)))  # noqa: B010
 
 
 def find_reason(nodeid: str) -> str:
