@@ -20,7 +20,7 @@ from trencadis.backends.cpu.image_spans import find_image_spans
 from trencadis.backends.cpu.int8_linear import IntegerWeight, integer_weight, product
 from trencadis.backends.cpu.native import decode_attention as native_attend
 from trencadis.backends.cpu.native import dense, flash, panels, weight_packing
-from trencadis.backends.cpu.native.kernel_table import ANY, KernelTable, chosen_table
+from trencadis.backends.cpu.native.kernel_table import ANY, KernelTable, Op, chosen_table
 from trencadis.backends.cpu.native.onednn_sizes import by_sizes, pieces
 from trencadis.backends.cpu.native.panels import PanelWeight, panel_weight
 from trencadis.backends.cpu.native.rotary import StoredKeys, can_store, rotate, torch_rotate
@@ -275,7 +275,7 @@ class CpuOps(ReferenceOps):
     def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
         """Computes attention inside windows. Padding slots give zeros, and their values are not read."""
         padded = bool((seg.real < WINDOW_SLOTS).any())
-        if not flash.is_supported(q, self.table):
+        if not flash.is_supported(q, self.table, Op.WINDOWS):
             return self._torch_windows(q, k, v, seg.real if padded else None, scale)
         out = torch.zeros(q.shape, dtype=q.dtype) if padded else torch.empty(q.shape, dtype=q.dtype)
         flash.attend(q, k, v, flash.windows(seg.real, WINDOW_SLOTS), scale, out, self.table)

@@ -23,7 +23,7 @@ WIDEST = 512
 """Maximum values of a head, as in panels.h."""
 
 CODES = {torch.int8: 3, torch.uint8: 4, torch.float8_e4m3fn: 4}
-"""Dtypes of 8-bit codes by their numbers in panels.h; a cache without the dtype of 8-bit floats stores them as uint8."""
+"""Dtypes of 8-bit codes by their numbers in panels.h; without a dtype of 8-bit floats those are stored as uint8."""
 
 
 @dataclass(frozen=True)

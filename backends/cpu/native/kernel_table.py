@@ -6,9 +6,10 @@ Operations without an entry are left to torch, whose products are oneDNN's.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
 from types import MappingProxyType
@@ -52,6 +53,7 @@ class Op(Enum):
     LINEAR = "products"
     QUANTISED_LINEAR = "8- and 4-bit weights"
     ATTENTION = "attention of prompts and images"
+    WINDOWS = "attention in windows"
     DECODE_ATTENTION = "attention of decoding rows"
     ROTARY = "rotary"
     ROWWISE = "norms and gates"
@@ -68,12 +70,14 @@ class KernelTable:
         are left to torch. For a LINEAR of ``ANY`` rows, weights are stored only in this package's layout.
         bfloat16_pairs: attention and products multiply pairs of bfloat16, as AVX512_BF16 does.
         why: the reason for the choice, for the line at the start.
+        measured: the choice includes what was measured on this CPU, see ``kernel_trial``.
     """
 
     kind: str
     rows: Mapping[tuple[Op, str], int]
     bfloat16_pairs: bool
     why: str
+    measured: bool = False
 
     @property
     def number(self) -> int:
@@ -87,6 +91,12 @@ class KernelTable:
     def serves(self, op: Op, dtype: str) -> bool:
         """Returns True if an own kernel does an operation on values of ``dtype``, for some number of rows."""
         return (op, dtype) in self.rows
+
+    @property
+    def digest(self) -> str:
+        """Eight hexadecimal digits: equal for equal choices, whatever their reasons."""
+        rows = sorted((op.name, dtype, most) for (op, dtype), most in self.rows.items())
+        return hashlib.sha256(repr((self.kind, rows, self.bfloat16_pairs)).encode()).hexdigest()[:8]
 
     @property
     def needs_no_library(self) -> bool:
@@ -113,7 +123,8 @@ class KernelTable:
             if free and len(served) < 3:
                 named.append(f"{'of any number ' if limited else ''}in {' and '.join(free)}")
             parts.append(" ".join([op.value, ", ".join(named)]).rstrip())
-        return f"own kernels ({self.kind}; {self.why}): {', '.join(parts)}; torch's: the rest"
+        how = f"table {self.digest}, {'measured' if self.measured else 'built in'}"
+        return f"own kernels ({self.kind}; {self.why}; {how}): {', '.join(parts)}; torch's: the rest"
 
 
 def shares_layout(dtype: str, features: Collection[str]) -> bool:
@@ -147,7 +158,15 @@ def table_of(
         return KernelTable(TORCH, MappingProxyType({}), False, why)
     rows: dict[tuple[Op, str], int] = {}
     for dtype in (FLOAT32, BFLOAT16, FLOAT16):
-        for op in (Op.QUANTISED_LINEAR, Op.ATTENTION, Op.DECODE_ATTENTION, Op.ROTARY, Op.ROWWISE, Op.ARGMAX):
+        for op in (
+            Op.QUANTISED_LINEAR,
+            Op.ATTENTION,
+            Op.WINDOWS,
+            Op.DECODE_ATTENTION,
+            Op.ROTARY,
+            Op.ROWWISE,
+            Op.ARGMAX,
+        ):
             rows[op, dtype] = ANY
     del rows[Op.ROWWISE, FLOAT32]  # torch needs only one pass for these too
     theirs = features if onednn is None else onednn
@@ -155,10 +174,23 @@ def table_of(
         rows[Op.LINEAR, dtype] = SHARED_ROWS if shares_layout(dtype, theirs) and not every_row else ANY
     if "amx" in KINDS[kind] and not every_row:
         # oneDNN's products on AMX tiles are several times as fast as own ones without, from a few rows on.
-        del rows[Op.ATTENTION, BFLOAT16]
+        del rows[Op.ATTENTION, BFLOAT16], rows[Op.WINDOWS, BFLOAT16]
         rows.pop((Op.LINEAR, BFLOAT16), None)
     pairs = "avx512_bf16" in features and "avx512" in KINDS[kind]
     return KernelTable(kind, MappingProxyType(rows), pairs, why)
+
+
+def with_choice(table: KernelTable, dtype: str, rows: int, pairs: int, windows: int) -> KernelTable:
+    """Returns a table with what was measured for ``dtype``, as in ``kernel_trial.KernelChoice``. Kernels that the table
+    has are left out or limited, none is added.
+    """
+    made = dict(table.rows)
+    if (Op.LINEAR, dtype) in made:
+        made[Op.LINEAR, dtype] = min(made[Op.LINEAR, dtype], rows) if made[Op.LINEAR, dtype] < ANY else ANY
+    if not windows:
+        made.pop((Op.WINDOWS, dtype), None)
+    both = table.bfloat16_pairs and bool(pairs)
+    return replace(table, rows=MappingProxyType(made), bfloat16_pairs=both, measured=True)
 
 
 def available_kinds() -> tuple[str, ...]:
