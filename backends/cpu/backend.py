@@ -26,7 +26,7 @@ from trencadis.core import envs
 from trencadis.core.backend import BackendConfig, Body, Comm, Inputs, Memory, Ops, Program, TensorsOut
 from trencadis.core.buckets import Bucket
 from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
-from trencadis.core.cpu_affinity import BIND, RESERVED, computing_cpus, own_cpus
+from trencadis.core.cpu_affinity import BIND, RESERVED, available_cpus, computing_cpus, own_cpus
 
 log = logging.getLogger("trencadis.engine")
 
@@ -45,6 +45,16 @@ def _ops(cfg: BackendConfig) -> Ops:
     return ops
 
 
+def warn_of_threads(count: int, cfg: BackendConfig) -> None:
+    """Logs one warning for all ranks of this machine if they have more threads than the process may use cores."""
+    ranks, cores = cfg.ranks if cfg.local_world is None else cfg.local_world, available_cpus()
+    if cfg.number == 0 and count * ranks > cores:
+        log.warning(
+            "cpu: %d threads are more than the %d cores that this process may use, and wait for each other: "
+            "lower --threads or OMP_NUM_THREADS", count * ranks, cores,
+        )  # fmt: skip
+
+
 class CpuBackend:
     """``core.backend.Backend``. Options: policy (serving, padded), ops (fast, reference), threads."""
 
@@ -55,6 +65,7 @@ class CpuBackend:
     def __init__(self, cfg: BackendConfig) -> None:
         options = cfg.options or {}
         count = int(options.get("threads") or computing_cpus())
+        warn_of_threads(count, cfg)
         local = (cfg.number, cfg.ranks) if cfg.local_world is None else (cfg.local_rank or 0, cfg.local_world)
         cpus = own_cpus(*local, count, *requested_cpus())
         torch.set_num_threads(len(cpus) or count)
