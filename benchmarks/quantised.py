@@ -28,10 +28,10 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.harness import held_out_accuracy, llamacpp, openvino
+from benchmarks.harness import held_out_accuracy, llamacpp, openvino_peer
 from benchmarks.harness.checkpoints import SHAPES, checkpoint
 from benchmarks.harness.llamacpp import LlamaCpp, ids
-from benchmarks.harness.openvino import OpenVino
+from benchmarks.harness.openvino_peer import OpenVino
 from benchmarks.harness.peer_process import MISSING, PeerMissing
 from benchmarks.harness.reporting import BENCH, BUSY, Others, machine, median, table
 from trencadis.core.cpu_affinity import available_cpus
@@ -158,7 +158,7 @@ def peers_of(
     found, why = dict[str, LlamaCpp | OpenVino](), list[str]()
     if not peer:
         return found, f"no --peer {'|'.join(PEERS)} --python PATH"
-    for form in llamacpp.FORMS if peer == "llamacpp" else openvino.FORMS:
+    for form in llamacpp.FORMS if peer == "llamacpp" else openvino_peer.FORMS:
         try:
             if peer == "llamacpp":
                 found[form] = LlamaCpp(python, form, shape, threads, 2 * sizes.long)

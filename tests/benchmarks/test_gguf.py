@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.harness import gguf, llamacpp, openvino
+from benchmarks.harness import gguf, llamacpp, openvino_peer
 from benchmarks.harness.checkpoints import TINY, config, sizes
 from benchmarks.harness.peer_process import PeerMissing, PeerProcess
 from benchmarks.harness.server import VLLM_CORES, vllm_variables
@@ -113,10 +113,10 @@ def test_a_python_without_llamacpp_is_unproven(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_python_without_openvino_is_unproven(monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path) -> None:
-    monkeypatch.setattr(openvino, "BENCH", tmp_path)
-    monkeypatch.setattr(openvino, "checkpoint", lambda shape: source)
+    monkeypatch.setattr(openvino_peer, "BENCH", tmp_path)
+    monkeypatch.setattr(openvino_peer, "checkpoint", lambda shape: source)
     peers, why = peers_of("openvino", str(tmp_path / "python"), "tiny", 1, Lengths())
-    assert not peers and "optimum-cli: No such file" in why and openvino.NEEDS in why
+    assert not peers and "optimum-cli: No such file" in why and openvino_peer.NEEDS in why
     assert peer_report("openvino", {}, peers, why).startswith("OpenVINO GenAI: unproven (")
     (tmp_path / "optimum-cli").write_text("#!/bin/sh\necho no such model >&2\nexit 3\n")
     (tmp_path / "optimum-cli").chmod(0o755)
