@@ -128,22 +128,22 @@ def test_bits_do_not_depend_on_threads(ops: CpuOps) -> None:
     assert all(torch.equal(outs[0], out) for out in outs[1:])
 
 
-@pytest.mark.parametrize("case", [CASES[2], CASES[3], CASES[4]])
-@pytest.mark.parametrize("code", [torch.int8, torch.uint8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("case", [CASES[2], CASES[4]])
+@pytest.mark.parametrize("code", [torch.int8, torch.uint8])
 @pytest.mark.parametrize("kept", [0, 4])
 def test_codes_of_eight_bits_are_read_as_they_are_opened(
     ops: CpuOps, kept: int, code: torch.dtype, case: tuple[int, ...]
 ) -> None:
-    made, stored = decoding(case, torch.bfloat16), torch.int8 if code == torch.int8 else torch.uint8
+    made = decoding(case, torch.bfloat16)
     k, v = (t.nan_to_num(0.0) for t in made.kv[:2])
-    codes = [torch.zeros(k.shape, dtype=stored) for _ in "kv"]
+    codes = [torch.zeros(k.shape, dtype=code) for _ in "kv"]
     scales = [torch.zeros(k.shape[:3], dtype=torch.float16) for _ in "kv"]
     bias = torch.randn(k.shape[2:], generator=torch.Generator().manual_seed(1))
     more = (torch.zeros(*k.shape[:3], kept, dtype=torch.bfloat16), kv_cache_codes.pairs_of(bias, kept)) if kept else ()
     coded = LayerKV(codes[0], codes[1], scales[0], scales[1], *more)
     kv_cache_codes.store(plain(k), plain(v), coded, torch.arange(len(plain(k))))
     exact = made.exact(*kv_cache_codes.read_slots(coded, slice(0, len(plain(k))), torch.float32))
-    made.kv = coded._replace(k=coded.k.view(code), v=coded.v.view(code))
+    made.kv = coded
     assert decode_attention.is_supported(made.q, made.kv, ops.table)
     with kernel_kinds.served("decode_attention", ops.table):
         found = made.run(ops)
@@ -163,7 +163,9 @@ def test_all_codes_of_8_bit_floats_are_read_as_torch_reads_them(ops: CpuOps) -> 
     made = decoding((1, 1, 1, 6, 1, 256, 0), torch.float32)
     made.kv, made.attn = kv, CpuAttn(*made.attn[:2], torch.zeros(2, 1, dtype=torch.int32), made.attn.slot_map)
     wanted = codes.view(torch.float8_e4m3fn).float() / 2
-    assert torch.equal(made.run(ops)[0], wanted.expand(6, 256))
+    for kind in (torch.uint8, torch.float8_e4m3fn):
+        made.kv = kv._replace(k=kv.k.view(kind), v=kv.v.view(kind))
+        assert torch.equal(made.run(ops)[0], wanted.expand(6, 256))
 
 
 def test_blocks_below_zero_hold_no_keys(ops: CpuOps) -> None:
