@@ -73,7 +73,7 @@ class NoModel:
     def __init__(self) -> None:
         text = TextConfig(64, 1, 1, 1, 64, 64, VOCAB, 1e-6, 1e6, 1 << 20, True, False, (16, 8, 8))
         self.config = ModelConfig(Path(), "Qwen2ForCausalLM", text, None, "float32", (0,), 2, 3, 4, 5)
-        self.masked_head = self.vision = self.reset = self.pool = self.text
+        self.masked_head = self.vision = self.reset = self.pool = self.score_top = self.text
 
     def text(self, inputs: Any) -> None:
         """Nothing."""

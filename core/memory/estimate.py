@@ -349,7 +349,7 @@ class MemoryEstimator:
         if stage is Stage.CONTEXT:
             sliced = width + 4 * -(-width // (SLICE // self.block_size * self.block_size))
             return row_numbers + (size * (width + size) if is_joined_context(size, width) else sliced)
-        heads = self._share(self.text.heads) * self.kv_heads * self.itemsize
+        heads = 2 * self._share(self.text.heads) * self.kv_heads * self.itemsize  # spread to heads and back
         return blocks * 16 + 4 * width + 4 * size * blocks + heads + row_numbers
 
     def _gathered_bytes(self, stage: Stage, size: int, width: int, heads: int) -> int:

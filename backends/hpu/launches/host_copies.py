@@ -117,7 +117,6 @@ class HostOutputPool:
     def __init__(self, bridge: Bridge) -> None:
         self._bridge, self.pinned, self._copies = bridge, bridge.pinned, bridge.is_lazy()
         self._host: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
-        self._card: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
 
     def take(self, like: Tensor) -> Tensor:
         """Returns pinned memory with the shape and dtype of ``like``."""
@@ -130,8 +129,8 @@ class HostOutputPool:
             return outputs
         kept = []
         for t in outputs:
-            free = self._card.setdefault((t.shape, t.dtype), [])
-            kept.append(free.pop() if free else torch.zeros(t.shape, dtype=t.dtype, device=self._bridge.device))
+            # The card's allocator gets them back: a step may have many launches, whose copies no plan counts.
+            kept.append(torch.zeros(t.shape, dtype=t.dtype, device=self._bridge.device))
             kept[-1].copy_(t, non_blocking=True)
         self._bridge.mark_step()
         return kept
@@ -139,14 +138,12 @@ class HostOutputPool:
     def prepare(self, out: TensorsOut | None) -> None:
         """Copies outputs once on the card, so that no later copy of their shapes compiles anything."""
         if self._copies and isinstance(out, tuple):
-            self.release([], self.keep([t for t in out if isinstance(t, Tensor)]))
+            self.keep([t for t in out if isinstance(t, Tensor)])
 
-    def release(self, host: list[Tensor], card: list[Tensor]) -> None:
+    def release(self, host: list[Tensor]) -> None:
         """Returns memory to the pool; safe on any thread."""
         for memory in host:
             self._host[memory.shape, memory.dtype].append(memory)
-        for memory in card if self._copies else ():
-            self._card[memory.shape, memory.dtype].append(memory)
 
     def event(self) -> Any:
         """Returns a new event."""
@@ -192,6 +189,6 @@ class HpuPending:
                 self._event.synchronize()
         found = iter([t[: self._rows].numpy().copy() for t in self._host])
         read = host_output(self._out, [None if t is None else next(found) for t in self._out])
-        self._landing.release(self._host, self._kept)
+        self._landing.release(self._host)
         self._host, self._kept = [], []
         return read

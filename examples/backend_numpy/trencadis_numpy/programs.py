@@ -119,7 +119,7 @@ def head(x: HeadInputs, rows: int) -> HeadTensors:
     """Padded rows write to slot 0 and take the argmax of hidden row 0."""
     neutral = {"top_p": 1, "repetition": 1, "uniform": 0.5, "target": -1}
     wide = ("hidden_row", "slot", "target", "mask_row")
-    fields = [f for f in HeadTensors._fields if f != "masks"]
+    fields = [f for f in HeadTensors._fields if f != "masks" and getattr(x, f) is not None]  # None: no drafts
     made = {f: padded(getattr(x, f), rows, neutral.get(f, 0), np.int64 if f in wide else None) for f in fields}
     return HeadTensors(**made, masks=torch.from_numpy(x.masks.copy()))
 
