@@ -1,6 +1,7 @@
 """What quantised weights gain: a token at 1 and 8 requests and a prompt of 512 tokens, against 16 and 32 bits.
 
-python -m benchmarks.quantised [--smoke] [--threads N] [--shape half] [--rounds 5] [--peer llamacpp --python PATH]
+python -m benchmarks.quantised [--smoke] [--threads N] [--shape half] [--rounds 5]
+                               [--peer llamacpp|openvino --python PATH]
 python -m benchmarks.quantised --questions 2000 [--ways "int8,int4,int8 KV"] [--resume]
 
 Random weights (``--load-format dummy``); the ways take turns, so that what else runs on the machine slows all of them.
@@ -9,6 +10,12 @@ those bits. PATH is a Python that has llama-cpp-python, built from source so tha
 
   python3 -m venv peer && peer/bin/pip install --no-binary llama-cpp-python llama-cpp-python
   python -m benchmarks.quantised --peer llamacpp --python peer/bin/python
+
+With ``--peer openvino``: OpenVINO GenAI in 16 bits, int8 and int4 takes turns with them: 1, 8 and 32 requests, a prompt
+and an image. It runs in process, without HTTP, as these ways do. PATH is a Python of an environment of its own:
+
+  python3 -m venv peer && peer/bin/pip install openvino-genai optimum-intel transformers==5.0.0
+  python -m benchmarks.quantised --peer openvino --python peer/bin/python
 
 With ``--questions``: how many of the demo's held-out questions each form answers as 16 bits do.
 """
@@ -21,9 +28,11 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.harness import held_out_accuracy
+from benchmarks.harness import held_out_accuracy, llamacpp, openvino_peer
 from benchmarks.harness.checkpoints import SHAPES, checkpoint
-from benchmarks.harness.llamacpp import FORMS, MISSING, LlamaCpp, PeerMissing, ids
+from benchmarks.harness.llamacpp import LlamaCpp, ids
+from benchmarks.harness.openvino_peer import OpenVino
+from benchmarks.harness.peer_process import MISSING, PeerMissing
 from benchmarks.harness.reporting import BENCH, BUSY, Others, machine, median, table
 from trencadis.core.cpu_affinity import available_cpus
 
@@ -42,8 +51,14 @@ BARS = {
 }  # fmt: skip
 """(way, against, figure) -> the most that their ratio may be."""
 
-PEER_BARS = {("int8", "Q8_0"): 1 / 0.8, ("int4", "Q4_0"): 1 / 0.8}
-"""(way, llama.cpp's form) -> the most that the ratio of a token's times may be, at 1 request; below 1 is the aim."""
+PEER_BARS = {
+    "llamacpp": {("int8", "Q8_0"): 1 / 0.8, ("int4", "Q4_0"): 1 / 0.8},
+    "openvino": {("bfloat16", "16 bits"): 1 / 1.05, ("int8", "int8"): 1 / 1.05, ("int4", "int4"): 1 / 1.05},
+}
+"""Peer -> (way, its form) -> the most that the ratio of a token's times may be, at 1 request."""
+
+PEERS = {"llamacpp": "llama.cpp (llama-cpp-python", "openvino": "OpenVINO GenAI (in process, without HTTP"}
+"""Peer -> how the report names it, before its version."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +73,11 @@ class Sizes:
 class Way:
     """One engine and its figures, in milliseconds, one a round."""
 
-    def __init__(self, name: str, model: str, threads: int, sizes: Sizes) -> None:
+    def __init__(self, name: str, model: str, threads: int, sizes: Sizes, many: bool = False) -> None:
         from trencadis import LLM
 
         dtype, quantization = WAYS[name]
+        self.many = many  # measure 32 requests, too
         self.sizes, self.figures = sizes, dict[str, list[float]]()
         begun = time.perf_counter()
         self.llm = LLM(
@@ -74,7 +90,7 @@ class Way:
     def round(self, number: int) -> None:
         """One measurement of each figure."""
         s = self.sizes
-        for count in (1, 8):
+        for count in (1, 8, 32) if self.many else (1, 8):
             whole, first = self._seconds(count, s.short, s.out, number), self._seconds(count, s.short, 1, number)
             each = (whole - first) / (s.out - 1)
             self._note(f"token, {count} request{'s' if count > 1 else ''}", each)
@@ -105,7 +121,7 @@ def main() -> None:
         "--ways", default=",".join(held_out_accuracy.WAYS), help="forms that are asked, with commas between"
     )
     parser.add_argument("--resume", action="store_true", help="--questions: keep answers, and go on where a run ended")
-    parser.add_argument("--peer", choices=("", "llamacpp"), default="", help="measure it beside these")
+    parser.add_argument("--peer", choices=("", *PEERS), default="", help="measure it beside these")
     parser.add_argument("--python", default=sys.executable, help="the peer's Python")
     args = parser.parse_args()
     if args.questions:
@@ -116,52 +132,62 @@ def main() -> None:
     sizes = Sizes(8, 64, 4) if args.smoke else Sizes()
     model, rounds = str(checkpoint("tiny" if args.smoke else args.shape)), 1 if args.smoke else args.rounds
     others, shape = Others(), "tiny" if args.smoke else args.shape
-    ways = {name: Way(name, model, args.threads, sizes) for name in WAYS}
+    ways = {name: Way(name, model, args.threads, sizes, args.peer == "openvino") for name in WAYS}
     peers, why = peers_of(args.peer, args.python, shape, args.threads, sizes)
     for number in range(rounds + 1):
         for way in ways.values():
             way.round(number)
-        for peer in peers.values():
-            peer.round(number, sizes.short, sizes.long, sizes.out)
+        for name, peer in list(peers.items()):
+            try:
+                peer.round(number, sizes.short, sizes.long, sizes.out)
+            except PeerMissing as error:
+                why += f"{name}: {error} "
+                del peers[name]
     for figures in (*(way.figures for way in ways.values()), *(peer.figures for peer in peers.values())):
         figures.update({figure: found[1:] or found for figure, found in figures.items()})  # the first makes kernels
     print(report(ways, args.threads, others.cores()))
-    print(f"\n{peer_report(ways, peers, why)}")
+    print(f"\n{peer_report(args.peer, ways, peers, why)}")
     for peer in peers.values():
         peer.close()
 
 
-def peers_of(peer: str, python: str, shape: str, threads: int, sizes: Sizes) -> tuple[dict[str, LlamaCpp], str]:
-    """llama.cpp in each form; none, and why, where it cannot run."""
-    found = dict[str, LlamaCpp]()
+def peers_of(
+    peer: str, python: str, shape: str, threads: int, sizes: Sizes
+) -> tuple[dict[str, LlamaCpp | OpenVino], str]:
+    """The peer in each form, and why forms are missing where they cannot run."""
+    found, why = dict[str, LlamaCpp | OpenVino](), list[str]()
     if not peer:
-        return found, "no --peer llamacpp --python PATH"
-    try:
-        for form in FORMS:
-            found[form] = LlamaCpp(python, form, shape, threads, 2 * sizes.long)
-    except PeerMissing as error:
-        return {}, str(error)
-    return found, ""
+        return found, f"no --peer {'|'.join(PEERS)} --python PATH"
+    for form in llamacpp.FORMS if peer == "llamacpp" else openvino_peer.FORMS:
+        try:
+            if peer == "llamacpp":
+                found[form] = LlamaCpp(python, form, shape, threads, 2 * sizes.long)
+            else:
+                found[form] = OpenVino(python, form, shape, threads)
+        except PeerMissing as error:
+            why.append(f"{form}: {error}")
+    return found, "; ".join(why)
 
 
-def peer_report(ways: dict[str, Way], peers: dict[str, LlamaCpp], why: str) -> str:
-    """llama.cpp's medians and the ratios that have a bar; ``unproven`` where it did not run."""
+def peer_report(peer: str, ways: dict[str, Way], peers: dict[str, LlamaCpp | OpenVino], why: str) -> str:
+    """The peer's medians and the ratios that have a bar; ``unproven`` where it did not run."""
+    label = PEERS.get(peer, "peers").split(" (")[0]
     if not peers:
-        return f"llama.cpp: {MISSING} ({why})"
+        return f"{label}: {MISSING} ({why})"
     figures = list(next(iter(peers.values())).figures)
     rows = [
-        (name, round(peer.bytes / 2**20), round(peer.start, 1), *(median(peer.figures[f]) for f in figures))
-        for name, peer in peers.items()
+        (name, round(one.bytes / 2**20), round(one.start, 1), *(median(one.figures[f]) for f in figures))
+        for name, one in peers.items()
     ]
     ratios = []
-    for (way, form), bar in PEER_BARS.items():
-        for figure in figures:
+    for (way, form), bar in PEER_BARS[peer].items():
+        for figure in (f for f in figures if f in ways[way].figures and form in peers):
             pairs = zip(ways[way].figures[figure], peers[form].figures[figure], strict=True)
-            least = bar if figure.startswith("token") else ""
+            least = bar if figure == "token, 1 request" else ""
             ratios.append((f"{way} / {form}", figure, median(a / b for a, b in pairs), least))
     version = next(iter(peers.values())).version
     return "\n".join([
-        f"llama.cpp (llama-cpp-python {version})", "",
+        f"{PEERS[peer]} {version})", *([f"{MISSING}: {why}"] if why else []), "",
         table(("weights", "MiB", "start s", *(f"{f}, ms" for f in figures)), rows), "",
         table(("ratio", "figure", "median", "at most"), ratios),
     ])  # fmt: skip

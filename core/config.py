@@ -62,6 +62,9 @@ class EngineConfig:
     packed_weights_dir: str = opt(
         "", "folder where packed weights are kept, so that later starts map them (cpu with AVX2)"
     )
+    kernel_trial: bool = opt(
+        True, "measure kernels at the first start, up to 0.5 s, and keep the fastest; off: the built-in choice (cpu)"
+    )
     device: str = opt("auto", "auto, cpu, cuda or hpu")
     dtype: str = opt(
         "auto", "weights and activations",

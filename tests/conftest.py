@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import gc
 import logging
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +22,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Read when torch is loaded, here and in child processes: threads that wait for work sleep. Spinning, those of two
 # engines on two CPUs take twenty times the CPU seconds of the work itself.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Measurements of this run alone: the processes that it starts share them, and earlier runs change nothing.
+if "TRENCADIS_CACHE" not in os.environ:
+    os.environ["TRENCADIS_CACHE"] = tempfile.mkdtemp(prefix="trencadis-tests-")
+    atexit.register(shutil.rmtree, os.environ["TRENCADIS_CACHE"], ignore_errors=True)
 
 from benchmarks.harness.vision_ops import usable_torchvision  # noqa: E402
 from trencadis.core.process import log_setup  # noqa: E402

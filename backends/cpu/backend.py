@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from trencadis.backends.cpu.batch_invariant import InvariantOps
 from trencadis.backends.cpu.cpu_program import CpuPending, CpuProgram
 from trencadis.backends.cpu.gloo_comm import make_comm, make_pipe
+from trencadis.backends.cpu.kernel_trial import UNCHANGED, choice_of, choose_table
 from trencadis.backends.cpu.native import dense, threads
+from trencadis.backends.cpu.native.kernel_table import KernelTable, with_choice
 from trencadis.backends.cpu.native.thread_use import thread_use
 from trencadis.backends.cpu.native.weight_cache import CachedPages
 from trencadis.backends.cpu.ops import CpuOps
@@ -22,7 +24,7 @@ from trencadis.backends.cpu.process_memory import CpuMemory
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.core import envs
 from trencadis.core.buckets import Bucket
-from trencadis.core.cpu_affinity import BIND, RESERVED, computing_cpus, own_cpus
+from trencadis.core.cpu_affinity import BIND, RESERVED, available_cpus, computing_cpus, own_cpus
 from trencadis.core.device.backend import BackendConfig, Body, Comm, Inputs, Memory, Ops, Program, TensorsOut
 from trencadis.core.vision_config import NO_SLOT, SlotForm
 
@@ -43,6 +45,16 @@ def _ops(cfg: BackendConfig) -> Ops:
     return ops
 
 
+def warn_of_threads(count: int, cfg: BackendConfig) -> None:
+    """Logs one warning for all ranks of this machine if they have more threads than the process may use cores."""
+    ranks, cores = cfg.ranks if cfg.local_world is None else cfg.local_world, available_cpus()
+    if cfg.number == 0 and count * ranks > cores:
+        log.warning(
+            "cpu: %d threads are more than the %d cores that this process may use, and wait for each other: "
+            "lower --threads or OMP_NUM_THREADS", count * ranks, cores,
+        )  # fmt: skip
+
+
 class CpuBackend:
     """``core.device.backend.Backend``. Options: policy (serving, padded), ops (fast, reference), threads."""
 
@@ -53,6 +65,7 @@ class CpuBackend:
     def __init__(self, cfg: BackendConfig) -> None:
         options = cfg.options or {}
         count = int(options.get("threads") or computing_cpus())
+        warn_of_threads(count, cfg)
         local = (cfg.number, cfg.ranks) if cfg.local_world is None else (cfg.local_rank or 0, cfg.local_world)
         cpus = own_cpus(*local, count, *requested_cpus())
         torch.set_num_threads(len(cpus) or count)
@@ -66,14 +79,31 @@ class CpuBackend:
         self.dtype = cfg.dtype
         self.policy = policy(options.get("policy", ""))
         self.ops: Ops = _ops(cfg)
-        if isinstance(self.ops, CpuOps) and cfg.rank == 0:
-            log.info("cpu: %s", self.ops.table.line())
-        own_rows = dense.launch_rows(self.ops.table, cfg.dtype) if isinstance(self.ops, CpuOps) else 0
-        self.thread_use = thread_use(count, own_rows)
         self.memory: Memory = CpuMemory()
         self.comm: Comm = make_comm(cfg)
         self.pipe = make_pipe(cfg)
+        if isinstance(self.ops, CpuOps):
+            self.ops.table = self._choose_table(self.ops.table)
+            if cfg.rank == 0:
+                log.info("cpu: %s", self.ops.table.line())
+        own_rows = dense.launch_rows(self.ops.table, cfg.dtype) if isinstance(self.ops, CpuOps) else 0
+        self.thread_use = thread_use(count, own_rows)
         self.notes: tuple[str, ...] = ()
+
+    def _choose_table(self, table: KernelTable) -> KernelTable:
+        """Returns rank 0's choice of kernels, which may be measured (``kernel_trial``), for all ranks."""
+        cfg = self.cfg
+        if cfg.kernel_trial is None or cfg.batch_invariant:
+            return table
+        name = str(cfg.dtype).removeprefix("torch.")
+        if cfg.number == 0:
+            table = choose_table(table, cfg.dtype, self._count, cfg.kernel_trial)
+        if cfg.ranks == 1:
+            return table
+        own = choice_of(table, name)
+        told = own if cfg.number == 0 else tuple(UNCHANGED for _ in own)
+        least = (self.comm if self.pipe is None else self.pipe).least((*told, table.measured if cfg.number == 0 else 1))
+        return with_choice(table, name, *least[:-1]) if least[-1] else table
 
     def kv_blocks(self, wanted: int, block_bytes: int) -> int:
         return wanted

@@ -290,7 +290,7 @@ class CpuOps(ReferenceOps):
     def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
         """Computes attention inside windows. Padding slots give zeros, and their values are not read."""
         padded = bool((seg.real < WINDOW_SLOTS).any())
-        if not flash.is_supported(q, self.table):
+        if not flash.is_supported(q, self.table, Op.WINDOWS):
             return self._torch_windows(q, k, v, seg.real if padded else None, scale)
         out = torch.zeros(q.shape, dtype=q.dtype) if padded else torch.empty(q.shape, dtype=q.dtype)
         flash.attend(q, k, v, flash.windows(seg.real, WINDOW_SLOTS), scale, out, self.table)

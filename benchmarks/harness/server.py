@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -29,12 +29,15 @@ class Server:
 
     Args:
         command: another server that takes ``--host`` and ``--port``; without one, ours.
+        variables: environment variables beside those of this process.
     """
 
     ready = 0.0
     """Seconds from its start until it accepts requests."""
 
-    def __init__(self, flags: Sequence[str], command: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, flags: Sequence[str], command: Sequence[str] | None = None, variables: Mapping[str, str] | None = None
+    ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by stop
@@ -43,7 +46,8 @@ class Server:
         self.path = "/health" if command else "/ready"
         line = [*(command or ours), *flags, "--host", "127.0.0.1", "--port", str(self.port), *quiet]
         self.begun = time.perf_counter()
-        self.process = subprocess.Popen(line, env=environment(), stdout=self.log, stderr=self.log)
+        environ = {**environment(), **(variables or {})}
+        self.process = subprocess.Popen(line, env=environ, stdout=self.log, stderr=self.log)
 
     def wait_ready(self, interval: float = 0.02) -> float:
         """Seconds from its start to the first 200 of ``/ready``.
@@ -100,9 +104,11 @@ class Server:
 
 
 @contextmanager
-def serving(*flags: str, command: Sequence[str] | None = None) -> Iterator[Server]:
+def serving(
+    *flags: str, command: Sequence[str] | None = None, variables: Mapping[str, str] | None = None
+) -> Iterator[Server]:
     """A context manager: a ready server, which is stopped at the end. ``command`` starts another server than ours."""
-    server = Server(flags, command)
+    server = Server(flags, command, variables)
     try:
         server.wait_ready()
         yield server
@@ -113,6 +119,15 @@ def serving(*flags: str, command: Sequence[str] | None = None) -> Iterator[Serve
 def vllm_command(python: str) -> list[str]:
     """The command of vLLM's OpenAI server of a Python, without prefix cache: no two requests share a prefix."""
     return [python, "-P", "-m", "vllm.entrypoints.openai.api_server", "--no-enable-prefix-caching", "--model"]
+
+
+VLLM_CORES = "VLLM_CPU_NUM_OF_RESERVED_CPU"
+"""vLLM's variable: cores on which it does not compute. It reserves one for its server where the variable is unset."""
+
+
+def vllm_variables() -> dict[str, str]:
+    """Variables with which vLLM computes on all cores, as ours does; a value in the environment stays."""
+    return {VLLM_CORES: os.environ.get(VLLM_CORES, "0")}
 
 
 def free_port() -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Protocol, TypeVar, overload
 
 import torch
@@ -327,6 +328,7 @@ class BackendConfig:
 
     ``host_layers``: how many of the last layers have their weights in host memory; ``host_buffer``: bytes of each of
     the two device buffers that they are copied to. ``packed``: the file that keeps packed weights between starts.
+    ``kernel_trial``: the folder that keeps which kernels were measured to be fastest; None: nothing is measured.
 
     With several ranks, all of them create their backends at the same time and connect at ``rendezvous``
     (core/executor/process_groups.py). ``world`` ranks share the layers of a stage; there are ``stages`` of them.
@@ -357,6 +359,7 @@ class BackendConfig:
     host_layers: int = 0
     host_buffer: int = 0
     packed: PackedFile | None = None
+    kernel_trial: Path | None = None
     options: Mapping[str, str] | None = None
 
     @property

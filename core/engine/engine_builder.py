@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
@@ -47,7 +48,7 @@ from trencadis.core.kv.encoder_cache import EncoderCache
 from trencadis.core.launches.model_runner import ModelRunner
 from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.links.topology import RAY, Topology, topology
-from trencadis.core.memory import weight_offload
+from trencadis.core.memory import measurement_cache, weight_offload
 from trencadis.core.memory.cpu_cache_plan import CacheOptions, CachePlan, plan_cpu
 from trencadis.core.memory.estimate import SPARE_SLOTS, MemoryEstimator, arena_width, row_blocks
 from trencadis.core.models import model_loader
@@ -244,6 +245,7 @@ def backend_config(
         local_rank=rank_info.card,
         local_world=rank_info.cards,
         packed=packed_file(config, rank_info.rank),
+        kernel_trial=trial_folder(config),
         options={
             "card_named": "1" if ":" in config.device else "0",
             "policy": config.policy,
@@ -252,6 +254,13 @@ def backend_config(
             **registry.family_options(model.architecture),
         },
     )
+
+
+def trial_folder(config: EngineConfig) -> Path | None:
+    """Returns the folder of measured kernels: that of packed weights, or of other measurements; None: none are used."""
+    if not config.kernel_trial or config.batch_invariant:
+        return None
+    return Path(config.packed_weights_dir).expanduser() if config.packed_weights_dir else measurement_cache.folder()
 
 
 def _host(

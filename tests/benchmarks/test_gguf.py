@@ -15,10 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.harness import gguf, llamacpp
+from benchmarks.harness import gguf, llamacpp, openvino_peer
 from benchmarks.harness.checkpoints import TINY, config, sizes
+from benchmarks.harness.peer_process import PeerMissing, PeerProcess
+from benchmarks.harness.server import VLLM_CORES, vllm_variables
 from benchmarks.quantised import Sizes as Lengths
 from benchmarks.quantised import peer_report, peers_of
+from benchmarks.serve import describe_cores
 
 pytestmark = pytest.mark.part("quantised")
 
@@ -105,8 +108,38 @@ def test_a_python_without_llamacpp_is_unproven(monkeypatch: pytest.MonkeyPatch, 
     for python, part in ((sys.executable, "No module named 'llama_cpp'"), (str(tmp_path / "none"), "No such file")):
         peers, why = peers_of("llamacpp", python, "tiny", 1, Lengths())
         assert not peers and part in why
-        assert peer_report({}, peers, why).startswith("llama.cpp: unproven (")
-    assert "no --peer" in peer_report({}, *peers_of("", "", "tiny", 1, Lengths()))
+        assert peer_report("llamacpp", {}, peers, why).startswith("llama.cpp: unproven (")
+    assert "no --peer" in peer_report("", {}, *peers_of("", "", "tiny", 1, Lengths()))
+
+
+def test_a_python_without_openvino_is_unproven(monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path) -> None:
+    monkeypatch.setattr(openvino_peer, "BENCH", tmp_path)
+    monkeypatch.setattr(openvino_peer, "checkpoint", lambda shape: source)
+    peers, why = peers_of("openvino", str(tmp_path / "python"), "tiny", 1, Lengths())
+    assert not peers and "optimum-cli: No such file" in why and openvino_peer.NEEDS in why
+    assert peer_report("openvino", {}, peers, why).startswith("OpenVINO GenAI: unproven (")
+    (tmp_path / "optimum-cli").write_text("#!/bin/sh\necho no such model >&2\nexit 3\n")
+    (tmp_path / "optimum-cli").chmod(0o755)
+    _, why = peers_of("openvino", str(tmp_path / "python"), "tiny", 1, Lengths())
+    assert "the export: it ended with status 3: no such model" in why
+
+
+def test_a_peer_that_dies_says_by_which_signal() -> None:
+    dies = "import os, sys; print('loading', file=sys.stderr, flush=True); os.kill(os.getpid(), 11)"
+    with pytest.raises(PeerMissing, match=r"it died by SIGSEGV after 'loading'; on a CPU with AMX .*GGML_AMX_INT8=OFF"):
+        PeerProcess([sys.executable, "-c", dies], llamacpp.HINTS)
+    answers = 'print(\'noise\'); print(\'{"start": 1, "version": "2"}\', flush=True); input(); raise SystemExit(4)'
+    peer = PeerProcess([sys.executable, "-c", answers])
+    assert (peer.start, peer.version) == (1.0, "2")
+    with pytest.raises(PeerMissing, match="it ended with status 4"):
+        peer.ask(prompt=[1])
+
+
+def test_vllm_computes_on_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VLLM_CORES, raising=False)
+    assert vllm_variables() == {VLLM_CORES: "0"} and "all cores but 0" in describe_cores()
+    monkeypatch.setenv(VLLM_CORES, "1")
+    assert vllm_variables() == {VLLM_CORES: "1"} and "all cores but 1" in describe_cores()
 
 
 @pytest.mark.long

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from trencadis.backends.cpu.backend import CpuBackend, warn_of_threads
 from trencadis.core.config import EngineConfig
 from trencadis.core.cpu_affinity import available_cpus, computing_cpus
+from trencadis.core.device.backend import BackendConfig
 from trencadis.core.engine.engine_builder import create_engine
 from trencadis.server.engine.spawn import make_child_config, make_child_environment
 
@@ -56,3 +58,15 @@ def test_a_core_counts_once_whatever_its_threads(tmp_path: Path) -> None:
         assert computing_cpus(nothing, tmp_path, usable) == min(cores, available_cpus(nothing)), usable
     (tmp_path / "cpu.max").write_text("100000 100000")
     assert computing_cpus(tmp_path, tmp_path, range(8)) == 1
+
+
+def test_more_threads_than_cores_are_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Of the first rank alone; as many threads as cores are none."""
+    cores = available_cpus()
+    for count, number, warnings in ((cores, 0, 0), (cores + 1, 0, 1), (cores + 1, 1, 0)):
+        caplog.clear()
+        warn_of_threads(count, BackendConfig(rank=number, options={"threads": str(count)}))
+        assert len(caplog.records) == warnings
+    CpuBackend(BackendConfig(options={"threads": str(cores + 1)}))
+    found = [record for record in caplog.records if "lower --threads" in record.getMessage()]
+    assert len(found) == 1

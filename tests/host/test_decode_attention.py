@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -27,6 +27,9 @@ CASES = (
     (3, 250, 700, 6, 2, 80, 100),
     (2, 40, 90, 12, 2, 16, 7),
     (2, 300, 300, 8, 8, 256, 0),
+    (2, 9, 260, 16, 2, 128, 0),
+    (1, 270, 270, 20, 2, 48, 0),
+    (1, 70, 70, 5, 1, 32, 0),
 )
 
 
@@ -85,10 +88,15 @@ def plain(cache: Tensor) -> Tensor:
     return cache.flatten(0, 1)
 
 
-@pytest.fixture(params=kernel_kinds.OWN)
+WITHOUT_PAIRS = "without pairs of bfloat16"
+
+
+@pytest.fixture(params=[*kernel_kinds.OWN, *([WITHOUT_PAIRS] if "avx512_bf16" in kernel_kinds.FEATURES else [])])
 def ops(request: pytest.FixtureRequest) -> CpuOps:
-    made = CpuOps()
-    made.table = kernel_kinds.table(request.param)
+    made, plain = CpuOps(), request.param == WITHOUT_PAIRS
+    made.table = kernel_kinds.table(kernel_kinds.OWN[-1] if plain else request.param)
+    if plain:
+        made.table = replace(made.table, bfloat16_pairs=False)
     return made
 
 
@@ -112,29 +120,67 @@ def test_bits_do_not_depend_on_threads(ops: CpuOps) -> None:
     made, threads = decoding(CASES[2], torch.bfloat16), torch.get_num_threads()
     try:
         outs = []
-        for count in (1, 2, 3):
+        for count in (1, 2, 3, 8):
             torch.set_num_threads(count)
             outs.append(made.run(ops))
     finally:
         torch.set_num_threads(threads)
-    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+    assert all(torch.equal(outs[0], out) for out in outs[1:])
 
 
+@pytest.mark.parametrize("case", [CASES[2], CASES[4]])
+@pytest.mark.parametrize("code", [torch.int8, torch.uint8])
 @pytest.mark.parametrize("kept", [0, 4])
-def test_codes_of_eight_bits_are_read_as_they_are_opened(ops: CpuOps, kept: int) -> None:
-    made = decoding(CASES[2], torch.bfloat16)
+def test_codes_of_eight_bits_are_read_as_they_are_opened(
+    ops: CpuOps, kept: int, code: torch.dtype, case: tuple[int, ...]
+) -> None:
+    made = decoding(case, torch.bfloat16)
     k, v = (t.nan_to_num(0.0) for t in made.kv[:2])
-    codes = [torch.zeros(k.shape, dtype=torch.int8) for _ in "kv"]
+    codes = [torch.zeros(k.shape, dtype=code) for _ in "kv"]
     scales = [torch.zeros(k.shape[:3], dtype=torch.float16) for _ in "kv"]
-    bias = torch.randn(2, 64, generator=torch.Generator().manual_seed(1))
+    bias = torch.randn(k.shape[2:], generator=torch.Generator().manual_seed(1))
     more = (torch.zeros(*k.shape[:3], kept, dtype=torch.bfloat16), kv_cache_codes.pairs_of(bias, kept)) if kept else ()
     coded = LayerKV(codes[0], codes[1], scales[0], scales[1], *more)
     kv_cache_codes.store(plain(k), plain(v), coded, torch.arange(len(plain(k))))
-    made.kv = coded
-    assert decode_attention.is_supported(made.q, coded, ops.table)
     exact = made.exact(*kv_cache_codes.read_slots(coded, slice(0, len(plain(k))), torch.float32))
-    found = made.run(ops)
+    made.kv = coded
+    assert decode_attention.is_supported(made.q, made.kv, ops.table)
+    with kernel_kinds.served("decode_attention", ops.table):
+        found = made.run(ops)
     assert float((found.double() - exact).abs().max()) <= 2**-7 * float(exact.abs().max())
+    for row in range(made.rows):
+        assert torch.equal(made.alone(row).run(ops)[0], found[row]), row
+
+
+def test_all_codes_of_8_bit_floats_are_read_as_torch_reads_them(ops: CpuOps) -> None:
+    """One key: its value is the result. The code of no number is left out: no store writes it with a finite scale."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes[[0x7F, 0xFF]] = 0
+    kv = LayerKV(
+        torch.zeros(1, BLOCK, 1, 256, dtype=torch.uint8), codes.repeat(BLOCK).view(1, BLOCK, 1, 256),
+        torch.ones(1, BLOCK, 1).half(), torch.full((1, BLOCK, 1), 0.5).half(),
+    )  # fmt: skip
+    made = decoding((1, 1, 1, 6, 1, 256, 0), torch.float32)
+    made.kv, made.attn = kv, CpuAttn(*made.attn[:2], torch.zeros(2, 1, dtype=torch.int32), made.attn.slot_map)
+    wanted = codes.view(torch.float8_e4m3fn).float() / 2
+    for kind in (torch.uint8, torch.float8_e4m3fn):
+        made.kv = kv._replace(k=kv.k.view(kind), v=kv.v.view(kind))
+        assert torch.equal(made.run(ops)[0], wanted.expand(6, 256))
+
+
+def test_blocks_below_zero_hold_no_keys(ops: CpuOps) -> None:
+    """A chunk of such blocks in a long row, and a row that has nothing else."""
+    made = decoding((2, 700, 700, 7, 1, 64, 0), torch.float32)
+    real = made.attn.blocks.clone()
+    made.attn.blocks[0, 16:33] = -1
+    made.attn.blocks[1] = -1
+    found = made.run(ops)
+    assert not found[1].any()
+    real[0, 16:27] = real[0, 33:44]
+    context = torch.tensor([700 - 17 * BLOCK - 1, 0, 0], dtype=torch.int32)
+    made.attn = CpuAttn(torch.tensor([0, 1, 1, 1], dtype=torch.int32), context, real, made.attn.slot_map)
+    whole, made.rows = made.run(ops)[0], 1
+    torch.testing.assert_close(found[0], whole, rtol=1e-5, atol=1e-6)
 
 
 def test_decoding_rows_beside_chunks_are_written_in_their_places(ops: CpuOps) -> None:

@@ -153,7 +153,9 @@ static void fuzz_attend(void) {
     const int64_t block = draw(2) ? 16 : 128, n = between(1, 5), width = between(1, draw(4) ? 3 : 6), blocks = between(1, 12);
     const int64_t heads = groups * each, slots = blocks * block, keys = width * block;
     Attend p = {.n = n, .heads = heads, .groups = groups, .size = size, .block = block, .width = width};
-    p.type = (int)type, p.codes = draw(3) == 0, p.scale = 0.2f, p.stride = heads * size + 16 * draw(3);
+    p.type = (int)type, p.codes = draw(3) ? 0 : draw(2) ? INT8 : FLOAT8;
+    p.scale = 0.2f, p.stride = heads * size + 16 * draw(3);
+    p.bfloat16_pairs = bfloat16_pairs && draw(3);
     const int64_t held_type = p.codes ? INT8 : type;
     p.q = some(n * p.stride, type, !draw(4)), p.k = some(slots * groups * size, held_type, !draw(4));
     p.v = some(slots * groups * size, held_type, !draw(4));
@@ -166,7 +168,7 @@ static void fuzz_attend(void) {
     }
     int32_t *numbers = room((n * width + 4 * n) * 4, 0), *token = numbers + n * width, *row = token + n, *first = row + n;
     int32_t *length = first + n;
-    for (int64_t i = 0; i < n * width; i++) numbers[i] = (int32_t)draw((uint32_t)blocks);
+    for (int64_t i = 0; i < n * width; i++) numbers[i] = draw(30) ? (int32_t)draw((uint32_t)blocks) : -1;
     for (int64_t i = 0; i < n; i++) {
         token[i] = (int32_t)(n - 1 - i), row[i] = (int32_t)draw((uint32_t)n);
         first[i] = draw(3) ? 0 : (int32_t)draw((uint32_t)keys);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import subprocess
@@ -15,7 +16,17 @@ from trencadis.backends.cpu.native.kernel_table import VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILT = library.load_library().library is not None
-COMPILER = shutil.which("gcc") or shutil.which("cc")
+COMPILERS = [name for name in ("gcc", "clang", "cc") if shutil.which(name)][:2]
+COMPILER = COMPILERS[0] if COMPILERS else None
+
+
+def optional_files() -> list[str]:
+    """Names of the files that setup.py leaves out if a compiler refuses them."""
+    for node in ast.parse((ROOT / "setup.py").read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "OPTIONAL":
+            return list(ast.literal_eval(node.value))
+    raise AssertionError("setup.py has no OPTIONAL")
+
 
 REFUSES = """#!/bin/sh
 for word in "$@"; do
@@ -52,29 +63,45 @@ def test_a_library_with_another_structure_does_not_serve(monkeypatch: pytest.Mon
     assert "has another DenseLayout than this Python" in library.open_library(folder).why
 
 
-@pytest.mark.long
-@pytest.mark.skipif(not BUILT or COMPILER is None, reason="no C compiler for an x86 CPU")
-@pytest.mark.parametrize(
-    "refused", ["panels_avx_vnni", "panels_avx512_bf16", "panels_avx512_vnni", "dense_avx2", "panels_amx"]
-)
-def test_a_compiler_that_refuses_one_file_leaves_the_other_kernels_in(refused: str, tmp_path: Path) -> None:
-    copy, compiler = tmp_path / "copy", tmp_path / "cc"
+def build_refusing(refused: str, compiler: str, home: Path) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """Builds a copy of the kernels with a compiler that refuses one file; returns the run and the library's folder."""
+    copy, wrapper = home / "copy", home / "cc"
     copy.mkdir()
     for name in ("backends/cpu/native", "trencadis"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
         shutil.copy(ROOT / name, copy / name)
-    compiler.write_text(REFUSES.replace("REFUSED", refused).replace("COMPILER", str(COMPILER)))
-    compiler.chmod(0o755)
-    words = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(tmp_path / "lib")]
-    built = subprocess.run(words, cwd=copy, env={**os.environ, "CC": str(compiler)}, capture_output=True, text=True)
+    wrapper.write_text(REFUSES.replace("REFUSED", refused).replace("COMPILER", str(shutil.which(compiler))))
+    wrapper.chmod(0o755)
+    words = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(home / "lib")]
+    built = subprocess.run(words, cwd=copy, env={**os.environ, "CC": str(wrapper)}, capture_output=True, text=True)
+    made = next((home / "lib").rglob("_panels.so"), None)
+    return built, home if made is None else made.parent
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not BUILT or COMPILER is None, reason="no C compiler for an x86 CPU")
+@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("refused", optional_files())
+def test_a_compiler_that_refuses_one_file_leaves_the_other_kernels_in(
+    refused: str, compiler: str, tmp_path: Path
+) -> None:
+    built, folder = build_refusing(refused, compiler, tmp_path)
     assert built.returncode == 0 and f"the C compiler refuses them: {refused}.c" in built.stderr, built.stderr
-    made = next((tmp_path / "lib").rglob("_panels.so"))
     said = subprocess.run(
-        [sys.executable, "-c", ASKS, str(made.parent)], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", ASKS, str(folder)], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split()
     features = {name for name, sources in library.NEEDS.items() if refused in sources}
     assert said[0] == f"{refused}.c" and set(said[1:]) == library.load_library().features - features
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not BUILT or COMPILER is None, reason="no C compiler for an x86 CPU")
+def test_without_a_file_that_all_kernels_need_there_is_no_library(tmp_path: Path) -> None:
+    """The installation goes on, and says that torch's kernels serve."""
+    built, folder = build_refusing("thread_pool", str(COMPILER), tmp_path)
+    assert built.returncode == 0 and "thread_pool" in built.stderr, built.stderr
+    assert library.open_library(folder).why.startswith("they are not built")
 
 
 @pytest.mark.long

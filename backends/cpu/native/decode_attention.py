@@ -22,6 +22,9 @@ LANES = 16
 WIDEST = 512
 """Maximum values of a head, as in panels.h."""
 
+CODES = {torch.int8: 3, torch.uint8: 4, torch.float8_e4m3fn: 4}
+"""Dtypes of 8-bit codes by their numbers in panels.h; without a dtype of 8-bit floats those are stored as uint8."""
+
 
 @dataclass(frozen=True)
 class SingleTokenRows:
@@ -38,11 +41,11 @@ class SingleTokenRows:
 
 
 def is_supported(q: Tensor, kv: LayerKV, table: KernelTable) -> bool:
-    """Returns True if the kernel supports the cache: values of ``q``'s dtype, or signed 8-bit codes with scales."""
+    """Returns True if the kernel supports the cache: values of ``q``'s dtype, or 8-bit codes with scales."""
     size = kv.k.shape[-1]
     if size % LANES or size > WIDEST or not table.serves(Op.DECODE_ATTENTION, DTYPE_NAMES.get(q.dtype, "")):
         return False
-    coded = kv.k_scale is not None and kv.k.dtype == torch.int8
+    coded = kv.k_scale is not None and kv.k.dtype in CODES
     return (coded or kv.k.dtype == q.dtype) and kv.k.is_contiguous() and kv.v.is_contiguous()
 
 
@@ -65,7 +68,8 @@ def attend(q: Tensor, kv: LayerKV, rows: SingleTokenRows, scale: float, out: Ten
         rows.blocks.data_ptr(),
         *(a.ctypes.data for a in (rows.token, rows.row, rows.first, rows.length)),
         len(rows.token), heads, kv.k.shape[2], size, kv.k.shape[1], rows.blocks.stride(0), q.stride(0), kept,
-        scale, TYPES[q.dtype], int(kv.k.dtype == torch.int8), 0 if kv.kept is None else TYPES[kv.kept.dtype],
+        scale, TYPES[q.dtype], CODES.get(kv.k.dtype, 0), 0 if kv.kept is None else TYPES[kv.kept.dtype],
+        table.bfloat16_pairs,
     )  # fmt: skip
     if threads.calls().attend(ctypes.addressof(layout), table.number, torch.get_num_threads()):
         raise MemoryError(f"no memory for the sums of {len(rows.token)} rows")

@@ -60,9 +60,9 @@ def _lies(where: Where) -> tuple[int, int, int]:
     return 0, len(where), where.data_ptr()
 
 
-def is_supported(q: Tensor, table: KernelTable) -> bool:
-    """Returns True if the kernel supports ``q``'s dtype and head size."""
-    return q.shape[-1] <= WIDEST and table.serves(Op.ATTENTION, DTYPE_NAMES.get(q.dtype, ""))
+def is_supported(q: Tensor, table: KernelTable, op: Op = Op.ATTENTION) -> bool:
+    """Returns True if the kernel supports ``q``'s dtype and head size, and ``table`` chooses it for ``op``."""
+    return q.shape[-1] <= WIDEST and table.serves(op, DTYPE_NAMES.get(q.dtype, ""))
 
 
 def windows(real: Tensor, size: int) -> NDArray[np.int64]:

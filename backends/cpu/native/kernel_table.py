@@ -6,9 +6,10 @@ Operations without an entry are left to torch, whose products are oneDNN's.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
 from types import MappingProxyType
@@ -65,6 +66,7 @@ class Op(Enum):
     LINEAR = "products"
     QUANTISED_LINEAR = "8- and 4-bit weights"
     ATTENTION = "attention of prompts and images"
+    WINDOWS = "attention in windows"
     DECODE_ATTENTION = "attention of decoding rows"
     ROTARY = "rotary"
     ROWWISE = "norms and gates"
@@ -82,12 +84,14 @@ class KernelTable:
         fewer, in oneDNN's too if it is another one.
         bfloat16_pairs: attention and products multiply pairs of bfloat16, as AVX512_BF16 does.
         why: the reason for the choice, for the line at the start.
+        measured: the choice includes what was measured on this CPU, see ``kernel_trial``.
     """
 
     kind: str
     rows: Mapping[tuple[Op, str], int]
     bfloat16_pairs: bool
     why: str
+    measured: bool = False
 
     @property
     def number(self) -> int:
@@ -106,6 +110,12 @@ class KernelTable:
         """Returns True if own kernels multiply by tiles in an operation on values of ``dtype``."""
         tiled = op == Op.QUANTISED_LINEAR or (op == Op.LINEAR and dtype == BFLOAT16)
         return tiled and self.kind in TILED and self.serves(op, dtype)
+
+    @property
+    def digest(self) -> str:
+        """Eight hexadecimal digits: equal for equal choices, whatever their reasons."""
+        rows = sorted((op.name, dtype, most) for (op, dtype), most in self.rows.items())
+        return hashlib.sha256(repr((self.kind, rows, self.bfloat16_pairs)).encode()).hexdigest()[:8]
 
     @property
     def needs_no_library(self) -> bool:
@@ -135,7 +145,8 @@ class KernelTable:
             if tiled:
                 named.append("by tiles" if tiled == served else f"{' and '.join(tiled)} by tiles")
             parts.append(" ".join([op.value, ", ".join(named)]).rstrip())
-        return f"own kernels ({self.kind}; {self.why}): {', '.join(parts)}; torch's: the rest"
+        how = f"table {self.digest}, {'measured' if self.measured else 'built in'}"
+        return f"own kernels ({self.kind}; {self.why}; {how}): {', '.join(parts)}; torch's: the rest"
 
 
 def shares_layout(dtype: str, features: Collection[str]) -> bool:
@@ -171,7 +182,15 @@ def table_of(
         return KernelTable(TORCH, MappingProxyType({}), False, why)
     rows: dict[tuple[Op, str], int] = {}
     for dtype in (FLOAT32, BFLOAT16, FLOAT16):
-        for op in (Op.QUANTISED_LINEAR, Op.ATTENTION, Op.DECODE_ATTENTION, Op.ROTARY, Op.ROWWISE, Op.ARGMAX):
+        for op in (
+            Op.QUANTISED_LINEAR,
+            Op.ATTENTION,
+            Op.WINDOWS,
+            Op.DECODE_ATTENTION,
+            Op.ROTARY,
+            Op.ROWWISE,
+            Op.ARGMAX,
+        ):
             rows[op, dtype] = ANY
     del rows[Op.ROWWISE, FLOAT32]  # torch needs only one pass for these too
     theirs = features if onednn is None else onednn
@@ -180,9 +199,22 @@ def table_of(
     if kind in TILED:
         rows[Op.LINEAR, BFLOAT16] = ANY if every_row else tiled_rows
     if kind in TILED and not every_row:
-        del rows[Op.ATTENTION, BFLOAT16]  # torch's attention multiplies by tiles
+        del rows[Op.ATTENTION, BFLOAT16], rows[Op.WINDOWS, BFLOAT16]  # torch's attention multiplies by tiles
     pairs = "avx512_bf16" in features and "avx512" in KINDS.get(kind, ())
     return KernelTable(kind, MappingProxyType(rows), pairs, why)
+
+
+def with_choice(table: KernelTable, dtype: str, rows: int, pairs: int, windows: int) -> KernelTable:
+    """Returns a table with what was measured for ``dtype``, as in ``kernel_trial.KernelChoice``. Kernels that the table
+    has are left out or limited, none is added.
+    """
+    made = dict(table.rows)
+    if (Op.LINEAR, dtype) in made:
+        made[Op.LINEAR, dtype] = min(made[Op.LINEAR, dtype], rows) if made[Op.LINEAR, dtype] < ANY else ANY
+    if not windows:
+        made.pop((Op.WINDOWS, dtype), None)
+    both = table.bfloat16_pairs and bool(pairs)
+    return replace(table, rows=MappingProxyType(made), bfloat16_pairs=both, measured=True)
 
 
 def available_kinds() -> tuple[str, ...]:

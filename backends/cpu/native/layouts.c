@@ -28,7 +28,7 @@ static const int64_t pack[] = {P(rows), P(out), P(inputs), P(depth), P(from), P(
 static const int64_t attend[] = {A(q),      A(out),   A(k),         A(v),      A(k_scale), A(v_scale),   A(kept),
                                  A(pairs),  A(blocks), A(token),    A(row),    A(first),   A(length),    A(n),
                                  A(heads),  A(groups), A(size),     A(block),  A(width),   A(stride),    A(kept_count),
-                                 A(scale),  A(type),   A(codes),    A(kept_type), A(starts), A(part)};
+                                 A(scale),  A(type),   A(codes),    A(kept_type), A(bfloat16_pairs), A(starts), A(part)};
 
 #define T(field) AT(Rotary, field)
 static const int64_t rotate[] = {T(q),     T(k),     T(v),      T(cos),   T(sin),    T(out),   T(keys),   T(values), T(slot),

@@ -49,7 +49,7 @@ class AttendLayout(ctypes.Structure):
             for name in ("n", "heads", "groups", "size", "block", "width", "stride", "kept_count")
         ),
         ("scale", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("type", "codes", "kept_type")),
+        *((name, ctypes.c_int) for name in ("type", "codes", "kept_type", "bfloat16_pairs")),
         ("starts", ctypes.c_void_p),
         ("part", ctypes.c_void_p),
     ]

@@ -203,12 +203,13 @@ EXPORT void trencadis_panels_rows(int op, void *x, const void *residual, const v
 typedef struct {
     const Attend *attend;
     const Kernels *kernels;
+    void (*attend_items)(const Attend *, int64_t first, int64_t last);
 } AttendCall;
 
 static void attend_work(void *data, int64_t first, int64_t last, int64_t thread) {
     const AttendCall *call = data;
     (void)thread;
-    call->kernels->attend(call->attend, first, last);
+    call->attend_items(call->attend, first, last);
 }
 
 static void join_work(void *data, int64_t first, int64_t last, int64_t thread) {
@@ -237,7 +238,10 @@ EXPORT int trencadis_panels_attend(const Attend *asked, int kind, int threads) {
     }
     const int64_t most = pool_threads(keys * p.heads * p.size / GRAIN / 8, threads);
     const int failed = several && !p.part;
-    AttendCall call = {&p, panels_kernels(kind)};
+    AttendCall call = {&p, panels_kernels(kind), panels_kernels(kind)->attend};
+#ifndef WITHOUT_PANELS_AVX512_BF16
+    if (p.bfloat16_pairs && p.type == BFLOAT16 && kind >= AVX512) call.attend_items = attend_avx512_bf16;
+#endif
     if (!failed) pool_run(attend_work, &call, p.starts[p.n], 0, 0, most);
     if (p.part) pool_run(join_work, &call, p.n * p.groups, 0, 0, most);
     free(p.part);

@@ -15,13 +15,13 @@
 
 #include <stdint.h>
 
-#define PANELS_VERSION 11
+#define PANELS_VERSION 12
 #define PANEL 16
 #define STEP 8 /* columns must be a multiple of this */
 #define CHUNK 256  /* keys of a row that one thread attends to at a time */
 #define WIDEST 512 /* maximum values of a head */
 
-enum { FLOAT32, BFLOAT16, FLOAT16, INT8 };
+enum { FLOAT32, BFLOAT16, FLOAT16, INT8, FLOAT8 }; /* FLOAT8: 4 bits of exponent, without infinities */
 enum { SILU_MUL, RMS_NORM, BEST };
 /* Kinds of kernels. AMX has products of bfloat16 and of codes by tiles, and uses the kernels of AVX512_VNNI for all else.
    AMX_EMULATED is for tests: tiles in plain C, and the kernels of AVX2 for all else. */
@@ -74,18 +74,19 @@ typedef struct {
 typedef struct {
     const void *q;               /* [tokens][heads][size], `stride` from token to token */
     void *out;                   /* [tokens][heads][size] */
-    const void *k, *v;           /* [slots][groups][size] of `type`, or of signed codes */
+    const void *k, *v;           /* [slots][groups][size] of `type`, or of codes */
     const uint16_t *k_scale, *v_scale; /* float16 [slots][groups]: scales of codes */
     const void *kept;            /* [slots][groups][kept_count]: values of keys that are stored without codes */
     const int32_t *pairs;        /* [groups][kept_count]: positions of those values in a head */
-    const int32_t *blocks;       /* [rows][width] */
+    const int32_t *blocks;       /* [rows][width]; a block below 0 holds no keys */
     const int32_t *token, *row;  /* [n]: index in q and out, and in blocks */
     const int32_t *first, *length; /* [n]: keys [first, length) of the row are visible */
     int64_t n, heads, groups, size, block, width, stride, kept_count;
     float scale;
-    int type, codes, kept_type;
+    int type, codes, kept_type; /* codes: INT8 or FLOAT8; 0: none */
+    int bfloat16_pairs;         /* products of pairs of 16-bit values are used */
     int64_t *starts; /* [n + 1]: number of items of the rows before each; an item is a chunk of keys of one KV head */
-    float *part;     /* [items][heads / groups][size + 2]: sums of values, sum of weights, largest score */
+    float *part;     /* [items][heads / groups][size + 2]: sum of values, sum of weights, largest score */
 } Attend;
 
 /* Rotary of n rows; sizes and strides in values. */
@@ -112,6 +113,7 @@ typedef struct {
 
 extern const Kernels panels_avx2, panels_avx_vnni, panels_avx512, panels_avx512_vnni;
 void flash_avx512_bf16(Flash *, float *work);
+void attend_avx512_bf16(const Attend *, int64_t first, int64_t last);
 
 #if defined(_WIN32)
 #define EXPORT __declspec(dllexport)

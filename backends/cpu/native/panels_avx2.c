@@ -17,10 +17,11 @@
 #include "vectors.inc"
 #include "panels.inc"
 #include "rows.inc"
-#include "attend.inc"
 #include "rotary.inc"
 
 #define PAIRS 0
+#include "register_tiles.inc"
+#include "attend.inc"
 #include "flash.inc"
 
 const Kernels panels_avx2 = {round_rows, multiply, rows, attend, join, rotate, flash_floats, 0};

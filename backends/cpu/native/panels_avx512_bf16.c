@@ -1,4 +1,4 @@
-/* Kernels that multiply pairs of bfloat16 on CPUs with AVX512_BF16: dense weights, and attention of many queries. */
+/* Kernels that multiply pairs of bfloat16 on CPUs with AVX512_BF16: dense weights, and attention. */
 
 #include "dense.h"
 
@@ -16,10 +16,14 @@
 #include "pack.inc"
 #undef MOST
 #undef BYTES
+#include "register_tiles.inc"
+#include "attend.inc"
 #include "flash.inc"
 
 const DenseKernels dense_avx512_bf16 = {multiply_panels, pack_panels};
 
 void flash_avx512_bf16(Flash *p, float *work) { flash_pairs(p, work); }
+
+void attend_avx512_bf16(const Attend *p, int64_t first, int64_t last) { attend_pairs(p, first, last); }
 
 #endif

@@ -20,10 +20,11 @@
 #include "vectors.inc"
 #include "panels.inc"
 #include "rows.inc"
-#include "attend.inc"
 #include "rotary.inc"
 
 #define PAIRS 0
+#include "register_tiles.inc"
+#include "attend.inc"
 #include "flash.inc"
 
 #ifndef WITHOUT_PANELS_AVX512_BF16
