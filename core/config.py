@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trencadis.core.flag_options import BYTES, COUNT, SECONDS, SHARE, SOME_SECONDS, Bound, opt, options
+from trencadis.core.json_types import JsonObject
 from trencadis.core.kv_cache_format import NAMES
 from trencadis.core.request import MAX_LOGPROBS
 
@@ -233,7 +234,7 @@ class EngineConfig:
         None, "steps in flight beyond the one being scheduled (default: the device's)", bound=Bound(0, 1)
     )
     speculation: bool = opt(True, "verify guesses of the next tokens where that is faster; answers are the same")
-    speculative_config: dict[str, Any] = opt(
+    speculative_config: JsonObject = opt(
         {}, "JSON: method (ngram: what followed the same ids before; suffix: also in recent answers of the server), "
         "num_speculative_tokens (1 to 16), prompt_lookup_max, prompt_lookup_min, disable_by_batch_size", kind="json",
         aliases=("sc",),
@@ -258,7 +259,7 @@ class EngineConfig:
     )  # fmt: skip
     spec_always: bool = opt(False, "verify guesses whatever they cost, for tests", hidden=True)
     limit_mm_per_prompt: dict[str, int] = opt({}, 'images per prompt: image=4 or {"image": 4}', kind="limits")
-    mm_processor_kwargs: dict[str, Any] = opt(
+    mm_processor_kwargs: JsonObject = opt(
         {}, "JSON: min_pixels and max_pixels of images, fps and the like of videos", kind="json"
     )
     image_alignment: str = opt(
@@ -275,7 +276,7 @@ class EngineConfig:
         bound=Bound(0, 2**20),
     )
     generation_config: str = opt("auto", "auto: defaults from the model's generation_config.json; vllm: none")
-    override_generation_config: dict[str, Any] = opt({}, "JSON over generation_config.json", kind="json")
+    override_generation_config: JsonObject = opt({}, "JSON over generation_config.json", kind="json")
     max_logprobs: int = opt(
         MAX_LOGPROBS, "most log-probabilities that a request may ask for with each token; -1: the whole vocabulary",
         bound=Bound(-1, 2**31 - 1),
@@ -294,12 +295,12 @@ class EngineConfig:
         choices=("auto", "generate", "embed", "classify", "reward"),
         means={"embedding": "embed", "score": "classify"}, later={"transcription": "audio is not served"},
     )  # fmt: skip
-    pooler_config: dict[str, Any] = opt(
+    pooler_config: JsonObject = opt(
         {}, "JSON: pooling_type (LAST, MEAN, CLS, ALL, STEP), normalize, use_activation, dimensions, logit_bias, "
         "step_tag_id", kind="json",
         aliases=("override_pooler_config",),
     )  # fmt: skip
-    hf_overrides: dict[str, Any] = opt(
+    hf_overrides: JsonObject = opt(
         {}, "JSON over config.json, read before its keys are checked; objects are merged key by key. Where answers are "
         "pooled, also classifier_from_token, is_matryoshka, matryoshka_dimensions, id2label, num_labels, problem_type",
         kind="json",

@@ -8,6 +8,7 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from types import ModuleType
+from typing import NamedTuple
 
 from trencadis.core.buckets import Policy
 from trencadis.core.cpu_affinity import computing_cpus
@@ -107,15 +108,23 @@ def parse(asked: str) -> tuple[str, int]:
     return name, int(index or 0)
 
 
-def choose(asked: str) -> tuple[str, int, str]:
-    """Returns (name, index, a line for the user or ""). ``auto`` selects the best device that is usable here."""
+class ChosenDevice(NamedTuple):
+    """A device: its name, the number of its card, and a line for the user; "" if there is nothing to say."""
+
+    name: str
+    card: int
+    line: str = ""
+
+
+def choose(asked: str) -> ChosenDevice:
+    """Returns the device that ``asked`` names; ``auto`` selects the best one that is usable here."""
     if asked != "auto":
-        return *parse(asked), ""
+        return ChosenDevice(*parse(asked))
     for name in PREFERRED:
         why = import_module(TABLE[name]).usable()
         if not why:
-            return name, 0, ""
-    return "cpu", 0, f"--device auto: {why}; using the CPU."
+            return ChosenDevice(name, 0)
+    return ChosenDevice("cpu", 0, f"--device auto: {why}; using the CPU.")
 
 
 def likely(asked: str) -> str:

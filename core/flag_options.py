@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
+
+FlagValue: TypeAlias = Any
+"""The value of a flag, whose type its ``Option`` and its field define: a scalar, a list, or JSON of kind ``json``."""
 
 MOST = 2**31 - 1
 MOST_BYTES = 2**60
@@ -75,7 +78,7 @@ class Option:
     hidden: bool = False
 
 
-def opt(default: Any, help: str, **more: Any) -> Any:
+def opt(default: FlagValue, help: str, **more: Any) -> Any:
     """Declares a dataclass field that is also a flag; ``more`` are the arguments of ``Option``."""
     metadata = {"option": Option(help, **more)}
     if isinstance(default, dict | list):

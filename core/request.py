@@ -10,6 +10,7 @@ from typing import Any
 from trencadis.core.constraints import Rule
 from trencadis.core.errors import BadRequest
 from trencadis.core.flag_options import MOST, Bound
+from trencadis.core.json_types import Json
 from trencadis.core.media_spans import MediaSpan
 from trencadis.core.structured_outputs import (
     GuidedDecodingParams,
@@ -210,7 +211,7 @@ def _repetition(
     return RepetitionDetectionParams(**value) if isinstance(value, Mapping) else value
 
 
-def _budget(value: Any, params: SamplingParams) -> int | None:
+def _budget(value: Json, params: SamplingParams) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int) or value < -1:
         raise BadRequest(
             f"thinking_token_budget must be a number of tokens, or -1 for any, got {value!r}.",
@@ -246,7 +247,7 @@ def _count_reader(name: str, least: int, most: int, text: str) -> Reader:
 
 
 def _refuse_unsupported(name: str, what: str) -> Reader:
-    def read(value: Any, params: SamplingParams) -> None:
+    def read(value: Json, params: SamplingParams) -> None:
         if value is not False and value not in ([], {}):
             raise BadRequest(f"SamplingParams.{name} is not supported: {what}.", param=name)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 from trencadis.core.errors import BadRequest
+from trencadis.core.json_types import Json, JsonObject
 
 MAX_PATTERN = 1024
 """Limit of the numbers in ``RepetitionDetectionParams``, which bounds the cost of the comparison per token."""
@@ -28,18 +28,18 @@ class StructuredOutputsParams:
         whitespace_pattern: a regex of the blanks at a place.
     """
 
-    json: dict[str, Any] | str | None = None
+    json: JsonObject | str | None = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
-    structural_tag: dict[str, Any] | str | None = None
+    structural_tag: JsonObject | str | None = None
     disable_fallback: bool = field(default=False, repr=False)
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
 
-    def as_fields(self) -> dict[str, Any]:
+    def as_fields(self) -> JsonObject:
         """Returns the fields that are set, in the form of a request."""
         found = {one.name: getattr(self, one.name) for one in fields(self)}
         return {name: value for name, value in found.items() if value not in (None, False)}
@@ -75,7 +75,7 @@ class RepetitionDetectionParams:
             ("min_pattern_size", 0, self.max_pattern_size),
             ("min_count", 2 if self.max_pattern_size else 0, MAX_PATTERN),
         ):
-            value: Any = getattr(self, name)
+            value: Json = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= most:
                 raise BadRequest(
                     f"repetition_detection.{name} must be in [{low}, {most}], got {value!r}.",

@@ -7,10 +7,8 @@ collected for one warning line. A missing key has transformers' default.
 from __future__ import annotations
 
 import stat
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from trencadis.core import envs
 from trencadis.core.checkpoint.family import Family
@@ -20,6 +18,7 @@ from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.quant_config import ONLINE, Quantisation, from_inc, online, read_quantisation
 from trencadis.core.checkpoint.registry import architectures, family_of
 from trencadis.core.errors import StartupError
+from trencadis.core.json_types import JsonMapping, JsonObject
 from trencadis.core.name_suggestions import suggest_name
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -144,7 +143,7 @@ def check_regular_files(folder: Path) -> None:
 GGUF, GGUF_HINT = "a GGUF file", "take the safetensors checkpoint that it was made of"
 
 
-def load_config(path: Path, quantization: str = "", overrides: Mapping[str, Any] | None = None) -> ModelConfig:
+def load_config(path: Path, quantization: str = "", overrides: JsonMapping | None = None) -> ModelConfig:
     """Reads ``path``/config.json (and generation_config.json for the EOS ids).
 
     Args:
@@ -185,7 +184,7 @@ def load_config(path: Path, quantization: str = "", overrides: Mapping[str, Any]
     return _build_config(path, architecture, family, root, text, _choose_quantisation(path, quant, quantization))
 
 
-def merge_values(held: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def merge_values(held: JsonMapping, over: JsonMapping) -> JsonObject:
     """Returns ``held`` updated with ``over``; objects are merged key by key, anything else is replaced."""
     out = dict(held)
     for key, value in over.items():

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from trencadis.core.checkpoint.json_fields import read_json
 from trencadis.core.errors import StartupError
+from trencadis.core.json_types import Json, JsonMapping, JsonObject
 
 VARIABLE = "QUANT_CONFIG"
 WITHOUT = "--quantization fp8 needs no measurement"
@@ -78,13 +79,13 @@ def given_scales(path: str) -> dict[str, GivenScale]:
     }
 
 
-def _names(settings: Mapping[str, Any], *keys: str) -> list[str]:
+def _names(settings: JsonMapping, *keys: str) -> list[str]:
     """Returns the parts of module names that a block or allow list holds."""
-    held: dict[str, Any] = next((settings[k] for k in keys if isinstance(settings.get(k), dict)), {})
+    held: JsonObject = next((settings[k] for k in keys if isinstance(settings.get(k), dict)), {})
     return [str(name) for name in held.get("names", []) if name]
 
 
-def _read_scales(path: str, settings: Mapping[str, Any], method: str) -> Iterator[tuple[str, GivenScale]]:
+def _read_scales(path: str, settings: JsonMapping, method: str) -> Iterator[tuple[str, GivenScale]]:
     """Yields (module, scales) from all files; if the files of several ranks differ, the larger scale counts."""
     if method in FREE:
         raise StartupError(f"{path}: scale_method {method} has no files and rounds without scales; {WITHOUT}")
@@ -147,14 +148,14 @@ def _power(scale: float) -> float:
     return 2.0 ** math.ceil(math.log2(scale)) if scale > 0 and math.isfinite(scale) else scale
 
 
-def _numbers(tree: Any) -> Iterator[float]:
+def _numbers(tree: Json) -> Iterator[float]:
     """Yields the numbers in nested lists and objects."""
     if isinstance(tree, bool) or tree is None:
         return
     if isinstance(tree, int | float):
         yield float(tree)
         return
-    parts: Iterable[Any] = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
+    parts: Iterable[Json] = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
     for part in parts:
         yield from _numbers(part)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from trencadis.core.errors import StartupError
+from trencadis.core.json_types import Json, JsonMapping, JsonObject
 
 MOST = 2**31 - 1
 """Upper limit of any count: the largest int32."""
@@ -21,7 +22,7 @@ class Missing:
 NO_DEFAULT = Missing()
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> JsonObject | None:
     """Returns the JSON object in ``path``, or None if there is no such file.
 
     Raises:
@@ -41,7 +42,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return value
 
 
-def format_value(value: Any) -> str:
+def format_value(value: Json) -> str:
     """Formats a value for an error message, cut to 80 characters."""
     text = json.dumps(value, ensure_ascii=False, default=repr)
     return text if len(text) <= 80 else text[:77] + "..."
@@ -57,7 +58,7 @@ class JsonFields:
         hint: advice that is appended to errors.
     """
 
-    def __init__(self, values: Mapping[str, Any], where: Path | str, prefix: str = "", hint: str = "") -> None:
+    def __init__(self, values: JsonMapping, where: Path | str, prefix: str = "", hint: str = "") -> None:
         self.values, self.where, self.prefix, self.hint = values, where, prefix, hint
         self._read: set[str] = set()
 
@@ -68,17 +69,17 @@ class JsonFields:
             raise StartupError(f"{self.where}: {self.prefix}{key} is missing; {rule}{hint}")
         raise StartupError(f"{self.where}: {self.prefix}{key} is {format_value(self.values[key])}; {rule}{hint}")
 
-    def with_defaults(self, defaults: Mapping[str, Any]) -> JsonFields:
+    def with_defaults(self, defaults: JsonMapping) -> JsonFields:
         """Returns these fields with ``defaults`` for missing keys; keys read from the copy count as read here as
         well.
         """
         return self._sharing({**defaults, **self.values})
 
-    def with_values(self, **values: Any) -> JsonFields:
+    def with_values(self, **values: Json) -> JsonFields:
         """Returns these fields with some values replaced; keys read from the copy count as read here as well."""
         return self._sharing({**self.values, **values})
 
-    def _sharing(self, values: Mapping[str, Any]) -> JsonFields:
+    def _sharing(self, values: JsonMapping) -> JsonFields:
         made = JsonFields(values, self.where, self.prefix, self.hint)
         made._read = self._read
         return made
@@ -87,7 +88,7 @@ class JsonFields:
         """Returns the keys that have not been read."""
         return set(self.values) - self._read
 
-    def _value(self, key: str, default: Any = None) -> Any:
+    def _value(self, key: str, default: Json = None) -> Json:
         self._read.add(key)
         return self.values.get(key, default)
 
@@ -96,7 +97,7 @@ class JsonFields:
         self._read.add(key)
         return self.values.get(key) is not None
 
-    def within(self, key: str, default: Mapping[str, Any] | None = None) -> JsonFields:
+    def within(self, key: str, default: JsonMapping | None = None) -> JsonFields:
         """Returns the object under ``key``; a null counts as an empty one."""
         value = self._value(key)
         if value is None:
@@ -152,7 +153,7 @@ class JsonFields:
             self.refuse(key, f"it must be a list of {length} numbers above {above:g} and at most {most:g}")
         return tuple(float(n) for n in value)
 
-    def only(self, key: str, implemented: Sequence[Any], default: Any = NO_DEFAULT) -> None:
+    def only(self, key: str, implemented: Sequence[Json], default: Json = NO_DEFAULT) -> None:
         """Raises StartupError unless the value is one of ``implemented``; the types must be equal as well."""
         value = self._value(key, default)
         if not any(type(value) is type(one) and value == one for one in implemented):

@@ -85,9 +85,9 @@ class PickleProgram:
     def __init__(self, pickle: bytes) -> None:
         self.pickle = pickle
         self.at = 0
-        self.stack: list[Any] = []
+        self.stack: list[object] = []
         self.marks: list[int] = []
-        self.memo: dict[int, Any] = {}
+        self.memo: dict[int, object] = {}
 
     def run(self) -> dict[str, StoredTensor]:
         steps, pickle = self.STEPS, self.pickle
@@ -109,7 +109,7 @@ class PickleProgram:
     def _result(self) -> dict[str, StoredTensor]:
         if len(self.stack) != 1 or self.marks or not isinstance(self.stack[0], dict):
             raise ValueError("its data.pkl holds no dictionary of tensors")
-        held: dict[str, Any] = self.stack[0]
+        held = self.stack[0]
         for name, value in held.items():
             if not isinstance(value, StoredTensor):
                 raise ValueError(f"{name[:80]!r} is no tensor")
@@ -125,12 +125,12 @@ class PickleProgram:
     def _number(self, count: int, signed: bool = False) -> int:
         return int.from_bytes(self._bytes(count), "little", signed=signed)
 
-    def _pop(self) -> Any:
+    def _pop(self) -> object:
         if len(self.stack) <= (self.marks[-1] if self.marks else 0):
             raise ValueError("its data.pkl takes a value that is not there")
         return self.stack.pop()
 
-    def _to_mark(self) -> list[Any]:
+    def _to_mark(self) -> list[object]:
         if not self.marks:
             raise ValueError("its data.pkl takes a value that is not there")
         place = self.marks.pop()
@@ -189,7 +189,7 @@ class PickleProgram:
             raise ValueError("its data.pkl takes a value that is not there")
         self.stack[place:] = [tuple(self.stack[place:])]
 
-    def _set(self, items: list[Any]) -> None:
+    def _set(self, items: list[object]) -> None:
         held = self._pop()
         if not isinstance(held, dict) or len(items) % 2:
             raise ValueError("its data.pkl fills what is no dictionary")
@@ -228,17 +228,17 @@ class PickleProgram:
             raise ValueError("its data.pkl calls what is no tensor, parameter or dictionary; nothing was run")
         self.stack.append(make(given))
 
-    CALLS: ClassVar[dict[str, Callable[[tuple[Any, ...]], Any]]]
+    CALLS: ClassVar[dict[str, Callable[[tuple[object, ...]], object]]]
     STEPS: ClassVar[dict[int, Callable[[PickleProgram], None]]]
 
 
-def _dictionary(given: tuple[Any, ...]) -> dict[str, Any]:
+def _dictionary(given: tuple[object, ...]) -> dict[str, object]:
     if given:
         raise ValueError("its data.pkl makes a dictionary of values")
     return {}
 
 
-def _tensor(given: tuple[Any, ...]) -> StoredTensor:
+def _tensor(given: tuple[object, ...]) -> StoredTensor:
     """Builds a tensor from (storage, offset, size, strides, requires_grad, hooks[, metadata])."""
     match given:
         case (Storage(str(dtype)) as storage, offset, shape, strides, bool(), dict() as hooks, *rest) if (
@@ -249,7 +249,7 @@ def _tensor(given: tuple[Any, ...]) -> StoredTensor:
             raise ValueError("its data.pkl makes a tensor of what is none, or one with hooks or metadata")
 
 
-def _typed_tensor(given: tuple[Any, ...]) -> StoredTensor:
+def _typed_tensor(given: tuple[object, ...]) -> StoredTensor:
     """Builds a tensor from (storage, offset, size, strides, requires_grad, hooks, type[, metadata])."""
     match given:
         case (
@@ -267,7 +267,7 @@ def _typed_tensor(given: tuple[Any, ...]) -> StoredTensor:
             raise ValueError("its data.pkl makes a tensor of what is none, or one with hooks or metadata")
 
 
-def _view(storage: Storage, dtype: str, offset: Any, shape: Any, strides: Any) -> StoredTensor:
+def _view(storage: Storage, dtype: str, offset: Any, shape: object, strides: object) -> StoredTensor:
     """Checks types and signs.
 
     That the view lies inside its storage is checked later, when the dtype's width is known.
@@ -281,7 +281,7 @@ def _view(storage: Storage, dtype: str, offset: Any, shape: Any, strides: Any) -
     return StoredTensor(storage, dtype, offset, shape, strides)
 
 
-def _parameter(given: tuple[Any, ...]) -> StoredTensor:
+def _parameter(given: tuple[object, ...]) -> StoredTensor:
     """Unwraps the tensor from (tensor, requires_grad, hooks)."""
     match given:
         case (StoredTensor() as tensor, bool(), dict() as hooks) if not hooks:
@@ -296,7 +296,7 @@ def _opcode(code: int) -> str:
     return next((o.name for o in pickletools.opcodes if o.code == chr(code)), f"0x{code:02x}")
 
 
-def _push(make: Callable[[PickleProgram], Any]) -> Callable[[PickleProgram], None]:
+def _push(make: Callable[[PickleProgram], object]) -> Callable[[PickleProgram], None]:
     return lambda p: p.stack.append(make(p))
 
 

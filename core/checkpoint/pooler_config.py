@@ -11,7 +11,7 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.config_reader import load_config
@@ -34,6 +34,7 @@ from trencadis.core.checkpoint.pooling_config import (
 )
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
+from trencadis.core.json_types import Json, JsonMapping, JsonObject
 from trencadis.core.kv_cache_format import FP8, INT8, KVFormat, parse_kv_format
 
 
@@ -129,7 +130,7 @@ def load_model_config(config: EngineConfig) -> ModelConfig:
     return dataclasses.replace(model, text=text, pooling=pooling_of(config, model), encoder_data_parallel=apart)
 
 
-def _early_overrides(config: EngineConfig, path: Path) -> dict[str, Any]:
+def _early_overrides(config: EngineConfig, path: Path) -> JsonObject:
     """Returns the overrides to apply while config.json is read.
 
     If they name an architecture with a class head for a checkpoint with an output head, the model is converted
@@ -141,7 +142,7 @@ def _early_overrides(config: EngineConfig, path: Path) -> dict[str, Any]:
     return over
 
 
-def _named_kind(values: Mapping[str, Any]) -> str:
+def _named_kind(values: JsonMapping) -> str:
     """Returns the kind of head of the architecture that ``values`` names; "": none or an unknown one."""
     named = values.get("architectures")
     name = named[0] if isinstance(named, list) and named else None
@@ -189,7 +190,7 @@ def pooling_of(config: EngineConfig, model: ModelConfig) -> Pooling | None:
     return made
 
 
-def _pooling_overrides(config: EngineConfig) -> list[tuple[str, Any]]:
+def _pooling_overrides(config: EngineConfig) -> list[tuple[str, Json]]:
     return [(f"--hf-overrides {key}", True) for key in POOLING_KEYS if key in config.hf_overrides]
 
 
@@ -233,7 +234,7 @@ def _read_stored_pooling(path: Path) -> StoredPooling | None:
     return StoredPooling(kind, normalize) if kind else None
 
 
-def _modules(path: Path) -> list[dict[str, Any]] | None:
+def _modules(path: Path) -> list[JsonObject] | None:
     try:
         listed = json.loads((path / "modules.json").read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
@@ -295,7 +296,7 @@ def _classes(config: EngineConfig, model: ModelConfig, classifier: bool) -> Pool
     )  # fmt: skip
 
 
-def _label_tokens(config: EngineConfig, model: ModelConfig, words: Any) -> Pooling:
+def _label_tokens(config: EngineConfig, model: ModelConfig, words: Json) -> Pooling:
     if words is not None and not (isinstance(words, list) and words and all(isinstance(w, str) and w for w in words)):
         raise StartupError(f'classifier_from_token is {format_value(words)}; give words such as ["no", "yes"]')
     labels, ids = label_tokens(Path(config.tokenizer or model.path), WORDS if words is None else [words])
@@ -305,7 +306,7 @@ def _label_tokens(config: EngineConfig, model: ModelConfig, words: Any) -> Pooli
     return Pooling(CLASSIFY, LAST, classes=len(ids), label_tokens=ids, activation=activation, labels=labels)
 
 
-def _activation(raw: Mapping[str, Any], classes: int) -> str:
+def _activation(raw: JsonMapping, classes: int) -> str:
     """Returns the activation: sentence-transformers' function, else by ``problem_type``, else by the number of
     classes.
     """
@@ -322,20 +323,20 @@ def _activation(raw: Mapping[str, Any], classes: int) -> str:
     return PROBLEMS[asked] if isinstance(asked, str) and asked in PROBLEMS else SIGMOID if classes < 2 else SOFTMAX
 
 
-def _number(key: Any) -> int:
+def _number(key: Json) -> int:
     return int(key) if str(key).lstrip("-").isdigit() else 0
 
 
 # Settings from the flags
 
 
-def _apply_pooler_config(made: Pooling, asked: Mapping[str, Any]) -> Pooling:
+def _apply_pooler_config(made: Pooling, asked: JsonMapping) -> Pooling:
     """``made`` with the values of ``--pooler-config``."""
     given = {name: value for name, value in asked.items() if value is not None}
     for one, other in CONTRADICTIONS:
         if one in given and other in given:
             raise StartupError(f"--pooler-config: {one} and {other} say the same; give one of them")
-    changed: dict[str, Any] = {}
+    changed: JsonObject = {}
     for name, value in given.items():
         changed |= _read_pooler_key(made, name, value)
     made = dataclasses.replace(made, **changed)
@@ -347,7 +348,7 @@ def _apply_pooler_config(made: Pooling, asked: Mapping[str, Any]) -> Pooling:
     return made
 
 
-def _read_pooler_key(made: Pooling, name: str, value: Any) -> dict[str, Any]:
+def _read_pooler_key(made: Pooling, name: str, value: Json) -> JsonObject:
     """Applies one key of ``--pooler-config`` to ``made``."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     whole = isinstance(value, int) and not isinstance(value, bool)
@@ -384,7 +385,7 @@ def _read_pooler_key(made: Pooling, name: str, value: Any) -> dict[str, Any]:
     raise StartupError(f"--pooler-config: {name[:40]!r} is {format_value(value)}; known: {POOLER_KEYS}")
 
 
-def _read_task(made: Pooling, value: Any) -> dict[str, Any]:
+def _read_task(made: Pooling, value: Json) -> JsonObject:
     """The change for ``task``: a token task becomes what requests get that name none."""
     if value == made.task:
         return {}
@@ -396,7 +397,7 @@ def _read_task(made: Pooling, value: Any) -> dict[str, Any]:
     )
 
 
-def _convert_flag(task: str, name: str, value: Any) -> dict[str, Any]:
+def _convert_flag(task: str, name: str, value: Json) -> JsonObject:
     if not isinstance(value, bool):
         raise StartupError(f"--pooler-config: {name} is {format_value(value)}; give true or false")
     if task == EMBED:
@@ -404,7 +405,7 @@ def _convert_flag(task: str, name: str, value: Any) -> dict[str, Any]:
     return {} if value else {"activation": IDENTITY}
 
 
-def _size(made: Pooling, value: Any) -> int:
+def _size(made: Pooling, value: Json) -> int:
     if made.dimensions is None:
         raise StartupError("--pooler-config: dimensions needs a Matryoshka checkpoint (is_matryoshka in config.json)")
     if (

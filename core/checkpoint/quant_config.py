@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from trencadis.core.checkpoint.inc_config import GivenScale
 from trencadis.core.checkpoint.json_fields import JsonFields, format_value
 from trencadis.core.errors import StartupError
+from trencadis.core.json_types import Json
 from trencadis.core.quant.scheme import Scheme
 
 WORKS = "compressed-tensors, fp8, AWQ (GEMM), GPTQ (4 and 8 bits) and 16-bit safetensors work"
@@ -324,7 +324,7 @@ def _gptq_scheme(c: JsonFields, base: Scheme | None) -> Scheme:
 
 def _patterns(c: JsonFields, key: str) -> tuple[str, ...]:
     """Returns a list of names and ``re:`` patterns; null counts as empty."""
-    found: Any = c.values.get(key)
+    found: Json = c.values.get(key)
     if found is None:
         return ()
     if not isinstance(found, list) or not all(isinstance(one, str) for one in found):

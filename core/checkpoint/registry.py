@@ -16,6 +16,7 @@ from typing import Any
 from trencadis.core.checkpoint.family import Family
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.errors import StartupError
+from trencadis.core.json_types import JsonMapping
 from trencadis.core.old_names import find_successors
 
 log = logging.getLogger("trencadis.engine")
@@ -141,7 +142,7 @@ def family_options(architecture: str) -> dict[str, str]:
     return {name: "1" if on else "0" for name, on in defaults.items()}
 
 
-def image_needs(config: ModelConfig, asked: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
+def image_needs(config: ModelConfig, asked: JsonMapping, alignment: str = "pad") -> ImageNeeds:
     """Returns the limits of this model's images; ``asked``: ``--mm-processor-kwargs``."""
     vision = family_of(config.architecture).vision
     if vision is None:
@@ -152,7 +153,7 @@ def image_needs(config: ModelConfig, asked: Mapping[str, Any], alignment: str = 
     return found
 
 
-def image_sizes(config: ModelConfig | None, asked: Mapping[str, Any], alignment: str = "pad") -> Callable[..., Any]:
+def image_sizes(config: ModelConfig | None, asked: JsonMapping, alignment: str = "pad") -> Callable[..., Any]:
     """Returns a function of an image's sizes: (height, width) -> ``multimodal.processor.ImageGeometry``.
 
     Without a multimodal model, it is that of the first multimodal family.
@@ -165,7 +166,7 @@ def image_sizes(config: ModelConfig | None, asked: Mapping[str, Any], alignment:
     return made
 
 
-def image_processor(config: ModelConfig, asked: Mapping[str, Any], alignment: str = "pad") -> Any:
+def image_processor(config: ModelConfig, asked: JsonMapping, alignment: str = "pad") -> Any:
     """Creates the ``multimodal.processor.Processor`` of a multimodal checkpoint.
 
     Raises:

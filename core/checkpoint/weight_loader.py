@@ -8,7 +8,6 @@ import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from torch import Tensor
 from trencadis.core.checkpoint.prefetch import PagePopulator
 from trencadis.core.checkpoint.pytorch_bin import read_bin
 from trencadis.core.errors import StartupError
+from trencadis.core.json_types import JsonObject
 from trencadis.core.weight_files import files_of
 
 DTYPES = {
@@ -144,7 +144,7 @@ def _read_safetensors(file: Path, maps: list[mmap.mmap]) -> Iterator[tuple[str, 
         raise StartupError(f"{file} is not a readable safetensors file ({str(error)[:200]})") from None
 
 
-def _view(name: str, entry: dict[str, Any], data: mmap.mmap, base: int, size: int) -> Tensor:
+def _view(name: str, entry: JsonObject, data: mmap.mmap, base: int, size: int) -> Tensor:
     dtype, shape = DTYPES.get(entry["dtype"]), [int(d) for d in entry["shape"]]
     if dtype is None:
         raise ValueError(f"{name} has type {entry['dtype']}")

@@ -60,8 +60,27 @@ def entries(data: mmap) -> dict[str, ArchiveEntry]:
     return found
 
 
-def _directory(data: mmap) -> tuple[int, int, int]:
-    """Returns offset, size and number of entries of the central directory."""
+class _Directory(NamedTuple):
+    """The central directory: its offset and size in bytes, and its number of entries."""
+
+    offset: int
+    size: int
+    entries: int
+
+
+class _DirectoryEntry(NamedTuple):
+    """An entry of the directory: its name, the offset of its local header, its size and CRC, and the offset of the next
+    entry.
+    """
+
+    name: str
+    header: int
+    entry: ArchiveEntry
+    following: int
+
+
+def _directory(data: mmap) -> _Directory:
+    """Finds the central directory."""
     end = data.rfind(b"PK\x05\x06", max(0, len(data) - MAX_COMMENT - _END.size))
     if end < 0 or end + _END.size > len(data):
         raise ValueError("its directory is missing: the file is cut off, or no zip archive")
@@ -78,14 +97,11 @@ def _directory(data: mmap) -> tuple[int, int, int]:
         raise ValueError("its directory is damaged")
     if count > MAX_ENTRIES or size > MAX_DIRECTORY:
         raise ValueError(f"it has {count} entries; at most {MAX_ENTRIES} are read")
-    return extent, size, count
+    return _Directory(extent, size, count)
 
 
-def _central(data: mmap, at: int, end: int) -> tuple[str, int, ArchiveEntry, int]:
-    """Reads the directory entry at ``at``.
-
-    Returns its name, local header offset, size and CRC, and the next entry's offset.
-    """
+def _central(data: mmap, at: int, end: int) -> _DirectoryEntry:
+    """Reads the directory entry at ``at``."""
     if at + _CENTRAL.size > end:
         raise ValueError("its directory is damaged")
     mark, _, _, flags, method, _, _, crc, packed, size, named, extra, comment, _, _, _, header = _CENTRAL.unpack_from(
@@ -103,7 +119,7 @@ def _central(data: mmap, at: int, end: int) -> tuple[str, int, ArchiveEntry, int
         raise ValueError(f"{name[:80]!r} is compressed; torch.save stores entries as they are")
     if flags & _ENCRYPTED:
         raise ValueError(f"{name[:80]!r} is encrypted")
-    return name, header, ArchiveEntry(0, size, crc), following
+    return _DirectoryEntry(name, header, ArchiveEntry(0, size, crc), following)
 
 
 def _wide(extra: bytes, fields: list[int]) -> list[int]:

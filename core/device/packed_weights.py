@@ -17,14 +17,15 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
+from trencadis.core.json_types import JsonMapping
 from trencadis.core.shared_constants import align_up
 from trencadis.core.weight_files import files_of
 
@@ -240,7 +241,7 @@ def packed_file(config: EngineConfig, rank: int = 0) -> PackedFile | None:
     return PackedFile(path, tuple((file, info.st_size, int(info.st_mtime)) for file, info in found))
 
 
-def _packing_key(config: EngineConfig, model: Path, rank: int) -> Mapping[str, Any]:
+def _packing_key(config: EngineConfig, model: Path, rank: int) -> JsonMapping:
     """Returns everything that distinguishes sets of packed weights."""
     return {
         "model": str(model),

@@ -15,12 +15,15 @@ import socket
 import struct
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.executor.rank_info import TCP
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 SIOCGIFADDR = 0x8915
 
@@ -77,7 +80,7 @@ TIMEOUT = timedelta(minutes=30)
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
 
 _joined: set[str] = set()
-_stores: dict[str, Any] = {}
+_stores: dict[str, Store] = {}
 """Stores served by this process, by rendezvous."""
 
 _chosen: dict[str, str] = {}
@@ -111,18 +114,21 @@ def serve_store(host: str, world: int) -> str:
     return rendezvous
 
 
-def open_store(cfg: BackendConfig) -> Any:
+def open_store(cfg: BackendConfig) -> Store:
     """Returns the store of a group: a file store, or a client of rank 0's store."""
     restrict_interface(cfg.rendezvous)
     c10d: Any = torch.distributed
+    made: Store
     if not cfg.rendezvous.startswith(TCP):
-        return c10d.FileStore(cfg.rendezvous, cfg.ranks)
+        made = c10d.FileStore(cfg.rendezvous, cfg.ranks)
+        return made
     if cfg.rendezvous in _stores:
         return _stores[cfg.rendezvous]
     host, _, port = cfg.rendezvous.removeprefix(TCP).rpartition(":")
-    return c10d.TCPStore(
+    made = c10d.TCPStore(
         host.strip("[]"), int(port), cfg.ranks, is_master=False, timeout=TIMEOUT, wait_for_workers=False
     )
+    return made
 
 
 def restrict_interface(rendezvous: str) -> None:

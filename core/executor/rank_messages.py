@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.executor.rank_fingerprint import RankFingerprint
@@ -169,13 +170,13 @@ Up = (
 )
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
     raise TypeError(f"{type(value)} does not cross to another rank")
 
 
-def _array(kind: Any, value: Any) -> Any:
+def _array(kind: type, value: tuple[str, tuple[int, ...], bytes]) -> NDArray[Any]:
     dtype, shape, data = value
     return np.frombuffer(data, dtype).reshape(shape)
 

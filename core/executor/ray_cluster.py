@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 from trencadis.core import envs
@@ -40,7 +41,7 @@ class ClusterNode:
     here: bool = False
 
 
-def connect(environ: Mapping[str, str]) -> Any:
+def connect(environ: Mapping[str, str]) -> ModuleType:
     """Returns the ``ray`` module, connected to a running cluster.
 
     Raises:
@@ -53,7 +54,7 @@ def connect(environ: Mapping[str, str]) -> Any:
     cluster_access.check_reachable(address)
     answer = cluster_access.probe_access(address, os.environ)  # runs while this process imports Ray
     try:
-        ray: Any = import_module("ray")
+        ray = import_module("ray")
     except ImportError as error:
         raise StartupError(f"{NEEDED} ({error})") from None
     cluster_access.check_token(answer(), os.environ)
@@ -76,7 +77,7 @@ def connect(environ: Mapping[str, str]) -> Any:
     return ray
 
 
-def nodes_of(ray: Any, resource: str) -> list[ClusterNode]:
+def nodes_of(ray: ModuleType, resource: str) -> list[ClusterNode]:
     """Returns the live nodes, this one first.
 
     An engine that Ray placed on a node gets its id from a variable: with several nodes on a machine, Ray would name
@@ -173,7 +174,7 @@ def assign_engine_nodes(nodes: Sequence[ClusterNode], engines: int, ranks: int, 
     return found
 
 
-def create_engine_group(ray: Any, engines: int, ranks: int, resource: str) -> Any:
+def create_engine_group(ray: ModuleType, engines: int, ranks: int, resource: str) -> Any:
     """Creates a placement group with a bundle per engine. If a node is lost, Ray recreates its bundle elsewhere.
 
     Raises:
@@ -193,7 +194,7 @@ def create_engine_group(ray: Any, engines: int, ranks: int, resource: str) -> An
     return made
 
 
-def create_actor_in_bundle(ray: Any, actor: type, group: Any, bundle: int, resource: str, count: int) -> Any:
+def create_actor_in_bundle(ray: ModuleType, actor: type, group: Any, bundle: int, resource: str, count: int) -> Any:
     """Creates an actor that takes ``count`` of a bundle's resource."""
     strategy = import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy(
         placement_group=group, placement_group_bundle_index=bundle
@@ -204,14 +205,14 @@ def create_actor_in_bundle(ray: Any, actor: type, group: Any, bundle: int, resou
     return ray.remote(actor).options(scheduling_strategy=strategy, max_restarts=0, **takes).remote()
 
 
-def create_actor_on_node(ray: Any, actor: type, node: str) -> Any:
+def create_actor_on_node(ray: ModuleType, actor: type, node: str) -> Any:
     """Creates an actor on a given node that takes no resources."""
     strategies = import_module("ray.util.scheduling_strategies")
     strategy = strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=False)
     return ray.remote(actor).options(scheduling_strategy=strategy, max_restarts=0, num_cpus=0).remote()
 
 
-def create_rank_group(ray: Any, nodes: Sequence[ClusterNode], resource: str) -> Any:
+def create_rank_group(ray: ModuleType, nodes: Sequence[ClusterNode], resource: str) -> Any:
     """Creates a placement group with a bundle for each rank on its assigned node.
 
     Raises:
@@ -238,7 +239,7 @@ def remove_group(group: Any) -> None:
         import_module("ray.util.placement_group").remove_placement_group(group)
 
 
-def await_free_nodes(ray: Any, resource: str, world: int) -> list[ClusterNode]:
+def await_free_nodes(ray: ModuleType, resource: str, world: int) -> list[ClusterNode]:
     """Returns the nodes once enough of the resource is free, or after ``PLACEMENT_TIMEOUT`` seconds."""
     end = time.monotonic() + PLACEMENT_TIMEOUT - 1
     while True:

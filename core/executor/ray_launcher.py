@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from types import ModuleType
 from typing import Any, cast
 
 from trencadis.core.config import EngineConfig
@@ -140,7 +141,7 @@ class RayLauncher:
 class RayRankHandle(RemoteRank):
     """Handle of a rank that an actor has started."""
 
-    def __init__(self, linked: Future[Link], ray: Any, actor: Any) -> None:
+    def __init__(self, linked: Future[Link], ray: ModuleType, actor: Any) -> None:
         super().__init__(linked)
         self._ray, self._actor = ray, actor
 

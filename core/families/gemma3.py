@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from trencadis.core.checkpoint.decoder_fields import (
     FULL,
@@ -19,6 +18,7 @@ from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.model_config import RMS_ONE, SANDWICH
 from trencadis.core.checkpoint.rope_config import LARGEST_BASE
 from trencadis.core.families.llama import PREFIXES
+from trencadis.core.json_types import JsonObject
 
 GLOBAL_BASE, LOCAL_BASE = 1e6, 1e4
 PATTERN = 6
@@ -62,7 +62,7 @@ def _rotary(c: JsonFields) -> tuple[JsonFields, float]:
     source, name = (sliding, "rope_theta") if "rope_theta" in sliding.values else outer
     local = source.number(name, 0, LARGEST_BASE, LOCAL_BASE, above=True)
     scaling = c.within("rope_scaling")
-    table: dict[str, Any] = {**full.values, **scaling.values}
+    table: JsonObject = {**full.values, **scaling.values}
     kind = "rope_type" if "rope_type" in table else "type"
     JsonFields(table, c.where, "rope_parameters.full_attention.").only(kind, ("default", "linear"), "default")
     if c.is_given("rope_theta"):

@@ -9,6 +9,7 @@ Listening socket for ranks; accepts only connections that prove knowledge of the
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import logging
 import os
@@ -20,7 +21,6 @@ import time
 from collections.abc import Collection
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from typing import Any
 
 from trencadis.core.errors import StartupError
 from trencadis.core.links.byte_stream import ByteStream, PlainStream, TlsStream
@@ -85,7 +85,7 @@ def handshake_as_rank(stream: ByteStream, key: GroupKey, number: int, limit: flo
     return KeyedLink(stream, up, down, MOST)
 
 
-def _taggers(key: GroupKey, engine: bytes, rank: bytes, number: bytes) -> tuple[Any, Any]:
+def _taggers(key: GroupKey, engine: bytes, rank: bytes, number: bytes) -> tuple[hashlib.blake2b, hashlib.blake2b]:
     """Returns the taggers of both directions.
 
     They contain the keys, so that no variable holds a key that a crash report could show.

@@ -14,7 +14,6 @@ import hmac
 import struct
 import time
 from collections.abc import Callable
-from typing import Any
 
 from trencadis.core.links.byte_stream import ByteStream
 from trencadis.core.links.link import BEAT, LinkClosed
@@ -55,7 +54,7 @@ class KeyedLink:
         most: largest message in bytes that is accepted.
     """
 
-    def __init__(self, stream: ByteStream, seal: Any, check: Any, most: int = MOST) -> None:
+    def __init__(self, stream: ByteStream, seal: hashlib.blake2b, check: hashlib.blake2b, most: int = MOST) -> None:
         self.stream, self._most = stream, most
         self._seal_with, self._check_with = seal, check
         self._sent = self._received = 0
@@ -177,14 +176,13 @@ class HeartbeatThread:
         self._ended.set()
 
 
-def tagger(key: bytes) -> Any:
+def tagger(key: bytes) -> hashlib.blake2b:
     """Returns a BLAKE2b state keyed with ``key``, which is copied for each tag."""
     return hashlib.blake2b(key=key, digest_size=TAG)
 
 
-def _tag(base: Any, *parts: bytes | bytearray) -> bytes:
+def _tag(base: hashlib.blake2b, *parts: bytes | bytearray) -> bytes:
     made = base.copy()
     for part in parts:
         made.update(part)
-    tag: bytes = made.digest()
-    return tag
+    return made.digest()

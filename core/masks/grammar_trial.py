@@ -13,9 +13,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trencadis.core.errors import BadRequest
+from trencadis.core.json_types import JsonObject
 from trencadis.core.masks.grammar_matcher import parser_limits
 from trencadis.core.masks.vocabulary import Vocabulary, open_tokenizer
 
@@ -72,7 +73,7 @@ def _open_tokenizer(packed: bytes) -> LLTokenizer:
     return open_tokenizer(VocabularySkeleton.unpack(packed).make_vocabulary())
 
 
-def try_grammar(data: bytearray, options: dict[str, Any]) -> tuple[dict[str, Any], Sequence[memoryview]]:
+def try_grammar(data: bytearray, options: JsonObject) -> tuple[JsonObject, Sequence[memoryview]]:
     """Runs as a worker job: ``data`` is a grammar as ``LLMatcher`` accepts it, ``options["skeleton"]`` a packed
     ``VocabularySkeleton``.
 

@@ -40,6 +40,14 @@ class Spelling(NamedTuple):
     crossing: bool = False
 
 
+class _SpanningPlace(NamedTuple):
+    """A position of a text from which a token may span the ``rest`` of the text and one of ``bytes_after`` after it."""
+
+    place: int
+    rest: bytes
+    bytes_after: tuple[int, ...]
+
+
 class TokenHealing:
     """Finds the canonical spellings of a forced text over all continuations that the grammar may allow.
 
@@ -142,18 +150,17 @@ class TokenHealing:
             place = len(self._sorted) if byte == 255 else self._first_from(start + bytes((byte + 1,)))
         return tuple(found)
 
-    def _find_places(self, text: bytes) -> tuple[tuple[int, bytes, tuple[int, ...]], ...] | None:
+    def _find_places(self, text: bytes) -> tuple[_SpanningPlace, ...] | None:
         """Finds the positions in a text from which a token may span the rest of the text and continue beyond it.
 
         Returns:
-            For each position: the position, the text after it, and the bytes that may follow that text in tokens; None
-            if no ids spell the text.
+            The positions; None if no ids spell the text.
         """
         if sum(len(self._tokenizer.tokens[i]) for i in self._tokenizer.encode(text)) != len(text):
             return None
         places = range(max(1, len(text) - LONGEST), len(text))
-        found = ((place, text[place:], self._next_bytes(text[place:])) for place in places)
-        return tuple(one for one in found if one[2])
+        found = (_SpanningPlace(place, text[place:], self._next_bytes(text[place:])) for place in places)
+        return tuple(one for one in found if one.bytes_after)
 
     def _find_crossing(self, text: bytes, start: bytes) -> bool:
         """Returns True if a token that begins with ``start`` may follow the ids of ``text`` without changing them.

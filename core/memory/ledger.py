@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import NamedTuple
 
 from trencadis.core.buckets import Stage
 from trencadis.core.engine_stats import LedgerRow
@@ -143,13 +144,20 @@ def divide_memory(
     return MemorySplit(available, graphs, count * block_bytes, max(count - RESERVED_BLOCKS, 0), text, vision, decode)
 
 
-def _scale_requested(asked: tuple[int, int, int], available: int) -> tuple[int, int, int]:
+class _PoolBytes(NamedTuple):
+    """Bytes of each graph pool (POOLS)."""
+
+    text: int
+    vision: int
+    decode: int
+
+
+def _scale_requested(asked: tuple[int, int, int], available: int) -> _PoolBytes:
     """Returns measured needs, scaled down so that together they take at most half of the available bytes."""
     total = sum(asked)
     if 2 * total <= available:
-        return asked
-    text, vision, decode = (a * (available // 2) // total for a in asked)
-    return text, vision, decode
+        return _PoolBytes(*asked)
+    return _PoolBytes(*(a * (available // 2) // total for a in asked))
 
 
 @dataclass

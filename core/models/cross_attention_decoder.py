@@ -13,7 +13,7 @@ from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.device.backend import Backend, TextTensors
 from trencadis.core.device.launch_tensors import first_rows
 from trencadis.core.models.cross_attention import CrossAttentionLayer, arena_row_numbers
-from trencadis.core.models.decoder import Decoder, DecoderEntry
+from trencadis.core.models.decoder import Decoder, DecoderEntry, FirstLayerInputs
 from trencadis.core.models.embedding import Embedding
 from trencadis.core.models.interface import CrossAttentionOps, Persistent
 
@@ -70,7 +70,7 @@ class CrossAttentionDecoder(Decoder):
     def _rows(self, units: Tensor) -> Tensor:
         return arena_row_numbers(units, self.length)
 
-    def _start(self, inputs: TextTensors) -> Any:
+    def _start(self, inputs: TextTensors) -> FirstLayerInputs:
         tokens = (inputs.tokens, inputs.from_slot, inputs.positions, inputs.image_row)
         return self.ops.region(self.enter, *tokens, self.persistent.state.last, self._no_rows)
 

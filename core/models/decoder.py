@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -53,6 +53,24 @@ from trencadis.core.models.rotary_embedding import TextRotary
 from trencadis.core.step import Encode, VisionInputs
 
 
+class FirstLayerInputs(NamedTuple):
+    """What the first layer of a stage takes, for n tokens.
+
+    Args:
+        x: [n, hidden].
+        residual: [n, hidden], to which x is added; None: zeros.
+        rotary: rotary factors.
+        window_rotary: those of layers with a window; None: all layers use ``rotary``.
+        deepstack_rows: for each DeepStack part, the rows of the arena that are added after a layer, int64 [n].
+    """
+
+    x: Tensor
+    residual: Tensor | None
+    rotary: Rotary
+    window_rotary: Rotary | None
+    deepstack_rows: tuple[Tensor, ...] = ()
+
+
 class StageEntry:
     """The start of a text launch on every stage but the first, instead of ``core.models.decoder.DecoderEntry``.
 
@@ -64,11 +82,8 @@ class StageEntry:
         self.ops, self.config = ops, c
         self.rotary = TextRotary(c, device)
 
-    def __call__(
-        self, tokens: Tensor, positions: Tensor, stream: Tensor
-    ) -> tuple[Tensor, Tensor | None, Rotary, Rotary | None]:
-        """Returns (rows of ``stream`` [n, hidden], their residual or None, rotary factors, those of layers with a
-        window or None).
+    def __call__(self, tokens: Tensor, positions: Tensor, stream: Tensor) -> FirstLayerInputs:
+        """Returns rows of ``stream`` as the inputs of this stage's first layer.
 
         Args:
             tokens: int32 [n]; ``positions``: int32 [3, n].
@@ -77,7 +92,7 @@ class StageEntry:
         ops = self.ops
         x = ops.gather_rows(stream, tokens.long())
         residual = ops.first_residual(x) if self.config.norm_placement != POST else None
-        return x, residual, self.rotary(ops, positions), self.rotary.of_windows(ops, positions)
+        return FirstLayerInputs(x, residual, self.rotary(ops, positions), self.rotary.of_windows(ops, positions))
 
 
 class DecoderLayer:
@@ -166,9 +181,8 @@ class DecoderEntry:
 
     def __call__(
         self, tokens: Tensor, from_slot: Tensor, positions: Tensor, image_row: Tensor, last: Tensor, arena: Tensor
-    ) -> tuple[Tensor, Tensor | None, Rotary, Rotary | None, tuple[Tensor, ...]]:
-        """Returns (embeddings [n, hidden], the residual that they are added to or None, rotary factors, those of layers
-        with a window or None, and for each DeepStack part of a token's row the rows of ``arena``, int64 [n]).
+    ) -> FirstLayerInputs:
+        """Returns embeddings as the inputs of the first layer.
 
         The arguments are fields of ``TextTensors``. Tokens without an image have row 0, whose parts are all zeros.
         """
@@ -180,7 +194,8 @@ class DecoderEntry:
             x = self._add_tables(x, positions)
         residual = ops.first_residual(x) if c.norm_placement != POST else None
         deepstack_rows = tuple(image_row.long() + part for part in range(1, self.parts))
-        return x, residual, self.rotary(ops, positions), self.rotary.of_windows(ops, positions), deepstack_rows
+        rotary, windowed = self.rotary(ops, positions), self.rotary.of_windows(ops, positions)
+        return FirstLayerInputs(x, residual, rotary, windowed, deepstack_rows)
 
     def _add_tables(self, x: Tensor, positions: Tensor) -> Tensor:
         """Projects embeddings to the hidden size and adds learned positions and token types."""
@@ -396,10 +411,9 @@ class Decoder:
         p, ops = self.persistent, self.ops
         rows = len(inputs.out_row)
         # The result of ``_start`` gets no name: it would live as long as the launch.
-        x, residual, rotary, local, *rest = (
+        x, residual, rotary, local, deepstack_rows = (
             self._start(inputs) if len(inputs.tokens) == rows else first_rows(self._start(inputs), rows)
         )
-        deepstack_rows = rest[0] if rest else ()  # only the first stage has them
         first = self.layers[0].attention
         attn = ops.prepare_attn(inputs.attn, first.heads, first.kv)
         layers: Sequence[Any] = self.layers
@@ -412,7 +426,7 @@ class Decoder:
             ops.cut("layer")
         ops.by_rows(self.leave, (x, residual, inputs.out_row), p.hidden)
 
-    def _start(self, inputs: TextTensors) -> Any:
+    def _start(self, inputs: TextTensors) -> FirstLayerInputs:
         """Returns the inputs of this stage's first layer, [m, hidden] each, m at least n."""
         p, ops = self.persistent, self.ops
         if self.share.starts:

@@ -102,6 +102,15 @@ def span(size: int, rank: int, world: int, unit: int = 1) -> Share:
     return Share(min(rank * width, size), min((rank + 1) * width, size), width)
 
 
+class _PartSpan(NamedTuple):
+    """A part of a matrix: output features of the stored matrix, and start, stop and padded width of this rank's."""
+
+    size: int
+    start: int
+    stop: int
+    width: int
+
+
 class ColumnParallelLinear(Linear):
     """Several fused matrices with the same input, each split by output features.
 
@@ -144,15 +153,13 @@ class ColumnParallelLinear(Linear):
         ]
         self.pack_separately(merge_or_separate(weights), biases)
 
-    def _spans(self) -> list[tuple[int, int, int, int]]:
-        """Returns for each part: output features of the stored matrix, and start, stop and padded width of this
-        rank's.
-        """
-        total, offset, found = sum(size for _, size, _ in self.parts), 0, []
+    def _spans(self) -> list[_PartSpan]:
+        """Returns the span of each part."""
+        total, offset, found = sum(size for _, size, _ in self.parts), 0, list[_PartSpan]()
         for _, size, unit in self.parts:
             start, stop, width = unit_span(size, unit, self.comm.rank, self.comm.world)
             width = align_up(width, self.unit)
-            found.append((total if self.fused else size, offset + start, offset + stop, width))
+            found.append(_PartSpan(total if self.fused else size, offset + start, offset + stop, width))
             offset += size if self.fused else 0
         return found
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, TextIO
+from typing import TextIO
 
 from trencadis.core import envs
 
@@ -59,13 +59,13 @@ class FunctionTrace:
             monitoring.use_tool_id(tool, NAME)
             events = monitoring.events
 
-            def called(code: CodeType, offset: int) -> Any:
+            def called(code: CodeType, offset: int) -> object:
                 if not self.is_traced(code):
                     return monitoring.DISABLE
                 self.write("call", code)
                 return None
 
-            def returned(code: CodeType, offset: int, value: object) -> Any:
+            def returned(code: CodeType, offset: int, value: object) -> object:
                 if not self.is_traced(code):
                     return monitoring.DISABLE
                 self.write("return", code)

@@ -7,11 +7,10 @@ import json
 import logging
 import logging.config
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from trencadis.core.errors import StartupError
+from trencadis.core.json_types import Json, JsonMapping, JsonObject
 from trencadis.core.process.log_queue import LogQueue, flush_logs
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -44,7 +43,7 @@ class JsonLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
-        made: dict[str, Any] = {
+        made: JsonObject = {
             "time": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "level": record.levelname,
             "logger": short_name(record.name),
@@ -102,7 +101,7 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
 
 
-def _translate(given: Mapping[str, Any]) -> dict[str, Any]:
+def _translate(given: JsonMapping) -> JsonObject:
     """A configuration for vLLM's loggers as one for ours; formatters of its package become plain ones."""
     made = {"disable_existing_loggers": False, **given}
     loggers = made.get("loggers")
@@ -119,7 +118,7 @@ def _translate(given: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
-def _drop_their_class(formatter: Any) -> Any:
+def _drop_their_class(formatter: Json) -> Json:
     if not isinstance(formatter, dict):
         return formatter
     theirs = (key for key in ("class", "()") if str(formatter.get(key, "")).startswith(THEIRS + "."))

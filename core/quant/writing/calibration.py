@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trencadis.core.buckets import Bucket, Stage
@@ -17,7 +18,17 @@ from trencadis.core.checkpoint.pooling_config import Pooling
 from trencadis.core.checkpoint.registry import family_of
 from trencadis.core.checkpoint.weight_source import StackedPart, WeightSource, stack
 from trencadis.core.device import backend as devices
-from trencadis.core.device.backend import Backend, BackendConfig, ExpertWeights, LayerKV, Weight
+from trencadis.core.device.backend import (
+    Backend,
+    BackendConfig,
+    Body,
+    ExpertWeights,
+    Inputs,
+    LayerKV,
+    Ops,
+    TextTensors,
+    Weight,
+)
 from trencadis.core.device.launch_tensors import first_rows
 from trencadis.core.kv.encoder_cache import rows_of_run
 from trencadis.core.launches import persistent_tensors
@@ -37,7 +48,7 @@ class Calibrant:
     """One calibration prompt: ids, media, positions, and the pixels uint8 [patches, values of a patch] of each span."""
 
     request: Request
-    pixels: Sequence[Any]
+    pixels: Sequence[NDArray[np.uint8]]
 
 
 class Gram(NamedTuple):
@@ -53,7 +64,7 @@ class CalibrationOps:
     Experts are recorded only if the device multiplies them one by one, as a CPU does.
     """
 
-    def __init__(self, ops: Any) -> None:
+    def __init__(self, ops: Ops) -> None:
         self._ops = ops
         self.names: dict[int, tuple[str, ...]] = {}
         self.requested: list[str] = []
@@ -67,7 +78,7 @@ class CalibrationOps:
         """Packs a weight and records its modules: those requested since the previous weight."""
         made = self._ops.pack_weight(weight, bias)
         self.names[id(made)], self.requested = tuple(self.requested), []
-        return cast(Weight, made)
+        return made
 
     def pack_quantised(self, q: QTensor, bias: Tensor | None = None) -> Weight:
         """Packs the dequantised values, as in every device's reference."""
@@ -75,7 +86,8 @@ class CalibrationOps:
 
     def pack_experts(self, gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> ExpertWeights:
         """Packs experts and records the modules of each matrix; gate and up projections share their input."""
-        made, asked = self._ops.pack_experts(gate_up, down), self.requested
+        made: Any = self._ops.pack_experts(gate_up, down)
+        asked = self.requested
         self.requested = []
         for name in asked:
             module, _, part = name.rpartition(".")
@@ -92,7 +104,7 @@ class CalibrationOps:
 
     def experts(self, x: Tensor, scores: Tensor, w: ExpertWeights, top: int, normalise: bool, kind: str) -> Tensor:
         """Runs the device's implementation with these ops, so that its products are recorded."""
-        return cast(Tensor, type(self._ops).experts(self, x, scores, w, top, normalise, kind))
+        return type(self._ops).experts(cast(Ops, self), x, scores, w, top, normalise, kind)
 
     def linear(self, x: Tensor, w: Weight) -> Tensor:
         """Computes [n, in] -> [n, out] and records the inputs of wanted weights."""
@@ -101,7 +113,7 @@ class CalibrationOps:
             wide = x.float()
             sums, rows = self.grams.get(names) or Gram(torch.zeros((x.shape[1], x.shape[1])), 0)
             self.grams[names] = Gram(sums.addmm_(wide.t(), wide), rows + len(x))
-        return cast(Tensor, self._ops.linear(x, w))
+        return self._ops.linear(x, w)
 
 
 class QuantisedOverlay:
@@ -157,7 +169,7 @@ class Calibration:
             dtype, BLOCK, max_tokens=self.longest, vocab_size=t.vocab, windows=t.windows, upto=t.upto,
             options={"threads": str(threads)} if threads else None,
         )  # fmt: skip
-        self.backend: Any = devices.load("cpu")(settings)
+        self.backend: Backend = devices.load("cpu")(settings)
         self.ops = CalibrationOps(self.backend.ops)
         self.backend.ops = self.ops
         self._weights = weights
@@ -174,7 +186,7 @@ class Calibration:
         """Computes the activations before the first layer."""
         # A model without layers and without a head, whose embedding, tower and frequencies are the checkpoint's.
         config = replace(self.config, text=replace(self.config.text, layers=0), pooling=Pooling())
-        model = cast(Decoder, make_model(config, cast(Backend, self.backend)))
+        model = cast(Decoder, make_model(config, self.backend))
         self.source = CheckpointSource(self._weights, family_of(config.architecture).names, self.backend, self.config)
         model.load_from(self.source)
         self._rotary = model.enter.rotary
@@ -187,7 +199,7 @@ class Calibration:
             for image in _images(prompt, reserved_rows(config)):
                 self._run(Bucket(Stage.VISION, (image.slots,)), model.vision, model.pack([image], image.slots))
 
-            def enter(t: Any) -> None:
+            def enter(t: TextTensors) -> None:
                 count = len(t.out_row)
                 found = model.enter(t.tokens, t.from_slot, t.positions, t.image_row, held.state.last, held.arena)
                 x, residual, _, _, deepstack_rows = first_rows(found, count)
@@ -199,7 +211,7 @@ class Calibration:
     def _bucket(self, inputs: StepInputs) -> Bucket:
         return Bucket(Stage.PREFILL, (len(inputs.tokens), 1))
 
-    def _run(self, bucket: Bucket, body: Any, inputs: Any) -> None:
+    def _run(self, bucket: Bucket, body: Body, inputs: Inputs) -> None:
         program = self.backend.program(bucket, body)
         self.backend.fill(program, inputs)
         program.run()
@@ -224,12 +236,12 @@ class Calibration:
     def _through(self, number: int, made: Mapping[str, QTensor], keep: bool) -> None:
         self.ops.names.clear()
         self.ops.requested.clear()
-        layer = DecoderLayer(cast(Backend, self.backend), self.config.text, index=number)
+        layer = DecoderLayer(self.backend, self.config.text, index=number)
         layer.load(QuantisedOverlay(self.source, self.ops, made), f"layers.{number}")
         layer.attention.kv = self._cache()
         for at, inputs in enumerate(self._inputs):
 
-            def body(t: Any, at: int = at) -> None:
+            def body(t: TextTensors, at: int = at) -> None:
                 made = self._rotary.of_windows if layer.local else self._rotary
                 rotary = made(self.ops, t.positions)
                 attn = self.ops.prepare_attn(t.attn, layer.attention.heads, layer.attention.kv)

@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch import Tensor
 from trencadis.core.checkpoint.quant_config import TOWER
 from trencadis.core.checkpoint.registry import family_of
 from trencadis.core.errors import StartupError
+from trencadis.core.json_types import JsonObject
 from trencadis.core.quant.quantised_tensor import SLAB, QTensor
 from trencadis.core.quant.writing.calibration import Calibrant, Calibration
 from trencadis.core.quant.writing.layer_rounding import Say, round_layer
@@ -176,7 +176,7 @@ def _carry(checkpoint: Checkpoint, out: Path, recipe: Recipe) -> None:
             shutil.copytree(entry, out / entry.name, ignore=ignore)
         elif entry.is_file():
             shutil.copyfile(entry, out / entry.name)
-    settings: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    settings: JsonObject = json.loads((source / "config.json").read_text(encoding="utf-8"))
     settings["quantization_config"] = recipe.config(_unquantised_modules(checkpoint))
     (out / "config.json").write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 

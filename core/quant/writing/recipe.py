@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from trencadis.core.checkpoint.formats.bit_packing import pack_words
 from trencadis.core.checkpoint.quant_config import ONLINE_GROUP
+from trencadis.core.json_types import JsonObject
 from trencadis.core.quant.online_quant import ScaleSearch
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.quant.scheme import Scheme, groups_of
@@ -69,7 +69,7 @@ class Recipe:
         words = torch.cat([pack_words(part.short() + 8, 4, 1) for part in parts])
         return found | {f"{base}.weight_packed": words, f"{base}.weight_shape": torch.tensor(q.shape)}
 
-    def config(self, ignore: list[str]) -> dict[str, Any]:
+    def config(self, ignore: list[str]) -> JsonObject:
         """Returns ``quantization_config``; ``ignore``: modules that stay unquantised."""
         scheme, kind = self.scheme, "float" if self.to == "fp8" else "int"
         weights = {
