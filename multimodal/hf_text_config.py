@@ -9,19 +9,20 @@ from trencadis.core.checkpoint.family import ParsedConfig
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.model_config import TextConfig
 from trencadis.core.families import llama, mistral, qwen2, qwen3
+from trencadis.core.json_types import JsonMapping
 
-LLAMA: Mapping[str, Any] = {
+LLAMA: JsonMapping = {
     "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
     "num_attention_heads": 32, "rms_norm_eps": 1e-6, "max_position_embeddings": 2048,
 }  # fmt: skip
-MISTRAL: Mapping[str, Any] = {
+MISTRAL: JsonMapping = {
     **LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 4096 * 32,
 }  # fmt: skip
-QWEN2: Mapping[str, Any] = {
+QWEN2: JsonMapping = {
     **LLAMA, "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32,
     "max_position_embeddings": 32768,
 }  # fmt: skip
-DECODERS: Mapping[str, tuple[Callable[[JsonFields, JsonFields, bool], ParsedConfig], Mapping[str, Any]]] = {
+DECODERS: Mapping[str, tuple[Callable[[JsonFields, JsonFields, bool], ParsedConfig], JsonMapping]] = {
     "llama": (llama.describe, LLAMA),
     "mistral": (mistral.describe, MISTRAL),
     "qwen2": (qwen2.describe, QWEN2),

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from trencadis.core.errors import BadRequest
+from trencadis.core.json_types import Json, JsonMapping, JsonObject
 
 CLIP_TOKENS = 128_000
 """Most tokens of a video clip."""
@@ -70,7 +71,7 @@ class MediaOptions:
         return replace(base, **given)
 
     @property
-    def given(self) -> dict[str, Any]:
+    def given(self) -> JsonObject:
         """The options that are set, by name."""
         return {f.name: v for f in fields(self) if (v := getattr(self, f.name)) is not None}
 
@@ -88,7 +89,7 @@ _NAMES = {f.name: "float" in str(f.type) for f in fields(MediaOptions) if f.name
 _PART_KEYS = frozenset({*_NAMES, "detail"})
 VIDEO_NAMES = frozenset({"fps", "nframes", "min_frames", "max_frames", "total_pixels", "video_start", "video_end"})
 _SIZE = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
-_FIXED_VALUES: dict[str, tuple[Any, ...]] = {
+_FIXED_VALUES: dict[str, tuple[Json, ...]] = {
     "do_resize": (True,), "do_rescale": (True,), "do_normalize": (True,), "do_convert_rgb": (True,),
     "resample": (3, "bicubic"), "return_tensors": ("pt", "np"), "use_fast": (True, False),
     "patch_size": (14,), "temporal_patch_size": (2,), "merge_size": (2,), "do_sample_frames": (True,),
@@ -117,7 +118,7 @@ class MediaPart(NamedTuple):
         uuid: the client's own name for the content.
     """
 
-    source: Any
+    source: object
     path: str
     options: MediaOptions = NO_OPTIONS
     kind: str = "image"
@@ -158,7 +159,7 @@ class MediaScope:
         """The options of the request's videos."""
         return self.options if self.videos is None else self.videos
 
-    def with_kwargs(self, kwargs: Mapping[str, Any]) -> MediaScope:
+    def with_kwargs(self, kwargs: JsonMapping) -> MediaScope:
         """Returns this scope with the options of the request's ``mm_processor_kwargs``.
 
         Raises:
@@ -171,7 +172,7 @@ class MediaScope:
 NO_SCOPE = MediaScope()
 
 
-def part_options(part: Mapping[str, Any], path: str) -> MediaOptions:
+def part_options(part: JsonMapping, path: str) -> MediaOptions:
     """Reads the options on a content part and inside its URL object; those on the part win. Ignores other keys.
 
     Raises:
@@ -182,9 +183,9 @@ def part_options(part: Mapping[str, Any], path: str) -> MediaOptions:
     return NO_OPTIONS if plain else _read_options(part, inner, path)
 
 
-def _read_options(part: Mapping[str, Any], inner: Mapping[str, Any], path: str) -> MediaOptions:
+def _read_options(part: JsonMapping, inner: JsonMapping, path: str) -> MediaOptions:
     """Reads the options of a part that has some; ``inner`` is its URL object."""
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
     for place, where in ((inner, f"{path}.{_inner_name(part)}"), (part, path)):
         for name, real in _NAMES.items():
             if place.get(name) is not None:
@@ -194,9 +195,7 @@ def _read_options(part: Mapping[str, Any], inner: Mapping[str, Any], path: str) 
     return _check_together(MediaOptions(**found), path) if found else NO_OPTIONS
 
 
-def request_options(
-    kwargs: Mapping[str, Any] | None, path: str = "mm_processor_kwargs", kind: str = ""
-) -> MediaOptions:
+def request_options(kwargs: JsonMapping | None, path: str = "mm_processor_kwargs", kind: str = "") -> MediaOptions:
     """Reads the request's ``mm_processor_kwargs``, with the keys of transformers' processors.
 
     ``images_kwargs`` and ``videos_kwargs`` hold the same keys for one kind of media; ``num_frames`` means ``nframes``;
@@ -208,8 +207,8 @@ def request_options(
     Raises:
         BadRequest: a key is unknown, or a value is invalid or not supported.
     """
-    found: dict[str, Any] = {}
-    own: dict[str, Any] = {}
+    found: JsonObject = {}
+    own: JsonObject = {}
     for name, value in (kwargs or {}).items():
         where = f"{path}.{name}"[:120]
         if value is None:
@@ -232,7 +231,7 @@ def request_options(
     return _check_together(MediaOptions(**found), path) if found else NO_OPTIONS
 
 
-def media_scope(salt: str, kwargs: Mapping[str, Any] | None) -> MediaScope:
+def media_scope(salt: str, kwargs: JsonMapping | None) -> MediaScope:
     """Returns the scope of an offline prompt with these ``mm_processor_kwargs``.
 
     Raises:
@@ -241,7 +240,7 @@ def media_scope(salt: str, kwargs: Mapping[str, Any] | None) -> MediaScope:
     return MediaScope(salt).with_kwargs(kwargs) if kwargs else MediaScope(salt)
 
 
-def part_uuid(part: Mapping[str, Any], path: str) -> str | None:
+def part_uuid(part: JsonMapping, path: str) -> str | None:
     """Returns the ``uuid`` of a content part.
 
     Raises:
@@ -251,23 +250,23 @@ def part_uuid(part: Mapping[str, Any], path: str) -> str | None:
     return None if value is None else _check_uuid(value, path)
 
 
-def _check_uuid(value: Any, path: str) -> str:
+def _check_uuid(value: Json, path: str) -> str:
     if not isinstance(value, str) or not 0 < len(value) <= UUID_SIZE or "\0" in value:
         raise BadRequest(f"uuid must be a string of 1 to {UUID_SIZE} characters without NUL.", param=f"{path}.uuid")
     return value
 
 
-def _inner_name(part: Mapping[str, Any]) -> str:
+def _inner_name(part: JsonMapping) -> str:
     return next((k for k in ("image_url", "video_url", "image", "video") if isinstance(part.get(k), Mapping)), "")
 
 
-def _object(value: Any, where: str) -> Mapping[str, Any]:
+def _object(value: Json, where: str) -> JsonMapping:
     if not isinstance(value, Mapping) or not all(isinstance(k, str) for k in value):
         raise BadRequest(f"{where[:100]} must be an object.", param=where)
     return value
 
 
-def _number(value: Any, real: bool, where: str) -> int | float:
+def _number(value: Json, real: bool, where: str) -> int | float:
     name = where.rpartition(".")[2]
     least = 0 if real else 1
     # A NaN fails both comparisons.
@@ -278,7 +277,7 @@ def _number(value: Any, real: bool, where: str) -> int | float:
     return float(value) if real else int(value)
 
 
-def _detail(value: Any, where: str) -> str:
+def _detail(value: Json, where: str) -> str:
     if value not in DETAILS:
         raise BadRequest(f"detail must be one of {', '.join(DETAILS)}.", param=where)
     return str(value)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from trencadis.core.json_types import Json, JsonMapping, JsonObject
 from trencadis.multimodal.media_options import MediaOptions
 from trencadis.multimodal.patch_packing import Grid
 
@@ -166,18 +166,18 @@ class Processor(Protocol):
 class VideoProcessor(Processor, Protocol):
     """A processor whose model takes videos: each pair of frames is an item."""
 
-    def frame_limits(self) -> dict[str, Any]:
+    def frame_limits(self) -> JsonObject:
         """Returns the fields of ``videos.frame_sampling.FrameLimits``."""
         ...
 
 
-def build_processor(fields: Mapping[str, Any]) -> Processor:
+def build_processor(fields: JsonMapping) -> Processor:
     """Builds an image processor from its fields, as decoded from JSON."""
     module, _, name = fields["kind"].partition(":")
     made: Processor = getattr(import_module(module), name)(**{key: _freeze(value) for key, value in fields.items()})
     return made
 
 
-def _freeze(value: Any) -> Any:
+def _freeze(value: Json) -> Json:
     """Turns the lists that JSON makes of tuples back into tuples."""
     return tuple(_freeze(one) for one in value) if isinstance(value, list) else value

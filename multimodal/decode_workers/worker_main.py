@@ -21,13 +21,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import Any
 
 from trencadis.core.errors import TrencadisError
 from trencadis.core.host_memory import volunteer_for_oom_kill
+from trencadis.core.json_types import JsonObject
 from trencadis.multimodal.decode_workers import worker_messages
 
-Values = dict[str, Any]
+Values = JsonObject
 JobFunction = Callable[[bytearray, Values], tuple[Values, Sequence[memoryview]]]
 
 JOBS = {
@@ -114,9 +114,7 @@ def peak_memory() -> int:
         return next((int(line.split()[1]) << 10 for line in file if line.startswith(b"VmHWM")), 0)
 
 
-def run_job(
-    request: dict[str, Any], data: bytearray, more: Mapping[str, str]
-) -> tuple[dict[str, Any], Sequence[memoryview]]:
+def run_job(request: JsonObject, data: bytearray, more: Mapping[str, str]) -> tuple[JsonObject, Sequence[memoryview]]:
     """Runs a job; returns its values and buffers, or a status and a message that quotes no library."""
     try:
         job = load_job(request["job"], more)
@@ -129,7 +127,7 @@ def run_job(
         lower_limit(resource.RLIMIT_AS, resource.getrlimit(resource.RLIMIT_AS)[1])
 
 
-def describe_error(error: Exception) -> dict[str, Any]:
+def describe_error(error: Exception) -> JsonObject:
     """Returns status and message of a failed job, without quoting any decoder."""
     if isinstance(error, TrencadisError):
         return {"status": error.status, "message": error.message}

@@ -9,10 +9,11 @@ import json
 import socket
 import struct
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from trencadis.core.json_types import JsonObject
 
 HEAD = struct.Struct(">IQ")
 """The size of the JSON object and the total size of all buffers, in bytes."""
@@ -25,7 +26,7 @@ class ProtocolError(Exception):
     """The other side violates the protocol."""
 
 
-def pack_message(message: dict[str, Any], buffers: Sequence[memoryview] = ()) -> bytes:
+def pack_message(message: JsonObject, buffers: Sequence[memoryview] = ()) -> bytes:
     """Returns the head and JSON object of a message; the caller sends ``buffers`` after it, in order.
 
     Args:
@@ -48,7 +49,7 @@ def read_lengths(head: bytes, most: int) -> tuple[int, int]:
     return text, body
 
 
-def unpack_message(text: bytes, body: int) -> dict[str, Any]:
+def unpack_message(text: bytes, body: int) -> JsonObject:
     """Parses the object and checks that its ``sizes`` add up to ``body`` bytes.
 
     Raises:

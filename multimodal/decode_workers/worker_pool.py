@@ -15,13 +15,13 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Condition, Thread
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from trencadis.core.cpu_affinity import available_cpus
 from trencadis.core.errors import BadRequest, TooLarge, TrencadisError, Unavailable, from_status
+from trencadis.core.json_types import JsonMapping, JsonObject
 from trencadis.multimodal.decode_workers import worker_messages
 from trencadis.multimodal.decode_workers.worker_process import WorkerDied, WorkerProcess, WorkerStopped
 
@@ -66,7 +66,7 @@ class Job:
     """
 
     name: str
-    options: Mapping[str, Any]
+    options: JsonMapping
     seconds: float = 20.0
     memory: int = 1 << 30
     reply: int = 1 << 30
@@ -77,7 +77,7 @@ class Job:
 class JobResult:
     """A worker's answer: JSON values, and uint8 [bytes] arrays, which are views of one received block."""
 
-    values: dict[str, Any]
+    values: JsonObject
     buffers: list[npt.NDArray[np.uint8]]
 
 
@@ -350,13 +350,13 @@ class WorkerPool:
             return None
 
 
-def _parse_answer(message: dict[str, Any], buffers: list[npt.NDArray[np.uint8]]) -> JobResult | TrencadisError:
+def _parse_answer(message: JsonObject, buffers: list[npt.NDArray[np.uint8]]) -> JobResult | TrencadisError:
     """Converts a worker's message to a result or an error."""
     values = message.get("values")
     return JobResult(values, buffers) if isinstance(values, dict) else _reported_error(message)
 
 
-def _reported_error(message: dict[str, Any]) -> TrencadisError:
+def _reported_error(message: JsonObject) -> TrencadisError:
     """Returns the error that a worker reports.
 
     A hostile file may control the worker, so only known statuses are passed on.

@@ -10,11 +10,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from trencadis.core.json_types import JsonObject
 from trencadis.core.process.child_process import python_path, read_stat
 from trencadis.multimodal.decode_workers import worker_messages
 
@@ -148,8 +148,8 @@ class WorkerProcess:
             raise StartFailed from None
 
     def exchange(
-        self, message: dict[str, Any], data: bytes | bytearray | memoryview, most: int, check: Check
-    ) -> tuple[dict[str, Any], list[npt.NDArray[np.uint8]]]:
+        self, message: JsonObject, data: bytes | bytearray | memoryview, most: int, check: Check
+    ) -> tuple[JsonObject, list[npt.NDArray[np.uint8]]]:
         """Sends a job and returns its answer.
 
         Args:
@@ -188,7 +188,7 @@ class WorkerProcess:
             self._process.wait()
         return self._process.returncode == -signal.SIGXCPU
 
-    def _receive_answer(self, check: Check, most: int) -> tuple[dict[str, Any], list[npt.NDArray[np.uint8]]]:
+    def _receive_answer(self, check: Check, most: int) -> tuple[JsonObject, list[npt.NDArray[np.uint8]]]:
         head = self._receive(worker_messages.HEAD.size, check)
         text, body = worker_messages.read_lengths(head.tobytes(), most)
         message = worker_messages.unpack_message(self._receive(text, check).tobytes(), body)

@@ -6,13 +6,13 @@ Configuration of Gemma-3's SigLIP tower with averaged patches: sizes, weights, c
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.families import gemma3
+from trencadis.core.json_types import JsonMapping
 from trencadis.core.shared_constants import WINDOW_SLOTS
 from trencadis.core.vision_config import SharedMatrix
 from trencadis.multimodal.hf_text_config import PREFIXES
@@ -52,7 +52,7 @@ class Gemma3VisionConfig(SiglipVisionConfig):
         return max(super().activations(slots, itemsize, ranks, unit), leaving)
 
 
-TEXT_DEFAULTS: Mapping[str, Any] = {
+TEXT_DEFAULTS: JsonMapping = {
     "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
     "num_attention_heads": 8, "num_key_value_heads": 4, "rms_norm_eps": 1e-6,
 }  # fmt: skip

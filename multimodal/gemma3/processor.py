@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.json_types import JsonMapping
 from trencadis.multimodal.gemma3.family import Gemma3VisionConfig
 from trencadis.multimodal.normalisation import IMAGENET_STANDARD, PixelNormalisation, read_normalisation
 from trencadis.multimodal.processor import ImageGeometry, PlaceholderRun
@@ -56,15 +56,13 @@ def read_settings(path: Path, v: Gemma3VisionConfig) -> PixelNormalisation:
     return read_normalisation(c, IMAGENET_STANDARD)
 
 
-def from_checkpoint(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad") -> Gemma3ImageProcessor:
+def from_checkpoint(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> Gemma3ImageProcessor:
     """Creates the processor of a checkpoint folder; raises StartupError for unsupported settings."""
     check_processor_kwargs(mm_kwargs)
     assert isinstance(config.vision, Gemma3VisionConfig)
     return Gemma3ImageProcessor(**shared_processor_fields(config.vision, read_settings(config.path, config.vision)))
 
 
-def image_sizes(
-    config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad"
-) -> Callable[..., ImageGeometry]:
+def image_sizes(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> Callable[..., ImageGeometry]:
     """Returns a function that computes an image's geometry from its height and width."""
     return Gemma3ImageProcessor(**shared_processor_fields(get_vision_config(config))).compute_geometry

@@ -7,14 +7,14 @@ An image is resampled twice before it is cut, as in transformers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
+from trencadis.core.json_types import JsonMapping, JsonObject
 from trencadis.multimodal.normalisation import PixelNormalisation, read_normalisation
 from trencadis.multimodal.processor import ImageGeometry, Layout, PlaceholderRun
 from trencadis.multimodal.vit.processor import (
@@ -109,7 +109,7 @@ def layout_named_tiles(grid: Size, rows: int) -> Layout:
     return *layout, f"\n\n{FAKE}{GLOBAL}", PlaceholderRun(grid[0] * grid[1], 0, rows), FAKE
 
 
-def _read_settings(config: ModelConfig) -> dict[str, Any]:
+def _read_settings(config: ModelConfig) -> JsonObject:
     """Returns the processor's fields; without a processor file those of the class, for plans."""
     v = get_vision_config(config)
     if not has_processor_settings(config.path):
@@ -128,7 +128,7 @@ def _read_settings(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def image_needs(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
+def image_needs(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> ImageNeeds:
     """Returns the limits of images. Every item is one tile; the arena holds the tiles of the largest image."""
     check_processor_kwargs(mm_kwargs)
     v, made = get_vision_config(config), Idefics3ImageProcessor(**_read_settings(config))
@@ -138,18 +138,14 @@ def image_needs(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: st
     )
 
 
-def from_checkpoint(
-    config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad"
-) -> Idefics3ImageProcessor:
+def from_checkpoint(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> Idefics3ImageProcessor:
     """Creates the processor of a checkpoint folder; raises StartupError for unsupported settings."""
     check_processor_kwargs(mm_kwargs)
     read_processor_settings(config.path)
     return Idefics3ImageProcessor(**_read_settings(config))
 
 
-def image_sizes(
-    config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad"
-) -> Callable[..., ImageGeometry]:
+def image_sizes(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> Callable[..., ImageGeometry]:
     """Returns a function that computes an image's geometry from its height and width."""
     return Idefics3ImageProcessor(**_read_settings(config)).compute_geometry
 

@@ -208,7 +208,7 @@ class ImageFrontend:
         size = header.height, header.width
         return OpenedSource(content, size, lambda digest: self.decoder.prepare(data, header, processor, digest))
 
-    async def _open_decoded(self, source: NDArray[Any] | Image.Image, processor: Processor) -> OpenedSource:
+    async def _open_decoded(self, source: Any, processor: Processor) -> OpenedSource:
         """Opens an offline caller's array or PIL image."""
         if not isinstance(source, Image.Image):
             source = await self.decoder.run(partial(array_to_image, source))

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from trencadis.core.errors import BadRequest, StartupError
+from trencadis.core.json_types import JsonMapping, JsonObject
 from trencadis.multimodal.media_options import (
     ACCEPTED_KEYS,
     CHECKPOINT_KEYS,
@@ -38,11 +38,11 @@ class ServerOptions:
 
     pixels: dict[str, int] = field(default_factory=dict)
     videos: MediaOptions = NO_OPTIONS
-    checkpoint: dict[str, Any] = field(default_factory=dict)
+    checkpoint: JsonObject = field(default_factory=dict)
     tiles: int | None = None
 
 
-def server_options(kwargs: Mapping[str, Any]) -> ServerOptions:
+def server_options(kwargs: JsonMapping) -> ServerOptions:
     """Reads ``--mm-processor-kwargs``, which accepts the keys of transformers' image and video processors.
 
     Raises:
@@ -53,7 +53,7 @@ def server_options(kwargs: Mapping[str, Any]) -> ServerOptions:
     groups += [
         (f".{name}", kwargs[name]) for name in ("images_kwargs", "videos_kwargs") if kwargs.get(name) is not None
     ]
-    fixed: dict[str, Any] = {}
+    fixed: JsonObject = {}
     found: dict[str, MediaOptions] = {}
     for key, some in groups:
         if not isinstance(some, Mapping):
@@ -66,7 +66,7 @@ def server_options(kwargs: Mapping[str, Any]) -> ServerOptions:
     return ServerOptions(pixels, found.get(".videos_kwargs", NO_OPTIONS).merge_over(clips), fixed, for_images.num_crops)
 
 
-def _read_options(kwargs: Mapping[str, Any], where: str) -> MediaOptions:
+def _read_options(kwargs: JsonMapping, where: str) -> MediaOptions:
     wrong = next((name for name in kwargs if name not in KNOWN_KEYS or name in REQUEST_ONLY_KEYS), None)
     if wrong is not None:
         what = "the key of a request" if wrong in REQUEST_ONLY_KEYS else "the unknown key"

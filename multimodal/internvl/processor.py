@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
 
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
+from trencadis.core.json_types import JsonMapping
 from trencadis.multimodal.normalisation import CLIP, PixelNormalisation, read_normalisation
 from trencadis.multimodal.processor import ImageGeometry, Layout
 from trencadis.multimodal.vit.processor import (
@@ -81,13 +82,18 @@ def choose_tile_grid(height: int, width: int, side: int, least: int, most: int) 
     return best
 
 
-def _read_settings(config: ModelConfig) -> tuple[PixelNormalisation, int, int]:
-    """Returns the normalisation, and the minimum and maximum of tiles.
+class _TileSettings(NamedTuple):
+    """Settings of the processor: how pixels are normalised, and the minimum and maximum of tiles."""
 
-    Without a processor file the class's defaults, for plans.
-    """
+    normalisation: PixelNormalisation
+    least: int
+    most: int
+
+
+def _read_settings(config: ModelConfig) -> _TileSettings:
+    """Returns the settings of a checkpoint; without a processor file the class's defaults, for plans."""
     if not has_processor_settings(config.path):
-        return CLIP, 1, 12
+        return _TileSettings(CLIP, 1, 12)
     c = read_processor_settings(config.path)
     c.only("image_processor_type", PROCESSOR_TYPES, PROCESSOR_TYPES[0])
     c.only("do_resize", (True,), True)
@@ -96,19 +102,17 @@ def _read_settings(config: ModelConfig) -> tuple[PixelNormalisation, int, int]:
     for key in ("height", "width"):
         size.only(key, (image,), 384)
     most = c.integer("max_patches", 1, MAX_TILES, 12)
-    return read_normalisation(c), c.integer("min_patches", 1, most, 1), most
+    return _TileSettings(read_normalisation(c), c.integer("min_patches", 1, most, 1), most)
 
 
-def image_needs(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
+def image_needs(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> ImageNeeds:
     """Returns the limits of images. Every item is one tile; the arena holds the tiles of the largest image."""
     check_processor_kwargs(mm_kwargs)
-    v, (_, _, most) = get_vision_config(config), _read_settings(config)
+    v, most = get_vision_config(config), _read_settings(config).most
     return ImageNeeds(v.slots_per_tile, v.slots_per_tile, v.rows_per_tile * (most + (most > 1)), tile=v.slots_per_tile)
 
 
-def from_checkpoint(
-    config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad"
-) -> InternVLImageProcessor:
+def from_checkpoint(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> InternVLImageProcessor:
     """Creates the processor of a checkpoint folder; raises StartupError for unsupported settings."""
     check_processor_kwargs(mm_kwargs)
     read_processor_settings(config.path)
@@ -118,9 +122,7 @@ def from_checkpoint(
     )
 
 
-def image_sizes(
-    config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad"
-) -> Callable[..., ImageGeometry]:
+def image_sizes(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> Callable[..., ImageGeometry]:
     """Returns a function that computes an image's geometry from its height and width."""
     normalisation, least, most = _read_settings(config)
     return InternVLImageProcessor(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from trencadis.core.checkpoint.decoder_fields import activation_of
 from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
+from trencadis.core.json_types import JsonObject
 from trencadis.multimodal.hf_text_config import PREFIXES, read_text_config
 from trencadis.multimodal.llava.clip_config import ClipVisionConfig
 from trencadis.multimodal.pixtral.config import VIT_DEFAULTS, WEIGHT_NAMES, PixtralVisionConfig, read_pixtral_fields
@@ -33,7 +32,7 @@ def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
     )
 
 
-def read_clip_fields(root: JsonFields, c: JsonFields, width: int) -> dict[str, Any]:
+def read_clip_fields(root: JsonFields, c: JsonFields, width: int) -> JsonObject:
     """Returns the fields of a ``ClipVisionConfig`` that ends with the selected layer.
 
     ``width``: the decoder's hidden size.

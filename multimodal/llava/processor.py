@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
+from trencadis.core.json_types import JsonMapping
 from trencadis.multimodal.llava.clip_config import read_settings
 from trencadis.multimodal.pixtral import processor as pixtral
 from trencadis.multimodal.pixtral.config import PixtralVisionConfig
@@ -49,13 +49,13 @@ class ClipImageProcessor(TileImageProcessor):
         return [np.asarray(smooth.crop((left, top, left + self.image, top + self.image)))]
 
 
-def image_needs(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
+def image_needs(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> ImageNeeds:
     """Returns the limits of images, depending on the checkpoint's tower."""
     is_pixtral = isinstance(config.vision, PixtralVisionConfig)
     return pixtral.image_needs(config, mm_kwargs) if is_pixtral else tiles.image_needs(config, mm_kwargs)
 
 
-def from_checkpoint(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad") -> TileImageProcessor:
+def from_checkpoint(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> TileImageProcessor:
     """Creates the processor of a checkpoint folder; raises StartupError for unsupported settings."""
     if isinstance(config.vision, PixtralVisionConfig):
         return pixtral.from_checkpoint(config, mm_kwargs)
@@ -64,9 +64,7 @@ def from_checkpoint(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment
     return ClipImageProcessor(**shared_processor_fields(v, read_settings(config.path, v.image, PROCESSOR_TYPES)))
 
 
-def image_sizes(
-    config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad"
-) -> Callable[..., ImageGeometry]:
+def image_sizes(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> Callable[..., ImageGeometry]:
     """Returns a function that computes an image's geometry from its height and width."""
     if isinstance(config.vision, PixtralVisionConfig):
         return pixtral.image_sizes(config, mm_kwargs)

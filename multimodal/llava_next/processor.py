@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 from PIL import Image
 
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.errors import StartupError
+from trencadis.core.json_types import JsonMapping
 from trencadis.multimodal.llava.clip_config import read_settings
 from trencadis.multimodal.llava_next.family import NEWLINE, LlavaNextVisionConfig, Size, read_grid_pinpoints
 from trencadis.multimodal.processor import ImageGeometry, Layout, PlaceholderRun
@@ -120,9 +121,7 @@ def layout_grid(side: int, whole: Size, cut: Size) -> tuple[tuple[int, ...], Lay
     return kept, tuple(layout)
 
 
-def from_checkpoint(
-    config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad"
-) -> LlavaNextImageProcessor:
+def from_checkpoint(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> LlavaNextImageProcessor:
     """Creates the processor of a checkpoint folder; raises StartupError for unsupported settings."""
     check_processor_kwargs(mm_kwargs)
     v, c = cast(LlavaNextVisionConfig, config.vision), read_processor_settings(config.path)
@@ -132,9 +131,7 @@ def from_checkpoint(
     return LlavaNextImageProcessor(**shared_processor_fields(v, normalisation), grid_pinpoints=v.grid_pinpoints)
 
 
-def image_sizes(
-    config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad"
-) -> Callable[..., ImageGeometry]:
+def image_sizes(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> Callable[..., ImageGeometry]:
     """Returns a function that computes an image's geometry from its height and width."""
     v = cast(LlavaNextVisionConfig, config.vision)
     return LlavaNextImageProcessor(**shared_processor_fields(v), grid_pinpoints=v.grid_pinpoints).compute_geometry

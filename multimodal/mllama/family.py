@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from trencadis.core.checkpoint.decoder_fields import full_attention, gated_decoder, heads_of
 from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
+from trencadis.core.json_types import JsonMapping
 from trencadis.multimodal.hf_text_config import DECODER_PREFIXES
 from trencadis.multimodal.mllama.config import read_vision_config
 
@@ -17,7 +16,7 @@ VISION_MODEL_TYPE = "mllama_vision_model"
 SPARE_VOCAB_ROWS = 8
 """Rows of the embedding table beyond the vocabulary, including the image token's; the head has none of them."""
 
-TEXT_DEFAULTS: Mapping[str, Any] = {
+TEXT_DEFAULTS: JsonMapping = {
     "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 40,
     "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
 }  # fmt: skip

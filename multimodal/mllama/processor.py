@@ -4,14 +4,14 @@ canvas with black on the right and at the bottom.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import floor
-from typing import Any
 
 from PIL import Image
 
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
+from trencadis.core.json_types import JsonMapping
 from trencadis.multimodal.mllama.config import MllamaVisionConfig, TileGrid, supported_aspect_ratios
 from trencadis.multimodal.normalisation import CLIP, PixelNormalisation, read_normalisation
 from trencadis.multimodal.processor import ImageGeometry, PlaceholderRun
@@ -104,7 +104,7 @@ def read_normalisation_settings(config: ModelConfig) -> PixelNormalisation:
     return read_normalisation(c, PixelNormalisation(HALF, HALF))
 
 
-def _build_processor(config: ModelConfig, mm_kwargs: Mapping[str, Any]) -> MllamaImageProcessor:
+def _build_processor(config: ModelConfig, mm_kwargs: JsonMapping) -> MllamaImageProcessor:
     check_processor_kwargs(mm_kwargs)
     v = _vision_config(config)
     return MllamaImageProcessor(
@@ -112,14 +112,14 @@ def _build_processor(config: ModelConfig, mm_kwargs: Mapping[str, Any]) -> Mllam
     )
 
 
-def image_needs(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
+def image_needs(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> ImageNeeds:
     """Returns slots and arena rows of an image: every image takes the slots of all tiles, and as many rows."""
     check_processor_kwargs(mm_kwargs)
     v = _vision_config(config)
     return ImageNeeds(v.slots_per_tile, v.slots_per_tile, v.cross_attention_rows, tile=v.slots_per_tile)
 
 
-def from_checkpoint(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad") -> MllamaImageProcessor:
+def from_checkpoint(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> MllamaImageProcessor:
     """Creates the processor of a checkpoint folder.
 
     Raises StartupError without a processor file or for unsupported settings.
@@ -128,8 +128,6 @@ def from_checkpoint(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment
     return _build_processor(config, mm_kwargs)
 
 
-def image_sizes(
-    config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad"
-) -> Callable[..., ImageGeometry]:
+def image_sizes(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> Callable[..., ImageGeometry]:
     """Returns a function that computes an image's geometry from its height and width."""
     return _build_processor(config, mm_kwargs).compute_geometry

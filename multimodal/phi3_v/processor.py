@@ -4,17 +4,18 @@ one more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from PIL import Image
 
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.errors import BadRequest, StartupError
+from trencadis.core.json_types import JsonMapping
 from trencadis.core.shared_constants import align_up
 from trencadis.multimodal.normalisation import CLIP, read_normalisation
 from trencadis.multimodal.phi3_v.family import NEWLINE, SEPARATOR, Phi3VVisionConfig
@@ -115,7 +116,7 @@ def layout_crops(grid: Size, side: int) -> Layout:
     return tuple(layout)
 
 
-def load_processor(config: ModelConfig, mm_kwargs: Mapping[str, Any]) -> Phi3VImageProcessor:
+def load_processor(config: ModelConfig, mm_kwargs: JsonMapping) -> Phi3VImageProcessor:
     """Creates the processor of a checkpoint folder.
 
     Without a processor file it is that of the published checkpoint, for planning.
@@ -134,7 +135,7 @@ def load_processor(config: ModelConfig, mm_kwargs: Mapping[str, Any]) -> Phi3VIm
     return Phi3VImageProcessor(**shared_processor_fields(v, normalisation), num_crops=crops if given is None else given)
 
 
-def image_needs(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
+def image_needs(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> ImageNeeds:
     """Returns slots and arena rows of an image: every item is one tile; the arena rows are the largest image's."""
     v = get_vision_config(config)
     return ImageNeeds(
@@ -145,7 +146,7 @@ def image_needs(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: st
     )
 
 
-def from_checkpoint(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad") -> Phi3VImageProcessor:
+def from_checkpoint(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> Phi3VImageProcessor:
     """Creates the processor of a checkpoint folder.
 
     Raises StartupError without a processor file or for unsupported settings.
@@ -154,8 +155,6 @@ def from_checkpoint(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment
     return load_processor(config, mm_kwargs)
 
 
-def image_sizes(
-    config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad"
-) -> Callable[..., ImageGeometry]:
+def image_sizes(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> Callable[..., ImageGeometry]:
     """Returns a function that computes an image's geometry from its height and width."""
     return load_processor(config, mm_kwargs).compute_geometry

@@ -7,12 +7,13 @@ Configuration of Pixtral's tower and its projector: sizes, weights, costs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from trencadis.core.checkpoint.decoder_fields import activation_of
 from trencadis.core.checkpoint.json_fields import JsonFields
+from trencadis.core.json_types import JsonMapping, JsonObject
 from trencadis.core.vision_config import SharedMatrix, SlotForm
 from trencadis.multimodal.vit.base_config import ViTConfig
 from trencadis.multimodal.vit.config import CHANNELS
@@ -92,9 +93,7 @@ VIT_DEFAULTS = ViTDefaults(1024, 16, 24, 4096, 1024, 16, EPS, "gelu")
 MERGE_SIZES = 1, 2, 4, 8
 
 
-def read_pixtral_fields(
-    root: JsonFields, c: JsonFields, width: int, defaults: ViTDefaults, biased: bool
-) -> dict[str, Any]:
+def read_pixtral_fields(root: JsonFields, c: JsonFields, width: int, defaults: ViTDefaults, biased: bool) -> JsonObject:
     """Returns the fields of a ``PixtralVisionConfig``.
 
     ``width``: of the decoder, ``biased``: default of the projector's bias.
@@ -128,7 +127,7 @@ WEIGHT_NAMES = (
     (".feed_forward.", ".mlp."),
     (".projector.patch_merger.merging_layer.", ".merger."),
 )
-VISION_SIDE: Mapping[str, Any] = {
+VISION_SIDE: JsonMapping = {
     "needs": "trencadis.multimodal.pixtral.processor:image_needs",
     "sizes": "trencadis.multimodal.pixtral.processor:image_sizes",
     "processor": "trencadis.multimodal.pixtral.processor:from_checkpoint",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trencadis.core.checkpoint.model_config import RMS, ModelConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
-from trencadis.core.device.backend import Backend, Ops, Rotary, VisionTensors
+from trencadis.core.device.backend import Backend, Ops, VisionTensors
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.linear import ColumnParallelLinear, ColumnPart, Linear, RowParallelLinear, replicate_layers
 from trencadis.core.models.norm import Norm, norm_of
@@ -23,7 +23,7 @@ from trencadis.multimodal.patch_packing import pack_whole_images
 from trencadis.multimodal.pixtral.config import EPS, PixtralVisionConfig
 from trencadis.multimodal.pixtral.processor import load_normalisation
 from trencadis.multimodal.vit.config import CHANNELS
-from trencadis.multimodal.vit.vit_block import ViTBlock, scale_and_shift
+from trencadis.multimodal.vit.vit_block import TowerInputs, ViTBlock, scale_and_shift
 
 
 def axial_frequencies(head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -47,12 +47,10 @@ class PixtralPatchEmbed:
     ) -> None:
         self.ops, self.patch, self.norm, self.scale_shift, self.frequencies = ops, patch, norm, scale_shift, frequencies
 
-    def __call__(self, pixels: Tensor, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Rotary]:
-        """Returns (x, residual, rotary factors): x is [s, hidden] of ``dtype``, the residual like it, or None for
-        zeros.
-        """
+    def __call__(self, pixels: Tensor, position: Tensor, dtype: torch.dtype) -> TowerInputs:
+        """Returns the inputs of the first layer, of ``dtype``."""
         x = self.norm(self.patch(self.ops.patches(pixels, *self.scale_shift, dtype)))[0]
-        return x, self.ops.first_residual(x), self.ops.rotary(position.t(), *self.frequencies)
+        return TowerInputs(x, self.ops.first_residual(x), self.ops.rotary(position.t(), *self.frequencies))
 
 
 class PixtralProjector:

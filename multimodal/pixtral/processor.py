@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import floor
-from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
+from trencadis.core.json_types import JsonMapping
 from trencadis.core.shared_constants import WINDOW_SLOTS, align_up
 from trencadis.multimodal.normalisation import CLIP, PixelNormalisation, read_normalisation
 from trencadis.multimodal.pixtral.config import PixtralVisionConfig
@@ -96,7 +96,7 @@ def _build_processor(config: ModelConfig) -> PixtralImageProcessor:
     )
 
 
-def image_needs(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
+def image_needs(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> ImageNeeds:
     """Returns slots and rows of the largest image, a square of the longest side, and slots of the smallest."""
     check_processor_kwargs(mm_kwargs)
     made = _build_processor(config)
@@ -104,7 +104,7 @@ def image_needs(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: st
     return ImageNeeds(largest.slots, made.compute_tile_geometry(1, 1).slots, largest.tokens)
 
 
-def from_checkpoint(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad") -> PixtralImageProcessor:
+def from_checkpoint(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> PixtralImageProcessor:
     """Creates the processor of a checkpoint folder.
 
     Raises StartupError without a processor file or for unsupported settings.
@@ -114,9 +114,7 @@ def from_checkpoint(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment
     return _build_processor(config)
 
 
-def image_sizes(
-    config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad"
-) -> Callable[..., ImageGeometry]:
+def image_sizes(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> Callable[..., ImageGeometry]:
     """Returns a function that computes an image's geometry from its height and width."""
     return _build_processor(config).compute_geometry
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from trencadis.core import envs
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.errors import BadRequest, StartupError
+from trencadis.core.json_types import JsonMapping
 from trencadis.core.shapes.bucket_options import PlannedImageSize, parse_image_sizes
 from trencadis.core.shared_constants import WINDOW_SLOTS
 from trencadis.multimodal.images.mm_processor_kwargs import check_pixel_limits, server_options
@@ -42,7 +42,7 @@ WINDOWED, WHOLE = PatchScheme(True), PatchScheme(False)
 
 
 def pixel_limits(
-    path: Path, kwargs: Mapping[str, Any], factor: int = FACTOR, kind: PatchScheme = WINDOWED
+    path: Path, kwargs: JsonMapping, factor: int = FACTOR, kind: PatchScheme = WINDOWED
 ) -> tuple[int, int]:
     """Returns (min_pixels, max_pixels) from ``--mm-processor-kwargs``, else from the checkpoint.
 
@@ -67,9 +67,7 @@ def resize_factor(alignment: str, kind: PatchScheme = WINDOWED) -> int:
     return WINDOW_PATCHES * kind.patch if alignment == "resize" else kind.factor
 
 
-def image_needs(
-    path: Path, mm_kwargs: Mapping[str, Any], alignment: str = "pad", kind: PatchScheme = WINDOWED
-) -> ImageNeeds:
+def image_needs(path: Path, mm_kwargs: JsonMapping, alignment: str = "pad", kind: PatchScheme = WINDOWED) -> ImageNeeds:
     """Returns slots and tokens of the largest image and slots of the smallest. With alignment ``resize`` every window
     is full.
 
@@ -118,7 +116,7 @@ class ResizeRule(NamedTuple):
 
 
 def load_resize_rule(
-    config: ModelConfig | None, mm_kwargs: Mapping[str, Any], alignment: str, kind: PatchScheme
+    config: ModelConfig | None, mm_kwargs: JsonMapping, alignment: str, kind: PatchScheme
 ) -> ResizeRule:
     """Returns the resize rule of a checkpoint, or of the scheme's default limits without a configuration."""
     factor = resize_factor(alignment, kind)
@@ -126,14 +124,12 @@ def load_resize_rule(
     return ResizeRule(least, most, factor, kind)
 
 
-def windowed_resize_rule(
-    config: ModelConfig | None, mm_kwargs: Mapping[str, Any], alignment: str = "pad"
-) -> ResizeRule:
+def windowed_resize_rule(config: ModelConfig | None, mm_kwargs: JsonMapping, alignment: str = "pad") -> ResizeRule:
     """Returns Qwen2.5-VL's resize rule."""
     return load_resize_rule(config, mm_kwargs, alignment, WINDOWED)
 
 
-def whole_resize_rule(config: ModelConfig | None, mm_kwargs: Mapping[str, Any], alignment: str = "pad") -> ResizeRule:
+def whole_resize_rule(config: ModelConfig | None, mm_kwargs: JsonMapping, alignment: str = "pad") -> ResizeRule:
     """Returns Qwen2-VL's resize rule."""
     return load_resize_rule(config, mm_kwargs, alignment, WHOLE)
 
@@ -146,11 +142,11 @@ def _resize_listed_size(size: PlannedImageSize, factor: int, least: int, most: i
         raise StartupError(f"VLLM_MULTIMODAL_RESOLUTIONS: {size.width}x{size.height}: {error}") from None
 
 
-def windowed_needs(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
+def windowed_needs(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> ImageNeeds:
     """Returns Qwen2.5-VL's ``image_needs``."""
     return image_needs(config.path, mm_kwargs, alignment)
 
 
-def whole_needs(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
+def whole_needs(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> ImageNeeds:
     """Returns ``image_needs`` of a tower without windows."""
     return image_needs(config.path, mm_kwargs, alignment, WHOLE)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from trencadis.multimodal.patch_packing import Grid
+
 if TYPE_CHECKING:
     from trencadis.multimodal.qwen2_vl.config import Qwen25VisionConfig
 
@@ -22,7 +24,7 @@ class GridSpan(Protocol):
     @property
     def length(self) -> int: ...
     @property
-    def grid(self) -> tuple[int, int, int]: ...
+    def grid(self) -> Grid: ...
 
 
 def mrope_positions(

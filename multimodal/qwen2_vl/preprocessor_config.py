@@ -6,12 +6,11 @@ missing key has transformers' default; a null is not accepted in its place.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from trencadis.core.checkpoint.json_fields import JsonFields, read_json
+from trencadis.core.json_types import JsonMapping
 from trencadis.multimodal.normalisation import CLIP, PixelNormalisation, read_normalisation
 from trencadis.multimodal.qwen2_vl.config import MERGE, PATCH, TEMPORAL
 
@@ -35,7 +34,7 @@ class PreprocessorConfig:
 
 
 def read_preprocessor_config(
-    path: Path, mm_kwargs: Mapping[str, Any] | None = None, patch: int = PATCH
+    path: Path, mm_kwargs: JsonMapping | None = None, patch: int = PATCH
 ) -> PreprocessorConfig | None:
     """Reads the image processor of a checkpoint folder from processor_config.json, else preprocessor_config.json.
 

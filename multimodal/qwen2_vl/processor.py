@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +12,7 @@ from PIL import Image
 
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.errors import BadRequest, StartupError
+from trencadis.core.json_types import JsonMapping, JsonObject
 from trencadis.multimodal.error_params import attach_param
 from trencadis.multimodal.images.mm_processor_kwargs import check_pixel_limits, refuse_num_crops, server_options
 from trencadis.multimodal.images.pil_decode import to_rgb
@@ -63,7 +62,7 @@ class Qwen2VLImageProcessor:
 
     @classmethod
     def from_checkpoint(
-        cls, path: Path, kwargs: Mapping[str, Any], alignment: str = "pad", windows: bool = True, patch: int = PATCH
+        cls, path: Path, kwargs: JsonMapping, alignment: str = "pad", windows: bool = True, patch: int = PATCH
     ) -> Qwen2VLImageProcessor:
         """Reads preprocessor_config.json (or processor_config.json); ``kwargs`` may override min_pixels, max_pixels.
 
@@ -93,7 +92,7 @@ class Qwen2VLImageProcessor:
         refuse_num_crops(mm_kwargs.tiles)
         return made
 
-    def _check_checkpoint_values(self, mm_kwargs: Mapping[str, Any]) -> None:
+    def _check_checkpoint_values(self, mm_kwargs: JsonMapping) -> None:
         """Raises StartupError if ``--mm-processor-kwargs`` sets another value than the checkpoint's."""
         own = {
             "patch_size": self.patch, "temporal_patch_size": self.temporal, "merge_size": self.merge,
@@ -207,7 +206,7 @@ class Qwen2VLImageProcessor:
             raise BadRequest(f"min_pixels={self.min_pixels} makes this thin image too large for this server.")
         return size
 
-    def frame_limits(self) -> dict[str, Any]:
+    def frame_limits(self) -> JsonObject:
         """Returns the limits of a video's frames, which are those of images."""
         return {
             "least": self.min_pixels, "most": self.max_pixels, "factor": self.factor, "cell": self.patch * self.merge,
@@ -261,13 +260,11 @@ class Qwen2VLImageProcessor:
         return out.reshape(h * w, 3 * self.temporal * p * p)
 
 
-def load_windowed_processor(
-    config: ModelConfig, kwargs: Mapping[str, Any], alignment: str = "pad"
-) -> Qwen2VLImageProcessor:
+def load_windowed_processor(config: ModelConfig, kwargs: JsonMapping, alignment: str = "pad") -> Qwen2VLImageProcessor:
     """Returns Qwen2.5-VL's processor: slots in windows. See ``Qwen2VLImageProcessor.from_checkpoint``."""
     return Qwen2VLImageProcessor.from_checkpoint(config.path, kwargs, alignment)
 
 
-def load_processor(config: ModelConfig, kwargs: Mapping[str, Any], alignment: str = "pad") -> Qwen2VLImageProcessor:
+def load_processor(config: ModelConfig, kwargs: JsonMapping, alignment: str = "pad") -> Qwen2VLImageProcessor:
     """Returns Qwen2-VL's processor: slots cell by cell. See ``Qwen2VLImageProcessor.from_checkpoint``."""
     return Qwen2VLImageProcessor.from_checkpoint(config.path, kwargs, alignment, windows=False)

@@ -8,14 +8,14 @@ from torch.nn import functional
 
 from trencadis.core.checkpoint.model_config import LAYER, RMS
 from trencadis.core.checkpoint.weight_source import WeightSource
-from trencadis.core.device.backend import Backend, Ops, Rotary, VisionTensors
+from trencadis.core.device.backend import Backend, Ops, VisionTensors
 from trencadis.core.models.linear import ColumnParallelLinear, ColumnPart, Linear, RowParallelLinear
 from trencadis.core.models.norm import Norm, norm_of
 from trencadis.core.models.rotary_embedding import vision_frequencies
 from trencadis.core.shared_constants import align_up
 from trencadis.multimodal.normalisation import CLIP, PixelNormalisation
 from trencadis.multimodal.qwen2_vl.config import Qwen25VisionConfig
-from trencadis.multimodal.vit.vit_block import ViTBlock, scale_and_shift
+from trencadis.multimodal.vit.vit_block import TowerInputs, ViTBlock, scale_and_shift
 
 EPS = 1e-6
 """Epsilon of every norm of the tower; no checkpoint has another value."""
@@ -29,14 +29,13 @@ class Qwen2VLPatchEmbed:
     ) -> None:
         self.ops, self.patch, self.scale_shift, self.frequencies = ops, patch, scale_shift, frequencies
 
-    def __call__(self, pixels: Tensor, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Rotary]:
-        """Returns (x, residual, rotary factors): x is [s, hidden] of ``dtype``, the residual like it, or None for
-        zeros.
+    def __call__(self, pixels: Tensor, position: Tensor, dtype: torch.dtype) -> TowerInputs:
+        """Returns the inputs of the first layer, of ``dtype``.
 
         Pixels are uint8 [s, patch values], positions int32 [s, 2].
         """
         x = self.patch(self.ops.patches(pixels, *self.scale_shift, dtype))
-        return x, self.ops.first_residual(x), self.ops.rotary(position.t(), *self.frequencies)
+        return TowerInputs(x, self.ops.first_residual(x), self.ops.rotary(position.t(), *self.frequencies))
 
 
 class Qwen2VLPatchMerger:

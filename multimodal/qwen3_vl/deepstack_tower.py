@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -18,6 +20,17 @@ from trencadis.multimodal.vit.vit_block import ViTBlock, scale_and_shift
 
 EPS = 1e-6
 """Epsilon of every norm of the tower; no checkpoint has another value."""
+
+
+class DeepStackInputs(NamedTuple):
+    """What the first layer of the tower takes: ``x`` [s, hidden], the ``residual`` like it or None for zeros, rotary
+    factors, and the arena ``rows`` of each part, int64 [s / 4].
+    """
+
+    x: Tensor
+    residual: Tensor | None
+    rotary: Rotary
+    rows: tuple[Tensor, ...]
 
 
 class DeepStackPatchEmbed:
@@ -46,9 +59,8 @@ class DeepStackPatchEmbed:
 
     def __call__(
         self, pixels: Tensor, position: Tensor, near: Tensor, share: Tensor, rows: Tensor, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor | None, Rotary, tuple[Tensor, ...]]:
-        """Returns (embeddings [s, hidden] of ``dtype``, their residual or None, rotary factors, int64 [s / 4] arena
-        rows of each part).
+    ) -> DeepStackInputs:
+        """Returns the inputs of the first layer, of ``dtype``.
 
         The arguments are fields of ``VisionTensors``.
         """
@@ -57,7 +69,7 @@ class DeepStackPatchEmbed:
             self.position_table, near, share
         )
         parts = tuple(rows * self.parts + part for part in range(self.parts))
-        return x, ops.first_residual(x), ops.rotary(position.t(), *self.frequencies), parts
+        return DeepStackInputs(x, ops.first_residual(x), ops.rotary(position.t(), *self.frequencies), parts)
 
 
 class DeepStackMerger:

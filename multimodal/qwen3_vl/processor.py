@@ -6,15 +6,16 @@ Torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
+from trencadis.core.json_types import JsonMapping
 from trencadis.multimodal.qwen2_vl.image_budget import PatchScheme, ResizeRule, image_needs, load_resize_rule
 from trencadis.multimodal.qwen2_vl.mrope import GridSpan, Seconds, mrope_positions
 from trencadis.multimodal.qwen2_vl.preprocessor_config import BICUBIC, read_processor_file
@@ -29,17 +30,17 @@ DEFAULT_CLIP_PIXELS = 131_072, 786_432
 """Default minimum and maximum pixels of all frames of a video."""
 
 
-def load_image_needs(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
+def load_image_needs(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> ImageNeeds:
     """Returns ``qwen2_vl.image_budget.image_needs`` for this tower."""
     return image_needs(config.path, mm_kwargs, alignment, PATCH_SCHEME)
 
 
-def load_image_sizes(config: ModelConfig | None, mm_kwargs: Mapping[str, Any], alignment: str = "pad") -> ResizeRule:
+def load_image_sizes(config: ModelConfig | None, mm_kwargs: JsonMapping, alignment: str = "pad") -> ResizeRule:
     """Returns the resize rule, which computes an image's geometry from its height and width."""
     return load_resize_rule(config, mm_kwargs, alignment, PATCH_SCHEME)
 
 
-def load_processor(config: ModelConfig, kwargs: Mapping[str, Any], alignment: str = "pad") -> Qwen2VLImageProcessor:
+def load_processor(config: ModelConfig, kwargs: JsonMapping, alignment: str = "pad") -> Qwen2VLImageProcessor:
     """Creates the processor with ``Qwen2VLImageProcessor.from_checkpoint``.
 
     Raises StartupError also for a video processor that is not implemented.

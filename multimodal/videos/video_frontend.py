@@ -10,12 +10,13 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from PIL import Image
 
 from trencadis.core.errors import BadRequest, TooLarge
+from trencadis.core.json_types import Json, JsonObject
 from trencadis.core.shared_constants import MAX_CLIP_FRAMES, MAX_CLIP_SECONDS
 from trencadis.multimodal import media_timing
 from trencadis.multimodal.async_gather import gather_or_cancel
@@ -195,7 +196,7 @@ class VideoFrontend:
     async def _decode(
         self, content: VideoContent, requested: MediaOptions, digest: str, tokens_left: int
     ) -> PreparedVideo:
-        options: dict[str, Any] = {
+        options: JsonObject = {
             "media": requested.given,
             "limits": asdict(self.frames),
             "max_pixels": min(self.decoder.max_pixels, FRAME_PIXELS),
@@ -231,7 +232,7 @@ class VideoFrontend:
             return await self._load_frames(source, part.path)
         return VideoContent(await self._load_bytes(source, part.path))
 
-    async def _load_frames(self, sources: Sequence[Any], path: str) -> VideoContent:
+    async def _load_frames(self, sources: Sequence[object], path: str) -> VideoContent:
         if not sources:
             raise BadRequest("The video has no frames.")
         if len(sources) > self.limits.frames:
@@ -246,14 +247,14 @@ class VideoFrontend:
                     raise TooLarge(f"The video's frames have more than {self.loader.max_bytes} bytes in all.")
         return VideoContent(bytes(data), tuple(parts))
 
-    async def _load_frame(self, source: Any, path: str) -> tuple[bytes, int, int]:
+    async def _load_frame(self, source: object, path: str) -> _LoadedFrame:
         if is_array(source):
             source = await self.decoder.run(partial(array_to_image, source))
         if isinstance(source, Image.Image):
             return await self.decoder.run(partial(_to_raw_rgb, source, self.decoder.max_pixels))
-        return await self._load_bytes(source, path), 0, 0
+        return _LoadedFrame(await self._load_bytes(source, path))
 
-    async def _load_bytes(self, source: Any, path: str) -> bytes:
+    async def _load_bytes(self, source: object, path: str) -> bytes:
         if isinstance(source, bytes):
             return source
         if isinstance(source, str | Path):
@@ -261,14 +262,22 @@ class VideoFrontend:
         raise BadRequest("A video is a URL, a list of frames, or the bytes of a file.")
 
 
-def _has_web_url(source: Any) -> bool:
+def _has_web_url(source: object) -> bool:
     """Returns True if a source, or a frame of a list, is an http(s) URL."""
     return any(map(is_web_url, source)) if isinstance(source, list | tuple) else is_web_url(source)
 
 
-def _to_raw_rgb(image: Image.Image, max_pixels: int) -> tuple[bytes, int, int]:
+class _LoadedFrame(NamedTuple):
+    """A frame: the bytes of its file, or raw RGB of ``height`` x ``width`` pixels if they are not 0."""
+
+    data: bytes
+    height: int = 0
+    width: int = 0
+
+
+def _to_raw_rgb(image: Image.Image, max_pixels: int) -> _LoadedFrame:
     image = load_pil_image(image, max_pixels)
-    return image.tobytes(), image.height, image.width
+    return _LoadedFrame(image.tobytes(), image.height, image.width)
 
 
 def video_from_answer(answer: JobResult, limits: FrameLimits, digest: str, most: int) -> PreparedVideo:
@@ -283,7 +292,7 @@ def video_from_answer(answer: JobResult, limits: FrameLimits, digest: str, most:
     Raises:
         BadRequest: the answer cannot come from a valid video.
     """
-    v: dict[str, Any] = {"indices": None, "fps": None, "frames": None, "size": None, "rate": None, **answer.values}
+    v: JsonObject = {"indices": None, "fps": None, "frames": None, "size": None, "rate": None, **answer.values}
     indices, fps, frames, size = v["indices"], v["fps"], v["frames"], v["size"]
     rates = (fps, v["rate"])
     if not _is_valid(indices, size, frames, most) or not all(isinstance(r, float) and 0 < r < math.inf for r in rates):
@@ -310,7 +319,7 @@ def video_from_answer(answer: JobResult, limits: FrameLimits, digest: str, most:
     return PreparedVideo(digest, items, tuple(indices), fps, FRAMES_PER_PATCH / fps, frames, v["rate"])
 
 
-def _is_valid(indices: Any, size: Any, frames: Any, most: int) -> bool:
+def _is_valid(indices: Json, size: Json, frames: Json, most: int) -> bool:
     """Returns True if ``indices`` are ascending frame indices below ``frames``, and ``size`` a height and a width."""
     if not isinstance(indices, list) or not isinstance(size, list):
         return False

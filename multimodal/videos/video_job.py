@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
 from trencadis.core.errors import BadRequest, TooLarge
+from trencadis.core.json_types import JsonMapping, JsonObject
 from trencadis.multimodal.images.image_header import inspect_header
 from trencadis.multimodal.images.pil_decode import decode, load_pil_image
 from trencadis.multimodal.media_options import MediaOptions
@@ -26,7 +27,7 @@ from trencadis.multimodal.videos.frame_sampling import (
 )
 from trencadis.multimodal.videos.video_file import decode_frames, frame_delays, open_video
 
-Values = dict[str, Any]
+Values = JsonObject
 Rgb = npt.NDArray[np.uint8]
 MAX_ANIMATION_FRAMES = 10_000
 """Maximum number of frames of an animation."""
@@ -50,7 +51,7 @@ class ClipTooLarge(BadRequest):
     """Error of a video that needs more tokens than this request has left; another request may have more."""
 
 
-def prepare_video(data: bytes | bytearray, options: Mapping[str, Any]) -> tuple[Values, Sequence[memoryview]]:
+def prepare_video(data: bytes | bytearray, options: JsonMapping) -> tuple[Values, Sequence[memoryview]]:
     """Prepares a video file, an animation, or the frames of a list.
 
     Args:
@@ -75,7 +76,7 @@ def prepare_video(data: bytes | bytearray, options: Mapping[str, Any]) -> tuple[
 
 
 def _prepare(
-    data: bytes | bytearray, options: Mapping[str, Any], requested: MediaOptions, limits: FrameLimits
+    data: bytes | bytearray, options: JsonMapping, requested: MediaOptions, limits: FrameLimits
 ) -> tuple[Values, Sequence[memoryview]]:
     if "parts" in options:
         return _from_listed_frames(data, options, requested, limits)
@@ -90,7 +91,7 @@ def _prepare(
 
 
 def _from_animation(
-    data: bytes, options: Mapping[str, Any], requested: MediaOptions, limits: FrameLimits
+    data: bytes, options: JsonMapping, requested: MediaOptions, limits: FrameLimits
 ) -> tuple[Values, Sequence[memoryview]]:
     header = inspect_header(data, options["max_pixels"])
     shown = frame_delays(data, header, MAX_ANIMATION_FRAMES)
@@ -105,7 +106,7 @@ def _from_animation(
 
 
 def _from_listed_frames(
-    data: bytes | bytearray, options: Mapping[str, Any], requested: MediaOptions, limits: FrameLimits
+    data: bytes | bytearray, options: JsonMapping, requested: MediaOptions, limits: FrameLimits
 ) -> tuple[Values, Sequence[memoryview]]:
     parts = [FramePart(*part) for part in options["parts"]]
     chosen = sample_frame_list(len(parts), requested)
@@ -144,7 +145,7 @@ def _listed_images(
         yield np.asarray(image.resize((columns, rows), Image.Resampling.BICUBIC))
 
 
-def _check_duration(seconds: float, options: Mapping[str, Any]) -> None:
+def _check_duration(seconds: float, options: JsonMapping) -> None:
     if seconds > options["max_seconds"]:
         raise TooLarge(f"The video lasts {seconds:.0f} seconds; the limit is {options['max_seconds']:.0f}.")
 
@@ -153,7 +154,7 @@ def _check_frame_size(
     height: int,
     width: int,
     chosen: FrameSampling,
-    options: Mapping[str, Any],
+    options: JsonMapping,
     requested: MediaOptions,
     limits: FrameLimits,
 ) -> tuple[int, int]:
@@ -172,7 +173,7 @@ def _check_frame_size(
 
 
 def _cut_frames(
-    images: Iterator[Rgb], frames: int, chosen: FrameSampling, size: tuple[int, int], options: Mapping[str, Any],
+    images: Iterator[Rgb], frames: int, chosen: FrameSampling, size: tuple[int, int], options: JsonMapping,
     requested: MediaOptions, limits: FrameLimits,
 ) -> tuple[Values, Sequence[memoryview]]:  # fmt: skip
     buffers: list[memoryview] = []

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from trencadis.core.checkpoint.decoder_fields import MOST_HEADS, MOST_LAYERS, WIDEST, activation_of
 from trencadis.core.checkpoint.json_fields import JsonFields
+from trencadis.core.json_types import JsonObject
 from trencadis.multimodal.vit.config import CHANNELS
 
 MAX_SIDE_PIXELS = 4096
@@ -39,7 +40,7 @@ BLOCK_NAMES = (
 
 def read_vit_fields(
     c: JsonFields, kinds: tuple[str, ...], defaults: ViTDefaults, out_hidden: int, merge: int = 1, exact: bool = True
-) -> dict[str, Any]:
+) -> JsonObject:
     """Returns the fields of a ``TileVisionConfig`` with all its layers.
 
     ``kinds``: accepted values of its model_type; ``out_hidden``: the decoder's width; ``merge``: as in

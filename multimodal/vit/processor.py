@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ from PIL import Image
 from trencadis.core.checkpoint.json_fields import JsonFields, read_json
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.errors import BadRequest, StartupError
+from trencadis.core.json_types import JsonMapping, JsonObject
 from trencadis.multimodal.images.mm_processor_kwargs import refuse_num_crops, server_options
 from trencadis.multimodal.images.pil_decode import to_rgb
 from trencadis.multimodal.media_options import MediaOptions
@@ -172,7 +173,7 @@ def get_vision_config(config: ModelConfig) -> TileVisionConfig:
     return config.vision
 
 
-def check_processor_kwargs(mm_kwargs: Mapping[str, Any], tiles: bool = False) -> int | None:
+def check_processor_kwargs(mm_kwargs: JsonMapping, tiles: bool = False) -> int | None:
     """Refuses ``--mm-processor-kwargs`` that would change an image's size or pixels; returns num_crops, if given.
 
     ``tiles``: True if num_crops applies.
@@ -186,13 +187,13 @@ def check_processor_kwargs(mm_kwargs: Mapping[str, Any], tiles: bool = False) ->
     return given.tiles
 
 
-def shared_processor_fields(v: TileVisionConfig, normalisation: PixelNormalisation = CLIP) -> dict[str, Any]:
+def shared_processor_fields(v: TileVisionConfig, normalisation: PixelNormalisation = CLIP) -> JsonObject:
     """Returns the fields of a ``TileImageProcessor`` that follow from the tower and the pixel normalisation."""
     own = {f.name: getattr(normalisation, f.name) for f in fields(PixelNormalisation)}
     return {**own, "image": v.image, "patch": v.patch, "merge": v.merge, "slots": v.slots_per_tile}
 
 
-def image_needs(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
+def image_needs(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> ImageNeeds:
     """Returns slots and arena rows of an image: every item is one tile; the arena rows are the largest image's.
 
     Raises StartupError for options that do not apply.

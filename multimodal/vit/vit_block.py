@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,16 @@ def scale_and_shift(normalisation: PixelNormalisation, each: int) -> tuple[Tenso
     deviation = torch.tensor(normalisation.std, dtype=torch.float32)
     scale, shift = normalisation.rescale / deviation, -torch.tensor(normalisation.mean, dtype=torch.float32) / deviation
     return scale.repeat_interleave(each), shift.repeat_interleave(each)
+
+
+class TowerInputs(NamedTuple):
+    """What the first layer of a tower takes: ``x`` [s, hidden], the ``residual`` like it or None for zeros, and rotary
+    factors.
+    """
+
+    x: Tensor
+    residual: Tensor | None
+    rotary: Rotary
 
 
 class ViTBlock:
