@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 CAPTURE, STEP = "capture", "step"
 
@@ -21,10 +20,10 @@ class Hooks:
     """
 
     run_out: Callable[[str], None] | None = None
-    no_sync: Callable[[], AbstractContextManager[Any]] | None = None
+    no_sync: Callable[[], AbstractContextManager[object]] | None = None
 
 
-def hooks_of(backend: Any) -> Hooks:
+def hooks_of(backend: object) -> Hooks:
     """Returns the hooks of ``backend``; empty hooks if it has no such attribute."""
     found = getattr(backend, "hooks", None)
     return found if isinstance(found, Hooks) else Hooks()

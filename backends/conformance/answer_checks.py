@@ -23,6 +23,7 @@ from trencadis.backends.conformance.target import CheckTarget
 from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.device.backend import Backend
 from trencadis.core.launches.model_runner import ModelRunner
 from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.media_spans import MediaSpan
@@ -66,7 +67,7 @@ class CheckedPrompt:
 
 def prompts(config: ModelConfig, path: Path, count: int) -> list[CheckedPrompt]:
     """Returns prompts in the checkpoint's chat format; every other one has an image if the model takes images."""
-    tokenizer: Any = Tokenizer.from_file(str(path / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
     found, outline = [], image_outline(config)
     for i, text in enumerate(TEXTS[:count]):
         before = tokenizer.encode("<|im_start|>user\n", add_special_tokens=False).ids
@@ -120,7 +121,7 @@ def _image(config: ModelConfig, outline: Any, seed: int) -> NDArray[np.uint8]:
 class PromptRunner:
     """Answers prompts on one backend, step by step."""
 
-    def __init__(self, config: ModelConfig, backend: Any, block: int) -> None:
+    def __init__(self, config: ModelConfig, backend: Backend, block: int) -> None:
         self.block, self.config, self.backend = block, config, backend
         model = model_loader.load_model(config, backend)
         self.per_row, self.shown = 16, image_outline(config)
@@ -175,7 +176,12 @@ class PromptRunner:
         return row if sample is None else _with_sample(row, sample)
 
     def _step(
-        self, number: int, rows: list[Row], asked: list[CheckedPrompt], images: Any = (), resets: Any = ()
+        self,
+        number: int,
+        rows: list[Row],
+        asked: list[CheckedPrompt],
+        images: Sequence[Encode] = (),
+        resets: Sequence[Reset] = (),
     ) -> None:
         out = self.runner.execute(Step(number, tuple(rows), tuple(images), tuple(resets))).result()
         for key, at in out.samples.items():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+
+from trencadis.core.json_types import JsonObject
 
 PASS, FAIL, SKIP = "pass", "fail", "skip"
 
@@ -64,7 +65,7 @@ class Report:
         """Returns the names of the checks that failed."""
         return [r.name for r in self.results if r.status == FAIL]
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """Returns the report as a dict for ``--json``."""
         return {**asdict(self), "passed": self.passed}
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -67,7 +66,7 @@ def collective(backend: Backend) -> str:
     if torch.distributed.is_initialized():
         raise Skipped("this process has a group already")
     with tempfile.TemporaryDirectory() as folder:
-        meeting: Any = f"file://{Path(folder, 'store')}"
+        meeting = f"file://{Path(folder, 'store')}"
         torch.distributed.init_process_group(name, init_method=meeting, rank=0, world_size=1)
         try:
             x = torch.ones(16, device=backend.device)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 
@@ -19,7 +17,7 @@ from trencadis.backends.conformance.program_checks import (
 from trencadis.backends.conformance.target import CheckTarget
 from trencadis.backends.hooks import CAPTURE, STEP, hooks_of
 from trencadis.core.buckets import Bucket, Plan
-from trencadis.core.device.backend import ProgramState
+from trencadis.core.device.backend import Backend, Program, ProgramState
 from trencadis.core.graphs.graph_capture import GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager
 from trencadis.core.graphs.oom_errors import format_error, is_out_of_memory
@@ -53,17 +51,16 @@ def memory(target: CheckTarget) -> str:
     )
 
 
-def _is(program: Any, state: ProgramState) -> bool:
+def _is(program: Program, state: ProgramState) -> bool:
     """Compares the state in a function of its own, since mypy narrows ``program.state`` and does not see calls
     change it.
     """
-    return bool(program.state is state)
+    return program.state is state
 
 
-def _free(backend: Any) -> int:
+def _free(backend: Backend) -> int:
     backend.synchronize()
-    free: int = backend.memory.free()
-    return free
+    return backend.memory.free()
 
 
 def release(target: CheckTarget) -> str:
@@ -104,7 +101,7 @@ def _captures(harness: Harness, buckets: list[Bucket], budget: int) -> GraphCapt
     """Makes the captures for compiled ``buckets``, with ``budget`` bytes for each pool and a price of 1 byte per
     graph.
     """
-    backend: Any = harness.backend
+    backend = harness.backend
     plan = Plan(backend.policy, buckets=tuple(sorted(buckets)), block_size=harness.block)
     manager = GraphManager(backend, harness.bodies, plan)
     for bucket in plan.buckets:
@@ -163,7 +160,7 @@ def rollback(target: CheckTarget) -> str:
     for bucket in buckets:
         inputs, real = harness.inputs(bucket, np.random.default_rng(3))
         captures = _captures(harness, [bucket], 1)
-        program: Any = captures.graphs.program(bucket)
+        program = captures.graphs.program(bucket)
         harness.backend.fill(program, inputs)
         wanted = harness.launch(program, "run", real)
         if captures.attempt(bucket):
@@ -226,7 +223,7 @@ def out_of_memory_in_step(target: CheckTarget) -> str:
     return f"{len(buckets)} launches failed and then ran"
 
 
-def _runs_out(bucket: Bucket, program: Any, what: str) -> None:
+def _runs_out(bucket: Bucket, program: Program, what: str) -> None:
     """Calls ``program.what()``, which must raise an error that the engine recognises as out of memory."""
     try:
         getattr(program, what)()

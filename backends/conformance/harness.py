@@ -8,28 +8,56 @@ Inputs of VISION launches for the checks: items that leave padding in every wind
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from trencadis.backends.conformance.check_result import CheckFailed
 from trencadis.core.buckets import Bucket, Plan, Stage
 from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.model_config import ModelConfig, reserved_rows
+from trencadis.core.device.backend import (
+    Backend,
+    Body,
+    HeadTensors,
+    PoolTensors,
+    Program,
+    ResetTensors,
+    TextTensors,
+    VisionTensors,
+)
 from trencadis.core.graphs.graph_manager import body_of
 from trencadis.core.launches import host_inputs as host
 from trencadis.core.launches.persistent_tensors import allocate_persistent, by_block
 from trencadis.core.models import model_loader
+from trencadis.core.models.interface import Model, Persistent
 from trencadis.core.request import MAX_BIAS
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.shared_constants import SINK_BLOCK, SINK_ROW, WINDOW_SLOTS
-from trencadis.core.step import PENDING, Bias, Encode, ImageRows, PoolOutput, Reset, Row, Sample, VisionInputs
+from trencadis.core.step import (
+    PENDING,
+    Bias,
+    Encode,
+    HeadInputs,
+    HeadOutput,
+    ImageRows,
+    PoolInputs,
+    PoolOutput,
+    Reset,
+    ResetInputs,
+    Row,
+    Sample,
+    StepInputs,
+    VisionInputs,
+)
 from trencadis.core.vision_config import NO_SLOT, SlotForm
 
 IMAGE_SLOTS = 1024
@@ -52,7 +80,7 @@ def tile_of(config: ModelConfig) -> int:
     return 0 if config.vision is None else registry.image_needs(config, {}).tile
 
 
-def make_inputs(model: Any, config: ModelConfig, slots: int, rng: np.random.Generator) -> tuple[VisionInputs, int]:
+def make_inputs(model: Model, config: ModelConfig, slots: int, rng: np.random.Generator) -> tuple[VisionInputs, int]:
     """Returns items that leave padding, and how many windows they use; for models of tiles, ``model.pack`` packs
     whole tiles.
     """
@@ -66,8 +94,7 @@ def make_inputs(model: Any, config: ModelConfig, slots: int, rng: np.random.Gene
         first = reserved_rows(config) + i * item.tokens
         rows = np.arange(first, first + item.tokens, dtype=np.int32)
         items.append(Encode(str(i), item.grid, item.slots, pixels, rows))
-    made: VisionInputs = model.pack(items, slots)
-    return made, len(items) * tile // WINDOW_SLOTS
+    return model.pack(items, slots), len(items) * tile // WINDOW_SLOTS
 
 
 def _used_windows(slots: int) -> int:
@@ -106,18 +133,19 @@ def _pack_items(slots: int, slot: SlotForm, rng: np.random.Generator) -> VisionI
     return made
 
 
+Array = NDArray[Any]
 BLOCKS, SEQS, ARENA, TOKENS = 80, 4, 300, 400
 STEP_TOKENS = 256
 
 
-def edit(tensor: Any, change: Callable[[Any], None]) -> None:
+def edit(tensor: Tensor, change: Callable[[Array], None]) -> None:
     """Changes a tensor of any device, shape and dtype in place; ``change`` gets it as a numpy array."""
     values = tensor.cpu().numpy().copy()
     change(values)
     tensor.copy_(torch.from_numpy(values))
 
 
-def plan_of(backend: Any, config: ModelConfig, block: int) -> Plan:
+def plan_of(backend: Backend, config: ModelConfig, block: int) -> Plan:
     """Returns the plan of a small engine; for a device without buckets, a plan that rounds needs."""
     tile, most = tile_of(config), most_slots(tile_of(config))
     limits = ShapeLimits(
@@ -159,21 +187,22 @@ class Harness:
     """A backend with its own model and the tensors of a small engine."""
 
     config: ModelConfig
-    backend: Any
+    backend: Backend
     block: int
-    model: Any = field(init=False)
-    _values: dict[bool, list[tuple[Any, torch.Tensor]]] = field(init=False, default_factory=dict)
+    model: Model = field(init=False)
+    persistent: Persistent = field(init=False)
+    _values: dict[bool, list[tuple[Tensor, Tensor]]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.vocab, self.tile, self.used = self.config.text.vocab, tile_of(self.config), 0
         self.plan = plan_of(self.backend, self.config, self.block)
         self.model = model_loader.load_model(self.config, self.backend)
-        made = allocate_persistent(
+        self.persistent = allocate_persistent(
             self.config, self.backend, blocks=BLOCKS, block_size=self.block,
             arena_rows=max(ARENA, most_slots(self.tile) // self.slot.cell + 2), seqs=2 * SEQS, tokens=TOKENS,
         )  # fmt: skip
-        self.model.bind(made)
-        self.bodies = {
+        self.model.bind(self.persistent)
+        self.bodies: dict[str, Body] = {
             "text": self.model.text, "greedy": lambda t: self.model.head(t, False),
             "full": lambda t: self.model.head(t, True), "draw": lambda t: self.model.drawn_head(t),
             "penalised": lambda t: self.model.penalised_head(t),
@@ -192,7 +221,7 @@ class Harness:
         offered = [s for s in policy.axes if s in policy.alignment]
         return [s for s in offered if s is not Stage.VISION or self.config.vision is not None]
 
-    def body(self, bucket: Bucket) -> Any:
+    def body(self, bucket: Bucket) -> Body:
         """Returns the function that programs of this bucket run."""
         return self.bodies[body_of(bucket)]
 
@@ -205,12 +234,12 @@ class Harness:
         for tensor, values in self._values[poison]:
             tensor.copy_(values)
 
-    def _make_values(self, poison: bool) -> Iterator[tuple[Any, torch.Tensor]]:
-        p, rng, parts = self.model.persistent, np.random.default_rng(5), self.config.row_parts
+    def _make_values(self, poison: bool) -> Iterator[tuple[Tensor, Tensor]]:
+        p, rng, parts = self.persistent, np.random.default_rng(5), self.config.row_parts
         spoiled = np.random.default_rng(6)
         bad = np.nan if poison else 0.0
         flat = [cache for kv in p.kv for cache in kv[:2]]  # the whole tensors: views are not written between launches
-        areas: Any = (
+        areas: tuple[tuple[Tensor, Sequence[int], int | slice | None, int | slice], ...] = (
             *((t, by_block(t, self.block).shape, 0, SINK_BLOCK) for t in flat),
             (p.arena, p.arena.shape, slice(parts), slice(SINK_ROW * parts, (SINK_ROW + 1) * parts)),
             (p.hidden, p.hidden.shape, None, 0),
@@ -230,9 +259,9 @@ class Harness:
                 values[0] = spoiled.integers(0, high, values[0].shape)
             yield tensor, torch.from_numpy(values)
 
-    def snapshot(self, bucket: Bucket) -> list[Any]:
+    def snapshot(self, bucket: Bucket) -> list[Tensor]:
         """Returns copies of all tensors that a launch may change, without the parts that padding may touch."""
-        p = self.model.persistent
+        p = self.persistent
         if bucket.stage is Stage.VISION:
             return [p.arena.cpu()[2 * self.config.row_parts :].clone()]
         if bucket.stage in (Stage.SAMPLE, Stage.RESET, Stage.POOL):
@@ -241,18 +270,18 @@ class Harness:
 
     def zero_is_zero(self) -> bool:
         """Returns True if ZERO, which padding reads and no launch may write, is still zero."""
-        p = self.model.persistent
+        p = self.persistent
         return not p.arena.cpu()[: self.config.row_parts].any() and not any(
             cache.cpu()[0].any() for cache in self._caches()
         )
 
-    def _caches(self) -> list[torch.Tensor]:
+    def _caches(self) -> list[Tensor]:
         """Returns keys and values of every layer, by block."""
-        return [by_block(cache, self.block) for kv in self.model.persistent.kv for cache in kv[:2]]
+        return [by_block(cache, self.block) for kv in self.persistent.kv for cache in kv[:2]]
 
     # One bucket
 
-    def launch(self, program: Any, step: str, real: int, poison: bool = False) -> list[Any]:
+    def launch(self, program: Program, step: str, real: int, poison: bool = False) -> list[Tensor]:
         """Calls ``run`` or ``replay`` of a filled program on fixed tensors; returns its results and a snapshot."""
         self.prepare(poison)
         out = getattr(program, step)()
@@ -262,7 +291,7 @@ class Harness:
             raise CheckFailed(f"{program.bucket}: ZERO (KV block 0 or arena row 0) was written")
         return left
 
-    def junk(self, program: Any, inputs: Any) -> bool:
+    def junk(self, program: Program, inputs: Any) -> bool:
         """Writes random legal values to every padded position; False if the program does not expose ``inputs``."""
         held = getattr(program, "inputs", None)
         change = next((JUNK[c.__name__] for c in type(held).__mro__ if c.__name__ in JUNK), None)
@@ -293,7 +322,7 @@ class Harness:
         return host.text_inputs(rows), len(rows)
 
 
-def _arrays(head: Any) -> list[Any]:
+def _arrays(head: HeadOutput | PoolOutput) -> list[Tensor]:
     """Returns copies of the head's arrays, since the next launch may overwrite a fetched one."""
     if isinstance(head, PoolOutput):
         return [torch.from_numpy(np.array(head.values))]
@@ -338,14 +367,14 @@ def _make_ragged_rows(row: Callable[[int, int, int], Row], tokens: int, rows: in
 # Junk in padded positions
 
 
-def _junk_text(harness: Harness, x: Any, inputs: Any, rng: np.random.Generator) -> None:
+def _junk_text(harness: Harness, x: TextTensors, inputs: StepInputs, rng: np.random.Generator) -> None:
     pad = x.out_row.cpu().numpy() == 0
 
-    def scatter(tensor: Any, low: int, high: int) -> None:
+    def scatter(tensor: Tensor, low: int, high: int) -> None:
         padded = np.ones(tensor.shape[-1], bool)  # the start of a launch may be padded to more than its rows
         padded[: len(pad)] = pad
 
-        def change(values: Any) -> None:
+        def change(values: Array) -> None:
             values[..., padded] = rng.integers(low, high, values[..., padded].shape)
 
         edit(tensor, change)
@@ -354,7 +383,7 @@ def _junk_text(harness: Harness, x: Any, inputs: Any, rng: np.random.Generator) 
     scatter(x.positions, 0, 90)
     scatter(x.image_row, 2, ARENA)
     scatter(x.from_slot, 1, SEQS)
-    attn = x.attn
+    attn: Any = x.attn  # of the device's own class
     if hasattr(attn, "slot_map"):
         if attn.blocks.dim() == 2:
             edit(attn.blocks, lambda v: _junk_table(v, inputs, rng, harness.block))
@@ -368,11 +397,11 @@ def _junk_text(harness: Harness, x: Any, inputs: Any, rng: np.random.Generator) 
             edit(attn.usage, lambda v: _put(v, listed, rng.integers(1, harness.block + 1, int(listed.sum()))))
 
 
-def _put(values: Any, where: Any, what: Any) -> None:
+def _put(values: Array, where: slice | NDArray[np.bool_], what: Array) -> None:
     values[where] = what
 
 
-def _junk_table(blocks: Any, inputs: Any, rng: np.random.Generator, size: int) -> None:
+def _junk_table(blocks: Array, inputs: StepInputs, rng: np.random.Generator, size: int) -> None:
     """Writes junk to block table entries beyond a row's tokens, and to those of missing rows."""
     counts = np.diff(inputs.row_start)
     for row in range(len(blocks) - 1):
@@ -380,7 +409,7 @@ def _junk_table(blocks: Any, inputs: Any, rng: np.random.Generator, size: int) -
         blocks[row, used:] = rng.integers(2, BLOCKS, blocks.shape[1] - used)
 
 
-def _junk_vision(harness: Harness, x: Any, inputs: Any, rng: np.random.Generator) -> None:
+def _junk_vision(harness: Harness, x: VisionTensors, inputs: VisionInputs, rng: np.random.Generator) -> None:
     slots = x.pixels.shape[0]
     windows = slots // WINDOW_SLOTS
     used = np.arange(windows) < harness.used
@@ -388,14 +417,14 @@ def _junk_vision(harness: Harness, x: Any, inputs: Any, rng: np.random.Generator
     pad = (np.arange(slots) % WINDOW_SLOTS) >= np.repeat(real, WINDOW_SLOTS)
     edit(x.pixels, lambda v: _put(v, pad, rng.integers(0, 256, (int(pad.sum()), x.pixels.shape[1]))))
     edit(x.position, lambda v: _put(v, pad, rng.integers(0, inputs.position.max() + 1, (int(pad.sum()), 2))))
-    if x.position_rows is not None:
+    if x.position_rows is not None and x.position_weights is not None:
         shape = int(pad.sum()), x.position_rows.shape[1]
         edit(x.position_rows, lambda v: _put(v, pad, rng.integers(0, 4, shape)))
         edit(x.position_weights, lambda v: _put(v, pad, rng.random(shape)))
     edit(x.segments.real, lambda v: _put(v, ~used, rng.integers(1, WINDOW_SLOTS + 1, int((~used).sum()))))
 
 
-def _junk_head(harness: Harness, x: Any, inputs: Any, rng: np.random.Generator) -> None:
+def _junk_head(harness: Harness, x: HeadTensors, inputs: HeadInputs, rng: np.random.Generator) -> None:
     rest = slice(len(inputs.slot), None)
     size = x.slot.shape[0] - len(inputs.slot)
     masks = x.masks.shape[0]
@@ -409,7 +438,7 @@ def _junk_head(harness: Harness, x: Any, inputs: Any, rng: np.random.Generator) 
     edit(x.masks, lambda v: _put(v, unused, 1 | rng.integers(0, 256, (masks - len(inputs.masks), v.shape[1]))))
 
 
-def _junk_reset(harness: Harness, x: Any, inputs: Any, rng: np.random.Generator) -> None:
+def _junk_reset(harness: Harness, x: ResetTensors, inputs: ResetInputs, rng: np.random.Generator) -> None:
     rest, size = slice(len(inputs.slot), None), x.slot.shape[0] - len(inputs.slot)
     edit(x.counts, lambda v: _put(v, rest, rng.integers(0, 9, (size, harness.vocab))))
     edit(x.prompt_mask, lambda v: _put(v, rest, rng.integers(0, 256, (size, v.shape[1]))))
@@ -417,7 +446,7 @@ def _junk_reset(harness: Harness, x: Any, inputs: Any, rng: np.random.Generator)
     edit(x.bias_value, lambda v: _put(v, rest, rng.uniform(-9, 9, (size, MAX_BIAS))))
 
 
-def _junk_pool(harness: Harness, x: Any, inputs: Any, rng: np.random.Generator) -> None:
+def _junk_pool(harness: Harness, x: PoolTensors, inputs: PoolInputs, rng: np.random.Generator) -> None:
     rest, size = slice(len(inputs.group), None), x.group.shape[0] - len(inputs.group)
     edit(x.hidden_row, lambda v: _put(v, rest, rng.integers(0, TOKENS, size)))
 

@@ -6,7 +6,7 @@ The reference computes in float32 from operands rounded to the backend's dtype; 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from trencadis.backends.conformance.program_checks import make_harness
 from trencadis.backends.conformance.target import CheckTarget
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.device.backend import LayerKV
+from trencadis.core.device.backend import Backend, LayerKV, Ops, TextTensors
 from trencadis.core.launches import host_inputs as host
 from trencadis.core.launches.persistent_tensors import by_block
 from trencadis.core.step import Int32, Reset, StepInputs
@@ -34,7 +34,7 @@ OPS = (
 TEXT = (Stage.PREFILL, Stage.FRESH, Stage.CONTEXT, Stage.DECODE)
 
 
-def list_inherited_ops(ops: Any) -> list[str]:
+def list_inherited_ops(ops: Ops) -> list[str]:
     """Returns the names of the ops that ``ops`` inherits from ReferenceOps unchanged."""
     return [n for n in OPS if getattr(type(ops), n, None) is getattr(ReferenceOps, n)]
 
@@ -73,6 +73,10 @@ def error_summary(errors: Sequence[float]) -> str:
 # Ops of tensors alone
 
 Work = Callable[..., Sequence[Tensor]]
+Put = Callable[[Tensor], Tensor]
+"""Moves a tensor to a device, and floats to its dtype."""
+Setup = Callable[[Ops, Put], Work]
+"""Returns the work of a launch on a backend's ops."""
 
 
 class OpBody:
@@ -83,13 +87,13 @@ class OpBody:
     def __init__(self, work: Work, operands: list[Tensor], outs: list[Tensor]) -> None:
         self.work, self.operands, self.outs = work, operands, outs
 
-    def __call__(self, inputs: Any) -> None:
+    def __call__(self, inputs: object) -> None:
         for destination, value in zip(self.outs, self.work(*self.operands), strict=True):
             destination.copy_(value)
 
 
 def vs_reference(
-    target: CheckTarget, setup: Callable[[Any, Callable[[Tensor], Tensor]], Work], *operands: Tensor,
+    target: CheckTarget, setup: Setup, *operands: Tensor,
     close: Callable[[str, Tensor, Tensor, torch.dtype], float] | None = None,
 ) -> list[float]:  # fmt: skip
     """Runs one op in a launch of the backend and on the reference.
@@ -126,7 +130,7 @@ def vs_reference(
     return [compare(f"result {i}", f, w, dtype) for i, (f, w) in enumerate(zip(outs, wanted, strict=True))]
 
 
-def needs_values(backend: Any) -> None:
+def needs_values(backend: Backend) -> None:
     if not backend.values:
         raise Skipped("this device computes shapes only (Backend.values is False): there is nothing to compare")
 
@@ -143,7 +147,7 @@ def linear(target: CheckTarget) -> str:
         for bias in (False, True):
             weight, b = randn(wide, hidden, seed=1) / hidden**0.5, randn(wide, seed=2) if bias else None
 
-            def setup(ops: Any, put: Any, weight: Tensor = weight, b: Tensor | None = b) -> Work:
+            def setup(ops: Ops, put: Put, weight: Tensor = weight, b: Tensor | None = b) -> Work:
                 packed = ops.pack_weight(put(weight), None if b is None else put(b))
                 if (packed.out_features, packed.in_features) != tuple(weight.shape):
                     raise CheckFailed(f"pack_weight says {packed.out_features} x {packed.in_features}")
@@ -183,7 +187,7 @@ def gather_rows(target: CheckTarget) -> str:
 def scatter_rows(target: CheckTarget) -> str:
     """Writes rows by index and leaves the others."""
 
-    def setup(ops: Any, put: Any) -> Work:
+    def setup(ops: Ops, put: Put) -> Work:
         def work(destination: Tensor, rows: Tensor, values: Tensor) -> list[Tensor]:
             ops.scatter_rows(destination, rows, values)
             return [destination]
@@ -201,7 +205,7 @@ class AttentionCheck:
     """A body of rope_store and attend; activations are looked up by token id, so that padding has activations too."""
 
     def __init__(
-        self, backend: Any, target: CheckTarget, dtype: torch.dtype, block: int, windows: tuple[int, ...] = (0,)
+        self, backend: Backend, target: CheckTarget, dtype: torch.dtype, block: int, windows: tuple[int, ...] = (0,)
     ) -> None:
         t, self.windows = target.model.text, windows
         self.ops, self.heads, self.groups, self.d = backend.ops, t.heads, t.kv_heads, t.head_dim
@@ -222,7 +226,7 @@ class AttentionCheck:
         self.frequency = torch.linspace(1, 0.01, half).to(backend.device)
         self.axis = (torch.arange(half) % 3).to(backend.device)
 
-    def __call__(self, x: Any) -> None:
+    def __call__(self, x: TextTensors) -> None:
         n, d = x.out_row.shape[0], self.d
         parts = [self.heads * d, self.groups * d, self.groups * d]
         q, k, v = torch.split(self.ops.gather_rows(self.table, x.tokens[:n].long()), parts, dim=1)
@@ -239,10 +243,17 @@ class AttentionCheck:
         self.ops.cut("layer")
 
 
-def attention(
-    target: CheckTarget, windows: tuple[int, ...] = (0,), spans: bool = False
-) -> list[tuple[Bucket, int, AttentionCheck, AttentionCheck]]:
-    """Runs buckets of every text stage; returns (bucket, tokens, the backend's body, the reference's body) of each.
+class AttentionLaunch(NamedTuple):
+    """A launch of ``tokens`` tokens, run by a body on the backend (``mine``) and by one on the reference."""
+
+    bucket: Bucket
+    tokens: int
+    mine: AttentionCheck
+    wanted: AttentionCheck
+
+
+def attention(target: CheckTarget, windows: tuple[int, ...] = (0,), spans: bool = False) -> list[AttentionLaunch]:
+    """Runs buckets of every text stage on the backend and on the reference.
 
     Args:
         windows: sliding windows, used one after the other, as by the layers of a model.
@@ -261,7 +272,8 @@ def attention(
             harness.backend.fill(program, inputs)
             program.run()
             harness.backend.synchronize()
-            found.append((bucket, len(inputs.tokens), mine, _run_reference(target, inputs, harness.block, windows)))
+            theirs = _run_reference(target, inputs, harness.block, windows)
+            found.append(AttentionLaunch(bucket, len(inputs.tokens), mine, theirs))
     return found
 
 
@@ -301,7 +313,7 @@ def attend(target: CheckTarget) -> str:
     return compare_launches(target, attention(target))
 
 
-def compare_launches(target: CheckTarget, ran: list[tuple[Bucket, int, AttentionCheck, AttentionCheck]]) -> str:
+def compare_launches(target: CheckTarget, ran: list[AttentionLaunch]) -> str:
     """Compares the launches that ``attention`` made, and returns the figure."""
     errors = []
     for bucket, n, mine, wanted in ran:
@@ -325,7 +337,7 @@ def rotary(target: CheckTarget) -> str:
             self.outs = [backend.zeros((11, 2 * half), torch.float32) for _ in range(2)]
             self.args = [t.to(backend.device) for t in (positions, frequency, axis)]
 
-        def __call__(self, inputs: Any) -> None:
+        def __call__(self, inputs: object) -> None:
             for destination, value in zip(self.outs, backend.ops.rotary(*self.args), strict=True):
                 destination.copy_(value)
 
@@ -343,10 +355,10 @@ def rotary(target: CheckTarget) -> str:
 class EmbedBody:
     """A body that writes embeddings to the launch's output rows."""
 
-    def __init__(self, ops: Any, last: Tensor, arena: Tensor, table: Tensor, out: Tensor) -> None:
+    def __init__(self, ops: Ops, last: Tensor, arena: Tensor, table: Tensor, out: Tensor) -> None:
         self.ops, self.last, self.arena, self.table, self.out = ops, last, arena, table, out
 
-    def __call__(self, x: Any) -> None:
+    def __call__(self, x: TextTensors) -> None:
         found = self.ops.embed(x.tokens, x.from_slot, self.last, x.image_row, self.arena, self.table)
         self.ops.scatter_rows(self.out, x.out_row, found[: x.out_row.shape[0]])
 

@@ -8,7 +8,7 @@ The check of products with quantised weights: the dequantised weight, in float32
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import cast
 
 import numpy as np
 import torch
@@ -18,6 +18,8 @@ from trencadis.backends.conformance.check_result import CheckFailed, Skipped
 from trencadis.backends.conformance.harness import all_buckets, spread_buckets
 from trencadis.backends.conformance.op_checks import (
     TEXT,
+    Put,
+    Setup,
     Work,
     attention,
     check_close,
@@ -30,7 +32,9 @@ from trencadis.backends.conformance.program_checks import make_harness
 from trencadis.backends.conformance.target import CheckTarget
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.cross_attention_inputs import VARIANT, CrossAttentionInputs
+from trencadis.core.device.backend import Backend, Ops, TextTensors
 from trencadis.core.models.cross_attention import arena_row_numbers
+from trencadis.core.models.interface import CrossAttentionOps
 from trencadis.core.quant import online_quant
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.quant.scheme import FLOATS8, Scheme
@@ -107,7 +111,7 @@ def experts(target: CheckTarget) -> str:
     for top, normalise, kind in ((1, False, "silu"), (2, True, "silu"), (3, False, "gelu_tanh")):
         for n in (1, rows):
 
-            def setup(ops: Any, put: Any, how: tuple[int, bool, str] = (top, normalise, kind)) -> Work:
+            def setup(ops: Ops, put: Put, how: tuple[int, bool, str] = (top, normalise, kind)) -> Work:
                 packed = ops.pack_experts([put(w) for w in gate_up], [put(w) for w in down])
                 if (packed.count, packed.inner) != (count, inner):
                     raise CheckFailed(f"pack_experts says {packed.count} experts of {packed.inner} columns")
@@ -122,7 +126,7 @@ def _spread(rows: int, width: int) -> Tensor:
     return randn(rows, width, seed=rows) * (1 + torch.arange(rows)[:, None] % 3)
 
 
-def _by_kind(name: str, kind: str) -> Any:
+def _by_kind(name: str, kind: str) -> Setup:
     """Returns the set-up of op ``name`` with its activation, for ``vs_reference``."""
     return lambda ops, put: lambda x: [getattr(ops, name)(x, kind)]
 
@@ -133,9 +137,10 @@ class CrossAttentionCheck:
     Queries are looked up by token id; the other layers' columns are NaN.
     """
 
-    def __init__(self, backend: Any, target: CheckTarget, dtype: torch.dtype) -> None:
+    def __init__(self, backend: Backend, target: CheckTarget, dtype: torch.dtype) -> None:
         t, width = target.model.text, 2 * target.model.text.kv_heads * target.model.text.head_dim
         self.ops, self.heads, self.d = backend.ops, t.heads, t.head_dim
+        self.cross_ops = cast(CrossAttentionOps, backend.ops)
 
         def put(x: Tensor) -> Tensor:
             return x.to(target.dtype).to(dtype).to(backend.device)
@@ -146,11 +151,12 @@ class CrossAttentionCheck:
         self.held = put(arena)[:, width : 2 * width]
         self.out = backend.zeros((400, t.heads * t.head_dim), dtype)
 
-    def __call__(self, x: Any) -> None:
-        n = x.out_row.shape[0]
+    def __call__(self, x: TextTensors) -> None:
+        n, images = x.out_row.shape[0], x.cross_attention
+        assert images is not None
         q = self.ops.gather_rows(self.table, x.tokens[:n].long()).reshape(n, self.heads, self.d)
-        rows = arena_row_numbers(x.cross_attention.units, IMAGE_ROWS) if self.ops.gathers else None
-        out = self.ops.cross_attend(q, self.held, rows, x.cross_attention, self.d**-0.5)
+        rows = arena_row_numbers(images.units, IMAGE_ROWS) if self.cross_ops.gathers else None
+        out = self.cross_ops.cross_attend(q, self.held, rows, images, self.d**-0.5)
         self.ops.scatter_rows(self.out, x.out_row, out.reshape(n, -1))
 
 
@@ -203,7 +209,7 @@ def pool(target: CheckTarget) -> str:
     for classes in (0, 1, 5):
         weight = randn(classes, hidden, seed=4) / hidden**0.5 if classes else None
 
-        def sums(ops: Any, put: Any, weight: Tensor | None = weight) -> Work:
+        def sums(ops: Ops, put: Put, weight: Tensor | None = weight) -> Work:
             head = None if weight is None else put(weight).float()
             return lambda x, g: [ops.pool(x, g, head)]
 
@@ -211,7 +217,7 @@ def pool(target: CheckTarget) -> str:
     spoiled = rows.clone()
     spoiled[2, 7], spoiled[4, 0], spoiled[8, 3] = float("nan"), float("inf"), float("nan")
 
-    def fine(ops: Any, put: Any) -> Work:
+    def fine(ops: Ops, put: Put) -> Work:
         return lambda x, g: [(ops.pool(x, g, None).abs() <= torch.finfo(torch.float32).max).int()]
 
     errors += vs_reference(target, fine, spoiled, group)
@@ -240,7 +246,7 @@ def quantised_linear(target: CheckTarget) -> str:
 
         for rows in (1, 5, 37):
 
-            def setup(ops: Any, put: Any, q: QTensor = q) -> Work:
+            def setup(ops: Ops, put: Put, q: QTensor = q) -> Work:
                 bias = put(randn(wide, seed=2))
                 packed = ops.pack_quantised(_move_weight(q, bias, host), bias)
                 if (packed.out_features, packed.in_features) != q.shape:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -14,8 +14,9 @@ from trencadis.backends.conformance.op_checks import check_close, error_summary,
 from trencadis.backends.conformance.program_checks import make_harness
 from trencadis.backends.conformance.target import CheckTarget
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.device.backend import SamplerState
+from trencadis.core.device.backend import Backend, SamplerState
 from trencadis.core.launches import host_inputs as host
+from trencadis.core.models.interface import DrawingOps, PenalisingOps
 from trencadis.core.request import MAX_BIAS, MAX_LOGPROBS
 from trencadis.core.step import Bias, Reset, Sample
 
@@ -23,20 +24,20 @@ from trencadis.core.step import Bias, Reset, Sample
 class SamplingCheck:
     """A body of SAMPLE, by its variant, or of RESET over given logits and state."""
 
-    def __init__(self, backend: Any, logits: Tensor, state: SamplerState, variant: str) -> None:
+    def __init__(self, backend: Backend, logits: Tensor, state: SamplerState, variant: str) -> None:
         self.ops, self.logits, self.state, self.variant = backend.ops, logits, state, variant
 
     def __call__(self, x: Any) -> Any:
         if hasattr(x, "temperature"):
             if self.variant == "draw":
-                return self.ops.draw(self.logits, x, self.state)
+                return cast(DrawingOps, self.ops).draw(self.logits, x, self.state)
             if self.variant == "penalised":
-                return self.ops.take_penalised(self.logits, x, self.state)
+                return cast(PenalisingOps, self.ops).take_penalised(self.logits, x, self.state)
             return self.ops.sample(self.logits, x, self.state, self.variant == "full")
         return self.ops.reset(x, self.state)
 
 
-def _state(backend: Any, slots: int, vocab: int) -> SamplerState:
+def _state(backend: Backend, slots: int, vocab: int) -> SamplerState:
     rng = np.random.default_rng(5)
     made = SamplerState(
         last=torch.zeros(slots, dtype=torch.int32),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,10 +10,11 @@ from torch import Tensor
 
 from trencadis.backends.conformance.check_result import Skipped
 from trencadis.backends.conformance.harness import all_buckets, spread_buckets
-from trencadis.backends.conformance.op_checks import Work, check_close, error_summary, randn, vs_reference
+from trencadis.backends.conformance.op_checks import Put, Work, check_close, error_summary, randn, vs_reference
 from trencadis.backends.conformance.program_checks import make_harness
 from trencadis.backends.conformance.target import CheckTarget
 from trencadis.core.buckets import Stage
+from trencadis.core.device.backend import Backend, Ops, VisionTensors
 from trencadis.core.shared_constants import WINDOW_SLOTS
 
 VALUES = 768
@@ -27,14 +27,14 @@ NEAR = 4
 class VisionOpBody:
     """A body that runs one vision op with the launch's own segments and positions."""
 
-    def __init__(self, backend: Any, name: str, parts: list[Tensor]) -> None:
+    def __init__(self, backend: Backend, name: str, parts: list[Tensor]) -> None:
         half, device = parts[0].shape[-1] // 2, backend.device
         self.ops, self.name, self.parts = backend.ops, name, [t.to(device) for t in parts]
         self.frequency, self.axis = torch.linspace(1, 0.01, half).to(device), (torch.arange(half) % 2).to(device)
         outs = 2 if name == "rope_vision" else 1
         self.outs = [backend.zeros(parts[0].shape, parts[0].dtype) for _ in range(outs)]
 
-    def __call__(self, x: Any) -> None:
+    def __call__(self, x: VisionTensors) -> None:
         q, k, v = self.parts
         found: Sequence[Tensor]
         if self.name == "rope_vision":
@@ -92,11 +92,11 @@ def patches(target: CheckTarget) -> str:
     scale, shift = randn(values, seed=2), randn(values, seed=3)
     found = []
 
-    def setup(ops: Any, put: Any) -> Work:
+    def setup(ops: Ops, put: Put) -> Work:
         dtype = put(torch.zeros(1)).dtype
         device = put(torch.zeros(1)).device
         wide = [scale.to(device), shift.to(device)]
-        return lambda p: [ops.patches(p, *wide, dtype)]
+        return lambda p: [ops.patches(p, wide[0], wide[1], dtype)]
 
     found += vs_reference(target, setup, pixels)
     return error_summary(found)
@@ -108,7 +108,7 @@ def interpolate(target: CheckTarget) -> str:
     near = torch.randint(0, 48, (64, NEAR), dtype=torch.int32, generator=generator)
     share = torch.rand(64, NEAR, generator=generator) * (torch.arange(64) < 60)[:, None]
 
-    def setup(ops: Any, put: Any) -> Work:
+    def setup(ops: Ops, put: Put) -> Work:
         held = share.to(put(torch.zeros(1)).device)  # float32 whatever the backend's dtype is
         return lambda table, rows: [ops.interpolate(table, rows, held)]
 

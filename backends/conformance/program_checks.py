@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from trencadis.backends.conformance.check_result import CheckFailed, Skipped
 from trencadis.backends.conformance.harness import Harness, all_buckets, spread_buckets
 from trencadis.backends.conformance.target import CheckTarget
 from trencadis.backends.hooks import hooks_of
 from trencadis.core.buckets import Bucket, Stage, padded_tokens
-from trencadis.core.device.backend import ProgramState
+from trencadis.core.device.backend import Backend, Ops, Program, ProgramState
 
 PER_STAGE, PER_STAGE_QUICK = 12, 3
 
 
-def make_harness(target: CheckTarget, backend: Any = None) -> Harness:
+def make_harness(target: CheckTarget, backend: Backend | None = None) -> Harness:
     """Makes a new backend with the model. Backends are not shared: a process may hold one device at a time."""
     harness = Harness(target.model, backend or target.backend(), target.block_size)
     if not harness.backend.values:
@@ -39,20 +40,28 @@ def pick_buckets(harness: Harness, target: CheckTarget, most: int = PER_STAGE) -
     return found
 
 
-def filled_program(harness: Harness, bucket: Bucket, seed: int = 3) -> tuple[Any, Any, int]:
-    """Returns (a filled program, its inputs, the number of rows)."""
+class FilledProgram(NamedTuple):
+    """A program whose buffers hold ``inputs``, which have ``rows`` rows."""
+
+    program: Program
+    inputs: Any
+    rows: int
+
+
+def filled_program(harness: Harness, bucket: Bucket, seed: int = 3) -> FilledProgram:
+    """Makes a program and fills it."""
     inputs, real = harness.inputs(bucket, np.random.default_rng(seed))
     program = harness.backend.program(bucket, harness.body(bucket))
     harness.backend.fill(program, inputs)
-    return program, inputs, real
+    return FilledProgram(program, inputs, real)
 
 
-def equal_bits(one: list[Any], other: list[Any]) -> bool:
+def equal_bits(one: list[Tensor], other: list[Tensor]) -> bool:
     """Returns True if two lists of tensors are equal bit for bit."""
     return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def describe_difference(one: list[Any], other: list[Any]) -> str:
+def describe_difference(one: list[Tensor], other: list[Tensor]) -> str:
     """Describes the first result that differs, for a message."""
     for i, (a, b) in enumerate(zip(one, other, strict=False)):
         if a.shape != b.shape:
@@ -150,19 +159,23 @@ def determinism(target: CheckTarget) -> str:
     return f"{len(buckets)} buckets, {times} times each"
 
 
+RecordedCall = tuple[str, tuple[tuple[int, ...], ...]]
+"""An op's name and the shapes of its arguments and results."""
+
+
 class RecordingOps:
     """Ops that record the shapes of their arguments and results."""
 
-    def __init__(self, ops: Any) -> None:
+    def __init__(self, ops: Ops) -> None:
         self._ops = ops
-        self.seen: Counter[Any] = Counter()
+        self.seen: Counter[RecordedCall] = Counter()
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._ops, name)
         if not callable(found) or name in ("pack_weight", "pack_quantised", "layer", "region", "cut"):
             return found
 
-        def record(*args: Any, **kwargs: Any) -> Any:
+        def record(*args: object, **kwargs: object) -> object:
             out = found(*args, **kwargs)
             shapes = tuple(tuple(t.shape) for t in _tensors((args, tuple(kwargs.values()), out)))
             self.seen[name, shapes] += 1
@@ -171,8 +184,8 @@ class RecordingOps:
         return record
 
 
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
+def _tensors(tree: object) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, tuple | list):
         for item in tree:
@@ -181,11 +194,11 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
 
 def shapes(target: CheckTarget) -> str:
     """A launch computes at its bucket's shape, however few rows it holds, and each program has its own bucket."""
-    backend: Any = target.backend()
+    backend = target.backend()
     if backend.policy.graphless:
         raise Skipped("ops are compiled and not called in this mode, where another shape is a counted compilation")
     recording = RecordingOps(backend.ops)
-    backend.ops = recording
+    backend.ops = cast(Ops, recording)
     harness = Harness(target.model, backend, target.block_size)
     buckets = pick_buckets(harness, target, 4)
     for bucket in buckets:
@@ -218,7 +231,7 @@ def _small_need(bucket: Bucket) -> Bucket:
     return Bucket(bucket.stage, small, bucket.variant)
 
 
-def _check_first_op(bucket: Bucket, recorded_shapes: Counter[Any]) -> None:
+def _check_first_op(bucket: Bucket, recorded_shapes: Counter[RecordedCall]) -> None:
     """Raises CheckFailed unless the first op of a body runs over as many tokens, slots or rows as the bucket has."""
     sampling = {"draw": "draw", "penalised": "take_penalised"}.get(bucket.variant, "sample")
     first = {Stage.VISION: "patches", Stage.SAMPLE: sampling, Stage.RESET: "reset", Stage.POOL: "pool"}.get(
@@ -276,7 +289,9 @@ def waiting(target: CheckTarget) -> str:
     return f"{len(buckets)} buckets, run and replayed"
 
 
-def _check_no_wait(bucket: Bucket, what: str, guard: Callable[[], Any], launch: Callable[[], Any]) -> None:
+def _check_no_wait(
+    bucket: Bucket, what: str, guard: Callable[[], AbstractContextManager[object]], launch: Callable[[], object]
+) -> None:
     try:
         with guard() or nullcontext():
             launch()

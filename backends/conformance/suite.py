@@ -10,7 +10,7 @@ import gc
 import time
 from collections.abc import Callable, Iterable
 from statistics import median
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ UNITS = {Stage.VISION: "slots", Stage.SAMPLE: "rows", Stage.RESET: "rows", Stage
 def speed_sheet(target: CheckTarget) -> str:
     """Times launches of each stage's largest bucket, replayed if the device captures."""
     harness = make_harness(target)
-    backend: Any = harness.backend
+    backend = harness.backend
     lines = []
     for stage in harness.stages:
         bucket = max(all_buckets(harness.plan, stage), key=padded_tokens)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -105,7 +106,7 @@ def make_target(
     return CheckTarget(name, make, checkpoint, _dtype(package, dtype), policy, quick)
 
 
-def _dtype(package: Any, asked: str) -> torch.dtype:
+def _dtype(package: ModuleType, asked: str) -> torch.dtype:
     """Resolves a dtype; ``auto``: float32 if supported, else the device's default."""
     try:
         found: torch.dtype = package.pick_dtype("float32" if asked == "auto" else asked, "bfloat16")

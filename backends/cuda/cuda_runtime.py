@@ -14,8 +14,8 @@ import math
 import mmap
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -26,7 +26,7 @@ from triton import knobs
 from trencadis.backends.cuda.graph_pool import CapturedGraphs, CudaGraph, GraphPool, discard_failed_capture
 from trencadis.backends.cuda.runtime_protocol import Array, Graph, Stream
 from trencadis.backends.hooks import Hooks
-from trencadis.core.device.backend import Memory, OutOfDeviceMemory
+from trencadis.core.device.backend import Body, Memory, OutOfDeviceMemory
 
 
 class CompileCounter:
@@ -40,7 +40,7 @@ class CompileCounter:
             CompileCounter._watching = True
             before = knobs.runtime.jit_post_compile_hook
 
-            def hook(**event: Any) -> bool | None:
+            def hook(**event: object) -> bool | None:
                 CompileCounter._counts[_name(event)] += 1
                 return None if before is None else before(**event)
 
@@ -56,7 +56,7 @@ class CompileCounter:
         return dict(self._counts - self._begun)
 
 
-def _name(event: dict[str, Any]) -> str:
+def _name(event: Mapping[str, object]) -> str:
     return str(getattr(event.get("fn"), "name", "") or event.get("repr", "kernel"))
 
 
@@ -187,17 +187,17 @@ class CudaRuntime:
         with self._on(Stream.DOWNLOADS):
             target.copy_(source, non_blocking=True)
 
-    def launch(self, name: str, body: Callable[[Any], Any], inputs: Any, static: Tensor) -> Any:
+    def launch(self, name: str, body: Body, inputs: object, static: Tensor) -> Any:
         with self._programs():
             return body(inputs)
 
     def on_captures(self, call: Callable[[], T]) -> T:
         return self._captured.on_thread(call)
 
-    def capture(self, pool: str, name: str, body: Callable[[Any], Any], inputs: Any, static: Tensor) -> CudaGraph:
+    def capture(self, pool: str, name: str, body: Body, inputs: object, static: Tensor) -> CudaGraph:
         return self._captured.on_thread(lambda: self._capture(pool, body, inputs))
 
-    def _capture(self, pool: str, body: Callable[[Any], Any], inputs: Any) -> CudaGraph:
+    def _capture(self, pool: str, body: Body, inputs: object) -> CudaGraph:
         """Captures without ``torch.cuda.graph``, which empties torch's cache first, so that the graph's cost could not
         be measured.
         """
@@ -247,7 +247,7 @@ class CudaRuntime:
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
-    def _on(self, stream: Stream) -> Any:
+    def _on(self, stream: Stream) -> AbstractContextManager[object]:
         """Returns a context in which ``stream`` is the thread's current one.
 
         torch then returns to the card that was current, which in a new thread is card 0. If the process has no context
@@ -272,14 +272,14 @@ class LaunchScope:
     error, so that a launch's tensors would stay until garbage collection, while the launch is retried.
     """
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: AbstractContextManager[object]) -> None:
         self._stream, self._grad = stream, torch.no_grad()
 
     def __enter__(self) -> None:
         self._stream.__enter__()
         self._grad.__enter__()
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._grad.__exit__(None, None, None)
         self._stream.__exit__(None, None, None)
         if isinstance(error, RuntimeError) and (lack := _lack(error)):

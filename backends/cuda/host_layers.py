@@ -39,7 +39,7 @@ class HostLayers:
         self._images: list[Tensor] = []
         self._targets: list[Tensor] = []
         self._layer_indices: dict[int, int] = {}
-        self._layers: list[Any] = []
+        self._layers: list[object] = []
         self._first = 0
         self._begun = runtime.event()
         self._arrived = [runtime.event(), runtime.event()]
@@ -50,7 +50,7 @@ class HostLayers:
         self._buffers = [self._runtime.buffer(self._size) for _ in range(2)] if self._count else []
 
     @contextmanager
-    def loading(self, layer: Any, place: int, count: int) -> Iterator[None]:
+    def loading(self, layer: object, place: int, count: int) -> Iterator[None]:
         """Loads layer ``place`` of ``count`` inside the context; then moves its tensors if it is among the last
         ``held``.
 
@@ -68,7 +68,7 @@ class HostLayers:
             self._move(layer, place)
             self._runtime.release_bytes(before - self._runtime.memory.free())
 
-    def _move(self, layer: Any, index: int) -> None:
+    def _move(self, layer: object, index: int) -> None:
         """Copies the layer's tensors to pinned memory, and makes them views of a buffer."""
         buffer = self._buffers[(index - self._first) % 2]
         tensors, starts, end = tensors_of(layer), list[int](), 0
@@ -138,12 +138,12 @@ def view_at(area: Tensor, at: int, like: Tensor) -> Tensor:
     return values.as_strided(like.shape, like.stride(), values.storage_offset())
 
 
-def tensors_of(part: Any) -> list[Tensor]:
+def tensors_of(part: object) -> list[Tensor]:
     """Returns every tensor that a layer holds, each once, in the order of its attributes; not those of a KV cache."""
     found: dict[int, Tensor] = {}
     seen: set[int] = set()
 
-    def walk(value: Any) -> None:
+    def walk(value: object) -> None:
         if isinstance(value, Tensor):
             if value.numel():
                 found[id(value)] = value

@@ -14,6 +14,8 @@ from trencadis.core import envs
 from trencadis.core.device.backend import BackendConfig
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from trencadis.backends.cuda.kernels.peers.symmetric_memory import PeerAllReduce
 
 _gather: Callable[..., Any] = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
@@ -29,8 +31,8 @@ class CudaComm:
 
     def __init__(self, cfg: BackendConfig, device: torch.device) -> None:
         self.rank, self.world = cfg.rank, cfg.world
-        self._host: Any = None
-        self._group: Any = None  # None: the default group
+        self._host: ProcessGroup | None = None
+        self._group: ProcessGroup | None = None  # None: the default group
         if cfg.stages == 1:
             self._host = torch.distributed.new_group(backend="gloo")
         for stage in range(cfg.stages if cfg.stages > 1 else 0):
@@ -90,7 +92,7 @@ class CudaPipe:
     ) -> None:
         self._in_order = in_order
         self._before, self._after = cfg.number - cfg.world, cfg.number + cfg.world
-        self._host: Any = torch.distributed.new_group(backend="gloo")
+        self._host = torch.distributed.new_group(backend="gloo")
         row = torch.zeros(2, device=device)
         if cfg.stage > 0:
             self.receive(row, 1)
@@ -120,7 +122,7 @@ class CudaPipe:
         return _least(values, self._host)
 
 
-def _least(values: Sequence[int], group: Any) -> tuple[int, ...]:
+def _least(values: Sequence[int], group: ProcessGroup | None) -> tuple[int, ...]:
     found = torch.tensor(values, dtype=torch.int64)
     torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MIN, group=group)
     return tuple(found.tolist())

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trencadis.backends.hooks import Hooks
-from trencadis.core.device.backend import Memory
+from trencadis.core.device.backend import Body, Memory
 
 Array = NDArray[Any]
 T = TypeVar("T")
@@ -99,7 +99,7 @@ class Runtime(Protocol):
         """Copies from the device to pinned memory, on DOWNLOADS."""
         ...
 
-    def launch(self, name: str, body: Callable[[Any], Any], inputs: Any, static: Tensor) -> Any:
+    def launch(self, name: str, body: Body, inputs: object, static: Tensor) -> Any:
         """Calls ``body(inputs)`` on PROGRAMS; ``static`` is the memory that contains the inputs."""
         ...
 
@@ -110,7 +110,7 @@ class Runtime(Protocol):
         """
         ...
 
-    def capture(self, pool: str, name: str, body: Callable[[Any], Any], inputs: Any, static: Tensor) -> Graph:
+    def capture(self, pool: str, name: str, body: Body, inputs: object, static: Tensor) -> Graph:
         """Records ``body(inputs)``; graphs of one ``pool`` share the memory of tensors that live only within a launch.
 
         Raises:

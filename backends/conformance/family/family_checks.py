@@ -122,7 +122,7 @@ class CheckedModel:
         return 0 if self.config.text.causal or self.config.pooling is not None else prompt
 
     @cached_property
-    def images(self) -> list[tuple[image_checks.CheckedImage, Tensor, Tensor, Tensor]]:
+    def images(self) -> list[image_checks.ComparedImage]:
         """Test images, with the rows and logits of both sides (``image_checks.compare_images``)."""
         return image_checks.compare_images(self.config, self.checkpoint, self.seed, self.oracle)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -81,7 +81,9 @@ def _make_image(
     )
 
 
-def _prompt(config: ModelConfig, made: Any, encoded: list[Encode], rng: np.random.Generator) -> tuple[list[int], Any]:
+def _prompt(
+    config: ModelConfig, made: Any, encoded: list[Encode], rng: np.random.Generator
+) -> tuple[list[int], NDArray[np.int32]]:
     """Returns the ids of a prompt, and the arena row of each token; text inside an image's layout is any token."""
     media = {config.image_token, config.video_token, config.placeholder_token}
     words = [t for t in range(min(config.text.vocab, 512)) if t not in media]
@@ -135,10 +137,19 @@ def _make_cross_attention_prompt(made: Any, rows: NDArray[np.int32]) -> PromptAr
     )
 
 
-def compare_images(
-    config: ModelConfig, folder: Path, seed: int, oracle: TransformersOracle
-) -> list[tuple[CheckedImage, Tensor, Tensor, Tensor]]:
-    """Returns (image, our rows, transformers' rows, our logits of a prompt with it) for each image."""
+class ComparedImage(NamedTuple):
+    """What both sides computed of an image: ``rows`` and transformers' ``their_rows``, float32 [rows, width] each, and
+    our ``logits``, float32 [n, vocabulary], of a prompt with it.
+    """
+
+    image: CheckedImage
+    rows: Tensor
+    their_rows: Tensor
+    logits: Tensor
+
+
+def compare_images(config: ModelConfig, folder: Path, seed: int, oracle: TransformersOracle) -> list[ComparedImage]:
+    """Computes the rows and logits of each test image on both sides."""
     images = make_images(config, folder, seed)
     arena = max(int(p.encoded[-1].rows[-1]) + 1 for p in images)
     ours = RecomputedModel(config, blocks=max(p.blocks for p in images), arena=arena)
@@ -146,7 +157,7 @@ def compare_images(
     for one in images:
         rows = ours.encode(one.encoded)[torch.tensor(one.rows)]
         found.append(
-            (
+            ComparedImage(
                 one,
                 rows,
                 oracle.rows(one.processed, config.text.cross_attention_layers),

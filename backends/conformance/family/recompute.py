@@ -21,12 +21,14 @@ from trencadis.core.cross_attention_inputs import (
     make_cross_attention_inputs,
     variant_of,
 )
-from trencadis.core.device.backend import BackendConfig
+from trencadis.core.device.backend import Backend, BackendConfig, Comm
 from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.models import model_loader
 from trencadis.core.step import Encode, StepInputs
 
 BLOCK, BLOCKS = 8, 32
+Note = Callable[[Any, int], None]
+"""Records the tensor or the pair of tensors that a part of a layer returned for a number of tokens."""
 Int32 = NDArray[np.int32]
 
 
@@ -52,13 +54,13 @@ class RecomputedModel:
     share it.
     """
 
-    def __init__(self, config: ModelConfig, comm: Any = None, blocks: int = BLOCKS, arena: int = 4) -> None:
+    def __init__(self, config: ModelConfig, comm: Comm | None = None, blocks: int = BLOCKS, arena: int = 4) -> None:
         self.config = config
         t = config.text
         settings = BackendConfig(
             block_size=BLOCK, vocab_size=t.vocab, windows=t.windows, upto=t.upto, options={"threads": "1"}
         )
-        self.backend: Any = make_backend(settings)
+        self.backend: Backend = make_backend(settings)
         if comm is not None:
             self.backend.comm = comm
         self.model: Any = model_loader.load_model(config, self.backend)
@@ -141,7 +143,7 @@ class RecomputedModel:
         return outputs
 
 
-def _note(name: str, outputs: dict[str, Tensor], index: int | None = None) -> Callable[[Any, int], None]:
+def _note(name: str, outputs: dict[str, Tensor], index: int | None = None) -> Note:
     """Returns a hook that copies the first ``n`` rows of a tensor, of the sum of a pair, or of its item ``index``."""
 
     def note(out: Any, n: int) -> None:
@@ -156,10 +158,10 @@ def _note(name: str, outputs: dict[str, Tensor], index: int | None = None) -> Ca
 class HookedPart:
     """A part of a layer whose results are recorded, and its inputs too if ``before`` is given."""
 
-    def __init__(self, inner: Any, after: Callable[[Any, int], None], before: Any = None) -> None:
+    def __init__(self, inner: Any, after: Note, before: Note | None = None) -> None:
         self.inner, self.after, self.before = inner, after, before
 
-    def __call__(self, x: Any, *rest: Any) -> Any:
+    def __call__(self, x: Tensor, *rest: Any) -> Any:
         if self.before is not None:
             self.before((x, rest[0]), len(x))
         out = self.inner(x, *rest)
@@ -197,6 +199,10 @@ class ThreadComm:
 
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.cat(self.meeting.exchange(self.rank, x), dim=-1)
+
+    def least(self, values: Sequence[int]) -> tuple[int, ...]:
+        found = torch.stack(self.meeting.exchange(self.rank, torch.tensor(values))).amin(0)
+        return tuple(int(value) for value in found)
 
 
 def tensor_parallel_logits(config: ModelConfig, ids: list[int], world: int) -> list[Tensor]:

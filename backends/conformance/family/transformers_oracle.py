@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.conformance.check_result import Skipped
+from trencadis.core.json_types import JsonObject
 
 SMALL = {
     "hidden_size": 64, "n_embd": 64, "word_embed_proj_dim": 64, "intermediate_size": 96, "ffn_dim": 96, "n_inner": 96,
@@ -44,7 +45,7 @@ def _class_of(path: Path) -> Any:
     return found
 
 
-def read_declared_keys(path: Path) -> dict[str, Any]:
+def read_declared_keys(path: Path) -> JsonObject:
     """Returns the keys that the configuration's class declares itself, with their defaults; None for a key without
     one.
     """
@@ -55,7 +56,7 @@ def read_declared_keys(path: Path) -> dict[str, Any]:
     return {f.name: None if f.default is dataclasses.MISSING else f.default for f in own}
 
 
-def _shrink(raw: dict[str, Any], whole: Any) -> None:
+def _shrink(raw: JsonObject, whole: Any) -> None:
     """Limits the keys of a configuration, or of a part of one, to the sizes of a random checkpoint."""
     shared = getattr(whole, "num_key_value_heads", 0) == getattr(whole, "num_attention_heads", None)
     for key, size in SMALL.items():

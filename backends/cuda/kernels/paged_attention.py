@@ -12,7 +12,7 @@ as the second kernel would, so that a token has the same bits wherever its keys 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -116,14 +116,14 @@ def join(
 class QueryTile(NamedTuple):
     """A tile of a block of queries."""
 
-    queries: Any  # [M, LANES]
-    lane: Any  # int32 [M]: index in the block: token times heads plus head
-    live: Any  # bool [M]
-    position: Any  # int64 [M]: index of the token in the launch
-    token: Any  # int32 [M]: index of the token in its row
-    head: Any  # int32 [M]
-    top: Any  # int32: the first token of the tile, and the end of its tokens (exclusive)
-    below: Any
+    queries: tl.tensor  # [M, LANES]
+    lane: tl.tensor  # int32 [M]: index in the block: token times heads plus head
+    live: tl.tensor  # bool [M]
+    position: tl.tensor  # int64 [M]: index of the token in the launch
+    token: tl.tensor  # int32 [M]: index of the token in its row
+    head: tl.tensor  # int32 [M]
+    top: tl.tensor  # int32: the first token of the tile, and the end of its tokens (exclusive)
+    below: tl.tensor
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -6,7 +6,7 @@ used, the compiler would spend half of its pipeline stages on them and no longer
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -17,30 +17,30 @@ from trencadis.backends.cuda.kernels import online_softmax
 class PagedKeys(NamedTuple):
     """The stored keys of one row and KV head."""
 
-    k: Any  # pointer, [blocks, BLOCK, KV heads, D], starting at the KV head
-    v: Any
-    table: Any  # pointer, int32: the row's block ids
-    stop: Any  # int32: keys from here on are not read
+    k: tl.tensor  # pointer, [blocks, BLOCK, KV heads, D], starting at the KV head
+    v: tl.tensor
+    table: tl.tensor  # pointer, int32: the row's block ids
+    stop: tl.tensor  # int32: keys from here on are not read
 
 
 class Reach(NamedTuple):
     """The stored keys that a tile of queries sees, in three ranges: seen by some queries, by all, and by some again."""
 
-    begin: Any  # int32, a multiple of N: start of the first query window
-    edge: Any  # from here on every query's window has begun; equal to ``begin`` without a window
-    whole: Any  # all keys from ``edge`` to here are seen by every query
-    stop: Any
-    first: Any  # int32, broadcastable to [M, 1]: the first key that a query sees; read only with a window
-    last: Any  # the last key that a query sees
+    begin: tl.tensor  # int32, a multiple of N: start of the first query window
+    edge: tl.tensor  # from here on every query's window has begun; equal to ``begin`` without a window
+    whole: tl.tensor  # all keys from ``edge`` to here are seen by every query
+    stop: tl.tensor
+    first: tl.tensor  # int32, broadcastable to [M, 1]: the first key that a query sees; read only with a window
+    last: tl.tensor  # the last key that a query sees
 
 
 class Running(NamedTuple):
     """Attention over the keys so far, and the block ids of the next tile."""
 
-    acc: Any  # float32 [M, LANES]
-    peak: Any  # float32 [M]
-    total: Any  # float32 [M]
-    ids: Any  # block ids of the next tile, from ``ids_of``
+    acc: tl.tensor  # float32 [M, LANES]
+    peak: tl.tensor  # float32 [M]
+    total: tl.tensor  # float32 [M]
+    ids: tl.tensor  # block ids of the next tile, from ``ids_of``
 
 
 @triton.jit

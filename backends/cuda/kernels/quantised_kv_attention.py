@@ -7,7 +7,7 @@ its scores; values are scaled before they are rounded, since their scales may be
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -36,17 +36,25 @@ LARGEST: tl.constexpr = tl.constexpr(65504.0)
 class CodedKeys(NamedTuple):
     """The scales and kept (uncoded) values of one KV head."""
 
-    k_scale: Any  # pointer, float16 [slots, KV heads], starting at the KV head
-    v_scale: Any
-    kept: Any  # pointer, 16 bits [slots, KV heads, KEPT], starting at the KV head
-    few: Any  # [M, FEW]: the queries' values at the kept positions
+    k_scale: tl.tensor  # pointer, float16 [slots, KV heads], starting at the KV head
+    v_scale: tl.tensor
+    kept: tl.tensor  # pointer, 16 bits [slots, KV heads, KEPT], starting at the KV head
+    few: tl.tensor  # [M, FEW]: the queries' values at the kept positions
 
 
-def pointers(kv: LayerKV) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns (k_scale, v_scale, kept, pairs); a tensor that the cache lacks is replaced by one that is never read."""
+class CodeTensors(NamedTuple):
+    """The tensors of a cache of codes beside its keys and values (``LayerKV``)."""
+
+    k_scale: Tensor
+    v_scale: Tensor
+    kept: Tensor
+    pairs: Tensor
+
+
+def pointers(kv: LayerKV) -> CodeTensors:
+    """Returns a cache's further tensors; one that the cache lacks is replaced by one that is never read."""
     code_params = (kv.k_scale, kv.v_scale, kv.kept, kv.pairs)
-    k_scale, v_scale, kept, pairs = (kv.k if t is None else t for t in code_params)
-    return k_scale, v_scale, kept, pairs
+    return CodeTensors(*(kv.k if t is None else t for t in code_params))
 
 
 def constants(kv: LayerKV) -> dict[str, int]:

@@ -14,7 +14,7 @@ chunk).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -28,8 +28,8 @@ LOW_KEY: tl.constexpr = tl.constexpr(-0x7FFFFFFF)
 class ListedChunks(NamedTuple):
     """The chunks of a row that can still matter."""
 
-    index: Any  # pointer, int32: the chunks' numbers, ascending
-    count: Any  # int32
+    index: tl.tensor  # pointer, int32: the chunks' numbers, ascending
+    count: tl.tensor  # int32
 
 
 @triton.jit
@@ -131,11 +131,11 @@ FAR: tl.constexpr = tl.constexpr(0x7FFFFFFF)
 class DrawParams(NamedTuple):
     """Sampling parameters of one row."""
 
-    top_k: Any  # int32; 0: no limit
-    top_p: Any  # float32
-    min_p: Any  # float32
-    uniform: Any  # float32 in [0, 1)
-    greedy: Any  # bool: take the argmax, whatever the other fields are
+    top_k: tl.tensor  # int32; 0: no limit
+    top_p: tl.tensor  # float32
+    min_p: tl.tensor  # float32
+    uniform: tl.tensor  # float32 in [0, 1)
+    greedy: tl.tensor  # bool: take the argmax, whatever the other fields are
 
 
 @triton.jit

@@ -6,7 +6,7 @@ they have an effect. A masked id scores LOWEST, which is finite, so that a fully
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -19,23 +19,23 @@ CHUNK: tl.constexpr = tl.constexpr(128)
 class HeadRow(NamedTuple):
     """Inputs of the scores of one row, as the helpers of a kernel pass them on."""
 
-    logits: Any  # pointer, [rows, vocab]
-    row: Any  # int64
-    slot: Any  # int64 of the row's sampler state
-    mask_row: Any  # int64; 0: every id is allowed
-    inverse: Any  # float32 1 / temperature
-    pairs: Any  # int32 from ``pairs_of``
-    repetition: Any  # pointer, float32 [rows]
-    frequency: Any  # pointer, float32 [rows]
-    presence: Any  # pointer, float32 [rows]
-    counts: Any  # pointer, int32 [slots, vocab]
-    seen: Any  # pointer, uint8 [slots, mask_bytes]
-    bias_id: Any  # pointer, int64 [slots, bias_pairs]
-    bias_value: Any  # pointer, float32 [slots, bias_pairs]
-    masks: Any  # pointer, uint8 [masks, mask_bytes]
-    vocab: Any  # int32, like the two below a constant of the launch
-    mask_bytes: Any
-    bias_pairs: Any
+    logits: tl.tensor  # pointer, [rows, vocab]
+    row: tl.tensor  # int64
+    slot: tl.tensor  # int64 of the row's sampler state
+    mask_row: tl.tensor  # int64; 0: every id is allowed
+    inverse: tl.tensor  # float32 1 / temperature
+    pairs: tl.tensor  # int32 from ``pairs_of``
+    repetition: tl.tensor  # pointer, float32 [rows]
+    frequency: tl.tensor  # pointer, float32 [rows]
+    presence: tl.tensor  # pointer, float32 [rows]
+    counts: tl.tensor  # pointer, int32 [slots, vocab]
+    seen: tl.tensor  # pointer, uint8 [slots, mask_bytes]
+    bias_id: tl.tensor  # pointer, int64 [slots, bias_pairs]
+    bias_value: tl.tensor  # pointer, float32 [slots, bias_pairs]
+    masks: tl.tensor  # pointer, uint8 [masks, mask_bytes]
+    vocab: tl.tensor  # int32, like the two below a constant of the launch
+    mask_bytes: tl.tensor
+    bias_pairs: tl.tensor
 
 
 @triton.jit

@@ -7,7 +7,7 @@ index in its window is below the window's ``real``.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -119,22 +119,22 @@ def windows_kernel(
 class ImageRun(NamedTuple):
     """The running sums of attention over an image's keys, and the window of the next tile."""
 
-    acc: Any  # float32 [M, LANES]
-    behind: Any  # float32 [M, TAIL]; never read if TAIL is 0
-    peak: Any  # float32 [M]
-    total: Any  # float32 [M]
-    window: Any  # int32
+    acc: tl.tensor  # float32 [M, LANES]
+    behind: tl.tensor  # float32 [M, TAIL]; never read if TAIL is 0
+    peak: tl.tensor  # float32 [M]
+    total: tl.tensor  # float32 [M]
+    window: tl.tensor  # int32
 
 
 class PackedKeys(NamedTuple):
     """One head of a launch's keys."""
 
-    k: Any  # pointer to the head's first value
-    v: Any
-    order: Any  # pointers to the fields of ``CudaSegments``
-    segment: Any
-    real: Any
-    count: Any  # int32: windows of the launch
+    k: tl.tensor  # pointer to the head's first value
+    v: tl.tensor
+    order: tl.tensor  # pointers to the fields of ``CudaSegments``
+    segment: tl.tensor
+    real: tl.tensor
+    count: tl.tensor  # int32: windows of the launch
 
 
 @triton.jit(do_not_specialize=["slots"])

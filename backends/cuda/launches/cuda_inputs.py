@@ -8,7 +8,7 @@ what buffers hold before their first fill.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -171,10 +171,20 @@ def _make_cross_attention(bucket: Bucket, x: StepInputs, sizes: Sizes, plans: La
     return kind(*made, *_any(rows, *plans.cross_attention.of(made.reach, each, sizes.cross_attention_capacity(bucket))))
 
 
-def _rows(x: StepInputs, count: int, rows: int, block_size: int) -> tuple[Array, Array, Array, Array, Array]:
-    """Returns (row_start, context, tokens of each real row, block ids of all rows in order, start of each row's
-    ids).
+class _RowArrays(NamedTuple):
+    """The rows of a launch: ``counts`` are the tokens of each real row, ``blocks`` the block ids of all rows in order,
+    ``block_start`` the start of each row's ids.
     """
+
+    row_start: Array
+    context: Array
+    counts: Array
+    blocks: Array
+    block_start: Array
+
+
+def _rows(x: StepInputs, count: int, rows: int, block_size: int) -> _RowArrays:
+    """Builds the arrays of ``rows`` rows, padded, for a launch of ``count`` tokens."""
     real = len(x.context)
     assert real <= rows, f"{real} rows do not fit {rows}"
     row_start = np.full(rows + 2, len(x.tokens), np.int32)
@@ -186,7 +196,7 @@ def _rows(x: StepInputs, count: int, rows: int, block_size: int) -> tuple[Array,
     block_start[0] = 0
     np.cumsum(held, out=block_start[1 : real + 1])
     blocks = x.blocks[np.arange(x.blocks.shape[1]) < held[:, None]]
-    return row_start, pad(x.context, (rows + 1,), np.int32), counts, blocks, block_start
+    return _RowArrays(row_start, pad(x.context, (rows + 1,), np.int32), counts, blocks, block_start)
 
 
 def _vision(x: VisionInputs, slots: int, slot: SlotForm) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -133,11 +133,22 @@ class InputBuffers:
 
 def buffer_bytes(bucket: Bucket, sizes: Sizes) -> int:
     """Returns the bytes of a bucket's tensors."""
-    return _layout(bucket, sizes)[-1]
+    return _layout(bucket, sizes).bytes
 
 
-def _layout(bucket: Bucket, sizes: Sizes) -> tuple[str, dict[str, int], dict[str, tuple[int, ...]], int]:
-    """Returns (the tensor that grows, the offset of each tensor, the shape of each, total bytes)."""
+class _BufferLayout(NamedTuple):
+    """The memory of a bucket's tensors: the name of the one that grows, the offset in bytes and the shape of each, and
+    the total bytes.
+    """
+
+    grows: str
+    offsets: dict[str, int]
+    shapes: dict[str, tuple[int, ...]]
+    bytes: int
+
+
+def _layout(bucket: Bucket, sizes: Sizes) -> _BufferLayout:
+    """Arranges the tensors of a bucket, that which grows last."""
     grows, shape = growing_tensor(bucket, sizes)
     leaves = _arrays_by_name(arrays(bucket, None, sizes))
     shapes = {name: array.shape for name, array in leaves.items()} | {grows: shape}
@@ -145,7 +156,7 @@ def _layout(bucket: Bucket, sizes: Sizes) -> tuple[str, dict[str, int], dict[str
     for name in (*(n for n in leaves if n != grows), grows):
         at[name] = offset
         offset = align_up(offset + math.prod(shapes[name]) * leaves[name].itemsize)
-    return grows, at, shapes, offset
+    return _BufferLayout(grows, at, shapes, offset)
 
 
 def _arrays_by_name(tree: Any) -> dict[str, Array]:

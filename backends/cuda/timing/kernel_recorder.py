@@ -8,13 +8,14 @@ of torch that starts a kernel is a ``RecordedKernel``; the recording of one laye
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -30,7 +31,10 @@ from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.memory.estimate import kv_heads
 from trencadis.core.models import model_loader
 from trencadis.core.step import Sample, StepInputs
+from trencadis.core.vision_config import NO_SLOT
 
+KernelArguments = Mapping[str, Any]
+"""Arguments of a launch of a kernel by name: tensors and numbers."""
 BLOCK = 16
 META = torch.device("meta")
 
@@ -56,7 +60,7 @@ class KernelRecorder:
         """Records a collective over ``x``."""
         self.kernels.append(RecordedKernel("all_reduce", COLLECTIVE, x.nbytes))
 
-    def record_launch(self, name: str, args: dict[str, Any]) -> None:
+    def record_launch(self, name: str, args: KernelArguments) -> None:
         """Records a launch of a Triton kernel."""
         found = _READS.get(name, _all_bytes)(args, self._context)
         kind = ATTENTION if name in ATTENDING else HEAD if name in HEADS else ROWS
@@ -67,7 +71,7 @@ class KernelRecorder:
             flops = 2 * args["x"].shape[0] * args["weight"].numel()
         self.kernels.append(RecordedKernel(name, kind, found, flops))
 
-    def record_call(self, name: str, args: Sequence[Any], out: Any) -> None:
+    def record_call(self, name: str, args: object, out: object) -> None:
         """Records a call of torch."""
         given = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
         made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
@@ -88,7 +92,7 @@ class KernelRecorder:
         kinds: tuple[Any, ...] = (JITFunction, InterpretedFunction)
         kept = [kind.run for kind in kinds]
 
-        def note(kernel: Any, *args: Any, grid: Any = None, warmup: bool = False, **kwargs: Any) -> None:
+        def note(kernel: Any, *args: Any, grid: object = None, warmup: bool = False, **kwargs: Any) -> None:
             name = getattr(kernel, "__name__", "") or kernel.fn.__name__
             self.record_launch(name, dict(zip(kernel.arg_names, args, strict=False)) | kwargs)
 
@@ -107,7 +111,9 @@ class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         self._recorder.record_call(func.overloadpacket.__name__, (args, kwargs or {}), out)
         return out
@@ -117,25 +123,25 @@ ATTENDING = ("items_kernel", "turned_items_kernel", "join_kernel")
 HEADS = ("greedy_parts_kernel", "greedy_pick_kernel", "parts_kernel", "draw_kernel", "told_kernel")
 
 
-def _all_bytes(args: dict[str, Any], context: Sequence[int]) -> int:
+def _all_bytes(args: KernelArguments, context: Sequence[int]) -> int:
     """Returns the bytes of all tensors of a launch, each counted once."""
     return sum(t.nbytes for t in {id(t): t for t in args.values() if isinstance(t, Tensor)}.values())
 
 
-def _attention_bytes(args: dict[str, Any], context: Sequence[int]) -> int:
+def _attention_bytes(args: KernelArguments, context: Sequence[int]) -> int:
     """Returns the bytes of each stored key and value once, plus queries and results."""
     k, q = args["k"], args["out"]
     return int(2 * sum(context) * k.shape[2] * k.shape[3] * k.itemsize + 2 * q.nbytes)
 
 
-def _skinny_bytes(args: dict[str, Any], context: Sequence[int]) -> int:
+def _skinny_bytes(args: KernelArguments, context: Sequence[int]) -> int:
     """Returns the bytes of the weight, of inputs and outputs, and of the sums of the pieces, written and read."""
     parts = {id(args[name]): args[name] for name in ("x", "added", "residual", "out")}
     sums = 2 * args["sums"].nbytes if args["PIECES"] > 1 else 0
     return int(args["weight"].nbytes + sum(t.nbytes for t in parts.values()) + sums)
 
 
-def _join_bytes(args: dict[str, Any], context: Sequence[int]) -> int:
+def _join_bytes(args: KernelArguments, context: Sequence[int]) -> int:
     """Returns the bytes of the partial results of the items, at most all that the capacity allows, plus the output."""
     held = args["part"].nbytes + args["weight"].nbytes
     rows = args["out"].nbytes
@@ -143,18 +149,18 @@ def _join_bytes(args: dict[str, Any], context: Sequence[int]) -> int:
     return int(min(held, 2 * rows * pieces // max(len(context), 1)) + rows)
 
 
-def _logits_bytes(args: dict[str, Any], context: Sequence[int]) -> int:
+def _logits_bytes(args: KernelArguments, context: Sequence[int]) -> int:
     """Returns the bytes of a launch's logits; the tables of all slots are only read for rows with penalties."""
     found = args.get("logits")
     return int(found.nbytes) if isinstance(found, Tensor) else 0
 
 
-def _rotary_bytes(args: dict[str, Any], context: Sequence[int]) -> int:
+def _rotary_bytes(args: KernelArguments, context: Sequence[int]) -> int:
     """Returns the bytes of queries, keys and values, read and written, without the rest of the cache."""
     return 2 * sum(int(args[name].nbytes) for name in ("q", "k", "v") if isinstance(args.get(name), Tensor))
 
 
-_READS: dict[str, Any] = {
+_READS: dict[str, Callable[[KernelArguments, Sequence[int]], int]] = {
     "items_kernel": _attention_bytes,
     "turned_items_kernel": _attention_bytes,
     "skinny_kernel": _skinny_bytes,
@@ -199,7 +205,7 @@ class MetaCard:
     def __init__(self, world: int) -> None:
         self.dtype, self.ops, self.comm = torch.bfloat16, CudaOps(), MeteredRanks(world)
         self.policy = dataclasses.replace(policy(""), host_weights=False)
-        self.slot: Any = None
+        self.slot = NO_SLOT
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=META)

@@ -9,9 +9,9 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from trencadis.core.errors import StartupError
+from trencadis.core.json_types import JsonObject
 
 FILE = Path(__file__).with_name("constants.json")
 
@@ -66,9 +66,9 @@ SCALED = (
 
 
 @cache
-def load_constants() -> dict[str, Any]:
+def load_constants() -> JsonObject:
     """Reads constants.json: name -> [value, source, where the figure was confirmed, or "not found"]."""
-    found: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
+    found: JsonObject = json.loads(FILE.read_text(encoding="utf-8"))
     return found
 
 
@@ -101,8 +101,8 @@ def list_confirmations(name: str) -> dict[str, str]:
     return {key: confirmation for key, (_, _, confirmation) in _of(name).items()}
 
 
-def _of(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = load_constants()["cards"][name] | load_constants()["shared"]
+def _of(name: str) -> JsonObject:
+    found: JsonObject = load_constants()["cards"][name] | load_constants()["shared"]
     return found
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from trencadis.backends.cuda.timing.kernel_times import (
     DEFAULT,
@@ -22,6 +22,7 @@ from trencadis.backends.cuda.timing.kernel_times import (
 )
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.errors import StartupError
+from trencadis.core.json_types import JsonObject
 
 
 class HostStep(NamedTuple):
@@ -128,7 +129,7 @@ def weight_seconds(kernels: Sequence[RecordedKernel], on: CardTimes) -> float:
 def times(
     model: ModelConfig, ranks: int = 1, name: str = "", rows: Sequence[int] = ROWS, context: int = CONTEXT,
     depth: int = 1,
-) -> dict[str, Any]:  # fmt: skip
+) -> JsonObject:  # fmt: skip
     """Computes the report as plain values, in seconds.
 
     Raises:
@@ -147,7 +148,7 @@ def times(
     }  # fmt: skip
 
 
-def _load(kernels: Sequence[RecordedKernel], rows: int, on: CardTimes, depth: int) -> dict[str, Any]:
+def _load(kernels: Sequence[RecordedKernel], rows: int, on: CardTimes, depth: int) -> JsonObject:
     device, line = step_time(kernels, rows, on, depth)
     shares = parts(device, line)
     largest = max(shares, key=lambda part: shares[part])
@@ -165,7 +166,7 @@ def _load(kernels: Sequence[RecordedKernel], rows: int, on: CardTimes, depth: in
     }
 
 
-def lines(report: dict[str, Any]) -> Iterator[str]:
+def lines(report: JsonObject) -> Iterator[str]:
     """Yields the lines of the printed report."""
     ranks = f"{report['ranks']} x " if report["ranks"] > 1 else ""
     yield (

@@ -6,12 +6,13 @@ that became a constant.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -25,7 +26,7 @@ INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_inde
 """Calls that count the true elements of a mask on the host, if their index is a mask."""
 
 
-def capture_violation(func: Any, args: Any, kwargs: Any, out: Any) -> str:
+def capture_violation(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, object] | None, out: Any) -> str:
     """Returns why a capture does not permit a call; an empty string if it does."""
     name = func.overloadpacket.__name__
     masks = name in INDEXED and any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
@@ -38,7 +39,7 @@ def capture_violation(func: Any, args: Any, kwargs: Any, out: Any) -> str:
     return ""
 
 
-def collect_outputs(out: Any) -> list[Any]:
+def collect_outputs(out: object) -> list[Any]:
     """Returns the leaves of a call's result.
 
     A collective returns before it is done, so the recording waits for it, as a stream does.
@@ -71,7 +72,9 @@ class TwinRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._standing: set[int] = set()
         """Storages from before the launch: weights, the KV cache, inputs. A view of one takes no memory."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         flat, spec = tree_flatten((args, kwargs or {}))
         for x in flat:
             if isinstance(x, Tensor):
@@ -97,7 +100,7 @@ class TwinRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._made_at.append(len(self.steps))
         return slot
 
-    def close(self, out: Any) -> None:
+    def close(self, out: object) -> None:
         """Ends the recording. Every replay overwrites the tensors of ``out``; other results of the launch are freed."""
         leaves = [t for t in tree_flatten(out)[0] if isinstance(t, Tensor)]
         self._out = [(self._slots[id(t)], t) for t in leaves]
@@ -140,7 +143,9 @@ class LaunchReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._on_read = on_read
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         for x in tree_flatten((args, kwargs or {}))[0]:
             if isinstance(x, Tensor):
                 self._on_read(x)

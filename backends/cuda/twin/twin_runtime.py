@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten
 from trencadis.backends.cuda.runtime_protocol import Array, CudaEvent, Graph, Stream
 from trencadis.backends.cuda.twin.twin_recording import LaunchReads, TwinRecording
 from trencadis.backends.hooks import STEP, Hooks
-from trencadis.core.device.backend import Memory, OutOfDeviceMemory
+from trencadis.core.device.backend import Body, Memory, OutOfDeviceMemory
 from trencadis.core.errors import StartupError
 
 HOST = "host"
@@ -177,7 +177,7 @@ class TwinRuntime:
         self.pools: dict[str, list[TwinGraph]] = {}
         self._work: dict[str, int] = {}
         self._released: Counter[str] = Counter()
-        self._kept_tensors: list[Any] = []
+        self._kept_tensors: list[Tensor] = []
         self._shapes: set[tuple[str, ...]] = set()
         self._inner: list[TwinCall] | None = None
         """Calls of a launch that is being captured, which every replay repeats."""
@@ -261,7 +261,7 @@ class TwinRuntime:
             if begin <= at < begin + area.nbytes:
                 self._call("read", Stream.PROGRAMS.value, reads=(area,))
 
-    def launch(self, name: str, body: Callable[[Any], Any], inputs: Any, static: Tensor) -> Any:
+    def launch(self, name: str, body: Body, inputs: object, static: Tensor) -> Any:
         shapes = name, *(str((tuple(t.shape), t.dtype)) for t in leaves(inputs))
         self._shapes.add(shapes)
         with torch.no_grad(), self._watch_reads():
@@ -272,7 +272,7 @@ class TwinRuntime:
     def on_captures(self, call: Callable[[], T]) -> T:
         return call()
 
-    def capture(self, pool: str, name: str, body: Callable[[Any], Any], inputs: Any, static: Tensor) -> TwinGraph:
+    def capture(self, pool: str, name: str, body: Body, inputs: object, static: Tensor) -> TwinGraph:
         self._call("capture", HOST, name)
         self._inner = []
         try:
@@ -297,7 +297,7 @@ class TwinRuntime:
             self.calls += graph.calls
         graph.recording.replay()
 
-    def _watch_reads(self) -> AbstractContextManager[Any]:
+    def _watch_reads(self) -> AbstractContextManager[object]:
         return nullcontext() if self.calls is None else LaunchReads(self.note_read)
 
     def release(self, graph: Graph) -> None:
@@ -324,7 +324,7 @@ class TwinRuntime:
         return len(self._shapes)
 
     def _call(
-        self, kind: str, stream: str, name: str = "", event: Any = None,
+        self, kind: str, stream: str, name: str = "", event: CudaEvent | None = None,
         reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = (),
     ) -> None:  # fmt: skip
         self.counts[kind] += 1
@@ -340,13 +340,13 @@ class TwinRuntime:
         if self.calls is not None:
             # Tensors are kept alive while calls are recorded, so that equal addresses mean the same memory.
             self._kept_tensors += [*reads, *writes]
-            number = 0 if event is None else event.number
+            number = event.number if isinstance(event, TwinEvent) else 0
             (self.calls if self._inner is None else self._inner).append(
                 TwinCall(kind, stream, name, number, tuple(map(_region, reads)), tuple(map(_region, writes)))
             )
 
 
-def leaves(tree: Any) -> list[Tensor]:
+def leaves(tree: object) -> list[Tensor]:
     """Returns the tensors of nested tuples."""
     return [t for t in tree_flatten(tree)[0] if isinstance(t, Tensor)]
 

@@ -10,6 +10,7 @@ the factor compensates for it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -117,29 +118,38 @@ def _check_finite(data: Tensor, kind: int) -> None:
         raise StartupError("a weight holds 8-bit floats that are not finite; the checkpoint is damaged")
 
 
-def _arrange_codes(q: QTensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, int]:
-    """Returns codes [out, columns] as bits, float32 scales and zero points [out, groups], gathered columns, and the
-    group.
+class _ArrangedCodes(NamedTuple):
+    """Codes in the order of the card: ``codes`` [out, columns] as bits, float32 ``scale`` and ``zero`` [out, groups],
+    the ``gather``-ed columns, and the columns of a ``group`` (0: one group per row).
     """
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    gather: Tensor | None
+    group: int
+
+
+def _arrange_codes(q: QTensor) -> _ArrangedCodes:
+    """Orders the columns of a weight so that each group has whole cells."""
     data = q.data if q.data.dtype == torch.int8 else q.data.view(torch.uint8)
     if q.scale.shape[1] == 1:
-        return data, q.scale, q.zero, None, 0
+        return _ArrangedCodes(data, q.scale, q.zero, None, 0)
     kept = cells(q.shape[1], q.group)
     if q.order is None and not kept.gathered:
-        return data, q.scale, q.zero, None, kept.group
+        return _ArrangedCodes(data, q.scale, q.zero, None, kept.group)
     of = q.columns()
     where, counts = torch.argsort(of, stable=True), torch.bincount(of, minlength=q.scale.shape[1])
     sizes: list[int] = counts.tolist()
     each = sizes[0]
     if not q.shared and each and each % CELL == 0 and all(n == each for n in sizes[:-1]) and sizes[-1] <= each:
         plain = bool((where[1:] > where[:-1]).all())
-        return data if plain else data[:, where], q.scale, q.zero, None if plain else where.int(), each
+        codes, gather = (data, None) if plain else (data[:, where], where.int())
+        return _ArrangedCodes(codes, q.scale, q.zero, gather, each)
     return _fill_groups(q, data, where, sizes)
 
 
-def _fill_groups(
-    q: QTensor, data: Tensor, where: Tensor, sizes: list[int]
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor, int]:
+def _fill_groups(q: QTensor, data: Tensor, where: Tensor, sizes: list[int]) -> _ArrangedCodes:
     """Pads groups of unequal sizes to whole cells with codes that mean zero."""
     device = data.device
     count = [-(-n // CELL) for n in sizes]
@@ -160,7 +170,7 @@ def _fill_groups(
     out[:, taken] = data[:, where]
     gather = torch.zeros(at, dtype=torch.int32, device=device)
     gather[taken] = where.int()
-    return out, q.scale[:, of], zero, gather, CELL
+    return _ArrangedCodes(out, q.scale[:, of], zero, gather, CELL)
 
 
 def _factors(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:

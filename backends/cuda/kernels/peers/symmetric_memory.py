@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from trencadis.backends.cuda.kernels.peers import one_shot_reduce, two_shot_reduce
 from trencadis.backends.cuda.kernels.peers.one_shot_reduce import PeerBuffers
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 ALIGNMENT = 256
 """Buffers begin at multiples of this many bytes."""
@@ -65,7 +68,7 @@ class PeerAllReduce:
 
 
 def open_peer_memory(
-    group: Any, host: Any, rank: int, world: int, device: torch.device
+    group: ProcessGroup | None, host: ProcessGroup | None, rank: int, world: int, device: torch.device
 ) -> tuple[PeerAllReduce | None, str]:
     """Opens symmetric memory on all ranks: (sums, "") or (None, reason); collective, the same on every rank.
 
@@ -83,14 +86,16 @@ def open_peer_memory(
     return None, f"small sums over ranks go over NCCL: {why}"
 
 
-def _agree_reason(why: str, host: Any, world: int) -> str:
+def _agree_reason(why: str, host: ProcessGroup | None, world: int) -> str:
     """Returns the reason of the lowest rank that has one; the same string on all ranks."""
     told: list[Any] = [None] * world
     torch.distributed.all_gather_object(told, why, group=host)
     return next(filter(None, told), "")
 
 
-def _allocate_buffers(group: Any, rank: int, world: int, device: torch.device) -> tuple[list[PeerBuffers] | None, str]:
+def _allocate_buffers(
+    group: ProcessGroup | None, rank: int, world: int, device: torch.device
+) -> tuple[list[PeerBuffers] | None, str]:
     """Allocates the buffers of all steps at once, zeroed before any rank goes on; returns (buffers, "") or (None,
     reason).
     """
@@ -115,12 +120,21 @@ _HELD: list[Any] = []
 """Buffers of all ranks. They live as long as the process, because graphs hold their addresses."""
 
 
-def _parts(step: int, world: int) -> tuple[int, int, int]:
-    """Returns (bytes of the longest message, bytes after it, programs) of sums in ``step`` steps."""
+class _BufferParts(NamedTuple):
+    """Parts of a rank's buffer: bytes of the longest message, bytes after it, and the number of programs."""
+
+    message: int
+    behind: int
+    programs: int
+
+
+def _parts(step: int, world: int) -> _BufferParts:
+    """Returns the parts of a buffer for sums in ``step`` steps."""
     if step == 1:
-        return one_shot_reduce.MOST, one_shot_reduce.MOST, one_shot_reduce.programs(one_shot_reduce.MOST // LEAST_VALUE)
+        most = one_shot_reduce.MOST
+        return _BufferParts(most, most, one_shot_reduce.programs(most // LEAST_VALUE))
     count = two_shot_reduce.programs(two_shot_reduce.MOST // LEAST_VALUE, world)
-    return two_shot_reduce.MOST, 4 * one_shot_reduce.BLOCK * count, count
+    return _BufferParts(two_shot_reduce.MOST, 4 * one_shot_reduce.BLOCK * count, count)
 
 
 def peer_buffer_bytes(step: int, world: int) -> int:
