@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
 from trencadis.core.errors import StartupError
+from trencadis.core.json_types import JsonObject
 from trencadis.server.bench import datasets
 from trencadis.server.bench.bench_metrics import GOALS, TITLES
 
@@ -126,7 +127,7 @@ def _add_result_flags(add: Adder) -> None:
     add("--metadata", metavar="KEY=VALUE", nargs="*", default=[], help="more entries of the file")
 
 
-def _parse_json_object(text: str) -> dict[str, Any]:
+def _parse_json_object(text: str) -> JsonObject:
     try:
         found = json.loads(text)
     except ValueError:
@@ -136,7 +137,11 @@ def _parse_json_object(text: str) -> dict[str, Any]:
     return found
 
 
-def _parse_image_sizes(text: str) -> dict[tuple[int, int, int], float]:
+FrameSize = tuple[int, int, int]
+"""Height, width and number of frames, as in vLLM's flag."""
+
+
+def _parse_image_sizes(text: str) -> dict[FrameSize, float]:
     """Parses ``{(height, width, 1): share}``, as Python or with the keys as JSON strings."""
     try:
         found = ast.literal_eval(text)
@@ -200,7 +205,7 @@ def _check_traffic(args: argparse.Namespace) -> None:
             raise StartupError("--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps, both above 0.")
 
 
-def _parse_name_list(text: str, known: Any, flag: str) -> list[str]:
+def _parse_name_list(text: str, known: Collection[str], flag: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in known:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
+from trencadis.core.json_types import JsonObject
 from trencadis.server.bench.stream_timing import BenchTiming
 
 TITLES = {
@@ -44,11 +44,11 @@ def compute_result(
     chosen: Sequence[str],
     percentiles: Sequence[float],
     goals: dict[str, float],
-) -> dict[str, Any]:
+) -> JsonObject:
     """Computes the figures of a run of ``seconds``; times in milliseconds, lists of single requests in seconds."""
     good = [one for one in requests if not one.error]
     given, made = sum(one.prompt_tokens for one in good), sum(one.tokens for one in good)
-    found: dict[str, Any] = {
+    found: JsonObject = {
         "duration": seconds,
         "completed": len(good),
         "failed": len(requests) - len(good),

@@ -9,9 +9,9 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from trencadis.core.errors import StartupError
+from trencadis.core.json_types import JsonObject
 from trencadis.server.bench.bench_metrics import DETAILS, TITLES
 
 WIDTH = 50
@@ -20,7 +20,7 @@ NAMED = 10
 LATE_SHARE = 0.05
 
 
-def format_lines(args: argparse.Namespace, found: dict[str, Any]) -> Iterator[str]:
+def format_lines(args: argparse.Namespace, found: JsonObject) -> Iterator[str]:
     """Yields the lines of the report, in vLLM's wording."""
     yield f"{' Serving Benchmark Result ':=^{WIDTH}}"
     yield _format_line("Successful requests:", found["completed"])
@@ -67,7 +67,7 @@ def format_failures(errors: Sequence[str]) -> Iterator[str]:
         yield f"failed, {len(counted) - NAMED} further kinds"
 
 
-def format_client_delay(found: dict[str, Any]) -> str:
+def format_client_delay(found: JsonObject) -> str:
     """Returns a warning if this client, or its machine, was late enough to affect the figures; else ""."""
     late, pace = found["client_loop_lag_p99_ms"], found.get("median_tpot_ms") or found.get("median_ttft_ms") or 0.0
     if not pace or late < LATE_SHARE * pace:
@@ -76,9 +76,9 @@ def format_client_delay(found: dict[str, Any]) -> str:
     return f"warning: {what}; run it on a quieter machine, or with less load."
 
 
-def make_result_object(args: argparse.Namespace, found: dict[str, Any], model: str, tokenizer: str) -> dict[str, Any]:
+def make_result_object(args: argparse.Namespace, found: JsonObject, model: str, tokenizer: str) -> JsonObject:
     """Returns the JSON object of a run."""
-    made: dict[str, Any] = {
+    made: JsonObject = {
         "date": time.strftime("%Y%m%d-%H%M%S"),
         "endpoint_type": args.backend,
         "backend": args.backend,
@@ -112,7 +112,7 @@ def make_result_path(args: argparse.Namespace, model: str, date: str) -> Path:
     return folder / f"{args.label or args.backend}-{rate}{most}-{model.rstrip('/').split('/')[-1]}-{date}.json"
 
 
-def save(path: Path, made: dict[str, Any], append: bool) -> None:
+def save(path: Path, made: JsonObject, append: bool) -> None:
     """Writes the JSON file, or appends a line to it.
 
     Raises:

@@ -11,9 +11,9 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from trencadis.core.errors import StartupError
+from trencadis.core.json_types import Json, JsonObject
 from trencadis.server.bench import bench_flags, bench_metrics, bench_report, load_generator
 from trencadis.server.bench.datasets import BenchSample, make_samples
 from trencadis.server.bench.http_client import BenchClient, Exchange
@@ -80,11 +80,11 @@ async def _find_model(args: argparse.Namespace, client: BenchClient) -> tuple[st
             await asyncio.sleep(READY_PAUSE)
 
 
-def make_body(args: argparse.Namespace, model: str, sample: BenchSample) -> dict[str, Any]:
+def make_body(args: argparse.Namespace, model: str, sample: BenchSample) -> JsonObject:
     """Returns the JSON body of a request."""
-    made: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
+    made: JsonObject = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
     if args.backend == "openai-chat":
-        content: Any = [{"type": "text", "text": sample.prompt}]
+        content: Json = [{"type": "text", "text": sample.prompt}]
         content += [{"type": "image_url", "image_url": {"url": url}} for url in sample.images]
         made["messages"] = sample.messages or [{"role": "user", "content": content}]
         limit = "max_completion_tokens"
@@ -115,7 +115,7 @@ def make_requests(
 
 async def _measure(
     args: argparse.Namespace, client: BenchClient, model: str, asked: Sequence[BenchSample]
-) -> dict[str, Any]:
+) -> JsonObject:
     if args.backend != "openai-chat" and any(one.images or one.messages for one in asked):
         raise StartupError("images and messages need --backend openai-chat.")
     made = make_requests(args, client, model, asked)
@@ -123,8 +123,8 @@ async def _measure(
         warm = await run_load(
             client, RequestLoad([made[0]] * args.num_warmups, [0.0] * args.num_warmups, args.max_concurrency or 0)
         )
-        if all(compute_request_timing(one, 0).error for one in warm[0]):
-            raise StartupError(f"every warm-up request failed: {compute_request_timing(warm[0][0], 0).error}.")
+        if all(compute_request_timing(one, 0).error for one in warm.exchanges):
+            raise StartupError(f"every warm-up request failed: {compute_request_timing(warm.exchanges[0], 0).error}.")
     given = load_generator.make_rates(
         len(made),
         args.request_rate,

@@ -22,6 +22,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from trencadis.core.errors import StartupError
+from trencadis.core.json_types import Json
 from trencadis.server.bench.token_counters import TokenCounter, make_text
 
 SHAPES = 24
@@ -64,7 +65,7 @@ class BenchSample:
     prompt_tokens: int
     output_tokens: int
     images: list[str] = field(default_factory=list)
-    messages: list[Any] | None = None
+    messages: list[Json] | None = None
 
 
 async def make_samples(args: argparse.Namespace, counter: TokenCounter) -> list[BenchSample]:

@@ -12,8 +12,9 @@ import json
 import ssl
 import time
 from dataclasses import dataclass, field
-from typing import Any
 from urllib.parse import urlsplit
+
+from trencadis.core.json_types import Json
 
 LARGEST_HEAD = 1 << 16
 
@@ -267,7 +268,7 @@ class BenchClient:
             # The server closed a kept connection in the meantime: it never received the request.
             exchange.error = ""
 
-    async def fetch(self, path: str, content: Any = None) -> Any:
+    async def fetch(self, path: str, content: Json = None) -> Json:
         """Returns the JSON of ``path``; POST with JSON ``content``, else GET.
 
         Raises:

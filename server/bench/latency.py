@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from trencadis.core.errors import StartupError
+from trencadis.core.json_types import Json
 from trencadis.server.bench import offline_options
 from trencadis.server.bench.bench_flags import OneLineParser
 
@@ -51,7 +51,7 @@ def main(words: Sequence[str]) -> int:
         special = llm.service.tokenizer.special_ids
         known = [i for i in range(min(LARGEST_ID, llm.service.config.text.vocab)) if i not in special]
         drawn = np.random.default_rng(0).choice(known, (args.batch_size, args.input_len))
-        prompts: list[Any] = [{"prompt_token_ids": row} for row in drawn.tolist()]
+        prompts: list[Json] = [{"prompt_token_ids": row} for row in drawn.tolist()]
         sampling = SamplingParams(
             n=args.n, temperature=1.0, top_p=1.0, ignore_eos=True, max_tokens=args.output_len,
             detokenize=not args.disable_detokenize,

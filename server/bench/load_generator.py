@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -93,10 +94,18 @@ class ClientCost:
         }
 
 
+class LoadResult(NamedTuple):
+    """A load that has run: the exchanges in the requests' order, the total seconds, and the client's own figures."""
+
+    exchanges: list[Exchange]
+    seconds: float
+    cost: ClientCost
+
+
 async def run_load(
     client: BenchClient, load: RequestLoad, ended: Callable[[Exchange], None] = lambda exchange: None
-) -> tuple[list[Exchange], float, ClientCost]:
-    """Runs a load; returns the exchanges in the requests' order, the total seconds, and the client's own figures.
+) -> LoadResult:
+    """Runs a load.
 
     Args:
         ended: called with each exchange at its end.
@@ -131,7 +140,7 @@ async def run_load(
         gc.unfreeze()
     seconds = time.perf_counter() - begun
     own.cpu, own.pieces = sum(os.times()[:2]) - cpu, sum(len(one.pieces) for one in made)
-    return made, seconds, own
+    return LoadResult(made, seconds, own)
 
 
 async def _measure_loop_delay(own: ClientCost) -> None:

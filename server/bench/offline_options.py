@@ -6,11 +6,13 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from trencadis.core.errors import StartupError
+from trencadis.core.flag_options import FlagValue
+from trencadis.core.json_types import JsonObject
 from trencadis.server.bench.bench_flags import OneLineParser
 from trencadis.server.config import argv
 from trencadis.server.config.flags import get_flag_table
@@ -24,8 +26,8 @@ PROMPTS = ("allowed_local_media_path", "allowed_media_domains", "chat_template",
 
 
 def parse_engine_args(
-    parser: OneLineParser, words: Sequence[str], **defaults: Any
-) -> tuple[argparse.Namespace, dict[str, Any]]:
+    parser: OneLineParser, words: Sequence[str], **defaults: FlagValue
+) -> tuple[argparse.Namespace, dict[str, FlagValue]]:
     """Parses the command line into the benchmark's own arguments and the options of the engine.
 
     Args:
@@ -44,7 +46,7 @@ def parse_engine_args(
     return args, {**defaults, **given.values}
 
 
-def make_engine(options: dict[str, Any]) -> LLM:
+def make_engine(options: dict[str, FlagValue]) -> LLM:
     """Makes an engine in this process; imports torch."""
     from trencadis import LLM
 
@@ -64,7 +66,7 @@ def compute_percentiles(values: Sequence[float]) -> dict[int, float]:
     return {p: float(np.percentile(values, p)) for p in PERCENTS}
 
 
-def save(name: str | None, made: dict[str, Any]) -> None:
+def save(name: str | None, made: JsonObject) -> None:
     """Writes ``--output-json``, if it is given.
 
     Raises:

@@ -10,11 +10,12 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from trencadis.core.errors import StartupError
+from trencadis.core.flag_options import FlagValue
+from trencadis.core.json_types import JsonObject
 from trencadis.server.bench import offline_options
 from trencadis.server.bench.bench_flags import OneLineParser
 
@@ -58,7 +59,7 @@ def main(words: Sequence[str]) -> int:
     for _ in range(args.num_iters_warmup):
         start(options, os.environ)
     warm = [start(options, os.environ) for _ in range(args.num_iters_warm)]
-    made: dict[str, Any] = {"cold_pages_dropped": dropped}
+    made: JsonObject = {"cold_pages_dropped": dropped}
     for phase, runs in (("cold", cold), ("warm", warm)):
         print(f"\n{phase.upper()} STARTUP:")
         for name, (key, title) in REPORTED_TIMES.items():
@@ -100,7 +101,7 @@ def forget_pages(model: str) -> bool:
     return True
 
 
-def start(options: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+def start(options: Mapping[str, FlagValue], environ: Mapping[str, str]) -> dict[str, FlagValue]:
     """Measures one start-up in a process of its own.
 
     Raises:

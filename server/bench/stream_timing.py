@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
+from trencadis.core.json_types import JsonObject
 from trencadis.server.bench.http_client import Exchange
 
-Json = dict[str, Any]
+Json = JsonObject
 
 
 @dataclass(slots=True)

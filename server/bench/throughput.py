@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from trencadis.core.errors import StartupError
+from trencadis.core.json_types import JsonObject
 from trencadis.server.bench import bench_flags, offline_options
 from trencadis.server.bench.datasets import BenchSample, make_samples
 
@@ -96,7 +97,7 @@ def _run(args: argparse.Namespace, llm: LLM, asked: Sequence[BenchSample]) -> tu
     return _with_elapsed(begun, llm.generate(prompts, sampling, use_tqdm=bar))
 
 
-def _parts(one: BenchSample) -> list[dict[str, Any]]:
+def _parts(one: BenchSample) -> list[JsonObject]:
     images = [{"type": "image_url", "image_url": {"url": url}} for url in one.images]
     return [{"type": "text", "text": one.prompt}, *images]
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
+from trencadis.core.json_types import Json
 from trencadis.server.bench.http_client import BenchClient
 
 _TEXT = (
@@ -70,11 +71,11 @@ class ServerCounter:
 class WordCounter:
     """Takes a word for a token: exact for common words, approximate for other texts."""
 
-    async def encode(self, text: str) -> list[Any]:
+    async def encode(self, text: str) -> list[Json]:
         """See TokenCounter; the ids are the words themselves."""
         return list(text.split())
 
-    async def decode(self, tokens: list[Any]) -> str:
+    async def decode(self, tokens: list[Json]) -> str:
         """See TokenCounter."""
         return " ".join(map(str, tokens))
 

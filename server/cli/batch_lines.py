@@ -9,11 +9,12 @@ import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import msgspec
 
 from trencadis.core.errors import StartupError
+from trencadis.core.json_types import JsonObject
 
 ROUTES = frozenset(
     (
@@ -102,7 +103,9 @@ def make_answer_line(custom_id: str, status: int, content: bytes, request_id: st
     body = _ANY.decode(content)
     good = 200 <= status < 300
     response = {"status_code": status, "request_id": request_id, "body": body}
-    error = None if good else {"code": _get_error_code(content), "message": _get_error_message(content, status)}
+    error: _LineError | None = (
+        None if good else {"code": _get_error_code(content), "message": _get_error_message(content, status)}
+    )
     return _encode_line(custom_id, response, error), good
 
 
@@ -111,12 +114,19 @@ def make_error_line(custom_id: str | None, code: str, message: str) -> bytes:
     return _encode_line(custom_id, None, {"code": code, "message": message})
 
 
-def _encode_line(custom_id: str | None, response: Any, error: Any) -> bytes:
+class _LineError(TypedDict):
+    """Why a line has no good answer."""
+
+    code: str
+    message: str
+
+
+def _encode_line(custom_id: str | None, response: JsonObject | None, error: _LineError | None) -> bytes:
     made = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom_id, "response": response, "error": error}
     return msgspec.json.encode(made) + b"\n"
 
 
-def _get_error_object(content: bytes) -> dict[str, Any]:
+def _get_error_object(content: bytes) -> JsonObject:
     """Returns the ``error`` object of an error's body; empty if the body has another form."""
     found = msgspec.json.decode(content)
     error = found.get("error", found) if isinstance(found, dict) else {}

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import httpx
 import msgspec
@@ -116,6 +116,14 @@ class BatchLimits:
     longest: int = 64 << 20
 
 
+class _NumberedLine(NamedTuple):
+    """A line of the input: its number, its request or what is wrong with it, and its bytes."""
+
+    number: int
+    line: BatchLine | BadLine
+    size: int
+
+
 class BatchRunner:
     """Reads requests, sends them and writes the answers. ``run`` may be cancelled: a later run continues after the
     written lines.
@@ -188,11 +196,12 @@ class BatchRunner:
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
 
-    def _read_requests(self) -> Iterator[tuple[int, BatchLine | BadLine, int]]:
-        """Yields (number, request, bytes) of each line."""
+    def _read_requests(self) -> Iterator[_NumberedLine]:
+        """Yields the request of each line."""
         for number, data in enumerate(self._lines, self.results.next):
             if data is None:
-                yield number, BadLine("line_too_long", f"This line has more than {self.limits.longest} bytes."), 0
+                bad = BadLine("line_too_long", f"This line has more than {self.limits.longest} bytes.")
+                yield _NumberedLine(number, bad, 0)
                 continue
             line: BatchLine | BadLine
             try:
@@ -201,7 +210,7 @@ class BatchRunner:
                 line = error
             if self._is_duplicate_id(line.custom_id):
                 line = BadLine("duplicate_custom_id", "An earlier line has this custom_id.", line.custom_id)
-            yield number, line, len(data)
+            yield _NumberedLine(number, line, len(data))
 
     async def _wait_for_memory(self, number: int, size: int) -> None:
         """Waits until another line may be in memory. The oldest line always runs, so the wait ends."""

@@ -10,11 +10,11 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import httpx
 
 from trencadis.core.errors import StartupError
+from trencadis.core.json_types import Json, JsonObject
 from trencadis.server.config.hide_keys import mask
 
 HELP = "/image FILE adds an image to the next message, /clear forgets the conversation, /quit ends (as does Ctrl-D)."
@@ -23,12 +23,12 @@ HELP = "/image FILE adds an image to the next message, /clear forgets the conver
 class ChatSession:
     """One conversation with a running server."""
 
-    def __init__(self, client: httpx.Client, model: str, options: dict[str, Any], system: str = "") -> None:
+    def __init__(self, client: httpx.Client, model: str, options: JsonObject, system: str = "") -> None:
         self.client = client
         self.model = model
         self.options = options
         self.system = system
-        self.messages: list[dict[str, Any]] = []
+        self.messages: list[JsonObject] = []
         self.images: list[Path] = []
         self.clear()
 
@@ -39,10 +39,8 @@ class ChatSession:
 
     def ask(self, text: str) -> Iterator[str]:
         """Sends ``text`` and yields the answer in pieces; adds the complete answer to the conversation."""
-        parts: list[dict[str, Any]] = [
-            {"type": "image_url", "image_url": {"url": make_data_url(p)}} for p in self.images
-        ]
-        content: Any = [*parts, {"type": "text", "text": text}] if parts else text
+        parts: list[JsonObject] = [{"type": "image_url", "image_url": {"url": make_data_url(p)}} for p in self.images]
+        content: Json = [*parts, {"type": "text", "text": text}] if parts else text
         messages = [*self.messages, {"role": "user", "content": content}]
         answer: list[str] = []
         for piece in self._stream(messages):
@@ -51,13 +49,13 @@ class ChatSession:
         self.images = []
         self.messages = [*messages, {"role": "assistant", "content": "".join(answer)}]
 
-    def _stream(self, messages: list[dict[str, Any]]) -> Iterator[str]:
+    def _stream(self, messages: list[JsonObject]) -> Iterator[str]:
         body = {"model": self.model, "messages": messages, "stream": True, **self.options}
         for choice in stream_choices(self.client, "/v1/chat/completions", body):
             yield choice["delta"].get("content") or ""
 
 
-def stream_choices(client: httpx.Client, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def stream_choices(client: httpx.Client, path: str, body: JsonObject) -> Iterator[JsonObject]:
     """Yields the choices of each event of a streamed answer.
 
     Raises:

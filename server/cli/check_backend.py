@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from trencadis.core import devices
@@ -54,8 +55,8 @@ def main(words: Sequence[str]) -> int:
     signals.raise_early_stop()
     device_env.prepare_device_env(asked.names[0])
     torch_build.import_torch()
-    suite: Any = import_module(f"{devices.CONFORMANCE}.suite")
-    subjects: Any = import_module(f"{devices.CONFORMANCE}.target")
+    suite = import_module(f"{devices.CONFORMANCE}.suite")
+    subjects = import_module(f"{devices.CONFORMANCE}.target")
     subject = subjects.make_target(
         asked.names[0], _find_model_folder(asked), dtype=asked.values.get("dtype", "auto"),
         policy=asked.values.get("policy", ""), quick=asked.quick,
@@ -68,8 +69,8 @@ def main(words: Sequence[str]) -> int:
     return _run(suite, subject, only, asked.as_json)
 
 
-def _run(suite: Any, subject: Any, only: list[str], as_json: bool) -> int:
-    result: Any = import_module(f"{devices.CONFORMANCE}.check_result")
+def _run(suite: ModuleType, subject: object, only: list[str], as_json: bool) -> int:
+    result = import_module(f"{devices.CONFORMANCE}.check_result")
 
     def tell(one: Any) -> None:
         if not as_json:

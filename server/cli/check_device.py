@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from trencadis.core import devices
 from trencadis.core.errors import StartupError
@@ -125,7 +124,7 @@ def _make_generic_probes(name: str, index: int) -> Iterable[tuple[str, Callable[
     """Returns probes that use only the backend's protocol."""
     from trencadis.assets import demo_path
 
-    module: Any = import_module(f"{devices.CONFORMANCE}.device_probes")
+    module = import_module(f"{devices.CONFORMANCE}.device_probes")
     found: Iterable[tuple[str, Callable[[], str]]] = module.probes(name, Path(demo_path()), index)
     return found
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from trencadis.core import devices
@@ -56,15 +57,15 @@ def main(words: Sequence[str]) -> int:
     signals.raise_early_stop()
     device_env.prepare_device_env("cpu")
     torch_build.import_torch()
-    suite: Any = import_module(f"{devices.CONFORMANCE}.family.family_checks")
+    suite = import_module(f"{devices.CONFORMANCE}.family.family_checks")
     unknown = [o for o in asked.only if not any(name.startswith(o) for name in suite.CHECKS)]
     if unknown:
         known = ", ".join(suite.CHECKS)
         raise StartupError(f"--only {unknown[0]}: no check has a name that begins with it; checks: {known}.")
     if not asked.dummy:
         return _run(suite, suite.CheckedModel(path, path, asked.seed), asked)
-    oracle: Any = import_module(f"{devices.CONFORMANCE}.family.transformers_oracle")
-    result: Any = import_module(f"{devices.CONFORMANCE}.check_result")
+    oracle = import_module(f"{devices.CONFORMANCE}.family.transformers_oracle")
+    result = import_module(f"{devices.CONFORMANCE}.check_result")
     with tempfile.TemporaryDirectory(prefix="trencadis-") as folder:
         made = Path(folder) / path.resolve().name
         try:
@@ -74,8 +75,8 @@ def main(words: Sequence[str]) -> int:
         return _run(suite, suite.CheckedModel(made, path, asked.seed), asked)
 
 
-def _run(suite: Any, model: Any, asked: ModelCheckOptions) -> int:
-    result: Any = import_module(f"{devices.CONFORMANCE}.check_result")
+def _run(suite: ModuleType, model: object, asked: ModelCheckOptions) -> int:
+    result = import_module(f"{devices.CONFORMANCE}.check_result")
 
     def tell(one: Any) -> None:
         if not asked.as_json:

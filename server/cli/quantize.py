@@ -10,10 +10,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError, TrencadisError
+from trencadis.core.json_types import Json, JsonMapping
 from trencadis.core.process import torch_build
 from trencadis.core.request import SamplingParams
 from trencadis.server.config import hub
@@ -56,13 +57,13 @@ def main(words: Sequence[str]) -> int:
     signals.raise_early_stop()
     torch_build.import_torch()
     # Imported by name, because it imports torch.
-    convert: Any = import_module("trencadis.core.quant.writing.convert_checkpoint")
-    stored: Any = import_module("trencadis.core.quant.writing.source_checkpoint")
-    calibration: Any = import_module("trencadis.core.quant.writing.calibration")
+    convert = import_module("trencadis.core.quant.writing.convert_checkpoint")
+    stored = import_module("trencadis.core.quant.writing.source_checkpoint")
+    calibration = import_module("trencadis.core.quant.writing.calibration")
     config = EngineConfig(model=names[0])
     checkpoint = stored.open_checkpoint(hub.find_model_folder(config))
     recipe = convert.recipe_for(checkpoint, to, group)
-    prompts: list[Any] = []
+    prompts: list[Json] = []
     if "calibrate" in values:
         file = Path(values["calibrate"]).expanduser()
         made = asyncio.run(_make_prompts(checkpoint.config.path, read_lines(file), file.parent, longest))
@@ -96,8 +97,16 @@ def parse(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     return names, values
 
 
-def check_options(values: Mapping[str, str]) -> tuple[str, int, int]:
-    """Returns (type, columns of a group or 0, tokens of a prompt)."""
+class QuantizeOptions(NamedTuple):
+    """Checked options: the type of the codes, columns of a group or 0, and the most tokens of a prompt."""
+
+    to: str
+    group: int
+    longest: int
+
+
+def check_options(values: Mapping[str, str]) -> QuantizeOptions:
+    """Checks the options; raises a StartupError that names the first wrong one."""
     to, group, longest = values.get("to", ""), values.get("group", ""), values.get("max-tokens", str(LONGEST))
     if to not in TYPES:
         raise StartupError(f"--to must be one of {', '.join(TYPES)}{f', not {to!r}' if to else ''}.")
@@ -107,16 +116,16 @@ def check_options(values: Mapping[str, str]) -> tuple[str, int, int]:
         raise StartupError(f"--group is for --to int4; {to} has one scale a row.")
     if not longest.isascii() or not longest.isdigit() or not 1 <= int(longest) <= 1 << 20:
         raise StartupError(f"--max-tokens must be a number from 1 to {1 << 20}, not {longest!r}.")
-    return to, int(group or 0), int(longest)
+    return QuantizeOptions(to, int(group or 0), int(longest))
 
 
-def read_lines(path: Path) -> list[Mapping[str, Any]]:
+def read_lines(path: Path) -> list[JsonMapping]:
     """Returns the objects of a JSON-lines file.
 
     Raises:
         StartupError: it cannot be read, is empty, or a line is not a prompt; the message has the line's number.
     """
-    found: list[Mapping[str, Any]] = []
+    found: list[JsonMapping] = []
     try:
         with path.open("rb") as file:
             for number, line in enumerate(iter(lambda: file.readline(MAX_LINE), b""), 1):
@@ -129,7 +138,7 @@ def read_lines(path: Path) -> list[Mapping[str, Any]]:
     return found
 
 
-def _parse_line(where: str, line: bytes) -> Mapping[str, Any]:
+def _parse_line(where: str, line: bytes) -> JsonMapping:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -140,7 +149,7 @@ def _parse_line(where: str, line: bytes) -> Mapping[str, Any]:
     return value
 
 
-def resolve_part_path(part: Any, folder: Path) -> Any:
+def resolve_part_path(part: Json, folder: Path) -> Json:
     """Returns a content part whose image or video path, if it is one, is relative to ``folder``."""
     kind = str(part.get("type", "")).removesuffix("_url") if isinstance(part, dict) else ""
     if kind not in ("image", "video"):
@@ -153,14 +162,14 @@ def resolve_part_path(part: Any, folder: Path) -> Any:
     return {**rest, "type": kind, kind: str(folder / source)}
 
 
-def _resolve_message_paths(message: Any, folder: Path) -> Any:
+def _resolve_message_paths(message: Json, folder: Path) -> Json:
     if not isinstance(message, dict) or not isinstance(message.get("content"), list):
         return message
     return {**message, "content": [resolve_part_path(part, folder) for part in message["content"]]}
 
 
 async def _make_prompts(
-    model: Path, lines: Sequence[Mapping[str, Any]], folder: Path, longest: int
+    model: Path, lines: Sequence[JsonMapping], folder: Path, longest: int
 ) -> list[tuple[int, Prompt]]:
     """Converts each line to ids, with its media prepared; ``folder``: base of their paths."""
     config = EngineConfig(model=str(model))
@@ -172,9 +181,7 @@ async def _make_prompts(
         text_service_builder.close_frontends(service)
 
 
-async def _make_prompt(
-    service: TextService, number: int, line: Mapping[str, Any], folder: Path, longest: int
-) -> Prompt:
+async def _make_prompt(service: TextService, number: int, line: JsonMapping, folder: Path, longest: int) -> Prompt:
     try:
         if "messages" not in line:
             made = await service.make_raw_prompt(line["prompt"], truncate=longest, truncation_side="right")

@@ -6,9 +6,9 @@ import re
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from trencadis.core.errors import StartupError
+from trencadis.core.flag_options import FlagValue
 from trencadis.server.config import value_parsers
 from trencadis.server.config.flags import LISTS, Flag, Match, find_flag
 from trencadis.server.config.vllm_flag_row import FlagRow, convert_flags
@@ -27,8 +27,8 @@ class ParsedArguments:
         help: the topic of ``--help=``, "" for a bare ``--help``, None without it.
     """
 
-    values: dict[str, Any] = field(default_factory=dict)
-    vllm_flags: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, FlagValue] = field(default_factory=dict)
+    vllm_flags: dict[str, FlagValue] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     config: str | None = None
     help: str | None = None

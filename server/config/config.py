@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from trencadis.core.flag_options import BYTES, COUNT, MOST_BYTES, NOT_NEGATIVE, SECONDS, SOME_SECONDS, Bound, opt
+from trencadis.core.json_types import JsonObject
 from trencadis.core.shared_constants import MAX_CLIP_FRAMES, MAX_CLIP_SECONDS
 
 
@@ -38,7 +38,7 @@ class ServerConfig:
     chat_template_content_format: str = opt(
         "auto", "how message content reaches the template", choices=("auto", "string", "openai")
     )
-    default_chat_template_kwargs: dict[str, Any] = opt({}, "JSON: variables for the chat template", kind="json")
+    default_chat_template_kwargs: JsonObject = opt({}, "JSON: variables for the chat template", kind="json")
     reasoning_effort_map: dict[str, str] = opt(
         {}, 'JSON: what the template sees for a reasoning effort of a request, {"medium": "low"}', kind="json"
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.flag_options import Option, options
+from trencadis.core.flag_options import FlagValue, Option, options
 from trencadis.core.name_suggestions import suggest_name
 from trencadis.server.config import value_parsers
 from trencadis.server.config.config import ServerConfig
@@ -32,14 +32,14 @@ class Flag(Option):
     name: str
     owner: str
     optional: bool
-    default: Any
+    default: FlagValue
 
     @property
     def written(self) -> str:
         """The flag as users write it."""
         return "--" + self.name.replace("_", "-")
 
-    def parse(self, text: str, where: str = "") -> Any:
+    def parse(self, text: str, where: str = "") -> FlagValue:
         """Parses ``text``; ``where`` names its source in an error.
 
         Raises:
@@ -53,7 +53,7 @@ class Flag(Option):
             raise StartupError(f"{self.written} {text} is refused: {self.later[written]}.")
         return self.check(value_parsers.PARSERS[self.kind](text, where), where)
 
-    def convert(self, value: Any, where: str) -> Any:
+    def convert(self, value: FlagValue, where: str) -> FlagValue:
         """Converts a YAML or Python value; texts go through ``parse``."""
         if isinstance(value, str):
             return self.parse(value, where)
@@ -67,7 +67,7 @@ class Flag(Option):
             raise StartupError(f"{where}: {value!r} does not fit {self.written}.")
         return value if self.kind == "bool" else self.parse(str(value), where)
 
-    def check(self, value: Any, where: str) -> Any:
+    def check(self, value: FlagValue, where: str) -> FlagValue:
         """Resolves aliases of choices; raises StartupError for a value that is not one of the choices."""
         value = self.means.get(value, value) if isinstance(value, str) else value
         if self.choices and value not in self.choices:

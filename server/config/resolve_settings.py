@@ -11,13 +11,13 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from trencadis.core import envs
 from trencadis.core.config import EngineConfig
 from trencadis.core.devices import likely
 from trencadis.core.errors import StartupError
-from trencadis.core.flag_options import Bound, options
+from trencadis.core.flag_options import Bound, FlagValue, options
+from trencadis.core.json_types import JsonMapping
 from trencadis.core.shapes import bucket_options as bucket_env
 from trencadis.core.shared_constants import EFFORTS
 from trencadis.core.spec.spec_settings import list_ignored_keys, requested_speculation
@@ -50,7 +50,7 @@ def check_numbers(config: EngineConfig | ServerConfig, sources: Mapping[str, str
             _check(flags[each.name], option.bound, getattr(config, each.name), (sources or {}).get(each.name, ""))
 
 
-def _check(flag: Flag, bound: Bound, value: Any, source: str) -> None:
+def _check(flag: Flag, bound: Bound, value: FlagValue, source: str) -> None:
     if value is None and flag.optional:
         return
     kinds = (int,) if flag.kind in WHOLE else (int, float)
@@ -94,7 +94,7 @@ def resolve_settings(given: command_line.ParsedArguments, environ: Mapping[str, 
         StartupError: one line about the first invalid value.
     """
     notes = [*given.notes, *envs.review(environ, get_flag_variables(), find_variable)]
-    chosen: dict[str, Any] = {}
+    chosen: dict[str, FlagValue] = {}
     sources: dict[str, str] = {}
     for name, (value, variable) in _read_environment(environ).items():
         chosen[name], sources[name] = value, f"{VARIABLE}{variable}"
@@ -143,7 +143,7 @@ def _list_idle_flags(engine: EngineConfig, server: ServerConfig) -> list[str]:
     return notes
 
 
-def _check_efforts(efforts: Mapping[str, Any]) -> None:
+def _check_efforts(efforts: JsonMapping) -> None:
     """Raises StartupError if ``--reasoning-effort-map`` has an unknown effort, or a value that is no text."""
     unknown = next((name for name in efforts if name not in EFFORTS), None)
     if unknown is not None:
@@ -163,9 +163,9 @@ def _check_no_blanks(server: ServerConfig) -> None:
             raise StartupError(f"{flag}: {what}.")
 
 
-def _read_environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+def _read_environment(environ: Mapping[str, str]) -> dict[str, tuple[FlagValue, str]]:
     """Returns field name -> (value, variable) from the environment."""
-    found: dict[str, tuple[Any, str]] = {}
+    found: dict[str, tuple[FlagValue, str]] = {}
     for flag in get_flag_table().values():
         for name in reversed(flag.env):
             text = environ.get(name)
@@ -174,7 +174,7 @@ def _read_environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
     return found
 
 
-def _get_cpu_kv_space(chosen: Mapping[str, Any], environ: Mapping[str, str]) -> int:
+def _get_cpu_kv_space(chosen: Mapping[str, FlagValue], environ: Mapping[str, str]) -> int:
     """Returns the bytes of a CPU's KV cache from vLLM's variable; 0: the server chooses."""
     text = envs.get(CPU_SPACE, environ)
     if text is None or likely(chosen.get("device", "auto")) != "cpu":
@@ -182,7 +182,7 @@ def _get_cpu_kv_space(chosen: Mapping[str, Any], environ: Mapping[str, str]) -> 
     return int(get_flag_table()["kv_cache_memory_bytes"].parse(f"{text}GiB", CPU_SPACE) or 0)
 
 
-def _read_file(path: str, notes: list[str]) -> dict[str, Any]:
+def _read_file(path: str, notes: list[str]) -> dict[str, FlagValue]:
     """Reads the values of a YAML file, whose keys are long option names."""
     if not path.endswith((".yaml", ".yml")):
         raise StartupError(f"--config {path}: the file must end in .yaml or .yml.")
@@ -199,8 +199,8 @@ def _read_file(path: str, notes: list[str]) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         raise StartupError(f"--config {path}: must be a mapping from names to values.")
-    found: dict[str, Any] = {}
-    vllm_flags: dict[str, Any] = {}
+    found: dict[str, FlagValue] = {}
+    vllm_flags: dict[str, FlagValue] = {}
     try:
         for key, value in content.items():
             _add_file_entry(str(key), value, found, vllm_flags)
@@ -211,7 +211,7 @@ def _read_file(path: str, notes: list[str]) -> dict[str, Any]:
     return found | settled.values
 
 
-def _add_file_entry(key: str, value: Any, found: dict[str, Any], vllm_flags: dict[str, Any]) -> None:
+def _add_file_entry(key: str, value: FlagValue, found: dict[str, FlagValue], vllm_flags: dict[str, FlagValue]) -> None:
     """Adds one line of the file to the values of our flags, or to those of vLLM's."""
     hit = find_flag(key)
     if hit.flag is not None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from typing import Any
 
 from trencadis.core.envs import parse_bool
 from trencadis.core.errors import StartupError
+from trencadis.core.json_types import Json, JsonObject
 
 _DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -63,7 +63,7 @@ def parse_integer(text: str, name: str) -> int:
         raise StartupError(f"{name}: {text!r} is not a whole number.") from None
 
 
-def parse_mapping(text: str, name: str) -> dict[str, Any]:
+def parse_mapping(text: str, name: str) -> JsonObject:
     """Parses a JSON object."""
     try:
         value = json.loads(text)
@@ -74,7 +74,7 @@ def parse_mapping(text: str, name: str) -> dict[str, Any]:
     return value
 
 
-def parse_limits(text: str, name: str) -> dict[str, Any]:
+def parse_limits(text: str, name: str) -> JsonObject:
     """Parses ``image=4,video=1`` or the same as JSON."""
     if text.lstrip().startswith("{"):
         return check_limits(parse_mapping(text, name), name)
@@ -84,7 +84,7 @@ def parse_limits(text: str, name: str) -> dict[str, Any]:
     return check_limits({key.strip(): parse_integer(value, name) for key, _, value in pairs}, name)
 
 
-def check_limits(value: dict[str, Any], name: str) -> dict[str, Any]:
+def check_limits(value: JsonObject, name: str) -> JsonObject:
     """Checks counts by modality, none of them negative; also accepts vLLM's ``{"image": {"count": 4}}``."""
     flat = {key: (one.get("count") if isinstance(one, dict) else one) for key, one in value.items()}
     for key, one in flat.items():
@@ -111,7 +111,7 @@ def parse_commas(text: str, name: str) -> list[str]:
     return [one for word in parse_words(text, name) for one in word.split(",") if one]
 
 
-def parse_json_or_text(text: str) -> Any:
+def parse_json_or_text(text: str) -> Json:
     """Parses the value of ``--opt.key value``: JSON if possible, else the text itself."""
     try:
         return json.loads(text)
@@ -119,7 +119,7 @@ def parse_json_or_text(text: str) -> Any:
         return text
 
 
-PARSERS: dict[str, Callable[[str, str], Any]] = {
+PARSERS: dict[str, Callable[[str, str], Json]] = {
     "bool": parse_bool,
     "int": parse_integer,
     "float": parse_number,

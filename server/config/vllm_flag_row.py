@@ -7,59 +7,64 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from trencadis.core.config import ATTENTION, ATTENTION_LIBRARIES, OLDER_ATTENTION
 from trencadis.core.errors import StartupError
+from trencadis.core.flag_options import FlagValue
 from trencadis.server.config import value_parsers
 
-Values = Mapping[str, Any]
+Values = Mapping[str, FlagValue]
+"""Values of flags by name."""
+
+Meaning = Callable[[FlagValue, Values], Values]
+"""Conversion of a value, given the values of our other flags, to values of our flags."""
+
 FRAMES = (("video", "num_frames"), ("video", "fps"))
 USUAL = (("image", "image_mode", "RGB"), ("video", "video_backend", "opencv"))
 """Media options of vLLM whose value describes what this server does anyway."""
 
 
-def set_when_on(name: str, value: Any) -> Callable[[Any, Values], Values]:
+def set_when_on(name: str, value: FlagValue) -> Meaning:
     """Returns a conversion that sets our flag to ``value`` if the switch is on."""
     return lambda given, now: {name: value} if given else {}
 
 
-def set_opposite(name: str) -> Callable[[Any, Values], Values]:
+def set_opposite(name: str) -> Meaning:
     """Returns a conversion that sets our switch to the opposite of vLLM's."""
     return lambda given, now: {name: not given}
 
 
-def copy_unless_given(name: str) -> Callable[[Any, Values], Values]:
+def copy_unless_given(name: str) -> Meaning:
     """Returns a conversion to our flag with the same values; if that is given too, it wins."""
     return lambda given, now: {} if name in now else {name: given}
 
 
-def take_smaller(name: str) -> Callable[[Any, Values], Values]:
+def take_smaller(name: str) -> Meaning:
     """Returns a conversion to our flag with the same meaning as a bound: the smaller value wins."""
 
-    def to(given: Any, now: Values) -> Values:
+    def to(given: FlagValue, now: Values) -> Values:
         other = now.get(name)
         return {name: given if other is None else min(given, other)}
 
     return to
 
 
-def convert_async_scheduling(given: Any, now: Values) -> Values:
+def convert_async_scheduling(given: FlagValue, now: Values) -> Values:
     """Converts ``--async-scheduling``: one step in flight beyond the one that is scheduled."""
     return {"async_depth": int(bool(given))}
 
 
-def forbid_media(given: Any, now: Values) -> Values:
+def forbid_media(given: FlagValue, now: Values) -> Values:
     """Sets the limits of images and videos per request to 0."""
     return {"limit_mm_per_prompt": {"image": 0, "video": 0}} if given else {}
 
 
-def disable_graphs_at(*least: Any) -> Callable[[Any, Values], Values]:
+def disable_graphs_at(*least: FlagValue) -> Meaning:
     """Returns a conversion of values that disable graphs; other values, which tune graph capture, have no effect."""
     return lambda given, now: {"enforce_eager": True} if str(given).upper() in map(str, least) else {}
 
 
-def convert_attention_backend(given: Any, now: Values) -> Values:
+def convert_attention_backend(given: FlagValue, now: Values) -> Values:
     """Converts ``--attention-config.backend``.
 
     Raises:
@@ -74,7 +79,7 @@ def convert_attention_backend(given: Any, now: Values) -> Values:
     return {"attention_backend": word}
 
 
-def convert_video_frames(given: Any, now: Values) -> Values:
+def convert_video_frames(given: FlagValue, now: Values) -> Values:
     """Converts ``{"video": {"num_frames": 32, "fps": 2}}`` to options of videos.
 
     Raises:
@@ -82,7 +87,7 @@ def convert_video_frames(given: Any, now: Values) -> Values:
     """
     if not isinstance(given, Mapping):
         raise StartupError(f"--media-io-kwargs: {str(given)[:60]!r} is not a JSON object.")
-    videos: dict[str, Any] = {}
+    videos: dict[str, FlagValue] = {}
     for kind, options in given.items():
         for name, value in (options or {}).items():
             if (kind, name) in FRAMES and value != -1:
@@ -96,7 +101,7 @@ def convert_video_frames(given: Any, now: Values) -> Values:
     return {"mm_processor_kwargs": own | {"videos_kwargs": videos | own.get("videos_kwargs", {})}} if videos else {}
 
 
-def convert_log_level(given: Any, now: Values) -> Values:
+def convert_log_level(given: FlagValue, now: Values) -> Values:
     """Converts to a level of ``--log-level``, which wins if it is given."""
     return {} if "log_level" in now else {"log_level": str(given).upper()}
 
@@ -115,11 +120,8 @@ ABSENT = (
 """Parts of models that no family of the registry has; ``FlagRow.absent`` names one. tests/cli/test_reasons.py holds
 them against the registry."""
 
-NOTHING: tuple[Any, ...] = (None, False, "", "none", "null", "false", {}, [])
+NOTHING: tuple[FlagValue, ...] = (None, False, "", "none", "null", "false", {}, [])
 """Values that request nothing, for any flag."""
-
-Meaning = Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]
-"""Conversion of a value, given the values of our other flags, to values of our flags."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,7 +142,7 @@ class FlagRow:
     verdict: str
     kind: str
     why: str
-    neutral: tuple[Any, ...] = ()
+    neutral: tuple[FlagValue, ...] = ()
     to: Meaning | None = None
     keys: tuple[FlagRow, ...] = field(default=())
     absent: str = ""
@@ -155,7 +157,7 @@ class FlagRow:
         """Number of values that follow: "" (none), "one" or "many"."""
         return {"bool": "", "list": "many"}.get(self.kind, "one")
 
-    def parse(self, text: str) -> Any:
+    def parse(self, text: str) -> FlagValue:
         """Parses ``text``; "none" and the like are None.
 
         Raises:
@@ -167,11 +169,11 @@ class FlagRow:
             return text
         return value_parsers.PARSERS[self.kind](text, self.written)
 
-    def convert(self, value: Any) -> Any:
+    def convert(self, value: FlagValue) -> FlagValue:
         """Converts a YAML or Python value; texts go through ``parse``."""
         return self.parse(value) if isinstance(value, str) else value
 
-    def has_no_effect(self, value: Any) -> bool:
+    def has_no_effect(self, value: FlagValue) -> bool:
         """Returns True if ``value`` requests nothing, or only what happens anyway."""
         if isinstance(value, list) and value:
             return all(self.has_no_effect(one) for one in value)
@@ -185,27 +187,27 @@ class FlagRow:
         return value is None or any(_is_same(low, one) for one in usual)
 
 
-def _is_same(value: Any, other: Any) -> bool:
+def _is_same(value: FlagValue, other: FlagValue) -> bool:
     """Returns True if the values are equal; True does not equal 1."""
     return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
 
 
-def make_free_row(name: str, kind: str, why: str, *neutral: Any, keys: tuple[FlagRow, ...] = ()) -> FlagRow:
+def make_free_row(name: str, kind: str, why: str, *neutral: FlagValue, keys: tuple[FlagRow, ...] = ()) -> FlagRow:
     """Returns a row of verdict FREE."""
     return FlagRow(name, FREE, kind, why, neutral, keys=keys)
 
 
-def make_absent_row(name: str, kind: str, absent: str, *neutral: Any) -> FlagRow:
+def make_absent_row(name: str, kind: str, absent: str, *neutral: FlagValue) -> FlagRow:
     """A row of verdict FREE: the flag tunes a part that no model has that is served."""
     return FlagRow(name, FREE, kind, f"no model that is served has {absent}", neutral, absent=absent)
 
 
-def make_means_row(name: str, kind: str, why: str, to: Meaning, *neutral: Any) -> FlagRow:
+def make_means_row(name: str, kind: str, why: str, to: Meaning, *neutral: FlagValue) -> FlagRow:
     """Returns a row of verdict MEANS."""
     return FlagRow(name, MEANS, kind, why, neutral, to)
 
 
-def make_refused_row(name: str, kind: str, why: str, *neutral: Any, keys: tuple[FlagRow, ...] = ()) -> FlagRow:
+def make_refused_row(name: str, kind: str, why: str, *neutral: FlagValue, keys: tuple[FlagRow, ...] = ()) -> FlagRow:
     """Returns a row of verdict REFUSED."""
     return FlagRow(name, REFUSED, kind, why, neutral, keys=keys)
 
@@ -214,11 +216,11 @@ def make_refused_row(name: str, kind: str, why: str, *neutral: Any, keys: tuple[
 class ConvertedFlags:
     """Result of converting vLLM's flags: values of our flags, and notes about those without effect."""
 
-    values: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, FlagValue] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
-def convert_flags(given: Mapping[str, Any], rows: Mapping[str, FlagRow], own: Mapping[str, Any]) -> ConvertedFlags:
+def convert_flags(given: Mapping[str, FlagValue], rows: Mapping[str, FlagRow], own: Values) -> ConvertedFlags:
     """Converts vLLM flags to values of this server's flags, with a note for each that has no effect.
 
     Raises:
@@ -231,7 +233,7 @@ def convert_flags(given: Mapping[str, Any], rows: Mapping[str, FlagRow], own: Ma
     return found
 
 
-def _split_keys(row: FlagRow, value: Any) -> Iterator[tuple[FlagRow, Any]]:
+def _split_keys(row: FlagRow, value: FlagValue) -> Iterator[tuple[FlagRow, FlagValue]]:
     """Yields the flag itself, or the keys of its value."""
     if not row.keys or not isinstance(value, dict):
         yield row, value
@@ -242,7 +244,7 @@ def _split_keys(row: FlagRow, value: Any) -> Iterator[tuple[FlagRow, Any]]:
         yield FlagRow(f"{row.name}.{key}", of_key.verdict, of_key.kind, of_key.why, of_key.neutral, of_key.to), one
 
 
-def _convert_flag(row: FlagRow, value: Any, own: Mapping[str, Any], found: ConvertedFlags) -> None:
+def _convert_flag(row: FlagRow, value: FlagValue, own: Values, found: ConvertedFlags) -> None:
     if row.has_no_effect(value):
         return
     if row.verdict == FREE:
@@ -253,7 +255,7 @@ def _convert_flag(row: FlagRow, value: Any, own: Mapping[str, Any], found: Conve
         found.values.update(row.to(value, {**own, **found.values}))
 
 
-def _format_value(row: FlagRow, value: Any) -> str:
+def _format_value(row: FlagRow, value: FlagValue) -> str:
     if row.kind == "bool" and value is True:
         return ""
     if isinstance(value, bool):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from trencadis.core.errors import StartupError
+from trencadis.core.flag_options import FlagValue
 from trencadis.server.config.vllm_flag_row import (
     FlagRow,
     make_absent_row,
@@ -25,7 +25,7 @@ _KERNELS = "the device chooses its kernels; answers are the same"
 _TIMEOUT = "how long a collective may take follows from the measured time of a layer"
 
 
-def _convert_local_size(value: Any, own: Mapping[str, Any]) -> Mapping[str, Any]:
+def _convert_local_size(value: FlagValue, own: Mapping[str, FlagValue]) -> Mapping[str, FlagValue]:
     """Converts the number of local engines: all engines are on this machine, unless Ray places them.
 
     Raises:
@@ -39,7 +39,7 @@ def _convert_local_size(value: Any, own: Mapping[str, Any]) -> Mapping[str, Any]
     return {"data_parallel_size": value}
 
 
-def _convert_ray_backend(value: Any, own: Mapping[str, Any]) -> Mapping[str, Any]:
+def _convert_ray_backend(value: FlagValue, own: Mapping[str, FlagValue]) -> Mapping[str, FlagValue]:
     """Converts an older form of the flag."""
     return {"distributed_executor_backend": "ray"} if value else {}
 

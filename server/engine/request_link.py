@@ -256,7 +256,7 @@ class RequestLink:
 
     # --- frames to the engine ---
 
-    def write(self, message: engine_messages.Down, payload: bytes | memoryview[Any] = b"") -> None:
+    def write(self, message: engine_messages.Down, payload: bytes | memoryview = b"") -> None:
         """Writes one frame; does nothing if the socket is closed."""
         if self.writer is None or self.writer.is_closing():
             return
@@ -264,7 +264,7 @@ class RequestLink:
         if payload:
             self.writer.write(payload)
 
-    async def send(self, message: engine_messages.Down, payload: bytes | memoryview[Any] = b"") -> None:
+    async def send(self, message: engine_messages.Down, payload: bytes | memoryview = b"") -> None:
         """Writes one frame and waits while the socket is full. ``run`` handles a broken socket."""
         self.write(message, payload)
         if self.writer is not None:

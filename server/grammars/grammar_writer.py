@@ -9,9 +9,9 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from trencadis.core.errors import BadRequest
+from trencadis.core.json_types import Json, JsonObject
 from trencadis.server.grammars.json_schema import normalise_schema
 from trencadis.server.grammars.regex_translation import escaped
 
@@ -36,7 +36,7 @@ class WhitespaceRule:
 
     pattern: str = BLANKS
 
-    def make_options(self, schema: Any) -> dict[str, Any]:
+    def make_options(self, schema: Json) -> JsonObject:
         """Returns the library's options for a normalised schema.
 
         If an object may have names besides those that the schema lists, the escape ``\\u`` is not allowed: the library
@@ -48,7 +48,7 @@ class WhitespaceRule:
         return {"whitespace_pattern": self.pattern, "json_allowed_escapes": escapes}
 
 
-def _names_some_properties(schema: Any) -> bool:
+def _names_some_properties(schema: Json) -> bool:
     """Returns True if a part of a schema lists names of properties and allows others."""
     todo = [schema]
     while todo:
@@ -80,7 +80,7 @@ class GrammarWriter:
         names = sorted(control, key=len, reverse=True)
         self._split = re.compile(f"({'|'.join(map(re.escape, names))})") if names else None
         self._rules: list[str] = []
-        self._sides: dict[str, dict[str, Any]] = {}
+        self._sides: dict[str, JsonObject] = {}
         self._known: dict[str, str] = {}
 
     def is_token(self, text: str) -> bool:
@@ -104,7 +104,7 @@ class GrammarWriter:
         self._rules.append(f"{name}: {body}")
         return name
 
-    def add_json(self, schema: Any, spaces: WhitespaceRule = WhitespaceRule()) -> str:
+    def add_json(self, schema: Json, spaces: WhitespaceRule = WhitespaceRule()) -> str:
         """Adds a JSON text that fits a normalised schema; returns its name."""
         whole = {} if schema is True else {"not": {}} if schema is False else dict(schema)
         return self._add_nested("json_schema", {**whole, "x-guidance": spaces.make_options(schema)})
@@ -113,7 +113,7 @@ class GrammarWriter:
         """Adds a text of a separate Lark grammar; returns its name."""
         return self._add_nested("lark_grammar", lark)
 
-    def _add_nested(self, kind: str, value: Any) -> str:
+    def _add_nested(self, kind: str, value: Json) -> str:
         key = kind + json.dumps(value)
         if key not in self._known:
             name = f"g{len(self._sides)}"

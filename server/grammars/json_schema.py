@@ -11,10 +11,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
 from urllib.parse import unquote
 
 from trencadis.core.errors import BadRequest
+from trencadis.core.json_types import Json, JsonObject
 from trencadis.server.grammars.regex_translation import translate_regex
 from trencadis.server.grammars.schema_rewrite import (
     ANNOTATIONS,
@@ -35,10 +35,10 @@ from trencadis.server.grammars.schema_rewrite import (
 LEVELS = 150
 """Maximum depth of schemas within one another, including references."""
 MOST_SCHEMAS = 20_000
-Schema = dict[str, Any] | bool
+Schema = JsonObject | bool
 
 
-def normalise_schema(schema: Any, where: str, closed: bool = False) -> Schema:
+def normalise_schema(schema: Json, where: str, closed: bool = False) -> Schema:
     """Returns a user's schema in the form that the library takes.
 
     Args:
@@ -54,11 +54,11 @@ def normalise_schema(schema: Any, where: str, closed: bool = False) -> Schema:
 class SchemaReader:
     """Reads one schema document; references are followed in the library's order."""
 
-    def __init__(self, root: Any, where: str, closed: bool = False) -> None:
+    def __init__(self, root: Json, where: str, closed: bool = False) -> None:
         self.root, self.where, self.closed = root, where, closed
         self._names: dict[str, str] = {"#": "#"}
         self._defs: dict[str, Schema] = {}
-        self._anchors: dict[str, Any] | None = None
+        self._anchors: JsonObject | None = None
         self._count = 0
         self._scales: set[float] = set()
         self._divided = ""
@@ -76,7 +76,7 @@ class SchemaReader:
         shown = path if len(path) <= 120 else f"{path[:50]}...{path[-60:]}"
         return BadRequest(f"{shown}: {what}.", param=shown)
 
-    def _read_schema(self, node: Any, path: str, level: int) -> Schema:
+    def _read_schema(self, node: Json, path: str, level: int) -> Schema:
         self._count += 1
         if self._count > MOST_SCHEMAS:
             raise self._make_error(self.where, f"the schema holds more than {MOST_SCHEMAS} schemas")
@@ -87,9 +87,9 @@ class SchemaReader:
         if not isinstance(node, dict):
             raise self._make_error(path, "a schema must be an object or a boolean")
         node = rewrite_schema(node)
-        plain: dict[str, Any] = {}
-        applied: dict[str, Any] = {}
-        early: dict[str, Any] = {}
+        plain: JsonObject = {}
+        applied: JsonObject = {}
+        early: JsonObject = {}
         for keyword, value in node.items():
             if keyword in IN_PLACE:
                 made = self._read_in_place(keyword, value, node, f"{path}.{keyword}", level)
@@ -100,9 +100,7 @@ class SchemaReader:
         # Plain keywords in one run: the library reads each run by itself, and some keywords depend on their neighbours.
         return {**early, **plain, **applied}
 
-    def _read_keyword(
-        self, keyword: str, value: Any, node: dict[str, Any], out: dict[str, Any], at: str, level: int
-    ) -> None:
+    def _read_keyword(self, keyword: str, value: Json, node: JsonObject, out: JsonObject, at: str, level: int) -> None:
         if keyword in REFUSED:
             if not has_no_effect(keyword, value, node):
                 raise self._make_error(at, f"the keyword {keyword!r} is not supported")
@@ -125,7 +123,7 @@ class SchemaReader:
                 raise self._make_error(at, "must be a list of names")
             out[keyword] = list(dict.fromkeys(value))
 
-    def _complete(self, out: dict[str, Any], path: str) -> None:
+    def _complete(self, out: JsonObject, path: str) -> None:
         """Applies and checks rules that depend on all plain keywords of a schema."""
         if self.closed and "properties" in out and "additionalProperties" not in out:
             out["additionalProperties"] = False
@@ -136,18 +134,18 @@ class SchemaReader:
 
     # --- keywords about one value ---
 
-    def _check_types(self, value: Any, at: str) -> Any:
+    def _check_types(self, value: Json, at: str) -> Json:
         for one in value if isinstance(value, list) and value else [value]:
             if one not in TYPES:
                 raise self._make_error(at, f"must be one of {', '.join(TYPES)}, or a list of them")
         return value
 
-    def _check_length(self, value: Any, at: str) -> int:
+    def _check_length(self, value: Json, at: str) -> int:
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value != int(value):
             raise self._make_error(at, "must be a whole number, at least 0")
         return min(int(value), SAFE)
 
-    def _check_number(self, keyword: str, value: Any, at: str) -> float:
+    def _check_number(self, keyword: str, value: Json, at: str) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise self._make_error(at, "must be a number")
         if keyword != "multipleOf":
@@ -166,7 +164,7 @@ class SchemaReader:
             raise self._make_error(at, f"integers beyond {SAFE} are not supported")
         return SAFE if value > 0 else -SAFE
 
-    def _read_text_keyword(self, keyword: str, value: Any, node: dict[str, Any], out: dict[str, Any], at: str) -> None:
+    def _read_text_keyword(self, keyword: str, value: Json, node: JsonObject, out: JsonObject, at: str) -> None:
         if not isinstance(value, str):
             raise self._make_error(at, "must be a text")
         if keyword == "pattern":
@@ -184,7 +182,7 @@ class SchemaReader:
 
     # --- keywords that hold schemas ---
 
-    def _read_members(self, keyword: str, value: Any, at: str, level: int) -> dict[str, Any]:
+    def _read_members(self, keyword: str, value: Json, at: str, level: int) -> JsonObject:
         if not isinstance(value, Mapping):
             raise self._make_error(at, "must be an object")
         out = {}
@@ -195,12 +193,12 @@ class SchemaReader:
             )
         return out
 
-    def _read_list(self, value: Any, at: str, level: int) -> list[Schema]:
+    def _read_list(self, value: Json, at: str, level: int) -> list[Schema]:
         if not isinstance(value, list) or not value:
             raise self._make_error(at, "must be a list with something in it")
         return [self._read_schema(one, f"{at}[{i}]", level + 1) for i, one in enumerate(value)]
 
-    def _read_in_place(self, keyword: str, value: Any, node: dict[str, Any], at: str, level: int) -> dict[str, Any]:
+    def _read_in_place(self, keyword: str, value: Json, node: JsonObject, at: str, level: int) -> JsonObject:
         if keyword == "$ref":
             return {"$ref": self._rename_ref(value, at, level)}
         if keyword == "const":
@@ -230,10 +228,10 @@ class SchemaReader:
             return option
         return {**option, "required": [*option.get("required", ()), name]}
 
-    def _get_defined(self, ref: str) -> Any:
+    def _get_defined(self, ref: str) -> Json:
         return self._defs.get(ref.removeprefix("#/$defs/"), {})
 
-    def _check_constant(self, value: Any, at: str) -> None:
+    def _check_constant(self, value: Json, at: str) -> None:
         todo = [value]
         while todo:
             one = todo.pop()
@@ -248,7 +246,7 @@ class SchemaReader:
 
     # --- references ---
 
-    def _rename_ref(self, ref: Any, at: str, level: int) -> str:
+    def _rename_ref(self, ref: Json, at: str, level: int) -> str:
         """Returns the new name of a reference, whose target is read at its first use."""
         if not isinstance(ref, str) or not ref.startswith("#"):
             raise self._make_error(at, "only references within the schema ('#/...') are supported")
@@ -269,7 +267,7 @@ class SchemaReader:
             self._defs[name] = self._read_schema(target, f"{self.where}{ref}", level + 1)
         return self._names[ref]
 
-    def _find_target(self, ref: Any, at: str) -> Any:
+    def _find_target(self, ref: Json, at: str) -> Json:
         if not isinstance(ref, str) or not ref.startswith("#"):
             raise self._make_error(at, "only references within the schema ('#/...') are supported")
         if ref == "#":
@@ -290,7 +288,7 @@ class SchemaReader:
                 raise self._make_error(at, f"{ref[:60]!r} names nothing in the schema")
         return node
 
-    def _find_anchors(self) -> dict[str, Any]:
+    def _find_anchors(self) -> JsonObject:
         """Returns schemas by their ``$anchor``."""
         if self._anchors is None:
             self._anchors = {}
@@ -307,7 +305,7 @@ class SchemaReader:
         return self._anchors
 
 
-def _get_required(node: Any) -> Any:
+def _get_required(node: Json) -> Json:
     return node.get("required", ()) if isinstance(node, dict) else ()
 
 
@@ -315,7 +313,7 @@ def _is_small_scale(scale: float) -> bool:
     return scale * 1000 < 65_536 and abs(scale * 1000 - round(scale * 1000)) < 1e-9
 
 
-def parse_if_text(value: Any, where: str) -> Any:
+def parse_if_text(value: Json, where: str) -> Json:
     """Parses a value that may be a JSON text.
 
     Raises:
@@ -329,7 +327,7 @@ def parse_if_text(value: Any, where: str) -> Any:
         raise BadRequest(f"{where[:60]} is no JSON.", param=where[:120]) from None
 
 
-def parse_schema(value: Any, where: str) -> Any:
+def parse_schema(value: Json, where: str) -> Json:
     """Parses a schema that may be a JSON text.
 
     Raises:

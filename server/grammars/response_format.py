@@ -6,9 +6,9 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from trencadis.core.errors import BadRequest
+from trencadis.core.json_types import Json, JsonMapping
 from trencadis.server.grammars.grammar_writer import WhitespaceRule
 from trencadis.server.grammars.regex_translation import translate_regex
 
@@ -37,17 +37,17 @@ class RequestedFormat:
     """
 
     kind: str
-    value: Any
+    value: Json
     where: str
     spaces: WhitespaceRule = WhitespaceRule()
     closed: bool = False
 
 
 def find_requested_format(
-    response_format: Mapping[str, Any] | None,
-    structured: Mapping[str, Any] | None,
-    guided: Mapping[str, Any],
-    usual: Mapping[str, Any] | None = None,
+    response_format: JsonMapping | None,
+    structured: JsonMapping | None,
+    guided: JsonMapping,
+    usual: JsonMapping | None = None,
 ) -> RequestedFormat | None:
     """Returns the one format that a request asks for; None without a format.
 
@@ -83,14 +83,14 @@ def find_requested_format(
     return RequestedFormat(kind, value, where, spaces, bool(options.get("disable_additional_properties")))
 
 
-def _measure(value: Any) -> int:
+def _measure(value: Json) -> int:
     return len(json.dumps(value, ensure_ascii=False, separators=(",", ":")))
 
 
-_Found = tuple[str, Any, str]
+_Found = tuple[str, Json, str]
 
 
-def _read_response_format(given: Mapping[str, Any] | None) -> _Found | None:
+def _read_response_format(given: JsonMapping | None) -> _Found | None:
     """Reads ``response_format``."""
     if not given:
         return None
@@ -114,7 +114,7 @@ def _read_response_format(given: Mapping[str, Any] | None) -> _Found | None:
     raise BadRequest(f"{param}.type {str(kind)[:40]!r} is none of {', '.join(_TYPES[:4])}.", param=f"{param}.type")
 
 
-def _read_structured_outputs(given: Mapping[str, Any] | None) -> list[_Found]:
+def _read_structured_outputs(given: JsonMapping | None) -> list[_Found]:
     """Reads ``structured_outputs``."""
     param = "structured_outputs"
     unknown = next((k for k in given or {} if k not in (*KINDS, *OPTIONS, *IGNORED_OPTIONS)), None)
@@ -123,12 +123,12 @@ def _read_structured_outputs(given: Mapping[str, Any] | None) -> list[_Found]:
     return [(kind, given[kind], f"{param}.{kind}") for kind in KINDS if given and given.get(kind) not in (None, False)]
 
 
-def _read_guided_fields(given: Mapping[str, Any]) -> list[_Found]:
+def _read_guided_fields(given: JsonMapping) -> list[_Found]:
     """Reads the names that vLLM had before ``structured_outputs``."""
     return [(kind, given[name], name) for name, kind in GUIDED.items() if given.get(name) is not None]
 
 
-def _read_whitespace_options(options: Mapping[str, Any]) -> WhitespaceRule:
+def _read_whitespace_options(options: JsonMapping) -> WhitespaceRule:
     pattern, where = options.get("whitespace_pattern"), "structured_outputs.whitespace_pattern"
     if pattern is not None and not isinstance(pattern, str):
         raise BadRequest(f"{where} must be a text.", param=where)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
+from trencadis.core.json_types import Json, JsonMapping, JsonObject
 from trencadis.server.grammars.regex_translation import escaped
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
@@ -53,7 +53,7 @@ FREE_FORMATS = frozenset(
 """Formats that describe how a value is stored or shown, without restricting it."""
 
 
-def has_no_effect(keyword: str, value: Any, node: Mapping[str, Any]) -> bool:
+def has_no_effect(keyword: str, value: Json, node: JsonMapping) -> bool:
     """Returns True if a keyword of ``REFUSED`` restricts nothing in ``node``."""
     if keyword == "uniqueItems":
         return value is False
@@ -70,7 +70,7 @@ IN_PLACE = ("enum", "const", "allOf", "anyOf", "oneOf", "$ref")
 """Keywords that apply a schema to the same value."""
 
 
-def rewrite_schema(node: dict[str, Any]) -> dict[str, Any]:
+def rewrite_schema(node: JsonObject) -> JsonObject:
     """Returns an equal schema without older spellings; ``node`` itself if it has none."""
     for keyword, rewrite in _REWRITES.items():
         if keyword in node:
@@ -78,23 +78,23 @@ def rewrite_schema(node: dict[str, Any]) -> dict[str, Any]:
     return node
 
 
-def _remove_unneeded(node: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+def _remove_unneeded(node: JsonMapping, *keys: str) -> JsonObject:
     return {k: v for k, v in node.items() if k not in keys}
 
 
-def _rewrite_items(node: dict[str, Any]) -> dict[str, Any]:
+def _rewrite_items(node: JsonObject) -> JsonObject:
     """Rewrites a list under ``items`` and the schema under ``additionalItems``, as before draft 2020."""
     if not isinstance(node["items"], list) or "prefixItems" in node:
         return _remove_unneeded(node, "additionalItems")
     rest = {"items": node["additionalItems"]} if "additionalItems" in node else {}
     # At the same position, since the library looks at neighbours.
-    made: dict[str, Any] = {}
+    made: JsonObject = {}
     for key, value in node.items():
         made |= {"prefixItems": value, **rest} if key == "items" else {} if key == "additionalItems" else {key: value}
     return made
 
 
-def _rewrite_exclusive_bounds(node: dict[str, Any]) -> dict[str, Any]:
+def _rewrite_exclusive_bounds(node: JsonObject) -> JsonObject:
     """Rewrites draft 4's ``exclusiveMinimum: true``, which modifies ``minimum``."""
     for keyword, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
         flag = node.get(keyword)
@@ -104,7 +104,7 @@ def _rewrite_exclusive_bounds(node: dict[str, Any]) -> dict[str, Any]:
     return node
 
 
-def _rewrite_property_names(node: dict[str, Any]) -> dict[str, Any]:
+def _rewrite_property_names(node: JsonObject) -> JsonObject:
     """Rewrites ``propertyNames`` with a list of names or a pattern as a pattern of properties."""
     value = node["propertyNames"]
     if not isinstance(value, Mapping) or any(k in node for k in ("properties", "patternProperties", *IN_PLACE)):
@@ -125,7 +125,7 @@ def _rewrite_property_names(node: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _rewrite_unevaluated(node: dict[str, Any]) -> dict[str, Any]:
+def _rewrite_unevaluated(node: JsonObject) -> JsonObject:
     """Rewrites unevaluated keywords as additional ones, if nothing else applies to the same value."""
     if any(key in node for key in IN_PLACE):
         return node
@@ -135,7 +135,7 @@ def _rewrite_unevaluated(node: dict[str, Any]) -> dict[str, Any]:
     return node
 
 
-def _move_one_of(node: dict[str, Any]) -> dict[str, Any]:
+def _move_one_of(node: JsonObject) -> JsonObject:
     """Moves an existing ``anyOf`` to ``allOf``, since ``oneOf`` becomes ``anyOf`` later."""
     if "anyOf" not in node:
         return node
@@ -161,11 +161,11 @@ MOST_PAIRS = 2_000
 MAX_CHECKS = 20_000
 _DEPTH = 8
 
-Target = Callable[[str], Any]
+Target = Callable[[str], Json]
 """Returns the schema that a ``$ref`` names."""
 
 
-def are_all_disjoint(options: Sequence[Any], target: Target, tag: str = "") -> bool:
+def are_all_disjoint(options: Sequence[Json], target: Target, tag: str = "") -> bool:
     """True if every two of ``options`` are known to be disjoint; False also when that cannot be decided.
 
     Args:
@@ -178,7 +178,7 @@ def are_all_disjoint(options: Sequence[Any], target: Target, tag: str = "") -> b
     return all(look.are_disjoint(a, b, _DEPTH) for i, a in enumerate(options) for b in options[i + 1 :])
 
 
-def _have_distinct_tag(options: Sequence[Any], target: Target, tag: str) -> bool:
+def _have_distinct_tag(options: Sequence[Json], target: Target, tag: str) -> bool:
     """Returns True if one required property has different values in all options."""
     look = _DisjointChecker(target, tag)
     first = look.resolve(options[0], _DEPTH)
@@ -202,7 +202,7 @@ class _DisjointChecker:
     def __init__(self, target: Target, tag: str) -> None:
         self._target, self._tag, self._left = target, tag, MAX_CHECKS
 
-    def resolve(self, node: Any, depth: int) -> Mapping[str, Any]:
+    def resolve(self, node: Json, depth: int) -> JsonMapping:
         """Returns a schema as an object, with a bare reference replaced by its target."""
         while isinstance(node, Mapping) and isinstance(node.get("$ref"), str) and depth:
             depth -= 1
@@ -212,11 +212,11 @@ class _DisjointChecker:
             node = {**found, **{k: v for k, v in node.items() if k != "$ref"}}
         return node if isinstance(node, Mapping) else {}
 
-    def list_required(self, node: Mapping[str, Any]) -> list[str]:
+    def list_required(self, node: JsonMapping) -> list[str]:
         named = node.get("required")
         return [*(named if isinstance(named, list) else []), *([self._tag] if self._tag else [])]
 
-    def list_types(self, node: Mapping[str, Any]) -> set[str]:
+    def list_types(self, node: JsonMapping) -> set[str]:
         """Returns the types that a schema itself allows; integers count as numbers."""
         named = node.get("type", list(TYPES))
         found = {named} if isinstance(named, str) else set(named) if isinstance(named, list) else set(TYPES)
@@ -225,19 +225,19 @@ class _DisjointChecker:
             found &= {_get_type(one) for one in values} | ({"integer"} if "integer" in found else set())
         return {"number" if one == "integer" else one for one in found}
 
-    def list_literals(self, node: Mapping[str, Any]) -> list[Any] | None:
+    def list_literals(self, node: JsonMapping) -> list[Json] | None:
         """Returns the values of ``const`` or ``enum``; None without them."""
         if "const" in node:
             return [node["const"]]
         values = node.get("enum")
         return values if isinstance(values, list) else None
 
-    def list_values(self, node: Any, depth: int) -> set[str] | None:
+    def list_values(self, node: Json, depth: int) -> set[str] | None:
         """Returns these values as texts, equal if the values are."""
         found = self.list_literals(self.resolve(node, depth))
         return None if found is None else {_get_text(one) for one in found}
 
-    def are_disjoint(self, a: Any, b: Any, depth: int) -> bool:
+    def are_disjoint(self, a: Json, b: Json, depth: int) -> bool:
         self._left -= 1
         if a is False or b is False:
             return True
@@ -252,7 +252,7 @@ class _DisjointChecker:
             return True
         return types == {"object"} and self._are_objects_disjoint(a, b, depth)
 
-    def _are_branches_disjoint(self, a: Mapping[str, Any], b: Mapping[str, Any], depth: int) -> bool:
+    def _are_branches_disjoint(self, a: JsonMapping, b: JsonMapping, depth: int) -> bool:
         """Returns True if every branch of ``a``, or one part of it, is disjoint from ``b``."""
         for key in ("anyOf", "oneOf"):
             options = a.get(key)
@@ -261,13 +261,13 @@ class _DisjointChecker:
         parts = a.get("allOf")
         return isinstance(parts, list) and any(self.are_disjoint(one, b, depth - 1) for one in parts)
 
-    def _are_objects_disjoint(self, a: Mapping[str, Any], b: Mapping[str, Any], depth: int) -> bool:
+    def _are_objects_disjoint(self, a: JsonMapping, b: JsonMapping, depth: int) -> bool:
         for name in (*self.list_required(a), *self.list_required(b)):
             if self.are_disjoint(self._find_property(a, name), self._find_property(b, name), depth - 1):
                 return True
         return False
 
-    def _find_property(self, node: Mapping[str, Any], name: str) -> Any:
+    def _find_property(self, node: JsonMapping, name: str) -> Json:
         """Returns the schema of a property, if it is directly visible."""
         held = node.get("properties")
         if isinstance(held, Mapping) and name in held:
@@ -275,14 +275,14 @@ class _DisjointChecker:
         return False if node.get("additionalProperties") is False and not node.get("patternProperties") else {}
 
 
-def _get_type(value: Any) -> str:
+def _get_type(value: Json) -> str:
     names: Iterator[tuple[type, str]] = iter(
         ((bool, "boolean"), (int, "number"), (float, "number"), (str, "string"), (list, "array"), (dict, "object"))
     )
     return next((name for kind, name in names if isinstance(value, kind)), "null")
 
 
-def _get_text(value: Any) -> str:
+def _get_text(value: Json) -> str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return json.dumps(value, sort_keys=True)

@@ -6,9 +6,9 @@ Both forms of vLLM are read: ``structures`` with ``triggers``, and ``format``, a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from trencadis.core.errors import BadRequest
+from trencadis.core.json_types import Json, JsonMapping
 from trencadis.server.grammars import gbnf, grammar_writer
 from trencadis.server.grammars.grammar_writer import GrammarWriter, WhitespaceRule
 from trencadis.server.grammars.json_schema import normalise_schema, parse_if_text, parse_schema
@@ -30,7 +30,7 @@ class TagReader:
 
     def __init__(self, writer: GrammarWriter, spaces: WhitespaceRule) -> None:
         self._writer, self._spaces, self._count = writer, spaces, 0
-        self._parts: dict[str, Callable[[Mapping[str, Any], str, int], str]] = {
+        self._parts: dict[str, Callable[[JsonMapping, str, int], str]] = {
             "const_string": lambda part, at, level: writer.write_text(_get_text(part, "value", at)),
             "token": self._read_token,
             "json_schema": self._read_schema,
@@ -50,7 +50,7 @@ class TagReader:
             "tags_with_separator": self._make_separated_tags,
         }
 
-    def read(self, value: Any, where: str) -> str:
+    def read(self, value: Json, where: str) -> str:
         """Writes the rule of a structural tag and returns its name.
 
         Raises:
@@ -75,7 +75,7 @@ class TagReader:
             tags.append({"type": "tag", "begin": one.get("begin"), "content": content, "end": one.get("end")})
         return self._make_triggered_rule({"triggers": value.get("triggers"), "tags": tags}, where, 0, "")
 
-    def _read_part(self, part: Any, at: str, level: int) -> str:
+    def _read_part(self, part: Json, at: str, level: int) -> str:
         self._count += 1
         if level > LEVELS or self._count > MOST_PARTS:
             raise BadRequest(f"{at[:100]} holds too many parts.", param=at[:120])
@@ -85,13 +85,13 @@ class TagReader:
             raise BadRequest(f"{at[:60]}.type {str(kind)[:40]!r} is not supported.", param=f"{at[:110]}.type")
         return read(part, at, level)
 
-    def _read_token(self, part: Mapping[str, Any], at: str, level: int) -> str:
+    def _read_token(self, part: JsonMapping, at: str, level: int) -> str:
         text = _get_text(part, "token", at)
         if not self._writer.is_token(text):
             raise BadRequest(f"{at}.token {text[:40]!r} is no control token.", param=f"{at[:110]}.token")
         return self._writer.write_text(text)
 
-    def _read_schema(self, part: Mapping[str, Any], at: str, level: int) -> str:
+    def _read_schema(self, part: JsonMapping, at: str, level: int) -> str:
         if part.get("style", "json") != "json" or part.get("any_order"):
             raise BadRequest(f"{at[:80]}: only JSON with properties in order is supported.", param=at[:120])
         where = str(part.get("_where", f"{at}.json_schema"))
@@ -99,7 +99,7 @@ class TagReader:
             normalise_schema(parse_schema(part.get("json_schema"), where), where), self._spaces
         )
 
-    def _read_grammar(self, part: Mapping[str, Any], at: str, level: int) -> str:
+    def _read_grammar(self, part: JsonMapping, at: str, level: int) -> str:
         text, where = _get_text(part, "grammar", at), f"{at}.grammar"
         made = (
             gbnf.convert_to_lark(text, where)
@@ -108,26 +108,26 @@ class TagReader:
         )
         return self._writer.add_grammar(made)
 
-    def _read_elements(self, part: Mapping[str, Any], at: str, level: int, key: str = "elements") -> list[str]:
+    def _read_elements(self, part: JsonMapping, at: str, level: int, key: str = "elements") -> list[str]:
         some = part.get(key)
         if not isinstance(some, list) or not some:
             raise BadRequest(f"{at[:80]}.{key} must be a list with something in it.", param=f"{at[:100]}.{key}")
         return [self._read_part(one, f"{at}.{key}[{i}]", level + 1) for i, one in enumerate(some)]
 
-    def _repeat_elements(self, part: Mapping[str, Any], at: str, level: int, mark: str) -> str:
+    def _repeat_elements(self, part: JsonMapping, at: str, level: int, mark: str) -> str:
         return self._writer.add_rule(f"({self._read_part(part.get('content'), f'{at}.content', level + 1)}){mark}")
 
-    def _read_repeat(self, part: Mapping[str, Any], at: str, level: int) -> str:
+    def _read_repeat(self, part: JsonMapping, at: str, level: int) -> str:
         least, most = part.get("min"), part.get("max")
         if not isinstance(least, int) or not isinstance(most, int) or least < 0 or not (most < 0 or most >= least):
             raise BadRequest(f"{at[:80]} needs 'min' and 'max'.", param=at[:120])
         return self._repeat_elements(part, at, level, f"{{{least},{'' if most < 0 else most}}}")
 
-    def _read_tag(self, part: Mapping[str, Any], at: str, level: int) -> str:
+    def _read_tag(self, part: JsonMapping, at: str, level: int) -> str:
         begin = self._read_mark(part.get("begin"), f"{at}.begin")
         return self._writer.add_rule(f"{self._writer.write_text(begin)} {self._read_tag_rest(part, at, level)}")
 
-    def _read_tag_rest(self, part: Mapping[str, Any], at: str, level: int) -> str:
+    def _read_tag_rest(self, part: JsonMapping, at: str, level: int) -> str:
         """Writes the content and end of a tag."""
         given = part.get("end", "")
         ends = [self._read_mark(one, f"{at}.end") for one in (given if isinstance(given, list) and given else [given])]
@@ -146,7 +146,7 @@ class TagReader:
     def _make_choice(self, rules: Sequence[str]) -> str:
         return rules[0] if len(rules) == 1 else f"({' | '.join(rules)})"
 
-    def _read_mark(self, value: Any, at: str) -> str:
+    def _read_mark(self, value: Json, at: str) -> str:
         """Returns a text, or the text of a token."""
         if isinstance(value, Mapping) and value.get("type") == "token":
             value = value.get("token")
@@ -154,7 +154,7 @@ class TagReader:
             raise BadRequest(f"{at[:100]} must be a text.", param=at[:120])
         return value
 
-    def _make_triggered_rule(self, part: Mapping[str, Any], at: str, level: int, end: str) -> str:
+    def _make_triggered_rule(self, part: JsonMapping, at: str, level: int, end: str) -> str:
         """Writes a rule for free text in which a trigger begins a tag; ``end`` ends all of it, if not empty."""
         triggers = _get_texts(part, "triggers", at)
         tags = part.get("tags")
@@ -180,7 +180,7 @@ class TagReader:
             return self._writer.add_rule(f"{first}{tail}" if part.get("at_least_one") else f"{one}{tail} | {last}")
         return self._writer.add_rule(f"{first} ({one})* {last}" if part.get("at_least_one") else f"({one})* {last}")
 
-    def _make_separated_tags(self, part: Mapping[str, Any], at: str, level: int) -> str:
+    def _make_separated_tags(self, part: JsonMapping, at: str, level: int) -> str:
         tags = self._read_elements(part, at, level, "tags")
         one = self._writer.add_rule(" | ".join(tags))
         separator = self._writer.write_text(_get_text(part, "separator", at)) if part.get("separator") else ""
@@ -188,14 +188,14 @@ class TagReader:
         return self._writer.add_rule(many if part.get("at_least_one") else f"({many})?")
 
 
-def _get_text(part: Mapping[str, Any], key: str, at: str) -> str:
+def _get_text(part: JsonMapping, key: str, at: str) -> str:
     value = part.get(key)
     if not isinstance(value, str) or not value:
         raise BadRequest(f"{at[:80]}.{key} must be a text that is not empty.", param=f"{at[:100]}.{key}")
     return value
 
 
-def _get_texts(part: Mapping[str, Any], key: str, at: str) -> list[str]:
+def _get_texts(part: JsonMapping, key: str, at: str) -> list[str]:
     value = part.get(key) or []
     if not isinstance(value, list) or any(not isinstance(one, str) for one in value):
         raise BadRequest(f"{at[:80]}.{key} must be a list of texts.", param=f"{at[:100]}.{key}")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from trencadis.core.errors import BadRequest
+from trencadis.core.json_types import Json, JsonMapping
 from trencadis.server.grammars.grammar_writer import GrammarWriter, quoted
 from trencadis.server.grammars.json_schema import normalise_schema
 
@@ -19,7 +19,7 @@ class ToolParameter:
     """One parameter of a function; ``schema`` is complete, including the definitions that it refers to."""
 
     name: str
-    schema: Any
+    schema: Json
     required: bool
     where: str
 
@@ -34,12 +34,12 @@ class ToolFunction:
     """
 
     name: str
-    schema: Any
+    schema: Json
     where: str
     fault: BadRequest | None = None
 
     @classmethod
-    def from_tool(cls, tool: Mapping[str, Any], index: int, exact: bool) -> ToolFunction:
+    def from_tool(cls, tool: JsonMapping, index: int, exact: bool) -> ToolFunction:
         """Returns the function of a checked tool.
 
         Args:
@@ -91,7 +91,7 @@ class ToolFunction:
         return made
 
 
-def _refers_to_root(root: Any) -> bool:
+def _refers_to_root(root: Json) -> bool:
     """Returns True if a schema refers to itself as a whole."""
     todo = [root]
     while todo:

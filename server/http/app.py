@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -22,6 +21,7 @@ from trencadis import __version__
 from trencadis.core.checkpoint.pooling_config import CLASSIFY, EMBED
 from trencadis.core.cpu_affinity import available_cpus
 from trencadis.core.errors import BadRequest, TrencadisError, from_status
+from trencadis.core.json_types import Json
 from trencadis.multimodal.decode_workers.worker_pool import MAX_WORKERS
 from trencadis.server.engine.engine_client import EngineClient
 from trencadis.server.grammars.grammar_cache import GrammarCache
@@ -274,7 +274,7 @@ async def _on_validation_error(request: Request, error: Exception) -> Response:
     return make_error_response(BadRequest(message, param=param), request.scope)
 
 
-def format_validation_error(errors: Sequence[Any]) -> tuple[str, str | None]:
+def format_validation_error(errors: Sequence[Json]) -> tuple[str, str | None]:
     """Returns a short message about pydantic's first error, and its JSON path."""
     if not errors:
         return "The request is not valid.", None

@@ -12,11 +12,11 @@ know them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from fastapi import FastAPI
 from pydantic import BaseModel
 
+from trencadis.core.json_types import JsonObject
 from trencadis.core.request import MAX_BIAS
 from trencadis.core.shared_constants import EFFORTS
 from trencadis.server.prompts.content_parts import TEXT_PARTS
@@ -76,11 +76,11 @@ TOOL = {
         },
     },
 }
-SHARED: dict[str, dict[str, Any]] = {
+SHARED: dict[str, JsonObject] = {
     "ContentPart": PART, "ConversationMessage": MESSAGE, "FunctionTool": TOOL,
 }  # fmt: skip
 MESSAGES = "#/components/schemas/ConversationMessage"
-BOUNDS: dict[str, dict[str, Any]] = {
+BOUNDS: dict[str, JsonObject] = {
     "messages": {"minItems": 1, "maxItems": COUNTS["messages"], "items": {"$ref": MESSAGES}},
     "tools": {"minItems": 1, "maxItems": COUNTS["tools"], "items": {"$ref": "#/components/schemas/FunctionTool"}},
     "prompt": {"minItems": 1, "minLength": 1},
@@ -117,7 +117,7 @@ KINDS = {
 """Keyword -> the type that it applies to; the others apply to numbers."""
 
 
-def add_field_bounds(schemas: dict[str, Any]) -> None:
+def add_field_bounds(schemas: JsonObject) -> None:
     """Adds bounds and forms to the schemas of requests that generate, in place."""
     schemas |= SHARED
     raw = schemas.get("CompletionRequest")  # absent on a server that pools
@@ -224,11 +224,11 @@ class LiveProbe(Strict):
     status: str
 
 
-def make_openapi(app: FastAPI) -> Callable[[], dict[str, Any]]:
+def make_openapi(app: FastAPI) -> Callable[[], JsonObject]:
     """Returns a replacement for ``app.openapi``, which builds the description at the first call."""
     plain = app.openapi
 
-    def openapi() -> dict[str, Any]:
+    def openapi() -> JsonObject:
         if app.openapi_schema is None:
             made = plain()
             for path, methods in made["paths"].items():
@@ -246,7 +246,7 @@ def make_openapi(app: FastAPI) -> Callable[[], dict[str, Any]]:
     return openapi
 
 
-def _make_responses(path: str, method: str, found: dict[str, Any]) -> dict[str, Any]:
+def _make_responses(path: str, method: str, found: JsonObject) -> JsonObject:
     good = dict(found["200"])
     out = {"200": good}
     if path == "/metrics":
@@ -281,11 +281,11 @@ def _make_responses(path: str, method: str, found: dict[str, Any]) -> dict[str, 
     return out
 
 
-def _make_json_content(name: str) -> dict[str, Any]:
+def _make_json_content(name: str) -> JsonObject:
     return {"application/json": {"schema": {"$ref": REF + name}}}
 
 
-def _add(schemas: dict[str, Any], model: type[BaseModel]) -> None:
+def _add(schemas: JsonObject, model: type[BaseModel]) -> None:
     made = model.model_json_schema(ref_template=REF + "{model}")
     schemas |= made.pop("$defs", {})
     schemas[model.__name__] = made

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import ssl
 from collections.abc import Callable
 from typing import Any
 
 from trencadis.core.errors import StartupError
 from trencadis.server.config.config import ServerConfig
+from trencadis.server.tenants.tenant_registry import FileStamp, read_stamp
 
 log = logging.getLogger("trencadis.server")
 LOOK_EVERY = 5.0
@@ -76,15 +76,8 @@ class Certificates:
         server = self._server
         return [path for path in (server.ssl_certfile, server.ssl_keyfile, server.ssl_ca_certs) if path]
 
-    def _get_mtimes(self) -> list[tuple[int, int, int]]:
-        found = []
-        for path in self._list_files():
-            try:
-                at = os.stat(path)
-                found.append((at.st_mtime_ns, at.st_size, at.st_ino))
-            except OSError:
-                found.append((0, 0, 0))
-        return found
+    def _get_mtimes(self) -> list[FileStamp]:
+        return [read_stamp(path) for path in self._list_files()]
 
     def _make_context(self) -> ssl.SSLContext:
         server = self._server

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypedDict
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from trencadis.core.json_types import JsonObject
 from trencadis.core.process.engine_messages import BucketState, BucketUse, EngineStats, GraphPlan
 from trencadis.server.engine.engine_client import EngineClient
 
@@ -146,17 +147,17 @@ def make_graph_families(values: Sequence[str], stats: EngineStats, device: str) 
     yield shown
 
 
-def describe_all_buckets(engines: Sequence[EngineClient], bucket_metrics: Sequence[BucketMetrics]) -> dict[str, Any]:
+def describe_all_buckets(engines: Sequence[EngineClient], bucket_metrics: Sequence[BucketMetrics]) -> JsonObject:
     """Describes the shapes of one engine; several engines have an object each, in ``engines``."""
     each = [describe_engine_buckets(engine, metrics) for engine, metrics in zip(engines, bucket_metrics, strict=True)]
     return each[0] if len(each) == 1 else {"engines": each}
 
 
-def describe_engine_buckets(engine: EngineClient, tallies: BucketMetrics) -> dict[str, Any]:
+def describe_engine_buckets(engine: EngineClient, tallies: BucketMetrics) -> JsonObject:
     """Describes the shapes of one engine."""
     plan, stats = engine.plan, engine.stats
     info = engine.info
-    answer: dict[str, Any] = {
+    answer: JsonObject = {
         "device": info.device if info is not None else None,
         "lazy_compiles": stats.graphs.lazy_compiles,
         "recompiles": stats.graphs.recompiles,
@@ -180,7 +181,7 @@ def describe_engine_buckets(engine: EngineClient, tallies: BucketMetrics) -> dic
     return answer | {"buckets": listed, "unplanned": others}
 
 
-def describe_plan(plan: GraphPlan) -> dict[str, Any]:
+def describe_plan(plan: GraphPlan) -> JsonObject:
     """Describes the ledger and the pools; sizes in bytes."""
     return {
         "mode": plan.warmup,
@@ -194,7 +195,7 @@ def describe_plan(plan: GraphPlan) -> dict[str, Any]:
     }
 
 
-def describe_bucket(b: BucketState, tally: BucketTally) -> dict[str, Any]:
+def describe_bucket(b: BucketState, tally: BucketTally) -> JsonObject:
     """Describes one planned bucket."""
     failed = {"failed": b.failed} if b.failed else {}
     return {
@@ -203,7 +204,19 @@ def describe_bucket(b: BucketState, tally: BucketTally) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def describe_usage(t: BucketTally) -> dict[str, Any]:
+class BucketUsage(TypedDict):
+    """Counts of a bucket since the start; ``misses`` by reason."""
+
+    hits: int
+    misses: dict[str, int]
+    replays: int
+    real_tokens: int
+    padded_tokens: int
+    padding: float
+    seconds: float
+
+
+def describe_usage(t: BucketTally) -> BucketUsage:
     """Returns the counts of a bucket; ``padding`` is the padded share of the computed work."""
     return {
         "hits": t.hits, "misses": dict(t.misses), "replays": t.replays,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import logging
 from functools import partial
-from typing import Any
 from urllib.parse import quote
 
+from trencadis.core.json_types import JsonObject
 from trencadis.core.request import SamplingParams
 from trencadis.server.metrics.request_record import RequestRecord
 from trencadis.server.metrics.stage_metrics import format_closing, get_stage_seconds
@@ -39,7 +39,7 @@ def _get_path(record: RequestRecord) -> str:
     return quote(record.path[:LONGEST_PATH])
 
 
-def _make_access_fields(record: RequestRecord) -> dict[str, Any]:
+def _make_access_fields(record: RequestRecord) -> JsonObject:
     """Returns the fields of the access line for ``--log-format json``."""
     return {
         "event": "access", "id": record.id, "tenant": record.tenant, "client": record.client,
@@ -51,7 +51,7 @@ def _make_access_fields(record: RequestRecord) -> dict[str, Any]:
 def log_received(record: RequestRecord, tokens: int, media: int, params: SamplingParams, prompt: str | None) -> None:
     """Logs the line of ``--enable-log-requests``; ``prompt``: its text, if the operator asks for contents."""
     shown = {name: getattr(params, name) for name in PARAMS if getattr(params, name) is not None}
-    fields: dict[str, Any] = {
+    fields: JsonObject = {
         "event": "received", "id": record.id, "answer": record.answer, "tenant": record.tenant,
         "prompt_tokens": tokens, "media": media, "params": shown,
     }  # fmt: skip
@@ -89,9 +89,9 @@ def log_closing(record: RequestRecord, most: int | None) -> None:
     )  # fmt: skip
 
 
-def _make_closing_fields(record: RequestRecord, most: int | None) -> dict[str, Any]:
+def _make_closing_fields(record: RequestRecord, most: int | None) -> JsonObject:
     """Returns the fields of the closing line for ``--log-format json``."""
-    fields: dict[str, Any] = {
+    fields: JsonObject = {
         "event": "closing", "id": record.id, "answer": record.answer, "tenant": record.tenant, "path": record.path,
         "status": record.status, "outcome": record.outcome, "seconds": round(record.end - record.begun, 6),
     }  # fmt: skip

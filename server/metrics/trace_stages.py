@@ -118,23 +118,22 @@ def _make_children(summary: RequestSummary, prompt: PromptSummary) -> list[Stage
     """Returns the stages of one choice, one after the other; together they cover the whole time of the request."""
     shift = summary.started_at - summary.begun
     came = summary.begun + summary.fair_queue_seconds
-    found = [("turn", summary.begun, came)] if summary.fair_queue_seconds else []
-    found.append(("prepare", came, prompt.media_begun or prompt.start))
+    found = [StageSpan("turn", summary.begun, came)] if summary.fair_queue_seconds else []
+    found.append(StageSpan("prepare", came, prompt.media_begun or prompt.start))
     if prompt.media_begun:
-        found += [("media", prompt.media_begun, prompt.media_ended), ("place", prompt.media_ended, prompt.start)]
+        found.append(StageSpan("media", prompt.media_begun, prompt.media_ended))
+        found.append(StageSpan("place", prompt.media_ended, prompt.start))
     last = summary.end if prompt.end is None else prompt.end
     if prompt.stats is not None:
         found += _engine_stages(prompt, prompt.stats, last, shift)
     elif prompt.first is not None:
         # The request was cut off, so the engine reported nothing.
-        found += [("prefill", prompt.start, prompt.first), ("decode", prompt.first, last)]
-    found.append(("answer", last, summary.end))
+        found += [StageSpan("prefill", prompt.start, prompt.first), StageSpan("decode", prompt.first, last)]
+    found.append(StageSpan("answer", last, summary.end))
     return [StageSpan(name, begin + shift, max(begin, end) + shift) for name, begin, end in found]
 
 
-def _engine_stages(
-    prompt: PromptSummary, stats: RequestStats, last: float, shift: float
-) -> list[tuple[str, float, float]]:
+def _engine_stages(prompt: PromptSummary, stats: RequestStats, last: float, shift: float) -> list[StageSpan]:
     """Returns the engine's stages between ``prompt.start`` and ``last``, with the transfers to it and back.
 
     The engine reports how long its stages took and when the last one ended, by its own machine's clock. A clock that
@@ -145,12 +144,12 @@ def _engine_stages(
     spare = last - prompt.start - (queue + stats.encode + prefill + decode)
     back = min(max(last + shift - stats.ended, 0.0), max(spare, 0.0)) if stats.ended else 0.0
     at = prompt.start + max(spare - back, 0.0)
-    found = [("submit", prompt.start, at)]
+    found = [StageSpan("submit", prompt.start, at)]
     for name, seconds in (("queue", queue), ("encode", stats.encode), ("prefill", prefill), ("decode", decode)):
         if name != "encode" or prompt.media_begun:
-            found.append((name, at, min(at + seconds, last)))
-            at = found[-1][2]
-    found.append(("deliver", at, last))
+            found.append(StageSpan(name, at, min(at + seconds, last)))
+            at = found[-1].end
+    found.append(StageSpan("deliver", at, last))
     return found
 
 

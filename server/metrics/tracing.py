@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 from urllib.parse import urlsplit, urlunsplit
 
 from trencadis.core.errors import StartupError
@@ -37,7 +37,7 @@ FLAG = "--otlp-traces-endpoint"
 class SpanBuilder(Protocol):
     """Makes spans of traces."""
 
-    def make_spans(self, traces: Sequence[Trace]) -> Sequence[Any]:
+    def make_spans(self, traces: Sequence[Trace]) -> Sequence[object]:
         """Makes the spans of ``traces``."""
         ...
 
@@ -49,7 +49,7 @@ class SpanExporter(Protocol):
         """Returns False if sending would fail, so that making spans is not worthwhile; sends nothing."""
         ...
 
-    def send(self, spans: Sequence[Any]) -> bool:
+    def send(self, spans: Sequence[object]) -> bool:
         """Sends spans; returns True if the collector accepted them."""
         ...
 
@@ -68,7 +68,7 @@ class TraceQueue:
         self.sent, self.dropped = 0, 0
         self._open, self._every = open, every
         self._waiting: deque[RequestSummary] = deque()
-        self._batch: Sequence[Any] = ()
+        self._batch: Sequence[object] = ()
         self._of, self._tries = 0, 0  # requests of the batch, and how often it was sent
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from PIL import Image, ImageDraw
 
@@ -111,14 +112,22 @@ def _make_decode_cost(plan: Plan, limits: ShapeLimits) -> Callable[[Cell], float
     return ratio
 
 
-def _get_colour(ratio: float) -> tuple[int, int, int]:
+class _Colour(NamedTuple):
+    """A colour; each part is 0 to 255."""
+
+    red: int
+    green: int
+    blue: int
+
+
+def _get_colour(ratio: float) -> _Colour:
     """Returns grey for needs that cannot occur; else from green (no padding) over yellow to red (at least twice the
     cost).
     """
     if ratio <= 0:
-        return 225, 225, 225
+        return _Colour(225, 225, 225)
     share = min(max(ratio - 1, 0.0), 1.0)
-    return round(60 + 195 * min(2 * share, 1)), round(190 - 150 * max(2 * share - 1, 0)), 70
+    return _Colour(round(60 + 195 * min(2 * share, 1)), round(190 - 150 * max(2 * share - 1, 0)), 70)
 
 
 def _draw_frame(pen: ImageDraw.ImageDraw, axes: tuple[tuple[str, int], tuple[str, int]], across: int, up: int) -> None:

@@ -8,7 +8,6 @@ It has each stage's ledger, the bytes that are transferred between stages, and t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from trencadis.core.buckets import Stage, padded_tokens
 from trencadis.core.checkpoint.model_config import ModelConfig
@@ -16,6 +15,7 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.engine.dry_run import StartupPlan
 from trencadis.core.errors import StartupError
 from trencadis.core.host_memory import gib
+from trencadis.core.json_types import JsonObject
 from trencadis.core.launches.stage_transfer import transferred_rows
 from trencadis.core.memory.ledger import POOLS
 from trencadis.server.plan.traffic_replay import Sizes
@@ -26,7 +26,7 @@ NAMED_SIZES = (
 )  # fmt: skip
 """Width x height of the images whose shapes are listed."""
 
-Report = dict[str, Any]
+Report = JsonObject
 
 
 def make_report(planned: StartupPlan, config: EngineConfig, model: ModelConfig, sizes: Sizes) -> Report:
@@ -71,7 +71,7 @@ def make_report(planned: StartupPlan, config: EngineConfig, model: ModelConfig, 
     }  # fmt: skip
 
 
-def describe_images(planned: StartupPlan, sizes: Sizes) -> Iterator[dict[str, Any]]:
+def describe_images(planned: StartupPlan, sizes: Sizes) -> Iterator[JsonObject]:
     """Describes images of common sizes: patches as the Gaudi guide counts them (width x height / 14^2), and slots."""
     for width, height in NAMED_SIZES:
         made = sizes(height, width)
@@ -134,7 +134,7 @@ def _format_ledger(r: Report) -> str:
     return f"memory of one device (usable {gib(r['usable'])})\n{format_table(rows)}\n{ends}"
 
 
-def _format_pipeline(r: Report, p: dict[str, Any]) -> str:
+def _format_pipeline(r: Report, p: JsonObject) -> str:
     """Formats a column per stage, then transferred bytes and idle time."""
     stages = p["stages"]
     rows: list[tuple[object, ...]] = [("", *(f"stage {s['stage']}" for s in stages))]
@@ -195,7 +195,7 @@ def _format_sizes(sizes: Sequence[int]) -> str:
     return " ".join(map(str, sizes)) if len(sizes) <= 18 else f"{sizes[0]} {sizes[1]} .. {sizes[-1]} ({len(sizes)})"
 
 
-def _format_images(images: Sequence[dict[str, Any]]) -> str:
+def _format_images(images: Sequence[JsonObject]) -> str:
     rows: list[tuple[object, ...]] = [("image", "resized", "patches", "slots", "tokens", "bucket")]
     rows += [
         (i["size"], i["resized"], i["patches"], i["slots"], i["tokens"], f"{i['bucket']}{'' if i['planned'] else ' !'}")
@@ -206,7 +206,7 @@ def _format_images(images: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def _format_trace(trace: dict[str, Any]) -> str:
+def _format_trace(trace: JsonObject) -> str:
     names = ("tokens", "blocks", "slots")
     rows: list[tuple[object, ...]] = [("plan", "graphs", *(f"{n} padded/real" for n in names), "cost", "unplanned")]
     for name, found in trace["plans"].items():
@@ -223,7 +223,7 @@ def _format_trace(trace: dict[str, Any]) -> str:
     )
 
 
-def make_pipeline_report(plans: Sequence[StartupPlan], nodes: int, batch: int) -> dict[str, Any]:
+def make_pipeline_report(plans: Sequence[StartupPlan], nodes: int, batch: int) -> JsonObject:
     """Returns the report as plain values; sizes in bytes.
 
     Args:
@@ -255,7 +255,7 @@ def make_pipeline_report(plans: Sequence[StartupPlan], nodes: int, batch: int) -
     }
 
 
-def describe_stage(planned: StartupPlan, node: int) -> dict[str, Any]:
+def describe_stage(planned: StartupPlan, node: int) -> JsonObject:
     """Describes one stage: its layers, its machine, its ledger."""
     share, ledger = planned.estimator.model.share, planned.ledger
     return {

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from trencadis.core.buckets import Bucket, Plan, Stage, padded_tokens
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.registry import image_sizes
 from trencadis.core.engine.dry_run import StartupPlan
 from trencadis.core.errors import BadRequest, StartupError
+from trencadis.core.json_types import JsonMapping, JsonObject
 from trencadis.core.scheduling.image_packer import ImagePacker
 from trencadis.core.shapes.launch_costs import Costs, work_of
 from trencadis.core.shapes.rectangular_launches import split_rows
@@ -114,7 +114,7 @@ def read_trace(path: str, sizes: Sizes | None = None) -> list[Traffic]:
     return found
 
 
-def read_request(record: Mapping[str, Any], sizes: Sizes | None = None) -> Traffic:
+def read_request(record: JsonMapping, sizes: Sizes | None = None) -> Traffic:
     """Returns the request that one line of a trace describes; ``images`` are [width, height], whose tokens are added
     to the prompt.
     """
@@ -141,7 +141,7 @@ def replay_needs(traffic: Iterable[Traffic], planned: StartupPlan) -> list[StepN
     return list(replay_steps(kept, planned.limits))
 
 
-def compare_plans(needs: Sequence[StepNeeds], planned: StartupPlan, model: ModelConfig) -> dict[str, Any]:
+def compare_plans(needs: Sequence[StepNeeds], planned: StartupPlan, model: ModelConfig) -> JsonObject:
     """Compares the padded and the real work of the same steps under three plans."""
     plan, limits = planned.plan, planned.limits
     costs = work_of(model, limits.block_size)

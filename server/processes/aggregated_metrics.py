@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
 from trencadis.core.errors import Unavailable
+from trencadis.core.json_types import JsonObject
 from trencadis.core.process import engine_messages
 from trencadis.server.config.resolve_settings import Settings
 from trencadis.server.engine.engine_client import get_replicas
@@ -98,5 +98,5 @@ class AggregatedMetrics:
         """
         if self._metrics is None:
             raise Unavailable("The server starts.", retry_after=1)
-        shown: dict[str, Any] = describe_all_buckets(get_replicas(self._engine), self._metrics.bucket_metrics)
+        shown: JsonObject = describe_all_buckets(get_replicas(self._engine), self._metrics.bucket_metrics)
         return msgspec.json.encode(shown)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from trencadis.core.errors import StartupError
+from trencadis.core.json_types import JsonObject
 from trencadis.core.process import engine_messages
 from trencadis.core.process.child_process import StopWatch, python_path
 from trencadis.server.config.resolve_settings import Settings
@@ -47,7 +48,7 @@ class ApiProcessOwner(Protocol):
     def on_failed_start(self, process: ApiProcess, message: str, code: int) -> None: ...
     def on_ended(self, process: ApiProcess) -> None: ...
     def reset_cache(self, message: engine_messages.Resets) -> None: ...
-    async def answer(self, method: str, arguments: dict[str, Any]) -> bytes: ...
+    async def answer(self, method: str, arguments: JsonObject) -> bytes: ...
 
 
 class ApiProcess:

@@ -7,12 +7,13 @@ import contextlib
 import dataclasses
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from trencadis.core.errors import NotFound
+from trencadis.core.json_types import JsonObject
 from trencadis.core.process import engine_messages
 from trencadis.server.config.resolve_settings import Settings
 from trencadis.server.engine.engine_client import EngineClient, get_replicas
@@ -209,7 +210,7 @@ class ApiProcessManager:
 
     # --- what processes ask ---
 
-    async def answer(self, method: str, arguments: dict[str, Any]) -> bytes:
+    async def answer(self, method: str, arguments: JsonObject) -> bytes:
         """Answers a question of an API process.
 
         Raises:
@@ -239,14 +240,14 @@ class ApiProcessManager:
         assert self.engine is not None
         return self.engine if replica < 0 else get_replicas(self.engine)[replica]
 
-    def _ask_all(self, method: str, arguments: dict[str, Any]) -> list[Any]:
+    def _ask_all(self, method: str, arguments: JsonObject) -> list[Coroutine[object, object, bytes]]:
         return [
             one.channel.ask(method, **arguments)
             for one in self.processes
             if one.channel is not None and one.ready_since is not None
         ]
 
-    async def _fetch_media(self, given: dict[str, Any]) -> bytes:
+    async def _fetch_media(self, given: JsonObject) -> bytes:
         """Returns a medium from the first process that has it; empty bytes if none has."""
         for found in await asyncio.gather(*self._ask_all("media", given), return_exceptions=True):
             if isinstance(found, bytes):

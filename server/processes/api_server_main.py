@@ -12,9 +12,10 @@ import gc
 import logging
 import signal
 import socket
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trencadis.core.errors import StartupError
+from trencadis.core.json_types import JsonObject
 from trencadis.core.process import child_process, engine_messages, function_trace, heap_trimmer
 from trencadis.server.config.resolve_settings import Settings
 from trencadis.server.http import listener
@@ -145,17 +146,17 @@ class _ApiServer:
                 _ = self.state.fair_queued  # reading it shares how many requests wait here
             await asyncio.sleep(COUNT_INTERVAL)
 
-    async def _answer_alive(self, given: dict[str, Any]) -> bytes:
+    async def _answer_alive(self, given: JsonObject) -> bytes:
         return b""
 
-    async def _answer_metrics(self, given: dict[str, Any]) -> bytes:
+    async def _answer_metrics(self, given: JsonObject) -> bytes:
         if self.state is None:
             return b"\x90"  # an empty list of families in msgpack
         from trencadis.server.metrics.aggregate import pack_registry
 
         return pack_registry(self.state.metrics.registry)
 
-    async def _drain_fair_queue(self, given: dict[str, Any]) -> bytes:
+    async def _drain_fair_queue(self, given: JsonObject) -> bytes:
         queue = None if self.state is None else self.state.fair_queue
         return b"0" if queue is None else str(await queue.close(given["seconds"])).encode()
 

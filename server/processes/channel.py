@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from trencadis.core.errors import TrencadisError, Unavailable, from_status
+from trencadis.core.json_types import Json, JsonObject
 from trencadis.core.process import engine_messages
 from trencadis.server.processes.ipc_messages import FrontQuestion, FrontReply, make_frame
 
@@ -38,7 +39,7 @@ class Channel(Generic[M]):
         sock: socket.socket,
         decode: Callable[[bytes], M],
         receive: Callable[[M, bytes], Awaitable[None] | None],
-        answer: Callable[[str, dict[str, Any]], Awaitable[bytes]],
+        answer: Callable[[str, JsonObject], Awaitable[bytes]],
     ) -> None:
         self._sock, self._decode, self._receive, self._answer = sock, decode, receive, answer
         self.writer: asyncio.StreamWriter | None = None
@@ -90,7 +91,7 @@ class Channel(Generic[M]):
 
     # --- questions ---
 
-    async def ask(self, method: str, **given: Any) -> bytes:
+    async def ask(self, method: str, **given: Json) -> bytes:
         """Asks the other end and returns its answer.
 
         Raises:
@@ -132,7 +133,7 @@ class Channel(Generic[M]):
 
     # --- frames ---
 
-    def write(self, message: msgspec.Struct, payload: bytes | memoryview[Any] = b"") -> None:
+    def write(self, message: msgspec.Struct, payload: bytes | memoryview = b"") -> None:
         """Writes one frame; does nothing if the other end has closed."""
         if self.writer is None or self.writer.is_closing():
             return
@@ -140,7 +141,7 @@ class Channel(Generic[M]):
         if payload:
             self.writer.write(payload)
 
-    async def send(self, message: msgspec.Struct, payload: bytes | memoryview[Any] = b"") -> None:
+    async def send(self, message: msgspec.Struct, payload: bytes | memoryview = b"") -> None:
         """Writes one frame and waits while the socket is full."""
         self.write(message, payload)
         if self.writer is not None:

@@ -6,10 +6,9 @@ for requests: Add, Abort, Media, VocabularyPart. The messages here are sent in a
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
+from trencadis.core.json_types import JsonObject
 from trencadis.core.process import engine_messages
 from trencadis.core.request import Delta
 from trencadis.server.config.resolve_settings import Settings
@@ -105,7 +104,7 @@ class FrontQuestion(msgspec.Struct, tag=True):
 
     number: int
     method: str
-    arguments: dict[str, Any] = {}
+    arguments: JsonObject = {}
 
 
 class FrontReply(msgspec.Struct, tag=True):

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from trencadis.core.errors import NotFound, Unavailable
+from trencadis.core.json_types import JsonObject
 from trencadis.core.process import engine_messages
 from trencadis.core.process.log_queue import flush_logs
 from trencadis.core.request import Delta, Request
@@ -79,7 +80,7 @@ class FrontLink(RequestLink):
         made = self.make_vocabulary()
         return made if isinstance(made, bytes) else await made
 
-    async def _answer(self, what: str, given: dict[str, Any]) -> bytes:
+    async def _answer(self, what: str, given: JsonObject) -> bytes:
         if what not in self.answers:
             raise NotFound(f"Nobody answers {what} here.")
         return await self.answers[what](given)

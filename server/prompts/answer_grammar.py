@@ -6,12 +6,12 @@ The grammar of an answer's content, from the requested format.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from trencadis.core.constraints import Rule
 from trencadis.core.errors import BadRequest
+from trencadis.core.json_types import Json, JsonMapping
 from trencadis.server.grammars import gbnf, grammar_writer
 from trencadis.server.grammars.grammar_cache import GrammarCache
 from trencadis.server.grammars.grammar_writer import BETWEEN, GrammarWriter, WhitespaceRule
@@ -60,7 +60,7 @@ def write_user_grammar(text: str, where: str, spaces: WhitespaceRule, writer: Gr
     )
 
 
-def _check_choices(value: Any, where: str) -> list[str]:
+def _check_choices(value: Json, where: str) -> list[str]:
     if not isinstance(value, list) or not value or any(not isinstance(one, str) or not one for one in value):
         raise BadRequest(f"{where} must be a list of texts, none of them empty.", param=where)
     if len(value) > MOST_CHOICES:
@@ -79,8 +79,8 @@ class RequestedCalls:
         level: ``--tool-strict-level``.
     """
 
-    tools: Sequence[Mapping[str, Any]]
-    choice: str | Mapping[str, Any] | None = None
+    tools: Sequence[JsonMapping]
+    choice: str | JsonMapping | None = None
     many: bool = True
     level: str = "auto"
 

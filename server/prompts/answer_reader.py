@@ -10,8 +10,8 @@ import secrets
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from trencadis.core.json_types import JsonMapping
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 from trencadis.server.tools.reasoning_parser import (
     AnswerContent,
@@ -228,7 +228,7 @@ class AnswerParsers:
         self,
         tokenizer: Tokenizer,
         prompt: Sequence[int],
-        tools: Mapping[str, Mapping[str, Any]] | None,
+        tools: Mapping[str, JsonMapping] | None,
         *,
         continued: bool = False,
         shows_reasoning: bool = True,

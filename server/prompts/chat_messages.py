@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from trencadis.core.errors import BadRequest
+from trencadis.core.json_types import Json, JsonMapping, JsonObject
 from trencadis.multimodal.error_params import attach_param
 from trencadis.multimodal.media_options import MediaPart
 from trencadis.server.prompts.content_parts import read_part
@@ -39,7 +39,7 @@ class MessageRules:
         text_arguments: the template takes arguments of calls as JSON text, not as objects.
     """
 
-    scrub: Callable[[Any], Any]
+    scrub: Callable[[Json], Json]
     roles: Mapping[str, str]
     placeholders: Mapping[str, str] = field(default_factory=dict)
     as_string: Collection[str] = ()
@@ -57,12 +57,12 @@ class Conversation:
         arguments: counts the values and characters in the arguments of all calls.
     """
 
-    messages: list[dict[str, Any]] = field(default_factory=list)
+    messages: list[JsonObject] = field(default_factory=list)
     media: list[MediaPart] = field(default_factory=list)
     arguments: BodyScan = field(default_factory=lambda: BodyScan(ARGUMENTS))
 
 
-def parse_messages(messages: Sequence[Any], rules: MessageRules) -> Conversation:
+def parse_messages(messages: Sequence[Json], rules: MessageRules) -> Conversation:
     """Checks messages and collects their media.
 
     Raises:
@@ -76,7 +76,7 @@ def parse_messages(messages: Sequence[Any], rules: MessageRules) -> Conversation
     return out
 
 
-def _convert_message(message: Any, path: str, rules: MessageRules, conversation: Conversation) -> dict[str, Any]:
+def _convert_message(message: Json, path: str, rules: MessageRules, conversation: Conversation) -> JsonObject:
     """Converts a message for the template; its media and arguments are counted in ``conversation``."""
     if not isinstance(message, Mapping):
         raise BadRequest(f"{path} must be an object with role and content.", param=path)
@@ -91,7 +91,7 @@ def _convert_message(message: Any, path: str, rules: MessageRules, conversation:
     return made
 
 
-def _read_role(role: Any, where: str) -> str:
+def _read_role(role: Json, where: str) -> str:
     """The role of a message, also one of the user's own: the template decides what it makes of it.
 
     Raises:
@@ -106,7 +106,7 @@ def _read_role(role: Any, where: str) -> str:
     return role
 
 
-def _add_calls(made: dict[str, Any], path: str, rules: MessageRules, conversation: Conversation) -> None:
+def _add_calls(made: JsonObject, path: str, rules: MessageRules, conversation: Conversation) -> None:
     """Adds a message's calls and reasoning in the form that templates read."""
     calls = made.pop("tool_calls", None)
     if calls:
@@ -125,8 +125,8 @@ def _check_media_counts(media: Sequence[MediaPart], most: Mapping[str, int]) -> 
 
 
 def _convert_content(
-    content: Any, path: str, media: list[MediaPart], rules: MessageRules, as_string: bool
-) -> str | list[dict[str, Any]]:
+    content: Json, path: str, media: list[MediaPart], rules: MessageRules, as_string: bool
+) -> str | list[JsonObject]:
     if content is None:
         return ""
     if isinstance(content, str):
@@ -137,20 +137,20 @@ def _convert_content(
     return _join_as_text(parts, rules) if as_string else parts
 
 
-def _join_as_text(parts: Sequence[Mapping[str, Any]], rules: MessageRules) -> str:
+def _join_as_text(parts: Sequence[JsonMapping], rules: MessageRules) -> str:
     """Joins content for a template that takes it as a string: placeholders, then texts."""
     shown = [rules.placeholders.get(p["type"], "") for p in parts if p["type"] != "text"]
     return "\n".join(shown + [p["text"] for p in parts if p["type"] == "text"])
 
 
-def _convert_part(part: Any, where: str, media: list[MediaPart], rules: MessageRules) -> dict[str, Any]:
+def _convert_part(part: Json, where: str, media: list[MediaPart], rules: MessageRules) -> JsonObject:
     found = read_part(part, where)
     if isinstance(found, str):
         return {"type": "text", "text": rules.scrub(found)}
     return _convert_media_part(found, media, rules)
 
 
-def _convert_media_part(part: MediaPart, media: list[MediaPart], rules: MessageRules) -> dict[str, Any]:
+def _convert_media_part(part: MediaPart, media: list[MediaPart], rules: MessageRules) -> JsonObject:
     """Adds an image or a video to ``media`` and returns its part for the template."""
     media.append(part)
     if len(media) > sum(rules.most.values()):
@@ -159,7 +159,7 @@ def _convert_media_part(part: MediaPart, media: list[MediaPart], rules: MessageR
     return {"type": part.kind}
 
 
-def _convert_tool_calls(calls: Any, path: str, scan: BodyScan, as_text: bool) -> list[Any]:
+def _convert_tool_calls(calls: Json, path: str, scan: BodyScan, as_text: bool) -> list[Json]:
     """Converts calls to transformers' form: clients send arguments as JSON text, templates expect an object.
 
     A call without arguments has an empty object, which templates can print.

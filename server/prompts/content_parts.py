@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from trencadis.core.errors import BadRequest, TrencadisError
+from trencadis.core.json_types import Json, JsonMapping
 from trencadis.multimodal.media_options import MediaPart, part_options, part_uuid
 
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
@@ -40,7 +40,7 @@ class NotImplementedYet(TrencadisError):
     type = "NotImplementedError"
 
 
-def read_part(part: Any, where: str) -> str | MediaPart:
+def read_part(part: Json, where: str) -> str | MediaPart:
     """Returns the text of a part, or its image or video.
 
     Raises:
@@ -60,7 +60,7 @@ def read_part(part: Any, where: str) -> str | MediaPart:
     return _read_media(part, kind, where)
 
 
-def _read_media(part: Mapping[str, Any], kind: Any, where: str) -> MediaPart:
+def _read_media(part: JsonMapping, kind: Json, where: str) -> MediaPart:
     """Returns the image or video of a part of type ``kind``, which is not text."""
     if kind in IMAGE_PARTS:
         uuid = part_uuid(part, where)
@@ -69,7 +69,7 @@ def _read_media(part: Mapping[str, Any], kind: Any, where: str) -> MediaPart:
     return _read_video_part(part, kind, where)
 
 
-def _read_video_part(part: Mapping[str, Any], kind: Any, where: str) -> MediaPart:
+def _read_video_part(part: JsonMapping, kind: Json, where: str) -> MediaPart:
     """Returns the video of a part of type ``kind``, which is neither text nor image."""
     if kind in VIDEO_PARTS:
         uuid = part_uuid(part, where)
@@ -80,7 +80,7 @@ def _read_video_part(part: Mapping[str, Any], kind: Any, where: str) -> MediaPar
     raise BadRequest(f"{where} has the unknown type {str(kind)[:40]!r}; text or image_url is needed.", param=where)
 
 
-def _read_image(part: Mapping[str, Any], where: str, named: bool) -> Any:
+def _read_image(part: JsonMapping, where: str, named: bool) -> object:
     """Returns a URL, path, bytes or PIL image; None if ``named`` (the part has a uuid) and there is no data."""
     key, value = _find_value(part, IMAGE_KEYS)
     if value is None and named:
@@ -91,7 +91,7 @@ def _read_image(part: Mapping[str, Any], where: str, named: bool) -> Any:
     return source
 
 
-def _read_video(part: Mapping[str, Any], where: str, named: bool) -> Any:
+def _read_video(part: JsonMapping, where: str, named: bool) -> object:
     """Returns a URL, path, bytes, array of frames, or list of images; None if ``named`` (the part has a uuid) and
     there is no data.
     """
@@ -107,7 +107,7 @@ def _read_video(part: Mapping[str, Any], where: str, named: bool) -> Any:
     return source
 
 
-def _read_frame(value: Any, field: str, where: str) -> Any:
+def _read_frame(value: Json, field: str, where: str) -> Json:
     if isinstance(value, Mapping):
         value = _find_value(value, (*IMAGE_KEYS, "url"))[1]
     source = _read_source(value, "image", where)
@@ -116,7 +116,7 @@ def _read_frame(value: Any, field: str, where: str) -> Any:
     return source
 
 
-def _find_value(part: Mapping[str, Any], keys: tuple[str, ...]) -> tuple[str, Any]:
+def _find_value(part: JsonMapping, keys: tuple[str, ...]) -> tuple[str, Json]:
     """Returns the first key that is present, and its value or the ``url`` inside it."""
     for key in keys:
         value = part.get(key)
@@ -127,7 +127,7 @@ def _find_value(part: Mapping[str, Any], keys: tuple[str, ...]) -> tuple[str, An
     return keys[0], None
 
 
-def _read_source(value: Any, key: str, where: str) -> Any:
+def _read_source(value: Json, key: str, where: str) -> object:
     """Returns a source that the media loader takes, or None."""
     if isinstance(value, str):
         return _read_url(value.strip(), key, where)

@@ -7,10 +7,10 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from trencadis.core.checkpoint.json_fields import JsonFields, read_json
 from trencadis.core.errors import StartupError
+from trencadis.core.json_types import Json, JsonMapping
 
 OPENAI = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 """Defaults if neither request nor checkpoint sets a value."""
@@ -19,7 +19,7 @@ FLAG = "--override-generation-config"
 HINT = f"--generation-config vllm ignores the file, {FLAG} changes one key"
 
 USED = (*OPENAI, "do_sample", "max_new_tokens", "max_length", "min_new_tokens", "eos_token_id")
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[Json, ...]] = {
     "min_length": (0,), "max_time": (), "stop_strings": ("", []), "num_beams": (1,), "num_beam_groups": (1,),
     "penalty_alpha": (0, 0.0), "dola_layers": (), "typical_p": (1, 1.0), "epsilon_cutoff": (0, 0.0),
     "eta_cutoff": (0, 0.0), "top_h": (), "encoder_repetition_penalty": (1, 1.0), "diversity_penalty": (0, 0.0),
@@ -61,13 +61,13 @@ class SamplingDefaults:
     cap: int | None = None
 
     @classmethod
-    def read(cls, path: Path | None, mode: str = "auto", override: Mapping[str, Any] | None = None) -> SamplingDefaults:
+    def read(cls, path: Path | None, mode: str = "auto", override: JsonMapping | None = None) -> SamplingDefaults:
         """Combines OpenAI's defaults, then generation_config.json (unless ``mode`` is ``vllm``), then ``override``.
 
         Raises:
             StartupError: a value is out of range or not implemented.
         """
-        file: Mapping[str, Any] = {}
+        file: JsonMapping = {}
         where = Path(FILE)
         if mode != "vllm" and path is not None:
             where = (path if mode == "auto" else Path(mode)) / FILE
@@ -146,7 +146,7 @@ def _make_defaults(sources: _ConfigSources) -> SamplingDefaults:
     return SamplingDefaults(values, limit, count("max_length", 1), least, greedy)
 
 
-def _read_file(where: Path, mode: str) -> Mapping[str, Any]:
+def _read_file(where: Path, mode: str) -> JsonMapping:
     """Returns the values of the file; old checkpoints without one keep them in config.json."""
     found = read_json(where)
     if found is not None:
@@ -159,7 +159,7 @@ def _read_file(where: Path, mode: str) -> Mapping[str, Any]:
     return {k: v for k, v in values.items() if k in USED or k in NEUTRAL}
 
 
-def _check_override_keys(given: Mapping[str, Any]) -> None:
+def _check_override_keys(given: JsonMapping) -> None:
     """Raises StartupError for a key of the flag that has no effect, because it is a mistake there."""
     if given.get("eos_token_id") is not None:
         raise StartupError(f"{FLAG}: eos_token_id is the checkpoint's; requests have stop_token_ids.")

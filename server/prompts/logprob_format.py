@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TypedDict, cast
 
+from trencadis.core.json_types import JsonObject
 from trencadis.core.request import TokenLogprob
 from trencadis.server.protocol.chat_completions import ChoiceLogprobs, TokenLogprobs
 from trencadis.server.protocol.completions import CompletionLogprobs
@@ -33,29 +34,65 @@ def get_token_text(tokenizer: Tokenizer, token: int) -> str:
     return tokenizer.get_token_bytes(token).decode("utf-8", "replace")
 
 
+class TokenFields(TypedDict):
+    """A token of the chat form: ``bytes`` are those of its text."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenEntry(TokenFields):
+    """A token of the chat form with its candidates."""
+
+    top_logprobs: list[TokenFields]
+
+
+class CompletionLists(TypedDict):
+    """The completions form: a value for each token; None for the first token of an echoed prompt."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class PromptToken(TypedDict):
+    """A token at a position of a prompt: ``rank`` counts from 1."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptEntry = dict[str, PromptToken]
+"""Tokens at one position of a prompt, by id."""
+
+
 def make_chat_logprobs(
     tokenizer: Tokenizer, items: Sequence[TokenLogprob], top: int, as_ids: bool = False
 ) -> ChoiceLogprobs:
     """Makes the chat form: one entry per token with ``top`` candidates; ``as_ids`` shows tokens as ``token_id:ID``."""
-    return ChoiceLogprobs(
-        content=[TokenLogprobs(**entry) for entry in make_chat_entries(tokenizer, items, top, as_ids)]
-    )
+    entries = cast(list[JsonObject], make_chat_entries(tokenizer, items, top, as_ids))
+    return ChoiceLogprobs(content=[TokenLogprobs(**entry) for entry in entries])
 
 
 def make_chat_entries(
     tokenizer: Tokenizer, items: Sequence[TokenLogprob], top: int, as_ids: bool = False
-) -> list[dict[str, Any]]:
+) -> list[TokenEntry]:
     """Makes the fields of ``TokenLogprobs`` for each token; arguments: see ``make_chat_logprobs``."""
     made = []
     for item in items:
-        entry = _make_fields(tokenizer, item.token, item.logprob, as_ids)
         best = select_top_logprobs(item, top) if item.top_ids else []
-        entry["top_logprobs"] = [_make_fields(tokenizer, t, p, as_ids) for t, p in best]
+        entry: TokenEntry = {
+            **_make_fields(tokenizer, item.token, item.logprob, as_ids),
+            "top_logprobs": [_make_fields(tokenizer, t, p, as_ids) for t, p in best],
+        }
         made.append(entry)
     return made
 
 
-def _make_fields(tokenizer: Tokenizer, token: int, logprob: float, as_ids: bool) -> dict[str, Any]:
+def _make_fields(tokenizer: Tokenizer, token: int, logprob: float, as_ids: bool) -> TokenFields:
     raw = tokenizer.get_token_bytes(token)
     shown = format_token_id(token) if as_ids else raw.decode("utf-8", "replace")
     return {"token": shown, "logprob": make_finite(logprob), "bytes": list(raw)}
@@ -83,9 +120,10 @@ class CompletionLogprobsBuilder:
         """Makes the lists over ``items``; None stands for ``first``, the first token of an echoed prompt."""
         return CompletionLogprobs(**self.build_lists(items, first))
 
-    def build_lists(self, items: Sequence[TokenLogprob | None], first: int | None = None) -> dict[str, list[Any]]:
+    def build_lists(self, items: Sequence[TokenLogprob | None], first: int | None = None) -> CompletionLists:
         """Returns the fields of ``build`` as a dict."""
-        offsets, scores, tokens, best = list[Any](), list[Any](), list[Any](), list[Any]()
+        offsets, tokens = list[int](), list[str]()
+        scores, best = list[float | None](), list[dict[str, float] | None]()
         for item in items:
             token = (first or 0) if item is None else item.token
             text = get_token_text(self._tokenizer, token)
@@ -104,24 +142,22 @@ class CompletionLogprobsBuilder:
         return format_token_id(token) if self._as_ids else get_token_text(self._tokenizer, token)
 
 
-def make_prompt_table(
-    tokenizer: Tokenizer, items: Sequence[TokenLogprob | None], top: int
-) -> list[dict[str, Any] | None]:
+def make_prompt_table(tokenizer: Tokenizer, items: Sequence[TokenLogprob | None], top: int) -> list[PromptEntry | None]:
     """Makes ``prompt_logprobs``: per prompt token an object from id to logprob, rank and text; null for the first.
 
     The token itself is always listed, in addition to the ``top`` best (-1: all).
     """
     last = None if top < 0 else top
-    out: list[dict[str, Any] | None] = []
+    out: list[PromptEntry | None] = []
     for item in items:
         if item is None:
             out.append(None)
             continue
-        entry = {
+        entry: PromptEntry = {
             str(token): {"logprob": make_finite(p), "rank": rank, "decoded_token": get_token_text(tokenizer, token)}
             for rank, (token, p) in enumerate(zip(item.top_ids[:last], item.top_logprobs[:last], strict=True), 1)
         }
-        chosen = {
+        chosen: PromptToken = {
             "logprob": make_finite(item.logprob),
             "rank": item.rank,
             "decoded_token": get_token_text(tokenizer, item.token),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from trencadis.core.errors import BadRequest
+from trencadis.core.json_types import Json, JsonMapping, JsonObject
 from trencadis.core.request import GREEDY_BELOW, MAX_BIAS, MAX_LOGPROBS, SamplingParams, resolve_logprobs
 from trencadis.core.structured_outputs import RepetitionDetectionParams
 from trencadis.server.prompts.generation_config import OPENAI, SamplingDefaults
@@ -48,7 +49,7 @@ class RequestLimits:
     max_prompts: int = 1024
 
 
-Reader = Callable[[Any, RequestLimits], Any]
+Reader = Callable[[Json, RequestLimits], Json]
 
 
 class SamplingRules(Protocol):
@@ -71,7 +72,7 @@ def make_sampling_params(
         BadRequest: a value is out of range or contradicts another; the message says ``max_tokens``, whichever field was
         sent.
     """
-    values: dict[str, Any] = {**rules.defaults.values, "min_tokens": rules.defaults.get_min_tokens(max_tokens)}
+    values: JsonObject = {**rules.defaults.values, "min_tokens": rules.defaults.get_min_tokens(max_tokens)}
     values |= {name: value for name in TAKEN if (value := getattr(request, name)) is not None}
     if request.use_beam_search:
         check_width(values.get("n", 1), len({*rules.eos, *values.get("stop_token_ids", ())}), rules.limits.max_logprobs)
@@ -157,7 +158,7 @@ def _read_bad_words(value: list[str], limits: RequestLimits) -> list[str]:
     return value
 
 
-def _read_repetition(value: Mapping[str, Any], limits: RequestLimits) -> RepetitionDetectionParams:
+def _read_repetition(value: JsonMapping, limits: RequestLimits) -> RepetitionDetectionParams:
     unknown = next((name for name in value if name not in REPETITION), None)
     if unknown is not None:
         raise BadRequest(f"repetition_detection has no field {unknown[:40]!r}.", param="repetition_detection")

@@ -8,18 +8,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from trencadis.core.checkpoint.json_fields import read_json
 from trencadis.core.checkpoint.pooling_config import ALL, EMBED, Pooling
 from trencadis.core.errors import BadRequest
+from trencadis.core.json_types import Json, JsonMapping
 from trencadis.multimodal.media_options import NO_SCOPE, MediaScope
 from trencadis.server.prompts.chat_messages import PAIR_ROLES
 from trencadis.server.prompts.prompt import Prompt
 from trencadis.server.prompts.sampling_params import check_prompt_length
 from trencadis.server.prompts.text_service import TextService
 
-Content = str | Sequence[Any]
+Content = str | Sequence[Json]
 """A text, or parts as a chat message has them."""
 
 TASK = "Decide whether the document answers the query."
@@ -32,7 +33,7 @@ class Pair(NamedTuple):
     document: Content
 
 
-def read_content(value: Any, param: str) -> Content:
+def read_content(value: Json, param: str) -> Content:
     """Reads one side of a pair from a request: a text, or ``{"content": [parts]}``.
 
     Raises:
@@ -65,7 +66,7 @@ async def make_pair_prompt(
     instruction: str = "",
     truncate: int | None = None,
     document_tokens: int = 0,
-    kwargs: Mapping[str, Any] | None = None,
+    kwargs: JsonMapping | None = None,
     chat_template: str | None = None,
     scope: MediaScope = NO_SCOPE,
     known: dict[str, list[int]] | None = None,
@@ -117,7 +118,7 @@ async def _make_judge_prompt(
     labels: tuple[str, ...],
     instruction: str,
     truncate: int | None,
-    kwargs: Mapping[str, Any] | None,
+    kwargs: JsonMapping | None,
     chat_template: str | None,
     scope: MediaScope,
 ) -> Prompt:
@@ -125,7 +126,7 @@ async def _make_judge_prompt(
     sides.
     """
     if own:
-        messages: list[Any] = [{"role": "system", "content": instruction}] if instruction else []
+        messages: list[Json] = [{"role": "system", "content": instruction}] if instruction else []
         messages += [{"role": "query", "content": pair.query}, {"role": "document", "content": pair.document}]
     else:
         words = " or ".join(f'"{word}"' for word in reversed(labels))
@@ -162,11 +163,11 @@ def _make_text_part(text: str) -> dict[str, str]:
     return {"type": "text", "text": text}
 
 
-def _make_parts(content: Content) -> list[Any]:
+def _make_parts(content: Content) -> list[Json]:
     return [_make_text_part(content)] if isinstance(content, str) else list(content)
 
 
-def _join_if_text(parts: list[Any]) -> str | list[Any]:
+def _join_if_text(parts: list[Json]) -> str | list[Json]:
     """Returns one text if all parts are texts, since some templates accept only texts; else the parts."""
     texts = [p.get("text") if p.get("type") == "text" else None for p in parts]
     return "".join(t for t in texts if t) if all(isinstance(t, str) for t in texts) else parts

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from trencadis.core.errors import BadRequest
+from trencadis.core.json_types import Json, JsonObject
 from trencadis.server.protocol.base_request import FieldContext, Int, Strict, Texts, TranslatedRequest
 from trencadis.server.protocol.chat_completions import ChatRequest
 from trencadis.server.protocol.field_types import Object, Objects, Text
@@ -23,8 +24,8 @@ class CountTokensRequest(TranslatedRequest):
 
     bulky: ClassVar[tuple[str, ...]] = (*TranslatedRequest.bulky, "messages", "system", "tools")
 
-    messages: list[Any]
-    system: Text | list[Any] | None = None
+    messages: list[Json]
+    system: Text | list[Json] | None = None
     tools: Objects | None = None
     tool_choice: Object | None = None
     thinking: Object | None = None
@@ -97,7 +98,7 @@ class ToolUseBlock(Strict):
     type: Literal["tool_use"] = "tool_use"
     id: str
     name: str
-    input: dict[str, Any]
+    input: JsonObject
 
 
 ContentBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from trencadis.core.errors import BadRequest, TrencadisError
+from trencadis.core.json_types import Json, JsonObject
 from trencadis.server.protocol.beam_search_fields import check_beams, list_unused_beam_fields
 from trencadis.server.protocol.field_types import Object, Text
 
-EMPTY: tuple[Any, ...] = (None, False, [], {})
+EMPTY: tuple[Json, ...] = (None, False, [], {})
 """Values of a field that a client does not use."""
 
 
@@ -29,7 +30,7 @@ class NamesOnly(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_values(cls, data: Any) -> Any:
+    def _drop_values(cls, data: Json) -> Json:
         if not isinstance(data, dict):
             return data
         return {k: v if k in cls.model_fields or v in EMPTY else True for k, v in data.items()}
@@ -125,7 +126,7 @@ class Body(NamesOnly):
         return sorted({*unknown, *self.list_unused_fields(context)})
 
 
-def split_raw_prompts(value: str | Sequence[Any] | None) -> list[str | list[int]]:
+def split_raw_prompts(value: str | Sequence[Json] | None) -> list[str | list[int]]:
     """Returns one entry per prompt of a field that takes a text, ids, or a list of either."""
     if isinstance(value, str):
         return [value]
@@ -243,7 +244,7 @@ class GenerateRequest(MediaRequest):
         return False
 
     @property
-    def guided(self) -> dict[str, Any]:
+    def guided(self) -> JsonObject:
         """The older fields of structured outputs that are set."""
         return {name: value for name in GUIDED_FIELDS if (value := getattr(self, name)) is not None}
 
@@ -375,7 +376,7 @@ class TranslatedRequest(GenerateRequest):
         extra = None if self.stream_options is None else self.stream_options.model_extra
         yield from (f"stream_options.{name}" for name, value in (extra or {}).items() if value)
 
-    def get_shared_fields(self) -> dict[str, Any]:
+    def get_shared_fields(self) -> JsonObject:
         """Returns the set fields that mean the same in a chat request."""
         names = {*GenerateRequest.model_fields, "chat_template", "chat_template_kwargs"}.difference(UNSHOWN)
         return {n: v for n in self.model_fields_set & names if (v := getattr(self, n)) is not None}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from trencadis.core.errors import BadRequest
+from trencadis.core.json_types import Json
 from trencadis.core.request import MAX_BEAMS, MAX_LOGPROBS, BeamRule
 
 FIELD = "use_beam_search"
@@ -19,7 +20,7 @@ REFUSED = (
     "guided_choice", "guided_grammar", "thinking_token_budget", "repetition_detection",
 )  # fmt: skip
 """Fields that would change the search; beams are ranked by the model's unchanged probabilities."""
-NEUTRAL: tuple[Any, ...] = (None, 0, [], {}, False)
+NEUTRAL: tuple[Json, ...] = (None, 0, [], {}, False)
 
 
 class BeamFields(Protocol):

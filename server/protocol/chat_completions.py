@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from trencadis.core.errors import BadRequest
+from trencadis.core.json_types import Json, JsonObject
 from trencadis.core.shared_constants import EFFORTS
 from trencadis.server.protocol.base_request import FieldContext, GenerateRequest, Int, Strict, Texts, Usage
 from trencadis.server.protocol.field_types import Object, Objects, Text
@@ -26,7 +27,7 @@ MOST_NAMED = 64
 """Most variables that are searched for in the template; a request may have a million."""
 
 
-def list_unread_variables(context: FieldContext, kwargs: dict[str, Any] | None, **fields: Any) -> Iterator[str]:
+def list_unread_variables(context: FieldContext, kwargs: JsonObject | None, **fields: Json) -> Iterator[str]:
     """Yields the names of the variables in a request that the chat template does not read."""
     yield from (name for name, value in fields.items() if value and not context.mentions(name))
     for name in islice(kwargs or {}, MOST_NAMED):
@@ -41,7 +42,7 @@ class ChatRequest(GenerateRequest):
     bulky: ClassVar[tuple[str, ...]] = (
         *GenerateRequest.bulky, "messages", "tools", "documents", "chat_template", "chat_template_kwargs", "prediction"
     )  # fmt: skip
-    messages: list[Any]
+    messages: list[Json]
     max_tokens: Int | None = None
     max_completion_tokens: Int | None = None
     logprobs: bool | None = False
@@ -127,7 +128,7 @@ class ChatRequest(GenerateRequest):
 
     def get_effort_variables(
         self, mentions: Callable[[str], bool], efforts: Mapping[str, str] | None = None
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         """Returns template variables for ``reasoning_effort``; some templates can only switch reasoning on or off.
 
         Args:
@@ -136,7 +137,7 @@ class ChatRequest(GenerateRequest):
         """
         if self.reasoning_effort is None:
             return {}
-        made: dict[str, Any] = {"reasoning_effort": (efforts or {}).get(self.reasoning_effort, self.reasoning_effort)}
+        made: JsonObject = {"reasoning_effort": (efforts or {}).get(self.reasoning_effort, self.reasoning_effort)}
         if self.reasoning_effort == "none" and mentions("enable_thinking"):
             made["enable_thinking"] = False
         return made
@@ -235,7 +236,7 @@ class ChatResponse(Strict):
     service_tier: str | None = None
     system_fingerprint: str | None = None
     usage: Usage
-    prompt_logprobs: list[dict[str, Any] | None] | None = None
+    prompt_logprobs: list[JsonObject | None] | None = None
     prompt_token_ids: list[int] | None = None
 
 
@@ -297,7 +298,7 @@ class BatchChatRequest(ChatRequest):
     """``messages`` is a list of conversations; each is answered once."""
 
     plain: ClassVar[frozenset[str]] = frozenset()
-    messages: list[list[Any]] = Field(min_length=1)
+    messages: list[list[Json]] = Field(min_length=1)
 
     def check(self) -> None:
         """See ChatRequest; also refuses fields that cannot apply to one answer for several conversations."""

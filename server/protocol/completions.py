@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from trencadis.core.errors import BadRequest
+from trencadis.core.json_types import JsonObject
 from trencadis.server.protocol.base_request import (
     FieldContext,
     GenerateRequest,
@@ -91,7 +92,7 @@ class CompletionChoice(Strict):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
-    prompt_logprobs: list[dict[str, Any] | None] | None = None
+    prompt_logprobs: list[JsonObject | None] | None = None
     prompt_token_ids: list[int] | None = None
 
 

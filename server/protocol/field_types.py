@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
 
+from trencadis.core.json_types import JsonObject
 from trencadis.server.protocol.json_values import find_fault
 
 T = TypeVar("T")
@@ -20,5 +21,5 @@ def _check_json_value(value: T) -> T:
 
 
 Text = Annotated[str, AfterValidator(_check_json_value)]
-Object = Annotated[dict[str, Any], AfterValidator(_check_json_value)]
-Objects = Annotated[list[dict[str, Any]], AfterValidator(_check_json_value)]
+Object = Annotated[JsonObject, AfterValidator(_check_json_value)]
+Objects = Annotated[list[JsonObject], AfterValidator(_check_json_value)]

@@ -7,9 +7,9 @@ values may nest deeper than the functions that walk through them can go.
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from trencadis.core.errors import BadRequest
+from trencadis.core.json_types import Json
 
 MAX_DEPTH = 64
 """Levels of objects and lists within a field (a JSON schema of a tool has a dozen)."""
@@ -18,13 +18,13 @@ DEEP = f"more than {MAX_DEPTH} levels of lists and objects"
 _LONE = re.compile("[\ud800-\udfff]")
 
 
-def check_json(value: Any, where: str) -> None:
+def check_json(value: Json, where: str) -> None:
     """Raises BadRequest for a value with a lone surrogate or deep nesting; ``param`` is the JSON path of the fault."""
     if not is_sound(value):
         _refuse(value, where)
 
 
-def _refuse(value: Any, where: str) -> None:
+def _refuse(value: Json, where: str) -> None:
     """Raises BadRequest with the fault of a value that is not sound."""
     found = find_fault(value)
     if found is not None:
@@ -32,7 +32,7 @@ def _refuse(value: Any, where: str) -> None:
         raise BadRequest(f"{path[:100]} holds {found[1]}.", param=path[:100])
 
 
-def is_sound(value: Any, left: int = MAX_DEPTH) -> bool:
+def is_sound(value: Json, left: int = MAX_DEPTH) -> bool:
     """Returns True if ``find_fault`` finds nothing."""
     if isinstance(value, str):
         return value.isascii() or _LONE.search(value) is None
@@ -41,14 +41,14 @@ def is_sound(value: Any, left: int = MAX_DEPTH) -> bool:
     return not isinstance(value, list | tuple) or (left > 0 and all(is_sound(one, left - 1) for one in value))
 
 
-def find_fault(value: Any, left: int = MAX_DEPTH) -> tuple[str, str] | None:
+def find_fault(value: Json, left: int = MAX_DEPTH) -> tuple[str, str] | None:
     """Returns the path and the description of the first fault below ``value``. Values that are not JSON (an image)
     pass.
     """
     if isinstance(value, str):
         return ("", LONE) if not value.isascii() and _LONE.search(value) else None
     if isinstance(value, dict):
-        items: Any = value.items()
+        items: Json = value.items()
     elif isinstance(value, list | tuple):
         items = enumerate(value)
     else:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
+from trencadis.core.json_types import Json
 from trencadis.server.protocol.base_request import (
     Body,
     FieldContext,
@@ -62,7 +63,7 @@ class TokenizeRequest(MediaRequest):
 
     model: Text | None = None
     prompt: Text | None = None
-    messages: list[Any] | None = None
+    messages: list[Json] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = False
     add_generation_prompt: bool = True

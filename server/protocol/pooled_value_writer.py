@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 from pydantic_core import to_json
 
 from trencadis.core.checkpoint.pooling_config import Pooling
+from trencadis.core.json_types import Json
 from trencadis.server.protocol.pooler_output import ByteOrder, Float32, Raw, ValueFormat, encode_values, finish_pooled
 from trencadis.server.protocol.pooling_params import PoolingParams
 
@@ -69,5 +69,5 @@ def get_finished_shape(raw: Raw, pooling: Pooling, params: PoolingParams) -> tup
 
 
 def _to_text(values: Float32) -> str:
-    found: list[Any] = np.asarray(values, np.float64).tolist()
+    found: list[Json] = np.asarray(values, np.float64).tolist()
     return to_json(found, inf_nan_mode="null").decode()

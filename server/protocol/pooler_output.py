@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trencadis.core.checkpoint.pooling_config import CLASSIFY, IDENTITY, SIGMOID, SOFTMAX, Pooling
+from trencadis.core.json_types import Json
 from trencadis.server.protocol.pooling_params import PoolingParams
 
 Float32 = NDArray[np.float32]
@@ -66,9 +67,9 @@ def cosine_similarity(one: Raw, other: Raw) -> float:
     return float(a @ b) / length if length else 0.0
 
 
-def convert_to_floats(values: Float32) -> list[Any]:
+def convert_to_floats(values: Float32) -> list[Json]:
     """Returns Python floats that are equal to the float32 values."""
-    found: list[Any] = values.tolist()
+    found: list[Json] = values.tolist()
     return found
 
 

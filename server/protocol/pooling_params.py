@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from trencadis.core.checkpoint.pooling_config import ALL, CLASSIFY, TOKEN_TASKS, Pooling
 from trencadis.core.errors import BadRequest
+from trencadis.core.json_types import Json
 
 UNSUPPORTED = ("requires_token_ids", "returned_token_ids", "step_tag_id", "extra_kwargs", "late_interaction_params")
 """vLLM's fields that would change the result and are not implemented."""
@@ -35,11 +35,11 @@ class PoolingParams:
     normalize: bool | None = None
     use_activation: bool | None = None
     task: str | None = None
-    requires_token_ids: Any = None
-    returned_token_ids: Any = None
-    step_tag_id: Any = None
-    extra_kwargs: Any = None
-    late_interaction_params: Any = None
+    requires_token_ids: Json = None
+    returned_token_ids: Json = None
+    step_tag_id: Json = None
+    extra_kwargs: Json = None
+    late_interaction_params: Json = None
 
     def __post_init__(self) -> None:
         for name in UNSUPPORTED:

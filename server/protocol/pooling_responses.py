@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
+from trencadis.core.json_types import JsonObject
 from trencadis.server.protocol.base_request import Strict, Usage
 
 
@@ -90,7 +91,7 @@ class RankedDocument(Strict):
     """A document as the request gave it."""
 
     text: str | None = Field(default=None, exclude_if=lambda v: v is None)
-    multi_modal: list[dict[str, Any]] | None = Field(default=None, exclude_if=lambda v: v is None)
+    multi_modal: list[JsonObject] | None = Field(default=None, exclude_if=lambda v: v is None)
 
 
 class RankedItem(Strict):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from trencadis.core.errors import BadRequest
+from trencadis.core.json_types import Json, JsonObject
 
 FIELD = "prediction"
 
 
-def read_prediction(value: dict[str, Any]) -> str:
+def read_prediction(value: JsonObject) -> str:
     """Returns the predicted text.
 
     Raises:
@@ -25,7 +24,7 @@ def read_prediction(value: dict[str, Any]) -> str:
     return "".join(_read_part(part, at) for at, part in enumerate(content))
 
 
-def _read_part(part: Any, at: int) -> str:
+def _read_part(part: Json, at: int) -> str:
     """Returns the text of part number ``at``."""
     text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
     if not isinstance(text, str):
@@ -36,7 +35,7 @@ def _read_part(part: Any, at: int) -> str:
     return text
 
 
-def check_prediction(value: dict[str, Any], choices: int, calls: bool) -> None:
+def check_prediction(value: JsonObject, choices: int, calls: bool) -> None:
     """Checks a prediction against the rest of its request.
 
     Args:

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from trencadis.core.errors import BadRequest
+from trencadis.core.json_types import Json, JsonObject
 from trencadis.server.protocol.base_request import FieldContext, Int, Strict, Texts, TranslatedRequest
 from trencadis.server.protocol.chat_completions import TokenLogprobs
 from trencadis.server.protocol.field_types import Object, Objects, Text
@@ -36,7 +37,7 @@ class ResponsesRequest(TranslatedRequest):
 
     bulky: ClassVar[tuple[str, ...]] = (*TranslatedRequest.bulky, "input")
 
-    input: Text | list[Any] | None = None
+    input: Text | list[Json] | None = None
     instructions: Text | None = None
     max_output_tokens: Int | None = None
     max_tool_calls: Int | None = None
@@ -98,7 +99,7 @@ class OutputText(Strict):
 
     type: Literal["output_text"] = "output_text"
     text: str
-    annotations: list[Any] = Field(default_factory=list)
+    annotations: list[Json] = Field(default_factory=list)
     logprobs: list[TokenLogprobs] = Field(default_factory=list)
 
 
@@ -125,7 +126,7 @@ class ReasoningItem(Strict):
     id: str
     type: Literal["reasoning"] = "reasoning"
     status: Status
-    summary: list[Any] = Field(default_factory=list)
+    summary: list[Json] = Field(default_factory=list)
     content: list[ReasoningText]
     encrypted_content: str | None = None
 
@@ -200,14 +201,14 @@ class ResponsesResponse(Strict):
     parallel_tool_calls: bool = True
     previous_response_id: None = None
     prompt_cache_key: str | None = None
-    reasoning: dict[str, Any]
+    reasoning: JsonObject
     safety_identifier: str | None = None
     service_tier: Literal["default"] = "default"
     store: bool = False
     temperature: float | None = None
-    text: dict[str, Any]
-    tool_choice: str | dict[str, Any] = "auto"
-    tools: list[dict[str, Any]] = Field(default_factory=list)
+    text: JsonObject
+    tool_choice: str | JsonObject = "auto"
+    tools: list[JsonObject] = Field(default_factory=list)
     top_logprobs: int = 0
     top_p: float | None = None
     truncation: str = "disabled"

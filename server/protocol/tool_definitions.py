@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from trencadis.core.errors import BadRequest
+from trencadis.core.json_types import Json, JsonMapping, JsonObject
 
 NAME = re.compile(r"[^\s\"'<>{}()\[\]=,;]{1,128}")
 """A function's name, in a request and in an answer; it excludes the marks of all call formats."""
 
 
-def check_tools(tools: Sequence[Mapping[str, Any]] | None, choice: str | Mapping[str, Any] | None) -> None:
+def check_tools(tools: Sequence[JsonMapping] | None, choice: str | JsonMapping | None) -> None:
     """Checks ``tools`` and ``tool_choice``.
 
     Raises:
@@ -33,7 +34,7 @@ def check_tools(tools: Sequence[Mapping[str, Any]] | None, choice: str | Mapping
     _check_choice(choice, names)
 
 
-def _check_tool(tool: Mapping[str, Any], path: str) -> str:
+def _check_tool(tool: JsonMapping, path: str) -> str:
     kind = tool.get("type", "function")
     if kind != "function":
         raise BadRequest(f"{path}.type is {str(kind)[:40]!r}; only 'function' is supported.", param=f"{path}.type")
@@ -60,7 +61,7 @@ def _check_tool(tool: Mapping[str, Any], path: str) -> str:
     return name
 
 
-def _check_choice(choice: str | Mapping[str, Any] | None, names: set[str]) -> None:
+def _check_choice(choice: str | JsonMapping | None, names: set[str]) -> None:
     if choice in (None, "none", "auto", "required"):
         return
     wanted: Sequence[str | None] = _list_allowed(choice) if is_subset(choice) else [get_named_function(choice)]
@@ -74,12 +75,12 @@ def _check_choice(choice: str | Mapping[str, Any] | None, names: set[str]) -> No
             raise BadRequest(f"tool_choice names the function {name[:60]!r}, which tools lack.", param="tool_choice")
 
 
-def is_subset(choice: Any) -> TypeGuard[dict[str, Any]]:
+def is_subset(choice: Json) -> TypeGuard[JsonObject]:
     """Returns True if a choice names functions that may be called, of those that a request has."""
     return isinstance(choice, Mapping) and choice.get("type") == "allowed_tools"
 
 
-def _list_allowed(choice: Mapping[str, Any]) -> list[str]:
+def _list_allowed(choice: JsonMapping) -> list[str]:
     """Returns the functions that a choice of ``allowed_tools`` names.
 
     Raises:
@@ -99,8 +100,8 @@ def _list_allowed(choice: Mapping[str, Any]) -> list[str]:
 
 
 def select_allowed_tools(
-    tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None
-) -> tuple[list[dict[str, Any]] | None, str | dict[str, Any] | None]:
+    tools: list[JsonObject] | None, choice: str | JsonObject | None
+) -> tuple[list[JsonObject] | None, str | JsonObject | None]:
     """Returns checked tools and choice without ``allowed_tools``: the allowed tools, and its mode."""
     if tools is None or not is_subset(choice):
         return tools, choice
@@ -108,13 +109,13 @@ def select_allowed_tools(
     return [tool for tool in tools if tool["function"]["name"] in names], choice["allowed_tools"]["mode"]
 
 
-def get_named_function(choice: Any) -> str | None:
+def get_named_function(choice: Json) -> str | None:
     """Returns the function that ``tool_choice`` names; None if it names none."""
     function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, Mapping) else None
     return name if isinstance(name, str) else None
 
 
-def get_schemas(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, dict[str, Any]]:
+def get_schemas(tools: Sequence[JsonMapping] | None) -> dict[str, JsonObject]:
     """Returns the schemas of the parameters of checked tools, by name."""
     return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools or ()}

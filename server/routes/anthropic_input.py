@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from trencadis.core.errors import BadRequest
+from trencadis.core.json_types import Json, JsonMapping, JsonObject
 from trencadis.server.protocol.anthropic_messages import BUDGET, CountTokensRequest, MessagesRequest
 from trencadis.server.protocol.chat_completions import ChatRequest
 from trencadis.server.routes.field_names import FieldNames
@@ -40,7 +40,7 @@ would share a prefix.
 ERROR = "Error: "
 """Prefix of the result of a call that failed, since chat templates have no other place for that."""
 _MEDIA_TYPE = re.compile(r"[\w.+-]{1,64}/[\w.+-]{1,64}")
-Parts = list[tuple[Any, str]]
+Parts = list[tuple[Json, str]]
 
 
 def make_inner_request(body: CountTokensRequest, mentions: Callable[[str], bool], reasons: bool) -> InnerRequest:
@@ -84,20 +84,20 @@ def make_inner_request(body: CountTokensRequest, mentions: Callable[[str], bool]
     return InnerRequest(ChatRequest(**fields), FieldNames(field_names, names, kept, "input_schema", "input"))
 
 
-def _read_system(system: str | list[Any] | None, where: str) -> str:
+def _read_system(system: str | list[Json] | None, where: str) -> str:
     if system is None or isinstance(system, str):
         return system or ""
     texts = [_read_text(block, f"{where}[{i}]") for i, block in enumerate(check_objects(system, where))]
     return TEXT_SEPARATOR.join(text for text in texts if not text.startswith(BILLING))
 
 
-def _read_text(block: Mapping[str, Any], where: str) -> str:
+def _read_text(block: JsonMapping, where: str) -> str:
     if block.get("type", "text") != "text":
         raise BadRequest(f"{where} must be a text block.", param=where)
     return get_text_field(block, "text", where)
 
 
-def _add_message(collector: MessageCollector, message: Mapping[str, Any], where: str) -> None:
+def _add_message(collector: MessageCollector, message: JsonMapping, where: str) -> None:
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         raise BadRequest(f"{where}.role must be one of {', '.join(ROLES)}.", param=f"{where}.role")
@@ -122,7 +122,7 @@ def _get_message(collector: MessageCollector, role: str, where: str) -> Collecte
     return last if last is not None and last.role == role else collector.begin(role, where)
 
 
-def _add_user_blocks(collector: MessageCollector, blocks: Sequence[Mapping[str, Any]], where: str) -> None:
+def _add_user_blocks(collector: MessageCollector, blocks: Sequence[JsonMapping], where: str) -> None:
     said: Parts = []
     for j, block in enumerate(blocks):
         name = f"{where}[{j}]"
@@ -138,7 +138,7 @@ def _add_user_blocks(collector: MessageCollector, blocks: Sequence[Mapping[str, 
         _get_message(collector, "user", where).add(said)
 
 
-def _read_tool_result(block: Mapping[str, Any], where: str) -> str | Parts:
+def _read_tool_result(block: JsonMapping, where: str) -> str | Parts:
     content, failed = block.get("content"), block.get("is_error") is True
     if content is None or isinstance(content, str):
         return (ERROR if failed else "") + (content or "")
@@ -148,7 +148,7 @@ def _read_tool_result(block: Mapping[str, Any], where: str) -> str | Parts:
     return parts or ""
 
 
-def _convert_block(block: Mapping[str, Any], where: str) -> Parts:
+def _convert_block(block: JsonMapping, where: str) -> Parts:
     """Converts a block of a user or of a tool's result to content parts."""
     kind = block.get("type")
     if kind == "text":
@@ -176,7 +176,7 @@ def _convert_block(block: Mapping[str, Any], where: str) -> Parts:
     )
 
 
-def _read_source_url(source: Any, where: str) -> str:
+def _read_source_url(source: Json, where: str) -> str:
     kind = source.get("type") if isinstance(source, Mapping) else None
     if kind == "url":
         return get_text_field(source, "url", where)
@@ -188,9 +188,9 @@ def _read_source_url(source: Any, where: str) -> str:
     return f"data:{media};base64,{get_text_field(source, 'data', where)}"
 
 
-def _read_document(block: Mapping[str, Any], where: str) -> Parts:
+def _read_document(block: JsonMapping, where: str) -> Parts:
     given, name = block.get("source"), f"{where}.source"
-    source: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+    source: JsonMapping = given if isinstance(given, Mapping) else {}
     kind, content = source.get("type"), source.get("content")
     title: Parts = (
         [({"type": "text", "text": f"{block['title']}\n"}, where)] if isinstance(block.get("title"), str) else []
@@ -208,7 +208,7 @@ def _read_document(block: Mapping[str, Any], where: str) -> Parts:
 
 
 def _add_assistant_blocks(
-    message: CollectedMessage, collector: MessageCollector, blocks: Sequence[Mapping[str, Any]], where: str
+    message: CollectedMessage, collector: MessageCollector, blocks: Sequence[JsonMapping], where: str
 ) -> None:
     said: list[str] = []
     for j, block in enumerate(blocks):
@@ -233,7 +233,7 @@ def _add_assistant_blocks(
         message.add("".join(said))
 
 
-def _add_tools(body: CountTokensRequest, fields: dict[str, Any]) -> None:
+def _add_tools(body: CountTokensRequest, fields: JsonObject) -> None:
     for i, tool in enumerate(body.tools or []):
         if tool.get("type", "custom") not in ("custom", None):
             raise BadRequest(
@@ -252,9 +252,7 @@ def _add_tools(body: CountTokensRequest, fields: dict[str, Any]) -> None:
         fields["parallel_tool_calls"] = False
 
 
-def _set_thinking(
-    body: CountTokensRequest, fields: dict[str, Any], mentions: Callable[[str], bool], reasons: bool
-) -> None:
+def _set_thinking(body: CountTokensRequest, fields: JsonObject, mentions: Callable[[str], bool], reasons: bool) -> None:
     """Sets the template's options for thinking, and the thinking budget if requests may set one."""
     thinking = body.thinking or {}
     kind = thinking.get("type", "adaptive")
@@ -268,7 +266,7 @@ def _set_thinking(
         fields[BUDGET] = thinking["budget_tokens"]
 
 
-def _convert_format(form: Any) -> dict[str, Any]:
+def _convert_format(form: Json) -> JsonObject:
     """Converts ``output_config.format`` to chat's ``response_format``."""
     if form.get("type") != "json_schema":
         return dict(form)

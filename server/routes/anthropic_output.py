@@ -6,9 +6,9 @@ import base64
 import hashlib
 import json
 from collections.abc import Iterator
-from typing import Any
 
 from trencadis.core.errors import KeyLimitReached, TrencadisError
+from trencadis.core.json_types import Json, JsonObject
 from trencadis.server.protocol.anthropic_messages import (
     ContentBlock,
     MessagesError,
@@ -58,7 +58,7 @@ def make_error(error: TrencadisError, request_id: str | None) -> MessagesError:
     return MessagesError(error=MessagesErrorInfo(type=kind, message=message), request_id=request_id)
 
 
-def encode_event(kind: str, /, **fields: Any) -> bytes:
+def encode_event(kind: str, /, **fields: Json) -> bytes:
     """Encodes one event of a stream."""
     data = json.dumps({"type": kind, **fields}, ensure_ascii=False, separators=(",", ":"))
     return f"event: {kind}\ndata: {data}\n\n".encode()
@@ -145,7 +145,7 @@ class MessageWriter:
         yield encode_event("message_delta", delta=delta, usage=self.message.usage.model_dump())
         yield encode_event("message_stop")
 
-    def _make_empty_block(self, block: AnswerBlock) -> dict[str, Any]:
+    def _make_empty_block(self, block: AnswerBlock) -> JsonObject:
         if block.kind == "text":
             return {"type": "text", "text": ""}
         if block.kind == "thought":

@@ -9,7 +9,7 @@ import os
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
 from starlette.responses import JSONResponse, Response
@@ -18,6 +18,7 @@ from trencadis import __version__
 from trencadis.core import envs
 from trencadis.core.errors import BadRequest, TrencadisError
 from trencadis.core.flag_options import options
+from trencadis.core.json_types import Json, JsonObject
 from trencadis.server.engine.engine_client import EngineClient, get_replicas
 from trencadis.server.routes.app_state import AppState
 
@@ -69,7 +70,7 @@ def router(state: AppState) -> APIRouter:
     async def server_info(config_format: Literal["text", "json"] = "text") -> Response:
         """Flags, variables and versions; secrets are masked."""
         config = get_settings(state)
-        shown: Any = config if config_format == "json" else "\n".join(f"{k} = {v!r}" for k, v in config.items())
+        shown: Json = config if config_format == "json" else "\n".join(f"{k} = {v!r}" for k, v in config.items())
         return JSONResponse({"vllm_config": shown, "vllm_env": list_variables(), "system_env": describe_system(state)})
 
     if state.settings.config.enable_sleep_mode:
@@ -85,9 +86,9 @@ def router(state: AppState) -> APIRouter:
     return routes
 
 
-def get_settings(state: AppState) -> dict[str, Any]:
+def get_settings(state: AppState) -> JsonObject:
     """Returns the value of every flag; secrets are masked."""
-    made: dict[str, Any] = {}
+    made: JsonObject = {}
     for config in (state.settings.engine, state.settings.config):
         for one, option in options(config):
             value = getattr(config, one.name)
@@ -101,7 +102,7 @@ def list_variables() -> dict[str, str]:
     return {name: MASK if any(w in name for w in SECRET_WORDS) else text for name, text in found.items()}
 
 
-def describe_system(state: AppState) -> dict[str, Any]:
+def describe_system(state: AppState) -> JsonObject:
     """Returns versions, and the device once it is known."""
     info = state.engine.info
     made = {"trencadis": __version__, "python": sys.version.split()[0], "platform": platform.platform()}

@@ -9,13 +9,14 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import TypedDict
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
 from trencadis import __version__
+from trencadis.core.json_types import Json, JsonObject
 from trencadis.core.process.engine_messages import Phase
 from trencadis.core.progress import Warming
 from trencadis.server.engine.engine_client import EngineClient, get_replicas
@@ -65,7 +66,7 @@ def router(state: AppState) -> APIRouter:
         return {"version": __version__} | ({"device": info.device} if info is not None else {})
 
     @routes.get("/stats")
-    async def stats() -> dict[str, Any]:
+    async def stats() -> JsonObject:
         """What the engine holds and has done, as JSON; /metrics has the same for Prometheus."""
         engines = get_replicas(engine)
         each = {"engines": [make_stats(e) for e in engines]} if len(engines) > 1 else {}
@@ -108,7 +109,7 @@ class PageCache:
 
 def make_health_report(engine: EngineClient, good: bool) -> Response:
     """Makes the report on the server and each engine; its status is 503 unless ``good``."""
-    body: dict[str, Any] = {
+    body: JsonObject = {
         "status": "ok" if good else "unavailable",
         "phase": engine.phase,
         "accepting": engine.accepting,
@@ -126,7 +127,7 @@ def make_health_report(engine: EngineClient, good: bool) -> Response:
     return JSONResponse(body, 200 if good else 503, headers)
 
 
-def make_stats(engine: EngineClient) -> dict[str, Any]:
+def make_stats(engine: EngineClient) -> JsonObject:
     """Returns the fields of ``/stats``: gauges as of the last step; counters since the engine's start."""
     now, info = engine.stats, engine.info
     return {
@@ -155,7 +156,17 @@ def make_stats(engine: EngineClient) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def get_warmup_progress(engine: EngineClient) -> dict[str, Any] | None:
+class WarmupProgress(TypedDict):
+    """Progress of loading or warm-up: units of work done and in all, and the estimated seconds left."""
+
+    phase: str
+    done: int
+    total: int
+    percent: float
+    eta_seconds: float
+
+
+def get_warmup_progress(engine: EngineClient) -> WarmupProgress | None:
     """Returns the progress of loading or background warm-up: phase, work done, percent, seconds left; None if
     neither runs.
     """
@@ -180,8 +191,8 @@ def make_bucket_router(state: AppState) -> APIRouter:
     """Makes the route over ``state``."""
     routes = APIRouter(tags=["operation"])
 
-    @routes.get("/buckets", response_model=dict[str, Any])
-    async def buckets() -> Any:
+    @routes.get("/buckets", response_model=JsonObject)
+    async def buckets() -> Json:
         """Counts since the start of the server; a device without planned shapes has counts by stage only.
 
         Several engines have an object each, in ``engines``.

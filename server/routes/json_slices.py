@@ -53,7 +53,7 @@ class LazyItems:
         yield b"[]" if comma == b"[" else b"]"
 
 
-def _count_candidates(item: Any) -> int:
+def _count_candidates(item: object) -> int:
     """Returns the log-probabilities of one token, before its JSON is made or as an object of it."""
     return len(item) if isinstance(item, dict) else len(getattr(item, "top_ids", ()))
 
@@ -70,7 +70,7 @@ def set_items(
     model.__dict__[name] = LazyItems(items, make) if lazy else make(items)
 
 
-def write_json(value: Any) -> Iterator[bytes]:
+def write_json(value: object) -> Iterator[bytes]:
     """The JSON text of ``value``, piece by piece; ``LazyItems`` may stand in the place of a list.
 
     A model is written as ``model_dump_json`` writes it, but its long fields come last.
@@ -98,7 +98,7 @@ def write_json(value: Any) -> Iterator[bytes]:
         yield to_json(value)
 
 
-def _is_any_wide(value: Any) -> bool:
+def _is_any_wide(value: object) -> bool:
     """Returns True if items of a list in ``value`` take long to make."""
     if isinstance(value, BaseModel):
         return any(_is_any_wide(getattr(value, name)) for name in type(value).model_fields)
@@ -107,7 +107,7 @@ def _is_any_wide(value: Any) -> bool:
     return isinstance(value, LazyItems) and value.is_wide
 
 
-def _is_long(value: Any) -> bool:
+def _is_long(value: object) -> bool:
     """True for what is written in several pieces."""
     if isinstance(value, list):
         return len(value) > SLICE or (bool(value) and isinstance(value[0], BaseModel))

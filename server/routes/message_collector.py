@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from trencadis.core.errors import BadRequest
+from trencadis.core.json_types import Json, JsonMapping, JsonObject
 from trencadis.server.protocol.chat_completions import MAX_MESSAGES, ChatRequest
 from trencadis.server.routes.field_names import FieldNames, MessageNames
 
@@ -35,13 +35,13 @@ class CollectedMessage:
 
     role: str
     where: str
-    parts: list[tuple[Any, str]] = field(default_factory=list)
+    parts: list[tuple[Json, str]] = field(default_factory=list)
     is_text: bool = True
     thoughts: list[str] = field(default_factory=list)
-    calls: list[tuple[dict[str, Any], str]] = field(default_factory=list)
-    extra_fields: dict[str, Any] = field(default_factory=dict)
+    calls: list[tuple[JsonObject, str]] = field(default_factory=list)
+    extra_fields: JsonObject = field(default_factory=dict)
 
-    def add(self, content: str | Sequence[tuple[Any, str]], gap: str = TEXT_SEPARATOR) -> None:
+    def add(self, content: str | Sequence[tuple[Json, str]], gap: str = TEXT_SEPARATOR) -> None:
         """Adds content: a text, or parts with their names. ``gap`` separates two texts."""
         new = [(content, self.where)] if isinstance(content, str) else list(content)
         if not new:
@@ -51,9 +51,9 @@ class CollectedMessage:
             self.parts.append((gap, self.where))
         self.parts += new
 
-    def build(self) -> tuple[dict[str, Any], MessageNames]:
+    def build(self) -> tuple[JsonObject, MessageNames]:
         """Returns the message in chat's form, and its names."""
-        message: dict[str, Any] = {"role": self.role, **self.extra_fields}
+        message: JsonObject = {"role": self.role, **self.extra_fields}
         names = MessageNames(self.where, calls=[name for _, name in self.calls])
         if self.is_text:
             message["content"] = "".join(text for text, _ in self.parts)
@@ -67,7 +67,7 @@ class CollectedMessage:
         return message, names
 
 
-def _is_text(part: Any) -> bool:
+def _is_text(part: Json) -> bool:
     return isinstance(part, str) or (isinstance(part, Mapping) and "text" in part)
 
 
@@ -94,7 +94,7 @@ class MessageCollector:
         self.messages.append(CollectedMessage(role, where))
         return self.messages[-1]
 
-    def add_call(self, message: CollectedMessage, id: str, name: str, arguments: Any, where: str) -> None:
+    def add_call(self, message: CollectedMessage, id: str, name: str, arguments: Json, where: str) -> None:
         """Adds a call to an assistant message."""
         made = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
         message.calls.append((made, where))
@@ -108,13 +108,13 @@ class MessageCollector:
             message.extra_fields["name"] = self.names_by_call[id]
         return message
 
-    def build_messages(self) -> tuple[list[dict[str, Any]], list[MessageNames]]:
+    def build_messages(self) -> tuple[list[JsonObject], list[MessageNames]]:
         """Returns the messages in chat's form, and their names."""
         pairs = [message.build() for message in self.messages]
         return [message for message, _ in pairs], [names for _, names in pairs]
 
 
-def get_text_field(value: Mapping[str, Any], name: str, where: str) -> str:
+def get_text_field(value: JsonMapping, name: str, where: str) -> str:
     """Returns a field of an item that must be a string.
 
     Raises:
@@ -126,7 +126,7 @@ def get_text_field(value: Mapping[str, Any], name: str, where: str) -> str:
     return found
 
 
-def check_objects(value: Any, where: str) -> list[Mapping[str, Any]]:
+def check_objects(value: Json, where: str) -> list[JsonMapping]:
     """Checks that ``value`` is a list of objects and returns it.
 
     Raises:
@@ -140,7 +140,7 @@ def check_objects(value: Any, where: str) -> list[Mapping[str, Any]]:
     return value
 
 
-def make_function_tool(tool: Mapping[str, Any], parameters: str) -> dict[str, Any]:
+def make_function_tool(tool: JsonMapping, parameters: str) -> JsonObject:
     """Returns a tool in chat's form; only the fields that chat's clients send are kept, since templates print all of
     it.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 from fastapi.routing import APIRoute
@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from trencadis.core.errors import BadRequest, TrencadisError
+from trencadis.core.json_types import Json, JsonMapping
 from trencadis.core.request import MAX_BIAS, MAX_SCORED
 from trencadis.server.prompts.sampling_params import RequestLimits
 from trencadis.server.protocol.body_scan import LONG, SLICE, BodyScan, get_placeholder_index, is_within_limits
@@ -50,7 +51,7 @@ MAX_TEMPLATE = 1 << 17
 """Most characters of a chat template in a request."""
 
 
-def check_counts(body: Any) -> None:
+def check_counts(body: Json) -> None:
     """Checks that no field of a body has too many items.
 
     Raises:
@@ -71,7 +72,7 @@ def check_counts(body: Any) -> None:
         raise BadRequest(f"chat_template has at most {MAX_TEMPLATE} characters.", param="chat_template")
 
 
-def _check_prompts(body: Mapping[str, Any]) -> None:
+def _check_prompts(body: JsonMapping) -> None:
     """Checks fields that take a prompt or a list of them."""
     for name in LISTED.intersection(body):
         given, most = body[name], RequestLimits.max_prompts
@@ -103,7 +104,7 @@ class BodyRoute(APIRoute):
         return handler
 
 
-async def read_body(request: Request) -> Any:
+async def read_body(request: Request) -> Json:
     """Returns the parsed body; None if it is empty.
 
     Raises:
@@ -137,7 +138,7 @@ async def _chain_chunks(start: bytes, rest: AsyncIterator[bytes]) -> AsyncIterat
         yield chunk
 
 
-async def _parse_long_body(chunks: AsyncIterator[bytes]) -> Any:
+async def _parse_long_body(chunks: AsyncIterator[bytes]) -> Json:
     """Parses a body that is long or nested."""
     scan = await _scan_body(chunks)
     return parse_outline(scan.outline, await decode_long_strings(scan.long) if scan.long else [])
@@ -215,7 +216,7 @@ def _count_complete(text: str) -> int:
     return len(text) if last + (6 if text[last + 1 : last + 2] == "u" else 2) <= len(text) else last
 
 
-def parse_outline(outline: bytes, texts: list[str]) -> Any:
+def parse_outline(outline: bytes, texts: list[str]) -> Json:
     """Parses an outline and puts its long strings in place.
 
     Raises:
@@ -225,7 +226,7 @@ def parse_outline(outline: bytes, texts: list[str]) -> Any:
     if not texts:
         return json.loads(text)
 
-    def number(literal: str) -> Any:
+    def number(literal: str) -> Json:
         index = get_placeholder_index(literal)
         return float(literal) if index is None else texts[index]
 

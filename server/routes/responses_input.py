@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from trencadis.core.errors import BadRequest
+from trencadis.core.json_types import Json, JsonMapping, JsonObject
 from trencadis.server.protocol.chat_completions import ChatRequest
 from trencadis.server.protocol.responses import ResponsesRequest
 from trencadis.server.routes.field_names import FieldNames
@@ -68,7 +68,7 @@ def make_inner_request(body: ResponsesRequest, max_model_len: int) -> InnerReque
     return InnerRequest(ChatRequest(**fields), FieldNames(FIELDS, names, kept))
 
 
-def _add_item(collector: MessageCollector, item: Mapping[str, Any], where: str) -> None:
+def _add_item(collector: MessageCollector, item: JsonMapping, where: str) -> None:
     kind = item.get("type", "message" if "role" in item else None)
     if kind == "message":
         _add_message(collector, item, where)
@@ -93,7 +93,7 @@ def _add_item(collector: MessageCollector, item: Mapping[str, Any], where: str) 
         )
 
 
-def _add_message(collector: MessageCollector, item: Mapping[str, Any], where: str) -> None:
+def _add_message(collector: MessageCollector, item: JsonMapping, where: str) -> None:
     role = item.get("role")
     if role not in ROLES:
         raise BadRequest(f"{where}.role must be one of {', '.join(ROLES)}.", param=f"{where}.role")
@@ -116,10 +116,10 @@ def _get_assistant_message(collector: MessageCollector, where: str) -> Collected
     return last if last is not None and last.role == "assistant" else collector.begin("assistant", where)
 
 
-def _convert_content(content: Any, where: str) -> str | list[tuple[Any, str]]:
+def _convert_content(content: Json, where: str) -> str | list[tuple[Json, str]]:
     if isinstance(content, str):
         return content
-    out: list[tuple[Any, str]] = []
+    out: list[tuple[Json, str]] = []
     for j, part in enumerate(check_objects(content, where)):
         kind, name = part.get("type"), f"{where}[{j}]"
         if kind == "input_file":
@@ -130,7 +130,7 @@ def _convert_content(content: Any, where: str) -> str | list[tuple[Any, str]]:
     return out
 
 
-def _get_reasoning_text(item: Mapping[str, Any], where: str) -> str:
+def _get_reasoning_text(item: JsonMapping, where: str) -> str:
     """Returns the text of a reasoning item, or its summary; "" for an encrypted one."""
     for name in ("content", "summary"):
         found = item.get(name)
@@ -140,7 +140,7 @@ def _get_reasoning_text(item: Mapping[str, Any], where: str) -> str:
     return ""
 
 
-def _convert_format(form: Any) -> dict[str, Any]:
+def _convert_format(form: Json) -> JsonObject:
     """Converts ``text.format`` to chat's ``response_format``."""
     if not isinstance(form, Mapping):
         raise BadRequest("text.format must be an object with a type.", param="text.format")
@@ -149,7 +149,7 @@ def _convert_format(form: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}
 
 
-def _add_tools(body: ResponsesRequest, fields: dict[str, Any]) -> list[int]:
+def _add_tools(body: ResponsesRequest, fields: JsonObject) -> list[int]:
     """Adds tools and the tool choice; returns the indices of these tools in the request."""
     allowed, choice = _convert_tool_choice(body.tool_choice)
     tools, kept = [], []
@@ -175,7 +175,7 @@ def _add_tools(body: ResponsesRequest, fields: dict[str, Any]) -> list[int]:
     return kept
 
 
-def _convert_tool_choice(choice: str | dict[str, Any] | None) -> tuple[set[str] | None, str | dict[str, Any] | None]:
+def _convert_tool_choice(choice: str | JsonObject | None) -> tuple[set[str] | None, str | JsonObject | None]:
     """Returns the names that ``allowed_tools`` permits (None: all), and the choice in chat's form."""
     if not isinstance(choice, dict):
         return None, choice

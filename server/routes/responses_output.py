@@ -6,9 +6,9 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from trencadis.core.errors import QueueFull, TrencadisError
+from trencadis.core.json_types import Json, JsonObject
 from trencadis.core.request import TokenLogprob
 from trencadis.server.protocol.base_request import Usage
 from trencadis.server.protocol.chat_completions import TokenLogprobs
@@ -141,7 +141,7 @@ class ResponseWriter:
                 "output_item.added", block, item=self._make_item(block, "in_progress").model_dump(), item_id=None
             )
             return
-        empty: dict[str, Any] = {**self._make_item(block, "in_progress").model_dump(), "content": []}
+        empty: JsonObject = {**self._make_item(block, "in_progress").model_dump(), "content": []}
         yield self._write_block_event("output_item.added", block, item=empty, item_id=None)
         yield self._write_block_event("content_part.added", block, content_index=0, part=self._make_content_part(block))
 
@@ -199,7 +199,7 @@ class ResponseWriter:
         text = OutputText(text=block.text, logprobs=self._shown(block.logprobs))
         return OutputMessage(id=id, status=status, content=[text])
 
-    def _make_content_part(self, block: AnswerBlock) -> dict[str, Any]:
+    def _make_content_part(self, block: AnswerBlock) -> JsonObject:
         if block.kind == "thought":
             return ReasoningText(text=block.text).model_dump()
         return OutputText(text=block.text, logprobs=self._shown(block.logprobs)).model_dump()
@@ -210,12 +210,12 @@ class ResponseWriter:
     def _write_state_event(self, name: str) -> bytes:
         return self._write_event(name, response=self.response.model_dump())
 
-    def _write_block_event(self, name: str, block: AnswerBlock, /, item_id: str | None = "", **fields: Any) -> bytes:
+    def _write_block_event(self, name: str, block: AnswerBlock, /, item_id: str | None = "", **fields: Json) -> bytes:
         """Encodes an event about a block; ``item_id`` None: without the item's id."""
         own = {} if item_id is None else {"item_id": self._get_item_id(block)}
         return self._write_event(name, output_index=block.index, **own, **fields)
 
-    def _write_event(self, name: str, /, **fields: Any) -> bytes:
+    def _write_event(self, name: str, /, **fields: Json) -> bytes:
         kind = f"response.{name}"
         data = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1

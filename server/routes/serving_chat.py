@@ -9,13 +9,14 @@ import time
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from trencadis.core.errors import BadRequest, TrencadisError
+from trencadis.core.json_types import JsonObject
 from trencadis.core.request import SamplingParams, TokenLogprob
 from trencadis.multimodal.async_gather import gather_or_cancel
 from trencadis.server.prompts.answer_grammar import RequestedCalls, add_answer_grammar
@@ -113,7 +114,7 @@ class RunningChat:
             set_items(made, "prompt_logprobs", first, self._make_prompt_table, lazy)
         return made
 
-    def _make_prompt_table(self, items: Sequence[TokenLogprob | None]) -> list[dict[str, Any] | None]:
+    def _make_prompt_table(self, items: Sequence[TokenLogprob | None]) -> list[JsonObject | None]:
         return make_prompt_table(self.state.service.tokenizer, items, self.body.prompt_logprobs or 0)
 
     def _make_choice(self, index: int, pieces: list[TextPiece], lazy: bool) -> Choice:

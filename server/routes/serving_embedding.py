@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from fastapi import APIRouter
@@ -16,6 +15,7 @@ from starlette.responses import Response
 
 from trencadis.core.checkpoint.pooling_config import EMBED, Pooling
 from trencadis.core.errors import BadRequest
+from trencadis.core.json_types import Json, JsonMapping
 from trencadis.multimodal.async_gather import gather_or_cancel
 from trencadis.multimodal.media_options import MediaScope
 from trencadis.server.prompts.prompt import Prompt
@@ -126,7 +126,7 @@ async def _make_prompts(
     return list(await gather_or_cancel(made))
 
 
-def _read_parts(given: Any, where: str) -> list[Any]:
+def _read_parts(given: Json, where: str) -> list[Json]:
     """The parts of one of ``inputs``."""
     parts = given.get("content") if isinstance(given, dict) else None
     if not isinstance(parts, list) or not parts:
@@ -135,11 +135,11 @@ def _read_parts(given: Any, where: str) -> list[Any]:
 
 
 async def _make_conversation(
-    state: AppState, body: CohereEmbedRequest, parts: Sequence[Any], prefix: str, scope: MediaScope, cut: int | None,
+    state: AppState, body: CohereEmbedRequest, parts: Sequence[Json], prefix: str, scope: MediaScope, cut: int | None,
     side: str,
 ) -> Prompt:  # fmt: skip
     """The prompt of one input; ``prefix`` becomes its system message."""
-    messages: list[Any] = [{"role": "system", "content": prefix}] if prefix else []
+    messages: list[Json] = [{"role": "system", "content": prefix}] if prefix else []
     has_media = any(isinstance(part, dict) and part.get("type") != "text" for part in parts)
     return await state.service.make_chat_prompt(
         [*messages, {"role": "user", "content": parts}],
@@ -157,7 +157,7 @@ def _name_field(error: BadRequest, name: str) -> BadRequest:
 
 
 def _write_answer(
-    head: Mapping[str, Any], types: Sequence[str], values: Sequence[Raw], tail: Mapping[str, Any],
+    head: JsonMapping, types: Sequence[str], values: Sequence[Raw], tail: JsonMapping,
     pooling: Pooling, params: PoolingParams,
 ) -> Iterator[str]:  # fmt: skip
     """The JSON text of an answer, one embedding at a time."""

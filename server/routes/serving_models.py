@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
 
 from trencadis.core.checkpoint.json_fields import read_json
 from trencadis.core.errors import NotFound
+from trencadis.core.json_types import JsonObject
 from trencadis.server.protocol.base_request import Strict
 from trencadis.server.protocol.models_and_tokenize import ModelCard, ModelList, Permission
 from trencadis.server.routes.app_state import AppState
@@ -71,7 +70,7 @@ def make_load_router(state: AppState) -> APIRouter:
     return routes
 
 
-def get_tokenizer_settings(state: AppState) -> dict[str, Any]:
+def get_tokenizer_settings(state: AppState) -> JsonObject:
     """Returns the settings that the tokenizer was made from.
 
     Raises:

@@ -20,6 +20,7 @@ from starlette.responses import Response
 
 from trencadis.core.checkpoint.pooling_config import CLASSIFY, Pooling
 from trencadis.core.errors import BadRequest
+from trencadis.core.json_types import JsonObject
 from trencadis.server.protocol.pooler_output import Raw, convert_to_floats, finish_pooled
 from trencadis.server.protocol.pooling_params import PoolingParams
 from trencadis.server.protocol.pooling_requests import ClassifyRequest, PoolRequest
@@ -126,7 +127,7 @@ def make_router(routers: Iterable[APIRouter], otherwise: str) -> APIRouter:
     made = APIRouter(tags=["operation"], route_class=BodyRoute)
 
     @made.post("/invocations", include_in_schema=False)
-    async def invoke(body: dict[str, Any], http: Request) -> Response:
+    async def invoke(body: JsonObject, http: Request) -> Response:
         """Answers as the route does whose fields the body has."""
         found = (path for path, fields in FIELDS if path in known and all(body.get(f) is not None for f in fields))
         path = next(found, otherwise)
@@ -138,7 +139,7 @@ def make_router(routers: Iterable[APIRouter], otherwise: str) -> APIRouter:
     return made
 
 
-def parse_request(endpoint: Endpoint, body: dict[str, Any]) -> BaseModel:
+def parse_request(endpoint: Endpoint, body: JsonObject) -> BaseModel:
     """Returns the request that ``endpoint`` takes.
 
     Raises:

@@ -8,7 +8,7 @@ Scores of pairs, for the routes that score and rerank: from a class head, label 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from trencadis.core.checkpoint.pooling_config import EMBED
 from trencadis.core.errors import BadRequest
+from trencadis.core.json_types import Json
 from trencadis.multimodal.async_gather import gather_or_cancel
 from trencadis.multimodal.media_options import MediaScope
 from trencadis.server.prompts.prompt import Prompt
@@ -100,7 +101,7 @@ async def _score_cosines(
     prefix: str, document_tokens: int, scope: MediaScope,
 ) -> PairScores:  # fmt: skip
     """Scores pairs by the cosine of their embeddings; a text in several pairs is embedded once."""
-    index_of: dict[Any, int] = {}
+    index_of: dict[Json, int] = {}
     sides: list[tuple[Content, int]] = []
 
     def number(content: Content, most: int) -> int:
@@ -190,7 +191,7 @@ async def rerank_documents(
 def _make_document(content: Content) -> RankedDocument:
     if isinstance(content, str):
         return RankedDocument(text=content)
-    parts: list[Any] = [*content]
+    parts: list[Json] = [*content]
     return RankedDocument(multi_modal=parts)
 
 

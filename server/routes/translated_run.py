@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
@@ -146,7 +146,7 @@ async def count_prompt_tokens(state: AppState, http: Request, inner: InnerReques
 
 
 async def translate_request(
-    state: AppState, body: TranslatedRequest, http: Request, translate: Callable[[], InnerRequest], *values: Any
+    state: AppState, body: TranslatedRequest, http: Request, translate: Callable[[], InnerRequest], *values: object
 ) -> tuple[InnerRequest, dict[str, str]]:
     """Translates a request of another API to a chat request, checks it, and returns it with the response headers.
 

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, time
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from trencadis.core.errors import StartupError
+from trencadis.core.json_types import Json
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
@@ -92,7 +92,7 @@ class _Fault(Exception):
     """The fault of an entry."""
 
 
-def _read_tenants(given: Any) -> tuple[Tenant, ...]:
+def _read_tenants(given: Json) -> tuple[Tenant, ...]:
     if not isinstance(given, dict) or set(given) != {"keys"} or not isinstance(given["keys"], list):
         raise _Fault("it must hold one list, 'keys'")
     made = tuple(_read_tenant(entry, i) for i, entry in enumerate(given["keys"]))
@@ -111,7 +111,7 @@ def _read_tenants(given: Any) -> tuple[Tenant, ...]:
     return made
 
 
-def _read_tenant(entry: Any, index: int) -> Tenant:
+def _read_tenant(entry: Json, index: int) -> Tenant:
     if not isinstance(entry, dict):
         raise _Fault(f"keys[{index}] must be a mapping")
     name = entry.get("name")
@@ -132,20 +132,20 @@ def _read_tenant(entry: Any, index: int) -> Tenant:
     )
 
 
-def _read_digests(name: str, given: Any) -> tuple[str, ...]:
+def _read_digests(name: str, given: Json) -> tuple[str, ...]:
     some = [given] if isinstance(given, str) else given
     if not isinstance(some, list) or not some or not all(isinstance(d, str) and DIGEST.fullmatch(d) for d in some):
         raise _Fault(f"{name}.sha256 must be a digest of 64 hexadecimal digits in lower case, or a list of them")
     return tuple(some)
 
 
-def _read_number(name: str, field_name: str, given: Any, most: float) -> float:
+def _read_number(name: str, field_name: str, given: Json, most: float) -> float:
     if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given <= most:
         raise _Fault(f"{name}.{field_name} must be a number above 0, at most {most:g}")
     return float(given)
 
 
-def _read_whole_number(name: str, field_name: str, given: Any) -> int:
+def _read_whole_number(name: str, field_name: str, given: Json) -> int:
     if given is None:
         return 0
     if isinstance(given, bool) or not isinstance(given, int) or given < 1:
@@ -153,7 +153,7 @@ def _read_whole_number(name: str, field_name: str, given: Any) -> int:
     return given
 
 
-def _read_priorities(name: str, given: Any) -> tuple[int, int]:
+def _read_priorities(name: str, given: Json) -> tuple[int, int]:
     if given is None:
         return PRIORITIES
     pair = given if isinstance(given, list) else [given, given]
@@ -163,7 +163,7 @@ def _read_priorities(name: str, given: Any) -> tuple[int, int]:
     return int(pair[0]), int(pair[1])
 
 
-def _parse_expiry(name: str, given: Any) -> float:
+def _parse_expiry(name: str, given: Json) -> float:
     """Returns the end of a day, or a moment, in seconds since the epoch; without a time zone it is UTC."""
     if given is None:
         return math.inf

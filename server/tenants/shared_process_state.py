@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from trencadis.core.errors import NotFound
+from trencadis.core.json_types import Json, JsonObject
 from trencadis.multimodal.images.processor_cache import ProcessorCache
 from trencadis.multimodal.prepared_video import PreparedVideo
 from trencadis.multimodal.processor import PlaceholderRun, PreparedImage
@@ -44,14 +45,14 @@ def unpack_media(data: bytes) -> PreparedImage | PreparedVideo:
     return PreparedVideo(**{**found, "indices": tuple(found["indices"])}, patches=patches)
 
 
-def _encode_video(made: PreparedVideo) -> dict[str, Any]:
+def _encode_video(made: PreparedVideo) -> JsonObject:
     return {
         "digest": made.digest, "indices": made.indices, "fps": made.fps, "seconds": made.seconds,
         "frames": made.frames, "rate": made.rate, "patches": [_encode_image(one) for one in made.patches],
     }  # fmt: skip
 
 
-def _encode_image(made: PreparedImage) -> dict[str, Any]:
+def _encode_image(made: PreparedImage) -> JsonObject:
     return {
         "digest": made.digest, "shape": made.pixels.shape, "pixels": np.ascontiguousarray(made.pixels).tobytes(),
         "grid": made.grid, "tokens": made.tokens, "slots": made.slots, "resized": made.resized,
@@ -60,7 +61,7 @@ def _encode_image(made: PreparedImage) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _decode_image(found: dict[str, Any]) -> PreparedImage:
+def _decode_image(found: JsonObject) -> PreparedImage:
     pixels = np.frombuffer(found["pixels"], np.uint8).reshape(found["shape"])
     return PreparedImage(
         found["digest"], pixels, tuple(found["grid"]), found["tokens"], found["slots"], tuple(found["resized"]),
@@ -70,13 +71,13 @@ def _decode_image(found: dict[str, Any]) -> PreparedImage:
 
 
 CONNECTIONS, FAIR_QUEUED = HELD.index("connections"), HELD.index("turns")
-Answer = Callable[[dict[str, Any]], Awaitable[bytes]]
+Answer = Callable[[JsonObject], Awaitable[bytes]]
 
 
 class FrontAsker(Protocol):
     """Protocol for asking the front process."""
 
-    async def ask(self, method: str, **given: Any) -> bytes:
+    async def ask(self, method: str, **given: Json) -> bytes:
         """See ``Channel``."""
         ...
 
@@ -129,13 +130,13 @@ class SharedProcessState:
         found = await self._front.ask("media", key=key)
         return unpack_media(found) if found else None
 
-    async def _answer_media(self, cache: ProcessorCache, given: dict[str, Any]) -> bytes:
+    async def _answer_media(self, cache: ProcessorCache, given: JsonObject) -> bytes:
         found = cache.peek(given["key"])
         if found is None:
             raise NotFound("It is not cached here.")
         return pack_media(found)
 
-    async def _answer_forget_media(self, cache: ProcessorCache, given: dict[str, Any]) -> bytes:
+    async def _answer_forget_media(self, cache: ProcessorCache, given: JsonObject) -> bytes:
         cache.clear()
         return b""
 

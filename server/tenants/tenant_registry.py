@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from trencadis.server.tenants.api_key_file import KeyFileError, Tenant, read_key_file
 from trencadis.server.tenants.rate_limits import TenantAccount
@@ -18,6 +19,23 @@ MAX_KEYS = 2
 """Keys of a request that are looked up: x-api-key and the bearer's."""
 LOOK_EVERY = 2.0
 """Seconds between checks of the file's time and size."""
+
+
+class FileStamp(NamedTuple):
+    """What changes when a file is replaced: nanoseconds since 1970 of its last change, its bytes, and its inode."""
+
+    mtime_ns: int = 0
+    size: int = 0
+    inode: int = 0
+
+
+def read_stamp(path: str | Path) -> FileStamp:
+    """Returns the stamp of a file; zeros if there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return FileStamp()
+    return FileStamp(found.st_mtime_ns, found.st_size, found.st_ino)
 
 
 class TenantRegistry:
@@ -45,12 +63,8 @@ class TenantRegistry:
         self._looked = clock()
         self._set(read_key_file(path))
 
-    def _get_mtime(self) -> tuple[int, int, int]:
-        try:
-            found = os.stat(self._path)
-        except OSError:
-            return (0, 0, 0)
-        return found.st_mtime_ns, found.st_size, found.st_ino
+    def _get_mtime(self) -> FileStamp:
+        return read_stamp(self._path)
 
     def _set(self, tenants: tuple[Tenant, ...]) -> None:
         before, self.accounts = self.accounts, {}
@@ -80,7 +94,7 @@ class TenantRegistry:
             self._reader = loop.run_in_executor(None, self._read)
             self._reader.add_done_callback(lambda read: None if read.cancelled() else self._apply(read.result()))
         else:
-            self._seen = (0, 0, 0)  # changed while it was read: the next look reads it again
+            self._seen = FileStamp()  # changed while it was read: the next look reads it again
 
     def _read(self) -> tuple[Tenant, ...] | KeyFileError:
         try:

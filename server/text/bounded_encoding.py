@@ -7,7 +7,8 @@ results, about 0.1 us a token, so a text of far too many tokens must be recogniz
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+
+from tokenizers import Tokenizer
 
 LONGEST_TOKEN = 512
 """Most characters of any token; a prompt longer than this allows is refused without being tokenized."""
@@ -23,12 +24,12 @@ def get_max_characters(max_model_len: int) -> int:
     return min(max_model_len * LONGEST_TOKEN, max(MOST, 16 * max_model_len))
 
 
-def encode_text(raw: Any, text: str, add_special_tokens: bool = False) -> list[int]:
+def encode_text(raw: Tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
     """Returns the ids of ``text`` from the library's tokenizer ``raw``."""
     return list(raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
 
-def find_kept_end(raw: Any, text: str, most: int, check: Callable[[], None]) -> tuple[str, int]:
+def find_kept_end(raw: Tokenizer, text: str, most: int, check: Callable[[], None]) -> tuple[str, int]:
     """Returns the shortest end of ``text`` that may have more than ``most`` tokens, or all of it, and its approximate
     number of tokens.
 

@@ -11,12 +11,13 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import NamedTuple, TypedDict, Unpack
 
 import jinja2
 
 from trencadis.core.checkpoint.json_fields import read_json
 from trencadis.core.errors import BadRequest, StartupError
+from trencadis.core.json_types import Json, JsonMapping, JsonObject
 from trencadis.server.text.bounded_encoding import MOST
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 from trencadis.server.text.template_sandbox import compile_source, make_environment, render
@@ -75,9 +76,9 @@ class Rendering(TypedDict, total=False):
 
     add_generation_prompt: bool
     continue_final_message: bool
-    tools: Sequence[Mapping[str, Any]] | None
-    documents: Sequence[Mapping[str, Any]] | None
-    kwargs: Mapping[str, Any] | None
+    tools: Sequence[JsonMapping] | None
+    documents: Sequence[JsonMapping] | None
+    kwargs: JsonMapping | None
     chat_template: str | None
 
 
@@ -93,7 +94,7 @@ class PreparedRendering(NamedTuple):
     """
 
     source: str
-    values: dict[str, Any]
+    values: JsonObject
     nonce: str
     marks: dict[str, str]
     tag: str
@@ -146,7 +147,7 @@ class ChatTemplate:
         with _limit_seconds(MOST_SECONDS):
             return cls(default, tokenizer, content_format, {k: v for k, v in sources.items() if k != "default"})
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **how: Unpack[Rendering]) -> str:
+    def render(self, messages: Sequence[JsonMapping], **how: Unpack[Rendering]) -> str:
         """The marked text of a conversation. Texts in ``messages`` must be scrubbed (``parse_messages`` does it).
 
         Raises:
@@ -157,7 +158,7 @@ class ChatTemplate:
         template = self._default if not values["tools"] and source is None else self._pick(source)
         return cut_at(tag, render(template, values))
 
-    def prepare(self, source: str, messages: Sequence[Mapping[str, Any]], how: Rendering) -> PreparedRendering:
+    def prepare(self, source: str, messages: Sequence[JsonMapping], how: Rendering) -> PreparedRendering:
         """Returns what a worker needs to render a conversation with the template ``source`` of a request.
 
         Raises:
@@ -167,7 +168,7 @@ class ChatTemplate:
         tokenizer = self._tokenizer
         return PreparedRendering(tokenizer.mark(tokenizer.scrub(source)), values, tokenizer.nonce, tokenizer.marks, tag)
 
-    def _make_values(self, messages: Sequence[Mapping[str, Any]], how: Rendering) -> tuple[dict[str, Any], str]:
+    def _make_values(self, messages: Sequence[JsonMapping], how: Rendering) -> tuple[JsonObject, str]:
         """(the template's variables, a tag at whose place the text is to be cut or "").
 
         Raises:
@@ -178,7 +179,7 @@ class ChatTemplate:
         opens, continues = how.get("add_generation_prompt", True), how.get("continue_final_message", False)
         if continues and opens:
             raise BadRequest(BOTH, param="continue_final_message")
-        values: dict[str, Any] = {
+        values: JsonObject = {
             **self._specials,
             **{k: self.scrub(v) for k, v in (how.get("kwargs") or {}).items() if k not in RESERVED},
             "messages": [dict(m) for m in messages],
@@ -191,7 +192,7 @@ class ChatTemplate:
             _append(values["messages"][-1], tag + " ")
         return values, tag
 
-    def scrub(self, value: Any) -> Any:
+    def scrub(self, value: Json) -> Json:
         """Returns a user's JSON value without this process's nonce at any depth."""
         if isinstance(value, str):
             if len(value) > MOST:
@@ -253,7 +254,7 @@ class ChatTemplate:
 
     def _detect(self, role: str) -> str:
         """Returns ``openai`` if the template iterates over the parts of a message of ``role``, else ``string``."""
-        chat: list[dict[str, Any]] = [{"role": role, "content": [{"type": "text", "text": PROBE}]}]
+        chat: list[JsonObject] = [{"role": role, "content": [{"type": "text", "text": PROBE}]}]
         if role == "tool":
             chat = [
                 *_make_call_conversation("{}" if self.text_arguments else {}),
@@ -286,7 +287,7 @@ def _limit_seconds(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _make_call_conversation(arguments: str | dict[str, Any]) -> list[dict[str, Any]]:
+def _make_call_conversation(arguments: str | JsonObject) -> list[JsonObject]:
     """Makes a conversation that ends with a call."""
     call = {"id": CALL_ID, "type": "function", "function": {"name": "f", "arguments": arguments}}
     return [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
@@ -333,7 +334,7 @@ def read_override(value: str) -> str:
     return value
 
 
-def _append(message: dict[str, Any], tag: str) -> None:
+def _append(message: JsonObject, tag: str) -> None:
     """Adds ``tag`` to the last text of a message."""
     content = message.get("content")
     if isinstance(content, str):

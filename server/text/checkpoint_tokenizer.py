@@ -21,13 +21,14 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as RawTokenizer
 
 from trencadis.core.checkpoint.json_fields import read_json
 from trencadis.core.errors import StartupError
+from trencadis.core.json_types import Json, JsonObject
 from trencadis.server.text.bounded_encoding import encode_text, find_kept_end
 from trencadis.server.text.template_sandbox import unmark_text
 from trencadis.server.text.token_bytes import TokenBytes
@@ -40,7 +41,7 @@ def make_verbatim(made: RawTokenizer) -> RawTokenizer:
     """Changes a tokenizer so that its ids spell a text exactly, and returns it."""
     normalizer = _keep_alphabet(_state_of(made.normalizer))
     splitter = _without_blank(_state_of(made.pre_tokenizer))
-    parts: dict[str, Any] = {
+    parts: JsonObject = {
         "version": "1.0",
         "added_tokens": [],
         "normalizer": normalizer,
@@ -54,12 +55,12 @@ def make_verbatim(made: RawTokenizer) -> RawTokenizer:
     return made
 
 
-def _state_of(part: Any) -> dict[str, Any] | None:
+def _state_of(part: Any) -> JsonObject | None:
     """Returns the entry of a part in tokenizer.json."""
     return None if part is None else json.loads(part.__getstate__())
 
 
-def _keep_alphabet(entry: dict[str, Any] | None) -> dict[str, Any] | None:
+def _keep_alphabet(entry: JsonObject | None) -> JsonObject | None:
     """Returns a normalizer without the steps that change a text's characters; None if no step is left."""
     if entry is None:
         return None
@@ -69,7 +70,7 @@ def _keep_alphabet(entry: dict[str, Any] | None) -> dict[str, Any] | None:
     return entry if entry["type"] in KEPT_NORMALIZERS else None
 
 
-def _without_blank(entry: dict[str, Any] | None) -> dict[str, Any] | None:
+def _without_blank(entry: JsonObject | None) -> JsonObject | None:
     """Returns a pre-tokenizer that puts no blank before a text."""
     if entry is None:
         return None
@@ -96,12 +97,12 @@ class Tokenizer:
         named: special tokens by role, such as ``{"eos_token": "<|im_end|>"}``.
     """
 
-    def __init__(self, spec: dict[str, Any], named: dict[str, str] | None = None) -> None:
+    def __init__(self, spec: JsonObject, named: dict[str, str] | None = None) -> None:
         self._spec = spec
         self._lock = threading.Lock()
-        self._copy: Any = None
+        self._copy: RawTokenizer | None = None
         self._raw: RawTokenizer = _load_tokenizer(spec)
-        self._entries: list[dict[str, Any]] = sorted(spec.get("added_tokens") or [], key=lambda t: int(t["id"]))
+        self._entries: list[JsonObject] = sorted(spec.get("added_tokens") or [], key=lambda t: int(t["id"]))
         self.nonce = secrets.token_hex(12)
         self.named = named or {}
         self.folder: Path | None = None
@@ -269,7 +270,7 @@ class Tokenizer:
         return copy
 
 
-def _load_tokenizer(spec: dict[str, Any]) -> RawTokenizer:
+def _load_tokenizer(spec: JsonObject) -> RawTokenizer:
     """Makes the library's tokenizer of a spec, for whole texts."""
     made = RawTokenizer.from_str(json.dumps(spec))
     made.no_truncation()
@@ -277,9 +278,7 @@ def _load_tokenizer(spec: dict[str, Any]) -> RawTokenizer:
     return made
 
 
-def _share_vocabulary(
-    raw: RawTokenizer, entries: Sequence[dict[str, Any]], marks: dict[str, str]
-) -> RawTokenizer | None:
+def _share_vocabulary(raw: RawTokenizer, entries: Sequence[JsonObject], marks: dict[str, str]) -> RawTokenizer | None:
     """Makes a marked copy that shares the vocabulary of ``raw``; None if it would differ from ``make_marked_copy``.
 
     Args:
@@ -291,18 +290,18 @@ def _share_vocabulary(
     for part in ("normalizer", "pre_tokenizer", "decoder"):
         if (held := getattr(raw, part)) is not None:
             setattr(made, part, held)
-    texts = [marks.get(t["content"], t["content"]) for t in entries]
+    texts = [marks.get(text, text) for text in (str(t["content"]) for t in entries)]
     made.add_tokens([AddedToken(x, **{f: bool(t.get(f)) for f in FLAGS}) for x, t in zip(texts, entries, strict=True)])
     same = all(made.token_to_id(x) == t["id"] for x, t in zip(texts, entries, strict=True))
     return made if same else None
 
 
-def make_marked_copy(spec: dict[str, Any], marks: dict[str, str]) -> RawTokenizer:
+def make_marked_copy(spec: JsonObject, marks: dict[str, str]) -> RawTokenizer:
     """Makes the tokenizer of ``spec`` with marks in place of special tokens."""
     return _load_tokenizer(_rename_marked_tokens(spec, marks))
 
 
-def _rename_marked_tokens(spec: dict[str, Any], marks: dict[str, str]) -> dict[str, Any]:
+def _rename_marked_tokens(spec: JsonObject, marks: dict[str, str]) -> JsonObject:
     """Renames marked tokens of a tokenizer, in the added tokens and the vocabulary.
 
     Leaves out the post-processor, which names special tokens by text and serves no marked text, and merges that make a
@@ -323,13 +322,21 @@ def _rename_marked_tokens(spec: dict[str, Any], marks: dict[str, str]) -> dict[s
     return {**spec, "added_tokens": added, "model": model, "post_processor": None}
 
 
-def _split_merge(merge: Any) -> tuple[str, str, str]:
-    """Returns the two texts that a merge joins, and the result; older files write the two as one text."""
+class _Merge(NamedTuple):
+    """The two texts that a merge joins, and the result."""
+
+    left: str
+    right: str
+    joined: str
+
+
+def _split_merge(merge: Json) -> _Merge:
+    """Reads a merge; older files write the two texts as one."""
     left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
-    return left, right, left + right
+    return _Merge(left, right, left + right)
 
 
-def _make_special(spec: dict[str, Any], texts: Sequence[str]) -> None:
+def _make_special(spec: JsonObject, texts: Sequence[str]) -> None:
     """Makes tokens with a role special, even if their entry says otherwise, and adds an entry if there is none."""
     entries = {t["content"]: t for t in spec.get("added_tokens") or []}
     vocab = spec.get("model", {}).get("vocab")
@@ -342,7 +349,7 @@ def _make_special(spec: dict[str, Any], texts: Sequence[str]) -> None:
             spec.setdefault("added_tokens", []).append(entries[text])
 
 
-def _add_missing(spec: dict[str, Any], decoder: dict[str, Any]) -> None:
+def _add_missing(spec: JsonObject, decoder: JsonObject) -> None:
     """Adds the tokens that only tokenizer_config.json lists (older checkpoints)."""
     known = {t["content"] for t in spec.get("added_tokens") or []}
     for token, entry in sorted(decoder.items(), key=lambda item: int(item[0])):
@@ -351,7 +358,7 @@ def _add_missing(spec: dict[str, Any], decoder: dict[str, Any]) -> None:
             spec.setdefault("added_tokens", []).append(item)
 
 
-def _convert(path: Path) -> dict[str, Any]:
+def _convert(path: Path) -> JsonObject:
     """Converts older files (vocab.json and merges.txt, tokenizer.model) by transformers."""
     files = ("vocab.json", "tokenizer.model", "merges.txt", "vocab.txt")
     if not any((path / name).is_file() for name in files):
@@ -368,7 +375,7 @@ def _convert(path: Path) -> dict[str, Any]:
         from transformers import AutoTokenizer
 
         slow = AutoTokenizer.from_pretrained(str(path), use_fast=True)
-        spec: dict[str, Any] = json.loads(slow.backend_tokenizer.to_str())
+        spec: JsonObject = json.loads(slow.backend_tokenizer.to_str())
         return spec
     except Exception as error:
         raise StartupError(f"{path} has no tokenizer.json, and conversion failed: {str(error)[:100]}") from None

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 Check = Callable[[], None]
@@ -47,7 +47,7 @@ def no_check() -> None:
     """Does nothing: the check of work on the event loop, which always runs to its end."""
 
 
-def is_small(*values: Any, budget: int = SMALL) -> bool:
+def is_small(*values: object, budget: int = SMALL) -> bool:
     """Returns True if JSON values are small enough to process in the event loop. Data URLs do not count."""
     todo = list(values)
     while todo and budget >= 0:

@@ -18,10 +18,12 @@ import jinja2.ext
 from jinja2 import nodes
 from jinja2.filters import do_replace
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from trencadis.core.errors import BadRequest, StartupError
+from trencadis.core.json_types import Json, JsonObject
 
 MAX_OUTPUT = 16 << 20
 """Most characters of a rendered conversation."""
@@ -75,7 +77,7 @@ def _check_size(size: int) -> None:
     spend(size)
 
 
-def _size_of(value: Any) -> int:
+def _size_of(value: object) -> int:
     return len(value) if isinstance(value, str | list | tuple) else 0
 
 
@@ -116,7 +118,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         self.filters[TICK], self.filters[CONCAT] = _tick, _concat
         self.globals.pop("lipsum", None)
 
-    def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Makes a call of the template; searches of a text use the form that the text has."""
         # jinja2 wraps the format of a text, and leaves other methods as they are.
         text = getattr(getattr(function, "__wrapped__", function), "__self__", None)
@@ -129,10 +131,10 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         _check_size(_size_of(made) if isinstance(text, str) else 0)
         return made
 
-    def _as_in(self, text: str, wanted: Any) -> Any:
+    def _as_in(self, text: str, wanted: object) -> Any:
         return self._plain(wanted) if isinstance(wanted, str) and wanted not in text else wanted
 
-    def _plain(self, value: Any) -> Any:
+    def _plain(self, value: object) -> Any:
         """Removes marks from a text, or a list of texts."""
         if isinstance(value, str):
             return self._unmark(value) if self._nonce in value else value
@@ -142,7 +144,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     def _replace(self, context: nodes.EvalContext, text: str, old: str, new: str, count: int | None = None) -> str:
         return do_replace(context, text, self._as_in(str(text), old), new, count)
 
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Computes products and powers; refuses those with a huge result."""
         numbers = isinstance(left, int | float) and isinstance(right, int | float)
         if numbers:
@@ -228,7 +230,7 @@ def unmark_text(text: str, nonce: str, marks: Mapping[str, str]) -> str:
     return text
 
 
-def render(template: jinja2.Template, values: dict[str, Any]) -> str:
+def render(template: jinja2.Template, values: JsonObject) -> str:
     """Returns the rendered text.
 
     Raises:
@@ -261,7 +263,7 @@ def _raise(message: object) -> None:
 
 
 def _to_json(
-    value: Any,
+    value: Json,
     ensure_ascii: bool = False,
     indent: int | None = None,
     separators: tuple[str, str] | None = None,
@@ -289,7 +291,7 @@ def _tick(value: int) -> int:
     return value
 
 
-def _concat(parts: list[Any]) -> str:
+def _concat(parts: list[object]) -> str:
     texts = [part if isinstance(part, str) else str(part) for part in parts]
     _check_size(sum(map(len, texts)))
     return "".join(texts)
@@ -314,18 +316,18 @@ def _bound_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]
     return bounded
 
 
-def _texts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def _texts(args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[object]:
     return [*args, *kwargs.values()]
 
 
-def _joined(parts: Any, *rest: Any) -> int:
+def _joined(parts: object, *rest: object) -> int:
     """Most characters that ``join`` makes of texts."""
     if not isinstance(parts, list | tuple | str):
         return 0
     return sum(map(_size_of, parts)) + len(parts) * sum(map(_size_of, rest))
 
 
-def _replaced(text: Any, *rest: Any) -> int:
+def _replaced(text: object, *rest: object) -> int:
     """Most characters that ``replace`` makes."""
     texts = [one for one in rest if isinstance(one, str)]
     if len(texts) < 2 or not isinstance(text, str):
@@ -334,14 +336,14 @@ def _replaced(text: Any, *rest: Any) -> int:
     return len(text) + count * len(texts[1])
 
 
-def _indented(text: Any, *rest: Any) -> int:
+def _indented(text: object, *rest: object) -> int:
     """Most characters that ``indent`` makes."""
     widths = [len(one) if isinstance(one, str) else one for one in rest if isinstance(one, str | int)]
     lines = text.count("\n") + 1 if isinstance(text, str) else 1
     return _size_of(text) + lines * max([4, *widths])
 
 
-def _dumped(value: Any, *rest: Any) -> int:
+def _dumped(value: object, *rest: object) -> int:
     """A bound from below of what ``tojson`` makes with an indentation; the result is looked at besides."""
     return _size_of(value) * max([0, *(one for one in rest if isinstance(one, int))])
 
@@ -352,13 +354,13 @@ PRODUCTS: dict[str, Callable[..., int]] = {
 """Filters whose result may be longer than all their arguments together -> its length."""
 
 
-def _check_widths(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_widths(args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
     for one in (*args, *kwargs.values()):
         if isinstance(one, int) and abs(one) > MAX_WIDTH:
             raise jinja2.TemplateRuntimeError("number too large")
 
 
-def _check_method(text: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_method(text: str, name: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
     """Raises TemplateRuntimeError for a method of a text that would make something huge."""
     _check_widths(args, kwargs)
     if name == "join" and args:
@@ -393,7 +395,7 @@ def _limit_output(pieces: Iterator[str]) -> Iterator[str]:
         yield piece
 
 
-def render_template(data: bytearray, options: dict[str, Any]) -> tuple[dict[str, Any], Sequence[memoryview]]:
+def render_template(data: bytearray, options: JsonObject) -> tuple[JsonObject, Sequence[memoryview]]:
     """The job of a worker.
 
     Args:

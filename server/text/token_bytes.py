@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+
+from tokenizers import Tokenizer
+
+from trencadis.core.json_types import JsonObject
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 
@@ -32,7 +35,7 @@ class TokenBytes:
     (SentencePiece) the bytes are those of the token alone, which is enough for log-probabilities.
     """
 
-    def __init__(self, raw: Any, spec: dict[str, Any], special: frozenset[int]) -> None:
+    def __init__(self, raw: Tokenizer, spec: JsonObject, special: frozenset[int]) -> None:
         self._raw = raw
         self._alphabet = make_byte_alphabet()
         self._special = special

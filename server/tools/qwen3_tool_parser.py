@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from trencadis.core.errors import BadRequest
+from trencadis.core.json_types import Json, JsonMapping
 from trencadis.server.grammars.grammar_writer import ANY, GrammarWriter, quoted
 from trencadis.server.grammars.regex_translation import escaped
 from trencadis.server.grammars.tool_functions import ToolFunction, ToolParameter
@@ -24,7 +24,7 @@ DEPTH = 3
 _TEXT = frozenset({"type", "enum", "const", "pattern", "minLength", "maxLength", "$defs"})
 
 
-def find_types(schema: Any, root: Any = None, depth: int = DEPTH) -> set[str]:
+def find_types(schema: Json, root: Json = None, depth: int = DEPTH) -> set[str]:
     """Returns the JSON types that a schema allows; empty if neither it nor a reference within ``root`` names one."""
     if not isinstance(schema, Mapping) or not depth:
         return set()
@@ -44,12 +44,12 @@ def find_types(schema: Any, root: Any = None, depth: int = DEPTH) -> set[str]:
     return find_types(_resolve_ref(schema.get("$ref"), root), root, depth - 1)
 
 
-def _get_type(value: Any) -> str:
+def _get_type(value: Json) -> str:
     kinds = ((bool, "boolean"), (int, "integer"), (float, "number"), (str, "string"), (list, "array"), (dict, "object"))
     return next((name for kind, name in kinds if isinstance(value, kind)), "null")
 
 
-def _resolve_ref(ref: Any, root: Any) -> Any:
+def _resolve_ref(ref: Json, root: Json) -> Json:
     if not isinstance(ref, str) or not ref.startswith("#/"):
         return None
     for part in ref[2:].split("/"):
@@ -75,7 +75,7 @@ def write_value_rule(writer: GrammarWriter, parameter: ToolParameter) -> str:
     )
 
 
-def _allows_any_text(schema: Mapping[str, Any]) -> bool:
+def _allows_any_text(schema: JsonMapping) -> bool:
     """Returns True if the schema allows any text."""
     options = schema.get("anyOf", [{"type": "string"}])
     return all(one in ({"type": "string"}, {"type": "null"}) for one in options) and not set(schema) & (
@@ -185,7 +185,7 @@ class Qwen3ToolParser(ToolParser):
             if not (yield from self.take_literal(FUNCTION)):
                 return True
 
-    def _read_parameters(self, schema: Mapping[str, Any]) -> Wait[None]:
+    def _read_parameters(self, schema: JsonMapping) -> Wait[None]:
         properties = schema.get("properties")
         before = "{"
         while True:
@@ -258,5 +258,5 @@ def convert_literal(text: str, types: set[str]) -> str:
     return bare if fits else json.dumps(text, ensure_ascii=False)
 
 
-def _no_constant(name: str) -> Any:
+def _no_constant(name: str) -> Json:
     raise ValueError(name)

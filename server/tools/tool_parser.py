@@ -9,9 +9,10 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from trencadis.core.errors import BadRequest
+from trencadis.core.json_types import JsonMapping
 from trencadis.server.grammars.grammar_writer import BETWEEN, GrammarWriter
 from trencadis.server.grammars.tool_functions import ToolFunction
 from trencadis.server.protocol.tool_definitions import NAME
@@ -62,7 +63,7 @@ class CallEnded:
 
 
 ToolEvent = AnswerText | CallStarted | CallArguments | CallEnded
-Tools = Mapping[str, Mapping[str, Any]]
+Tools = Mapping[str, JsonMapping]
 """Names of the functions of a request, and the schemas of their parameters."""
 
 
