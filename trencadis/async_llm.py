@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from trencadis.core.errors import BadRequest, StartupError, Unavailable
+from trencadis.core.json_types import JsonMapping
 from trencadis.core.process import engine_messages
 from trencadis.engine_args import AsyncEngineArgs
 from trencadis.llm_kwargs import build_offline_setup
@@ -86,7 +87,7 @@ class AsyncLLM(UnsupportedMethods):
         *,
         prompt_text: str | None = None,
         lora_request: None = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: JsonMapping | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         data_parallel_rank: int | None = None,
@@ -131,7 +132,7 @@ class AsyncLLM(UnsupportedMethods):
         lora_request: None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: JsonMapping | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput]]:
         """Yields the one output of a pooling request: an embedding or probabilities.
 

@@ -8,6 +8,7 @@ from dataclasses import field, fields, make_dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from trencadis.core.config import EngineConfig
+from trencadis.core.flag_options import FlagValue
 from trencadis.llm_kwargs import PROMPT_FLAGS, SINGLE_ENGINE_VALUES, build_offline_setup
 from trencadis.server.config.flags import LISTS, get_flag_table
 from trencadis.server.config.vllm_flag_table import ROWS
@@ -16,7 +17,7 @@ from trencadis.server.config.vllm_flag_table import ROWS
 class _BaseArgs:
     """Options by name; None stands for an option's default, strings are parsed as on the command line."""
 
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, FlagValue]:
         """Returns the options that were given, without the model."""
         every = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
         return {name: value for name, value in every.items() if name != "model" and value is not None}

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 from trencadis.core.config import EngineConfig
 from trencadis.core.engine.engine import Engine
 from trencadis.core.errors import BadRequest
+from trencadis.core.json_types import JsonMapping
 from trencadis.core.progress import Progress
 from trencadis.core.request import SamplingParams
 from trencadis.engine_args import EngineArgs
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from trencadis.metrics_reader import MetricValue
 
 Params = GenerationParams | Sequence[GenerationParams] | None
-Message = Mapping[str, Any]
+Message = Mapping[str, object]
 
 
 class LLM(PoolingMethods, UnsupportedMethods):
@@ -85,8 +86,8 @@ class LLM(PoolingMethods, UnsupportedMethods):
         gpu_memory_utilization: float | None = None,
         enforce_eager: bool | None = None,
         hf_token: bool | str | None = None,
-        limit_mm_per_prompt: Mapping[str, Any] | str | None = None,
-        mm_processor_kwargs: Mapping[str, Any] | str | None = None,
+        limit_mm_per_prompt: JsonMapping | str | None = None,
+        mm_processor_kwargs: JsonMapping | str | None = None,
         max_model_len: int | str | None = None,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | str | None = None,
@@ -202,9 +203,9 @@ class LLM(PoolingMethods, UnsupportedMethods):
         chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[JsonMapping] | None = None,
+        chat_template_kwargs: JsonMapping | None = None,
+        mm_processor_kwargs: JsonMapping | None = None,
         cache_salt: str = "",
     ) -> list[RequestOutput]:
         """Answers one conversation or a list of them. Content parts are OpenAI's or qwen-vl-utils': ``{"type": "image",

@@ -12,8 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest, TrencadisError, Unavailable, from_status
+from trencadis.core.json_types import JsonMapping
 from trencadis.core.links.topology import choose_executor_backend, topology
 from trencadis.core.process import device_env, torch_build
 from trencadis.core.progress import Progress
@@ -69,7 +73,7 @@ class OfflineRequest:
 
     streams: list[ChoiceStream]
     answer: OutputBuilder
-    pixels: Sequence[Any]
+    pixels: Sequence[NDArray[np.uint8]]
     timing: RequestTiming | None = None
 
 
@@ -123,7 +127,7 @@ class LLMEngine(UnsupportedMethods):
         params: GenerationParams | None = None,
         arrival_time: float | None = None,
         lora_request: None = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: JsonMapping | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         prompt_text: str | None = None,

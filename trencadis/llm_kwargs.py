@@ -9,10 +9,11 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest, StartupError
+from trencadis.core.flag_options import FlagValue
 from trencadis.server.config import resolve_settings
 from trencadis.server.config.flags import Flag, get_flag_table
 from trencadis.server.config.vllm_flag_row import convert_flags
@@ -44,7 +45,7 @@ class OfflineSetup(NamedTuple):
         )
 
 
-def build_offline_setup(model: str | Path, given: Mapping[str, Any]) -> OfflineSetup:
+def build_offline_setup(model: str | Path, given: Mapping[str, FlagValue]) -> OfflineSetup:
     """Builds the setup from the keyword arguments of ``LLM``, ``AsyncLLM`` and ``EngineArgs``.
 
     Raises:
@@ -61,25 +62,25 @@ def build_offline_setup(model: str | Path, given: Mapping[str, Any]) -> OfflineS
     return OfflineSetup(resolve_local_model(config), media, template, form)
 
 
-SINGLE_ENGINE_VALUES: Mapping[str, Any] = {"data_parallel_size": 1, "data_parallel_backend": "mp"}
+SINGLE_ENGINE_VALUES: Mapping[str, FlagValue] = {"data_parallel_size": 1, "data_parallel_backend": "mp"}
 """Options of a server with several engines, with the values that mean a single engine."""
 
 
-def check_single_engine(name: str, value: Any) -> None:
+def check_single_engine(name: str, value: FlagValue) -> None:
     """Raises StartupError if an option of ``SINGLE_ENGINE_VALUES`` requests more than one engine."""
     if value is not None and str(value) != str(SINGLE_ENGINE_VALUES[name]):
         raise StartupError(f"{name}={value} is refused: offline there is one engine; a server runs several (-dp).")
 
 
-def build_engine_config(model: str, given: Mapping[str, Any]) -> EngineConfig:
+def build_engine_config(model: str, given: Mapping[str, FlagValue]) -> EngineConfig:
     """Builds the configuration of ``model`` with the options ``given``; None stands for an option's default.
 
     Raises:
         StartupError: an unknown name, a value out of range, or one that is not supported.
     """
     known = _engine_flags()
-    values: dict[str, Any] = {}
-    vllm_flags: dict[str, Any] = {}
+    values: dict[str, FlagValue] = {}
+    vllm_flags: dict[str, FlagValue] = {}
     for name, value in given.items():
         flag = known.get(name)
         if flag is not None:
@@ -143,7 +144,7 @@ def _engine_flags() -> dict[str, Flag]:
     return {name: f for f in mine for name in (f.name, *f.aliases)}
 
 
-def _convert_value(flag: Flag, name: str, value: Any) -> Any:
+def _convert_value(flag: Flag, name: str, value: FlagValue) -> FlagValue:
     """Returns the flag's value.
 
     A torch dtype is converted to its name, a path to a string, a tuple to a list; ``hf_token=True`` means the token

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from trencadis.core.errors import BadRequest
+from trencadis.core.json_types import JsonMapping
 from trencadis.core.request import BeamRule, RequestOutputKind, SamplingParams, resolve_logprobs
 from trencadis.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from trencadis.server.protocol.beam_search_fields import MOST_PENALTY, check_width, read_early
@@ -105,8 +106,8 @@ class BeamSearchSequence:
     text: str | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    multi_modal_data: Mapping[str, Any] | None = None
-    mm_processor_kwargs: Mapping[str, Any] | None = None
+    multi_modal_data: Mapping[str, object] | None = None
+    mm_processor_kwargs: JsonMapping | None = None
 
 
 @dataclass(slots=True)

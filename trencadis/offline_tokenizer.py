@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trencadis.core.errors import BadRequest
+from trencadis.core.json_types import Json, JsonMapping
 from trencadis.llm_kwargs import read_template
 from trencadis.server.prompts.text_service import TextService
 
@@ -95,9 +96,9 @@ class OfflineTokenizer:
 
     def apply_chat_template(
         self,
-        conversation: Sequence[Any],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
+        conversation: Sequence[Json],
+        tools: Sequence[JsonMapping] | None = None,
+        documents: Sequence[JsonMapping] | None = None,
         chat_template: str | Path | None = None,
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from trencadis.core.checkpoint.pooling_config import CLASSIFY, EMBED, TOKEN_TASKS, Pooling
 from trencadis.core.errors import BadRequest
+from trencadis.core.json_types import JsonMapping
 from trencadis.llm_engine import LLMEngine
 from trencadis.llm_kwargs import read_template
 from trencadis.multimodal.async_gather import gather_or_cancel
@@ -56,7 +57,7 @@ class PoolingMethods:
         use_tqdm: UseTqdm = True,
         lora_request: None = None,
         pooling_task: str | None = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: JsonMapping | None = None,
         truncate_prompt_tokens: int | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Returns pooled values of each prompt: embeddings or probabilities. Prompts are those of ``generate``.
@@ -119,8 +120,8 @@ class PoolingMethods:
 
     def score(
         self,
-        data_1: Any,
-        data_2: Any,
+        data_1: object,
+        data_2: object,
         /,
         *,
         truncate_prompt_tokens: int | None = None,
@@ -239,7 +240,7 @@ def _params_per_prompt(given: Params, count: int) -> Sequence[PoolingParams]:
     return given
 
 
-def _make_pairs(data_1: Any, data_2: Any) -> list[Pair]:
+def _make_pairs(data_1: object, data_2: object) -> list[Pair]:
     """Pairs one query with every document, or each query with its document.
 
     Raises:

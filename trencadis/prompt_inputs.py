@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, NotRequired, TypedDict
 
 from trencadis.core.errors import BadRequest
+from trencadis.core.json_types import JsonMapping
 from trencadis.core.request import SamplingParams
 from trencadis.multimodal.media_options import MediaPart, media_scope, part_uuid
 from trencadis.server.grammars.grammar_cache import GrammarCache
@@ -21,9 +22,9 @@ from trencadis.server.tools.reasoning_parser import find_reasoning_format
 
 
 class _MediaFields(TypedDict):
-    multi_modal_data: NotRequired[Mapping[str, Any] | None]
-    mm_processor_kwargs: NotRequired[Mapping[str, Any] | None]
-    multi_modal_uuids: NotRequired[Mapping[str, Any] | None]
+    multi_modal_data: NotRequired[Mapping[str, object] | None]
+    mm_processor_kwargs: NotRequired[JsonMapping | None]
+    multi_modal_uuids: NotRequired[JsonMapping | None]
     cache_salt: NotRequired[str | None]
 
 
@@ -148,9 +149,9 @@ def _media_parts(prompt: Mapping[str, Any]) -> list[MediaPart]:
     return [p._replace(uuid=part_uuid({"uuid": u}, p.path)) for p, u in zip(parts, uuids, strict=True)]
 
 
-def _uuids(given: Mapping[str, Any], sources: Mapping[str, Sequence[Any]]) -> list[Any]:
+def _uuids(given: Mapping[str, object], sources: Mapping[str, Sequence[object]]) -> list[object]:
     """Returns the uuid, or None, of every source in order."""
-    uuids: list[Any] = []
+    uuids: list[object] = []
     for kind, some in sources.items():
         found = given.get(kind) or [None] * len(some)
         found = list(found) if isinstance(found, list | tuple) else [found]
@@ -160,13 +161,13 @@ def _uuids(given: Mapping[str, Any], sources: Mapping[str, Sequence[Any]]) -> li
     return uuids
 
 
-def _image_sources(given: Any) -> list[Any]:
+def _image_sources(given: Any) -> list[object]:
     """Returns the sources of images: one image, a list, or an array of several."""
     several = isinstance(given, list | tuple) or getattr(given, "ndim", 0) == 4
     return list(given) if several else [given]
 
 
-def _video_sources(given: Any) -> list[Any]:
+def _video_sources(given: object) -> list[object]:
     """Returns the sources of videos: one (a list of frames is one), or a list of lists, tuples or arrays of frames."""
     if not isinstance(given, list | tuple):
         return [given]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.devices import likely
 from trencadis.core.errors import StartupError
+from trencadis.core.json_types import JsonMapping, JsonObject
 from trencadis.ray_serve.replica import ServedReplica
 from trencadis.server.config import argv
 from trencadis.server.config.resolve_settings import resolve_settings
@@ -26,7 +26,7 @@ ROUTING_NOTE = (
 log = logging.getLogger("trencadis.server")
 
 
-def build(args: Mapping[str, Any]) -> Any:
+def build(args: JsonMapping) -> Any:
     """Builds the application: one deployment, each of whose replicas is a whole server with an engine.
 
     Args:
@@ -55,7 +55,7 @@ def build(args: Mapping[str, Any]) -> Any:
     return serve.deployment(**options)(ServedReplica).bind(line)
 
 
-def to_command_line(flags: Mapping[str, Any]) -> list[str]:
+def to_command_line(flags: JsonMapping) -> list[str]:
     """Returns flags as the arguments of a command line."""
     found: list[str] = []
     for name, value in flags.items():
@@ -92,7 +92,7 @@ def check_flags(line: list[str]) -> EngineConfig:
     return engine
 
 
-def actor_options(engine: EngineConfig) -> dict[str, Any]:
+def actor_options(engine: EngineConfig) -> JsonObject:
     """Returns the resources that a replica needs on its node: a device per rank, or CPUs for its threads."""
     ranks = engine.ranks
     device = likely(engine.device)

@@ -25,7 +25,7 @@ DOWNSCALE_SECONDS = 120.0
 """Seconds of such a load before a replica is removed: it must drain, and its caches are lost."""
 
 
-def scale(context: Any) -> tuple[int, dict[str, Any]]:
+def scale(context: Any) -> tuple[int, dict[str, object]]:
     """Computes the number of replicas; for ``autoscaling_config: {policy: {policy_function:
     trencadis.ray_serve.policy:scale}}``.
 

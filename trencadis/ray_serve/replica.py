@@ -8,6 +8,8 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from starlette.types import Message
+
 from trencadis.core.errors import StartupError
 from trencadis.ray_serve.policy import KV_USE, WAIT, WaitEstimator
 
@@ -64,10 +66,10 @@ class ServedReplica:
         """Answers a request, streaming the response in the pieces that the app sends."""
         from starlette.responses import StreamingResponse
 
-        begun: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        begun: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         pieces: asyncio.Queue[bytes | None] = asyncio.Queue(MAX_QUEUED_PIECES)
 
-        async def send(message: Any) -> None:
+        async def send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 begun.set_result(message)
                 return
