@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from trencadis.backends.cpu.adapter_products import CpuAdapterRows, add_grouped_adapters, group_rows
 from trencadis.backends.cpu.attention_plan import AttendPlan, ChunkSpan, Group, Where, get_plan
 from trencadis.backends.cpu.expert_mlp import SeparateExperts, run_chosen_experts
 from trencadis.backends.cpu.image_spans import find_image_spans
@@ -28,7 +29,18 @@ from trencadis.backends.cpu.native.row_ops import best, rms_norm, silu_mul
 from trencadis.backends.cpu.reference_ops import ReferenceOps, apply_activation
 from trencadis.backends.cpu.sampler import thresholds
 from trencadis.core.checkpoint.weight_source import StoredRows
-from trencadis.core.device.backend import Attn, ExpertWeights, HeadTensors, LayerKV, Rotary, Segments, Weight, slots_at
+from trencadis.core.device.backend import (
+    AdapterRows,
+    AdapterWeights,
+    Attn,
+    ExpertWeights,
+    HeadTensors,
+    LayerKV,
+    Rotary,
+    Segments,
+    Weight,
+    slots_at,
+)
 from trencadis.core.models import kv_cache_codes
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.shared_constants import WINDOW_SLOTS
@@ -147,6 +159,13 @@ class CpuOps(ReferenceOps):
         if isinstance(w, IntegerWeight):
             return product(x, w, by_sizes)
         return super().linear(x, w)
+
+    def prepare_adapters(self, slot: Tensor, numbers: Tensor, dtype: torch.dtype) -> CpuAdapterRows:
+        return group_rows(slot, numbers, dtype)
+
+    def add_adapters(self, y: Tensor, x: Tensor, w: AdapterWeights, rows: AdapterRows) -> Tensor:
+        assert isinstance(rows, CpuAdapterRows)
+        return add_grouped_adapters(y, x, w, rows)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Computes the same as the reference; the sum is written to ``x``."""

@@ -34,8 +34,8 @@ def refused(line):
         ("--convert mm_encoder_only", "the vision tower alone"),
         ("--data-parallel-rank 1", "all engines"),
         ("--quantization gguf", "quantised"),
-        ("--max-lora-rank 8", "adapters"),
-        ("--lora-dtype bfloat16", "adapters"),
+        ("--enable-tower-connector-lora", "merge-lora"),
+        ("--enable-moe-shared-loras", "adapters of experts"),
         ("--decode-context-parallel-size 2", "whole sequences"),
     ],
 )
