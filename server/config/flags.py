@@ -165,7 +165,7 @@ def find_flag(written: str) -> Match:
         ordered = sorted(hits, key=lambda found: (found.flag is None, _format_flag(found)))
         some = ", ".join(_format_flag(f) for f in ordered[:5])
         raise StartupError(f"{written} is ambiguous: {some}.")
-    # vLLM's flags are only suggested with the same number of words: --max-rank need not be about adapters.
+    # vLLM's flags are only suggested with the same number of words: --max-shards need not be about experts.
     near = suggest_name(name, (key for key, found in names.items() if found.flag or key.count("_") == name.count("_")))
     hint = f"; did you mean {_format_flag(names[near])}?" if near else "; see --help."
     raise StartupError(f"unknown flag {written}{hint}")

@@ -214,7 +214,7 @@ def test_an_empty_key_or_name_stops_the_start(tmp_path):
         ("max-model-len: [1]", "does not fit"),
         ("enforce-eager: 3", "does not fit"),
         ("dtype: bf17", "is not one of"),
-        ("enable-lora: true", "is refused"),
+        ("enable-lora-bias: true", "is refused"),
         ("- 1", "must be a mapping from names to values"),
         ("a: [", "not valid YAML"),
         ("config: x", "is not allowed in a file"),

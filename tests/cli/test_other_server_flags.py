@@ -98,7 +98,7 @@ def test_a_known_flag_of_another_server_is_never_taken_for_a_typo():
         ("--no-enforce-eagre", "--no-enforce-eager"),
         ("--enable-lorra", "--enable-lora"),
         ("--max-shards", ""),
-        ("--max-rank", ""),
+        ("--max-rank", "--max-lora-rank"),
         ("--additional-options", ""),
         ("--code-branch", ""),
         ("--rope-base", ""),
