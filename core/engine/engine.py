@@ -267,7 +267,7 @@ class Engine:
     def _name_adapters(self) -> tuple[list[str], list[str]]:
         """Returns the names of adapters of running requests, and of waiting ones."""
         running = {one.request.adapter.name for one in self.scheduler.running if one.request.adapter is not None}
-        queued = [one.request for one in (*self.scheduler.waiting, *self._awaiting)]
+        queued = [seq.request for seq in self.scheduler.waiting] + [entry.request for entry in self._awaiting]
         waiting = {request.adapter.name for request in queued if request.adapter is not None}
         return sorted(running), sorted(waiting)
 
