@@ -14,11 +14,13 @@ from safetensors.torch import load_file, save_file
 from tests.fakes import checkpoints
 from tests.fakes.adapters import LANGUAGE, adapter_of, matrices, write_adapter
 from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.lora.adapter_files import read_adapter, resolve_folder
 from trencadis.core.lora.adapter_weights import load_matrices
 from trencadis.core.quant.writing.merge_adapter import merge_adapter
 from trencadis.server.cli import main
+from trencadis.server.prompts.adapter_registry import AdapterRegistry, NamedAdapter, parse_modules
 
 
 @pytest.fixture(scope="module")
@@ -216,3 +218,33 @@ def test_what_cannot_be_merged_is_one_line(base: Path, tmp_path: Path, capsys: A
         line = capsys.readouterr().err
         assert why in line and line.count("\n") == 1
     assert not (tmp_path / "o").exists()
+
+
+def test_names_of_modules_and_defaults(base: Path, tmp_path: Path) -> None:
+    assert parse_modules(["a=/x", '{"name": "b", "path": "y", "base_model_name": "c"}']) == [
+        NamedAdapter("a", "/x"), NamedAdapter("b", "y", "c"),
+    ]  # fmt: skip
+    for word in (
+        "a",
+        "=x",
+        "a=",
+        "{",
+        '{"name": "a"}',
+        '{"name": "a", "path": 1}',
+        '{"name": "a", "path": "b", "x": 1}',
+    ):
+        with pytest.raises(StartupError, match="--lora-modules"):
+            parse_modules([word])
+    registry = AdapterRegistry(load_config(base), EngineConfig(enable_lora=True, max_loras=2), ("base",))
+    folder = str(adapter_of(base, tmp_path / "a"))
+    registry.set_defaults({"image": folder, "video": str(adapter_of(base, tmp_path / "b", seed=2))})
+    image, video = registry.defaults["image"], registry.defaults["video"]
+    assert registry.find_default({"image"}) is image and registry.find_default({"video"}) is video
+    assert registry.find_default({"image", "video"}) is None is registry.find_default(set())
+    for given in ({"audio": folder}, {"image": str(tmp_path)}):
+        with pytest.raises(StartupError):
+            registry.set_defaults(given)
+    registry.add("x", folder)
+    for name, why in (("x", "loaded already"), ("base", "base model"), ("", "needs a name")):
+        with pytest.raises(StartupError, match=why):
+            registry.add(name, folder)
