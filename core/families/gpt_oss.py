@@ -34,7 +34,7 @@ def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
         c = c.with_values(rope_parameters=ROPE)
     c.only("hidden_act", ("silu",), "silu")
     c.only("swiglu_alpha", (1.702,), 1.702)
-    c.only("swiglu_limit", (7.0, 7), 7.0)
+    c.only("swiglu_limit", (7.0,), 7.0)
     layers = c.integer("num_hidden_layers", most=MOST_LAYERS)
     types = layer_types(c) or [FULL if i % 2 else SLIDING for i in range(layers)]
     window = c.integer("sliding_window", default=128) if c.values.get("sliding_window", 128) is not None else 0

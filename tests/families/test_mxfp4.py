@@ -71,10 +71,13 @@ def test_values_are_those_of_transformers_bit_for_bit(folders: tuple[Path, Path]
 
 
 def test_codes_on_the_cpu_are_close(folders: tuple[Path, Path]) -> None:
-    """Own kernels round activations to 8 bits, as they do for every weight that they keep as codes."""
+    """Own kernels round activations to 8 bits, as they do for every weight that they keep as codes; that may change
+    the experts of a token where two scores are close.
+    """
     coded, plain = folders
     got, want = logits(coded, "fast"), logits(plain, "fast")
-    assert (got - want).abs().max() < 0.05 * want.abs().max()
+    off = (got - want).norm(dim=1) / want.norm(dim=1)
+    assert off.median() < 0.02 and (off > 0.1).float().mean() < 0.1
 
 
 @pytest.mark.parametrize(

@@ -31,5 +31,5 @@ def read(raw: RawWeight) -> QTensor:
         raw.refuse("has a scale of NaN in .scales")
     table = torch.tensor(HALVES, dtype=torch.int8)
     codes = torch.stack([table[(blocks & 15).long()], table[(blocks >> 4).long()]], dim=-1).view(raw.shape)
-    scale = torch.ldexp(torch.ones(()), exponents.int() - (BIAS + 1))
+    scale = torch.ldexp(torch.ones(exponents.shape), exponents.int() - (BIAS + 1))
     return raw.make_qtensor(codes, scale, None, None)
