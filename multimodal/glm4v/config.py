@@ -86,7 +86,7 @@ class Glm4vVisionConfig(ViTConfig):
     and pass a gated MLP.
 
     Args:
-        side: the position table has ``side`` x ``side`` entries.
+        side: the position table has ``side`` x ``side`` entries; 0: there is neither a table nor a norm of patches.
         context: inner columns of the merger's MLP.
         eps: epsilon of the RMS norms.
         activation: activation of all gated MLPs.
@@ -94,6 +94,8 @@ class Glm4vVisionConfig(ViTConfig):
         patch: pixels along a side of a patch.
         merge: patches along a side of a cell.
         qkv_bias: queries, keys and values have biases.
+        other_biases: the output of attention and the MLP have biases.
+        head_norms: each head of queries and keys passes an RMS norm.
     """
 
     side: int
@@ -104,12 +106,14 @@ class Glm4vVisionConfig(ViTConfig):
     patch: int
     merge: int
     qkv_bias: bool
+    other_biases: bool = False
+    head_norms: bool = False
     layer_norm: ClassVar[bool] = False
     mlp_in: ClassVar[tuple[str, ...]] = ("mlp.gate_proj", "mlp.up_proj")
 
     @property
     def slot(self) -> SlotForm:
-        return SlotForm(CHANNELS * FRAMES * self.patch**2, self.merge**2, NEIGHBOURS)
+        return SlotForm(CHANNELS * FRAMES * self.patch**2, self.merge**2, NEIGHBOURS if self.side else 0)
 
     @property
     def whole(self) -> int:
@@ -117,7 +121,11 @@ class Glm4vVisionConfig(ViTConfig):
 
     @property
     def biases(self) -> tuple[bool, bool]:
-        return self.qkv_bias, False
+        return self.qkv_bias, self.other_biases
+
+    @property
+    def qk_norm(self) -> bool:
+        return self.head_norms
 
     def projector_matrices(self, ranks: int) -> Iterator[SharedMatrix]:
         out, inner = self.out_hidden, -(-self.context // ranks)
@@ -127,11 +135,11 @@ class Glm4vVisionConfig(ViTConfig):
         yield SharedMatrix("visual.merger.down_proj", out, inner, self.context)
 
     def other_weights(self, ranks: int) -> int:
-        """Counts the patch bias, two norms, the position table, the convolution over cells, and the merger with its
+        """Counts the patch bias, the norms, the position table, the convolution over cells, and the merger with its
         layer norm.
         """
         out, inner = self.out_hidden, -(-self.context // ranks)
-        own = self.hidden + 2 * self.hidden + self.side**2 * self.hidden
+        own = self.hidden * (2 + (self.side > 0) + self.side**2)
         return own + out * self.hidden * self.merge**2 + out + out * out + 2 * out + 3 * inner * out
 
     def activations(self, slots: int, itemsize: int, ranks: int, unit: int = 1) -> int:

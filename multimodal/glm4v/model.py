@@ -44,7 +44,8 @@ class Glm4v(Decoder):
     def pack(self, images: Sequence[Encode], slots: int) -> VisionInputs:
         """Packs images cell by cell; the rest of ``slots`` is padding."""
         c = self.vision_config
-        return add_sampled_positions(pack_whole_images(images, slots, c.slot.values, c.merge), images, c.side, c.merge)
+        packed = pack_whole_images(images, slots, c.slot.values, c.merge)
+        return add_sampled_positions(packed, images, c.side, c.merge) if c.side else packed
 
     def nbytes(self) -> int:
         return super().nbytes() + (self.tower.nbytes() if self.share.starts else 0)

@@ -23,20 +23,24 @@ MERGER_EPS = 1e-5
 class Glm4vPatchEmbed:
     """Patch embedding of a VISION launch: normed patches plus sampled position embeddings, and rotary factors."""
 
-    position_table: Tensor  # [side x side, hidden]
+    position_table: Tensor | None = None  # [side x side, hidden]; None: positions are not learned
 
     def __init__(
-        self, ops: Ops, patch: Linear, norm: Norm, scale_shift: tuple[Tensor, ...], frequencies: tuple[Tensor, ...]
-    ) -> None:
+        self, ops: Ops, patch: Linear, norm: Norm | None, scale_shift: tuple[Tensor, ...],
+        frequencies: tuple[Tensor, ...],
+    ) -> None:  # fmt: skip
         self.ops, self.patch, self.norm, self.scale_shift, self.frequencies = ops, patch, norm, scale_shift, frequencies
 
     def __call__(
-        self, pixels: Tensor, position: Tensor, near: Tensor, share: Tensor, dtype: torch.dtype
+        self, pixels: Tensor, position: Tensor, near: Tensor | None, share: Tensor | None, dtype: torch.dtype
     ) -> TowerInputs:
         """Returns the inputs of the first layer, of ``dtype``. The arguments are fields of ``VisionTensors``."""
         ops, (scale, shift) = self.ops, self.scale_shift
-        x = self.norm(self.patch(ops.patches(pixels, scale, shift, dtype)))[0]
-        x = x + ops.interpolate(self.position_table, near, share)
+        x = self.patch(ops.patches(pixels, scale, shift, dtype))
+        if self.norm is not None:
+            x = self.norm(x)[0]
+        if self.position_table is not None and near is not None and share is not None:
+            x = x + ops.interpolate(self.position_table, near, share)
         inv_freq, axis = self.frequencies
         return TowerInputs(x, ops.first_residual(x), ops.rotary(position.t(), inv_freq, axis))
 
@@ -81,7 +85,8 @@ class Glm4vTower:
     def __init__(self, backend: Backend, c: Glm4vVisionConfig, normalisation: PixelNormalisation) -> None:
         ops = backend.ops
         self.config, self.ops, self.dtype = c, ops, backend.dtype
-        self.patch, self.norm = Linear(ops, backend.comm), norm_of(RMS, ops, c.hidden, c.eps)
+        self.patch = Linear(ops, backend.comm)
+        self.norm = norm_of(RMS, ops, c.hidden, c.eps) if c.side else None
         self.blocks = [ViTBlock(backend, c, True, c.eps, c.activation) for _ in range(c.depth)]
         self.merger = Glm4vMerger(backend, c)
         made = scale_and_shift(normalisation, c.slot.values // CHANNELS), vision_frequencies(c.head_dim, c.rope_theta)
@@ -93,9 +98,10 @@ class Glm4vTower:
         stored = (c.hidden, CHANNELS, FRAMES, c.patch, c.patch)
         patch = source.take(f"{name}.patch_embed.proj.weight", stored).reshape(c.hidden, -1)
         self.patch.pack(patch, source.take(f"{name}.patch_embed.proj.bias", (c.hidden,)))
-        self.norm.load(source, f"{name}.post_conv_layernorm")
-        table = source.take(f"{name}.embeddings.position_embedding.weight", (c.side**2, c.hidden))
-        self.patch_embed.position_table = table
+        if self.norm is not None:
+            self.norm.load(source, f"{name}.post_conv_layernorm")
+            table = source.take(f"{name}.embeddings.position_embedding.weight", (c.side**2, c.hidden))
+            self.patch_embed.position_table = table
         for i, block in enumerate(self.blocks):
             block.load(source, f"{name}.blocks.{i}")
         self.merger.load(source, name)
@@ -103,7 +109,6 @@ class Glm4vTower:
     def __call__(self, inputs: VisionTensors, arena: Tensor) -> None:
         """Writes image tokens, [s / 4, out_hidden] of the backend's dtype, to ``arena[inputs.rows]``."""
         ops, i = self.ops, inputs
-        assert i.position_rows is not None and i.position_weights is not None
         x, residual, rotary = ops.region(
             self.patch_embed, i.pixels, i.position, i.position_rows, i.position_weights, self.dtype
         )
@@ -116,5 +121,6 @@ class Glm4vTower:
         ops.by_rows(self.merger, (x.view(cells), residual.view(cells), i.rows), arena)
 
     def nbytes(self) -> int:
-        own = self.patch.bytes + self.norm.nbytes() + self.patch_embed.position_table.nbytes + self.merger.nbytes()
-        return own + sum(block.nbytes() for block in self.blocks)
+        table = self.patch_embed.position_table
+        own = self.patch.bytes + (self.norm.nbytes() if self.norm else 0) + (0 if table is None else table.nbytes)
+        return own + self.merger.nbytes() + sum(block.nbytes() for block in self.blocks)

@@ -66,25 +66,25 @@ def finished(
     return folder
 
 
-def glm4v(folder: Path, *, seed: int = 0, flash: bool = False, vision: Any = None, **text: Any) -> Path:
-    """A GLM-4.1V checkpoint, or one of GLM-4.6V-Flash; ``vision`` and ``text`` override settings."""
+def glm4v(folder: Path, *, seed: int = 0, name: str = "Glm4v", vision: Any = None, **text: Any) -> Path:
+    """A GLM-4.1V checkpoint, by ``name`` one of GLM-4.6V-Flash or GLM-OCR; ``vision`` and ``text``: other settings."""
     import transformers
 
+    kind, images = ("glm_ocr_text", "Glm4v") if name == "GlmOcr" else ("glm4v_text", name)
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}
     settings = checkpoints.text_settings(rope_parameters=rope, pad_token_id=1, **text)
     tower = dict(
-        model_type="glm4v_vision", depth=3, hidden_size=32, intermediate_size=44, num_heads=2, image_size=70,
-        out_hidden_size=settings["hidden_size"], **(vision or {}),
+        model_type=kind.replace("text", "vision"), depth=3, hidden_size=32, intermediate_size=44, num_heads=2,
+        image_size=70, out_hidden_size=settings["hidden_size"], **(vision or {}),
     )  # fmt: skip
-    name = "Glm46V" if flash else "Glm4v"
     config = getattr(transformers, f"{name}Config")(
-        text_config={"model_type": "glm4v_text", **settings}, vision_config=tower, image_token_id=IMAGE,
+        text_config={"model_type": kind, **settings}, vision_config=tower, image_token_id=IMAGE,
         video_token_id=2, image_start_token_id=3, image_end_token_id=4, video_start_token_id=5, video_end_token_id=6,
         tie_word_embeddings=settings["tie_word_embeddings"], architectures=[f"{name}ForConditionalGeneration"],
     )  # fmt: skip
     cell = 28 * 28
     processor = {
-        "image_processor_type": f"{name}ImageProcessor", "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2,
+        "image_processor_type": f"{images}ImageProcessor", "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2,
         "size": {"shortest_edge": 2 * 2 * cell, "longest_edge": 2 * 40 * cell}, "resample": 3,
     }  # fmt: skip
     template = TEMPLATE.replace("<image>", "<|image|>")

@@ -20,7 +20,8 @@ from trencadis.server.cli.main import main
 
 WRITERS: dict[str, Callable[[Path], Path]] = {
     "llava": vision_checkpoints.llava, "gemma3": vision_checkpoints.gemma3, "qwen3_vl": vision_checkpoints.qwen3_vl,
-    "glm4v": vision_checkpoints.glm4v, "glm46v": partial(vision_checkpoints.glm4v, flash=True),
+    "glm4v": vision_checkpoints.glm4v, "glm46v": partial(vision_checkpoints.glm4v, name="Glm46V"),
+    "glm_ocr": partial(vision_checkpoints.glm4v, name="GlmOcr"),
     "mllama": partial(mllama_oracle.write, **mllama_oracle.FORMS["three tiles of 64 patches, llama3"]),
     **{name: COMPARED[name].write for name in COMPARED if name != "phi3_v"},
 }  # fmt: skip

@@ -69,9 +69,9 @@ def ask(path: Path, images: list[list[Image.Image]], **flags: Any) -> list[Any]:
         llm.close()
 
 
-@pytest.mark.parametrize("flash", [False, True])
-def test_answers_about_images_are_transformers_answers(tmp_path: Path, flash: bool) -> None:
-    path = vision_checkpoints.glm4v(tmp_path / "glm", flash=flash, num_key_value_heads=1 if flash else 2)
+@pytest.mark.parametrize("name", ["Glm4v", "Glm46V", "GlmOcr"])
+def test_answers_about_images_are_transformers_answers(tmp_path: Path, name: str) -> None:
+    path = vision_checkpoints.glm4v(tmp_path / "glm", name=name, num_key_value_heads=1 if name == "Glm46V" else 2)
     rng = np.random.default_rng(1)
     images = [
         [Image.fromarray(rng.integers(0, 256, (h, w, 3), dtype=np.uint8)) for h, w in sizes]
