@@ -25,6 +25,7 @@ from trencadis.core.device.backend import (
     HeadTensors,
     HeadTensorsOut,
     LayerKV,
+    PackedAdapters,
     ResetTensors,
     Rotary,
     SamplerState,
@@ -86,9 +87,9 @@ class ReferenceOps:
         """Returns the mask [n, slots] of each token's slot."""
         return mask_slots(slot, numbers, dtype)
 
-    def add_adapters(self, y: Tensor, x: Tensor, w: AdapterWeights, rows: AdapterRows) -> Tensor:
+    def add_adapters(self, y: Tensor, x: Tensor, w: AdapterWeights | PackedAdapters, rows: AdapterRows) -> Tensor:
         """Multiplies by A of all slots, masks the products of other slots, and multiplies by B of all slots."""
-        assert isinstance(rows, Tensor)
+        assert isinstance(rows, Tensor) and isinstance(w, AdapterWeights)
         return add_masked_adapters(y, x, w, rows)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:

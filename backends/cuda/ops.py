@@ -56,6 +56,7 @@ from trencadis.core.device.backend import (
     HeadTensors,
     HeadTensorsOut,
     LayerKV,
+    PackedAdapters,
     ResetTensors,
     Rotary,
     SamplerState,
@@ -116,8 +117,8 @@ class CudaOps(HostLayerOps, ReferenceOps):
     def prepare_adapters(self, slot: Tensor, numbers: Tensor, dtype: torch.dtype) -> Tensor:
         return slot
 
-    def add_adapters(self, y: Tensor, x: Tensor, w: AdapterWeights, rows: AdapterRows) -> Tensor:
-        assert isinstance(rows, Tensor)
+    def add_adapters(self, y: Tensor, x: Tensor, w: AdapterWeights | PackedAdapters, rows: AdapterRows) -> Tensor:
+        assert isinstance(rows, Tensor) and isinstance(w, AdapterWeights)
         adapter_kernels.add(y, x.contiguous(), rows, w)
         return y
 

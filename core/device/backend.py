@@ -80,6 +80,12 @@ class ExpertWeights(Protocol):
     inner: int
 
 
+class PackedAdapters(Protocol):
+    """A and B of all slots of one fused matrix in a layout of the device (``core.lora.adapter_store.PackingOps``)."""
+
+    nbytes: int
+
+
 AdapterRows = Tensor | tuple[object, ...]
 """Which tokens of a launch have which adapter, in the form that the device's ``Ops`` use."""
 
@@ -122,7 +128,7 @@ class Ops(Protocol):
         """
         ...
 
-    def add_adapters(self, y: Tensor, x: Tensor, w: AdapterWeights, rows: AdapterRows) -> Tensor:
+    def add_adapters(self, y: Tensor, x: Tensor, w: AdapterWeights | PackedAdapters, rows: AdapterRows) -> Tensor:
         """Returns y [n, out] plus, for each token with an adapter, x [n, in] times A and B of its slot.
 
         May change ``y``.

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from trencadis.core.adapter_ref import AdapterRef
-from trencadis.core.device.backend import AdapterWeights, Backend
+from trencadis.core.device.backend import AdapterWeights, Backend, PackedAdapters
 from trencadis.core.errors import StartupError
 from trencadis.core.lora.adapter_files import read_adapter
 from trencadis.core.lora.adapter_weights import MatrixAdapter, load_matrices
@@ -47,6 +47,21 @@ class AdaptedLayer(NamedTuple):
     layer: DecoderLayer
 
 
+@runtime_checkable
+class PackingOps(Protocol):
+    """Additional methods of ``Ops`` for devices that keep A and B in a layout of their own."""
+
+    def allocate_adapters(
+        self, slots: int, rank: int, inputs: int, widths: tuple[int, ...], dtype: torch.dtype
+    ) -> PackedAdapters | None:
+        """Allocates zeros for a fused matrix whose parts have ``widths`` outputs; None: it is kept unpacked."""
+        ...
+
+    def put_adapter(self, w: PackedAdapters, slot: int, part: int, a: Tensor | None, b: Tensor | None) -> None:
+        """Writes A [rank, inputs] and B [rank, outputs] of a part to a slot, from 0; None: zeros."""
+        ...
+
+
 class AdapterStore:
     """Reads adapters into host memory in a thread, and copies them to slots of the device between launches.
 
@@ -58,10 +73,7 @@ class AdapterStore:
         self.config, self.backend, self.slots, self.rank = model.config, backend, slots, rank
         self.layers = [*find_layers(model)]
         for one in self.layers:
-            one.linear.adapters = AdapterWeights(
-                backend.zeros((slots, len(one.parts), rank, one.inputs), backend.dtype),
-                tuple(backend.zeros((slots, rank, part.width), backend.dtype) for part in one.parts),
-            )
+            one.linear.adapters = self._allocate(one)
         self._numbers = model.adapter_numbers = backend.zeros((slots,), torch.int32)
         self._numbers.copy_(torch.arange(1, slots + 1, dtype=torch.int32))
         self._mirrors: list[AdapterWeights | None] = [
@@ -71,11 +83,26 @@ class AdapterStore:
         self._held: dict[str, dict[str, MatrixAdapter]] = {}
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="adapters")
 
+    def _allocate(self, one: AdaptedLayer) -> AdapterWeights | PackedAdapters:
+        """Allocates the slots of one layer, filled with zeros."""
+        widths, sizes = tuple(part.width for part in one.parts), (self.slots, self.rank, one.inputs)
+        if isinstance(self.backend.ops, PackingOps):
+            packed = self.backend.ops.allocate_adapters(*sizes, widths, self.backend.dtype)
+            if packed is not None:
+                return packed
+        a = self.backend.zeros((self.slots, len(widths), self.rank, one.inputs), self.backend.dtype)
+        b = (self.backend.zeros((self.slots, self.rank, width), self.backend.dtype) for width in widths)
+        return AdapterWeights(a, tuple(b))
+
     @property
     def nbytes(self) -> int:
         """Bytes of all slots on the device."""
-        held = [one.linear.adapters for one in self.layers]
-        return self._numbers.nbytes + sum(t.nbytes for w in held if w is not None for t in (w.a, *w.b))
+        total = self._numbers.nbytes
+        for one in self.layers:
+            w = one.linear.adapters
+            assert w is not None
+            total += sum(t.nbytes for t in (w.a, *w.b)) if isinstance(w, AdapterWeights) else w.nbytes
+        return total
 
     def load(self, ref: AdapterRef, drop: Sequence[str] = ()) -> Future[str]:
         """Reads an adapter in a thread, unless it is held; first forgets those with the digests ``drop``.
@@ -125,11 +152,20 @@ class AdapterStore:
             for slot, digest in uploads:
                 self._fill(one, weights if mirror is None else mirror, slot - 1, self._held[digest])
             if mirror is not None:
+                assert isinstance(weights, AdapterWeights)
                 for target, source in zip((weights.a, *weights.b), (mirror.a, *mirror.b), strict=True):
                     target.copy_(source)
 
-    def _fill(self, one: AdaptedLayer, w: AdapterWeights, slot: int, held: dict[str, MatrixAdapter]) -> None:
+    def _fill(
+        self, one: AdaptedLayer, w: AdapterWeights | PackedAdapters, slot: int, held: dict[str, MatrixAdapter]
+    ) -> None:
         """Writes the adapter of one layer to a slot; zeros where it has no matrix, or a smaller rank."""
+        if not isinstance(w, AdapterWeights):
+            assert isinstance(self.backend.ops, PackingOps)
+            for i, part in enumerate(one.parts):
+                found = held.get(part.name)
+                self.backend.ops.put_adapter(w, slot, i, *((None, None) if found is None else found))
+            return
         for i, (part, b) in enumerate(zip(one.parts, w.b, strict=True)):
             found = held.get(part.name)
             _overwrite(w.a[slot, i], None if found is None else found.a)
@@ -150,9 +186,9 @@ def _overwrite(target: Tensor, source: Tensor | None) -> None:
         target[:rows, columns:] = 0
 
 
-def _mirror(w: AdapterWeights | None) -> AdapterWeights:
+def _mirror(w: AdapterWeights | PackedAdapters | None) -> AdapterWeights:
     """Returns tensors of zeros in host memory of the same shapes."""
-    assert w is not None
+    assert isinstance(w, AdapterWeights)
     return AdapterWeights(
         torch.zeros(w.a.shape, dtype=w.a.dtype), tuple(torch.zeros(b.shape, dtype=b.dtype) for b in w.b)
     )

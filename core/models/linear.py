@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trencadis.core.checkpoint.weight_source import StackedPart, StoredRows, WeightSource
-from trencadis.core.device.backend import AdapterRows, AdapterWeights, Backend, Comm, Ops, Weight
+from trencadis.core.device.backend import AdapterRows, AdapterWeights, Backend, Comm, Ops, PackedAdapters, Weight
 from trencadis.core.device.communicators import SingleRank
 from trencadis.core.errors import StartupError
 from trencadis.core.quant.quantised_tensor import QTensor, fits, join_weights
@@ -26,7 +26,7 @@ class Linear:
     """This rank's share of a packed weight [out, in]; several weights if its parts are quantised in different ways."""
 
     weights: list[Weight]
-    adapters: AdapterWeights | None = None
+    adapters: AdapterWeights | PackedAdapters | None = None
     """A and B of the adapters' slots, if the layer takes adapters."""
 
     def __init__(self, ops: Ops, comm: Comm) -> None:
