@@ -6,12 +6,15 @@ from typing import NamedTuple
 
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.config import EngineConfig
-from trencadis.core.memory.weight_bytes import EXPERTS, layer_matrices
+from trencadis.core.memory.weight_bytes import layer_matrices
 from trencadis.core.vision_config import SharedMatrix
 
 RANKS = (8, 16, 32, 64, 128, 256, 512)
 """Ranks that slots have memory for; smaller adapters are padded with zeros."""
 
+
+EXPERT = "expert"
+"""Part of the names of matrices of experts, which take no adapters."""
 
 NUMBER = 4
 """Bytes of a slot's number, which masks are made of."""
@@ -45,7 +48,7 @@ def adapter_bytes(model: ModelConfig, itemsize: int, ranks: int, sizes: AdapterS
     for index in model.share.layers:
         groups = list[list[SharedMatrix]]()
         for matrix in layer_matrices(model, index, ranks, width):
-            if EXPERTS in matrix.name:
+            if EXPERT in matrix.name:
                 continue
             if matrix.first or not groups:
                 groups.append([])
