@@ -21,7 +21,7 @@ from trencadis.assets import demo_path
 from trencadis.core import devices
 from trencadis.core.errors import StartupError
 from trencadis.server.bench import bench_command as bench
-from trencadis.server.cli import chat_command, check_backend, check_device, check_model, quantize
+from trencadis.server.cli import chat_command, check_accuracy, check_backend, check_device, check_model, quantize
 from trencadis.server.cli import run_batch as batch
 from trencadis.server.config import argv
 from trencadis.server.plan import plan_command as plan
@@ -170,6 +170,10 @@ def own_flags(command: Command) -> None:
     elif name == "quantize":
         names, values = quantize.parse(words)
         assert len(names) == 2 and quantize.check_options(values), command
+    elif name == "merge-lora":
+        assert len(words) == 3 or not (words or command.typed), command
+    elif name == "check-accuracy":
+        check_accuracy.parse(words)
     elif name == "check-backend":
         check_backend.parse(words or ["numpy"])
     elif name == "check-model":
