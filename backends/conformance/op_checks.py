@@ -18,7 +18,7 @@ from trencadis.backends.conformance.program_checks import make_harness
 from trencadis.backends.conformance.target import CheckTarget
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.device.backend import Backend, LayerKV, Ops, TextTensors
+from trencadis.core.device.backend import Backend, LayerKV, Ops, SinksArgument, TextTensors
 from trencadis.core.launches import host_inputs as host
 from trencadis.core.launches.persistent_tensors import by_block
 from trencadis.core.step import Int32, Reset, StepInputs
@@ -226,7 +226,7 @@ class AttentionCheck:
         half = t.head_dim // 2
         self.frequency = torch.linspace(1, 0.01, half).to(backend.device)
         self.axis = (torch.arange(half) % 3).to(backend.device)
-        self.sinks = {"sinks": (2 * randn(t.heads, seed=8)).to(backend.device)} if sinks else {}
+        self.sinks: SinksArgument = {"sinks": (2 * randn(t.heads, seed=8)).to(backend.device)} if sinks else {}
 
     def __call__(self, x: TextTensors) -> None:
         n, d = x.out_row.shape[0], self.d

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trencadis.core.checkpoint.model_config import RMS_ONE, TextConfig
 from trencadis.core.checkpoint.weight_source import StackedPart, StoredRows, WeightSource, stack
-from trencadis.core.device.backend import Attn, Backend, LayerKV, Rotary
+from trencadis.core.device.backend import Attn, Backend, LayerKV, Rotary, SinksArgument
 from trencadis.core.kv_cache_format import KVFormat
 from trencadis.core.models.kv_cache_codes import pairs_of, static_of
 from trencadis.core.models.linear import (
@@ -100,7 +100,7 @@ class Attention:
         self.rotary_dim, self.adjacent = c.rotary_dim or (d if c.adjacent_pairs else 0), c.adjacent_pairs
         self.window = (window,) if window else ()
         self.scales_queries, self.has_sinks = c.query_growth is not None, c.sinks
-        self.sinks: dict[str, Tensor] = {}
+        self.sinks: SinksArgument = {}
         sizes = {"q_proj": c.heads, "k_proj": c.kv_heads, "v_proj": c.kv_heads}
         parts = tuple(ColumnPart(name, heads * d, d) for name, heads in sizes.items())
         self.qkv = ColumnParallelLinear(self.ops, comm, c.hidden, parts, bias=c.qkv_bias)
@@ -166,5 +166,5 @@ class Attention:
         return self.ops.attend(q, k, v, self.kv, attn, self.scale, *self.window, **self.sinks).reshape(n, -1)
 
     def nbytes(self) -> int:
-        beside = sum(t.nbytes for t in (self.pairs, self.static, *self.sinks.values()) if t is not None)
+        beside = sum(t.nbytes for t in (self.pairs, self.static, self.sinks.get("sinks")) if t is not None)
         return self.qkv.bytes + self.out.bytes + sum(norm.nbytes() for norm in self.norms or ()) + beside
