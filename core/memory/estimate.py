@@ -13,7 +13,7 @@ from functools import cached_property
 
 from trencadis.core.buckets import Bucket, GraphMemory, InputSizes, Plan, Stage, padded_tokens
 from trencadis.core.checkpoint.family import DeviceShare
-from trencadis.core.checkpoint.model_config import SANDWICH, ModelConfig, TextConfig
+from trencadis.core.checkpoint.model_config import OUT, SANDWICH, ModelConfig, TextConfig
 from trencadis.core.checkpoint.registry import family_of
 from trencadis.core.kv_cache_format import head_bytes
 from trencadis.core.memory import launch_memory
@@ -300,7 +300,7 @@ class MemoryEstimator:
             return size * t.width * (self.itemsize + 21 + inner) + 4 * size**2
         heads, d = self._share(t.heads), t.head_dim
         held = STREAMS + (
-            1 if t.norm_placement == SANDWICH else 0
+            1 if t.norm_placement in (SANDWICH, OUT) else 0
         )  # inputs and outputs of the norms after attention and MLP
         streams = size * (held * t.hidden * self.itemsize + (16 if t.second_rotary else 8) * d)
         attention = size * 3 * (heads + 2 * self.kv_heads) * d * self.itemsize
@@ -404,7 +404,7 @@ class MemoryEstimator:
             return size * (self.ranks * share * self.itemsize + cut_widths)
         if bucket.stage in HEADS:
             return 0
-        cut_widths = CUT_WIDTHS + (1 if t.norm_placement == SANDWICH else 0)
+        cut_widths = CUT_WIDTHS + (1 if t.norm_placement in (SANDWICH, OUT) else 0)
         experts = 0 if t.experts is None else size * len(self.model.share.layers) * self._share(t.experts.inner)
         first = 8 * t.head_dim + 16 + (4 if t.query_growth is not None else 0)
         kept = self._layers_keep(bucket, self.ranks, t.hidden, t.head_dim, cut_widths, t.heads, first)

@@ -13,6 +13,7 @@ from torch import Tensor
 from trencadis.core.checkpoint.model_config import RMS_ONE, TextConfig
 from trencadis.core.checkpoint.weight_source import StackedPart, StoredRows, WeightSource, stack
 from trencadis.core.device.backend import Attn, Backend, LayerKV, Rotary, SinksArgument
+from trencadis.core.errors import StartupError
 from trencadis.core.kv_cache_format import KVFormat
 from trencadis.core.models.kv_cache_codes import pairs_of, static_of
 from trencadis.core.models.linear import (
@@ -112,6 +113,14 @@ class Attention:
         self.device, self.values = backend.device, backend.values
         above_one = c.norm == RMS_ONE
         self.norms = tuple(RMSNorm(self.ops, d, c.eps, above_one) for _ in "qk") if c.qk_norm else None
+        self.joint_norms: tuple[RMSNorm, ...] = ()
+        if c.joint_qk_norm:
+            if comm.world > 1:
+                raise StartupError(
+                    f"--tensor-parallel-size {comm.world}: the norms of q and k go over all heads, which ranks cannot "
+                    "share; use 1"
+                )
+            self.joint_norms = tuple(RMSNorm(self.ops, heads * d, c.eps, above_one) for heads in (c.heads, c.kv_heads))
 
     def load(self, source: WeightSource, name: str) -> None:
         if self.rotary_dim:
@@ -121,7 +130,7 @@ class Attention:
         if self.has_sinks:
             size, start, stop, width = self.query_heads
             self.sinks["sinks"] = pad_rows(source.shard(f"{name}.sinks", (size,), 0, start, stop), width).float()
-        for norm, part in zip(self.norms or (), ("q_norm", "k_norm"), strict=False):
+        for norm, part in zip(self.norms or self.joint_norms, ("q_norm", "k_norm"), strict=False):
             norm.load(source, f"{name}.{part}")
         if self.kv_format is not None:
             self._load_cache(source, name, self.kv_format)
@@ -157,6 +166,8 @@ class Attention:
         n = x.shape[0]
         q, k, v = torch.split(self.qkv(x), self.sizes, dim=1)
         d = self.head_dim
+        if self.joint_norms:
+            q, k = self.joint_norms[0].joint(q), self.joint_norms[1].joint(k)
         q, k, v = q.view(n, -1, d), k.view(n, -1, d), v.view(n, -1, d)
         if self.norms is not None:
             q, k = self.norms[0].heads(q), self.norms[1].heads(k)
@@ -167,4 +178,4 @@ class Attention:
 
     def nbytes(self) -> int:
         beside = sum(t.nbytes for t in (self.pairs, self.static, self.sinks.get("sinks")) if t is not None)
-        return self.qkv.bytes + self.out.bytes + sum(norm.nbytes() for norm in self.norms or ()) + beside
+        return self.qkv.bytes + self.out.bytes + sum(norm.nbytes() for norm in self.norms or self.joint_norms) + beside
