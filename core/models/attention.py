@@ -13,7 +13,6 @@ from torch import Tensor
 from trencadis.core.checkpoint.model_config import RMS_ONE, TextConfig
 from trencadis.core.checkpoint.weight_source import StackedPart, StoredRows, WeightSource, stack
 from trencadis.core.device.backend import Attn, Backend, LayerKV, Rotary, SinksArgument
-from trencadis.core.errors import StartupError
 from trencadis.core.kv_cache_format import KVFormat
 from trencadis.core.models.kv_cache_codes import pairs_of, static_of
 from trencadis.core.models.linear import (
@@ -115,11 +114,7 @@ class Attention:
         self.norms = tuple(RMSNorm(self.ops, d, c.eps, above_one) for _ in "qk") if c.qk_norm else None
         self.joint_norms: tuple[RMSNorm, ...] = ()
         if c.joint_qk_norm:
-            if comm.world > 1:
-                raise StartupError(
-                    f"--tensor-parallel-size {comm.world}: the norms of q and k go over all heads, which ranks cannot "
-                    "share; use 1"
-                )
+            assert comm.world == 1, "the norms of q and k go over all heads, which ranks cannot share"
             self.joint_norms = tuple(RMSNorm(self.ops, heads * d, c.eps, above_one) for heads in (c.heads, c.kv_heads))
 
     def load(self, source: WeightSource, name: str) -> None:

@@ -188,8 +188,9 @@ CASES: dict[str, tuple[str, Cases]] = {
         ("layer_types", None, RIGHT), ("layer_types", ["full_attention"] * 4, RIGHT), ("layer_types", [], REFUSED),
         ("rope_parameters.full_attention.factor", 2.0, RIGHT), ("rope_parameters", GONE, RIGHT),
         ("rope_parameters.full_attention.rope_theta", 5e4, RIGHT), ("rms_norm_eps", GONE, RIGHT),
-        ("rope_parameters.sliding_attention.rope_theta", 5e4, RIGHT), ("rope_parameters.sliding_attention.rope_type", "linear", REFUSED),
-        ("attention_bias", True, REFUSED), ("tie_word_embeddings", True, RIGHT),
+        ("rope_parameters.sliding_attention.rope_theta", 5e4, RIGHT),
+        ("rope_parameters.sliding_attention.rope_type", "linear", REFUSED), ("attention_bias", True, REFUSED),
+        ("tie_word_embeddings", True, RIGHT),
     ]),
     "seed_oss": ("plain", [
         *GATED, *YARNS, ("attention_bias", False, RIGHT), ("attention_bias", GONE, RIGHT), ("mlp_bias", True, REFUSED),
