@@ -32,6 +32,8 @@ OPS = (
     "interpolate", "gather_rows", "scatter_rows", "sample", "reset", "pool",
 )  # fmt: skip
 TEXT = (Stage.PREFILL, Stage.FRESH, Stage.CONTEXT, Stage.DECODE)
+DRAFTED = (*TEXT, Stage.VERIFY)
+"""Stages of launches whose tokens attend to earlier ones, and to no image."""
 
 
 def list_inherited_ops(ops: Ops) -> list[str]:
@@ -262,7 +264,7 @@ def attention(target: CheckTarget, windows: tuple[int, ...] = (0,), spans: bool 
     found = []
     other_backend = None if windows == (0,) and not spans else target.backend_with(windows, spans)
     harness = make_harness(target, other_backend)
-    for stage in [s for s in harness.stages if s in TEXT]:
+    for stage in [s for s in harness.stages if s in (TEXT if spans else DRAFTED)]:
         for bucket in spread_buckets(all_buckets(harness.plan, stage), 2 if target.quick else 5):
             inputs, _ = harness.inputs(bucket, np.random.default_rng(3))
             if spans:

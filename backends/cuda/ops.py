@@ -232,6 +232,8 @@ class CudaOps(HostLayerOps, ReferenceOps):
         gather_scatter.scatter(target, index, values)
 
     def sample(self, logits: Tensor, inputs: HeadTensors, state: SamplerState, full: bool) -> HeadTensorsOut:
+        if inputs.ahead is not None:
+            return sample.sample_chains(inputs, state, lambda head, own: self.sample(logits, head, own, full))
         size = logits.shape[0], logits.shape[1], logits.device
         out = sample.outputs(*size, full)
         if full:

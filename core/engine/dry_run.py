@@ -40,6 +40,7 @@ from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.shared_constants import RESERVED_BLOCKS
+from trencadis.core.spec.spec_settings import resolve_speculation
 
 BUILT_FOR_FEW = 128, 2048
 BUILT_FOR_MANY = 256, 8192
@@ -111,6 +112,7 @@ def shape_limits(config: EngineConfig, model: ModelConfig, policy: Policy, image
     length = config.max_model_len or longest
     if length > longest:
         raise StartupError(f"--max-model-len {length} is more than the model supports; the largest is {longest}.")
+    drafts = resolve_speculation(config, model, policy, config.device)
     together = max(config.limit_mm_per_prompt.get("image", 1), 1)
     seqs, tokens = BUILT_FOR_MANY if policy.captures else BUILT_FOR_FEW
     return ShapeLimits(
@@ -124,6 +126,7 @@ def shape_limits(config: EngineConfig, model: ModelConfig, policy: Policy, image
         squares=images.squares,
         images=tuple((one, low or together, high or together) for one, low, high in images.images),
         units=arena_units(model, config.encoder_cache_images, config.max_num_seqs or seqs) if images.slots else 0,
+        drafts=drafts.drafts if policy.rules and drafts is not None else 0,
     )
 
 

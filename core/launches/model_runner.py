@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trencadis.core.buckets import Bucket, Plan, Stage
+from trencadis.core.buckets import Bucket, Plan, Stage, ahead_variant
 from trencadis.core.device.backend import Backend, Inputs, Pending, Pipe, VisionTensors
 from trencadis.core.graphs.graph_manager import GraphManager, GraphObserver
 from trencadis.core.graphs.rank_agreement import RankAgreement
@@ -23,6 +23,7 @@ from trencadis.core.launches.launch_splitter import (
     HEAD_ROWS,
     WIDE_ROWS,
     Launch,
+    ahead_bucket,
     head_bucket,
     list_wide_variants,
     part_of,
@@ -130,6 +131,8 @@ class ModelRunner:
             "reset": model.reset,
             "pool": model.pool,
         }
+        if plan.drafts:
+            bodies[ahead_variant(plan.drafts)] = bodies["full"]
         for variant, size in list_wide_variants(self.vocab).items():
             bodies[variant] = partial(model.score_top, size)
         self.graphs = GraphManager(backend, bodies, plan, observer)
@@ -315,6 +318,8 @@ class ModelRunner:
         def part(inputs: HeadInputs, full: bool) -> Pending[HeadOutput]:
             count = len(inputs.slot)
             bucket = head_bucket(count, full, best, self.plan, told, cold)
+            if full and inputs.ahead is not None:
+                bucket = ahead_bucket(count, self.plan)
             return self.backend.fetch(self._run(bucket, inputs, count, pending), count)
 
         def apart(inputs: HeadInputs) -> Pending[HeadOutput]:

@@ -30,7 +30,7 @@ def pool_of(stage: Stage) -> str:
     """Returns the pool that a stage's graphs are charged to; SAMPLE, RESET and POOL use the decode pool."""
     if stage is Stage.VISION:
         return VISION
-    return DECODE if stage in (Stage.DECODE, Stage.SAMPLE, Stage.RESET, Stage.POOL) else TEXT
+    return DECODE if stage in (Stage.DECODE, Stage.VERIFY, Stage.SAMPLE, Stage.RESET, Stage.POOL) else TEXT
 
 
 class DeviceTooSmall(StartupError):

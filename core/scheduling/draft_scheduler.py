@@ -17,6 +17,7 @@ from trencadis.core.scheduling.persistent_batch import PersistentBatch
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.scheduling.sequence import Sequence, SequenceDrafter, SequenceStatus
 from trencadis.core.scheduling.step_builder import InFlightStep, StepBuilder
+from trencadis.core.shared_constants import DRAFTED_ROWS
 from trencadis.core.spec.answer_counts import AnswerCounts, Owner, SuffixSource
 from trencadis.core.spec.draft_costs import AcceptanceRates, StepSeconds, choose_count
 from trencadis.core.spec.draft_source import DraftSource, FirstOf, cut_at
@@ -24,9 +25,6 @@ from trencadis.core.spec.ngram_index import NgramSource
 from trencadis.core.spec.predicted_text import PredictionSource
 from trencadis.core.spec.spec_config import SpeculationConfig
 from trencadis.core.step import Draw, Row
-
-SAMPLED_ROWS = 64
-"""Most rows of SAMPLE in a step with drafts, if ``max_rows`` is smaller."""
 
 MakeSource = Callable[[Sequence], DraftSource]
 
@@ -150,7 +148,7 @@ class DraftScheduler:
         ``persistent``: rows of the persistent batch.
         """
         drawn = persistent + sum(len(row.samples) for row in builder.rows)
-        free = max(self._limits.max_rows, SAMPLED_ROWS) - drawn
+        free = max(self._limits.max_rows, DRAFTED_ROWS) - drawn
         rows = {row.key: at for at, row in enumerate(builder.rows)}
         for seq in builder.scheduled:
             if not seq.proposal or seq.key not in rows:

@@ -21,7 +21,7 @@ from trencadis.core.spec.draft_costs import AcceptanceRates
 from trencadis.core.spec.draft_source import DraftSource
 from trencadis.core.step import PENDING, Int32, Opening, Pooled, PoolSpan, Sample
 
-SHAPING = (Stage.PREFILL, Stage.DECODE, Stage.FRESH, Stage.CONTEXT, Stage.VISION)
+SHAPING = (Stage.PREFILL, Stage.DECODE, Stage.FRESH, Stage.CONTEXT, Stage.VISION, Stage.VERIFY)
 BEST = Sample(best=True)
 """Sampling parameters of a plain greedy choice: the argmax, regardless of filters."""
 

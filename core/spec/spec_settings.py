@@ -162,7 +162,7 @@ def resolve_speculation(
 ) -> SpeculationConfig | None:
     """Returns what this engine drafts; None: nothing.
 
-    Where nothing is asked for, n-grams are drafted on devices that verify drafts at the cost of few rows.
+    Where nothing is asked for, n-grams are drafted on devices without a plan of shapes, which needs no more memory.
 
     Raises:
         StartupError: the device or the model does not go with what is asked for; one line.
@@ -177,6 +177,10 @@ def resolve_speculation(
         if asked:
             raise StartupError(f"{_source(config)}: a pooling engine generates nothing to draft; leave it out")
         return None
+    if policy.rules and not asked:
+        return None
+    if policy.rules and model.text.cross_attention_layers:
+        raise StartupError(f"{_source(config)}: {model.architecture} attends to images; --device cpu drafts its texts")
     if found is None:
         found = SpeculationConfig(rows=DEFAULT_ROWS, always=config.spec_always)
     ids = (model.image_token, model.video_token, model.placeholder_token)
