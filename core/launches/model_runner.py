@@ -17,6 +17,8 @@ from trencadis.core.graphs.graph_manager import GraphManager, GraphObserver
 from trencadis.core.graphs.rank_agreement import RankAgreement
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.launches import host_inputs as host
+from trencadis.core.launches.draft_runner import DraftRunner
+from trencadis.core.launches.eagle_runner import EagleRunner
 from trencadis.core.launches.encoder_data_parallel import GatheredRows, assign_images
 from trencadis.core.launches.host_block_copies import BlockCopies
 from trencadis.core.launches.launch_splitter import (
@@ -42,6 +44,7 @@ from trencadis.core.progress import Warming
 from trencadis.core.request import GREEDY_BELOW
 from trencadis.core.shared_constants import WINDOW_SLOTS
 from trencadis.core.step import (
+    DraftRow,
     Encode,
     HeadInputs,
     HeadOutput,
@@ -144,6 +147,11 @@ class ModelRunner:
         """Set if each rank encodes a part of the images."""
         self.passage: PipelineTransfer | None = None
         """The transfer to and from other pipeline stages, if there are any."""
+        self.draft: DraftRunner | None = None
+        """The model that drafts, if one does."""
+        self.eagle: EagleRunner | None = None
+        """The head that drafts, if one does."""
+        self._launched: StepInputs | None = None
         self.batches = [RankInputBatch() for _ in range(self.share.stages)]
         self.batch = self.batches[0]
         self._everything = np.full((1, -(-self.vocab // 8)), 255, np.uint8)
@@ -158,7 +166,11 @@ class ModelRunner:
             self.matchers.apply(step.closings, step.openings)
         self.batch = self.batches[step.micro_batch]
         self.batch.apply(step.batch)
+        self._launched = None
         self._run_step(step if self.ragged else self.batch.with_all_rows(step), pending)
+        if self.eagle is not None and self._launched is not None:
+            output = None if pending.head is None else pending.head.result()
+            self.eagle.read(step, self.batch.keys, self._launched, pending.samples, output)
         if step.batch is not None:
             self.batch.advance(step.rows, step.batch.joins)
         if self.graphs.counted:
@@ -202,6 +214,12 @@ class ModelRunner:
         """Sets the warm-up that ``warm`` advances."""
         self._warmup = warmup
 
+    def propose(self, rows: Sequence[DraftRow]) -> list[tuple[int, ...]]:
+        """Returns what the draft model or head expects to follow each row; called after the Steps in flight."""
+        drafter = self.draft or self.eagle
+        assert drafter is not None
+        return drafter.propose(rows)
+
     def set_vocabulary(self, data: bytes | bytearray) -> None:
         """Takes a packed ``core.masks.vocabulary.Vocabulary`` and returns at once.
 
@@ -227,6 +245,9 @@ class ModelRunner:
         else:
             inputs = self._text_inputs(step, launch)
             self._run(launch.bucket, inputs, len(inputs.tokens), pending)
+            self._launched = inputs
+            if self.draft is not None:
+                self.draft.read(launch.bucket, inputs)
 
     def _launch_reset_or_vision(self, step: Step, launch: Launch, pending: PendingStep) -> None:
         """Runs a RESET or VISION launch."""

@@ -100,6 +100,11 @@ class RankInputBatch:
         self._head: PersistentHeadInputs | None = None
         self._needs: HeadNeeds | None = None
 
+    @property
+    def keys(self) -> tuple[int, ...]:
+        """The scheduler's keys of the rows, in order."""
+        return tuple(self._keys)
+
     # Changes by a Step
 
     def apply(self, change: BatchChange | None) -> None:

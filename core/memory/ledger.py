@@ -63,7 +63,10 @@ class GraphSettings:
 
 @dataclass(frozen=True)
 class MemoryInUse:
-    """Bytes that are in use before the KV cache is allocated."""
+    """Bytes that are in use before the KV cache is allocated.
+
+    ``draft_weights``, ``draft_kv``: those of a model that drafts; its KV has as many blocks as the KV cache.
+    """
 
     total: int
     others: int = 0
@@ -74,6 +77,8 @@ class MemoryInUse:
     inputs: int = 0
     activations: int = 0
     copies: int = 0
+    draft_weights: int = 0
+    draft_kv: int = 0
 
     @property
     def free(self) -> int:
@@ -84,7 +89,7 @@ class MemoryInUse:
     def taken(self) -> int:
         """Bytes of other programs, weights, fixed tensors, and the activations of the costliest launch."""
         fixed = self.weights + self.arena + self.state + self.hidden + self.inputs + self.copies
-        return self.others + fixed + self.activations
+        return self.others + fixed + self.activations + self.draft_weights + self.draft_kv
 
 
 @dataclass(frozen=True)
@@ -223,6 +228,7 @@ class Ledger:
         named = (
             ("used by others", b.others),
             ("weights", b.weights),
+            *([("draft weights", b.draft_weights), ("draft KV", b.draft_kv)] if b.draft_weights else []),
             ("image arena", b.arena),
             ("sampler state", b.state),
             ("hidden rows", b.hidden),

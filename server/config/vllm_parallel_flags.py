@@ -15,7 +15,7 @@ from trencadis.server.config.vllm_flag_row import (
 )
 
 LORA_REASON = "adapters are not served; merge them into the checkpoint (peft: merge_and_unload) and serve that"
-_TEXTS = "guesses come from texts, not from a model"
+_TEXTS = "a draft model has the format of its checkpoint and runs beside one rank"
 _ACCEPTED = "a guess is accepted where it equals the token that is sampled without it, so that answers are the same"
 _DATA = "one server has all engines, also those that --data-parallel-backend ray has elsewhere; leave it out"
 _CONTEXT = "every rank sees whole sequences; --tensor-parallel-size shares the KV heads among cards"

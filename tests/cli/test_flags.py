@@ -145,7 +145,10 @@ def test_server_values(line, name, value):
         ("-q int2", "is not one of"),
         ("--distributed-executor-backend foo", "is not one of mp, uni, external_launcher, ray"),
         ("--enable-lora", "adapters"),
-        (["--speculative-config", '{"method": "eagle3"}'], "guesses of a model (eagle3) are not built"),
+        (
+            ["--speculative-config", '{"method": "medusa"}'],
+            "medusa is not built; methods: ngram, suffix",
+        ),
         ("-pp 0", "pipeline-parallel-size"),
         ("--tool-parser-plugin p.py", "entry point trencadis.tool_parsers"),
         ("--kv-cache-dtype nvfp4", "--kv-cache-dtype nvfp4 is refused"),
