@@ -24,6 +24,9 @@ log = logging.getLogger("trencadis.engine")
 GROUP = "trencadis.models"
 """Entry-point group under which an installed package offers a ``Family`` for each architecture name."""
 
+OTHER_LAYOUTS = {"InternVLChatModel": "take the repository of the same model whose name ends in -HF"}
+"""Architecture of a layout that is not read -> where the same model is found in one that is."""
+
 _TEXT = "trencadis.core.families"
 TABLE = {
     "Qwen2_5_VLForConditionalGeneration": "trencadis.multimodal.qwen2_5_vl.family:FAMILY",
@@ -37,6 +40,9 @@ TABLE = {
     "Idefics3ForConditionalGeneration": "trencadis.multimodal.idefics3.family:FAMILY",
     "Mistral3ForConditionalGeneration": "trencadis.multimodal.pixtral.family:FAMILY",
     "MllamaForConditionalGeneration": "trencadis.multimodal.mllama.family:FAMILY",
+    "Glm4vForConditionalGeneration": "trencadis.multimodal.glm4v.family:FAMILY",
+    "Glm46VForConditionalGeneration": "trencadis.multimodal.glm4v.family:FLASH",
+    "GlmOcrForConditionalGeneration": "trencadis.multimodal.glm4v.family:OCR",
     "Phi3VForCausalLM": "trencadis.multimodal.phi3_v.family:FAMILY",
     "SmolVLMForConditionalGeneration": "trencadis.multimodal.idefics3.family:SMOLVLM",
     "Gemma3ForCausalLM": f"{_TEXT}.gemma3:FAMILY",
@@ -44,11 +50,22 @@ TABLE = {
     "Gemma3TextModel": f"{_TEXT}.gemma3:FAMILY",
     "BertForSequenceClassification": f"{_TEXT}.bert:FAMILY",
     "BertModel": f"{_TEXT}.bert:FAMILY",
+    "Glm4ForCausalLM": f"{_TEXT}.glm4:FAMILY",
+    "Glm4ForSequenceClassification": f"{_TEXT}.glm4:FAMILY",
+    "Glm4Model": f"{_TEXT}.glm4:FAMILY",
+    "GptOssForCausalLM": f"{_TEXT}.gpt_oss:FAMILY",
+    "GptOssForSequenceClassification": f"{_TEXT}.gpt_oss:FAMILY",
+    "GptOssModel": f"{_TEXT}.gpt_oss:FAMILY",
     "GPT2LMHeadModel": f"{_TEXT}.gpt2:FAMILY",
     "GPT2Model": f"{_TEXT}.gpt2:FAMILY",
+    "GraniteForCausalLM": f"{_TEXT}.granite:FAMILY",
+    "GraniteModel": f"{_TEXT}.granite:FAMILY",
     "LlamaForCausalLM": f"{_TEXT}.llama:FAMILY",
     "LlamaForSequenceClassification": f"{_TEXT}.llama:FAMILY",
     "LlamaModel": f"{_TEXT}.llama:FAMILY",
+    "Ministral3ForCausalLM": f"{_TEXT}.ministral3:FAMILY",
+    "Ministral3ForSequenceClassification": f"{_TEXT}.ministral3:FAMILY",
+    "Ministral3Model": f"{_TEXT}.ministral3:FAMILY",
     "MistralForCausalLM": f"{_TEXT}.mistral:FAMILY",
     "MistralForSequenceClassification": f"{_TEXT}.mistral:FAMILY",
     "MistralModel": f"{_TEXT}.mistral:FAMILY",
@@ -65,12 +82,21 @@ TABLE = {
     "Qwen2ForRewardModel": f"{_TEXT}.qwen2:FAMILY",
     "Qwen2ForSequenceClassification": f"{_TEXT}.qwen2:FAMILY",
     "Qwen2Model": f"{_TEXT}.qwen2:FAMILY",
+    "Qwen2MoeForCausalLM": f"{_TEXT}.qwen2_moe:FAMILY",
+    "Qwen2MoeForSequenceClassification": f"{_TEXT}.qwen2_moe:FAMILY",
+    "Qwen2MoeModel": f"{_TEXT}.qwen2_moe:FAMILY",
     "Qwen3ForCausalLM": f"{_TEXT}.qwen3:FAMILY",
     "Qwen3ForSequenceClassification": f"{_TEXT}.qwen3:FAMILY",
     "Qwen3Model": f"{_TEXT}.qwen3:FAMILY",
     "Qwen3MoeForCausalLM": f"{_TEXT}.qwen3_moe:FAMILY",
     "Qwen3MoeForSequenceClassification": f"{_TEXT}.qwen3_moe:FAMILY",
     "Qwen3MoeModel": f"{_TEXT}.qwen3_moe:FAMILY",
+    "SeedOssForCausalLM": f"{_TEXT}.seed_oss:FAMILY",
+    "SeedOssForSequenceClassification": f"{_TEXT}.seed_oss:FAMILY",
+    "SeedOssModel": f"{_TEXT}.seed_oss:FAMILY",
+    "SmolLM3ForCausalLM": f"{_TEXT}.smollm3:FAMILY",
+    "SmolLM3ForSequenceClassification": f"{_TEXT}.smollm3:FAMILY",
+    "SmolLM3Model": f"{_TEXT}.smollm3:FAMILY",
     "XLMRobertaForSequenceClassification": f"{_TEXT}.xlm_roberta:FAMILY",
     "XLMRobertaModel": f"{_TEXT}.xlm_roberta:FAMILY",
 }

@@ -245,6 +245,7 @@ def backend_config(
         vision_head_dim=model.vision.head_dim if model.vision else 0,
         windows=model.text.windows,
         upto=model.text.upto,
+        sinks=model.text.sinks,
         batch_invariant=config.batch_invariant,
         rank=rank_info.peer,
         world=rank_info.peers,

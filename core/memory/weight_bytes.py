@@ -39,7 +39,17 @@ def mlp_columns(model: ModelConfig, ranks: int, width: int = 1) -> int:
 
     A share ends at the end of a quantised group.
     """
-    inner = model.text.intermediate
+    return _share_of(model, model.text.intermediate, ranks, width)
+
+
+def shared_columns(model: ModelConfig, ranks: int, width: int = 1) -> int:
+    """Returns the columns of the shared expert on one device, a multiple of ``width``; 0: there is none."""
+    experts = model.text.experts
+    return 0 if experts is None or not experts.shared else _share_of(model, experts.shared, ranks, width)
+
+
+def _share_of(model: ModelConfig, inner: int, ranks: int, width: int) -> int:
+    """Returns one device's share of ``inner`` columns; it ends at the end of a quantised group."""
     unit = mlp_unit(inner, model.quant.widest_group() if model.quant is not None else 1, ranks)
     return align_up(-(-inner // unit // ranks) * unit, width)
 
@@ -76,6 +86,11 @@ def norm_excess_of(t: TextConfig, itemsize: int) -> int:
     return (layer_norms(t) * t.hidden + (2 * t.head_dim if t.qk_norm else 0)) * (4 - itemsize)
 
 
+def sink_bytes(t: TextConfig, ranks: int) -> int:
+    """Returns the bytes of a layer's attention sinks on one device, which are float32."""
+    return 4 * -(-t.heads // ranks) if t.sinks else 0
+
+
 def layer_values(model: ModelConfig, index: int, ranks: int, width: int = 1) -> int:
     """Returns the exact number of values of decoder layer ``index`` on a stage's rank 0.
 
@@ -89,7 +104,8 @@ def layer_values(model: ModelConfig, index: int, ranks: int, width: int = 1) -> 
     layer += (qkv if t.qkv_bias else 0) + (t.hidden if t.out_bias else 0)
     layer += (2 * t.head_dim if t.qk_norm or crosses else 0) + 2 * crosses  # its gates
     if t.experts is not None and index not in t.experts.dense:
-        return layer + t.experts.values(t.hidden, ranks)
+        shared = t.experts.shared_values(t.hidden, shared_columns(model, ranks, width))
+        return layer + t.experts.values(t.hidden, ranks) + shared + t.experts.bias_values(t.hidden, ranks)
     biases = (mlp_matrices(t) - 1) * columns + t.hidden if t.mlp_bias else 0
     return layer + mlp_matrices(t) * t.hidden * columns + biases
 
@@ -98,7 +114,7 @@ def layer_bytes(model: ModelConfig, index: int, itemsize: int, ranks: int, form:
     """Returns the bytes of that layer's weights on a device of ``form`` (``Policy.quantised``)."""
     t = model.text
     kv = -(-t.kv_heads // ranks) if t.kv_heads >= ranks else 1
-    beside = norm_excess_of(t, itemsize) + (t.kv.fixed_bytes(kv) if t.kv is not None else 0)
+    beside = norm_excess_of(t, itemsize) + (t.kv.fixed_bytes(kv) if t.kv is not None else 0) + sink_bytes(t, ranks)
     more = _excess_of(model, itemsize, ranks, form, width, index)
     return layer_values(model, index, ranks, width) * itemsize + beside + more
 
@@ -211,6 +227,9 @@ def _layer_matrices(model: ModelConfig, index: int, ranks: int, width: int) -> I
         inner = t.experts.inner
         for i in range(t.experts.count):
             yield from _gated_mlp_matrices(f"{at}.mlp{EXPERTS}{i}", t.hidden, -(-inner // ranks), inner)
+        if t.experts.shared:
+            columns = shared_columns(model, ranks, width)
+            yield from _gated_mlp_matrices(f"{at}.mlp.shared_expert", t.hidden, columns, t.experts.shared)
         return
     columns = mlp_columns(model, ranks, width)
     if t.mlp == GATED:

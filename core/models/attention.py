@@ -37,12 +37,16 @@ class PartialRotarySource:
 
     Args:
         rotary_dim: number of rotated values of a head.
+        adjacent: True if the two values of a rotated pair are stored next to each other.
     """
 
-    def __init__(self, source: WeightSource, head_dim: int, rotary_dim: int) -> None:
+    def __init__(self, source: WeightSource, head_dim: int, rotary_dim: int, adjacent: bool = False) -> None:
         self.source, self.head_dim = source, head_dim
         middle = rotary_dim + (head_dim - rotary_dim) // 2
-        self.spans = ((0, rotary_dim // 2), (rotary_dim, middle), (rotary_dim // 2, rotary_dim), (middle, head_dim))
+        first, second = [(0, rotary_dim // 2)], [(rotary_dim // 2, rotary_dim)]
+        if adjacent:
+            first, second = ([(i, i + 1) for i in range(start, rotary_dim, 2)] for start in range(2))
+        self.spans = (*first, (rotary_dim, middle), *second, (middle, head_dim))
 
     def _reorder(self, name: str, part: Tensor) -> Tensor:
         if name.rpartition(".")[0].rpartition(".")[2] not in ROTATED:
@@ -88,18 +92,22 @@ class Attention:
     pairs: Tensor | None = None
     static: Tensor | None = None
 
-    def __init__(self, backend: Backend, c: TextConfig, window: int = 0) -> None:
+    def __init__(self, backend: Backend, c: TextConfig, window: int = 0, scale: float = 0.0) -> None:
         comm, d = backend.comm, c.head_dim
         check_heads(c.heads, comm.world, "query heads")
         self.ops, self.kv_format, self.bias = backend.ops, c.kv, c.qkv_bias
-        self.head_dim, self.scale, self.rotary_dim = d, c.score_scale, c.rotary_dim
+        self.head_dim, self.scale = d, scale or c.score_scale
+        self.rotary_dim, self.adjacent = c.rotary_dim or (d if c.adjacent_pairs else 0), c.adjacent_pairs
         self.window = (window,) if window else ()
+        self.scales_queries, self.has_sinks = c.query_growth is not None, c.sinks
+        self.sinks: dict[str, Tensor] = {}
         sizes = {"q_proj": c.heads, "k_proj": c.kv_heads, "v_proj": c.kv_heads}
         parts = tuple(ColumnPart(name, heads * d, d) for name, heads in sizes.items())
         self.qkv = ColumnParallelLinear(self.ops, comm, c.hidden, parts, bias=c.qkv_bias)
         self.out = RowParallelLinear(self.ops, comm, c.heads * d, c.hidden, unit=d, bias=c.out_bias)
         self.sizes = [unit_span(part.size, d, comm.rank, comm.world).width for part in parts]
         self.heads = self.sizes[0] // d
+        self.query_heads = (c.heads, *unit_span(c.heads, 1, comm.rank, comm.world))
         self.keys = (c.kv_heads * d, *unit_span(c.kv_heads * d, d, comm.rank, comm.world))
         self.device, self.values = backend.device, backend.values
         above_one = c.norm == RMS_ONE
@@ -107,9 +115,12 @@ class Attention:
 
     def load(self, source: WeightSource, name: str) -> None:
         if self.rotary_dim:
-            source = PartialRotarySource(source, self.head_dim, self.rotary_dim)
+            source = PartialRotarySource(source, self.head_dim, self.rotary_dim, self.adjacent)
         self.qkv.load(source, name)
         self.out.load(source, f"{name}.o_proj")
+        if self.has_sinks:
+            size, start, stop, width = self.query_heads
+            self.sinks["sinks"] = pad_rows(source.shard(f"{name}.sinks", (size,), 0, start, stop), width).float()
         for norm, part in zip(self.norms or (), ("q_norm", "k_norm"), strict=False):
             norm.load(source, f"{name}.{part}")
         if self.kv_format is not None:
@@ -149,9 +160,11 @@ class Attention:
         q, k, v = q.view(n, -1, d), k.view(n, -1, d), v.view(n, -1, d)
         if self.norms is not None:
             q, k = self.norms[0].heads(q), self.norms[1].heads(k)
+        if rotary.query_scale is not None:
+            q = q * rotary.query_scale.to(q.dtype)[:, None, None]
         q, k, v = self.ops.rope_store(q, k, v, rotary, self.kv, attn)
-        return self.ops.attend(q, k, v, self.kv, attn, self.scale, *self.window).reshape(n, -1)
+        return self.ops.attend(q, k, v, self.kv, attn, self.scale, *self.window, **self.sinks).reshape(n, -1)
 
     def nbytes(self) -> int:
-        beside = sum(t.nbytes for t in (self.pairs, self.static) if t is not None)
+        beside = sum(t.nbytes for t in (self.pairs, self.static, *self.sinks.values()) if t is not None)
         return self.qkv.bytes + self.out.bytes + sum(norm.nbytes() for norm in self.norms or ()) + beside

@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.oracles.gaudi_launches import BLOCK, AttentionLayer, references, step_inputs
 from tests.speculation.test_cpu_answers import Answers, SampledTraffic, draft_by
 from tests.traffic.ruled_requests import vocabulary
+from trencadis.backends.cpu import make_backend as make_cpu
 from trencadis.backends.hpu.backend import HpuBackend
 from trencadis.backends.hpu.emulator.card_profiles import profile
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
@@ -198,3 +200,32 @@ def test_nothing_compiles_in_many_requests(device: str, make: Make) -> None:
         f"{device}: {MANY} requests, {sum(hits.values())} launches, {verified} of them VERIFY, "
         f"{totals.spec_accepted} of {totals.spec_draft_tokens} drafts accepted, 0 compiled"
     )
+
+
+class WithSinks:
+    """Operations whose attention has sinks."""
+
+    def __init__(self, ops: Any, device: torch.device) -> None:
+        self._ops, self.sinks = ops, torch.linspace(-1.0, 2.0, 6).to(device)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops, name)
+
+    def attend(self, *args: Any) -> torch.Tensor:
+        found: torch.Tensor = self._ops.attend(*args, sinks=self.sinks)
+        return found
+
+
+def test_sinks_of_rows_of_several_tokens_are_those_of_their_heads() -> None:
+    inputs = step_inputs([(9, 4), (1, 1), (30, 2)], np.random.default_rng(1))
+    reference = make_cpu(BackendConfig(block_size=BLOCK, options={"ops": "reference", "threads": "1"}))
+    found = []
+    verify = Bucket(Stage.VERIFY, (4, 16), verify_variant(4))
+    for backend, bucket in ((reference, Bucket(Stage.PREFILL, (7, 3))), (gaudi(True, (0,)), verify)):
+        layer = AttentionLayer(backend, 0.0)
+        layer.ops = WithSinks(layer.ops, backend.device)
+        program = backend.program(bucket, layer)
+        backend.fill(program, inputs)
+        program.run()
+        found.append(layer.out.cpu()[1 : len(inputs.tokens) + 1])
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5, atol=1e-5)
