@@ -8,7 +8,6 @@ of its own slot, which no other row of the launch may use; slot 0 is the sink an
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trencadis.backends.cpu.sampler import accepted_slots
 from trencadis.backends.cuda.kernels.sample_chunks import (
     GREEDY_BELOW,
     count_better,
@@ -185,38 +183,6 @@ def _draw(
         **sizes, CHUNKS_POW=triton.next_power_of_2(chunks), TILE=min(TILE, triton.next_power_of_2(chunks)),
         num_warps=DRAW_WARPS, maxnreg=DRAW_REGISTERS,
     )  # fmt: skip
-
-
-SampleRows = Callable[[HeadTensors, SamplerState], HeadTensorsOut]
-
-
-def sample_chains(inputs: HeadTensors, state: SamplerState, sample: SampleRows) -> HeadTensorsOut:
-    """Samples r rows, some of which have drafts before them, and records what was accepted in ``state``.
-
-    A row gets a copy of its slot's state, with the drafts before it counted; that of the last accepted row of a
-    sequence becomes the slot's state. Static shapes, and no host reads.
-
-    Args:
-        inputs: with ``place`` and ``ahead``.
-        sample: samples rows of slots of their own and records their ids in the state that it gets.
-    """
-    own = copy_states(inputs, state)
-    alone = torch.arange(1, len(inputs.slot) + 1, device=inputs.slot.device)
-    out = sample(inputs._replace(slot=alone, place=None, ahead=None), own)
-    accepted = accepted_slots(out.token.long(), inputs)[1]
-    state.last.index_copy_(0, accepted, out.token)
-    state.counts.index_copy_(0, accepted, own.counts[1:])
-    return out
-
-
-def copy_states(inputs: HeadTensors, state: SamplerState) -> SamplerState:
-    """Returns the sampler state of each row, from slot 1 on, after a copy of the sink."""
-    assert inputs.ahead is not None
-    slots = torch.nn.functional.pad(inputs.slot, (1, 0))
-    last, counts, seen, bias_id, bias_value = (t.index_select(0, slots) for t in state)
-    ahead = inputs.ahead
-    counts[1:].scatter_add_(1, ahead.clamp_min(0), (ahead >= 0).to(counts.dtype))
-    return SamplerState(last, counts, seen, bias_id, bias_value)
 
 
 def _greedy_tile(vocab: int) -> int:
