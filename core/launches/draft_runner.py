@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
 from trencadis.core.buckets import Bucket, Plan, Stage
-from trencadis.core.device.backend import Backend
+from trencadis.core.device.backend import Backend, Body
 from trencadis.core.graphs.graph_manager import GraphManager
 from trencadis.core.launches import host_inputs as host
 from trencadis.core.launches.launch_splitter import sample_bucket
@@ -41,7 +40,11 @@ class DraftRunner:
 
     def __init__(self, backend: Backend, model: Model, plan: Plan) -> None:
         self.backend, self.model, self.plan = backend, model, plan
-        bodies = {"text": model.text, "greedy": lambda t: model.head(t, False), "full": lambda t: model.head(t, True)}
+        bodies: dict[str, Body] = {
+            "text": model.text,
+            "greedy": lambda t: model.head(t, False),
+            "full": lambda t: model.head(t, True),
+        }
         self.graphs = GraphManager(backend, bodies, plan)
         self._plain = model.config.text.mrope_section is None
         """True if the model takes a token's index as its position, also after images."""
@@ -51,18 +54,25 @@ class DraftRunner:
 
         Images are read as the ids of their placeholders.
         """
-        changed: dict[str, object] = {}
-        if inputs.image_row.any():
-            changed["image_row"] = np.zeros_like(inputs.image_row)
-        if inputs.upto is not None:
-            changed["upto"] = None
+        positions = inputs.positions
         if self._plain:
             own = host.own_positions(inputs.row_start, inputs.context)
-            if not np.array_equal(inputs.positions[0], own):
-                changed["positions"] = np.broadcast_to(own, (3, len(own))).astype(np.int32)
-        if changed:
-            held = {field.name: getattr(inputs, field.name) for field in dataclasses.fields(StepInputs)}
-            inputs = StepInputs(**{**held, **changed})
+            positions = np.broadcast_to(own, (3, len(own))).astype(np.int32)
+        if positions is not inputs.positions or inputs.image_row.any() or inputs.upto is not None:
+            inputs = StepInputs(
+                tokens=inputs.tokens,
+                from_slot=inputs.from_slot,
+                positions=positions,
+                image_row=np.zeros_like(inputs.image_row),
+                out_row=inputs.out_row,
+                row_start=inputs.row_start,
+                context=inputs.context,
+                blocks=inputs.blocks,
+                slot=inputs.slot,
+                adapter=np.zeros_like(inputs.slot),
+                table=inputs.table,
+                last=inputs.last,
+            )
         self.graphs.run(bucket, inputs, len(inputs.tokens))
 
     def propose(self, rows: Sequence[DraftRow]) -> list[tuple[int, ...]]:

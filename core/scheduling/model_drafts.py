@@ -42,7 +42,9 @@ class ModelDrafts:
 
     def draft(self, wanted: Sequence[WantedDrafts], pool: BlockPool, reserved: int) -> None:
         """Sets ``proposal`` of the sequences; ``reserved``: blocks that must stay free."""
-        rows, asked, taken = [], [], []
+        rows: list[DraftRow] = []
+        asked: list[sequence.Sequence] = []
+        taken: list[tuple[sequence.Sequence, int]] = []
         for seq, most in wanted:
             held = len(seq.blocks)
             count = self._hold_blocks(seq, most, pool, reserved)

@@ -49,13 +49,13 @@ def test_a_model_accepts_its_own_drafts(checkpoint: Make) -> None:
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen2"])
 def test_another_model_changes_no_answer(kind: str, checkpoint: Make, vl_checkpoint: Path) -> None:
     """Requests with images, every sampling field and grammars, in a pool that preempts; the draft knows nothing."""
-    plain = run(engine_of(vl_checkpoint, speculation=False), 3, 24)
+    plain = run(engine_of(vl_checkpoint, speculation=False), 3, 16)
     draft = checkpoint(kind, seed=9)
-    for drafts, flags in ((1, {}), (3, {"async_depth": 1}), (4, {"enable_prefix_caching": False})):
+    for drafts, flags in ((1, {"async_depth": 1}), (4, {"enable_prefix_caching": False})):
         engine = drafted_by(vl_checkpoint, draft, drafts, **flags)
-        found = run(engine, 3, 24)
+        found = run(engine, 3, 16)
         assert (found.tokens, found.scores, found.ended) == (plain.tokens, plain.scores, plain.ended)
-        assert engine.scheduler.totals.spec_draft_tokens > 50
+        assert engine.scheduler.totals.spec_draft_tokens > 30
 
 
 def test_draws_of_the_same_number_are_accepted(vl_checkpoint: Path) -> None:
