@@ -113,6 +113,7 @@ class Row:
         spans: tokens that attend to each other, each span in one launch (``TextConfig.upto``). cross_attention: images
             that the tokens attend to.
         following: the id after the row's last token, if it is known; else -1.
+        adapter: slot of its adapter, from 1; 0: the base model.
     """
 
     key: int
@@ -130,6 +131,13 @@ class Row:
     cross_attention: CrossAttentionSpans = NO_CROSS_ATTENTION
     wide: int = 0
     following: int = -1
+
+
+class AdapterUpload(NamedTuple):
+    """An adapter that is copied to a slot of the device, from 1, before the launches of a Step."""
+
+    slot: int
+    digest: str
 
 
 class PixelNeed(NamedTuple):
@@ -254,7 +262,7 @@ class BatchChange:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of the engine. Order on the device: moves, resets, images, text launches, one SAMPLE, or POOL.
+    """One step of the engine. Order on the device: moves, uploads, resets, images, text launches, one SAMPLE, or POOL.
 
     Each rank's matcher manager (``core.masks.manager``) closes the choices ``closings``, then opens the ``openings``.
     Hidden rows and samples of the persistent rows come first, in their order. With several pipeline stages, Steps in
@@ -270,6 +278,7 @@ class Step:
     moves: tuple[BlockMove, ...] = ()
     batch: BatchChange | None = None  # None: the persistent batch is empty and stays empty
     micro_batch: int = 0
+    uploads: tuple[AdapterUpload, ...] = ()
 
     @property
     def persistent_count(self) -> int:

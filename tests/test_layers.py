@@ -26,7 +26,7 @@ FLOORS = {
         ("core/checkpoint/formats", "core/device"),
         ("core/checkpoint", "core/masks"),
         ("core/families", "core/models", "core/process", "core/shapes", "core/spec"),
-        ("core/memory", "core/scheduling"),
+        ("core/lora", "core/memory", "core/scheduling"),
         ("core/graphs",),
         ("core/launches",),
         ("core/executor", "core/quant/writing"),
@@ -108,6 +108,7 @@ TORCH: dict[str, frozenset[str]] = {
     "core/engine": frozenset({"engine_builder", "graph_startup", "kv_offload_setup"}),
     "core/executor": frozenset({"process_groups", "multiproc_executor"}),
     "core/graphs": frozenset({"graph_capture", "graph_manager", "graph_reporter", "warmup"}),
+    "core/lora": frozenset({"adapter_store", "adapter_weights"}),
     "core/launches": frozenset(
         {
             "draft_runner",

@@ -89,6 +89,18 @@ class CrossAttentionTensors(NamedTuple):
     gate: Tensor  # int32 [n]
 
 
+class AdapterWeights(NamedTuple):
+    """A and B of all slots for one fused matrix of p parts, of which each has its own A and B.
+
+    Args:
+        a: [slots, p, rank, in].
+        b: for each part [slots, rank, outputs of the part], times the scale of each adapter.
+    """
+
+    a: Tensor
+    b: tuple[Tensor, ...]
+
+
 class TextTensors(NamedTuple):
     """A text program's inputs: tensors in fixed order, never scalars."""
 
@@ -99,6 +111,7 @@ class TextTensors(NamedTuple):
     out_row: Tensor  # int64 [n]
     attn: Attn
     cross_attention: CrossAttentionTensors | None = None  # None: no token of the launch attends to an image
+    adapter: Tensor | None = None  # int32 [n] slot of each token's adapter, 0: none; None: the launch has no adapters
 
 
 class VisionTensors(NamedTuple):

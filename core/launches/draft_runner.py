@@ -58,7 +58,8 @@ class DraftRunner:
         if self._plain:
             own = host.own_positions(inputs.row_start, inputs.context)
             positions = np.broadcast_to(own, (3, len(own))).astype(np.int32)
-        if positions is not inputs.positions or inputs.image_row.any() or inputs.upto is not None:
+        own_rows = bool(inputs.image_row.any() or inputs.adapter.any())
+        if positions is not inputs.positions or own_rows or inputs.upto is not None:
             inputs = StepInputs(
                 tokens=inputs.tokens,
                 from_slot=inputs.from_slot,

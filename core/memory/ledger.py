@@ -77,6 +77,7 @@ class MemoryInUse:
     inputs: int = 0
     activations: int = 0
     copies: int = 0
+    adapters: int = 0
     draft_weights: int = 0
     draft_kv: int = 0
 
@@ -88,7 +89,7 @@ class MemoryInUse:
     @property
     def taken(self) -> int:
         """Bytes of other programs, weights, fixed tensors, and the activations of the costliest launch."""
-        fixed = self.weights + self.arena + self.state + self.hidden + self.inputs + self.copies
+        fixed = self.weights + self.arena + self.state + self.hidden + self.inputs + self.copies + self.adapters
         return self.others + fixed + self.activations + self.draft_weights + self.draft_kv
 
 
@@ -228,6 +229,7 @@ class Ledger:
         named = (
             ("used by others", b.others),
             ("weights", b.weights),
+            *([("adapters", b.adapters)] if b.adapters else []),
             *([("draft weights", b.draft_weights), ("draft KV", b.draft_kv)] if b.draft_weights else []),
             ("image arena", b.arena),
             ("sampler state", b.state),

@@ -21,6 +21,7 @@ from trencadis.core.kv.block_hash import BlockHashChain
 from trencadis.core.kv.block_pool import BlockPool
 from trencadis.core.kv.encoder_cache import EncoderCache
 from trencadis.core.media_spans import MediaSpan
+from trencadis.core.scheduling.adapter_slots import AdapterSlots
 from trencadis.core.scheduling.decision_log import log_admission, log_preemption
 from trencadis.core.scheduling.draft_scheduler import DraftScheduler
 from trencadis.core.scheduling.encoder_scheduler import (
@@ -77,6 +78,7 @@ class Scheduler:
         self._closings: list[int] = []  # keys of choices that have left since the last step
         self._biased: set[int] = set()  # slots whose sampler state holds a bias
         self._had_vision = self._starved_text = False  # last step: had VISION; starved a text-only request
+        self.adapters = AdapterSlots(limits.adapters)
         self.drafting: DraftScheduler | None = None
         """Set if sequences are drafted."""
 
@@ -161,7 +163,9 @@ class Scheduler:
         moves = () if self.pool.host is None else self.pool.host.take_moves()
         change = self.micro_batches.batch.take_change(grown)
         rows, resets = tuple(builder.rows), tuple(builder.resets)
-        return Step(self.steps, rows, images, resets, tuple(builder.openings), closings, moves, change, micro_batch)
+        uploads = self.adapters.take_uploads()
+        openings = tuple(builder.openings)
+        return Step(self.steps, rows, images, resets, openings, closings, moves, change, micro_batch, uploads)
 
     def _advance_sequences(self, sequences: Iterable[Sequence], builder: StepBuilder) -> None:
         """Advances running sequences, in order, while tokens are left."""
@@ -304,7 +308,7 @@ class Scheduler:
         )
         wide = 0 if targets is None else seq.prompt_width
         following = seq.tokens[end] if end < len(seq.tokens) else -1
-        some = images, tuple(draws), targets, 0, pool, spans, cross_attention, wide, following
+        some = images, tuple(draws), targets, seq.adapter_slot, pool, spans, cross_attention, wide, following
         builder.rows.append(Row(seq.key, seq.slot, start, tokens, blocks, positions, *some))
         self.publish(seq)
 
@@ -347,6 +351,7 @@ class Scheduler:
         A sequence that can compute only little before an image is encoded stays in the queue, and others overtake it.
         """
         size, at, self.held_back = self.limits.block_size, 0, 0
+        self.adapters.begin_admission()
         while (
             at < len(self.waiting)
             and builder.open
@@ -356,6 +361,9 @@ class Scheduler:
             seq = self.waiting[at]
             if self.fair is not None and self.fair.keeps_rows_from(seq):
                 at = self.fair.find_other(self.waiting, at)
+                continue
+            if not self.adapters.admits(seq):
+                at += 1
                 continue
             if self.limits.long_from and seq.outgrows(self.limits.long_from):
                 seq.long, seq.block_hashes = True, BlockHashChain(seq.request, size, long=True)
@@ -384,6 +392,7 @@ class Scheduler:
     def start_running(self, seq: Sequence, micro_batch: int | None = None) -> None:
         """Adds a sequence with a slot to the running ones; no ``micro_batch``: to the smallest one."""
         seq.status = SequenceStatus.RUNNING
+        self.adapters.start(seq)
         self.micro_batches.add(seq, self.micro_batches.smallest if micro_batch is None else micro_batch)
         self.order.start(seq, self.running)
 
@@ -429,6 +438,7 @@ class Scheduler:
         self.totals.preemptions += seq.requeue
         seq.stats.preemptions += seq.requeue
         self.order.stop(seq, self.running)
+        self.adapters.stop(seq)
         self.micro_batches.remove(seq)
         if seq.request.spans:
             self.arena.unpin_all(seq.key)
@@ -457,4 +467,5 @@ class Scheduler:
         self.pool.check([seq.blocks for seq in holders])
         self.arena.check()
         self.micro_batches.check(self.running)
+        self.adapters.check(self.running)
         check_holders(holders, self.waiting, self.slots, self.limits.block_size)

@@ -34,6 +34,7 @@ class ShapeLimits:
         images: (slots of one, fewest, most at a time) of images that get their own buckets.
         units: most images that tokens of one launch may attend to (cross-attention).
         drafts: most drafts of a row; 0: nothing is drafted.
+        adapters: slots of LoRA adapters; 0: no launch has adapters.
     """
 
     max_rows: int
@@ -47,6 +48,7 @@ class ShapeLimits:
     encoder_slots: int = ENCODER_SLOTS
     images: tuple[tuple[int, int, int], ...] = ()
     units: int = 0
+    adapters: int = 0
     drafts: int = 0
 
     @property

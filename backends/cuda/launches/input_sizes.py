@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from trencadis.backends.cuda.kernels.query_blocks import IMAGE_SPAN, LONG, SPAN, cross_attention_lanes, lanes_of
-from trencadis.core.buckets import Bucket, InputSizes, Stage, drafts_ahead, padded_tokens
+from trencadis.core.buckets import LORA, Bucket, InputSizes, Stage, drafts_ahead, padded_tokens
 from trencadis.core.cross_attention_inputs import planned_units
 from trencadis.core.request import MAX_BIAS
 
@@ -112,6 +112,8 @@ def _tensors(bucket: Bucket, sizes: InputSizes, processors: int, invariant: bool
             yield from _text(count, bucket.dims[-1], sizes)
             yield from (*(4 * capacity.items,) * 5, *(4 * capacity.joins,) * 2, 4 * (capacity.joins + 1))
             if sizes.upto and (bucket.stage is not Stage.DECODE or invariant):
+                yield 4 * count
+            if bucket.variant == LORA:
                 yield 4 * count
             if units := planned_units(bucket.variant):
                 cross_attention = cross_attention_capacity(
