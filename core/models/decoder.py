@@ -335,8 +335,7 @@ class Decoder:
         else:
             self.leave = DecoderExit(self.ops, None)
         self.pooler = Pooler(self.ops)
-        self.taps: tuple[int, ...] = ()
-        """Layers before which the residual stream is kept in ``persistent.taps``."""
+        self.taps: tuple[int, ...] = ()  # layers before which the residual stream is kept in ``persistent.taps``
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Loads checkpoint tensors by their stored names, in any order; raises StartupError if one is missing."""

@@ -22,7 +22,7 @@ class WantedDrafts(NamedTuple):
     """A sequence whose tokens are all known, and how many drafts it should get."""
 
     seq: sequence.Sequence
-    count: int
+    most: int
 
 
 class ModelDrafts:
