@@ -178,6 +178,8 @@ def own_flags(command: Command) -> None:
         check_backend.parse(words or ["numpy"])
     elif name == "check-model":
         assert check_model.parse(words).path or not command.typed, command
+    elif name == "check-accuracy":
+        check_accuracy.parse(words)
     elif name == "check-device" or name.removeprefix("check-") in devices.BUILT:
         check_device.parse(words, name.removeprefix("check-").replace("device", ""))
     elif name == "run-batch":
