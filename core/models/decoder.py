@@ -131,8 +131,7 @@ class DecoderLayer:
     def __call__(
         self, x: Tensor, residual: Tensor | None, rotary: Rotary, attn: Attn, rows: AdapterRows | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns (MLP output, residual stream without it); like the inputs, both are [n, hidden] in the backend's
-        dtype.
+        """Returns (MLP output, residual stream without it), [n, hidden] each in the backend's dtype, like the inputs.
 
         Without norms before attention, returns (the stream, None). ``rows``: the adapters of the tokens.
         """
@@ -398,9 +397,7 @@ class Decoder:
         self.pooler.load_label_tokens(source, name, (c.vocab, c.width), tokens, c.logit_scale)
 
     def _own_head(self, source: WeightSource) -> bool:
-        """Returns True if a checkpoint that declares its head tied stores a different one, which transformers then
-        uses.
-        """
+        """Returns True if a checkpoint with a tied head stores a different one, which transformers then uses."""
         name = "lm_head.weight"
         if not self.share.starts:
             return source.has(name)  # either the same table, or the one to use
@@ -468,9 +465,8 @@ class Decoder:
 
     def drawn_head(self, inputs: HeadTensors) -> HeadTensorsOut:
         """Samples from r hidden rows, without log-probabilities."""
-        return self.ops.region(
-            self.sampling.draw_without_logprobs, self.persistent.hidden, inputs, self.persistent.state
-        )
+        p = self.persistent
+        return self.ops.region(self.sampling.draw_without_logprobs, p.hidden, inputs, p.state)
 
     def score_top(self, count: int, inputs: HeadTensors) -> HeadTensorsOut:
         """Scores the targets of r hidden rows and the ``count`` top ids, more than other programs report."""
