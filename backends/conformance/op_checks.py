@@ -32,6 +32,8 @@ OPS = (
     "interpolate", "gather_rows", "scatter_rows", "sample", "reset", "pool",
 )  # fmt: skip
 TEXT = (Stage.PREFILL, Stage.FRESH, Stage.CONTEXT, Stage.DECODE)
+DRAFTED = (*TEXT, Stage.VERIFY)
+"""Stages of launches whose tokens attend to earlier ones, and to no image."""
 
 
 def list_inherited_ops(ops: Ops) -> list[str]:
@@ -268,7 +270,7 @@ def attention(
     plain = windows == (0,) and not spans and not sinks
     other_backend = None if plain else target.backend_with(windows, spans, sinks)
     harness = make_harness(target, other_backend)
-    for stage in [s for s in harness.stages if s in TEXT]:
+    for stage in [s for s in harness.stages if s in (TEXT if spans else DRAFTED)]:
         for bucket in spread_buckets(all_buckets(harness.plan, stage), 2 if target.quick else 5):
             inputs, _ = harness.inputs(bucket, np.random.default_rng(3))
             if spans:

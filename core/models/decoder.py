@@ -339,6 +339,7 @@ class Decoder:
         else:
             self.leave = DecoderExit(self.ops, None)
         self.pooler = Pooler(self.ops)
+        self.taps: tuple[int, ...] = ()  # layers before which the residual stream is kept in ``persistent.taps``
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Loads checkpoint tensors by their stored names, in any order; raises StartupError if one is missing."""
@@ -432,11 +433,16 @@ class Decoder:
             rows_of = (ops.prepare_adapters(inputs.adapter, self.adapter_numbers, self.backend.dtype),)
         elif not deepstack_rows and hasattr(ops, "group_layers"):
             layers = cast(GroupingOps, ops).group_layers(layers, attn)
+        states: dict[int, Tensor] = {}
         for i, layer in enumerate(layers):
+            if i in self.taps:
+                states[i] = x if residual is None else x + residual
             x, residual = ops.layer(layer, x, residual, local if layer.local else rotary, attn, *rows_of)
             if i < len(deepstack_rows):
                 x = ops.region(self.deepstack_add, x, deepstack_rows[i], p.arena)
             ops.cut("layer")
+        if p.taps is not None and states:
+            ops.scatter_rows(p.taps, inputs.out_row, torch.cat([states[i] for i in self.taps], 1))
         ops.by_rows(self.leave, (x, residual, inputs.out_row), p.hidden)
 
     def _start(self, inputs: TextTensors) -> FirstLayerInputs:
