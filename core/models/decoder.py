@@ -97,10 +97,7 @@ class StageEntry:
 
 
 class DecoderLayer:
-    """A decoder layer: attention, and an MLP or experts.
-
-    Norms are applied before them, before and after them, after them, or after the residual sums.
-    """
+    """A decoder layer: attention, and an MLP or experts; ``TextConfig.norm_placement`` says where its norms are."""
 
     def __init__(self, backend: Backend, c: TextConfig, group: int = 1, index: int = 0, aligned: int = 1) -> None:
         ops = backend.ops
@@ -115,9 +112,8 @@ class DecoderLayer:
             self.mlp = kind(ops, backend.comm, c.hidden, c.intermediate, c.mlp_bias, group, c.activation, aligned)
         self.norms_after_sum, self.scale = c.norm_placement == POST, c.residual_scale
         self.norms_after_parts = c.norm_placement == OUT
-        self.out_norms = (
-            [norm_of(c.norm, ops, c.hidden, c.eps) for _ in range(2)] if c.norm_placement == SANDWICH else []
-        )
+        several = 2 if c.norm_placement == SANDWICH else 0
+        self.out_norms = [norm_of(c.norm, ops, c.hidden, c.eps) for _ in range(several)]
         self.local = c.uses_second_rotary(index)
 
     def load(self, source: WeightSource, name: str) -> None:
@@ -157,8 +153,7 @@ class DecoderLayer:
         return self.out_norms[part](x)[0] if self.out_norms else x
 
     def nbytes(self) -> int:
-        parts = (self.input_norm, self.attention, self.post_norm, self.mlp, *self.out_norms)
-        return sum(part.nbytes() for part in parts)
+        return sum(p.nbytes() for p in (self.input_norm, self.attention, self.post_norm, self.mlp, *self.out_norms))
 
 
 class DecoderEntry:
