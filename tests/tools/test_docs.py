@@ -170,6 +170,8 @@ def own_flags(command: Command) -> None:
     elif name == "quantize":
         names, values = quantize.parse(words)
         assert len(names) == 2 and quantize.check_options(values), command
+    elif name == "merge-lora":
+        assert len(words) == 3 or not (words or command.typed), command
     elif name == "check-backend":
         check_backend.parse(words or ["numpy"])
     elif name == "check-model":
