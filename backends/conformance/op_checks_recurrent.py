@@ -108,7 +108,7 @@ def _check_bucket(
     target: CheckTarget, backend: Backend, bucket: Bucket, inputs: StepInputs, sizes: DeltaSizes
 ) -> list[float]:
     n, real = len(inputs.tokens), len(inputs.context)
-    many = 1 if bucket.stage is Stage.CONTEXT else bucket.dims[0 if bucket.stage is Stage.FRESH else -1]
+    many = 1 if bucket.stage is Stage.CONTEXT else bucket.dims[bucket.stage is Stage.PREFILL]
     rows, states = _rows(inputs, many), _states(inputs, many + 4, sizes, target.dtype)
     tables = _tables(target.model.text.vocab, sizes)
     columns = sum(sizes.parts)
@@ -117,7 +117,7 @@ def _check_bucket(
     def put(t: Tensor) -> Tensor:
         return t.to(target.dtype).to(backend.device)
 
-    there = CheckStates(*(t.to(backend.device) for t in states))
+    there = CheckStates(*(t.clone().to(backend.device) for t in states))
     layer = RecurrentLayer(cast(RecurrentOps, backend.ops), sizes, put(weight), put(bias), there)
     mine = RecurrentBody(
         backend, layer, [put(tables[0]), tables[1].to(backend.device)],
