@@ -71,6 +71,8 @@ TABLE = {
     "Qwen3MoeForCausalLM": f"{_TEXT}.qwen3_moe:FAMILY",
     "Qwen3MoeForSequenceClassification": f"{_TEXT}.qwen3_moe:FAMILY",
     "Qwen3MoeModel": f"{_TEXT}.qwen3_moe:FAMILY",
+    "Qwen3_5ForCausalLM": f"{_TEXT}.qwen3_5:FAMILY",
+    "Qwen3_5TextModel": f"{_TEXT}.qwen3_5:FAMILY",
     "XLMRobertaForSequenceClassification": f"{_TEXT}.xlm_roberta:FAMILY",
     "XLMRobertaModel": f"{_TEXT}.xlm_roberta:FAMILY",
 }

@@ -67,7 +67,7 @@ class CacheOptions:
 def block_bytes(text: TextConfig, block_size: int, itemsize: int) -> int:
     """Returns the bytes of K and V of one block over all layers."""
     return (
-        (text.layers - len(text.cross_attention_layers))
+        text.cached_layers
         * block_size
         * text.kv_heads
         * head_bytes(text.kv, text.head_dim, itemsize)

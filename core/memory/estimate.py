@@ -179,6 +179,11 @@ class MemoryEstimator:
         head = head_bytes(self.text.kv, self.text.head_dim, self.itemsize)
         return len(self.model.cached) * block_size * self.kv_heads * head
 
+    def slot_bytes(self) -> int:
+        """Returns the bytes of one sequence's state over all recurrent layers of this device."""
+        held = self.text.recurrent
+        return 0 if held is None else len(self.model.recurrent) * held.slot_bytes(self.itemsize, self.ranks)
+
     def weights(self) -> int:
         """Returns the exact bytes of weights and rotary frequencies on this device.
 
@@ -191,7 +196,7 @@ class MemoryEstimator:
         v = self.model.vision if share.starts else None
         unit = self.model.alignment_unit(self.unit)
         total = decoder_values(self.model, self.ranks, unit)
-        frequencies = t.head_dim // 2 * FREQUENCY + norm_excess(self.model, self.itemsize)
+        frequencies = t.head_dim // 2 * FREQUENCY + norm_excess(self.model, self.itemsize, self.ranks)
         frequencies += self.head_values * 4 if share.ends else 0
         frequencies += t.head_dim // 2 * 4 if t.local_theta else 0
         if t.long_from:  # a second table, and the factors of both

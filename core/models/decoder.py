@@ -31,10 +31,11 @@ from trencadis.core.device.backend import (
     TextTensors,
     VisionTensors,
 )
-from trencadis.core.device.launch_tensors import first_rows
+from trencadis.core.device.launch_tensors import RecurrentRows, first_rows
 from trencadis.core.errors import StartupError
 from trencadis.core.models.attention import Attention
 from trencadis.core.models.embedding import Embedding, LMHead
+from trencadis.core.models.gated_delta import GatedDeltaNet
 from trencadis.core.models.interface import (
     BestOps,
     DrawingOps,
@@ -43,6 +44,7 @@ from trencadis.core.models.interface import (
     MaskingOps,
     PenalisingOps,
     Persistent,
+    RecurrentOps,
 )
 from trencadis.core.models.linear import Linear, scaled
 from trencadis.core.models.mlp import MLP, GatedMLP, PlainMLP
@@ -96,7 +98,7 @@ class StageEntry:
 
 
 class DecoderLayer:
-    """A decoder layer: attention, and an MLP or experts.
+    """A decoder layer: attention or a recurrent layer, and an MLP or experts.
 
     Norms are applied before them, before and after them, or after the residual sums.
     """
@@ -104,7 +106,13 @@ class DecoderLayer:
     def __init__(self, backend: Backend, c: TextConfig, group: int = 1, index: int = 0, aligned: int = 1) -> None:
         ops = backend.ops
         self.input_norm = norm_of(c.norm, ops, c.hidden, c.eps)
-        self.attention = Attention(backend, c, c.window_of(index))
+        self.recurrent = index in c.recurrent_layers
+        """True if it keeps a state for each sequence: then ``attention`` is recurrent, and ``bind`` takes that state."""
+        self.attention: Attention | GatedDeltaNet
+        if c.recurrent is not None and self.recurrent:
+            self.attention = GatedDeltaNet(backend, c, c.recurrent)
+        else:
+            self.attention = Attention(backend, c, c.window_of(index))
         self.post_norm = norm_of(c.norm, ops, c.hidden, c.eps)
         self.mlp: MLP | ExpertMLP
         if c.experts is not None and index not in c.experts.dense:
@@ -120,17 +128,22 @@ class DecoderLayer:
 
     def load(self, source: WeightSource, name: str) -> None:
         self.input_norm.load(source, f"{name}.input_layernorm")
-        self.attention.load(source, f"{name}.self_attn")
+        self.attention.load(source, f"{name}.{'linear' if self.recurrent else 'self'}_attn")
         self.post_norm.load(source, f"{name}.post_attention_layernorm")
         self.mlp.load(source, f"{name}.mlp")
         for norm, part in zip(self.out_norms, ("attention", "mlp"), strict=False):
             norm.load(source, f"{name}.{part}_out_layernorm")
 
-    def __call__(self, x: Tensor, residual: Tensor | None, rotary: Rotary, attn: Attn) -> tuple[Tensor, Tensor | None]:
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, rotary: Any, attn: Attn
+    ) -> tuple[Tensor, Tensor | None]:
         """Returns (MLP output, residual stream without it); like the inputs, both are [n, hidden] in the backend's
         dtype.
 
         With norms after the residual sums, returns (the stream, None).
+
+        Args:
+            rotary: the rotary factors; for a recurrent layer ``RecurrentRows`` in their place.
         """
         if self.norms_after_sum:
             return self._forward_post_norm(x, rotary, attn), None
@@ -139,7 +152,7 @@ class DecoderLayer:
         normed, residual = self.post_norm(self._out(0, self.attention(normed, rotary, attn)), residual)
         return self._out(1, self.mlp(normed)), residual
 
-    def _forward_post_norm(self, x: Tensor, rotary: Rotary, attn: Attn) -> Tensor:
+    def _forward_post_norm(self, x: Tensor, rotary: Any, attn: Attn) -> Tensor:
         """Returns the stream after a layer whose norms follow the residual sums."""
         x = self.input_norm(scaled(self.attention(x, rotary, attn), self.scale), x)[0]
         return self.post_norm(scaled(self.mlp(x), self.scale), x)[0]
@@ -303,6 +316,8 @@ class Decoder:
     embedding: Embedding
     enter: DecoderEntry
     lm_head: LMHead
+    first: Any = None
+    """Attention of the stage's first layer with a KV cache; None: no layer has one."""
 
     def __init__(self, config: ModelConfig, backend: Backend) -> None:
         c = config.text
@@ -400,8 +415,11 @@ class Decoder:
     def bind(self, persistent: Persistent) -> None:
         """Sets the persistent tensors that the bodies read and write."""
         self.persistent = persistent
-        for layer, kv in zip(self.layers, persistent.kv, strict=True):
-            layer.attention.bind(kv)
+        held = [layer for layer in self.layers if not layer.recurrent], [x for x in self.layers if x.recurrent]
+        for layers, tensors in zip(held, (persistent.kv, persistent.recurrent), strict=True):
+            for layer, own in zip(layers, tensors, strict=True):
+                layer.attention.bind(own)
+        self.first = held[0][0].attention if held[0] else None
 
     def text(self, inputs: TextTensors) -> None:
         """Computes n tokens and stores their normed hidden states in ``persistent.hidden[out_row]``.
@@ -414,17 +432,26 @@ class Decoder:
         x, residual, rotary, local, deepstack_rows = (
             self._start(inputs) if len(inputs.tokens) == rows else first_rows(self._start(inputs), rows)
         )
-        first = self.layers[0].attention
-        attn = ops.prepare_attn(inputs.attn, first.heads, first.kv)
+        attn, first = inputs.attn, self.first
+        if first is not None:
+            attn = ops.prepare_attn(attn, first.heads, first.kv)
+        rows = self._prepare_states(inputs)
         layers: Sequence[Any] = self.layers
         if not deepstack_rows and hasattr(ops, "group_layers"):
             layers = cast(GroupingOps, ops).group_layers(layers, attn)
         for i, layer in enumerate(layers):
-            x, residual = ops.layer(layer, x, residual, local if layer.local else rotary, attn)
+            place = rows if layer.recurrent else local if layer.local else rotary
+            x, residual = ops.layer(layer, x, residual, place, attn)
             if i < len(deepstack_rows):
                 x = ops.region(self.deepstack_add, x, deepstack_rows[i], p.arena)
             ops.cut("layer")
         ops.by_rows(self.leave, (x, residual, inputs.out_row), p.hidden)
+
+    def _prepare_states(self, inputs: TextTensors) -> RecurrentRows | None:
+        """Returns what the recurrent layers of this stage share; None if there are none."""
+        if inputs.recurrent is None or not self.persistent.recurrent:
+            return None
+        return cast(RecurrentOps, self.ops).prepare_recurrent(inputs.recurrent, inputs.attn)
 
     def _start(self, inputs: TextTensors) -> FirstLayerInputs:
         """Returns the inputs of this stage's first layer, [m, hidden] each, m at least n."""
