@@ -57,6 +57,7 @@ class CpuOps(ReferenceOps):
     """Implements ``core.device.backend.Ops`` for CPU tensors."""
 
     copies = True
+    reads_rows = True
     every_row = False
     """True: own products take every number of rows that they can, so that a row has the same bits with any other
     rows.

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trencadis.backends.cpu.expert_mlp import JoinedExperts, join_experts, run_all_experts
+from trencadis.backends.cpu.recurrent_ops import RecurrentReference
 from trencadis.backends.cpu.sampler import sample_full, thresholds, unpack, update
 from trencadis.core.device.backend import (
     Attn,
@@ -52,8 +53,8 @@ class PlainWeight:
     in_features: int
 
 
-class ReferenceOps:
-    """Implements ``core.device.backend.Ops``."""
+class ReferenceOps(RecurrentReference):
+    """Implements ``core.device.backend.Ops``; the recurrent ops are in their own file."""
 
     copies = False
     gathers = True
