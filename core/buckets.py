@@ -115,6 +115,7 @@ class InputSizes:
         upto: text launches have ``Attn.upto``.
         windows: some layers have a sliding window.
         head_dim: size of a head.
+        recurrent: text launches have ``TextTensors.recurrent``.
     """
 
     vocab: int
@@ -126,6 +127,7 @@ class InputSizes:
     windows: bool = False
     group: int = 8
     head_dim: int = 128
+    recurrent: bool = False
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,10 @@ class HpuBackend:
     def program(self, bucket: Bucket, body: nn.Module | Body) -> GraphProgram | CompiledProgram:
         check_bucket(bucket, self.cfg.block_size, self.settings.context_slice)
         cfg, lazy = self.cfg, self.bridge.is_lazy()
-        form = LaunchForm(cfg.block_size, cfg.vocab_size, self.slot, any(cfg.windows), cfg.upto, shared=not lazy)
+        form = LaunchForm(
+            cfg.block_size, cfg.vocab_size, self.slot, any(cfg.windows), cfg.upto, shared=not lazy,
+            recurrent=cfg.recurrent,
+        )  # fmt: skip
         kind = GraphProgram if lazy else CompiledProgram
         made = kind(bucket, body, self.bridge, self.hpu_ops, form, self._contexts)
         made.static.staging, made.landing = self._staging, self._landing

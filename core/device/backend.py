@@ -326,6 +326,8 @@ class BackendConfig:
     ``windows``: the distinct sliding windows of the model's layers; 0 stands for full attention. ``upto``: text
     launches have ``Attn.upto``, because tokens of this model may attend to later positions.
 
+    ``recurrent``: text launches have ``TextTensors.recurrent``, because layers keep a state for each sequence.
+
     ``host_layers``: how many of the last layers have their weights in host memory; ``host_buffer``: bytes of each of
     the two device buffers that they are copied to. ``packed``: the file that keeps packed weights between starts.
     ``kernel_trial``: the folder that keeps which kernels were measured to be fastest; None: nothing is measured.
@@ -355,6 +357,7 @@ class BackendConfig:
     vision_head_dim: int = 0
     windows: tuple[int, ...] = (0,)
     upto: bool = False
+    recurrent: bool = False
     batch_invariant: bool = False
     host_layers: int = 0
     host_buffer: int = 0

@@ -111,6 +111,8 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Drops all cached blocks; running requests continue."""
         self.scheduler.pool.forget()
+        if self.scheduler.states is not None:
+            self.scheduler.states.pool.forget()
 
     def set_vocabulary(self, data: bytes | bytearray) -> None:
         """Sends the packed bytes of each token to every rank.

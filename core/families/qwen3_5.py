@@ -1,4 +1,4 @@
-"""Qwen3.5, 3.6 and 3.8, dense: gated DeltaNet in three of four layers, gated attention with partial rotary in the others.
+"""Qwen3.5, 3.6 and 3.8, dense: gated DeltaNet in three of four layers, gated attention in the others.
 
 Images are in ``multimodal/qwen3_5``, which reads the decoder with the functions of this module.
 """
@@ -59,6 +59,8 @@ def read_decoder(c: JsonFields, tied: bool, *, axes: bool = True) -> TextConfig:
     c.only("attn_output_gate", (True,), True)
     c.only("attention_bias", (False,), False)
     c = c.with_defaults({"rms_norm_eps": 1e-6})
+    if axes:
+        c.within("rope_parameters").only("mrope_interleaved", (True,), True)
     recurrent = recurrent_of(c)
     return gated_decoder(
         c, heads_of(c, default=256), tied, positions=32768, axes=axes, sections=SECTIONS, rotated=ROTATED,

@@ -252,7 +252,7 @@ class MemoryEstimator:
         t, slot = self.text, self.model.vision.slot if self.model.vision is not None else NO_SLOT
         return InputSizes(
             t.vocab, block, row_blocks(t, block), self.kv_heads, slot, t.upto, any(t.windows),
-            max(self._share(t.heads) // self.kv_heads, 1), t.head_dim,
+            max(self._share(t.heads) // self.kv_heads, 1), t.head_dim, t.recurrent is not None,
         )  # fmt: skip
 
     def layers(self, bucket: Bucket) -> int:
@@ -432,9 +432,15 @@ class MemoryEstimator:
 
 
 def estimate_memory_in_use(
-    estimator: MemoryEstimator, plan: Plan, limits: ShapeLimits, total: int, others: int, arena_rows: int
+    estimator: MemoryEstimator,
+    plan: Plan,
+    limits: ShapeLimits,
+    total: int,
+    others: int,
+    arena_rows: int,
+    states: int = 0,
 ) -> MemoryInUse:
-    """Returns all memory that is in use before the KV cache is allocated."""
+    """Returns all memory that is in use before the KV cache is allocated; ``states``: slots of recurrent state."""
     t, model = estimator.text, estimator.model
     slots = state_slots(model, limits.max_rows)
     wide = row_width(model) + (0 if model.share.starts else t.hidden)  # rows received and rows sent
@@ -448,6 +454,7 @@ def estimate_memory_in_use(
         hidden=(max(limits.max_tokens, limits.max_rows) + 1) * wide * estimator.itemsize,
         inputs=estimator.all_inputs(plan),
         activations=max((estimator.activations(b, plan.block_size) for b in plan.buckets), default=0),
+        recurrent=states * estimator.slot_bytes(),
     )
 
 

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from trencadis.core.checkpoint.model_config import GATED, LAYER, RMS_ONE, SANDWICH, ModelConfig, RecurrentConfig, TextConfig
+from trencadis.core.checkpoint.model_config import (
+    GATED,
+    LAYER,
+    RMS_ONE,
+    SANDWICH,
+    ModelConfig,
+    RecurrentConfig,
+    TextConfig,
+)
 from trencadis.core.checkpoint.quant_config import Quantisation
 from trencadis.core.errors import StartupError
 from trencadis.core.quant.scheme import FLOATS8, PANELS, ROWS8, Scheme, held_bytes, mlp_unit, notes_of, packs4

@@ -107,7 +107,7 @@ class DecoderLayer:
         ops = backend.ops
         self.input_norm = norm_of(c.norm, ops, c.hidden, c.eps)
         self.recurrent = index in c.recurrent_layers
-        """True if it keeps a state for each sequence: then ``attention`` is recurrent, and ``bind`` takes that state."""
+        """True if it keeps a state for each sequence, which ``attention.bind`` then takes."""
         self.attention: Attention | GatedDeltaNet
         if c.recurrent is not None and self.recurrent:
             self.attention = GatedDeltaNet(backend, c, c.recurrent)
@@ -134,9 +134,7 @@ class DecoderLayer:
         for norm, part in zip(self.out_norms, ("attention", "mlp"), strict=False):
             norm.load(source, f"{name}.{part}_out_layernorm")
 
-    def __call__(
-        self, x: Tensor, residual: Tensor | None, rotary: Any, attn: Attn
-    ) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, x: Tensor, residual: Tensor | None, rotary: Any, attn: Attn) -> tuple[Tensor, Tensor | None]:
         """Returns (MLP output, residual stream without it); like the inputs, both are [n, hidden] in the backend's
         dtype.
 

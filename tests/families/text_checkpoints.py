@@ -35,6 +35,14 @@ LONGROPE: dict[str, Any] = {
     "short_factor": [1.0, 1.05, 1.1, 1.2, 1.4, 1.8, 2.0, 2.0], "long_factor": [1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 9.0, 12.0],
 }  # fmt: skip
 PHI3: dict[str, Any] = text_settings(sliding_window=None, max_position_embeddings=512)
+QWEN3_5: dict[str, Any] = text_settings(
+    num_hidden_layers=4, head_dim=32, max_position_embeddings=512, linear_num_key_heads=2, linear_num_value_heads=4,
+    linear_key_head_dim=16, linear_value_head_dim=16, layer_types=None,
+    rope_parameters={
+        "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+)  # fmt: skip
 FORMS: dict[str, dict[str, dict[str, Any]]] = {
     "gemma3": {
         "windows of 8, four layers": GEMMA,
@@ -94,6 +102,15 @@ FORMS: dict[str, dict[str, dict[str, Any]]] = {
         "names of transformers 5, biases, one of its layers dense": QWEN3_MOE
         | dict(mlp_only_layers=[0], attention_bias=True, num_key_value_heads=4, moe_intermediate_size=52),
     },
+    "qwen3_5": {
+        "one layer of four attends": QWEN3_5,
+        "tied, first and last attend, a head each": QWEN3_5 | dict(
+            layer_types=["full_attention", "linear_attention", "linear_attention", "full_attention"],
+            tie_word_embeddings=True, linear_num_value_heads=2, linear_value_head_dim=24, linear_conv_kernel_dim=3,
+            num_key_value_heads=1, head_dim=16,
+            rope_parameters=QWEN3_5["rope_parameters"] | {"partial_rotary_factor": 0.5, "mrope_section": [1, 2, 1]},
+        ),
+    },
     "opt": {
         "125m": OPT,
         "350m": OPT | dict(do_layer_norm_before=False, word_embed_proj_dim=32),
@@ -112,6 +129,7 @@ CLASSES = {
     "phi3": ("Phi3Config", "Phi3ForCausalLM"),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+    "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
     "opt": ("OPTConfig", "OPTForCausalLM"),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel"),
 }
@@ -142,6 +160,10 @@ def _louder(model: Any) -> None:
         for name, p in model.named_parameters():
             if "wpe" in name or "embed_positions" in name:
                 p.mul_(2)
+            if name.endswith("A_log"):  # states that last for tens of tokens
+                p.sub_(3)
+            if name.endswith("conv1d.weight"):
+                p.mul_(5)
 
 
 def rename(folder: Path, prefixes: dict[str, str], ends: tuple[tuple[str, str], ...] = ()) -> None:
