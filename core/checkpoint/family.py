@@ -134,6 +134,7 @@ class Family:
         heads: class heads of architectures, unless it is one linear layer without bias over the last token.
         tied: default of ``tie_word_embeddings``.
         ignored: keys of config.json that change no result here.
+        skipped: prefixes of stored weights that are not loaded, such as those of a draft layer; a log line counts them.
         defaults: device options for which this family has other defaults: ``fp32_softmax`` (softmax of text in
             float32), ``block_adjustment`` (blocks of a decoding row joined by a fused kernel).
     """
@@ -151,4 +152,5 @@ class Family:
     heads: Mapping[str, ClassHead] = field(default_factory=dict)
     tied: bool = False
     ignored: frozenset[str] = frozenset()
+    skipped: tuple[str, ...] = ()
     defaults: Mapping[str, bool] = field(default_factory=dict)

@@ -30,6 +30,7 @@ TABLE = {
     "Qwen2VLForConditionalGeneration": "trencadis.multimodal.qwen2_vl.family:FAMILY",
     "Qwen3VLForConditionalGeneration": "trencadis.multimodal.qwen3_vl.family:DENSE",
     "Qwen3VLMoeForConditionalGeneration": "trencadis.multimodal.qwen3_vl.family:EXPERTS",
+    "Qwen3_5ForConditionalGeneration": "trencadis.multimodal.qwen3_vl.qwen3_5_family:FAMILY",
     "LlavaForConditionalGeneration": "trencadis.multimodal.llava.family:FAMILY",
     "LlavaNextForConditionalGeneration": "trencadis.multimodal.llava_next.family:FAMILY",
     "Gemma3ForConditionalGeneration": "trencadis.multimodal.gemma3.family:FAMILY",

@@ -28,6 +28,9 @@ IGNORED = frozenset(
 )
 """Keys of the draft layer, whose weights (``mtp.``) are not loaded, and the interval that ``layer_types`` replaces."""
 
+SKIPPED = ("mtp.",)
+"""Weights of the draft layer, which guesses tokens ahead."""
+
 PREFIXES = {"model.language_model.": "", "model.": "", "lm_head.": "lm_head."}
 
 
@@ -80,4 +83,5 @@ FAMILY = Family(
     config=describe,
     names=StoredNames(PREFIXES),
     ignored=IGNORED,
+    skipped=SKIPPED,
 )

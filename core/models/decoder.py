@@ -346,8 +346,8 @@ class Decoder:
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Loads checkpoint tensors by their stored names, in any order; raises StartupError if one is missing."""
-        names = family_of(self.config.architecture).names
-        self.load_from(CheckpointSource(weights, names, self.backend, self.config))
+        family = family_of(self.config.architecture)
+        self.load_from(CheckpointSource(weights, family.names, self.backend, self.config, family.skipped))
 
     def load_from(self, source: WeightSource) -> None:
         """Loads and packs every layer by canonical names."""
