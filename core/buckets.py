@@ -220,6 +220,8 @@ class Policy:
         cross_attention: text launches have ``TextTensors.cross_attention`` for layers that attend to images.
         cross_attention_bytes: bytes of workspace of that attention; None: it gathers the rows
             (core/memory/launch_memory.py).
+        recurrent: text launches have ``TextTensors.recurrent`` if ``BackendConfig.recurrent`` is set, and the backend's
+            ops are ``core.models.interface.RecurrentOps``.
         drafts: rows of decoding sequences may have several tokens, and SAMPLE reads ``HeadInputs.ahead``, so that
             drafts can be verified (core/spec).
         stages: the backend has a ``pipe`` (core/launches/stage_transfer.py) if ``BackendConfig.stages`` is above 1.
@@ -272,6 +274,7 @@ class Policy:
     cross_attention: bool = False
     cross_attention_bytes: Callable[[Bucket, InputSizes], int] | None = None
     stages: bool = False
+    recurrent: bool = False
 
 
 def escape(need: int, unit: int = 1) -> int:

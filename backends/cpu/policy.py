@@ -48,6 +48,7 @@ SERVING = Policy(
     encoder_data_parallel=True,
     cross_attention=True,
     stages=True,
+    recurrent=True,
 )
 
 PADDED = Policy(
@@ -74,6 +75,7 @@ PADDED = Policy(
     encoder_data_parallel=True,
     cross_attention=True,
     stages=True,
+    recurrent=True,
 )
 
 POLICIES = {"serving": SERVING, "padded": PADDED}

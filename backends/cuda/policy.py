@@ -68,6 +68,7 @@ SERVING = Policy(
     cross_attention_bytes=cross_attention_bytes,
     stages=True,
     encoder_data_parallel=True,
+    recurrent=True,
 )
 
 POLICIES = {"serving": SERVING, "twin": SERVING}

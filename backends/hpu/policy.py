@@ -154,6 +154,7 @@ SERVING = Policy(
     cross_attention=True,
     stages=True,
     encoder_data_parallel=True,
+    recurrent=True,
 )
 
 

@@ -212,7 +212,13 @@ class Scheduler:
     def _media_in_order(self) -> Iterable[MediaStart]:
         """Yields sequences with media in the total order; those in the persistent batch have passed theirs."""
         running = (seq for seq in self.running if seq.batch_row < 0)
-        return media_order(running, self.waiting[: self.limits.max_rows], self.limits, self.pool)
+        waiting = self.waiting[: self.limits.max_rows]
+        return media_order(running, waiting, self.limits, self.pool, self._prefix_hits)
+
+    def _prefix_hits(self, seq: Sequence) -> list[int]:
+        """Returns the cached blocks that a sequence would begin with, up to a snapshot of its state if it has one."""
+        hits = cached_blocks(seq, self.limits, self.pool)
+        return hits if self.states is None else self.states.shorten(seq, hits)
 
     def _advance(self, seq: Sequence, builder: StepBuilder) -> None:
         if self.limits.long_from and seq.due and seq.outgrows(self.limits.long_from):
@@ -373,11 +379,9 @@ class Scheduler:
                 continue
             if self.limits.long_from and seq.outgrows(self.limits.long_from):
                 seq.long, seq.block_hashes = True, BlockHashChain(seq.request, size, long=True)
-            hits = cached_blocks(seq, self.limits, self.pool)
-            if self.states is not None:
-                hits = self.states.shorten(seq, hits)
-                if hits and self.states.pool.free < 2:  # the snapshot, and the slot that goes on from it
-                    return
+            hits = self._prefix_hits(seq)
+            if hits and self.states is not None and self.states.pool.free < 2:  # a snapshot, and a slot to go on in
+                return
             # If nothing runs there is nothing to preempt, so the queue's head must not need more images at a time than
             # fit into the arena.
             first, start = not self.running and at == 0, len(hits) * size
