@@ -13,6 +13,7 @@ from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.host_memory import gib
+from trencadis.core.memory.ledger import DeviceTooSmall
 
 SHARE = 0.5
 """Share of the memory left for states and KV cache that the states of sequences take at most, unless told otherwise."""
@@ -42,15 +43,11 @@ class StatePlan:
         """Returns lines for users; ``rows``: ``--max-num-seqs``."""
         if not self.sequences:
             return []
-        lines = []
+        kept = f"{self.snapshots} snapshots" if self.snapshots else "no snapshots, so that no prefixes are shared,"
+        line = f"recurrent state: {self.sequences - 1} sequences and {kept} of {gib(self.slot_bytes)} each"
         if self.sequences <= rows:
-            lines.append(
-                f"recurrent state: {self.sequences - 1} sequences run at a time, at {gib(self.slot_bytes)} each; "
-                f"--max-num-seqs {rows} would need {gib((rows + 2) * self.slot_bytes)}"
-            )
-        if not self.snapshots:
-            lines.append("recurrent state: no snapshots are kept, so that no request begins with the prefix of another")
-        return lines
+            line += f"; --max-num-seqs {rows} would need {gib((rows + 2) * self.slot_bytes)}"
+        return [line]
 
 
 NO_STATES = StatePlan()
@@ -66,7 +63,8 @@ def plan_states(config: EngineConfig, model: ModelConfig, slot: int, rows: int, 
         cache: bytes of the KV cache, of which the snapshots have a share.
 
     Raises:
-        StartupError: the states of ``--max-num-seqs`` sequences, or of a single one, do not fit.
+        StartupError: the states of ``--max-num-seqs`` sequences do not fit.
+        DeviceTooSmall: the state of a single one does not.
     """
     if model.text.recurrent is None:
         return NO_STATES
@@ -75,13 +73,14 @@ def plan_states(config: EngineConfig, model: ModelConfig, slot: int, rows: int, 
         return StatePlan(rows + 1, MOST_SNAPSHOTS if caches else 0)
     count = min(rows + 1, int(SHARE * left) // slot - 1) if config.max_num_seqs is None else rows + 1
     fits = left // slot - 1
+    if left <= 0:  # what is in use without any state does not fit, which the KV cache's check says
+        return StatePlan(2, 0, slot)
     if count < 2 or count > fits:
-        holds = f"{fits - 1} fit (--max-num-seqs {fits - 1})" if fits >= 2 else "not one fits"
-        need = gib((max(count, 2) + 1) * slot)
-        raise StartupError(
-            f"{model.name}: the recurrent state of {max(count - 1, 1)} sequences needs {need} and {gib(max(left, 0))} "
-            f"are left; {holds}"
-        )
+        need, many = gib((max(count, 2) + 1) * slot), max(count - 1, 1)
+        line = f"{model.name}: the recurrent state of {many} sequences needs {need} and {gib(left)} are left"
+        if fits < 2:
+            raise DeviceTooSmall(f"{line}; not one fits")
+        raise StartupError(f"{line}; {fits - 1} fit (--max-num-seqs {fits - 1})")
     return StatePlan(count, _count_snapshots(config, slot, min(cache, left - (count + 1) * slot)), slot)
 
 
