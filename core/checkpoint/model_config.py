@@ -115,6 +115,7 @@ class RecurrentConfig:
         kernel: tokens that an output of the convolution sees; the state keeps the last ``kernel`` - 1 inputs.
         key_heads: heads of queries and keys; ``key_dim``: their size.
         value_heads: heads of values, a multiple of ``key_heads``; ``value_dim``: their size.
+        interleaved: True if the projections are stored as two matrices, interleaved by key head (Qwen3-Next).
     """
 
     layers: tuple[int, ...]
@@ -123,6 +124,7 @@ class RecurrentConfig:
     value_heads: int
     key_dim: int
     value_dim: int
+    interleaved: bool = False
 
     @property
     def key_width(self) -> int:

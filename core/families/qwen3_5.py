@@ -1,4 +1,4 @@
-"""Qwen3.5, 3.6 and 3.8, dense: gated DeltaNet in three of four layers, gated attention in the others.
+"""Qwen3.5, 3.6 and 3.8, and Qwen3-Next: gated DeltaNet in three of four layers, gated attention in the others.
 
 Images are in ``multimodal/qwen3_5``, which reads the decoder with the functions of this module.
 """

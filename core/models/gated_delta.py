@@ -18,6 +18,7 @@ from trencadis.core.checkpoint.weight_source import WeightSource
 from trencadis.core.device.backend import Attn, Backend
 from trencadis.core.device.launch_tensors import RecurrentRows
 from trencadis.core.models.interface import RecurrentOps, RecurrentState
+from trencadis.core.models.interleaved_projections import InterleavedSource
 from trencadis.core.models.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear, check_heads
 
 
@@ -50,6 +51,8 @@ class GatedDeltaNet:
 
     def load(self, source: WeightSource, name: str) -> None:
         r, heads = self.config, self.config.value_heads
+        if r.interleaved:
+            source = InterleavedSource(source, r)
         self.qkv.load(source, f"{name}.in_proj_qkv")
         self.gates.load(source, name)
         self.out.load(source, f"{name}.out_proj")
