@@ -363,6 +363,8 @@ def _info(backend: Backend, plan: CachePlan, model: ModelConfig, seconds: float)
         seconds=seconds,
         notes=list(plan.notes),
         host_blocks=plan.host_blocks,
+        snapshots=plan.states.snapshots,
+        snapshot_bytes=plan.states.slot_bytes,
     )
 
 

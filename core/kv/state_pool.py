@@ -36,7 +36,7 @@ class StatePool:
 
     def __init__(self, size: int, snapshots: int = 0) -> None:
         self.size, self.most = size, snapshots
-        self.hits = self.evictions = self.taken_snapshots = 0
+        self.hits = self.misses = self.evictions = 0
         self._free = list(range(size, 0, -1))
         self._readers: dict[int, int] = {}
         self._keys: OrderedDict[bytes, int] = OrderedDict()
@@ -98,7 +98,6 @@ class StatePool:
                 self._forget_slot(slot)
                 continue
             self._keys[key] = slot
-            self.taken_snapshots += 1
 
     def longest(self, keys: Sequence[bytes]) -> int:
         """Returns how many of the blocks with these keys, from the first on, end with a snapshot; 0: none."""

@@ -51,6 +51,7 @@ class StateScheduler:
     def begin(self, seq: Sequence, blocks: int) -> None:
         """Gives a sequence that starts a slot, and the snapshot at the end of its first ``blocks`` blocks, if any."""
         seq.source = self.pool.claim(seq.block_hashes.keys[blocks - 1]) if blocks else 0
+        self.pool.misses += not blocks
         slot = self.pool.take()
         assert slot is not None, "a sequence was admitted without a slot for its state"
         seq.state = slot
