@@ -90,7 +90,7 @@ def test_without_a_budget_for_snapshots_nothing_is_shared(form: Any) -> None:
     try:
         prompt = random_ids(200)
         assert answers(llm, [prompt]) == answers(llm, [prompt])
-        assert any("no snapshots" in note for note in llm.engine.info.notes)
+        assert any("no snapshots" in note for note in llm.engine.info().notes)
     finally:
         llm.close()
 
@@ -143,8 +143,8 @@ def test_a_state_is_a_row_of_the_ledger(form: Any) -> None:
     path: Path = form(FAMILY, NAMES[0])
     llm = LLM(str(path), **{**BASE, **CARDS["cuda twin"]})
     try:
-        plan = llm.engine.info.graphs
-        held = llm.engine.executor.rank.model.persistent.recurrent
+        plan = llm.engine.info().graphs
+        held = llm.engine.executor._rank.model.persistent.recurrent
         size = sum(t.nbytes for layer in held for t in layer if t is not None)
         assert plan is not None and dict(plan.ledger)["recurrent state"] == size
         assert sum(row.bytes for row in plan.ledger) == plan.total
