@@ -106,9 +106,10 @@ CHUNK = 64
 
 @dataclass(frozen=True)
 class RecurrentConfig:
-    """Layers that keep a state of fixed size for each sequence, in place of keys and values: gated DeltaNet.
+    """Layers that keep a state of fixed size for each sequence, in place of keys and values.
 
-    A causal convolution over queries, keys and values, then the gated delta rule.
+    In gated DeltaNet, a causal convolution over queries, keys and values is followed by the gated delta rule. Other
+    layers are a convolution alone, between two projections.
 
     Args:
         layers: the layers that are recurrent.
@@ -116,15 +117,17 @@ class RecurrentConfig:
         key_heads: heads of queries and keys; ``key_dim``: their size.
         value_heads: heads of values, a multiple of ``key_heads``; ``value_dim``: their size.
         interleaved: True if the projections are stored as two matrices, interleaved by key head (Qwen3-Next).
+        width: channels of a convolution alone, whose state has no matrices; 0: the layers are gated DeltaNet.
     """
 
     layers: tuple[int, ...]
     kernel: int
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
+    key_heads: int = 0
+    value_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
     interleaved: bool = False
+    width: int = 0
 
     @property
     def key_width(self) -> int:
@@ -136,9 +139,14 @@ class RecurrentConfig:
         """Width of all values."""
         return self.value_heads * self.value_dim
 
+    @property
+    def units(self) -> int:
+        """Number of parts that ranks can share: key heads, or channels."""
+        return self.width or self.key_heads
+
     def channels(self, ranks: int = 1) -> int:
-        """Returns the channels of the convolution on one of ``ranks`` devices: queries, keys and values."""
-        return (2 * self.key_width + self.value_width) // ranks
+        """Returns the channels of the convolution on one of ``ranks`` devices."""
+        return (self.width or 2 * self.key_width + self.value_width) // ranks
 
     def slot_bytes(self, itemsize: int, ranks: int = 1) -> int:
         """Returns the bytes of one sequence's state in one layer; ``itemsize``: of the engine's dtype.
@@ -148,9 +156,11 @@ class RecurrentConfig:
         return (self.kernel - 1) * self.channels(ranks) * itemsize + 4 * self.key_dim * self.value_width // ranks
 
     def values(self, hidden: int, ranks: int = 1) -> int:
-        """Returns the number of weights of one layer on one of ``ranks`` devices, without its norms."""
-        heads, width = self.value_heads // ranks, self.value_width // ranks
+        """Returns the number of weights of one layer on one of ``ranks`` devices."""
         channels = self.channels(ranks)
+        if self.width:
+            return hidden * 4 * channels + channels * self.kernel
+        heads, width = self.value_heads // ranks, self.value_width // ranks
         return hidden * (channels + 2 * width + 2 * heads) + channels * self.kernel + 2 * heads + self.value_dim
 
 

@@ -81,6 +81,8 @@ def recurrent_states(model: ModelConfig, backend: Backend, slots: int) -> list[R
 
     def layer() -> RecurrentState:
         conv = backend.zeros((slots, r.kernel - 1, r.channels(ranks)), backend.dtype)
+        if r.width:
+            return RecurrentState(conv, None)
         return RecurrentState(
             conv, backend.zeros((slots, r.value_heads // ranks, r.key_dim, r.value_dim), torch.float32)
         )

@@ -77,7 +77,7 @@ def norm_excess(model: ModelConfig, itemsize: int, ranks: int = 1) -> int:
 def norm_excess_of(t: TextConfig, itemsize: int, index: int, ranks: int = 1) -> int:
     """Returns ``norm_excess`` of one layer, with the decays of a recurrent one, which are float32 in any case."""
     if t.recurrent is not None and index in t.recurrent.layers:
-        decays = 2 * (t.recurrent.value_heads // ranks) * (4 - itemsize)
+        decays = 2 * (t.recurrent.value_heads // ranks) * (4 - itemsize)  # of gated DeltaNet
         return decays + (layer_norms(t) * t.hidden * (4 - itemsize) if t.norm == RMS_ONE else 0)
     if t.norm != RMS_ONE:
         return 0
@@ -246,6 +246,10 @@ def _attention_matrices(at: str, t: TextConfig, ranks: int, crosses: bool) -> It
 
 def _recurrent_matrices(part: str, r: RecurrentConfig, hidden: int, ranks: int) -> Iterator[SharedMatrix]:
     """Yields the matrices of a recurrent layer, each as its layer joins its parts."""
+    if r.width:
+        yield SharedMatrix(f"{part}.in_proj", 3 * r.channels(ranks), hidden, hidden)
+        yield SharedMatrix(f"{part}.out_proj", hidden, r.channels(ranks), r.width)
+        return
     yield SharedMatrix(f"{part}.in_proj_qkv", r.channels(ranks), hidden, hidden)
     yield SharedMatrix(f"{part}.in_proj_z", r.value_width // ranks, hidden, hidden)
     for name in "ba":

@@ -5,7 +5,7 @@ The start of text launches on every pipeline stage but the first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trencadis.core.checkpoint.checkpoint_source import CheckpointSource
-from trencadis.core.checkpoint.model_config import GATED, POST, SANDWICH, ModelConfig, TextConfig
+from trencadis.core.checkpoint.model_config import GATED, POST, SANDWICH, ModelConfig, RecurrentConfig, TextConfig
 from trencadis.core.checkpoint.pooling_config import Pooling
 from trencadis.core.checkpoint.registry import family_of
 from trencadis.core.checkpoint.weight_source import WeightSource
@@ -44,6 +44,7 @@ from trencadis.core.models.interface import (
     MaskingOps,
     PenalisingOps,
     Persistent,
+    RecurrentLayer,
     RecurrentOps,
 )
 from trencadis.core.models.linear import Linear, scaled
@@ -98,21 +99,25 @@ class StageEntry:
 
 
 class DecoderLayer:
-    """A decoder layer: attention or a recurrent layer, and an MLP or experts.
+    """A decoder layer: attention, or the recurrent layer ``mixer`` in its place, and an MLP or experts.
 
     Norms are applied before them, before and after them, or after the residual sums.
     """
 
-    def __init__(self, backend: Backend, c: TextConfig, group: int = 1, index: int = 0, aligned: int = 1) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        c: TextConfig,
+        group: int = 1,
+        index: int = 0,
+        aligned: int = 1,
+        mixer: RecurrentLayer | None = None,
+    ) -> None:
         ops = backend.ops
         self.input_norm = norm_of(c.norm, ops, c.hidden, c.eps)
-        self.recurrent = index in c.recurrent_layers
+        self.recurrent = mixer is not None
         """True if it keeps a state for each sequence, which ``attention.bind`` then takes."""
-        self.attention: Attention | GatedDeltaNet
-        if c.recurrent is not None and self.recurrent:
-            self.attention = GatedDeltaNet(backend, c, c.recurrent)
-        else:
-            self.attention = Attention(backend, c, c.window_of(index))
+        self.attention: Any = Attention(backend, c, c.window_of(index)) if mixer is None else mixer
         self.post_norm = norm_of(c.norm, ops, c.hidden, c.eps)
         self.mlp: MLP | ExpertMLP
         if c.experts is not None and index not in c.experts.dense:
@@ -316,6 +321,8 @@ class Decoder:
     lm_head: LMHead
     first: Any = None
     """Attention of the stage's first layer with a KV cache; None: no layer has one."""
+    recurrent_layer: Callable[[Backend, TextConfig, RecurrentConfig], RecurrentLayer] = GatedDeltaNet
+    """Makes the layer in the place of attention where ``TextConfig.recurrent`` says so; families may have others."""
 
     def __init__(self, config: ModelConfig, backend: Backend) -> None:
         c = config.text
@@ -325,7 +332,9 @@ class Decoder:
         group = config.quant.widest_group() if config.quant is not None else 1
         aligned = config.alignment_unit(backend.policy.aligned)
         share = self.share = config.share
-        self.layers = [DecoderLayer(backend, c, group, index, aligned) for index in share.layers]
+        self.layers = [
+            DecoderLayer(backend, c, group, index, aligned, self._make_mixer(index)) for index in share.layers
+        ]
         if share.starts:
             parts = config.row_parts if config.vision is not None else 0
             if share.stages > 1 and parts - 1 > len(self.layers):
@@ -343,6 +352,13 @@ class Decoder:
         else:
             self.leave = DecoderExit(self.ops, None)
         self.pooler = Pooler(self.ops)
+
+    def _make_mixer(self, index: int) -> RecurrentLayer | None:
+        """Returns the recurrent layer in the place of attention; None: layer ``index`` has attention."""
+        c = self.config.text
+        if c.recurrent is None or index not in c.recurrent.layers:
+            return None
+        return self.recurrent_layer(self.backend, c, c.recurrent)
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Loads checkpoint tensors by their stored names, in any order; raises StartupError if one is missing."""

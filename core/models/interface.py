@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.checkpoint.weight_source import WeightSource
 from trencadis.core.device.backend import (
     HeadTensors,
     HeadTensorsOut,
@@ -43,6 +44,24 @@ class Persistent:
     state: SamplerState
     stream: Tensor | None = None  # like ``hidden``: received rows, from row 1 on; None on the first stage
     recurrent: list[RecurrentState] = field(default_factory=list)  # of each recurrent layer of the stage
+
+
+class RecurrentLayer(Protocol):
+    """A layer in the place of attention that keeps a state for each sequence (``TextConfig.recurrent``)."""
+
+    def load(self, source: WeightSource, name: str) -> None:
+        """Takes this rank's weights from ``source``; ``name``: ``layers.N.linear_attn``."""
+        ...
+
+    def bind(self, state: RecurrentState) -> None:
+        """Sets the tensors with the states of all sequences."""
+        ...
+
+    def __call__(self, x: Tensor, rows: RecurrentRows, attn: Attn) -> Tensor:
+        """Computes [n, hidden] -> [n, hidden], summed over ranks, and updates the states of the rows."""
+        ...
+
+    def nbytes(self) -> int: ...
 
 
 class MaskingOps(Protocol):
