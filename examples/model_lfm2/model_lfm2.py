@@ -69,3 +69,4 @@ FAMILY = Family(
     make="lfm2_layers:make",
     tied=True,
     ignored=UNUSED,
+)
