@@ -37,12 +37,16 @@ class PartialRotarySource:
 
     Args:
         rotary_dim: number of rotated values of a head.
+        adjacent: True if the two values of a rotated pair are stored next to each other.
     """
 
-    def __init__(self, source: WeightSource, head_dim: int, rotary_dim: int) -> None:
+    def __init__(self, source: WeightSource, head_dim: int, rotary_dim: int, adjacent: bool = False) -> None:
         self.source, self.head_dim = source, head_dim
         middle = rotary_dim + (head_dim - rotary_dim) // 2
-        self.spans = ((0, rotary_dim // 2), (rotary_dim, middle), (rotary_dim // 2, rotary_dim), (middle, head_dim))
+        first, second = [(0, rotary_dim // 2)], [(rotary_dim // 2, rotary_dim)]
+        if adjacent:
+            first, second = ([(i, i + 1) for i in range(start, rotary_dim, 2)] for start in range(2))
+        self.spans = (*first, (rotary_dim, middle), *second, (middle, head_dim))
 
     def _reorder(self, name: str, part: Tensor) -> Tensor:
         if name.rpartition(".")[0].rpartition(".")[2] not in ROTATED:
@@ -88,11 +92,12 @@ class Attention:
     pairs: Tensor | None = None
     static: Tensor | None = None
 
-    def __init__(self, backend: Backend, c: TextConfig, window: int = 0) -> None:
+    def __init__(self, backend: Backend, c: TextConfig, window: int = 0, scale: float = 0.0) -> None:
         comm, d = backend.comm, c.head_dim
         check_heads(c.heads, comm.world, "query heads")
         self.ops, self.kv_format, self.bias = backend.ops, c.kv, c.qkv_bias
-        self.head_dim, self.scale, self.rotary_dim = d, c.score_scale, c.rotary_dim
+        self.head_dim, self.scale = d, scale or c.score_scale
+        self.rotary_dim, self.adjacent = c.rotary_dim or (d if c.adjacent_pairs else 0), c.adjacent_pairs
         self.window = (window,) if window else ()
         sizes = {"q_proj": c.heads, "k_proj": c.kv_heads, "v_proj": c.kv_heads}
         parts = tuple(ColumnPart(name, heads * d, d) for name, heads in sizes.items())
@@ -107,7 +112,7 @@ class Attention:
 
     def load(self, source: WeightSource, name: str) -> None:
         if self.rotary_dim:
-            source = PartialRotarySource(source, self.head_dim, self.rotary_dim)
+            source = PartialRotarySource(source, self.head_dim, self.rotary_dim, self.adjacent)
         self.qkv.load(source, name)
         self.out.load(source, f"{name}.o_proj")
         for norm, part in zip(self.norms or (), ("q_norm", "k_norm"), strict=False):
@@ -149,6 +154,8 @@ class Attention:
         q, k, v = q.view(n, -1, d), k.view(n, -1, d), v.view(n, -1, d)
         if self.norms is not None:
             q, k = self.norms[0].heads(q), self.norms[1].heads(k)
+        if rotary.query_scale is not None:
+            q = q * rotary.query_scale.to(q.dtype)[:, None, None]
         q, k, v = self.ops.rope_store(q, k, v, rotary, self.kv, attn)
         return self.ops.attend(q, k, v, self.kv, attn, self.scale, *self.window).reshape(n, -1)
 

@@ -60,7 +60,7 @@ class FirstLayerInputs(NamedTuple):
         x: [n, hidden].
         residual: [n, hidden], to which x is added; None: zeros.
         rotary: rotary factors.
-        window_rotary: those of layers with a window; None: all layers use ``rotary``.
+        window_rotary: those of layers with a table of their own; None: all layers use ``rotary``.
         deepstack_rows: for each DeepStack part, the rows of the arena that are added after a layer, int64 [n].
     """
 
@@ -104,11 +104,11 @@ class DecoderLayer:
     def __init__(self, backend: Backend, c: TextConfig, group: int = 1, index: int = 0, aligned: int = 1) -> None:
         ops = backend.ops
         self.input_norm = norm_of(c.norm, ops, c.hidden, c.eps)
-        self.attention = Attention(backend, c, c.window_of(index))
+        self.attention = Attention(backend, c, c.window_of(index), c.score_scale_of(index))
         self.post_norm = norm_of(c.norm, ops, c.hidden, c.eps)
         self.mlp: MLP | ExpertMLP
         if c.experts is not None and index not in c.experts.dense:
-            self.mlp = ExpertMLP(ops, backend.comm, c.hidden, c.experts, c.activation, backend.device)
+            self.mlp = ExpertMLP(ops, backend.comm, c.hidden, c.experts, c.activation, backend.device, group, aligned)
         else:
             kind = GatedMLP if c.mlp == GATED else PlainMLP
             self.mlp = kind(ops, backend.comm, c.hidden, c.intermediate, c.mlp_bias, group, c.activation, aligned)
@@ -116,7 +116,7 @@ class DecoderLayer:
         self.out_norms = (
             [norm_of(c.norm, ops, c.hidden, c.eps) for _ in range(2)] if c.norm_placement == SANDWICH else []
         )
-        self.local = bool(c.window_of(index) and c.local_theta)
+        self.local = c.uses_second_rotary(index)
 
     def load(self, source: WeightSource, name: str) -> None:
         self.input_norm.load(source, f"{name}.input_layernorm")

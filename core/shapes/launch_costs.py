@@ -67,7 +67,8 @@ def layers_values(t: TextConfig, active: bool = True) -> int:
     attention = t.layers * t.hidden * t.head_dim * (2 * t.heads + 2 * t.kv_heads)
     total = attention + t.dense_layers * matrices * t.hidden * t.intermediate
     if t.experts is not None:
-        total += (t.layers - t.dense_layers) * t.experts.values(t.hidden, only=t.experts.top if active else 0)
+        own = t.experts.values(t.hidden, only=t.experts.top if active else 0)
+        total += (t.layers - t.dense_layers) * (own + t.experts.shared_values(t.hidden))
     return total
 
 

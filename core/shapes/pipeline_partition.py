@@ -26,7 +26,7 @@ def layer_values(t: TextConfig) -> list[int]:
     dense = attention + (3 if t.mlp == GATED else 2) * t.hidden * t.intermediate
     if t.experts is None:
         return [dense] * t.layers
-    some = attention + t.experts.values(t.hidden, only=t.experts.top)
+    some = attention + t.experts.values(t.hidden, only=t.experts.top) + t.experts.shared_values(t.hidden)
     return [dense if i in t.experts.dense else some for i in range(t.layers)]
 
 

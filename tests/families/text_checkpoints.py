@@ -27,6 +27,20 @@ GEMMA: dict[str, Any] = dict(
     bos_token_id=EOS, eos_token_id=EOS, pad_token_id=1,
 )  # fmt: skip
 MIXTRAL: dict[str, Any] = text_settings(num_local_experts=4, num_experts_per_tok=2, sliding_window=None, head_dim=16)
+QWEN2_MOE: dict[str, Any] = text_settings(
+    num_experts=8, num_experts_per_tok=3, moe_intermediate_size=48, shared_expert_intermediate_size=80,
+)
+GLM4: dict[str, Any] = text_settings(head_dim=16, pad_token_id=1)
+SMOLLM3: dict[str, Any] = text_settings(num_hidden_layers=4, no_rope_layer_interval=2, pad_token_id=1)
+MINISTRAL3: dict[str, Any] = text_settings(head_dim=16, pad_token_id=1) | dict(
+    rope_parameters={
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 20,
+        "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3,
+    },
+)
+GRANITE: dict[str, Any] = text_settings(
+    attention_multiplier=0.3, embedding_multiplier=5.0, residual_multiplier=0.4, logits_scaling=3.0,
+)
 QWEN3_MOE: dict[str, Any] = text_settings(
     head_dim=16, moe_intermediate_size=48, num_experts=8, num_experts_per_tok=3, norm_topk_prob=True
 )
@@ -94,6 +108,57 @@ FORMS: dict[str, dict[str, dict[str, Any]]] = {
         "names of transformers 5, biases, one of its layers dense": QWEN3_MOE
         | dict(mlp_only_layers=[0], attention_bias=True, num_key_value_heads=4, moe_intermediate_size=52),
     },
+    "qwen2_moe": {
+        "plain": QWEN2_MOE,
+        "every second layer, divided by their sum, tied": QWEN2_MOE
+        | dict(norm_topk_prob=True, decoder_sparse_step=2, num_hidden_layers=3, tie_word_embeddings=True),
+        "one KV head, no biases": QWEN2_MOE
+        | dict(num_key_value_heads=1, qkv_bias=False, shared_expert_intermediate_size=52),
+    },
+    "glm4": {
+        "half of a head": GLM4,
+        "a quarter, tied, one KV head": GLM4 | dict(
+            rope_parameters={"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.25},
+            tie_word_embeddings=True, num_key_value_heads=1,
+        ),
+        "whole heads, no biases": GLM4 | dict(
+            rope_parameters={"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 1.0},
+            attention_bias=False,
+        ),
+    },
+    "smollm3": {
+        "every second layer without positions": SMOLLM3,
+        "yarn, biases, untied": SMOLLM3 | dict(
+            rope_parameters=YARN, attention_bias=True, mlp_bias=True, tie_word_embeddings=False,
+            no_rope_layers=[0, 1, 1, 0],
+        ),
+        "windows": SMOLLM3 | dict(use_sliding_window=True, sliding_window=16, num_key_value_heads=1),
+    },
+    "seed_oss": {
+        "plain": text_settings(head_dim=16, pad_token_id=1),
+        "all biases, one KV head, wide heads": text_settings(
+            head_dim=32, pad_token_id=1, attention_out_bias=True, mlp_bias=True, num_key_value_heads=1,
+        ),
+        "no biases, tied": text_settings(
+            head_dim=16, pad_token_id=1, attention_bias=False, tie_word_embeddings=True, num_key_value_heads=4,
+        ),
+    },
+    "ministral3": {
+        "grows from 20": MINISTRAL3,
+        "window of 24, tied, one KV head": MINISTRAL3 | dict(
+            sliding_window=24, tie_word_embeddings=True, num_key_value_heads=1,
+        ),
+        "grows fast, wide heads": MINISTRAL3 | dict(
+            head_dim=32, rope_parameters=MINISTRAL3["rope_parameters"] | dict(llama_4_scaling_beta=2.0, mscale=0.5),
+        ),
+    },
+    "granite": {
+        "plain": GRANITE,
+        "biases, tied, one KV head": GRANITE | dict(
+            attention_bias=True, mlp_bias=True, tie_word_embeddings=True, num_key_value_heads=1,
+        ),
+        "yarn": GRANITE | dict(rope_parameters=YARN, num_key_value_heads=4),
+    },
     "opt": {
         "125m": OPT,
         "350m": OPT | dict(do_layer_norm_before=False, word_embed_proj_dim=32),
@@ -112,6 +177,12 @@ CLASSES = {
     "phi3": ("Phi3Config", "Phi3ForCausalLM"),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+    "qwen2_moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM"),
+    "glm4": ("Glm4Config", "Glm4ForCausalLM"),
+    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM"),
+    "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM"),
+    "ministral3": ("Ministral3Config", "Ministral3ForCausalLM"),
+    "granite": ("GraniteConfig", "GraniteForCausalLM"),
     "opt": ("OPTConfig", "OPTForCausalLM"),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel"),
 }
