@@ -84,6 +84,8 @@ class ExpertsConfig:
         inner: intermediate size of an expert.
         normalise: if True, the weights of a token's experts are divided by their sum.
         dense: layers that have one MLP of ``TextConfig.intermediate`` columns instead.
+        shared: intermediate size of the shared expert, which every token gets; 0: there is none.
+        shared_gate: True if the shared expert's output is multiplied by the sigmoid of a score of the token.
     """
 
     count: int
@@ -91,6 +93,8 @@ class ExpertsConfig:
     inner: int
     normalise: bool
     dense: tuple[int, ...] = ()
+    shared: int = 0
+    shared_gate: bool = False
 
     def values(self, hidden: int, ranks: int = 1, only: int = 0) -> int:
         """Returns the number of weights of one layer on one of ``ranks`` devices, router included.
@@ -98,6 +102,20 @@ class ExpertsConfig:
         ``only``: count just that many experts.
         """
         return hidden * (self.count + 3 * (only or self.count) * -(-self.inner // ranks))
+
+    def shared_values(self, hidden: int, columns: int = 0) -> int:
+        """Returns the number of weights of a layer's shared expert and its gate.
+
+        ``columns``: those of one device; 0: all.
+        """
+        return hidden * (3 * (columns or self.shared) + self.shared_gate) if self.shared else 0
+
+
+class QueryGrowth(NamedTuple):
+    """The query at position p is multiplied by 1 + ``beta`` * log(1 + floor(p / ``length``))."""
+
+    beta: float
+    length: int
 
 
 CHUNK = 64
@@ -175,6 +193,9 @@ class TextConfig:
         interleaved: True if the frequencies of the axes alternate; the first axis gets the remaining ones.
         rotary: True if heads are rotated by position.
         rotary_dim: rotated values of a head; 0: all. Half of them are at the start of each half of the head.
+        adjacent_pairs: True if the two values of a rotated pair are adjacent, not half of the rotated part apart.
+        unrotated_layers: layers without rotary positions in a model that has them.
+        query_growth: growth of queries with their position; None: there is none.
         scale: factor of the attention scores; 0: head_dim ** -0.5.
         table: width of embedding and head if it is not ``hidden``; two matrices then project in and out. 0: ``hidden``.
         learned: rows of the table of learned positions that is added to the embeddings; 0: none.
@@ -224,6 +245,9 @@ class TextConfig:
     activation: str = "silu"
     rotary: bool = True
     rotary_dim: int = 0
+    adjacent_pairs: bool = False
+    unrotated_layers: tuple[int, ...] = ()
+    query_growth: QueryGrowth | None = None
     scale: float = 0.0
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
@@ -272,6 +296,19 @@ class TextConfig:
     def window_of(self, layer: int) -> int:
         """Returns the sliding window of a layer in keys; 0: full attention."""
         return 0 if layer in self.full_layers else self.window
+
+    @property
+    def second_rotary(self) -> bool:
+        """True if some layers have a rotary table of their own (``uses_second_rotary``)."""
+        return bool(self.local_theta or self.unrotated_layers)
+
+    def uses_second_rotary(self, layer: int) -> bool:
+        """Returns True if a layer has the table of layers with a window, or that of layers without positions."""
+        return layer in self.unrotated_layers or bool(self.window_of(layer) and self.local_theta)
+
+    def score_scale_of(self, layer: int) -> float:
+        """Returns the factor of a layer's attention scores; without rotary positions it is not YaRN's."""
+        return self.head_dim**-0.5 if layer in self.unrotated_layers else self.score_scale
 
     @property
     def windows(self) -> tuple[int, ...]:

@@ -198,7 +198,7 @@ class MemoryEstimator:
         total = decoder_values(self.model, self.ranks, unit)
         frequencies = t.head_dim // 2 * FREQUENCY + norm_excess(self.model, self.itemsize, self.ranks)
         frequencies += self.head_values * 4 if share.ends else 0
-        frequencies += t.head_dim // 2 * 4 if t.local_theta else 0
+        frequencies += t.head_dim // 2 * 4 if t.second_rotary else 0
         if t.long_from:  # a second table, and the factors of both
             frequencies += t.head_dim // 2 * FREQUENCY + t.head_dim * 4
         if t.kv is not None:
@@ -305,8 +305,9 @@ class MemoryEstimator:
         held = STREAMS + (
             1 if t.norm_placement == SANDWICH else 0
         )  # inputs and outputs of the norms after attention and MLP
-        streams = size * (held * t.hidden * self.itemsize + (16 if t.local_theta else 8) * d)
+        streams = size * (held * t.hidden * self.itemsize + (16 if t.second_rotary else 8) * d)
         attention = size * 3 * (heads + 2 * self.kv_heads) * d * self.itemsize
+        attention += size * (heads * d * self.itemsize + 8) if t.query_growth is not None else 0
         if len(bucket.dims) == 2 and stage in (Stage.CONTEXT, Stage.DECODE):
             width = bucket.dims[1] * block_size
             attention += self._gathered_bytes(stage, size, width, heads)
@@ -352,7 +353,8 @@ class MemoryEstimator:
         rows = size * min(max(EXPERT_ROWS // max(size, 1), 1), e.count)
         inner = self._share(e.inner) * self.itemsize
         own = size * e.top * (inner + t.hidden * self.itemsize)
-        return max(dense, max(rows * 7 * inner, own) + size * (8 * e.count + 2 * t.hidden * self.itemsize))
+        shared = size * (4 * self._columns(e.shared) + 2 * t.hidden) * self.itemsize if e.shared else 0
+        return max(dense, max(rows * 7 * inner, own, shared) + size * (8 * e.count + 2 * t.hidden * self.itemsize))
 
     def shared_attention_bytes(self, bucket: Bucket) -> int:
         """Returns the bytes that one launch allocates for the attention of all its layers, e.g. masks."""
@@ -420,7 +422,8 @@ class MemoryEstimator:
             return 0
         cut_widths = CUT_WIDTHS + (1 if t.norm_placement == SANDWICH else 0)
         experts = 0 if t.experts is None else size * len(self.model.share.layers) * self._share(t.experts.inner)
-        kept = self._layers_keep(bucket, self.ranks, t.hidden, t.head_dim, cut_widths, t.heads, 8 * t.head_dim + 16)
+        first = 8 * t.head_dim + 16 + (4 if t.query_growth is not None else 0)
+        kept = self._layers_keep(bucket, self.ranks, t.hidden, t.head_dim, cut_widths, t.heads, first)
         gated = cross_attention_kept_bytes(self.model, bucket, self.itemsize)
         return kept + (experts * self.itemsize + gated if self.ranks > 1 and self.graphs.cached else 0)
 

@@ -47,7 +47,17 @@ def mlp_columns(model: ModelConfig, ranks: int, width: int = 1) -> int:
 
     A share ends at the end of a quantised group.
     """
-    inner = model.text.intermediate
+    return _share_of(model, model.text.intermediate, ranks, width)
+
+
+def shared_columns(model: ModelConfig, ranks: int, width: int = 1) -> int:
+    """Returns the columns of the shared expert on one device, a multiple of ``width``; 0: there is none."""
+    experts = model.text.experts
+    return 0 if experts is None or not experts.shared else _share_of(model, experts.shared, ranks, width)
+
+
+def _share_of(model: ModelConfig, inner: int, ranks: int, width: int) -> int:
+    """Returns one device's share of ``inner`` columns; it ends at the end of a quantised group."""
     unit = mlp_unit(inner, model.quant.widest_group() if model.quant is not None else 1, ranks)
     return align_up(-(-inner // unit // ranks) * unit, width)
 
@@ -96,7 +106,8 @@ def layer_values(model: ModelConfig, index: int, ranks: int, width: int = 1) -> 
     else:
         layer += _attention_values(t, ranks, index in t.cross_attention_layers)
     if t.experts is not None and index not in t.experts.dense:
-        return layer + t.experts.values(t.hidden, ranks)
+        shared = t.experts.shared_values(t.hidden, shared_columns(model, ranks, width))
+        return layer + t.experts.values(t.hidden, ranks) + shared
     biases = (mlp_matrices(t) - 1) * columns + t.hidden if t.mlp_bias else 0
     return layer + mlp_matrices(t) * t.hidden * columns + biases
 
@@ -224,6 +235,9 @@ def _layer_matrices(model: ModelConfig, index: int, ranks: int, width: int) -> I
         inner = t.experts.inner
         for i in range(t.experts.count):
             yield from _gated_mlp_matrices(f"{at}.mlp{EXPERTS}{i}", t.hidden, -(-inner // ranks), inner)
+        if t.experts.shared:
+            columns = shared_columns(model, ranks, width)
+            yield from _gated_mlp_matrices(f"{at}.mlp.shared_expert", t.hidden, columns, t.experts.shared)
         return
     columns = mlp_columns(model, ranks, width)
     if t.mlp == GATED:

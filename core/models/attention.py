@@ -37,13 +37,19 @@ class PartialRotarySource:
 
     Args:
         rotary_dim: number of rotated values of a head.
+        adjacent: True if the two values of a rotated pair are stored next to each other.
         gated: True if each query head is followed by its output gate, which stays in the order of v.
     """
 
-    def __init__(self, source: WeightSource, head_dim: int, rotary_dim: int, gated: bool = False) -> None:
+    def __init__(
+        self, source: WeightSource, head_dim: int, rotary_dim: int, adjacent: bool = False, gated: bool = False
+    ) -> None:
         self.source, self.head_dim, self.gated = source, head_dim, gated
         middle = rotary_dim + (head_dim - rotary_dim) // 2
-        self.spans = ((0, rotary_dim // 2), (rotary_dim, middle), (rotary_dim // 2, rotary_dim), (middle, head_dim))
+        first, second = [(0, rotary_dim // 2)], [(rotary_dim // 2, rotary_dim)]
+        if adjacent:
+            first, second = ([(i, i + 1) for i in range(start, rotary_dim, 2)] for start in range(2))
+        self.spans = (*first, (rotary_dim, middle), *second, (middle, head_dim))
 
     def _reorder(self, name: str, part: Tensor) -> Tensor:
         module = name.rpartition(".")[0].rpartition(".")[2]
@@ -100,11 +106,12 @@ class Attention:
     pairs: Tensor | None = None
     static: Tensor | None = None
 
-    def __init__(self, backend: Backend, c: TextConfig, window: int = 0) -> None:
+    def __init__(self, backend: Backend, c: TextConfig, window: int = 0, scale: float = 0.0) -> None:
         comm, d = backend.comm, c.head_dim
         check_heads(c.heads, comm.world, "query heads")
         self.ops, self.kv_format, self.bias = backend.ops, c.kv, c.qkv_bias
-        self.head_dim, self.scale, self.rotary_dim = d, c.score_scale, c.rotary_dim
+        self.head_dim, self.scale = d, scale or c.score_scale
+        self.rotary_dim, self.adjacent = c.rotary_dim or (d if c.adjacent_pairs else 0), c.adjacent_pairs
         self.window = (window,) if window else ()
         self.gated, q = c.output_gate, c.query_width
         parts = ColumnPart("q_proj", c.heads * q, q), *(ColumnPart(n, c.kv_heads * d, d) for n in ("k_proj", "v_proj"))
@@ -119,7 +126,7 @@ class Attention:
 
     def load(self, source: WeightSource, name: str) -> None:
         if self.rotary_dim:
-            source = PartialRotarySource(source, self.head_dim, self.rotary_dim, self.gated)
+            source = PartialRotarySource(source, self.head_dim, self.rotary_dim, self.adjacent, self.gated)
         self.qkv.load(source, name)
         self.out.load(source, f"{name}.o_proj")
         for norm, part in zip(self.norms or (), ("q_norm", "k_norm"), strict=False):
@@ -163,6 +170,8 @@ class Attention:
         q, k, v = q.view(n, -1, d), k.view(n, -1, d), v.view(n, -1, d)
         if self.norms is not None:
             q, k = self.norms[0].heads(q), self.norms[1].heads(k)
+        if rotary.query_scale is not None:
+            q = q * rotary.query_scale.to(q.dtype)[:, None, None]
         q, k, v = self.ops.rope_store(q, k, v, rotary, self.kv, attn)
         attended = self.ops.attend(q, k, v, self.kv, attn, self.scale, *self.window).reshape(n, -1)
         return attended if gate is None else attended * gate.sigmoid()

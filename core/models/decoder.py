@@ -63,7 +63,7 @@ class FirstLayerInputs(NamedTuple):
         x: [n, hidden].
         residual: [n, hidden], to which x is added; None: zeros.
         rotary: rotary factors.
-        window_rotary: those of layers with a window; None: all layers use ``rotary``.
+        window_rotary: those of layers with a table of their own; None: all layers use ``rotary``.
         deepstack_rows: for each DeepStack part, the rows of the arena that are added after a layer, int64 [n].
     """
 
@@ -117,11 +117,13 @@ class DecoderLayer:
         self.input_norm = norm_of(c.norm, ops, c.hidden, c.eps)
         self.recurrent = mixer is not None
         """True if it keeps a state for each sequence, which ``attention.bind`` then takes."""
-        self.attention: Any = Attention(backend, c, c.window_of(index)) if mixer is None else mixer
+        self.attention: Any = mixer
+        if mixer is None:
+            self.attention = Attention(backend, c, c.window_of(index), c.score_scale_of(index))
         self.post_norm = norm_of(c.norm, ops, c.hidden, c.eps)
         self.mlp: MLP | ExpertMLP
         if c.experts is not None and index not in c.experts.dense:
-            self.mlp = ExpertMLP(ops, backend.comm, c.hidden, c.experts, c.activation, backend.device)
+            self.mlp = ExpertMLP(ops, backend.comm, c.hidden, c.experts, c.activation, backend.device, group, aligned)
         else:
             kind = GatedMLP if c.mlp == GATED else PlainMLP
             self.mlp = kind(ops, backend.comm, c.hidden, c.intermediate, c.mlp_bias, group, c.activation, aligned)
@@ -129,7 +131,7 @@ class DecoderLayer:
         self.out_norms = (
             [norm_of(c.norm, ops, c.hidden, c.eps) for _ in range(2)] if c.norm_placement == SANDWICH else []
         )
-        self.local = bool(c.window_of(index) and c.local_theta)
+        self.local = c.uses_second_rotary(index)
 
     def load(self, source: WeightSource, name: str) -> None:
         self.input_norm.load(source, f"{name}.input_layernorm")

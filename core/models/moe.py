@@ -1,4 +1,7 @@
-"""Mixture of experts in place of an MLP: a router, and gated MLPs whose columns are divided over the ranks."""
+"""Mixture of experts in place of an MLP: a router, and gated MLPs whose columns are divided over the ranks.
+
+Some models have a shared expert, too: a gated MLP for every token, multiplied by a gate or not.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from trencadis.core.checkpoint.model_config import ExpertsConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
 from trencadis.core.device.backend import Comm, ExpertWeights, Ops
 from trencadis.core.models.linear import Linear, Matrix, merge_or_separate, pad_rows, span
+from trencadis.core.models.mlp import GatedMLP
 from trencadis.core.quant.quantised_tensor import QTensor
 
 CODED = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
@@ -33,22 +37,50 @@ class CodingOps(Protocol):
         ...
 
 
+class SharedExpert:
+    """The expert that every token gets; its output may be multiplied by the sigmoid of a score of the token."""
+
+    def __init__(
+        self, ops: Ops, comm: Comm, width: int, c: ExpertsConfig, group: int = 1, act: str = "silu", aligned: int = 1
+    ) -> None:
+        self.width = width
+        self.mlp = GatedMLP(ops, comm, width, c.shared, group=group, act=act, aligned=aligned)
+        self.gate = Linear(ops, comm) if c.shared_gate else None
+
+    def load(self, source: WeightSource, name: str) -> None:
+        self.mlp.load(source, f"{name}.shared_expert")
+        if self.gate is not None:
+            self.gate.pack(source.take(f"{name}.shared_expert_gate.weight", (1, self.width)), None)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Computes this rank's part of the sum: [n, width] -> [n, width]."""
+        y = self.mlp.rank_part(x)
+        return y if self.gate is None else y * torch.sigmoid(self.gate(x))
+
+    def nbytes(self) -> int:
+        return self.mlp.nbytes() + (self.gate.bytes if self.gate is not None else 0)
+
+
 class ExpertMLP:
     """The MoE layer: every rank computes the same routing and holds a share of each expert, zero-padded if uneven."""
 
     weights: ExpertWeights
 
     def __init__(
-        self, ops: Ops, comm: Comm, width: int, c: ExpertsConfig, act: str = "silu", device: torch.device | None = None
-    ) -> None:
+        self, ops: Ops, comm: Comm, width: int, c: ExpertsConfig, act: str = "silu",
+        device: torch.device | None = None, group: int = 1, aligned: int = 1,
+    ) -> None:  # fmt: skip
         self.ops, self.comm, self.width, self.act = ops, comm, width, act
         self.device = device or torch.device("cpu")
         self.count, self.top, self.inner, self.normalise = c.count, c.top, c.inner, c.normalise
         self.router = Linear(ops, comm)
+        self.shared = SharedExpert(ops, comm, width, c, group, act, aligned) if c.shared else None
         self.bytes = 0
 
     def load(self, source: WeightSource, name: str) -> None:
         self._load_router(source, f"{name}.gate")
+        if self.shared is not None:
+            self.shared.load(source, name)
         each = [self._expert(source, f"{name}.experts.{i}") for i in range(self.count)]
         gate_up, down = [one for one, _ in each], [one for _, one in each]
         if any(isinstance(one, QTensor) for one in (*gate_up, *down)) and hasattr(self.ops, "pack_quantised_experts"):
@@ -96,13 +128,15 @@ class ExpertMLP:
     def __call__(self, x: Tensor) -> Tensor:
         """Computes [n, width] -> [n, width] in the backend's dtype, summed over ranks."""
         y = self.ops.experts(x, self.router(x), self.weights, self.top, self.normalise, self.act)
+        if self.shared is not None:
+            y = y + self.shared(x)
         if self.comm.world == 1:
             return y
         self.ops.cut("collective")
         return self.comm.all_reduce(y)
 
     def nbytes(self) -> int:
-        return self.router.bytes + self.bytes
+        return self.router.bytes + self.bytes + (self.shared.nbytes() if self.shared is not None else 0)
 
 
 GATED = ("gate_proj", "up_proj")

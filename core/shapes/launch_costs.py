@@ -70,7 +70,8 @@ def layers_values(t: TextConfig, active: bool = True) -> int:
         attention += len(t.recurrent.layers) * t.recurrent.values(t.hidden)
     total = attention + t.dense_layers * matrices * t.hidden * t.intermediate
     if t.experts is not None:
-        total += (t.layers - t.dense_layers) * t.experts.values(t.hidden, only=t.experts.top if active else 0)
+        own = t.experts.values(t.hidden, only=t.experts.top if active else 0)
+        total += (t.layers - t.dense_layers) * (own + t.experts.shared_values(t.hidden))
     return total
 
 

@@ -28,7 +28,7 @@ def layer_values(t: TextConfig) -> list[int]:
     dense = (3 if t.mlp == GATED else 2) * t.hidden * t.intermediate
     if t.experts is None:
         return [own + dense for own in mixing]
-    some = t.experts.values(t.hidden, only=t.experts.top)
+    some = t.experts.values(t.hidden, only=t.experts.top) + t.experts.shared_values(t.hidden)
     return [own + (dense if i in t.experts.dense else some) for i, own in enumerate(mixing)]
 
 

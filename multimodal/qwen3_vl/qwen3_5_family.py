@@ -6,7 +6,9 @@ from __future__ import annotations
 
 from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames
 from trencadis.core.checkpoint.json_fields import JsonFields
+from trencadis.core.checkpoint.model_config import TextConfig
 from trencadis.core.families.qwen3_5 import IGNORED, SKIPPED, read_decoder
+from trencadis.core.families.qwen3_5_moe import ROUTING, read_expert_decoder
 from trencadis.multimodal.qwen2_vl.qwen_vl_hf_config import PREFIXES, read_media_tokens
 from trencadis.multimodal.qwen3_vl.family import VISION_SIDE, WEIGHT_NAMES, read_vision
 
@@ -20,7 +22,17 @@ def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
     """Reads transformers' Qwen3_5Config, whose file has no key for DeepStack. Only the root's key ties the head."""
     if c is root:
         root.refuse("text_config", "it must be an object")
-    text = read_decoder(c, root.boolean("tie_word_embeddings", False))
+    return _describe(root, read_decoder(c, root.boolean("tie_word_embeddings", False)))
+
+
+def describe_experts(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
+    """Reads transformers' Qwen3_5MoeConfig."""
+    if c is root:
+        root.refuse("text_config", "it must be an object")
+    return _describe(root, read_expert_decoder(c, root.boolean("tie_word_embeddings", False)))
+
+
+def _describe(root: JsonFields, text: TextConfig) -> ParsedConfig:
     vision = read_vision(root.within("vision_config"), text.hidden, ())
     return ParsedConfig(text, vision, read_media_tokens(root, text.vocab, MEDIA_IDS))
 
@@ -34,5 +46,16 @@ FAMILY = Family(
     make="trencadis.multimodal.qwen3_vl.model:make",
     vision=VISION_SIDE,
     ignored=IGNORED,
+    skipped=SKIPPED,
+)
+EXPERTS = Family(
+    name="Qwen3.5 with experts and images",
+    model_type="qwen3_5_moe",
+    architectures={"Qwen3_5MoeForConditionalGeneration": GENERATE},
+    config=describe_experts,
+    names=StoredNames(PREFIXES, WEIGHT_NAMES),
+    make="trencadis.multimodal.qwen3_vl.model:make",
+    vision=VISION_SIDE,
+    ignored=IGNORED | ROUTING,
     skipped=SKIPPED,
 )

@@ -148,6 +148,9 @@ MIXERS = ("Attention", "GatedDeltaNet")
 READERS = ("pre_feedforward_layernorm", "post_attention_layernorm")
 """transformers' names of the norm before an MLP, whose input is the sum after attention."""
 
+MLP_NAMES = ("MLP", "MoeBlock", "MoeMoE")
+"""Parts of the names of transformers' classes of MLPs and of experts with their router."""
+
 POST_MLP_NORM = "post_feedforward_layernorm"
 """transformers' name of a norm after an MLP."""
 
@@ -233,7 +236,7 @@ class TransformersOracle:
                 # modules with ``output`` include a sum and a norm
                 if type(child).__name__.endswith(MIXERS) and not hasattr(child, "output"):
                     hooks.append(child.register_forward_hook(_note_output(f"attention of layer {i}", outputs)))
-                elif "MLP" in type(child).__name__:
+                elif any(part in type(child).__name__ for part in MLP_NAMES):
                     hooks.append(child.register_forward_hook(_note_output(f"MLP of layer {i}", outputs)))
                 elif name == reader:
                     hook = _note_input(f"sum behind attention of layer {i}", outputs)
