@@ -25,6 +25,7 @@ from trencadis.multimodal.patch_packing import count_slots
 
 FORMS: dict[str, dict[str, Any]] = {
     "dense": {},
+    "experts": {"experts": True, "seed": 2},
     "tied, one KV head": {"num_key_value_heads": 1, "tie_word_embeddings": True, "seed": 3},
 }  # fmt: skip
 
