@@ -111,6 +111,7 @@ def test_choices_and_beams_share_the_prompt(form: Any) -> None:
     ({"spec_tokens": 2, "spec_method": "ngram"}, "cannot be taken back"),
     ({"batch_invariant": True}, "recurrent layers"),
     ({"tensor_parallel_size": 4}, "key heads of recurrent layers"),
+    ({"pipeline_parallel_size": 2}, "no layer with keys and values"),
 ])  # fmt: skip
 def test_what_does_not_go_with_a_state_is_refused_in_one_line(form: Any, flags: dict[str, Any], line: str) -> None:
     from trencadis.core.errors import StartupError
@@ -121,8 +122,10 @@ def test_what_does_not_go_with_a_state_is_refused_in_one_line(form: Any, flags: 
 
 
 @pytest.mark.long
-@each_name
-@pytest.mark.parametrize("flags", [{"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}], ids=["stages", "ranks"])
+@pytest.mark.parametrize(("name", "flags"), [
+    (NAMES[1], {"pipeline_parallel_size": 2}), (NAMES[0], {"tensor_parallel_size": 2}),
+    (NAMES[1], {"tensor_parallel_size": 2}),
+], ids=["stages", "ranks", "ranks-tied"])  # fmt: skip
 def test_ranks_and_stages_keep_their_states(form: Any, greedy: Any, name: str, flags: dict[str, Any]) -> None:
     requested = [tuple(random_ids(20 + 30 * i, i)) for i in range(6)]
     assert_same(pairs(greedy, form(FAMILY, name), requested, 8, **flags))
