@@ -215,6 +215,7 @@ class Policy:
             addition to a bucket's inputs; launches of a stage share the workspace as they share inputs.
         windows: ``Ops.attend`` accepts a window.
         upto: text launches have ``Attn.upto`` if ``BackendConfig.upto`` is set.
+        sinks: ``Ops.attend`` accepts sinks.
         encoder_data_parallel: each rank may hold the whole vision tower and gather arena rows from the others
             (core/launches/encoder_data_parallel.py).
         cross_attention: text launches have ``TextTensors.cross_attention`` for layers that attend to images.
@@ -270,6 +271,7 @@ class Policy:
     attention: Mapping[str, Callable[[Bucket, InputSizes], int]] = field(default_factory=dict)
     windows: bool = False
     upto: bool = False
+    sinks: bool = False
     encoder_data_parallel: bool = False
     cross_attention: bool = False
     cross_attention_bytes: Callable[[Bucket, InputSizes], int] | None = None

@@ -78,6 +78,7 @@ CHECKS: dict[str, Check] = {
     "op.attend": op_checks.attend,
     "op.attend.window": op_checks_layers.attend_window,
     "op.attend.upto": op_checks_layers.attend_upto,
+    "op.attend.sinks": op_checks_layers.attend_sinks,
     "op.attend_pictures": op_checks_layers.cross_attend,
     "op.patches": op_checks_vision.patches,
     "op.rope_vision": op_checks_vision.rope_vision,

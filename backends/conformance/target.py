@@ -63,11 +63,12 @@ class CheckTarget:
         """Returns the CPU backend with reference ops, in float32."""
         return make_backend(replace(self._config({"ops": "reference", "policy": ""}, torch.float32), upto=upto))
 
-    def backend_with(self, windows: tuple[int, ...] = (0,), upto: bool = False) -> Backend:
+    def backend_with(self, windows: tuple[int, ...] = (0,), upto: bool = False, sinks: bool = False) -> Backend:
         """Makes a backend for a model whose layers have these windows, or (``upto``) whose tokens see keys after
-        their own position.
+        their own position, or have ``sinks``.
         """
-        return self.make(replace(self._config({"policy": self.policy}, self.dtype), windows=windows, upto=upto))
+        made = self._config({"policy": self.policy}, self.dtype)
+        return self.make(replace(made, windows=windows, upto=upto, sinks=sinks))
 
     @cached_property
     def block_size(self) -> int:

@@ -151,6 +151,7 @@ SERVING = Policy(
     kv_codes={FP8: "float8_e4m3fn", INT8: "int8"},
     windows=True,
     upto=True,
+    sinks=True,
     cross_attention=True,
     stages=True,
     encoder_data_parallel=True,

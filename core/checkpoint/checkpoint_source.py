@@ -72,6 +72,10 @@ class CheckpointSource:
             module, _, kind = name.rpartition(".")
             if tensor.ndim == 2 and kind == "weight" and module.endswith(names.transposed or "\0"):
                 tensor = tensor.t()
+            if names.alternating and EXPERTS in name:
+                for part, piece in split_alternating(name, tensor):
+                    self._add(part, piece, stored)
+                continue
             if tensor.ndim == 3 and name.endswith(names.transposed or "\0"):
                 tensor = expert_rows(config.text, name, tensor)
             for one, held in one_by_one(name, tensor):
@@ -293,6 +297,24 @@ def one_by_one(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
     if not mark or tensor.ndim != 3 or "." in last:
         return [(name, tensor)]
     return [(f"{outer}{EXPERTS}{i}.{last}.weight", one) for i, one in enumerate(tensor.unbind())]
+
+
+def split_alternating(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+    """Splits a tensor of all experts of a layer, stored as ``StoredNames.alternating`` says, into views by part."""
+    outer, _, last = name.rpartition(EXPERTS)
+    part = next((part for part in ("gate_up_proj", "down_proj") if last.startswith(part)), "")
+    kind = {"": "weight", "_bias": "bias", "_blocks": "blocks", "_scales": "scales"}.get(last.removeprefix(part), last)
+    if not part or "." in last:  # an expert by itself
+        return [(name, tensor)]
+    found = []
+    for i, one in enumerate(tensor.unbind()):
+        by_rows = one.t() if kind == "weight" and one.ndim == 2 else one
+        if part == "gate_up_proj":
+            found.append((f"{outer}{EXPERTS}{i}.gate_proj.{kind}", by_rows[0::2]))
+            found.append((f"{outer}{EXPERTS}{i}.up_proj.{kind}", by_rows[1::2]))
+        else:
+            found.append((f"{outer}{EXPERTS}{i}.{part}.{kind}", by_rows))
+    return found
 
 
 def canonical(stored: str, names: StoredNames) -> str | None:

@@ -34,11 +34,14 @@ class StoredNames:
         prefixes: stored prefix -> canonical one; the first match applies, names without a match are ignored.
         inner: (stored, canonical) parts of the remaining name, with dots at both ends.
         transposed: canonical modules whose weights are stored as [in, out]; for experts' tensors, those that may be.
+        alternating: True if experts are stored as [experts, in, out], and gates and ups alternate in the outputs of
+            ``gate_up_proj``; or as MXFP4, ``_blocks`` and ``_scales``, by rows. Biases end in ``_bias``.
     """
 
     prefixes: Mapping[str, str]
     inner: tuple[tuple[str, str], ...] = ()
     transposed: tuple[str, ...] = ()
+    alternating: bool = False
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,7 @@ class ExpertsConfig:
         dense: layers that have one MLP of ``TextConfig.intermediate`` columns instead.
         shared: intermediate size of the shared expert, which every token gets; 0: there is none.
         shared_gate: True if the shared expert's output is multiplied by the sigmoid of a score of the token.
+        bias: True if the router and the experts have biases.
     """
 
     count: int
@@ -95,6 +96,7 @@ class ExpertsConfig:
     dense: tuple[int, ...] = ()
     shared: int = 0
     shared_gate: bool = False
+    bias: bool = False
 
     def values(self, hidden: int, ranks: int = 1, only: int = 0) -> int:
         """Returns the number of weights of one layer on one of ``ranks`` devices, router included.
@@ -102,6 +104,10 @@ class ExpertsConfig:
         ``only``: count just that many experts.
         """
         return hidden * (self.count + 3 * (only or self.count) * -(-self.inner // ranks))
+
+    def bias_values(self, hidden: int, ranks: int) -> int:
+        """Returns the number of biases of one layer's router and experts on one of ``ranks`` devices."""
+        return self.count * (1 + 2 * -(-self.inner // ranks) + hidden) if self.bias else 0
 
     def shared_values(self, hidden: int, columns: int = 0) -> int:
         """Returns the number of weights of a layer's shared expert and its gate.
@@ -210,6 +216,7 @@ class TextConfig:
         full_layers: layers with full attention in spite of ``window``.
         local_theta: rotary base of the layers with a window, without scaling; 0: all layers share one table.
         bidirectional_images: True if tokens of an image attend to all tokens of that image, also later ones.
+        sinks: True if each head has a further score that counts in the softmax and has no value.
         causal: True if a token attends only to earlier ones; False: to its whole row, and prompts are not chunked.
         experts: None: every layer has one MLP.
         cross_attention_layers: layers that attend to image rows instead of tokens; they have no KV cache.
@@ -261,6 +268,7 @@ class TextConfig:
     full_layers: tuple[int, ...] = ()
     local_theta: float = 0.0
     bidirectional_images: bool = False
+    sinks: bool = False
     causal: bool = True
     experts: ExpertsConfig | None = None
     cross_attention_layers: tuple[int, ...] = ()

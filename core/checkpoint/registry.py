@@ -24,6 +24,9 @@ log = logging.getLogger("trencadis.engine")
 GROUP = "trencadis.models"
 """Entry-point group under which an installed package offers a ``Family`` for each architecture name."""
 
+OTHER_LAYOUTS = {"InternVLChatModel": "take the repository of the same model whose name ends in -HF"}
+"""Architecture of a layout that is not read -> where the same model is found in one that is."""
+
 _TEXT = "trencadis.core.families"
 TABLE = {
     "Qwen2_5_VLForConditionalGeneration": "trencadis.multimodal.qwen2_5_vl.family:FAMILY",
@@ -39,6 +42,9 @@ TABLE = {
     "Idefics3ForConditionalGeneration": "trencadis.multimodal.idefics3.family:FAMILY",
     "Mistral3ForConditionalGeneration": "trencadis.multimodal.pixtral.family:FAMILY",
     "MllamaForConditionalGeneration": "trencadis.multimodal.mllama.family:FAMILY",
+    "Glm4vForConditionalGeneration": "trencadis.multimodal.glm4v.family:FAMILY",
+    "Glm46VForConditionalGeneration": "trencadis.multimodal.glm4v.family:FLASH",
+    "GlmOcrForConditionalGeneration": "trencadis.multimodal.glm4v.family:OCR",
     "Phi3VForCausalLM": "trencadis.multimodal.phi3_v.family:FAMILY",
     "SmolVLMForConditionalGeneration": "trencadis.multimodal.idefics3.family:SMOLVLM",
     "Gemma3ForCausalLM": f"{_TEXT}.gemma3:FAMILY",
@@ -49,6 +55,9 @@ TABLE = {
     "Glm4ForCausalLM": f"{_TEXT}.glm4:FAMILY",
     "Glm4ForSequenceClassification": f"{_TEXT}.glm4:FAMILY",
     "Glm4Model": f"{_TEXT}.glm4:FAMILY",
+    "GptOssForCausalLM": f"{_TEXT}.gpt_oss:FAMILY",
+    "GptOssForSequenceClassification": f"{_TEXT}.gpt_oss:FAMILY",
+    "GptOssModel": f"{_TEXT}.gpt_oss:FAMILY",
     "GPT2LMHeadModel": f"{_TEXT}.gpt2:FAMILY",
     "GPT2Model": f"{_TEXT}.gpt2:FAMILY",
     "GraniteForCausalLM": f"{_TEXT}.granite:FAMILY",

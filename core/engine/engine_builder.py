@@ -237,6 +237,7 @@ def backend_config(
         windows=model.text.windows,
         upto=model.text.upto,
         recurrent=model.text.recurrent is not None,
+        sinks=model.text.sinks,
         batch_invariant=config.batch_invariant,
         rank=rank_info.peer,
         world=rank_info.peers,

@@ -122,6 +122,9 @@ def check_attention(config: EngineConfig, model: ModelConfig, policy: Policy) ->
     check_recurrent(config, model, policy)
     if model.text.upto and not policy.upto:
         raise StartupError(f"{model.architecture}: the {config.device} backend attends causally; --device cpu does not")
+    if model.text.sinks and not policy.sinks:
+        where = f"{model.path / 'config.json'}: {model.architecture}"
+        raise StartupError(f"{where} has attention sinks, which the {config.device} backend has not; --device cpu has")
 
 
 def check_chunking(config: EngineConfig, model: ModelConfig, tokens: int, rows: int, max_model_len: int) -> None:

@@ -43,7 +43,7 @@ def _unrotated_layers(c: JsonFields, layers: int) -> tuple[int, ...]:
         return tuple(i for i in range(layers) if (i + 1) % every == 0)
     marks = c.integers("no_rope_layers", most=1)
     if len(marks) < layers:
-        c.refuse("no_rope_layers", f"it must have an entry for each of {layers} layers")
+        c.refuse("no_rope_layers", f"it must have an entry for each layer, and num_hidden_layers is {layers}")
     return tuple(i for i in range(layers) if not marks[i])
 
 

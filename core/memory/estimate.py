@@ -32,6 +32,7 @@ from trencadis.core.memory.weight_bytes import (
     layer_bytes,
     norm_excess,
     quantisation_excess,
+    sink_bytes,
 )
 from trencadis.core.request import MAX_BIAS, MAX_LOGPROBS
 from trencadis.core.shapes.shape_limits import ShapeLimits
@@ -199,6 +200,7 @@ class MemoryEstimator:
         frequencies = t.head_dim // 2 * FREQUENCY + norm_excess(self.model, self.itemsize, self.ranks)
         frequencies += self.head_values * 4 if share.ends else 0
         frequencies += t.head_dim // 2 * 4 if t.second_rotary else 0
+        frequencies += len(share.layers) * sink_bytes(t, self.ranks)
         if t.long_from:  # a second table, and the factors of both
             frequencies += t.head_dim // 2 * FREQUENCY + t.head_dim * 4
         if t.kv is not None:

@@ -94,6 +94,11 @@ def norm_excess_of(t: TextConfig, itemsize: int, index: int, ranks: int = 1) -> 
     return (layer_norms(t) * t.hidden + (2 * t.head_dim if t.qk_norm else 0)) * (4 - itemsize)
 
 
+def sink_bytes(t: TextConfig, ranks: int) -> int:
+    """Returns the bytes of a layer's attention sinks on one device, which are float32."""
+    return 4 * -(-t.heads // ranks) if t.sinks else 0
+
+
 def layer_values(model: ModelConfig, index: int, ranks: int, width: int = 1) -> int:
     """Returns the exact number of values of decoder layer ``index`` on a stage's rank 0.
 
@@ -107,7 +112,7 @@ def layer_values(model: ModelConfig, index: int, ranks: int, width: int = 1) -> 
         layer += _attention_values(t, ranks, index in t.cross_attention_layers)
     if t.experts is not None and index not in t.experts.dense:
         shared = t.experts.shared_values(t.hidden, shared_columns(model, ranks, width))
-        return layer + t.experts.values(t.hidden, ranks) + shared
+        return layer + t.experts.values(t.hidden, ranks) + shared + t.experts.bias_values(t.hidden, ranks)
     biases = (mlp_matrices(t) - 1) * columns + t.hidden if t.mlp_bias else 0
     return layer + mlp_matrices(t) * t.hidden * columns + biases
 
@@ -127,6 +132,7 @@ def layer_bytes(model: ModelConfig, index: int, itemsize: int, ranks: int, form:
     kv = -(-t.kv_heads // ranks) if t.kv_heads >= ranks else 1
     cached = index not in (*t.cross_attention_layers, *t.recurrent_layers)
     beside = norm_excess_of(t, itemsize, index, ranks) + (t.kv.fixed_bytes(kv) if t.kv is not None and cached else 0)
+    beside += 0 if index in t.recurrent_layers else sink_bytes(t, ranks)
     more = _excess_of(model, itemsize, ranks, form, width, index)
     return layer_values(model, index, ranks, width) * itemsize + beside + more
 

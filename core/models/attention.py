@@ -113,12 +113,15 @@ class Attention:
         self.head_dim, self.scale = d, scale or c.score_scale
         self.rotary_dim, self.adjacent = c.rotary_dim or (d if c.adjacent_pairs else 0), c.adjacent_pairs
         self.window = (window,) if window else ()
+        self.scales_queries, self.has_sinks = c.query_growth is not None, c.sinks
+        self.sinks: dict[str, Tensor] = {}
         self.gated, q = c.output_gate, c.query_width
         parts = ColumnPart("q_proj", c.heads * q, q), *(ColumnPart(n, c.kv_heads * d, d) for n in ("k_proj", "v_proj"))
         self.qkv = ColumnParallelLinear(self.ops, comm, c.hidden, parts, bias=c.qkv_bias)
         self.out = RowParallelLinear(self.ops, comm, c.heads * d, c.hidden, unit=d, bias=c.out_bias)
         self.sizes = [unit_span(part.size, part.unit, comm.rank, comm.world).width for part in parts]
         self.heads = self.sizes[0] // q
+        self.query_heads = (c.heads, *unit_span(c.heads, 1, comm.rank, comm.world))
         self.keys = (c.kv_heads * d, *unit_span(c.kv_heads * d, d, comm.rank, comm.world))
         self.device, self.values = backend.device, backend.values
         above_one = c.norm == RMS_ONE
@@ -129,6 +132,9 @@ class Attention:
             source = PartialRotarySource(source, self.head_dim, self.rotary_dim, self.adjacent, self.gated)
         self.qkv.load(source, name)
         self.out.load(source, f"{name}.o_proj")
+        if self.has_sinks:
+            size, start, stop, width = self.query_heads
+            self.sinks["sinks"] = pad_rows(source.shard(f"{name}.sinks", (size,), 0, start, stop), width).float()
         for norm, part in zip(self.norms or (), ("q_norm", "k_norm"), strict=False):
             norm.load(source, f"{name}.{part}")
         if self.kv_format is not None:
@@ -173,9 +179,9 @@ class Attention:
         if rotary.query_scale is not None:
             q = q * rotary.query_scale.to(q.dtype)[:, None, None]
         q, k, v = self.ops.rope_store(q, k, v, rotary, self.kv, attn)
-        attended = self.ops.attend(q, k, v, self.kv, attn, self.scale, *self.window).reshape(n, -1)
+        attended = self.ops.attend(q, k, v, self.kv, attn, self.scale, *self.window, **self.sinks).reshape(n, -1)
         return attended if gate is None else attended * gate.sigmoid()
 
     def nbytes(self) -> int:
-        beside = sum(t.nbytes for t in (self.pairs, self.static) if t is not None)
+        beside = sum(t.nbytes for t in (self.pairs, self.static, *self.sinks.values()) if t is not None)
         return self.qkv.bytes + self.out.bytes + sum(norm.nbytes() for norm in self.norms or ()) + beside

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from trencadis.core.checkpoint.model_config import ExpertsConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
-from trencadis.core.device.backend import Comm, ExpertWeights, Ops
+from trencadis.core.device.backend import Comm, ExpertBiases, ExpertWeights, Ops
 from trencadis.core.models.linear import Linear, Matrix, merge_or_separate, pad_rows, span
 from trencadis.core.models.mlp import GatedMLP
 from trencadis.core.quant.quantised_tensor import QTensor
@@ -32,7 +32,9 @@ class CodedExperts(ExpertWeights, Protocol):
 class CodingOps(Protocol):
     """Additional method of ``Ops`` that keep experts as codes; other ops get them dequantised to the engine's dtype."""
 
-    def pack_quantised_experts(self, gate_up: Sequence[Matrix], down: Sequence[Matrix]) -> CodedExperts:
+    def pack_quantised_experts(
+        self, gate_up: Sequence[Matrix], down: Sequence[Matrix], biases: ExpertBiases | None = None
+    ) -> CodedExperts:
         """Packs experts like ``pack_experts``; any of the matrices may be quantised."""
         ...
 
@@ -73,6 +75,7 @@ class ExpertMLP:
         self.ops, self.comm, self.width, self.act = ops, comm, width, act
         self.device = device or torch.device("cpu")
         self.count, self.top, self.inner, self.normalise = c.count, c.top, c.inner, c.normalise
+        self.biased = c.bias
         self.router = Linear(ops, comm)
         self.shared = SharedExpert(ops, comm, width, c, group, act, aligned) if c.shared else None
         self.bytes = 0
@@ -81,15 +84,17 @@ class ExpertMLP:
         self._load_router(source, f"{name}.gate")
         if self.shared is not None:
             self.shared.load(source, name)
+        biases = (self._biases(source, f"{name}.experts"),) if self.biased else ()
+        self.bytes = sum(one.nbytes for found in biases for some in found for one in some)
         each = [self._expert(source, f"{name}.experts.{i}") for i in range(self.count)]
         gate_up, down = [one for one, _ in each], [one for _, one in each]
         if any(isinstance(one, QTensor) for one in (*gate_up, *down)) and hasattr(self.ops, "pack_quantised_experts"):
-            coded = cast(CodingOps, self.ops).pack_quantised_experts(gate_up, down)
-            self.weights, self.bytes = coded, coded.nbytes
+            coded = cast(CodingOps, self.ops).pack_quantised_experts(gate_up, down, *biases)
+            self.weights, self.bytes = coded, self.bytes + coded.nbytes
             return
         plain = [self._plain(some) for some in (gate_up, down)]
-        self.bytes = sum(one.nbytes for some in plain for one in some)
-        self.weights = self.ops.pack_experts(*plain)
+        self.bytes += sum(one.nbytes for some in plain for one in some)
+        self.weights = self.ops.pack_experts(plain[0], plain[1], *biases)
 
     def _plain(self, some: list[Matrix]) -> list[Tensor]:
         """Converts matrices to the engine's dtype, releasing quantised ones one by one to limit the peak memory."""
@@ -104,8 +109,9 @@ class ExpertMLP:
         shape = self.count, self.width
         coded = any(source.has(f"{name}.{mark}") for mark in CODED)
         found = source.take_quantised(name, shape, 0, 0, self.count) if coded else None
+        bias = source.take(f"{name}.bias", (self.count,)) if self.biased else None
         self.router.pack(
-            source.take(f"{name}.weight", shape) if found is None else found.values().to(self.device), None
+            source.take(f"{name}.weight", shape) if found is None else found.values().to(self.device), bias
         )
 
     def _expert(self, source: WeightSource, name: str) -> tuple[Matrix, Matrix]:
@@ -115,6 +121,17 @@ class ExpertMLP:
         if len(parts) > 1:  # codes that cannot be joined to one matrix
             parts = [torch.cat(self._plain(parts))]
         return parts[0], self._part(source, f"{name}.down_proj", 1, start, stop, share)
+
+    def _biases(self, source: WeightSource, name: str) -> ExpertBiases:
+        """Returns this rank's biases; those of the outputs are zeros on all ranks but the first."""
+        start, stop, share = span(self.inner, self.comm.rank, self.comm.world)
+        gate_up, down = [], []
+        for i in range(self.count):
+            own = [source.shard(f"{name}.{i}.{part}.bias", (self.inner,), 0, start, stop) for part in GATED]
+            gate_up.append(torch.cat([pad_rows(one, share) for one in own]))
+            out = source.take(f"{name}.{i}.down_proj.bias", (self.width,))
+            down.append(out if self.comm.rank == 0 else torch.zeros_like(out))
+        return ExpertBiases(gate_up, down)
 
     def _part(self, source: WeightSource, name: str, dim: int, start: int, stop: int, share: int) -> Matrix:
         """Returns a rank's share of a matrix: [share, width] if ``dim`` is 0, else [width, share]."""

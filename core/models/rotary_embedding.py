@@ -86,7 +86,8 @@ def text_frequencies(c: TextConfig, long: bool = False) -> tuple[Tensor, Tensor]
         for number, count in enumerate(c.mrope_section[1:], 1):
             axis[number : 3 * count : 3] = number
     elif c.mrope_section is not None:
-        axis = torch.repeat_interleave(torch.arange(3), torch.tensor(c.mrope_section))
+        held = torch.repeat_interleave(torch.arange(3), torch.tensor(c.mrope_section))
+        axis[: len(held)] = held
     return inv_freq, axis
 
 

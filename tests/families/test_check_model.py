@@ -34,7 +34,8 @@ GRANITE: dict[str, Any] = {
     "attention_dropout": 0.0, "attention_multiplier": 0.015625, "bos_token_id": 0, "embedding_multiplier": 12.0,
     "eos_token_id": 0, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 8192,
     "logits_scaling": 8.0, "max_position_embeddings": 131072, "num_attention_heads": 32, "num_local_experts": 40,
-    "num_experts_per_tok": 8, "num_hidden_layers": 32, "num_key_value_heads": 8, "pad_token_id": 0, "residual_multiplier": 0.22,
+    "num_experts_per_tok": 8, "num_hidden_layers": 32, "num_key_value_heads": 8, "pad_token_id": 0,
+    "residual_multiplier": 0.22,
     "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 1e7, "tie_word_embeddings": True,
     "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 49159,
 }  # fmt: skip
@@ -111,7 +112,7 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
         "attention of layer 0: off by", "",
     ),
     "wrong scale of logits": ("1 / multiplier", "multiplier", "logits: off by", "ours is 64 times theirs"),
-    "wrong activation": ("text,\n            scale", 'text,\n            activation="gelu",\n            scale',
+    "wrong activation": ("text,\n            experts", 'text,\n            activation="gelu",\n            experts',
         "MLP of layer 0: off by", "",
     ),
 }  # fmt: skip

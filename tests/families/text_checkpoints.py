@@ -54,6 +54,14 @@ GRANITE: dict[str, Any] = text_settings(
     residual_multiplier=0.4,
     logits_scaling=3.0,
 )
+GPT_OSS: dict[str, Any] = text_settings(
+    head_dim=16,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    sliding_window=20,
+    pad_token_id=1,
+    num_hidden_layers=3,
+)
 QWEN3_MOE: dict[str, Any] = text_settings(
     head_dim=16, moe_intermediate_size=48, num_experts=8, num_experts_per_tok=3, norm_topk_prob=True
 )
@@ -209,6 +217,14 @@ FORMS: dict[str, dict[str, dict[str, Any]]] = {
         ),
         "yarn": GRANITE | dict(rope_parameters=YARN, num_key_value_heads=4),
     },
+    "gpt_oss": {
+        "windows of 20 in every second layer": GPT_OSS,
+        "three of eight, one KV head, wide heads, tied": GPT_OSS | dict(
+            num_local_experts=8, num_experts_per_tok=3, num_key_value_heads=1, head_dim=32, intermediate_size=52,
+            tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        ),
+        "no biases in attention": GPT_OSS | dict(attention_bias=False, hidden_size=96, sliding_window=8),
+    },
     "opt": {
         "125m": OPT,
         "350m": OPT | dict(do_layer_norm_before=False, word_embed_proj_dim=32),
@@ -236,6 +252,7 @@ CLASSES = {
     "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM"),
     "ministral3": ("Ministral3Config", "Ministral3ForCausalLM"),
     "granite": ("GraniteConfig", "GraniteForCausalLM"),
+    "gpt_oss": ("GptOssConfig", "GptOssForCausalLM"),
     "opt": ("OPTConfig", "OPTForCausalLM"),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel"),
 }

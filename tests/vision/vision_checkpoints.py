@@ -21,7 +21,10 @@ TEMPLATE = """\
 {%- if add_generation_prompt %}{{- 'ASSISTANT:' }}{%- endif %}"""
 
 
-def llava(folder: Path, *, seed: int = 0, image: int = 112, layer: int = -2, vision: Any = None, **text: Any) -> Path:
+def llava(
+    folder: Path, *, seed: int = 0, image: int = 112, layer: int = -2, vision: Any = None, kind: str = "llama",
+    **text: Any,
+) -> Path:  # fmt: skip
     """A LLaVA-1.5 checkpoint with images of ``image`` pixels; ``vision`` and ``text`` override settings."""
     from transformers import LlavaConfig, LlavaForConditionalGeneration
 
@@ -29,7 +32,7 @@ def llava(folder: Path, *, seed: int = 0, image: int = 112, layer: int = -2, vis
         model_type="clip_vision_model", hidden_size=32, intermediate_size=44, num_hidden_layers=4,
         num_attention_heads=2, image_size=image, patch_size=14, projection_dim=16, **(vision or {}),
     )  # fmt: skip
-    settings = {"model_type": "llama", **checkpoints.text_settings(**text)}
+    settings = {"model_type": kind, **checkpoints.text_settings(**text)}
     config = LlavaConfig(
         text_config=settings, vision_config=tower, image_token_index=IMAGE, image_seq_length=(image // 14) ** 2,
         vision_feature_layer=layer, architectures=["LlavaForConditionalGeneration"],
@@ -61,6 +64,32 @@ def finished(
     (folder / "tokenizer_config.json").write_text(json.dumps({**held, "chat_template": template, **named}))
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     return folder
+
+
+def glm4v(folder: Path, *, seed: int = 0, name: str = "Glm4v", vision: Any = None, **text: Any) -> Path:
+    """A GLM-4.1V checkpoint, by ``name`` one of GLM-4.6V-Flash or GLM-OCR; ``vision`` and ``text``: other settings."""
+    import transformers
+
+    kind, images = ("glm_ocr_text", "Glm4v") if name == "GlmOcr" else ("glm4v_text", name)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}
+    settings = checkpoints.text_settings(rope_parameters=rope, pad_token_id=1, **text)
+    tower = dict(
+        model_type=kind.replace("text", "vision"), depth=3, hidden_size=32, intermediate_size=44, num_heads=2,
+        image_size=70, out_hidden_size=settings["hidden_size"], **(vision or {}),
+    )  # fmt: skip
+    config = getattr(transformers, f"{name}Config")(
+        text_config={"model_type": kind, **settings}, vision_config=tower, image_token_id=IMAGE,
+        video_token_id=2, image_start_token_id=3, image_end_token_id=4, video_start_token_id=5, video_end_token_id=6,
+        tie_word_embeddings=settings["tie_word_embeddings"], architectures=[f"{name}ForConditionalGeneration"],
+    )  # fmt: skip
+    cell = 28 * 28
+    processor = {
+        "image_processor_type": f"{images}ImageProcessor", "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2,
+        "size": {"shortest_edge": 2 * 2 * cell, "longest_edge": 2 * 40 * cell}, "resample": 3,
+    }  # fmt: skip
+    template = TEMPLATE.replace("<image>", "<|image|>")
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    return finished(model, folder, seed, ["<|image|>"], processor, template)
 
 
 def qwen3_vl(folder: Path, *, seed: int = 0, experts: bool = False, vision: Any = None, **text: Any) -> Path:
@@ -205,7 +234,7 @@ def idefics3(
 
 def pixtral(
     folder: Path, *, seed: int = 0, name: str = "Mistral3", merge: int = 2, longest: int = 224, act: str = "silu",
-    **text: Any,
+    kind: str = "mistral", **text: Any,
 ) -> Path:  # fmt: skip
     """A Mistral 3 checkpoint, or by ``name`` "Llava" one of Pixtral-12B; images of up to ``longest`` pixels."""
     import transformers
@@ -214,10 +243,10 @@ def pixtral(
         model_type="pixtral", hidden_size=32, intermediate_size=44, num_hidden_layers=3, num_attention_heads=2,
         image_size=longest, patch_size=14, hidden_act=act,
     )  # fmt: skip
-    settings = {"model_type": "mistral", "sliding_window": None, **checkpoints.text_settings(**text)}
-    kind: Any = getattr(transformers, f"{name}Config")
+    settings = {"model_type": kind, "sliding_window": None, **checkpoints.text_settings(**text)}
+    made: Any = getattr(transformers, f"{name}Config")
     own = {"spatial_merge_size": merge} if name == "Mistral3" else {"vision_feature_select_strategy": "full"}
-    config = kind(
+    config = made(
         text_config=settings, vision_config=tower, image_token_index=IMAGE, vision_feature_layer=-1,
         architectures=[f"{name}ForConditionalGeneration"], tie_word_embeddings=settings["tie_word_embeddings"], **own,
     )  # fmt: skip

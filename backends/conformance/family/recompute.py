@@ -58,9 +58,14 @@ class RecomputedModel:
         self.config = config
         t = config.text
         settings = BackendConfig(
-            block_size=BLOCK, vocab_size=t.vocab, windows=t.windows, upto=t.upto, recurrent=t.recurrent is not None,
+            block_size=BLOCK,
+            vocab_size=t.vocab,
+            windows=t.windows,
+            upto=t.upto,
+            sinks=t.sinks,
+            recurrent=t.recurrent is not None,
             options={"threads": "1"},
-        )  # fmt: skip
+        )
         self.backend: Backend = make_backend(settings)
         if comm is not None:
             self.backend.comm = comm

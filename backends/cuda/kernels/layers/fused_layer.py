@@ -101,6 +101,8 @@ def _fits(layer: DecoderLayer, x: Tensor) -> bool:
         return False
     if not (isinstance(layer.input_norm, RMSNorm) and isinstance(layer.post_norm, RMSNorm)):
         return False
+    if attention.sinks or attention.scales_queries:
+        return False
     held = attention.kv
     if held.k_scale is not None or held.k.dtype != x.dtype:
         return False
