@@ -211,6 +211,8 @@ class CudaOps(HostLayerOps, ReferenceOps):
     def delta_rule(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, rows: Any, attn: Attn
     ) -> Tensor:
+        if not delta_rule.is_supported(k.shape[2], v.shape[2]):
+            return super().delta_rule(q, k, v, g, beta, state, RecurrentRows(*rows[:4]), attn)
         out = v.new_empty(v.shape) if isinstance(rows, RecurrentRows) else v.new_zeros(v.shape)
         delta_rule.launch(q, k, v, g, beta, state, rows, out, EPS)
         return out

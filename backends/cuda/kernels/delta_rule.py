@@ -153,8 +153,8 @@ def scan_kernel(
                 query = tl.load(q + token[:, None] * Q_ROW + at, mask=real[:, None], other=0.0).to(tl.float32)
                 by_key += tl.dot(key, some, input_precision="ieee")
                 by_query += tl.dot(query, some, input_precision="ieee")
-            at = token[:, None] * V_ROW + head * DV + column[None, :]
-            value = tl.load(v + at, mask=real[:, None], other=0.0).to(tl.float32)
+            values = v + token[:, None] * V_ROW + head * DV + column[None, :]
+            value = tl.load(values, mask=real[:, None], other=0.0).to(tl.float32)
             wanted = value - by_key * (grown * tl.load(known + C + lane))[:, None]
             tl.store(change_at + lane[:, None] * DV, wanted * tl.load(known + 3 * C + lane)[:, None])
             tl.debug_barrier()
@@ -171,19 +171,19 @@ def scan_kernel(
                 some = tl.load(change_at + (j + part)[:, None] * DV)
                 factor = tl.load(inverse + C * C + lane[:, None] * C + (j + part)[None, :])
                 result += tl.dot(factor, some, input_precision="ieee")
-            at = (token[:, None] * heads + head) * DV + column[None, :]
-            tl.store(out + at, result.to(out.dtype.element_ty), mask=real[:, None])
+            results = out + (token[:, None] * heads + head) * DV + column[None, :]
+            tl.store(results, result.to(out.dtype.element_ty), mask=real[:, None])
             end = tl.load(known + C - 1)
             for d in range(0, DK, PIECE):
-                some = tl.load(held + (d + part)[:, None] * DV) * tl.exp(end)
+                new = tl.load(held + (d + part)[:, None] * DV) * tl.exp(end)
                 for j in range(0, C, PIECE):
                     later = (start + c * C + j + part).to(tl.int64)
-                    at = later[None, :] * K_ROW + (group + d + part)[:, None]
-                    key = tl.load(k + at, mask=(j + part < many - c * C)[None, :], other=0.0).to(tl.float32)
+                    across = k + later[None, :] * K_ROW + (group + d + part)[:, None]
+                    inner = tl.load(across, mask=(j + part < many - c * C)[None, :], other=0.0).to(tl.float32)
                     left = tl.exp(end - tl.load(known + j + part)) * tl.load(known + C + j + part)
-                    change = tl.load(change_at + (j + part)[:, None] * DV)
-                    some += tl.dot(key * left[None, :], change, input_precision="ieee")
-                tl.store(held + (d + part)[:, None] * DV, some)
+                    piece = tl.load(change_at + (j + part)[:, None] * DV)
+                    new += tl.dot(inner * left[None, :], piece, input_precision="ieee")
+                tl.store(held + (d + part)[:, None] * DV, new)
             tl.debug_barrier()
 
 
@@ -258,5 +258,5 @@ def _launch_chunks(
         scan_kernel[(dv // columns, many, len(rows.count))](
             q, k, v, state, out, squares, facts, changes, rows.row_start, rows.slot, rows.source, rows.begins,
             rows.count, rows.row_chunk, q.stride(0), k.stride(0), v.stride(0), first, heads, RATIO=heads // groups,
-            DK=dk, DV=dv, V=columns, C=CHUNK, PIECE=PIECE, num_warps=4,
+            DK=dk, DV=dv, V=columns, C=CHUNK, PIECE=PIECE, num_warps=4, num_stages=1,
         )  # fmt: skip
