@@ -111,7 +111,7 @@ def pad_cross_attention(x: StepInputs, count: int, units: int, position: Array |
     return CrossAttentionTensors(made.units, made.reach, made.times, made.gate)  # type: ignore[arg-type]
 
 
-def pad_recurrent(x: StepInputs, rows: int) -> Any:
+def pad_recurrent(x: StepInputs, rows: int) -> RecurrentRows:
     """Returns ``RecurrentRows`` of a launch of ``rows`` rows; padding rows begin, and write slot 0.
 
     Inputs without slots of states use those of the sampler, and begin where there is no context.

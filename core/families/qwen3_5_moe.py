@@ -20,10 +20,10 @@ def read_expert_decoder(c: JsonFields, tied: bool) -> TextConfig:
     inner = c.integer("moe_intermediate_size", most=WIDEST, default=512)
     text = read_decoder(c.with_defaults({"intermediate_size": inner}), tied)
     experts = experts_of(c.with_defaults({"num_experts": 256}), "num_experts", 8, inner=inner, normalise=True)
-    return replace(text, experts=replace(experts, shared=_shared(c), shared_gate=True))
+    return replace(text, experts=replace(experts, shared=_read_shared(c), shared_gate=True))
 
 
-def _shared(c: JsonFields) -> int:
+def _read_shared(c: JsonFields) -> int:
     """Reads the columns of the shared expert."""
     return c.integer("shared_expert_intermediate_size", most=WIDEST, default=512)
 
@@ -44,7 +44,7 @@ def describe_next(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
         normalise=c.boolean("norm_topk_prob", True),
         dense=dense_layers(c, text.layers),
     )
-    experts = replace(experts, shared=_shared(c), shared_gate=True)
+    experts = replace(experts, shared=_read_shared(c), shared_gate=True)
     assert text.recurrent is not None
     some = experts if len(experts.dense) < text.layers else None
     return ParsedConfig(replace(text, experts=some, recurrent=replace(text.recurrent, interleaved=True)))

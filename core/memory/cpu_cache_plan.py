@@ -129,11 +129,7 @@ def plan_cpu(
     weights = weights_bytes(config, itemsize, ranks, quantised)
     per_block = max(ranks // text.kv_heads, 1) * block_bytes(text, asked.block_size, itemsize)
     left = available - weights
-    if left < per_block:
-        raise StartupError(
-            f"not enough memory: the weights need {gib(weights)} and {gib(available)} are free; "
-            "a smaller model, --dtype bfloat16 or --quantization int8 would fit"
-        )
+    _check_weights(weights, available, per_block)
     states = _plan_states(config, asked, itemsize, left, engine)
     left -= states.bytes
     wanted = asked.max_model_len or longest
@@ -169,6 +165,15 @@ def plan_cpu(
         notes=(*notes, *states.notes(asked.max_num_seqs)),
         states=states,
     )
+
+
+def _check_weights(weights: int, available: int, block: int) -> None:
+    """Raises StartupError if no KV block fits beside the weights."""
+    if available - weights < block:
+        raise StartupError(
+            f"not enough memory: the weights need {gib(weights)} and {gib(available)} are free; "
+            "a smaller model, --dtype bfloat16 or --quantization int8 would fit"
+        )
 
 
 def _plan_states(

@@ -24,6 +24,7 @@ from trencadis.core.memory.launch_memory import (
     cross_attention_layer_count,
     cross_attention_row_bytes,
     cross_attention_work_bytes,
+    recurrent_work_bytes,
 )
 from trencadis.core.memory.ledger import MemoryInUse
 from trencadis.core.memory.weight_bytes import (
@@ -317,7 +318,7 @@ class MemoryEstimator:
             attention += self.cross_attention_bytes(bucket, self._sizes(block_size))
         else:
             attention += cross_attention_work_bytes(self.model, bucket, self.itemsize, heads, self.kv_heads)
-        attention = max(attention, self._recurrent(bucket, size))
+        attention = max(attention, recurrent_work_bytes(self.model, bucket, self.itemsize, self.ranks))
         narrow = streams + max(attention, self._mlp(size))
         return (
             self.shared_attention_bytes(bucket)
@@ -330,18 +331,6 @@ class MemoryEstimator:
         """Largest bytes of weights dequantised to the engine's dtype for one product: (of a layer, of the head)."""
         args = self.model, self.itemsize, self.ranks, self.quantised, self.model.alignment_unit(self.unit)
         return largest_dequantised_bytes(*args, False), largest_dequantised_bytes(*args, True)
-
-    def _recurrent(self, bucket: Bucket, size: int) -> int:
-        """Returns the bytes of a recurrent layer: its projections, their values in float32, and states of all rows."""
-        r = self.text.recurrent
-        if r is None:
-            return 0
-        rows = {Stage.CONTEXT: 1, Stage.PREFILL: bucket.dims[-1]}.get(bucket.stage, bucket.dims[0])
-        values, states = r.value_width // self.ranks, r.key_dim * r.value_width // self.ranks
-        wide = 2 * r.channels(self.ranks) + 2 * values
-        return size * (wide * self.itemsize + 8 * (r.value_heads * r.key_dim // self.ranks + 2 * values)) + (
-            8 * (rows + 1) * states
-        )
 
     def _mlp(self, size: int) -> int:
         """Returns the bytes of the MLP of ``size`` tokens, or of the experts with their weights.

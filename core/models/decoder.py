@@ -27,25 +27,20 @@ from trencadis.core.device.backend import (
     PoolTensorsOut,
     ResetTensors,
     Rotary,
-    SamplerState,
     TextTensors,
     VisionTensors,
 )
 from trencadis.core.device.launch_tensors import RecurrentRows, first_rows
 from trencadis.core.errors import StartupError
 from trencadis.core.models.attention import Attention
-from trencadis.core.models.embedding import Embedding, LMHead
+from trencadis.core.models.embedding import Embedding, LMHead, SamplingHead
 from trencadis.core.models.gated_delta import GatedDeltaNet
 from trencadis.core.models.interface import (
-    BestOps,
-    DrawingOps,
     GroupingOps,
     HostLayering,
-    MaskingOps,
-    PenalisingOps,
     Persistent,
-    RecurrentLayer,
     RecurrentOps,
+    StatefulLayer,
 )
 from trencadis.core.models.linear import Linear, scaled
 from trencadis.core.models.mlp import MLP, GatedMLP, PlainMLP
@@ -111,15 +106,16 @@ class DecoderLayer:
         group: int = 1,
         index: int = 0,
         aligned: int = 1,
-        mixer: RecurrentLayer | None = None,
+        mixer: StatefulLayer | None = None,
     ) -> None:
         ops = backend.ops
         self.input_norm = norm_of(c.norm, ops, c.hidden, c.eps)
         self.recurrent = mixer is not None
         """True if it keeps a state for each sequence, which ``attention.bind`` then takes."""
-        self.attention: Any = mixer
-        if mixer is None:
-            self.attention = Attention(backend, c, c.window_of(index), c.score_scale_of(index))
+        own = mixer or Attention(backend, c, c.window_of(index), c.score_scale_of(index))
+        self.attention = cast(
+            Attention, own
+        )  # a recurrent layer is called with ``RecurrentRows`` as its rotary factors
         self.post_norm = norm_of(c.norm, ops, c.hidden, c.eps)
         self.mlp: MLP | ExpertMLP
         if c.experts is not None and index not in c.experts.dense:
@@ -141,7 +137,7 @@ class DecoderLayer:
         for norm, part in zip(self.out_norms, ("attention", "mlp"), strict=False):
             norm.load(source, f"{name}.{part}_out_layernorm")
 
-    def __call__(self, x: Tensor, residual: Tensor | None, rotary: Any, attn: Attn) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, x: Tensor, residual: Tensor | None, rotary: Rotary, attn: Attn) -> tuple[Tensor, Tensor | None]:
         """Returns (MLP output, residual stream without it); like the inputs, both are [n, hidden] in the backend's
         dtype.
 
@@ -157,7 +153,7 @@ class DecoderLayer:
         normed, residual = self.post_norm(self._out(0, self.attention(normed, rotary, attn)), residual)
         return self._out(1, self.mlp(normed)), residual
 
-    def _forward_post_norm(self, x: Tensor, rotary: Any, attn: Attn) -> Tensor:
+    def _forward_post_norm(self, x: Tensor, rotary: Rotary, attn: Attn) -> Tensor:
         """Returns the stream after a layer whose norms follow the residual sums."""
         x = self.input_norm(scaled(self.attention(x, rotary, attn), self.scale), x)[0]
         return self.post_norm(scaled(self.mlp(x), self.scale), x)[0]
@@ -272,45 +268,6 @@ class DecoderExit:
         return (self.norm.nbytes() if self.norm else 0) + (self.narrow.bytes if self.narrow else 0)
 
 
-class SamplingHead:
-    """The output head and sampling."""
-
-    def __init__(self, ops: Ops, lm_head: LMHead, best: bool = False) -> None:
-        self.ops, self.lm_head, self.best = ops, lm_head, best
-
-    def __call__(self, hidden: Tensor, inputs: HeadTensors, state: SamplerState, full: bool) -> HeadTensorsOut:
-        """Samples from rows of ``hidden`` and records the ids in ``state``."""
-        rows = self.ops.gather_rows(hidden, inputs.hidden_row)
-        if self.best and not full and (token := self.lm_head.best(rows)) is not None:
-            return cast(BestOps, self.ops).take(token, inputs, state)
-        return self.ops.sample(self.lm_head(rows), inputs, state, full)
-
-    def take_masked_best(self, hidden: Tensor, inputs: HeadTensors, state: SamplerState) -> HeadTensorsOut:
-        """Takes the best ids that the masks allow."""
-        logits = cast(MaskingOps, self.ops).mask(self._logits(hidden, inputs), inputs)
-        return self.ops.sample(logits, inputs, state, False)
-
-    def draw_without_logprobs(self, hidden: Tensor, inputs: HeadTensors, state: SamplerState) -> HeadTensorsOut:
-        """Samples and returns only the ids."""
-        return cast(DrawingOps, self.ops).draw(self._logits(hidden, inputs), inputs, state)
-
-    def take_penalised_best(self, hidden: Tensor, inputs: HeadTensors, state: SamplerState) -> HeadTensorsOut:
-        """Takes the best ids after penalties, bias and mask."""
-        return cast(PenalisingOps, self.ops).take_penalised(self._logits(hidden, inputs), inputs, state)
-
-    def score_top(self, hidden: Tensor, inputs: HeadTensors, count: int) -> HeadTensorsOut:
-        """Returns the log-probabilities of the targets and of the ``count`` top ids; ``state`` does not change."""
-        logprobs = self._logits(hidden, inputs).float().log_softmax(-1)
-        target = inputs.target.clamp_min(0)
-        own = logprobs.gather(1, target[:, None])
-        rank = (logprobs > own).int().sum(-1) + 1
-        top = logprobs.topk(count, dim=-1)
-        return HeadTensorsOut(target.int(), own[:, 0], rank.int(), top.indices.int(), top.values)
-
-    def _logits(self, hidden: Tensor, inputs: HeadTensors) -> Tensor:
-        return self.lm_head(self.ops.gather_rows(hidden, inputs.hidden_row))
-
-
 class Decoder:
     """A text model; also the text half of vision-language models. The family defines the names of its weights.
 
@@ -321,9 +278,9 @@ class Decoder:
     embedding: Embedding
     enter: DecoderEntry
     lm_head: LMHead
-    first: Any = None
+    first: Attention | None = None
     """Attention of the stage's first layer with a KV cache; None: no layer has one."""
-    recurrent_layer: Callable[[Backend, TextConfig, RecurrentConfig], RecurrentLayer] = GatedDeltaNet
+    recurrent_layer: Callable[[Backend, TextConfig, RecurrentConfig], StatefulLayer] = GatedDeltaNet
     """Makes the layer in the place of attention where ``TextConfig.recurrent`` says so; families may have others."""
 
     def __init__(self, config: ModelConfig, backend: Backend) -> None:
@@ -355,7 +312,7 @@ class Decoder:
             self.leave = DecoderExit(self.ops, None)
         self.pooler = Pooler(self.ops)
 
-    def _make_mixer(self, index: int) -> RecurrentLayer | None:
+    def _make_mixer(self, index: int) -> StatefulLayer | None:
         """Returns the recurrent layer in the place of attention; None: layer ``index`` has attention."""
         c = self.config.text
         if c.recurrent is None or index not in c.recurrent.layers:
@@ -431,11 +388,12 @@ class Decoder:
     def bind(self, persistent: Persistent) -> None:
         """Sets the persistent tensors that the bodies read and write."""
         self.persistent = persistent
-        held = [layer for layer in self.layers if not layer.recurrent], [x for x in self.layers if x.recurrent]
-        for layers, tensors in zip(held, (persistent.kv, persistent.recurrent), strict=True):
-            for layer, own in zip(layers, tensors, strict=True):
-                layer.attention.bind(own)
-        self.first = held[0][0].attention if held[0] else None
+        caching = [layer.attention for layer in self.layers if not layer.recurrent]
+        for attention, kv in zip(caching, persistent.kv, strict=True):
+            attention.bind(kv)
+        for layer, state in zip((x for x in self.layers if x.recurrent), persistent.recurrent, strict=True):
+            cast(StatefulLayer, layer.attention).bind(state)
+        self.first = caching[0] if caching else None
 
     def text(self, inputs: TextTensors) -> None:
         """Computes n tokens and stores their normed hidden states in ``persistent.hidden[out_row]``.

@@ -46,7 +46,7 @@ class Persistent:
     recurrent: list[RecurrentState] = field(default_factory=list)  # of each recurrent layer of the stage
 
 
-class RecurrentLayer(Protocol):
+class StatefulLayer(Protocol):
     """A layer in the place of attention that keeps a state for each sequence (``TextConfig.recurrent``)."""
 
     def load(self, source: WeightSource, name: str) -> None:

@@ -19,7 +19,7 @@ class LayerGroup:
 
     def __init__(self, layers: Sequence[Any]) -> None:
         self.local: bool = layers[0].local
-        self.recurrent: bool = layers[0].recurrent
+        self.recurrent = False  # models with such layers are not grouped
         self.first, self.second, self.third, self.fourth = (*layers, None, None, None)[:4]
 
     def __call__(self, x: Any, residual: Any, rotary: Any, attn: Any) -> Any:
@@ -30,20 +30,15 @@ class LayerGroup:
 
 
 def group_layers(layers: Sequence[Any], size: int) -> list[Any]:
-    """Returns ``layers`` in groups of ``size`` neighbours with the same window and state; those left over are alone."""
+    """Returns ``layers`` in groups of ``size`` neighbours that have the same window; those left over are alone."""
     groups: list[Any] = []
     start = 0
     while start < len(layers):
         some = layers[start : start + size]
-        if len(some) == size > 1 and all(same_inputs(layer, some[0]) for layer in some):
+        if len(some) == size > 1 and all(layer.local == some[0].local for layer in some):
             groups.append(LayerGroup(some))
             start += size
         else:
             groups.append(layers[start])
             start += 1
     return groups
-
-
-def same_inputs(layer: Any, other: Any) -> bool:
-    """Returns True if two layers are called with the same rotary factors or states."""
-    return bool(layer.local == other.local and layer.recurrent == other.recurrent)
