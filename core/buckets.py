@@ -115,6 +115,7 @@ class InputSizes:
         upto: text launches have ``Attn.upto``.
         windows: some layers have a sliding window.
         head_dim: size of a head.
+        recurrent: text launches have ``TextTensors.recurrent``.
     """
 
     vocab: int
@@ -126,6 +127,7 @@ class InputSizes:
     windows: bool = False
     group: int = 8
     head_dim: int = 128
+    recurrent: bool = False
 
 
 @dataclass(frozen=True)
@@ -213,11 +215,14 @@ class Policy:
             addition to a bucket's inputs; launches of a stage share the workspace as they share inputs.
         windows: ``Ops.attend`` accepts a window.
         upto: text launches have ``Attn.upto`` if ``BackendConfig.upto`` is set.
+        sinks: ``Ops.attend`` accepts sinks.
         encoder_data_parallel: each rank may hold the whole vision tower and gather arena rows from the others
             (core/launches/encoder_data_parallel.py).
         cross_attention: text launches have ``TextTensors.cross_attention`` for layers that attend to images.
         cross_attention_bytes: bytes of workspace of that attention; None: it gathers the rows
             (core/memory/launch_memory.py).
+        recurrent: text launches have ``TextTensors.recurrent`` if ``BackendConfig.recurrent`` is set, and the backend's
+            ops are ``core.models.interface.RecurrentOps``.
         drafts: rows of decoding sequences may have several tokens, and SAMPLE reads ``HeadInputs.ahead``, so that
             drafts can be verified (core/spec).
         stages: the backend has a ``pipe`` (core/launches/stage_transfer.py) if ``BackendConfig.stages`` is above 1.
@@ -266,10 +271,12 @@ class Policy:
     attention: Mapping[str, Callable[[Bucket, InputSizes], int]] = field(default_factory=dict)
     windows: bool = False
     upto: bool = False
+    sinks: bool = False
     encoder_data_parallel: bool = False
     cross_attention: bool = False
     cross_attention_bytes: Callable[[Bucket, InputSizes], int] | None = None
     stages: bool = False
+    recurrent: bool = False
 
 
 def escape(need: int, unit: int = 1) -> int:

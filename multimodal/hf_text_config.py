@@ -8,7 +8,7 @@ from typing import Any
 from trencadis.core.checkpoint.family import ParsedConfig
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.model_config import TextConfig
-from trencadis.core.families import llama, mistral, qwen2, qwen3
+from trencadis.core.families import llama, ministral3, mistral, qwen2, qwen3, qwen3_moe
 from trencadis.core.json_types import JsonMapping
 
 LLAMA: JsonMapping = {
@@ -22,11 +22,19 @@ QWEN2: JsonMapping = {
     **LLAMA, "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32,
     "max_position_embeddings": 32768,
 }  # fmt: skip
+MINISTRAL3: JsonMapping = {
+    **MISTRAL, "vocab_size": 131072, "num_hidden_layers": 34, "rms_norm_eps": 1e-5, "max_position_embeddings": 262144,
+}  # fmt: skip
+QWEN3_MOE: JsonMapping = {
+    **QWEN2, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24, "num_key_value_heads": 4,
+}  # fmt: skip
 DECODERS: Mapping[str, tuple[Callable[[JsonFields, JsonFields, bool], ParsedConfig], JsonMapping]] = {
     "llama": (llama.describe, LLAMA),
     "mistral": (mistral.describe, MISTRAL),
     "qwen2": (qwen2.describe, QWEN2),
     "qwen3": (qwen3.describe, QWEN2),
+    "ministral3": (ministral3.describe, MINISTRAL3),
+    "qwen3_moe": (qwen3_moe.describe, QWEN3_MOE),
 }
 """model_type -> the parser of the decoder, and the defaults of its configuration."""
 

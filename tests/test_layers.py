@@ -41,7 +41,7 @@ FLOORS = {
             "multimodal/gemma3", "multimodal/idefics3", "multimodal/internvl", "multimodal/mllama",
             "multimodal/pixtral", "multimodal/qwen2_vl",
         ),
-        ("multimodal/llava", "multimodal/qwen2_5_vl", "multimodal/qwen3_vl"),
+        ("multimodal/glm4v", "multimodal/llava", "multimodal/qwen2_5_vl", "multimodal/qwen3_vl"),
         ("multimodal/llava_next", "multimodal/phi3_v"),
     ),
     "server": (
@@ -113,6 +113,7 @@ TORCH: dict[str, frozenset[str]] = {
     "core/quant": frozenset({"online_quant", "quantised_tensor"}),
     "core/quant/writing": EVERY,
     "multimodal/gemma3": frozenset({"model"}),
+    "multimodal/glm4v": frozenset({"model", "tower"}),
     "multimodal/idefics3": frozenset({"model"}),
     "multimodal/internvl": frozenset({"model"}),
     "multimodal/llava": frozenset({"model"}),

@@ -18,7 +18,7 @@ from trencadis.server.prompts.prompt import Prompt
 from trencadis.server.prompts.text_service import TextService
 from trencadis.server.prompts.token_rules import add_rule
 from trencadis.server.protocol.pooling_params import PoolingParams
-from trencadis.server.tools.reasoning_parser import find_reasoning_format
+from trencadis.server.tools.reasoning_parser_registry import find_reasoning_format
 
 
 class _MediaFields(TypedDict):

@@ -30,9 +30,10 @@ from trencadis.backends.conformance.op_checks import (
 )
 from trencadis.backends.conformance.program_checks import make_harness
 from trencadis.backends.conformance.target import CheckTarget
+from trencadis.backends.cpu.reference_ops import CLAMPED_SWIGLU
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.cross_attention_inputs import VARIANT, CrossAttentionInputs
-from trencadis.core.device.backend import Backend, Ops, TextTensors
+from trencadis.core.device.backend import Backend, ExpertBiases, Ops, TextTensors
 from trencadis.core.models.cross_attention import arena_row_numbers
 from trencadis.core.models.interface import CrossAttentionOps
 from trencadis.core.quant import online_quant
@@ -78,6 +79,14 @@ def attend_upto(target: CheckTarget) -> str:
     return compare_launches(target, attention(target, windows, spans=True))
 
 
+def attend_sinks(target: CheckTarget) -> str:
+    """As ``op.attend``, where each head has a sink, with and without a window."""
+    if not target.policy_of("sinks"):
+        raise Skipped("Policy.sinks is False: this device serves no model with attention sinks")
+    windows = (0, 5) if target.policy_of("windows") else (0,)
+    return compare_launches(target, attention(target, windows, sinks=True))
+
+
 def act(target: CheckTarget) -> str:
     """Each activation, also far from zero."""
     x = 4 * randn(13, target.model.text.intermediate)
@@ -91,8 +100,8 @@ def act_mul(target: CheckTarget) -> str:
     """Each activation of the first half times the second half."""
     x = 2 * randn(13, 2 * target.model.text.intermediate)
     errors: list[float] = []
-    for kind in ACTIVATIONS:
-        errors += vs_reference(target, _by_kind("act_mul", kind), x)
+    for kind in (*ACTIVATIONS, *((CLAMPED_SWIGLU,) if target.policy_of("sinks") else ())):
+        errors += vs_reference(target, _by_kind("act_mul", kind), 4 * x if kind == CLAMPED_SWIGLU else x)
     return error_summary(errors)
 
 
@@ -108,11 +117,18 @@ def experts(target: CheckTarget) -> str:
     ranks = torch.rand(rows, count - 1, generator=torch.Generator().manual_seed(2)).argsort(-1)
     scores = torch.cat([0.5 * ranks, torch.full((rows, 1), -40.0)], 1)
     errors: list[float] = []
-    for top, normalise, kind in ((1, False, "silu"), (2, True, "silu"), (3, False, "gelu_tanh")):
+    biases = [randn(2 * inner, seed=20 + i) for i in range(count)], [randn(hidden, seed=30 + i) for i in range(count)]
+    cases = [(1, False, "silu", False), (2, True, "silu", False), (3, False, "gelu_tanh", False)]
+    if target.policy_of("sinks"):  # models with sinks are those whose experts have biases
+        cases.append((2, True, CLAMPED_SWIGLU, True))
+    for top, normalise, kind, biased in cases:
         for n in (1, rows):
 
-            def setup(ops: Ops, put: Put, how: tuple[int, bool, str] = (top, normalise, kind)) -> Work:
-                packed = ops.pack_experts([put(w) for w in gate_up], [put(w) for w in down])
+            def setup(
+                ops: Ops, put: Put, how: tuple[int, bool, str] = (top, normalise, kind), biased: bool = biased
+            ) -> Work:
+                own = [ExpertBiases(*([put(b) for b in some] for some in biases))] if biased else []
+                packed = ops.pack_experts([put(w) for w in gate_up], [put(w) for w in down], *own)
                 if (packed.count, packed.inner) != (count, inner):
                     raise CheckFailed(f"pack_experts says {packed.count} experts of {packed.inner} columns")
                 return lambda x, s: [ops.experts(x, s, packed, *how)]

@@ -63,11 +63,12 @@ class CheckTarget:
         """Returns the CPU backend with reference ops, in float32."""
         return make_backend(replace(self._config({"ops": "reference", "policy": ""}, torch.float32), upto=upto))
 
-    def backend_with(self, windows: tuple[int, ...] = (0,), upto: bool = False) -> Backend:
+    def backend_with(self, windows: tuple[int, ...] = (0,), upto: bool = False, sinks: bool = False) -> Backend:
         """Makes a backend for a model whose layers have these windows, or (``upto``) whose tokens see keys after
-        their own position.
+        their own position, or have ``sinks``.
         """
-        return self.make(replace(self._config({"policy": self.policy}, self.dtype), windows=windows, upto=upto))
+        made = self._config({"policy": self.policy}, self.dtype)
+        return self.make(replace(made, windows=windows, upto=upto, sinks=sinks))
 
     @cached_property
     def block_size(self) -> int:
@@ -84,7 +85,7 @@ class CheckTarget:
             dtype=dtype, block_size=(block_size if block_size is not None else self.block_size) or 16,
             max_tokens=400, max_rows=16, max_blocks_per_row=256, index=self.index,
             vocab_size=t.vocab, heads=t.heads, kv_heads=t.kv_heads, upto=t.upto,
-            head_dim=t.head_dim, vision_head_dim=v.head_dim if v else 0,
+            recurrent=t.recurrent is not None, head_dim=t.head_dim, vision_head_dim=v.head_dim if v else 0,
             options={"threads": "1", **family_options(self.model.architecture), **options},
         )  # fmt: skip
 

@@ -146,12 +146,15 @@ class InvariantOps(ProbedOps, CpuOps):
     def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         return _rotate(q, rotary), _rotate(k, rotary)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         plan = get_plan(attn, kv.k.shape[1], grouped=False, window=window)
         out = torch.zeros(q.shape, dtype=q.dtype)
         for span in plan.spans:
             stored = stored_at(kv, span.where, q.dtype)
-            _attend_row(q[span.start : span.stop], *stored, span, scale, window, out[span.start : span.stop])
+            _attend_row(q[span.start : span.stop], *stored, span, scale, window, out[span.start : span.stop], sinks)
         return out
 
     def _torch_windows(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, scale: float) -> Tensor:
@@ -191,7 +194,9 @@ def _rotate(x: Tensor, rotary: Rotary) -> Tensor:
     return out
 
 
-def _attend_row(q: Tensor, k: Tensor, v: Tensor, span: ChunkSpan, scale: float, window: int, out: Tensor) -> None:
+def _attend_row(
+    q: Tensor, k: Tensor, v: Tensor, span: ChunkSpan, scale: float, window: int, out: Tensor, sinks: Tensor | None
+) -> None:
     """Computes attention of one row's tokens [n, h, d], in tiles at fixed positions, over k and v, into ``out``.
 
     Tile i sees (i + 1) * TILE keys, stored or not, without whole tiles before the window; missing keys are zeros and
@@ -221,9 +226,19 @@ def _attend_row(q: Tensor, k: Tensor, v: Tensor, span: ChunkSpan, scale: float, 
             t[low - before : end - before].transpose(0, 1)[:, None].expand(-1, heads // groups, -1, -1)
             for t in (keys, values)
         )
-        part = functional.scaled_dot_product_attention(shared, ks, vs, attn_mask=mask[None, None], scale=scale)
+        if sinks is None:
+            part = functional.scaled_dot_product_attention(shared, ks, vs, attn_mask=mask[None, None], scale=scale)
+        else:
+            part = _attend_with_sinks(shared, ks, vs, mask, scale, sinks.view(groups, -1, 1, 1))
         part = part.permute(2, 0, 1, 3).reshape(TILE, heads, d)
         out[first - context : last - context] = part[first - begin : last - begin]
+
+
+def _attend_with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, sinks: Tensor) -> Tensor:
+    """Computes attention [g, h / g, TILE, d] with a sink for each head, [g, h / g, 1, 1]; k and v are expanded."""
+    scores = (q.float() @ k.float().transpose(2, 3) * scale).masked_fill(~mask, float("-inf"))
+    joined = torch.cat([scores, sinks.expand(-1, -1, TILE, -1)], dim=-1)
+    return (joined.softmax(-1)[..., :-1] @ v.float()).to(q.dtype)
 
 
 def _pad_to_tiles(stored: Tensor, start: int, stop: int) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trencadis.core.device.backend import Weight
+from trencadis.core.device.backend import ExpertBiases, Weight
 
 ROWS = 8192
 """Maximum rows (tokens times experts) that the product over all experts holds at a time."""
@@ -29,6 +29,8 @@ class JoinedExperts:
     down: Tensor
     count: int
     inner: int
+    gate_up_bias: Tensor | None = None  # [count x 2 inner]
+    down_bias: Tensor | None = None  # [count, hidden]
 
 
 @dataclass
@@ -42,10 +44,15 @@ class SeparateExperts:
     nbytes: int = 0
 
 
-def join_experts(gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> JoinedExperts:
+def join_experts(
+    gate_up: Sequence[Tensor], down: Sequence[Tensor], biases: ExpertBiases | None = None
+) -> JoinedExperts:
     """Joins gate_up [2 inner, hidden] and down [hidden, inner] of each expert."""
     inner = down[0].shape[1]
-    return JoinedExperts(torch.cat(list(gate_up)), torch.cat([d.t() for d in down]), len(down), inner)
+    made = JoinedExperts(torch.cat(list(gate_up)), torch.cat([d.t() for d in down]), len(down), inner)
+    if biases is not None:
+        made.gate_up_bias, made.down_bias = torch.cat(list(biases.gate_up)), torch.stack(list(biases.down))
+    return made
 
 
 def route_tokens(scores: Tensor, top: int, normalise: bool) -> tuple[Tensor, Tensor]:
@@ -71,12 +78,15 @@ def run_all_experts(
     for first in range(0, w.count, many):
         count = min(many, w.count - first)
         last = first + count
-        gate_up = functional.linear(x, w.gate_up[first * 2 * w.inner : last * 2 * w.inner])
+        rows = slice(first * 2 * w.inner, last * 2 * w.inner)
+        gate_up = functional.linear(x, w.gate_up[rows], None if w.gate_up_bias is None else w.gate_up_bias[rows])
         made = ops.act_mul(gate_up.reshape(n * count, 2 * w.inner), kind).view(n, count, w.inner)
         share = every[:, first:last, None]
         # Not only a product: an expert that no token chose may overflow, and infinity times zero is NaN.
         taken = torch.where(share > 0, made * share.to(x.dtype), 0.0).to(x.dtype)
         part = taken.view(n, count * w.inner) @ w.down[first * w.inner : last * w.inner]
+        if w.down_bias is not None:
+            part = part + every[:, first:last].to(x.dtype) @ w.down_bias[first:last]
         out = part if out is None else out + part
     assert out is not None
     return out

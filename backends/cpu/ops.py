@@ -25,10 +25,20 @@ from trencadis.backends.cpu.native.onednn_sizes import by_sizes, pieces
 from trencadis.backends.cpu.native.panels import DTYPE_NAMES, PanelWeight, panel_weight
 from trencadis.backends.cpu.native.rotary import StoredKeys, can_store, rotate, torch_rotate
 from trencadis.backends.cpu.native.row_ops import best, rms_norm, silu_mul
-from trencadis.backends.cpu.reference_ops import ReferenceOps, apply_activation
+from trencadis.backends.cpu.reference_ops import CLAMPED_SWIGLU, ReferenceOps, apply_activation, clamped_swiglu
 from trencadis.backends.cpu.sampler import thresholds
 from trencadis.core.checkpoint.weight_source import StoredRows
-from trencadis.core.device.backend import Attn, ExpertWeights, HeadTensors, LayerKV, Rotary, Segments, Weight, slots_at
+from trencadis.core.device.backend import (
+    Attn,
+    ExpertBiases,
+    ExpertWeights,
+    HeadTensors,
+    LayerKV,
+    Rotary,
+    Segments,
+    Weight,
+    slots_at,
+)
 from trencadis.core.device.launch_tensors import RecurrentRows
 from trencadis.core.models import kv_cache_codes
 from trencadis.core.quant.quantised_tensor import QTensor
@@ -184,6 +194,8 @@ class CpuOps(ReferenceOps):
     def _act_mul(self, gate_up: Tensor, kind: str) -> Tensor:
         """Computes ``act_mul`` without an own kernel."""
         gate, up = gate_up.chunk(2, dim=-1)
+        if kind == CLAMPED_SWIGLU:
+            return clamped_swiglu(gate, up)
         return self.act(gate, kind).mul_(up)
 
     def by_pieces(self, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -209,19 +221,27 @@ class CpuOps(ReferenceOps):
         assert out is not None
         return out
 
-    def pack_experts(self, gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> ExpertWeights:
-        ups, downs = ([self.pack_weight(one) for one in some] for some in (gate_up, down))
+    def pack_experts(
+        self, gate_up: Sequence[Tensor], down: Sequence[Tensor], biases: ExpertBiases | None = None
+    ) -> ExpertWeights:
+        each = [[None] * len(down)] * 2 if biases is None else [list(biases.gate_up), list(biases.down)]
+        ups, downs = (
+            [self.pack_weight(*one) for one in zip(some, own, strict=True)]
+            for some, own in zip((gate_up, down), each, strict=True)
+        )
         return SeparateExperts(ups, downs, len(downs), down[0].shape[1])
 
     def pack_quantised_experts(
-        self, gate_up: Sequence[Tensor | QTensor], down: Sequence[Tensor | QTensor]
-    ) -> SeparateExperts:
+        self, gate_up: Sequence[Tensor | QTensor], down: Sequence[Tensor | QTensor],
+        biases: ExpertBiases | None = None,
+    ) -> SeparateExperts:  # fmt: skip
         """Implements ``core.models.moe.CodingOps``: packs each expert like any other weight."""
         held, total = list[list[Weight]](), 0
-        for some in (gate_up, down):
+        each = [[None] * len(down)] * 2 if biases is None else [list(biases.gate_up), list(biases.down)]
+        for some, own in zip((gate_up, down), each, strict=True):
             held.append([])
-            for one in some:
-                packed = self.pack_weight(one) if isinstance(one, Tensor) else self.pack_quantised(one)
+            for one, bias in zip(some, own, strict=True):
+                packed = self.pack_weight(one, bias) if isinstance(one, Tensor) else self.pack_quantised(one, bias)
                 plain = one.shape[0] * one.shape[1] * one.dtype.itemsize
                 total += getattr(packed, "nbytes", plain)
                 held[-1].append(packed)
@@ -248,41 +268,49 @@ class CpuOps(ReferenceOps):
             self._store(kv, rotated[:, heads:], v, attn.slot_map)
         return rotated[:, :heads], rotated[:, heads:], v
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         plan = get_plan(attn, kv.k.shape[1], window=window, native=native_attend.is_supported(q, kv, self.table))
-        if flash.is_supported(q, self.table):
-            return self._attend_parts(q, kv, plan, scale, window)
+        if flash.is_supported(q, self.table) and (sinks is None or not plan.groups):
+            return self._attend_parts(q, kv, plan, scale, window, sinks)
+        if sinks is not None:
+            return super().attend(q, k, v, kv, attn, scale, window, sinks)
         if not plan.surplus and plan.singles is None and len(plan.spans) + len(plan.groups) == 1:
             return _span(q, kv, plan.spans[0], scale, window) if plan.spans else _group(q, kv, plan.groups[0], scale)
         return self._attend_parts(q, kv, plan, scale, window)
 
-    def _attend_parts(self, q: Tensor, kv: LayerKV, plan: AttendPlan, scale: float, window: int) -> Tensor:
+    def _attend_parts(
+        self, q: Tensor, kv: LayerKV, plan: AttendPlan, scale: float, window: int, sinks: Tensor | None = None
+    ) -> Tensor:
         """Computes ``attend`` span by span and group by group."""
         out = torch.zeros(q.shape, dtype=q.dtype) if plan.surplus else torch.empty(q.shape, dtype=q.dtype)
         if flash.is_supported(q, self.table):
-            self._flash(q, kv, plan.spans, scale, window, out)
+            self._flash(q, kv, plan.spans, scale, window, out, sinks)
         else:
             for span in plan.spans:
                 out[span.start : span.stop] = _span(q[span.start : span.stop], kv, span, scale, window)
         if plan.singles is not None:
-            native_attend.attend(q, kv, plan.singles, scale, out, self.table)
+            native_attend.attend(q, kv, plan.singles, scale, out, self.table, sinks)
         for group in plan.groups:
             out[group.rows] = _group(q[group.rows], kv, group, scale)
         return out
 
     def _flash(
-        self, q: Tensor, kv: LayerKV, spans: Sequence[ChunkSpan], scale: float, window: int, out: Tensor
-    ) -> None:
+        self, q: Tensor, kv: LayerKV, spans: Sequence[ChunkSpan], scale: float, window: int, out: Tensor,
+        sinks: Tensor | None,
+    ) -> None:  # fmt: skip
         """Computes ``_span`` of all spans by the library's kernel; codes are decoded row by row."""
         if kv.k_scale is not None:
             for span in spans:
                 keys, values = stored_at(kv, span.where, q.dtype)
                 held = [span.to_flash_span(slice(0, len(keys)))]
-                flash.attend(q, keys, values, held, scale, out, self.table, window)
+                flash.attend(q, keys, values, held, scale, out, self.table, window, sinks)
         elif spans:
             keys, values = kv.k.flatten(0, 1), kv.v.flatten(0, 1)
             held = [span.to_flash_span(span.where) for span in spans]
-            flash.attend(q, keys, values, held, scale, out, self.table, window)
+            flash.attend(q, keys, values, held, scale, out, self.table, window, sinks)
 
     def causal_conv(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: RecurrentRows, attn: Attn,

@@ -45,9 +45,11 @@ SERVING = Policy(
     drafts=True,
     windows=True,
     upto=True,
+    sinks=True,
     encoder_data_parallel=True,
     cross_attention=True,
     stages=True,
+    recurrent=True,
 )
 
 PADDED = Policy(
@@ -71,9 +73,11 @@ PADDED = Policy(
     drafts=True,
     windows=True,
     upto=True,
+    sinks=True,
     encoder_data_parallel=True,
     cross_attention=True,
     stages=True,
+    recurrent=True,
 )
 
 POLICIES = {"serving": SERVING, "padded": PADDED}

@@ -18,6 +18,7 @@ from trencadis.backends.cpu.recurrent_ops import RecurrentReference
 from trencadis.backends.cpu.sampler import sample_full, thresholds, unpack, update
 from trencadis.core.device.backend import (
     Attn,
+    ExpertBiases,
     ExpertWeights,
     HeadTensors,
     HeadTensorsOut,
@@ -41,6 +42,15 @@ IMAGE_TILE = 1024
 
 SCORES = 1 << 25
 """Number of scores over rows of images that are held at a time."""
+
+
+CLAMPED_SWIGLU, CLAMP, GAIN = "clamped_swiglu", 7.0, 1.702
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Returns ``act_mul`` for ``clamped_swiglu``."""
+    gate = gate.clamp(max=CLAMP)
+    return (up.clamp(-CLAMP, CLAMP) + 1) * (gate * torch.sigmoid(GAIN * gate))
 
 
 @dataclass(slots=True)
@@ -96,10 +106,14 @@ class ReferenceOps(RecurrentReference):
         if kind == "silu":
             return self.silu_mul(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
+        if kind == CLAMPED_SWIGLU:
+            return clamped_swiglu(gate, up)
         return self.act(gate, kind) * up
 
-    def pack_experts(self, gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> ExpertWeights:
-        return join_experts(gate_up, down)
+    def pack_experts(
+        self, gate_up: Sequence[Tensor], down: Sequence[Tensor], biases: ExpertBiases | None = None
+    ) -> ExpertWeights:
+        return join_experts(gate_up, down, biases)
 
     def experts(self, x: Tensor, scores: Tensor, w: ExpertWeights, top: int, normalise: bool, kind: str) -> Tensor:
         assert isinstance(w, JoinedExperts)
@@ -128,7 +142,10 @@ class ReferenceOps(RecurrentReference):
         put_slots(kv.k, k, slot_map)
         put_slots(kv.v, v, slot_map)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Computes attention [n, h, d]: each token sees its row's stored tokens up to itself, or up to ``upto``."""
         n, heads, d = q.shape
         token = torch.arange(n, device=q.device, dtype=torch.int32)
@@ -147,7 +164,11 @@ class ReferenceOps(RecurrentReference):
             hidden = key > last[start : start + QUERY_TILE, None]
             if window:
                 hidden |= key <= position[start : start + QUERY_TILE, None] - window
-            weights = scores.masked_fill(hidden[:, None, None], lowest()).softmax(-1)
+            scores = scores.masked_fill(hidden[:, None, None], lowest())
+            if sinks is not None:
+                own = sinks.view(1, groups, -1, 1).expand(len(scores), -1, -1, -1)
+                scores = torch.cat([scores, own], dim=-1)
+            weights = scores.softmax(-1)[..., : keys.shape[1]]
             out.append(torch.einsum("tgrl,tlgd->tgrd", weights, values).reshape(-1, heads, d))
         return torch.cat(out).to(q.dtype)
 

@@ -57,6 +57,7 @@ from trencadis.backends.cuda.weights.quantised_weight import QuantisedWeight, pa
 from trencadis.core import envs
 from trencadis.core.device.backend import (
     Attn,
+    ExpertBiases,
     ExpertWeights,
     HeadTensors,
     HeadTensorsOut,
@@ -146,8 +147,13 @@ class CudaOps(HostLayerOps, ReferenceOps):
         activation.launch(gate_up, kind, True, out)
         return out
 
-    def pack_experts(self, gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> ExpertWeights:
-        return StackedExperts(torch.stack(list(gate_up)), torch.stack(list(down)), len(down), down[0].shape[1])
+    def pack_experts(
+        self, gate_up: Sequence[Tensor], down: Sequence[Tensor], biases: ExpertBiases | None = None
+    ) -> ExpertWeights:
+        made = StackedExperts(torch.stack(list(gate_up)), torch.stack(list(down)), len(down), down[0].shape[1])
+        if biases is not None:
+            made.gate_up_bias, made.down_bias = (torch.stack(list(some)) for some in biases)
+        return made
 
     def experts(self, x: Tensor, scores: Tensor, w: ExpertWeights, top: int, normalise: bool, kind: str) -> Tensor:
         assert isinstance(w, StackedExperts)
@@ -171,10 +177,13 @@ class CudaOps(HostLayerOps, ReferenceOps):
         rotary_kernels.rope_store(q, k, v, rotary.cos, rotary.sin, kv.k, kv.v, attn.slot_map, out)
         return out, k, v
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         assert isinstance(attn, ItemAttn)
         out, partial = q.new_empty(q.shape), paged_attention.partial(attn, q, kv)
-        paged_attention.attend_text(q, kv, attn, scale, out, partial, window=window)
+        paged_attention.attend_text(q, kv, attn, scale, out, partial, window=window, sinks=sinks)
         return out
 
     def cross_attend(
@@ -297,8 +306,11 @@ class InvariantCudaOps(ProbedOps, CudaOps):
         assert isinstance(w, StackedExperts)
         return fused_moe.run(x, scores, w, top, normalise, kind, alike=True)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         assert isinstance(attn, ItemAttn)
         out, partial = q.new_empty(q.shape), paged_attention.partial(attn, q, kv, alike=True)
-        paged_attention.attend_text(q, kv, attn, scale, out, partial, alike=True, window=window)
+        paged_attention.attend_text(q, kv, attn, scale, out, partial, alike=True, window=window, sinks=sinks)
         return out

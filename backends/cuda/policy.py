@@ -64,10 +64,12 @@ SERVING = Policy(
     kv_codes={INT8: "int8", FP8: "uint8"},
     windows=True,
     upto=True,
+    sinks=True,
     cross_attention=True,
     cross_attention_bytes=cross_attention_bytes,
     stages=True,
     encoder_data_parallel=True,
+    recurrent=True,
 )
 
 POLICIES = {"serving": SERVING, "twin": SERVING}

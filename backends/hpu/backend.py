@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +71,8 @@ class HpuBackend:
         if self.bridge.cast_to_fp8_v2 is None:
             self.policy = without_fp8(policy)
         self.settings = switches or settings(os.environ, cfg.options)
+        if cfg.sinks:  # the fused kernel has none
+            self.settings = replace(self.settings, fused_sdpa=False)
         emulator = self._emulator = emulator_hooks(self.bridge)
         self.label, self.values = self.bridge.label, emulator is None or emulator.values
         self.device: torch.device = self.bridge.device
@@ -149,7 +152,10 @@ class HpuBackend:
     def program(self, bucket: Bucket, body: nn.Module | Body) -> GraphProgram | CompiledProgram:
         check_bucket(bucket, self.cfg.block_size, self.settings.context_slice)
         cfg, lazy = self.cfg, self.bridge.is_lazy()
-        form = LaunchForm(cfg.block_size, cfg.vocab_size, self.slot, any(cfg.windows), cfg.upto, shared=not lazy)
+        form = LaunchForm(
+            cfg.block_size, cfg.vocab_size, self.slot, any(cfg.windows), cfg.upto, shared=not lazy,
+            recurrent=cfg.recurrent,
+        )  # fmt: skip
         kind = GraphProgram if lazy else CompiledProgram
         made = kind(bucket, body, self.bridge, self.hpu_ops, form, self._contexts)
         made.static.staging, made.landing = self._staging, self._landing

@@ -38,6 +38,7 @@ from trencadis.backends.hpu.sampling import find_thresholds
 from trencadis.backends.hpu.shared_shapes import pieces
 from trencadis.core.device.backend import (
     Attn,
+    ExpertBiases,
     ExpertWeights,
     HeadTensors,
     HeadTensorsOut,
@@ -158,11 +159,15 @@ class HpuOps(ReferenceOps):
         y = torch.matmul(rows, opens(w.codes, w.scale, w.zero, x.dtype))
         return y if w.bias is None else y + w.bias
 
-    def pack_experts(self, gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> ExpertWeights:
-        """Keeps each expert by itself where the plug-in's operation for experts is there and right; else joins them."""
+    def pack_experts(
+        self, gate_up: Sequence[Tensor], down: Sequence[Tensor], biases: ExpertBiases | None = None
+    ) -> ExpertWeights:
+        """Keeps each expert by itself where the plug-in's operation for experts can be used; else joins them."""
         if self.fused_experts is None:
             self.fused_experts = self.bridge.experts is not None and (not self.values or check_experts(self))
-        return list_experts(gate_up, down) if self.fused_experts else super().pack_experts(gate_up, down)
+        if self.fused_experts and biases is None:
+            return list_experts(gate_up, down)
+        return super().pack_experts(gate_up, down, biases)
 
     def experts(self, x: Tensor, scores: Tensor, w: ExpertWeights, top: int, normalise: bool, kind: str) -> Tensor:
         if not isinstance(w, ListedExperts):
@@ -389,8 +394,13 @@ class HpuOps(ReferenceOps):
         rotary_kernel = self.bridge.apply_rotary
         return (rotary_kernel(x, cos, sin) if rotary_kernel is not None else rotate(x, cos, sin)).to(x.dtype)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         fp32, kernels, size = self.settings.fp32_softmax, self.kernels, self.block_size
+        if sinks is not None:  # no fused kernel takes them
+            kernels = kernels._replace(sdpa=None, parts=None, decode_parts=False, adjustment=None, sinks=sinks)
         if isinstance(attn, window_attention.PerWindow):
             attn = attn.each[attn.windows.index(window)]
         if isinstance(attn, FreshAttn):

@@ -112,6 +112,7 @@ class Clients:
         self.port, self.count = port, count
         self.tokens = self.begun = self.ended = 0
         self.changed = asyncio.Event()
+        self.refusal = b""
         self.mark, self.request = kind.mark, kind.request(tokens)
 
     async def one(self) -> None:
@@ -127,6 +128,9 @@ class Clients:
         """Reads a stream to its end."""
         first, end = True, b"0\r\n\r\n"
         while data := await reader.read(1 << 16):
+            if data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 200"):
+                self.refusal = data[:400]
+                self.changed.set()
             self.tokens += data.count(self.mark)
             if first and self.mark in data:
                 first = False
@@ -142,6 +146,8 @@ class Clients:
         while not done():
             self.changed.clear()
             await self.changed.wait()
+            if self.refusal:
+                raise RuntimeError(f"the server refuses a request: {self.refusal!r}")
 
     async def measure(self, pid: int) -> dict[str, float]:
         """Runs all streams; the CPU time of ``pid`` counts while all of them run."""

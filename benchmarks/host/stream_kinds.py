@@ -30,7 +30,7 @@ class Kind:
         """The bytes of a request for ``tokens`` tokens."""
         limit = "max_output_tokens" if self.path == "/v1/responses" else "max_tokens"
         body = json.dumps({"model": "m", "stream": True, "ignore_eos": True, limit: tokens, **self.body}).encode()
-        head = f"POST {self.path} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+        head = f"POST {self.path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
         return head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,6 +23,8 @@ from trencadis.core.quant.online_quant import quantise
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.quant.scheme import FLOATS8, Scheme
 
+log = logging.getLogger("trencadis.engine")
+
 KV_SCALES = ("{}_scale", "{}_proj.{}_scale", "{}_proj.output_scale", "attn.{}_scale")
 """Names of a layer's KV scales, in the forms that different tools write."""
 
@@ -37,13 +40,19 @@ class CheckpointSource:
     Args:
         names: maps stored names to canonical ones; tensors without a canonical name are ignored.
         config: the model; its name is used in messages.
+        skipped: prefixes of stored names that a log line counts (``Family.skipped``).
 
     Raises:
         StartupError: two different tensors have the same canonical name, or a fused one has not the size of its parts.
     """
 
     def __init__(
-        self, weights: Iterable[tuple[str, Tensor]], names: StoredNames, backend: Backend, config: ModelConfig
+        self,
+        weights: Iterable[tuple[str, Tensor]],
+        names: StoredNames,
+        backend: Backend,
+        config: ModelConfig,
+        skipped: tuple[str, ...] = (),
     ) -> None:
         self.label, self.device, self.dtype = config.name, backend.device, backend.dtype
         self.values, self.quant = backend.values, config.quant
@@ -52,19 +61,31 @@ class CheckpointSource:
         self.dummy = weights if isinstance(weights, DummyWeights) else None
         self.tensors: dict[str, Tensor] = {}
         self._stored_as: dict[str, str] = {}
+        left_out = 0
         for stored, tensor in weights:
+            if skipped and stored.startswith(skipped):
+                left_out += 1
+                continue
             name = canonical(stored, names)
             if name is None or not config.share.holds(name):
                 continue
             module, _, kind = name.rpartition(".")
             if tensor.ndim == 2 and kind == "weight" and module.endswith(names.transposed or "\0"):
                 tensor = tensor.t()
+            if names.alternating and EXPERTS in name:
+                for part, piece in split_alternating(name, tensor):
+                    self._add(part, piece, stored)
+                continue
             if tensor.ndim == 3 and name.endswith(names.transposed or "\0"):
                 tensor = expert_rows(config.text, name, tensor)
             for one, held in one_by_one(name, tensor):
                 parts = fused_parts(config.text, one)
                 for part, piece in self._cut(stored, one, held, parts) if parts else ((one, held),):
                     self._add(part, piece, stored)
+        if left_out and backend.comm.rank == 0:
+            log.info(
+                "weights: %d of %s are not used: no token is guessed by a layer", left_out, "*, ".join(skipped) + "*"
+            )
         if config.text.tied and "lm_head.weight" in self.tensors:
             # Some conversions store a tied table only under the head's name.
             self.tensors.setdefault("embed_tokens.weight", self.tensors["lm_head.weight"])
@@ -276,6 +297,24 @@ def one_by_one(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
     if not mark or tensor.ndim != 3 or "." in last:
         return [(name, tensor)]
     return [(f"{outer}{EXPERTS}{i}.{last}.weight", one) for i, one in enumerate(tensor.unbind())]
+
+
+def split_alternating(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+    """Splits a tensor of all experts of a layer, stored as ``StoredNames.alternating`` says, into views by part."""
+    outer, _, last = name.rpartition(EXPERTS)
+    part = next((part for part in ("gate_up_proj", "down_proj") if last.startswith(part)), "")
+    kind = {"": "weight", "_bias": "bias", "_blocks": "blocks", "_scales": "scales"}.get(last.removeprefix(part), last)
+    if not part or "." in last:  # an expert by itself
+        return [(name, tensor)]
+    found = []
+    for i, one in enumerate(tensor.unbind()):
+        by_rows = one.t() if kind == "weight" and one.ndim == 2 else one
+        if part == "gate_up_proj":
+            found.append((f"{outer}{EXPERTS}{i}.gate_proj.{kind}", by_rows[0::2]))
+            found.append((f"{outer}{EXPERTS}{i}.up_proj.{kind}", by_rows[1::2]))
+        else:
+            found.append((f"{outer}{EXPERTS}{i}.{part}.{kind}", by_rows))
+    return found
 
 
 def canonical(stored: str, names: StoredNames) -> str | None:

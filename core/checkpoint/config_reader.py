@@ -16,7 +16,7 @@ from trencadis.core.checkpoint.inc_config import VARIABLE, given_scales
 from trencadis.core.checkpoint.json_fields import JsonFields, read_json
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.quant_config import ONLINE, Quantisation, from_inc, online, read_quantisation
-from trencadis.core.checkpoint.registry import architectures, family_of
+from trencadis.core.checkpoint.registry import OTHER_LAYOUTS, architectures, family_of
 from trencadis.core.errors import StartupError
 from trencadis.core.json_types import JsonMapping, JsonObject
 from trencadis.core.name_suggestions import suggest_name
@@ -167,6 +167,8 @@ def load_config(path: Path, quantization: str = "", overrides: JsonMapping | Non
     root = JsonFields(raw, path / "config.json")
     named = raw.get("architectures")
     architecture = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else "none"
+    if architecture in OTHER_LAYOUTS:
+        raise StartupError(f"{path} holds {architecture} (architectures): {OTHER_LAYOUTS[architecture]}")
     if architecture not in architectures():
         like = suggest_name(architecture, architectures())
         hint = f"; the nearest is {like}" if like else ""

@@ -34,11 +34,14 @@ class StoredNames:
         prefixes: stored prefix -> canonical one; the first match applies, names without a match are ignored.
         inner: (stored, canonical) parts of the remaining name, with dots at both ends.
         transposed: canonical modules whose weights are stored as [in, out]; for experts' tensors, those that may be.
+        alternating: True if experts are stored as [experts, in, out], and gates and ups alternate in the outputs of
+            ``gate_up_proj``; or as MXFP4, ``_blocks`` and ``_scales``, by rows. Biases end in ``_bias``.
     """
 
     prefixes: Mapping[str, str]
     inner: tuple[tuple[str, str], ...] = ()
     transposed: tuple[str, ...] = ()
+    alternating: bool = False
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,7 @@ class Family:
         heads: class heads of architectures, unless it is one linear layer without bias over the last token.
         tied: default of ``tie_word_embeddings``.
         ignored: keys of config.json that change no result here.
+        skipped: prefixes of stored weights that are not loaded, such as those of a draft layer; a log line counts them.
         defaults: device options for which this family has other defaults: ``fp32_softmax`` (softmax of text in
             float32), ``block_adjustment`` (blocks of a decoding row joined by a fused kernel).
     """
@@ -151,4 +155,5 @@ class Family:
     heads: Mapping[str, ClassHead] = field(default_factory=dict)
     tied: bool = False
     ignored: frozenset[str] = frozenset()
+    skipped: tuple[str, ...] = ()
     defaults: Mapping[str, bool] = field(default_factory=dict)

@@ -84,6 +84,9 @@ class ExpertsConfig:
         inner: intermediate size of an expert.
         normalise: if True, the weights of a token's experts are divided by their sum.
         dense: layers that have one MLP of ``TextConfig.intermediate`` columns instead.
+        shared: intermediate size of the shared expert, which every token gets; 0: there is none.
+        shared_gate: True if the shared expert's output is multiplied by the sigmoid of a score of the token.
+        bias: True if the router and the experts have biases.
     """
 
     count: int
@@ -91,6 +94,9 @@ class ExpertsConfig:
     inner: int
     normalise: bool
     dense: tuple[int, ...] = ()
+    shared: int = 0
+    shared_gate: bool = False
+    bias: bool = False
 
     def values(self, hidden: int, ranks: int = 1, only: int = 0) -> int:
         """Returns the number of weights of one layer on one of ``ranks`` devices, router included.
@@ -99,10 +105,92 @@ class ExpertsConfig:
         """
         return hidden * (self.count + 3 * (only or self.count) * -(-self.inner // ranks))
 
+    def bias_values(self, hidden: int, ranks: int) -> int:
+        """Returns the number of biases of one layer's router and experts on one of ``ranks`` devices."""
+        return self.count * (1 + 2 * -(-self.inner // ranks) + hidden) if self.bias else 0
+
+    def shared_values(self, hidden: int, columns: int = 0) -> int:
+        """Returns the number of weights of a layer's shared expert and its gate.
+
+        ``columns``: those of one device; 0: all.
+        """
+        return hidden * (3 * (columns or self.shared) + self.shared_gate) if self.shared else 0
+
+
+class QueryGrowth(NamedTuple):
+    """The query at position p is multiplied by 1 + ``beta`` * log(1 + floor(p / ``length``))."""
+
+    beta: float
+    length: int
+
+
+CHUNK = 64
+"""Tokens of a chunk of the gated delta rule. A prompt that is cut at multiples of it has the same bits as the whole."""
+
+
+@dataclass(frozen=True)
+class RecurrentConfig:
+    """Layers that keep a state of fixed size for each sequence, in place of keys and values.
+
+    In gated DeltaNet, a causal convolution over queries, keys and values is followed by the gated delta rule. Other
+    layers are a convolution alone, between two projections.
+
+    Args:
+        layers: the layers that are recurrent.
+        kernel: tokens that an output of the convolution sees; the state keeps the last ``kernel`` - 1 inputs.
+        key_heads: heads of queries and keys; ``key_dim``: their size.
+        value_heads: heads of values, a multiple of ``key_heads``; ``value_dim``: their size.
+        interleaved: True if the projections are stored as two matrices, interleaved by key head (Qwen3-Next).
+        width: channels of a convolution alone, whose state has no matrices; 0: the layers are gated DeltaNet.
+    """
+
+    layers: tuple[int, ...]
+    kernel: int
+    key_heads: int = 0
+    value_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    interleaved: bool = False
+    width: int = 0
+
+    @property
+    def key_width(self) -> int:
+        """Width of all queries, and of all keys."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_width(self) -> int:
+        """Width of all values."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def units(self) -> int:
+        """Number of parts that ranks can share: key heads, or channels."""
+        return self.width or self.key_heads
+
+    def channels(self, ranks: int = 1) -> int:
+        """Returns the channels of the convolution on one of ``ranks`` devices."""
+        return (self.width or 2 * self.key_width + self.value_width) // ranks
+
+    def slot_bytes(self, itemsize: int, ranks: int = 1) -> int:
+        """Returns the bytes of one sequence's state in one layer; ``itemsize``: of the engine's dtype.
+
+        The matrices of the delta rule are float32, since errors of 16 bits would add up.
+        """
+        return (self.kernel - 1) * self.channels(ranks) * itemsize + 4 * self.key_dim * self.value_width // ranks
+
+    def values(self, hidden: int, ranks: int = 1) -> int:
+        """Returns the number of weights of one layer on one of ``ranks`` devices."""
+        channels = self.channels(ranks)
+        if self.width:
+            return hidden * 4 * channels + channels * self.kernel
+        heads, width = self.value_heads // ranks, self.value_width // ranks
+        return hidden * (channels + 2 * width + 2 * heads) + channels * self.kernel + 2 * heads + self.value_dim
+
 
 @dataclass(frozen=True)
 class TextConfig:
-    """The decoder. All layers are alike, except which of them have ``experts``, windows or cross-attention.
+    """The decoder. All layers are alike, except which of them have ``experts``, windows, cross-attention or a state.
 
     Args:
         eps: epsilon of every norm.
@@ -111,6 +199,9 @@ class TextConfig:
         interleaved: True if the frequencies of the axes alternate; the first axis gets the remaining ones.
         rotary: True if heads are rotated by position.
         rotary_dim: rotated values of a head; 0: all. Half of them are at the start of each half of the head.
+        adjacent_pairs: True if the two values of a rotated pair are adjacent, not half of the rotated part apart.
+        unrotated_layers: layers without rotary positions in a model that has them.
+        query_growth: growth of queries with their position; None: there is none.
         scale: factor of the attention scores; 0: head_dim ** -0.5.
         table: width of embedding and head if it is not ``hidden``; two matrices then project in and out. 0: ``hidden``.
         learned: rows of the table of learned positions that is added to the embeddings; 0: none.
@@ -125,10 +216,14 @@ class TextConfig:
         full_layers: layers with full attention in spite of ``window``.
         local_theta: rotary base of the layers with a window, without scaling; 0: all layers share one table.
         bidirectional_images: True if tokens of an image attend to all tokens of that image, also later ones.
+        sinks: True if each head has a further score that counts in the softmax and has no value.
         causal: True if a token attends only to earlier ones; False: to its whole row, and prompts are not chunked.
         experts: None: every layer has one MLP.
         cross_attention_layers: layers that attend to image rows instead of tokens; they have no KV cache.
         spare: rows of the embedding table beyond the vocabulary, for ids that are never sampled.
+        recurrent: layers with a state of fixed size, which have no KV cache; None: there are none.
+        output_gate: True if the output of attention is multiplied by the sigmoid of a gate, stored after each query
+            head in ``q_proj``.
     """
 
     hidden: int
@@ -157,6 +252,9 @@ class TextConfig:
     activation: str = "silu"
     rotary: bool = True
     rotary_dim: int = 0
+    adjacent_pairs: bool = False
+    unrotated_layers: tuple[int, ...] = ()
+    query_growth: QueryGrowth | None = None
     scale: float = 0.0
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
@@ -170,10 +268,28 @@ class TextConfig:
     full_layers: tuple[int, ...] = ()
     local_theta: float = 0.0
     bidirectional_images: bool = False
+    sinks: bool = False
     causal: bool = True
     experts: ExpertsConfig | None = None
     cross_attention_layers: tuple[int, ...] = ()
     spare: int = 0
+    recurrent: RecurrentConfig | None = None
+    output_gate: bool = False
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """The layers with a state of fixed size."""
+        return () if self.recurrent is None else self.recurrent.layers
+
+    @property
+    def cached_layers(self) -> int:
+        """Number of layers with a KV cache."""
+        return self.layers - len(self.cross_attention_layers) - len(self.recurrent_layers)
+
+    @property
+    def query_width(self) -> int:
+        """Rows of ``q_proj`` for each query head: the query, and its gate if there is one."""
+        return self.head_dim * (2 if self.output_gate else 1)
 
     @property
     def long_from(self) -> int:
@@ -188,6 +304,19 @@ class TextConfig:
     def window_of(self, layer: int) -> int:
         """Returns the sliding window of a layer in keys; 0: full attention."""
         return 0 if layer in self.full_layers else self.window
+
+    @property
+    def second_rotary(self) -> bool:
+        """True if some layers have a rotary table of their own (``uses_second_rotary``)."""
+        return bool(self.local_theta or self.unrotated_layers)
+
+    def uses_second_rotary(self, layer: int) -> bool:
+        """Returns True if a layer has the table of layers with a window, or that of layers without positions."""
+        return layer in self.unrotated_layers or bool(self.window_of(layer) and self.local_theta)
+
+    def score_scale_of(self, layer: int) -> float:
+        """Returns the factor of a layer's attention scores; without rotary positions it is not YaRN's."""
+        return self.head_dim**-0.5 if layer in self.unrotated_layers else self.score_scale
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -245,7 +374,13 @@ class ModelConfig:
     @property
     def cached(self) -> tuple[int, ...]:
         """The layers of this stage that have a KV cache."""
-        return tuple(layer for layer in self.share.layers if layer not in self.text.cross_attention_layers)
+        others = {*self.text.cross_attention_layers, *self.text.recurrent_layers}
+        return tuple(layer for layer in self.share.layers if layer not in others)
+
+    @property
+    def recurrent(self) -> tuple[int, ...]:
+        """The layers of this stage that keep a state of fixed size for each sequence."""
+        return tuple(layer for layer in self.share.layers if layer in self.text.recurrent_layers)
 
     @property
     def encodes_images(self) -> bool:

@@ -13,7 +13,7 @@ from trencadis.core.errors import StartupError
 from trencadis.core.json_types import Json
 from trencadis.core.quant.scheme import Scheme
 
-WORKS = "compressed-tensors, fp8, AWQ (GEMM), GPTQ (4 and 8 bits) and 16-bit safetensors work"
+WORKS = "compressed-tensors, fp8, AWQ (GEMM), GPTQ (4 and 8 bits), MXFP4 experts and 16-bit safetensors work"
 ONLINE = ("fp8", "int8", "int4")
 """Values of ``--quantization`` that quantise a 16-bit checkpoint while it loads."""
 
@@ -192,6 +192,7 @@ def read_quantisation(place: JsonFields) -> Quantisation:
         "fp8": _read_fp8,
         "awq": _read_awq,
         "gptq": _read_gptq,
+        "mxfp4": _read_mxfp4,
     }.get(str(method))
     if reader is None:
         held = str(method) if method is not None else "quantised (no quant_method)"
@@ -288,6 +289,18 @@ def _read_awq(c: JsonFields) -> Quantisation:
     )
     ignore = (*_patterns(c, "modules_to_not_convert"), "lm_head")
     return Quantisation("awq", "awq", (QuantRule(("Linear",), scheme),), ignore, within=True)
+
+
+def _read_mxfp4(c: JsonFields) -> Quantisation:
+    """Reads the quantisation of gpt-oss: experts alone, in blocks of 32. Codes are kept as integers of 8 bits."""
+    ignore = _patterns(c, "modules_to_not_convert")
+    if any(".experts" in one for one in ignore):
+        c.refuse("modules_to_not_convert", "implemented: experts in MXFP4")
+    return Quantisation("mxfp4", "mxfp4", (QuantRule((MXFP4_EXPERTS,), Scheme(8, group=32)),))
+
+
+MXFP4_EXPERTS = r"re:layers\.\d+\.mlp\.experts\."
+"""Pattern of the canonical names of experts."""
 
 
 def _group_size(c: JsonFields, key: str) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, overload
+from typing import Any, NamedTuple, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -79,6 +79,13 @@ class ExpertWeights(Protocol):
     inner: int
 
 
+class ExpertBiases(NamedTuple):
+    """Biases of each expert: gate_up [2 x inner], down [hidden]."""
+
+    gate_up: Sequence[Tensor]
+    down: Sequence[Tensor]
+
+
 class Ops(Protocol):
     """The functions that a device may replace. Stateless: weights come in, tensors go out; shapes are static.
 
@@ -127,10 +134,16 @@ class Ops(Protocol):
     def act_mul(self, gate_up: Tensor, kind: str) -> Tensor:
         """Returns the activation of the first half of ``gate_up`` times its second half: [n, 2 x inner] -> [n,
         inner].
+
+        ``clamped_swiglu``: with gates up to 7 and ups within 7 of 0, (up + 1) * gate * sigmoid(1.702 * gate).
         """
 
-    def pack_experts(self, gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> ExpertWeights:
-        """Packs gate_up [2 x inner, hidden] and down [hidden, inner] of each expert."""
+    def pack_experts(
+        self, gate_up: Sequence[Tensor], down: Sequence[Tensor], biases: ExpertBiases | None = None
+    ) -> ExpertWeights:
+        """Packs gate_up [2 x inner, hidden] and down [hidden, inner] of each expert; callers omit ``biases`` if there
+        are none.
+        """
         ...
 
     def experts(self, x: Tensor, scores: Tensor, w: ExpertWeights, top: int, normalise: bool, kind: str) -> Tensor:
@@ -167,12 +180,17 @@ class Ops(Protocol):
             attention reads all keys from the cache may return k and v unchanged.
         """
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Computes attention of q [n, h, d] over the paged cache -> [n, h, d]; q, k and v come from ``rope_store``.
 
         A token at position p of its row attends to the keys up to p (up to ``attn.upto`` if the launch has it). With a
-        sliding ``window`` (constant per layer), only keys from p - window + 1 on count. Callers omit the argument if
-        the layer has no window, so that a device which serves no such model need not accept it.
+        sliding ``window`` (constant per layer), only keys from p - window + 1 on count. With ``sinks``, float32
+        [h], each token also has one further score of its head, which is not scaled, counts in the softmax and has no
+        value; a token without visible keys then gives zeros. Callers omit the arguments if the layer has no window or
+        no sinks, so that a device which serves no such model need not accept them.
         """
 
     def patches(self, pixels: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
@@ -324,7 +342,10 @@ class BackendConfig:
     """The model and the limits that a backend is created for. Heads are counted over the whole model; 0: unknown.
 
     ``windows``: the distinct sliding windows of the model's layers; 0 stands for full attention. ``upto``: text
-    launches have ``Attn.upto``, because tokens of this model may attend to later positions.
+    launches have ``Attn.upto``, because tokens of this model may attend to later positions. ``sinks``: layers call
+    ``Ops.attend`` with sinks.
+
+    ``recurrent``: text launches have ``TextTensors.recurrent``, because layers keep a state for each sequence.
 
     ``host_layers``: how many of the last layers have their weights in host memory; ``host_buffer``: bytes of each of
     the two device buffers that they are copied to. ``packed``: the file that keeps packed weights between starts.
@@ -355,6 +376,8 @@ class BackendConfig:
     vision_head_dim: int = 0
     windows: tuple[int, ...] = (0,)
     upto: bool = False
+    recurrent: bool = False
+    sinks: bool = False
     batch_invariant: bool = False
     host_layers: int = 0
     host_buffer: int = 0

@@ -67,10 +67,14 @@ class Segments(NamedTuple):
 
 
 class Rotary(NamedTuple):
-    """Rotary factors of a launch, float32 [tokens, head_dim] each, computed once for all layers."""
+    """Rotary factors of a launch, float32 [tokens, head_dim] each, computed once for all layers.
+
+    ``query_scale``: factor of each token's queries, float32 [tokens]; the model applies it. None: there is none.
+    """
 
     cos: Tensor
     sin: Tensor
+    query_scale: Tensor | None = None
 
 
 class CrossAttentionTensors(NamedTuple):

@@ -45,6 +45,7 @@ from trencadis.core.graphs.warmup_pacing import WarmupPacing
 from trencadis.core.host_memory import free_host, gib
 from trencadis.core.kv.block_pool import BlockPool, EvictionLog, HostBlockPool
 from trencadis.core.kv.encoder_cache import EncoderCache
+from trencadis.core.kv.state_pool import StatePool
 from trencadis.core.launches.model_runner import ModelRunner
 from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.links.topology import RAY, Topology, topology
@@ -137,6 +138,7 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
         limits.max_rows + SPARE_SLOTS,
         packer=ImagePacker(opened.rank.plan, backend.policy.encoder_slots),
         times=_times(config, model_config, opened.rank.plan, limits.max_tokens),
+        states=_state_pool(plan),
     )
     drafts = resolve_speculation(config, model_config, backend.policy, backend.label)
     if drafts is not None:
@@ -234,6 +236,8 @@ def backend_config(
         vision_head_dim=model.vision.head_dim if model.vision else 0,
         windows=model.text.windows,
         upto=model.text.upto,
+        recurrent=model.text.recurrent is not None,
+        sinks=model.text.sinks,
         batch_invariant=config.batch_invariant,
         rank=rank_info.peer,
         world=rank_info.peers,
@@ -274,7 +278,7 @@ def _host(
     progress("caches", f"{plan.kv_tokens} tokens of KV cache", 0.9)
     made = allocate_persistent(
         model_config, backend, blocks=plan.num_blocks, block_size=plan.block_size, arena_rows=plan.arena_rows,
-        seqs=limits.max_rows, tokens=limits.max_tokens,
+        seqs=limits.max_rows, tokens=limits.max_tokens, states=plan.states.slots,
     )  # fmt: skip
     model.bind(made)
     runner = ModelRunner(backend, model, Plan(backend.policy, block_size=plan.block_size))
@@ -294,7 +298,11 @@ def _cache_plan(config: EngineConfig, model: ModelConfig, backend: Backend, limi
     images = registry.image_needs(model, config.mm_processor_kwargs, config.image_alignment)
     (available,) = RankAgreement(backend).over_stages(backend.memory.free())
     kept, size = backend.policy.quantised, backend.dtype.itemsize
-    plan = plan_cpu(model, asked, size, available, images.tokens, backend.comm.world, kept)
+    plan = plan_cpu(model, asked, size, available, images.tokens, backend.comm.world, kept, config)
+    if plan.states.slots:
+        sequences, snapshots = RankAgreement(backend).over_stages(plan.states.sequences, plan.states.snapshots)
+        states = dataclasses.replace(plan.states, sequences=sequences, snapshots=snapshots)
+        plan = dataclasses.replace(plan, states=states)
     return dataclasses.replace(plan, notes=(*format_notes(model, size, backend.policy), *plan.notes))
 
 
@@ -319,6 +327,12 @@ def _limits(config: EngineConfig, model: ModelConfig, plan: CachePlan, tokens: i
         slot_values=0 if model.vision is None else model.vision.slot.values,
         long_from=model.text.long_from,
     )
+
+
+def _state_pool(plan: CachePlan) -> StatePool | None:
+    """Returns the pool of recurrent state; None: the model keeps none."""
+    held = plan.states
+    return StatePool(held.sequences + held.snapshots, held.snapshots) if held.slots else None
 
 
 def _times(config: EngineConfig, model: ModelConfig, plan: Plan, tokens: int) -> StepTimes | None:
@@ -350,6 +364,8 @@ def _info(backend: Backend, plan: CachePlan, model: ModelConfig, seconds: float)
         seconds=seconds,
         notes=list(plan.notes),
         host_blocks=plan.host_blocks,
+        snapshots=plan.states.snapshots,
+        snapshot_bytes=plan.states.slot_bytes,
     )
 
 

@@ -64,6 +64,22 @@ def check_cross_attention(config: EngineConfig, model: ModelConfig, policy: Poli
         )
 
 
+def check_recurrent(config: EngineConfig, model: ModelConfig, policy: Policy) -> None:
+    """Raises StartupError if device or options do not support the model's recurrent layers; one line."""
+    if model.text.recurrent is None:
+        return
+    name = model.architecture
+    if not policy.recurrent:
+        raise StartupError(f"{name}: layers keep a recurrent state, which this backend does not implement")
+    if config.batch_invariant:
+        raise StartupError(f"--batch-invariant: {name} has recurrent layers, whose bits may depend on the batch")
+    if not model.cached:
+        raise StartupError(
+            f"{name}: a pipeline stage of layers {model.share.first} to {model.share.stop - 1} has no layer with keys "
+            "and values; give each stage one (VLLM_PP_LAYER_PARTITION)"
+        )
+
+
 def check_start(config: EngineConfig, model: ModelConfig, policy: Policy, device: str) -> None:
     """Checks a configuration against the model, or one of its stages, and the device's policy.
 
@@ -103,8 +119,12 @@ def check_attention(config: EngineConfig, model: ModelConfig, policy: Policy) ->
             f"does not implement; --max-model-len {model.text.window} needs no windows, --device cpu has them"
         )
     check_cross_attention(config, model, policy)
+    check_recurrent(config, model, policy)
     if model.text.upto and not policy.upto:
         raise StartupError(f"{model.architecture}: the {config.device} backend attends causally; --device cpu does not")
+    if model.text.sinks and not policy.sinks:
+        where = f"{model.path / 'config.json'}: {model.architecture}"
+        raise StartupError(f"{where} has attention sinks, which the {config.device} backend has not; --device cpu has")
 
 
 def check_chunking(config: EngineConfig, model: ModelConfig, tokens: int, rows: int, max_model_len: int) -> None:

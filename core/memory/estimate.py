@@ -24,6 +24,7 @@ from trencadis.core.memory.launch_memory import (
     cross_attention_layer_count,
     cross_attention_row_bytes,
     cross_attention_work_bytes,
+    recurrent_work_bytes,
 )
 from trencadis.core.memory.ledger import MemoryInUse
 from trencadis.core.memory.weight_bytes import (
@@ -32,6 +33,7 @@ from trencadis.core.memory.weight_bytes import (
     layer_bytes,
     norm_excess,
     quantisation_excess,
+    sink_bytes,
 )
 from trencadis.core.request import MAX_BIAS, MAX_LOGPROBS
 from trencadis.core.shapes.shape_limits import ShapeLimits
@@ -179,6 +181,11 @@ class MemoryEstimator:
         head = head_bytes(self.text.kv, self.text.head_dim, self.itemsize)
         return len(self.model.cached) * block_size * self.kv_heads * head
 
+    def slot_bytes(self) -> int:
+        """Returns the bytes of one sequence's state over all recurrent layers of this device."""
+        held = self.text.recurrent
+        return 0 if held is None else len(self.model.recurrent) * held.slot_bytes(self.itemsize, self.ranks)
+
     def weights(self) -> int:
         """Returns the exact bytes of weights and rotary frequencies on this device.
 
@@ -191,9 +198,10 @@ class MemoryEstimator:
         v = self.model.vision if share.starts else None
         unit = self.model.alignment_unit(self.unit)
         total = decoder_values(self.model, self.ranks, unit)
-        frequencies = t.head_dim // 2 * FREQUENCY + norm_excess(self.model, self.itemsize)
+        frequencies = t.head_dim // 2 * FREQUENCY + norm_excess(self.model, self.itemsize, self.ranks)
         frequencies += self.head_values * 4 if share.ends else 0
-        frequencies += t.head_dim // 2 * 4 if t.local_theta else 0
+        frequencies += t.head_dim // 2 * 4 if t.second_rotary else 0
+        frequencies += len(share.layers) * sink_bytes(t, self.ranks)
         if t.long_from:  # a second table, and the factors of both
             frequencies += t.head_dim // 2 * FREQUENCY + t.head_dim * 4
         if t.kv is not None:
@@ -247,7 +255,7 @@ class MemoryEstimator:
         t, slot = self.text, self.model.vision.slot if self.model.vision is not None else NO_SLOT
         return InputSizes(
             t.vocab, block, row_blocks(t, block), self.kv_heads, slot, t.upto, any(t.windows),
-            max(self._share(t.heads) // self.kv_heads, 1), t.head_dim,
+            max(self._share(t.heads) // self.kv_heads, 1), t.head_dim, t.recurrent is not None,
         )  # fmt: skip
 
     def layers(self, bucket: Bucket) -> int:
@@ -300,8 +308,9 @@ class MemoryEstimator:
         held = STREAMS + (
             1 if t.norm_placement == SANDWICH else 0
         )  # inputs and outputs of the norms after attention and MLP
-        streams = size * (held * t.hidden * self.itemsize + (16 if t.local_theta else 8) * d)
+        streams = size * (held * t.hidden * self.itemsize + (16 if t.second_rotary else 8) * d)
         attention = size * 3 * (heads + 2 * self.kv_heads) * d * self.itemsize
+        attention += size * (heads * d * self.itemsize + 8) if t.query_growth is not None else 0
         if len(bucket.dims) == 2 and stage in (Stage.CONTEXT, Stage.DECODE):
             width = bucket.dims[1] * block_size
             attention += self._gathered_bytes(stage, size, width, heads)
@@ -309,6 +318,7 @@ class MemoryEstimator:
             attention += self.cross_attention_bytes(bucket, self._sizes(block_size))
         else:
             attention += cross_attention_work_bytes(self.model, bucket, self.itemsize, heads, self.kv_heads)
+        attention = max(attention, recurrent_work_bytes(self.model, bucket, self.itemsize, self.ranks))
         narrow = streams + max(attention, self._mlp(size))
         return (
             self.shared_attention_bytes(bucket)
@@ -334,7 +344,8 @@ class MemoryEstimator:
         rows = size * min(max(EXPERT_ROWS // max(size, 1), 1), e.count)
         inner = self._share(e.inner) * self.itemsize
         own = size * e.top * (inner + t.hidden * self.itemsize)
-        return max(dense, max(rows * 7 * inner, own) + size * (8 * e.count + 2 * t.hidden * self.itemsize))
+        shared = size * (4 * self._columns(e.shared) + 2 * t.hidden) * self.itemsize if e.shared else 0
+        return max(dense, max(rows * 7 * inner, own, shared) + size * (8 * e.count + 2 * t.hidden * self.itemsize))
 
     def shared_attention_bytes(self, bucket: Bucket) -> int:
         """Returns the bytes that one launch allocates for the attention of all its layers, e.g. masks."""
@@ -402,7 +413,8 @@ class MemoryEstimator:
             return 0
         cut_widths = CUT_WIDTHS + (1 if t.norm_placement == SANDWICH else 0)
         experts = 0 if t.experts is None else size * len(self.model.share.layers) * self._share(t.experts.inner)
-        kept = self._layers_keep(bucket, self.ranks, t.hidden, t.head_dim, cut_widths, t.heads, 8 * t.head_dim + 16)
+        first = 8 * t.head_dim + 16 + (4 if t.query_growth is not None else 0)
+        kept = self._layers_keep(bucket, self.ranks, t.hidden, t.head_dim, cut_widths, t.heads, first)
         gated = cross_attention_kept_bytes(self.model, bucket, self.itemsize)
         return kept + (experts * self.itemsize + gated if self.ranks > 1 and self.graphs.cached else 0)
 
@@ -427,9 +439,15 @@ class MemoryEstimator:
 
 
 def estimate_memory_in_use(
-    estimator: MemoryEstimator, plan: Plan, limits: ShapeLimits, total: int, others: int, arena_rows: int
+    estimator: MemoryEstimator,
+    plan: Plan,
+    limits: ShapeLimits,
+    total: int,
+    others: int,
+    arena_rows: int,
+    states: int = 0,
 ) -> MemoryInUse:
-    """Returns all memory that is in use before the KV cache is allocated."""
+    """Returns all memory that is in use before the KV cache is allocated; ``states``: slots of recurrent state."""
     t, model = estimator.text, estimator.model
     slots = state_slots(model, limits.max_rows)
     wide = row_width(model) + (0 if model.share.starts else t.hidden)  # rows received and rows sent
@@ -443,6 +461,7 @@ def estimate_memory_in_use(
         hidden=(max(limits.max_tokens, limits.max_rows) + 1) * wide * estimator.itemsize,
         inputs=estimator.all_inputs(plan),
         activations=max((estimator.activations(b, plan.block_size) for b in plan.buckets), default=0),
+        recurrent=states * estimator.slot_bytes(),
     )
 
 

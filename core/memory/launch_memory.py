@@ -75,6 +75,18 @@ def cross_attention_work_bytes(model: ModelConfig, bucket: Bucket, itemsize: int
     return 4 * keys * kv_heads * d * itemsize + scores * (12 + itemsize)
 
 
+def recurrent_work_bytes(model: ModelConfig, bucket: Bucket, itemsize: int, ranks: int) -> int:
+    """Returns the bytes of a recurrent layer: its projections, their values in float32, and the states of all rows."""
+    r, size = model.text.recurrent, padded_tokens(bucket)
+    if r is None:
+        return 0
+    rows = {Stage.CONTEXT: 1, Stage.PREFILL: bucket.dims[-1]}.get(bucket.stage, bucket.dims[0])
+    values, matrices = r.value_width // ranks, r.key_dim * r.value_width // ranks
+    wide = (4 if r.width else 2) * r.channels(ranks) + 2 * values
+    single = 8 * (r.value_heads * r.key_dim // ranks + 2 * values)
+    return size * (wide * itemsize + single) + 8 * (rows + 1) * matrices
+
+
 NUMBER = 4
 """Bytes of a row number."""
 

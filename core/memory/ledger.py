@@ -74,6 +74,7 @@ class MemoryInUse:
     inputs: int = 0
     activations: int = 0
     copies: int = 0
+    recurrent: int = 0
 
     @property
     def free(self) -> int:
@@ -83,7 +84,7 @@ class MemoryInUse:
     @property
     def taken(self) -> int:
         """Bytes of other programs, weights, fixed tensors, and the activations of the costliest launch."""
-        fixed = self.weights + self.arena + self.state + self.hidden + self.inputs + self.copies
+        fixed = self.weights + self.arena + self.state + self.hidden + self.inputs + self.copies + self.recurrent
         return self.others + fixed + self.activations
 
 
@@ -228,6 +229,7 @@ class Ledger:
             ("hidden rows", b.hidden),
             ("static inputs", b.inputs),
             *([("copies of host memory", b.copies)] if b.copies else []),
+            *([("recurrent state", b.recurrent)] if b.recurrent else []),
             ("activations and workspace", b.activations),
             ("KV cache", d.kv),
             ("text graphs", self.spent[TEXT]),

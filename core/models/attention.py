@@ -26,29 +26,46 @@ from trencadis.core.models.linear import (
 from trencadis.core.models.norm import RMSNorm
 from trencadis.core.quant.quantised_tensor import QTensor, join_weights
 
-ROTATED = ("q_proj", "k_proj")
+ROTATED = ("q_proj", "k_proj", "q_norm", "k_norm")
 
 
 class PartialRotarySource:
     """Wraps a source and moves the rotated values of a head, stored at its start, to the start of each half.
 
     Rotary ops rotate the first half of a head against the second. Scores are sums over a head's values, so that any
-    order is valid if q and k share it.
+    order is valid if q and k share it, and the weights of their norms as well.
 
     Args:
         rotary_dim: number of rotated values of a head.
+        adjacent: True if the two values of a rotated pair are stored next to each other.
+        gated: True if each query head is followed by its output gate, which stays in the order of v.
     """
 
-    def __init__(self, source: WeightSource, head_dim: int, rotary_dim: int) -> None:
-        self.source, self.head_dim = source, head_dim
+    def __init__(
+        self, source: WeightSource, head_dim: int, rotary_dim: int, adjacent: bool = False, gated: bool = False
+    ) -> None:
+        self.source, self.head_dim, self.gated = source, head_dim, gated
         middle = rotary_dim + (head_dim - rotary_dim) // 2
-        self.spans = ((0, rotary_dim // 2), (rotary_dim, middle), (rotary_dim // 2, rotary_dim), (middle, head_dim))
+        first, second = [(0, rotary_dim // 2)], [(rotary_dim // 2, rotary_dim)]
+        if adjacent:
+            first, second = ([(i, i + 1) for i in range(start, rotary_dim, 2)] for start in range(2))
+        self.spans = (*first, (rotary_dim, middle), *second, (middle, head_dim))
 
     def _reorder(self, name: str, part: Tensor) -> Tensor:
-        if name.rpartition(".")[0].rpartition(".")[2] not in ROTATED:
+        module = name.rpartition(".")[0].rpartition(".")[2]
+        if module not in ROTATED:
             return part
-        heads = part.reshape(-1, self.head_dim, *part.shape[1:])
-        return torch.cat([heads[:, a:b] for a, b in self.spans], 1).reshape(part.shape)
+        heads = part.reshape(-1, self._step(module), *part.shape[1:])
+        return torch.cat([heads[:, a:b] for a, b in self._spans(module)], 1).reshape(part.shape)
+
+    def _step(self, module: str) -> int:
+        """Returns the rows of one head: its values, and its gate if it has one."""
+        return self.head_dim * (2 if self.gated and module == "q_proj" else 1)
+
+    def _spans(self, module: str) -> list[tuple[int, int]]:
+        """Returns the order in which the rows of a head are taken."""
+        step = self._step(module)
+        return [*self.spans] if step == self.head_dim else [*self.spans, (self.head_dim, step)]
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self._reorder(name, self.source.take(name, shape))
@@ -69,10 +86,11 @@ class PartialRotarySource:
         self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int, own: str = ""
     ) -> QTensor | None:
         found = self.source.take_quantised(name, shape, dim, start, stop, own)
-        if found is None or name.rpartition(".")[2] not in ROTATED:
+        module = name.rpartition(".")[2]
+        if found is None or module not in ROTATED:
             return found
-        heads = range(0, stop - start, self.head_dim)
-        return join_weights([found.rows(head + a, head + b) for head in heads for a, b in self.spans])
+        heads = range(0, stop - start, self._step(module))
+        return join_weights([found.rows(head + a, head + b) for head in heads for a, b in self._spans(module)])
 
     def has(self, name: str) -> bool:
         return self.source.has(name)
@@ -88,18 +106,22 @@ class Attention:
     pairs: Tensor | None = None
     static: Tensor | None = None
 
-    def __init__(self, backend: Backend, c: TextConfig, window: int = 0) -> None:
+    def __init__(self, backend: Backend, c: TextConfig, window: int = 0, scale: float = 0.0) -> None:
         comm, d = backend.comm, c.head_dim
         check_heads(c.heads, comm.world, "query heads")
         self.ops, self.kv_format, self.bias = backend.ops, c.kv, c.qkv_bias
-        self.head_dim, self.scale, self.rotary_dim = d, c.score_scale, c.rotary_dim
+        self.head_dim, self.scale = d, scale or c.score_scale
+        self.rotary_dim, self.adjacent = c.rotary_dim or (d if c.adjacent_pairs else 0), c.adjacent_pairs
         self.window = (window,) if window else ()
-        sizes = {"q_proj": c.heads, "k_proj": c.kv_heads, "v_proj": c.kv_heads}
-        parts = tuple(ColumnPart(name, heads * d, d) for name, heads in sizes.items())
+        self.scales_queries, self.has_sinks = c.query_growth is not None, c.sinks
+        self.sinks: dict[str, Tensor] = {}
+        self.gated, q = c.output_gate, c.query_width
+        parts = ColumnPart("q_proj", c.heads * q, q), *(ColumnPart(n, c.kv_heads * d, d) for n in ("k_proj", "v_proj"))
         self.qkv = ColumnParallelLinear(self.ops, comm, c.hidden, parts, bias=c.qkv_bias)
         self.out = RowParallelLinear(self.ops, comm, c.heads * d, c.hidden, unit=d, bias=c.out_bias)
-        self.sizes = [unit_span(part.size, d, comm.rank, comm.world).width for part in parts]
-        self.heads = self.sizes[0] // d
+        self.sizes = [unit_span(part.size, part.unit, comm.rank, comm.world).width for part in parts]
+        self.heads = self.sizes[0] // q
+        self.query_heads = (c.heads, *unit_span(c.heads, 1, comm.rank, comm.world))
         self.keys = (c.kv_heads * d, *unit_span(c.kv_heads * d, d, comm.rank, comm.world))
         self.device, self.values = backend.device, backend.values
         above_one = c.norm == RMS_ONE
@@ -107,9 +129,12 @@ class Attention:
 
     def load(self, source: WeightSource, name: str) -> None:
         if self.rotary_dim:
-            source = PartialRotarySource(source, self.head_dim, self.rotary_dim)
+            source = PartialRotarySource(source, self.head_dim, self.rotary_dim, self.adjacent, self.gated)
         self.qkv.load(source, name)
         self.out.load(source, f"{name}.o_proj")
+        if self.has_sinks:
+            size, start, stop, width = self.query_heads
+            self.sinks["sinks"] = pad_rows(source.shard(f"{name}.sinks", (size,), 0, start, stop), width).float()
         for norm, part in zip(self.norms or (), ("q_norm", "k_norm"), strict=False):
             norm.load(source, f"{name}.{part}")
         if self.kv_format is not None:
@@ -145,13 +170,18 @@ class Attention:
     def _attend(self, x: Tensor, rotary: Rotary, attn: Attn) -> Tensor:
         n = x.shape[0]
         q, k, v = torch.split(self.qkv(x), self.sizes, dim=1)
-        d = self.head_dim
+        d, gate = self.head_dim, None
+        if self.gated:
+            q, gate = (part.reshape(n, -1) for part in q.view(n, -1, 2, d).unbind(2))
         q, k, v = q.view(n, -1, d), k.view(n, -1, d), v.view(n, -1, d)
         if self.norms is not None:
             q, k = self.norms[0].heads(q), self.norms[1].heads(k)
+        if rotary.query_scale is not None:
+            q = q * rotary.query_scale.to(q.dtype)[:, None, None]
         q, k, v = self.ops.rope_store(q, k, v, rotary, self.kv, attn)
-        return self.ops.attend(q, k, v, self.kv, attn, self.scale, *self.window).reshape(n, -1)
+        attended = self.ops.attend(q, k, v, self.kv, attn, self.scale, *self.window, **self.sinks).reshape(n, -1)
+        return attended if gate is None else attended * gate.sigmoid()
 
     def nbytes(self) -> int:
-        beside = sum(t.nbytes for t in (self.pairs, self.static) if t is not None)
+        beside = sum(t.nbytes for t in (self.pairs, self.static, *self.sinks.values()) if t is not None)
         return self.qkv.bytes + self.out.bytes + sum(norm.nbytes() for norm in self.norms or ()) + beside

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.checkpoint.weight_source import WeightSource
 from trencadis.core.device.backend import (
     HeadTensors,
     HeadTensorsOut,
@@ -26,6 +27,13 @@ from trencadis.core.device.launch_tensors import Attn, CrossAttentionTensors, Re
 from trencadis.core.step import Encode, VisionInputs
 
 
+class RecurrentState(NamedTuple):
+    """The states that one recurrent layer keeps, by slot; slot 0 is the sink of padding."""
+
+    conv: Tensor  # [slots, kernel - 1, channels] of the model's dtype: the last inputs of the convolution
+    state: Tensor | None  # float32 [slots, value heads, key_dim, value_dim]; None: there is a convolution alone
+
+
 @dataclass(slots=True)
 class Persistent:
     """Tensors that persist between launches. Bodies read and write them as attributes, never as inputs."""
@@ -35,6 +43,25 @@ class Persistent:
     arena: Tensor  # [arena rows x ModelConfig.row_parts, width]; rows 0 (ZERO) and 1 (SINK) are reserved
     state: SamplerState
     stream: Tensor | None = None  # like ``hidden``: received rows, from row 1 on; None on the first stage
+    recurrent: list[RecurrentState] = field(default_factory=list)  # of each recurrent layer of the stage
+
+
+class StatefulLayer(Protocol):
+    """A layer in the place of attention that keeps a state for each sequence (``TextConfig.recurrent``)."""
+
+    def load(self, source: WeightSource, name: str) -> None:
+        """Takes this rank's weights from ``source``; ``name``: ``layers.N.linear_attn``."""
+        ...
+
+    def bind(self, state: RecurrentState) -> None:
+        """Sets the tensors with the states of all sequences."""
+        ...
+
+    def __call__(self, x: Tensor, rows: RecurrentRows, attn: Attn) -> Tensor:
+        """Computes [n, hidden] -> [n, hidden], summed over ranks, and updates the states of the rows."""
+        ...
+
+    def nbytes(self) -> int: ...
 
 
 class MaskingOps(Protocol):

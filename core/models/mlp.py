@@ -33,10 +33,14 @@ class GatedMLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Computes [n, width] -> [n, width] in the backend's dtype."""
-        return self.down.reduce(self.ops.by_pieces(self._own, x))
+        return self.down.reduce(self.rank_part(x))
+
+    def rank_part(self, x: Tensor) -> Tensor:
+        """Computes this rank's part of the sum: [n, width] -> [n, width]."""
+        return self.ops.by_pieces(self._own, x)
 
     def _own(self, x: Tensor) -> Tensor:
-        """Computes this rank's part of the sum."""
+        """Computes this rank's part of the sum for some rows."""
         return self.down.product(self.ops.act_mul(self.gate_up(x), self.act))
 
     def nbytes(self) -> int:

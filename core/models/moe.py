@@ -1,4 +1,7 @@
-"""Mixture of experts in place of an MLP: a router, and gated MLPs whose columns are divided over the ranks."""
+"""Mixture of experts in place of an MLP: a router, and gated MLPs whose columns are divided over the ranks.
+
+Some models have a shared expert, too: a gated MLP for every token, multiplied by a gate or not.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,9 @@ from torch.nn import functional
 
 from trencadis.core.checkpoint.model_config import ExpertsConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
-from trencadis.core.device.backend import Comm, ExpertWeights, Ops
+from trencadis.core.device.backend import Comm, ExpertBiases, ExpertWeights, Ops
 from trencadis.core.models.linear import Linear, Matrix, merge_or_separate, pad_rows, span
+from trencadis.core.models.mlp import GatedMLP
 from trencadis.core.quant.quantised_tensor import QTensor
 
 CODED = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
@@ -28,9 +32,35 @@ class CodedExperts(ExpertWeights, Protocol):
 class CodingOps(Protocol):
     """Additional method of ``Ops`` that keep experts as codes; other ops get them dequantised to the engine's dtype."""
 
-    def pack_quantised_experts(self, gate_up: Sequence[Matrix], down: Sequence[Matrix]) -> CodedExperts:
+    def pack_quantised_experts(
+        self, gate_up: Sequence[Matrix], down: Sequence[Matrix], biases: ExpertBiases | None = None
+    ) -> CodedExperts:
         """Packs experts like ``pack_experts``; any of the matrices may be quantised."""
         ...
+
+
+class SharedExpert:
+    """The expert that every token gets; its output may be multiplied by the sigmoid of a score of the token."""
+
+    def __init__(
+        self, ops: Ops, comm: Comm, width: int, c: ExpertsConfig, group: int = 1, act: str = "silu", aligned: int = 1
+    ) -> None:
+        self.width = width
+        self.mlp = GatedMLP(ops, comm, width, c.shared, group=group, act=act, aligned=aligned)
+        self.gate = Linear(ops, comm) if c.shared_gate else None
+
+    def load(self, source: WeightSource, name: str) -> None:
+        self.mlp.load(source, f"{name}.shared_expert")
+        if self.gate is not None:
+            self.gate.pack(source.take(f"{name}.shared_expert_gate.weight", (1, self.width)), None)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Computes this rank's part of the sum: [n, width] -> [n, width]."""
+        y = self.mlp.rank_part(x)
+        return y if self.gate is None else y * torch.sigmoid(self.gate(x))
+
+    def nbytes(self) -> int:
+        return self.mlp.nbytes() + (self.gate.bytes if self.gate is not None else 0)
 
 
 class ExpertMLP:
@@ -39,25 +69,32 @@ class ExpertMLP:
     weights: ExpertWeights
 
     def __init__(
-        self, ops: Ops, comm: Comm, width: int, c: ExpertsConfig, act: str = "silu", device: torch.device | None = None
-    ) -> None:
+        self, ops: Ops, comm: Comm, width: int, c: ExpertsConfig, act: str = "silu",
+        device: torch.device | None = None, group: int = 1, aligned: int = 1,
+    ) -> None:  # fmt: skip
         self.ops, self.comm, self.width, self.act = ops, comm, width, act
         self.device = device or torch.device("cpu")
         self.count, self.top, self.inner, self.normalise = c.count, c.top, c.inner, c.normalise
+        self.biased = c.bias
         self.router = Linear(ops, comm)
+        self.shared = SharedExpert(ops, comm, width, c, group, act, aligned) if c.shared else None
         self.bytes = 0
 
     def load(self, source: WeightSource, name: str) -> None:
         self._load_router(source, f"{name}.gate")
+        if self.shared is not None:
+            self.shared.load(source, name)
+        biases = (self._biases(source, f"{name}.experts"),) if self.biased else ()
+        self.bytes = sum(one.nbytes for found in biases for some in found for one in some)
         each = [self._expert(source, f"{name}.experts.{i}") for i in range(self.count)]
         gate_up, down = [one for one, _ in each], [one for _, one in each]
         if any(isinstance(one, QTensor) for one in (*gate_up, *down)) and hasattr(self.ops, "pack_quantised_experts"):
-            coded = cast(CodingOps, self.ops).pack_quantised_experts(gate_up, down)
-            self.weights, self.bytes = coded, coded.nbytes
+            coded = cast(CodingOps, self.ops).pack_quantised_experts(gate_up, down, *biases)
+            self.weights, self.bytes = coded, self.bytes + coded.nbytes
             return
         plain = [self._plain(some) for some in (gate_up, down)]
-        self.bytes = sum(one.nbytes for some in plain for one in some)
-        self.weights = self.ops.pack_experts(*plain)
+        self.bytes += sum(one.nbytes for some in plain for one in some)
+        self.weights = self.ops.pack_experts(plain[0], plain[1], *biases)
 
     def _plain(self, some: list[Matrix]) -> list[Tensor]:
         """Converts matrices to the engine's dtype, releasing quantised ones one by one to limit the peak memory."""
@@ -72,8 +109,9 @@ class ExpertMLP:
         shape = self.count, self.width
         coded = any(source.has(f"{name}.{mark}") for mark in CODED)
         found = source.take_quantised(name, shape, 0, 0, self.count) if coded else None
+        bias = source.take(f"{name}.bias", (self.count,)) if self.biased else None
         self.router.pack(
-            source.take(f"{name}.weight", shape) if found is None else found.values().to(self.device), None
+            source.take(f"{name}.weight", shape) if found is None else found.values().to(self.device), bias
         )
 
     def _expert(self, source: WeightSource, name: str) -> tuple[Matrix, Matrix]:
@@ -83,6 +121,17 @@ class ExpertMLP:
         if len(parts) > 1:  # codes that cannot be joined to one matrix
             parts = [torch.cat(self._plain(parts))]
         return parts[0], self._part(source, f"{name}.down_proj", 1, start, stop, share)
+
+    def _biases(self, source: WeightSource, name: str) -> ExpertBiases:
+        """Returns this rank's biases; those of the outputs are zeros on all ranks but the first."""
+        start, stop, share = span(self.inner, self.comm.rank, self.comm.world)
+        gate_up, down = [], []
+        for i in range(self.count):
+            own = [source.shard(f"{name}.{i}.{part}.bias", (self.inner,), 0, start, stop) for part in GATED]
+            gate_up.append(torch.cat([pad_rows(one, share) for one in own]))
+            out = source.take(f"{name}.{i}.down_proj.bias", (self.width,))
+            down.append(out if self.comm.rank == 0 else torch.zeros_like(out))
+        return ExpertBiases(gate_up, down)
 
     def _part(self, source: WeightSource, name: str, dim: int, start: int, stop: int, share: int) -> Matrix:
         """Returns a rank's share of a matrix: [share, width] if ``dim`` is 0, else [width, share]."""
@@ -96,13 +145,15 @@ class ExpertMLP:
     def __call__(self, x: Tensor) -> Tensor:
         """Computes [n, width] -> [n, width] in the backend's dtype, summed over ranks."""
         y = self.ops.experts(x, self.router(x), self.weights, self.top, self.normalise, self.act)
+        if self.shared is not None:
+            y = y + self.shared(x)
         if self.comm.world == 1:
             return y
         self.ops.cut("collective")
         return self.comm.all_reduce(y)
 
     def nbytes(self) -> int:
-        return self.router.bytes + self.bytes
+        return self.router.bytes + self.bytes + (self.shared.nbytes() if self.shared is not None else 0)
 
 
 GATED = ("gate_proj", "up_proj")

@@ -86,13 +86,17 @@ def text_frequencies(c: TextConfig, long: bool = False) -> tuple[Tensor, Tensor]
         for number, count in enumerate(c.mrope_section[1:], 1):
             axis[number : 3 * count : 3] = number
     elif c.mrope_section is not None:
-        axis = torch.repeat_interleave(torch.arange(3), torch.tensor(c.mrope_section))
+        held = torch.repeat_interleave(torch.arange(3), torch.tensor(c.mrope_section))
+        axis[: len(held)] = held
     return inv_freq, axis
 
 
 def local_frequencies(c: TextConfig) -> Tensor:
-    """Returns float32 [head_dim / 2]: the frequencies of layers with a sliding window, if they have their own table."""
-    return inverse_frequencies(c.head_dim, c.local_theta)
+    """Returns float32 [head_dim / 2]: the frequencies of layers with a sliding window, if they have their own table.
+
+    Zeros are those of layers without rotary positions.
+    """
+    return torch.zeros(c.head_dim // 2) if c.unrotated_layers else inverse_frequencies(c.head_dim, c.local_theta)
 
 
 class TextRotary:
@@ -101,7 +105,8 @@ class TextRotary:
     def __init__(self, c: TextConfig, device: torch.device) -> None:
         inv_freq, axis = text_frequencies(c)
         self.inv_freq, self.axis = inv_freq.to(device), axis.to(device)
-        self.local = local_frequencies(c).to(device) if c.local_theta else None
+        self.local = local_frequencies(c).to(device) if c.second_rotary else None
+        self.growth = c.query_growth
         self.long: Tensor | None = None
         self.long_axis: Tensor | None = None
         self.size: Tensor | None = None
@@ -113,7 +118,13 @@ class TextRotary:
 
     def __call__(self, ops: Ops, positions: Tensor) -> Rotary:
         """Returns the rotary factors of int32 positions [3, n]."""
-        return ops.rotary(positions, self.inv_freq, self.axis) if self.long is None else self._of_both(ops, positions)
+        if self.long is not None:
+            return self._of_both(ops, positions)
+        found = ops.rotary(positions, self.inv_freq, self.axis)
+        if self.growth is None:
+            return found
+        beta, length = self.growth
+        return found._replace(query_scale=1 + beta * torch.log1p((positions[0] // length).float()))
 
     def _of_both(self, ops: Ops, positions: Tensor) -> Rotary:
         """Returns the factors if requests use one of two tables."""
@@ -123,7 +134,7 @@ class TextRotary:
         return Rotary(short.cos * long.cos * self.size, (short.sin + long.sin) * self.size)
 
     def of_windows(self, ops: Ops, positions: Tensor) -> Rotary | None:
-        """Returns the factors for layers with a sliding window; None if they share the decoder's table."""
+        """Returns the factors for layers with a table of their own; None if all share the decoder's table."""
         return None if self.local is None else ops.rotary(positions, self.local, self.axis)
 
     def nbytes(self) -> int:

@@ -177,6 +177,13 @@ def resolve_speculation(
         if asked:
             raise StartupError(f"{_source(config)}: a pooling engine generates nothing to draft; leave it out")
         return None
+    if model.text.recurrent is not None:
+        if asked:
+            raise StartupError(
+                f"{_source(config)}: the recurrent state of {model.architecture} cannot be taken back where a guess is "
+                "wrong; leave it out"
+            )
+        found = SpeculationConfig("", 0, forced=FORCED_IDS)
     if found is None:
         found = SpeculationConfig(rows=DEFAULT_ROWS, always=config.spec_always)
     ids = (model.image_token, model.video_token, model.placeholder_token)

@@ -1,10 +1,10 @@
-"""IBM's Granite 3 (dense) for Trencadis: Llama with four multipliers, in a package of its own."""
+"""IBM's Granite 3 with experts for Trencadis: Mixtral with four multipliers, in a package of its own."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from trencadis.core.checkpoint.decoder_fields import full_attention, gated_decoder, heads_of
+from trencadis.core.checkpoint.decoder_fields import experts_of, full_attention, gated_decoder, heads_of
 from trencadis.core.checkpoint.family import BARE, GENERATE, Family, ParsedConfig, StoredNames
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.families.llama import PREFIXES
@@ -16,15 +16,16 @@ def multiplier(c: JsonFields, key: str) -> float:
 
 
 def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
-    """GraniteConfig."""
+    """GraniteMoeConfig."""
     full_attention(c)
-    bias, mlp = c.boolean("attention_bias", False), c.boolean("mlp_bias", False)
-    text = gated_decoder(c, heads_of(c, absent=True), tied, positions=2048, qkv_bias=bias, out_bias=bias, mlp_bias=mlp)
+    bias = c.boolean("attention_bias", False)
+    text = gated_decoder(c, heads_of(c, absent=True), tied, positions=2048, qkv_bias=bias, out_bias=bias)
     # ``attention_multiplier`` stands in the place of head_dim ** -0.5; what a rotary type does to scores stays.
     rotary = text.score_scale * text.head_dim**0.5
     return ParsedConfig(
         replace(
             text,
+            experts=experts_of(c, "num_local_experts", 2, inner=text.intermediate, normalise=True),
             scale=rotary * multiplier(c, "attention_multiplier"),
             embedding_scale=multiplier(c, "embedding_multiplier"),
             residual_scale=multiplier(c, "residual_multiplier"),
@@ -33,10 +34,19 @@ def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
     )
 
 
+NAMES = (
+    (".block_sparse_moe.", ".mlp."),
+    (".input_linear.weight", ".experts.gate_up_proj"),
+    (".output_linear.weight", ".experts.down_proj"),
+    (".router.layer.", ".gate."),
+    (".router.", ".gate."),
+)
+
 FAMILY = Family(
-    name="Granite 3",
-    model_type="granite",
-    architectures={"GraniteForCausalLM": GENERATE, "GraniteModel": BARE},
+    name="Granite 3 with experts",
+    model_type="granitemoe",
+    architectures={"GraniteMoeForCausalLM": GENERATE, "GraniteMoeModel": BARE},
     config=describe,
-    names=StoredNames(PREFIXES),
+    names=StoredNames(PREFIXES, NAMES),
+    ignored=frozenset({"output_router_logits", "router_aux_loss_coef"}),
 )

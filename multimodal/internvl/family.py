@@ -1,4 +1,7 @@
-"""The InternVL3 family (-hf checkpoints): a decoder of Qwen2, Qwen3 or Llama, InternViT over tiles, cells of 2 x 2."""
+"""The InternVL3 family (-hf checkpoints): InternViT over tiles, cells of 2 x 2.
+
+The decoder is one of Qwen2, Qwen3 (with experts or without) or Llama.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ class InternVisionConfig(TileVisionConfig):
 
 def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
     """Reads transformers' InternVLConfig."""
-    text = read_text_config(root, c, tied, ("qwen2", "qwen3", "llama"))
+    text = read_text_config(root, c, tied, ("qwen2", "qwen3", "llama", "qwen3_moe"))
     ratio = root.number("downsample_ratio", 0, 1, 0.5, above=True)
     if ratio not in MERGE_BY_DOWNSAMPLE_RATIO:
         root.refuse("downsample_ratio", "implemented: 1, 0.5, 0.25")

@@ -1,4 +1,7 @@
-"""The LLaVA-1.5 family: Llama's decoder, CLIP's tower up to the selected layer, a projector. Also Pixtral-12B."""
+"""The LLaVA-1.5 family: CLIP's tower up to the selected layer, a projector; also Pixtral-12B.
+
+The decoder is one of Llama, Mistral, Qwen2 or Qwen3.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
             **read_pixtral_fields(root, vision_fields, text.hidden, VIT_DEFAULTS, biased=True)
         )
         return ParsedConfig(text, pixtral, {"image_token_id": read_image_token(root, text.vocab, 0, IMAGE_TOKEN)})
-    text = read_text_config(root, c, tied, ("llama",))
+    text = read_text_config(root, c, tied, ("llama", "mistral", "qwen2", "qwen3"))
     vision = ClipVisionConfig(**read_clip_fields(root, vision_fields, text.hidden))
     return ParsedConfig(
         text, vision, {"image_token_id": read_image_token(root, text.vocab, vision.rows_per_tile, IMAGE_TOKEN)}

@@ -1,4 +1,4 @@
-"""The Mistral 3 family."""
+"""The Mistral 3 family, which Ministral-3 belongs to."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IMAGE_TOKEN = 10
 
 def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
     """Reads transformers' Mistral3Config."""
-    text = read_text_config(root, c, tied, ("mistral",))
+    text = read_text_config(root, c, tied, ("mistral", "ministral3"))
     merge = root.integer("spatial_merge_size", 1, MERGE_SIZES[-1], 2)
     if merge not in MERGE_SIZES:
         root.refuse("spatial_merge_size", f"implemented: {', '.join(map(str, MERGE_SIZES))}")

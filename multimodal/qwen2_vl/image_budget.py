@@ -16,21 +16,28 @@ from trencadis.multimodal.images.mm_processor_kwargs import check_pixel_limits, 
 from trencadis.multimodal.patch_packing import count_slots, count_tokens, patch_grid
 from trencadis.multimodal.processor import ImageGeometry
 from trencadis.multimodal.qwen2_vl.config import FACTOR, MERGE, PATCH, WINDOW_PATCHES
-from trencadis.multimodal.qwen2_vl.preprocessor_config import read_preprocessor_config
-from trencadis.multimodal.qwen2_vl.smart_resize import largest_slots, largest_tokens, smart_resize, square_sizes
+from trencadis.multimodal.qwen2_vl.preprocessor_config import QWEN_RULES, ProcessorRules, read_preprocessor_config
+from trencadis.multimodal.qwen2_vl.smart_resize import (
+    enlarge_small,
+    largest_slots,
+    largest_tokens,
+    smart_resize,
+    square_sizes,
+)
 
 MIN_PIXELS, MAX_PIXELS = 3136, 12_845_056
 """Qwen2.5-VL's limits, for a checkpoint folder without an image processor."""
 
 
 class PatchScheme(NamedTuple):
-    """How a tower cuts images: with or without windows of 8 x 8 patches, patch size in pixels, and default pixel
-    limits.
+    """How a tower cuts images: with or without windows of 8 x 8 patches, patch size in pixels, default pixel limits,
+    and the rules of its processor.
     """
 
     windows: bool
     patch: int = PATCH
     limits: tuple[int, int] = (MIN_PIXELS, MAX_PIXELS)
+    rules: ProcessorRules = QWEN_RULES
 
     @property
     def factor(self) -> int:
@@ -50,7 +57,7 @@ def pixel_limits(
         StartupError: unknown keys, values that are not implemented, or limits that no image can meet.
     """
     mm_kwargs = server_options(kwargs).pixels
-    read = read_preprocessor_config(path, mm_kwargs, kind.patch)
+    read = read_preprocessor_config(path, mm_kwargs, kind.patch, kind.rules)
     if read is not None:
         least, most = read.min_pixels, read.max_pixels
     else:
@@ -106,6 +113,8 @@ class ResizeRule(NamedTuple):
 
     def resize(self, height: int, width: int) -> tuple[int, int]:
         """Returns height and width after resizing."""
+        if self.kind.rules.grows_small:
+            height, width = enlarge_small(height, width, self.factor)
         return smart_resize(height, width, self.factor, self.min_pixels, self.max_pixels)
 
     def __call__(self, height: int, width: int) -> ImageGeometry:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from trencadis.core.checkpoint.json_fields import JsonFields, read_json
 from trencadis.core.json_types import JsonMapping
@@ -24,6 +25,25 @@ NORMALISATION_KEYS = ("image_mean", "image_std", "rescale_factor", "do_rescale",
 EDGES = {"shortest_edge", "longest_edge", "min_pixels", "max_pixels"}
 
 
+class ProcessorRules(NamedTuple):
+    """How a family's image processor is named and counts.
+
+    Args:
+        types: names of the processor, without suffixes.
+        edges: default limits of ``size``.
+        frames: the limits of ``size`` count the pixels of that many frames.
+        grows_small: images with a side below a cell are enlarged first.
+    """
+
+    types: tuple[str, ...] = PROCESSOR_TYPES
+    edges: tuple[int, int] = (MIN_PIXELS, MAX_PIXELS)
+    frames: int = 1
+    grows_small: bool = False
+
+
+QWEN_RULES = ProcessorRules()
+
+
 @dataclass(frozen=True)
 class PreprocessorConfig:
     """Pixel limits of a resized image, and its pixel normalisation."""
@@ -34,13 +54,14 @@ class PreprocessorConfig:
 
 
 def read_preprocessor_config(
-    path: Path, mm_kwargs: JsonMapping | None = None, patch: int = PATCH
+    path: Path, mm_kwargs: JsonMapping | None = None, patch: int = PATCH, rules: ProcessorRules = QWEN_RULES
 ) -> PreprocessorConfig | None:
     """Reads the image processor of a checkpoint folder from processor_config.json, else preprocessor_config.json.
 
     Args:
         mm_kwargs: the operator's min_pixels and max_pixels, which take precedence.
         patch: pixels along a side of the tower's patches.
+        rules: of the family's processor.
 
     Returns:
         None if there is neither file.
@@ -51,24 +72,27 @@ def read_preprocessor_config(
     found = read_processor_file(path, "image_processor", "preprocessor_config.json")
     if found is None:
         return None
-    kind = found.values.get("image_processor_type", PROCESSOR_TYPES[0])
-    if not isinstance(kind, str) or kind not in {name + suffix for name in PROCESSOR_TYPES for suffix in SUFFIXES}:
-        found.refuse("image_processor_type", f"implemented: {PROCESSOR_TYPES[0]}")
+    kind = found.values.get("image_processor_type", rules.types[0])
+    if not isinstance(kind, str) or kind not in {name + suffix for name in rules.types for suffix in SUFFIXES}:
+        found.refuse("image_processor_type", f"implemented: {rules.types[0]}")
     found.only("do_resize", (True,), True)
     found.only("resample", (BICUBIC,), BICUBIC)
     normalisation = _read_normalisation(found, CLIP, patch, PATCH)
     _check_video_normalisation(path, normalisation, patch)
     given = JsonFields(mm_kwargs or {}, "--mm-processor-kwargs")
     # min_pixels and max_pixels replace the edges of ``size``; a ``size`` replaces both defaults.
-    size = found.within("size", {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS})
+    size = found.within("size", {"shortest_edge": rules.edges[0], "longest_edge": rules.edges[1]})
     if set(size.values) - EDGES:
         found.refuse("size", "implemented: shortest_edge and longest_edge, which count pixels")
 
     def limit(name: str, edge: str) -> int:
-        for place, key in ((given, name), (found, name)):
-            if place.is_given(key):
-                return place.integer(key)
-        return size.integer(edge)
+        for place in (given, found) if rules.frames == 1 else (given,):
+            if place.is_given(name):
+                return place.integer(name)
+        whole = size.integer(edge)
+        if whole % rules.frames:
+            size.refuse(edge, f"it must be a multiple of {rules.frames}, as it counts the pixels of that many frames")
+        return whole // rules.frames
 
     return PreprocessorConfig(limit("min_pixels", "shortest_edge"), limit("max_pixels", "longest_edge"), normalisation)
 

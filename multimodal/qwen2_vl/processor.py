@@ -21,8 +21,8 @@ from trencadis.multimodal.normalisation import CLIP_MEAN, CLIP_STD, PerChannel
 from trencadis.multimodal.patch_packing import Grid, check_aspect, count_slots, count_tokens, patch_grid
 from trencadis.multimodal.processor import ImageGeometry, PreparedImage
 from trencadis.multimodal.qwen2_vl.config import MERGE, PATCH, TEMPORAL, WINDOW_PATCHES
-from trencadis.multimodal.qwen2_vl.preprocessor_config import read_preprocessor_config
-from trencadis.multimodal.qwen2_vl.smart_resize import largest_slots, largest_tokens, smart_resize
+from trencadis.multimodal.qwen2_vl.preprocessor_config import QWEN_RULES, ProcessorRules, read_preprocessor_config
+from trencadis.multimodal.qwen2_vl.smart_resize import enlarge_small, largest_slots, largest_tokens, smart_resize
 
 ALIGNMENTS = ("pad", "resize")
 MIN_FIXED_PIXELS = 3136
@@ -58,12 +58,15 @@ class Qwen2VLImageProcessor:
     """True if slots stand in windows of 8 x 8 patches, False if cell by cell."""
     clip: tuple[int, int] | None = None
     """``FrameLimits.clip``."""
+    grows_small: bool = False
+    """``ProcessorRules.grows_small``."""
     kind: str = "trencadis.multimodal.qwen2_vl.processor:Qwen2VLImageProcessor"
 
     @classmethod
     def from_checkpoint(
-        cls, path: Path, kwargs: JsonMapping, alignment: str = "pad", windows: bool = True, patch: int = PATCH
-    ) -> Qwen2VLImageProcessor:
+        cls, path: Path, kwargs: JsonMapping, alignment: str = "pad", windows: bool = True, patch: int = PATCH,
+        rules: ProcessorRules = QWEN_RULES,
+    ) -> Qwen2VLImageProcessor:  # fmt: skip
         """Reads preprocessor_config.json (or processor_config.json); ``kwargs`` may override min_pixels, max_pixels.
 
         Raises:
@@ -73,7 +76,7 @@ class Qwen2VLImageProcessor:
         mm_kwargs = server_options(kwargs)
         if alignment not in ALIGNMENTS:
             raise StartupError(f"image_alignment is one of {', '.join(ALIGNMENTS)}, not {alignment!r}")
-        read = read_preprocessor_config(path, mm_kwargs.pixels, patch)
+        read = read_preprocessor_config(path, mm_kwargs.pixels, patch, rules)
         if read is None:
             raise StartupError(f"{path} has neither preprocessor_config.json nor processor_config.json")
         normalisation = read.normalisation
@@ -86,6 +89,7 @@ class Qwen2VLImageProcessor:
             rescale=normalisation.rescale,
             alignment=alignment,
             windows=windows,
+            grows_small=rules.grows_small,
         )
         check_pixel_limits(made.min_pixels, made.max_pixels, made.factor)
         made._check_checkpoint_values(mm_kwargs.checkpoint)
@@ -193,6 +197,8 @@ class Qwen2VLImageProcessor:
         if self.fixed is not None:
             check_aspect(height, width)
             return self.fixed
+        if self.grows_small:
+            height, width = enlarge_small(height, width, self.factor)
         made = smart_resize(height, width, self.factor, self.min_pixels, self.max_pixels)
         return made if self.max_slots_and_tokens is None else self._check_within(made, *self.max_slots_and_tokens)
 

@@ -43,6 +43,14 @@ def smart_resize(
     return max(rows, factor), max(columns, factor)
 
 
+def enlarge_small(height: int, width: int, factor: int = FACTOR) -> tuple[int, int]:
+    """Returns the size of an image whose sides are enlarged in proportion, so that none is below ``factor``."""
+    if min(height, width) >= factor:
+        return height, width
+    grow = max(factor / height, factor / width)
+    return int(height * grow), int(width * grow)
+
+
 def largest_slots(
     min_pixels: int, max_pixels: int, factor: int = FACTOR, patch: int = PATCH, windows: bool = True
 ) -> int:

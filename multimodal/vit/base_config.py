@@ -48,6 +48,11 @@ class ViTConfig(VisionConfig):
         """Returns the exact number of weights of rank 0 outside of the layers and the patch embedding."""
 
     @property
+    def qk_norm(self) -> bool:
+        """True if each head of queries and keys passes an RMS norm."""
+        return False
+
+    @property
     def biases(self) -> tuple[bool, bool]:
         """(True if queries, keys and values have biases, True if the attention's output and the MLP have)."""
         return True, True
@@ -90,7 +95,7 @@ class ViTConfig(VisionConfig):
         heads, columns, matrices = -(-self.hidden // ranks), self._mlp_columns(ranks, unit), len(self.mlp_in)
         layer = self.hidden * (4 * heads + (matrices + 1) * columns) + 2 * self.norm_weights
         first, others = self.biases
-        layer += 3 * heads * first + (matrices * columns + 2 * self.hidden) * others
+        layer += 3 * heads * first + (matrices * columns + 2 * self.hidden) * others + 2 * self.head_dim * self.qk_norm
         return self.depth * layer + self._patch_embed_columns(unit) * self.hidden + self.other_weights(ranks)
 
     def tables(self, unit: int = 1) -> int:

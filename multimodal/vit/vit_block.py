@@ -12,7 +12,7 @@ from trencadis.core.checkpoint.weight_source import WeightSource
 from trencadis.core.device.backend import Backend, Rotary, Segments
 from trencadis.core.models.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear, check_heads, unit_span
 from trencadis.core.models.mlp import MLP, GatedMLP, PlainMLP
-from trencadis.core.models.norm import norm_of
+from trencadis.core.models.norm import RMSNorm, norm_of
 from trencadis.multimodal.normalisation import PixelNormalisation
 from trencadis.multimodal.vit.base_config import ViTConfig
 
@@ -60,6 +60,7 @@ class ViTBlock:
         self.qkv_prefix = c.qkv[0] if fused else c.qkv[0].rpartition(".")[0]
         self.width = unit_span(c.hidden, d, comm.rank, comm.world).width
         self.out = RowParallelLinear(ops, comm, c.hidden, c.hidden, unit=d, bias=others)
+        self.head_norms = tuple(RMSNorm(ops, d, eps) for _ in "qk") if c.qk_norm else None
         gated = len(c.mlp_in) == 2
         kind_of = GatedMLP if gated else PlainMLP
         made: MLP = kind_of(ops, comm, c.hidden, c.intermediate, bias=others, act=act, aligned=unit)
@@ -70,6 +71,8 @@ class ViTBlock:
         self.qkv.load(source, f"{name}.{self.qkv_prefix}")
         self.out.load(source, f"{name}.{self.config.attention_out}")
         self.norm2.load(source, f"{name}.norm2")
+        for norm, part in zip(self.head_norms or (), ("q_norm", "k_norm"), strict=False):
+            norm.load(source, f"{name}.{self.qkv_prefix.rpartition('.')[0] or self.qkv_prefix}.{part}")
         self.mlp.load(source, f"{name}.mlp")
 
     def __call__(
@@ -87,9 +90,12 @@ class ViTBlock:
         """
         s, d = x.shape[0], self.head_dim
         q, k, v = (t.view(s, -1, d) for t in torch.split(self.qkv(x), self.width, dim=1))
+        if self.head_norms is not None:
+            q, k = self.head_norms[0].heads(q), self.head_norms[1].heads(k)
         if rotary is not None:
             q, k = self.ops.rope_vision(q, k, rotary)
         return self.attend(q, k, v, segments, d**-0.5).reshape(s, -1)
 
     def nbytes(self) -> int:
-        return self.norm1.nbytes() + self.qkv.bytes + self.out.bytes + self.norm2.nbytes() + self.mlp.nbytes()
+        norms = (self.norm1, self.norm2, *(self.head_norms or ()))
+        return sum(norm.nbytes() for norm in norms) + self.qkv.bytes + self.out.bytes + self.mlp.nbytes()

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from trencadis.core import devices
+from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.errors import StartupError
 from trencadis.core.process import device_env, torch_build
 from trencadis.server.processes import signals
@@ -64,6 +65,7 @@ def main(words: Sequence[str]) -> int:
         raise StartupError(f"--only {unknown[0]}: no check has a name that begins with it; checks: {known}.")
     if not asked.dummy:
         return _run(suite, suite.CheckedModel(path, path, asked.seed), asked)
+    load_config(path)  # refuses what no family serves, before anything is built
     oracle = import_module(f"{devices.CONFORMANCE}.family.transformers_oracle")
     result = import_module(f"{devices.CONFORMANCE}.check_result")
     with tempfile.TemporaryDirectory(prefix="trencadis-") as folder:
@@ -72,6 +74,10 @@ def main(words: Sequence[str]) -> int:
             oracle.write_dummy(path, made, asked.seed)
         except result.Skipped as reason:
             raise StartupError(f"--dummy: {reason}") from None
+        except Exception as error:  # transformers may raise anything for a configuration that it does not accept
+            line = " ".join(str(error).split())[:160]
+            failed = f"{type(error).__name__}: {line}"
+            raise StartupError(f"--dummy: transformers builds no small {path.name}: {failed}") from None
         return _run(suite, suite.CheckedModel(made, path, asked.seed), asked)
 
 

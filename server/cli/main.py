@@ -22,6 +22,7 @@ usage: trencadis serve [MODEL] [--flag value ...]   an OpenAI-compatible server 
        trencadis quantize MODEL OUT --to int4       a checkpoint again in 8 or 4 bits
        trencadis check-backend NAME [--json]        whether a device does what the engine needs
        trencadis check-model PATH [--json]          whether a checkpoint's family computes what transformers does
+       trencadis check-accuracy [MODEL]             answers about drawn images, ours and transformers'
        trencadis check-device [DEVICE]              its versions, each kernel, copies, a graph; check-hpu alike
        trencadis key new [NAME]                     an API key and its entry for --api-key-file
        trencadis collect-env                        versions, devices and settings for an issue, without secrets
@@ -39,6 +40,7 @@ MODULES = {
     "quantize": "trencadis.server.cli.quantize",
     "check-backend": "trencadis.server.cli.check_backend",
     "check-model": "trencadis.server.cli.check_model",
+    "check-accuracy": "trencadis.server.cli.check_accuracy",
     "key": "trencadis.server.cli.new_key",
     "models": "trencadis.server.cli.list_models",
     "collect-env": "trencadis.server.cli.collect_env",

@@ -157,6 +157,9 @@ class AnswerOutline:
 
     def _write_content(self, writer: GrammarWriter) -> str:
         content = None if self.form is None else write_content_rule(self.form, writer)
+        before = "" if self.forms.reasoning is None else self.forms.reasoning.content
+        if content is not None and before:
+            content = writer.add_rule(f"{writer.write_text(before)} {content}")
         calls, form = self.calls, self.forms.tools
         if calls is None or form is None:
             assert content is not None

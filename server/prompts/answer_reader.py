@@ -18,8 +18,8 @@ from trencadis.server.tools.reasoning_parser import (
     ReasoningContent,
     ReasoningFormat,
     ReasoningParser,
-    find_reasoning_format,
 )
+from trencadis.server.tools.reasoning_parser_registry import find_reasoning_format
 from trencadis.server.tools.tool_parser import AnswerText, CallArguments, CallEnded, CallStarted, ToolEvent, ToolParser
 from trencadis.server.tools.tool_parser_registry import find_tool_parser
 
@@ -222,7 +222,7 @@ class AnswerParsers:
 
     def _list_tags(self, calls: bool) -> list[str]:
         tags = list(self.tools.tags) if self.tools is not None and calls else []
-        return tags + list(self.reasoning.tags if self.reasoning is not None else ())
+        return tags + list(self.reasoning.marks if self.reasoning is not None else ())
 
     def make_readers(
         self,

@@ -1,17 +1,10 @@
-"""Splits an answer into reasoning and content.
-
-Finds the tags around a model's reasoning: by name, by a pair of tags, by its chat template, or in another
-package.
-"""
+"""Splits an answer into reasoning and content, by the tags around a model's reasoning."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 
-from trencadis.core.errors import StartupError
-from trencadis.core.old_names import find_successors
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 from trencadis.server.text.incremental_parser import IncrementalParser, Wait
 
@@ -86,8 +79,6 @@ class ReasoningParser(IncrementalParser[ReasoningContent | AnswerContent]):
             self.events.append(AnswerContent(text))
 
 
-GROUP = "trencadis.reasoning_parsers"
-"""Entry-point group in which an installed package offers a ``ReasoningFormat``."""
 TAIL = 64
 """Number of tokens at the end of a prompt that are searched for the template's tag."""
 
@@ -98,16 +89,23 @@ class ReasoningFormat:
 
     Args:
         always: an answer begins inside the reasoning unless the prompt has closed it.
+        content: text before the content of an answer whose form is restricted.
     """
 
     start: str
     end: str
     always: bool = False
+    content: str = ""
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """The texts that the parser must see, even if they are special tokens."""
+        """The texts around the reasoning."""
         return self.start, self.end
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The texts that the parser must see, even if they are special tokens."""
+        return self.tags
 
     def make_parser(self, tokenizer: Tokenizer, prompt: Sequence[int], continued: bool = False) -> ReasoningParser:
         """Makes the parser of an answer to ``prompt``, whose end shows whether the answer begins inside the reasoning.
@@ -140,35 +138,4 @@ class ReasoningFormat:
 
 
 THINK = ReasoningFormat("<think>", "</think>")
-BUILT = {"qwen3": THINK, "deepseek_r1": ReasoningFormat("<think>", "</think>", always=True)}
-KNOWN = (THINK, ReasoningFormat("[THINK]", "[/THINK]"), ReasoningFormat("<thought>", "</thought>"))
-"""Pairs of tags that are searched for in a template."""
-
-
-def find_reasoning_format(asked: str, template: str | None) -> ReasoningFormat | None:
-    """Returns the format that ``--reasoning-parser`` names; ``auto``: the one that the template contains, if any.
-
-    Raises:
-        StartupError: there is no such parser.
-    """
-    if asked == "none":
-        return None
-    if asked == "auto":
-        return next((form for form in KNOWN if template is not None and form.end in template), None)
-    if asked in BUILT:
-        return BUILT[asked]
-    start, comma, end = (part.strip() for part in asked.partition(","))
-    if comma and start and end and start != end:
-        return ReasoningFormat(start, end)
-    offered = {e.name: e for e in entry_points(group=GROUP)}
-    if asked not in offered:
-        names = ", ".join(["auto", "none", *BUILT, *sorted(offered)])
-        raise StartupError(f"--reasoning-parser {asked[:60]}: use {names}, or two tags as in '<think>,</think>'.")
-    try:
-        form = offered[asked].load()
-    except Exception as error:
-        failed = f"--reasoning-parser {asked}: its package failed: {str(error)[:120]}"
-        raise StartupError(failed + find_successors(error)) from None
-    if not isinstance(form, ReasoningFormat):
-        raise StartupError(f"--reasoning-parser {asked}: its entry point must be a ReasoningFormat.")
-    return form
+"""The tags of most models that reason."""

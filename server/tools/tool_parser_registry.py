@@ -7,6 +7,7 @@ from importlib.metadata import entry_points
 
 from trencadis.core.errors import StartupError
 from trencadis.core.old_names import find_old_members, find_successors
+from trencadis.server.tools.harmony_parser import HarmonyToolParser
 from trencadis.server.tools.json_tool_parsers import HermesToolParser, Llama3ToolParser, MistralToolParser
 from trencadis.server.tools.pythonic_tool_parser import PythonicToolParser
 from trencadis.server.tools.qwen3_tool_parser import Qwen3ToolParser
@@ -20,6 +21,7 @@ BUILT: dict[str, type[ToolParser]] = {
     "llama3_json": Llama3ToolParser,
     "mistral": MistralToolParser,
     "pythonic": PythonicToolParser,
+    "openai": HarmonyToolParser,
 }
 ALIASES = {
     "qwen3_xml": "qwen3",
@@ -29,6 +31,7 @@ ALIASES = {
 }
 """Names of vLLM's parsers for the same forms."""
 SIGNS: tuple[tuple[re.Pattern[str], type[ToolParser]], ...] = (
+    (re.compile(r"<\|channel\|>"), HarmonyToolParser),
     (re.compile(r"\[TOOL_CALLS\]"), MistralToolParser),
     (re.compile(r"<function="), Qwen3ToolParser),
     (re.compile(r"<tool_call>"), HermesToolParser),

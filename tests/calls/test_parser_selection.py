@@ -13,9 +13,10 @@ from tests.traffic.tool_templates import HERMES, OPENED, TEMPLATES, THINKING
 from trencadis.core.errors import StartupError
 from trencadis.server.prompts.answer_reader import AnswerReader
 from trencadis.server.text.incremental_parser import Wait
-from trencadis.server.tools import reasoning_parser as reasoning
+from trencadis.server.tools import reasoning_parser_registry as reasoning
 from trencadis.server.tools import tool_parser_registry as calls
-from trencadis.server.tools.reasoning_parser import ReasoningFormat, find_reasoning_format
+from trencadis.server.tools.reasoning_parser import ReasoningFormat
+from trencadis.server.tools.reasoning_parser_registry import find_reasoning_format
 from trencadis.server.tools.tool_parser import ToolParser
 from trencadis.server.tools.tool_parser_registry import BUILT, find_tool_parser
 
@@ -67,7 +68,7 @@ def test_flags_name_forms_and_vllm_s_names_mean_the_same() -> None:
         find_tool_parser("kimi", None)
     for wrong in ("glm45", "<a>,", ",", "<a>,<a>"):
         with pytest.raises(
-            StartupError, match=r"--reasoning-parser .*: use auto, none, qwen3, deepseek_r1, or two tags"
+            StartupError, match=r"--reasoning-parser .*: use auto, none, qwen3, deepseek_r1, openai_gptoss, or two tags"
         ):
             find_reasoning_format(wrong, None)
 

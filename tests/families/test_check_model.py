@@ -30,15 +30,16 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "model_granite"
 SOURCE = (EXAMPLE / "model_granite.py").read_text(encoding="utf-8")
 GRANITE: dict[str, Any] = {
-    "architectures": ["GraniteForCausalLM"], "model_type": "granite", "attention_bias": False,
+    "architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe", "attention_bias": False,
     "attention_dropout": 0.0, "attention_multiplier": 0.015625, "bos_token_id": 0, "embedding_multiplier": 12.0,
     "eos_token_id": 0, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 8192,
-    "logits_scaling": 8.0, "max_position_embeddings": 131072, "mlp_bias": False, "num_attention_heads": 32,
-    "num_hidden_layers": 40, "num_key_value_heads": 8, "pad_token_id": 0, "residual_multiplier": 0.22,
+    "logits_scaling": 8.0, "max_position_embeddings": 131072, "num_attention_heads": 32, "num_local_experts": 40,
+    "num_experts_per_tok": 8, "num_hidden_layers": 32, "num_key_value_heads": 8, "pad_token_id": 0,
+    "residual_multiplier": 0.22,
     "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 1e7, "tie_word_embeddings": True,
     "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 49159,
 }  # fmt: skip
-"""What config.json of the 2B says."""
+"""What config.json of a published model says, in part."""
 
 
 def installed(folder: Path, source: str) -> Path:
@@ -111,7 +112,7 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
         "attention of layer 0: off by", "",
     ),
     "wrong scale of logits": ("1 / multiplier", "multiplier", "logits: off by", "ours is 64 times theirs"),
-    "wrong activation": ("text,\n            scale", 'text,\n            activation="gelu",\n            scale',
+    "wrong activation": ("text,\n            experts", 'text,\n            activation="gelu",\n            experts',
         "MLP of layer 0: off by", "",
     ),
 }  # fmt: skip
@@ -176,7 +177,11 @@ def test_a_default_that_differs_from_transformers_is_named(package: Any, granite
 def test_a_refused_config_fails(package: Any, granite: Path, capsys: Any) -> None:
     set_keys(granite, hidden_act="mish")
     package(SOURCE)
-    code, results = checked(capsys, granite, "--dummy", "--only", "parts,ranks")
+    assert main(["check-model", str(granite), "--dummy"]) == 2
+    said = capsys.readouterr().err
+    assert f"{granite / 'config.json'}: hidden_act" in said and said.count("\n") == 1
+    (granite / "model.safetensors").touch()
+    code, results = checked(capsys, granite, "--only", "parts,ranks")
     assert code == 1 and f"{granite / 'config.json'}: hidden_act" in results["parts"]["reason"]
     assert results["ranks"]["status"] == "skip"
     assert results["ranks"]["reason"] == "config.json is not accepted, as said above"

@@ -14,13 +14,15 @@ import torch
 from tests.fakes.hand_driven_model import HandDrivenModel
 from tests.families.text_checkpoints import LONGROPE
 from trencadis.core.checkpoint import registry
-from trencadis.core.checkpoint.model_config import LAYER, PRE, RMS, RMS_ONE, ExpertsConfig, ModelConfig
+from trencadis.core.checkpoint.model_config import LAYER, PRE, RMS, RMS_ONE, ExpertsConfig, ModelConfig, QueryGrowth
 from trencadis.core.checkpoint.rope_config import LongScaling
 
 LONG_FORM = "long from 64 tokens on"
 SHORT, FAR = (tuple(LONGROPE[name]) for name in ("short_factor", "long_factor"))
 MAGNITUDE = (1 + math.log(512 / 64) / math.log(64)) ** 0.5
 GEMMA = "windows of 8, four layers"
+OSS = "windows of 20 in every second layer"
+SMOLLM = "every second layer without positions"
 MISTAKES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "window off by one": ("gemma3", GEMMA, {"window": 9}),
     "every layer has a window": ("gemma3", GEMMA, {"full_layers": ()}),
@@ -53,6 +55,21 @@ MISTAKES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "an expert too many": ("qwen3_moe", "plain", {"experts": ExpertsConfig(8, 4, 48, True)}),
     "norms of q and k dropped beside experts": ("qwen3_moe", "plain", {"qk_norm": False}),
+    "sinks dropped": ("gpt_oss", OSS, {"sinks": False}),
+    "biases of experts dropped": ("gpt_oss", OSS, {"experts": ExpertsConfig(4, 2, 96, True)}),
+    "silu in gpt-oss": ("gpt_oss", OSS, {"activation": "silu"}),
+    "windows in the other layers": ("gpt_oss", OSS, {"full_layers": (0, 2)}),
+    "shared expert without its gate": ("qwen2_moe", "plain", {"experts": ExpertsConfig(8, 3, 48, False, shared=80)}),
+    "shared expert dropped": ("qwen2_moe", "plain", {"experts": ExpertsConfig(8, 3, 48, False)}),
+    "pairs half a head apart": ("glm4", "half of a head", {"adjacent_pairs": False}),
+    "the whole head of GLM-4 rotated": ("glm4", "whole heads, no biases", {"rotary_dim": 8}),
+    "positions in every layer": ("smollm3", SMOLLM, {"unrotated_layers": ()}),
+    "another layer without positions": ("smollm3", SMOLLM, {"unrotated_layers": (0, 3)}),
+    "queries that do not grow": ("ministral3", "grows from 20", {"query_growth": None}),
+    "queries that grow one token late": ("ministral3", "grows from 20", {"query_growth": QueryGrowth(0.3, 21)}),
+    "residuals unscaled": ("granite", "plain", {"residual_scale": 1.0}),
+    "logits unscaled": ("granite", "plain", {"logit_scale": 1.0}),
+    "bias of the output dropped": ("seed_oss", "all biases, one KV head, wide heads", {"out_bias": False}),
     "offset 0": ("opt", "125m", {"position_offset": 0}),
     "gelu for relu": ("opt", "125m", {"activation": "gelu"}),
     "norms before": ("opt", "350m", {"norm_placement": PRE}),

@@ -16,7 +16,7 @@ from trencadis.core import devices
 from trencadis.core.checkpoint import registry
 from trencadis.core.errors import StartupError
 from trencadis.core.old_names import MEMBERS, MODULES, NAMES, find_successors
-from trencadis.server.tools import reasoning_parser, tool_parser_registry
+from trencadis.server.tools import reasoning_parser_registry, tool_parser_registry
 
 PLUGIN = "plugin_of_before"
 Write = Callable[[str], str]
@@ -104,13 +104,13 @@ def test_each_kind_of_plug_in_is_told(write: Write, monkeypatch: pytest.MonkeyPa
     def offered(group: str) -> list[EntryPoint]:
         return [EntryPoint("other", f"{where}X", group)]
 
-    for module in (devices, reasoning_parser, tool_parser_registry, registry):
+    for module in (devices, reasoning_parser_registry, tool_parser_registry, registry):
         monkeypatch.setattr(module, "entry_points", offered)
     registry.installed_families.cache_clear()
     registry.family_of.cache_clear()
     asked = (
         lambda: devices.policy_of("other"),
-        lambda: reasoning_parser.find_reasoning_format("other", None),
+        lambda: reasoning_parser_registry.find_reasoning_format("other", None),
         lambda: tool_parser_registry.find_tool_parser("other", None),
         lambda: registry.family_of("other"),
     )

@@ -27,6 +27,41 @@ GEMMA: dict[str, Any] = dict(
     bos_token_id=EOS, eos_token_id=EOS, pad_token_id=1,
 )  # fmt: skip
 MIXTRAL: dict[str, Any] = text_settings(num_local_experts=4, num_experts_per_tok=2, sliding_window=None, head_dim=16)
+QWEN2_MOE: dict[str, Any] = text_settings(
+    num_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=48,
+    shared_expert_intermediate_size=80,
+)
+GLM4: dict[str, Any] = text_settings(head_dim=16, pad_token_id=1)
+SMOLLM3: dict[str, Any] = text_settings(num_hidden_layers=4, no_rope_layer_interval=2, pad_token_id=1)
+MINISTRAL3: dict[str, Any] = text_settings(head_dim=16, pad_token_id=1) | dict(
+    rope_parameters={
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 16.0,
+        "original_max_position_embeddings": 20,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.3,
+    },
+)
+GRANITE: dict[str, Any] = text_settings(
+    attention_multiplier=0.3,
+    embedding_multiplier=5.0,
+    residual_multiplier=0.4,
+    logits_scaling=3.0,
+)
+GPT_OSS: dict[str, Any] = text_settings(
+    head_dim=16,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    sliding_window=20,
+    pad_token_id=1,
+    num_hidden_layers=3,
+)
 QWEN3_MOE: dict[str, Any] = text_settings(
     head_dim=16, moe_intermediate_size=48, num_experts=8, num_experts_per_tok=3, norm_topk_prob=True
 )
@@ -35,6 +70,21 @@ LONGROPE: dict[str, Any] = {
     "short_factor": [1.0, 1.05, 1.1, 1.2, 1.4, 1.8, 2.0, 2.0], "long_factor": [1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 9.0, 12.0],
 }  # fmt: skip
 PHI3: dict[str, Any] = text_settings(sliding_window=None, max_position_embeddings=512)
+QWEN3_5: dict[str, Any] = text_settings(
+    num_hidden_layers=4, head_dim=32, max_position_embeddings=512, linear_num_key_heads=2, linear_num_value_heads=4,
+    linear_key_head_dim=16, linear_value_head_dim=16, layer_types=None,
+    rope_parameters={
+        "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+)  # fmt: skip
+QWEN3_5_MOE: dict[str, Any] = QWEN3_5 | dict(
+    num_experts=8, num_experts_per_tok=3, moe_intermediate_size=48, shared_expert_intermediate_size=40,
+)  # fmt: skip
+QWEN3_5_MOE.pop("intermediate_size")
+QWEN3_NEXT: dict[str, Any] = QWEN3_5_MOE | dict(
+    intermediate_size=96, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+)  # fmt: skip
 FORMS: dict[str, dict[str, dict[str, Any]]] = {
     "gemma3": {
         "windows of 8, four layers": GEMMA,
@@ -94,6 +144,87 @@ FORMS: dict[str, dict[str, dict[str, Any]]] = {
         "names of transformers 5, biases, one of its layers dense": QWEN3_MOE
         | dict(mlp_only_layers=[0], attention_bias=True, num_key_value_heads=4, moe_intermediate_size=52),
     },
+    "qwen3_5": {
+        "one layer of four attends": QWEN3_5,
+        "tied, first and last attend, a head each": QWEN3_5 | dict(
+            layer_types=["full_attention", "linear_attention", "linear_attention", "full_attention"],
+            tie_word_embeddings=True, linear_num_value_heads=2, linear_value_head_dim=24, linear_conv_kernel_dim=3,
+            num_key_value_heads=1, head_dim=16,
+            rope_parameters=QWEN3_5["rope_parameters"] | {"partial_rotary_factor": 0.5, "mrope_section": [1, 2, 1]},
+        ),
+    },
+    "qwen3_5_moe": {
+        "experts beside a shared one": QWEN3_5_MOE,
+        "tied, one KV head": QWEN3_5_MOE | dict(
+            tie_word_embeddings=True, num_key_value_heads=1, shared_expert_intermediate_size=52,
+            layer_types=["linear_attention", "full_attention", "full_attention", "linear_attention"],
+        ),
+    },
+    "qwen3_next": {
+        "interleaved projections": QWEN3_NEXT,
+        "dense layers, three value heads a key head": QWEN3_NEXT | dict(
+            mlp_only_layers=[1, 3], linear_num_value_heads=6, norm_topk_prob=False,
+        ),
+    },
+    "qwen2_moe": {
+        "plain": QWEN2_MOE,
+        "every second layer, divided by their sum, tied": QWEN2_MOE
+        | dict(norm_topk_prob=True, decoder_sparse_step=2, num_hidden_layers=3, tie_word_embeddings=True),
+        "one KV head, no biases": QWEN2_MOE
+        | dict(num_key_value_heads=1, qkv_bias=False, shared_expert_intermediate_size=52),
+    },
+    "glm4": {
+        "half of a head": GLM4,
+        "a quarter, tied, one KV head": GLM4 | dict(
+            rope_parameters={"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.25},
+            tie_word_embeddings=True, num_key_value_heads=1,
+        ),
+        "whole heads, no biases": GLM4 | dict(
+            rope_parameters={"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 1.0},
+            attention_bias=False,
+        ),
+    },
+    "smollm3": {
+        "every second layer without positions": SMOLLM3,
+        "yarn, biases, untied": SMOLLM3 | dict(
+            rope_parameters=YARN, attention_bias=True, mlp_bias=True, tie_word_embeddings=False,
+            no_rope_layers=[0, 1, 1, 0],
+        ),
+        "windows": SMOLLM3 | dict(use_sliding_window=True, sliding_window=16, num_key_value_heads=1),
+    },
+    "seed_oss": {
+        "plain": text_settings(head_dim=16, pad_token_id=1),
+        "all biases, one KV head, wide heads": text_settings(
+            head_dim=32, pad_token_id=1, attention_out_bias=True, mlp_bias=True, num_key_value_heads=1,
+        ),
+        "no biases, tied": text_settings(
+            head_dim=16, pad_token_id=1, attention_bias=False, tie_word_embeddings=True, num_key_value_heads=4,
+        ),
+    },
+    "ministral3": {
+        "grows from 20": MINISTRAL3,
+        "window of 24, tied, one KV head": MINISTRAL3 | dict(
+            sliding_window=24, tie_word_embeddings=True, num_key_value_heads=1,
+        ),
+        "grows fast, wide heads": MINISTRAL3 | dict(
+            head_dim=32, rope_parameters=MINISTRAL3["rope_parameters"] | dict(llama_4_scaling_beta=2.0, mscale=0.5),
+        ),
+    },
+    "granite": {
+        "plain": GRANITE,
+        "biases, tied, one KV head": GRANITE | dict(
+            attention_bias=True, mlp_bias=True, tie_word_embeddings=True, num_key_value_heads=1,
+        ),
+        "yarn": GRANITE | dict(rope_parameters=YARN, num_key_value_heads=4),
+    },
+    "gpt_oss": {
+        "windows of 20 in every second layer": GPT_OSS,
+        "three of eight, one KV head, wide heads, tied": GPT_OSS | dict(
+            num_local_experts=8, num_experts_per_tok=3, num_key_value_heads=1, head_dim=32, intermediate_size=52,
+            tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        ),
+        "no biases in attention": GPT_OSS | dict(attention_bias=False, hidden_size=96, sliding_window=8),
+    },
     "opt": {
         "125m": OPT,
         "350m": OPT | dict(do_layer_norm_before=False, word_embed_proj_dim=32),
@@ -112,6 +243,16 @@ CLASSES = {
     "phi3": ("Phi3Config", "Phi3ForCausalLM"),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+    "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM"),
+    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM"),
+    "qwen2_moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM"),
+    "glm4": ("Glm4Config", "Glm4ForCausalLM"),
+    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM"),
+    "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM"),
+    "ministral3": ("Ministral3Config", "Ministral3ForCausalLM"),
+    "granite": ("GraniteConfig", "GraniteForCausalLM"),
+    "gpt_oss": ("GptOssConfig", "GptOssForCausalLM"),
     "opt": ("OPTConfig", "OPTForCausalLM"),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel"),
 }
@@ -142,6 +283,10 @@ def _louder(model: Any) -> None:
         for name, p in model.named_parameters():
             if "wpe" in name or "embed_positions" in name:
                 p.mul_(2)
+            if name.endswith("A_log"):  # states that last for tens of tokens
+                p.sub_(3)
+            if name.endswith("conv1d.weight"):
+                p.mul_(5)
 
 
 def rename(folder: Path, prefixes: dict[str, str], ends: tuple[tuple[str, str], ...] = ()) -> None:

@@ -150,9 +150,9 @@ def first_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     thaw()
 
 
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.long)])
 def test_forty_starts(every: int) -> None:
-    """Every utilisation and reserve once, or a third of them, with a short launch line that is recorded here.
+    """Every utilisation and reserve once, or a seventh of them, with a short launch line that is recorded here.
 
     Every fourth on a large card, the others where 96 MiB are left for KV cache and graphs: one request needs 37 MiB.
     """

@@ -48,6 +48,9 @@ SEEN = {
     "window_and_spans": Case(((60, 9), (0, 14)), group=2, kv_heads=1, block=32, window=11, spans=True),
     "decode_window": Case(((9, 1), (700, 1), (40, 1)), decode=True, group=2, kv_heads=1, window=33),
     "decode_window_bf16": Case(((900, 1), (3, 1)), decode=True, group=16, kv_heads=1, d=8, dtype=BF16, window=270),
+    "sinks": Case(((0, 12), (70, 6), (150, 1)), group=8, kv_heads=1, d=64, sinks=True, window=24),
+    "decode_sinks": Case(((9, 1), (700, 1), (1, 1)), decode=True, group=8, kv_heads=1, d=64, sinks=True),
+    "invariant_sinks": Case(((600, 4), (0, 3)), group=4, kv_heads=1, sinks=True, invariant=True),
     "head_256": Case(((0, 9), (30, 3)), group=2, kv_heads=1, d=256, dtype=BF16),
     "decode_head_256": Case(((65, 1),), decode=True, group=4, kv_heads=1, d=256, dtype=BF16, window=20),
 }

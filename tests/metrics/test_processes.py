@@ -67,7 +67,7 @@ def test_a_process_counts_while_it_lives_and_its_seconds_stay() -> None:
         assert now["vllm:server_resident_memory_bytes"]["decode_worker"] > 1 << 20
         burnt = now["vllm:server_cpu_seconds"]["decode_worker"]
         assert (
-            burnt >= burnt_before + 0.1
+            burnt >= burnt_before + 0.1 - 1e-6
             and now["vllm:server_cpu_seconds"][API] >= before["vllm:server_cpu_seconds"][API] - 1e-6
         )
     finally:
@@ -77,7 +77,7 @@ def test_a_process_counts_while_it_lives_and_its_seconds_stay() -> None:
     after = samples(collector)
     assert after["vllm:server_processes"]["decode_worker"] == others
     assert others or after["vllm:server_resident_memory_bytes"]["decode_worker"] == 0
-    assert after["vllm:server_cpu_seconds"]["decode_worker"] >= burnt
+    assert after["vllm:server_cpu_seconds"]["decode_worker"] >= burnt - 1e-6
 
 
 def test_figures_are_those_of_the_kernel() -> None:

@@ -182,7 +182,7 @@ def test_ten_rounds(tmp_path: Path, left_before: set[str]) -> None:
 def test_a_stopped_process_is_told_from_one_that_works() -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
         watch = StopWatch(process, looks=2)
-        assert not watch.look() and read_stat(process.pid)[0] in "SR"
+        assert not watch.look() and read_stat(process.pid)[0] in "SRD"
         process.send_signal(signal.SIGSTOP)
         end = time.monotonic() + 10
         while read_stat(process.pid)[0] != "T" and time.monotonic() < end:

@@ -71,6 +71,7 @@ class Case:
         invariant: attended to as ``--batch-invariant`` does.
         window: keys that a token sees; 0: all. Blocks before all windows of a row hold NaN.
         spans: the tokens of every other row see each other, in the others the last two thirds.
+        sinks: each head has one, from far below to far above the scores.
     """
 
     rows: tuple[tuple[int, int], ...]
@@ -87,6 +88,7 @@ class Case:
     seed: int = 0
     window: int = 0
     spans: bool = False
+    sinks: bool = False
 
     @property
     def bucket(self) -> Bucket:
@@ -138,6 +140,11 @@ class Prepared:
     def __post_init__(self) -> None:
         self.poisoned = LayerKV(*(t.clone() for t in self.cache[:2]))
 
+    @property
+    def sinks(self) -> Tensor | None:
+        """float32 [heads]."""
+        return torch.linspace(-30, 30, self.case.group * self.case.kv_heads) if self.case.sinks else None
+
     def reset(self) -> None:
         """The cache as before the launch, the output as if never written."""
         for now, before in zip(self.cache[:2], self.poisoned[:2], strict=True):
@@ -157,7 +164,8 @@ class Prepared:
     def attend(self, turned: Tensor) -> None:
         attn, scale, case = self.tensors.attn, self.case.d**-0.5, self.case
         paged_attention.attend_text(
-            turned, self.cache, attn, scale, self.out, self.partial, case.invariant, case.window
+            turned, self.cache, attn, scale, self.out, self.partial, case.invariant, case.window,
+            None if self.sinks is None else self.sinks.to(self.out.device),
         )  # fmt: skip
 
     def expected(self) -> tuple[Tensor, LayerKV]:
@@ -173,7 +181,7 @@ class Prepared:
         q, k, v = (t[:n].cpu().float() for t in (self.q, self.k, self.v))
         q, k, v = ops.rope_store(q, k, v, rotary, kv, attn)
         kv = LayerKV(*(t.to(dtype).float() for t in kv[:2]))
-        return ops.attend(q.to(dtype).float(), k, v, kv, attn, self.case.d**-0.5, self.case.window), kv
+        return ops.attend(q.to(dtype).float(), k, v, kv, attn, self.case.d**-0.5, self.case.window, self.sinks), kv
 
 
 def frequencies(d: int) -> tuple[Tensor, Tensor]:

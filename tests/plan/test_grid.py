@@ -78,8 +78,8 @@ def check(case: Any) -> str:
 
 
 def test_a_sample_of_starts() -> None:
-    seen = [check(case) for case in random.Random(1).sample(GRID, 30)]
-    assert seen.count("fits") > 10 and seen.count("advised") > 2
+    seen = [check(case) for case in random.Random(1).sample(GRID, 14)]
+    assert seen.count("fits") > 4 and seen.count("advised") > 0
 
 
 @pytest.mark.long

@@ -26,6 +26,13 @@ from trencadis.multimodal.processor import PlaceholderRun, PreparedImage
 Change = Callable[[Any, Any], tuple[Any, str, Any]]
 
 
+MINISTRAL = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 16, "beta_fast": 32.0,
+    "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3,
+}  # fmt: skip
+"""Rotary positions of a decoder whose queries grow from position 16 on."""
+
+
 @dataclass(frozen=True)
 class Compared:
     """A family and its oracle.
@@ -197,7 +204,11 @@ COMPARED = {
         vision_checkpoints.internvl,
         {"qwen2": {}, "qwen3, five tiles, no biases": {
             "kind": "qwen3", "seed": 2, "most": 5, "vision": {"attention_bias": False, "hidden_act": "quick_gelu"}},
-         "llama": {"kind": "llama", "seed": 3, "most": 1}},
+         "llama": {"kind": "llama", "seed": 3, "most": 1},
+         "qwen3 with experts": {
+             "kind": "qwen3_moe", "seed": 4, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+             "moe_intermediate_size": 24, "norm_topk_prob": True,
+         }},
         _internvl,
         ("pixel_values",),
         lambda reference, ours, h, w: reference._get_num_multimodal_tokens([(h, w)]).num_image_tokens[0] - 2,
@@ -253,7 +264,10 @@ COMPARED = {
     ),
     "mistral3": Compared(
         vision_checkpoints.pixtral,
-        {"cells of 4": {}, "cells of 1": {"merge": 1, "act": "gelu", "longest": 420, "seed": 2}},
+        {"cells of 4": {}, "cells of 1": {"merge": 1, "act": "gelu", "longest": 420, "seed": 2},
+         "ministral3": {
+             "kind": "ministral3", "seed": 5, "head_dim": 16, "pad_token_id": 1, "rope_parameters": MINISTRAL,
+         }},
         _pixtral,
         ("pixel_values", "image_sizes"),
         _tokens_of_pixtral,

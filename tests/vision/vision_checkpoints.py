@@ -21,7 +21,10 @@ TEMPLATE = """\
 {%- if add_generation_prompt %}{{- 'ASSISTANT:' }}{%- endif %}"""
 
 
-def llava(folder: Path, *, seed: int = 0, image: int = 112, layer: int = -2, vision: Any = None, **text: Any) -> Path:
+def llava(
+    folder: Path, *, seed: int = 0, image: int = 112, layer: int = -2, vision: Any = None, kind: str = "llama",
+    **text: Any,
+) -> Path:  # fmt: skip
     """A LLaVA-1.5 checkpoint with images of ``image`` pixels; ``vision`` and ``text`` override settings."""
     from transformers import LlavaConfig, LlavaForConditionalGeneration
 
@@ -29,7 +32,7 @@ def llava(folder: Path, *, seed: int = 0, image: int = 112, layer: int = -2, vis
         model_type="clip_vision_model", hidden_size=32, intermediate_size=44, num_hidden_layers=4,
         num_attention_heads=2, image_size=image, patch_size=14, projection_dim=16, **(vision or {}),
     )  # fmt: skip
-    settings = {"model_type": "llama", **checkpoints.text_settings(**text)}
+    settings = {"model_type": kind, **checkpoints.text_settings(**text)}
     config = LlavaConfig(
         text_config=settings, vision_config=tower, image_token_index=IMAGE, image_seq_length=(image // 14) ** 2,
         vision_feature_layer=layer, architectures=["LlavaForConditionalGeneration"],
@@ -63,6 +66,32 @@ def finished(
     return folder
 
 
+def glm4v(folder: Path, *, seed: int = 0, name: str = "Glm4v", vision: Any = None, **text: Any) -> Path:
+    """A GLM-4.1V checkpoint, by ``name`` one of GLM-4.6V-Flash or GLM-OCR; ``vision`` and ``text``: other settings."""
+    import transformers
+
+    kind, images = ("glm_ocr_text", "Glm4v") if name == "GlmOcr" else ("glm4v_text", name)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}
+    settings = checkpoints.text_settings(rope_parameters=rope, pad_token_id=1, **text)
+    tower = dict(
+        model_type=kind.replace("text", "vision"), depth=3, hidden_size=32, intermediate_size=44, num_heads=2,
+        image_size=70, out_hidden_size=settings["hidden_size"], **(vision or {}),
+    )  # fmt: skip
+    config = getattr(transformers, f"{name}Config")(
+        text_config={"model_type": kind, **settings}, vision_config=tower, image_token_id=IMAGE,
+        video_token_id=2, image_start_token_id=3, image_end_token_id=4, video_start_token_id=5, video_end_token_id=6,
+        tie_word_embeddings=settings["tie_word_embeddings"], architectures=[f"{name}ForConditionalGeneration"],
+    )  # fmt: skip
+    cell = 28 * 28
+    processor = {
+        "image_processor_type": f"{images}ImageProcessor", "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2,
+        "size": {"shortest_edge": 2 * 2 * cell, "longest_edge": 2 * 40 * cell}, "resample": 3,
+    }  # fmt: skip
+    template = TEMPLATE.replace("<image>", "<|image|>")
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    return finished(model, folder, seed, ["<|image|>"], processor, template)
+
+
 def qwen3_vl(folder: Path, *, seed: int = 0, experts: bool = False, vision: Any = None, **text: Any) -> Path:
     """A Qwen3-VL checkpoint, with ``experts`` in all layers but one; ``vision`` and ``text`` override settings."""
     import transformers
@@ -88,6 +117,49 @@ def qwen3_vl(folder: Path, *, seed: int = 0, experts: bool = False, vision: Any 
         architectures=[f"{name}ForConditionalGeneration"],
     )  # fmt: skip
     checkpoints._write(getattr(transformers, f"{name}ForConditionalGeneration")(config), folder, seed, torch.float32)
+    processor = {
+        "image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 16, "temporal_patch_size": 2,
+        "merge_size": 2, "size": {"shortest_edge": 4096, "longest_edge": 1_003_520}, "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    }  # fmt: skip
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    return folder
+
+
+def qwen3_5(folder: Path, *, seed: int = 0, experts: bool = False, vision: Any = None, **text: Any) -> Path:
+    """A Qwen3.5 checkpoint: two recurrent layers of three, and a tower without DeepStack."""
+    import transformers
+
+    rope = {
+        "rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4, "mrope_interleaved": True,
+        "partial_rotary_factor": 0.25,
+    }  # fmt: skip
+    settings: dict[str, Any] = {
+        "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        **checkpoints.text_settings(rope_parameters=rope, **{"num_hidden_layers": 3, **text}),
+    }  # fmt: skip
+    if experts:
+        settings |= {
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+        }  # fmt: skip
+        del settings["intermediate_size"]
+    tower = dict(
+        depth=3, hidden_size=144, intermediate_size=44, num_heads=2, out_hidden_size=settings["hidden_size"],
+        in_channels=3, patch_size=16, spatial_merge_size=2, temporal_patch_size=2, num_position_embeddings=36,
+        hidden_act="gelu_pytorch_tanh",
+    ) | (vision or {})  # fmt: skip
+    name = "Qwen3_5Moe" if experts else "Qwen3_5"
+    config = getattr(transformers, f"{name}Config")(
+        text_config=settings, vision_config=tower, tie_word_embeddings=settings["tie_word_embeddings"],
+        image_token_id=checkpoints.IDS["<|image_pad|>"], video_token_id=checkpoints.IDS["<|video_pad|>"],
+        vision_start_token_id=checkpoints.IDS["<|vision_start|>"],
+        vision_end_token_id=checkpoints.IDS["<|vision_end|>"],
+        architectures=[f"{name}ForConditionalGeneration"],
+    )  # fmt: skip
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    checkpoints._write(model, folder, seed, torch.float32)
     processor = {
         "image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 16, "temporal_patch_size": 2,
         "merge_size": 2, "size": {"shortest_edge": 4096, "longest_edge": 1_003_520}, "image_mean": [0.5] * 3,
@@ -162,7 +234,7 @@ def idefics3(
 
 def pixtral(
     folder: Path, *, seed: int = 0, name: str = "Mistral3", merge: int = 2, longest: int = 224, act: str = "silu",
-    **text: Any,
+    kind: str = "mistral", **text: Any,
 ) -> Path:  # fmt: skip
     """A Mistral 3 checkpoint, or by ``name`` "Llava" one of Pixtral-12B; images of up to ``longest`` pixels."""
     import transformers
@@ -171,10 +243,10 @@ def pixtral(
         model_type="pixtral", hidden_size=32, intermediate_size=44, num_hidden_layers=3, num_attention_heads=2,
         image_size=longest, patch_size=14, hidden_act=act,
     )  # fmt: skip
-    settings = {"model_type": "mistral", "sliding_window": None, **checkpoints.text_settings(**text)}
-    kind: Any = getattr(transformers, f"{name}Config")
+    settings = {"model_type": kind, "sliding_window": None, **checkpoints.text_settings(**text)}
+    made: Any = getattr(transformers, f"{name}Config")
     own = {"spatial_merge_size": merge} if name == "Mistral3" else {"vision_feature_select_strategy": "full"}
-    config = kind(
+    config = made(
         text_config=settings, vision_config=tower, image_token_index=IMAGE, vision_feature_layer=-1,
         architectures=[f"{name}ForConditionalGeneration"], tie_word_embeddings=settings["tie_word_embeddings"], **own,
     )  # fmt: skip

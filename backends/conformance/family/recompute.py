@@ -58,7 +58,13 @@ class RecomputedModel:
         self.config = config
         t = config.text
         settings = BackendConfig(
-            block_size=BLOCK, vocab_size=t.vocab, windows=t.windows, upto=t.upto, options={"threads": "1"}
+            block_size=BLOCK,
+            vocab_size=t.vocab,
+            windows=t.windows,
+            upto=t.upto,
+            sinks=t.sinks,
+            recurrent=t.recurrent is not None,
+            options={"threads": "1"},
         )
         self.backend: Backend = make_backend(settings)
         if comm is not None:

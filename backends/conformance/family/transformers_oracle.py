@@ -8,7 +8,7 @@ import dataclasses
 import inspect
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,8 @@ PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 Outputs = dict[str, Tensor]
 
 
-def _class_of(path: Path) -> Any:
+def find_model_class(path: Path) -> Any:
+    """Returns transformers' class of a checkpoint's model; raises Skipped if it has none."""
     import transformers
 
     library: Any = transformers
@@ -49,7 +50,7 @@ def read_declared_keys(path: Path) -> JsonObject:
     """Returns the keys that the configuration's class declares itself, with their defaults; None for a key without
     one.
     """
-    kind = _class_of(path).config_class
+    kind = find_model_class(path).config_class
     shared = {field.name for base in kind.__mro__[1:] if dataclasses.is_dataclass(base)
               for field in dataclasses.fields(base)}  # fmt: skip
     own = [field for field in dataclasses.fields(kind) if field.name not in shared]
@@ -77,7 +78,7 @@ def write_dummy(path: Path, folder: Path, seed: int) -> None:
     import transformers
     from safetensors.torch import save_file
 
-    kind, raw = _class_of(path), json.loads((path / "config.json").read_text(encoding="utf-8"))
+    kind, raw = find_model_class(path), json.loads((path / "config.json").read_text(encoding="utf-8"))
     whole = transformers.AutoConfig.from_pretrained(path)
     _shrink(raw, whole)
     for part in ("text_config", "vision_config"):
@@ -109,19 +110,25 @@ class ProcessedImage:
     token: int
 
 
-def process_image(path: Path, image: Any, token: int) -> ProcessedImage:
-    """Processes an image with the checkpoint's image processor, by Pillow; raises Skipped if it has none."""
+def open_image_processor(path: Path) -> Any:
+    """Opens the checkpoint's image processor, by Pillow; raises Skipped if transformers makes none."""
     import transformers
 
     library: Any = transformers
     try:
-        processor = library.AutoImageProcessor.from_pretrained(path, backend="pil")
+        return library.AutoImageProcessor.from_pretrained(path, backend="pil")
     except (OSError, ValueError, ImportError) as error:
         raise Skipped(f"transformers makes no image processor of it: {str(error).splitlines()[0][:100]}") from None
-    return ProcessedImage(dict(processor(images=[image], return_tensors="pt", **_of_processor(path, processor))), token)
 
 
-def _of_processor(path: Path, images: Any) -> dict[str, Any]:
+def process_image(path: Path, image: object, token: int) -> ProcessedImage:
+    """Processes an image with the checkpoint's image processor."""
+    processor = open_image_processor(path)
+    made = processor(images=[image], return_tensors="pt", **processor_arguments(path, processor))
+    return ProcessedImage(dict(made), token)
+
+
+def processor_arguments(path: Path, images: Any) -> dict[str, Any]:
     """Returns the arguments that the processor of images and texts, which needs a tokenizer, passes to the image
     processor.
     """
@@ -142,8 +149,58 @@ def _of_processor(path: Path, images: Any) -> dict[str, Any]:
     return asked
 
 
+class TransformersAnswers:
+    """A checkpoint's model and image processor.
+
+    Args:
+        path: folder of the checkpoint.
+        image_token: the id that stands for an image's rows in a prompt.
+        eos: ids that end an answer.
+
+    Raises:
+        Skipped: transformers has no such model, or makes no image processor of the folder.
+    """
+
+    def __init__(self, path: Path, image_token: int, eos: Sequence[int]) -> None:
+        self._token, self._eos = image_token, list(eos)
+        self._model = find_model_class(path).from_pretrained(path, dtype=torch.float32).eval()
+        self._processor = open_image_processor(path)
+        self._arguments = processor_arguments(path, self._processor)
+        self._known = inspect.signature(self._model.forward).parameters
+
+    def answer(self, ids: Sequence[int], images: Sequence[object], length: int) -> list[int]:
+        """Returns at most ``length`` token ids, without those that end an answer.
+
+        Args:
+            ids: the prompt, with a placeholder for each row of an image.
+            images: PIL images in order.
+        """
+        prompt = torch.tensor([list(ids)])
+        marks = (prompt == self._token).long()
+        given: dict[str, Tensor] = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
+        given |= {key: marks for key in ("token_type_ids", "mm_token_type_ids") if key in self._known}
+        if images:
+            made = dict(self._processor(images=list(images), return_tensors="pt", **self._arguments))
+            given |= {key: value for key, value in made.items() if key in self._known}
+        with torch.inference_mode():
+            found = self._model.generate(
+                **given, max_new_tokens=length, do_sample=False, num_beams=1, eos_token_id=self._eos or None,
+                pad_token_id=self._eos[0] if self._eos else 0, temperature=None, top_p=None, top_k=None,
+                repetition_penalty=1.0,
+            )  # fmt: skip
+        answer: list[int] = found[0, len(ids) :].tolist()
+        return answer[:-1] if answer and answer[-1] in self._eos else answer
+
+
+MIXERS = ("Attention", "GatedDeltaNet")
+"""Ends of the names of modules that mix tokens."""
+
+
 READERS = ("pre_feedforward_layernorm", "post_attention_layernorm")
 """transformers' names of the norm before an MLP, whose input is the sum after attention."""
+
+MLP_NAMES = ("MLP", "MoeBlock", "MoeMoE")
+"""Parts of the names of transformers' classes of MLPs and of experts with their router."""
 
 POST_MLP_NORM = "post_feedforward_layernorm"
 """transformers' name of a norm after an MLP."""
@@ -154,7 +211,7 @@ class TransformersOracle:
 
     def __init__(self, path: Path, generates: bool = True) -> None:
         self.generates = generates
-        self.model: Any = _class_of(path).from_pretrained(path, dtype=torch.float32).eval()
+        self.model: Any = find_model_class(path).from_pretrained(path, dtype=torch.float32).eval()
 
     @property
     def names(self) -> set[str]:
@@ -228,9 +285,9 @@ class TransformersOracle:
             reader = "" if alone else next((n for n in READERS if hasattr(layer, n)), "")
             for name, child in layer.named_children():
                 # modules with ``output`` include a sum and a norm
-                if "Attention" in type(child).__name__ and not hasattr(child, "output"):
+                if type(child).__name__.endswith(MIXERS) and not hasattr(child, "output"):
                     hooks.append(child.register_forward_hook(_note_output(f"attention of layer {i}", outputs)))
-                elif "MLP" in type(child).__name__:
+                elif any(part in type(child).__name__ for part in MLP_NAMES):
                     hooks.append(child.register_forward_hook(_note_output(f"MLP of layer {i}", outputs)))
                 elif name == reader:
                     hook = _note_input(f"sum behind attention of layer {i}", outputs)

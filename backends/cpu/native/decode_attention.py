@@ -49,10 +49,13 @@ def is_supported(q: Tensor, kv: LayerKV, table: KernelTable) -> bool:
     return (coded or kv.k.dtype == q.dtype) and kv.k.is_contiguous() and kv.v.is_contiguous()
 
 
-def attend(q: Tensor, kv: LayerKV, rows: SingleTokenRows, scale: float, out: Tensor, table: KernelTable) -> None:
+def attend(
+    q: Tensor, kv: LayerKV, rows: SingleTokenRows, scale: float, out: Tensor, table: KernelTable,
+    sinks: Tensor | None = None,
+) -> None:  # fmt: skip
     """Computes attention of single tokens: q [n, h, d]; ``out`` [n, h, d] is written for the tokens in ``rows``.
 
-    A row's bits depend only on the row. Softmax and sums are float32.
+    A row's bits depend only on the row. Softmax and sums are float32. ``sinks``: float32 [h], as for ``Ops.attend``.
     """
     _, heads, size = q.shape
     if q.stride(2) != 1 or q.stride(1) != size:
@@ -67,6 +70,7 @@ def attend(q: Tensor, kv: LayerKV, rows: SingleTokenRows, scale: float, out: Ten
         *at,
         rows.blocks.data_ptr(),
         *(a.ctypes.data for a in (rows.token, rows.row, rows.first, rows.length)),
+        None if sinks is None else sinks.data_ptr(),
         len(rows.token), heads, kv.k.shape[2], size, kv.k.shape[1], rows.blocks.stride(0), q.stride(0), kept,
         scale, TYPES[q.dtype], CODES.get(kv.k.dtype, 0), 0 if kv.kept is None else TYPES[kv.kept.dtype],
         table.bfloat16_pairs,

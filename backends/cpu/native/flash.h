@@ -21,6 +21,7 @@ typedef struct {
 typedef struct {
     const void *q, *k, *v;
     void *out;
+    const float *sinks; /* [heads]: scores that count in the sum of weights and have no value; NULL: none */
     int64_t q_row, q_head, k_row, k_head, v_row, v_head;
     int64_t heads, groups, size;
     int64_t window; /* keys that a query sees, including its own position; 0: all */

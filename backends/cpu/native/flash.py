@@ -78,12 +78,13 @@ def windows(real: Tensor, size: int) -> NDArray[np.int64]:
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, spans: Sequence[Span] | NDArray[np.int64], scale: float, out: Tensor,
-    table: KernelTable, window: int = 0,
+    table: KernelTable, window: int = 0, sinks: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Computes attention of q [n, h, d] to k and v [slots, g, d]; ``out`` [n, h, d] is written for the queries of
     spans.
 
     A query's bits depend only on itself and on the keys that it sees, at their positions. Softmax and sums are float32.
+    ``sinks``: float32 [h], as for ``Ops.attend``.
     """
     q, k, v = (t if t.stride(2) == 1 else t.contiguous() for t in (q, k, v))
     assert out.is_contiguous() and k.dtype == v.dtype == q.dtype == out.dtype
@@ -96,7 +97,8 @@ def attend(
                     checks.check_range(f"{what} of a span", where, 0, most)
     _, heads, size = q.shape
     layout = FlashLayout(
-        *(t.data_ptr() for t in (q, k, v, out)), *(stride for t in (q, k, v) for stride in t.stride()[:2]),
+        *(t.data_ptr() for t in (q, k, v, out)), None if sinks is None else sinks.data_ptr(),
+        *(stride for t in (q, k, v) for stride in t.stride()[:2]),
         heads, k.shape[1], size, window, made.ctypes.data, len(made), TYPES[q.dtype], scale,
         q.dtype == torch.bfloat16 and table.bfloat16_pairs, None, 0, 0, 0,
     )  # fmt: skip

@@ -26,7 +26,8 @@ static const int64_t pack[] = {P(rows), P(out), P(inputs), P(depth), P(from), P(
 
 #define A(field) AT(Attend, field)
 static const int64_t attend[] = {A(q),      A(out),   A(k),         A(v),      A(k_scale), A(v_scale),   A(kept),
-                                 A(pairs),  A(blocks), A(token),    A(row),    A(first),   A(length),    A(n),
+                                 A(pairs),  A(blocks), A(token),    A(row),    A(first),   A(length),    A(sinks),
+                                 A(n),
                                  A(heads),  A(groups), A(size),     A(block),  A(width),   A(stride),    A(kept_count),
                                  A(scale),  A(type),   A(codes),    A(kept_type), A(bfloat16_pairs), A(starts), A(part)};
 
@@ -35,7 +36,7 @@ static const int64_t rotate[] = {T(q),     T(k),     T(v),      T(cos),   T(sin)
                                T(q_row), T(q_head), T(k_row), T(k_head), T(v_row), T(heads), T(groups), T(size),   T(type)};
 
 #define F(field) AT(Flash, field)
-static const int64_t flash[] = {F(q),     F(k),      F(v),    F(out),   F(q_row),  F(q_head), F(k_row), F(k_head),
+static const int64_t flash[] = {F(q),     F(k),      F(v),    F(out),   F(sinks), F(q_row),  F(q_head), F(k_row), F(k_head),
                                 F(v_row), F(v_head), F(heads), F(groups), F(size), F(window), F(spans), F(n),
                                 F(type),  F(scale),  F(pairs), F(starts), F(tokens), F(next), F(team)};
 

@@ -43,7 +43,7 @@ class AttendLayout(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "out", "k", "v", "k_scale", "v_scale", "kept", "pairs")),
-        *((name, ctypes.c_void_p) for name in ("blocks", "token", "row", "first", "length")),
+        *((name, ctypes.c_void_p) for name in ("blocks", "token", "row", "first", "length", "sinks")),
         *(
             (name, ctypes.c_int64)
             for name in ("n", "heads", "groups", "size", "block", "width", "stride", "kept_count")
@@ -69,7 +69,7 @@ class FlashLayout(ctypes.Structure):
     """``Flash`` of flash.h; the library fills in the last four."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out")),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "sinks")),
         *((name, ctypes.c_int64) for name in ("q_row", "q_head", "k_row", "k_head", "v_row", "v_head")),
         *((name, ctypes.c_int64) for name in ("heads", "groups", "size", "window")),
         ("spans", ctypes.c_void_p),

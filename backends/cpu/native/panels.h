@@ -84,6 +84,7 @@ typedef struct {
     const int32_t *blocks;       /* [rows][width]; a block below 0 holds no keys */
     const int32_t *token, *row;  /* [n]: index in q and out, and in blocks */
     const int32_t *first, *length; /* [n]: keys [first, length) of the row are visible */
+    const float *sinks;          /* [heads]: scores that count in the sum of weights and have no value; NULL: none */
     int64_t n, heads, groups, size, block, width, stride, kept_count;
     float scale;
     int type, codes, kept_type; /* codes: INT8 or FLOAT8; 0: none */

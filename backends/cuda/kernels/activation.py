@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 1024
-KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "quick_gelu": 3, "relu": 4}
+KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "quick_gelu": 3, "relu": 4, "clamped_swiglu": 5}
 """Activations of ``core.device.backend.Ops.act`` -> their number in the kernel."""
 
 
@@ -24,8 +24,20 @@ def apply_activation(value, KIND: tl.constexpr):
         value = value / (1.0 + tl.exp(-2.0 * inner))
     elif KIND == 3:
         value = value / (1.0 + tl.exp(-1.702 * value))
-    else:
+    elif KIND == 4:
         value = tl.where(value < 0.0, 0.0, value)  # a maximum would drop a NaN
+    else:
+        value = tl.where(value > 7.0, 7.0, value)
+        value = value / (1.0 + tl.exp(-1.702 * value))
+    return value
+
+
+@triton.jit
+def adjust_up(value, KIND: tl.constexpr):
+    """Returns what the activation of a gate is multiplied by, from float32 values of the second half."""
+    if KIND == 5:
+        value = tl.where(value > 7.0, 7.0, value)
+        value = tl.where(value < -7.0, -7.0, value) + 1.0
     return value
 
 
@@ -38,7 +50,8 @@ def _act(source, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constex
     value = tl.load(source + row * step + at, mask=inside, other=0.0).to(tl.float32)
     value = apply_activation(value, KIND)
     if PAIRED:
-        value *= tl.load(source + row * step + WIDTH + at, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(source + row * step + WIDTH + at, mask=inside, other=0.0).to(tl.float32)
+        value *= adjust_up(up, KIND)
     tl.store(out + row * WIDTH + at, value.to(out.dtype.element_ty), mask=inside)
 
 

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trencadis.backends.cuda.kernels import tiles
-from trencadis.backends.cuda.kernels.activation import KINDS, apply_activation
+from trencadis.backends.cuda.kernels.activation import KINDS, adjust_up, apply_activation
 from trencadis.backends.cuda.kernels.tiles import power
 
 CHUNK = 1024
@@ -158,6 +158,8 @@ class StackedExperts:
     down: Tensor
     count: int
     inner: int
+    gate_up_bias: Tensor | None = None  # [count, 2 inner]
+    down_bias: Tensor | None = None  # [count, hidden]
 
 
 def run(
@@ -198,19 +200,26 @@ def tile_of(x: Tensor, pairs: int, count: int, alike: bool) -> tiles.Tile:
 
 def _up(x: Tensor, w: StackedExperts, r: Routes, top: int, kind: str, out: Tensor, sizes: dict[str, int]) -> None:
     grid = r.owner.shape[0], -(-w.inner // sizes["N"])
-    experts_kernel[grid](out, x, w.gate_up, r.order, r.owner, x.shape[1], w.inner, TOP=top, KIND=KINDS[kind], **sizes)
+    bias = w.gate_up if w.gate_up_bias is None else w.gate_up_bias
+    experts_kernel[grid](
+        out, x, w.gate_up, bias, r.order, r.owner, x.shape[1], w.inner, TOP=top, KIND=KINDS[kind],
+        BIASED=w.gate_up_bias is not None, **sizes,
+    )  # fmt: skip
 
 
 def _down(x: Tensor, w: StackedExperts, r: Routes, out: Tensor, sizes: dict[str, int]) -> None:
     hidden = out.shape[1]
     grid = r.owner.shape[0], -(-hidden // sizes["N"])
-    experts_down_kernel[grid](out, x, w.down, r.shares, r.order, r.owner, hidden, w.inner, **sizes)
+    bias = w.down if w.down_bias is None else w.down_bias
+    experts_down_kernel[grid](
+        out, x, w.down, bias, r.shares, r.order, r.owner, hidden, w.inner, BIASED=w.down_bias is not None, **sizes
+    )
 
 
 @triton.jit
 def experts_kernel(
-    out, x, weight, order, owner, hidden, inner,
-    TOP: tl.constexpr, KIND: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    out, x, weight, bias, order, owner, hidden, inner,
+    TOP: tl.constexpr, KIND: tl.constexpr, BIASED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     expert = tl.load(owner + tile)
@@ -232,15 +241,20 @@ def experts_kernel(
             gate = tl.dot(values, held, gate, input_precision="ieee")
             held = tl.load(ups[None, :] + at[:, None], mask=inside_both, other=0.0)
             up = tl.dot(values, held, up, input_precision="ieee")
-        made = apply_activation(gate, KIND) * up
+        if BIASED:
+            own = bias + expert.to(tl.int64) * 2 * inner + column
+            gate += tl.load(own, mask=there, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(own + inner, mask=there, other=0.0).to(tl.float32)[None, :]
+        made = apply_activation(gate, KIND) * adjust_up(up, KIND)
         address = out + pair[:, None] * inner + column[None, :]
         tl.store(address, made.to(out.dtype.element_ty), mask=here[:, None] & there[None, :])
 
 
 @triton.jit
 def experts_down_kernel(
-    out, x, weight, shares, order, owner, hidden, inner, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr
-):
+    out, x, weight, bias, shares, order, owner, hidden, inner,
+    BIASED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
     tile = tl.program_id(0)
     expert = tl.load(owner + tile)
     if expert >= 0:
@@ -256,6 +270,8 @@ def experts_down_kernel(
             values = tl.load(row[:, None] + at[None, :], mask=here[:, None] & inside[None, :], other=0.0)
             held = tl.load(downs[None, :] + at[:, None], mask=there[None, :] & inside[:, None], other=0.0)
             made = tl.dot(values, held, made, input_precision="ieee")
+        if BIASED:
+            made += tl.load(bias + expert.to(tl.int64) * hidden + column, mask=there, other=0.0).to(tl.float32)[None, :]
         made *= tl.load(shares + pair, mask=here, other=0.0)[:, None]
         address = out + pair[:, None] * hidden + column[None, :]
         tl.store(address, made.to(out.dtype.element_ty), mask=here[:, None] & there[None, :])

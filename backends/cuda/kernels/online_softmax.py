@@ -41,6 +41,15 @@ def tile_weights(peak, total, scores, keep, scale, MASKED: tl.constexpr):
 
 
 @triton.jit
+def add_sink(total, peak, sink):
+    """Returns the sum of weights with that of a sink, a score without value that is not in units of log2(e).
+
+    A sink far above all scores, or of a query that sees no key, leaves next to nothing of the others.
+    """
+    return total + tl.exp2(tl.minimum(sink * LOG2E - peak, 126.0))
+
+
+@triton.jit
 def finish(acc, total):
     """Returns the weighted mean, float32 [M, D]; 0 where no key was visible."""
     return acc / tl.where(total > 0, total, 1.0)[:, None]

@@ -60,7 +60,7 @@ def partial(attn: ItemAttn, q: Tensor, kv: LayerKV, alike: bool = False) -> Part
 
 def attend_text(
     q: Tensor, kv: LayerKV, attn: ItemAttn, scale: float, out: Tensor, partial: Partial, alike: bool = False,
-    window: int = 0,
+    window: int = 0, sinks: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Computes attention into ``out``; surplus tokens get 0.
 
@@ -71,6 +71,7 @@ def attend_text(
         alike: pick the same tile for every launch and cut at spans, so that a query's sums run in the same order in
             all of them.
         window: keys that a token sees, including its own; 0: all.
+        sinks: float32 [heads], as for ``backend.Ops.attend``.
     """
     attention_checks.check_paged(q, kv, out)
     tokens, heads, d = q.shape
@@ -85,19 +86,20 @@ def attend_text(
         out, partial.values, partial.weight, q, kv.k, kv.v, attn.row_start, attn.context, attn.blocks,
         attn.block_start, attn.item_row, attn.item_token, attn.item_begin, attn.item_stop, attn.item_part,
         attn.context if attn.upto is None else attn.upto, rows, scale * online_softmax.LOG2E.value,
-        *quantised_kv_attention.pointers(kv),
+        partial.weight if sinks is None else sinks, *quantised_kv_attention.pointers(kv),
         GROUP=group, D=d, LANES=tiles.lanes(d), M=tile.m, N=tile.n, BLOCK=kv.k.shape[1], TOKENS=each, SUBS=subs,
         PART=partial.weight.shape[3], Q_TOKEN=q.stride(0), KV_TOKEN=kv.k.stride(1), OUT_TOKEN=out.stride(0),
-        WINDOW=window, UPTO=attn.upto is not None, ONE=single, SPAN=SPAN if alike else 0,
+        WINDOW=window, UPTO=attn.upto is not None, ONE=single, SPAN=SPAN if alike else 0, SINKS=sinks is not None,
         **quantised_kv_attention.constants(kv),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    join(partial, attn, q, kv, out, alike)
+    join(partial, attn, q, kv, out, alike, sinks=sinks)
 
 
 def join(
-    partial: Partial, attn: ItemAttn, q: Tensor, kv: LayerKV, out: Tensor, alike: bool, depends: bool = False
-) -> None:
+    partial: Partial, attn: ItemAttn, q: Tensor, kv: LayerKV, out: Tensor, alike: bool, depends: bool = False,
+    sinks: Tensor | None = None,
+) -> None:  # fmt: skip
     """Joins the partial results of each block that was cut into ``out``; ``depends``: by a dependent launch."""
     tokens, heads, d = q.shape
     groups, single = kv.k.shape[2], isinstance(attn, SingleAttn)
@@ -107,9 +109,10 @@ def join(
     slabs = -(-each * group // slab)
     join_kernel[(groups * slabs, attn.join_row.shape[0])](
         out, partial.values, partial.weight, attn.row_start, attn.join_row, attn.join_token, attn.join_part,
+        partial.weight if sinks is None else sinks,
         GROUP=group, D=d, LANES=tiles.lanes(d), TOKENS=each, PART=partial.weight.shape[3], SLAB=slab, SLABS=slabs,
         PIECES=1 if alike else PIECES_SINGLE if single else PIECES, OUT_TOKEN=out.stride(0), DEPENDENT=depends,
-        num_warps=SLAB if alike else JOIN_WARPS, **dependent_launch.options(depends),
+        SINKS=sinks is not None, num_warps=SLAB if alike else JOIN_WARPS, **dependent_launch.options(depends),
     )  # fmt: skip
 
 
@@ -129,11 +132,11 @@ class QueryTile(NamedTuple):
 @triton.jit(do_not_specialize=["rows"])
 def items_kernel(
     out, part, weight, q, k, v, row_start, context, blocks, block_start,
-    item_row, item_token, item_begin, item_stop, item_part, upto, rows, scale, k_scale, v_scale, kept, pairs,
+    item_row, item_token, item_begin, item_stop, item_part, upto, rows, scale, sinks, k_scale, v_scale, kept, pairs,
     GROUP: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
     TOKENS: tl.constexpr, SUBS: tl.constexpr, PART: tl.constexpr, Q_TOKEN: tl.constexpr, KV_TOKEN: tl.constexpr,
     OUT_TOKEN: tl.constexpr, WINDOW: tl.constexpr, UPTO: tl.constexpr, ONE: tl.constexpr, SPAN: tl.constexpr,
-    FORM: tl.constexpr, KEPT: tl.constexpr,
+    SINKS: tl.constexpr, FORM: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """Computes one tile of an item. ``rows`` includes the surplus row, which is the last and has no keys."""
     group = tl.program_id(0) // SUBS
@@ -181,6 +184,9 @@ def items_kernel(
     if part_at < 0:
         dim = tl.arange(0, LANES)
         at = tile.position[:, None] * OUT_TOKEN + (tile.head * D)[:, None] + dim[None, :]
+        if SINKS:
+            sink = tl.load(sinks + tile.head, mask=tile.live, other=0.0)
+            total = online_softmax.add_sink(total, peak, sink)
         mean = online_softmax.finish(acc, total).to(out.dtype.element_ty)
         tl.store(out + at, mean, mask=tile.live[:, None] & (dim < D)[None, :])
 
@@ -289,9 +295,10 @@ def leave_part(part, weight, at, tile, acc, peak, total, PART: tl.constexpr, D: 
 
 @triton.jit
 def join_kernel(
-    out, part, weight, row_start, join_row, join_token, join_part,
+    out, part, weight, row_start, join_row, join_token, join_part, sinks,
     GROUP: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, TOKENS: tl.constexpr, PART: tl.constexpr,
     SLAB: tl.constexpr, SLABS: tl.constexpr, PIECES: tl.constexpr, OUT_TOKEN: tl.constexpr, DEPENDENT: tl.constexpr,
+    SINKS: tl.constexpr,
 ):  # fmt: skip
     """Joins SLAB queries of a block that was cut, PIECES partial results at a time; if 1, in the order of
     ``items_kernel``.
@@ -332,6 +339,9 @@ def join_kernel(
             acc = acc * fade[:, None] + tl.sum(values * share[:, :, None], 0)
             total = total * fade + tl.sum(size * share, 0)
             peak = best
+    if SINKS:
+        sink = tl.load(sinks + group * GROUP + lane % GROUP, mask=live, other=0.0)
+        total = online_softmax.add_sink(total, peak, sink)
     at = (start + token + ahead).to(tl.int64)[:, None] * OUT_TOKEN + (group * GROUP + lane % GROUP)[:, None] * D
     mean = online_softmax.finish(acc, total).to(out.dtype.element_ty)
     tl.store(out + at + dim[None, :], mean, mask=live[:, None] & (dim < D)[None, :])

@@ -21,6 +21,7 @@ from trencadis.backends.cpu.padding import (
     pad,
     pad_cross_attention,
     pad_interpolation,
+    pad_recurrent,
     pool,
     reset,
     slot_map,
@@ -63,6 +64,7 @@ class Sizes:
         invariant: DECODE attends as PREFILL does, and cuts are at fixed keys (``--batch-invariant``).
         upto: PREFILL launches have ``Attn.upto``.
         group: query heads per KV head.
+        recurrent: text launches have ``TextTensors.recurrent``.
     """
 
     block_size: int
@@ -74,6 +76,7 @@ class Sizes:
     slot: SlotForm = NO_SLOT
     upto: bool = False
     group: int = 8
+    recurrent: bool = False
 
     def item_capacity(self, bucket: Bucket) -> ItemCapacity:
         """Returns the capacity for work items of a text launch."""
@@ -141,6 +144,7 @@ def text(bucket: Bucket, x: StepInputs, sizes: Sizes, plans: LaunchPlans) -> Any
         out_row=pad(x.out_row, (count,), np.int64),
         attn=_attn(bucket, x, sizes, plans),
         cross_attention=_make_cross_attention(bucket, x, sizes, plans),
+        recurrent=pad_recurrent(x, bucket.dims[-1]) if sizes.recurrent else None,
     )
 
 

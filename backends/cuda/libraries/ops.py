@@ -37,14 +37,18 @@ class LibraryAttention:
 
     _logged: frozenset[str] = frozenset()
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
-        why = self._unsupported_reason(kv, attn, window)
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        why = "attention sinks" if sinks is not None else self._unsupported_reason(kv, attn, window)
         if not why and self.launch is not None:
             return self.launch.attend(q, kv, scale, window)
         if why and why not in self._logged:
             self._logged |= {why}
             log.info("%s does not attend to %s: this engine's own kernels do", self.found.label, why)
-        out: Tensor = super().attend(q, k, v, kv, attn, scale, window)  # type: ignore[misc]
+        given = {} if sinks is None else {"sinks": sinks}
+        out: Tensor = super().attend(q, k, v, kv, attn, scale, window, **given)  # type: ignore[misc]
         return out
 
     def _unsupported_reason(self, kv: LayerKV, attn: Attn, window: int) -> str:

@@ -25,6 +25,7 @@ from trencadis.backends.cuda.weights.quantised_weight import (
 )
 from trencadis.core.device.backend import (
     Attn,
+    ExpertBiases,
     ExpertWeights,
     HeadTensors,
     HeadTensorsOut,
@@ -57,9 +58,12 @@ class TwinOps(HostLayerOps, ReferenceOps):
         self._memory.take(packed.nbytes + (0 if bias is None else bias.nbytes))
         return packed
 
-    def pack_experts(self, gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> ExpertWeights:
-        self._memory.take(sum(t.nbytes for t in (*gate_up, *down)))
-        return super().pack_experts(gate_up, down)
+    def pack_experts(
+        self, gate_up: Sequence[Tensor], down: Sequence[Tensor], biases: ExpertBiases | None = None
+    ) -> ExpertWeights:
+        beside = () if biases is None else (*biases.gate_up, *biases.down)
+        self._memory.take(sum(t.nbytes for t in (*gate_up, *down, *beside)))
+        return super().pack_experts(gate_up, down, biases)
 
     def linear(self, x: Tensor, w: Weight) -> Tensor:
         """Multiplies by a quantised weight in one recorded call, as the kernel does."""
@@ -73,10 +77,14 @@ class TwinOps(HostLayerOps, ReferenceOps):
     def draw(self, logits: Tensor, inputs: HeadTensors, state: SamplerState) -> HeadTensorsOut:
         return HeadTensorsOut(self.sample(logits, inputs, state, True).token, None, None, None, None)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Computes attention of text; surplus tokens give zeros."""
         ragged = attn.row_start, attn.context, attn.blocks, attn.block_start  # type: ignore[attr-defined]
-        out: Tensor = torch.ops.trencadis_twin.attend(q, *kv[:6], *ragged, getattr(attn, "upto", None), scale, window)
+        upto = getattr(attn, "upto", None)
+        out: Tensor = torch.ops.trencadis_twin.attend(q, *kv[:6], *ragged, upto, sinks, scale, window)
         return out
 
     gathers = False
@@ -119,10 +127,10 @@ class TwinOps(HostLayerOps, ReferenceOps):
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, kept: Tensor | None,
     pairs: Tensor | None, row_start: Tensor, context: Tensor, blocks: Tensor, block_start: Tensor, upto: Tensor | None,
-    scale: float, window: int,
+    sinks: Tensor | None, scale: float, window: int,
 ) -> Tensor:  # fmt: skip
     table, kv = rectangle(blocks, block_start), LayerKV(k, v, k_scale, v_scale, kept, pairs)
-    return BY_LENGTH.attend(q, k, v, kv, Attn(row_start, context, table, row_start, upto), scale, window)
+    return BY_LENGTH.attend(q, k, v, kv, Attn(row_start, context, table, row_start, upto), scale, window, sinks)
 
 
 def _cross_attend(q: Tensor, held: Tensor, reach: Tensor, times: Tensor, unit_row: Tensor, scale: float) -> Tensor:
@@ -199,7 +207,7 @@ def _register_op(schema: str, function: Callable[..., Tensor]) -> None:
 
 _register_op(
     "attend(Tensor q, Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, Tensor? kept, Tensor? pairs, "
-    "Tensor row_start, Tensor context, Tensor blocks, Tensor block_start, Tensor? upto, "
+    "Tensor row_start, Tensor context, Tensor blocks, Tensor block_start, Tensor? upto, Tensor? sinks, "
     "float scale, int window) -> Tensor",
     _attend,
 )

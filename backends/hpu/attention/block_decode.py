@@ -80,7 +80,7 @@ def attend_decode(
         part = _weigh_values(share, kv.v, attn, size)
     if kernels.adjustment is not None and high.dtype != torch.float16:
         return _join_blocks_fused(part, high, total, attn, kernels).to(q.dtype)
-    return _join_blocks(part, high, total, attn).to(q.dtype)
+    return _join_blocks(part, high, total, attn, kernels.sinks).to(q.dtype)
 
 
 def _attend_by_parts(
@@ -117,15 +117,21 @@ def _weigh_values(share: Tensor, cache: Tensor, attn: SharedDecode, size: int) -
     return weigh(spread, values)
 
 
-def _join_blocks(part: Tensor, high: Tensor, total: Tensor, attn: SharedDecode) -> Tensor:
-    """Joins blocks [B, h, d], with their maxima and sums [B, h, 1], into rows [R, h, d]."""
+def _join_blocks(part: Tensor, high: Tensor, total: Tensor, attn: SharedDecode, sinks: Tensor | None = None) -> Tensor:
+    """Joins blocks [B, h, d], with their maxima and sums [B, h, 1], into rows [R, h, d]; ``sinks``: float32 [h]."""
     rows, (_, heads, d) = attn.mapping.shape[0], part.shape
-    best = torch.full((rows + 1, heads, 1), lowest(high.dtype), dtype=high.dtype, device=high.device)
+    if sinks is None:
+        best = torch.full((rows + 1, heads, 1), lowest(high.dtype), dtype=high.dtype, device=high.device)
+    else:
+        best = sinks.to(high.dtype).view(1, heads, 1).repeat(rows + 1, 1, 1)
     best.index_reduce_(0, attn.group, high, "amax")
     factor = (high - best.index_select(0, attn.group)).exp()
     above = attn.mapping @ (part * factor).view(-1, heads * d)
     below = attn.mapping @ (total * factor).view(-1, heads)
-    return above.view(rows, heads, d) / below.view(rows, heads, 1).clamp_min(torch.finfo(high.dtype).tiny)
+    below = below.view(rows, heads, 1)
+    if sinks is not None:
+        below = below + (sinks.to(high.dtype).view(1, heads, 1) - best[:rows]).exp()
+    return above.view(rows, heads, d) / below.clamp_min(torch.finfo(high.dtype).tiny)
 
 
 def _join_blocks_fused(

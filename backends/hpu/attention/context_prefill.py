@@ -129,7 +129,8 @@ def _attend_slices(
         keys, values = stored_keys(kv, listed, size, q.dtype, kernels)
         for (start, stop), one in zip(ranges, merged, strict=True):
             one.add(part(start, stop, keys, values, visible), weight)
-    return merged[0].out() if len(merged) == 1 else torch.cat([one.out() for one in merged], dim=2)
+    out = [one.out(kernels.sinks) for one in merged]
+    return out[0] if len(out) == 1 else torch.cat(out, dim=2)
 
 
 def _ranges(count: int, keys: int, kernels: AttentionKernels) -> list[tuple[int, int]]:

@@ -39,6 +39,8 @@ class AttentionKernels(NamedTuple):
     adjustment: Callable[..., Tensor] | None = None
     to_fp8: Callable[[Tensor], Tensor] | None = None
     from_fp8: Callable[[Tensor, torch.dtype], Tensor] | None = None
+    sinks: Tensor | None = None
+    """float32 [h]: a score of each head that counts in the softmax and has no value (``Ops.attend``)."""
 
 
 class AttentionPart(NamedTuple):
@@ -114,8 +116,15 @@ def plain(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, fp32: bool, kernels: AttentionKernels
 ) -> Tensor:
     """Computes attention [R, h, S, d] over [R, g, T, d]; ``visible`` is a boolean that broadcasts to [R, 1, S, T]."""
-    share = weights(_folded_scores(q, k, fp32, kernels), scale, visible[:, :, None])
-    return (share.to(v.dtype).view(len(k), k.shape[1], -1, k.shape[2]) @ v).view(q.shape)
+    scores = _folded_scores(q, k, fp32, kernels)
+    if kernels.sinks is None:
+        share = weights(scores, scale, visible[:, :, None])
+    else:
+        scores = (scores * scale).masked_fill(~visible[:, :, None], lowest(scores.dtype))
+        own = kernels.sinks.to(scores.dtype).view(1, scores.shape[1], scores.shape[2], 1, 1)
+        joined = torch.cat([scores, own.expand(len(scores), -1, -1, scores.shape[3], -1)], dim=-1)
+        share = joined.softmax(-1)[..., : k.shape[2]]
+    return (share.to(v.dtype).reshape(len(k), k.shape[1], -1, k.shape[2]) @ v).view(q.shape)
 
 
 def plain_part(
@@ -159,9 +168,9 @@ class MergedParts:
         self._out = torch.lerp(self._out, part.out.float(), (other - self._logarithm).sigmoid())
         self._logarithm = torch.logaddexp(self._logarithm, other)
 
-    def out(self) -> Tensor:
-        """Returns the merged attention, float32 [1, h, T, d]."""
-        return self._out
+    def out(self, sinks: Tensor | None = None) -> Tensor:
+        """Returns the merged attention, float32 [1, h, T, d]; ``sinks``: float32 [h]."""
+        return self._out if sinks is None else self._out * (self._logarithm - sinks.view(1, -1, 1, 1)).sigmoid()
 
 
 def _logarithm(part: AttentionPart) -> Tensor:

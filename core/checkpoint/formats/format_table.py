@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from trencadis.core.checkpoint.formats import awq, compressed_tensors, fp8, gptq
+from trencadis.core.checkpoint.formats import awq, compressed_tensors, fp8, gptq, mxfp4
 from trencadis.core.checkpoint.formats.raw_weight import RawWeight
 from trencadis.core.quant.quantised_tensor import QTensor
 
@@ -14,6 +14,7 @@ READERS: dict[str, Callable[[RawWeight], QTensor]] = {
     "awq": awq.read,
     "gptq": gptq.read_v1,
     "gptq_v2": gptq.read_v2,
+    "mxfp4": mxfp4.read,
 }
 
 MARKS = {
@@ -22,5 +23,6 @@ MARKS = {
     "awq": ("qweight",),
     "gptq": ("qweight",),
     "gptq_v2": ("qweight",),
+    "mxfp4": ("blocks",),
 }
 """Tensor suffixes that identify a quantised weight in each format; it has at least one of them."""

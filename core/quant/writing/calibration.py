@@ -22,6 +22,7 @@ from trencadis.core.device.backend import (
     Backend,
     BackendConfig,
     Body,
+    ExpertBiases,
     ExpertWeights,
     Inputs,
     LayerKV,
@@ -84,9 +85,11 @@ class CalibrationOps:
         """Packs the dequantised values, as in every device's reference."""
         return self.pack_weight(q.values(), bias)
 
-    def pack_experts(self, gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> ExpertWeights:
+    def pack_experts(
+        self, gate_up: Sequence[Tensor], down: Sequence[Tensor], biases: ExpertBiases | None = None
+    ) -> ExpertWeights:
         """Packs experts and records the modules of each matrix; gate and up projections share their input."""
-        made: Any = self._ops.pack_experts(gate_up, down)
+        made: Any = self._ops.pack_experts(gate_up, down, biases)
         asked = self.requested
         self.requested = []
         for name in asked:
@@ -96,11 +99,12 @@ class CalibrationOps:
         return cast(ExpertWeights, made)
 
     def pack_quantised_experts(
-        self, gate_up: Sequence[Tensor | QTensor], down: Sequence[Tensor | QTensor]
-    ) -> ExpertWeights:
+        self, gate_up: Sequence[Tensor | QTensor], down: Sequence[Tensor | QTensor],
+        biases: ExpertBiases | None = None,
+    ) -> ExpertWeights:  # fmt: skip
         """Packs the dequantised values of experts."""
         plain = [[q.values() if isinstance(q, QTensor) else q for q in some] for some in (gate_up, down)]
-        return self.pack_experts(*plain)
+        return self.pack_experts(plain[0], plain[1], biases)
 
     def experts(self, x: Tensor, scores: Tensor, w: ExpertWeights, top: int, normalise: bool, kind: str) -> Tensor:
         """Runs the device's implementation with these ops, so that its products are recorded."""
@@ -166,7 +170,7 @@ class Calibration:
         dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
         t = config.text
         settings = BackendConfig(
-            dtype, BLOCK, max_tokens=self.longest, vocab_size=t.vocab, windows=t.windows, upto=t.upto,
+            dtype, BLOCK, max_tokens=self.longest, vocab_size=t.vocab, windows=t.windows, upto=t.upto, sinks=t.sinks,
             options={"threads": str(threads)} if threads else None,
         )  # fmt: skip
         self.backend: Backend = devices.load("cpu")(settings)

@@ -21,7 +21,7 @@ from trencadis.core.checkpoint.weight_loader import FLOATS, read_file
 from trencadis.core.errors import StartupError
 from trencadis.core.weight_files import files_of
 
-LINEAR = re.compile(r"(layers\.(\d+)\.(?:self_attn|mlp|mlp\.experts\.\d+)\.\w+_proj)\.weight")
+LINEAR = re.compile(r"(layers\.(\d+)\.(?:self_attn|mlp|mlp\.shared_expert|mlp\.experts\.\d+)\.\w+_proj)\.weight")
 """Canonical names of the decoder's linear layers."""
 EXPERTS = ".experts."
 """Part of the names of experts' matrices, canonical and stored."""
@@ -86,6 +86,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
     config = load_config(path)
     if config.quant is not None:
         raise StartupError(f"{path} holds {config.quant.label} weights already; quantize takes 16- or 32-bit ones")
+    if config.text.recurrent is not None:
+        raise StartupError(
+            f"{path}: quantize knows no recurrent layers; --quantization int8, int4 or fp8 works as the weights load"
+        )
     names, made = family_of(config.architecture).names, Checkpoint(config)
     for file in files_of(path):
         for whole, tensors in read_file(file, made.maps):
@@ -145,7 +149,7 @@ def _whole(made: Checkpoint) -> None:
     experts = text.experts
     for number in range(max(text.layers, len(made.layers))):
         sparse = experts is not None and number not in experts.dense
-        wanted = 4 + 3 * experts.count if experts is not None and sparse else 7
+        wanted = 4 + 3 * (experts.count + (experts.shared > 0)) if experts is not None and sparse else 7
         held = len(made.layers.get(number, ()))
         if number >= text.layers or held != wanted:
             raise StartupError(

@@ -11,7 +11,7 @@ import importlib.machinery
 import io
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -51,9 +51,10 @@ class AnswerFields(dict[str, Any]):
             return [AnswerFields(v) if isinstance(v, dict) else v for v in value]
         return AnswerFields(value) if isinstance(value, dict) else value
 
-    def model_dump(self, **_: Any) -> dict[str, Any]:
-        """Returns the fields as a plain object."""
-        return dict(self)
+    def model_dump(self, exclude: Iterable[str] = (), **_: Any) -> dict[str, Any]:
+        """Returns the fields, but those of ``exclude``, as a plain object."""
+        left_out = set(exclude)
+        return {name: value for name, value in self.items() if name not in left_out}
 
     @classmethod
     def model_validate(cls, value: Any) -> AnswerFields:

@@ -13,6 +13,7 @@ from trencadis.backends.cpu.expert_mlp import route_tokens
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cuda.kernels import fused_moe, tiles
 from trencadis.backends.cuda.ops import CudaOps, InvariantCudaOps
+from trencadis.core.device.backend import ExpertBiases
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SMALL = tiles.Tile(16, 32, 4, 1)
@@ -62,6 +63,27 @@ def test_experts_equal_the_reference(
         got = ops.experts(x.to(device), scores.to(dtype).to(device), packed, top, normalise, kind).cpu()
         error = float((got.float() - want).abs().max() / want.abs().max())
         assert error <= TOLERANCE[dtype], (normalise, error)
+
+
+@pytest.mark.parametrize(("n", "dtype"), [(7, torch.float32), (20, torch.bfloat16)])
+def test_biases_and_the_clamped_activation(
+    n: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in gpt-oss; values on both sides of the limits."""
+    monkeypatch.setitem(tiles.FORCED, "experts", SMALL)
+    count, kind = 5, "clamped_swiglu"
+    each, x, scores = weights(count, 40, 72, dtype), (6 * normal(n, 72, seed=n)).to(dtype), scores_of(n, count)
+    biases = ExpertBiases(
+        [normal(80, seed=i).to(dtype) for i in range(count)], [normal(72, seed=50 + i).to(dtype) for i in range(count)]
+    )
+    slow, ops = ReferenceOps(), CudaOps()
+    wide = ExpertBiases(*([b.float() for b in some] for some in biases))
+    joined = slow.pack_experts(*([w.float() for w in some] for some in each), wide)
+    want = slow.experts(x.float(), scores, joined, 2, True, kind)
+    own = ExpertBiases(*([b.to(device) for b in some] for some in biases))
+    packed = ops.pack_experts(*([w.to(device) for w in some] for some in each), own)
+    got = ops.experts(x.to(device), scores.to(dtype).to(device), packed, 2, True, kind).cpu()
+    assert (got.float() - want).abs().max() <= TOLERANCE[dtype] * want.abs().max()
 
 
 @pytest.mark.parametrize(("n", "count", "top", "tile"), [(1, 6, 2, 16), (33, 6, 6, 16), (300, 9, 4, 32)])

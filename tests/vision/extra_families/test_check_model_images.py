@@ -20,6 +20,8 @@ from trencadis.server.cli.main import main
 
 WRITERS: dict[str, Callable[[Path], Path]] = {
     "llava": vision_checkpoints.llava, "gemma3": vision_checkpoints.gemma3, "qwen3_vl": vision_checkpoints.qwen3_vl,
+    "glm4v": vision_checkpoints.glm4v, "glm46v": partial(vision_checkpoints.glm4v, name="Glm46V"),
+    "glm_ocr": partial(vision_checkpoints.glm4v, name="GlmOcr"),
     "mllama": partial(mllama_oracle.write, **mllama_oracle.FORMS["three tiles of 64 patches, llama3"]),
     **{name: COMPARED[name].write for name in COMPARED if name != "phi3_v"},
 }  # fmt: skip
@@ -32,7 +34,7 @@ def checked(capsys: Any, path: Path, only: str) -> dict[str, dict[str, Any]]:
     return {one["name"]: one for one in json.loads(capsys.readouterr().out)["results"]}
 
 
-SHARE = ("llava_next", "mllama")
+SHARE = ("glm4v", "llava_next", "mllama")
 FAMILIES = [name if name in SHARE else pytest.param(name, marks=pytest.mark.long) for name in WRITERS]
 
 

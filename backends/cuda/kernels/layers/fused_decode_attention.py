@@ -68,7 +68,7 @@ def _check(qkv: Tensor, rotary: Rotary, kv: LayerKV, attn: SingleAttn, heads: in
     d, groups = kv.k.shape[3], kv.k.shape[2]
     assert qkv.is_contiguous() and qkv.shape[1] == (heads + 2 * groups) * d and heads % groups == 0, qkv.shape
     assert kv.k.is_contiguous() and kv.v.is_contiguous() and kv.k.dtype == kv.v.dtype == qkv.dtype
-    for t in rotary:
+    for t in (rotary.cos, rotary.sin):
         assert t.shape == (qkv.shape[0], d) and t.is_contiguous()
     assert kv.k_scale is None and attn.upto is None and attn.slot_map.shape == qkv.shape[:1]
 

@@ -1,0 +1,150 @@
+"""The GLM-4.1V, GLM-4.6V-Flash and GLM-OCR families: GLM-4's decoder with rotary positions on three axes, and the
+tower.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trencadis.core.checkpoint.decoder_fields import (
+    MOST_HEADS,
+    MOST_LAYERS,
+    WIDEST,
+    activation_of,
+    full_attention,
+    gated_decoder,
+    heads_of,
+)
+from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
+from trencadis.core.checkpoint.json_fields import JsonFields
+from trencadis.core.checkpoint.model_config import SANDWICH, TextConfig
+from trencadis.core.families.glm4 import NORM_NAMES
+from trencadis.multimodal.glm4v.config import CHANNELS, FRAMES, Glm4vVisionConfig
+from trencadis.multimodal.qwen2_vl.config import MERGE, PATCH
+from trencadis.multimodal.qwen2_vl.qwen_vl_hf_config import PREFIXES, check_aliases, read_rope_theta
+
+POSITIONS = 32768
+SECTION = (8, 12, 12)
+IMAGE_TOKEN, OCR_IMAGE_TOKEN = 151343, 59280
+
+
+def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
+    """Reads transformers' Glm4vConfig and Glm46VConfig."""
+    text = _read_text(root, c, tied, "glm4v_text", bias=True)
+    return _describe_config(root, text, _read_vision(root.within("vision_config"), text.hidden), IMAGE_TOKEN)
+
+
+def describe_ocr(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
+    """Reads transformers' GlmOcrConfig."""
+    text = _read_text(root, c, tied, "glm_ocr_text", bias=False)
+    vision = _read_ocr_vision(root.within("vision_config"), text.hidden)
+    return _describe_config(root, text, vision, OCR_IMAGE_TOKEN)
+
+
+def _describe_config(root: JsonFields, text: TextConfig, vision: Glm4vVisionConfig, token: int) -> ParsedConfig:
+    default = token if text.vocab > token else -1
+    image = root.integer("image_token_id", 0, text.vocab - 1) if "image_token_id" in root.values else default
+    return ParsedConfig(text, vision, {"image_token_id": image})
+
+
+def _read_text(root: JsonFields, c: JsonFields, tied: bool, kind: str, bias: bool) -> TextConfig:
+    if c is root:
+        root.refuse("text_config", "it must be an object")
+    c.only("model_type", (kind,), kind)
+    full_attention(c)
+    rope = c.within("rope_scaling" if c.is_given("rope_scaling") else "rope_parameters")
+    rope.only("rope_type" if "rope_type" in rope.values else "type", ("default",), "default")
+    text = gated_decoder(
+        c.with_defaults({"rms_norm_eps": 1e-5}), heads_of(c, whole=bias), tied, positions=POSITIONS if bias else 131072,
+        trained=POSITIONS, qkv_bias=bias, norm_placement=SANDWICH,
+    )  # fmt: skip
+    section = rope.integers("mrope_section", length=3) if "mrope_section" in rope.values else SECTION
+    if sum(section) * 2 != (text.rotary_dim or text.head_dim):
+        rope.refuse(
+            "mrope_section", f"it must sum to {(text.rotary_dim or text.head_dim) // 2}, half of what is rotated"
+        )
+    return replace(text, adjacent_pairs=True, mrope_section=(section[0], section[1], section[2]))
+
+
+def _read_ocr_vision(c: JsonFields, text_hidden: int) -> Glm4vVisionConfig:
+    """Reads GLM-OCR's tower: no learned positions, norms of the heads, biases everywhere, another merger."""
+    defaults = {"hidden_size": 1024, "num_heads": 16, "out_hidden_size": 1536, "intermediate_size": 4096}
+    made = _read_vision(c.with_defaults({**defaults, "attention_bias": True}), text_hidden, "glm_ocr_vision")
+    return replace(
+        made, side=0, intermediate=made.context, context=made.out_hidden * CHANNELS, other_biases=made.qkv_bias,
+        head_norms=True,
+    )  # fmt: skip
+
+
+def _read_vision(c: JsonFields, text_hidden: int, kind: str = "glm4v_vision") -> Glm4vVisionConfig:
+    for key, value in (
+        ("model_type", kind), ("patch_size", PATCH), ("temporal_patch_size", FRAMES),
+        ("spatial_merge_size", MERGE), ("in_channels", CHANNELS),
+    ):  # fmt: skip
+        c.only(key, (value,), value)
+    hidden, heads = c.integer("hidden_size", most=WIDEST, default=1536), c.integer("num_heads", 1, MOST_HEADS, 12)
+    if hidden % (4 * heads):
+        c.refuse("num_heads", f"implemented: heads whose size is a multiple of 4, and hidden_size is {hidden}")
+    out = c.integer("out_hidden_size", most=WIDEST, default=4096)
+    if out != text_hidden:
+        c.refuse("out_hidden_size", f"it must be the text model's hidden_size, which is {text_hidden}")
+    depth = c.integer("depth", most=MOST_LAYERS, default=24)
+    check_aliases(c, depth, heads, hidden)
+    image = c.integer("image_size", PATCH, WIDEST, 336)
+    return Glm4vVisionConfig(
+        depth=depth,
+        hidden=hidden,
+        heads=heads,
+        intermediate=out,  # of the layers; the key is that of the merger
+        out_hidden=out,
+        side=image // PATCH,
+        context=c.integer("intermediate_size", most=WIDEST, default=13696),
+        eps=c.number("rms_norm_eps", 0, 1, 1e-5, above=True),
+        activation=activation_of(c, "hidden_act", "silu"),
+        rope_theta=read_rope_theta(c),
+        patch=PATCH,
+        merge=MERGE,
+        qkv_bias=c.boolean("attention_bias", False),
+    )
+
+
+VISION_SIDE = VisionSide(
+    needs="trencadis.multimodal.glm4v.processor:load_image_needs",
+    sizes="trencadis.multimodal.glm4v.processor:load_image_sizes",
+    processor="trencadis.multimodal.glm4v.processor:load_processor",
+    tokens={"image_token_id": "<|image|>"},
+    positions="trencadis.multimodal.glm4v.processor:mrope_positions_of_images",
+)
+MEDIA_KEYS = frozenset(
+    {"image_start_token_id", "image_end_token_id", "video_start_token_id", "video_end_token_id", "attention_bias"}
+)
+FAMILY = Family(
+    name="GLM-4.1V",
+    model_type="glm4v",
+    architectures={"Glm4vForConditionalGeneration": GENERATE},
+    config=describe,
+    names=StoredNames(PREFIXES, NORM_NAMES),
+    make="trencadis.multimodal.glm4v.model:make",
+    vision=VISION_SIDE,
+    ignored=MEDIA_KEYS,
+)
+FLASH = Family(
+    name="GLM-4.6V-Flash",
+    model_type="glm46v",
+    architectures={"Glm46VForConditionalGeneration": GENERATE},
+    config=describe,
+    names=StoredNames(PREFIXES, NORM_NAMES),
+    make="trencadis.multimodal.glm4v.model:make",
+    vision=VISION_SIDE,
+    ignored=MEDIA_KEYS,
+)
+OCR = Family(
+    name="GLM-OCR",
+    model_type="glm_ocr",
+    architectures={"GlmOcrForConditionalGeneration": GENERATE},
+    config=describe_ocr,
+    names=StoredNames(PREFIXES, NORM_NAMES),
+    make="trencadis.multimodal.glm4v.model:make",
+    vision=VISION_SIDE,
+    ignored=MEDIA_KEYS,
+)
