@@ -90,10 +90,9 @@ class RecurrentBody:
 
 def recurrent(target: CheckTarget) -> str:
     """Results and states of ragged rows equal the reference's; other states keep their bits."""
-    backend = target.backend()
-    needs_values(backend)
-    if not hasattr(backend.ops, "delta_rule"):
-        raise Skipped("Ops have no delta_rule: this device serves no model with recurrent layers")
+    needs_values(target.backend())
+    if not target.policy_of("recurrent"):
+        raise Skipped("Policy.recurrent is False: this device serves no model with recurrent layers")
     errors: list[float] = []
     harness = make_harness(target)
     for stage in [s for s in harness.stages if s in TEXT]:
