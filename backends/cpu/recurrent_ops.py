@@ -43,7 +43,7 @@ class RecurrentReference:
         self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: RecurrentRows, attn: Attn,
         activation: str,
     ) -> Tensor:  # fmt: skip
-        start, row, offset = locate_tokens(len(x), rows, attn)
+        start, row, offset = locate_tokens(len(x), attn)
         real = offset < rows.count[row]
         earlier = read_state(state, rows)  # [rows + 1, K - 1, C]
         taps, token = weight.shape[1], torch.arange(len(x), device=x.device)
@@ -69,7 +69,7 @@ class RecurrentReference:
     def delta_rule(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, rows: RecurrentRows, attn: Attn
     ) -> Tensor:
-        start, row, offset = locate_tokens(len(v), rows, attn)
+        start, row, offset = locate_tokens(len(v), attn)
         x = normalised(q, k, v, g, beta, offset < rows.count[row])
         single = rows.count % CHUNK == 1
         out = torch.zeros((len(v) + 1, *v.shape[1:]), device=v.device)  # the last row takes what belongs to no token
@@ -107,12 +107,20 @@ class RecurrentReference:
         return held
 
 
-def locate_tokens(n: int, rows: RecurrentRows, attn: Attn) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the first token of each row [rows + 1], and of each of n tokens its row and its place in the row."""
+class TokenPlaces(NamedTuple):
+    """int64: the first token of each row [rows + 1]; of each token its row and its place in the row [n]."""
+
+    start: Tensor
+    row: Tensor
+    offset: Tensor
+
+
+def locate_tokens(n: int, attn: Attn) -> TokenPlaces:
+    """Returns where each of n tokens lies."""
     start = attn.row_start[:-1].long()
     token = torch.arange(n, device=start.device)
     row = torch.searchsorted(attn.row_start[1:-1].long().contiguous(), token, right=True)
-    return start, row, token - start[row]
+    return TokenPlaces(start, row, token - start[row])
 
 
 def read_state(state: Tensor, rows: RecurrentRows) -> Tensor:

@@ -9,7 +9,7 @@ states, and a region of its own stores them (``KeptStates``).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ class StaticRows(NamedTuple):
 class KeptStates(NamedTuple):
     """Result of a compiled layer, and the states that are stored after it."""
 
-    out: Any
+    out: object
     slot: Tensor  # int64 [R]
     new: tuple[Tensor, ...]
     states: tuple[Tensor, ...]
@@ -48,10 +48,10 @@ class KeptStates(NamedTuple):
 class KeptLayer:
     """A layer that returns its new states with its result."""
 
-    def __init__(self, layer: Callable[..., Any]) -> None:
+    def __init__(self, layer: Callable[..., object]) -> None:
         self.layer = layer
 
-    def __call__(self, x: Any, residual: Any, rows: StaticRows, attn: Any) -> KeptStates:
+    def __call__(self, x: Tensor, residual: Tensor | None, rows: StaticRows, attn: object) -> KeptStates:
         held: list[tuple[Tensor, Tensor]] = []
         out = self.layer(x, residual, rows._replace(stores=held), attn)
         return KeptStates(out, rows.slot.clone(), tuple(new for _, new in held), tuple(state for state, _ in held))
@@ -125,7 +125,11 @@ def delta_rule(
 ) -> Tensor:  # fmt: skip
     """Computes ``RecurrentOps.delta_rule``: decoding rows by the formula, others by chunks."""
     (many, width), heads = rows.real.shape, v.shape[1]
-    x = DeltaInputs(_unit(q, heads, rows) * q.shape[-1] ** -0.5, _unit(k, heads, rows), *_values(v, g, beta, rows))
+    values, (gate, share) = v.view(many, width, heads, -1).float(), (t.view(many, width, heads) for t in (g, beta))
+    x = DeltaInputs(
+        _unit(q, heads, rows) * q.shape[-1] ** -0.5, _unit(k, heads, rows),
+        *(torch.where(_wide(rows.real, t), t, 0.0) for t in (values, gate, share)),
+    )  # fmt: skip
     held = read_state(state, rows)
     if width == 1:
         out, new = step_rows(DeltaInputs(*(t[:, 0] for t in x)), held)
@@ -154,13 +158,6 @@ def _unit(t: Tensor, heads: int, rows: StaticRows) -> Tensor:
     wide = wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + EPS)
     groups, size = t.shape[1:]
     return wide[:, :, :, None].expand(many, width, groups, heads // groups, size).reshape(many, width, heads, size)
-
-
-def _values(v: Tensor, g: Tensor, beta: Tensor, rows: StaticRows) -> tuple[Tensor, Tensor, Tensor]:
-    many, width = rows.real.shape
-    values = torch.where(rows.real[..., None, None], v.view(many, width, *v.shape[1:]).float(), 0.0)
-    gate, share = (torch.where(rows.real[..., None], t.view(many, width, -1), 0.0) for t in (g, beta))
-    return values, gate, share
 
 
 def run_chunks(x: DeltaInputs, state: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
