@@ -409,12 +409,12 @@ class Decoder:
         attn, first = inputs.attn, self.first
         if first is not None:
             attn = ops.prepare_attn(attn, first.heads, first.kv)
-        rows = self._prepare_states(inputs)
+        states = self._prepare_states(inputs)
         layers: Sequence[Any] = self.layers
         if not deepstack_rows and hasattr(ops, "group_layers"):
             layers = cast(GroupingOps, ops).group_layers(layers, attn)
         for i, layer in enumerate(layers):
-            place = rows if layer.recurrent else local if layer.local else rotary
+            place = states if layer.recurrent else local if layer.local else rotary
             x, residual = ops.layer(layer, x, residual, place, attn)
             if i < len(deepstack_rows):
                 x = ops.region(self.deepstack_add, x, deepstack_rows[i], p.arena)
