@@ -179,7 +179,7 @@ class EngineConfig:
     )  # fmt: skip
     state_snapshot_memory: float = opt(
         0.1, "snapshots of recurrent state, by which models with such layers share prefixes: above 1 in bytes, else a "
-        "share of the KV cache's memory; 0: none", bound=Bound(0, 2**50),
+        "share of the KV cache's memory; 0: none", kind="amount", bound=Bound(0, 2**50),
     )  # fmt: skip
     kv_cache_dtype: str = opt(
         "auto",

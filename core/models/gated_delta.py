@@ -59,8 +59,8 @@ class GatedDeltaNet:
         self.norm = source.take(f"{name}.norm.weight", (r.value_dim,))
         self.conv = self._load_convolution(source, f"{name}.conv1d.weight")
         part = slice(self.rank * self.heads, (self.rank + 1) * self.heads)
-        self.decay = -source.take(f"{name}.A_log", (heads,)).float().exp()[part].contiguous()
-        self.shift = source.take(f"{name}.dt_bias", (heads,)).float()[part].contiguous()
+        self.decay = -source.take(f"{name}.A_log", (heads,)).float()[part].exp()
+        self.shift = source.take(f"{name}.dt_bias", (heads,)).float()[part].clone()  # a view would keep the whole
 
     def _load_convolution(self, source: WeightSource, name: str) -> Tensor:
         """Returns the filters of this rank's channels: its share of the queries, of the keys and of the values."""
