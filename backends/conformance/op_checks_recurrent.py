@@ -90,10 +90,9 @@ class RecurrentBody:
 
 def recurrent(target: CheckTarget) -> str:
     """Results and states of ragged rows equal the reference's; other states keep their bits."""
-    backend = target.backend()
-    needs_values(backend)
-    if not hasattr(backend.ops, "delta_rule"):
-        raise Skipped("Ops have no delta_rule: this device serves no model with recurrent layers")
+    needs_values(target.backend())
+    if not target.policy_of("recurrent"):
+        raise Skipped("Policy.recurrent is False: this device serves no model with recurrent layers")
     errors: list[float] = []
     harness = make_harness(target)
     for stage in [s for s in harness.stages if s in TEXT]:
@@ -108,7 +107,7 @@ def _check_bucket(
     target: CheckTarget, backend: Backend, bucket: Bucket, inputs: StepInputs, sizes: DeltaSizes
 ) -> list[float]:
     n, real = len(inputs.tokens), len(inputs.context)
-    many = 1 if bucket.stage is Stage.CONTEXT else bucket.dims[0 if bucket.stage is Stage.FRESH else -1]
+    many = 1 if bucket.stage is Stage.CONTEXT else bucket.dims[bucket.stage is Stage.PREFILL]
     rows, states = _rows(inputs, many), _states(inputs, many + 4, sizes, target.dtype)
     tables = _tables(target.model.text.vocab, sizes)
     columns = sum(sizes.parts)
@@ -117,7 +116,7 @@ def _check_bucket(
     def put(t: Tensor) -> Tensor:
         return t.to(target.dtype).to(backend.device)
 
-    there = CheckStates(*(t.to(backend.device) for t in states))
+    there = CheckStates(*(t.clone().to(backend.device) for t in states))
     layer = RecurrentLayer(cast(RecurrentOps, backend.ops), sizes, put(weight), put(bias), there)
     mine = RecurrentBody(
         backend, layer, [put(tables[0]), tables[1].to(backend.device)],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -161,3 +162,20 @@ def test_opening_checks_one_launch_and_says_what_is_wrong(
         with pytest.raises(StartupError, match=r"computes recurrent layers wrongly: the (state|result)"):
             check_recurrent(hpu(lazy=lazy).ops)
         monkeypatch.undo()
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+def test_opening_leaves_nothing_on_the_card(
+    lazy: bool, hpu: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backend of a model with recurrent layers checks them when it is opened, and no other backend does."""
+    plain, checked = (hpu(lazy=lazy, recurrent=needs) for needs in (False, True))
+    gc.collect()
+    used, after = (dict(backend.card.allocator.used) for backend in (plain, checked))
+    workspace = after.pop("workspace", 0)  # it is the largest launch's, and stays for those that follow
+    assert {kind: size for kind, size in after.items() if size != used.get(kind, 0)} == {}
+    assert workspace < 700_000
+    monkeypatch.setattr(recurrent, "EPS", 1.0)
+    hpu(lazy=lazy)
+    with pytest.raises(StartupError, match="computes recurrent layers wrongly"):
+        hpu(lazy=lazy, recurrent=True)
