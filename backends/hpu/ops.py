@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from trencadis.backends.cpu.adapter_products import mask_slots
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cpu.sampler import apply_penalties, draw, sample_full
 from trencadis.backends.hpu import recurrent
@@ -75,6 +76,16 @@ class DrawnCounts(NamedTuple):
     counts: Tensor  # int32 [slots + 1, V]
 
 
+class SlotMask:
+    """Computes which slot of adapters each token has, [n, slots] of ``dtype``."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, slot: Tensor, numbers: Tensor) -> Tensor:
+        return mask_slots(slot, numbers, self.dtype)
+
+
 class HpuOps(ReferenceOps):
     """``core.device.backend.Ops`` over a bridge.
 
@@ -120,6 +131,7 @@ class HpuOps(ReferenceOps):
         self._layers, self._inside = 0, False
         self._preparations: dict[DecodeForm, AttnPreparation] = {}
         self._segments = SegmentPreparation()
+        self._mask_slots = SlotMask(dtype)
         self._groups: dict[int, tuple[Sequence[Any], Sequence[Any]]] = {}
         self._kept: dict[int, KeptLayer] = {}
 
@@ -136,6 +148,11 @@ class HpuOps(ReferenceOps):
         if q.data.dtype == torch.int8 or bridge.fp8_gemm_v2 is None or q.dtype not in TAKEN:
             return self.pack_weight(q.values().to(device), bias)
         return floats8_weight(q, bias, bridge.fp8_top, device)
+
+    def prepare_adapters(self, slot: Tensor, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+        """Computes the mask of slots; in compile mode in one small region for each number of tokens."""
+        mask: Tensor = self.region(self._mask_slots, slot, numbers)
+        return mask
 
     def linear(self, x: Tensor, w: Weight) -> Tensor:
         if isinstance(w, PackedWeight4):

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from trencadis.core.checkpoint.model_config import RecurrentConfig, TextConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
-from trencadis.core.device.backend import Attn, Backend
+from trencadis.core.device.backend import AdapterRows, Attn, Backend
 from trencadis.core.device.launch_tensors import RecurrentRows
 from trencadis.core.models.interface import RecurrentOps, RecurrentState
 from trencadis.core.models.interleaved_projections import InterleavedSource
@@ -72,7 +72,7 @@ class GatedDeltaNet:
         """Sets the tensors with the states of all sequences."""
         self.state = state
 
-    def __call__(self, x: Tensor, rows: RecurrentRows, attn: Attn) -> Tensor:
+    def __call__(self, x: Tensor, rows: RecurrentRows, attn: Attn, adapters: AdapterRows | None = None) -> Tensor:
         """Computes the layer, [n, hidden] -> [n, hidden] of the backend's dtype, and updates the states of the rows.
 
         As in attention, the part before the output projection is a function, so that its tensors are free early.
