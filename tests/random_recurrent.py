@@ -26,7 +26,8 @@ class DeltaCase(NamedTuple):
 
     def tokens(self, part: slice) -> DeltaCase:
         """Returns the case with some of the tokens, and the same state tensor."""
-        return DeltaCase(*(t[part] for t in self[:5]), self.state)
+        q, k, v, g, beta = (t[part] for t in self[:5])
+        return DeltaCase(q, k, v, g, beta, self.state)
 
     def copied(self) -> DeltaCase:
         return DeltaCase(*(t.clone() for t in self))
@@ -49,8 +50,8 @@ def delta_case(
     k = normal(n, heads[0], size) * (1 - alike) + normal(1, heads[0], size) * alike
     beta = torch.sigmoid(normal(n, heads[1]) + 4 * alike)
     g = -torch.nn.functional.softplus(normal(n, heads[1]) - 2) * (1 - alike)
-    case = normal(n, heads[0], size), k, normal(n, heads[1], size)
-    return DeltaCase(*(t.to(dtype) for t in case), g, beta, normal(slots, heads[1], size, size))
+    q, k, v = (t.to(dtype) for t in (normal(n, heads[0], size), k, normal(n, heads[1], size)))
+    return DeltaCase(q, k, v, g, beta, normal(slots, heads[1], size, size))
 
 
 def rows_of(

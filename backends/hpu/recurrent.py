@@ -28,7 +28,7 @@ class StaticRows(NamedTuple):
     slot: Tensor  # int64 [R]
     source: Tensor  # int64 [R]
     fresh: Tensor  # bool [R]: the state counts as zero
-    count: Tensor  # int64 [R]
+    count: Tensor  # type: ignore[assignment]  # int64 [R]
     real: Tensor  # bool [R, T]
     single: Tensor  # bool [R]: the row's last chunk is one token
     pairs: Tensor  # float32 [levels, CHUNK, CHUNK]: see ``invert``; [0] if T is 1

@@ -100,7 +100,7 @@ class RecurrentRows(NamedTuple):
     slot: Tensor  # int64 [rows + 1] slot that the row's new state is written to; 0 for padding
     begins: Tensor  # int32 [rows + 1] 1: the state counts as zero, whatever the slot at ``source`` holds, NaN too
     source: Tensor  # int64 [rows + 1] slot that the row's state is read from; 0 for padding
-    count: Tensor  # int32 [rows + 1] real tokens of the row, first in it; 0 for padding
+    count: Tensor  # type: ignore[assignment]  # int32 [rows + 1] real tokens of the row, first in it; 0 for padding
 
 
 class AdapterWeights(NamedTuple):

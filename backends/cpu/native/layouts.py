@@ -90,11 +90,8 @@ class SpanLayout(ctypes.Structure):
     ]
 
 
-ROWS = (
-    *((name, ctypes.c_void_p) for name in ("slot", "source", "begins", "start", "count")),
-    ("rows", ctypes.c_int64),
-)
-"""Fields of ``StateRows`` of recurrent.h, which lie inside the structures below."""
+ROWS = ("slot", "source", "begins", "start", "count")
+"""Pointers of ``StateRows`` of recurrent.h, which lie inside the structures below and are followed by its ``n``."""
 
 
 class ConvolutionLayout(ctypes.Structure):
@@ -102,8 +99,8 @@ class ConvolutionLayout(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "state", "out")),
-        *ROWS,
-        *((name, ctypes.c_int64) for name in ("channels", "taps", "stride", "type", "silu")),
+        *((name, ctypes.c_void_p) for name in ROWS),
+        *((name, ctypes.c_int64) for name in ("rows", "channels", "taps", "stride", "type", "silu")),
     ]
 
 
@@ -112,8 +109,8 @@ class DeltaLayout(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "g", "beta", "state", "out")),
-        *ROWS,
-        *((name, ctypes.c_int64) for name in ("q_row", "k_row", "v_row", "gate_row", "beta_row")),
+        *((name, ctypes.c_void_p) for name in ROWS),
+        *((name, ctypes.c_int64) for name in ("rows", "q_row", "k_row", "v_row", "gate_row", "beta_row")),
         *((name, ctypes.c_int64) for name in ("heads", "groups", "dk", "dv", "type")),
         ("work", ctypes.c_void_p),
         ("room", ctypes.c_int64),

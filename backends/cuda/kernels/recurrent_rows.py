@@ -23,7 +23,7 @@ class ItemRows(NamedTuple):
     slot: Tensor  # int64 [rows + 1]
     begins: Tensor  # int32 [rows + 1]
     source: Tensor  # int64 [rows + 1]
-    count: Tensor  # int32 [rows + 1]
+    count: Tensor  # type: ignore[assignment]  # int32 [rows + 1]
     row_start: Tensor  # int32 [rows + 2]
     token_row: Tensor  # int32 [n] row of each token
     row_chunk: Tensor  # int32 [rows + 1] first chunk of each row
