@@ -30,6 +30,14 @@ class DeltaInputs(NamedTuple):
     beta: Tensor  # [t, Hv]
 
 
+class TokenPlaces(NamedTuple):
+    """Where the tokens of a launch are."""
+
+    start: Tensor  # [rows + 1]: first token of each row
+    row: Tensor  # [n]: row of each token
+    offset: Tensor  # [n]: place of each token in its row
+
+
 class RecurrentReference:
     """Implements ``core.models.interface.RecurrentOps``."""
 
@@ -43,7 +51,7 @@ class RecurrentReference:
         self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: RecurrentRows, attn: Attn,
         activation: str,
     ) -> Tensor:  # fmt: skip
-        start, row, offset = locate_tokens(len(x), rows, attn)
+        start, row, offset = locate_tokens(len(x), attn)
         real = offset < rows.count[row]
         earlier = read_state(state, rows)  # [rows + 1, K - 1, C]
         taps, token = weight.shape[1], torch.arange(len(x), device=x.device)
@@ -69,8 +77,8 @@ class RecurrentReference:
     def delta_rule(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, rows: RecurrentRows, attn: Attn
     ) -> Tensor:
-        start, row, offset = locate_tokens(len(v), rows, attn)
-        x = normalised(q, k, v, g, beta, offset < rows.count[row])
+        start, row, offset = locate_tokens(len(v), attn)
+        x = normalise(q, k, v, g, beta, offset < rows.count[row])
         single = rows.count % CHUNK == 1
         out = torch.zeros((len(v) + 1, *v.shape[1:]), device=v.device)  # the last row takes what belongs to no token
         held = self._run_chunks(x, state, rows, start, rows.count - single.int(), out)
@@ -107,12 +115,12 @@ class RecurrentReference:
         return held
 
 
-def locate_tokens(n: int, rows: RecurrentRows, attn: Attn) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the first token of each row [rows + 1], and of each of n tokens its row and its place in the row."""
+def locate_tokens(n: int, attn: Attn) -> TokenPlaces:
+    """Returns the places of n tokens."""
     start = attn.row_start[:-1].long()
     token = torch.arange(n, device=start.device)
     row = torch.searchsorted(attn.row_start[1:-1].long().contiguous(), token, right=True)
-    return start, row, token - start[row]
+    return TokenPlaces(start, row, token - start[row])
 
 
 def read_state(state: Tensor, rows: RecurrentRows) -> Tensor:
@@ -121,7 +129,7 @@ def read_state(state: Tensor, rows: RecurrentRows) -> Tensor:
     return torch.where(fresh.view(-1, *[1] * (state.dim() - 1)), 0.0, state.index_select(0, rows.source))
 
 
-def normalised(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, real: Tensor) -> DeltaInputs:
+def normalise(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, real: Tensor) -> DeltaInputs:
     """Returns the inputs of the delta rule with q and k normalised and repeated, and zeros for tokens not ``real``."""
 
     def unit(t: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ from torch import Tensor
 from trencadis.backends.cpu.adapter_products import mask_slots
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cpu.sampler import apply_penalties, draw, sample_full
-from trencadis.backends.hpu import recurrent
 from trencadis.backends.hpu.attention import (
     block_decode,
     context_prefill,
@@ -34,9 +33,17 @@ from trencadis.backends.hpu.launches.compiled_regions import Regions
 from trencadis.backends.hpu.launches.layer_groups import group_layers
 from trencadis.backends.hpu.launches.region_compiler import RegionCompiler
 from trencadis.backends.hpu.launches.trees import leaves, rebuild
-from trencadis.backends.hpu.recurrent import KeptLayer, KeptStates, StaticRows, store_states
 from trencadis.backends.hpu.sampling import find_thresholds
 from trencadis.backends.hpu.shared_shapes import pieces
+from trencadis.backends.hpu.static_recurrence import (
+    KeptLayer,
+    KeptStates,
+    StaticRows,
+    convolve,
+    delta_rule,
+    prepare,
+    store_states,
+)
 from trencadis.core.device.backend import (
     Attn,
     ExpertBiases,
@@ -435,17 +442,17 @@ class HpuOps(ReferenceOps):
 
     def prepare_recurrent(self, rows: RecurrentRows, attn: Any) -> Any:
         """Computes once a launch what all recurrent layers share; in compile mode in a region of its own."""
-        return self.region(recurrent.prepare, rows, len(attn.slot))
+        return self.region(prepare, rows, len(attn.slot))
 
     def causal_conv(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: Any, attn: Any, activation: str
     ) -> Tensor:
-        return recurrent.convolve(x, weight, bias, state, rows, activation)
+        return convolve(x, weight, bias, state, rows, activation)
 
     def delta_rule(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, rows: Any, attn: Any
     ) -> Tensor:
-        return recurrent.delta_rule(q, k, v, g, beta, state, rows)
+        return delta_rule(q, k, v, g, beta, state, rows)
 
     def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         cos, sin = rotary.cos[:, None], rotary.sin[:, None]

@@ -8,7 +8,7 @@ states, and a region of its own stores them (``KeptStates``).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -125,7 +125,9 @@ def delta_rule(
 ) -> Tensor:  # fmt: skip
     """Computes ``RecurrentOps.delta_rule``: decoding rows by the formula, others by chunks."""
     (many, width), heads = rows.real.shape, v.shape[1]
-    x = DeltaInputs(_unit(q, heads, rows) * q.shape[-1] ** -0.5, _unit(k, heads, rows), *_values(v, g, beta, rows))
+    x = DeltaInputs(
+        _unit(q, heads, rows) * q.shape[-1] ** -0.5, _unit(k, heads, rows), *_split_values(v, g, beta, rows)
+    )
     held = read_state(state, rows)
     if width == 1:
         out, new = step_rows(DeltaInputs(*(t[:, 0] for t in x)), held)
@@ -156,7 +158,8 @@ def _unit(t: Tensor, heads: int, rows: StaticRows) -> Tensor:
     return wide[:, :, :, None].expand(many, width, groups, heads // groups, size).reshape(many, width, heads, size)
 
 
-def _values(v: Tensor, g: Tensor, beta: Tensor, rows: StaticRows) -> tuple[Tensor, Tensor, Tensor]:
+def _split_values(v: Tensor, g: Tensor, beta: Tensor, rows: StaticRows) -> Sequence[Tensor]:
+    """Returns values, decays and shares by row, with zeros for padding."""
     many, width = rows.real.shape
     values = torch.where(rows.real[..., None, None], v.view(many, width, *v.shape[1:]).float(), 0.0)
     gate, share = (torch.where(rows.real[..., None], t.view(many, width, -1), 0.0) for t in (g, beta))
