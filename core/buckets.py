@@ -37,6 +37,10 @@ class Density:
     points: int
 
 
+LORA = "lora"
+"""Variant of text buckets whose rows may have LoRA adapters."""
+
+
 class Stage(IntEnum):
     """Kinds of launches. A backend's policy lists the stages that it supports and their axes."""
 
@@ -225,6 +229,8 @@ class Policy:
             ops are ``core.models.interface.RecurrentOps``.
         drafts: rows of decoding sequences may have several tokens, and SAMPLE reads ``HeadInputs.ahead``, so that
             drafts can be verified (core/spec).
+        copies_whole: only whole tensors are copied to the device outside of launches: a part would be a program.
+        adapters: text buckets have the variant ``LORA``, whose launches have ``TextTensors.adapter``.
         stages: the backend has a ``pipe`` (core/launches/stage_transfer.py) if ``BackendConfig.stages`` is above 1.
     """
 
@@ -267,6 +273,8 @@ class Policy:
     split_head: bool = False
     drawn_head: bool = False
     drafts: bool = False
+    adapters: bool = False
+    copies_whole: bool = False
     penalised_head: bool = False
     attention: Mapping[str, Callable[[Bucket, InputSizes], int]] = field(default_factory=dict)
     windows: bool = False

@@ -179,7 +179,7 @@ class EngineConfig:
     )  # fmt: skip
     state_snapshot_memory: float = opt(
         0.1, "snapshots of recurrent state, by which models with such layers share prefixes: above 1 in bytes, else a "
-        "share of the KV cache's memory; 0: none", bound=Bound(0, 2**50),
+        "share of the KV cache's memory; 0: none", kind="amount", bound=Bound(0, 2**50),
     )  # fmt: skip
     kv_cache_dtype: str = opt(
         "auto",
@@ -227,6 +227,13 @@ class EngineConfig:
         "order in which requests run; fair: tenants of --api-key-file get shares by their weights",
         choices=("fcfs", "priority", "fair"),
     )
+    enable_lora: bool = opt(False, "requests may name LoRA adapters, which are kept beside the model")
+    max_loras: int = opt(1, "adapters on the device, which requests of one step may use", bound=Bound(1, 256))
+    max_lora_rank: int = opt(16, "largest rank of an adapter", bound=Bound(1, 512))
+    max_cpu_loras: int | None = opt(
+        None, "adapters that the server holds in all, those on the device among them (default: --max-loras, or the "
+        "number of --lora-modules)", bound=Bound(1, 65536),
+    )  # fmt: skip
     batch_invariant: bool = opt(
         False, "the same answer, bit by bit, in any batch and chunking; slower",
         env=("VLLM_BATCH_INVARIANT",),

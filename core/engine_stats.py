@@ -175,6 +175,9 @@ class EngineStats:
     """Accepted ids by their place in the draft."""
     cpu_threads: int = 0
     """Threads of rank 0 that currently compute on the CPU; 0: another device computes."""
+    running_adapters: list[str] = field(default_factory=list)
+    """Names of the adapters that running requests use."""
+    waiting_adapters: list[str] = field(default_factory=list)
     arena_used: int = 0
     arena_total: int = 0
     images_encoded: int = 0

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
+from trencadis.core.adapter_ref import AdapterRef
 from trencadis.core.constraints import Rule
 from trencadis.core.errors import BadRequest
 from trencadis.core.flag_options import MOST, Bound
@@ -325,6 +326,7 @@ class Request:
         replica: with several engines, the one that the request is pinned to (-1: any), and after submission the one
             that it was sent to.
         prediction: ids of a text that the answer may repeat; it changes the speed of the answer alone.
+        adapter: the LoRA adapter that answers; None: the base model.
     """
 
     id: str
@@ -343,6 +345,7 @@ class Request:
     pool: str = ""
     replica: int = -1
     prediction: list[int] = field(default_factory=list)
+    adapter: AdapterRef | None = None
 
 
 @dataclass(slots=True)

@@ -123,6 +123,7 @@ class Row:
         pool: the tokens of this chunk that a pooling request pools, possibly none.
         spans: tokens that attend to each other, each span in one launch (``TextConfig.upto``). cross_attention: images
             that the tokens attend to.
+        adapter: slot of its adapter, from 1; 0: the base model.
     """
 
     key: int
@@ -140,6 +141,13 @@ class Row:
     cross_attention: CrossAttentionSpans = NO_CROSS_ATTENTION
     wide: int = 0
     state: StateSlots | None = None
+
+
+class AdapterUpload(NamedTuple):
+    """An adapter that is copied to a slot of the device, from 1, before the launches of a Step."""
+
+    slot: int
+    digest: str
 
 
 class PixelNeed(NamedTuple):
@@ -245,7 +253,7 @@ class BatchChange:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of the engine. Order on the device: moves, resets, images, text launches, one SAMPLE, or POOL.
+    """One step of the engine. Order on the device: moves, uploads, resets, images, text launches, one SAMPLE, or POOL.
 
     Each rank's matcher manager (``core.masks.manager``) closes the choices ``closings``, then opens the ``openings``.
     Hidden rows and samples of the persistent rows come first, in their order. With several pipeline stages, Steps in
@@ -261,6 +269,7 @@ class Step:
     moves: tuple[BlockMove, ...] = ()
     batch: BatchChange | None = None  # None: the persistent batch is empty and stays empty
     micro_batch: int = 0
+    uploads: tuple[AdapterUpload, ...] = ()
 
     @property
     def persistent_count(self) -> int:

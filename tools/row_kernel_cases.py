@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trencadis.backends.cuda.kernels import (
     activation,
+    adapter_kernels,
     embed,
     gather_scatter,
     layer_norm,
@@ -22,7 +23,7 @@ from trencadis.backends.cuda.kernels import (
 )
 from trencadis.backends.cuda.kernels import fused_moe as expert_products
 from trencadis.backends.cuda.weights.quantised_weight import pack_quantised_weight
-from trencadis.core.device.backend import HeadTensors, ResetTensors, SamplerState
+from trencadis.core.device.backend import AdapterWeights, HeadTensors, ResetTensors, SamplerState
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.quant.scheme import Scheme
 from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
@@ -53,11 +54,25 @@ def small(arch: int) -> Iterator[Case]:
                 f"{label} act {kind} and product",
                 lambda g=gate_up, kind=kind: activation.launch(g, kind, True, g[:, :INTERMEDIATE].contiguous()),
             )
+        yield from adapters(dtype)
         yield f"{label} silu", lambda g=gate_up: silu_mul.launch(g, g[:, :INTERMEDIATE])
         yield f"{label} embed", lambda x=x, i=one: embed.launch(i, i, i, i, x, x, x)
         yield f"{label} gather", lambda x=x, i=many: gather_scatter.gather(x, i, x)
         yield f"{label} scatter", lambda x=x, i=many: gather_scatter.scatter(x, i, x)
         yield f"{label} patches", lambda p=pixels, f=factor, w=wide: pixel_kernels.launch(p, f, f, w)
+
+
+def adapters(dtype: torch.dtype) -> Iterator[Case]:
+    """Products with slots of each rank, for few tokens and for many."""
+    label = str(dtype).removeprefix("torch.")
+    for rank in (8, 16, 32, 64):
+        w = AdapterWeights(torch.empty(2, 2, rank, HIDDEN, dtype=dtype), (torch.empty(2, rank, 512, dtype=dtype),) * 2)
+        for n in (4, 128):
+            x, y = torch.empty(n, HIDDEN, dtype=dtype), torch.empty(n, 1024, dtype=dtype)
+            yield (
+                f"{label} adapters of rank {rank}, {'few' if n < 16 else 'many'} tokens",
+                lambda x=x, y=y, w=w, n=n: adapter_kernels.add(y, x, ints(n), w),
+            )
 
 
 def sampling(arch: int) -> Iterator[Case]:

@@ -34,6 +34,7 @@ __all__ = [
     "GuidedDecodingParams",
     "LLM",
     "LLMEngine",
+    "LoRARequest",
     "Logprob",
     "PoolingOutput",
     "PoolingParams",
@@ -78,6 +79,7 @@ _LAZY = {
     "GuidedDecodingParams": ("trencadis.core.structured_outputs", "GuidedDecodingParams"),
     "LLMEngine": ("trencadis.llm_engine", "LLMEngine"),
     "LLM": ("trencadis.llm", "LLM"),
+    "LoRARequest": ("trencadis.lora_request", "LoRARequest"),
     "Logprob": ("trencadis.outputs", "Logprob"),
     "PoolingOutput": ("trencadis.outputs", "PoolingOutput"),
     "PoolingParams": ("trencadis.server.protocol.pooling_params", "PoolingParams"),
@@ -112,6 +114,7 @@ if TYPE_CHECKING:
     from trencadis.llm import LLM
     from trencadis.llm_engine import LLMEngine
     from trencadis.llm_kwargs import load_chat_template
+    from trencadis.lora_request import LoRARequest
     from trencadis.offline_beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from trencadis.outputs import (
         ClassificationOutput,

@@ -16,6 +16,7 @@ from trencadis.core.json_types import JsonMapping
 from trencadis.core.process import engine_messages
 from trencadis.engine_args import AsyncEngineArgs
 from trencadis.llm_kwargs import build_offline_setup
+from trencadis.lora_request import LoRARequest, OfflineAdapters
 from trencadis.metrics_reader import MetricValue, make_metrics, read_metrics
 from trencadis.offline_beam_search import GenerationParams, engine_params
 from trencadis.offline_tokenizer import OfflineTokenizer
@@ -29,7 +30,7 @@ from trencadis.server.prompts.generation import Generation
 from trencadis.server.prompts.run_pooling import make_pooling_request, run_pooling
 from trencadis.server.protocol.pooler_output import finish_pooled
 from trencadis.server.protocol.pooling_params import PoolingParams
-from trencadis.unsupported import UnsupportedMethods, raise_unsupported, refuse_lora, refuse_tokenization_kwargs
+from trencadis.unsupported import UnsupportedMethods, raise_unsupported, refuse_tokenization_kwargs
 
 log = logging.getLogger("trencadis.llm")
 POLL_SECONDS = 1.0
@@ -65,6 +66,7 @@ class AsyncLLM(UnsupportedMethods):
         self._supervisor.on_info.append(self._on_engine_info)
         self._metrics = make_metrics(Path(self.config.model).name, self.service, self._supervisor)
         self._tokenizer = OfflineTokenizer(self.service)
+        self._adapters = OfflineAdapters(self.service.config, self.config)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._startup_done = asyncio.Event()
         """Set once the engine accepts requests or has failed to start."""
@@ -86,7 +88,7 @@ class AsyncLLM(UnsupportedMethods):
         request_id: str,
         *,
         prompt_text: str | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: JsonMapping | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
@@ -100,7 +102,6 @@ class AsyncLLM(UnsupportedMethods):
             StartupError: the engine could not start.
             Unavailable: the engine stopped; it is being restarted.
         """
-        refuse_lora(lora_request)
         refuse_tokenization_kwargs(tokenization_kwargs)
         if data_parallel_rank:
             raise_unsupported("data_parallel_rank", "data parallelism")
@@ -111,7 +112,7 @@ class AsyncLLM(UnsupportedMethods):
             params = await apply_structured_outputs(self._grammars, self.service, made, params)
             add_sampling_rule(self.service, made, params)
             request = made.make_request(request_id, params, arrival=time.time(), priority=priority)
-            request.beams = beams
+            request.beams, request.adapter = beams, self._adapters.find(lora_request)
             if self._log_requests:
                 log.info("request %s: %d prompt tokens, %s", request_id, len(made.tokens), params)
             generation = Generation(self._supervisor, self.service, request, made, self._metrics.record_finished)
@@ -129,7 +130,7 @@ class AsyncLLM(UnsupportedMethods):
         pooling_params: PoolingParams,
         request_id: str,
         *,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         tokenization_kwargs: JsonMapping | None = None,
@@ -139,7 +140,6 @@ class AsyncLLM(UnsupportedMethods):
         Raises:
             BadRequest: the engine generates, the prompt or a parameter is at fault, or the id is in use.
         """
-        refuse_lora(lora_request)
         refuse_tokenization_kwargs(tokenization_kwargs)
         pooling = self.service.config.pooling
         if pooling is None:
@@ -151,6 +151,7 @@ class AsyncLLM(UnsupportedMethods):
             request = make_pooling_request(
                 request_id, made, pooling, pooling_params, arrival=time.time(), priority=priority
             )
+            request.adapter = self._adapters.find(lora_request)
             generation = Generation(self._supervisor, self.service, request, made, self._metrics.record_finished)
             (raw,) = await run_pooling([generation], pooling, pooling_params)
             output = PoolingOutput(finish_pooled(raw, pooling, pooling_params))

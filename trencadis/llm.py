@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from trencadis.core.adapter_ref import AdapterRef
 from trencadis.core.config import EngineConfig
 from trencadis.core.engine.engine import Engine
 from trencadis.core.errors import BadRequest
@@ -22,6 +23,7 @@ from trencadis.core.request import SamplingParams
 from trencadis.engine_args import EngineArgs
 from trencadis.llm_engine import LLMEngine
 from trencadis.llm_kwargs import build_offline_setup, read_template
+from trencadis.lora_request import LoRARequests
 from trencadis.multimodal.async_gather import gather_or_cancel
 from trencadis.multimodal.media_options import media_scope
 from trencadis.offline_beam_search import (
@@ -41,7 +43,7 @@ from trencadis.progress_bar import PromptProgressBar, UseTqdm
 from trencadis.prompt_inputs import PromptType, as_list, read_prompt
 from trencadis.server.prompts.prompt import Prompt
 from trencadis.server.prompts.text_service import TextService
-from trencadis.unsupported import UnsupportedMethods, refuse_lora
+from trencadis.unsupported import UnsupportedMethods
 
 if TYPE_CHECKING:
     import torch
@@ -137,7 +139,7 @@ class LLM(PoolingMethods, UnsupportedMethods):
         prompts: PromptType | Sequence[PromptType],
         sampling_params: Params = None,
         use_tqdm: UseTqdm = True,
-        lora_request: None = None,
+        lora_request: LoRARequests = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Generates continuations of raw prompts: strings, token ids, ``{"prompt": ..., "multi_modal_data": {"image":
@@ -151,23 +153,24 @@ class LLM(PoolingMethods, UnsupportedMethods):
         Args:
             sampling_params: one value for all prompts, or one per prompt; ``BeamSearchParams`` select beam search.
             use_tqdm: True shows a progress bar for more than one prompt; a callable creates it instead of tqdm.
+            lora_request: the adapter that answers, one for all prompts or one for each.
             priority: priority of each prompt, lower first, with ``scheduling_policy="priority"``.
 
         Raises:
             BadRequest: a prompt or a parameter is at fault.
         """
-        refuse_lora(lora_request)
         items = as_list(prompts)
+        adapters = self.llm_engine.adapters.find_all(lora_request, len(items))
         params = self._engine_params(sampling_params, len(items))
         if priority is not None and len(priority) != len(items):
             raise BadRequest(f"{len(items)} prompts came with {len(priority)} priorities.", param="priority")
-        return self._run(self._read_prompts(items, params), params, use_tqdm, priority)
+        return self._run(self._read_prompts(items, params), params, use_tqdm, priority, adapters)
 
     def beam_search(
         self,
         prompts: PromptType | Sequence[PromptType],
         params: BeamSearchParams,
-        lora_request: None = None,
+        lora_request: LoRARequests = None,
         use_tqdm: UseTqdm = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
@@ -179,14 +182,16 @@ class LLM(PoolingMethods, UnsupportedMethods):
         Raises:
             BadRequest: a prompt or a parameter is at fault.
         """
-        refuse_lora(lora_request)
         items = as_list(prompts)
+        adapters = self.llm_engine.adapters.find_all(lora_request, len(items))
         given = [engine_params(params, self.service)] * len(items)
         size = concurrency_limit or max(len(items), 1)
         found: list[BeamSearchOutput] = []
         for at in range(0, len(items), size):
             part = items[at : at + size]
-            outputs = self._run(self._read_prompts(part, given[at : at + size]), given[at : at + size], use_tqdm)
+            those = slice(at, at + size)
+            made = self._read_prompts(part, given[those])
+            outputs = self._run(made, given[those], use_tqdm, adapters=adapters[those])
             found += [
                 make_beam_output(output, prompt, self.service, params.include_stop_str_in_output)
                 for output, prompt in zip(outputs, part, strict=True)
@@ -198,7 +203,7 @@ class LLM(PoolingMethods, UnsupportedMethods):
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: Params = None,
         use_tqdm: UseTqdm = True,
-        lora_request: None = None,
+        lora_request: LoRARequests = None,
         chat_template: str | Path | None = None,
         chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
@@ -223,11 +228,11 @@ class LLM(PoolingMethods, UnsupportedMethods):
         Raises:
             BadRequest: a message or a parameter is at fault.
         """
-        refuse_lora(lora_request)
         self._check_format(chat_template_content_format)
         scope = media_scope(cache_salt, mm_processor_kwargs)
         template = read_template(chat_template)
         conversations: Sequence[Any] = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        adapters = self.llm_engine.adapters.find_all(lora_request, len(conversations))
         given = None if sampling_params is None else self._engine_params(sampling_params, len(conversations))
         made = self._wait(
             gather_or_cancel(
@@ -244,7 +249,8 @@ class LLM(PoolingMethods, UnsupportedMethods):
                 for i, conversation in enumerate(conversations)
             )
         )
-        return self._run(made, given or [EngineParams(self._chat_defaults(len(p.tokens))) for p in made], use_tqdm)
+        params = given or [EngineParams(self._chat_defaults(len(p.tokens))) for p in made]
+        return self._run(made, params, use_tqdm, adapters=adapters)
 
     def get_tokenizer(self) -> OfflineTokenizer:
         """Returns the tokenizer: ``encode``, ``decode``, a call, ``apply_chat_template``, ``eos_token_id``."""
@@ -309,13 +315,17 @@ class LLM(PoolingMethods, UnsupportedMethods):
         params: Sequence[EngineParams],
         use_tqdm: UseTqdm,
         priority: Sequence[int] | None = None,
+        adapters: Sequence[AdapterRef | None] = (),
     ) -> list[RequestOutput]:
         bar = PromptProgressBar(len(prompts), use_tqdm)
         done: dict[str, RequestOutput | None] = {}
         try:
             for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
                 request_id = f"llm-{next(self._request_numbers)}"
-                self.llm_engine.submit(request_id, prompt, final_output_only(p), priority[i] if priority else 0)
+                adapter = adapters[i] if adapters else None
+                self.llm_engine.submit(
+                    request_id, prompt, final_output_only(p), priority[i] if priority else 0, adapter=adapter
+                )
                 done[request_id] = None
             left = len(done)
             while left:

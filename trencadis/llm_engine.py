@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from trencadis.core.adapter_ref import AdapterRef
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest, TrencadisError, Unavailable, from_status
 from trencadis.core.json_types import JsonMapping
@@ -24,6 +25,7 @@ from trencadis.core.progress import Progress
 from trencadis.core.request import Delta, Request, SamplingParams
 from trencadis.engine_args import EngineArgs
 from trencadis.llm_kwargs import OfflineSetup, build_offline_setup
+from trencadis.lora_request import LoRARequest, OfflineAdapters
 from trencadis.offline_beam_search import EngineParams, GenerationParams, engine_params
 from trencadis.offline_tokenizer import OfflineTokenizer
 from trencadis.outputs import OutputBuilder, RequestOutput
@@ -33,7 +35,7 @@ from trencadis.server.prompts import text_service_builder
 from trencadis.server.prompts.generation import RequestTiming, start_timing
 from trencadis.server.prompts.output_processor import ChoiceStream
 from trencadis.server.prompts.prompt import Prompt
-from trencadis.unsupported import UnsupportedFeature, UnsupportedMethods, refuse_lora, refuse_tokenization_kwargs
+from trencadis.unsupported import UnsupportedFeature, UnsupportedMethods, refuse_tokenization_kwargs
 
 if TYPE_CHECKING:
     from trencadis.core.engine.engine import Engine
@@ -97,6 +99,7 @@ class LLMEngine(UnsupportedMethods):
         self.service = made.service()
         self.service.max_model_len = self.engine.info().max_model_len
         self.tokenizer = OfflineTokenizer(self.service)
+        self.adapters = OfflineAdapters(self.service.config, self.config)
         self._grammars = GrammarCache(self.service.tokenizer, self.service.config.text.vocab, self.service.eos)
         self._vocabulary_sent = False
         self._metrics = self._make_metrics()
@@ -126,7 +129,7 @@ class LLMEngine(UnsupportedMethods):
         prompt: PromptType,
         params: GenerationParams | None = None,
         arrival_time: float | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: JsonMapping | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
@@ -137,15 +140,16 @@ class LLMEngine(UnsupportedMethods):
         Raises:
             BadRequest: the prompt or a parameter is at fault, or the id is in use.
         """
-        refuse_lora(lora_request)
+        adapter = self.adapters.find(lora_request)
         refuse_tokenization_kwargs(tokenization_kwargs)
         given = engine_params(params or self.default_params(), self.service)
         made = self.wait(read_prompt(self.service, prompt, given.sampling))
-        self.submit(request_id, made, given, priority, arrival_time)
+        self.submit(request_id, made, given, priority, arrival_time, adapter)
 
     def submit(
-        self, request_id: str, prompt: Prompt, given: EngineParams, priority: int = 0, arrival: float | None = None
-    ) -> None:
+        self, request_id: str, prompt: Prompt, given: EngineParams, priority: int = 0, arrival: float | None = None,
+        adapter: AdapterRef | None = None,
+    ) -> None:  # fmt: skip
         """Queues a prompt that is tokenized and whose media are prepared."""
         if request_id in self._requests:
             raise BadRequest(f"request id {request_id!r} is in use.", param="request_id")
@@ -155,7 +159,7 @@ class LLMEngine(UnsupportedMethods):
         params = self._constrain(prompt, given.sampling)
         add_sampling_rule(self.service, prompt, params)
         request = prompt.make_request(request_id, params, arrival=arrival or time.time(), priority=priority)
-        request.beams = given.beams
+        request.beams, request.adapter = given.beams, adapter
         self.submit_request(request, prompt)
 
     def submit_request(self, request: Request, prompt: Prompt) -> None:

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from trencadis.core.adapter_ref import AdapterRef
 from trencadis.core.checkpoint.pooling_config import CLASSIFY, EMBED, TOKEN_TASKS, Pooling
 from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import JsonMapping
 from trencadis.llm_engine import LLMEngine
 from trencadis.llm_kwargs import read_template
+from trencadis.lora_request import LoRARequests
 from trencadis.multimodal.async_gather import gather_or_cancel
 from trencadis.outputs import (
     ClassificationOutput,
@@ -38,7 +40,7 @@ from trencadis.server.protocol.pooler_output import (
     read_raw_values,
 )
 from trencadis.server.protocol.pooling_params import PoolingParams
-from trencadis.unsupported import refuse_lora, refuse_tokenization_kwargs
+from trencadis.unsupported import refuse_tokenization_kwargs
 
 Params = PoolingParams | Sequence[PoolingParams] | None
 
@@ -55,7 +57,7 @@ class PoolingMethods:
         pooling_params: Params = None,
         *,
         use_tqdm: UseTqdm = True,
-        lora_request: None = None,
+        lora_request: LoRARequests = None,
         pooling_task: str | None = None,
         tokenization_kwargs: JsonMapping | None = None,
         truncate_prompt_tokens: int | None = None,
@@ -70,7 +72,6 @@ class PoolingMethods:
         Raises:
             BadRequest: the engine generates, or a prompt or a parameter is at fault.
         """
-        refuse_lora(lora_request)
         others = dict(tokenization_kwargs or {})
         cut = others.pop("truncate_prompt_tokens", truncate_prompt_tokens)
         refuse_tokenization_kwargs(others)
@@ -84,7 +85,9 @@ class PoolingMethods:
         self._check_params(params, pooling)
         service, wait = self.llm_engine.service, self.llm_engine.wait
         made = wait(gather_or_cancel(read_prompt(service, i, p) for i, p in zip(items, params, strict=True)))
-        outputs = self._pool(made, pooling, params, use_tqdm)
+        outputs = self._pool(
+            made, pooling, params, use_tqdm, self.llm_engine.adapters.find_all(lora_request, len(made))
+        )
         return [
             _make_output(output, PoolingOutput(finish_pooled(_raw_values(output, pooling, p), pooling, p)))
             for output, p in zip(outputs, params, strict=True)
@@ -127,7 +130,7 @@ class PoolingMethods:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: UseTqdm = True,
         pooling_params: PoolingParams | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequests = None,
         chat_template: str | None = None,
         instruction: str = "",
     ) -> list[ScoringRequestOutput]:
@@ -143,7 +146,6 @@ class PoolingMethods:
         Raises:
             BadRequest: the engine does not support scores, or a text or a parameter is at fault.
         """
-        refuse_lora(lora_request)
         pooling = self._pooling_config("score", None)
         check_scores(pooling)
         params = pooling_params or PoolingParams()
@@ -151,7 +153,7 @@ class PoolingMethods:
         cut = params.truncate_prompt_tokens if truncate_prompt_tokens is None else truncate_prompt_tokens
         pairs = _make_pairs(data_1, data_2)
         if pooling.task == EMBED:
-            return self._score_by_cosine(pairs, pooling, cut, use_tqdm)
+            return self._score_by_cosine(pairs, pooling, cut, use_tqdm, lora_request)
         service = self.llm_engine.service
         template = read_template(chat_template)
         made = self.llm_engine.wait(
@@ -160,7 +162,8 @@ class PoolingMethods:
                 for p in pairs
             )
         )
-        outputs = self._pool(made, pooling, [params] * len(made), use_tqdm)
+        adapters = self.llm_engine.adapters.find_all(lora_request, len(made))
+        outputs = self._pool(made, pooling, [params] * len(made), use_tqdm, adapters)
         return [
             _make_output(
                 o,
@@ -171,12 +174,13 @@ class PoolingMethods:
         ]
 
     def _score_by_cosine(
-        self, pairs: Sequence[Pair], pooling: Pooling, cut: int | None, use_tqdm: UseTqdm
+        self, pairs: Sequence[Pair], pooling: Pooling, cut: int | None, use_tqdm: UseTqdm, lora_request: LoRARequests
     ) -> list[ScoringRequestOutput]:
         texts: list[Any] = list(dict.fromkeys(side for pair in pairs for side in _pair_texts(pair)))
         made = self.llm_engine.wait(self.llm_engine.service.make_raw_prompts(texts, truncate=cut))
         params = PoolingParams()
-        outputs = dict(zip(texts, self._pool(made, pooling, [params] * len(made), use_tqdm), strict=True))
+        adapters = self.llm_engine.adapters.find_all(lora_request, len(made))
+        outputs = dict(zip(texts, self._pool(made, pooling, [params] * len(made), use_tqdm, adapters), strict=True))
         found = []
         for pair in pairs:
             a, b = (outputs[text] for text in _pair_texts(pair))
@@ -202,14 +206,17 @@ class PoolingMethods:
     # Running
 
     def _pool(
-        self, prompts: Sequence[Prompt], pooling: Pooling, params: Sequence[PoolingParams], use_tqdm: UseTqdm
-    ) -> list[RequestOutput]:
+        self, prompts: Sequence[Prompt], pooling: Pooling, params: Sequence[PoolingParams], use_tqdm: UseTqdm,
+        adapters: Sequence[AdapterRef | None],
+    ) -> list[RequestOutput]:  # fmt: skip
         engine, bar = self.llm_engine, PromptProgressBar(len(prompts), use_tqdm)
         done: dict[str, RequestOutput | None] = {}
         try:
-            for prompt, one in zip(prompts, params, strict=True):
+            for prompt, one, adapter in zip(prompts, params, adapters, strict=True):
                 request_id = f"pool-{next(self._request_numbers)}"
-                engine.submit_request(make_pooling_request(request_id, prompt, pooling, one, arrival=0.0), prompt)
+                request = make_pooling_request(request_id, prompt, pooling, one, arrival=0.0)
+                request.adapter = adapter
+                engine.submit_request(request, prompt)
                 done[request_id] = None
             left = len(done)
             while left:

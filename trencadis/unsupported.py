@@ -7,7 +7,6 @@ from typing import Any, NoReturn
 from trencadis.core.errors import TrencadisError
 
 UNSUPPORTED_CLASSES = {
-    "LoRARequest": "LoRA adapters",
     "ModelRegistry": "models of other packages",
     "initialize_ray_cluster": "ranks over Ray",
 }
@@ -19,7 +18,7 @@ UNSUPPORTED_METHODS = {
     "stop_profile": "the profiler",
     "collective_rpc": "calls into ranks",
     "apply_model": "calls into ranks",
-    "add_lora": "LoRA adapters",
+    "add_lora": "LoRA adapters outside of requests; lora_request of a prompt loads one",
 }
 """Methods of engines -> missing feature."""
 
@@ -71,12 +70,6 @@ class UnsupportedMethods:
             raise_unsupported(f"{type(self).__name__}.{name}", UNSUPPORTED_METHODS[name])
 
         return call
-
-
-def refuse_lora(lora_request: object) -> None:
-    """Raises UnsupportedFeature if a request names an adapter."""
-    if lora_request:
-        raise_unsupported("lora_request", "LoRA adapters")
 
 
 def refuse_tokenization_kwargs(tokenization_kwargs: object) -> None:

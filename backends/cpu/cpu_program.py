@@ -27,7 +27,7 @@ from trencadis.backends.cpu.padding import (
     visible_ends,
     windows,
 )
-from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.buckets import LORA, Bucket, Stage
 from trencadis.core.cross_attention_inputs import planned_units
 from trencadis.core.device.backend import (
     Body,
@@ -43,6 +43,7 @@ from trencadis.core.device.backend import (
     host_output,
 )
 from trencadis.core.device.launch_tensors import CrossAttentionTensors, RecurrentRows, first_rows
+from trencadis.core.launches.host_inputs import token_adapters
 from trencadis.core.launches.rank_input_batch import PersistentHeadInputs, PersistentTextInputs
 from trencadis.core.shared_constants import SINK_ROW, ZERO_BLOCK
 from trencadis.core.step import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
@@ -114,6 +115,8 @@ def make_tensors(bucket: Bucket, inputs: Inputs, block_size: int, upto: bool = F
         case StepInputs():
             count, rows = bucket.dims if bucket.stage is Stage.PREFILL else (bucket.dims[0], bucket.dims[0])
             made = _text(inputs, count, rows, block_size, upto)
+            if bucket.variant == LORA:
+                return made._replace(adapter=_pad(token_adapters(inputs), count))
             return (
                 made._replace(cross_attention=_make_cross_attention(inputs, count, bucket)) if bucket.variant else made
             )

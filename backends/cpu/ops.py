@@ -6,7 +6,6 @@ Unlike the reference they may read tensors on the host.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -14,12 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from trencadis.backends.cpu.adapter_products import AdapterOps
 from trencadis.backends.cpu.attention_plan import AttendPlan, ChunkSpan, Group, Where, get_plan
 from trencadis.backends.cpu.expert_mlp import SeparateExperts, run_chosen_experts
 from trencadis.backends.cpu.image_spans import find_image_spans
 from trencadis.backends.cpu.int8_linear import IntegerWeight, integer_weight, product
 from trencadis.backends.cpu.native import decode_attention as native_attend
 from trencadis.backends.cpu.native import dense, flash, panels, recurrent, weight_packing
+from trencadis.backends.cpu.native.dense import PackedWeight as PackedWeight
 from trencadis.backends.cpu.native.kernel_table import ANY, KernelTable, Op, chosen_table
 from trencadis.backends.cpu.native.onednn_sizes import by_sizes, pieces
 from trencadis.backends.cpu.native.panels import DTYPE_NAMES, PanelWeight, panel_weight
@@ -48,23 +49,7 @@ QUERY_TILE = 512
 """Number of queries of a chunk that share one mask, if there are stored tokens before the chunk."""
 
 
-@dataclass(slots=True)
-class PackedWeight:
-    """A weight in a blocked layout: oneDNN's or, on some CPUs, only that of own products.
-
-    Args:
-        packed: tensor of oneDNN's layout; None: ``panels`` are used for every number of rows.
-        panels: the layout of own products; None: oneDNN is used for every number of rows.
-    """
-
-    packed: Tensor | None
-    bias: Tensor | None
-    out_features: int
-    in_features: int
-    panels: dense.Panels | None = None
-
-
-class CpuOps(ReferenceOps):
+class CpuOps(AdapterOps, ReferenceOps):
     """Implements ``core.device.backend.Ops`` for CPU tensors."""
 
     copies = True

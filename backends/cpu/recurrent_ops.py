@@ -30,6 +30,14 @@ class DeltaInputs(NamedTuple):
     beta: Tensor  # [t, Hv]
 
 
+class TokenPlaces(NamedTuple):
+    """Where the tokens of a launch are."""
+
+    start: Tensor  # [rows + 1]: first token of each row
+    row: Tensor  # [n]: row of each token
+    offset: Tensor  # [n]: place of each token in its row
+
+
 class RecurrentReference:
     """Implements ``core.models.interface.RecurrentOps``."""
 
@@ -70,7 +78,7 @@ class RecurrentReference:
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, rows: RecurrentRows, attn: Attn
     ) -> Tensor:
         start, row, offset = locate_tokens(len(v), attn)
-        x = normalised(q, k, v, g, beta, offset < rows.count[row])
+        x = normalise(q, k, v, g, beta, offset < rows.count[row])
         single = rows.count % CHUNK == 1
         out = torch.zeros((len(v) + 1, *v.shape[1:]), device=v.device)  # the last row takes what belongs to no token
         held = self._run_chunks(x, state, rows, start, rows.count - single.int(), out)
@@ -107,16 +115,8 @@ class RecurrentReference:
         return held
 
 
-class TokenPlaces(NamedTuple):
-    """int64: the first token of each row [rows + 1]; of each token its row and its place in the row [n]."""
-
-    start: Tensor
-    row: Tensor
-    offset: Tensor
-
-
 def locate_tokens(n: int, attn: Attn) -> TokenPlaces:
-    """Returns where each of n tokens lies."""
+    """Returns the places of n tokens."""
     start = attn.row_start[:-1].long()
     token = torch.arange(n, device=start.device)
     row = torch.searchsorted(attn.row_start[1:-1].long().contiguous(), token, right=True)
@@ -129,7 +129,7 @@ def read_state(state: Tensor, rows: RecurrentRows) -> Tensor:
     return torch.where(fresh.view(-1, *[1] * (state.dim() - 1)), 0.0, state.index_select(0, rows.source))
 
 
-def normalised(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, real: Tensor) -> DeltaInputs:
+def normalise(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, real: Tensor) -> DeltaInputs:
     """Returns the inputs of the delta rule with q and k normalised and repeated, and zeros for tokens not ``real``."""
 
     def unit(t: Tensor) -> Tensor:

@@ -13,16 +13,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from trencadis.backends.cpu.adapter_products import add_masked_adapters, mask_slots
 from trencadis.backends.cpu.expert_mlp import JoinedExperts, join_experts, run_all_experts
 from trencadis.backends.cpu.recurrent_ops import RecurrentReference
 from trencadis.backends.cpu.sampler import sample_full, thresholds, unpack, update
 from trencadis.core.device.backend import (
+    AdapterRows,
+    AdapterWeights,
     Attn,
     ExpertBiases,
     ExpertWeights,
     HeadTensors,
     HeadTensorsOut,
     LayerKV,
+    PackedAdapters,
     ResetTensors,
     Rotary,
     SamplerState,
@@ -79,6 +83,15 @@ class ReferenceOps(RecurrentReference):
     def linear(self, x: Tensor, w: Weight) -> Tensor:
         assert isinstance(w, PlainWeight)
         return functional.linear(x, w.weight, w.bias)
+
+    def prepare_adapters(self, slot: Tensor, numbers: Tensor, dtype: torch.dtype) -> AdapterRows:
+        """Returns the mask [n, slots] of each token's slot."""
+        return mask_slots(slot, numbers, dtype)
+
+    def add_adapters(self, y: Tensor, x: Tensor, w: AdapterWeights | PackedAdapters, rows: AdapterRows) -> Tensor:
+        """Multiplies by A of all slots, masks the products of other slots, and multiplies by B of all slots."""
+        assert isinstance(rows, Tensor) and isinstance(w, AdapterWeights)
+        return add_masked_adapters(y, x, w, rows)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         total = x if residual is None else x + residual

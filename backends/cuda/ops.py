@@ -24,6 +24,7 @@ from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cuda.host_layers import HostLayerOps
 from trencadis.backends.cuda.kernels import (
     activation,
+    adapter_kernels,
     causal_conv,
     cross_attend,
     delta_rule,
@@ -57,12 +58,15 @@ from trencadis.backends.cuda.policy import INVARIANT_ROWS as ROWS
 from trencadis.backends.cuda.weights.quantised_weight import QuantisedWeight, pack_quantised_weight
 from trencadis.core import envs
 from trencadis.core.device.backend import (
+    AdapterRows,
+    AdapterWeights,
     Attn,
     ExpertBiases,
     ExpertWeights,
     HeadTensors,
     HeadTensorsOut,
     LayerKV,
+    PackedAdapters,
     ResetTensors,
     Rotary,
     SamplerState,
@@ -75,6 +79,8 @@ from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.shared_constants import WINDOW_SLOTS
 
 T = TypeVar("T")
+DECODER_ARGS = 4
+"""Arguments of a decoder layer whose rows have no adapters."""
 
 
 class CudaOps(HostLayerOps, ReferenceOps):
@@ -104,8 +110,12 @@ class CudaOps(HostLayerOps, ReferenceOps):
         return super().pack_weight(weight, bias)
 
     def layer(self, run: Callable[..., T], *args: Any) -> T:
-        """Runs a layer as ``backend.Ops`` says; a decoder layer of few rows in six launches if it can be fused."""
-        if self._arrived is not None and self.host_layers is None and fused_layer.can_fuse(run, args[0], args[-1]):
+        """Runs a layer as ``backend.Ops`` says; a decoder layer of few rows without adapters in six launches if it can
+        be fused.
+        """
+        fuses = self._arrived is not None and self.host_layers is None and len(args) == DECODER_ARGS
+        if fuses and fused_layer.can_fuse(run, args[0], args[-1]):
+            assert self._arrived is not None
             made: Any = fused_layer.FusedLayer(cast(DecoderLayer, run), self._arrived)
             return super().layer(made, *args)  # type: ignore[no-any-return]
         return super().layer(run, *args)
@@ -113,6 +123,14 @@ class CudaOps(HostLayerOps, ReferenceOps):
     def pack_quantised(self, q: QTensor, bias: Tensor | None = None) -> Weight:
         """Packs the codes unchanged, with their scales."""
         return pack_quantised_weight(q, bias, tiles.arch_of(q.data.device))
+
+    def prepare_adapters(self, slot: Tensor, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+        return slot
+
+    def add_adapters(self, y: Tensor, x: Tensor, w: AdapterWeights | PackedAdapters, rows: AdapterRows) -> Tensor:
+        assert isinstance(rows, Tensor) and isinstance(w, AdapterWeights)
+        adapter_kernels.add(y, x.contiguous(), rows, w)
+        return y
 
     def linear(self, x: Tensor, w: Weight) -> Tensor:
         return quantised_linear.linear(x, w) if isinstance(w, QuantisedWeight) else super().linear(x, w)

@@ -68,6 +68,7 @@ SERVING = Policy(
     cross_attention=True,
     cross_attention_bytes=cross_attention_bytes,
     stages=True,
+    adapters=True,
     encoder_data_parallel=True,
     recurrent=True,
 )

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
+from trencadis.backends.cpu.adapter_products import mask_slots
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cpu.sampler import apply_penalties, draw, sample_full
-from trencadis.backends.hpu import recurrent
 from trencadis.backends.hpu.attention import (
     block_decode,
     context_prefill,
@@ -33,9 +33,17 @@ from trencadis.backends.hpu.launches.compiled_regions import Regions
 from trencadis.backends.hpu.launches.layer_groups import group_layers
 from trencadis.backends.hpu.launches.region_compiler import RegionCompiler
 from trencadis.backends.hpu.launches.trees import leaves, rebuild
-from trencadis.backends.hpu.recurrent import KeptLayer, KeptStates, StaticRows, store_states
 from trencadis.backends.hpu.sampling import find_thresholds
 from trencadis.backends.hpu.shared_shapes import pieces
+from trencadis.backends.hpu.static_recurrence import (
+    KeptLayer,
+    KeptStates,
+    StaticRows,
+    convolve,
+    delta_rule,
+    prepare,
+    store_states,
+)
 from trencadis.core.device.backend import (
     Attn,
     ExpertBiases,
@@ -73,6 +81,16 @@ class DrawnCounts(NamedTuple):
     rows: Tensor  # int32 [r, V] counts of each row, including the id drawn now
     slot: Tensor  # int64 [r]
     counts: Tensor  # int32 [slots + 1, V]
+
+
+class SlotMask:
+    """Computes which slot of adapters each token has, [n, slots] of ``dtype``."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, slot: Tensor, numbers: Tensor) -> Tensor:
+        return mask_slots(slot, numbers, self.dtype)
 
 
 class HpuOps(ReferenceOps):
@@ -120,6 +138,7 @@ class HpuOps(ReferenceOps):
         self._layers, self._inside = 0, False
         self._preparations: dict[DecodeForm, AttnPreparation] = {}
         self._segments = SegmentPreparation()
+        self._mask_slots = SlotMask(dtype)
         self._groups: dict[int, tuple[Sequence[Any], Sequence[Any]]] = {}
         self._kept: dict[int, KeptLayer] = {}
 
@@ -136,6 +155,11 @@ class HpuOps(ReferenceOps):
         if q.data.dtype == torch.int8 or bridge.fp8_gemm_v2 is None or q.dtype not in TAKEN:
             return self.pack_weight(q.values().to(device), bias)
         return floats8_weight(q, bias, bridge.fp8_top, device)
+
+    def prepare_adapters(self, slot: Tensor, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+        """Computes the mask of slots; in compile mode in one small region for each number of tokens."""
+        mask: Tensor = self.region(self._mask_slots, slot, numbers)
+        return mask
 
     def linear(self, x: Tensor, w: Weight) -> Tensor:
         if isinstance(w, PackedWeight4):
@@ -419,20 +443,20 @@ class HpuOps(ReferenceOps):
     def prepare_recurrent(self, rows: RecurrentRows, attn: object) -> RecurrentRows:
         """Computes once a launch what all recurrent layers share; in compile mode in a region of its own."""
         tokens = len(cast(FreshAttn, attn).slot)  # every type that this backend fills has the slots of its tokens
-        return cast(RecurrentRows, self.region(recurrent.prepare, rows, tokens))
+        return cast(RecurrentRows, self.region(prepare, rows, tokens))
 
     def causal_conv(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: object, attn: object,
         activation: str,
     ) -> Tensor:  # fmt: skip
         assert isinstance(rows, StaticRows)
-        return recurrent.convolve(x, weight, bias, state, rows, activation)
+        return convolve(x, weight, bias, state, rows, activation)
 
     def delta_rule(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, rows: object, attn: object
     ) -> Tensor:
         assert isinstance(rows, StaticRows)
-        return recurrent.delta_rule(q, k, v, g, beta, state, rows)
+        return delta_rule(q, k, v, g, beta, state, rows)
 
     def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         cos, sin = rotary.cos[:, None], rotary.sin[:, None]

@@ -15,6 +15,7 @@ from trencadis.backends.hpu.shared_shapes import padded_start
 from trencadis.backends.hpu.start.environment import will_be_lazy
 from trencadis.core.buckets import (
     LARGEST,
+    LORA,
     SMALLEST,
     AxisRule,
     Bucket,
@@ -82,16 +83,17 @@ def input_bytes(bucket: Bucket, sizes: InputSizes) -> int:
     dims, vocab = bucket.dims, sizes.vocab
     bits, upto, units = -(-vocab // 8), 4 if sizes.upto else 0, planned_units(bucket.variant)
     upto += 8 * units + 4 if units else 0  # per unit: its visibility and count for each token, and its gate
+    slot = 4 if bucket.variant == LORA else 0
     rows = 1 if bucket.stage is Stage.CONTEXT else dims[0]
     states = 16 * (rows + 1) if sizes.recurrent else 0
     match bucket.stage:
         case Stage.FRESH:
-            return (32 + upto) * dims[0] * dims[1] + 4 * dims[0] + 4 * units + states
+            return (32 + upto + slot) * dims[0] * dims[1] + 4 * dims[0] + 4 * units + states
         case Stage.CONTEXT:
-            return (32 + upto) * dims[0] + 4 * dims[1] + 4 + 4 * units + states
+            return (32 + upto + slot) * dims[0] + 4 * dims[1] + 4 + 4 * units + states
         case Stage.DECODE:
             seen = (8 * dims[0] + 4) * units + (4 * dims[0] if units else 0)
-            return 32 * dims[0] + (16 if sizes.windows else 12) * dims[1] + seen + states
+            return (32 + slot) * dims[0] + (16 if sizes.windows else 12) * dims[1] + seen + states
         case Stage.VISION:
             each = sizes.slot.values + 8 + 8 * sizes.slot.position_neighbours
             windows = dims[0] // WINDOW_SLOTS * (12 if sizes.slot.padding_windows else 8)
@@ -128,6 +130,8 @@ SERVING = Policy(
     axes=AXES,
     alignment=ALIGNMENT,
     mixed=False,
+    adapters=True,
+    copies_whole=True,
     depth=1,
     overlaps=True,
     flat_kv=True,

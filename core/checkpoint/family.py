@@ -138,6 +138,7 @@ class Family:
         tied: default of ``tie_word_embeddings``.
         ignored: keys of config.json that change no result here.
         skipped: prefixes of stored weights that are not loaded, such as those of a draft layer; a log line counts them.
+        adapters: parts of the decoder whose LoRA adapters can be kept beside the model; empty: none.
         defaults: device options for which this family has other defaults: ``fp32_softmax`` (softmax of text in
             float32), ``block_adjustment`` (blocks of a decoding row joined by a fused kernel).
     """
@@ -156,4 +157,5 @@ class Family:
     tied: bool = False
     ignored: frozenset[str] = frozenset()
     skipped: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ("attention", "MLPs")
     defaults: Mapping[str, bool] = field(default_factory=dict)

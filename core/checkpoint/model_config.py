@@ -140,7 +140,7 @@ class RecurrentConfig:
         kernel: tokens that an output of the convolution sees; the state keeps the last ``kernel`` - 1 inputs.
         key_heads: heads of queries and keys; ``key_dim``: their size.
         value_heads: heads of values, a multiple of ``key_heads``; ``value_dim``: their size.
-        interleaved: True if the projections are stored as two matrices, interleaved by key head (Qwen3-Next).
+        interleaved: True if the projections are stored as two matrices, interleaved by key head.
         width: channels of a convolution alone, whose state has no matrices; 0: the layers are gated DeltaNet.
     """
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from trencadis.core.buckets import Bucket, Policy
 from trencadis.core.device.communicators import Comm as Comm
 from trencadis.core.device.communicators import Pipe as Pipe
+from trencadis.core.device.launch_tensors import AdapterWeights as AdapterWeights
 from trencadis.core.device.launch_tensors import Attn as Attn
 from trencadis.core.device.launch_tensors import HeadTensors as HeadTensors
 from trencadis.core.device.launch_tensors import HeadTensorsOut as HeadTensorsOut
@@ -79,6 +80,16 @@ class ExpertWeights(Protocol):
     inner: int
 
 
+class PackedAdapters(Protocol):
+    """A and B of all slots of one fused matrix in a layout of the device (``core.lora.adapter_store.PackingOps``)."""
+
+    nbytes: int
+
+
+AdapterRows = Tensor | tuple[object, ...]
+"""Which tokens of a launch have which adapter, in the form that the device's ``Ops`` use."""
+
+
 class ExpertBiases(NamedTuple):
     """Biases of each expert: gate_up [2 x inner], down [hidden]."""
 
@@ -109,6 +120,20 @@ class Ops(Protocol):
 
     def linear(self, x: Tensor, w: Weight) -> Tensor:
         """Returns x [n, in] times the packed weight, plus its bias: [n, out]."""
+
+    def prepare_adapters(self, slot: Tensor, numbers: Tensor, dtype: torch.dtype) -> AdapterRows:
+        """Computes once a launch what all layers need of the slots of its tokens, int32 [n]; 0: no adapter.
+
+        ``numbers``: int32 [slots], the numbers of the slots from 1 on; ``dtype``: that of the activations.
+        """
+        ...
+
+    def add_adapters(self, y: Tensor, x: Tensor, w: AdapterWeights | PackedAdapters, rows: AdapterRows) -> Tensor:
+        """Returns y [n, out] plus, for each token with an adapter, x [n, in] times A and B of its slot.
+
+        May change ``y``.
+        """
+        ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns (norm of the sum, the sum), [n, width] each. The sum x [+ residual] is the new residual stream.

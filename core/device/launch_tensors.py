@@ -103,6 +103,18 @@ class RecurrentRows(NamedTuple):
     count: Tensor  # type: ignore[assignment]  # int32 [rows + 1] real tokens of the row, first in it; 0 for padding
 
 
+class AdapterWeights(NamedTuple):
+    """A and B of all slots for one fused matrix of p parts, of which each has its own A and B.
+
+    Args:
+        a: [slots, p, rank, in].
+        b: for each part [slots, rank, outputs of the part], times the scale of each adapter.
+    """
+
+    a: Tensor
+    b: tuple[Tensor, ...]
+
+
 class TextTensors(NamedTuple):
     """A text program's inputs: tensors in fixed order, never scalars."""
 
@@ -114,6 +126,7 @@ class TextTensors(NamedTuple):
     attn: Attn
     cross_attention: CrossAttentionTensors | None = None  # None: no token of the launch attends to an image
     recurrent: RecurrentRows | None = None  # None: the model has no recurrent layers
+    adapter: Tensor | None = None  # int32 [n] slot of each token's adapter, 0: none; None: the launch has no adapters
 
 
 class VisionTensors(NamedTuple):

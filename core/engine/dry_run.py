@@ -17,6 +17,7 @@ from trencadis.core.host_memory import gib
 from trencadis.core.launches.stage_transfer import own_plan
 from trencadis.core.memory import graph_budget as budget
 from trencadis.core.memory import weight_offload
+from trencadis.core.memory.adapter_bytes import slot_sizes
 from trencadis.core.memory.cpu_cache_plan import CacheOptions, CachePlan, arena_rows, arena_units, plan_cpu
 from trencadis.core.memory.estimate import MemoryEstimator, costliest_buckets, estimate_memory_in_use
 from trencadis.core.memory.graph_budget import GraphPrice, GraphSelection
@@ -128,6 +129,7 @@ def shape_limits(config: EngineConfig, model: ModelConfig, policy: Policy, image
         squares=images.squares,
         images=tuple((one, low or together, high or together) for one, low, high in images.images),
         units=arena_units(model, config.encoder_cache_images, config.max_num_seqs or seqs) if images.slots else 0,
+        adapters=config.max_loras if config.enable_lora else 0,
     )
 
 
@@ -169,6 +171,7 @@ class DryRun:
             weight_format,
             policy.aligned,
             cross_attention_bytes,
+            slot_sizes(asked),
         )
 
     @property

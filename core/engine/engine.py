@@ -15,6 +15,7 @@ from trencadis.core.engine_stats import BucketUse, EngineInfo, EngineStats, Grap
 from trencadis.core.executor.executor_interface import Executor
 from trencadis.core.graphs.warmup_pacing import WarmupPacing
 from trencadis.core.request import Delta, Request
+from trencadis.core.scheduling.adapter_slots import AdapterLoads
 from trencadis.core.scheduling.decision_log import EvictionCounts, log_launches
 from trencadis.core.scheduling.lifecycle import Lifecycle
 from trencadis.core.scheduling.scheduler import Scheduler
@@ -25,21 +26,33 @@ if TYPE_CHECKING:
     from trencadis.core.graphs.graph_reporter import GraphReporter
 
 
-GRAMMAR_WAIT = 0.005
-"""Seconds that an idle engine waits per step for a grammar."""
+RANKS_WAIT = 0.005
+"""Seconds that an idle engine waits per step for a grammar or an adapter."""
 
 
 @dataclass(frozen=True, slots=True)
-class AwaitedGrammar:
-    """A request whose grammar is being compiled by the ranks; other requests continue meanwhile."""
+class AwaitedRequest:
+    """A request whose grammar the ranks compile, or whose adapter they read; other requests continue meanwhile."""
 
     request: Request
-    compiled: Pending[str]
+    compiled: Pending[str] | None
+    loaded: Pending[str] | None
+
+    def is_ready(self) -> bool:
+        """Returns True if the request can be queued or refused."""
+        return all(one is None or one.done() for one in (self.compiled, self.loaded))
+
+    def find_problem(self) -> str:
+        """Returns why the request cannot run; empty if it can, or if that is not known yet."""
+        for one, what in ((self.compiled, "The grammar does not compile"), (self.loaded, "The adapter is not usable")):
+            if one is not None and one.done() and one.result():
+                return f"{what}: {one.result()}"
+        return ""
 
     def wait(self, seconds: float) -> None:
-        """Waits until the grammar is compiled, at most ``seconds``."""
+        """Waits until the request can be queued, at most ``seconds``."""
         end = time.monotonic() + seconds
-        while not self.compiled.done() and time.monotonic() < end:
+        while not self.is_ready() and time.monotonic() < end:
             time.sleep(seconds / 10)
 
 
@@ -57,13 +70,17 @@ class Engine:
         watch: GraphReporter | None = None,
         pace: WarmupPacing | None = None,
         cpu_threads: Callable[[], int] | None = None,
+        host_adapters: int = 0,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.life = Lifecycle(scheduler)
         self._info = info
         self._flying: deque[Pending[StepOutput]] = deque()
-        self._compiling: list[AwaitedGrammar] = []
+        self._awaiting: list[AwaitedRequest] = []
+        self._adapters = (
+            AdapterLoads(executor.load_adapter, host_adapters, self._list_used_adapters) if host_adapters else None
+        )
         self._quiet = True
         self._watch = watch
         self._evictions = EvictionCounts()
@@ -80,17 +97,32 @@ class Engine:
     # Requests
 
     def add(self, request: Request) -> None:
-        """Queues a request, once its grammar (if any) is compiled; errors come back as Deltas of ``step``."""
+        """Queues a request, once its grammar is compiled and its adapter read; errors are Deltas of ``step``."""
         self._quiet = False
-        if request.rule is not None and request.rule.grammar:
-            self._compile_first(request, request.rule.grammar)
+        if (request.rule is not None and request.rule.grammar) or request.adapter is not None:
+            self._prepare_first(request)
         else:
             self.life.add(request)
 
-    def _compile_first(self, request: Request, grammar: str) -> None:
-        """Holds a request back until its grammar is compiled."""
+    def _prepare_first(self, request: Request) -> None:
+        """Holds a request back until its grammar is compiled and its adapter read."""
         request.arrival = request.arrival or self.scheduler.clock()
-        self._compiling.append(AwaitedGrammar(request, self.executor.prepare(grammar)))
+        compiled = loaded = None
+        if request.adapter is not None:
+            if self._adapters is None:
+                self.life.refuse(request, 400, "this engine has no adapters (--enable-lora)")
+                return
+            loaded = self._adapters.load(request.adapter)
+        if request.rule is not None and request.rule.grammar:
+            compiled = self.executor.prepare(request.rule.grammar)
+        self._awaiting.append(AwaitedRequest(request, compiled, loaded))
+        self._admit()
+
+    def _list_used_adapters(self) -> set[str]:
+        """Returns the digests of adapters that requests or slots of the device use."""
+        live = [entry.request for entry in self._awaiting]
+        live += [sequences[0].request for sequences in self.life.requests.values()]
+        return {r.adapter.digest for r in live if r.adapter is not None} | {*self.scheduler.adapters.digests}
 
     def abort(self, request_id: str, choice: int = -1) -> None:
         """Ends a request, or one choice of it; does nothing if it has already ended."""
@@ -159,18 +191,18 @@ class Engine:
                 return
 
     def _admit(self, now: str = "") -> None:
-        """Queues requests whose grammar is compiled, and request ``now`` even if its grammar is not."""
-        for entry in [e for e in self._compiling if e.request.id == now or e.compiled.done()]:
-            self._compiling.remove(entry)
-            problem = entry.compiled.result() if entry.compiled.done() else ""
+        """Queues requests that the ranks are ready for, and request ``now`` in any case."""
+        for entry in [e for e in self._awaiting if e.request.id == now or e.is_ready()]:
+            self._awaiting.remove(entry)
+            problem = entry.find_problem()
             if problem:
-                self.life.refuse(entry.request, 400, f"The grammar does not compile: {problem}")
+                self.life.refuse(entry.request, 400, problem)
             else:
                 self.life.add(entry.request)
 
     def _step(self) -> list[Delta]:
-        if self._compiling:
-            self._await_grammars()
+        if self._awaiting:
+            self._await_ranks()
         step = self.scheduler.schedule()
         if step is not None:
             self._submit(step)
@@ -181,9 +213,9 @@ class Engine:
             self._quiet = step is None
         return self.life.collect()
 
-    def _await_grammars(self) -> None:
+    def _await_ranks(self) -> None:
         if self._quiet and not self._flying:
-            self._compiling[0].wait(GRAMMAR_WAIT)  # there is nothing else to do
+            self._awaiting[0].wait(RANKS_WAIT)  # there is nothing else to do
         self._admit()
 
     def _submit(self, step: Step) -> None:
@@ -205,11 +237,11 @@ class Engine:
 
     def busy(self) -> bool:
         """Returns True if ``step`` has work to do; False also while all requests wait for pixels."""
-        return self._warming or not self._quiet or bool(self._compiling)
+        return self._warming or not self._quiet or bool(self._awaiting)
 
     def idle(self) -> bool:
         """Returns True if there is no request and no step in flight."""
-        return not self.life.requests and not self._flying and not self._compiling
+        return not self.life.requests and not self._flying and not self._awaiting
 
     def stats(self) -> EngineStats:
         """Returns counters and gauges; lists hold the events since the last call."""
@@ -217,8 +249,8 @@ class Engine:
         made = replace(
             s.totals,
             running=len(s.running),
-            waiting=len(s.waiting) + len(self._compiling),
-            deferred=min(s.held_back, len(s.waiting)) + len(self._compiling),
+            waiting=len(s.waiting) + len(self._awaiting),
+            deferred=min(s.held_back, len(s.waiting)) + len(self._awaiting),
             kv_used=s.pool.used,
             kv_cached=s.pool.cached,
             kv_evictions=s.pool.evictions,
@@ -232,9 +264,18 @@ class Engine:
             states = s.states.pool
             made.snapshot_hits, made.snapshot_misses = states.hits, states.misses
             made.snapshot_evictions, made.snapshots = states.evictions, states.snapshots
+        if self._adapters is not None:
+            made.running_adapters, made.waiting_adapters = self._name_adapters()
         if s.pool.host is not None or s.pool.log is not None or self._watch is not None:
             self._add_rare(made)
         return made
+
+    def _name_adapters(self) -> tuple[list[str], list[str]]:
+        """Returns the names of adapters of running requests, and of waiting ones."""
+        running = {one.request.adapter.name for one in self.scheduler.running if one.request.adapter is not None}
+        queued = [seq.request for seq in self.scheduler.waiting] + [entry.request for entry in self._awaiting]
+        waiting = {request.adapter.name for request in queued if request.adapter is not None}
+        return sorted(running), sorted(waiting)
 
     def _add_rare(self, made: EngineStats) -> None:
         """Adds the values that exist only with a host memory tier, an eviction log or graphs."""

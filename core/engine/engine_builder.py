@@ -49,7 +49,9 @@ from trencadis.core.kv.state_pool import StatePool
 from trencadis.core.launches.model_runner import ModelRunner
 from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.links.topology import RAY, Topology, topology
+from trencadis.core.lora.adapter_store import open_store
 from trencadis.core.memory import measurement_cache, weight_offload
+from trencadis.core.memory.adapter_bytes import adapter_bytes, host_adapters, slot_sizes
 from trencadis.core.memory.cpu_cache_plan import CacheOptions, CachePlan, plan_cpu
 from trencadis.core.memory.estimate import SPARE_SLOTS, MemoryEstimator, arena_width, row_blocks
 from trencadis.core.models import model_loader
@@ -150,7 +152,7 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
     info.step_seconds = opened.step_seconds
     cpu_threads: Callable[[], int] | None = getattr(backend, "cpu_threads", None)
     pace = WarmupPacing(config.warmup_stall, config.warmup_slice)
-    return Engine(scheduler, executor, info, watch, pace, cpu_threads)
+    return Engine(scheduler, executor, info, watch, pace, cpu_threads, host_adapters(config))
 
 
 def _executor(config: EngineConfig, layout: Topology, progress: Progress) -> tuple[Executor, OpenedRank]:
@@ -283,6 +285,7 @@ def _host(
     model.bind(made)
     runner = ModelRunner(backend, model, Plan(backend.policy, block_size=plan.block_size))
     runner.connect_ranks(made)
+    runner.adapters = open_store(slot_sizes(config), model, backend)
     return runner, with_host_blocks(config, runner, made, plan)
 
 
@@ -298,6 +301,8 @@ def _cache_plan(config: EngineConfig, model: ModelConfig, backend: Backend, limi
     images = registry.image_needs(model, config.mm_processor_kwargs, config.image_alignment)
     (available,) = RankAgreement(backend).over_stages(backend.memory.free())
     kept, size = backend.policy.quantised, backend.dtype.itemsize
+    if (slots := slot_sizes(config)) is not None:
+        available -= backend.comm.world * adapter_bytes(model, size, backend.comm.world, slots)
     plan = plan_cpu(model, asked, size, available, images.tokens, backend.comm.world, kept, config)
     if plan.states.slots:
         sequences, snapshots = RankAgreement(backend).over_stages(plan.states.sequences, plan.states.snapshots)
@@ -326,6 +331,7 @@ def _limits(config: EngineConfig, model: ModelConfig, plan: CachePlan, tokens: i
         pooling=model.pooling is not None,
         slot_values=0 if model.vision is None else model.vision.slot.values,
         long_from=model.text.long_from,
+        adapters=config.max_loras if config.enable_lora else 0,
     )
 
 

@@ -48,7 +48,9 @@ from trencadis.core.launches.persistent_tensors import (
     stream_rows,
 )
 from trencadis.core.launches.stage_transfer import LAST
+from trencadis.core.lora.adapter_store import open_store
 from trencadis.core.memory import measurement_cache
+from trencadis.core.memory.adapter_bytes import slot_sizes
 from trencadis.core.memory.cpu_cache_plan import CachePlan
 from trencadis.core.memory.estimate import costliest_buckets
 from trencadis.core.memory.kv_cache_size import requested_kv_bytes
@@ -84,7 +86,10 @@ class MemoryMeter:
 
     def memory_in_use(self) -> MemoryInUse:
         """Returns the bytes in use before the KV cache is allocated."""
-        names = ("others", "weights", "arena", "state", "hidden", "inputs", "activations", "copies", "recurrent")
+        names = (
+            *("others", "weights", "arena", "state", "hidden", "inputs", "activations", "copies"),
+            *("recurrent", "adapters"),
+        )
         return MemoryInUse(self.total, *(self.rows.get(name, 0) for name in names))
 
 
@@ -219,8 +224,11 @@ class DeviceStart:
             meter.charge("copies")
         model = model_loader.load_model(self.model_config, self.backend, self.config)
         meter.charge("weights")
+        adapters = open_store(slot_sizes(self.config), model, self.backend)
+        meter.charge("adapters")
         self.progress("profiling", f"{len(self.paper.plan.buckets)} planned shapes", 0.6)
         fixed = self._allocate_fixed(model, meter)
+        fixed.runner.adapters = adapters
         limits, memory_split = self._divide(meter.memory_in_use())
         cache = self._allocate_kv(model, fixed.tensors, meter, limits, memory_split)
         cache = with_host_blocks(self.config, fixed.runner, fixed.tensors, cache, fixed.copies, not self._eager)

@@ -80,6 +80,22 @@ def check_recurrent(config: EngineConfig, model: ModelConfig, policy: Policy) ->
         )
 
 
+def check_adapters(config: EngineConfig, model: ModelConfig, policy: Policy, device: str) -> None:
+    """Raises StartupError if adapters are asked for and cannot be served; one line."""
+    if not config.enable_lora:
+        return
+    if not policy.adapters:
+        raise StartupError(f"--enable-lora: the {device} backend has no adapters; --device cpu has them")
+    if not registry.family_of(model.architecture).adapters or model.text.recurrent is not None:
+        raise StartupError(f"--enable-lora: adapters of {model.architecture} are merged (trencadis merge-lora)")
+    if config.batch_invariant:
+        raise StartupError("--enable-lora and --batch-invariant exclude each other: products of adapters are grouped")
+    if config.max_cpu_loras is not None and config.max_cpu_loras < config.max_loras:
+        raise StartupError(
+            f"--max-cpu-loras {config.max_cpu_loras} is less than --max-loras {config.max_loras}, which are among them"
+        )
+
+
 def check_start(config: EngineConfig, model: ModelConfig, policy: Policy, device: str) -> None:
     """Checks a configuration against the model, or one of its stages, and the device's policy.
 
@@ -90,6 +106,7 @@ def check_start(config: EngineConfig, model: ModelConfig, policy: Policy, device
         raise StartupError(f"--batch-invariant: {config.device} does not promise it; --device cpu does")
     if config.itl_target and not config.enable_chunked_prefill:
         raise StartupError("--itl-target cuts prompts into chunks; it needs --enable-chunked-prefill")
+    check_adapters(config, model, policy, device)
     check_offload(config, policy, device)
     resolve_speculation(config, model, policy, device)
     _check_pooling(config, model, policy)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Protocol
 
+from trencadis.core.adapter_ref import AdapterRef
 from trencadis.core.progress import Warming
 from trencadis.core.step import Step, StepOutput
 
@@ -27,6 +28,12 @@ class Rank(Protocol):
 
     def prepare(self, grammar: str) -> Future[str]:
         """Compiles a grammar in a thread; the result is an error message, or empty."""
+        ...
+
+    def load_adapter(self, ref: AdapterRef, drop: tuple[str, ...]) -> Future[str]:
+        """Reads an adapter in a thread and forgets those with the digests ``drop``; the result is an error message, or
+        empty.
+        """
         ...
 
 
@@ -67,6 +74,13 @@ class Executor(Protocol):
         """Compiles a grammar on every rank while Steps continue; the result is an error message, or empty.
 
         A Step that starts a choice with an unprepared grammar waits for its compilation.
+        """
+        ...
+
+    def load_adapter(self, ref: AdapterRef, drop: tuple[str, ...]) -> Pending[str]:
+        """Has every rank read an adapter while Steps continue, and forget those with the digests ``drop``.
+
+        The result is an error message, or empty.
         """
         ...
 

@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from trencadis.core.adapter_ref import AdapterRef
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import rank_messages
@@ -88,8 +89,8 @@ O = TypeVar("O", bound=RankHandle)  # noqa: E741
 
 
 @dataclass
-class PendingGrammar:
-    """A grammar that ``left`` ranks are still compiling."""
+class RankTask:
+    """A grammar that ``left`` ranks are still compiling, or an adapter that they are reading."""
 
     future: Future[str]
     left: int
@@ -115,8 +116,8 @@ class MultiprocExecutor:
         self._failure: Exception | None = None
         self._open: set[Future[Any]] = set()
         self._digests: dict[int, tuple[int, int]] = {}
-        self._compiling: dict[int, PendingGrammar] = {}
-        self._grammars = 0
+        self._tasks: dict[int, RankTask] = {}
+        self._task_count = 0
         self._closing = self._steady = self._overlaps = False
         self._pulse: HeartbeatThread | None = None
         self._launches, self._results = SerialThread("rank 0"), SerialThread("rank 0 results")
@@ -249,27 +250,41 @@ class MultiprocExecutor:
 
     def prepare(self, grammar: str) -> Pending[str]:
         """Compiles a grammar on every rank while Steps continue; the result is an error message, or empty."""
-        self._grammars += 1
-        number, future = self._grammars, Future[str]()
+        return self._run_on_ranks(
+            lambda number: rank_messages.CompileGrammar(number, grammar), lambda: self._rank.prepare(grammar)
+        )
+
+    def load_adapter(self, ref: AdapterRef, drop: tuple[str, ...]) -> Pending[str]:
+        """Has every rank read an adapter while Steps continue; the result is an error message, or empty."""
+        return self._run_on_ranks(
+            lambda number: rank_messages.LoadAdapter(number, ref, drop), lambda: self._rank.load_adapter(ref, drop)
+        )
+
+    def _run_on_ranks(
+        self, message: Callable[[int], rank_messages.Down], own: Callable[[], Future[str]]
+    ) -> Pending[str]:
+        """Sends a task to the other ranks and starts rank 0's ``own``; the result is the first error, or empty."""
+        self._task_count += 1
+        number, future = self._task_count, Future[str]()
         with self._lock:
             if self._failure is not None:
                 future.set_exception(self._failure)
                 return SubmittedWork(future)
             self._open.add(future)
-            self._compiling[number] = PendingGrammar(future, self.world)
-        self._broadcast(rank_messages.CompileGrammar(number, grammar))
-        self._rank.prepare(grammar).add_done_callback(lambda done: self._note_compiled(number, done.result()))
+            self._tasks[number] = RankTask(future, self.world)
+        self._broadcast(message(number))
+        own().add_done_callback(lambda done: self._note_task_done(number, done.result()))
         return SubmittedWork(future)
 
-    def _note_compiled(self, number: int, problem: str) -> None:
-        """Counts a rank that has compiled a grammar; resolves the future when all have."""
+    def _note_task_done(self, number: int, problem: str) -> None:
+        """Counts a rank that has finished a task; resolves the future when all have."""
         with self._lock:
-            entry = self._compiling[number]
+            entry = self._tasks[number]
             entry.left -= 1
             entry.problem = entry.problem or problem
             if entry.left:
                 return
-            del self._compiling[number]
+            del self._tasks[number]
         self._settle(entry.future, entry.problem)
 
     def close(self) -> None:
@@ -392,8 +407,8 @@ class MultiprocExecutor:
                     self._settle(child.fingerprint, fingerprint)
                 case rank_messages.CaptureProgress(bucket, begun):
                     child.capturing = bucket if begun else ""
-                case rank_messages.GrammarCompiled(number, problem):
-                    self._note_compiled(number, problem)
+                case rank_messages.TaskDone(number, problem):
+                    self._note_task_done(number, problem)
                 case rank_messages.StepDone(number, digest):
                     self._compare(child.number, number, digest)
                 case rank_messages.StepAnswer() as answer:

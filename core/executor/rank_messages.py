@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from trencadis.core.adapter_ref import AdapterRef
 from trencadis.core.config import EngineConfig
 from trencadis.core.executor.rank_fingerprint import RankFingerprint
 from trencadis.core.executor.rank_info import RankInfo
@@ -76,10 +77,18 @@ class SetVocabulary(msgspec.Struct, tag=True):
 
 
 class CompileGrammar(msgspec.Struct, tag=True):
-    """Down: compile a grammar while Steps continue; ``GrammarCompiled`` answers with the same number."""
+    """Down: compile a grammar while Steps continue; ``TaskDone`` answers with the same number."""
 
     number: int
     grammar: str
+
+
+class LoadAdapter(msgspec.Struct, tag=True):
+    """Down: read an adapter while Steps continue, and forget others; ``TaskDone`` answers with the same number."""
+
+    number: int
+    ref: AdapterRef
+    drop: tuple[str, ...] = ()
 
 
 class EngineReached(msgspec.Struct, tag=True):
@@ -143,8 +152,8 @@ class CaptureProgress(msgspec.Struct, tag=True):
     begun: bool
 
 
-class GrammarCompiled(msgspec.Struct, tag=True):
-    """Up: a grammar is compiled; ``problem`` is an error message, or empty."""
+class TaskDone(msgspec.Struct, tag=True):
+    """Up: a grammar is compiled or an adapter is read; ``problem`` is an error message, or empty."""
 
     number: int
     problem: str
@@ -157,17 +166,18 @@ class RankFailure(msgspec.Struct, tag=True):
     code: int = 1
 
 
-Down = ConnectInfo | StartRank | RendezvousDone | Shutdown | RunStep | RunWarmup | SetVocabulary | CompileGrammar
-Up = (
-    EngineReached
-    | RendezvousJoined
-    | RankReady
-    | StepDone
-    | StepAnswer
-    | CaptureProgress
-    | GrammarCompiled
-    | RankFailure
+Down = (
+    ConnectInfo
+    | StartRank
+    | RendezvousDone
+    | Shutdown
+    | RunStep
+    | RunWarmup
+    | SetVocabulary
+    | CompileGrammar
+    | LoadAdapter
 )
+Up = EngineReached | RendezvousJoined | RankReady | StepDone | StepAnswer | CaptureProgress | TaskDone | RankFailure
 
 
 def _plain(value: object) -> object:

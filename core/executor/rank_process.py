@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
@@ -164,7 +165,9 @@ class RankProcess:
                 case rank_messages.SetVocabulary(data):
                     opened.rank.set_vocabulary(data)
                 case rank_messages.CompileGrammar(number, grammar):
-                    self.compile(opened.rank, number, grammar)
+                    self.report_task(number, opened.rank.prepare(grammar))
+                case rank_messages.LoadAdapter(number, ref, drop):
+                    self.report_task(number, opened.rank.load_adapter(ref, drop))
                 case rank_messages.RunWarmup():
                     self.warm(opened.rank)
 
@@ -177,11 +180,9 @@ class RankProcess:
         finally:
             self.steady = True
 
-    def compile(self, rank: Rank, number: int, grammar: str) -> None:
-        """Compiles a grammar in a thread and reports the result."""
-        rank.prepare(grammar).add_done_callback(
-            lambda done: self.send(rank_messages.GrammarCompiled(number, done.result()))
-        )
+    def report_task(self, number: int, task: Future[str]) -> None:
+        """Reports the result of a task that runs in a thread."""
+        task.add_done_callback(lambda done: self.send(rank_messages.TaskDone(number, done.result())))
 
     def report_step(self, output: StepOutput) -> None:
         """Reports a finished Step if this rank is on the last stage."""

@@ -6,6 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from trencadis.core.adapter_ref import AdapterRef
 from trencadis.core.executor.executor_interface import Rank
 from trencadis.core.progress import Warming
 from trencadis.core.step import Step, StepOutput
@@ -83,6 +84,10 @@ class UniprocExecutor:
     def prepare(self, grammar: str) -> Pending[str]:
         """Compiles a grammar on the rank while Steps continue."""
         return SubmittedWork(self._rank.prepare(grammar))
+
+    def load_adapter(self, ref: AdapterRef, drop: tuple[str, ...]) -> Pending[str]:
+        """Has the rank read an adapter while Steps continue."""
+        return SubmittedWork(self._rank.load_adapter(ref, drop))
 
     def close(self) -> None:
         """Ends the thread once its Steps have run."""

@@ -51,6 +51,7 @@ FAMILY = Family(
     name="gpt-oss",
     model_type="gpt_oss",
     architectures={"GptOssForCausalLM": GENERATE, "GptOssForSequenceClassification": CLASSIFY, "GptOssModel": BARE},
+    adapters=("attention",),
     config=describe,
     names=StoredNames(PREFIXES, ((".mlp.router.", ".mlp.gate."),), alternating=True),
     ignored=frozenset({"initial_context_length", "experts_per_token", "output_router_logits", "router_aux_loss_coef"}),

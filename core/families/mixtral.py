@@ -24,6 +24,7 @@ FAMILY = Family(
     model_type="mixtral",
     architectures={"MixtralForCausalLM": GENERATE, "MixtralForSequenceClassification": CLASSIFY, "MixtralModel": BARE},
     config=describe,
+    adapters=("attention",),
     names=StoredNames(
         PREFIXES,
         (

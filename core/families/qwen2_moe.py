@@ -34,6 +34,7 @@ FAMILY = Family(
     architectures={
         "Qwen2MoeForCausalLM": GENERATE, "Qwen2MoeForSequenceClassification": CLASSIFY, "Qwen2MoeModel": BARE,
     },
+    adapters=("attention",),
     config=describe,
     names=StoredNames(PREFIXES),
     ignored=frozenset({"output_router_logits", "router_aux_loss_coef"}),

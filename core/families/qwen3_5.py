@@ -84,4 +84,5 @@ FAMILY = Family(
     names=StoredNames(PREFIXES),
     ignored=IGNORED,
     skipped=SKIPPED,
+    adapters=(),
 )

@@ -58,6 +58,7 @@ FAMILY = Family(
     names=StoredNames(PREFIXES),
     ignored=IGNORED | ROUTING,
     skipped=SKIPPED,
+    adapters=(),
 )
 NEXT = Family(
     name="Qwen3-Next",
@@ -67,4 +68,5 @@ NEXT = Family(
     names=StoredNames(PREFIXES),
     ignored=IGNORED | ROUTING,
     skipped=SKIPPED,
+    adapters=(),
 )

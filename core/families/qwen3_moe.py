@@ -49,6 +49,7 @@ FAMILY = Family(
         "Qwen3MoeForCausalLM": GENERATE, "Qwen3MoeForSequenceClassification": CLASSIFY, "Qwen3MoeModel": BARE,
     },
     config=describe,
+    adapters=("attention",),
     names=StoredNames(PREFIXES),
     ignored=frozenset({"output_router_logits", "router_aux_loss_coef"}),
 )  # fmt: skip

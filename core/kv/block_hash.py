@@ -2,8 +2,8 @@
 
 key(i) = sha256(key(i-1), token ids, (digest, offset) of each image in the block, positions if the request has media).
 An item of several runs contributes each of its runs in the block: position, length, first row or constant row. The root
-key covers cache_salt, adapter and rotary table, so that nothing is shared across them. Positions are part of the key
-because equal frames at another fps have different positions.
+key covers cache_salt, adapter (by digest) and rotary table, so that nothing is shared across them. Positions are part
+of the key because equal frames at another fps have different positions.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ class BlockHashChain:
     """Keys of one sequence's blocks, computed as its tokens become known.
 
     Args:
-        request: provides spans, salt and positions.
+        request: provides spans, salt, adapter and positions.
         block_size: tokens of a block.
         long: True if keys are rotated by the table for long requests (``TextConfig.long_from``).
     """
 
     __slots__ = ("_last", "_packed", "_request", "_root", "_size", "at", "keys")
 
-    def __init__(self, request: Request, block_size: int, adapter: int = 0, long: bool = False) -> None:
+    def __init__(self, request: Request, block_size: int, long: bool = False) -> None:
         self._size, self._packed = block_size, _packer(block_size)
         self._request = request
         root = ROOT + b"-long" if long else ROOT
+        adapter = 0 if request.adapter is None else request.adapter.digest
         self._root = sha256(root + f"{adapter}\0{request.salt}".encode()).digest()
         self.keys: list[bytes] = []
         self.at, self._last = 0, self._root

@@ -94,6 +94,12 @@ def own_positions(row_start: Int32, context: Int32) -> Int32:
     return (np.repeat(context, lengths) + within).astype(np.int32)
 
 
+def token_adapters(inputs: StepInputs) -> Int32:
+    """Returns int32 [n]: the slot of each token's adapter, 0: none."""
+    lengths = np.diff(inputs.row_start[: len(inputs.context) + 1])
+    return np.repeat(inputs.adapter, lengths).astype(np.int32, copy=False)
+
+
 class SampleRow(NamedTuple):
     """One row of SAMPLE: its row of the persistent hidden tensor, its sampler slot, how to sample, and the drafts of
     its sequence that come before it.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from trencadis.core.buckets import POOL_ROWS, Bucket, Plan, Stage
+from trencadis.core.buckets import LORA, POOL_ROWS, Bucket, Plan, Stage
 from trencadis.core.cross_attention_inputs import count_units, variant_of
 from trencadis.core.request import MAX_LOGPROBS
 from trencadis.core.shapes.rectangular_launches import RowNeed, split_rows
@@ -58,18 +58,22 @@ class Launch:
         return sum(p.stop - p.start for p in self.parts(step))
 
 
-def split_step(step: Step, plan: Plan) -> tuple[Launch, ...]:
+def split_step(step: Step, plan: Plan, adapters: bool = False) -> tuple[Launch, ...]:
     """Returns the launches of ``step`` in device order: RESET, VISION, text. The runner adds SAMPLE (``head_bucket``)
     or POOL.
 
     A ragged launch also computes the persistent rows, which its items do not list. Rectangular launches are built from
     rows only, so the runner converts the persistent batch to plain rows before.
+
+    Args:
+        adapters: some persistent row has an adapter.
     """
     launches = _resets(step, plan) if step.resets else []
     if step.images:
         launches.append(_vision(step, plan))
     if (step.rows or step.persistent_count) and plan.policy.mixed:
-        bucket = _ragged_bucket(step, plan)
+        with_adapters = adapters or any(row.adapter for row in step.rows)
+        bucket = _ragged_bucket(step, plan, LORA if with_adapters else "")
         if any(row.cross_attention.images for row in step.rows):
             bucket = _with_image_units(bucket, plan, step.rows)
         launches.append(Launch(bucket, tuple(range(len(step.rows)))))
@@ -95,12 +99,12 @@ def _vision(step: Step, plan: Plan) -> Launch:
     return Launch(plan.fit(Stage.VISION, (need,)), tuple(range(len(step.images))))
 
 
-def _ragged_bucket(step: Step, plan: Plan) -> Bucket:
+def _ragged_bucket(step: Step, plan: Plan, variant: str) -> Bucket:
     """Returns the bucket of one ragged launch for all rows, prefill and decode mixed."""
     rows, tokens = step.persistent_count + len(step.rows), step.tokens
     if tokens == rows:
-        return plan.fit(Stage.DECODE, (rows,))
-    return plan.fit(Stage.PREFILL, (tokens, rows))
+        return plan.fit(Stage.DECODE, (rows,), variant)
+    return plan.fit(Stage.PREFILL, (tokens, rows), variant)
 
 
 def _rectangles(step: Step, plan: Plan) -> list[Launch]:
@@ -112,6 +116,8 @@ def _rectangles(step: Step, plan: Plan) -> list[Launch]:
             items = tuple(p.row for p in cut.pieces)
             whole = all(p.start == 0 and p.stop == len(step.rows[p.row].tokens) for p in cut.pieces)
             bucket = _with_image_units(cut.bucket, plan, [step.rows[p.row] for p in cut.pieces], cut.pieces)
+            if any(step.rows[p.row].adapter for p in cut.pieces):
+                bucket = plan.fit(bucket.stage, bucket.dims, LORA)
             found.append(Launch(bucket, items, () if whole else tuple(TokenRange(p.start, p.stop) for p in cut.pieces)))
     return found
 

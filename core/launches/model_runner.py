@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from trencadis.core.adapter_ref import AdapterRef
 from trencadis.core.buckets import Bucket, Plan, Stage
 from trencadis.core.device.backend import Backend, Inputs, Pending, Pipe, VisionTensors
 from trencadis.core.graphs.graph_manager import GraphManager, GraphObserver
@@ -35,6 +36,7 @@ from trencadis.core.launches.launch_splitter import (
 from trencadis.core.launches.rank_input_batch import HeadNeeds, RankInputBatch
 from trencadis.core.launches.sample_launches import launch_masked, launch_split
 from trencadis.core.launches.stage_transfer import PipelineTransfer, runs_on_stage
+from trencadis.core.lora.adapter_store import AdapterStore
 from trencadis.core.masks.manager import MatcherManager, PendingSample
 from trencadis.core.models.interface import Model, Persistent
 from trencadis.core.progress import Warming
@@ -135,6 +137,8 @@ class ModelRunner:
         self.graphs = GraphManager(backend, bodies, plan, observer)
         self._warmup: Warmup | None = None
         self.host_kv: BlockCopies | None = None
+        self.adapters: AdapterStore | None = None
+        """Set if requests may have LoRA adapters."""
         self.matchers = MatcherManager(self.vocab, model.config.eos)
         self.share = model.config.share
         self.gathered: GatheredRows | None = None
@@ -151,6 +155,9 @@ class ModelRunner:
         if step.moves:
             assert self.host_kv is not None
             self.host_kv.run(step.moves)
+        if step.uploads:
+            assert self.adapters is not None
+            self.adapters.upload(step.uploads)
         if self.share.ends and (step.closings or step.openings):
             self.matchers.apply(step.closings, step.openings)
         self.batch = self.batches[step.micro_batch]
@@ -163,7 +170,7 @@ class ModelRunner:
         return pending
 
     def _run_step(self, step: Step, pending: PendingStep) -> None:
-        for launch in split_step(step, self.plan):
+        for launch in split_step(step, self.plan, self.ragged and self.batch.has_adapters):
             if self.share.stages == 1 or runs_on_stage(self.share, launch.bucket.stage):
                 self._launch(step, launch, pending)
         if not self.share.ends:
@@ -215,6 +222,11 @@ class ModelRunner:
             done.set_result("")
             return done
         return self.matchers.grammars.prepare(grammar)
+
+    def load_adapter(self, ref: AdapterRef, drop: tuple[str, ...]) -> Future[str]:
+        """Reads an adapter in a thread and forgets others; the result is an error message, or empty."""
+        assert self.adapters is not None
+        return self.adapters.load(ref, drop)
 
     def _launch(self, step: Step, launch: Launch, pending: PendingStep) -> None:
         if launch.bucket.stage in (Stage.RESET, Stage.VISION):

@@ -100,6 +100,8 @@ class RankInputBatch:
         self._text: PersistentTextInputs | None = None
         self._head: PersistentHeadInputs | None = None
         self._needs: HeadNeeds | None = None
+        self.has_adapters = False
+        """True if a row has an adapter."""
 
     # Changes by a Step
 
@@ -157,6 +159,7 @@ class RankInputBatch:
         self._keys.pop()
         self._samples.pop()
         self.count = last
+        self.has_adapters = self.has_adapters and bool(self._numbers[ADAPTER, :last].any())
 
     def _move(self, old: int, index: int) -> None:
         """Moves row ``old`` to ``index``, whose block table has already been written."""
@@ -167,6 +170,7 @@ class RankInputBatch:
     def _join(self, row: Row, delta: int) -> None:
         self._invalidate_inputs()
         index, draw = self.count, row.samples[0]
+        self.has_adapters |= row.adapter > 0
         self._width = max(self._width, len(row.blocks))
         self._reserve(index + 1, len(row.blocks))
         sample, context = draw.sample, row.context + len(row.tokens)

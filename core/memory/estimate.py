@@ -11,12 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-from trencadis.core.buckets import Bucket, GraphMemory, InputSizes, Plan, Stage, padded_tokens
+from trencadis.core.buckets import LORA, Bucket, GraphMemory, InputSizes, Plan, Stage, padded_tokens
 from trencadis.core.checkpoint.family import DeviceShare
 from trencadis.core.checkpoint.model_config import SANDWICH, ModelConfig, TextConfig
 from trencadis.core.checkpoint.registry import family_of
 from trencadis.core.kv_cache_format import head_bytes
 from trencadis.core.memory import launch_memory
+from trencadis.core.memory.adapter_bytes import AdapterSlotSizes, adapter_bytes
 from trencadis.core.memory.graph_budget import GraphPrice
 from trencadis.core.memory.launch_memory import (
     any_inputs,
@@ -141,7 +142,7 @@ class MemoryEstimator:
     """Computes the sizes of one model on one of ``ranks`` devices.
 
     ``quantised``: the device's form of quantised weights; ``unit``: the multiple that product widths are padded to;
-    ``cross_attention_bytes``: as in ``Policy``.
+    ``cross_attention_bytes``: as in ``Policy``; ``adapters``: the slots of LoRA adapters, if there are any.
     """
 
     model: ModelConfig
@@ -153,6 +154,7 @@ class MemoryEstimator:
     quantised: str = ""
     unit: int = 1
     cross_attention_bytes: Callable[[Bucket, InputSizes], int] | None = None
+    adapters: AdapterSlotSizes | None = None
 
     @property
     def text(self) -> TextConfig:
@@ -214,6 +216,12 @@ class MemoryEstimator:
             + frequencies
             + quantisation_excess(self.model, self.itemsize, self.ranks, self.quantised, unit)
         )
+
+    def adapter_slots(self) -> int:
+        """Returns the exact bytes of the slots of adapters on this device."""
+        if self.adapters is None:
+            return 0
+        return adapter_bytes(self.model, self.itemsize, self.ranks, self.adapters, self.model.alignment_unit(self.unit))
 
     def layer(self, index: int) -> int:
         """Returns the exact bytes of the weights of decoder layer ``index`` on this device."""
@@ -319,12 +327,20 @@ class MemoryEstimator:
         else:
             attention += cross_attention_work_bytes(self.model, bucket, self.itemsize, heads, self.kv_heads)
         attention = max(attention, recurrent_work_bytes(self.model, bucket, self.itemsize, self.ranks))
-        narrow = streams + max(attention, self._mlp(size))
+        narrow = streams + max(attention, self._mlp(size)) + self._adapter_work(bucket)
         return (
             self.shared_attention_bytes(bucket)
             + self._opened[0]
             + max(narrow, size * WIDEST * t.hidden * self.itemsize)
         )
+
+    def _adapter_work(self, bucket: Bucket) -> int:
+        """Returns the bytes of products with adapters: x A of all slots twice, x A B, and the sum; and the mask."""
+        if self.adapters is None or bucket.variant != LORA:
+            return 0
+        t, size, slots = self.text, padded_tokens(bucket), self.adapters.slots
+        widest = max(self._share(t.heads + 2 * t.kv_heads) * t.head_dim, 2 * self._columns(t.intermediate), t.hidden)
+        return size * self.itemsize * (2 * 3 * slots * self.adapters.rank + 3 * widest + slots) + 5 * size * slots
 
     @cached_property
     def _opened(self) -> tuple[int, int]:
@@ -459,6 +475,7 @@ def estimate_memory_in_use(
         arena=held_rows(model, arena_rows) * model.row_parts * arena_width(model, estimator.ranks) * estimator.itemsize,
         state=state,
         hidden=(max(limits.max_tokens, limits.max_rows) + 1) * wide * estimator.itemsize,
+        adapters=estimator.adapter_slots(),
         inputs=estimator.all_inputs(plan),
         activations=max((estimator.activations(b, plan.block_size) for b in plan.buckets), default=0),
         recurrent=states * estimator.slot_bytes(),

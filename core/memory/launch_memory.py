@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from trencadis.core.buckets import Bucket, InputSizes, Policy, Stage, padded_tokens
-from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.checkpoint.model_config import CHUNK, ModelConfig
 from trencadis.core.cross_attention_inputs import planned_units
 from trencadis.core.request import MAX_BIAS
 
@@ -83,8 +83,9 @@ def recurrent_work_bytes(model: ModelConfig, bucket: Bucket, itemsize: int, rank
     rows = {Stage.CONTEXT: 1, Stage.PREFILL: bucket.dims[-1]}.get(bucket.stage, bucket.dims[0])
     values, matrices = r.value_width // ranks, r.key_dim * r.value_width // ranks
     wide = (4 if r.width else 2) * r.channels(ranks) + 2 * values
-    single = 8 * (r.value_heads * r.key_dim // ranks + 2 * values)
-    return size * (wide * itemsize + single) + 8 * (rows + 1) * matrices
+    keys, chunks = r.value_heads * r.key_dim // ranks, r.value_heads * CHUNK // ranks
+    single = 4 * (6 * (keys + values) + 3 * chunks)
+    return size * (wide * itemsize + single) + 16 * (rows + 1) * matrices
 
 
 NUMBER = 4

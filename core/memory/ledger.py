@@ -75,6 +75,7 @@ class MemoryInUse:
     activations: int = 0
     copies: int = 0
     recurrent: int = 0
+    adapters: int = 0
 
     @property
     def free(self) -> int:
@@ -84,7 +85,8 @@ class MemoryInUse:
     @property
     def taken(self) -> int:
         """Bytes of other programs, weights, fixed tensors, and the activations of the costliest launch."""
-        fixed = self.weights + self.arena + self.state + self.hidden + self.inputs + self.copies + self.recurrent
+        fixed = self.weights + self.arena + self.state + self.hidden + self.inputs + self.copies
+        fixed += self.recurrent + self.adapters
         return self.others + fixed + self.activations
 
 
@@ -224,6 +226,7 @@ class Ledger:
         named = (
             ("used by others", b.others),
             ("weights", b.weights),
+            *([("adapters", b.adapters)] if b.adapters else []),
             ("image arena", b.arena),
             ("sampler state", b.state),
             ("hidden rows", b.hidden),

@@ -195,7 +195,7 @@ def _excess_of(model: ModelConfig, itemsize: int, ranks: int, form: str, width: 
     if quant is None:
         return 0
     total, own = 0, form if form in EXPERT_FORMS else ""
-    found = _linear_matrices(model, ranks, width) if index is None else _layer_matrices(model, index, ranks, width)
+    found = _linear_matrices(model, ranks, width) if index is None else layer_matrices(model, index, ranks, width)
     for scheme, (name, rows, columns, whole, first) in _fuse_matrices(quant, found):
         kept = own if EXPERTS in name else form
         total += held_bytes(scheme, rows, columns, itemsize, kept, whole, first) - rows * columns * itemsize
@@ -221,7 +221,7 @@ def _linear_matrices(model: ModelConfig, ranks: int, width: int) -> Iterator[Sha
     """Yields every linear layer of this stage that a checkpoint may quantise."""
     t, share = model.text, model.share
     for index in share.layers:
-        yield from _layer_matrices(model, index, ranks, width)
+        yield from layer_matrices(model, index, ranks, width)
     if share.ends:
         yield SharedMatrix("lm_head", vocabulary_share(model, ranks, width), t.width, t.width)
     # AWQ's and GPTQ's tools quantise only the decoder's blocks, without listing the rest in their files.
@@ -230,7 +230,7 @@ def _linear_matrices(model: ModelConfig, ranks: int, width: int) -> Iterator[Sha
         yield from model.vision.matrices(1 if model.encoder_data_parallel else ranks, width)
 
 
-def _layer_matrices(model: ModelConfig, index: int, ranks: int, width: int) -> Iterator[SharedMatrix]:
+def layer_matrices(model: ModelConfig, index: int, ranks: int, width: int) -> Iterator[SharedMatrix]:
     """Yields the matrices of one layer; a router is kept in the engine's dtype."""
     t, at = model.text, f"layers.{index}"
     if t.recurrent is not None and index in t.recurrent.layers:

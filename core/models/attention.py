@@ -6,13 +6,14 @@ Partly rotated heads: reorders the values of q and k as rotary ops expect them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from trencadis.core.checkpoint.model_config import RMS_ONE, TextConfig
 from trencadis.core.checkpoint.weight_source import StackedPart, StoredRows, WeightSource, stack
-from trencadis.core.device.backend import Attn, Backend, LayerKV, Rotary
+from trencadis.core.device.backend import AdapterRows, Attn, Backend, LayerKV, Rotary
 from trencadis.core.kv_cache_format import KVFormat
 from trencadis.core.models.kv_cache_codes import pairs_of, static_of
 from trencadis.core.models.linear import (
@@ -26,7 +27,32 @@ from trencadis.core.models.linear import (
 from trencadis.core.models.norm import RMSNorm
 from trencadis.core.quant.quantised_tensor import QTensor, join_weights
 
+
+class HeadSpan(NamedTuple):
+    """Values [start, stop) of a head."""
+
+    start: int
+    stop: int
+
+
 ROTATED = ("q_proj", "k_proj", "q_norm", "k_norm")
+
+
+def rotated_spans(head_dim: int, rotary_dim: int, adjacent: bool) -> tuple[HeadSpan, ...]:
+    """Returns the spans of a head's stored values in the order that rotary ops expect; ``adjacent``: as in
+    ``PartialRotarySource``.
+    """
+    middle, half = rotary_dim + (head_dim - rotary_dim) // 2, rotary_dim // 2
+    first, second = [HeadSpan(0, half)], [HeadSpan(half, rotary_dim)]
+    if adjacent:
+        first, second = ([HeadSpan(i, i + 1) for i in range(start, rotary_dim, 2)] for start in range(2))
+    return (*first, HeadSpan(rotary_dim, middle), *second, HeadSpan(middle, head_dim))
+
+
+def reorder_heads(rows: Tensor, head_dim: int, spans: Sequence[HeadSpan]) -> Tensor:
+    """Returns rows [whole heads, ...] with the ``spans`` of each head, one after the other."""
+    heads = rows.reshape(-1, head_dim, *rows.shape[1:])
+    return torch.cat([heads[:, a:b] for a, b in spans], 1).reshape(rows.shape)
 
 
 class PartialRotarySource:
@@ -45,27 +71,14 @@ class PartialRotarySource:
         self, source: WeightSource, head_dim: int, rotary_dim: int, adjacent: bool = False, gated: bool = False
     ) -> None:
         self.source, self.head_dim, self.gated = source, head_dim, gated
-        middle = rotary_dim + (head_dim - rotary_dim) // 2
-        first, second = [(0, rotary_dim // 2)], [(rotary_dim // 2, rotary_dim)]
-        if adjacent:
-            first, second = ([(i, i + 1) for i in range(start, rotary_dim, 2)] for start in range(2))
-        self.spans = (*first, (rotary_dim, middle), *second, (middle, head_dim))
+        self.spans = rotated_spans(head_dim, rotary_dim, adjacent)
 
     def _reorder(self, name: str, part: Tensor) -> Tensor:
         module = name.rpartition(".")[0].rpartition(".")[2]
         if module not in ROTATED:
             return part
-        heads = part.reshape(-1, self._step(module), *part.shape[1:])
-        return torch.cat([heads[:, a:b] for a, b in self._spans(module)], 1).reshape(part.shape)
-
-    def _step(self, module: str) -> int:
-        """Returns the rows of one head: its values, and its gate if it has one."""
-        return self.head_dim * (2 if self.gated and module == "q_proj" else 1)
-
-    def _spans(self, module: str) -> list[tuple[int, int]]:
-        """Returns the order in which the rows of a head are taken."""
-        step = self._step(module)
-        return [*self.spans] if step == self.head_dim else [*self.spans, (self.head_dim, step)]
+        gate = [HeadSpan(self.head_dim, 2 * self.head_dim)] if self.gated and module == "q_proj" else []
+        return reorder_heads(part, self.head_dim * (1 + len(gate)), (*self.spans, *gate))
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self._reorder(name, self.source.take(name, shape))
@@ -155,21 +168,28 @@ class Attention:
             scales = [source.kv_scale(name, kind) for kind in ("k", "v")]
             self.static = static_of(form, scales[0], scales[1]).to(self.device)
 
+    def order_rows(self, name: str, rows: Tensor) -> Tensor:
+        """Returns rows [outputs of whole heads, ...] of matrix ``name`` in the order that this layer's weights have."""
+        if not self.rotary_dim or name.rpartition(".")[2] not in ROTATED:
+            return rows
+        spans = rotated_spans(self.head_dim, self.rotary_dim, self.adjacent)
+        return reorder_heads(rows, self.head_dim, spans)
+
     def bind(self, kv: LayerKV) -> None:
         """Sets the cache of this layer."""
         self.kv = kv._replace(pairs=self.pairs, static=self.static) if self.kv_format is not None else kv
 
-    def __call__(self, x: Tensor, rotary: Rotary, attn: Attn) -> Tensor:
+    def __call__(self, x: Tensor, rotary: Rotary, attn: Attn, rows: AdapterRows | None = None) -> Tensor:
         """Computes the layer, [n, hidden] -> [n, hidden] of the backend's dtype.
 
         The attention is a separate function, so that q, k and v are freed before the all-reduce; a graph would keep
-        them.
+        them. ``rows``: the adapters of the tokens.
         """
-        return self.out(self._attend(x, rotary, attn))
+        return self.out(self._attend(x, rotary, attn, rows), rows)
 
-    def _attend(self, x: Tensor, rotary: Rotary, attn: Attn) -> Tensor:
+    def _attend(self, x: Tensor, rotary: Rotary, attn: Attn, rows: AdapterRows | None) -> Tensor:
         n = x.shape[0]
-        q, k, v = torch.split(self.qkv(x), self.sizes, dim=1)
+        q, k, v = torch.split(self.qkv(x, rows), self.sizes, dim=1)
         d, gate = self.head_dim, None
         if self.gated:
             q, gate = (part.reshape(n, -1) for part in q.view(n, -1, 2, d).unbind(2))

@@ -18,6 +18,7 @@ from trencadis.core.checkpoint.pooling_config import Pooling
 from trencadis.core.checkpoint.registry import family_of
 from trencadis.core.checkpoint.weight_source import WeightSource
 from trencadis.core.device.backend import (
+    AdapterRows,
     Attn,
     Backend,
     HeadTensors,
@@ -137,7 +138,9 @@ class DecoderLayer:
         for norm, part in zip(self.out_norms, ("attention", "mlp"), strict=False):
             norm.load(source, f"{name}.{part}_out_layernorm")
 
-    def __call__(self, x: Tensor, residual: Tensor | None, rotary: Rotary, attn: Attn) -> tuple[Tensor, Tensor | None]:
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, rotary: Rotary, attn: Attn, rows: AdapterRows | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Returns (MLP output, residual stream without it); like the inputs, both are [n, hidden] in the backend's
         dtype.
 
@@ -145,18 +148,19 @@ class DecoderLayer:
 
         Args:
             rotary: the rotary factors; for a recurrent layer ``RecurrentRows`` in their place.
+            rows: the adapters of the tokens.
         """
         if self.norms_after_sum:
-            return self._forward_post_norm(x, rotary, attn), None
+            return self._forward_post_norm(x, rotary, attn, rows), None
         normed, residual = self.input_norm(x, residual)
         # The output of attention gets no name, so that its memory is free while the MLP runs.
-        normed, residual = self.post_norm(self._out(0, self.attention(normed, rotary, attn)), residual)
-        return self._out(1, self.mlp(normed)), residual
+        normed, residual = self.post_norm(self._out(0, self.attention(normed, rotary, attn, rows)), residual)
+        return self._out(1, self.mlp(normed, rows)), residual
 
-    def _forward_post_norm(self, x: Tensor, rotary: Rotary, attn: Attn) -> Tensor:
+    def _forward_post_norm(self, x: Tensor, rotary: Rotary, attn: Attn, rows: AdapterRows | None) -> Tensor:
         """Returns the stream after a layer whose norms follow the residual sums."""
-        x = self.input_norm(scaled(self.attention(x, rotary, attn), self.scale), x)[0]
-        return self.post_norm(scaled(self.mlp(x), self.scale), x)[0]
+        x = self.input_norm(scaled(self.attention(x, rotary, attn, rows), self.scale), x)[0]
+        return self.post_norm(scaled(self.mlp(x, rows), self.scale), x)[0]
 
     def _out(self, part: int, x: Tensor) -> Tensor:
         """Scales and norms the output of attention (0) or the MLP (1) for the residual stream."""
@@ -282,6 +286,8 @@ class Decoder:
     """Attention of the stage's first layer with a KV cache; None: no layer has one."""
     recurrent_layer: Callable[[Backend, TextConfig, RecurrentConfig], StatefulLayer] = GatedDeltaNet
     """Makes the layer in the place of attention where ``TextConfig.recurrent`` says so; families may have others."""
+    adapter_numbers: Tensor | None = None
+    """int32 [slots]: the numbers of the slots of LoRA adapters (``core.lora.adapter_store``), from 1 on."""
 
     def __init__(self, config: ModelConfig, backend: Backend) -> None:
         c = config.text
@@ -409,13 +415,17 @@ class Decoder:
         attn, first = inputs.attn, self.first
         if first is not None:
             attn = ops.prepare_attn(attn, first.heads, first.kv)
-        rows = self._prepare_states(inputs)
+        states = self._prepare_states(inputs)
         layers: Sequence[Any] = self.layers
-        if not deepstack_rows and hasattr(ops, "group_layers"):
+        rows_of: tuple[AdapterRows, ...] = ()
+        if inputs.adapter is not None:
+            assert self.adapter_numbers is not None
+            rows_of = (ops.prepare_adapters(inputs.adapter, self.adapter_numbers, self.backend.dtype),)
+        elif not deepstack_rows and hasattr(ops, "group_layers"):
             layers = cast(GroupingOps, ops).group_layers(layers, attn)
         for i, layer in enumerate(layers):
-            place = rows if layer.recurrent else local if layer.local else rotary
-            x, residual = ops.layer(layer, x, residual, place, attn)
+            place = states if layer.recurrent else local if layer.local else rotary
+            x, residual = ops.layer(layer, x, residual, place, attn, *rows_of)
             if i < len(deepstack_rows):
                 x = ops.region(self.deepstack_add, x, deepstack_rows[i], p.arena)
             ops.cut("layer")

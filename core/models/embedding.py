@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 from torch import Tensor
 
 from trencadis.core.checkpoint.weight_source import SharingOps, StackedPart, WeightSource
-from trencadis.core.device.backend import Comm, HeadTensors, HeadTensorsOut, Ops, SamplerState
+from trencadis.core.device.backend import AdapterRows, Comm, HeadTensors, HeadTensorsOut, Ops, SamplerState
 from trencadis.core.models.linear import Linear, pad_rows, scaled, span
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class LMHead(Linear):
         part = StackedPart(f"{name}.weight", self.vocab, *span(self.vocab, self.comm.rank, self.comm.world, self.unit))
         return self.pack_stored(source, [part], (self.hidden, 0, self.hidden, self.hidden), None)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, rows: AdapterRows | None = None) -> Tensor:
         """Returns the logits [r, vocabulary] of hidden states [r, hidden], in the backend's dtype."""
         y = scaled(super().__call__(x), self.scale)
         return y if self.comm.world == 1 else self._gather_logits(y)

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from trencadis.core.checkpoint.model_config import RecurrentConfig, TextConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
-from trencadis.core.device.backend import Attn, Backend
+from trencadis.core.device.backend import AdapterRows, Attn, Backend
 from trencadis.core.device.launch_tensors import RecurrentRows
 from trencadis.core.models.interface import RecurrentOps, RecurrentState
 from trencadis.core.models.interleaved_projections import InterleavedSource
@@ -59,8 +59,8 @@ class GatedDeltaNet:
         self.norm = source.take(f"{name}.norm.weight", (r.value_dim,))
         self.conv = self._load_convolution(source, f"{name}.conv1d.weight")
         part = slice(self.rank * self.heads, (self.rank + 1) * self.heads)
-        self.decay = -source.take(f"{name}.A_log", (heads,)).float().exp()[part].contiguous()
-        self.shift = source.take(f"{name}.dt_bias", (heads,)).float()[part].contiguous()
+        self.decay = -source.take(f"{name}.A_log", (heads,)).float()[part].exp()
+        self.shift = source.take(f"{name}.dt_bias", (heads,)).float()[part].clone()  # a view would keep the whole
 
     def _load_convolution(self, source: WeightSource, name: str) -> Tensor:
         """Returns the filters of this rank's channels: its share of the queries, of the keys and of the values."""
@@ -72,7 +72,7 @@ class GatedDeltaNet:
         """Sets the tensors with the states of all sequences."""
         self.state = state
 
-    def __call__(self, x: Tensor, rows: RecurrentRows, attn: Attn) -> Tensor:
+    def __call__(self, x: Tensor, rows: RecurrentRows, attn: Attn, adapters: AdapterRows | None = None) -> Tensor:
         """Computes the layer, [n, hidden] -> [n, hidden] of the backend's dtype, and updates the states of the rows.
 
         As in attention, the part before the output projection is a function, so that its tensors are free early.

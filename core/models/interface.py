@@ -12,6 +12,7 @@ from torch import Tensor
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
 from trencadis.core.device.backend import (
+    AdapterRows,
     HeadTensors,
     HeadTensorsOut,
     LayerKV,
@@ -57,8 +58,11 @@ class StatefulLayer(Protocol):
         """Sets the tensors with the states of all sequences."""
         ...
 
-    def __call__(self, x: Tensor, rows: RecurrentRows, attn: Attn) -> Tensor:
-        """Computes [n, hidden] -> [n, hidden], summed over ranks, and updates the states of the rows."""
+    def __call__(self, x: Tensor, rows: RecurrentRows, attn: Attn, adapters: AdapterRows | None = None) -> Tensor:
+        """Computes [n, hidden] -> [n, hidden], summed over ranks, and updates the states of the rows.
+
+        ``adapters`` is None: models with recurrent layers have none.
+        """
         ...
 
     def nbytes(self) -> int: ...

@@ -1,4 +1,4 @@
-"""Reads the projections of Qwen3-Next's recurrent layers, which are stored interleaved by key head."""
+"""Reads the projections of recurrent layers that are stored interleaved by key head."""
 
 from __future__ import annotations
 

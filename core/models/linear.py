@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trencadis.core.checkpoint.weight_source import StackedPart, StoredRows, WeightSource
-from trencadis.core.device.backend import Backend, Comm, Ops, Weight
+from trencadis.core.device.backend import AdapterRows, AdapterWeights, Backend, Comm, Ops, PackedAdapters, Weight
 from trencadis.core.device.communicators import SingleRank
 from trencadis.core.errors import StartupError
 from trencadis.core.quant.quantised_tensor import QTensor, fits, join_weights
@@ -26,6 +26,8 @@ class Linear:
     """This rank's share of a packed weight [out, in]; several weights if its parts are quantised in different ways."""
 
     weights: list[Weight]
+    adapters: AdapterWeights | PackedAdapters | None = None
+    """A and B of the adapters' slots, if the layer takes adapters."""
 
     def __init__(self, ops: Ops, comm: Comm) -> None:
         self.ops, self.comm = ops, comm
@@ -73,11 +75,16 @@ class Linear:
         self.weights = [packed]
         return True
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Computes [n, in of this rank] -> [n, out of this rank] in the backend's dtype."""
+    def __call__(self, x: Tensor, rows: AdapterRows | None = None) -> Tensor:
+        """Computes [n, in of this rank] -> [n, out of this rank] in the backend's dtype.
+
+        ``rows``: the adapters of the tokens; None: the launch has none.
+        """
         if len(self.weights) == 1:
-            return self.ops.linear(x, self.weights[0])
-        return torch.cat([self.ops.linear(x, weight) for weight in self.weights], 1)
+            y = self.ops.linear(x, self.weights[0])
+        else:
+            y = torch.cat([self.ops.linear(x, weight) for weight in self.weights], 1)
+        return y if rows is None or self.adapters is None else self.ops.add_adapters(y, x, self.adapters, rows)
 
 
 class Share(NamedTuple):
@@ -102,7 +109,7 @@ def span(size: int, rank: int, world: int, unit: int = 1) -> Share:
     return Share(min(rank * width, size), min((rank + 1) * width, size), width)
 
 
-class _PartSpan(NamedTuple):
+class PartSpan(NamedTuple):
     """A part of a matrix: output features of the stored matrix, and start, stop and padded width of this rank's."""
 
     size: int
@@ -137,7 +144,7 @@ class ColumnParallelLinear(Linear):
 
     def load(self, source: WeightSource, base: str) -> None:
         names = [base if self.fused else f"{base}.{name}" for name, _, _ in self.parts]
-        spans = self._spans()
+        spans = self.spans()
         biases = None
         if self.bias:
             biases = _join([self._take_bias(source, name, *where) for name, where in zip(names, spans, strict=True)])
@@ -153,13 +160,13 @@ class ColumnParallelLinear(Linear):
         ]
         self.pack_separately(merge_or_separate(weights), biases)
 
-    def _spans(self) -> list[_PartSpan]:
+    def spans(self) -> list[PartSpan]:
         """Returns the span of each part."""
-        total, offset, found = sum(size for _, size, _ in self.parts), 0, list[_PartSpan]()
+        total, offset, found = sum(size for _, size, _ in self.parts), 0, list[PartSpan]()
         for _, size, unit in self.parts:
             start, stop, width = unit_span(size, unit, self.comm.rank, self.comm.world)
             width = align_up(width, self.unit)
-            found.append(_PartSpan(total if self.fused else size, offset + start, offset + stop, width))
+            found.append(PartSpan(total if self.fused else size, offset + start, offset + stop, width))
             offset += size if self.fused else 0
         return found
 
@@ -188,9 +195,13 @@ class RowParallelLinear(Linear):
         super().__init__(ops, comm)
         self.inputs, self.outputs, self.unit, self.bias, self.filled = inputs, outputs, unit, bias, filled
 
-    def load(self, source: WeightSource, name: str) -> None:
+    def span(self) -> Share:
+        """Returns this rank's inputs."""
         start, stop, width = unit_span(self.inputs, self.unit, self.comm.rank, self.comm.world)
-        width = align_up(width, self.filled)
+        return Share(start, stop, align_up(width, self.filled))
+
+    def load(self, source: WeightSource, name: str) -> None:
+        start, stop, width = self.span()
         own_bias = self.bias and self.comm.rank == 0
         bias = source.take(f"{name}.bias", (self.outputs,)) if own_bias else None
         found = source.take_quantised(name, (self.outputs, self.inputs), 1, start, stop)
@@ -205,13 +216,13 @@ class RowParallelLinear(Linear):
             weight = functional.pad(weight, (0, width - (stop - start)))
         self.pack(weight, bias)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, rows: AdapterRows | None = None) -> Tensor:
         """Computes [n, in of this rank] -> [n, out], summed over ranks, in the backend's dtype."""
-        return self.reduce(self.product(x))
+        return self.reduce(self.product(x, rows))
 
-    def product(self, x: Tensor) -> Tensor:
+    def product(self, x: Tensor, rows: AdapterRows | None = None) -> Tensor:
         """Returns this rank's part of the sum."""
-        return super().__call__(x)
+        return super().__call__(x, rows)
 
     def reduce(self, y: Tensor) -> Tensor:
         """Returns the sum of the ranks' parts."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from trencadis.core.checkpoint.weight_source import WeightSource
-from trencadis.core.device.backend import Comm, Ops
+from trencadis.core.device.backend import AdapterRows, Comm, Ops
 from trencadis.core.models.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear
 from trencadis.core.quant.scheme import mlp_unit
 
@@ -31,17 +31,17 @@ class GatedMLP:
         self.gate_up.load(source, name)
         self.down.load(source, f"{name}.down_proj")
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Computes [n, width] -> [n, width] in the backend's dtype."""
-        return self.down.reduce(self.rank_part(x))
+    def __call__(self, x: Tensor, rows: AdapterRows | None = None) -> Tensor:
+        """Computes [n, width] -> [n, width] in the backend's dtype; ``rows``: the adapters of the tokens."""
+        return self.down.reduce(self.rank_part(x) if rows is None else self._own(x, rows))
 
     def rank_part(self, x: Tensor) -> Tensor:
         """Computes this rank's part of the sum: [n, width] -> [n, width]."""
         return self.ops.by_pieces(self._own, x)
 
-    def _own(self, x: Tensor) -> Tensor:
+    def _own(self, x: Tensor, rows: AdapterRows | None = None) -> Tensor:
         """Computes this rank's part of the sum for some rows."""
-        return self.down.product(self.ops.act_mul(self.gate_up(x), self.act))
+        return self.down.product(self.ops.act_mul(self.gate_up(x, rows), self.act), rows)
 
     def nbytes(self) -> int:
         return self.gate_up.bytes + self.down.bytes
@@ -63,13 +63,13 @@ class PlainMLP:
         self.up.load(source, name)
         self.down.load(source, f"{name}.down_proj")
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Computes [n, width] -> [n, width] in the backend's dtype."""
-        return self.down.reduce(self.ops.by_pieces(self._own, x))
+    def __call__(self, x: Tensor, rows: AdapterRows | None = None) -> Tensor:
+        """Computes [n, width] -> [n, width] in the backend's dtype; ``rows``: the adapters of the tokens."""
+        return self.down.reduce(self.ops.by_pieces(self._own, x) if rows is None else self._own(x, rows))
 
-    def _own(self, x: Tensor) -> Tensor:
+    def _own(self, x: Tensor, rows: AdapterRows | None = None) -> Tensor:
         """Computes this rank's part of the sum."""
-        return self.down.product(self.ops.act(self.up(x), self.act))
+        return self.down.product(self.ops.act(self.up(x, rows), self.act), rows)
 
     def nbytes(self) -> int:
         return self.up.bytes + self.down.bytes

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from trencadis.core.checkpoint.model_config import ExpertsConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
-from trencadis.core.device.backend import Comm, ExpertBiases, ExpertWeights, Ops
+from trencadis.core.device.backend import AdapterRows, Comm, ExpertBiases, ExpertWeights, Ops
 from trencadis.core.models.linear import Linear, Matrix, merge_or_separate, pad_rows, span
 from trencadis.core.models.mlp import GatedMLP
 from trencadis.core.quant.quantised_tensor import QTensor
@@ -142,8 +142,8 @@ class ExpertMLP:
         weight = source.shard(f"{name}.weight", shape, dim, start, stop)
         return pad_rows(weight, share) if dim == 0 else functional.pad(weight, (0, share - (stop - start)))
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Computes [n, width] -> [n, width] in the backend's dtype, summed over ranks."""
+    def __call__(self, x: Tensor, rows: AdapterRows | None = None) -> Tensor:
+        """Computes [n, width] -> [n, width] in the backend's dtype, summed over ranks; experts have no adapters."""
         y = self.ops.experts(x, self.router(x), self.weights, self.top, self.normalise, self.act)
         if self.shared is not None:
             y = y + self.shared(x)

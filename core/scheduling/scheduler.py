@@ -22,6 +22,7 @@ from trencadis.core.kv.block_pool import BlockPool
 from trencadis.core.kv.encoder_cache import EncoderCache
 from trencadis.core.kv.state_pool import StatePool
 from trencadis.core.media_spans import MediaSpan
+from trencadis.core.scheduling.adapter_slots import AdapterSlots
 from trencadis.core.scheduling.decision_log import log_admission, log_preemption
 from trencadis.core.scheduling.draft_scheduler import DraftScheduler
 from trencadis.core.scheduling.encoder_scheduler import (
@@ -82,6 +83,7 @@ class Scheduler:
         self._closings: list[int] = []  # keys of choices that have left since the last step
         self._biased: set[int] = set()  # slots whose sampler state holds a bias
         self._had_vision = self._starved_text = False  # last step: had VISION; starved a text-only request
+        self.adapters = AdapterSlots(limits.adapters)
         self.drafting: DraftScheduler | None = None
         """Set if sequences are drafted."""
 
@@ -170,7 +172,9 @@ class Scheduler:
         moves = () if self.pool.host is None else self.pool.host.take_moves()
         change = self.micro_batches.batch.take_change(grown)
         rows, resets = tuple(builder.rows), tuple(builder.resets)
-        return Step(self.steps, rows, images, resets, tuple(builder.openings), closings, moves, change, micro_batch)
+        uploads = self.adapters.take_uploads()
+        openings = tuple(builder.openings)
+        return Step(self.steps, rows, images, resets, openings, closings, moves, change, micro_batch, uploads)
 
     def _advance_sequences(self, sequences: Iterable[Sequence], builder: StepBuilder) -> None:
         """Advances running sequences, in order, while tokens are left."""
@@ -324,7 +328,7 @@ class Scheduler:
             else NO_CROSS_ATTENTION
         )
         wide = 0 if targets is None else seq.prompt_width
-        some = images, tuple(draws), targets, 0, pool, spans, cross_attention, wide, state
+        some = images, tuple(draws), targets, seq.adapter_slot, pool, spans, cross_attention, wide, state
         builder.rows.append(Row(seq.key, seq.slot, start, tokens, blocks, positions, *some))
         self.publish(seq)
 
@@ -367,6 +371,7 @@ class Scheduler:
         A sequence that can compute only little before an image is encoded stays in the queue, and others overtake it.
         """
         size, at, self.held_back = self.limits.block_size, 0, 0
+        self.adapters.begin_admission()
         while (
             at < len(self.waiting)
             and builder.open
@@ -376,6 +381,9 @@ class Scheduler:
             seq = self.waiting[at]
             if self.fair is not None and self.fair.keeps_rows_from(seq):
                 at = self.fair.find_other(self.waiting, at)
+                continue
+            if not self.adapters.admits(seq):
+                at += 1
                 continue
             if self.limits.long_from and seq.outgrows(self.limits.long_from):
                 seq.long, seq.block_hashes = True, BlockHashChain(seq.request, size, long=True)
@@ -408,6 +416,7 @@ class Scheduler:
     def start_running(self, seq: Sequence, micro_batch: int | None = None) -> None:
         """Adds a sequence with a slot to the running ones; no ``micro_batch``: to the smallest one."""
         seq.status = SequenceStatus.RUNNING
+        self.adapters.start(seq)
         self.micro_batches.add(seq, self.micro_batches.smallest if micro_batch is None else micro_batch)
         self.order.start(seq, self.running)
 
@@ -453,6 +462,7 @@ class Scheduler:
         self.totals.preemptions += seq.requeue
         seq.stats.preemptions += seq.requeue
         self.order.stop(seq, self.running)
+        self.adapters.stop(seq)
         self.micro_batches.remove(seq)
         if seq.request.spans:
             self.arena.unpin_all(seq.key)
@@ -485,4 +495,5 @@ class Scheduler:
         self.micro_batches.check(self.running)
         if self.states is not None:
             self.states.check(holders)
+        self.adapters.check(self.running)
         check_holders(holders, self.waiting, self.slots, self.limits.block_size)

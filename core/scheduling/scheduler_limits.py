@@ -34,4 +34,5 @@ class SchedulerLimits:
     stages: int = 1  # pipeline stages: that many steps are in flight, without common rows
     whole: bool = False  # an encoder: a prompt is one row of one step, and its tokens attend to each other
     bidirectional_images: bool = False  # tokens of an image attend to each other: no chunk ends inside one
+    adapters: int = 0  # slots of LoRA adapters
     chunk: int = 0  # tests: at most this many tokens of one sequence in a step

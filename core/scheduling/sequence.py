@@ -91,6 +91,7 @@ class Sequence:
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     slot: int = 0
+    adapter_slot: int = 0  # while it runs: the slot of its adapter; 0: it has none
     pending: int = 0
     inflight: int = 0
     scheduled: int = 0  # number of the last Step that computes it
@@ -156,7 +157,10 @@ class Sequence:
         return self.drawn and self.status is SequenceStatus.RUNNING
 
     def key_of(self, span: MediaSpan) -> str:
-        """Returns the arena key of one of its images: the digest combined with the request's salt."""
+        """Returns the arena key of one of its images: the digest combined with the request's salt and adapter."""
+        adapter = self.request.adapter
+        if adapter is not None and adapter.tower:
+            return f"{self.request.salt}\0{adapter.digest}\0{span.digest}"
         return f"{self.request.salt}\0{span.digest}" if self.request.salt else span.digest
 
     def outgrows(self, limit: int) -> bool:

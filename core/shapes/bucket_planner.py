@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from trencadis.core import cross_attention_inputs
-from trencadis.core.buckets import POOL_ROWS, AxisRule, Bucket, Plan, Policy, Stage
+from trencadis.core.buckets import LORA, POOL_ROWS, AxisRule, Bucket, Plan, Policy, Stage
 from trencadis.core.checkpoint.model_config import ModelConfig, SquareImage
 from trencadis.core.shapes.axis_sizes import AxisSpan, sizes, thinned, vision_boundaries
 from trencadis.core.shapes.bucket_options import AxisSettings, BucketOptions
@@ -155,6 +155,8 @@ def make_plan(
             found += STAGES[stage](builder)
     whole = model is not None and not model.text.causal
     buckets = _with_image_units(_prune_to_limit(builder, set(found)), limits.units)
+    if limits.adapters:
+        buckets = _with_adapters(buckets, _work(policy.cost))
     return Plan(policy, 1, buckets, limits.block_size, tuple(builder.notes), whole, limits.units)
 
 
@@ -192,6 +194,17 @@ def _with_image_units(buckets: tuple[Bucket, ...], units: int) -> tuple[Bucket, 
         for b in text
     )
     return tuple(sorted([*buckets, *more]))
+
+
+ADAPTER_SHARE = 0.3
+"""Buckets for launches with adapters, as a share of all others; needs between two of them are padded further."""
+
+
+def _with_adapters(buckets: tuple[Bucket, ...], cost: Callable[[Bucket], float]) -> tuple[Bucket, ...]:
+    """Returns ``buckets`` and the variant of some text buckets for rows with adapters, which holds all their needs."""
+    text = [b for b in buckets if b.stage in TEXT]
+    kept = pruned(text, max(len(text) - int(ADAPTER_SHARE * len(buckets)), 0), cost)
+    return tuple(sorted([*buckets, *(dataclasses.replace(b, variant=LORA) for b in kept)]))
 
 
 def _work(cost: Callable[[Bucket], float]) -> Callable[[Bucket], float]:

@@ -33,6 +33,7 @@ class ShapeLimits:
         encoder_slots: most slots of a launch of several images.
         images: (slots of one, fewest, most at a time) of images that get their own buckets.
         units: most images that tokens of one launch may attend to (cross-attention).
+        adapters: slots of LoRA adapters; 0: no launch has adapters.
     """
 
     max_rows: int
@@ -46,6 +47,7 @@ class ShapeLimits:
     encoder_slots: int = ENCODER_SLOTS
     images: tuple[tuple[int, int, int], ...] = ()
     units: int = 0
+    adapters: int = 0
 
     @property
     def chunk(self) -> int:

@@ -39,7 +39,7 @@ class ShortConvolution:
         """Sets the tensors with the last inputs of all sequences."""
         self.state = state
 
-    def __call__(self, x: Tensor, rows: RecurrentRows, attn: Attn) -> Tensor:
+    def __call__(self, x: Tensor, rows: RecurrentRows, attn: Attn, adapters: object = None) -> Tensor:
         """Computes [n, hidden] -> [n, hidden]; reads and replaces the last inputs of each row's sequence."""
         before, behind, x = self.inputs(x).chunk(3, dim=1)
         ops = cast(RecurrentOps, self.ops)

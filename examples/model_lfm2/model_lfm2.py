@@ -69,4 +69,5 @@ FAMILY = Family(
     make="lfm2_layers:make",
     tied=True,
     ignored=UNUSED,
+    adapters=(),
 )

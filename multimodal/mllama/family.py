@@ -50,6 +50,7 @@ FAMILY = Family(
     model_type="mllama",
     architectures={"MllamaForConditionalGeneration": GENERATE},
     config=describe,
+    adapters=(),
     names=StoredNames(
         {
             **{f"{one}transformer.layers.": "visual.blocks." for one in _PREFIXES[0]},

@@ -141,4 +141,5 @@ EXPERTS = Family(
     make="trencadis.multimodal.qwen3_vl.model:make",
     vision=VISION_SIDE,
     ignored=frozenset({"norm_topk_prob", "output_router_logits", "router_aux_loss_coef"}),
+    adapters=("attention",),
 )

@@ -47,6 +47,7 @@ FAMILY = Family(
     vision=VISION_SIDE,
     ignored=IGNORED,
     skipped=SKIPPED,
+    adapters=(),
 )
 EXPERTS = Family(
     name="Qwen3.5 with experts and images",
@@ -58,4 +59,5 @@ EXPERTS = Family(
     vision=VISION_SIDE,
     ignored=IGNORED | ROUTING,
     skipped=SKIPPED,
+    adapters=(),
 )

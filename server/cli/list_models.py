@@ -75,10 +75,11 @@ BEGIN, END = "<!-- made by tools/gen_flags.py -->", "<!-- end of the table -->"
 
 def make_docs_page(text: str) -> str:
     """Returns docs/models.md with the table from the registry; the rest of ``text`` is kept."""
-    lines = ["| Family | Architecture | Serves |", "|---|---|---|"]
+    lines = ["| Family | Architecture | Serves | LoRA adapters of |", "|---|---|---|---|"]
     for name in registry.TABLE:
         family = registry.family_of(name)
-        lines.append(f"| {family.name} | `{name}` | {describe_use(family, name)} |")
+        parts = ", ".join(family.adapters) or "none"
+        lines.append(f"| {family.name} | `{name}` | {describe_use(family, name)} | {parts} |")
     table = "\n".join(lines)
     before, _, rest = text.partition(BEGIN)
     return f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}"

@@ -20,6 +20,7 @@ usage: trencadis serve [MODEL] [--flag value ...]   an OpenAI-compatible server 
        trencadis bench serve|throughput|latency|startup    measure, in vLLM's terms
        trencadis plan [MODEL] --memory 96GiB        memory, shapes and warm-up of a start-up, without a device
        trencadis quantize MODEL OUT --to int4       a checkpoint again in 8 or 4 bits
+       trencadis merge-lora MODEL ADAPTER OUT       a checkpoint again with a LoRA adapter in its weights
        trencadis check-backend NAME [--json]        whether a device does what the engine needs
        trencadis check-model PATH [--json]          whether a checkpoint's family computes what transformers does
        trencadis check-accuracy [MODEL]             answers about drawn images, ours and transformers'
@@ -38,6 +39,7 @@ MODULES = {
     "bench": "trencadis.server.bench.bench_command",
     "plan": "trencadis.server.plan.plan_command",
     "quantize": "trencadis.server.cli.quantize",
+    "merge-lora": "trencadis.server.cli.merge_lora",
     "check-backend": "trencadis.server.cli.check_backend",
     "check-model": "trencadis.server.cli.check_model",
     "check-accuracy": "trencadis.server.cli.check_accuracy",

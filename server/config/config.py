@@ -135,6 +135,16 @@ class ServerConfig:
     max_num_queued_reqs: int | None = opt(None, "requests in the queue before a 429", kind="count", bound=NOT_NEGATIVE)
     max_num_queued_tokens: int | None = opt(None, "prompt tokens in the queue before a 429", kind="count", bound=COUNT)
     max_num_queued_pixels: int | None = opt(None, "pixels in the queue before a 429", kind="count", bound=BYTES)
+    lora_modules: list[str] = opt(
+        [], "adapters to serve: NAME=PATH (a folder or hub id), or JSON with name, path and base_model_name"
+    )
+    default_mm_loras: JsonObject = opt(
+        {}, 'JSON: adapters of requests to the base model with media of one kind: {"image": "PATH"}', kind="json"
+    )
+    allow_runtime_lora_updating: bool = opt(
+        False, "routes /v1/load_lora_adapter and /v1/unload_lora_adapter", env=("VLLM_ALLOW_RUNTIME_LORA_UPDATING",)
+    )
+    allowed_lora_path: str = opt("", "folder that adapters loaded at run time may be in; hub ids may be loaded too")
     max_body_bytes: int = opt(64 << 20, "largest request body", kind="bytes", bound=BYTES)
     max_answer_bytes: int = opt(
         64 << 20,

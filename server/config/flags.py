@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import json
 import typing
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from trencadis.server.config.vllm_flag_table import ROWS, SHORT
 UNSET = ("auto", "none", "null")
 """Texts that mean None for flags that accept it."""
 WHOLE = ("int", "count", "bytes")
-NUMBERS = (*WHOLE, "float")
+NUMBERS = (*WHOLE, "float", "amount")
 LISTS = ("list", "commas")
 """Kinds that take any number of words; with commas, each word may have several values."""
 
@@ -60,7 +61,7 @@ class Flag(Option):
         if value is None and self.optional:
             return None
         if self.kind in LISTS:
-            return [str(one) for one in value] if isinstance(value, list) else [str(value)]
+            return [_as_word(one) for one in value] if isinstance(value, list) else [_as_word(value)]
         if self.kind in ("json", "limits") and isinstance(value, dict):
             return value_parsers.check_limits(value, where) if self.kind == "limits" else value
         if isinstance(value, bool) != (self.kind == "bool") or not isinstance(value, bool | int | float):
@@ -94,6 +95,11 @@ def _make_flags(owner: str, config: type) -> typing.Iterator[Flag]:
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         said = {one.name: getattr(option, one.name) for one in dataclasses.fields(Option)} | {"kind": kind}
         yield Flag(name=field.name, owner=owner, optional=optional, default=default, **said)
+
+
+def _as_word(value: FlagValue) -> str:
+    """Returns a YAML value as the word that a command line would have."""
+    return json.dumps(value) if isinstance(value, dict) else str(value)
 
 
 @functools.cache
@@ -159,7 +165,7 @@ def find_flag(written: str) -> Match:
         ordered = sorted(hits, key=lambda found: (found.flag is None, _format_flag(found)))
         some = ", ".join(_format_flag(f) for f in ordered[:5])
         raise StartupError(f"{written} is ambiguous: {some}.")
-    # vLLM's flags are only suggested with the same number of words: --max-rank need not be about adapters.
+    # vLLM's flags are only suggested with the same number of words: --max-shards need not be about experts.
     near = suggest_name(name, (key for key, found in names.items() if found.flag or key.count("_") == name.count("_")))
     hint = f"; did you mean {_format_flag(names[near])}?" if near else "; see --help."
     raise StartupError(f"unknown flag {written}{hint}")

@@ -17,6 +17,8 @@ PATTERNS = [*TEXT, "*.safetensors"]
 """Patterns including weights in safetensors; never code."""
 BIN = [*TEXT, "pytorch_model.bin", "pytorch_model-*.bin"]
 """Patterns including weights written by torch.save, for repositories without safetensors."""
+ADAPTER = ["adapter_config.json", "adapter_model.safetensors"]
+"""Files of a LoRA adapter."""
 COPIES = ["original/*", "consolidated*", "onnx/*", "*.gguf", "*/flax_model*"]
 """Patterns of copies of the same model in other formats."""
 

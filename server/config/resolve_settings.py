@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trencadis.core import envs
@@ -118,6 +118,7 @@ def resolve_settings(given: command_line.ParsedArguments, environ: Mapping[str, 
     _check_no_blanks(server)
     check_allowed_hosts(server.allowed_hosts)
     requested_speculation(engine)
+    engine = _complete_adapters(engine, server)
     _check_efforts(server.reasoning_effort_map)
     if server.ssl_keyfile and not server.ssl_certfile:
         raise StartupError("--ssl-keyfile needs --ssl-certfile.")
@@ -129,6 +130,26 @@ def resolve_settings(given: command_line.ParsedArguments, environ: Mapping[str, 
     notes += _list_idle_flags(engine, server)
     notes += _warn_about_graph_settings(engine, sources, environ)
     return Settings(engine, server, sources, notes, _read_bucket_variables(environ))
+
+
+def _complete_adapters(engine: EngineConfig, server: ServerConfig) -> EngineConfig:
+    """Returns the configuration with the number of adapters in host memory.
+
+    Raises:
+        StartupError: there are settings of adapters without ``--enable-lora``, or more adapters than that number.
+    """
+    if not engine.enable_lora:
+        given = [server.lora_modules, server.default_mm_loras, server.allowed_lora_path]
+        names = ("--lora-modules", "--default-mm-loras", "--allowed-lora-path")
+        idle = next((name for name, value in zip(names, given, strict=True) if value), None)
+        if idle is not None:
+            raise StartupError(f"{idle} needs --enable-lora.")
+        return engine
+    count = len(server.lora_modules)
+    most = max(engine.max_loras, count) if engine.max_cpu_loras is None else engine.max_cpu_loras
+    if count > most:
+        raise StartupError(f"--lora-modules names {count} adapters; --max-cpu-loras {count} would hold them.")
+    return replace(engine, max_cpu_loras=most)
 
 
 def _list_idle_flags(engine: EngineConfig, server: ServerConfig) -> list[str]:

@@ -115,7 +115,7 @@ and no limit depends on it. MEANS: flags of ours do it. REFUSED: it would change
 
 ABSENT = (
     "n-gram embeddings", "hyper-connections", "shared keys and values", "late interaction",
-    "diffusion", "adapters",
+    "diffusion",
 )  # fmt: skip
 """Parts of models that no family of the registry has; ``FlagRow.absent`` names one. tests/cli/test_reasons.py holds
 them against the registry."""

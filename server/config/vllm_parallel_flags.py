@@ -14,7 +14,8 @@ from trencadis.server.config.vllm_flag_row import (
     make_refused_row,
 )
 
-LORA_REASON = "adapters are not served; merge them into the checkpoint (peft: merge_and_unload) and serve that"
+EXPERT_REASON = "adapters of experts are not implemented; merge them into the checkpoint (peft: merge_and_unload)"
+TOWER_REASON = "adapters of the vision tower are merged: trencadis merge-lora MODEL ADAPTER OUT"
 _TEXTS = "guesses come from texts, not from a model"
 _ACCEPTED = "a guess is accepted where it equals the token that is sampled without it, so that answers are the same"
 _DATA = "one server has all engines, also those that --data-parallel-backend ray has elsewhere; leave it out"
@@ -137,24 +138,18 @@ RECURRENT: tuple[FlagRow, ...] = (
 )
 
 LORA: tuple[FlagRow, ...] = (
-    make_refused_row("enable_lora", "bool", LORA_REASON),
-    make_refused_row("lora_modules", "list", LORA_REASON),
-    make_refused_row("default_mm_loras", "json", LORA_REASON),
-    make_refused_row("max_loras", "int", LORA_REASON, 1),
-    make_refused_row("max_lora_rank", "int", LORA_REASON, 16),
-    make_refused_row("max_cpu_loras", "int", LORA_REASON),
-    make_refused_row("max_lora_cls_labels", "int", LORA_REASON),
-    make_refused_row("lora_dtype", "str", LORA_REASON, "auto"),
-    make_refused_row("lora_target_modules", "list", LORA_REASON),
-    make_refused_row("lora_extra_vocab_size", "int", LORA_REASON, 0, 256),
-    make_refused_row("long_lora_scaling_factors", "list", LORA_REASON),
-    make_refused_row("qlora_adapter_name_or_path", "str", LORA_REASON),
-    make_refused_row("fully_sharded_loras", "bool", LORA_REASON),
-    make_refused_row("enable_lora_bias", "bool", LORA_REASON),
-    make_refused_row("enable_tower_connector_lora", "bool", LORA_REASON),
-    make_refused_row("specialize_active_lora", "bool", LORA_REASON),
-    make_refused_row("enable_mixed_moe_lora_format", "bool", LORA_REASON),
-    make_refused_row("enable_moe_shared_loras", "bool", LORA_REASON),
+    make_free_row("max_lora_cls_labels", "int", "adapters change no class head"),
+    make_free_row("lora_dtype", "str", "adapters have the type of the model's activations", "auto"),
+    make_free_row("fully_sharded_loras", "bool", "each rank holds the part of A or B that its weights need"),
+    make_free_row("specialize_active_lora", "bool", "it would change speed alone"),
+    make_refused_row("lora_target_modules", "list", "an adapter applies to all matrices that it was trained for"),
+    make_refused_row("lora_extra_vocab_size", "int", "adapters add no tokens", 0, 256),
+    make_refused_row("long_lora_scaling_factors", "list", "adapters do not change rotary tables"),
+    make_refused_row("qlora_adapter_name_or_path", "str", "--lora-modules NAME=PATH names adapters"),
+    make_refused_row("enable_lora_bias", "bool", "adapters have no biases; merge such a one with peft"),
+    make_refused_row("enable_tower_connector_lora", "bool", TOWER_REASON),
+    make_refused_row("enable_mixed_moe_lora_format", "bool", EXPERT_REASON),
+    make_refused_row("enable_moe_shared_loras", "bool", EXPERT_REASON),
     make_refused_row(
         "enable_prompt_adapter", "bool", "prompt adapters are not served; put the text into --chat-template"
     ),

@@ -42,6 +42,7 @@ from trencadis.server.routes import (
     dev_mode,
     health_and_metrics,
     page_routes,
+    serving_adapters,
     serving_chat,
     serving_completion,
     serving_embedding,
@@ -55,6 +56,7 @@ from trencadis.server.routes import (
 from trencadis.server.routes.app_state import AppState
 from trencadis.server.routes.auth import Keys
 from trencadis.server.routes.http_settings import HttpSettings
+from trencadis.server.routes.serving_adapters import make_adapters
 from trencadis.server.routes.serving_pooling import make_router
 from trencadis.server.routes.wrong_task import make_wrong_task_router
 from trencadis.server.tenants.admission import Admission
@@ -121,6 +123,7 @@ def create_app(
     state = AppState(
         settings, engine, service, admission, metrics, int(time.time()), grammars, forms, tenants,
         _make_traces(config.otlp_traces_endpoint, metrics), fair_queue, AnswerBudget(config.max_answer_bytes),
+        make_adapters(settings, service),
     )  # fmt: skip
 
     @asynccontextmanager
@@ -144,8 +147,6 @@ def create_app(
     app.state.trencadis = state
     app.openapi = make_openapi(app)  # type: ignore[method-assign]
     _include_routes(app, state)
-    if not config.disable_page:
-        app.include_router(page_routes.router(config.root_path))
     app.add_exception_handler(TrencadisError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
@@ -202,8 +203,8 @@ def _make_tenants(settings: HttpSettings) -> tuple[TenantRegistry | None, Tenant
 
 
 def _include_routes(app: FastAPI, state: AppState) -> None:
-    """Adds the routes of a generating or of a pooling server; paths of the other kind answer with the flag that enables
-    them.
+    """Adds the routes of a generating or of a pooling server, and the web page; paths of the other kind answer with
+    the flag that enables them.
     """
     how = state.service.config.pooling
     routers = [make(state) for make in GENERATING], [make(state) for make in POOLING]
@@ -214,6 +215,7 @@ def _include_routes(app: FastAPI, state: AppState) -> None:
         health_and_metrics.router,
         health_and_metrics.make_bucket_router,
         serving_models.make_load_router,
+        serving_adapters.router,
         dev_mode.make_sleep_router,
         dev_mode.router,
     )
@@ -221,6 +223,8 @@ def _include_routes(app: FastAPI, state: AppState) -> None:
         app.include_router(router)
     app.include_router(make_router(own, "" if how is None else _DEFAULT[how.task]))
     app.include_router(make_wrong_task_router(other, how))
+    if not state.settings.config.disable_page:
+        app.include_router(page_routes.router(state.settings.config.root_path))
 
 
 def _make_middleware(state: AppState) -> list[Middleware]:

@@ -31,7 +31,6 @@ from trencadis.core.errors import (
     TrencadisError,
     Unavailable,
 )
-from trencadis.server.config.vllm_parallel_flags import LORA_REASON
 from trencadis.server.http.host_rules import HostRules
 from trencadis.server.metrics.request_log_lines import log_access
 from trencadis.server.metrics.request_record import CLIENT_CLOSED, RECORD, RequestRecord
@@ -42,6 +41,7 @@ from trencadis.server.routes.sse import ClientGone
 from trencadis.server.tenants.admission import BodyBudget, BodyCharge
 from trencadis.server.tenants.rate_limits import CURRENT
 
+RUNTIME_REASON = "adapters change at run time only with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
 WHY = {
     "/v1/audio": "it reads and writes no audio",
     "/v1/realtime": "it reads and writes no audio",
@@ -55,8 +55,8 @@ WHY = {
     "/v1/assistants": "it keeps no state",
     "/v1/threads": "it keeps no state",
     "/v1/vector_stores": "it keeps no files",
-    "/v1/load_lora_adapter": LORA_REASON,
-    "/v1/unload_lora_adapter": LORA_REASON,
+    "/v1/load_lora_adapter": RUNTIME_REASON,
+    "/v1/unload_lora_adapter": RUNTIME_REASON,
 }
 
 

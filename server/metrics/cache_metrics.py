@@ -1,16 +1,20 @@
 """Prometheus families of the three caches: prepared images, encoded images, KV blocks of prefixes.
 
 Merges the families of several engines: one family per name, with the samples of all.
+
+``vllm:lora_requests_info``: which adapters requests run with or wait for, as labels, as vLLM names them.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from trencadis.core.config import EngineConfig
 from trencadis.core.process.engine_messages import EngineInfo, EngineStats
 from trencadis.server.prompts.multimodal_inputs import CacheCounters
 
@@ -105,3 +109,18 @@ class MergedCollector(Collector):
                 else:
                     found[family.name] = family
         yield from found.values()
+
+
+ADAPTER_LABELS = ("model_name", "engine", "max_lora", "waiting_lora_adapters", "running_lora_adapters")
+
+
+def make_adapter_families(values: Sequence[str], stats: EngineStats, config: EngineConfig) -> Iterator[Metric]:
+    """Yields the gauge, whose value is the time in seconds since 1970; none without ``--enable-lora``."""
+    if not config.enable_lora:
+        return
+    gauge = GaugeMetricFamily(
+        "vllm:lora_requests_info", "adapters that requests run with or wait for", labels=ADAPTER_LABELS
+    )
+    names = [",".join(some) for some in (stats.waiting_adapters, stats.running_adapters)]
+    gauge.add_metric((*values, str(config.max_loras), *names), time.time())
+    yield gauge

@@ -31,6 +31,7 @@ from trencadis.server.metrics.cache_metrics import (
     MergedCollector,
     ProcessorCacheCollector,
     collect_cache_stats,
+    make_adapter_families,
     make_cache_families,
 )
 from trencadis.server.metrics.deprecated_metrics import DeprecatedCollector
@@ -350,6 +351,7 @@ class _EngineCollector(Collector):
         info = self._engine.info
         if info is not None:
             yield make_cache_config_info(self._values, self._config, info)
+        yield from make_adapter_families(self._values, stats, self._config)
         yield from make_graph_families(self._values, stats, info.device if info is not None else "")
         yield from make_cache_families(self._values, collect_cache_stats(stats, info, self._processor_cache()))
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from trencadis.core.errors import NotFound
+from trencadis.core.errors import NotFound, TrencadisError
 from trencadis.core.json_types import JsonObject
 from trencadis.core.process import engine_messages
 from trencadis.server.config.resolve_settings import Settings
@@ -66,6 +66,8 @@ class ApiProcessManager:
         self._vocabulary = b""
         self._last_states: tuple[bytes, list[tuple[Any, Any]]] = b"", []
         self._state_changed = asyncio.Event()
+        self._adapter_changes: dict[str, JsonObject] = {}
+        self._repeating: set[asyncio.Future[None]] = set()
         self.processes: list[ApiProcess] = []
         try:
             for index in range(count):
@@ -140,6 +142,10 @@ class ApiProcessManager:
         """Handles a process that now accepts connections."""
         if self.metrics is not None and max_model_len:
             self.metrics.start(max_model_len)
+        if self._adapter_changes and process.channel is not None:
+            task = asyncio.ensure_future(self._repeat_adapter_changes(process.channel))
+            self._repeating.add(task)
+            task.add_done_callback(self._repeating.discard)
         if all(one.ready_since is not None for one in self.processes):
             self.all_ready = True
             self.on_all_ready()
@@ -229,12 +235,31 @@ class ApiProcessManager:
                 await self._select_engine(arguments["replica"]).wake()
             case "media":
                 return await self._fetch_media(arguments)
+            case "change adapters":
+                await self._change_adapters(arguments)
             case "forget media":
                 await asyncio.gather(*self._ask_all("forget media", arguments), return_exceptions=True)
             case _:
                 raise NotFound(f"Nobody answers {method} here.")
         self._push_states_now()
         return b""
+
+    async def _change_adapters(self, change: JsonObject) -> None:
+        """Loads or unloads an adapter in all API processes; processes that start later do the same.
+
+        Raises:
+            TrencadisError: a process cannot do it.
+        """
+        await asyncio.gather(*self._ask_all("change adapters", change))
+        self._adapter_changes[change["name"]] = change
+
+    async def _repeat_adapter_changes(self, channel: Channel[ipc_messages.Up]) -> None:
+        """Applies earlier changes of adapters to a process that has started."""
+        for change in [*self._adapter_changes.values()]:
+            try:
+                await channel.ask("change adapters", **{**change, "replace": True})
+            except TrencadisError as error:
+                log.warning("an API process that has started: %s", error)
 
     def _select_engine(self, replica: int) -> EngineClient:
         assert self.engine is not None

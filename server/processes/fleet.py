@@ -41,6 +41,10 @@ PREFIX_STEP = 128
 """Tokens between two prefixes of a prompt that have keys; one block, if that is larger."""
 
 
+ADAPTER_SLOTS = 512
+"""Slots of an image whose encoding is about as dear as reading an adapter, by which engines that hold it win ties."""
+
+
 def read_key(data: bytes) -> Key:
     """Returns the key in 8 bytes."""
     return int.from_bytes(data[:SIZE], "little")
@@ -65,6 +69,8 @@ def make_request_cost(request: Request, block: int) -> RequestCost:
         )
         for s in request.spans
     ]  # fmt: skip
+    if request.adapter is not None:
+        images.insert(0, RoutedImage(int(request.adapter.digest[: 2 * SIZE], 16), ADAPTER_SLOTS, count + 1))
     output = request.params.max_tokens or 0
     whole = request.params.prompt_logprobs is not None or request.params.skip_reading_prefix_cache
     if not block or whole or request.pool not in ("", LAST):

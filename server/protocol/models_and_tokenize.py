@@ -1,4 +1,4 @@
-"""/v1/models, /tokenize and /detokenize."""
+"""/v1/models, /tokenize and /detokenize; loading and unloading of adapters."""
 
 from __future__ import annotations
 
@@ -111,3 +111,25 @@ class DetokenizeResponse(Strict):
     """Their text."""
 
     prompt: str
+
+
+class LoadAdapterRequest(Body):
+    """Loads an adapter as ``lora_name``.
+
+    Args:
+        lora_path: a folder inside ``--allowed-lora-path``, or a hub id.
+        load_inplace: replaces an adapter of this name; requests that run finish with the earlier one.
+        base_model_name: the card's ``parent``; None: the served model.
+    """
+
+    lora_name: Text
+    lora_path: Text
+    load_inplace: bool = False
+    base_model_name: Text | None = None
+
+
+class UnloadAdapterRequest(Body):
+    """Unloads the adapter ``lora_name``; ``lora_int_id`` has no effect."""
+
+    lora_name: Text
+    lora_int_id: int | None = None

@@ -10,6 +10,7 @@ from functools import partial
 
 from starlette.requests import Request as HttpRequest
 
+from trencadis.core.adapter_ref import AdapterRef
 from trencadis.core.checkpoint.pooling_config import EMBED
 from trencadis.core.errors import BadRequest, Forbidden, NotFound, Unavailable
 from trencadis.core.request import Request, SamplingParams
@@ -21,6 +22,7 @@ from trencadis.server.metrics.prometheus import PrometheusMetrics
 from trencadis.server.metrics.request_log_lines import log_closing, log_received
 from trencadis.server.metrics.request_record import RECORD, RequestRecord
 from trencadis.server.metrics.tracing import TraceQueue
+from trencadis.server.prompts.adapter_registry import AdapterRegistry
 from trencadis.server.prompts.answer_reader import AnswerParsers
 from trencadis.server.prompts.generation import Generation, RequestTiming
 from trencadis.server.prompts.prompt import Prompt, render_prompt
@@ -64,6 +66,7 @@ class AppState:
     traces: TraceQueue | None = None
     fair_queue: TenantFairQueue | None = None
     answers: AnswerBudget = field(default_factory=AnswerBudget)
+    adapters: AdapterRegistry | None = None
 
     @property
     def fair_queued(self) -> int:
@@ -113,10 +116,11 @@ class AppState:
             NotFound: there is no such model; the message lists the names.
         """
         names = self.settings.served_names
-        if model in names:
+        if model in names or (self.adapters is not None and model in self.adapters.served):
             return model
         if model and not self.settings.config.skip_model_name_validation:
-            message = f"The model `{model[:60]}` does not exist. Valid aliases: {', '.join(names)}"
+            known = [*names, *(self.adapters.served if self.adapters is not None else ())]
+            message = f"The model `{model[:60]}` does not exist. Valid aliases: {', '.join(known)}"
             raise NotFound(message[:199], param="model")
         return names[0]
 
@@ -219,11 +223,23 @@ class AppState:
         made = prompt.make_request(own, sampling, arrival=time.time(), salt=salt, priority=request.priority)
         made.beams = make_beam_rule(request) if request.use_beam_search else None
         made.replica = self.get_pinned_replica()
+        if self.adapters is not None:
+            made.adapter = self.find_adapter(request.model, prompt)
         if request.stream:
             prompt.interval = request.stream_interval or self.settings.config.stream_interval
         account = CURRENT.get()
         finished = self.metrics.record_finished if account is None else self._charge_tenant(account, made)
         return self.record_generation(Generation(self.engine, self.service, made, prompt, finished))
+
+    def find_adapter(self, model: str | None, prompt: Prompt) -> AdapterRef | None:
+        """Returns the adapter that answers a prompt: that of the model's name, or the default of its media."""
+        if self.adapters is None:
+            return None
+        found = self.adapters.find(model)
+        if found is not None or not prompt.media:
+            return found
+        kinds = {"image": prompt.images, "video": prompt.clips}
+        return self.adapters.find_default({kind for kind, items in kinds.items() if items})
 
     def _add_token_rules(self, prompt: Prompt, sampling: SamplingParams, request: GenerateRequest) -> None:
         """Adds the restrictions of ``sampling`` to the rule of ``prompt``."""

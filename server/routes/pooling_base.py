@@ -168,6 +168,7 @@ async def run_prompts(
             salt=body.cache_salt or "", priority=body.priority,
         )  # fmt: skip
         made.replica = state.get_pinned_replica()
+        made.adapter = state.find_adapter(body.model, prompt)
         made_of = Generation(state.engine, state.service, made, prompt, state.metrics.record_finished)
         generations.append(state.record_generation(made_of))
         if i % STARTS_PER_PASS == STARTS_PER_PASS - 1:

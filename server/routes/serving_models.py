@@ -21,18 +21,21 @@ def router(state: AppState) -> APIRouter:
     routes = APIRouter(tags=["models"])
 
     def card(name: str) -> ModelCard:
+        served = None if state.adapters is None else state.adapters.served.get(name)
         return ModelCard(
             id=name,
-            created=state.created,
-            root=state.settings.model_root or name,
+            created=state.created if served is None else served.created,
+            root=(state.settings.model_root or name) if served is None else served.root,
+            parent=None if served is None else served.parent,
             max_model_len=state.service.max_model_len,
             permission=[Permission(id=f"modelperm-{name}", created=state.created)],
         )
 
     @routes.get("/v1/models")
     async def models() -> ModelList:
-        """The served names."""
-        return ModelList(data=[card(name) for name in state.settings.served_names])
+        """The served names: the model, then its adapters."""
+        adapters = () if state.adapters is None else state.adapters.served
+        return ModelList(data=[card(name) for name in (*state.settings.served_names, *adapters)])
 
     @routes.get("/v1/models/{model:path}")
     async def model(model: str) -> ModelCard:

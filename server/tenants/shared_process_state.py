@@ -154,6 +154,19 @@ class SharedProcessState:
         """Drops prepared media in all processes."""
         await self._front.ask("forget media")
 
+    def share_adapters(self, change: Callable[[JsonObject], Awaitable[None]]) -> None:
+        """Applies changes of adapters that any API process asks for with ``change``."""
+
+        async def answer(given: JsonObject) -> bytes:
+            await change(given)
+            return b""
+
+        self._answers["change adapters"] = answer
+
+    async def change_adapters(self, change: JsonObject) -> None:
+        """Loads or unloads an adapter in all API processes."""
+        await self._front.ask("change adapters", **change)
+
     def update_connections(self, own: int) -> int:
         """Records how many connections this process has; returns how many the others have."""
         self.table.put(CONNECTIONS, own)

@@ -142,12 +142,10 @@ def test_a_special_file_is_no_config(tmp_path: Path) -> None:
         log_setup.apply_config_file(str(tmp_path / "pipe"))
 
 
-def test_adapters_and_gguf_files_get_the_reasons_that_flags_and_folders_get(tmp_path: Path) -> None:
+def test_routes_of_adapters_and_gguf_files_name_what_would_serve(tmp_path: Path) -> None:
     for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
-        assert "merge them into the checkpoint" in describe_missing_path(path)
-    with pytest.raises(StartupError) as flag:
-        from_command_line(["--enable-lora"], {})
-    assert "merge them into the checkpoint" in str(flag.value)
+        assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" in describe_missing_path(path)
+    assert from_command_line([], {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}).server.allow_runtime_lora_updating
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     with pytest.raises(StartupError, match="is a GGUF file; take the safetensors checkpoint"):
         resolve(str(tmp_path / "model.gguf"))

@@ -25,7 +25,7 @@ MODEL_TYPES = {"mixtral": "mixtral", "qwen3_moe": "qwen3_moe", "mistral": "mistr
 NAMES = {
     "n-gram embeddings": ("gram",),
     "hyper-connections": ("hyper",), "shared keys and values": ("shared", "sharing"), "diffusion": ("diffusion",),
-    "late interaction": ("late_",), "adapters": ("lora", "adapter"),
+    "late interaction": ("late_",),
 }  # fmt: skip
 """How a field of a decoder's description would be called if a family had the part."""
 CLAIM = re.compile(r"\bno (served )?model\b|no model that is served|which no model")

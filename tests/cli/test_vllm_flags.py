@@ -162,7 +162,7 @@ def test_a_file_means_the_same(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(
         "compilation-config: {cudagraph_mode: NONE, mode: 3}\nasync-scheduling: false\nmax-num-active-seqs: 3\n"
-        "swap-space: 16\nlora-modules: null\nno-enable-dbo: true\nmax-num-seqs: 5\n"
+        "swap-space: 16\nlora-target-modules: null\nno-enable-dbo: true\nmax-num-seqs: 5\n"
     )
     settings = from_command_line(["--config", str(file)], {})
     engine = settings.engine
@@ -188,7 +188,7 @@ def test_a_file_means_the_same(tmp_path: Path) -> None:
         ),
         ("--structured-outputs-config.nonsense 1", "--structured-outputs-config.nonsense 1 is refused"),
         ("--media-io-kwargs.video.backend x", "--media-io-kwargs.video.backend is refused"),
-        ("--lora-modules a=b c=d", "--lora-modules a=b c=d is refused"),
+        ("--lora-target-modules a b", "--lora-target-modules a b is refused"),
         ("--max-lora-rank.x 1", "--max-lora-rank.x: --max-lora-rank takes no keys."),
         ("--enable-lo", "--enable-lo is ambiguous: "),
     ],
@@ -235,6 +235,8 @@ def test_a_flag_that_works_changes_the_configuration(flag: VllmFlag) -> None:
         words += ["--ssl-certfile", "x"]
     if own.name == "seed":
         words = [own.written, "11"]
+    if own.name in ("lora_modules", "default_mm_loras"):
+        words.append("--enable-lora")
     settings = from_command_line(words, {})
     changed: Any = getattr(settings.engine if own.owner == "engine" else settings.server, own.name)
     assert changed != own.default and settings.sources[own.name] == "flag"

@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trencadis.core.adapter_ref import AdapterRef
 from trencadis.core.kv.block_hash import BlockHashChain
 from trencadis.core.kv.block_pool import BlockPool
 from trencadis.core.kv.encoder_cache import EncoderCache
@@ -85,7 +86,12 @@ def test_keys_tell_apart_what_kv_depends_on() -> None:
         assert keys(base)[0] != keys(other)[0]
     assert keys(request())[0] != keys(request(salt="x"))[0]
     assert keys(request())[1] != keys(request(tokens=[9, *range(1, 8)]))[1], "a key covers all blocks before its own"
-    assert BlockHashChain(request(), 4, adapter=1).keys == []
+    assert BlockHashChain(request(), 4).keys == []
+    adapted = [request() for _ in range(3)]
+    for one, digest in zip(adapted, ("aa", "bb", "bb"), strict=True):
+        one.adapter = AdapterRef(digest, f"/{len(digest)}", "any name")
+    first, second, again = (keys(one)[0] for one in adapted)
+    assert len({first, second, keys(request())[0]}) == 3 and second == again
 
 
 def test_an_image_is_keyed_only_in_the_blocks_it_touches() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.engine.test_schedules import play
 from tests.oracles.shadow_engine import VOCAB, ScheduleDriver, shadow_engine
+from tests.traffic.requests import searched
 from trencadis.core.kv.state_pool import StatePool
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.scheduling import state_scheduler
@@ -54,13 +55,14 @@ def test_ten_thousand_schedules(depth: int, stages: int) -> None:
     assert hits > 1000 and evictions > 100 and preemptions > 100
 
 
-def test_beams_and_several_choices_begin_with_a_snapshot() -> None:
-    for seed in range(6):
-        play_states(seed, 10, 1, change=lambda r, rng: _with_choices(r, rng))
+@pytest.mark.parametrize("seed", range(4))
+def test_beams_and_several_choices_begin_with_a_snapshot(seed: int) -> None:
+    def change(request: Request, rng: random.Random) -> Request:
+        if rng.random() < 0.4:
+            return searched(request, rng)
+        return dataclasses.replace(request, params=dataclasses.replace(request.params, n=rng.choice([1, 2, 4])))
 
-
-def _with_choices(request: Request, rng: random.Random) -> Request:
-    return dataclasses.replace(request, params=dataclasses.replace(request.params, n=rng.choice([2, 4])))
+    play_states(seed, 12, seed % 2, change=change)
 
 
 def ask(driver: ScheduleDriver, number: int, prompt: list[int]) -> int:
@@ -104,14 +106,15 @@ def test_nothing_is_published_before_its_launch_has_completed() -> None:
     first, second = scheduler.schedule(), scheduler.schedule()
     assert first is not None and second is not None and len(scheduler.in_flight) == 2
     assert [len(row.tokens) for row in (*first.rows, *second.rows)] == [16, 16]
-    assert scheduler.in_flight[0].snapshots and not scheduler.states.pool.snapshots
+    pool = scheduler.states.pool
+    assert scheduler.in_flight[0].snapshots and pool.snapshots < 1
     driver.add(Request("b", prompt, SamplingParams(temperature=0, max_tokens=4, seed=1)))
     third = scheduler.schedule()
     assert third is not None and [row.context for row in third.rows] == [32, 0], "it computes the prefix itself"
     engine.abort("a")
     for step in (first, second, third):
         engine.life.update(rank.execute(step).result())
-    assert scheduler.states.pool.snapshots == 2, "what an aborted request has computed stays right"
+    assert pool.snapshots == 2, "what an aborted request has computed stays right"
     driver.finish()
     assert driver.got["b", 0]
 

@@ -146,7 +146,7 @@ def test_a_state_is_a_row_of_the_ledger(form: Any) -> None:
     llm = LLM(str(path), **{**BASE, **CARDS["cuda twin"]})
     try:
         plan = llm.engine.info().graphs
-        held = llm.engine.executor._rank.model.persistent.recurrent
+        held = llm.engine.executor._rank.model.persistent.recurrent  # type: ignore[attr-defined]
         size = sum(t.nbytes for layer in held for t in layer if t is not None)
         assert plan is not None and dict(plan.ledger)["recurrent state"] == size
         assert sum(row.bytes for row in plan.ledger) == plan.total

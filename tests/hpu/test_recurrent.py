@@ -15,7 +15,7 @@ from tests.random_recurrent import NAN, off, rows_of, seeded
 from trencadis.backends.cpu.recurrent_ops import CHUNK
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.hpu import ops as hpu_ops
-from trencadis.backends.hpu import recurrent
+from trencadis.backends.hpu import static_recurrence
 from trencadis.backends.hpu.attention.attention_inputs import FreshAttn
 from trencadis.backends.hpu.recurrent_check import check_recurrent
 from trencadis.core.device.launch_tensors import RecurrentRows
@@ -142,7 +142,7 @@ def test_inverse_is_as_exact_as_a_triangular_solve(alike: float, beta: float) ->
     k = k / k.norm(dim=-1, keepdim=True)
     lower = (k * beta @ k.transpose(1, 2)).tril(-1)
     rows, _ = rows_of([CHUNK])
-    found = recurrent.invert(lower, recurrent.prepare(rows, CHUNK).pairs)
+    found = static_recurrence.invert(lower, static_recurrence.prepare(rows, CHUNK).pairs)
     exact = torch.linalg.inv(lower.double() + torch.eye(CHUNK, dtype=torch.float64))
     assert off(found, exact) < 3e-6
     assert torch.equal(found.triu(1), torch.zeros_like(found))
@@ -156,7 +156,7 @@ def test_opening_checks_one_launch_and_says_what_is_wrong(
     dropped = "store_states" if not lazy else "write_state"
     faults: tuple[tuple[str, Any], ...] = ((dropped, lambda *args: None), ("EPS", 1.0))
     for name, fault in faults:
-        for module in (recurrent, hpu_ops):
+        for module in (static_recurrence, hpu_ops):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, fault)
         with pytest.raises(StartupError, match=r"computes recurrent layers wrongly: the (state|result)"):
@@ -175,7 +175,7 @@ def test_opening_leaves_nothing_on_the_card(
     workspace = after.pop("workspace", 0)  # it is the largest launch's, and stays for those that follow
     assert {kind: size for kind, size in after.items() if size != used.get(kind, 0)} == {}
     assert workspace < 700_000
-    monkeypatch.setattr(recurrent, "EPS", 1.0)
+    monkeypatch.setattr(static_recurrence, "EPS", 1.0)
     hpu(lazy=lazy)
     with pytest.raises(StartupError, match="computes recurrent layers wrongly"):
         hpu(lazy=lazy, recurrent=True)

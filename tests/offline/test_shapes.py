@@ -17,6 +17,7 @@ from trencadis.assets import demo_path
 from trencadis.core.errors import BadRequest
 from trencadis.core.request import UNSUPPORTED
 from trencadis.llm_kwargs import build_offline_setup
+from trencadis.lora_request import LoRARequest
 from trencadis.unsupported import UNSUPPORTED_CLASSES, UNSUPPORTED_METHODS, UnsupportedFeature
 
 MODEL = str(demo_path())
@@ -175,7 +176,7 @@ def test_a_bar_counts_prompts(llm: LLM, capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"lora_request": object()}, "lora_request is not supported"),
+        ({"lora_request": LoRARequest("a", 1, "x")}, "lora_request needs an engine made with enable_lora=True"),
         ({"priority": [1]}, 'scheduling_policy="priority"'),
         ({"priority": [1, 2]}, "1 prompts came with 2 priorities"),
     ],
@@ -248,7 +249,7 @@ def test_engine_args_are_the_options_of_an_llm() -> None:
     made = given.create_engine_config()
     assert made == build_offline_setup(MODEL, {k: v for k, v in asdict(given).items() if k != "model"}).config
     assert (made.max_model_len, made.dtype, made.limit_mm_per_prompt) == (2000, "float32", {"image": 2})
-    for refused in ({"enable_lora": True}, {"skip_tokenizer_init": True}):
+    for refused in ({"enable_lora_bias": True}, {"skip_tokenizer_init": True}):
         with pytest.raises(StartupError, match=f"--{next(iter(refused)).replace('_', '-')}.* is refused: "):
             EngineArgs(MODEL, **refused).create_engine_config()
     with pytest.raises(TypeError, match="nonsense"):

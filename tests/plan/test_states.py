@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -60,30 +61,45 @@ def test_the_state_of_the_published_sizes() -> None:
     assert 24 * small.slot_bytes(2) == 24 * (2 * MIB + 48 * 1024) and 2 * small.slot_bytes(2, 2) == small.slot_bytes(2)
 
 
-@pytest.mark.parametrize(("words", "sequences", "snapshots"), [
-    (["--device", "cuda", "--memory", "80GiB"], 53, 5),
-    (["--device", "cuda", "--memory", "80GiB", "--no-enable-prefix-caching"], 53, 0),
-    (["--device", "cuda", "--memory", "80GiB", "--max-num-seqs", "32"], 32, 6),
-    (["--device", "hpu", "--memory", "96GiB", "--state-snapshot-memory", "0.5"], 118, 60),
-    (["--device", "cuda", "--memory", "24GiB", "--quantization", "int4", "--max-num-batched-tokens", "2048"], 6, 0),
+def counts(plan: dict[str, Any]) -> tuple[int, int]:
+    """Sequences and snapshots, as the line for users says."""
+    line = next(note for note in plan["notes"] if note.startswith("recurrent state:"))
+    found = re.match(r"recurrent state: (\d+) sequences and (no|\d+) snapshots", line)
+    assert found is not None
+    return int(found[1]), 0 if found[2] == "no" else int(found[2])
+
+
+@pytest.mark.parametrize(("words", "least", "most"), [
+    (["--device", "cuda", "--memory", "80GiB"], (30, 2), (60, 10)),
+    (["--device", "cuda", "--memory", "80GiB", "--no-enable-prefix-caching"], (30, 0), (60, 0)),
+    (["--device", "cuda", "--memory", "80GiB", "--max-num-seqs", "32"], (32, 2), (32, 10)),
+    (["--device", "hpu", "--memory", "96GiB", "--state-snapshot-memory", "0.5"], (80, 30), (130, 70)),
+    (["--device", "hpu", "--memory", "96GiB", "--state-snapshot-memory", "1GiB"], (80, 6), (130, 6)),
+    (["--device", "cuda", "--memory", "24GiB", "--quantization", "int4", "--max-num-batched-tokens", "2048"],
+     (2, 0), (10, 1)),
 ])  # fmt: skip
 def test_sequences_and_snapshots_are_a_row(
-    capsys: Any, large: Path, words: list[str], sequences: int, snapshots: int
+    capsys: Any, large: Path, words: list[str], least: tuple[int, int], most: tuple[int, int]
 ) -> None:
     plan = planned(capsys, large, *words)
-    assert ledger(plan)["recurrent state"] == (sequences + 2 + snapshots) * SLOT
+    found = counts(plan)
+    assert ledger(plan)["recurrent state"] == (sum(found) + 2) * SLOT
     assert sum(ledger(plan).values()) == int(words[3].removesuffix("GiB")) * GIB
-    kept = f"{snapshots} snapshots" if snapshots else "no snapshots"
-    assert any(f"{sequences} sequences and {kept}" in note for note in plan["notes"])
+    assert all(low <= one <= high for low, one, high in zip(least, found, most, strict=True)), found
 
 
 def test_what_does_not_fit_is_refused_with_the_number_that_would(capsys: Any, large: Path) -> None:
     cuda = ("--device", "cuda", "--memory")
-    line = refused(capsys, large, *cuda, "80GiB", "--max-num-seqs", "256")
-    assert "256 sequences" in line and "(--max-num-seqs 109)" in line
-    fitting = ("--max-num-seqs", "109", "--max-model-len", "128", "--state-snapshot-memory", "0")
-    assert "109 sequences" in str(planned(capsys, large, *cuda, "80GiB", *fitting)["notes"])
-    assert "--quantization int4 fits" in refused(capsys, large, *cuda, "24GiB")
+    line = refused(capsys, large, *cuda, "80GiB", "--max-num-seqs", "256", "--state-snapshot-memory", "0")
+    fits = re.search(r"256 sequences needs .* (\d+) fit \(--max-num-seqs \1\)", line)
+    assert fits is not None
+    for more in (0, 20):
+        words = (*cuda, "80GiB", "--max-num-seqs", str(int(fits[1]) + more), "--max-model-len", "128")
+        if more:
+            assert "fit (--max-num-seqs" in refused(capsys, large, *words, "--state-snapshot-memory", "0")
+        else:
+            assert counts(planned(capsys, large, *words, "--state-snapshot-memory", "0")) == (int(fits[1]), 0)
+    assert "--quantization int4" in refused(capsys, large, *cuda, "24GiB")
     assert "16 key heads of recurrent layers" in refused(capsys, large, *cuda, "80GiB", "-tp", "3")
     assert "cannot be taken back" in refused(
         capsys, large, "--device", "cpu", "--memory", "256GiB", "--spec-method", "ngram"

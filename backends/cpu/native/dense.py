@@ -60,6 +60,22 @@ class Panels:
     held: tuple[DenseLayout, Tensor, Tensor | None] = field(init=False, repr=False)
 
 
+@dataclass(slots=True)
+class PackedWeight:
+    """A weight in a blocked layout: oneDNN's or, on some CPUs, only that of own products.
+
+    Args:
+        packed: tensor of oneDNN's layout; None: ``panels`` are used for every number of rows.
+        panels: the layout of own products; None: oneDNN is used for every number of rows.
+    """
+
+    packed: Tensor | None
+    bias: Tensor | None
+    out_features: int
+    in_features: int
+    panels: Panels | None = None
+
+
 def most_rows(table: KernelTable, dtype: torch.dtype) -> int:
     """Returns the most rows that the library multiplies with a weight of ``dtype``; 0: oneDNN is used instead."""
     if not hasattr(torch.ops.mkldnn, "data_ptr"):

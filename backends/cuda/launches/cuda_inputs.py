@@ -43,9 +43,10 @@ from trencadis.backends.cuda.launches.input_sizes import (
     cross_attention_capacity,
     item_capacity,
 )
-from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.buckets import LORA, Bucket, Stage
 from trencadis.core.cross_attention_inputs import planned_units
 from trencadis.core.device.backend import Inputs, TextTensors, VisionTensors
+from trencadis.core.launches.host_inputs import token_adapters
 from trencadis.core.shared_constants import SINK_ROW, WINDOW_SLOTS
 from trencadis.core.step import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
 from trencadis.core.vision_config import NO_SLOT, SlotForm
@@ -145,6 +146,7 @@ def text(bucket: Bucket, x: StepInputs, sizes: Sizes, plans: LaunchPlans) -> Any
         attn=_attn(bucket, x, sizes, plans),
         cross_attention=_make_cross_attention(bucket, x, sizes, plans),
         recurrent=pad_recurrent(x, bucket.dims[-1]) if sizes.recurrent else None,
+        adapter=pad(token_adapters(x), (count,), np.int32) if bucket.variant == LORA else None,
     )
 
 

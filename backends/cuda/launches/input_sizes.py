@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from trencadis.backends.cuda.kernels.query_blocks import IMAGE_SPAN, LONG, SPAN, cross_attention_lanes, lanes_of
-from trencadis.core.buckets import Bucket, InputSizes, Stage
+from trencadis.core.buckets import LORA, Bucket, InputSizes, Stage
 from trencadis.core.cross_attention_inputs import planned_units
 from trencadis.core.request import MAX_BIAS
 
@@ -113,6 +113,8 @@ def _tensors(bucket: Bucket, sizes: InputSizes, processors: int, invariant: bool
             if sizes.recurrent:
                 yield from (*(8 * (bucket.dims[-1] + 1),) * 2, *(4 * (bucket.dims[-1] + 1),) * 2)
             if sizes.upto and (bucket.stage is Stage.PREFILL or invariant):
+                yield 4 * count
+            if bucket.variant == LORA:
                 yield 4 * count
             if units := planned_units(bucket.variant):
                 cross_attention = cross_attention_capacity(

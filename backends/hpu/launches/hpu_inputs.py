@@ -28,9 +28,10 @@ from trencadis.backends.cpu.padding import (
 )
 from trencadis.backends.hpu.attention.attention_inputs import BlockDecodeAttn, ContextAttn, FreshAttn
 from trencadis.backends.hpu.shared_shapes import padded_start
-from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.buckets import LORA, Bucket, Stage
 from trencadis.core.cross_attention_inputs import planned_units
 from trencadis.core.device.backend import Inputs, Segments, TextTensors, VisionTensors
+from trencadis.core.launches.host_inputs import token_adapters
 from trencadis.core.shared_constants import SINK_BLOCK, SINK_ROW, ZERO_BLOCK
 from trencadis.core.step import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
 from trencadis.core.vision_config import NO_SLOT, SlotForm
@@ -96,6 +97,7 @@ def text(bucket: Bucket, x: StepInputs, form: LaunchForm) -> Any:
         attn=_any(_attn(bucket, x, count, position, form)),
         cross_attention=pad_cross_attention(x, count, planned_units(bucket.variant), position),
         recurrent=pad_recurrent(x, 1 if bucket.stage is Stage.CONTEXT else bucket.dims[0]) if form.recurrent else None,
+        adapter=put(token_adapters(x), count) if bucket.variant == LORA else None,
     )
 
 

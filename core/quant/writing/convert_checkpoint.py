@@ -20,12 +20,11 @@ from trencadis.core.json_types import JsonObject
 from trencadis.core.quant.quantised_tensor import SLAB, QTensor
 from trencadis.core.quant.writing.calibration import Calibrant, Calibration
 from trencadis.core.quant.writing.layer_rounding import Say, round_layer
+from trencadis.core.quant.writing.other_files import copy_other_files
 from trencadis.core.quant.writing.recipe import GROUPS, Recipe
-from trencadis.core.quant.writing.safetensors_writer import INDEX, TensorSlot, WeightFolder
+from trencadis.core.quant.writing.safetensors_writer import TensorSlot, WeightFolder
 from trencadis.core.quant.writing.source_checkpoint import Checkpoint
 
-OTHERS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt")
-"""Suffixes of files that hold weights in some form and are not copied."""
 FREE_DISK_BYTES = 64 << 20
 """Bytes that must stay free on the disk."""
 
@@ -168,21 +167,10 @@ def _error(weight: Tensor, q: QTensor) -> float:
 def _carry(checkpoint: Checkpoint, out: Path, recipe: Recipe) -> None:
     """Writes config.json with the scheme, and copies every other file without weights."""
     source = checkpoint.config.path
-    for entry in sorted(source.iterdir()):
-        if entry.name.startswith(".") or entry.name in ("config.json", INDEX) or _holds_weights(entry):
-            continue
-        if entry.is_dir():
-            ignore = shutil.ignore_patterns(".*", *(f"*{end}" for end in OTHERS), "*.index.json")
-            shutil.copytree(entry, out / entry.name, ignore=ignore)
-        elif entry.is_file():
-            shutil.copyfile(entry, out / entry.name)
+    copy_other_files(source, out, without=("config.json",))
     settings: JsonObject = json.loads((source / "config.json").read_text(encoding="utf-8"))
     settings["quantization_config"] = recipe.config(_unquantised_modules(checkpoint))
     (out / "config.json").write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _holds_weights(entry: Path) -> bool:
-    return entry.name.endswith((*OTHERS, *(f"{end}.index.json" for end in OTHERS)))
 
 
 def _unquantised_modules(checkpoint: Checkpoint) -> list[str]:

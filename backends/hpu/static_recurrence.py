@@ -8,7 +8,7 @@ states, and a region of its own stores them (``KeptStates``).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -125,11 +125,9 @@ def delta_rule(
 ) -> Tensor:  # fmt: skip
     """Computes ``RecurrentOps.delta_rule``: decoding rows by the formula, others by chunks."""
     (many, width), heads = rows.real.shape, v.shape[1]
-    values, (gate, share) = v.view(many, width, heads, -1).float(), (t.view(many, width, heads) for t in (g, beta))
     x = DeltaInputs(
-        _unit(q, heads, rows) * q.shape[-1] ** -0.5, _unit(k, heads, rows),
-        *(torch.where(_wide(rows.real, t), t, 0.0) for t in (values, gate, share)),
-    )  # fmt: skip
+        _unit(q, heads, rows) * q.shape[-1] ** -0.5, _unit(k, heads, rows), *_split_values(v, g, beta, rows)
+    )
     held = read_state(state, rows)
     if width == 1:
         out, new = step_rows(DeltaInputs(*(t[:, 0] for t in x)), held)
@@ -158,6 +156,14 @@ def _unit(t: Tensor, heads: int, rows: StaticRows) -> Tensor:
     wide = wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + EPS)
     groups, size = t.shape[1:]
     return wide[:, :, :, None].expand(many, width, groups, heads // groups, size).reshape(many, width, heads, size)
+
+
+def _split_values(v: Tensor, g: Tensor, beta: Tensor, rows: StaticRows) -> Sequence[Tensor]:
+    """Returns values, decays and shares by row, with zeros for padding."""
+    many, width = rows.real.shape
+    values = torch.where(rows.real[..., None, None], v.view(many, width, *v.shape[1:]).float(), 0.0)
+    gate, share = (torch.where(rows.real[..., None], t.view(many, width, -1), 0.0) for t in (g, beta))
+    return values, gate, share
 
 
 def run_chunks(x: DeltaInputs, state: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:

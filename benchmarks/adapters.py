@@ -1,0 +1,96 @@
+"""Tokens per second of a batch of requests with LoRA adapters, against the base model, in one process.
+
+    python -m benchmarks.adapters CHECKPOINT --count 8 --rank 16
+
+Rounds alternate between the base model, one adapter for all rows, and a different one for each row; the medians of
+their ratios count. ``--plain`` also measures an engine without slots of adapters, in turn with the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from trencadis import LLM, LoRARequest, SamplingParams
+
+SUFFIXES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class Rate(NamedTuple):
+    """Tokens per second of one round."""
+
+    kind: str
+    tokens: float
+
+
+def write_adapter(checkpoint: Path, folder: Path, rank: int, seed: int) -> Path:
+    """Writes a random adapter of all linear layers of the decoder, in 16 bits."""
+    folder.mkdir(parents=True)
+    generator, tensors = torch.Generator().manual_seed(seed), dict[str, torch.Tensor]()
+    for file in checkpoint.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                module = name.removesuffix(".weight")
+                if module.endswith(SUFFIXES) and "visual" not in name and name.endswith(".weight"):
+                    outputs, inputs = opened.get_slice(name).get_shape()
+                    for side, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
+                        made = torch.randn(shape, generator=generator) * 0.01
+                        tensors[f"base_model.model.{module}.lora_{side}.weight"] = made.to(torch.bfloat16)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
+    return folder
+
+
+def measure(llm: LLM, kind: str, adapters: list[LoRARequest | None], length: int, seed: int) -> Rate:
+    """Runs one round: as many prompts of 32 tokens as there are adapters, each with ``length`` new tokens."""
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(0, 30_000, 32).tolist() for _ in adapters]
+    params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+    begun = time.perf_counter()
+    llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
+    return Rate(kind, len(adapters) * length / (time.perf_counter() - begun))
+
+
+def main() -> None:
+    """Prints the rates of each round, and the medians of their ratios."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path)
+    for name, value in (("count", 8), ("rank", 16), ("length", 48), ("rounds", 5)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--plain", action="store_true")
+    given = parser.parse_args()
+    options = dict(dtype=given.dtype, max_model_len=512, max_num_seqs=given.count, kv_cache_memory_bytes=1 << 28)
+    with tempfile.TemporaryDirectory() as folder:
+        made = [write_adapter(given.checkpoint, Path(folder) / str(i), given.rank, i) for i in range(given.count)]
+        own: list[LoRARequest | None] = [LoRARequest(f"a{i}", 1, str(path)) for i, path in enumerate(made)]
+        llm = LLM(str(given.checkpoint), enable_lora=True, max_loras=given.count, max_lora_rank=given.rank, **options)
+        plain = LLM(str(given.checkpoint), **options) if given.plain else None
+        kinds: dict[str, list[LoRARequest | None]] = {
+            "base": [None] * given.count, "one adapter": own[:1] * given.count, "own adapters": own,
+        }  # fmt: skip
+        rates: list[Rate] = []
+        for number in range(given.rounds + 1):
+            for kind, adapters in kinds.items():
+                rates.append(measure(llm, kind, adapters, given.length, number))
+            if plain is not None:
+                rates.append(measure(plain, "without slots", kinds["base"], given.length, number))
+            print(*(f"{kind} {rate:.1f}" for kind, rate in rates[-4:]), flush=True)
+        by_kind = {kind: [r.tokens for r in rates if r.kind == kind][1:] for kind, _ in rates}
+        for kind, values in by_kind.items():
+            ratios = [a / b for a, b in zip(values, by_kind["base"], strict=True)]
+            print(f"{kind}: {statistics.median(values):.1f} tokens/s, {statistics.median(ratios):.3f} of the base")
+
+
+if __name__ == "__main__":
+    main()

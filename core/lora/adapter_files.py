@@ -1,0 +1,267 @@
+"""Reads the tensors of a PEFT adapter: names, shapes and contents are checked against the model. Torch-free."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from trencadis.core.checkpoint.family import StoredNames
+from trencadis.core.checkpoint.model_config import GATED, ModelConfig, TextConfig
+from trencadis.core.checkpoint.quant_config import canonical_name
+from trencadis.core.checkpoint.registry import family_of
+from trencadis.core.errors import StartupError
+from trencadis.core.json_types import Json
+from trencadis.core.lora.adapter_config import AdapterConfig, read_adapter_config
+
+WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
+MAX_HEADER = 16 << 20
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+"""Types of an adapter's tensors -> bytes of a value."""
+
+EXPONENT = {"F32": (np.uint32, 0x7F800000), "F16": (np.uint16, 0x7C00), "BF16": (np.uint16, 0x7F80)}
+"""Types -> unsigned integers of the same size, and the exponent of values that are not finite."""
+
+PEFT_PREFIX = "base_model.model."
+TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
+LAYER = re.compile(r"layers\.(\d{1,6})\.(.+)")
+TOWER = "visual."
+"""Prefix of the canonical names of a vision tower and of the layers after it."""
+
+
+class AdapterTensor(NamedTuple):
+    """A stored tensor: [rows, columns], and the position of its bytes in the file."""
+
+    kind: str
+    rows: int
+    columns: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class AdapterModule:
+    """The adapter of one matrix [out, in]: A [rank, in] and B [out, rank], whose product is multiplied by ``scale``."""
+
+    a: AdapterTensor
+    b: AdapterTensor
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        """Number of rows of A."""
+        return self.a.rows
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter whose names and shapes fit a model.
+
+    Args:
+        modules: canonical name of a matrix (``core.checkpoint.family.StoredNames``) -> its adapter; a fused matrix has
+            one if the checkpoint's model has it fused.
+        digest: SHA-256 of the weights and of everything that determines how they are used.
+    """
+
+    folder: Path
+    modules: Mapping[str, AdapterModule]
+    digest: str
+
+    @property
+    def rank(self) -> int:
+        """Largest rank."""
+        return max(module.rank for module in self.modules.values())
+
+    @property
+    def in_tower(self) -> bool:
+        """True if the outputs of the vision tower change."""
+        return any(name.startswith(TOWER) for name in self.modules)
+
+
+def read_adapter(folder: Path, config: ModelConfig) -> Adapter:
+    """Reads names, shapes and contents of the adapter in ``folder``.
+
+    Raises:
+        StartupError: a file is missing, cut short or invalid, a value is not finite, or a tensor does not fit the
+            model; one line.
+    """
+    settings = read_adapter_config(folder)
+    path = folder / WEIGHTS
+    if not path.is_file():
+        pickled = (folder / PICKLED).exists()
+        raise StartupError(f"{folder} has no {WEIGHTS}" + (f"; {PICKLED} is not read: convert it" if pickled else ""))
+    try:
+        data = np.memmap(path, np.uint8, mode="c") if path.stat().st_size else np.zeros(0, np.uint8)
+    except OSError as error:
+        raise StartupError(f"{path} cannot be read: {error.strerror}") from None
+    tensors = {name: tensor for name, tensor in _read_header(path, data)}
+    modules = _pair(path, tensors, settings, config)
+    for name, tensor in tensors.items():
+        if not _is_finite(data, tensor):
+            raise StartupError(f"{path}: {name} holds values that are not finite")
+    return Adapter(folder, modules, _digest(data, modules))
+
+
+def read_matrix(data: np.memmap | np.ndarray, tensor: AdapterTensor) -> np.ndarray:
+    """Returns a tensor of the file's bytes ``data`` as unsigned integers or floats [rows, columns]; bfloat16 as
+    uint16.
+    """
+    kind = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}[tensor.kind]
+    raw = np.ascontiguousarray(data[tensor.begin : tensor.end])
+    return raw.view(kind).reshape(tensor.rows, tensor.columns)
+
+
+def _read_header(path: Path, data: np.ndarray) -> Iterator[tuple[str, AdapterTensor]]:
+    """Yields the tensors of a safetensors file; raises StartupError if it is invalid or cut short."""
+    size = data.size
+    length = int.from_bytes(data[:8].tobytes(), "little")
+    try:
+        if size < 8 or not 2 <= length <= min(MAX_HEADER, size - 8):
+            raise ValueError("no header")
+        header: Json = json.loads(data[8 : 8 + length].tobytes())
+        entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
+        found = [(name, _place(entry, 8 + length)) for name, entry in entries]
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise StartupError(f"{path} is not a readable safetensors file ({str(error)[:100]})") from None
+    for name, tensor in found:
+        if tensor.end > size:
+            raise StartupError(f"{path} is cut short: {name[:120]} reaches beyond its end")
+        yield name, tensor
+
+
+def _place(entry: Json, base: int) -> AdapterTensor:
+    kind, shape, (begin, end) = str(entry["dtype"]), [int(d) for d in entry["shape"]], entry["data_offsets"]
+    if kind not in ITEM_BYTES:
+        raise ValueError(f"a tensor has type {kind[:20]}; implemented: {', '.join(ITEM_BYTES)}")
+    if len(shape) != 2:
+        raise ValueError(f"a tensor has shape {shape[:8]}, and those of an adapter are matrices")
+    if min(begin, *shape) < 0 or end - begin != prod(shape) * ITEM_BYTES[kind] or not prod(shape):
+        raise ValueError("a tensor does not fill its shape")
+    return AdapterTensor(kind, shape[0], shape[1], base + begin, base + end)
+
+
+def _pair(
+    path: Path, tensors: Mapping[str, AdapterTensor], settings: AdapterConfig, config: ModelConfig
+) -> dict[str, AdapterModule]:
+    """Joins A and B of each module under its canonical name."""
+    names = family_of(config.architecture).names
+    sides: dict[str, dict[str, AdapterTensor]] = {}
+    trained: dict[str, str] = {}
+    for stored, tensor in tensors.items():
+        match = TENSOR.fullmatch(stored.removeprefix(PEFT_PREFIX))
+        if match is None:
+            raise StartupError(f"{path}: {stored[:120]} {_name_problem(stored)}")
+        module = match["module"]
+        name = find_module(module, names)
+        if name is None or trained.setdefault(name, module) != module:
+            raise StartupError(f"{path}: {config.name} has no matrix of its own for {stored[:120]}")
+        sides.setdefault(name, {})[match["side"]] = tensor
+    if not sides:
+        raise StartupError(f"{path} holds no tensors")
+    return {name: _join(path, name, trained[name], both, settings, config) for name, both in sorted(sides.items())}
+
+
+def _name_problem(stored: str) -> str:
+    """Says why a tensor that is neither A nor B of a matrix cannot be applied."""
+    for part, what in (
+        ("lora_embedding_", "is an adapter of an embedding, which is not implemented"),
+        ("lora_magnitude_vector", "belongs to DoRA, which is not implemented"),
+        ("modules_to_save", "replaces a whole module, which is not implemented"),
+        (".bias", "is a bias, which is not implemented"),
+        ("lora_", "is not implemented"),
+    ):
+        if part in stored:
+            return what
+    return "is no tensor of a LoRA adapter"
+
+
+def find_module(module: str, names: StoredNames) -> str | None:
+    """Returns the canonical name of a matrix by its name in the trained model; None: it has none."""
+    found = canonical_name(f"{module}.weight", names.prefixes.items(), names.inner)
+    return None if found is None else found.removesuffix(".weight")
+
+
+def _join(
+    path: Path, name: str, trained: str, both: Mapping[str, AdapterTensor], settings: AdapterConfig, config: ModelConfig
+) -> AdapterModule:
+    """Returns the adapter of one matrix; raises StartupError if it does not fit the matrix."""
+    if len(both) < 2:
+        raise StartupError(f"{path}: {trained[:120]} has only one of lora_A and lora_B")
+    a, b = both["A"], both["B"]
+    rank = settings.rank_of(trained)
+    if a.rows != rank or b.columns != rank:
+        raise StartupError(
+            f"{path}: {trained[:120]} has rank {a.rows} and {b.columns}, adapter_config.json says {rank}"
+        )
+    if not name.startswith(TOWER):
+        shape = matrix_shape(config.text, name)
+        if shape is None:
+            if (layer := LAYER.fullmatch(name)) is not None and int(layer[1]) >= config.text.layers:
+                raise StartupError(f"{path} is for another model: {config.name} has no {trained[:120]}")
+            raise StartupError(f"{path}: adapters of {trained[:120]} are not implemented")
+        if (b.rows, a.columns) != shape:
+            raise StartupError(
+                f"{path} is for another model: {trained[:120]} is [{b.rows}, {a.columns}], {config.name} has "
+                f"{list(shape)}"
+            )
+    return AdapterModule(a, b, settings.scale_of(trained))
+
+
+def matrix_shape(c: TextConfig, name: str) -> tuple[int, int] | None:
+    """Returns (out, in) of a decoder's matrix by its canonical name; None: there is none that takes an adapter."""
+    match = LAYER.fullmatch(name)
+    if match is None or int(match[1]) >= c.layers:
+        return None
+    q, kv, inner = c.heads * c.head_dim, c.kv_heads * c.head_dim, c.intermediate
+    if int(match[1]) in c.cross_attention_layers:
+        return None
+    shapes = {
+        "self_attn.q_proj": (q, c.hidden), "self_attn.k_proj": (kv, c.hidden), "self_attn.v_proj": (kv, c.hidden),
+        "self_attn.qkv_proj": (q + 2 * kv, c.hidden), "self_attn.o_proj": (c.hidden, q),
+    }  # fmt: skip
+    if c.experts is None or int(match[1]) in c.experts.dense:
+        shapes |= {"mlp.up_proj": (inner, c.hidden), "mlp.down_proj": (c.hidden, inner)}
+        if c.mlp == GATED:
+            shapes |= {"mlp.gate_proj": (inner, c.hidden), "mlp.gate_up_proj": (2 * inner, c.hidden)}
+    return shapes.get(match[2])
+
+
+def _is_finite(data: np.ndarray, tensor: AdapterTensor) -> bool:
+    kind, exponent = EXPONENT[tensor.kind]
+    bits = np.ascontiguousarray(data[tensor.begin : tensor.end]).view(kind)
+    return not bool(((bits & kind(exponent)) == exponent).any())
+
+
+def _digest(data: np.ndarray, modules: Mapping[str, AdapterModule]) -> str:
+    """Returns the digest of values and scales of all modules."""
+    found = sha256(b"trencadis-lora-1")
+    for name, module in modules.items():
+        for tensor in (module.a, module.b):
+            found.update(f"{name}\0{tensor.kind}\0{tensor.rows}\0{tensor.columns}\0{module.scale!r}\0".encode())
+            found.update(data[tensor.begin : tensor.end].data)
+    return found.hexdigest()
+
+
+def resolve_folder(path: str, allowed: Path | None = None) -> Path:
+    """Returns the folder of an adapter.
+
+    Raises:
+        StartupError: there is no such folder, it is not inside ``allowed``, or a file in it is a link out of it.
+    """
+    folder = Path(os.path.realpath(Path(path).expanduser()))
+    if allowed is not None and not folder.is_relative_to(os.path.realpath(allowed)):
+        raise StartupError(f"{path[:120]} is not inside the folder of --allowed-lora-path")
+    if not folder.is_dir():
+        raise StartupError(f"{path[:120]} is no folder of an adapter")
+    for entry in folder.iterdir():
+        if entry.is_symlink() and allowed is not None and not Path(os.path.realpath(entry)).is_relative_to(folder):
+            raise StartupError(f"{path[:120]}: {entry.name[:60]} is a link out of the folder")
+    return folder

@@ -1,0 +1,228 @@
+"""The adapters of one rank: those read into host memory, and the slots of the device that launches use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from trencadis.core.adapter_ref import AdapterRef
+from trencadis.core.device.backend import AdapterWeights, Backend, PackedAdapters
+from trencadis.core.errors import StartupError
+from trencadis.core.lora.adapter_files import read_adapter
+from trencadis.core.lora.adapter_weights import MatrixAdapter, load_matrices
+from trencadis.core.models.decoder import Decoder, DecoderLayer
+from trencadis.core.models.interface import Model
+from trencadis.core.models.linear import ColumnParallelLinear, RowParallelLinear
+from trencadis.core.models.mlp import GatedMLP, PlainMLP
+from trencadis.core.step import AdapterUpload
+
+
+class LayerPart(NamedTuple):
+    """One matrix of a fused layer, as this rank holds it.
+
+    Args:
+        name: canonical name of the matrix.
+        start, stop: its inputs on this rank (``by_inputs``), or its outputs.
+        width: its outputs on this rank, padding included.
+    """
+
+    name: str
+    start: int
+    stop: int
+    width: int
+    by_inputs: bool
+
+
+class AdaptedLayer(NamedTuple):
+    """A fused layer, its parts, its inputs on this rank (padding included), and the decoder layer that it is in."""
+
+    linear: ColumnParallelLinear | RowParallelLinear
+    parts: tuple[LayerPart, ...]
+    inputs: int
+    layer: DecoderLayer
+
+
+@runtime_checkable
+class PackingOps(Protocol):
+    """Additional methods of ``Ops`` for devices that keep A and B in a layout of their own."""
+
+    def allocate_adapters(
+        self, slots: int, rank: int, inputs: int, widths: tuple[int, ...], dtype: torch.dtype
+    ) -> PackedAdapters | None:
+        """Allocates zeros for a fused matrix whose parts have ``widths`` outputs; None: it is kept unpacked."""
+        ...
+
+    def put_adapter(self, w: PackedAdapters, slot: int, part: int, a: Tensor | None, b: Tensor | None) -> None:
+        """Writes A [rank, inputs] and B [rank, outputs] of a part to a slot, from 0; None: zeros."""
+        ...
+
+
+class AdapterStore:
+    """Reads adapters into host memory in a thread, and copies them to slots of the device between launches.
+
+    Args:
+        slots: number of slots; ``rank``: largest rank of an adapter, for which every slot has memory.
+    """
+
+    def __init__(self, model: Decoder, backend: Backend, slots: int, rank: int) -> None:
+        self.config, self.backend, self.slots, self.rank = model.config, backend, slots, rank
+        self.layers = [*find_layers(model)]
+        for one in self.layers:
+            one.linear.adapters = self._allocate(one)
+        self._numbers = model.adapter_numbers = backend.zeros((slots,), torch.int32)
+        self._numbers.copy_(torch.arange(1, slots + 1, dtype=torch.int32))
+        self._mirrors: list[AdapterWeights | None] = [
+            _mirror(one.linear.adapters) if backend.policy.copies_whole else None for one in self.layers
+        ]
+        """Copies of the slots in host memory, for devices to which tensors are copied whole."""
+        self._held: dict[str, dict[str, MatrixAdapter]] = {}
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="adapters")
+
+    def _allocate(self, one: AdaptedLayer) -> AdapterWeights | PackedAdapters:
+        """Allocates the slots of one layer, filled with zeros."""
+        widths, sizes = tuple(part.width for part in one.parts), (self.slots, self.rank, one.inputs)
+        if isinstance(self.backend.ops, PackingOps):
+            packed = self.backend.ops.allocate_adapters(*sizes, widths, self.backend.dtype)
+            if packed is not None:
+                return packed
+        a = self.backend.zeros((self.slots, len(widths), self.rank, one.inputs), self.backend.dtype)
+        b = (self.backend.zeros((self.slots, self.rank, width), self.backend.dtype) for width in widths)
+        return AdapterWeights(a, tuple(b))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots on the device."""
+        total = self._numbers.nbytes
+        for one in self.layers:
+            w = one.linear.adapters
+            assert w is not None
+            total += sum(t.nbytes for t in (w.a, *w.b)) if isinstance(w, AdapterWeights) else w.nbytes
+        return total
+
+    def load(self, ref: AdapterRef, drop: Sequence[str] = ()) -> Future[str]:
+        """Reads an adapter in a thread, unless it is held; first forgets those with the digests ``drop``.
+
+        The result is an error message, or empty.
+        """
+        for digest in drop:
+            self._held.pop(digest, None)
+        return self._reader.submit(self._load, ref)
+
+    def _load(self, ref: AdapterRef) -> str:
+        if ref.digest in self._held:
+            return ""
+        try:
+            adapter = read_adapter(Path(ref.path), self.config)
+            if adapter.digest != ref.digest:
+                return f"the files in {ref.path} have changed since the adapter was loaded; load it again"
+            if adapter.rank > self.rank or adapter.in_tower:
+                return f"the adapter in {ref.path} does not fit this server"
+            self._held[ref.digest] = self._cut(load_matrices(adapter, self.config.text))
+        except StartupError as error:
+            return str(error)
+        return ""
+
+    def _cut(self, matrices: dict[str, MatrixAdapter]) -> dict[str, MatrixAdapter]:
+        """Returns this rank's share of an adapter, in the backend's dtype; B is transposed: [rank, outputs]."""
+        found: dict[str, MatrixAdapter] = {}
+        for one in self.layers:
+            for part in one.parts:
+                if part.name in matrices:
+                    found[part.name] = self._cut_part(one, part, matrices[part.name])
+        return found
+
+    def _cut_part(self, one: AdaptedLayer, part: LayerPart, whole: MatrixAdapter) -> MatrixAdapter:
+        a, b = whole
+        if part.by_inputs:
+            a = a[:, part.start : part.stop]
+        else:
+            b = one.layer.attention.order_rows(part.name, b[part.start : part.stop])
+        return MatrixAdapter(*(t.to(self.backend.dtype).contiguous() for t in (a, b.t())))
+
+    def upload(self, uploads: Sequence[AdapterUpload]) -> None:
+        """Copies adapters to slots; launches that have begun still see the slots' earlier contents."""
+        for one, mirror in zip(self.layers, self._mirrors, strict=True):
+            weights = one.linear.adapters
+            assert weights is not None
+            for slot, digest in uploads:
+                self._fill(one, weights if mirror is None else mirror, slot - 1, self._held[digest])
+            if mirror is not None:
+                assert isinstance(weights, AdapterWeights)
+                for target, source in zip((weights.a, *weights.b), (mirror.a, *mirror.b), strict=True):
+                    target.copy_(source)
+
+    def _fill(
+        self, one: AdaptedLayer, w: AdapterWeights | PackedAdapters, slot: int, held: dict[str, MatrixAdapter]
+    ) -> None:
+        """Writes the adapter of one layer to a slot; zeros where it has no matrix, or a smaller rank."""
+        if not isinstance(w, AdapterWeights):
+            assert isinstance(self.backend.ops, PackingOps)
+            for i, part in enumerate(one.parts):
+                found = held.get(part.name)
+                self.backend.ops.put_adapter(w, slot, i, *((None, None) if found is None else found))
+            return
+        for i, (part, b) in enumerate(zip(one.parts, w.b, strict=True)):
+            found = held.get(part.name)
+            _overwrite(w.a[slot, i], None if found is None else found.a)
+            _overwrite(b[slot], None if found is None else found.b)
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._reader.shutdown(wait=False, cancel_futures=True)
+
+
+def _overwrite(target: Tensor, source: Tensor | None) -> None:
+    """Writes ``source`` to the beginning of ``target`` [rows, columns], and zeros to the rest."""
+    rows, columns = (0, 0) if source is None else source.shape
+    if source is not None:
+        target[:rows, :columns] = source.to(target.device)
+    target[rows:] = 0
+    if rows and columns < target.shape[1]:
+        target[:rows, columns:] = 0
+
+
+def _mirror(w: AdapterWeights | PackedAdapters | None) -> AdapterWeights:
+    """Returns tensors of zeros in host memory of the same shapes."""
+    assert isinstance(w, AdapterWeights)
+    return AdapterWeights(
+        torch.zeros(w.a.shape, dtype=w.a.dtype), tuple(torch.zeros(b.shape, dtype=b.dtype) for b in w.b)
+    )
+
+
+def find_layers(model: Decoder) -> Iterator[AdaptedLayer]:
+    """Yields the layers of a decoder that take adapters, as loaded on this rank."""
+    for index, layer in zip(model.share.layers, model.layers, strict=True):
+        if not isinstance(layer, DecoderLayer):
+            continue
+        name, mlp = f"layers.{index}", layer.mlp
+        yield _columns(layer, layer.attention.qkv, f"{name}.self_attn")
+        yield _rows(layer, layer.attention.out, f"{name}.self_attn.o_proj")
+        if isinstance(mlp, GatedMLP | PlainMLP):
+            yield _columns(layer, mlp.gate_up if isinstance(mlp, GatedMLP) else mlp.up, f"{name}.mlp")
+            yield _rows(layer, mlp.down, f"{name}.mlp.down_proj")
+
+
+def _columns(layer: DecoderLayer, linear: ColumnParallelLinear, name: str) -> AdaptedLayer:
+    """Returns a layer that is divided by outputs; ``name``: of the module that its parts belong to."""
+    parts = tuple(
+        LayerPart(f"{name}.{part.name}", at.start, at.stop, at.width, False)
+        for part, at in zip(linear.parts, linear.spans(), strict=True)
+    )
+    return AdaptedLayer(linear, parts, linear.inputs, layer)
+
+
+def _rows(layer: DecoderLayer, linear: RowParallelLinear, name: str) -> AdaptedLayer:
+    """Returns a layer that is divided by inputs."""
+    share = linear.span()
+    part = LayerPart(name, share.start, share.stop, linear.outputs, True)
+    return AdaptedLayer(linear, (part,), share.width, layer)
+
+
+def open_store(sizes: tuple[int, int] | None, model: Model, backend: Backend) -> AdapterStore | None:
+    """Allocates the slots of adapters beside a loaded model; ``sizes``: (slots, rank), None: there are none."""
+    return AdapterStore(model, backend, *sizes) if sizes is not None and isinstance(model, Decoder) else None

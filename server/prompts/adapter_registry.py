@@ -1,0 +1,195 @@
+"""The LoRA adapters that requests may name: read and checked when they are registered."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trencadis.core.adapter_ref import AdapterRef
+from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.config import EngineConfig
+from trencadis.core.errors import StartupError
+from trencadis.core.lora.adapter_files import read_adapter, resolve_folder
+from trencadis.server.config import hub
+
+MEDIA_KINDS = ("image", "video")
+"""Kinds of media that ``--default-mm-loras`` may name."""
+
+
+class UnknownAdapter(StartupError):
+    """Raised if an adapter that is to be unloaded is not registered."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedAdapter:
+    """An adapter that requests may name.
+
+    Args:
+        root: folder or hub id, as given; ``parent``: the name of the base model; ``created``: seconds since 1970.
+    """
+
+    ref: AdapterRef
+    root: str
+    parent: str
+    created: int
+
+
+@dataclass(frozen=True, slots=True)
+class NamedAdapter:
+    """An adapter of ``--lora-modules``, as the operator wrote it."""
+
+    name: str
+    path: str
+    parent: str = ""
+
+
+class AdapterRegistry:
+    """The adapters of one server by name.
+
+    Args:
+        model: the base model, which every adapter must fit.
+        names: names of the base model, which adapters may not have.
+        allowed: folder that adapters loaded at run time must be in; empty: only hub ids can be loaded then.
+    """
+
+    def __init__(self, model: ModelConfig, engine: EngineConfig, names: Sequence[str], allowed: str = "") -> None:
+        self._model, self._engine, self._names, self._allowed = model, engine, tuple(names), allowed
+        self.served: dict[str, ServedAdapter] = {}
+        self.defaults: dict[str, AdapterRef] = {}
+        """Kind of media -> the adapter of requests to the base model that have media of this kind alone."""
+
+    @property
+    def most(self) -> int:
+        """Largest number of adapters."""
+        return self._engine.max_cpu_loras or self._engine.max_loras
+
+    def find(self, name: str | None) -> AdapterRef | None:
+        """Returns the adapter of a model name; None: it names the base model."""
+        served = self.served.get(name or "")
+        return None if served is None else served.ref
+
+    def find_default(self, kinds: set[str]) -> AdapterRef | None:
+        """Returns the adapter of a request to the base model by the kinds of its media; None: it has none."""
+        found = [self.defaults[kind] for kind in sorted(kinds) if kind in self.defaults]
+        return found[0] if len(found) == 1 else None
+
+    def check(self, name: str, replace: bool = False) -> None:
+        """Checks that an adapter may be registered as ``name``.
+
+        Raises:
+            StartupError: the name is empty or taken, or there are too many adapters; one line.
+        """
+        if not name or name != name.strip():
+            raise StartupError("an adapter needs a name, which requests give as their model")
+        if name in self._names:
+            raise StartupError(f"{name[:60]} is the name of the base model; give the adapter another one")
+        if name in self.served:
+            if not replace:
+                raise StartupError(f"the adapter {name[:60]} is loaded already; unload it, or set load_inplace")
+        elif len(self.served) >= self.most:
+            oldest = min(self.served.values(), key=lambda one: one.created).ref.name
+            raise StartupError(
+                f"{len(self.served)} adapters are loaded, the most of --max-cpu-loras {self.most}; unload one, e.g. "
+                f"{oldest[:40]}"
+            )
+
+    def read(self, name: str, path: str, parent: str = "", runtime: bool = False) -> ServedAdapter:
+        """Reads an adapter, without registering it; takes long, and may run in a thread.
+
+        Args:
+            path: a folder, or a hub id; ``runtime``: a folder must be inside the allowed one.
+
+        Raises:
+            StartupError: it cannot be read or does not fit; one line.
+        """
+        folder = self._find_folder(path, runtime)
+        adapter = read_adapter(folder, self._model)
+        if adapter.rank > self._engine.max_lora_rank:
+            raise StartupError(f"{path[:80]} has rank {adapter.rank}; --max-lora-rank {adapter.rank} would admit it")
+        if adapter.in_tower:
+            raise StartupError(
+                f"{path[:80]} changes the vision tower, which adapters beside a model do not; trencadis merge-lora "
+                "merges it"
+            )
+        ref = AdapterRef(adapter.digest, str(folder), name)
+        return ServedAdapter(ref, path, parent or self._names[0], int(time.time()))
+
+    def _find_folder(self, path: str, runtime: bool) -> Path:
+        if not path:
+            raise StartupError("an adapter needs a path: a folder, or a hub id")
+        local = Path(path).expanduser()
+        if runtime and (local.exists() or local.is_absolute() or path.startswith((".", "~"))):
+            if not self._allowed:
+                raise StartupError("folders of adapters can be loaded with --allowed-lora-path FOLDER alone")
+            return resolve_folder(path, Path(self._allowed))
+        engine = self._engine
+        return hub.resolve(path, "", engine.hf_token, engine.download_dir, hub.ADAPTER)
+
+    def put(self, made: ServedAdapter) -> None:
+        """Registers an adapter that was read; requests in flight keep the adapter that they began with."""
+        self.served[made.ref.name] = made
+
+    def add(self, name: str, path: str, parent: str = "", replace: bool = False) -> ServedAdapter:
+        """Reads and registers an adapter; raises StartupError as ``check`` and ``read`` do."""
+        self.check(name, replace)
+        made = self.read(name, path, parent)
+        self.put(made)
+        return made
+
+    def remove(self, name: str) -> None:
+        """Unregisters an adapter; running requests finish with it.
+
+        Raises:
+            UnknownAdapter: there is none of this name.
+        """
+        if name not in self.served:
+            raise UnknownAdapter(f"there is no adapter {name[:60]}")
+        del self.served[name]
+
+    def set_defaults(self, given: Mapping[str, str]) -> None:
+        """Reads the adapters of ``--default-mm-loras``.
+
+        Raises:
+            StartupError: a kind is unknown, or an adapter cannot be read.
+        """
+        for kind, path in given.items():
+            if kind not in MEDIA_KINDS:
+                raise StartupError(f"--default-mm-loras: {kind[:40]!r} is none of {', '.join(MEDIA_KINDS)}")
+            if not isinstance(path, str):
+                raise StartupError(f"--default-mm-loras: the value of {kind!r} must be a folder or hub id")
+            self.defaults[kind] = self.read(f"default-{kind}", path).ref
+
+
+def parse_modules(words: Sequence[str]) -> list[NamedAdapter]:
+    """Reads ``--lora-modules``: NAME=PATH, or JSON with name, path and base_model_name.
+
+    Raises:
+        StartupError: a word has another form.
+    """
+    found = []
+    for word in words:
+        if word.lstrip().startswith("{"):
+            found.append(_parse_json_module(word))
+            continue
+        name, sign, path = word.partition("=")
+        if not (sign and name and path):
+            raise StartupError(f"--lora-modules {word[:80]}: write NAME=PATH, or JSON with name and path.")
+        found.append(NamedAdapter(name, path))
+    return found
+
+
+def _parse_json_module(word: str) -> NamedAdapter:
+    try:
+        given = json.loads(word)
+    except (ValueError, RecursionError):
+        raise StartupError(f"--lora-modules {word[:80]} is no JSON.") from None
+    known = {"name", "path", "base_model_name"}
+    texts = {key: given.get(key) or "" for key in known}
+    if not given.get("name") or not given.get("path") or set(given) - known:
+        raise StartupError(f"--lora-modules {word[:80]}: its keys are name, path and base_model_name.")
+    if any(not isinstance(text, str) for text in texts.values()):
+        raise StartupError(f"--lora-modules {word[:80]}: its values must be texts.")
+    return NamedAdapter(texts["name"], texts["path"], texts["base_model_name"])

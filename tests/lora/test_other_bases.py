@@ -1,0 +1,136 @@
+"""Adapters beside quantised weights and experts, of pooling models, with sampling, forks and beams; memory on paper."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.fakes import checkpoints
+from tests.fakes.adapters import adapter_of
+from tests.families.text_checkpoints import family_checkpoint
+from tests.lora.conftest import Adapter, Base
+from tests.lora.test_same_tokens import BASE, Merged, prompts, request_of
+from trencadis import LLM, BeamSearchParams, SamplingParams
+from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.lora.adapter_files import read_adapter
+from trencadis.core.lora.adapter_weights import load_matrices
+from trencadis.server.cli import main
+
+
+def logprobs_of(llm: LLM, prompt: tuple[int, ...], adapter: Path | None) -> torch.Tensor:
+    """Log-probabilities of the prompt's tokens."""
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    (made,) = llm.generate([list(prompt)], params, use_tqdm=False, lora_request=request_of(adapter))
+    assert made.prompt_logprobs is not None
+    found = [next(iter(one.values())).logprob for one in made.prompt_logprobs if one is not None]
+    return torch.tensor(found)
+
+
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_beside_quantised_weights(base: Base, adapter: Adapter, tmp_path: Path, bits: str) -> None:
+    """The sum is that of the dequantised base and B A, as near as the base alone is to the dequantised one."""
+    checkpoint, prompt = base("llama"), prompts(3, 60)[2]
+    one = adapter(checkpoint, seed=1)
+    coded = tmp_path / bits
+    assert main.main(["quantize", str(checkpoint), str(coded), "--to", bits]) == 0
+    opened = dequantised(coded, checkpoint, tmp_path / "open")
+    found = {}
+    for name, path in (("coded", coded), ("open", opened)):
+        llm = LLM(str(path), **BASE)
+        found[name] = logprobs_of(llm, prompt, one), logprobs_of(llm, prompt, None)
+        llm.close()
+    assert (found["coded"][0] - found["coded"][1]).abs().max() > 0.5, "the adapter changes the answers"
+    with_adapter, alone = (float((a - b).abs().max()) for a, b in zip(found["coded"], found["open"], strict=True))
+    assert with_adapter < max(1e-2, 2 * alone), "beside codes, whose products round activations to 8 bits, B A is exact"
+
+
+def dequantised(coded: Path, checkpoint: Path, out: Path) -> Path:
+    """A checkpoint in float32 with the values of the codes."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    from trencadis.core.checkpoint.checkpoint_source import CheckpointSource
+    from trencadis.core.checkpoint.registry import family_of
+    from trencadis.core.checkpoint.weight_loader import open_weights
+    from trencadis.core.device.backend import BackendConfig, load
+
+    shutil.copytree(checkpoint, out)
+    config = load_config(coded)
+    source = CheckpointSource(
+        open_weights(coded), family_of(config.architecture).names, load("cpu")(BackendConfig()), config
+    )
+    weights = load_file(out / "model.safetensors")
+    for name, tensor in weights.items():
+        module = name.removeprefix("model.").removesuffix(".weight")
+        if "_proj" in module:
+            found = source.take_quantised(module, (tensor.shape[0], tensor.shape[1]), 0, 0, tensor.shape[0])
+            assert found is not None
+            weights[name] = found.dequantised().float()
+    save_file(weights, out / "model.safetensors")
+    return out
+
+
+def test_embeddings_and_classes(tmp_path: Path, merged: Merged) -> None:
+    for number, checkpoint in enumerate((checkpoints.bare(tmp_path / "bare"), checkpoints.classifier(tmp_path / "c"))):
+        one, flags = adapter_of(checkpoint, tmp_path / f"a{number}", seed=1), {**BASE, "runner": "pooling"}
+        found = []
+        for path, asked in ((checkpoint, one), (merged(checkpoint, one), None), (checkpoint, None)):
+            llm = LLM(str(path), **flags)
+            made = llm.encode([[5, 6, 7, 8, 9], [1, 2]], use_tqdm=False, lora_request=request_of(asked))
+            found.append(np.array([np.asarray(m.outputs.data).ravel() for m in made]))
+            llm.close()
+        np.testing.assert_allclose(found[0], found[1], atol=2e-5)
+        assert np.abs(found[0] - found[2]).max() > 1e-3
+
+
+def test_attention_of_models_with_experts(tmp_path: Path, merged: Merged) -> None:
+    checkpoint = family_checkpoint(tmp_path / "base", family="qwen3_moe", form="plain")
+    one = adapter_of(checkpoint, tmp_path / "a", r".*self_attn\.\w_proj", seed=1)
+    found = []
+    for path, asked in ((checkpoint, one), (merged(checkpoint, one), None)):
+        llm = LLM(str(path), **BASE)
+        found.append(logprobs_of(llm, prompts(3, 50)[2], asked))
+        llm.close()
+    assert (found[0] - found[1]).abs().max() < 1e-4
+
+
+def test_choices_and_beams_share_their_adapter(base: Base, adapter: Adapter, merged: Merged) -> None:
+    checkpoint = base("llama")
+    one, prompt = adapter(checkpoint, seed=1), list(prompts(3, 40)[2])
+    drawn = SamplingParams(n=3, temperature=0.8, seed=3, max_tokens=6, ignore_eos=True)
+    beams = BeamSearchParams(beam_width=3, max_tokens=5, ignore_eos=True)
+    found: list[Any] = []
+    for path, asked in ((checkpoint, one), (merged(checkpoint, one), None)):
+        llm = LLM(str(path), **BASE)
+        request = request_of(asked)
+        (made,) = llm.generate([prompt], drawn, use_tqdm=False, lora_request=request)
+        (searched,) = llm.beam_search([{"prompt_token_ids": prompt}], beams, lora_request=request)
+        llm.engine.scheduler.check()
+        found.append(([c.token_ids for c in made.outputs], [s.tokens for s in searched.sequences]))
+        llm.close()
+    assert found[0] == found[1]
+
+
+def test_all_values_of_an_adapter_are_read(base: Base, tmp_path: Path) -> None:
+    """16-bit files, and files whose tensors lie at odd places."""
+    config = load_config(base("llama"))
+    wide = adapter_of(base("llama"), tmp_path / "wide", seed=1)
+    for dtype in (torch.bfloat16, torch.float16):
+        narrow = adapter_of(base("llama"), tmp_path / str(dtype), seed=1, dtype=dtype)
+        for name, want in load_matrices(read_adapter(wide, config), config.text).items():
+            got = load_matrices(read_adapter(narrow, config), config.text)[name]
+            for a, b in zip(got, want, strict=True):
+                assert torch.allclose(a, b.to(dtype).float(), atol=2e-2)
+
+
+def test_the_plan_shows_the_slots(base: Base, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", str(base("llama")), "--device", "hpu", "--memory", "8GiB", "--max-model-len", "512"]
+    assert main.main([*words, "--enable-lora", "--max-loras", "8", "--max-lora-rank", "64"]) == 0
+    assert "adapters" in capsys.readouterr().out
+    assert main.main(words) == 0
+    assert "adapters" not in capsys.readouterr().out

@@ -1,0 +1,178 @@
+"""Adapters behind a real server: names, cards, loading and unloading while it runs, several processes and engines."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.fakes.adapters import adapter_of
+from tests.traffic.server_process import RunningServer, server
+from trencadis import LLM, SamplingParams
+from trencadis.assets import demo_path
+from trencadis.lora_request import LoRARequest
+
+MODEL = "trencadis-demo"
+PROMPT = "The image shows a red circle and"
+LENGTH = 12
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    allowed = tmp_path_factory.mktemp("allowed")
+    return {
+        name: adapter_of(demo_path(), allowed / name, seed=seed, rank=rank)
+        for name, seed, rank in (("a", 1, 8), ("b", 2, 4), ("c", 3, 16), ("wide", 4, 32))
+    }
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory, folders: dict[str, Path]) -> Iterator[RunningServer]:
+    flags = [
+        "--dtype", "float32", "--kv-cache-memory-bytes", "64MiB", "--max-num-seqs", "8", "--api-server-count", "2",
+        "--data-parallel-size", "2", "--enable-lora", "--max-loras", "2", "--max-cpu-loras", "3",
+        "--allowed-lora-path", str(folders["a"].parent), "--lora-modules", f"a={folders['a']}",
+        f'{{"name": "b", "path": "{folders["b"]}", "base_model_name": "acme"}}',
+    ]  # fmt: skip
+    environ = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    with server(tmp_path_factory.mktemp("served"), *flags, **environ) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def expected(folders: dict[str, Path]) -> dict[str, str]:
+    """The answer of the base and of each adapter, offline."""
+    llm = LLM(str(demo_path()), dtype="float32", kv_cache_memory_bytes=64 << 20, enable_lora=True, max_loras=3)
+    params = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
+    names: list[str | None] = [None, "a", "b", "c"]
+    asked = [None if n is None else LoRARequest(n, 1, str(folders[n])) for n in names]
+    made = llm.generate([PROMPT] * 4, params, use_tqdm=False, lora_request=asked)
+    llm.close()
+    return {name or MODEL: one.outputs[0].text for name, one in zip(names, made, strict=True)}
+
+
+def complete(running: RunningServer, model: str, **more: Any) -> httpx.Response:
+    body = {
+        "model": model, "prompt": PROMPT, "temperature": 0, "max_tokens": LENGTH, "ignore_eos": True, **more
+    }  # fmt: skip
+    return httpx.post(f"{running.url}/v1/completions", json=body, timeout=60, trust_env=False)
+
+
+def text(running: RunningServer, model: str) -> str:
+    answer = complete(running, model)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["model"] == model
+    found: str = answer.json()["choices"][0]["text"]
+    return found
+
+
+def change(running: RunningServer, what: str, **body: Any) -> tuple[int, str]:
+    answer = httpx.post(f"{running.url}/v1/{what}_lora_adapter", json=body, timeout=60, trust_env=False)
+    return answer.status_code, answer.text
+
+
+def test_a_name_answers_as_offline_in_any_process(running: RunningServer, expected: dict[str, str]) -> None:
+    assert len(set(expected.values())) == 4
+    for _ in range(4):  # connections and engines change
+        for name in (MODEL, "a", "b"):
+            assert text(running, name) == expected[name]
+    cards = {card["id"]: card for card in httpx.get(f"{running.url}/v1/models", trust_env=False).json()["data"]}
+    assert [*cards] == [MODEL, "a", "b"]
+    assert (cards["a"]["parent"], cards["b"]["parent"], cards[MODEL]["parent"]) == (MODEL, "acme", None)
+    metrics = httpx.get(f"{running.url}/metrics", trust_env=False).text
+    assert "vllm:lora_requests_info{" in metrics and 'max_lora="2"' in metrics
+    missing = complete(running, "nobody")
+    assert missing.status_code == 404 and "Valid aliases: trencadis-demo, a, b" in missing.text
+
+
+def test_adapters_come_and_go(running: RunningServer, folders: dict[str, Path], expected: dict[str, str]) -> None:
+    for body, status, says in (
+        ({"lora_name": "a", "lora_path": str(folders["a"])}, 400, "is loaded already"),
+        ({"lora_name": MODEL, "lora_path": str(folders["a"])}, 400, "is the name of the base model"),
+        ({"lora_name": "x", "lora_path": str(folders["wide"])}, 400, "has rank 32; --max-lora-rank 32"),
+        ({"lora_name": "x", "lora_path": str(demo_path())}, 400, "is not inside the folder of --allowed-lora-path"),
+        ({"lora_name": "x", "lora_path": "owner/name"}, 400, "There is no folder owner/name here"),
+        ({"lora_name": "x"}, 400, "lora_path"),
+    ):
+        answer = change(running, "load", **body)
+        assert answer[0] == status and says in answer[1], answer
+    assert change(running, "unload", lora_name="x")[0] == 404
+    assert change(running, "load", lora_name="c", lora_path=str(folders["c"]))[0] == 200
+    full = change(running, "load", lora_name="d", lora_path=str(folders["c"]))
+    assert full[0] == 400 and "3 adapters are loaded, the most of --max-cpu-loras 3; unload one" in full[1]
+    for _ in range(4):
+        assert text(running, "c") == expected["c"]
+    replaced = change(running, "load", lora_name="c", lora_path=str(folders["a"]), load_inplace=True)
+    assert replaced[0] == 200 and text(running, "c") == expected["a"]
+    assert change(running, "unload", lora_name="c") == (200, "Success: LoRA adapter 'c' removed successfully.")
+    for _ in range(4):
+        assert complete(running, "c").status_code == 404
+
+
+def test_a_running_request_finishes_with_an_unloaded_adapter(running: RunningServer, folders: dict[str, Path]) -> None:
+    assert change(running, "load", lora_name="c", lora_path=str(folders["c"]))[0] == 200
+    whole = complete(running, "c", max_tokens=300).json()["choices"][0]["text"]
+    body = {"model": "c", "prompt": PROMPT, "temperature": 0, "max_tokens": 300, "ignore_eos": True, "stream": True}
+    events = 0
+    with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=60, trust_env=False) as answer:
+        streamed = ""
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                events += 1
+                streamed += httpx.Response(200, content=line[6:]).json()["choices"][0]["text"]
+            if events == 3:
+                assert change(running, "unload", lora_name="c")[0] == 200
+                events += 1
+    assert streamed == whole
+    assert complete(running, "c").status_code == 404
+
+
+def test_an_engine_that_was_killed_returns_with_its_adapters(running: RunningServer, expected: dict[str, str]) -> None:
+    for pid in running.engine_pids():
+        os.kill(pid, signal.SIGKILL)
+    end = time.monotonic() + 60
+    while time.monotonic() < end and complete(running, "a").status_code != 200:
+        time.sleep(0.2)
+    for _ in range(4):
+        assert text(running, "a") == expected["a"] and text(running, MODEL) == expected[MODEL]
+
+
+@pytest.mark.long
+def test_two_thousand_changes_under_traffic(running: RunningServer, folders: dict[str, Path]) -> None:
+    """No request fails or gets another adapter's answer, and memory stays flat."""
+    import psutil
+
+    want = {name: text(running, name) for name in (MODEL, "a", "b")}
+    done, wrong = threading.Event(), list[str]()
+
+    def traffic(name: str) -> None:
+        while not done.is_set():
+            found = text(running, name)
+            if found != want[name]:
+                wrong.append(f"{name}: {found}")
+
+    threads = [threading.Thread(target=traffic, args=(name,)) for name in want]
+    for one in threads:
+        one.start()
+    engines, before = [psutil.Process(pid) for pid in running.engine_pids()], 0
+    try:
+        for number in range(1000):
+            source = folders["c" if number % 2 else "b"]
+            assert change(running, "load", lora_name="c", lora_path=str(source))[0] == 200
+            assert complete(running, "c").status_code == 200
+            assert change(running, "unload", lora_name="c")[0] == 200
+            if number == 100:
+                before = sum(p.memory_info().rss for p in engines)
+    finally:
+        done.set()
+        for one in threads:
+            one.join()
+    assert not wrong
+    assert sum(p.memory_info().rss for p in engines) < before + (64 << 20)
