@@ -31,11 +31,11 @@ def conv_kernel(
     inside = (channel < WIDTH)[None, :]
     total = tl.zeros([T, C], tl.float32)
     for tap in tl.static_range(TAPS):
-        lag: tl.constexpr = TAPS - 1 - tap
+        lag = TAPS - 1 - tap
         own, kept = real & (place >= lag), goes_on & (place < lag)
         at = x + (token - lag).to(tl.int64)[:, None] * X_ROW + channel[None, :]
         value = tl.load(at, mask=own[:, None] & inside, other=0.0).to(tl.float32)
-        if lag:
+        if tap < TAPS - 1:
             at = state + (old + TAPS - 1 + place - lag)[:, None] * WIDTH + channel[None, :]
             value += tl.load(at, mask=kept[:, None] & inside, other=0.0).to(tl.float32)
         total += value * tl.load(weight + channel * TAPS + tap, mask=channel < WIDTH, other=0.0).to(tl.float32)[None, :]

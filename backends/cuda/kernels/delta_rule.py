@@ -221,7 +221,7 @@ def launch(
     step_kernel[(dv // columns, heads, len(rows.count) if ragged else n)](
         q, k, v, g, beta, state, out, start, rows.slot, rows.source, rows.begins, rows.count, *strides, scale,
         SINGLE=not ragged, RATIO=heads // groups, DK=dk, DV=dv, K=triton.next_power_of_2(dk), V=columns, CHUNK=CHUNK,
-        EPS=eps, num_warps=4,
+        EPS=eps, num_warps=8,
     )  # fmt: skip
 
 
@@ -258,5 +258,5 @@ def _launch_chunks(
         scan_kernel[(dv // columns, many, len(rows.count))](
             q, k, v, state, out, squares, facts, changes, rows.row_start, rows.slot, rows.source, rows.begins,
             rows.count, rows.row_chunk, q.stride(0), k.stride(0), v.stride(0), first, heads, RATIO=heads // groups,
-            DK=dk, DV=dv, V=columns, C=CHUNK, PIECE=PIECE, num_warps=4, num_stages=1,
+            DK=dk, DV=dv, V=columns, C=CHUNK, PIECE=PIECE, num_warps=4, num_stages=2,
         )  # fmt: skip
