@@ -77,8 +77,13 @@ class PartialRotarySource:
         module = name.rpartition(".")[0].rpartition(".")[2]
         if module not in ROTATED:
             return part
-        gate = [HeadSpan(self.head_dim, 2 * self.head_dim)] if self.gated and module == "q_proj" else []
-        return reorder_heads(part, self.head_dim * (1 + len(gate)), (*self.spans, *gate))
+        spans = self._spans(module)
+        return reorder_heads(part, spans[-1].stop, spans)
+
+    def _spans(self, module: str) -> tuple[HeadSpan, ...]:
+        """Returns the order in which the rows of a head are taken, and of its gate if it has one."""
+        gated = self.gated and module == "q_proj"
+        return (*self.spans, HeadSpan(self.head_dim, 2 * self.head_dim)) if gated else self.spans
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self._reorder(name, self.source.take(name, shape))
@@ -102,8 +107,9 @@ class PartialRotarySource:
         module = name.rpartition(".")[2]
         if found is None or module not in ROTATED:
             return found
-        heads = range(0, stop - start, self._step(module))
-        return join_weights([found.rows(head + a, head + b) for head in heads for a, b in self._spans(module)])
+        spans = self._spans(module)
+        heads = range(0, stop - start, spans[-1].stop)
+        return join_weights([found.rows(head + a, head + b) for head in heads for a, b in spans])
 
     def has(self, name: str) -> bool:
         return self.source.has(name)
