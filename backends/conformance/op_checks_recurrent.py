@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -183,8 +183,7 @@ def _reference(
 
     n, real = len(inputs.tokens), len(inputs.context)
     after = CheckStates(states.conv.float(), states.state.clone())
-    ops: Any = ReferenceOps()
-    layer = RecurrentLayer(ops, sizes, wide(weight), wide(bias), after)
+    layer = RecurrentLayer(cast(RecurrentOps, ReferenceOps()), sizes, wide(weight), wide(bias), after)
     rows = _rows(inputs, len(states.conv) - 4)
     rows = RecurrentRows(*(torch.cat([t[:real], t[-1:]]) for t in rows))
     start = torch.from_numpy(np.append(inputs.row_start[: real + 1], n).astype(np.int32))

@@ -53,6 +53,7 @@ from trencadis.backends.cuda.kernels.attention_tensors import (
 )
 from trencadis.backends.cuda.kernels.fused_moe import StackedExperts
 from trencadis.backends.cuda.kernels.layers import fused_layer, skinny_gemm
+from trencadis.backends.cuda.kernels.recurrent_rows import ItemRows
 from trencadis.backends.cuda.policy import INVARIANT_ROWS as ROWS
 from trencadis.backends.cuda.weights.quantised_weight import QuantisedWeight, pack_quantised_weight
 from trencadis.core import envs
@@ -214,21 +215,24 @@ class CudaOps(HostLayerOps, ReferenceOps):
         cross_attend.cross_attend(q, k, v, images, scale, out, results)
         return out
 
-    def prepare_recurrent(self, rows: RecurrentRows, attn: Attn) -> Any:
+    def prepare_recurrent(self, rows: RecurrentRows, attn: Attn) -> RecurrentRows:
         """Lists the chunks of a launch once for all layers; a launch with one token per row has none."""
         single = isinstance(attn, SingleAttn)
-        return rows if single else recurrent_rows.item_rows(rows, attn.row_start, len(attn.slot_map))
+        found = rows if single else recurrent_rows.item_rows(rows, attn.row_start, len(attn.slot_map))
+        return cast(RecurrentRows, found)
 
     def causal_conv(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: Any, attn: Attn, activation: str
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: object, attn: Attn, activation: str
     ) -> Tensor:
+        assert isinstance(rows, RecurrentRows | ItemRows)
         out = x.new_empty(x.shape)
         causal_conv.launch(x, weight, bias, state, rows, activation, out)
         return out
 
     def delta_rule(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, rows: Any, attn: Attn
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, rows: object, attn: Attn
     ) -> Tensor:
+        assert isinstance(rows, RecurrentRows | ItemRows)
         if not delta_rule.is_supported(k.shape[2], v.shape[2]):
             return super().delta_rule(q, k, v, g, beta, state, RecurrentRows(*rows[:4]), attn)
         out = v.new_empty(v.shape) if isinstance(rows, RecurrentRows) else v.new_zeros(v.shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -212,8 +212,8 @@ class HpuOps(ReferenceOps):
         layer with a state is followed by one that stores the state.
         """
         if self.regions is not None and len(args) > 2 and isinstance(args[2], StaticRows):
-            kept: Any = self._kept.setdefault(id(run), KeptLayer(run))
-            return self.region(kept, *args)  # type: ignore[no-any-return]
+            kept = self._kept.setdefault(id(run), KeptLayer(run))
+            return cast(T, self.region(kept, *args))
         if not self.lazy:
             return self.region(run, *args)
         out: T = self._run_layer(run, *args)
@@ -440,18 +440,22 @@ class HpuOps(ReferenceOps):
             return block_decode.attend_decode(q, kv, attn, size, scale, fp32, kernels)
         raise TypeError(f"{type(attn).__name__} was not filled by this backend")
 
-    def prepare_recurrent(self, rows: RecurrentRows, attn: Any) -> Any:
+    def prepare_recurrent(self, rows: RecurrentRows, attn: object) -> RecurrentRows:
         """Computes once a launch what all recurrent layers share; in compile mode in a region of its own."""
-        return self.region(prepare, rows, len(attn.slot))
+        tokens = len(cast(FreshAttn, attn).slot)  # every type that this backend fills has the slots of its tokens
+        return cast(RecurrentRows, self.region(prepare, rows, tokens))
 
     def causal_conv(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: Any, attn: Any, activation: str
-    ) -> Tensor:
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: object, attn: object,
+        activation: str,
+    ) -> Tensor:  # fmt: skip
+        assert isinstance(rows, StaticRows)
         return convolve(x, weight, bias, state, rows, activation)
 
     def delta_rule(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, rows: Any, attn: Any
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, rows: object, attn: object
     ) -> Tensor:
+        assert isinstance(rows, StaticRows)
         return delta_rule(q, k, v, g, beta, state, rows)
 
     def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:

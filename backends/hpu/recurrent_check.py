@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import redirect_stderr
 from io import StringIO
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,11 @@ from torch.nn import functional
 
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.hpu.attention.attention_inputs import FreshAttn
+from trencadis.backends.hpu.ops import HpuOps
 from trencadis.core.device.backend import Attn
 from trencadis.core.device.launch_tensors import RecurrentRows
 from trencadis.core.errors import StartupError
+from trencadis.core.models.interface import RecurrentOps
 
 CLOSE = 1e-3
 """Largest difference from the reference, as a share of its largest value; a store that is missing is off by about 1."""
@@ -39,10 +41,10 @@ class ProbeStates(NamedTuple):
 class RecurrentProbe:
     """A layer of the recurrent ops alone: x [n, C] are queries, keys and values, the residual [n, 2 heads] gates."""
 
-    def __init__(self, ops: Any, weight: Tensor, state: ProbeStates) -> None:
+    def __init__(self, ops: RecurrentOps, weight: Tensor, state: ProbeStates) -> None:
         self.ops, self.weight, self.state = ops, weight, state
 
-    def __call__(self, x: Tensor, residual: Tensor, rows: Any, attn: Any) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Tensor, residual: Tensor, rows: RecurrentRows, attn: Attn) -> tuple[Tensor, Tensor]:
         mixed = self.ops.causal_conv(x, self.weight, None, self.state.conv, rows, attn, "silu")
         q, k, v = (t.reshape(len(x), -1, SIZE) for t in torch.split(mixed, WIDTHS, dim=1))
         g, beta = torch.split(residual, [HEADS, HEADS], dim=1)
@@ -53,18 +55,17 @@ class RecurrentProbe:
 class ProbeLaunch(nn.Module):
     """A launch of the probe, as a module that lazy mode runs as one launch."""
 
-    def __init__(self, ops: Any, probe: RecurrentProbe) -> None:
+    def __init__(self, ops: HpuOps, probe: RecurrentProbe) -> None:
         super().__init__()
         self.ops, self.probe = ops, probe
 
     def forward(self, x: Tensor, gates: Tensor, slots: Tensor, length: Tensor, *rows: Tensor) -> Tensor:
         attn = FreshAttn(slots, length)
         prepared = self.ops.prepare_recurrent(RecurrentRows(*rows), attn)
-        out: Tensor = self.ops.layer(self.probe, x, gates, prepared, attn)[0]
-        return out
+        return self.ops.layer(self.probe, x, gates, prepared, attn)[0]
 
 
-def check_recurrent(ops: Any) -> None:
+def check_recurrent(ops: HpuOps) -> None:
     """Runs a prompt and a token on the card and on the reference.
 
     Raises:
@@ -86,7 +87,7 @@ def check_recurrent(ops: Any) -> None:
         )
 
 
-def _largest_error(ops: Any) -> tuple[str, float]:
+def _largest_error(ops: HpuOps) -> tuple[str, float]:
     """Returns what differs most from the reference, and by how much."""
     g, device, plain = torch.Generator().manual_seed(7), ops.bridge.device, ReferenceOps()
     weight = torch.randn(sum(WIDTHS), 4, generator=g) / 2
@@ -104,7 +105,7 @@ def _largest_error(ops: Any) -> tuple[str, float]:
         attn = Attn(start, start[:2], start[:2, None], slots)
         wanted, _ = theirs(x, gates, plain.prepare_recurrent(rows, attn), attn)
         launch = ProbeLaunch(ops, mine)
-        call: Any = ops.bridge.wrap_in_hpu_graph(launch) if ops.lazy else launch
+        call = ops.bridge.wrap_in_hpu_graph(launch) if ops.lazy else launch
         inputs = [t.to(device) for t in (x, gates, slots, start[1:2], *rows)]
         how = {"bypass_hpu_graphs": True} if ops.lazy else {}  # a graph's memory would not be given back
         with ops.check_context():

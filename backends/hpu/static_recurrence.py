@@ -9,7 +9,7 @@ states, and a region of its own stores them (``KeptStates``).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ class StaticRows(NamedTuple):
 class KeptStates(NamedTuple):
     """Result of a compiled layer, and the states that are stored after it."""
 
-    out: Any
+    out: object
     slot: Tensor  # int64 [R]
     new: tuple[Tensor, ...]
     states: tuple[Tensor, ...]
@@ -48,10 +48,10 @@ class KeptStates(NamedTuple):
 class KeptLayer:
     """A layer that returns its new states with its result."""
 
-    def __init__(self, layer: Callable[..., Any]) -> None:
+    def __init__(self, layer: Callable[..., object]) -> None:
         self.layer = layer
 
-    def __call__(self, x: Any, residual: Any, rows: StaticRows, attn: Any) -> KeptStates:
+    def __call__(self, x: Tensor, residual: Tensor | None, rows: StaticRows, attn: object) -> KeptStates:
         held: list[tuple[Tensor, Tensor]] = []
         out = self.layer(x, residual, rows._replace(stores=held), attn)
         return KeptStates(out, rows.slot.clone(), tuple(new for _, new in held), tuple(state for state, _ in held))
