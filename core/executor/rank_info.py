@@ -96,7 +96,7 @@ def can_share(model: ModelConfig, world: int) -> bool:
     use.
     """
     t, v = model.text, None if model.encoder_data_parallel else model.vision
-    if world < 1 or t.heads % world or (v is not None and v.heads % world):
+    if world < 1 or t.heads % world or (t.joint_qk_norm and world > 1) or (v is not None and v.heads % world):
         return False
     if t.recurrent is not None and t.recurrent.units % world:
         return False
@@ -111,6 +111,8 @@ def check_size(model: ModelConfig, world: int) -> None:
     heads = f"{t.heads} query heads and {t.kv_heads} KV heads"
     if t.recurrent is not None:
         heads += f", {t.recurrent.units} {'channels' if t.recurrent.width else 'key heads'} of recurrent layers"
+    if t.joint_qk_norm:
+        heads += ", and norms over all of them"
     if v is not None:
         heads += f", and {v.heads} heads of the vision tower"
     fitting = ", ".join(str(w) for w in range(1, t.heads + 1) if can_share(model, w))

@@ -123,7 +123,9 @@ def _attention_values(t: TextConfig, ranks: int, crosses: bool) -> int:
     kv = (-(-t.kv_heads // ranks) if t.kv_heads >= ranks else 1) * t.head_dim
     qkv, out = heads * t.query_width + 2 * kv, heads * t.head_dim
     biases = (qkv if t.qkv_bias else 0) + (t.hidden if t.out_bias else 0)
-    return t.hidden * (qkv + out) + biases + (2 * t.head_dim if t.qk_norm or crosses else 0) + 2 * crosses
+    norms = 2 * t.head_dim if t.qk_norm or crosses else 0
+    norms += (t.heads + t.kv_heads) * t.head_dim if t.joint_qk_norm else 0
+    return t.hidden * (qkv + out) + biases + norms + 2 * crosses  # its gates
 
 
 def layer_bytes(model: ModelConfig, index: int, itemsize: int, ranks: int, form: str, width: int = 1) -> int:

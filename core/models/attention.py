@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trencadis.core.checkpoint.model_config import RMS_ONE, TextConfig
 from trencadis.core.checkpoint.weight_source import StackedPart, StoredRows, WeightSource, stack
-from trencadis.core.device.backend import AdapterRows, Attn, Backend, LayerKV, Rotary
+from trencadis.core.device.backend import AdapterRows, Attn, Backend, LayerKV, Rotary, SinksArgument
 from trencadis.core.kv_cache_format import KVFormat
 from trencadis.core.models.kv_cache_codes import pairs_of, static_of
 from trencadis.core.models.linear import (
@@ -77,8 +77,13 @@ class PartialRotarySource:
         module = name.rpartition(".")[0].rpartition(".")[2]
         if module not in ROTATED:
             return part
-        gate = [HeadSpan(self.head_dim, 2 * self.head_dim)] if self.gated and module == "q_proj" else []
-        return reorder_heads(part, self.head_dim * (1 + len(gate)), (*self.spans, *gate))
+        spans = self._spans(module)
+        return reorder_heads(part, spans[-1].stop, spans)
+
+    def _spans(self, module: str) -> tuple[HeadSpan, ...]:
+        """Returns the order in which the rows of a head are taken, and of its gate if it has one."""
+        gated = self.gated and module == "q_proj"
+        return (*self.spans, HeadSpan(self.head_dim, 2 * self.head_dim)) if gated else self.spans
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self._reorder(name, self.source.take(name, shape))
@@ -102,8 +107,9 @@ class PartialRotarySource:
         module = name.rpartition(".")[2]
         if found is None or module not in ROTATED:
             return found
-        heads = range(0, stop - start, self._step(module))
-        return join_weights([found.rows(head + a, head + b) for head in heads for a, b in self._spans(module)])
+        spans = self._spans(module)
+        heads = range(0, stop - start, spans[-1].stop)
+        return join_weights([found.rows(head + a, head + b) for head in heads for a, b in spans])
 
     def has(self, name: str) -> bool:
         return self.source.has(name)
@@ -127,7 +133,7 @@ class Attention:
         self.rotary_dim, self.adjacent = c.rotary_dim or (d if c.adjacent_pairs else 0), c.adjacent_pairs
         self.window = (window,) if window else ()
         self.scales_queries, self.has_sinks = c.query_growth is not None, c.sinks
-        self.sinks: dict[str, Tensor] = {}
+        self.sinks: SinksArgument = {}
         self.gated, q = c.output_gate, c.query_width
         parts = ColumnPart("q_proj", c.heads * q, q), *(ColumnPart(n, c.kv_heads * d, d) for n in ("k_proj", "v_proj"))
         self.qkv = ColumnParallelLinear(self.ops, comm, c.hidden, parts, bias=c.qkv_bias)
@@ -139,6 +145,10 @@ class Attention:
         self.device, self.values = backend.device, backend.values
         above_one = c.norm == RMS_ONE
         self.norms = tuple(RMSNorm(self.ops, d, c.eps, above_one) for _ in "qk") if c.qk_norm else None
+        self.joint_norms: tuple[RMSNorm, ...] = ()
+        if c.joint_qk_norm:
+            assert comm.world == 1, "the norms of q and k go over all heads, which ranks cannot share"
+            self.joint_norms = tuple(RMSNorm(self.ops, heads * d, c.eps, above_one) for heads in (c.heads, c.kv_heads))
 
     def load(self, source: WeightSource, name: str) -> None:
         if self.rotary_dim:
@@ -148,7 +158,7 @@ class Attention:
         if self.has_sinks:
             size, start, stop, width = self.query_heads
             self.sinks["sinks"] = pad_rows(source.shard(f"{name}.sinks", (size,), 0, start, stop), width).float()
-        for norm, part in zip(self.norms or (), ("q_norm", "k_norm"), strict=False):
+        for norm, part in zip(self.norms or self.joint_norms, ("q_norm", "k_norm"), strict=False):
             norm.load(source, f"{name}.{part}")
         if self.kv_format is not None:
             self._load_cache(source, name, self.kv_format)
@@ -193,6 +203,8 @@ class Attention:
         d, gate = self.head_dim, None
         if self.gated:
             q, gate = (part.reshape(n, -1) for part in q.view(n, -1, 2, d).unbind(2))
+        if self.joint_norms:
+            q, k = self.joint_norms[0].joint(q), self.joint_norms[1].joint(k)
         q, k, v = q.view(n, -1, d), k.view(n, -1, d), v.view(n, -1, d)
         if self.norms is not None:
             q, k = self.norms[0].heads(q), self.norms[1].heads(k)
@@ -203,5 +215,5 @@ class Attention:
         return attended if gate is None else attended * gate.sigmoid()
 
     def nbytes(self) -> int:
-        beside = sum(t.nbytes for t in (self.pairs, self.static, *self.sinks.values()) if t is not None)
-        return self.qkv.bytes + self.out.bytes + sum(norm.nbytes() for norm in self.norms or ()) + beside
+        beside = sum(t.nbytes for t in (self.pairs, self.static, self.sinks.get("sinks")) if t is not None)
+        return self.qkv.bytes + self.out.bytes + sum(norm.nbytes() for norm in self.norms or self.joint_norms) + beside

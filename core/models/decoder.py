@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trencadis.core.checkpoint.checkpoint_source import CheckpointSource
-from trencadis.core.checkpoint.model_config import GATED, POST, SANDWICH, ModelConfig, RecurrentConfig, TextConfig
+from trencadis.core.checkpoint.model_config import GATED, OUT, POST, SANDWICH, ModelConfig, RecurrentConfig, TextConfig
 from trencadis.core.checkpoint.pooling_config import Pooling
 from trencadis.core.checkpoint.registry import family_of
 from trencadis.core.checkpoint.weight_source import WeightSource
@@ -97,7 +97,7 @@ class StageEntry:
 class DecoderLayer:
     """A decoder layer: attention, or the recurrent layer ``mixer`` in its place, and an MLP or experts.
 
-    Norms are applied before them, before and after them, or after the residual sums.
+    Norms are applied before them, before and after them, after them, or after the residual sums.
     """
 
     def __init__(
@@ -125,6 +125,7 @@ class DecoderLayer:
             kind = GatedMLP if c.mlp == GATED else PlainMLP
             self.mlp = kind(ops, backend.comm, c.hidden, c.intermediate, c.mlp_bias, group, c.activation, aligned)
         self.norms_after_sum, self.scale = c.norm_placement == POST, c.residual_scale
+        self.norms_after_parts = c.norm_placement == OUT
         self.out_norms = (
             [norm_of(c.norm, ops, c.hidden, c.eps) for _ in range(2)] if c.norm_placement == SANDWICH else []
         )
@@ -144,12 +145,15 @@ class DecoderLayer:
         """Returns (MLP output, residual stream without it); like the inputs, both are [n, hidden] in the backend's
         dtype.
 
-        With norms after the residual sums, returns (the stream, None).
+        Without norms before attention, returns (the stream, None).
 
         Args:
             rotary: the rotary factors; for a recurrent layer ``RecurrentRows`` in their place.
             rows: the adapters of the tokens.
         """
+        if self.norms_after_parts:
+            x = x + self.input_norm(scaled(self.attention(x, rotary, attn, rows), self.scale))[0]
+            return x + self.post_norm(scaled(self.mlp(x, rows), self.scale))[0], None
         if self.norms_after_sum:
             return self._forward_post_norm(x, rotary, attn, rows), None
         normed, residual = self.input_norm(x, residual)
@@ -210,7 +214,7 @@ class DecoderEntry:
         x = self._scale_embeddings(self.embedding(tokens, from_slot, last, image_row, arena), image_row)
         if self.adds_tables:
             x = self._add_tables(x, positions)
-        residual = ops.first_residual(x) if c.norm_placement != POST else None
+        residual = ops.first_residual(x) if c.norm_placement not in (POST, OUT) else None
         deepstack_rows = tuple(image_row.long() + part for part in range(1, self.parts))
         rotary, windowed = self.rotary(ops, positions), self.rotary.of_windows(ops, positions)
         return FirstLayerInputs(x, residual, rotary, windowed, deepstack_rows)
@@ -317,6 +321,7 @@ class Decoder:
         else:
             self.leave = DecoderExit(self.ops, None)
         self.pooler = Pooler(self.ops)
+        self.taps: tuple[int, ...] = ()  # layers before which the residual stream is kept in ``persistent.taps``
 
     def _make_mixer(self, index: int) -> StatefulLayer | None:
         """Returns the recurrent layer in the place of attention; None: layer ``index`` has attention."""
@@ -415,7 +420,7 @@ class Decoder:
         attn, first = inputs.attn, self.first
         if first is not None:
             attn = ops.prepare_attn(attn, first.heads, first.kv)
-        states = self._prepare_states(inputs)
+        held = self._prepare_states(inputs)
         layers: Sequence[Any] = self.layers
         rows_of: tuple[AdapterRows, ...] = ()
         if inputs.adapter is not None:
@@ -423,12 +428,17 @@ class Decoder:
             rows_of = (ops.prepare_adapters(inputs.adapter, self.adapter_numbers, self.backend.dtype),)
         elif not deepstack_rows and hasattr(ops, "group_layers"):
             layers = cast(GroupingOps, ops).group_layers(layers, attn)
+        states: dict[int, Tensor] = {}
         for i, layer in enumerate(layers):
-            place = states if layer.recurrent else local if layer.local else rotary
+            if i in self.taps:
+                states[i] = x if residual is None else x + residual
+            place = held if layer.recurrent else local if layer.local else rotary
             x, residual = ops.layer(layer, x, residual, place, attn, *rows_of)
             if i < len(deepstack_rows):
                 x = ops.region(self.deepstack_add, x, deepstack_rows[i], p.arena)
             ops.cut("layer")
+        if p.taps is not None and states:
+            ops.scatter_rows(p.taps, inputs.out_row, torch.cat([states[i] for i in self.taps], 1))
         ops.by_rows(self.leave, (x, residual, inputs.out_row), p.hidden)
 
     def _prepare_states(self, inputs: TextTensors) -> RecurrentRows | None:
