@@ -177,6 +177,10 @@ class EngineConfig:
         0.0, "host memory in GiB, of all ranks together, for KV blocks that make room on the device (cuda, hpu)",
         bound=Bound(0, 2**20),
     )  # fmt: skip
+    state_snapshot_memory: float = opt(
+        0.1, "snapshots of recurrent state, by which models with such layers share prefixes: above 1 in bytes, else a "
+        "share of the KV cache's memory; 0: none", kind="amount", bound=Bound(0, 2**50),
+    )  # fmt: skip
     kv_cache_dtype: str = opt(
         "auto",
         "type of K and V: auto: the engine's; int8 or fp8: 8 bits and a scale a token and head, which hold about 1.85 "
