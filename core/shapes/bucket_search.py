@@ -21,7 +21,7 @@ Floats: TypeAlias = NDArray[np.float64]
 ENUMERATED = 4000
 """Choices that are tried one by one if no more remain after candidates have been excluded by the bound."""
 
-BOUND_ROUNDS = 120
+BOUND_ROUNDS = 60
 SWAP_ROUNDS = 200
 DROPS = 6
 """Candidates, those whose loss costs least, for which a swap is tried."""
@@ -93,10 +93,10 @@ class _Selection:
         start = [np.flatnonzero(t.forced).tolist() for t in tables] if chosen is None else chosen
         self.chosen: list[set[int]] = [set(c) for c in start]
         self.least = [_least(t, sorted(c)) for t, c in zip(tables, self.chosen, strict=True)]
-        self.gains = [_gains(t.costs, l) for t, l in zip(tables, self.least, strict=True)]
+        self.gains = [_gains(t.costs, costs) for t, costs in zip(tables, self.least, strict=True)]
 
     def cost(self) -> float:
-        return float(sum(l.sum() for l in self.least))
+        return float(sum(costs.sum() for costs in self.least))
 
     def count(self) -> int:
         return sum(map(len, self.chosen))
@@ -159,7 +159,7 @@ def _raise_bound(tables: Sequence[CostTable], best: _Selection, count: int) -> t
     If every need may cost at most its price, the choice of candidates that undercut the prices most is independent of
     each other, and its cost is a bound. Prices move by subgradients.
     """
-    prices = [np.array(l) for l in best.least]
+    prices = [np.array(costs) for costs in best.least]
     kept, top, met, step = [p.copy() for p in prices], -math.inf, best, 1.0
     upper, stale = best.cost(), 0
     for _ in range(BOUND_ROUNDS):
@@ -177,7 +177,9 @@ def _raise_bound(tables: Sequence[CostTable], best: _Selection, count: int) -> t
         upper = min(upper, met.cost())
         if stale >= 6:
             step, stale, prices = step / 2, 0, [p.copy() for p in kept]
-        slopes = [1.0 - (t.costs[:, c] < p[:, None]).sum(axis=1) for t, p, c in zip(tables, prices, chosen, strict=True)]
+        slopes = [
+            1.0 - (t.costs[:, c] < p[:, None]).sum(axis=1) for t, p, c in zip(tables, prices, chosen, strict=True)
+        ]
         norm = float(sum((s * s).sum() for s in slopes))
         if norm == 0 or step < 1e-3 or upper - top <= 1e-9 * abs(upper):
             break
@@ -190,7 +192,9 @@ def _most_gain(tables: Sequence[CostTable], gains: Sequence[Floats], count: int)
     """Returns the forced candidates and those others that gain most, ``count`` in all."""
     chosen = [np.flatnonzero(t.forced).tolist() for t in tables]
     free = [
-        (-float(gains[g][j]), g, int(j)) for g, t in enumerate(tables) for j in np.flatnonzero(~t.forced & (gains[g] > 0))
+        (-float(gains[g][j]), g, int(j))
+        for g, t in enumerate(tables)
+        for j in np.flatnonzero(~t.forced & (gains[g] > 0))
     ]
     for _, g, j in sorted(free)[: count - sum(map(len, chosen))]:
         chosen[g].append(j)

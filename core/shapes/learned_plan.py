@@ -7,8 +7,9 @@ bucket is larger than a planned one, so that no launch needs more memory.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,10 @@ from trencadis.core.shapes.shape_needs import Key, NeedHistogram
 KEPT_STAGES = (Stage.SAMPLE, Stage.RESET, Stage.POOL)
 """Stages with one short list of rows, which are not learned; they do not count to the limit of graphs."""
 
-MAX_CANDIDATES = 1200
+WORK_WEIGHT = 0.25
+"""Weight of the padded work beside the expected time in what the search minimises."""
+
+MAX_CANDIDATES = 800
 """Most candidates of one stage and variant; above it the grid of sizes is made coarser."""
 
 BORROWED = 0.05
@@ -61,21 +65,30 @@ def learn_plan(
     needs: NeedHistogram,
     max_graphs: int,
     unchanged: Iterable[Stage] = (),
-    cost: Callable[[Bucket], float] | None = None,
+    work: Callable[[Bucket], float] | None = None,
 ) -> LearnedPlan:
     """Returns the plan of at most ``max_graphs`` buckets with which ``needs`` cost least.
+
+    The cost is the policy's, in units of that of all needs in ``plan``, plus ``WORK_WEIGHT`` times the padded work in
+    such units, so that neither gets far worse where the other one hardly matters.
 
     Args:
         plan: the plan of the limits.
         unchanged: stages that keep their buckets, because the user has set their sizes.
-        cost: what the search minimises; None: the policy's cost.
+        work: operations of a launch (``launch_costs.work_of``); None: only the policy's cost counts.
 
     Raises:
         TooFewGraphs: ``max_graphs`` is below the buckets that every plan needs.
     """
-    price = plan.policy.cost if cost is None else cost
     fixed = {*KEPT_STAGES, *unchanged}
-    groups = [_Group(key, plan, _needs_of(key, needs), price) for key in _learned_keys(plan, fixed)]
+    keys = _learned_keys(plan, fixed)
+    parts = [(1.0, plan.policy.cost)] + ([(WORK_WEIGHT, work)] if work is not None else [])
+    shares = [(weight / (_static_cost(plan, keys, needs, cost) or 1.0), cost) for weight, cost in parts]
+
+    def price(bucket: Bucket) -> float:
+        return sum(share * cost(bucket) for share, cost in shares)
+
+    groups = [_Group(key, plan, _needs_of(key, needs), price) for key in keys]
     tables = [g.table() for g in groups]
     least = sum(int(t.forced.sum()) for t in tables)
     if max_graphs < least:
@@ -84,12 +97,17 @@ def learn_plan(
     chosen = [g.candidates[j] for g, found in zip(groups, choice.chosen, strict=True) for j in found]
     kept = [b for b in plan.buckets if b.stage in fixed]
     learned = dataclasses.replace(plan, buckets=tuple(sorted([*kept, *chosen])))
-    static = sum(g.static_cost() for g in groups)
+    static = _static_cost(plan, keys, needs, price)
     return LearnedPlan(learned, len(chosen), choice.cost, choice.bound, static)
 
 
 def _learned_keys(plan: Plan, fixed: set[Stage]) -> list[Key]:
     return sorted({(b.stage, b.variant) for b in plan.buckets if b.stage not in fixed})
+
+
+def _static_cost(plan: Plan, keys: Sequence[Key], needs: NeedHistogram, cost: Callable[[Bucket], float]) -> float:
+    """Returns the cost of the needs in the buckets of ``plan``."""
+    return sum(_Group(key, plan, _needs_of(key, needs), cost).static_cost() for key in keys)
 
 
 def _needs_of(key: Key, needs: NeedHistogram) -> Mapping[tuple[int, ...], float]:
@@ -124,9 +142,9 @@ class _Group:
         covered = [d for d in sorted(cells) if any(_holds(b.dims, d) for b in self.largest)]
         self.needs = np.array(covered, dtype=np.int64).reshape(len(covered), len(planned[0].dims))
         self.weights = np.array([cells[d] for d in covered])
-        self.candidates = self._list_candidates()
 
-    def _list_candidates(self) -> list[Bucket]:
+    @cached_property
+    def candidates(self) -> list[Bucket]:
         """Returns the covers and the sizes of needs, on a grid that is made coarser until they are few."""
         units = self.plan.policy.alignment[self.stage]
         for points in (16, 8, 6, 4, 3, 2):
@@ -193,5 +211,3 @@ def _round_up(size: int, unit: int, points: int) -> int:
     step = max((1 << (max(size, 1).bit_length() - 1)) // points, 1)
     step = -(-step // unit) * unit
     return -(-size // step) * step
-
-
