@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +41,7 @@ class CostTable:
 
 
 @dataclass(frozen=True)
-class Choice:
+class SearchResult:
     """Chosen candidates of each group, their cost, and a lower bound of the cost of every choice of as many."""
 
     chosen: tuple[tuple[int, ...], ...]
@@ -49,7 +49,7 @@ class Choice:
     bound: float
 
 
-def search_choice(tables: Sequence[CostTable], count: int) -> Choice:
+def search_choice(tables: Sequence[CostTable], count: int) -> SearchResult:
     """Chooses at most ``count`` candidates of all groups together, the forced ones included, with the least cost.
 
     Raises:
@@ -68,7 +68,7 @@ def search_choice(tables: Sequence[CostTable], count: int) -> Choice:
     chosen, cost = _enumerate(tables, best, bound, price, count)
     exact = cost is not None
     final = best.cost() if cost is None else cost
-    return Choice(tuple(tuple(sorted(c)) for c in chosen), final, final if exact else min(bound, final))
+    return SearchResult(tuple(tuple(sorted(c)) for c in chosen), final, final if exact else min(bound, final))
 
 
 def cost_of(tables: Sequence[CostTable], chosen: Sequence[Sequence[int]]) -> float:
@@ -83,6 +83,22 @@ def _least(table: CostTable, chosen: Sequence[int]) -> Floats:
 def _gains(costs: Floats, prices: Floats) -> Floats:
     """Returns for each candidate by how much it undercuts ``prices`` of the needs, summed."""
     return np.maximum(prices[:, None] - costs, 0.0).sum(axis=0) if len(costs) else np.zeros(costs.shape[1])
+
+
+class _Loss(NamedTuple):
+    """By how much the cost grows without a chosen candidate."""
+
+    cost: float
+    group: int
+    candidate: int
+
+
+class _Bound(NamedTuple):
+    """The best lower bound found, the prices of needs that give it, and the best choice met on the way."""
+
+    cost: float
+    prices: list[Floats]
+    met: _Selection
 
 
 class _Selection:
@@ -120,19 +136,19 @@ class _Selection:
         while self.count() < count and self.add_best():
             pass
 
-    def losses(self) -> list[tuple[float, int, int]]:
-        """Returns (loss, group, candidate) of each chosen candidate that is not forced, ascending."""
-        found = []
+    def losses(self) -> list[_Loss]:
+        """Returns the loss of each chosen candidate that is not forced, ascending."""
+        found: list[_Loss] = []
         for g, table in enumerate(self.tables):
             order = sorted(self.chosen[g])
             if len(order) < 2 or not len(table.costs):
-                found += [(0.0, g, j) for j in order if not table.forced[j]] if not len(table.costs) else []
+                found += [_Loss(0.0, g, j) for j in order if not table.forced[j]] if not len(table.costs) else []
                 continue
             part = table.costs[:, order]
             two = np.partition(part, 1, axis=1)[:, :2]
             own = part.argmin(axis=1)
             lost = np.bincount(own, weights=two[:, 1] - two[:, 0], minlength=len(order))
-            found += [(float(lost[k]), g, j) for k, j in enumerate(order) if not table.forced[j]]
+            found += [_Loss(float(lost[k]), g, j) for k, j in enumerate(order) if not table.forced[j]]
         return sorted(found)
 
     def swap(self) -> None:
@@ -153,8 +169,8 @@ class _Selection:
         return False
 
 
-def _raise_bound(tables: Sequence[CostTable], best: _Selection, count: int) -> tuple[float, list[Floats], _Selection]:
-    """Returns the best lower bound found, the prices of needs that give it, and the best choice met on the way.
+def _raise_bound(tables: Sequence[CostTable], best: _Selection, count: int) -> _Bound:
+    """Returns the best lower bound found.
 
     If every need may cost at most its price, the choice of candidates that undercut the prices most is independent of
     each other, and its cost is a bound. Prices move by subgradients.
@@ -185,7 +201,7 @@ def _raise_bound(tables: Sequence[CostTable], best: _Selection, count: int) -> t
             break
         move = step * max(upper - bound, 1e-9) / norm
         prices = [np.maximum(p + move * s, 0.0) for p, s in zip(prices, slopes, strict=True)]
-    return top, kept, met
+    return _Bound(top, kept, met)
 
 
 def _most_gain(tables: Sequence[CostTable], gains: Sequence[Floats], count: int) -> list[list[int]]:

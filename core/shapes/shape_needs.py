@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from trencadis.core.buckets import Bucket, Plan, Stage
 from trencadis.core.shapes.rectangular_launches import RowNeed, best_groups
@@ -23,6 +24,14 @@ def round_to_grid(size: int) -> int:
     """Returns ``size`` rounded up to 1/16 of its octave; sizes up to 32 are exact."""
     step = max((1 << (size.bit_length() - 1)) // 16, 1)
     return -(-size // step) * step
+
+
+class NeedCell(NamedTuple):
+    """Needs of one size, and their weight."""
+
+    key: Key
+    dims: tuple[int, ...]
+    weight: float
 
 
 @dataclass
@@ -65,10 +74,10 @@ class NeedHistogram:
             for dims, weight in cells.items():
                 self.add(stage, dims, weight / other._unit, variant)
 
-    def list_cells(self, least: float = 0.0) -> list[tuple[Key, tuple[int, ...], float]]:
-        """Returns (key, dims, present weight) of every cell of at least ``least``, sorted."""
+    def list_cells(self, least: float = 0.0) -> list[NeedCell]:
+        """Returns every cell of at least the present weight ``least``, sorted."""
         return sorted(
-            (key, dims, weight / self._unit)
+            NeedCell(key, dims, weight / self._unit)
             for key, cells in self.cells.items()
             for dims, weight in cells.items()
             if weight / self._unit >= least

@@ -232,7 +232,8 @@ def _format_trace(trace: JsonObject) -> str:
     )
     return (
         f"{head}; cost is padded linear operations + attended pairs, over those of the real work; time is that of\n"
-        f"all launches by the device's formula, over this plan's; learned plans are chosen by this trace\n{format_table(rows)}"
+        "all launches by the device's formula, over this plan's; learned plans are chosen by this trace\n"
+        f"{format_table(rows)}"
     )
 
 

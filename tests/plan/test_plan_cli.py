@@ -265,7 +265,7 @@ def test_a_profile_of_a_trace_is_written_merged_and_planned_by(
     lines = [{"arrival": i / 9, "prompt": 40 * i + 1, "output": 9} for i in range(40)]
     trace.write_text("\n".join(map(json.dumps, lines)))
     for device in ("hpu", "cuda"):
-        words = [model, "--device", device, "--memory", "96GiB", *GUIDE[:-2]]
+        words = [model, "--device", device, "--memory", "96GiB", "-tp", 8, *GUIDE]
         before = report(capsys, *words, "--trace", trace, "--save-profile", profile)
         run(capsys, *words, "--merge", f"{profile},{profile}", "--save-profile", merged)
         cells, both = (json.loads(p.read_text())["cells"] for p in (profile, merged))
