@@ -52,6 +52,7 @@ class Stage(IntEnum):
     SAMPLE = 6
     RESET = 7
     POOL = 8
+    VERIFY = 9
 
 
 MIXED_AXES = {
@@ -76,6 +77,29 @@ class Bucket:
     def __str__(self) -> str:
         shape = "x".join(map(str, self.dims))
         return f"{self.stage.name.lower()}[{shape}]{'/' + self.variant if self.variant else ''}"
+
+
+def verify_variant(width: int) -> str:
+    """Returns the variant of VERIFY buckets whose rows have up to ``width`` tokens: a last token and its drafts."""
+    return f"w{width}"
+
+
+def verified_width(bucket: Bucket) -> int:
+    """Returns the tokens of a row of a VERIFY bucket."""
+    return int(bucket.variant.removeprefix("w"))
+
+
+AHEAD = "ahead"
+
+
+def ahead_variant(drafts: int) -> str:
+    """Returns the variant of SAMPLE whose rows have penalties and up to ``drafts`` drafts before them."""
+    return f"{AHEAD}{drafts}"
+
+
+def drafts_ahead(bucket: Bucket) -> int:
+    """Returns the columns of ``HeadInputs.ahead`` in a SAMPLE bucket; 0: it has none."""
+    return int(bucket.variant.removeprefix(AHEAD)) if bucket.variant.startswith(AHEAD) else 0
 
 
 def _unit_cost(bucket: Bucket) -> float:
@@ -224,7 +248,7 @@ class Policy:
         cross_attention_bytes: bytes of workspace of that attention; None: it gathers the rows
             (core/memory/launch_memory.py).
         drafts: rows of decoding sequences may have several tokens, and SAMPLE reads ``HeadInputs.ahead``, so that
-            drafts can be verified (core/spec).
+            drafts can be verified (core/spec). A device with planned shapes has the stage VERIFY for them.
         copies_whole: only whole tensors are copied to the device outside of launches: a part would be a program.
         adapters: text buckets have the variant ``LORA``, whose launches have ``TextTensors.adapter``.
         stages: the backend has a ``pipe`` (core/launches/stage_transfer.py) if ``BackendConfig.stages`` is above 1.
@@ -303,6 +327,7 @@ class Plan:
         whole: prompts are never cut into chunks, because all their tokens attend to each other.
         units: images in the arena that tokens of one launch may attend to; 0: there is no cross-attention, or any
             number is a valid size.
+        drafts: most drafts of a row of VERIFY; 0: there is no such stage.
     """
 
     policy: Policy
@@ -312,6 +337,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     whole: bool = False
     units: int = 0
+    drafts: int = 0
 
     @cached_property
     def _tables(self) -> dict[tuple[Stage, str], BucketTable]:
@@ -424,4 +450,6 @@ def capturable(policy: Policy, bucket: Bucket) -> bool:
 
 def padded_tokens(bucket: Bucket) -> int:
     """Returns the text tokens, slots or rows that a launch of ``bucket`` computes, padding included."""
+    if bucket.stage is Stage.VERIFY:
+        return bucket.dims[0] * verified_width(bucket)
     return bucket.dims[0] * bucket.dims[1] if bucket.stage is Stage.FRESH else bucket.dims[0]

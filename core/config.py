@@ -31,7 +31,7 @@ ATTENTION = (
 ATTENTION_LIBRARIES = ("FLASH_ATTN", "FLASHINFER")
 
 DRAFT_MODELS = (
-    "draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "deepseek_mtp", "qwen3_next_mtp", "dflash",
+    "eagle", "medusa", "mlp_speculator", "mtp", "deepseek_mtp", "qwen3_next_mtp", "dflash",
     "custom_class",
 )  # fmt: skip
 """Methods of vLLM's speculation whose guesses come from a model, which are not supported here."""
@@ -251,15 +251,19 @@ class EngineConfig:
     )
     speculation: bool = opt(True, "verify guesses of the next tokens where that is faster; answers are the same")
     speculative_config: JsonObject = opt(
-        {}, "JSON: method (ngram: what followed the same ids before; suffix: also in recent answers of the server), "
+        {}, "JSON: method (ngram: what followed the same ids before; suffix: also in recent answers of the server; "
+        "draft_model: a smaller model of the same tokenizer; eagle3: a head over hidden states), model (its folder), "
         "num_speculative_tokens (1 to 16), prompt_lookup_max, prompt_lookup_min, disable_by_batch_size", kind="json",
         aliases=("sc",),
     )  # fmt: skip
     spec_method: str = opt(
-        "", "its method, as a flag", choices=("", "ngram", "suffix"), means={"ngram_gpu": "ngram", "[ngram]": "ngram"},
-        later=dict.fromkeys(DRAFT_MODELS, "guesses come from texts; ngram and suffix need no model"),
+        "", "its method, as a flag", choices=("", "ngram", "suffix", "draft_model", "eagle3"),
+        means={"ngram_gpu": "ngram", "[ngram]": "ngram"},
+        later=dict.fromkeys(DRAFT_MODELS, "guesses come from texts, a draft_model or a head of eagle3"),
     )  # fmt: skip
-    spec_model: str = opt("", "its model, as a flag: [ngram]", aliases=("speculative_model",))
+    spec_model: str = opt(
+        "", "its model, as a flag: the folder of a draft model or head, or [ngram]", aliases=("speculative_model",)
+    )
     spec_tokens: int | None = opt(
         None, "its num_speculative_tokens, as a flag", bound=Bound(1, 16), aliases=("num_speculative_tokens",)
     )

@@ -28,6 +28,10 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """Reasoning efforts of a request."""
 
 
+DRAFTED_ROWS = 64
+"""Most rows of SAMPLE in a step with drafts, unless more requests run at a time."""
+
+
 def align_up(width: int, unit: int) -> int:
     """Returns the next multiple of ``unit``: the width after zero padding."""
     return -(-width // unit) * unit

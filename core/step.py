@@ -112,6 +112,7 @@ class Row:
         pool: the tokens of this chunk that a pooling request pools, possibly none.
         spans: tokens that attend to each other, each span in one launch (``TextConfig.upto``). cross_attention: images
             that the tokens attend to.
+        following: the id after the row's last token, if it is known; else -1.
         adapter: slot of its adapter, from 1; 0: the base model.
     """
 
@@ -129,6 +130,7 @@ class Row:
     spans: tuple[BidirectionalSpan, ...] = ()
     cross_attention: CrossAttentionSpans = NO_CROSS_ATTENTION
     wide: int = 0
+    following: int = -1
 
 
 class AdapterUpload(NamedTuple):
@@ -191,6 +193,25 @@ class Opening:
     stops: tuple[int, ...] = ()
     endless: bool = False
     forces: int = 0
+
+
+class DraftRow(NamedTuple):
+    """One sequence that a draft model continues: its last known token, whose KV that model does not hold yet.
+
+    Args:
+        key: the scheduler's key of the sequence.
+        context: tokens before it, which both models have read.
+        blocks: ids of the KV blocks that hold them, that token and all drafts but the last.
+        positions: int32 [3, drafts]: rotary positions of that token and of all drafts but the last.
+        samples: how each draft is chosen.
+    """
+
+    key: int
+    token: int
+    context: int
+    blocks: tuple[int, ...]
+    positions: Int32
+    samples: tuple[Sample, ...]
 
 
 class BlockMove(NamedTuple):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 from trencadis.core.adapter_ref import AdapterRef
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest, StartupError
+from trencadis.server.config.hub import find_adapter_folder
 from trencadis.server.prompts.adapter_registry import AdapterRegistry
 
 
@@ -59,7 +61,9 @@ class OfflineAdapters:
     """
 
     def __init__(self, model: ModelConfig, engine: EngineConfig) -> None:
-        self._registry = AdapterRegistry(model, engine, (engine.model,)) if engine.enable_lora else None
+        self._registry: AdapterRegistry | None = None
+        if engine.enable_lora:
+            self._registry = AdapterRegistry(model, engine, (engine.model,), partial(find_adapter_folder, engine))
 
     def find(self, asked: LoRARequest | None) -> AdapterRef | None:
         """Returns the adapter of a prompt; reads it if its name is new or has another path.

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trencadis.backends.conformance.check_result import CheckFailed
-from trencadis.core.buckets import Bucket, Plan, Stage
+from trencadis.core.buckets import Bucket, Plan, Stage, ahead_variant, drafts_ahead, verified_width
 from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.model_config import ModelConfig, reserved_rows
 from trencadis.core.device.backend import (
@@ -136,6 +136,8 @@ def _pack_items(slots: int, slot: SlotForm, rng: np.random.Generator) -> VisionI
 Array = NDArray[Any]
 BLOCKS, SEQS, ARENA, TOKENS = 80, 4, 300, 400
 STEP_TOKENS = 256
+DRAFTS = 3
+"""Drafts of a row on devices with a stage for them."""
 
 
 def edit(tensor: Tensor, change: Callable[[Array], None]) -> None:
@@ -151,6 +153,7 @@ def plan_of(backend: Backend, config: ModelConfig, block: int) -> Plan:
     limits = ShapeLimits(
         SEQS, STEP_TOKENS, 16 * block, block, image_slots=tile or (IMAGE_SLOTS if config.vision else 0),
         least_slots=tile or WINDOW_SLOTS, image_tile=tile, encoder_slots=most,
+        drafts=DRAFTS if backend.policy.drafts and backend.policy.rules else 0,
     )  # fmt: skip
     return make_plan(backend.policy, limits, BucketOptions(), config, every=True)
 
@@ -206,6 +209,7 @@ class Harness:
             "text": self.model.text, "greedy": lambda t: self.model.head(t, False),
             "full": lambda t: self.model.head(t, True), "draw": lambda t: self.model.drawn_head(t),
             "penalised": lambda t: self.model.penalised_head(t),
+            ahead_variant(DRAFTS): lambda t: self.model.head(t, True),
             "vision": self.model.vision, "reset": self.model.reset, "pool": self.model.pool,
         }  # fmt: skip
 
@@ -306,11 +310,14 @@ class Harness:
             return made, 0
         real = max(bucket.dims[0] - 1, 1)
         if bucket.stage is Stage.SAMPLE:
-            told = 1 if bucket.variant == "full" else -1
+            told, chained = 1 if bucket.variant == "full" else -1, drafts_ahead(bucket) > 0
             drawn = Sample(0.8, 5, 0.9, 0.01, 0.3, 0.1, 1.2, 0.3, (), told)
             sample = Sample() if bucket.variant == "greedy" else drawn
             first = int(rng.integers(1, 60))
-            return host.head_inputs([host.SampleRow(first + i, 1 + i, sample) for i in range(real)], self.vocab), real
+            rows_of = [host.SampleRow(first + i, 1 + i, sample) for i in range(real)]
+            if chained:  # every other row follows a draft of the one before
+                rows_of = [host.SampleRow(first + i, 1 + i // 2, sample, (5, 7)[: i % 2]) for i in range(real)]
+            return host.head_inputs(rows_of, self.vocab), real
         if bucket.stage is Stage.POOL:
             first, groups = int(rng.integers(1, 60)), (real + 1) // 2
             return host.pool_inputs([first + i for i in range(real)], [1 + i % groups for i in range(real)]), groups
@@ -354,6 +361,10 @@ def _rows(bucket: Bucket, rng: np.random.Generator, vocab: int, size: int) -> li
     if bucket.stage is Stage.FRESH:
         return [row(i + 1, 0, max(second - 1 - i, 1)) for i in range(rows)]
     each = max(second // rows, 1)
+    if bucket.stage is Stage.VERIFY:
+        width = verified_width(bucket)
+        counts = [1 + i % width for i in range(rows)] if rows > 1 else [width]
+        return [row(i + 1, max(each * size - n - 3 - i, 0), n) for i, n in enumerate(counts)]
     return [row(i + 1, (each - 1) * size + 3 + i, 1) for i in range(rows)]
 
 
@@ -394,7 +405,8 @@ def _junk_text(harness: Harness, x: TextTensors, inputs: StepInputs, rng: np.ran
         listed = attn.block_list.cpu().numpy() == 0
         edit(attn.block_list, lambda v: _put(v, listed, rng.integers(2, BLOCKS, int(listed.sum()))))
         if hasattr(attn, "usage"):
-            edit(attn.usage, lambda v: _put(v, listed, rng.integers(1, harness.block + 1, int(listed.sum()))))
+            shape = (int(listed.sum()), *attn.usage.shape[1:])
+            edit(attn.usage, lambda v: _put(v, listed, rng.integers(1, harness.block + 1, shape)))
 
 
 def _put(values: Array, where: slice | NDArray[np.bool_], what: Array) -> None:

@@ -18,7 +18,7 @@ from trencadis.backends.conformance.program_checks import make_harness
 from trencadis.backends.conformance.target import CheckTarget
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.device.backend import Backend, LayerKV, Ops, TextTensors
+from trencadis.core.device.backend import Backend, LayerKV, Ops, SinksArgument, TextTensors
 from trencadis.core.launches import host_inputs as host
 from trencadis.core.launches.persistent_tensors import by_block
 from trencadis.core.step import Int32, Reset, StepInputs
@@ -32,6 +32,8 @@ OPS = (
     "interpolate", "gather_rows", "scatter_rows", "sample", "reset", "pool",
 )  # fmt: skip
 TEXT = (Stage.PREFILL, Stage.FRESH, Stage.CONTEXT, Stage.DECODE)
+DRAFTED = (*TEXT, Stage.VERIFY)
+"""Stages of launches whose tokens attend to earlier ones, and to no image."""
 
 
 def list_inherited_ops(ops: Ops) -> list[str]:
@@ -226,7 +228,7 @@ class AttentionCheck:
         half = t.head_dim // 2
         self.frequency = torch.linspace(1, 0.01, half).to(backend.device)
         self.axis = (torch.arange(half) % 3).to(backend.device)
-        self.sinks = {"sinks": (2 * randn(t.heads, seed=8)).to(backend.device)} if sinks else {}
+        self.sinks: SinksArgument = {"sinks": (2 * randn(t.heads, seed=8)).to(backend.device)} if sinks else {}
 
     def __call__(self, x: TextTensors) -> None:
         n, d = x.out_row.shape[0], self.d
@@ -268,7 +270,7 @@ def attention(
     plain = windows == (0,) and not spans and not sinks
     other_backend = None if plain else target.backend_with(windows, spans, sinks)
     harness = make_harness(target, other_backend)
-    for stage in [s for s in harness.stages if s in TEXT]:
+    for stage in [s for s in harness.stages if s in (TEXT if spans else DRAFTED)]:
         for bucket in spread_buckets(all_buckets(harness.plan, stage), 2 if target.quick else 5):
             inputs, _ = harness.inputs(bucket, np.random.default_rng(3))
             if spans:

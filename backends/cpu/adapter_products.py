@@ -19,7 +19,7 @@ from trencadis.core.device.backend import AdapterRows, AdapterWeights, PackedAda
 
 Linear = Callable[[Tensor, Weight], Tensor]
 
-LEAST_ROWS = 16
+LEAST_ROWS = 32
 """Rows that a product costs at least: with fewer of them it takes about as long."""
 
 
@@ -64,7 +64,7 @@ def group_rows(slot: Tensor, numbers: Tensor, dtype: torch.dtype) -> CpuAdapterR
             start = at
     mask = mask_slots(slot, numbers, dtype)
     cost = sum(max(run.stop - run.start, LEAST_ROWS) for run in runs)
-    return CpuAdapterRows(tuple(runs) if cost <= max(len(ids), LEAST_ROWS) * len(numbers) else None, mask)
+    return CpuAdapterRows(tuple(runs) if cost < max(len(ids), LEAST_ROWS) * len(numbers) else None, mask)
 
 
 def add_grouped_adapters(y: Tensor, x: Tensor, w: AdapterWeights, rows: CpuAdapterRows) -> Tensor:

@@ -207,10 +207,9 @@ class CpuOps(AdapterOps, ReferenceOps):
     def pack_experts(
         self, gate_up: Sequence[Tensor], down: Sequence[Tensor], biases: ExpertBiases | None = None
     ) -> ExpertWeights:
-        each = [[None] * len(down)] * 2 if biases is None else [list(biases.gate_up), list(biases.down)]
         ups, downs = (
             [self.pack_weight(*one) for one in zip(some, own, strict=True)]
-            for some, own in zip((gate_up, down), each, strict=True)
+            for some, own in zip((gate_up, down), _biases_of(biases, len(down)), strict=True)
         )
         return SeparateExperts(ups, downs, len(downs), down[0].shape[1])
 
@@ -220,8 +219,7 @@ class CpuOps(AdapterOps, ReferenceOps):
     ) -> SeparateExperts:  # fmt: skip
         """Implements ``core.models.moe.CodingOps``: packs each expert like any other weight."""
         held, total = list[list[Weight]](), 0
-        each = [[None] * len(down)] * 2 if biases is None else [list(biases.gate_up), list(biases.down)]
-        for some, own in zip((gate_up, down), each, strict=True):
+        for some, own in zip((gate_up, down), _biases_of(biases, len(down)), strict=True):
             held.append([])
             for one, bias in zip(some, own, strict=True):
                 packed = self.pack_weight(one, bias) if isinstance(one, Tensor) else self.pack_quantised(one, bias)
@@ -385,6 +383,12 @@ def is_packable(dtype: torch.dtype) -> bool:
     if dtype == torch.bfloat16:
         return bool(torch.cpu._is_avx512_bf16_supported())
     return dtype == torch.float32
+
+
+def _biases_of(biases: ExpertBiases | None, experts: int) -> list[Sequence[Tensor | None]]:
+    """Returns the biases of each expert's first and second product; None where it has none."""
+    none = [None] * experts
+    return [none, none] if biases is None else [biases.gate_up, biases.down]
 
 
 def _by_window(x: Tensor) -> Tensor:

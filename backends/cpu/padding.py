@@ -124,10 +124,17 @@ def pad_interpolation(x: VisionInputs, slots: int) -> tuple[Array | None, Array 
     return pad(x.position_rows, shape, np.int32), pad(x.position_weights, shape)
 
 
-def head(x: HeadInputs, rows: int, masks: Array) -> Any:
-    """Builds ``HeadTensors``: padded rows read hidden row 0, are greedy and write to slot 0."""
+def head(x: HeadInputs, rows: int, masks: Array, drafts: int | None = None) -> Any:
+    """Builds ``HeadTensors``: padded rows read hidden row 0, are greedy and write to slot 0.
+
+    ``drafts``: columns of ``ahead``; 0: it is left out; None: as the inputs have it.
+    """
     padded = {name: pad(getattr(x, name), (rows,), *how) for name, how in HEAD.items()}
-    if x.place is not None and x.ahead is not None:
+    if drafts:
+        none = np.zeros(0, np.int32)
+        padded["place"] = pad(none if x.place is None else x.place, (rows,), np.int64)
+        padded["ahead"] = pad(none[:, None] if x.ahead is None else x.ahead, (rows, drafts), np.int64, -1)
+    elif drafts is None and x.place is not None and x.ahead is not None:
         padded["place"] = pad(x.place, (rows,), np.int64)
         padded["ahead"] = pad(x.ahead, (rows, x.ahead.shape[1]), np.int64, -1)
     return HeadTensors(masks=masks, **padded)  # type: ignore[arg-type]

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from trencadis.backends.cpu.batch_invariant import ProbedOps
 from trencadis.backends.cpu.reference_ops import ReferenceOps
+from trencadis.backends.cpu.sampler import accepted_slots
 from trencadis.backends.cuda.host_layers import HostLayerOps
 from trencadis.backends.cuda.kernels import (
     activation,
@@ -71,6 +72,38 @@ from trencadis.core.shared_constants import WINDOW_SLOTS
 T = TypeVar("T")
 DECODER_ARGS = 4
 """Arguments of a decoder layer whose rows have no adapters."""
+
+
+SampleRows = Callable[[HeadTensors, SamplerState], HeadTensorsOut]
+
+
+def sample_chains(inputs: HeadTensors, state: SamplerState, sample: SampleRows) -> HeadTensorsOut:
+    """Samples r rows, some of which have drafts before them, and records what was accepted in ``state``.
+
+    A row gets a copy of its slot's state, with the drafts before it counted; that of the last accepted row of a
+    sequence becomes the slot's state. Static shapes, and no host reads.
+
+    Args:
+        inputs: with ``place`` and ``ahead``.
+        sample: samples rows of slots of their own and records their ids in the state that it gets.
+    """
+    own = copy_states(inputs, state)
+    alone = torch.arange(1, len(inputs.slot) + 1, device=inputs.slot.device)
+    out = sample(inputs._replace(slot=alone, place=None, ahead=None), own)
+    accepted = accepted_slots(out.token.long(), inputs)[1]
+    state.last.index_copy_(0, accepted, out.token)
+    state.counts.index_copy_(0, accepted, own.counts[1:])
+    return out
+
+
+def copy_states(inputs: HeadTensors, state: SamplerState) -> SamplerState:
+    """Returns the sampler state of each row, from slot 1 on, after a copy of the sink."""
+    assert inputs.ahead is not None
+    slots = torch.nn.functional.pad(inputs.slot, (1, 0))
+    last, counts, seen, bias_id, bias_value = (t.index_select(0, slots) for t in state)
+    ahead = inputs.ahead
+    counts[1:].scatter_add_(1, ahead.clamp_min(0), (ahead >= 0).to(counts.dtype))
+    return SamplerState(last, counts, seen, bias_id, bias_value)
 
 
 class CudaOps(HostLayerOps, ReferenceOps):
@@ -259,6 +292,8 @@ class CudaOps(HostLayerOps, ReferenceOps):
         gather_scatter.scatter(target, index, values)
 
     def sample(self, logits: Tensor, inputs: HeadTensors, state: SamplerState, full: bool) -> HeadTensorsOut:
+        if inputs.ahead is not None:
+            return sample_chains(inputs, state, lambda head, own: self.sample(logits, head, own, full))
         size = logits.shape[0], logits.shape[1], logits.device
         out = sample.outputs(*size, full)
         if full:

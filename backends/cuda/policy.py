@@ -26,7 +26,7 @@ WORKSPACE = 32 << 20
 """Bytes of torch's cuBLAS workspace from sm_90 on; 8 MiB before that."""
 
 SERVING = Policy(
-    axes=MIXED_AXES,
+    axes={**MIXED_AXES, Stage.VERIFY: ("rows",)},
     alignment={
         Stage.PREFILL: (16, 1),
         Stage.DECODE: (1,),
@@ -34,6 +34,7 @@ SERVING = Policy(
         Stage.SAMPLE: (1,),
         Stage.RESET: (1,),
         Stage.POOL: (1,),
+        Stage.VERIFY: (1,),
     },
     rules={
         Stage.PREFILL: (AxisRule(minimum=16, step=16, density=(Density(_FINE, 4),)), AxisRule()),
@@ -42,6 +43,7 @@ SERVING = Policy(
         Stage.SAMPLE: (AxisRule(),),
         Stage.RESET: (AxisRule(),),
         Stage.POOL: (AxisRule(),),
+        Stage.VERIFY: (AxisRule(),),
     },
     depth=1,
     overlaps=True,
@@ -53,6 +55,7 @@ SERVING = Policy(
     pool_cost="max",
     aligned=ALIGNED,
     drawn_head=True,
+    drafts=True,
     attention={FLASH_ATTN: flash_bytes, FLASHINFER: infer_bytes},
     graph_memory=GraphMemory(library=WORKSPACE),
     ridge=300.0,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trencadis.backends.cpu.adapter_products import mask_slots
 from trencadis.backends.cpu.reference_ops import ReferenceOps
-from trencadis.backends.cpu.sampler import apply_penalties, draw, sample_full
+from trencadis.backends.cpu.sampler import accepted_slots, apply_penalties, draw, sample_full
 from trencadis.backends.hpu.attention import (
     block_decode,
     context_prefill,
@@ -59,7 +59,9 @@ FUSED_ROWS = 3
 """Minimum number of dimensions that FusedRMSNorm takes."""
 
 
-HEAD_TYPES = dict.fromkeys(("hidden_row", "slot", "target", "mask_row"), torch.int64) | {"top_k": torch.int32}
+HEAD_TYPES = dict.fromkeys(("hidden_row", "slot", "target", "mask_row", "place", "ahead"), torch.int64) | {
+    "top_k": torch.int32
+}
 RESET_TYPES = {"slot": torch.int64, "counts": torch.int32, "bias_id": torch.int64}
 """Dtypes of fields that arrive as packed in compile mode (``launches.input_packing``)."""
 
@@ -324,11 +326,12 @@ class HpuOps(ReferenceOps):
         def note(token: Tensor, head: HeadTensors, state: SamplerState, full: bool) -> None:
             self.update(token, head, state, False)
             kept.append(count_tokens(token, head, state))
+            kept.append(head.slot if head.ahead is None else accepted_slots(token, head)[1])
 
         drawn = run(note)
         if drawn.logprob is not None:  # a view that leaves a region would be taken eagerly
             drawn = drawn._replace(logprob=drawn.logprob.clone())
-        out: Any = DrawnCounts(drawn, kept[0], head.slot, state.counts)
+        out: Any = DrawnCounts(drawn, kept[0], kept[1], state.counts)
         found: HeadTensorsOut = out
         return found
 
@@ -336,9 +339,10 @@ class HpuOps(ReferenceOps):
         """Stores drawn ids. Whole rows of counts are stored, since an ``index_put_`` would rewrite the counts of every
         slot.
         """
-        state.last.index_copy_(0, head.slot, token.int())
+        slot = accepted_slots(token, head)[1]
+        state.last.index_copy_(0, slot, token.int())
         if full:
-            state.counts.index_copy_(0, head.slot, count_tokens(token, head, state))
+            state.counts.index_copy_(0, slot, count_tokens(token, head, state))
 
     def cut(self, kind: str) -> None:
         """Ends a recipe by ``mark_step``, which is called only here; does nothing in compile mode."""
@@ -441,11 +445,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def convert_fields(fields: Any, types: dict[str, torch.dtype]) -> Any:
     """Returns ``fields``, a named tuple of tensors, with those named in ``types`` converted to these dtypes."""
-    return fields._replace(**{name: getattr(fields, name).to(dtype) for name, dtype in types.items()})
+    held = {name: x.to(dtype) for name, dtype in types.items() if (x := getattr(fields, name)) is not None}
+    return fields._replace(**held)
 
 
 def count_tokens(token: Tensor, head: HeadTensors, state: SamplerState) -> Tensor:
-    """Returns int32 [r, V]: the counts of each row's slot, including the ids drawn now."""
+    """Returns int32 [r, V]: the counts of each row's slot, including the id drawn now and the drafts before it."""
     counts = state.counts.index_select(0, head.slot)
     vocab = torch.arange(counts.shape[1], device=token.device, dtype=torch.int32)
-    return counts + (vocab == token.int()[:, None])
+    counts = counts + (vocab == token.int()[:, None])
+    if head.ahead is None:
+        return counts
+    for draft in head.ahead.int().unbind(1):  # of those that a row accepts, each is another id or counts once more
+        counts = counts + (vocab == draft[:, None])
+    return counts

@@ -24,6 +24,9 @@ from trencadis.core.buckets import (
     InputSizes,
     Policy,
     Stage,
+    drafts_ahead,
+    padded_tokens,
+    verified_width,
 )
 from trencadis.core.cross_attention_inputs import planned_units
 from trencadis.core.errors import StartupError
@@ -41,6 +44,7 @@ AXES = {
     Stage.SAMPLE: ("rows",),
     Stage.RESET: ("rows",),
     Stage.POOL: ("rows",),
+    Stage.VERIFY: ("rows", "blocks"),
 }
 
 ALIGNMENT = {
@@ -51,6 +55,7 @@ ALIGNMENT = {
     Stage.SAMPLE: (1,),
     Stage.RESET: (1,),
     Stage.POOL: (1,),
+    Stage.VERIFY: (1, 1),
 }
 
 _FINE = 1 << 30
@@ -67,6 +72,7 @@ RULES = {
     Stage.SAMPLE: (AxisRule(),),
     Stage.RESET: (AxisRule(),),
     Stage.POOL: (AxisRule(),),
+    Stage.VERIFY: (AxisRule(), AxisRule(coarsest=4)),
 }
 
 CORNERS = {
@@ -92,12 +98,17 @@ def input_bytes(bucket: Bucket, sizes: InputSizes) -> int:
         case Stage.DECODE:
             seen = (8 * dims[0] + 4) * units + (4 * dims[0] if units else 0)
             return (32 + slot) * dims[0] + (16 if sizes.windows else 12) * dims[1] + seen
+        case Stage.VERIFY:
+            width = verified_width(bucket)
+            return 32 * dims[0] * width + (8 + (8 if sizes.windows else 4) * width) * dims[1]
         case Stage.VISION:
             each = sizes.slot.values + 8 + 8 * sizes.slot.position_neighbours
             windows = dims[0] // WINDOW_SLOTS * (12 if sizes.slot.padding_windows else 8)
             return dims[0] * each + 4 * (dims[0] // sizes.slot.cell) + windows
         case Stage.SAMPLE:
-            return 48 * dims[0] + bits * (1 if bucket.variant == "greedy" else dims[0] + 1)
+            ahead = drafts_ahead(bucket)
+            each = 48 + (4 + 4 * ahead if ahead else 0)
+            return each * dims[0] + bits * (1 if bucket.variant == "greedy" else dims[0] + 1)
         case Stage.RESET:
             return dims[0] * (4 + 4 * vocab + bits + 8 * MAX_BIAS)
         case Stage.POOL:
@@ -110,9 +121,9 @@ def shared_input_bytes(bucket: Bucket, sizes: InputSizes) -> int:
     share.
     """
     found = input_bytes(bucket, sizes)
-    if bucket.stage not in (Stage.FRESH, Stage.CONTEXT, Stage.DECODE):
+    if bucket.stage not in (Stage.FRESH, Stage.CONTEXT, Stage.DECODE, Stage.VERIFY):
         return found
-    tokens = bucket.dims[0] * (bucket.dims[1] if bucket.stage is Stage.FRESH else 1)
+    tokens = padded_tokens(bucket)
     return found + START_BYTES * (padded_start(tokens) - tokens)
 
 
@@ -146,6 +157,7 @@ SERVING = Policy(
     split_head=True,
     drawn_head=True,
     penalised_head=True,
+    drafts=True,
     inputs=input_bytes,
     quantised=FLOATS8,
     host_kv=True,

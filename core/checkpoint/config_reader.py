@@ -207,8 +207,17 @@ def _describe_contents(path: Path) -> str:
     return "no config.json"
 
 
+TASKS = ("ForConditionalGeneration", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "Model", "")
+
+
 def _list_architectures() -> str:
-    return ", ".join(architectures())
+    """Returns all names, as {Llama, Mistral}ForCausalLM: written in full they would fill a screen."""
+    grouped: dict[str, list[str]] = {task: [] for task in TASKS}
+    for name in architectures():
+        task = next(task for task in TASKS if name.endswith(task))
+        grouped[task].append(name.removesuffix(task))
+    several = {task: names for task, names in grouped.items() if names}
+    return ", ".join(f"{{{', '.join(names)}}}{task}" if task else ", ".join(names) for task, names in several.items())
 
 
 def _build_config(

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from trencadis.core.checkpoint.pooling_config import Pooling
 from trencadis.core.checkpoint.quant_config import Quantisation
-from trencadis.core.checkpoint.rope_config import LongScaling, Scaling
+from trencadis.core.checkpoint.rope_config import LongScaling, Scaling, YarnScaling
 from trencadis.core.kv_cache_format import KVFormat
 from trencadis.core.shared_constants import RESERVED_ROWS
 from trencadis.core.vision_config import VisionConfig
@@ -65,9 +65,9 @@ class StageShare:
 RMS, RMS_ONE, LAYER = "rms", "rms_one", "layer"
 """Norms: x / rms(x) * weight; the same times 1 + weight, in float32; (x - mean) / deviation * weight + bias."""
 
-PRE, POST, SANDWICH = "pre", "post", "sandwich"
-"""Position of the norms: before attention and MLP; after the residual sums; or both before and after attention and
-MLP.
+PRE, POST, SANDWICH, OUT = "pre", "post", "sandwich", "out"
+"""Position of the norms: before attention and MLP; after the residual sums; both before and after attention and MLP;
+or after attention and MLP alone, before the sums.
 """
 
 GATED, PLAIN = "gated", "plain"
@@ -138,6 +138,7 @@ class TextConfig:
         adjacent_pairs: True if the two values of a rotated pair are adjacent, not half of the rotated part apart.
         unrotated_layers: layers without rotary positions in a model that has them.
         query_growth: growth of queries with their position; None: there is none.
+        joint_qk_norm: True if q and k each have one norm over all their heads.
         scale: factor of the attention scores; 0: head_dim ** -0.5.
         table: width of embedding and head if it is not ``hidden``; two matrices then project in and out. 0: ``hidden``.
         learned: rows of the table of learned positions that is added to the embeddings; 0: none.
@@ -181,6 +182,7 @@ class TextConfig:
     norm_placement: str = PRE
     final_norm: bool = True
     qk_norm: bool = False
+    joint_qk_norm: bool = False
     mlp: str = GATED
     activation: str = "silu"
     rotary: bool = True
@@ -231,8 +233,9 @@ class TextConfig:
         return layer in self.unrotated_layers or bool(self.window_of(layer) and self.local_theta)
 
     def score_scale_of(self, layer: int) -> float:
-        """Returns the factor of a layer's attention scores; without rotary positions it is not YaRN's."""
-        return self.head_dim**-0.5 if layer in self.unrotated_layers else self.score_scale
+        """Returns the factor of a layer's attention scores; it is not YaRN's in a layer of the second table."""
+        plain = self.uses_second_rotary(layer) and isinstance(self.rope_scaling, YarnScaling)
+        return self.head_dim**-0.5 if plain or layer in self.unrotated_layers else self.score_scale
 
     @property
     def windows(self) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar, overload
+from typing import Any, NamedTuple, Protocol, TypedDict, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +78,12 @@ class ExpertWeights(Protocol):
 
     count: int
     inner: int
+
+
+class SinksArgument(TypedDict, total=False):
+    """The argument of ``Ops.attend`` that only layers with attention sinks give."""
+
+    sinks: Tensor
 
 
 class PackedAdapters(Protocol):

@@ -43,6 +43,8 @@ from trencadis.core.shapes.bucket_profile import learn_from_profile
 from trencadis.core.shapes.launch_costs import work_of
 from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.shared_constants import RESERVED_BLOCKS
+from trencadis.core.spec.draft_checkpoint import draft_config
+from trencadis.core.spec.spec_settings import resolve_speculation
 
 BUILT_FOR_FEW = 128, 2048
 BUILT_FOR_MANY = 256, 8192
@@ -114,6 +116,7 @@ def shape_limits(config: EngineConfig, model: ModelConfig, policy: Policy, image
     length = config.max_model_len or longest
     if length > longest:
         raise StartupError(f"--max-model-len {length} is more than the model supports; the largest is {longest}.")
+    drafts = resolve_speculation(config, model, policy, config.device)
     together = max(config.limit_mm_per_prompt.get("image", 1), 1)
     seqs, tokens = BUILT_FOR_MANY if policy.captures else BUILT_FOR_FEW
     return ShapeLimits(
@@ -127,6 +130,7 @@ def shape_limits(config: EngineConfig, model: ModelConfig, policy: Policy, image
         squares=images.squares,
         images=tuple((one, low or together, high or together) for one, low, high in images.images),
         units=arena_units(model, config.encoder_cache_images, config.max_num_seqs or seqs) if images.slots else 0,
+        drafts=drafts.drafts if policy.rules and drafts is not None else 0,
         adapters=config.max_loras if config.enable_lora else 0,
     )
 
@@ -299,7 +303,8 @@ class DryRun:
         )  # fmt: skip
         free = self.device.total - self.device.others
         form = self.policy.quantised
-        found = plan_cpu(self.model, wanted, self.device.itemsize, free, self.images.tokens, self.device.ranks, form)
+        images, ranks = self.images.tokens, self.device.ranks
+        found = plan_cpu(self.model, wanted, self.device.itemsize, free, images, ranks, form, self._draft)
         limits = dataclasses.replace(limits, max_model_len=found.max_model_len)
         self._check_chunking(limits)
         plan, settings = self._plan(limits), dataclasses.replace(graph_settings(self.config, self.policy), eager=True)
@@ -326,6 +331,11 @@ class DryRun:
             found.arena_rows,
         )
 
+    @property
+    def _draft(self) -> ModelConfig | None:
+        """The model that drafts, if one does."""
+        return draft_config(self.config, self.model)
+
     def _host_ledger(self, plan: Plan, limits: ShapeLimits, found: CachePlan) -> Ledger:
         """Returns the rows of one rank; the machine's other ranks use the same and count as other use."""
         taken = estimate_memory_in_use(
@@ -333,7 +343,12 @@ class DryRun:
         )
         step = Bucket(Stage.PREFILL, (limits.max_tokens, limits.max_rows))
         taken = dataclasses.replace(taken, activations=self.estimator.activations(step, limits.block_size))
-        kv = (found.num_blocks + RESERVED_BLOCKS) * self.estimator.block_bytes(limits.block_size)
+        held = found.num_blocks + RESERVED_BLOCKS
+        kv = held * self.estimator.block_bytes(limits.block_size)
+        if self._draft is not None:
+            draft = dataclasses.replace(self.estimator, model=self._draft)
+            keys = held * draft.block_bytes(limits.block_size)
+            taken = dataclasses.replace(taken, draft_weights=draft.weights(), draft_kv=keys)
         shared = (self.device.ranks - 1) * (taken.taken - taken.others + kv)
         taken = dataclasses.replace(taken, others=taken.others + shared)
         return Ledger(taken, MemorySplit(max(taken.free, 0), 0, kv, found.num_blocks, 0, 0, 0))

@@ -21,6 +21,7 @@ from trencadis.core.buckets import Plan, Policy
 from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig, reserved_rows
 from trencadis.core.checkpoint.pooler_config import load_model_config
+from trencadis.core.checkpoint.weight_loader import open_weights
 from trencadis.core.config import EngineConfig
 from trencadis.core.device import backend as seam
 from trencadis.core.device.backend import Backend, BackendConfig
@@ -45,6 +46,8 @@ from trencadis.core.graphs.warmup_pacing import WarmupPacing
 from trencadis.core.host_memory import free_host, gib
 from trencadis.core.kv.block_pool import BlockPool, EvictionLog, HostBlockPool
 from trencadis.core.kv.encoder_cache import EncoderCache
+from trencadis.core.launches.draft_runner import DraftRunner, allocate_draft
+from trencadis.core.launches.eagle_runner import EagleRunner, allocate_head
 from trencadis.core.launches.model_runner import ModelRunner
 from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.links.topology import RAY, Topology, topology
@@ -55,16 +58,21 @@ from trencadis.core.memory.cpu_cache_plan import CacheOptions, CachePlan, plan_c
 from trencadis.core.memory.estimate import SPARE_SLOTS, MemoryEstimator, arena_width, row_blocks
 from trencadis.core.models import model_loader
 from trencadis.core.models.decoder import Decoder
+from trencadis.core.models.eagle3 import Eagle3Head
+from trencadis.core.models.interface import Persistent
 from trencadis.core.process import device_env
 from trencadis.core.progress import Progress, SilentProgress
 from trencadis.core.scheduling.draft_scheduler import DraftScheduler
 from trencadis.core.scheduling.image_packer import ImagePacker
+from trencadis.core.scheduling.model_drafts import ModelDrafts
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.shapes.launch_costs import work_of
 from trencadis.core.shapes.pipeline_partition import split_model
 from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.shapes.step_times import StepTimes, chunk_sizes
+from trencadis.core.spec.draft_checkpoint import draft_config, eagle_config
+from trencadis.core.spec.eagle_checkpoint import EagleConfig
 from trencadis.core.spec.spec_settings import resolve_speculation
 
 
@@ -143,6 +151,9 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
     drafts = resolve_speculation(config, model_config, backend.policy, backend.label)
     if drafts is not None:
         scheduler.drafting = DraftScheduler(drafts, scheduler.limits, scheduler.totals)
+        if (opened.rank.draft or opened.rank.eagle) and isinstance(executor, UniprocExecutor):
+            limits_of = scheduler.limits
+            scheduler.drafting.model = ModelDrafts(executor.propose, limits_of.vocab, limits_of.block_size)
     if config.report_evictions:
         scheduler.pool.log = scheduler.arena.log = EvictionLog()
     info = _info(backend, plan, model_config, time.perf_counter() - started)
@@ -270,7 +281,8 @@ def _host(
     config: EngineConfig, model_config: ModelConfig, backend: Backend, limits: ShapeLimits, progress: Progress
 ) -> tuple[ModelRunner, CachePlan]:
     """Starts a device without graphs: activations are estimated by formula, every size is its own bucket."""
-    plan = _cache_plan(config, model_config, backend, limits)
+    draft = draft_config(config, model_config)
+    plan = _cache_plan(config, model_config, backend, limits, draft)
     check_chunking(config, model_config, limits.max_tokens, limits.max_rows, plan.max_model_len)
     progress("weights", gib(plan.weights_bytes), 0.1)
     model = model_loader.load_model(model_config, backend, config)
@@ -283,10 +295,44 @@ def _host(
     runner = ModelRunner(backend, model, Plan(backend.policy, block_size=plan.block_size))
     runner.connect_ranks(made)
     runner.adapters = open_store(slot_sizes(config), model, backend)
+    head = eagle_config(config, model_config)
+    if head is not None:
+        runner.eagle = _open_head(head, runner, made, plan)
+    elif draft is not None:
+        runner.draft = _open_draft(config, draft, runner, made, plan)
     return runner, with_host_blocks(config, runner, made, plan)
 
 
-def _cache_plan(config: EngineConfig, model: ModelConfig, backend: Backend, limits: ShapeLimits) -> CachePlan:
+def _open_draft(
+    config: EngineConfig, draft: ModelConfig, runner: ModelRunner, target: Persistent, plan: CachePlan
+) -> DraftRunner:
+    """Loads the draft model and allocates its tensors."""
+    backend = runner.backend
+    own = dataclasses.replace(config, model=str(draft.path), packed_weights_dir="")
+    model = model_loader.load_model(draft, backend, own, Decoder(draft, backend))
+    model.bind(allocate_draft(model, backend, target, plan.num_blocks, plan.block_size))
+    return DraftRunner(backend, model, runner.plan)
+
+
+def _open_head(head: EagleConfig, runner: ModelRunner, target: Persistent, plan: CachePlan) -> EagleRunner:
+    """Loads a head of EAGLE-3, allocates its tensors, and lets the target keep the states that it reads."""
+    backend, model = runner.backend, runner.model
+    if not isinstance(model, Decoder):
+        raise StartupError(f"{head.path.name}: {model.config.architecture} is no decoder that keeps hidden states")
+    made = Eagle3Head(head.text, backend, runner.vocab, len(head.taps), model.embedding, head.norm_first)
+    weights = open_weights(head.path)
+    made.load(weights, head.path.name)
+    weights.forget()
+    model.taps = head.taps
+    target.taps = backend.zeros((len(target.hidden), len(head.taps) * head.text.hidden), backend.dtype)
+    sizes = head.as_model(model.config)
+    made.bind(allocate_head(sizes, backend, target, plan.num_blocks, plan.block_size), target)
+    return EagleRunner(backend, made, runner.plan)
+
+
+def _cache_plan(
+    config: EngineConfig, model: ModelConfig, backend: Backend, limits: ShapeLimits, draft: ModelConfig | None
+) -> CachePlan:
     asked = CacheOptions(
         block_size=limits.block_size,
         max_num_seqs=limits.max_rows,
@@ -300,7 +346,7 @@ def _cache_plan(config: EngineConfig, model: ModelConfig, backend: Backend, limi
     kept, size = backend.policy.quantised, backend.dtype.itemsize
     if (slots := slot_sizes(config)) is not None:
         available -= backend.comm.world * adapter_bytes(model, size, backend.comm.world, slots)
-    plan = plan_cpu(model, asked, size, available, images.tokens, backend.comm.world, kept)
+    plan = plan_cpu(model, asked, size, available, images.tokens, backend.comm.world, kept, draft)
     return dataclasses.replace(plan, notes=(*format_notes(model, size, backend.policy), *plan.notes))
 
 

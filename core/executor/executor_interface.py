@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Protocol
 
 from trencadis.core.adapter_ref import AdapterRef
 from trencadis.core.progress import Warming
-from trencadis.core.step import Step, StepOutput
+from trencadis.core.step import DraftRow, Step, StepOutput
 
 if TYPE_CHECKING:
     from trencadis.core.device.backend import Pending
@@ -17,6 +18,10 @@ class Rank(Protocol):
     """Runs Steps; ``core.launches.model_runner.ModelRunner`` is one."""
 
     def execute(self, step: Step) -> Pending[StepOutput]: ...
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[tuple[int, ...]]:
+        """Returns what the rank's draft model or head expects to follow each row."""
+        ...
 
     def warm(self) -> Warming | None:
         """Runs one unit of background warm-up; returns None if none is left."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from trencadis.core.adapter_ref import AdapterRef
 from trencadis.core.executor.executor_interface import Rank
 from trencadis.core.progress import Warming
-from trencadis.core.step import Step, StepOutput
+from trencadis.core.step import DraftRow, Step, StepOutput
 
 if TYPE_CHECKING:
     from trencadis.core.device.backend import Pending
@@ -68,6 +69,12 @@ class UniprocExecutor:
         if self._overlaps:
             return LaunchedStep(self._thread.submit(self._rank.execute, step))
         return SubmittedWork(self._thread.submit(lambda: self._rank.execute(step).result()))
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[tuple[int, ...]]:
+        """Returns what the rank's draft model expects to follow each row, after the Steps in flight."""
+        if self._thread is None:
+            return self._rank.propose(rows)
+        return self._thread.submit(self._rank.propose, rows).result()
 
     def warm(self) -> Pending[Warming | None]:
         """Runs one unit of background warm-up on the thread that runs Steps."""

@@ -11,12 +11,10 @@ from trencadis.core.families.llama import PREFIXES
 def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
     """Reads transformers' SeedOssConfig."""
     full_attention(c)
-    biases = {
-        "qkv_bias": c.boolean("attention_bias", True),
-        "out_bias": c.boolean("attention_out_bias", False),
-        "mlp_bias": c.boolean("mlp_bias", False),
-    }
-    return ParsedConfig(gated_decoder(c, heads_of(c, default=128), tied, positions=524288, **biases))
+    return ParsedConfig(gated_decoder(
+        c, heads_of(c, default=128), tied, positions=524288, qkv_bias=c.boolean("attention_bias", True),
+        out_bias=c.boolean("attention_out_bias", False), mlp_bias=c.boolean("mlp_bias", False),
+    ))  # fmt: skip
 
 
 FAMILY = Family(

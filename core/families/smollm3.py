@@ -25,15 +25,12 @@ def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
     asked = c.boolean("use_sliding_window", False) and c.is_given("sliding_window")
     window = c.integer("sliding_window") if asked else 0
     types = layer_types(c) or [SLIDING if window and i in unrotated else FULL for i in range(layers)]
-    biases = {
-        "qkv_bias": c.boolean("attention_bias", False),
-        "out_bias": c.boolean("attention_bias", False),
-        "mlp_bias": c.boolean("mlp_bias", False),
-    }
+    bias, windows = c.boolean("attention_bias", False), windows_of(c, window, types)
     text = gated_decoder(
-        c, heads_of(c), tied, positions=32768, theta=2e6, **biases, **windows_of(c, window, types)._asdict()
-    )
-    return ParsedConfig(replace(text, unrotated_layers=unrotated))
+        c, heads_of(c), tied, positions=32768, theta=2e6, qkv_bias=bias, out_bias=bias,
+        mlp_bias=c.boolean("mlp_bias", False),
+    )  # fmt: skip
+    return ParsedConfig(replace(text, unrotated_layers=unrotated, **windows._asdict()))
 
 
 def _unrotated_layers(c: JsonFields, layers: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from trencadis.core.buckets import LORA, POOL_ROWS, Bucket, Plan, Stage
+from trencadis.core.buckets import LORA, POOL_ROWS, Bucket, Plan, Stage, ahead_variant, verify_variant
 from trencadis.core.cross_attention_inputs import count_units, variant_of
 from trencadis.core.request import MAX_LOGPROBS
 from trencadis.core.shapes.rectangular_launches import RowNeed, split_rows
@@ -104,7 +104,18 @@ def _ragged_bucket(step: Step, plan: Plan, variant: str) -> Bucket:
     rows, tokens = step.persistent_count + len(step.rows), step.tokens
     if tokens == rows:
         return plan.fit(Stage.DECODE, (rows,), variant)
+    if plan.drafts and max(len(row.tokens) for row in step.rows) <= plan.drafts + 1:
+        verify = plan.find(Stage.VERIFY, (rows,), verify_variant(plan.drafts + 1))
+        mixed = plan.find(Stage.PREFILL, (tokens, rows))
+        cost = plan.policy.cost
+        if verify is not None and (mixed is None or cost(verify) <= cost(mixed)):
+            return verify
     return plan.fit(Stage.PREFILL, (tokens, rows), variant)
+
+
+def is_drafted(row: Row) -> bool:
+    """Returns True if the row verifies drafts."""
+    return bool(row.samples) and row.samples[0].tokens_after > 0
 
 
 def _rectangles(step: Step, plan: Plan) -> list[Launch]:
@@ -112,7 +123,8 @@ def _rectangles(step: Step, plan: Plan) -> list[Launch]:
     found = []
     for group in _groups(step, plan.block_size):
         rows = ((i, step.rows[i]) for i in group)
-        for cut in split_rows([RowNeed(i, row.context, len(row.tokens), row.spans) for i, row in rows], plan):
+        needs = [RowNeed(i, row.context, len(row.tokens), row.spans, is_drafted(row)) for i, row in rows]
+        for cut in split_rows(needs, plan):
             items = tuple(p.row for p in cut.pieces)
             whole = all(p.start == 0 and p.stop == len(step.rows[p.row].tokens) for p in cut.pieces)
             bucket = _with_image_units(cut.bucket, plan, [step.rows[p.row] for p in cut.pieces], cut.pieces)
@@ -174,6 +186,11 @@ def head_bucket(rows: int, full: bool, best: bool, plan: Plan, told: bool = True
     if full and not told and plan.policy.drawn_head:
         return plan.fit(Stage.SAMPLE, (rows,), "draw")
     return sample_bucket(rows, full, plan)
+
+
+def ahead_bucket(rows: int, plan: Plan) -> Bucket:
+    """Returns the SAMPLE bucket of ``rows`` rows, some of which have penalties and drafts before them."""
+    return plan.fit(Stage.SAMPLE, (rows,), ahead_variant(plan.drafts) if plan.drafts else "full")
 
 
 def score_rows(plan: Plan) -> int:

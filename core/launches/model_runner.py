@@ -12,18 +12,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trencadis.core.adapter_ref import AdapterRef
-from trencadis.core.buckets import Bucket, Plan, Stage
+from trencadis.core.buckets import Bucket, Plan, Stage, ahead_variant
 from trencadis.core.device.backend import Backend, Inputs, Pending, Pipe, VisionTensors
 from trencadis.core.graphs.graph_manager import GraphManager, GraphObserver
 from trencadis.core.graphs.rank_agreement import RankAgreement
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.launches import host_inputs as host
+from trencadis.core.launches.draft_runner import DraftRunner
+from trencadis.core.launches.eagle_runner import EagleRunner
 from trencadis.core.launches.encoder_data_parallel import GatheredRows, assign_images
 from trencadis.core.launches.host_block_copies import BlockCopies
 from trencadis.core.launches.launch_splitter import (
     HEAD_ROWS,
     WIDE_ROWS,
     Launch,
+    ahead_bucket,
     head_bucket,
     list_wide_variants,
     part_of,
@@ -43,6 +46,7 @@ from trencadis.core.progress import Warming
 from trencadis.core.request import GREEDY_BELOW
 from trencadis.core.shared_constants import WINDOW_SLOTS
 from trencadis.core.step import (
+    DraftRow,
     Encode,
     HeadInputs,
     HeadOutput,
@@ -132,6 +136,8 @@ class ModelRunner:
             "reset": model.reset,
             "pool": model.pool,
         }
+        if plan.drafts:
+            bodies[ahead_variant(plan.drafts)] = bodies["full"]
         for variant, size in list_wide_variants(self.vocab).items():
             bodies[variant] = partial(model.score_top, size)
         self.graphs = GraphManager(backend, bodies, plan, observer)
@@ -145,6 +151,11 @@ class ModelRunner:
         """Set if each rank encodes a part of the images."""
         self.passage: PipelineTransfer | None = None
         """The transfer to and from other pipeline stages, if there are any."""
+        self.draft: DraftRunner | None = None
+        """The model that drafts, if one does."""
+        self.eagle: EagleRunner | None = None
+        """The head that drafts, if one does."""
+        self._launched: StepInputs | None = None
         self.batches = [RankInputBatch() for _ in range(self.share.stages)]
         self.batch = self.batches[0]
         self._everything = np.full((1, -(-self.vocab // 8)), 255, np.uint8)
@@ -162,7 +173,11 @@ class ModelRunner:
             self.matchers.apply(step.closings, step.openings)
         self.batch = self.batches[step.micro_batch]
         self.batch.apply(step.batch)
+        self._launched = None
         self._run_step(step if self.ragged else self.batch.with_all_rows(step), pending)
+        if self.eagle is not None and self._launched is not None:
+            output = None if pending.head is None else pending.head.result()
+            self.eagle.read(step, self.batch.keys, self._launched, pending.samples, output)
         if step.batch is not None:
             self.batch.advance(step.rows, step.batch.joins)
         if self.graphs.counted:
@@ -206,6 +221,12 @@ class ModelRunner:
         """Sets the warm-up that ``warm`` advances."""
         self._warmup = warmup
 
+    def propose(self, rows: Sequence[DraftRow]) -> list[tuple[int, ...]]:
+        """Returns what the draft model or head expects to follow each row; called after the Steps in flight."""
+        drafter = self.draft or self.eagle
+        assert drafter is not None
+        return drafter.propose(rows)
+
     def set_vocabulary(self, data: bytes | bytearray) -> None:
         """Takes a packed ``core.masks.vocabulary.Vocabulary`` and returns at once.
 
@@ -236,6 +257,9 @@ class ModelRunner:
         else:
             inputs = self._text_inputs(step, launch)
             self._run(launch.bucket, inputs, len(inputs.tokens), pending)
+            self._launched = inputs
+            if self.draft is not None:
+                self.draft.read(launch.bucket, inputs)
 
     def _launch_reset_or_vision(self, step: Step, launch: Launch, pending: PendingStep) -> None:
         """Runs a RESET or VISION launch."""
@@ -327,6 +351,8 @@ class ModelRunner:
         def part(inputs: HeadInputs, full: bool) -> Pending[HeadOutput]:
             count = len(inputs.slot)
             bucket = head_bucket(count, full, best, self.plan, told, cold)
+            if full and inputs.ahead is not None:
+                bucket = ahead_bucket(count, self.plan)
             return self.backend.fetch(self._run(bucket, inputs, count, pending), count)
 
         def apart(inputs: HeadInputs) -> Pending[HeadOutput]:

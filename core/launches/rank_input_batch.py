@@ -102,6 +102,11 @@ class RankInputBatch:
         self.has_adapters = False
         """True if a row has an adapter."""
 
+    @property
+    def keys(self) -> tuple[int, ...]:
+        """The scheduler's keys of the rows, in order."""
+        return tuple(self._keys)
+
     # Changes by a Step
 
     def apply(self, change: BatchChange | None) -> None:

@@ -108,4 +108,6 @@ def select_rows(inputs: HeadInputs, indices: RowIndices, masks: bool) -> HeadInp
     """
     named = (field.name for field in dataclasses.fields(HeadInputs) if field.name != "masks")
     held = {name: values[indices] for name in named if (values := getattr(inputs, name)) is not None}
+    if not masks:
+        held = {name: values for name, values in held.items() if name not in ("place", "ahead")}
     return HeadInputs(**held, masks=inputs.masks if masks else inputs.masks[:1])

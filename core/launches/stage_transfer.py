@@ -43,7 +43,7 @@ def own_plan(plan: Plan, share: StageShare) -> Plan:
     if share.stages == 1:
         return plan
     kept = tuple(b for b in plan.buckets if runs_on_stage(share, b.stage))
-    return Plan(plan.policy, plan.version, kept, plan.block_size, plan.notes, plan.whole)
+    return Plan(plan.policy, plan.version, kept, plan.block_size, plan.notes, plan.whole, drafts=plan.drafts)
 
 
 def transferred_rows(bucket: Bucket, most: int) -> int:

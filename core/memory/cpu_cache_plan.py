@@ -115,20 +115,23 @@ def plan_cpu(
     image_tokens: int,
     ranks: int = 1,
     quantised: str = "",
+    draft: ModelConfig | None = None,
 ) -> CachePlan:
     """Plans the caches of an engine on the CPU.
 
     ``available`` is the memory before weights are loaded. The ``ranks`` share one machine, so byte counts are sums over
-    all ranks. ``quantised``: ``Policy.quantised``.
+    all ranks. ``quantised``: ``Policy.quantised``. ``draft``: a model whose keys every block holds too.
 
     Raises:
         StartupError: there is not enough memory, or the model length exceeds the model or the KV cache; the message
             names a value that fits.
     """
-    text = config.text
-    longest = _longest(config, asked)
+    text, longest = config.text, _longest(config, asked)
     weights = weights_bytes(config, itemsize, ranks, quantised)
     per_block = max(ranks // text.kv_heads, 1) * block_bytes(text, asked.block_size, itemsize)
+    if draft is not None:
+        per_block += block_bytes(draft.text, asked.block_size, itemsize)
+        weights += _draft_bytes(draft, itemsize, quantised, available - weights)
     left = available - weights
     if left < per_block:
         raise StartupError(
@@ -138,12 +141,9 @@ def plan_cpu(
     wanted = asked.max_model_len or longest
     usable = asked.max_num_seqs * -(-wanted // asked.block_size)
     budget = asked.kv_bytes if asked.kv_bytes is not None else min(KV_CAP, int(KV_SHARE * left))
-    if asked.num_blocks is not None:
-        blocks = asked.num_blocks
-    else:
-        blocks = budget // per_block if asked.kv_bytes is not None else min(budget // per_block, usable)
-    fits = blocks * asked.block_size
-    notes = []
+    most = budget // per_block if asked.kv_bytes is not None else min(budget // per_block, usable)
+    blocks = most if asked.num_blocks is None else asked.num_blocks
+    fits, notes = blocks * asked.block_size, list[str]()
     if fits < wanted:
         if asked.max_model_len is not None or fits < 1:
             need = -(-wanted // asked.block_size) * per_block
@@ -167,6 +167,17 @@ def plan_cpu(
         weights_bytes=weights,
         notes=tuple(notes),
     )
+
+
+def _draft_bytes(draft: ModelConfig, itemsize: int, quantised: str, left: int) -> int:
+    """Returns the bytes of a draft model's weights; raises StartupError if they are more than ``left``."""
+    need = weights_bytes(draft, itemsize, 1, quantised)
+    if need > left:
+        raise StartupError(
+            f"the draft model does not fit: its weights need {gib(need)} and {gib(max(left, 0))} are left; "
+            f"{gib(need - max(left, 0))} are missing"
+        )
+    return need
 
 
 def arena_rows(config: ModelConfig, asked: CacheOptions, image_tokens: int, model_len: int) -> int:

@@ -11,9 +11,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-from trencadis.core.buckets import LORA, Bucket, GraphMemory, InputSizes, Plan, Stage, padded_tokens
+from trencadis.core.buckets import (
+    LORA,
+    Bucket,
+    GraphMemory,
+    InputSizes,
+    Plan,
+    Stage,
+    drafts_ahead,
+    padded_tokens,
+    verified_width,
+)
 from trencadis.core.checkpoint.family import DeviceShare
-from trencadis.core.checkpoint.model_config import SANDWICH, ModelConfig, TextConfig
+from trencadis.core.checkpoint.model_config import OUT, SANDWICH, ModelConfig, TextConfig
 from trencadis.core.checkpoint.registry import family_of
 from trencadis.core.kv_cache_format import head_bytes
 from trencadis.core.memory import launch_memory
@@ -58,7 +68,14 @@ From a published log, for each of 48 graphs.
 CODE = 4096
 """Bytes of one operation of a graph with a shared workspace: a guess that measurements replace."""
 
-OPERATIONS = {Stage.PREFILL: 80, Stage.FRESH: 50, Stage.CONTEXT: 80, Stage.DECODE: 96, Stage.VISION: 72}
+OPERATIONS = {
+    Stage.PREFILL: 80,
+    Stage.FRESH: 50,
+    Stage.CONTEXT: 80,
+    Stage.DECODE: 96,
+    Stage.VISION: 72,
+    Stage.VERIFY: 100,
+}
 """Operations of a layer in the reference bodies, rounded up; each tile of the tower's full attention adds 9."""
 
 HEAD_OPERATIONS = 120
@@ -242,7 +259,8 @@ class MemoryEstimator:
             return 4 * bucket.dims[0] * (self.classes or self.text.width)
         if bucket.stage is not Stage.SAMPLE:
             return 0
-        return 4 * bucket.dims[0] * (3 + 2 * MAX_LOGPROBS if bucket.variant == "full" else 1)
+        told = bucket.variant == "full" or drafts_ahead(bucket) > 0
+        return 4 * bucket.dims[0] * (3 + 2 * MAX_LOGPROBS if told else 1)
 
     def all_inputs(self, plan: Plan) -> int:
         """Returns the bytes of the inputs of all programs, which are allocated at the start.
@@ -300,7 +318,8 @@ class MemoryEstimator:
             tower = v.activations(size, self.itemsize, self.towers, self.model.alignment_unit(self.unit))
             return max(tower, launch_memory.held_bytes(self.model, size, self.itemsize, self.ranks))
         if stage is Stage.SAMPLE:
-            return t.vocab * (4 * size if bucket.variant == "greedy" else 40 * size + 7) + self._opened[1]
+            each = 4 if bucket.variant == "greedy" else 48 if drafts_ahead(bucket) else 40
+            return t.vocab * (each * size + (0 if each == 4 else 7)) + self._opened[1]
         if stage is Stage.RESET:
             return 0
         if stage is Stage.POOL:
@@ -308,14 +327,15 @@ class MemoryEstimator:
             return size * t.width * (self.itemsize + 21 + inner) + 4 * size**2
         heads, d = self._share(t.heads), t.head_dim
         held = STREAMS + (
-            1 if t.norm_placement == SANDWICH else 0
+            1 if t.norm_placement in (SANDWICH, OUT) else 0
         )  # inputs and outputs of the norms after attention and MLP
         streams = size * (held * t.hidden * self.itemsize + (16 if t.second_rotary else 8) * d)
         attention = size * 3 * (heads + 2 * self.kv_heads) * d * self.itemsize
         attention += size * (heads * d * self.itemsize + 8) if t.query_growth is not None else 0
-        if len(bucket.dims) == 2 and stage in (Stage.CONTEXT, Stage.DECODE):
+        if len(bucket.dims) == 2 and stage in (Stage.CONTEXT, Stage.DECODE, Stage.VERIFY):
             width = bucket.dims[1] * block_size
-            attention += self._gathered_bytes(stage, size, width, heads)
+            each = verified_width(bucket) if stage is Stage.VERIFY else 1
+            attention += self._gathered_bytes(stage, size, width, heads * each)
         if self.cross_attention_bytes is not None:
             attention += self.cross_attention_bytes(bucket, self._sizes(block_size))
         else:
@@ -362,15 +382,16 @@ class MemoryEstimator:
         row_numbers = cross_attention_row_bytes(self.model, bucket) if self.cross_attention_bytes is None else 0
         if stage is Stage.VISION:
             return (9 + bool(self.model.vision and self.model.vision.slot.padding_windows)) * dims[0]
-        if len(dims) != 2 or stage not in (Stage.CONTEXT, Stage.DECODE):
+        if len(dims) != 2 or stage not in (Stage.CONTEXT, Stage.DECODE, Stage.VERIFY):
             return row_numbers
         size, blocks = dims
         width = blocks * self.block_size
         if stage is Stage.CONTEXT:
             sliced = width + 4 * -(-width // (SLICE // self.block_size * self.block_size))
             return row_numbers + (size * (width + size) if is_joined_context(size, width) else sliced)
-        heads = 2 * self._share(self.text.heads) * self.kv_heads * self.itemsize  # spread to heads and back
-        return blocks * 16 + 4 * width + 4 * size * blocks + heads + row_numbers
+        each = verified_width(bucket) if stage is Stage.VERIFY else 1
+        heads = 2 * each * self._share(self.text.heads) * self.kv_heads * self.itemsize  # spread to heads and back
+        return blocks * 16 + 4 * width * each + 4 * size * blocks + heads + row_numbers
 
     def _gathered_bytes(self, stage: Stage, size: int, width: int, heads: int) -> int:
         """Returns the bytes of keys and values gathered from the cache, per slice, and of their scores or outputs."""
@@ -420,7 +441,7 @@ class MemoryEstimator:
             return size * (self.ranks * share * self.itemsize + cut_widths)
         if bucket.stage in HEADS:
             return 0
-        cut_widths = CUT_WIDTHS + (1 if t.norm_placement == SANDWICH else 0)
+        cut_widths = CUT_WIDTHS + (1 if t.norm_placement in (SANDWICH, OUT) else 0)
         experts = 0 if t.experts is None else size * len(self.model.share.layers) * self._share(t.experts.inner)
         first = 8 * t.head_dim + 16 + (4 if t.query_growth is not None else 0)
         kept = self._layers_keep(bucket, self.ranks, t.hidden, t.head_dim, cut_widths, t.heads, first)

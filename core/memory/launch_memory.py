@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from trencadis.core.buckets import Bucket, InputSizes, Policy, Stage, padded_tokens
+from trencadis.core.buckets import Bucket, InputSizes, Policy, Stage, drafts_ahead, padded_tokens
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.cross_attention_inputs import planned_units
 from trencadis.core.request import MAX_BIAS
@@ -23,7 +23,9 @@ def any_inputs(bucket: Bucket, sizes: InputSizes) -> int:
         mixed = 8 * sizes.slot.position_neighbours
         return dims[0] * (sizes.slot.values + 8 + mixed) + dims[0] // 8 + 8 * (dims[0] // sizes.slot.cell)
     if stage is Stage.SAMPLE:
-        return dims[0] * 64 + bits * (1 if bucket.variant == "greedy" else dims[0] + 1)
+        ahead = drafts_ahead(bucket)
+        each = 64 + (8 + 8 * ahead if ahead else 0)
+        return dims[0] * each + bits * (1 if bucket.variant == "greedy" else dims[0] + 1)
     if stage is Stage.POOL:
         return dims[0] * 12
     if stage is Stage.RESET:

@@ -30,7 +30,7 @@ def pool_of(stage: Stage) -> str:
     """Returns the pool that a stage's graphs are charged to; SAMPLE, RESET and POOL use the decode pool."""
     if stage is Stage.VISION:
         return VISION
-    return DECODE if stage in (Stage.DECODE, Stage.SAMPLE, Stage.RESET, Stage.POOL) else TEXT
+    return DECODE if stage in (Stage.DECODE, Stage.VERIFY, Stage.SAMPLE, Stage.RESET, Stage.POOL) else TEXT
 
 
 class DeviceTooSmall(StartupError):
@@ -63,7 +63,10 @@ class GraphSettings:
 
 @dataclass(frozen=True)
 class MemoryInUse:
-    """Bytes that are in use before the KV cache is allocated."""
+    """Bytes that are in use before the KV cache is allocated.
+
+    ``draft_weights``, ``draft_kv``: those of a model that drafts; its KV has as many blocks as the KV cache.
+    """
 
     total: int
     others: int = 0
@@ -75,6 +78,8 @@ class MemoryInUse:
     activations: int = 0
     copies: int = 0
     adapters: int = 0
+    draft_weights: int = 0
+    draft_kv: int = 0
 
     @property
     def free(self) -> int:
@@ -85,7 +90,7 @@ class MemoryInUse:
     def taken(self) -> int:
         """Bytes of other programs, weights, fixed tensors, and the activations of the costliest launch."""
         fixed = self.weights + self.arena + self.state + self.hidden + self.inputs + self.copies + self.adapters
-        return self.others + fixed + self.activations
+        return self.others + fixed + self.activations + self.draft_weights + self.draft_kv
 
 
 @dataclass(frozen=True)
@@ -225,6 +230,7 @@ class Ledger:
             ("used by others", b.others),
             ("weights", b.weights),
             *([("adapters", b.adapters)] if b.adapters else []),
+            *([("draft weights", b.draft_weights), ("draft KV", b.draft_kv)] if b.draft_weights else []),
             ("image arena", b.arena),
             ("sampler state", b.state),
             ("hidden rows", b.hidden),

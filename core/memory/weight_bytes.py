@@ -103,6 +103,7 @@ def layer_values(model: ModelConfig, index: int, ranks: int, width: int = 1) -> 
     crosses = index in t.cross_attention_layers
     layer += (qkv if t.qkv_bias else 0) + (t.hidden if t.out_bias else 0)
     layer += (2 * t.head_dim if t.qk_norm or crosses else 0) + 2 * crosses  # its gates
+    layer += (t.heads + t.kv_heads) * t.head_dim if t.joint_qk_norm else 0
     if t.experts is not None and index not in t.experts.dense:
         shared = t.experts.shared_values(t.hidden, shared_columns(model, ranks, width))
         return layer + t.experts.values(t.hidden, ranks) + shared + t.experts.bias_values(t.hidden, ranks)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trencadis.core.checkpoint.model_config import RMS_ONE, TextConfig
 from trencadis.core.checkpoint.weight_source import StackedPart, StoredRows, WeightSource, stack
-from trencadis.core.device.backend import AdapterRows, Attn, Backend, LayerKV, Rotary
+from trencadis.core.device.backend import AdapterRows, Attn, Backend, LayerKV, Rotary, SinksArgument
 from trencadis.core.kv_cache_format import KVFormat
 from trencadis.core.models.kv_cache_codes import pairs_of, static_of
 from trencadis.core.models.linear import (
@@ -121,7 +121,7 @@ class Attention:
         self.rotary_dim, self.adjacent = c.rotary_dim or (d if c.adjacent_pairs else 0), c.adjacent_pairs
         self.window = (window,) if window else ()
         self.scales_queries, self.has_sinks = c.query_growth is not None, c.sinks
-        self.sinks: dict[str, Tensor] = {}
+        self.sinks: SinksArgument = {}
         sizes = {"q_proj": c.heads, "k_proj": c.kv_heads, "v_proj": c.kv_heads}
         parts = tuple(ColumnPart(name, heads * d, d) for name, heads in sizes.items())
         self.qkv = ColumnParallelLinear(self.ops, comm, c.hidden, parts, bias=c.qkv_bias)
@@ -133,6 +133,10 @@ class Attention:
         self.device, self.values = backend.device, backend.values
         above_one = c.norm == RMS_ONE
         self.norms = tuple(RMSNorm(self.ops, d, c.eps, above_one) for _ in "qk") if c.qk_norm else None
+        self.joint_norms: tuple[RMSNorm, ...] = ()
+        if c.joint_qk_norm:
+            assert comm.world == 1, "the norms of q and k go over all heads, which ranks cannot share"
+            self.joint_norms = tuple(RMSNorm(self.ops, heads * d, c.eps, above_one) for heads in (c.heads, c.kv_heads))
 
     def load(self, source: WeightSource, name: str) -> None:
         if self.rotary_dim:
@@ -142,7 +146,7 @@ class Attention:
         if self.has_sinks:
             size, start, stop, width = self.query_heads
             self.sinks["sinks"] = pad_rows(source.shard(f"{name}.sinks", (size,), 0, start, stop), width).float()
-        for norm, part in zip(self.norms or (), ("q_norm", "k_norm"), strict=False):
+        for norm, part in zip(self.norms or self.joint_norms, ("q_norm", "k_norm"), strict=False):
             norm.load(source, f"{name}.{part}")
         if self.kv_format is not None:
             self._load_cache(source, name, self.kv_format)
@@ -185,6 +189,8 @@ class Attention:
         n = x.shape[0]
         q, k, v = torch.split(self.qkv(x, rows), self.sizes, dim=1)
         d = self.head_dim
+        if self.joint_norms:
+            q, k = self.joint_norms[0].joint(q), self.joint_norms[1].joint(k)
         q, k, v = q.view(n, -1, d), k.view(n, -1, d), v.view(n, -1, d)
         if self.norms is not None:
             q, k = self.norms[0].heads(q), self.norms[1].heads(k)
@@ -194,5 +200,5 @@ class Attention:
         return self.ops.attend(q, k, v, self.kv, attn, self.scale, *self.window, **self.sinks).reshape(n, -1)
 
     def nbytes(self) -> int:
-        beside = sum(t.nbytes for t in (self.pairs, self.static, *self.sinks.values()) if t is not None)
-        return self.qkv.bytes + self.out.bytes + sum(norm.nbytes() for norm in self.norms or ()) + beside
+        beside = sum(t.nbytes for t in (self.pairs, self.static, self.sinks.get("sinks")) if t is not None)
+        return self.qkv.bytes + self.out.bytes + sum(norm.nbytes() for norm in self.norms or self.joint_norms) + beside

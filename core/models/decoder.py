@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trencadis.core.checkpoint.checkpoint_source import CheckpointSource
-from trencadis.core.checkpoint.model_config import GATED, POST, SANDWICH, ModelConfig, TextConfig
+from trencadis.core.checkpoint.model_config import GATED, OUT, POST, SANDWICH, ModelConfig, TextConfig
 from trencadis.core.checkpoint.pooling_config import Pooling
 from trencadis.core.checkpoint.registry import family_of
 from trencadis.core.checkpoint.weight_source import WeightSource
@@ -99,7 +99,7 @@ class StageEntry:
 class DecoderLayer:
     """A decoder layer: attention, and an MLP or experts.
 
-    Norms are applied before them, before and after them, or after the residual sums.
+    Norms are applied before them, before and after them, after them, or after the residual sums.
     """
 
     def __init__(self, backend: Backend, c: TextConfig, group: int = 1, index: int = 0, aligned: int = 1) -> None:
@@ -114,6 +114,7 @@ class DecoderLayer:
             kind = GatedMLP if c.mlp == GATED else PlainMLP
             self.mlp = kind(ops, backend.comm, c.hidden, c.intermediate, c.mlp_bias, group, c.activation, aligned)
         self.norms_after_sum, self.scale = c.norm_placement == POST, c.residual_scale
+        self.norms_after_parts = c.norm_placement == OUT
         self.out_norms = (
             [norm_of(c.norm, ops, c.hidden, c.eps) for _ in range(2)] if c.norm_placement == SANDWICH else []
         )
@@ -133,8 +134,11 @@ class DecoderLayer:
         """Returns (MLP output, residual stream without it); like the inputs, both are [n, hidden] in the backend's
         dtype.
 
-        With norms after the residual sums, returns (the stream, None). ``rows``: the adapters of the tokens.
+        Without norms before attention, returns (the stream, None). ``rows``: the adapters of the tokens.
         """
+        if self.norms_after_parts:
+            x = x + self.input_norm(scaled(self.attention(x, rotary, attn, rows), self.scale))[0]
+            return x + self.post_norm(scaled(self.mlp(x, rows), self.scale))[0], None
         if self.norms_after_sum:
             return self._forward_post_norm(x, rotary, attn, rows), None
         normed, residual = self.input_norm(x, residual)
@@ -195,7 +199,7 @@ class DecoderEntry:
         x = self._scale_embeddings(self.embedding(tokens, from_slot, last, image_row, arena), image_row)
         if self.adds_tables:
             x = self._add_tables(x, positions)
-        residual = ops.first_residual(x) if c.norm_placement != POST else None
+        residual = ops.first_residual(x) if c.norm_placement not in (POST, OUT) else None
         deepstack_rows = tuple(image_row.long() + part for part in range(1, self.parts))
         rotary, windowed = self.rotary(ops, positions), self.rotary.of_windows(ops, positions)
         return FirstLayerInputs(x, residual, rotary, windowed, deepstack_rows)
@@ -335,6 +339,7 @@ class Decoder:
         else:
             self.leave = DecoderExit(self.ops, None)
         self.pooler = Pooler(self.ops)
+        self.taps: tuple[int, ...] = ()  # layers before which the residual stream is kept in ``persistent.taps``
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Loads checkpoint tensors by their stored names, in any order; raises StartupError if one is missing."""
@@ -428,11 +433,16 @@ class Decoder:
             rows_of = (ops.prepare_adapters(inputs.adapter, self.adapter_numbers, self.backend.dtype),)
         elif not deepstack_rows and hasattr(ops, "group_layers"):
             layers = cast(GroupingOps, ops).group_layers(layers, attn)
+        states: dict[int, Tensor] = {}
         for i, layer in enumerate(layers):
+            if i in self.taps:
+                states[i] = x if residual is None else x + residual
             x, residual = ops.layer(layer, x, residual, local if layer.local else rotary, attn, *rows_of)
             if i < len(deepstack_rows):
                 x = ops.region(self.deepstack_add, x, deepstack_rows[i], p.arena)
             ops.cut("layer")
+        if p.taps is not None and states:
+            ops.scatter_rows(p.taps, inputs.out_row, torch.cat([states[i] for i in self.taps], 1))
         ops.by_rows(self.leave, (x, residual, inputs.out_row), p.hidden)
 
     def _start(self, inputs: TextTensors) -> FirstLayerInputs:

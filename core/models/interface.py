@@ -35,6 +35,7 @@ class Persistent:
     arena: Tensor  # [arena rows x ModelConfig.row_parts, width]; rows 0 (ZERO) and 1 (SINK) are reserved
     state: SamplerState
     stream: Tensor | None = None  # like ``hidden``: received rows, from row 1 on; None on the first stage
+    taps: Tensor | None = None  # [like ``hidden``, hidden of each tapped layer]: residual streams, side by side
 
 
 class MaskingOps(Protocol):

@@ -25,8 +25,12 @@ def make_model(config: ModelConfig, backend: Backend) -> Model:
     return made(config, backend)
 
 
-def load_model(config: ModelConfig, backend: Backend, cfg: EngineConfig | None = None) -> Model:
+def load_model(
+    config: ModelConfig, backend: Backend, cfg: EngineConfig | None = None, made: Model | None = None
+) -> Model:
     """Loads and packs the model of a checkpoint; with ``cfg.load_format`` "dummy" the weights are random.
+
+    ``made``: the model, without weights; None: that of the architecture.
 
     Raises:
         StartupError: the architecture is not supported, or weights are missing, unreadable or have wrong shapes.
@@ -34,7 +38,7 @@ def load_model(config: ModelConfig, backend: Backend, cfg: EngineConfig | None =
     from trencadis.core.checkpoint.weight_loader import open_weights
     from trencadis.core.checkpoint.weight_source import KeepingOps  # torch
 
-    model = make_model(config, backend)
+    model = made or make_model(config, backend)
     cfg = cfg or EngineConfig()
     begun = time.perf_counter()
     keeping = backend.ops if isinstance(backend.ops, KeepingOps) else None

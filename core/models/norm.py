@@ -32,6 +32,10 @@ class RMSNorm:
         """Returns the norm of each head of x [n, heads, width]."""
         return self.ops.rms_norm(x.reshape(-1, self.width), self.weight, self.eps)[0].view(x.shape)
 
+    def joint(self, x: Tensor) -> Tensor:
+        """Returns the norm of all heads together of x [n, width], which may be a slice of wider rows."""
+        return self.ops.rms_norm(x.contiguous(), self.weight, self.eps)[0]
+
     def nbytes(self) -> int:
         return self.weight.nbytes
 

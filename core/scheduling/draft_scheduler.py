@@ -13,20 +13,19 @@ from collections.abc import Callable, Iterable
 
 from trencadis.core.engine_stats import EngineStats
 from trencadis.core.kv.block_pool import BlockPool
+from trencadis.core.scheduling.model_drafts import ModelDrafts, WantedDrafts
 from trencadis.core.scheduling.persistent_batch import PersistentBatch
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.scheduling.sequence import Sequence, SequenceDrafter, SequenceStatus
 from trencadis.core.scheduling.step_builder import InFlightStep, StepBuilder
+from trencadis.core.shared_constants import DRAFTED_ROWS
 from trencadis.core.spec.answer_counts import AnswerCounts, Owner, SuffixSource
-from trencadis.core.spec.draft_costs import AcceptanceRates, StepSeconds, choose_count
+from trencadis.core.spec.draft_costs import AcceptanceRates, DraftModes, StepSeconds, choose_count
 from trencadis.core.spec.draft_source import DraftSource, FirstOf, cut_at
 from trencadis.core.spec.ngram_index import NgramSource
 from trencadis.core.spec.predicted_text import PredictionSource
-from trencadis.core.spec.spec_config import SpeculationConfig
+from trencadis.core.spec.spec_config import DRAFT_MODEL, SpeculationConfig
 from trencadis.core.step import Draw, Row
-
-SAMPLED_ROWS = 64
-"""Most rows of SAMPLE in a step with drafts, if ``max_rows`` is smaller."""
 
 MakeSource = Callable[[Sequence], DraftSource]
 
@@ -65,6 +64,8 @@ class DraftScheduler:
         self._make = make_source or self._make_source
         self._counts = AnswerCounts(shortest=config.shortest, longest=config.longest)
         self.seconds = StepSeconds()
+        self.model: ModelDrafts | None = None
+        """Set if a model drafts."""
         self._last = 0.0
         totals.spec_accepted_at = [0] * config.drafts
 
@@ -97,7 +98,9 @@ class DraftScheduler:
         """Returns True if ``seq``, one of ``running``, could be drafted or forced on once its token is known."""
         if not seq.outputs or not can_draft(seq, self._limits):
             return False
-        return bool(self.count_forced(seq) or self._propose(seq, running, running, float(running)))
+        if self.count_forced(seq) or self._propose(seq, running, running, float(running)):
+            return True
+        return self.model is not None and self._count_of_model(seq, running, running, float(running)) > 0
 
     def count_forced(self, seq: Sequence) -> int:
         """Returns how many ids the masks of ``seq`` may force after a sampled one.
@@ -106,21 +109,53 @@ class DraftScheduler:
         """
         return self.config.forced if seq.masked and not seq.request.params.reports and not seq.mates else 0
 
-    def prepare(self, running: list[Sequence], batch: PersistentBatch) -> None:
+    def prepare(self, running: list[Sequence], batch: PersistentBatch, pool: BlockPool) -> None:
         """Proposes drafts for the ``running`` sequences of a micro-batch; those with drafts leave its batch."""
         tokens = len(running)
         expected = float(tokens)
+        wanted: list[WantedDrafts] = []
         for seq in running:
             seq.proposal = ()
             if seq.pending or not seq.outputs or seq.due == 0 or not can_draft(seq, self._limits):
                 continue
             seq.proposal = self._propose(seq, len(running), tokens, expected)
-            if seq.proposal:
-                tokens += len(seq.proposal)
+            count = len(seq.proposal)
+            if not count and self.model is not None and seq.due == 1:
+                count = self._count_of_model(seq, len(running), tokens, expected)
+                if count:
+                    wanted.append(WantedDrafts(seq, count))
+            if count:
+                tokens += count
                 if seq.drafter is not None:
-                    expected += seq.drafter.rates.gains(len(seq.proposal))[-1]
+                    expected += seq.drafter.rates.gains(count)[-1]
                 if seq.batch_row >= 0:
                     batch.leave(seq)
+        if wanted and self.model is not None:
+            self.model.draft(wanted, pool, len(running))
+
+    def _count_of_model(self, seq: Sequence, running: int, tokens: int, expected: float) -> int:
+        """Returns how many drafts of the model for ``seq`` pay in a step of ``tokens`` other tokens."""
+        assert self.model is not None
+        config, most = self.config, self._most(seq, seq.count_known())
+        if most <= 0 or (config.rows and running > config.rows):
+            return 0
+        rates = self._drafter_of(seq).rates
+        return most if config.always else choose_count(rates, self.seconds, most, tokens, expected, self.model.seconds)
+
+    def _most(self, seq: Sequence, known: int) -> int:
+        """Returns how many drafts may follow the ``known`` tokens of ``seq``."""
+        # One draw follows the last draft, and the text fits the rotary table of its keys.
+        most = min(self.config.drafts, seq.limit - (known - seq.prompt) - 1)
+        if self._limits.long_from and not seq.long:
+            most = min(most, self._limits.long_from - len(seq.tokens))
+        return most
+
+    def _drafter_of(self, seq: Sequence) -> SequenceDrafter:
+        if seq.drafter is None:
+            draws = self.config.method == DRAFT_MODEL and not seq.request.params.greedy
+            modes = DraftModes() if draws else None
+            seq.drafter = SequenceDrafter(self._make(seq), AcceptanceRates(self.config.drafts), modes)
+        return seq.drafter
 
     def _propose(self, seq: Sequence, running: int, tokens: int, expected: float) -> tuple[int, ...]:
         """Returns the drafts of ``seq`` that pay in a step of ``tokens`` other tokens."""
@@ -129,18 +164,14 @@ class DraftScheduler:
             return ()
         if not config.method and not seq.request.prediction and self._make == self._make_source:
             return ()
-        # One draw follows the last draft, and the text fits the rotary table of its keys.
-        most = min(config.drafts, seq.limit - (known - seq.prompt) - 1)
-        if self._limits.long_from and not seq.long:
-            most = min(most, self._limits.long_from - len(seq.tokens))
+        most = self._most(seq, known)
         if most <= 0:
             return ()
-        if seq.drafter is None:
-            seq.drafter = SequenceDrafter(self._make(seq), AcceptanceRates(config.drafts))
-        ids = cut_at(seq.drafter.source.propose(seq.tokens, known, most).ids, seq.stops, self._limits.vocab)
+        drafter = self._drafter_of(seq)
+        ids = cut_at(drafter.source.propose(seq.tokens, known, most).ids, seq.stops, self._limits.vocab)
         if not ids or config.always:
             return ids
-        return ids[: choose_count(seq.drafter.rates, self.seconds, len(ids), tokens, expected)]
+        return ids[: choose_count(drafter.rates, self.seconds, len(ids), tokens, expected)]
 
     # While a step is built
 
@@ -150,7 +181,7 @@ class DraftScheduler:
         ``persistent``: rows of the persistent batch.
         """
         drawn = persistent + sum(len(row.samples) for row in builder.rows)
-        free = max(self._limits.max_rows, SAMPLED_ROWS) - drawn
+        free = max(self._limits.max_rows, DRAFTED_ROWS) - drawn
         rows = {row.key: at for at, row in enumerate(builder.rows)}
         for seq in builder.scheduled:
             if not seq.proposal or seq.key not in rows:
@@ -211,6 +242,8 @@ class DraftScheduler:
         seq.stats.accepted += accepted
         if seq.drafter is not None:
             seq.drafter.rates.learn(drafted, accepted)
+            if seq.drafter.modes is not None:
+                seq.drafter.modes.learn(drafted, accepted)
 
 
 def drop_surplus_blocks(seq: Sequence, pool: BlockPool, size: int) -> None:

@@ -118,7 +118,7 @@ class Scheduler:
         self.micro_batches.batch.leave_spent()
         if self.drafting is not None:
             mine = [seq for seq in self.running if seq.micro_batch == self.micro_batches.current]
-            self.drafting.prepare(mine, self.micro_batches.batch)
+            self.drafting.prepare(mine, self.micro_batches.batch, self.pool)
         others = [] if self.micro_batches.is_all_persistent else self._list_unbatched()
         vision = (
             self.encoder.begin(self._media_in_order(), self._skips_vision()) if self.with_media else VisionBuilder()
@@ -307,7 +307,8 @@ class Scheduler:
             else NO_CROSS_ATTENTION
         )
         wide = 0 if targets is None else seq.prompt_width
-        some = images, tuple(draws), targets, seq.adapter_slot, pool, spans, cross_attention, wide
+        following = seq.tokens[end] if end < len(seq.tokens) else -1
+        some = images, tuple(draws), targets, seq.adapter_slot, pool, spans, cross_attention, wide, following
         builder.rows.append(Row(seq.key, seq.slot, start, tokens, blocks, positions, *some))
         self.publish(seq)
 

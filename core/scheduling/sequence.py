@@ -17,11 +17,11 @@ from trencadis.core.kv.block_hash import BlockHashChain
 from trencadis.core.media_spans import MediaSpan
 from trencadis.core.request import MAX_LOGPROBS, Delta, Request, RequestStats, TokenLogprob
 from trencadis.core.scheduling.random_numbers import uniform
-from trencadis.core.spec.draft_costs import AcceptanceRates
+from trencadis.core.spec.draft_costs import AcceptanceRates, DraftModes
 from trencadis.core.spec.draft_source import DraftSource
 from trencadis.core.step import PENDING, Int32, Opening, Pooled, PoolSpan, Sample
 
-SHAPING = (Stage.PREFILL, Stage.DECODE, Stage.FRESH, Stage.CONTEXT, Stage.VISION)
+SHAPING = (Stage.PREFILL, Stage.DECODE, Stage.FRESH, Stage.CONTEXT, Stage.VISION, Stage.VERIFY)
 BEST = Sample(best=True)
 """Sampling parameters of a plain greedy choice: the argmax, regardless of filters."""
 
@@ -59,6 +59,7 @@ class SequenceDrafter:
 
     source: DraftSource
     rates: AcceptanceRates
+    modes: DraftModes | None = None  # None: a model's likeliest ids are drafted
 
 
 @dataclass(slots=True, eq=False)

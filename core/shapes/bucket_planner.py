@@ -10,9 +10,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from trencadis.core import cross_attention_inputs
-from trencadis.core.buckets import LORA, POOL_ROWS, AxisRule, Bucket, Plan, Policy, Stage
+from trencadis.core.buckets import (
+    LORA,
+    POOL_ROWS,
+    AxisRule,
+    Bucket,
+    Plan,
+    Policy,
+    Stage,
+    ahead_variant,
+    verify_variant,
+)
 from trencadis.core.checkpoint.model_config import ModelConfig, SquareImage
 from trencadis.core.shapes.axis_sizes import AxisSpan, sizes, thinned, vision_boundaries
 from trencadis.core.shapes.bucket_options import AxisSettings, BucketOptions
@@ -157,7 +168,7 @@ def make_plan(
     buckets = _with_image_units(_prune_to_limit(builder, set(found)), limits.units)
     if limits.adapters:
         buckets = _with_adapters(buckets, _work(policy.cost))
-    return Plan(policy, 1, buckets, limits.block_size, tuple(builder.notes), whole, limits.units)
+    return Plan(policy, 1, buckets, limits.block_size, tuple(builder.notes), whole, limits.units, limits.drafts)
 
 
 TEXT = (Stage.PREFILL, Stage.DECODE, Stage.FRESH, Stage.CONTEXT)
@@ -166,6 +177,7 @@ COARSE = {
     Stage.FRESH: ("prompt_bs", "prompt_query"),
     Stage.CONTEXT: ("prompt_query", "prompt_ctx"),
     Stage.DECODE: ("decode_bs", "decode_block"),
+    Stage.VERIFY: ("decode_bs", "decode_block"),
 }
 """Stages that are pruned if a plan has too many buckets, and the axes that a user may set to forbid it."""
 
@@ -326,6 +338,34 @@ def _listed_decode(builder: PlanBuilder) -> Iterator[Bucket]:
         yield _note_added(builder, Bucket(Stage.DECODE, (1, builder.limits.row_blocks)))
 
 
+def _verify(builder: PlanBuilder) -> Iterator[Bucket]:
+    """Yields VERIFY(rows) on ragged devices, VERIFY(rows, blocks) if the list of blocks is an axis.
+
+    The width of a row is the variant. Rows are at most those that can have as many drafts as possible in one step.
+    """
+    limits, rules = builder.limits, builder.policy.rules[Stage.VERIFY]
+    if not limits.drafts:
+        return
+    variant = verify_variant(limits.drafts + 1)
+    for r in sizes("exp", AxisSpan(1, 1, limits.verified_rows, rules[0].density)):
+        if len(rules) == 1:
+            yield Bucket(Stage.VERIFY, (r,), variant)
+            continue
+        most = max(limits.row_blocks, builder.policy.decode_blocks)
+        span = AxisSpan(r, 1, max(min(r * limits.row_blocks, most), r), rules[1].density)
+        column = sizes("exp", span)
+        if rules[1].coarsest:
+            cost = builder.policy.cost
+            price = partial(_price_of_blocks, cost, r, variant)
+            column = thinned(column, price, builder.policy.tolerance, rules[1].coarsest)
+        yield from (Bucket(Stage.VERIFY, (r, k), variant) for k in column)
+
+
+def _price_of_blocks(cost: Callable[[Bucket], float], rows: int, variant: str, blocks: int) -> float:
+    """Returns the cost of a VERIFY launch of ``rows`` rows over ``blocks`` blocks."""
+    return cost(Bucket(Stage.VERIFY, (rows, blocks), variant))
+
+
 def _prefill(builder: PlanBuilder) -> Iterator[Bucket]:
     """Yields PREFILL(tokens, rows): a ragged launch, for two numbers of rows."""
     limits, (tokens_rule, _) = builder.limits, builder.policy.rules[Stage.PREFILL]
@@ -406,13 +446,16 @@ def vision_warning(largest: int, need: int, squares: Sequence[SquareImage]) -> s
 
 
 def _sample(builder: PlanBuilder) -> Iterator[Bucket]:
-    for r in _by_rows(builder, Stage.SAMPLE):
+    limits, rule = builder.limits, builder.policy.rules[Stage.SAMPLE][0]
+    for r in sizes("exp", AxisSpan(1, rule.step, limits.sampled_rows, rule.density)):
         yield Bucket(Stage.SAMPLE, (r,), "greedy")
         yield Bucket(Stage.SAMPLE, (r,), "full")
         if builder.policy.drawn_head:
             yield Bucket(Stage.SAMPLE, (r,), "draw")
         if builder.policy.penalised_head:
             yield Bucket(Stage.SAMPLE, (r,), "penalised")
+        if limits.drafts:
+            yield Bucket(Stage.SAMPLE, (r,), ahead_variant(limits.drafts))
 
 
 def _reset(builder: PlanBuilder) -> Iterator[Bucket]:
@@ -427,7 +470,7 @@ def _pool(builder: PlanBuilder) -> Iterator[Bucket]:
 
 
 def _by_rows(builder: PlanBuilder, stage: Stage) -> tuple[int, ...]:
-    """Returns numbers of rows up to max_num_seqs; the user's variables do not apply to SAMPLE and RESET."""
+    """Returns numbers of rows up to max_num_seqs; the user's variables do not apply to it."""
     rule = builder.policy.rules[stage][0]
     return sizes("exp", AxisSpan(1, rule.step, builder.limits.max_rows, rule.density))
 
@@ -441,4 +484,5 @@ STAGES: Mapping[Stage, Callable[[PlanBuilder], Iterator[Bucket]]] = {
     Stage.SAMPLE: _sample,
     Stage.RESET: _reset,
     Stage.POOL: _pool,
+    Stage.VERIFY: _verify,
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.buckets import Bucket, Stage, padded_tokens, verified_width
 from trencadis.core.checkpoint.model_config import GATED, ModelConfig, TextConfig
 from trencadis.core.checkpoint.registry import family_of
 from trencadis.core.shared_constants import WINDOW_SLOTS
@@ -51,6 +51,10 @@ class Costs:
         if stage is Stage.DECODE and len(dims) == 2:
             rows, blocks = dims
             return self.launch + rows + (self.pair * self.block_size + self.block) * blocks
+        if stage is Stage.VERIFY:
+            tokens, blocks = padded_tokens(bucket), dims[1] if len(dims) == 2 else 0
+            pairs = verified_width(bucket) * self.block_size * blocks
+            return self.launch + tokens + self.pair * pairs + self.block * blocks
         if stage is Stage.VISION:
             return self.vision_launch + self.slot * dims[0] + self.slot_pair * dims[0] ** 2
         if stage in (Stage.SAMPLE, Stage.RESET, Stage.POOL):

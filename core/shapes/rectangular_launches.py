@@ -1,9 +1,9 @@
 """Splits rows into rectangular launches by cost. Pure Python.
 
 A FRESH launch computes several prompts without context, a CONTEXT launch one row after its context, a DECODE launch one
-token of many rows. ``policy.cost`` chooses among planned buckets; one launch per row is always an option, so that no
-split costs more. A row never runs before a row that writes its blocks: FRESH reads no context, CONTEXT and DECODE keep
-the order of the Step.
+token of many rows, a VERIFY launch the last token and the drafts of many rows. ``policy.cost`` chooses among planned
+buckets; one launch per row is always an option, so that no split costs more. A row never runs before a row that writes
+its blocks: FRESH reads no context, CONTEXT and DECODE keep the order of the Step.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from trencadis.core.buckets import Bucket, Plan, Stage
+from trencadis.core.buckets import Bucket, Plan, Stage, verify_variant
 
 Spans = Sequence[tuple[int, int]]
 """Tokens [start, stop) that must stay in one launch, ascending."""
@@ -26,13 +26,15 @@ ALL_GROUPS = 16
 class RowNeed:
     """One row: its index in the Step, the tokens already in the cache, and the tokens to compute.
 
-    ``spans``: which of these tokens, (start, stop) ascending, must stay in one launch.
+    ``spans``: which of these tokens, (start, stop) ascending, must stay in one launch. ``drafted``: all tokens but the
+    first are drafts, whose blocks no other row reads.
     """
 
     row: int
     context: int
     tokens: int
     spans: Spans = ()
+    drafted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +55,14 @@ class RectangularLaunch:
 
 
 def split_rows(needs: Sequence[RowNeed], plan: Plan) -> list[RectangularLaunch]:
-    """Returns the launches of ``needs``: FRESH, then CONTEXT, then DECODE; the pieces of each row are in order."""
+    """Returns the launches of ``needs``: FRESH, then CONTEXT, then VERIFY and DECODE; the pieces of each row are in
+    order.
+    """
     cutter = RectangularSplitter(plan)
+    # Forced ids before the drafts may make a row longer than those of VERIFY: it is a chunk after its context.
+    drafted = [n for n in needs if n.drafted and n.tokens <= plan.drafts + 1]
+    if drafted:
+        needs = [n for n in needs if n not in drafted]
     fresh: list[RectangularLaunch] = []
     tails: list[tuple[int, list[RectangularLaunch]]] = []
     first = [n for n in needs if n.tokens > 1 and n.context == 0]
@@ -67,7 +75,8 @@ def split_rows(needs: Sequence[RowNeed], plan: Plan) -> list[RectangularLaunch]:
     order = {n.row: i for i, n in enumerate(needs)}
     tails.sort(key=lambda t: order[t[0]])
     found = [*fresh, *(c for _, cuts in tails for c in cuts)]
-    return found + cutter.decode([n for n in needs if n.tokens == 1])
+    single = [n for n in needs if n.tokens == 1]
+    return found + (cutter.verify(drafted, single) if drafted else cutter.decode(single))
 
 
 class RectangularSplitter:
@@ -202,34 +211,45 @@ class RectangularSplitter:
         """Returns the ``count`` largest sizes below ``need``, descending."""
         return [s for s in sizes if s < need][-count:][::-1]
 
-    # One token of many rows
+    # Few tokens of many rows
+
+    def verify(self, drafted: Sequence[RowNeed], single: Sequence[RowNeed]) -> list[RectangularLaunch]:
+        """Returns VERIFY launches of the rows with drafts, which the rows of one token join if that costs less."""
+        variant = verify_variant(self.plan.drafts + 1)
+        split = [*self._in_order(drafted, Stage.VERIFY, variant), *self.decode(single)]
+        if not single:
+            return split
+        joined = self._in_order([*drafted, *single], Stage.VERIFY, variant)
+        return min(joined, split, key=lambda launches: sum(self.cost(one.bucket) for one in launches))
 
     def decode(self, needs: Sequence[RowNeed]) -> list[RectangularLaunch]:
         """Returns DECODE launches in the order of the Step; a single one if no split can cost less."""
-        if not needs:
-            return []
-        totals = [0, *accumulate(n.context // self.block + 1 for n in needs)]
+        return self._in_order(needs, Stage.DECODE, "") if needs else []
 
-        table = self.plan.table(Stage.DECODE)
+    def _in_order(self, needs: Sequence[RowNeed], stage: Stage, variant: str) -> list[RectangularLaunch]:
+        """Returns launches of ``stage`` with all tokens of the rows, neighbours together."""
+        totals = [0, *accumulate((n.context + n.tokens - 1) // self.block + 1 for n in needs)]
+
+        table = self.plan.table(stage, variant)
 
         def price(start: int, stop: int) -> float:
             listed = totals[stop] - totals[start]
             found = table.find_with_cost((stop - start, listed)) if table else None
             if found is not None:
                 return found[0]
-            return NONE if stop - start > 1 else self.cost(self.plan.fit(Stage.DECODE, (1, listed)))
+            return NONE if stop - start > 1 else self.cost(self.plan.fit(stage, (1, listed), variant))
 
         # No split costs less than two launches without any padding.
-        least = self.cost(Bucket(Stage.DECODE, (len(needs), totals[-1]))) + self.cost(Bucket(Stage.DECODE, (0, 0)))
+        bare = self.cost(Bucket(stage, (0, 0), variant))
+        least = self.cost(Bucket(stage, (len(needs), totals[-1]), variant)) + bare
         groups = [(0, len(needs))]
         if len(needs) > 1 and price(0, len(needs)) > least:
-            groups = best_groups(len(needs), price, self.plan.sizes(Stage.DECODE, 0), 1)
+            groups = best_groups(len(needs), price, self.plan.sizes(stage, 0), 1)
         found = []
         for start, stop in groups:
-            pieces = tuple(RowPiece(n.row, 0, 1) for n in needs[start:stop])
-            found.append(
-                RectangularLaunch(self.plan.fit(Stage.DECODE, (stop - start, totals[stop] - totals[start])), pieces)
-            )
+            pieces = tuple(RowPiece(n.row, 0, n.tokens) for n in needs[start:stop])
+            bucket = self.plan.fit(stage, (stop - start, totals[stop] - totals[start]), variant)
+            found.append(RectangularLaunch(bucket, pieces))
         return found
 
 

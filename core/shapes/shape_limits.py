@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from trencadis.core.buckets import ENCODER_SLOTS, LARGEST
 from trencadis.core.checkpoint.model_config import SquareImage
-from trencadis.core.shared_constants import WINDOW_SLOTS
+from trencadis.core.shared_constants import DRAFTED_ROWS, WINDOW_SLOTS
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class ShapeLimits:
         encoder_slots: most slots of a launch of several images.
         images: (slots of one, fewest, most at a time) of images that get their own buckets.
         units: most images that tokens of one launch may attend to (cross-attention).
+        drafts: most drafts of a row; 0: nothing is drafted.
         adapters: slots of LoRA adapters; 0: no launch has adapters.
     """
 
@@ -48,6 +49,18 @@ class ShapeLimits:
     images: tuple[tuple[int, int, int], ...] = ()
     units: int = 0
     adapters: int = 0
+    drafts: int = 0
+
+    @property
+    def sampled_rows(self) -> int:
+        """Most rows of SAMPLE: one for each sequence, and one for each of its drafts in small batches."""
+        return max(self.max_rows, min(self.max_rows * (self.drafts + 1), DRAFTED_ROWS))
+
+    @property
+    def verified_rows(self) -> int:
+        """Rows of the largest launch that verifies drafts: those that have as many as possible in one step."""
+        width = self.drafts + 1
+        return max(min(self.sampled_rows, self.max_tokens) // width, 1)
 
     @property
     def chunk(self) -> int:

@@ -18,6 +18,9 @@ RATE_WEIGHT = 0.15
 RETRY = 48
 """Proposals that are skipped before one is verified again, so that a better text is noticed."""
 
+TRIAL = 12
+"""Of so many proposals of a model one is made in the way that was accepted less often."""
+
 TIME_WEIGHT = 0.2
 """Weight of a new duration in a mean."""
 
@@ -69,6 +72,29 @@ class AcceptanceRates:
         return found
 
 
+@dataclass(slots=True)
+class DraftModes:
+    """Of one sequence that samples: whether drafts of a model are its likeliest ids or drawn by the token's random
+    number, whichever was accepted more often.
+    """
+
+    shares: list[float] = field(default_factory=lambda: [FIRST_RATE, FIRST_RATE])
+    asked: int = 0
+    drawn: bool = False
+
+    def choose(self) -> bool:
+        """Returns True if the next drafts are drawn; now and then the other way is tried."""
+        self.asked += 1
+        better = self.shares[True] >= self.shares[False]
+        self.drawn = better if self.asked % TRIAL else not better
+        return self.drawn
+
+    def learn(self, drafted: int, accepted: int) -> None:
+        """Updates the mean share of accepted drafts of the way that was chosen last."""
+        before = self.shares[self.drawn]
+        self.shares[self.drawn] = before + RATE_WEIGHT * (accepted / drafted - before)
+
+
 class StepSeconds:
     """Mean durations of steps without prompts, by their number of tokens.
 
@@ -79,6 +105,11 @@ class StepSeconds:
     def __init__(self, slope: float = SLOPE) -> None:
         self._slope = slope
         self._seconds: dict[int, float] = {}
+
+    @property
+    def measured(self) -> bool:
+        """True if durations are seconds."""
+        return bool(self._seconds)
 
     def learn(self, tokens: int, seconds: float) -> None:
         """Updates the mean of steps of this size."""
@@ -110,15 +141,19 @@ class StepSeconds:
         return max(self.estimate(tokens + more) / self.estimate(tokens), 1.0)
 
 
-def choose_count(rates: AcceptanceRates, seconds: StepSeconds, most: int, tokens: int, expected: float) -> int:
+def choose_count(
+    rates: AcceptanceRates, seconds: StepSeconds, most: int, tokens: int, expected: float, each: float = 0.0
+) -> int:
     """Returns how many of ``most`` drafts give the step most tokens a second; 0: none pays.
 
     Args:
         tokens: tokens of the step without them; ``expected``: the tokens that it draws and accepts without them.
+        each: seconds that a draft takes to be made.
     """
     best, found = expected, 0
+    making = each / seconds.estimate(tokens) if each and seconds.measured else 0.0
     for count, gain in enumerate(rates.gains(most), 1):
-        speed = (expected + gain) / seconds.ratio(tokens, count)
+        speed = (expected + gain) / (seconds.ratio(tokens, count) + count * making)
         if speed > best:
             best, found = speed, count
     if found:

@@ -7,8 +7,16 @@ from dataclasses import dataclass
 SHORTEST, LONGEST = 2, 4
 """Default lengths in ids of the suffixes that are looked up."""
 
-METHODS = ("ngram", "suffix")
+TEXTS = ("ngram", "suffix")
 """Sources of drafts that need no model."""
+
+DRAFT_MODEL = "draft_model"
+"""Drafts come from a smaller model of the same tokenizer."""
+
+EAGLE3 = "eagle3"
+"""Drafts come from a head over hidden states of the target model."""
+
+METHODS = (*TEXTS, DRAFT_MODEL, EAGLE3)
 
 MOST_DRAFTS = 16
 """Largest number of drafts of a sequence in one step."""
@@ -32,6 +40,7 @@ class SpeculationConfig:
         rows: with more running sequences nothing is drafted; 0: no bound.
         always: draft whatever it costs, for tests.
         skipped: ids that are never drafted (placeholders of images).
+        model: folder of the model or head that drafts; empty: none does.
         forced: most ids that a step takes from masks that hold one id alone; 0: none.
     """
 
@@ -43,3 +52,4 @@ class SpeculationConfig:
     always: bool = False
     skipped: frozenset[int] = frozenset()
     forced: int = FORCED_IDS
+    model: str = ""

@@ -17,6 +17,7 @@ from trencadis.core.spec.spec_config import (
     METHODS,
     MOST_DRAFTS,
     SHORTEST,
+    TEXTS,
     SpeculationConfig,
 )
 
@@ -44,9 +45,9 @@ NO_EFFECT: Mapping[str, str] = {
     "suffix_decoding_max_spec_factor": "how many drafts pay is measured",
     "suffix_decoding_min_token_prob": "how many drafts pay is measured",
     "max_model_len": "drafts are made at any length",
-    "enforce_eager": "drafts come from texts, not from a model",
-    "draft_tensor_parallel_size": "drafts come from texts, not from a model",
-    "disable_padded_drafter_batch": "drafts come from texts, not from a model",
+    "enforce_eager": "a draft model runs without graphs",
+    "draft_tensor_parallel_size": "a draft model runs beside one rank",
+    "disable_padded_drafter_batch": "a draft model's batches are not padded",
     "rejection_sample_method": "a draft is accepted where it equals what is sampled without drafts",
 }
 """Keys of vLLM's configuration that change no answer here, with the reason."""
@@ -75,7 +76,7 @@ def requested_speculation(config: EngineConfig) -> SpeculationConfig | None:
         value = values.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most):
             raise StartupError(f"{_format_source(config, key)} must be a whole number in [1, {most}], got {value!r}.")
-    method = _method(config, values)
+    method, model = _method(config, values)
     longest = values.get("prompt_lookup_max")
     shortest = values.get("prompt_lookup_min")
     if longest is None:
@@ -87,7 +88,8 @@ def requested_speculation(config: EngineConfig) -> SpeculationConfig | None:
         raise StartupError(f"{low} ({shortest}) must not be greater than {high} ({longest}).")
     drafts = values.get("num_speculative_tokens") or DEFAULT_DRAFTS
     rows = values.get("disable_by_batch_size")
-    return SpeculationConfig(method, drafts, shortest, longest, 0 if rows is None else rows - 1, config.spec_always)
+    most = 0 if rows is None else rows - 1
+    return SpeculationConfig(method, drafts, shortest, longest, most, config.spec_always, model=model)
 
 
 def _merge(config: EngineConfig) -> dict[str, Any]:
@@ -137,8 +139,8 @@ def _format_source(config: EngineConfig, key: str) -> str:
     return f"{FLAG}: {key}" if config.speculative_config else SINGLE[key]
 
 
-def _method(config: EngineConfig, values: Mapping[str, Any]) -> str:
-    """Returns the source of drafts."""
+def _method(config: EngineConfig, values: Mapping[str, Any]) -> tuple[str, str]:
+    """Returns the source of drafts, and the folder of its model; empty: it needs none."""
     method, model = values.get("method"), values.get("model")
     if model in ("ngram", "[ngram]"):
         method, model = method or "ngram", None
@@ -147,14 +149,34 @@ def _method(config: EngineConfig, values: Mapping[str, Any]) -> str:
     method = "ngram" if method in (None, "[ngram]", "ngram_gpu") else method
     if method in DRAFT_MODELS:
         name = f" {model}" if isinstance(model, str) else ""
-        own = " and ".join(METHODS)
-        raise StartupError(f"{_source(config)}: guesses of a model ({method}{name}) are not built; {own} need no model")
+        own = ", ".join(METHODS)
+        raise StartupError(f"{_source(config)}: {method}{name} is not built; methods: {own}")
     if method not in METHODS:
         hint = _hint(str(method), METHODS)
         raise StartupError(f"{_format_source(config, 'method')}: {method!r} is none of {', '.join(METHODS)}{hint}.")
-    if model is not None:
+    if method in TEXTS and model is not None:
         raise StartupError(f"{_format_source(config, 'model')}: {method} needs no model; leave it out.")
-    return str(method)
+    if method not in TEXTS and not (isinstance(model, str) and model):
+        raise StartupError(f"{_format_source(config, 'model')} must be the folder of a checkpoint for {method}.")
+    return str(method), model or ""
+
+
+def _check_draft(config: EngineConfig, model: ModelConfig, policy: Policy, device: str) -> None:
+    """Raises StartupError where the device or another flag does not go with a draft model; one line."""
+    flag = _source(config)
+    if policy.rules:
+        raise StartupError(f"{flag}: the {device} backend drafts from texts; --device cpu runs draft models")
+    if config.tensor_parallel_size * config.pipeline_parallel_size > 1:
+        raise StartupError(f"{flag}: a draft model runs beside one rank; leave out -tp and -pp")
+    if config.packed_weights_dir:
+        raise StartupError(f"{flag}: packed weights are kept for one model; leave out --packed-weights-dir")
+    if model.text.cross_attention_layers:
+        raise StartupError(f"{flag}: {model.architecture} attends to images, which a draft model does not read")
+
+
+def draft_flag(config: EngineConfig) -> str:
+    """Returns how the user asked for a draft model, for messages."""
+    return _source(config)
 
 
 def resolve_speculation(
@@ -162,7 +184,7 @@ def resolve_speculation(
 ) -> SpeculationConfig | None:
     """Returns what this engine drafts; None: nothing.
 
-    Where nothing is asked for, n-grams are drafted on devices that verify drafts at the cost of few rows.
+    Where nothing is asked for, n-grams are drafted on devices without a plan of shapes, which needs no more memory.
 
     Raises:
         StartupError: the device or the model does not go with what is asked for; one line.
@@ -177,6 +199,14 @@ def resolve_speculation(
         if asked:
             raise StartupError(f"{_source(config)}: a pooling engine generates nothing to draft; leave it out")
         return None
+    if policy.rules and not asked:
+        return None
+    if found is not None and found.model:
+        _check_draft(config, model, policy, device)
+    if policy.rules and config.enable_lora:
+        raise StartupError(f"{_source(config)}: the {device} backend plans no launches of guesses beside --enable-lora")
+    if policy.rules and model.text.cross_attention_layers:
+        raise StartupError(f"{_source(config)}: {model.architecture} attends to images; --device cpu drafts its texts")
     if found is None:
         found = SpeculationConfig(rows=DEFAULT_ROWS, always=config.spec_always)
     ids = (model.image_token, model.video_token, model.placeholder_token)

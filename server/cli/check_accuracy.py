@@ -154,8 +154,7 @@ class EngineAnswers(NamedTuple):
 def _ask_engine(asked: AccuracyOptions, folder: Path) -> EngineAnswers:
     from trencadis.llm import LLM
 
-    options = {"device": asked.device, **({"dtype": asked.dtype} if asked.dtype else {})}
-    llm = LLM(asked.model, limit_mm_per_prompt={"image": 2}, **options)
+    llm = LLM(asked.model, limit_mm_per_prompt={"image": 2}, device=asked.device, dtype=asked.dtype or None)
     try:
         items = _make_items(asked, find_languages(llm.service.tokenizer))
         chats = [

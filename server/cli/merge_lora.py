@@ -37,7 +37,7 @@ def main(words: Sequence[str]) -> int:
     torch_build.import_torch()
     merging = import_module("trencadis.core.quant.writing.merge_adapter")  # imports torch
     model = hub.find_model_folder(EngineConfig(model=words[0]))
-    adapter = hub.resolve(words[1], patterns=hub.ADAPTER)
+    adapter = hub.find_adapter_folder(EngineConfig(), words[1])
     count = merging.merge_adapter(model, adapter, Path(words[2]).expanduser())
     print(f"{words[2]}: {count} matrices changed")
     return 0

@@ -85,6 +85,15 @@ def resolve(
     return _download(model, revision or None, token or None, download_dir or None, patterns)
 
 
+def find_adapter_folder(config: EngineConfig, name: str) -> Path:
+    """Returns the folder of a LoRA adapter; downloads its files if ``name`` is a hub id.
+
+    Raises:
+        StartupError: see ``resolve``.
+    """
+    return resolve(name, "", config.hf_token, config.download_dir, ADAPTER)
+
+
 def _download(
     model: str, revision: str | None, token: str | None, download_dir: str | None, patterns: Sequence[str]
 ) -> Path:

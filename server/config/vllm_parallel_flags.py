@@ -16,7 +16,7 @@ from trencadis.server.config.vllm_flag_row import (
 
 EXPERT_REASON = "adapters of experts are not implemented; merge them into the checkpoint (peft: merge_and_unload)"
 TOWER_REASON = "adapters of the vision tower are merged: trencadis merge-lora MODEL ADAPTER OUT"
-_TEXTS = "guesses come from texts, not from a model"
+_TEXTS = "a draft model has the format of its checkpoint and runs beside one rank"
 _ACCEPTED = "a guess is accepted where it equals the token that is sampled without it, so that answers are the same"
 _DATA = "one server has all engines, also those that --data-parallel-backend ray has elsewhere; leave it out"
 _CONTEXT = "every rank sees whole sequences; --tensor-parallel-size shares the KV heads among cards"

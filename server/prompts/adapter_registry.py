@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,8 @@ from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.lora.adapter_files import read_adapter, resolve_folder
-from trencadis.server.config import hub
+
+FetchAdapter = Callable[[str], Path]
 
 MEDIA_KINDS = ("image", "video")
 """Kinds of media that ``--default-mm-loras`` may name."""
@@ -52,11 +53,15 @@ class AdapterRegistry:
     Args:
         model: the base model, which every adapter must fit.
         names: names of the base model, which adapters may not have.
+        fetch: returns the folder of an adapter by its path or hub id.
         allowed: folder that adapters loaded at run time must be in; empty: only hub ids can be loaded then.
     """
 
-    def __init__(self, model: ModelConfig, engine: EngineConfig, names: Sequence[str], allowed: str = "") -> None:
+    def __init__(
+        self, model: ModelConfig, engine: EngineConfig, names: Sequence[str], fetch: FetchAdapter, allowed: str = ""
+    ) -> None:
         self._model, self._engine, self._names, self._allowed = model, engine, tuple(names), allowed
+        self._fetch = fetch
         self.served: dict[str, ServedAdapter] = {}
         self.defaults: dict[str, AdapterRef] = {}
         """Kind of media -> the adapter of requests to the base model that have media of this kind alone."""
@@ -125,8 +130,7 @@ class AdapterRegistry:
             if not self._allowed:
                 raise StartupError("folders of adapters can be loaded with --allowed-lora-path FOLDER alone")
             return resolve_folder(path, Path(self._allowed))
-        engine = self._engine
-        return hub.resolve(path, "", engine.hf_token, engine.download_dir, hub.ADAPTER)
+        return self._fetch(path)
 
     def put(self, made: ServedAdapter) -> None:
         """Registers an adapter that was read; requests in flight keep the adapter that they began with."""

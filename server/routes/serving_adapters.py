@@ -10,6 +10,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from trencadis.core.errors import BadRequest, NotFound, StartupError
 from trencadis.core.json_types import JsonObject
+from trencadis.server.config.hub import find_adapter_folder
 from trencadis.server.prompts.adapter_registry import AdapterRegistry, UnknownAdapter, parse_modules
 from trencadis.server.prompts.text_service import TextService
 from trencadis.server.protocol.models_and_tokenize import LoadAdapterRequest, UnloadAdapterRequest
@@ -77,7 +78,8 @@ def make_adapters(settings: HttpSettings, service: TextService) -> AdapterRegist
     engine, config = settings.engine, settings.config
     if not engine.enable_lora:
         return None
-    made = AdapterRegistry(service.config, engine, settings.served_names, config.allowed_lora_path)
+    fetch = partial(find_adapter_folder, engine)
+    made = AdapterRegistry(service.config, engine, settings.served_names, fetch, config.allowed_lora_path)
     for name, path, parent in ((one.name, one.path, one.parent) for one in parse_modules(config.lora_modules)):
         made.add(name, path, parent)
     made.set_defaults(config.default_mm_loras)

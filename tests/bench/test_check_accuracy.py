@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from trencadis.assets import demo_path
+from trencadis.core.models.rotary_embedding import TextRotary
 from trencadis.server.bench.accuracy_drawing import Box
 from trencadis.server.bench.accuracy_items import ItemMaker, box_text
 from trencadis.server.bench.accuracy_scores import paired_difference, wilson_interval
@@ -133,21 +134,17 @@ def test_the_demo_scores_as_in_transformers(capsys: Any) -> None:
 def test_planted_errors_lie_below_transformers(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, mistake: str
 ) -> None:
-    """Positions off by one between text and images, half the resolution, a norm of zeros: in this engine alone."""
+    """Rows and columns of positions exchanged, half the resolution, a norm of zeros: in this engine alone."""
     words = ("--sizes", "168,224", "--device", "cpu", "--items", "120", "--kinds", KINDS, "--dtype", "float32")
     file = tmp_path / "run.json"
     assert run(capsys, *words, "--reference", "none", "--save", str(file))[0] == 0
     if mistake == "rotary":
-        from trencadis.multimodal.qwen2_vl import mrope
+        was = TextRotary.__call__
 
-        was = mrope.mrope_positions
+        def exchanged(self: TextRotary, ops: Any, positions: Any) -> Any:
+            return was(self, ops, positions[[0, 2, 1]])
 
-        def shifted(*args: Any, **kwargs: Any) -> Any:
-            found, delta = was(*args, **kwargs)
-            found[1:] += found[1:] > 4
-            return found, delta
-
-        monkeypatch.setattr(mrope, "mrope_positions", shifted)
+        monkeypatch.setattr(TextRotary, "__call__", exchanged)
     model = ""
     if mistake == "resolution":
         model = str(demo_with(tmp_path / "demo", lambda held: None))

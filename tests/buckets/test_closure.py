@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -190,3 +191,26 @@ def test_a_file_is_closed_by_what_it_lacks(tmp_path: Path) -> None:
     rng, planned = random.Random(4), set(plan.buckets)
     for _ in range(40):
         assert all(c.bucket in planned for c in split_rows(rows_of(limits, rng), plan))
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_rows_with_drafts_get_planned_launches(name: str) -> None:
+    """Whatever rows of one token are beside them; SAMPLE holds what such a step draws."""
+    limits, env = LINES[name]
+    options = read_bucket_options(env)
+    rng = random.Random(name)
+    for drafts in (1, 4, 16):
+        plan = make_plan(SERVING, replace(limits, drafts=drafts), options)
+        known = frozenset(plan.buckets)
+        assert max(plan.sizes(Stage.SAMPLE)) >= min(limits.max_rows * (drafts + 1), 64)
+        for _ in range(20):
+            left, needs = max(limits.max_rows, 64), []
+            for row in range(rng.randint(1, limits.max_rows)):
+                tokens = min(rng.choice([1, 1, 2, drafts + 1]), left, limits.max_tokens, limits.max_model_len - 1)
+                if tokens > 0:
+                    left -= tokens
+                    context = rng.randint(1, limits.max_model_len - tokens)
+                    needs.append(RowNeed(row, context, tokens, drafted=tokens > 1))
+            launches = split_rows(needs, plan)
+            assert {launch.bucket for launch in launches} <= known
+            assert sorted(piece.row for launch in launches for piece in launch.pieces) == [n.row for n in needs]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from tests.calls.test_chat_tools import TOOLS, joined, whole
+from tests.calls.test_chat_tools import SCHEMAS, TOOLS, joined, whole
 from tests.calls.test_openai_client import client as client
 from tests.fakes.scripted_app import ScriptedApp
 from tests.fakes.text_checkpoint import TEMPLATE
@@ -18,7 +19,6 @@ from trencadis.server.tools.harmony_parser import HARMONY, MARKS, HarmonyReasoni
 from trencadis.server.tools.reasoning_parser_registry import find_reasoning_format
 from trencadis.server.tools.tool_parser_registry import find_tool_parser
 
-SCHEMAS = {t["function"]["name"]: t["function"]["parameters"] for t in TOOLS}
 THOUGHT = "<|channel|>analysis<|message|>I look <up>.<|end|><|start|>assistant"
 CALL = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Köln", "days": 2}<|call|>'
 ARGUMENTS = '{"city": "Köln", "days": 2}'
@@ -42,7 +42,7 @@ CASES: dict[str, tuple[str, str, str | None, list[tuple[str, Any]]]] = {
 }  # fmt: skip
 
 
-def read(parts: list[str]) -> tuple[str, str, list[tuple[str, Any]]]:
+def read(parts: Sequence[str]) -> tuple[str, str, list[tuple[str, Any]]]:
     reader = AnswerReader(HarmonyReasoningParser(HARMONY.start, HARMONY.end), HarmonyToolParser(SCHEMAS))
     for part in parts:
         reader.feed(part)
@@ -101,7 +101,7 @@ def test_the_official_client_reads_them(client: Any) -> None:
 
 
 def test_responses_and_messages_have_the_same_parts(harness: ScriptedApp) -> None:
-    tool = TOOLS[0]["function"]
+    tool: Any = TOOLS[0]["function"]
     asked: Any = {"model": "m", "input": "?", "tools": [{"type": "function", **tool}]}
     output = harness.call("/v1/responses", asked).json()["output"]
     assert [one["type"] for one in output] == ["reasoning", "function_call"]

@@ -148,7 +148,7 @@ def test_server_values(line, name, value):
         ("--lora-modules a=b", "--lora-modules needs --enable-lora"),
         ("--enable-lora --max-cpu-loras 1 --lora-modules a=b c=d", "names 2 adapters; --max-cpu-loras 2"),
         ("--enable-lora --max-lora-rank 513", "must be in [1, 512]"),
-        (["--speculative-config", '{"method": "eagle3"}'], "guesses of a model (eagle3) are not built"),
+        (["--speculative-config", '{"method": "medusa"}'], "medusa is not built; methods: ngram, suffix"),
         ("-pp 0", "pipeline-parallel-size"),
         ("--tool-parser-plugin p.py", "entry point trencadis.tool_parsers"),
         ("--kv-cache-dtype nvfp4", "--kv-cache-dtype nvfp4 is refused"),

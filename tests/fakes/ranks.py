@@ -8,12 +8,25 @@ from typing import Any
 
 import numpy as np
 
+from trencadis.core.adapter_ref import AdapterRef
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import rank_messages
 from trencadis.core.executor.rank_info import RankInfo
 from trencadis.core.progress import Progress, Warming
-from trencadis.core.step import Bias, Draw, Encode, HeadOutput, ImageRows, Reset, Row, Sample, Step, StepOutput
+from trencadis.core.step import (
+    AdapterUpload,
+    Bias,
+    Draw,
+    Encode,
+    HeadOutput,
+    ImageRows,
+    Reset,
+    Row,
+    Sample,
+    Step,
+    StepOutput,
+)
 
 
 class Said:
@@ -69,6 +82,9 @@ class FakeRank:
     def prepare(self, grammar: str) -> Any:
         raise AssertionError("no grammar is used here")
 
+    def load_adapter(self, ref: AdapterRef, drop: tuple[str, ...]) -> Any:
+        raise AssertionError("no adapter is used here")
+
     def warm(self) -> Warming | None:
         self.warmed += 1
         return Warming(done=self.warmed)
@@ -104,4 +120,5 @@ def full_step(number: int) -> Step:
     )  # fmt: skip
     pixels = rng.integers(0, 256, (16, 1176)).astype(np.uint8)
     image = Encode("digest", (1, 4, 4), 64, pixels, ids(4))
-    return Step(number, (row,), (image,), (Reset(1, (5,), (6, 7), (Bias(3, 0.5),)),))
+    resets, uploads = (Reset(1, (5,), (6, 7), (Bias(3, 0.5),)),), (AdapterUpload(2, "ab"),)
+    return Step(number, (row,), (image,), resets, uploads=uploads)

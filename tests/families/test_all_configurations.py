@@ -52,10 +52,10 @@ def test_what_no_family_serves_is_refused_in_one_line(tmp_path: Path, capsys: An
 
 @pytest.mark.long
 def test_no_configuration_class_of_transformers_ends_in_a_traceback(tmp_path: Path, capsys: Any) -> None:
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers import CONFIG_MAPPING
 
     served = 0
-    for model_type in sorted(CONFIG_MAPPING_NAMES):
+    for model_type in sorted(CONFIG_MAPPING.keys()):
         served += refused(tmp_path, capsys, model_type) == "served"
-    print(f"\n{len(CONFIG_MAPPING_NAMES)} model types, {served} of them served")
+    print(f"\n{len(CONFIG_MAPPING.keys())} model types, {served} of them served")
     assert served > 10

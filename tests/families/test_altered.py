@@ -179,6 +179,19 @@ CASES: dict[str, tuple[str, Cases]] = {
         ("no_rope_layer_interval", 0, REFUSED), ("use_sliding_window", True, RIGHT), ("attention_bias", True, REFUSED),
         ("mlp_bias", True, REFUSED), ("tie_word_embeddings", GONE, RIGHT), ("layer_types", None, RIGHT),
     ]),
+    "olmo2": ("plain", [
+        *GATED, *YARNS, ("attention_bias", True, REFUSED), ("tie_word_embeddings", True, RIGHT),
+        ("rms_norm_eps", GONE, RIGHT), ("use_sliding_window", True, REFUSED),
+    ]),
+    "olmo3": ("yarn in the fourth layer", [
+        ("sliding_window", 24, RIGHT), ("sliding_window", None, REFUSED), ("sliding_window", GONE, RIGHT),
+        ("layer_types", None, RIGHT), ("layer_types", ["full_attention"] * 4, RIGHT), ("layer_types", [], REFUSED),
+        ("rope_parameters.full_attention.factor", 2.0, RIGHT), ("rope_parameters", GONE, RIGHT),
+        ("rope_parameters.full_attention.rope_theta", 5e4, RIGHT), ("rms_norm_eps", GONE, RIGHT),
+        ("rope_parameters.sliding_attention.rope_theta", 5e4, RIGHT),
+        ("rope_parameters.sliding_attention.rope_type", "linear", REFUSED), ("attention_bias", True, REFUSED),
+        ("tie_word_embeddings", True, RIGHT),
+    ]),
     "seed_oss": ("plain", [
         *GATED, *YARNS, ("attention_bias", False, RIGHT), ("attention_bias", GONE, RIGHT), ("mlp_bias", True, REFUSED),
         ("attention_out_bias", True, REFUSED), ("residual_dropout", 0.9, RIGHT), ("tie_word_embeddings", True, RIGHT),

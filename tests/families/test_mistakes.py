@@ -70,6 +70,8 @@ MISTAKES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "residuals unscaled": ("granite", "plain", {"residual_scale": 1.0}),
     "logits unscaled": ("granite", "plain", {"logit_scale": 1.0}),
     "bias of the output dropped": ("seed_oss", "all biases, one KV head, wide heads", {"out_bias": False}),
+    "norms before attention": ("olmo2", "plain", {"norm_placement": PRE}),
+    "scaled positions in windows": ("olmo3", "yarn in the fourth layer", {"local_theta": 0.0}),
     "offset 0": ("opt", "125m", {"position_offset": 0}),
     "gelu for relu": ("opt", "125m", {"activation": "gelu"}),
     "norms before": ("opt", "350m", {"norm_placement": PRE}),

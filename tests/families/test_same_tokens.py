@@ -117,6 +117,8 @@ def test_tokens_in_compile_mode(form: Any, greedy: Any, monkeypatch: Any) -> Non
 @each_form
 def test_tokens_long(form: Any, greedy: Any, monkeypatch: Any, family: str, name: str, variant: str) -> None:
     monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
+    if variant == "two ranks" and family in ("olmo2", "olmo3"):
+        pytest.skip("refused: ranks cannot share its norms over all heads")
     if variant == "compiled hpu":
         monkeypatch.setenv("PT_HPU_LAZY_MODE", "0")
     requested = prompts({"two ranks": 8, "compiled hpu": 8, "chunks of 1": 10}.get(variant, 40), 300)

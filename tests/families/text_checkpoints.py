@@ -35,6 +35,7 @@ QWEN2_MOE: dict[str, Any] = text_settings(
 )
 GLM4: dict[str, Any] = text_settings(head_dim=16, pad_token_id=1)
 SMOLLM3: dict[str, Any] = text_settings(num_hidden_layers=4, no_rope_layer_interval=2, pad_token_id=1)
+OLMO3: dict[str, Any] = text_settings(num_hidden_layers=4, sliding_window=16, pad_token_id=1)
 MINISTRAL3: dict[str, Any] = text_settings(head_dim=16, pad_token_id=1) | dict(
     rope_parameters={
         "rope_type": "yarn",
@@ -164,6 +165,27 @@ FORMS: dict[str, dict[str, dict[str, Any]]] = {
             head_dim=16, pad_token_id=1, attention_bias=False, tie_word_embeddings=True, num_key_value_heads=4,
         ),
     },
+    "olmo2": {
+        "plain": text_settings(pad_token_id=1),
+        "biases, yarn, tied, one KV head": text_settings(
+            pad_token_id=1, attention_bias=True, rope_parameters=YARN, tie_word_embeddings=True, num_key_value_heads=1,
+        ),
+        "bases of the file, as many KV heads as heads": text_settings(
+            pad_token_id=1, num_key_value_heads=4, rope_parameters=dict(rope_type="default", rope_theta=5e5),
+        ),
+    },
+    "olmo3": {
+        "yarn in the fourth layer": OLMO3 | dict(rope_parameters={
+            "full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}
+        }),
+        "one table, biases, tied": OLMO3 | dict(attention_bias=True, tie_word_embeddings=True, num_key_value_heads=1),
+        "two bases, listed types": OLMO3 | dict(
+            num_hidden_layers=2, layer_types=["full_attention", "sliding_attention"], rope_parameters={
+                "full_attention": {"rope_type": "default", "rope_theta": 1e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            },
+        ),
+    },
     "ministral3": {
         "grows from 20": MINISTRAL3,
         "window of 24, tied, one KV head": MINISTRAL3 | dict(
@@ -210,6 +232,8 @@ CLASSES = {
     "glm4": ("Glm4Config", "Glm4ForCausalLM"),
     "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM"),
     "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM"),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM"),
+    "olmo3": ("Olmo3Config", "Olmo3ForCausalLM"),
     "ministral3": ("Ministral3Config", "Ministral3ForCausalLM"),
     "granite": ("GraniteConfig", "GraniteForCausalLM"),
     "gpt_oss": ("GptOssConfig", "GptOssForCausalLM"),

@@ -47,7 +47,8 @@ MODELS = (
 """Layers, hidden, heads, KV heads, MLP columns, ranks: 2B to 72B."""
 
 PIXELS = (50_176, 1_003_520, 12_845_056)
-SHORT = {"max_model_len": 1024, "max_num_seqs": 2, "max_num_batched_tokens": 256}
+SHORT: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": 2, "max_num_batched_tokens": 256}
+DRAFTED = {**SHORT, "speculative_config": {"method": "ngram", "num_speculative_tokens": 4}}
 
 
 def of_sizes(index: int) -> tuple[ModelConfig, int]:
@@ -151,16 +152,17 @@ def first_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.long)])
-def test_forty_starts(every: int) -> None:
+@pytest.mark.parametrize("line", [SHORT, pytest.param(DRAFTED, marks=pytest.mark.long)], ids=["plain", "drafts"])
+def test_forty_starts(every: int, line: dict[str, Any]) -> None:
     """Every utilisation and reserve once, or a seventh of them, with a short launch line that is recorded here.
 
     Every fourth on a large card, the others where 96 MiB are left for KV cache and graphs: one request needs 37 MiB.
     """
-    records, _ = recorded(1, 50_176, SHORT)
+    records, _ = recorded(1, 50_176, line)
     model, _ = of_sizes(1)
-    taken = on_paper(model, config_of(**SHORT), images_of(50_176), 96 * GIB).ledger.memory_in_use.taken
+    taken = on_paper(model, config_of(**line), images_of(50_176), 96 * GIB).ledger.memory_in_use.taken
     totals = 96 * GIB, taken + (96 << 20)
-    large, small = (Grid(of_sizes(1), images_of(50_176), SHORT, records, total) for total in totals)
+    large, small = (Grid(of_sizes(1), images_of(50_176), line, records, total) for total in totals)
     cases = list(enumerate(itertools.product(UTILISATIONS, RESERVES)))[::every]
     found = [(small if i % 4 else large).play(*case, i) for i, case in cases]
     assert found.count("starts") >= 15 // every and found.count("refused") >= 10 // every, found

@@ -73,7 +73,8 @@ def test_an_operation_that_differs_is_not_used(wrong: str, caplog: pytest.LogCap
     backend = HpuBackend(BackendConfig(), policy(""), bridge, HpuSettings())
     with caplog.at_level(logging.WARNING, "trencadis.engine"):
         for _ in range(2):
-            packed = backend.ops.pack_experts(*([t.to(DEVICE) for t in some] for some in weights()))
+            gate_up, down = ([t.to(DEVICE) for t in some] for some in weights())
+            packed = backend.ops.pack_experts(gate_up, down)
             assert isinstance(packed, JoinedExperts)
     assert len(caplog.records) == (0 if wrong == "missing" else 1)
 

@@ -284,3 +284,21 @@ def test_many_wide_rows_on_a_card(device: torch.device) -> None:
     near = sum(cases.compare(CudaOps(), *case(151_936, 250, 500 + i), device) for i in range(20))
     print(f"5000 rows of 151936: {near} differ within {cases.NEAR} of a boundary")
     assert near <= 50
+
+
+def test_rows_with_drafts_before_them_are_sampled_as_on_the_cpu(device: torch.device) -> None:
+    """Of each slot's three rows all count, or the first, or two: drafts are what was drawn before them, or are not."""
+    raw, x, state = case(300, 9, 4, temperature=1.0, target=-1)
+    x = x._replace(slot=torch.tensor([1, 1, 1, 2, 2, 2, 3, 3, 3]))
+    alone = ReferenceOps().sample(raw, x, cases.to(state, torch.device("cpu")), True).token
+    ahead, place = torch.full((9, 2), -1), torch.tensor([0, 1, 2] * 3)
+    ahead[1:3, 0], ahead[4:6, 0], ahead[7:, 0] = alone[0], (alone[3] + 1) % 300, alone[6]
+    chained = x._replace(place=place, ahead=ahead)
+    second = ReferenceOps().sample(raw, chained, cases.to(state, torch.device("cpu")), True).token
+    ahead[2, 1], ahead[5, 1], ahead[8, 1] = second[1], second[4], (second[7] + 1) % 300
+    wanted, found = cases.to(state, torch.device("cpu")), cases.to(state, device)
+    theirs = ReferenceOps().sample(raw, chained, wanted, True)
+    ours = CudaOps().sample(raw.to(device), cases.to(chained, device), found, True)
+    assert torch.equal(ours.token.cpu(), theirs.token)
+    assert torch.equal(found.counts.cpu()[1:], wanted.counts[1:]) and torch.equal(found.last.cpu()[1:], wanted.last[1:])
+    assert [int((wanted.counts - state.counts)[slot].sum()) for slot in (1, 2, 3)] == [3, 1, 2]

@@ -37,12 +37,14 @@ def ledger_of(llm: LLM) -> dict[str, int]:
     return {row.name: row.bytes for row in graphs.ledger}
 
 
-@pytest.mark.parametrize("card", ["emulated hpu", "cuda twin"])
+@pytest.mark.parametrize("card", ["emulated hpu", "cuda twin", pytest.param("compiled hpu", marks=pytest.mark.long)])
 def test_nothing_compiles_after_warm_up(
     base: Base, adapter: Adapter, monkeypatch: pytest.MonkeyPatch, card: str
 ) -> None:
     """Rows of adapters and of the base, prompts of any length, and uploads between them."""
     monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
+    if card == "compiled hpu":
+        monkeypatch.setenv("PT_HPU_LAZY_MODE", "0")
     checkpoint = base("llama")
     flags: dict[str, Any] = {**CARDS[card], "warmup": "full", "max_model_len": 256, "max_num_batched_tokens": 128}
     llm = LLM(

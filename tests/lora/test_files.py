@@ -235,7 +235,7 @@ def test_names_of_modules_and_defaults(base: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(StartupError, match="--lora-modules"):
             parse_modules([word])
-    registry = AdapterRegistry(load_config(base), EngineConfig(enable_lora=True, max_loras=2), ("base",))
+    registry = AdapterRegistry(load_config(base), EngineConfig(enable_lora=True, max_loras=2), ("base",), Path)
     folder = str(adapter_of(base, tmp_path / "a"))
     registry.set_defaults({"image": folder, "video": str(adapter_of(base, tmp_path / "b", seed=2))})
     image, video = registry.defaults["image"], registry.defaults["video"]

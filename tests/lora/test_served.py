@@ -41,8 +41,7 @@ def running(tmp_path_factory: pytest.TempPathFactory, folders: dict[str, Path]) 
         "--allowed-lora-path", str(folders["a"].parent), "--lora-modules", f"a={folders['a']}",
         f'{{"name": "b", "path": "{folders["b"]}", "base_model_name": "acme"}}',
     ]  # fmt: skip
-    environ = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-    with server(tmp_path_factory.mktemp("served"), *flags, **environ) as started:
+    with server(tmp_path_factory.mktemp("served"), *flags, VLLM_ALLOW_RUNTIME_LORA_UPDATING="1") as started:
         yield started
 
 

@@ -109,9 +109,9 @@ def test_products_are_those_of_each_row(ids: list[int], widths: tuple[int, ...])
     w, x = weights(generator, 3, 4, 12, widths), torch.randn((len(ids), 12), generator=generator)
     y = torch.randn((len(ids), sum(widths)), generator=generator)
     want = y.clone()
-    for row, slot in enumerate(ids):
-        if slot:
-            parts = [x[row] @ w.a[slot - 1, i].T @ b[slot - 1] for i, b in enumerate(w.b)]
+    for row, own in enumerate(ids):
+        if own:
+            parts = [x[row] @ w.a[own - 1, i].T @ b[own - 1] for i, b in enumerate(w.b)]
             want[row] += torch.cat(parts)
     slot, numbers = torch.tensor(ids, dtype=torch.int32), torch.arange(1, 4, dtype=torch.int32)
     grouped = group_rows(slot, numbers, x.dtype)
@@ -128,7 +128,7 @@ def test_products_are_those_of_each_row(ids: list[int], widths: tuple[int, ...])
 @pytest.mark.parametrize("world", [1, 2])
 def test_slots_take_the_planned_bytes(tmp_path: Path, world: int) -> None:
     config = load_config(checkpoints.llama(tmp_path))
-    backend = load("cpu")(BackendConfig())
+    backend: Any = load("cpu")(BackendConfig())
     backend.ops = ReferenceOps()  # the CPU's own ops keep slots in panels, which they pad
     if world == 2:
         backend = OneOfTwo(backend)

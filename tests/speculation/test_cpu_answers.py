@@ -192,13 +192,14 @@ def test_a_prediction_is_verified_and_changes_no_answer(vl_checkpoint: Path) -> 
     [
         ({"speculative_config": {"method": "ngrm"}}, "did you mean ngram?"),
         ({"speculative_config": {"k": 3}}, "unknown key 'k'"),
-        ({"spec_method": "eagle3"}, "guesses of a model \\(eagle3\\) are not built"),
+        ({"spec_method": "medusa"}, "medusa is not built"),
+        ({"spec_method": "eagle3"}, "--spec-model must be the folder of a checkpoint for eagle3"),
         ({"speculative_config": {"num_speculative_tokens": 17}}, r"in \[1, 16\], got 17"),
         ({"speculative_config": {"num_speculative_tokens": 0}}, r"in \[1, 16\], got 0"),
         ({"ngram_prompt_lookup_min": 5, "ngram_prompt_lookup_max": 4}, "must not be greater"),
         ({"speculative_config": {"method": "ngram"}, "spec_tokens": 2}, "give one"),
         ({"speculation": False, "spec_tokens": 2}, "contradict"),
-        ({"device": "cuda", "policy": "twin", "spec_method": "ngram"}, "does not verify guesses; --device cpu does"),
+        ({"device": "cuda", "policy": "twin", "spec_model": "m"}, "drafts from texts; --device cpu runs draft models"),
     ],
 )
 def test_what_is_not_served_stops_the_start_in_one_line(vl_checkpoint: Path, flags: dict[str, Any], says: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.traffic.image_chats import Chat, make_conversations
 from trencadis import LLM, SamplingParams
+from trencadis.assets import demo_path
 
 FLAGS: dict[str, Any] = {
     "device": "cpu", "dtype": "float32", "max_model_len": 1024, "max_num_seqs": 16, "batch_invariant": True,
@@ -74,5 +75,8 @@ def test_some_conversations_have_equal_answers(together: bool) -> None:
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("tools", [False, True])
 def test_a_thousand_conversations_have_equal_answers(together: bool, tools: bool) -> None:
-    cases = [{"spec_method": method, "spec_tokens": k} for method in ("ngram", "suffix") for k in (1, 3, 7)]
+    cases: list[dict[str, Any]] = [
+        {"spec_method": method, "spec_tokens": k} for method in ("ngram", "suffix") for k in (1, 3, 7)
+    ]
+    cases += [{"spec_model": str(demo_path()), "spec_tokens": k} for k in (1, 3, 7)]
     compare(250, together, cases, tools=tools)

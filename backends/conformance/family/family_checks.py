@@ -350,6 +350,8 @@ def ranks(model: CheckedModel) -> str:
     c = model.config.text
     if c.heads % RANKS or (c.kv_heads > 1 and c.kv_heads % RANKS):
         raise Skipped(f"{c.heads} query and {c.kv_heads} KV heads are not for {RANKS} ranks")
+    if c.joint_qk_norm:
+        raise Skipped("q and k have norms over all heads, which ranks cannot share")
     assert model.recomputed.model
     want = model.expected_logits(model.ids)
     for rank, got in enumerate(tensor_parallel_logits(model.config, model.ids, RANKS)):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trencadis.backends.cpu import make_backend
 from trencadis.core.buckets import Bucket, Plan, Stage
-from trencadis.core.checkpoint.model_config import POST, ModelConfig
+from trencadis.core.checkpoint.model_config import OUT, POST, ModelConfig
 from trencadis.core.cross_attention_inputs import (
     CrossAttentionSpans,
     count_units,
@@ -135,7 +135,7 @@ class RecomputedModel:
             taps = {"attention": f"attention of layer {i}", "mlp": f"MLP of layer {i}"}
             for part, name in taps.items():
                 setattr(layer, part, HookedPart(getattr(layer, part), _note(name, outputs)))
-            if self.config.text.norm_placement != POST:
+            if self.config.text.norm_placement not in (POST, OUT):
                 layer.post_norm = HookedPart(layer.post_norm, _note(f"sum behind attention of layer {i}", outputs, 1))
             first = _note("embeddings", outputs) if i == 0 else None
             model.layers[i] = HookedPart(layer, _note(f"sum behind layer {i}", outputs), first)

@@ -16,8 +16,8 @@ from trencadis.core.device.launch_tensors import AdapterWeights
 FEW, FEW_ROWS, MANY_ROWS = 64, 16, 64
 """Most tokens of a launch in tiles of few rows, and rows of a tile in launches of few tokens and of more."""
 
-STEP, COLUMNS = 64, 128
-"""Inputs of a step of the first product, and outputs of a program of the second."""
+STEPS, COLUMNS = {2: 64, 4: 32}, {2: 128, 4: 32}
+"""Bytes of a value -> inputs of a step of the first product, and outputs of a program of the second."""
 
 LEAST_RANK = 16
 """Smallest inner size of a product on tensor cores; smaller ranks are padded with zeros."""
@@ -91,16 +91,18 @@ def add(y: Tensor, x: Tensor, slot: Tensor, w: AdapterWeights) -> None:
     n = len(x)
     if not n:
         return
-    rows, wide = FEW_ROWS if n <= FEW else MANY_ROWS, max(triton.next_power_of_2(rank), LEAST_RANK)
+    size, wide = x.element_size(), max(triton.next_power_of_2(rank), LEAST_RANK)
+    rows, columns = FEW_ROWS if n <= FEW or size == 4 else MANY_ROWS, COLUMNS[size]
     shrunk = torch.empty((n, parts, rank), dtype=x.dtype, device=x.device)
     tiles, start = triton.cdiv(n, rows), 0
     _shrink[(tiles, parts, slots)](
-        x, slot, w.a, shrunk, n, INPUTS=inputs, PARTS=parts, RANK=rank, WIDE=wide, ROWS=rows, STEP=STEP, num_warps=4
-    )
+        x, slot, w.a, shrunk, n, INPUTS=inputs, PARTS=parts, RANK=rank, WIDE=wide, ROWS=rows, STEP=STEPS[size],
+        num_warps=4,
+    )  # fmt: skip
     for part, b in enumerate(w.b):
         width = b.shape[2]
-        _expand[(tiles, triton.cdiv(width, COLUMNS), slots)](
+        _expand[(tiles, triton.cdiv(width, columns), slots)](
             shrunk, slot, b, y, n, STRIDE=y.shape[1], START=start, WIDTH=width, PARTS=parts, PART=part, RANK=rank,
-            WIDE=wide, ROWS=rows, COLUMNS=COLUMNS, num_warps=4,
+            WIDE=wide, ROWS=rows, COLUMNS=columns, num_warps=4,
         )  # fmt: skip
         start += width

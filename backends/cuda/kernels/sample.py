@@ -105,7 +105,7 @@ def check(logits: Tensor, head: HeadTensors, state: SamplerState) -> None:
     )
     assert state.counts.shape[1] == vocab and state.counts.dtype == state.last.dtype == torch.int32
     assert state.bias_id.shape == state.bias_value.shape and state.bias_id.dtype == torch.int64
-    assert head.ahead is None, "drafts before a row are not read"
+    assert head.ahead is None, "sample_chains copies states of rows with drafts before them"
     for t in (*head[:-2], *state):
         assert t.is_contiguous()
 

@@ -42,7 +42,7 @@ from trencadis.backends.cuda.launches.input_sizes import (
     cross_attention_capacity,
     item_capacity,
 )
-from trencadis.core.buckets import LORA, Bucket, Stage
+from trencadis.core.buckets import LORA, Bucket, Stage, drafts_ahead, padded_tokens
 from trencadis.core.cross_attention_inputs import planned_units
 from trencadis.core.device.backend import Inputs, TextTensors, VisionTensors
 from trencadis.core.launches.host_inputs import token_adapters
@@ -100,7 +100,7 @@ def arrays(bucket: Bucket, inputs: Inputs | None, sizes: Sizes, plans: LaunchPla
         case VisionInputs() as x:
             return _vision(x, bucket.dims[0], sizes.slot)
         case HeadInputs() as x:
-            return head(x, bucket.dims[0], x.masks)
+            return head(x, bucket.dims[0], x.masks, drafts_ahead(bucket))
         case ResetInputs() as x:
             return reset(x, bucket.dims[0], x.counts)
         case PoolInputs() as x:
@@ -116,7 +116,7 @@ def growing_tensor(bucket: Bucket, sizes: Sizes) -> tuple[str, tuple[int, ...]]:
     match bucket.stage:
         case Stage.PREFILL:
             return "blocks", (bucket.dims[1] * sizes.row_blocks,)
-        case Stage.DECODE:
+        case Stage.DECODE | Stage.VERIFY:
             return "blocks", (size * sizes.row_blocks,)
         case Stage.VISION:
             return "pixels", (size, sizes.slot.values)
@@ -130,10 +130,10 @@ def growing_tensor(bucket: Bucket, sizes: Sizes) -> tuple[str, tuple[int, ...]]:
 
 
 def text(bucket: Bucket, x: StepInputs, sizes: Sizes, plans: LaunchPlans) -> Any:
-    """Builds the arrays of PREFILL (tokens, rows) and DECODE (rows); surplus tokens are stored in SINK and write hidden
-    row 0.
+    """Builds the arrays of PREFILL (tokens, rows), DECODE (rows) and VERIFY (rows); surplus tokens are stored in SINK
+    and write hidden row 0.
     """
-    count = bucket.dims[0]
+    count = padded_tokens(bucket)
     return TextTensors(
         tokens=pad(x.tokens, (count,), np.int32),
         from_slot=pad(x.from_slot, (count,), np.int32),
@@ -147,7 +147,7 @@ def text(bucket: Bucket, x: StepInputs, sizes: Sizes, plans: LaunchPlans) -> Any
 
 
 def _attn(bucket: Bucket, x: StepInputs, sizes: Sizes, plans: LaunchPlans) -> Any:
-    count, rows, capacity = bucket.dims[0], bucket.dims[-1], sizes.item_capacity(bucket)
+    count, rows, capacity = padded_tokens(bucket), bucket.dims[-1], sizes.item_capacity(bucket)
     row_start, context, counts, blocks, block_start = _rows(x, count, rows, sizes.block_size)
     stored, surplus = slot_map(x, count, sizes.block_size), count - len(x.tokens)
     lists = (row_start, context, blocks, stored, block_start)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from trencadis.backends.cuda.kernels.query_blocks import IMAGE_SPAN, LONG, SPAN, cross_attention_lanes, lanes_of
-from trencadis.core.buckets import LORA, Bucket, InputSizes, Stage
+from trencadis.core.buckets import LORA, Bucket, InputSizes, Stage, drafts_ahead, padded_tokens
 from trencadis.core.cross_attention_inputs import planned_units
 from trencadis.core.request import MAX_BIAS
 
@@ -50,14 +50,14 @@ def block_tokens(bucket: Bucket, group: int, alike: bool) -> int:
     """Returns the tokens of a block of queries; ``group``: query heads per KV head."""
     if bucket.stage is Stage.DECODE and not alike:
         return 1
-    return max(lanes_of(bucket.dims[0], alike) // max(group, 1), 1)
+    return max(lanes_of(padded_tokens(bucket), alike) // max(group, 1), 1)
 
 
 def item_capacity(
     bucket: Bucket, group: int, processors: int, kv_heads: int, longest: int, alike: bool
 ) -> ItemCapacity:
     """Returns the capacity that any launch of ``bucket`` needs; ``longest``: keys of the longest possible row."""
-    tokens, rows = bucket.dims[0], bucket.dims[-1]
+    tokens, rows = padded_tokens(bucket), bucket.dims[-1]
     each = block_tokens(bucket, group, alike)
     blocks = tokens if each == 1 else tokens // each + rows + 1
     shares, heads = -(-longest // LEAST) * blocks, max(kv_heads, 1)
@@ -105,12 +105,13 @@ def _tensors(bucket: Bucket, sizes: InputSizes, processors: int, invariant: bool
     """Yields the bytes of each tensor."""
     count, bits = bucket.dims[0], -(-sizes.vocab // 8)
     match bucket.stage:
-        case Stage.PREFILL | Stage.DECODE:
+        case Stage.PREFILL | Stage.DECODE | Stage.VERIFY:
+            count = padded_tokens(bucket)
             longest = sizes.row_blocks * sizes.block_size
             capacity = item_capacity(bucket, sizes.group, processors, sizes.kv_heads, longest, invariant)
             yield from _text(count, bucket.dims[-1], sizes)
             yield from (*(4 * capacity.items,) * 5, *(4 * capacity.joins,) * 2, 4 * (capacity.joins + 1))
-            if sizes.upto and (bucket.stage is Stage.PREFILL or invariant):
+            if sizes.upto and (bucket.stage is not Stage.DECODE or invariant):
                 yield 4 * count
             if bucket.variant == LORA:
                 yield 4 * count
@@ -127,6 +128,8 @@ def _tensors(bucket: Bucket, sizes: InputSizes, processors: int, invariant: bool
             yield from (4 * windows,) * (4 if sizes.slot.padding_windows else 0)
         case Stage.SAMPLE:
             yield from (*(8 * count,) * 4, *(4 * count,) * 8)
+            if ahead := drafts_ahead(bucket):
+                yield from (8 * count, 8 * count * ahead)
             yield bits * (1 if bucket.variant == "greedy" else count + 1)
         case Stage.RESET:
             yield from (8 * count, 4 * sizes.vocab * count, bits * count, 8 * MAX_BIAS * count, 4 * MAX_BIAS * count)

@@ -19,7 +19,7 @@ from torch import Tensor
 from trencadis.backends.cuda.kernels.attention_tensors import ItemAttn
 from trencadis.backends.cuda.launches.cuda_inputs import Sizes
 from trencadis.backends.cuda.libraries.library_launch import Array
-from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.buckets import Bucket, Stage, padded_tokens
 from trencadis.core.device.backend import LayerKV
 from trencadis.core.shared_constants import ZERO_BLOCK
 
@@ -66,7 +66,7 @@ class FlashAttnLaunch:
     def __init__(self, call: Callable[..., Any], third: bool, bucket: Bucket, sizes: Sizes) -> None:
         self._call, self._third, self._columns = call, third, sizes.row_blocks
         self._single = bucket.stage is Stage.DECODE
-        self._queries = 1 if self._single else bucket.dims[0]
+        self._queries = 1 if self._single else padded_tokens(bucket)
         self._keys = sizes.row_blocks * sizes.block_size
         self._rows: FlashAttnRows | None = None
 

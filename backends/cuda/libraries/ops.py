@@ -81,7 +81,7 @@ class AttentionLibraryAdapter:
 
     def wrap_body(self, buffers: InputBuffers, body: Body) -> Body:
         """Wraps ``body`` with the library's launches; text buckets are planned whenever their buffers are filled."""
-        if buffers.bucket.stage not in (Stage.PREFILL, Stage.DECODE):
+        if buffers.bucket.stage not in (Stage.PREFILL, Stage.DECODE, Stage.VERIFY):
             return body
         launch = self._launch(buffers)
         if launch.plans:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trencadis.core.buckets import Bucket, InputSizes, Stage
+from trencadis.core.buckets import Bucket, InputSizes, Stage, padded_tokens
 
 FLASH_ATTN, FLASHINFER = "FLASH_ATTN", "FLASHINFER"
 
@@ -27,7 +27,7 @@ def tiles_of(bucket: Bucket, group: int, kv_heads: int, processors: int) -> tupl
 
     The bounds are those of ``PrefillSplitQOKVIndptr`` in flashinfer/attention/scheduler.cuh.
     """
-    tokens, rows = bucket.dims[0], rows_of(bucket)
+    tokens, rows = padded_tokens(bucket), rows_of(bucket)
     longest = max(tokens - rows + 1, 1) if bucket.stage is Stage.DECODE else tokens
     queries = next((t for t in TILES if longest * group <= t), TILES[-1])
     bound = -(-tokens * group // queries) + rows - 1
@@ -47,7 +47,7 @@ def plan_bytes(
     """
     tiles, queries = tiles_of(bucket, group, kv_heads, processors)
     floats = 4 * group * kv_heads * tiles * queries * (head_dim + 1)
-    ints = 4 * (3 * tiles + rows_of(bucket) + bucket.dims[0]) + tiles + SPARE_INTS
+    ints = 4 * (3 * tiles + rows_of(bucket) + padded_tokens(bucket)) + tiles + SPARE_INTS
     return (floats if floats <= MOST_FLOATS else 0), align_up(ints)
 
 
@@ -65,7 +65,7 @@ def infer_bytes(bucket: Bucket, sizes: InputSizes) -> int:
     """Returns the bytes of FlashInfer's workspace in addition to a bucket's inputs: partial results, a plan, row
     starts.
     """
-    if bucket.stage not in (Stage.PREFILL, Stage.DECODE):
+    if bucket.stage not in (Stage.PREFILL, Stage.DECODE, Stage.VERIFY):
         return 0
     floats, ints = plan_bytes(bucket, sizes.group, sizes.kv_heads, sizes.head_dim)
     return align_up(floats) + ints + 3 * align_up(4 * (rows_of(bucket) + 1))

@@ -28,12 +28,12 @@ class ContextAttn(NamedTuple):
 
 
 class BlockDecodeAttn(NamedTuple):
-    """DECODE: one token of each of R rows."""
+    """DECODE: one token of each of R rows. VERIFY: T tokens of each, so that ``usage`` and ``rest`` are [B, T]."""
 
-    slot: Tensor  # int64 [R]
+    slot: Tensor  # int64 [R x T]
     block_list: Tensor  # int32 [B] blocks of all rows, one after the other; ZERO beyond them
     group: Tensor  # int32 [B] row that the block belongs to; R beyond them
-    usage: Tensor  # int32 [B] tokens of the block that the row sees, at least 1
+    usage: Tensor  # int32 [B] tokens of the block that the row sees, at least 1; [B, T]: that each token sees
     rest: Tensor | None = None  # int32 [B] tokens of the row from the block's first one on; for models with windows
 
 
@@ -57,14 +57,17 @@ class SlicedContext(NamedTuple):
 
 
 class SharedDecode(NamedTuple):
-    """DECODE with everything that does not depend on a layer's values. ``x`` is the type of scores."""
+    """DECODE or VERIFY with everything that does not depend on a layer's values. ``x`` is the type of scores.
+
+    In VERIFY, h counts the T x h queries of a row: those of a KV head together, token by token.
+    """
 
     slot: Tensor
     block_list: Tensor
     owner: Tensor  # int32 [B] row whose query attends to the block; beyond the list: the last row
     group: Tensor  # int64 [B] as in BlockDecodeAttn
     unlisted: Tensor  # int32 [B] as ``group``, but -1 beyond the list, as the fused adjustment expects
-    bias: Tensor  # x [B, 1, b]: 0 where the token is visible, else lowest
+    bias: Tensor  # x [B, 1, b], or [B, 1, T, 1, b]: 0 where the token is visible, else lowest
     mapping: Tensor  # x [R, B]: 1 where the block is the row's
     spread_query: Tensor  # [h, g, 1] of the cache's type: 1 where the head reads the KV head
     spread_weight: Tensor  # [h, 1, g] the same

@@ -1,4 +1,4 @@
-"""DECODE: one token of each row, over a flat list of blocks.
+"""DECODE: one token of each row, over a flat list of blocks; and VERIFY: a few tokens of each.
 
 Each block is attended to by its row's query, then blocks of a row are joined. With m the largest score of a block,
 P = exp(S - m), s = sum P and O = P V, and M the largest m of the row, the row's output is
@@ -7,6 +7,9 @@ sum(exp(m - M) O) / sum(exp(m - M) s).
 One product of a block serves all its heads: a query is spread over the KV heads, with zeros for those that it does not
 read, and so are the weights. Products of one head at a time would need keys and values in another order, which is a
 second copy of all that was gathered; and the matrix engine takes as long for 4 heads as for 28.
+
+In VERIFY the queries of a row's tokens are further heads of the row: a block is read once for all of them. A token to
+which a whole block is hidden has the lowest score there, and so no share of it.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ def prepare_decode(
     ``dtype``, in blocks of ``size`` tokens.
     """
     device = attn.slot.device
-    rows = attn.slot.shape[0]
+    each = tokens_of(attn)
+    rows, heads = attn.slot.shape[0] // each, heads * each
     kind = torch.float32 if fp32 else dtype
     row = torch.arange(rows, device=device, dtype=torch.int32)
     # Every result has memory of its own: a view that leaves a compiled region would be taken eagerly.
@@ -47,29 +51,71 @@ def prepare_decode(
     )
 
 
+def tokens_of(attn: BlockDecodeAttn) -> int:
+    """Returns the tokens of a row: 1 in DECODE."""
+    return attn.usage.shape[1] if attn.usage.dim() > 1 else 1
+
+
 def hidden_tokens(attn: BlockDecodeAttn, size: int, window: int) -> Tensor:
-    """Returns bool [B, 1, b]: tokens of a block that its row must not attend to: those after the row's end, or before
-    its window.
+    """Returns bool [B, 1, b], in VERIFY [B, 1, T, 1, b]: tokens of a block that its row must not attend to: those
+    after the row's end, or before its window.
     """
     position = torch.arange(size, device=attn.usage.device, dtype=torch.int32)
-    hidden = position >= attn.usage[:, None, None]
+    hidden = position >= _before_tokens(attn.usage)
     if not window:
         return hidden
     assert attn.rest is not None, "a model with windows has this input"
-    return hidden | (attn.rest[:, None, None] - position > window)
+    return hidden | (_before_tokens(attn.rest) - position > window)
+
+
+def _before_tokens(x: Tensor) -> Tensor:
+    """Returns x [B] as [B, 1, 1], and x [B, T] as [B, 1, T, 1, 1]."""
+    return x[:, None, None] if x.dim() == 1 else x[:, None, :, None, None]
 
 
 def attend_decode(
     q: Tensor, kv: LayerKV, attn: SharedDecode, size: int, scale: float, fp32: bool, kernels: AttentionKernels
 ) -> Tensor:
-    """Computes attention [R, h, d] of one token per row.
+    """Computes attention [R, h, d] of one token per row, or [R x T, h, d] of T tokens.
 
     Keys are freed before values are gathered, so each step is a function of its own.
     """
+    if attn.bias.dim() > 3:
+        return _attend_verified(q, kv, attn, size, scale, fp32, kernels)
     if kernels.decode_parts and kernels.parts is not None and kv.k_scale is None:
         return _attend_by_parts(q, kv, attn, size, scale, fp32, kernels)
     product = quantised_kv_cache.scores if kv.k_scale is not None else _scores
-    scores = torch.add(attn.bias, product(q, kv, attn, size, fp32, kernels), alpha=scale)  # [B, h, b]
+    # Scores get no name here, so that they are freed before values are gathered.
+    return _join_scores(
+        q, torch.add(attn.bias, product(q, kv, attn, size, fp32, kernels), alpha=scale), kv, attn, size, kernels
+    )
+
+
+def _attend_verified(
+    q: Tensor, kv: LayerKV, attn: SharedDecode, size: int, scale: float, fp32: bool, kernels: AttentionKernels
+) -> Tensor:
+    """Computes ``attend_decode`` of a row's tokens as of so many heads more."""
+    groups, each = attn.spread_query.shape[1], attn.bias.shape[2]
+    (count, heads, d), blocks = q.shape, attn.bias.shape[0]
+    rows = count // each
+    folded = q.view(rows, each, groups, heads // groups, d).transpose(1, 2).reshape(rows, each * heads, d)
+    product = quantised_kv_cache.scores if kv.k_scale is not None else _scores
+
+    def visible_scores() -> Tensor:
+        found = product(folded, kv, attn, size, fp32, kernels).view(blocks, groups, each, heads // groups, size)
+        return torch.add(attn.bias, found, alpha=scale).view(blocks, each * heads, size)
+
+    if kernels.sinks is not None:
+        sinks = kernels.sinks.view(groups, 1, -1).repeat(1, each, 1).view(-1)
+        kernels = kernels._replace(sinks=sinks)
+    out = _join_scores(folded, visible_scores(), kv, attn, size, kernels)
+    return out.view(rows, groups, each, heads // groups, d).transpose(1, 2).reshape(count, heads, d)
+
+
+def _join_scores(
+    q: Tensor, scores: Tensor, kv: LayerKV, attn: SharedDecode, size: int, kernels: AttentionKernels
+) -> Tensor:
+    """Returns [R, h, d]: the values of each row's blocks weighted by ``scores`` [B, h, b]."""
     high = scores.amax(-1, keepdim=True)
     share = (scores - high).exp()
     total = share.sum(-1, keepdim=True)

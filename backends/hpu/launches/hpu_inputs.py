@@ -27,7 +27,7 @@ from trencadis.backends.cpu.padding import (
 )
 from trencadis.backends.hpu.attention.attention_inputs import BlockDecodeAttn, ContextAttn, FreshAttn
 from trencadis.backends.hpu.shared_shapes import padded_start
-from trencadis.core.buckets import LORA, Bucket, Stage
+from trencadis.core.buckets import LORA, Bucket, Stage, drafts_ahead, padded_tokens, verified_width
 from trencadis.core.cross_attention_inputs import planned_units
 from trencadis.core.device.backend import Inputs, Segments, TextTensors, VisionTensors
 from trencadis.core.launches.host_inputs import token_adapters
@@ -66,7 +66,7 @@ def arrays(bucket: Bucket, inputs: Inputs | None, form: LaunchForm) -> Any:
         case VisionInputs() as x:
             return _vision(x, bucket.dims[0], form.slot)
         case HeadInputs() as x:
-            return head(x, bucket.dims[0], _masks(x, bucket, form.vocab))
+            return head(x, bucket.dims[0], _masks(x, bucket, form.vocab), drafts_ahead(bucket))
         case ResetInputs() as x:
             return reset(x, bucket.dims[0], pad(x.counts, (bucket.dims[0], form.vocab), np.int32))
         case PoolInputs() as x:
@@ -74,10 +74,10 @@ def arrays(bucket: Bucket, inputs: Inputs | None, form: LaunchForm) -> Any:
 
 
 def text(bucket: Bucket, x: StepInputs, form: LaunchForm) -> Any:
-    """Builds the arrays of a text launch. FRESH: the tokens of row r start at r * T. CONTEXT and DECODE: as they
-    come.
+    """Builds the arrays of a text launch. FRESH and VERIFY: the tokens of row r start at r * T. CONTEXT and DECODE:
+    as they come.
     """
-    count = bucket.dims[0] * bucket.dims[1] if bucket.stage is Stage.FRESH else bucket.dims[0]
+    count = padded_tokens(bucket)
     position, start = _token_positions(bucket, x), padded_start(count) if form.shared else count
 
     def put(values: Array, width: int = start, dtype: type = np.int32) -> Any:
@@ -100,9 +100,9 @@ def text(bucket: Bucket, x: StepInputs, form: LaunchForm) -> Any:
 def _token_positions(bucket: Bucket, x: StepInputs) -> Array:
     """Returns int64 [n]: the position of each token of the launch in the bucket."""
     token = np.arange(len(x.tokens))
-    if bucket.stage is not Stage.FRESH:
+    if bucket.stage not in (Stage.FRESH, Stage.VERIFY):
         return token
-    rows, width = bucket.dims
+    rows, width = bucket.dims[0], verified_width(bucket) if bucket.stage is Stage.VERIFY else bucket.dims[1]
     lengths = np.diff(x.row_start[: len(x.context) + 1])
     assert len(lengths) <= rows and int(lengths.max(initial=0)) <= width, f"{bucket} is too small"
     row = np.repeat(np.arange(len(lengths)), lengths)
@@ -128,9 +128,13 @@ def _attn(bucket: Bucket, x: StepInputs, count: int, position: Array, form: Laun
         context = pad(x.context, (1,), np.int32)
         own = (context + np.arange(count)).astype(np.int32)
         return ContextAttn(_any(slot), _any(listed), context, _upto(x, position, own, form))
-    group, usage = np.full(bucket.dims[1], bucket.dims[0], np.int32), np.ones(bucket.dims[1], np.int32)
-    rest = np.ones(bucket.dims[1], np.int32)
-    _list_blocks(x, size, listed, group, usage, rest)
+    group = np.full(bucket.dims[1], bucket.dims[0], np.int32)
+    shape = (bucket.dims[1], verified_width(bucket)) if bucket.stage is Stage.VERIFY else (bucket.dims[1],)
+    usage, rest = np.ones(shape, np.int32), np.ones(shape, np.int32)
+    if bucket.stage is Stage.VERIFY:
+        _list_verified_blocks(x, size, listed, group, usage, rest)
+    else:
+        _list_blocks(x, size, listed, group, usage, rest)
     return BlockDecodeAttn(_any(slot), _any(listed), _any(group), _any(usage), _any(rest) if form.windows else None)
 
 
@@ -158,6 +162,23 @@ def _list_blocks(x: StepInputs, size: int, listed: Array, group: Array, usage: A
     usage[:total] = size
     usage[ends - 1] = x.context % size + 1
     rest[:total] = x.context[row] + 1 - column * size
+
+
+def _list_verified_blocks(x: StepInputs, size: int, listed: Array, group: Array, usage: Array, rest: Array) -> None:
+    """Lists the blocks of all rows one after the other, in place, with what each of a row's tokens uses of a block.
+
+    Surplus tokens of a row attend as its last one does.
+    """
+    lengths = np.diff(x.row_start[: len(x.context) + 1])
+    held = (x.context + lengths - 1) // size + 1
+    total = int(held.sum())
+    assert total <= len(listed), f"{total} blocks do not fit a bucket of {len(listed)}"
+    row = np.repeat(np.arange(len(held)), held)
+    column = np.arange(total) - (np.cumsum(held) - held)[row]
+    listed[:total], group[:total] = x.blocks[row, column], row
+    place = np.minimum(np.arange(usage.shape[1])[None], lengths[row][:, None] - 1)
+    rest[:total] = (x.context[row] + 1 - column * size)[:, None] + place
+    usage[:total] = np.clip(rest[:total], 0, size)
 
 
 def _vision(x: VisionInputs, slots: int, slot: SlotForm) -> Any:

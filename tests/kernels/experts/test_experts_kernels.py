@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +36,14 @@ def weights(count: int, inner: int, hidden: int, dtype: torch.dtype) -> tuple[li
     return gate_up, [(normal(hidden, inner, seed=99 + i) / inner**0.5).to(dtype) for i in range(count)]
 
 
+def pack(
+    ops: ReferenceOps, each: tuple[list[Tensor], list[Tensor]], device: torch.device, dtype: torch.dtype,
+    biases: ExpertBiases | None = None,
+) -> Any:  # fmt: skip
+    gate_up, down = ([t.to(device, dtype) for t in some] for some in each)
+    return ops.pack_experts(gate_up, down, biases)
+
+
 CASES = [
     (n, count, top, kind, dtype)
     for n in (1, 7, 40)
@@ -56,9 +65,9 @@ def test_experts_equal_the_reference(
     scores = scores_of(n, count)
     for normalise in (True, False):
         slow, ops = ReferenceOps(), CudaOps()
-        joined = slow.pack_experts(*([w.float() for w in some] for some in each))
+        joined = pack(slow, each, torch.device("cpu"), torch.float32)
         want = slow.experts(x.float(), scores, joined, top, normalise, kind)
-        packed = ops.pack_experts(*([w.to(device) for w in some] for some in each))
+        packed = pack(ops, each, device, dtype)
         assert (packed.count, packed.inner) == (count, 40)
         got = ops.experts(x.to(device), scores.to(dtype).to(device), packed, top, normalise, kind).cpu()
         error = float((got.float() - want).abs().max() / want.abs().max())
@@ -78,10 +87,10 @@ def test_biases_and_the_clamped_activation(
     )
     slow, ops = ReferenceOps(), CudaOps()
     wide = ExpertBiases(*([b.float() for b in some] for some in biases))
-    joined = slow.pack_experts(*([w.float() for w in some] for some in each), wide)
+    joined = pack(slow, each, torch.device("cpu"), torch.float32, wide)
     want = slow.experts(x.float(), scores, joined, 2, True, kind)
     own = ExpertBiases(*([b.to(device) for b in some] for some in biases))
-    packed = ops.pack_experts(*([w.to(device) for w in some] for some in each), own)
+    packed = pack(ops, each, device, dtype, own)
     got = ops.experts(x.to(device), scores.to(dtype).to(device), packed, 2, True, kind).cpu()
     assert (got.float() - want).abs().max() <= TOLERANCE[dtype] * want.abs().max()
 
@@ -144,7 +153,7 @@ def test_a_token_has_the_same_bits_in_any_company(device: torch.device, monkeypa
 
     monkeypatch.setattr(tiles, "find", find)
     ops = InvariantCudaOps()
-    w = ops.pack_experts(*([t.to(device) for t in some] for some in weights(3, 24, 40, torch.bfloat16)))
+    w = pack(ops, weights(3, 24, 40, torch.bfloat16), device, torch.bfloat16)
     x, scores = normal(50, 40).bfloat16().to(device), scores_of(50, 3).to(device)
     whole = ops.experts(x, scores, w, 2, True, "silu")
     for begin, end in ((0, 1), (7, 8), (20, 50)):
@@ -163,7 +172,7 @@ def test_room_is_enough_for_any_choice() -> None:
 
 def test_mistakes_of_callers_are_refused(device: torch.device) -> None:
     ops = CudaOps()
-    w = ops.pack_experts(*([t.to(device) for t in some] for some in weights(3, 24, 40, torch.float32)))
+    w = pack(ops, weights(3, 24, 40, torch.float32), device, torch.float32)
     x, scores = normal(2, 40).to(device), scores_of(2, 3).to(device)
     for wrong in (
         lambda: ops.experts(x, scores[:, :2], w, 2, True, "silu"), lambda: ops.experts(x, scores, w, 4, True, "silu"),

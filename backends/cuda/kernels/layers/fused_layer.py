@@ -90,6 +90,7 @@ def _fits(layer: DecoderLayer, x: Tensor) -> bool:
     attention, mlp = layer.attention, layer.mlp
     if (
         layer.norms_after_sum
+        or layer.norms_after_parts
         or layer.out_norms
         or layer.scale != 1
         or not isinstance(mlp, GatedMLP)

@@ -1,0 +1,208 @@
+"""A head of EAGLE-3 drafts: it equals a plain reference, and answers are those without it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tests.fakes.checkpoints import VOCAB
+from tests.speculation.test_cpu_answers import engine_of, run
+from trencadis.core.engine.engine import Engine
+from trencadis.core.errors import StartupError
+from trencadis.core.request import Request, SamplingParams
+
+ROOT = Path(__file__).resolve().parents[2]
+HIDDEN, HEADS, KEYS, SIZE, INNER, DRAFTS = 64, 4, 2, 16, 96, 200
+TAPS = (0, 1, 1)
+ALONE: dict[str, Any] = {"max_model_len": 384, "num_gpu_blocks_override": 60, "max_num_batched_tokens": 32}
+
+
+def weights_of(seed: int, own_table: bool = False, size: int = SIZE) -> dict[str, Tensor]:
+    """Random tensors of a head whose drafts are every id up to DRAFTS, shifted by their number."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        values = torch.randn(shape, generator=generator)
+        return 1 + 0.2 * values if len(shape) == 1 else 0.1 * values
+
+    made = {
+        "fc.weight": random(HIDDEN, len(TAPS) * HIDDEN), "norm.weight": random(HIDDEN),
+        "lm_head.weight": random(DRAFTS, HIDDEN), "d2t": torch.arange(DRAFTS) % 7,
+        "midlayer.input_layernorm.weight": random(HIDDEN), "midlayer.hidden_norm.weight": random(HIDDEN),
+        "midlayer.post_attention_layernorm.weight": random(HIDDEN),
+        "midlayer.self_attn.q_proj.weight": random(HEADS * size, 2 * HIDDEN),
+        "midlayer.self_attn.k_proj.weight": random(KEYS * size, 2 * HIDDEN),
+        "midlayer.self_attn.v_proj.weight": random(KEYS * size, 2 * HIDDEN),
+        "midlayer.self_attn.o_proj.weight": random(HIDDEN, HEADS * size),
+        "midlayer.mlp.gate_proj.weight": random(INNER, HIDDEN), "midlayer.mlp.up_proj.weight": random(INNER, HIDDEN),
+        "midlayer.mlp.down_proj.weight": random(HIDDEN, INNER),
+    }  # fmt: skip
+    if own_table:
+        made["embed_tokens.weight"] = random(VOCAB, HIDDEN)
+    return made
+
+
+def head_at(folder: Path, weights: dict[str, Tensor], **changes: Any) -> Path:
+    """Writes a head in the hub's layout."""
+    folder.mkdir(parents=True)
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"], "hidden_size": HIDDEN, "num_attention_heads": HEADS,
+        "num_key_value_heads": KEYS, "head_dim": SIZE, "intermediate_size": INNER, "vocab_size": VOCAB,
+        "draft_vocab_size": DRAFTS, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "num_hidden_layers": 1,
+        "max_position_embeddings": 2048, "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(TAPS)},
+        "tie_word_embeddings": False, "hidden_act": "silu", "attention_bias": False, "model_type": "llama",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
+
+
+class PlainHead:
+    """The head in plain torch, over a whole text at a time."""
+
+    def __init__(self, weights: dict[str, Tensor], table: Tensor, size: int = SIZE) -> None:
+        self.w, self.size = weights, size
+        self.table = weights.get("embed_tokens.weight", table)
+
+    def states(self, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """(normed, stream) [n, hidden] of tokens whose following ids are ``tokens``."""
+        w, n, d = self.w, len(tokens), self.size
+        embedded = norm(self.table[tokens], w["midlayer.input_layernorm.weight"])
+        x = torch.cat([embedded, norm(hidden, w["midlayer.hidden_norm.weight"])], 1)
+        q, k, v = ((x @ w[f"midlayer.self_attn.{name}_proj.weight"].T).view(n, -1, d) for name in "qkv")
+        angle = torch.arange(n)[:, None] * 10000.0 ** (-torch.arange(0, d, 2) / d)[None]
+        cos, sin = (torch.cat([f(angle), f(angle)], 1)[:, None] for f in (torch.cos, torch.sin))
+
+        def turned(t: Tensor) -> Tensor:
+            return t * cos + torch.cat([-t[..., d // 2 :], t[..., : d // 2]], -1) * sin
+
+        q, k = turned(q), turned(k).repeat_interleave(HEADS // KEYS, 1)
+        scores = torch.einsum("qhd,khd->hqk", q, k) * d**-0.5
+        scores = scores.masked_fill(~torch.ones(n, n, dtype=torch.bool).tril(), float("-inf"))
+        out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.repeat_interleave(HEADS // KEYS, 1)).reshape(n, -1)
+        x = hidden + out @ w["midlayer.self_attn.o_proj.weight"].T
+        y = norm(x, w["midlayer.post_attention_layernorm.weight"])
+        gate, up = (y @ w[f"midlayer.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        stream = x + (torch.nn.functional.silu(gate) * up) @ w["midlayer.mlp.down_proj.weight"].T
+        return norm(stream, w["norm.weight"]), stream
+
+    def drafts(self, taps: Tensor, tokens: list[int], count: int) -> tuple[list[int], Tensor]:
+        """``count`` drafts after ``tokens``, whose states are ``taps`` but for the last one's; the first's states."""
+        hidden = taps @ self.w["fc.weight"].T
+        ids, found, first = torch.tensor(tokens[1:]), [], None
+        for _ in range(count):
+            normed, stream = self.states(hidden, ids)
+            first = normed if first is None else first
+            best = int((normed[-1] @ self.w["lm_head.weight"].T).argmax())
+            token = best + int(self.w["d2t"][best])
+            found.append(token)
+            hidden, ids = torch.cat([hidden, stream[-1:]]), torch.cat([ids, torch.tensor([token])])
+        assert first is not None
+        return found, first
+
+
+def headed(path: Path, head: Path, drafts: int = 4, **flags: Any) -> Engine:
+    asked = {"method": "eagle3", "model": str(head), "num_speculative_tokens": drafts}
+    return engine_of(path, speculative_config=asked, spec_always=True, **flags)
+
+
+def states_of(path: Path, tokens: list[int]) -> tuple[Tensor, Tensor]:
+    """(tapped states [n, 3 x hidden], embedding table) by transformers."""
+    from transformers import Qwen2ForCausalLM
+
+    model = Qwen2ForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        hidden = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    return torch.cat([hidden[at][0] for at in TAPS], 1), model.get_input_embeddings().weight.detach()
+
+
+@pytest.mark.parametrize("own_table", [False, True])
+def test_a_head_equals_a_plain_reference(own_table: bool, checkpoint: Any, tmp_path: Path) -> None:
+    """Its states within 1e-4, and its drafts, over a prompt in chunks and steps that reject drafts."""
+    path, weights = checkpoint("qwen2"), weights_of(3, own_table)
+    engine = headed(path, head_at(tmp_path / "head", weights), **ALONE)
+    rank: Any = engine.executor._rank  # type: ignore[attr-defined]
+    seen: list[tuple[list[int], tuple[int, ...], Tensor]] = []
+    propose = rank.eagle.propose
+
+    def noted(rows: Any) -> Any:
+        (seq,) = engine.scheduler.running
+        at = rank.eagle._rows.get(seq.key)
+        state = rank.eagle.head.state.normed[at].clone() if at else torch.zeros(0)
+        found = propose(rows)
+        seen.append((list(seq.tokens), found[0], state))
+        return found
+
+    rank.eagle.propose = noted
+    prompt = [(7 * at) % 300 for at in range(75)]
+    engine.add(Request("r", prompt, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)))
+    while not engine.idle():
+        engine.step()
+    engine.close()
+    assert len(seen) > 5
+    for tokens, drafts, state in seen:
+        taps, table = states_of(path, tokens[:-1])
+        wanted, normed = PlainHead(weights, table).drafts(taps, tokens, len(drafts))
+        torch.testing.assert_close(state, normed[-1], rtol=1e-4, atol=1e-4)
+        assert drafts == tuple(wanted)
+
+
+@pytest.mark.parametrize(("drafts", "flags"), [(3, {"async_depth": 1}), (4, {"enable_prefix_caching": False})])
+def test_a_wrong_head_changes_no_answer(drafts: int, flags: Any, vl_checkpoint: Path, tmp_path: Path) -> None:
+    plain = run(engine_of(vl_checkpoint, speculation=False), 3, 14)
+    engine = headed(vl_checkpoint, head_at(tmp_path / "head", weights_of(1)), drafts, **flags)
+    found = run(engine, 3, 14)
+    assert (found.tokens, found.scores, found.ended) == (plain.tokens, plain.scores, plain.ended)
+    assert engine.scheduler.totals.spec_draft_tokens > 20
+
+
+def test_heads_of_other_sizes(vl_checkpoint: Path, tmp_path: Path) -> None:
+    """Keys of another size than the model's, and 112."""
+    for size in (32, 112):
+        head = head_at(tmp_path / str(size), weights_of(1, size=size), head_dim=size)
+        run(headed(vl_checkpoint, head, 2), 3, 4)
+
+
+def test_what_is_no_head_is_refused_in_one_line(vl_checkpoint: Path, tmp_path: Path) -> None:
+    weights = weights_of(1)
+    far = {**weights, "d2t": torch.full((DRAFTS,), VOCAB)}
+    without = {name: t for name, t in weights.items() if name != "fc.weight"}
+    other = {**weights, "lm_head.weight": torch.zeros(DRAFTS + 1, HIDDEN)}
+    cases: list[tuple[Path, str]] = [
+        (head_at(tmp_path / "a", weights, hidden_size=32, head_dim=8), "is a head for hidden size 32"),
+        (head_at(tmp_path / "b", weights, vocab_size=VOCAB + 8), "has 352 ids and"),
+        (head_at(tmp_path / "c", weights, architectures=["LlamaForCausalLM"]), "eagle3 takes LlamaForCausalLMEagle3"),
+        (head_at(tmp_path / "d", far), "outside of 344 ids"),
+        (head_at(tmp_path / "e", without), "the head has no tensor fc.weight"),
+        (head_at(tmp_path / "f", other), "lm_head.weight has shape [201, 64], not [200, 64]"),
+        (tmp_path / "g", "is no folder of a head"),
+        (head_at(tmp_path / "h", weights, draft_vocab_size=VOCAB + 1), "draft_vocab_size must be a whole number"),
+    ]  # fmt: skip
+    cut = head_at(tmp_path / "i", weights) / "model.safetensors"
+    cut.write_bytes(cut.read_bytes()[:-100])
+    cases.append((cut.parent, "model.safetensors"))
+    for head, words in cases:
+        with pytest.raises(StartupError) as error:
+            headed(vl_checkpoint, head)
+        assert words in str(error.value) and "\n" not in str(error.value), (head, error.value)
+
+
+@pytest.mark.long
+def test_a_head_trained_on_the_demo_is_accepted(tmp_path: Path) -> None:
+    """In under ten minutes; it gives at least 1.5 tokens a verified step on questions that it has not seen."""
+    command = [sys.executable, str(ROOT / "tools" / "train_head.py"), "--out", str(tmp_path), "--minutes", "6"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
+    print(told)
+    assert float(told.splitlines()[-1].split()[0]) >= 1.5

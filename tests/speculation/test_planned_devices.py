@@ -1,0 +1,231 @@
+"""Drafts on devices with planned shapes (the emulated Gaudi in both modes, the twin of an NVIDIA card): VERIFY.
+
+Answers are those without drafts, nothing compiles after warm-up, and the ledger holds to the byte.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.oracles.gaudi_launches import BLOCK, AttentionLayer, references, step_inputs
+from tests.speculation.test_cpu_answers import Answers, SampledTraffic, draft_by
+from tests.traffic.ruled_requests import vocabulary
+from trencadis.backends.cpu import make_backend as make_cpu
+from trencadis.backends.hpu.backend import HpuBackend
+from trencadis.backends.hpu.emulator.card_profiles import profile
+from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
+from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
+from trencadis.backends.hpu.hpu_settings import HpuSettings
+from trencadis.backends.hpu.policy import input_bytes, policy
+from trencadis.core.buckets import Bucket, InputSizes, Stage, ahead_variant, verify_variant
+from trencadis.core.config import EngineConfig
+from trencadis.core.device.backend import BackendConfig
+from trencadis.core.engine.engine import Engine
+from trencadis.core.engine.engine_builder import create_engine
+from trencadis.core.request import Request, SamplingParams
+
+LENGTH, DRAFTS = 96, 3
+FLAGS: dict[str, Any] = {
+    "dtype": "float32", "threads": 1, "max_model_len": LENGTH, "max_num_seqs": 3, "max_num_batched_tokens": 64,
+    "block_size": 16, "num_gpu_blocks_override": 14, "encoder_cache_images": 2,
+    "mm_processor_kwargs": {"min_pixels": 56 * 56, "max_pixels": 112 * 112},
+}  # fmt: skip
+DEVICES = ("twin", "lazy", pytest.param("compiled", marks=pytest.mark.long))
+SPECULATION = {"method": "ngram", "num_speculative_tokens": DRAFTS, "prompt_lookup_min": 1}
+SEEN = (0, 3, 8, 1000)
+"""Windows: inside a block, whole blocks, longer than all."""
+
+Make = Callable[..., Engine]
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch, vl_checkpoint: Path, tmp_path: Path) -> Iterator[Make]:
+    """``make("twin", spec_always=True)``: an engine of a device; closed with the test."""
+    monkeypatch.setenv("TRENCADIS_CACHE", str(tmp_path))
+    monkeypatch.setenv("VLLM_MULTIMODAL_BUCKETS", "64,128")
+    made: list[Engine] = []
+
+    def create(device: str, **flags: Any) -> Engine:
+        if device == "twin":
+            own = {"device": "cuda", "policy": "twin"}
+        else:
+            own = {"device": "hpu"}
+            monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
+            monkeypatch.setenv("PT_HPU_LAZY_MODE", "1" if device == "lazy" else "0")
+        made.append(create_engine(EngineConfig(model=str(vl_checkpoint), **{**FLAGS, **own, **flags})))
+        return made[-1]
+
+    yield create
+    for engine in made:
+        engine.close()
+
+
+def answers_of(engine: Engine, seed: int, count: int, most: int = 8) -> SampledTraffic:
+    """Answers of random requests with every sampling field, some under grammars, some with images."""
+    sizes = engine.scheduler.limits
+    engine.set_vocabulary(vocabulary(engine.info().vocab_size, sizes.eos).pack())
+    traffic = SampledTraffic(engine, seed, count, LENGTH * 2 // 3, engine.info().vocab_size, most=most, aborts=0.0)
+    traffic.run()
+    engine.scheduler.check()
+    assert engine.scheduler.pool.used == 0
+    return traffic
+
+
+def graphs_of(engine: Engine) -> Any:
+    return engine.executor._rank.graphs  # type: ignore[attr-defined]
+
+
+def check_ledger(engine: Engine) -> None:
+    """Rows of the ledger sum to the device, and what they call used is what the device calls used."""
+    captures, memory = engine._watch.captures, graphs_of(engine).backend.memory  # type: ignore[union-attr]
+    assert captures is not None
+    captures.observe()
+    rows = dict(captures.ledger.rows())
+    assert sum(rows.values()) == memory.total()
+    assert memory.total() - memory.free() == memory.total() - rows["margin"] - rows["graph reserve unused"]
+
+
+def count_different(a: Answers, b: Answers) -> int:
+    return sum(a[key] != b[key] for key in a)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_answers_are_those_without_drafts_and_nothing_compiles(device: str, make: Make) -> None:
+    warmup = {"warmup": "full"} if device == "twin" else {}
+    plain = answers_of(make(device, **warmup), 1, 14)
+    engine = make(device, speculative_config=SPECULATION, spec_always=True, **warmup)
+    draft_by(engine, plain.tokens, "mixed", DRAFTS)
+    before = graphs_of(engine).backend.compilations()
+    drafted = answers_of(engine, 1, 14)
+    assert set(drafted.tokens) == set(plain.tokens)
+    assert count_different(plain.tokens, drafted.tokens) <= 1, "a draw flips where its number is at an edge"
+    totals = engine.scheduler.totals
+    assert totals.spec_accepted and totals.spec_accepted < totals.spec_draft_tokens
+    verified = [b for b in graphs_of(engine).hits if b.stage is Stage.VERIFY]
+    assert verified and {b for b in graphs_of(engine).hits} <= graphs_of(engine).planned
+    assert any(b.variant == ahead_variant(DRAFTS) for b in graphs_of(engine).hits), "penalties beside drafts"
+    assert graphs_of(engine).backend.compilations() == before, "a shape was not planned"
+    check_ledger(engine)
+
+
+def scripted(engine: Engine, most: int) -> float:
+    """Launches of text per token of an answer whose prediction has every tenth id changed, from the first token on."""
+    prompt = list(range(5, 25))
+    params = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)
+
+    def answer(name: str, prediction: list[int]) -> list[int]:
+        engine.add(Request(name, prompt, params, prediction=prediction))
+        found: list[int] = []
+        while not engine.idle():
+            for delta in engine.step():
+                found += delta.tokens
+        return found
+
+    known = answer("plain", [])
+    vocab = engine.info().vocab_size
+    before = sum(graphs_of(engine).hits.values())
+    assert answer("predicted", [(t + 1) % vocab if at % 10 == 9 else t for at, t in enumerate(known)]) == known
+    return (sum(graphs_of(engine).hits.values()) - before) / most
+
+
+@pytest.mark.parametrize("device", ["twin", *(pytest.param(d, marks=pytest.mark.long) for d in ("lazy", "compiled"))])
+def test_a_prediction_needs_few_launches(device: str, make: Make) -> None:
+    """At most 0.45 launches a token, SAMPLE and the prompt included."""
+    asked = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 4}
+    flags = {"max_num_seqs": 1, "warmup": "skip", "max_model_len": 192, "max_num_batched_tokens": 64}
+    flags |= {"num_gpu_blocks_override": 16, "speculative_config": asked, "spec_always": True}
+    assert scripted(make(device, **flags), 64) <= 0.45
+
+
+def gaudi(lazy: bool, windows: tuple[int, ...], kernels: bool = True) -> HpuBackend:
+    bridge = make_bridge(EmulatedDevice(profile("")), lazy)
+    if not kernels:
+        missing = ("fused_sdpa", "fused_rms_norm", "apply_rotary", "sdpa_parts", "product", "block_adjustment")
+        without: dict[str, Any] = dict.fromkeys(missing)
+        bridge = replace(bridge, **without)
+    return HpuBackend(
+        BackendConfig(block_size=BLOCK, windows=windows, vocab_size=50), policy(""), bridge, HpuSettings()
+    )
+
+
+@pytest.mark.parametrize("lengths", [[(9, 4), (1, 1), (150, 2), (3, 4), (8, 3)], [(14, 4)], [(15, 2), (16, 4)]])
+def test_rows_of_several_tokens_attend_as_the_reference_does(lengths: list[tuple[int, int]]) -> None:
+    """Their tokens lie in one block or in two; windows hide some blocks from some tokens of a row."""
+    inputs = step_inputs(lengths, np.random.default_rng(1))
+    wanted, _ = references(inputs, SEEN)
+    bucket = Bucket(Stage.VERIFY, (8, 64), verify_variant(4))
+    for lazy, kernels, own in ((True, True, SEEN), (False, True, SEEN), (True, False, (0,))):
+        backend = gaudi(lazy, own, kernels)
+        layer = AttentionLayer(backend, float("nan"), windows=own)
+        program = backend.program(bucket, layer)
+        backend.fill(program, inputs)
+        program.run()
+        for window, out in zip(own, layer.outs, strict=True):
+            found = out.cpu()[1 : len(inputs.tokens) + 1]
+            np.testing.assert_allclose(found, wanted[SEEN.index(window)], rtol=1e-5, atol=1e-5)
+
+
+def test_the_planner_counts_the_inputs_to_the_byte() -> None:
+    for windows in ((0,), (0, 8)):
+        backend = gaudi(True, windows)
+        for bucket in (Bucket(Stage.VERIFY, (4, 16), verify_variant(5)), Bucket(Stage.SAMPLE, (8,), ahead_variant(4))):
+            made = backend.program(bucket, lambda x: None)
+            assert input_bytes(bucket, InputSizes(50, BLOCK, windows=any(windows))) == made.bytes
+
+
+MANY = int(os.environ.get("TRENCADIS_TEST_REQUESTS", "10000"))
+"""Requests of the long run."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("device", ["twin", "lazy", "compiled"])
+def test_nothing_compiles_in_many_requests(device: str, make: Make) -> None:
+    """Verified, plain, ruled and image rows mixed, drafted by n-grams where a request repeats itself."""
+    engine = make(device, speculative_config=SPECULATION, spec_always=True)
+    before = graphs_of(engine).backend.compilations()
+    answers_of(engine, 11, MANY)
+    hits, totals = graphs_of(engine).hits, engine.scheduler.totals
+    assert graphs_of(engine).backend.compilations() == before and set(hits) <= graphs_of(engine).planned
+    check_ledger(engine)
+    verified = sum(count for bucket, count in hits.items() if bucket.stage is Stage.VERIFY)
+    print(
+        f"{device}: {MANY} requests, {sum(hits.values())} launches, {verified} of them VERIFY, "
+        f"{totals.spec_accepted} of {totals.spec_draft_tokens} drafts accepted, 0 compiled"
+    )
+
+
+class WithSinks:
+    """Operations whose attention has sinks."""
+
+    def __init__(self, ops: Any, device: torch.device) -> None:
+        self._ops, self.sinks = ops, torch.linspace(-1.0, 2.0, 6).to(device)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops, name)
+
+    def attend(self, *args: Any) -> torch.Tensor:
+        found: torch.Tensor = self._ops.attend(*args, sinks=self.sinks)
+        return found
+
+
+def test_sinks_of_rows_of_several_tokens_are_those_of_their_heads() -> None:
+    inputs = step_inputs([(9, 4), (1, 1), (30, 2)], np.random.default_rng(1))
+    reference = make_cpu(BackendConfig(block_size=BLOCK, options={"ops": "reference", "threads": "1"}))
+    found = []
+    verify = Bucket(Stage.VERIFY, (4, 16), verify_variant(4))
+    for backend, bucket in ((reference, Bucket(Stage.PREFILL, (7, 3))), (gaudi(True, (0,)), verify)):
+        layer = AttentionLayer(backend, 0.0)
+        layer.ops = WithSinks(layer.ops, backend.device)
+        program = backend.program(bucket, layer)
+        backend.fill(program, inputs)
+        program.run()
+        found.append(layer.out.cpu()[1 : len(inputs.tokens) + 1])
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5, atol=1e-5)
