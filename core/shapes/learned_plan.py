@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from trencadis.core.buckets import Bucket, Plan, Stage
 from trencadis.core.shapes.bucket_search import CostTable, search_choice
-from trencadis.core.shapes.shape_needs import Key, NeedHistogram
+from trencadis.core.shapes.shape_needs import RECORDED_STAGES, Key, NeedHistogram
 
-KEPT_STAGES = (Stage.SAMPLE, Stage.RESET, Stage.POOL)
-"""Stages with one short list of rows, which are not learned; they do not count to the limit of graphs."""
+KEPT_STAGES = tuple(stage for stage in Stage if stage not in RECORDED_STAGES)
+"""Stages whose needs are not recorded: they keep their buckets, which do not count to the limit of graphs."""
 
 WORK_WEIGHT = 0.25
 """Weight of the padded work beside the expected time in what the search minimises."""
@@ -190,7 +190,8 @@ class _Group:
         found = np.where(fits, price[None, :], np.inf)
         if self.stage is Stage.FRESH and len(dims[0]) == 2:
             found = np.minimum(found, self._split_prompts(dims, price))
-        return found * self.weights[:, None]
+        weighted: NDArray[np.float64] = found * self.weights[:, None]
+        return weighted
 
     def _split_prompts(self, dims: NDArray[np.int64], price: NDArray[np.float64]) -> NDArray[np.float64]:
         """Returns the costs of prompts that run in more launches: fewer rows each, or a head and a tail."""

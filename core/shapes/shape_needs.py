@@ -16,6 +16,8 @@ from trencadis.core.shapes.rectangular_launches import RowNeed, best_groups
 MAX_CELLS = 4096
 HALF_LIFE_SECONDS = 6 * 3600.0
 
+RECORDED_STAGES = (Stage.PREFILL, Stage.DECODE, Stage.FRESH, Stage.CONTEXT, Stage.VISION)
+
 Key = tuple[Stage, str]
 """Stage and variant of a need."""
 

@@ -169,7 +169,7 @@ def test_sizes_that_the_user_has_set_are_kept() -> None:
     options = read_bucket_options({"VLLM_DECODE_BS_BUCKET_MAX": "64", "VLLM_MULTIMODAL_BUCKETS": "1600,12544,65536"})
     plan = make_plan(SERVING, GUIDE, options, MODEL)
     unchanged = set(list_set_stages(plan, options))
-    assert unchanged == {Stage.DECODE, Stage.VISION}
+    assert unchanged == {Stage.DECODE, Stage.VERIFY, Stage.VISION}
     found = learn_plan(plan, learned(plan, "chat", 3, 40), 20, unchanged)
     assert all(found.plan.of(stage) == plan.of(stage) for stage in unchanged) and found.graphs <= 20
 
