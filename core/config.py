@@ -151,6 +151,15 @@ class EngineConfig:
     graph_memory: str = opt(
         "ratio", "ratio: by the shares above; auto: what an earlier start measured", choices=("ratio", "auto")
     )
+    bucket_profile: str = opt(
+        "",
+        "file of recorded needs (trencadis plan --save-profile), by which the shapes are chosen at start (cuda, hpu)",
+    )
+    max_graphs: int = opt(
+        40,
+        "--bucket-profile: most shapes of text and images; those of drawing tokens come on top",
+        bound=Bound(1, 4096),
+    )
     warmup: str = opt(
         "full", "full: before serving; background: between steps, the buckets most asked for first; skip: at first use "
         "(VLLM_SKIP_WARMUP)", choices=("full", "skip", "background"),

@@ -42,6 +42,8 @@ from trencadis.core.memory.measurement_cache import Measurements
 from trencadis.core.memory.state_plan import NO_STATES, StatePlan, plan_states
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan
+from trencadis.core.shapes.bucket_profile import learn_from_profile
+from trencadis.core.shapes.launch_costs import work_of
 from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.shared_constants import RESERVED_BLOCKS
 from trencadis.core.spec.draft_checkpoint import draft_config
@@ -229,6 +231,7 @@ class DryRun:
                 notes.append(self._note_lowered_length(limits, plan, settings, shorter.max_model_len))
                 limits, plan = shorter, self._plan(shorter)
         self._check_chunking(limits)
+        plan = self._learn(plan)
         ledger, states = self._ledger_without_graphs(plan, limits, settings), self._states(plan, limits)
         prices = self._prices(plan)
         wanted = [p for p in prices if capturable(self.policy, p.bucket) and not settings.eager]
@@ -267,6 +270,21 @@ class DryRun:
 
     def _plan(self, limits: ShapeLimits) -> Plan:
         return own_plan(make_plan(self.policy, limits, self.bucket_options, self.model), self.model.share)
+
+    def _learn(self, plan: Plan) -> Plan:
+        """Returns the plan of ``--bucket-profile``; without one, ``plan``."""
+        config = self.config
+        if not config.bucket_profile:
+            return plan
+        work = work_of(self.model, plan.block_size)
+        found = learn_from_profile(config.bucket_profile, plan, self.bucket_options, config.max_graphs, work)
+        replaced, static = len(plan.buckets) - len(found.plan.buckets) + found.graphs, found.static or 1.0
+        note = (
+            f"--bucket-profile: {found.graphs} shapes of text and images; its needs are expected to cost "
+            f"{found.cost / static:.3f} of what they cost in {replaced}; no choice of as many costs less than "
+            f"{found.bound / static:.3f}."
+        )
+        return dataclasses.replace(found.plan, notes=(*plan.notes, note))
 
     def _settings(self, plan: Plan) -> GraphSettings:
         """Returns the configured shares, or with ``--graph-memory auto`` 1.1 x each pool's measured need."""
