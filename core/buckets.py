@@ -143,6 +143,7 @@ class InputSizes:
         upto: text launches have ``Attn.upto``.
         windows: some layers have a sliding window.
         head_dim: size of a head.
+        recurrent: text launches have ``TextTensors.recurrent``.
     """
 
     vocab: int
@@ -154,6 +155,7 @@ class InputSizes:
     windows: bool = False
     group: int = 8
     head_dim: int = 128
+    recurrent: bool = False
 
 
 @dataclass(frozen=True)
@@ -247,6 +249,8 @@ class Policy:
         cross_attention: text launches have ``TextTensors.cross_attention`` for layers that attend to images.
         cross_attention_bytes: bytes of workspace of that attention; None: it gathers the rows
             (core/memory/launch_memory.py).
+        recurrent: text launches have ``TextTensors.recurrent`` if ``BackendConfig.recurrent`` is set, and the backend's
+            ops are ``core.models.interface.RecurrentOps``.
         drafts: rows of decoding sequences may have several tokens, and SAMPLE reads ``HeadInputs.ahead``, so that
             drafts can be verified (core/spec). A device with planned shapes has the stage VERIFY for them.
         copies_whole: only whole tensors are copied to the device outside of launches: a part would be a program.
@@ -304,6 +308,7 @@ class Policy:
     cross_attention: bool = False
     cross_attention_bytes: Callable[[Bucket, InputSizes], int] | None = None
     stages: bool = False
+    recurrent: bool = False
 
 
 def escape(need: int, unit: int = 1) -> int:

@@ -151,6 +151,15 @@ class EngineConfig:
     graph_memory: str = opt(
         "ratio", "ratio: by the shares above; auto: what an earlier start measured", choices=("ratio", "auto")
     )
+    bucket_profile: str = opt(
+        "",
+        "file of recorded needs (trencadis plan --save-profile), by which the shapes are chosen at start (cuda, hpu)",
+    )
+    max_graphs: int = opt(
+        40,
+        "--bucket-profile: most shapes of text and images; those of drawing tokens come on top",
+        bound=Bound(1, 4096),
+    )
     warmup: str = opt(
         "full", "full: before serving; background: between steps, the buckets most asked for first; skip: at first use "
         "(VLLM_SKIP_WARMUP)", choices=("full", "skip", "background"),
@@ -176,6 +185,10 @@ class EngineConfig:
     kv_offloading_size: float = opt(
         0.0, "host memory in GiB, of all ranks together, for KV blocks that make room on the device (cuda, hpu)",
         bound=Bound(0, 2**20),
+    )  # fmt: skip
+    state_snapshot_memory: float = opt(
+        0.1, "snapshots of recurrent state, by which models with such layers share prefixes: above 1 in bytes, else a "
+        "share of the KV cache's memory; 0: none", kind="amount", bound=Bound(0, 2**50),
     )  # fmt: skip
     kv_cache_dtype: str = opt(
         "auto",

@@ -128,6 +128,9 @@ class EngineInfo:
     graphs: GraphPlan | None = None
     host_blocks: int = 0
     """KV blocks in host memory for those evicted from the device."""
+    snapshots: int = 0
+    """Most snapshots of recurrent state at a time, of ``snapshot_bytes`` each; 0 bytes: the model has no such state."""
+    snapshot_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -157,6 +160,11 @@ class EngineStats:
     host_used: int = 0
     host_total: int = 0
     """KV blocks that host memory can hold."""
+    snapshot_hits: int = 0
+    """Requests that began with a snapshot of recurrent state."""
+    snapshot_misses: int = 0
+    snapshot_evictions: int = 0
+    snapshots: int = 0
     mm_queries: int = 0
     mm_hits: int = 0
     spec_drafts: int = 0

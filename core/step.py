@@ -93,6 +93,16 @@ class BidirectionalSpan(NamedTuple):
     stop: int
 
 
+class StateSlots(NamedTuple):
+    """The slots of a row's recurrent state: the one that its new state is written to, and the one it is read from.
+
+    ``source`` 0: the state counts as zero, because the sequence begins.
+    """
+
+    slot: int
+    source: int
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One sequence's share of a Step.
@@ -109,6 +119,7 @@ class Row:
             and each draft after it; possibly none.
         targets: prompt_logprobs: int32 [len(tokens)], the id to score at each token; -1: none.
         wide: number of top ids to report with each target if that is more than MAX_LOGPROBS, else 0.
+        state: slots of the row's recurrent state; None: the model keeps none.
         pool: the tokens of this chunk that a pooling request pools, possibly none.
         spans: tokens that attend to each other, each span in one launch (``TextConfig.upto``). cross_attention: images
             that the tokens attend to.
@@ -131,6 +142,7 @@ class Row:
     cross_attention: CrossAttentionSpans = NO_CROSS_ATTENTION
     wide: int = 0
     following: int = -1
+    state: StateSlots | None = None
 
 
 class AdapterUpload(NamedTuple):
@@ -313,6 +325,7 @@ class StepInputs:
     last: Int32 | None = None  # [r] block of each row's token, if each row has one token; None: see ``blocks``
     upto: Int32 | None = None  # [n] ``Attn.upto``; None: each token's own position
     cross_attention: CrossAttentionInputs | None = None  # None: no token attends to an image
+    states: Int32 | None = None  # [2, r] ``StateSlots`` of each row; None: the rows have no recurrent state
 
 
 @dataclass(slots=True)

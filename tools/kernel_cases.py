@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tools import row_kernel_cases
+from tools import recurrent_kernel_cases, row_kernel_cases
 from tools.compiled import layer_cases
 from trencadis.backends.cuda.kernels import (
     cross_attend,
@@ -220,6 +220,7 @@ CASES: dict[str, Callable[[int], Iterator[Case]]] = {
     "rope": rotary,
     "small": row_kernel_cases.small,
     "head": row_kernel_cases.sampling,
+    "recurrent": recurrent_kernel_cases.recurrent,
     "quantised": row_kernel_cases.products,
     "experts": row_kernel_cases.experts,
 }

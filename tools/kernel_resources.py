@@ -255,6 +255,10 @@ ATTENTION = (
     "quantised",
     "added",
     "experts",
+    "conv",
+    "scan_kernel",
+    "squares_kernel",
+    "step_kernel",
 )
 
 PROGRESS = ROOT / "build" / "kernels.jsonl"

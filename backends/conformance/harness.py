@@ -247,6 +247,7 @@ class Harness:
             *((t, by_block(t, self.block).shape, 0, SINK_BLOCK) for t in flat),
             (p.arena, p.arena.shape, slice(parts), slice(SINK_ROW * parts, (SINK_ROW + 1) * parts)),
             (p.hidden, p.hidden.shape, None, 0),
+            *((t, t.shape, None, 0) for t in self._states()),
         )
         for tensor, shape, zero, sink in areas:
             values = rng.standard_normal(tuple(shape), np.float32)
@@ -270,7 +271,8 @@ class Harness:
             return [p.arena.cpu()[2 * self.config.row_parts :].clone()]
         if bucket.stage in (Stage.SAMPLE, Stage.RESET, Stage.POOL):
             return [t.cpu()[1:].clone() for t in p.state]
-        return [p.hidden.cpu()[1:].clone(), *(cache.cpu()[2:].clone() for cache in self._caches())]
+        states = (t.cpu()[1:].clone() for t in self._states())
+        return [p.hidden.cpu()[1:].clone(), *(cache.cpu()[2:].clone() for cache in self._caches()), *states]
 
     def zero_is_zero(self) -> bool:
         """Returns True if ZERO, which padding reads and no launch may write, is still zero."""
@@ -282,6 +284,10 @@ class Harness:
     def _caches(self) -> list[Tensor]:
         """Returns keys and values of every layer, by block."""
         return [by_block(cache, self.block) for kv in self.persistent.kv for cache in kv[:2]]
+
+    def _states(self) -> list[Tensor]:
+        """Returns the recurrent states of every layer, by slot."""
+        return [t for layer in self.persistent.recurrent for t in layer if t is not None]
 
     # One bucket
 

@@ -85,7 +85,7 @@ class CheckTarget:
             dtype=dtype, block_size=(block_size if block_size is not None else self.block_size) or 16,
             max_tokens=400, max_rows=16, max_blocks_per_row=256, index=self.index,
             vocab_size=t.vocab, heads=t.heads, kv_heads=t.kv_heads, upto=t.upto,
-            head_dim=t.head_dim, vision_head_dim=v.head_dim if v else 0,
+            recurrent=t.recurrent is not None, head_dim=t.head_dim, vision_head_dim=v.head_dim if v else 0,
             options={"threads": "1", **family_options(self.model.architecture), **options},
         )  # fmt: skip
 

@@ -138,7 +138,7 @@ class CpuBackend:
 
     def fill(self, program: Program, inputs: Inputs) -> None:
         assert isinstance(program, CpuProgram)
-        program.fill(inputs, self.cfg.block_size, self.cfg.upto)
+        program.fill(inputs, self.cfg.block_size, self.cfg.upto, self.cfg.recurrent)
 
     def fetch(self, out: TensorsOut, rows: int) -> CpuPending:
         return CpuPending(out, rows)

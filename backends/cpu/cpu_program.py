@@ -20,6 +20,7 @@ from trencadis.backends.cpu.padding import (
     pad,
     pad_cross_attention,
     pad_interpolation,
+    pad_recurrent,
     pool,
     reset,
     slot_map,
@@ -41,7 +42,7 @@ from trencadis.core.device.backend import (
     VisionTensors,
     host_output,
 )
-from trencadis.core.device.launch_tensors import CrossAttentionTensors, first_rows
+from trencadis.core.device.launch_tensors import CrossAttentionTensors, RecurrentRows, first_rows
 from trencadis.core.launches.host_inputs import token_adapters
 from trencadis.core.launches.rank_input_batch import PersistentHeadInputs, PersistentTextInputs
 from trencadis.core.shared_constants import SINK_ROW, ZERO_BLOCK
@@ -67,12 +68,16 @@ class CpuProgram:
     source: Inputs | None = None
     """The arrays that ``inputs`` were made of, if they may be filled in again."""
 
-    def fill(self, inputs: Inputs, block_size: int, upto: bool) -> None:
-        """Makes the tensors of a launch from its arrays; ``upto``: ``BackendConfig.upto``."""
+    def fill(self, inputs: Inputs, block_size: int, upto: bool, recurrent: bool = False) -> None:
+        """Makes the tensors of a launch from its arrays; ``upto``, ``recurrent``: as in ``BackendConfig``."""
         if inputs is self.source:
             self.inputs = _refresh(self.inputs, inputs, block_size)
             return
         self.inputs = make_tensors(self.bucket, inputs, block_size, upto)
+        if recurrent and isinstance(inputs, StepInputs):
+            rows = len(self.inputs.attn.context) - 1
+            held = RecurrentRows(*map(torch.from_numpy, pad_recurrent(inputs, rows)))
+            self.inputs = self.inputs._replace(recurrent=held)
         comes_again = isinstance(inputs, PersistentHeadInputs) or (
             isinstance(inputs, PersistentTextInputs) and not upto
         )

@@ -19,7 +19,7 @@ from trencadis.backends.cpu.expert_mlp import SeparateExperts, run_chosen_expert
 from trencadis.backends.cpu.image_spans import find_image_spans
 from trencadis.backends.cpu.int8_linear import IntegerWeight, integer_weight, product
 from trencadis.backends.cpu.native import decode_attention as native_attend
-from trencadis.backends.cpu.native import dense, flash, panels, weight_packing
+from trencadis.backends.cpu.native import dense, flash, panels, recurrent, weight_packing
 from trencadis.backends.cpu.native.dense import PackedWeight as PackedWeight
 from trencadis.backends.cpu.native.kernel_table import ANY, KernelTable, Op, chosen_table
 from trencadis.backends.cpu.native.onednn_sizes import by_sizes, pieces
@@ -40,6 +40,7 @@ from trencadis.core.device.backend import (
     Weight,
     slots_at,
 )
+from trencadis.core.device.launch_tensors import RecurrentRows
 from trencadis.core.models import kv_cache_codes
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.shared_constants import WINDOW_SLOTS
@@ -52,6 +53,7 @@ class CpuOps(AdapterOps, ReferenceOps):
     """Implements ``core.device.backend.Ops`` for CPU tensors."""
 
     copies = True
+    reads_rows = True
     every_row = False
     """True: own products take every number of rows that they can, so that a row has the same bits with any other
     rows.
@@ -292,6 +294,19 @@ class CpuOps(AdapterOps, ReferenceOps):
             keys, values = kv.k.flatten(0, 1), kv.v.flatten(0, 1)
             held = [span.to_flash_span(span.where) for span in spans]
             flash.attend(q, keys, values, held, scale, out, self.table, window, sinks)
+
+    def causal_conv(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: RecurrentRows, attn: Attn,
+        activation: str,
+    ) -> Tensor:  # fmt: skip
+        made = recurrent.causal_conv(x, weight, bias, state, rows, attn, activation, self.table)
+        return super().causal_conv(x, weight, bias, state, rows, attn, activation) if made is None else made
+
+    def delta_rule(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, rows: RecurrentRows, attn: Attn
+    ) -> Tensor:
+        made = recurrent.delta_rule(q, k, v, g, beta, state, rows, attn, self.table)
+        return super().delta_rule(q, k, v, g, beta, state, rows, attn) if made is None else made
 
     def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         heads, made = q.shape[1], rotate(q, k, rotary.cos, rotary.sin, self.table)

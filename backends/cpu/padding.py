@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from trencadis.core.buckets import Stage
 from trencadis.core.cross_attention_inputs import padding_inputs
 from trencadis.core.device.backend import HeadTensors, Inputs, PoolTensors, ResetTensors
-from trencadis.core.device.launch_tensors import CrossAttentionTensors
+from trencadis.core.device.launch_tensors import CrossAttentionTensors, RecurrentRows
 from trencadis.core.launches.host_inputs import own_positions, padding_vision_inputs
 from trencadis.core.request import MAX_BIAS
 from trencadis.core.shared_constants import SINK_BLOCK, WINDOW_SLOTS
@@ -109,6 +109,21 @@ def pad_cross_attention(x: StepInputs, count: int, units: int, position: Array |
         padding_inputs(count, units) if x.cross_attention is None else x.cross_attention.padded(count, units, position)
     )
     return CrossAttentionTensors(made.units, made.reach, made.times, made.gate)  # type: ignore[arg-type]
+
+
+def pad_recurrent(x: StepInputs, rows: int) -> RecurrentRows:
+    """Returns ``RecurrentRows`` of a launch of ``rows`` rows; padding rows begin, and write slot 0.
+
+    Inputs without slots of states use those of the sampler, and begin where there is no context.
+    """
+    real = len(x.context)
+    slot, source = (x.slot, np.where(x.context > 0, x.slot, 0)) if x.states is None else x.states
+    return RecurrentRows(
+        slot=pad(slot, (rows + 1,), np.int64),
+        begins=pad(source == 0, (rows + 1,), np.int32, 1),
+        source=pad(source, (rows + 1,), np.int64),
+        count=pad(np.diff(x.row_start[: real + 1]), (rows + 1,), np.int32),
+    )
 
 
 def cells(x: VisionInputs, slots: int, slot: SlotForm) -> int:

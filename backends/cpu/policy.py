@@ -50,6 +50,7 @@ SERVING = Policy(
     encoder_data_parallel=True,
     cross_attention=True,
     stages=True,
+    recurrent=True,
 )
 
 PADDED = Policy(
@@ -78,6 +79,7 @@ PADDED = Policy(
     encoder_data_parallel=True,
     cross_attention=True,
     stages=True,
+    recurrent=True,
 )
 
 POLICIES = {"serving": SERVING, "padded": PADDED}

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from trencadis.backends.cpu.adapter_products import add_masked_adapters, mask_slots
 from trencadis.backends.cpu.expert_mlp import JoinedExperts, join_experts, run_all_experts
+from trencadis.backends.cpu.recurrent_ops import RecurrentReference
 from trencadis.backends.cpu.sampler import sample_full, thresholds, unpack, update
 from trencadis.core.device.backend import (
     AdapterRows,
@@ -66,8 +67,8 @@ class PlainWeight:
     in_features: int
 
 
-class ReferenceOps:
-    """Implements ``core.device.backend.Ops``."""
+class ReferenceOps(RecurrentReference):
+    """Implements ``core.device.backend.Ops``; the recurrent ops are in their own file."""
 
     copies = False
     gathers = True

@@ -54,7 +54,7 @@ class CudaBackend:
         self.sizes = Sizes(
             block_size=cfg.block_size, row_blocks=cfg.max_blocks_per_row, vocab=cfg.vocab_size,
             kv_heads=kv_heads, processors=runtime.processors, invariant=cfg.batch_invariant, upto=cfg.upto,
-            group=max((cfg.heads or 8 * kv_heads * cfg.world) // cfg.world // kv_heads, 1),
+            recurrent=cfg.recurrent, group=max((cfg.heads or 8 * kv_heads * cfg.world) // cfg.world // kv_heads, 1),
         )  # fmt: skip
         measured = partial(input_bytes, processors=runtime.processors, invariant=self.sizes.invariant)
         work = partial(cross_attention_bytes, processors=runtime.processors)

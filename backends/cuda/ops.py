@@ -19,13 +19,16 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.cpu.batch_invariant import ProbedOps
+from trencadis.backends.cpu.recurrent_ops import EPS
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cpu.sampler import accepted_slots
 from trencadis.backends.cuda.host_layers import HostLayerOps
 from trencadis.backends.cuda.kernels import (
     activation,
     adapter_kernels,
+    causal_conv,
     cross_attend,
+    delta_rule,
     embed,
     fused_moe,
     gather_scatter,
@@ -34,6 +37,7 @@ from trencadis.backends.cuda.kernels import (
     pixel_kernels,
     quantised_kv_attention,
     quantised_linear,
+    recurrent_rows,
     reset_sampler_state,
     rms_norm,
     rotary_kernels,
@@ -42,9 +46,15 @@ from trencadis.backends.cuda.kernels import (
     tiles,
     vision_attention,
 )
-from trencadis.backends.cuda.kernels.attention_tensors import CrossAttentionItems, CudaSegments, ItemAttn
+from trencadis.backends.cuda.kernels.attention_tensors import (
+    CrossAttentionItems,
+    CudaSegments,
+    ItemAttn,
+    SingleAttn,
+)
 from trencadis.backends.cuda.kernels.fused_moe import StackedExperts
 from trencadis.backends.cuda.kernels.layers import fused_layer, skinny_gemm
+from trencadis.backends.cuda.kernels.recurrent_rows import ItemRows
 from trencadis.backends.cuda.policy import INVARIANT_ROWS as ROWS
 from trencadis.backends.cuda.weights.quantised_weight import QuantisedWeight, pack_quantised_weight
 from trencadis.core import envs
@@ -64,7 +74,7 @@ from trencadis.core.device.backend import (
     Segments,
     Weight,
 )
-from trencadis.core.device.launch_tensors import CrossAttentionTensors
+from trencadis.core.device.launch_tensors import CrossAttentionTensors, RecurrentRows
 from trencadis.core.models.decoder import DecoderLayer
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.shared_constants import WINDOW_SLOTS
@@ -236,6 +246,30 @@ class CudaOps(HostLayerOps, ReferenceOps):
         out, (k, v) = q.new_empty(q.shape), torch.split(held, held.shape[1] // 2, dim=1)
         results = cross_attend.span_results(images, q, k.shape[1] // q.shape[2])
         cross_attend.cross_attend(q, k, v, images, scale, out, results)
+        return out
+
+    def prepare_recurrent(self, rows: RecurrentRows, attn: Attn) -> RecurrentRows:
+        """Lists the chunks of a launch once for all layers; a launch with one token per row has none."""
+        single = isinstance(attn, SingleAttn)
+        found = rows if single else recurrent_rows.item_rows(rows, attn.row_start, len(attn.slot_map))
+        return cast(RecurrentRows, found)
+
+    def causal_conv(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: object, attn: Attn, activation: str
+    ) -> Tensor:
+        assert isinstance(rows, RecurrentRows | ItemRows)
+        out = x.new_empty(x.shape)
+        causal_conv.launch(x, weight, bias, state, rows, activation, out)
+        return out
+
+    def delta_rule(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, rows: object, attn: Attn
+    ) -> Tensor:
+        assert isinstance(rows, RecurrentRows | ItemRows)
+        if not delta_rule.is_supported(k.shape[2], v.shape[2]):
+            return super().delta_rule(q, k, v, g, beta, state, RecurrentRows(*rows[:4]), attn)
+        out = v.new_empty(v.shape) if isinstance(rows, RecurrentRows) else v.new_zeros(v.shape)
+        delta_rule.launch(q, k, v, g, beta, state, rows, out, EPS)
         return out
 
     def patches(self, pixels: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:

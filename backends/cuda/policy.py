@@ -73,6 +73,7 @@ SERVING = Policy(
     stages=True,
     adapters=True,
     encoder_data_parallel=True,
+    recurrent=True,
 )
 
 POLICIES = {"serving": SERVING, "twin": SERVING}

@@ -26,6 +26,7 @@ from trencadis.backends.hpu.launches.hpu_inputs import LaunchForm
 from trencadis.backends.hpu.launches.hpu_program import HpuProgram, LaunchContexts
 from trencadis.backends.hpu.ops import HpuOps
 from trencadis.backends.hpu.policy import without_fp8
+from trencadis.backends.hpu.recurrent_check import check_recurrent
 from trencadis.backends.hpu.start.bridge_loader import open_bridge
 from trencadis.backends.hpu.step_log import StepLog
 from trencadis.core.buckets import Bucket, Policy, Stage
@@ -79,6 +80,8 @@ class HpuBackend:
         self.dtype = cfg.dtype
         self.hpu_ops = self._make_ops()
         self.ops: Ops = self.hpu_ops
+        if cfg.recurrent and self.values:
+            check_recurrent(self._make_ops())  # ops of its own, so that nothing of the check stays on the card
         self.memory: Memory = HpuMemory(self.bridge, None if emulator is None else emulator.backed)
         if self.values:  # a card without values simulates one rank, so it joins no group
             join_group(cfg, self.bridge.collective_backend)
@@ -152,7 +155,10 @@ class HpuBackend:
     def program(self, bucket: Bucket, body: nn.Module | Body) -> GraphProgram | CompiledProgram:
         check_bucket(bucket, self.cfg.block_size, self.settings.context_slice)
         cfg, lazy = self.cfg, self.bridge.is_lazy()
-        form = LaunchForm(cfg.block_size, cfg.vocab_size, self.slot, any(cfg.windows), cfg.upto, shared=not lazy)
+        form = LaunchForm(
+            cfg.block_size, cfg.vocab_size, self.slot, any(cfg.windows), cfg.upto, shared=not lazy,
+            recurrent=cfg.recurrent,
+        )  # fmt: skip
         kind = GraphProgram if lazy else CompiledProgram
         made = kind(bucket, body, self.bridge, self.hpu_ops, form, self._contexts)
         made.static.staging, made.landing = self._staging, self._landing

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -35,6 +35,15 @@ from trencadis.backends.hpu.launches.region_compiler import RegionCompiler
 from trencadis.backends.hpu.launches.trees import leaves, rebuild
 from trencadis.backends.hpu.sampling import find_thresholds
 from trencadis.backends.hpu.shared_shapes import pieces
+from trencadis.backends.hpu.static_recurrence import (
+    KeptLayer,
+    KeptStates,
+    StaticRows,
+    convolve,
+    delta_rule,
+    prepare,
+    store_states,
+)
 from trencadis.core.device.backend import (
     Attn,
     ExpertBiases,
@@ -48,6 +57,7 @@ from trencadis.core.device.backend import (
     Segments,
     Weight,
 )
+from trencadis.core.device.launch_tensors import RecurrentRows
 from trencadis.core.quant.quantised_tensor import QTensor
 
 T = TypeVar("T")
@@ -132,6 +142,7 @@ class HpuOps(ReferenceOps):
         self._segments = SegmentPreparation()
         self._mask_slots = SlotMask(dtype)
         self._groups: dict[int, tuple[Sequence[Any], Sequence[Any]]] = {}
+        self._kept: dict[int, KeptLayer] = {}
 
     def pack_quantised(self, q: QTensor, bias: Tensor | None = None) -> Weight:
         """Packs 8-bit floats as they are if the plug-in multiplies them, and 4 bits if it unpacks them.
@@ -199,7 +210,12 @@ class HpuOps(ReferenceOps):
         self._layers = 0
 
     def layer(self, run: Callable[..., T], *args: Any) -> T:
-        """Runs one layer. In compile mode it is a region, shared by all layers of its kind and buckets of its shape."""
+        """Runs one layer. In compile mode it is a region, shared by all layers of its kind and buckets of its shape; a
+        layer with a state is followed by one that stores the state.
+        """
+        if self.regions is not None and len(args) > 2 and isinstance(args[2], StaticRows):
+            kept = self._kept.setdefault(id(run), KeptLayer(run))
+            return cast(T, self.region(kept, *args))
         if not self.lazy:
             return self.region(run, *args)
         out: T = self._run_layer(run, *args)
@@ -213,7 +229,7 @@ class HpuOps(ReferenceOps):
         decodes = isinstance(attn, SharedDecode) or (
             isinstance(attn, window_attention.PerWindow) and isinstance(attn.each[0], SharedDecode)
         )
-        if self.regions is None or size == 1 or not decodes:
+        if self.regions is None or size == 1 or not decodes or any(getattr(one, "recurrent", False) for one in layers):
             return layers
         known = self._groups.get(id(layers))
         if known is None:
@@ -230,6 +246,9 @@ class HpuOps(ReferenceOps):
             self._inside = False
         if isinstance(out, DrawnCounts):
             self.by_rows(self._keep_counts, (out.slot, out.rows), out.counts)
+            out = out.out
+        if isinstance(out, KeptStates):
+            self.region(store_states, out.slot, out.new, out.states)
             out = out.out
         found: T = out
         return found
@@ -424,6 +443,24 @@ class HpuOps(ReferenceOps):
         if isinstance(attn, SharedDecode):
             return block_decode.attend_decode(q, kv, attn, size, scale, fp32, kernels)
         raise TypeError(f"{type(attn).__name__} was not filled by this backend")
+
+    def prepare_recurrent(self, rows: RecurrentRows, attn: object) -> RecurrentRows:
+        """Computes once a launch what all recurrent layers share; in compile mode in a region of its own."""
+        tokens = len(cast(FreshAttn, attn).slot)  # every type that this backend fills has the slots of its tokens
+        return cast(RecurrentRows, self.region(prepare, rows, tokens))
+
+    def causal_conv(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: object, attn: object,
+        activation: str,
+    ) -> Tensor:  # fmt: skip
+        assert isinstance(rows, StaticRows)
+        return convolve(x, weight, bias, state, rows, activation)
+
+    def delta_rule(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, rows: object, attn: object
+    ) -> Tensor:
+        assert isinstance(rows, StaticRows)
+        return delta_rule(q, k, v, g, beta, state, rows)
 
     def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         cos, sin = rotary.cos[:, None], rotary.sin[:, None]

@@ -90,14 +90,16 @@ def input_bytes(bucket: Bucket, sizes: InputSizes) -> int:
     bits, upto, units = -(-vocab // 8), 4 if sizes.upto else 0, planned_units(bucket.variant)
     upto += 8 * units + 4 if units else 0  # per unit: its visibility and count for each token, and its gate
     slot = 4 if bucket.variant == LORA else 0
+    rows = 1 if bucket.stage is Stage.CONTEXT else dims[0]
+    states = 16 * (rows + 1) if sizes.recurrent else 0
     match bucket.stage:
         case Stage.FRESH:
-            return (32 + upto + slot) * dims[0] * dims[1] + 4 * dims[0] + 4 * units
+            return (32 + upto + slot) * dims[0] * dims[1] + 4 * dims[0] + 4 * units + states
         case Stage.CONTEXT:
-            return (32 + upto + slot) * dims[0] + 4 * dims[1] + 4 + 4 * units
+            return (32 + upto + slot) * dims[0] + 4 * dims[1] + 4 + 4 * units + states
         case Stage.DECODE:
             seen = (8 * dims[0] + 4) * units + (4 * dims[0] if units else 0)
-            return (32 + slot) * dims[0] + (16 if sizes.windows else 12) * dims[1] + seen
+            return (32 + slot) * dims[0] + (16 if sizes.windows else 12) * dims[1] + seen + states
         case Stage.VERIFY:
             width = verified_width(bucket)
             return 32 * dims[0] * width + (8 + (8 if sizes.windows else 4) * width) * dims[1]
@@ -169,6 +171,7 @@ SERVING = Policy(
     cross_attention=True,
     stages=True,
     encoder_data_parallel=True,
+    recurrent=True,
 )
 
 

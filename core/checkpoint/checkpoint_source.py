@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,6 +23,8 @@ from trencadis.core.quant.online_quant import quantise
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.quant.scheme import FLOATS8, Scheme
 
+log = logging.getLogger("trencadis.engine")
+
 KV_SCALES = ("{}_scale", "{}_proj.{}_scale", "{}_proj.output_scale", "attn.{}_scale")
 """Names of a layer's KV scales, in the forms that different tools write."""
 
@@ -37,13 +40,19 @@ class CheckpointSource:
     Args:
         names: maps stored names to canonical ones; tensors without a canonical name are ignored.
         config: the model; its name is used in messages.
+        skipped: prefixes of stored names that a log line counts (``Family.skipped``).
 
     Raises:
         StartupError: two different tensors have the same canonical name, or a fused one has not the size of its parts.
     """
 
     def __init__(
-        self, weights: Iterable[tuple[str, Tensor]], names: StoredNames, backend: Backend, config: ModelConfig
+        self,
+        weights: Iterable[tuple[str, Tensor]],
+        names: StoredNames,
+        backend: Backend,
+        config: ModelConfig,
+        skipped: tuple[str, ...] = (),
     ) -> None:
         self.label, self.device, self.dtype = config.name, backend.device, backend.dtype
         self.values, self.quant = backend.values, config.quant
@@ -52,7 +61,11 @@ class CheckpointSource:
         self.dummy = weights if isinstance(weights, DummyWeights) else None
         self.tensors: dict[str, Tensor] = {}
         self._stored_as: dict[str, str] = {}
+        left_out = 0
         for stored, tensor in weights:
+            if skipped and stored.startswith(skipped):
+                left_out += 1
+                continue
             name = canonical(stored, names)
             if name is None or not config.share.holds(name):
                 continue
@@ -69,6 +82,10 @@ class CheckpointSource:
                 parts = fused_parts(config.text, one)
                 for part, piece in self._cut(stored, one, held, parts) if parts else ((one, held),):
                     self._add(part, piece, stored)
+        if left_out and backend.comm.rank == 0:
+            log.info(
+                "weights: %d of %s are not used: no token is guessed by a layer", left_out, "*, ".join(skipped) + "*"
+            )
         if config.text.tied and "lm_head.weight" in self.tensors:
             # Some conversions store a tied table only under the head's name.
             self.tensors.setdefault("embed_tokens.weight", self.tensors["lm_head.weight"])

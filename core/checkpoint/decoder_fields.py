@@ -138,6 +138,7 @@ def gated_decoder(
     c: JsonFields, heads: Heads, tied: bool, *, positions: int, theta: float = 1e4, axes: bool = False,
     trained: int = 0,
     sections: Sections = HALVES,
+    rotated: float = 0.0,
     act: tuple[str, str] = ("hidden_act", "silu"), **parts: Any,
 ) -> TextConfig:  # fmt: skip
     """Reads a decoder with RMS norms, rotary heads and gated MLPs from the keys that most decoders share.
@@ -147,6 +148,7 @@ def gated_decoder(
         theta: default of ``rope_theta``.
         axes: True if positions have three axes.
         sections: default of ``mrope_section``.
+        rotated: default of ``partial_rotary_factor`` without LongRoPE; 0: whole heads are rotated.
         act: key of the activation, and its default.
         trained: default of ``original_max_position_embeddings`` if heads may be partly rotated; 0: they may not.
         parts: further fields of TextConfig.
@@ -155,7 +157,7 @@ def gated_decoder(
     if trained:
         rope = partial_rope_of(c, most, heads.head_dim, theta, trained)
     else:
-        rope = rope_of(c, most, heads.head_dim, axes=axes, base=theta, sections=sections)
+        rope = rope_of(c, most, heads.head_dim, axes=axes, base=theta, sections=sections, rotated=rotated)
     # Scores are products of queries and keys, and the rotary table scales each of the two.
     scale = heads.head_dim**-0.5 * rope.magnitude**2 if rope.magnitude != 1 else 0.0
     return TextConfig(

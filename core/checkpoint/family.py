@@ -137,6 +137,7 @@ class Family:
         heads: class heads of architectures, unless it is one linear layer without bias over the last token.
         tied: default of ``tie_word_embeddings``.
         ignored: keys of config.json that change no result here.
+        skipped: prefixes of stored weights that are not loaded, such as those of a draft layer; a log line counts them.
         adapters: parts of the decoder whose LoRA adapters can be kept beside the model; empty: none.
         defaults: device options for which this family has other defaults: ``fp32_softmax`` (softmax of text in
             float32), ``block_adjustment`` (blocks of a decoding row joined by a fused kernel).
@@ -155,5 +156,6 @@ class Family:
     heads: Mapping[str, ClassHead] = field(default_factory=dict)
     tied: bool = False
     ignored: frozenset[str] = frozenset()
+    skipped: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ("attention", "MLPs")
     defaults: Mapping[str, bool] = field(default_factory=dict)

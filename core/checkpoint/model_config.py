@@ -124,9 +124,73 @@ class QueryGrowth(NamedTuple):
     length: int
 
 
+CHUNK = 64
+"""Tokens of a chunk of the gated delta rule. A prompt that is cut at multiples of it has the same bits as the whole."""
+
+
+@dataclass(frozen=True)
+class RecurrentConfig:
+    """Layers that keep a state of fixed size for each sequence, in place of keys and values.
+
+    In gated DeltaNet, a causal convolution over queries, keys and values is followed by the gated delta rule. Other
+    layers are a convolution alone, between two projections.
+
+    Args:
+        layers: the layers that are recurrent.
+        kernel: tokens that an output of the convolution sees; the state keeps the last ``kernel`` - 1 inputs.
+        key_heads: heads of queries and keys; ``key_dim``: their size.
+        value_heads: heads of values, a multiple of ``key_heads``; ``value_dim``: their size.
+        interleaved: True if the projections are stored as two matrices, interleaved by key head.
+        width: channels of a convolution alone, whose state has no matrices; 0: the layers are gated DeltaNet.
+    """
+
+    layers: tuple[int, ...]
+    kernel: int
+    key_heads: int = 0
+    value_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    interleaved: bool = False
+    width: int = 0
+
+    @property
+    def key_width(self) -> int:
+        """Width of all queries, and of all keys."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_width(self) -> int:
+        """Width of all values."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def units(self) -> int:
+        """Number of parts that ranks can share: key heads, or channels."""
+        return self.width or self.key_heads
+
+    def channels(self, ranks: int = 1) -> int:
+        """Returns the channels of the convolution on one of ``ranks`` devices."""
+        return (self.width or 2 * self.key_width + self.value_width) // ranks
+
+    def slot_bytes(self, itemsize: int, ranks: int = 1) -> int:
+        """Returns the bytes of one sequence's state in one layer; ``itemsize``: of the engine's dtype.
+
+        The matrices of the delta rule are float32, since errors of 16 bits would add up.
+        """
+        return (self.kernel - 1) * self.channels(ranks) * itemsize + 4 * self.key_dim * self.value_width // ranks
+
+    def values(self, hidden: int, ranks: int = 1) -> int:
+        """Returns the number of weights of one layer on one of ``ranks`` devices."""
+        channels = self.channels(ranks)
+        if self.width:
+            return hidden * 4 * channels + channels * self.kernel
+        heads, width = self.value_heads // ranks, self.value_width // ranks
+        return hidden * (channels + 2 * width + 2 * heads) + channels * self.kernel + 2 * heads + self.value_dim
+
+
 @dataclass(frozen=True)
 class TextConfig:
-    """The decoder. All layers are alike, except which of them have ``experts``, windows or cross-attention.
+    """The decoder. All layers are alike, except which of them have ``experts``, windows, cross-attention or a state.
 
     Args:
         eps: epsilon of every norm.
@@ -158,6 +222,9 @@ class TextConfig:
         experts: None: every layer has one MLP.
         cross_attention_layers: layers that attend to image rows instead of tokens; they have no KV cache.
         spare: rows of the embedding table beyond the vocabulary, for ids that are never sampled.
+        recurrent: layers with a state of fixed size, which have no KV cache; None: there are none.
+        output_gate: True if the output of attention is multiplied by the sigmoid of a gate, stored after each query
+            head in ``q_proj``.
     """
 
     hidden: int
@@ -208,6 +275,23 @@ class TextConfig:
     experts: ExpertsConfig | None = None
     cross_attention_layers: tuple[int, ...] = ()
     spare: int = 0
+    recurrent: RecurrentConfig | None = None
+    output_gate: bool = False
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """The layers with a state of fixed size."""
+        return () if self.recurrent is None else self.recurrent.layers
+
+    @property
+    def cached_layers(self) -> int:
+        """Number of layers with a KV cache."""
+        return self.layers - len(self.cross_attention_layers) - len(self.recurrent_layers)
+
+    @property
+    def query_width(self) -> int:
+        """Rows of ``q_proj`` for each query head: the query, and its gate if there is one."""
+        return self.head_dim * (2 if self.output_gate else 1)
 
     @property
     def long_from(self) -> int:
@@ -293,7 +377,13 @@ class ModelConfig:
     @property
     def cached(self) -> tuple[int, ...]:
         """The layers of this stage that have a KV cache."""
-        return tuple(layer for layer in self.share.layers if layer not in self.text.cross_attention_layers)
+        others = {*self.text.cross_attention_layers, *self.text.recurrent_layers}
+        return tuple(layer for layer in self.share.layers if layer not in others)
+
+    @property
+    def recurrent(self) -> tuple[int, ...]:
+        """The layers of this stage that keep a state of fixed size for each sequence."""
+        return tuple(layer for layer in self.share.layers if layer in self.text.recurrent_layers)
 
     @property
     def encodes_images(self) -> bool:

@@ -91,7 +91,13 @@ class RopeConfig:
 
 
 def rope_of(
-    text: JsonFields, max_positions: int, head_dim: int, axes: bool, base: float, sections: Sections = HALVES
+    text: JsonFields,
+    max_positions: int,
+    head_dim: int,
+    axes: bool,
+    base: float,
+    sections: Sections = HALVES,
+    rotated: float = 0.0,
 ) -> RopeConfig:
     """Reads a text model's rotary settings from ``rope_scaling`` (the hub's) or ``rope_parameters`` (transformers 5's).
 
@@ -101,10 +107,15 @@ def rope_of(
         axes: True if the model has positions on three axes.
         base: the default of ``rope_theta``.
         sections: the default of ``mrope_section``.
+        rotated: the default of ``partial_rotary_factor``; 0: whole heads are rotated, and other values are refused.
     """
     rope = text.within("rope_scaling" if text.values.get("rope_scaling") else "rope_parameters")
-    _refuse_partial(text)
-    _refuse_partial(rope)
+    if rotated:
+        rotary_dim = _rotary_dim(text, rope, head_dim, rotated)
+    else:
+        rotary_dim = head_dim
+        _refuse_partial(text)
+        _refuse_partial(rope)
     for key, value in rope.values.items():
         if isinstance(value, dict):
             rope.refuse(key, "implemented: the same rotary settings in all layers")
@@ -124,7 +135,8 @@ def rope_of(
     elif kind == "yarn":
         scaling = _yarn(text, rope, max_positions)
         reach, magnitude = max(max_positions, int(scaling.original_max_position * scaling.factor)), scaling.magnitude
-    return RopeConfig(theta, scaling, _section(rope, head_dim, sections) if axes else None, reach, magnitude)
+    section = _section(rope, rotary_dim, sections) if axes else None
+    return RopeConfig(theta, scaling, section, reach, magnitude, rotary_dim if rotary_dim < head_dim else 0)
 
 
 def partial_rope_of(text: JsonFields, max_positions: int, head_dim: int, base: float, trained: int) -> RopeConfig:
@@ -134,14 +146,7 @@ def partial_rope_of(text: JsonFields, max_positions: int, head_dim: int, base: f
         trained: default of ``original_max_position_embeddings``, which is read from the decoder's keys only.
     """
     rope = text.within("rope_scaling" if text.values.get("rope_scaling") else "rope_parameters")
-    part = rope if "partial_rotary_factor" in rope.values else text
-    text.is_given("partial_rotary_factor")
-    share = (
-        part.number("partial_rotary_factor", 0, 1, 1.0, above=True) if part.is_given("partial_rotary_factor") else 1.0
-    )
-    rotary_dim = int(head_dim * share)
-    if rotary_dim < 2 or rotary_dim % 2:
-        part.refuse("partial_rotary_factor", f"it must leave an even part of a head, whose size is {head_dim}")
+    rotary_dim = _rotary_dim(text, rope, head_dim, 1.0)
     theta = (rope if "rope_theta" in rope.values else text).number("rope_theta", 0, LARGEST_BASE, base, above=True)
     key = "rope_type" if "rope_type" in rope.values else "type"
     rope.only(key, ("default", *LONG), "default")
@@ -151,6 +156,18 @@ def partial_rope_of(text: JsonFields, max_positions: int, head_dim: int, base: f
     if rope.values.get(key, "default") != "default":
         scaling = _long(rope, rotary_dim // 2, original, max_positions)
     return RopeConfig(theta, scaling, None, max_positions, 1.0, rotary_dim if rotary_dim < head_dim else 0)
+
+
+def _rotary_dim(text: JsonFields, rope: JsonFields, head_dim: int, default: float) -> int:
+    """Returns the rotated values of a head; ``default``: that of ``partial_rotary_factor``."""
+    key = "partial_rotary_factor"
+    part = rope if key in rope.values else text
+    text.is_given(key)
+    share = part.number(key, 0, 1, default, above=True) if part.is_given(key) else default
+    rotary_dim = int(head_dim * share)
+    if rotary_dim < 2 or rotary_dim % 2:
+        part.refuse(key, f"it must leave an even part of a head, whose size is {head_dim}")
+    return rotary_dim
 
 
 def _long(rope: JsonFields, count: int, original: int, max_positions: int) -> LongScaling:
@@ -215,7 +232,7 @@ def _section(rope: JsonFields, head_dim: int, default: Sections) -> Sections:
     key = "mrope_section"
     time, height, width = rope.integers(key, length=3) if key in rope.values else default
     if time + height + width != head_dim // 2:
-        rope.refuse(key, f"it must sum to {head_dim // 2}, half of hidden_size / num_attention_heads")
+        rope.refuse(key, f"it must sum to {head_dim // 2}, half of the rotated values of a head")
     return time, height, width
 
 

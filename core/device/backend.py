@@ -376,6 +376,8 @@ class BackendConfig:
     launches have ``Attn.upto``, because tokens of this model may attend to later positions. ``sinks``: layers call
     ``Ops.attend`` with sinks.
 
+    ``recurrent``: text launches have ``TextTensors.recurrent``, because layers keep a state for each sequence.
+
     ``host_layers``: how many of the last layers have their weights in host memory; ``host_buffer``: bytes of each of
     the two device buffers that they are copied to. ``packed``: the file that keeps packed weights between starts.
     ``kernel_trial``: the folder that keeps which kernels were measured to be fastest; None: nothing is measured.
@@ -405,6 +407,7 @@ class BackendConfig:
     vision_head_dim: int = 0
     windows: tuple[int, ...] = (0,)
     upto: bool = False
+    recurrent: bool = False
     sinks: bool = False
     batch_invariant: bool = False
     host_layers: int = 0

@@ -89,6 +89,20 @@ class CrossAttentionTensors(NamedTuple):
     gate: Tensor  # int32 [n]
 
 
+class RecurrentRows(NamedTuple):
+    """The rows of a text launch of a model with recurrent layers. The last row owns the padding tokens.
+
+    A row's state is read at ``source`` and written at ``slot``: where they differ, the state at ``source`` stays as it
+    is (a snapshot, or the state of a sequence that was forked). No slot is read by one row and written by another row
+    of a launch, except slot 0, which padding reads and writes.
+    """
+
+    slot: Tensor  # int64 [rows + 1] slot that the row's new state is written to; 0 for padding
+    begins: Tensor  # int32 [rows + 1] 1: the state counts as zero, whatever the slot at ``source`` holds, NaN too
+    source: Tensor  # int64 [rows + 1] slot that the row's state is read from; 0 for padding
+    count: Tensor  # type: ignore[assignment]  # int32 [rows + 1] real tokens of the row, first in it; 0 for padding
+
+
 class AdapterWeights(NamedTuple):
     """A and B of all slots for one fused matrix of p parts, of which each has its own A and B.
 
@@ -111,6 +125,7 @@ class TextTensors(NamedTuple):
     out_row: Tensor  # int64 [n]
     attn: Attn
     cross_attention: CrossAttentionTensors | None = None  # None: no token of the launch attends to an image
+    recurrent: RecurrentRows | None = None  # None: the model has no recurrent layers
     adapter: Tensor | None = None  # int32 [n] slot of each token's adapter, 0: none; None: the launch has no adapters
 
 

@@ -33,12 +33,17 @@ from trencadis.core.memory.ledger import (
     check_capacity,
     divide_memory,
     pool_of,
+    share_of,
     unused_line,
+    usable_bytes,
     utilisation_that_fits,
 )
 from trencadis.core.memory.measurement_cache import Measurements
+from trencadis.core.memory.state_plan import NO_STATES, StatePlan, plan_states
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan
+from trencadis.core.shapes.bucket_profile import learn_from_profile
+from trencadis.core.shapes.launch_costs import work_of
 from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.shared_constants import RESERVED_BLOCKS
 from trencadis.core.spec.draft_checkpoint import draft_config
@@ -81,6 +86,7 @@ class StartupPlan:
     notes: tuple[str, ...] = field(default=())
     arena_rows: int = 0
     host: tuple[LedgerRow, ...] = ()
+    states: StatePlan = NO_STATES
 
     @property
     def concurrency(self) -> float:
@@ -137,7 +143,8 @@ def shape_limits(config: EngineConfig, model: ModelConfig, policy: Policy, image
 class DryRun:
     """Plans a start-up without loading anything.
 
-    ``at_most``: the model length that other pipeline stages support, 0: any.
+    ``at_most``: the model length that other pipeline stages support, 0: any. ``states_at_most``: the sequences and
+    snapshots that all ranks and stages hold states of; None: not known yet.
     """
 
     config: EngineConfig
@@ -148,6 +155,7 @@ class DryRun:
     device: PlannedDevice
     measured: Measurements | None = None
     at_most: int = 0
+    states_at_most: tuple[int, int] | None = None
 
     @property
     def estimator(self) -> MemoryEstimator:
@@ -223,7 +231,8 @@ class DryRun:
                 notes.append(self._note_lowered_length(limits, plan, settings, shorter.max_model_len))
                 limits, plan = shorter, self._plan(shorter)
         self._check_chunking(limits)
-        ledger = self._ledger_without_graphs(plan, limits, settings)
+        plan = self._learn(plan)
+        ledger, states = self._ledger_without_graphs(plan, limits, settings), self._states(plan, limits)
         prices = self._prices(plan)
         wanted = [p for p in prices if capturable(self.policy, p.bucket) and not settings.eager]
         selection = budget.select_graphs(wanted, ledger.memory_split, settings, self.policy.pool_cost)
@@ -235,6 +244,7 @@ class DryRun:
         lines = (
             *plan.notes,
             *notes,
+            *states.notes(limits.max_rows),
             *forms,
             *weight_offload.offload_notes(self.config, self.estimator, limits.block_size),
             *advice,
@@ -252,6 +262,7 @@ class DryRun:
             lines,
             self._arena_rows(limits),
             weight_offload.offload_rows(self.config, self.estimator, limits.block_size),
+            states,
         )
 
     def _check_chunking(self, limits: ShapeLimits) -> None:
@@ -259,6 +270,21 @@ class DryRun:
 
     def _plan(self, limits: ShapeLimits) -> Plan:
         return own_plan(make_plan(self.policy, limits, self.bucket_options, self.model), self.model.share)
+
+    def _learn(self, plan: Plan) -> Plan:
+        """Returns the plan of ``--bucket-profile``; without one, ``plan``."""
+        config = self.config
+        if not config.bucket_profile:
+            return plan
+        work = work_of(self.model, plan.block_size)
+        found = learn_from_profile(config.bucket_profile, plan, self.bucket_options, config.max_graphs, work)
+        replaced, static = len(plan.buckets) - len(found.plan.buckets) + found.graphs, found.static or 1.0
+        note = (
+            f"--bucket-profile: {found.graphs} shapes of text and images; its needs are expected to cost "
+            f"{found.cost / static:.3f} of what they cost in {replaced}; no choice of as many costs less than "
+            f"{found.bound / static:.3f}."
+        )
+        return dataclasses.replace(found.plan, notes=(*plan.notes, note))
 
     def _settings(self, plan: Plan) -> GraphSettings:
         """Returns the configured shares, or with ``--graph-memory auto`` 1.1 x each pool's measured need."""
@@ -286,7 +312,8 @@ class DryRun:
         free = self.device.total - self.device.others
         form = self.policy.quantised
         images, ranks = self.images.tokens, self.device.ranks
-        found = plan_cpu(self.model, wanted, self.device.itemsize, free, images, ranks, form, self._draft)
+        itemsize, wanted_draft = self.device.itemsize, self._draft
+        found = plan_cpu(self.model, wanted, itemsize, free, images, ranks, form, self.config, wanted_draft)
         limits = dataclasses.replace(limits, max_model_len=found.max_model_len)
         self._check_chunking(limits)
         plan, settings = self._plan(limits), dataclasses.replace(graph_settings(self.config, self.policy), eager=True)
@@ -311,6 +338,7 @@ class DryRun:
             ("activations",),
             tuple(notes),
             found.arena_rows,
+            states=found.states,
         )
 
     @property
@@ -321,7 +349,7 @@ class DryRun:
     def _host_ledger(self, plan: Plan, limits: ShapeLimits, found: CachePlan) -> Ledger:
         """Returns the rows of one rank; the machine's other ranks use the same and count as other use."""
         taken = estimate_memory_in_use(
-            self.estimator, plan, limits, self.device.total, self.device.others, found.arena_rows
+            self.estimator, plan, limits, self.device.total, self.device.others, found.arena_rows, found.states.slots
         )
         step = Bucket(Stage.PREFILL, (limits.max_tokens, limits.max_rows))
         taken = dataclasses.replace(taken, activations=self.estimator.activations(step, limits.block_size))
@@ -388,7 +416,26 @@ class DryRun:
             weight_offload.plan_offload(self.config, self.estimator),
         )
         taken = dataclasses.replace(taken, weights=taken.weights - moved.bytes, copies=copies + moved.buffers)
-        return dataclasses.replace(taken, activations=self._activations(plan, limits)[0])
+        taken = dataclasses.replace(taken, activations=self._activations(plan, limits)[0])
+        return dataclasses.replace(taken, recurrent=self._plan_states(taken, limits).bytes)
+
+    def _states(self, plan: Plan, limits: ShapeLimits) -> StatePlan:
+        """Returns the plan of the recurrent state."""
+        taken = self._memory_in_use(plan, limits)
+        return self._plan_states(dataclasses.replace(taken, recurrent=0), limits)
+
+    def _plan_states(self, taken: MemoryInUse, limits: ShapeLimits) -> StatePlan:
+        """Plans the recurrent state in the memory that is left beside ``taken``, apart from that of graphs."""
+        slot = self.estimator.slot_bytes()
+        if self.model.text.recurrent is None:
+            return NO_STATES
+        utilisation, of = self.config.gpu_memory_utilization, self.policy.utilisation_of
+        usable, settings = usable_bytes(taken, utilisation, of), graph_settings(self.config, self.policy)
+        left = usable - (0 if settings.eager else share_of(usable, settings.reserved))
+        asked = requested_kv_bytes(self.config, self.estimator.block_bytes(limits.block_size))
+        found = plan_states(self.config, self.model, slot, limits.max_rows, left, left // 2 if asked is None else asked)
+        most = self.states_at_most
+        return found if most is None else dataclasses.replace(found, sequences=most[0], snapshots=most[1])
 
     @property
     def _copying(self) -> tuple[int, ...]:

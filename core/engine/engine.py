@@ -143,6 +143,8 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Drops all cached blocks; running requests continue."""
         self.scheduler.pool.forget()
+        if self.scheduler.states is not None:
+            self.scheduler.states.pool.forget()
 
     def set_vocabulary(self, data: bytes | bytearray) -> None:
         """Sends the packed bytes of each token to every rank.
@@ -258,6 +260,10 @@ class Engine:
             image_evictions=s.arena.evictions,
         )
         s.totals.step_tokens, s.totals.buckets = [], []
+        if s.states is not None:
+            states = s.states.pool
+            made.snapshot_hits, made.snapshot_misses = states.hits, states.misses
+            made.snapshot_evictions, made.snapshots = states.evictions, states.snapshots
         if self._adapters is not None:
             made.running_adapters, made.waiting_adapters = self._name_adapters()
         if s.pool.host is not None or s.pool.log is not None or self._watch is not None:

@@ -46,6 +46,7 @@ from trencadis.core.graphs.warmup_pacing import WarmupPacing
 from trencadis.core.host_memory import free_host, gib
 from trencadis.core.kv.block_pool import BlockPool, EvictionLog, HostBlockPool
 from trencadis.core.kv.encoder_cache import EncoderCache
+from trencadis.core.kv.state_pool import StatePool
 from trencadis.core.launches.draft_runner import DraftRunner, allocate_draft
 from trencadis.core.launches.eagle_runner import EagleRunner, allocate_head
 from trencadis.core.launches.model_runner import ModelRunner
@@ -147,6 +148,7 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
         limits.max_rows + SPARE_SLOTS,
         packer=ImagePacker(opened.rank.plan, backend.policy.encoder_slots),
         times=_times(config, model_config, opened.rank.plan, limits.max_tokens),
+        states=_state_pool(plan),
     )
     drafts = resolve_speculation(config, model_config, backend.policy, backend.label)
     if drafts is not None:
@@ -247,6 +249,7 @@ def backend_config(
         vision_head_dim=model.vision.head_dim if model.vision else 0,
         windows=model.text.windows,
         upto=model.text.upto,
+        recurrent=model.text.recurrent is not None,
         sinks=model.text.sinks,
         batch_invariant=config.batch_invariant,
         rank=rank_info.peer,
@@ -289,7 +292,7 @@ def _host(
     progress("caches", f"{plan.kv_tokens} tokens of KV cache", 0.9)
     made = allocate_persistent(
         model_config, backend, blocks=plan.num_blocks, block_size=plan.block_size, arena_rows=plan.arena_rows,
-        seqs=limits.max_rows, tokens=limits.max_tokens,
+        seqs=limits.max_rows, tokens=limits.max_tokens, states=plan.states.slots,
     )  # fmt: skip
     model.bind(made)
     runner = ModelRunner(backend, model, Plan(backend.policy, block_size=plan.block_size))
@@ -346,7 +349,11 @@ def _cache_plan(
     kept, size = backend.policy.quantised, backend.dtype.itemsize
     if (slots := slot_sizes(config)) is not None:
         available -= backend.comm.world * adapter_bytes(model, size, backend.comm.world, slots)
-    plan = plan_cpu(model, asked, size, available, images.tokens, backend.comm.world, kept, draft)
+    plan = plan_cpu(model, asked, size, available, images.tokens, backend.comm.world, kept, config, draft)
+    if plan.states.slots:
+        sequences, snapshots = RankAgreement(backend).over_stages(plan.states.sequences, plan.states.snapshots)
+        states = dataclasses.replace(plan.states, sequences=sequences, snapshots=snapshots)
+        plan = dataclasses.replace(plan, states=states)
     return dataclasses.replace(plan, notes=(*format_notes(model, size, backend.policy), *plan.notes))
 
 
@@ -372,6 +379,12 @@ def _limits(config: EngineConfig, model: ModelConfig, plan: CachePlan, tokens: i
         long_from=model.text.long_from,
         adapters=config.max_loras if config.enable_lora else 0,
     )
+
+
+def _state_pool(plan: CachePlan) -> StatePool | None:
+    """Returns the pool of recurrent state; None: the model keeps none."""
+    held = plan.states
+    return StatePool(held.sequences + held.snapshots, held.snapshots) if held.slots else None
 
 
 def _times(config: EngineConfig, model: ModelConfig, plan: Plan, tokens: int) -> StepTimes | None:
@@ -403,6 +416,8 @@ def _info(backend: Backend, plan: CachePlan, model: ModelConfig, seconds: float)
         seconds=seconds,
         notes=list(plan.notes),
         host_blocks=plan.host_blocks,
+        snapshots=plan.states.snapshots,
+        snapshot_bytes=plan.states.slot_bytes,
     )
 
 

@@ -39,7 +39,14 @@ from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.host_memory import gib
 from trencadis.core.launches.host_block_copies import PlannedCopies
 from trencadis.core.launches.model_runner import ModelRunner
-from trencadis.core.launches.persistent_tensors import hidden_rows, image_arena, kv_cache, sampler_state, stream_rows
+from trencadis.core.launches.persistent_tensors import (
+    hidden_rows,
+    image_arena,
+    kv_cache,
+    recurrent_states,
+    sampler_state,
+    stream_rows,
+)
 from trencadis.core.launches.stage_transfer import LAST
 from trencadis.core.lora.adapter_store import open_store
 from trencadis.core.memory import measurement_cache
@@ -79,7 +86,10 @@ class MemoryMeter:
 
     def memory_in_use(self) -> MemoryInUse:
         """Returns the bytes in use before the KV cache is allocated."""
-        names = ("others", "weights", "arena", "state", "hidden", "inputs", "activations", "copies", "adapters")
+        names = (
+            *("others", "weights", "arena", "state", "hidden", "inputs", "activations", "copies"),
+            *("recurrent", "adapters"),
+        )
         return MemoryInUse(self.total, *(self.rows.get(name, 0) for name in names))
 
 
@@ -117,7 +127,15 @@ def profile_activations(graphs: GraphManager, buckets: list[Bucket]) -> dict[Buc
     return taken
 
 
-SHOWN_NOTES = ("max_model_len", "graphs:", "host memory: weights", "weights:", "KV cache:", "--kv-cache-dtype")
+SHOWN_NOTES = (
+    "max_model_len",
+    "graphs:",
+    "host memory: weights",
+    "weights:",
+    "recurrent state:",
+    "KV cache:",
+    "--kv-cache-dtype",
+)
 """Prefixes of the dry run's notes that are shown to users."""
 
 
@@ -230,9 +248,11 @@ class DeviceStart:
         most = max(limits.max_tokens, limits.max_rows)
         hidden, stream = hidden_rows(c, b, most), stream_rows(c, b, most)
         meter.charge("hidden")
+        recurrent = recurrent_states(c, b, self.paper.states.slots)
+        meter.charge("recurrent")
         small = kv_cache(c, b, PROFILE_BLOCKS - RESERVED_BLOCKS, limits.block_size)
         meter.charge("profile")
-        tensors = Persistent(small, hidden, arena, state, stream)
+        tensors = Persistent(small, hidden, arena, state, stream, recurrent)
         model.bind(tensors)
         runner = ModelRunner(b, model, plan, GraphObserver(self.progress.enter, lazy=self.config.warmup == "skip"))
         runner.connect_ranks(tensors)
@@ -316,6 +336,7 @@ class DeviceStart:
                 *self._user_notes(),
                 *_note_imitated_cache(held, memory_split.blocks),
             ),
+            states=self.paper.states,
         )
 
     def _user_notes(self) -> list[str]:
@@ -406,6 +427,9 @@ def _paper(
     (length,) = agreement.over_stages(paper.limits.max_model_len)
     if length < paper.limits.max_model_len:
         paper = planned_stage(dataclasses.replace(start, at_most=length))
+    if model_config.text.recurrent is not None:
+        held = agreement.over_stages(*agreement.least(paper.states.sequences, paper.states.snapshots))
+        paper = planned_stage(dataclasses.replace(start, at_most=length, states_at_most=(held[0], held[1])))
     mine = zlib.crc32(repr((paper.plan.buckets, paper.limits, paper.settings, paper.arena_rows)).encode())
     text = tuple(b for b in paper.plan.buckets if b.stage not in (Stage.VISION, *LAST))
     common = zlib.crc32(repr((text, paper.limits, paper.arena_rows)).encode())

@@ -31,6 +31,9 @@ def planned_stages(starts: Sequence[DryRun]) -> tuple[StartupPlan, ...]:
     for i, (start, planned) in enumerate(zip(starts, found, strict=True)):
         if planned.limits.max_model_len > length:
             found[i] = planned_stage(dataclasses.replace(start, at_most=length))
+    if starts[0].model.text.recurrent is not None:
+        held = min(p.states.sequences for p in found), min(p.states.snapshots for p in found)
+        found = [planned_stage(dataclasses.replace(s, at_most=length, states_at_most=held)) for s in starts]
     blocks = min(p.ledger.memory_split.blocks for p in found)
     return tuple(_limit_blocks(p, blocks) for p in found)
 

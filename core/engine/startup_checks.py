@@ -65,13 +65,29 @@ def check_cross_attention(config: EngineConfig, model: ModelConfig, policy: Poli
         )
 
 
+def check_recurrent(config: EngineConfig, model: ModelConfig, policy: Policy) -> None:
+    """Raises StartupError if device or options do not support the model's recurrent layers; one line."""
+    if model.text.recurrent is None:
+        return
+    name = model.architecture
+    if not policy.recurrent:
+        raise StartupError(f"{name}: layers keep a recurrent state, which this backend does not implement")
+    if config.batch_invariant:
+        raise StartupError(f"--batch-invariant: {name} has recurrent layers, whose bits may depend on the batch")
+    if not model.cached:
+        raise StartupError(
+            f"{name}: a pipeline stage of layers {model.share.first} to {model.share.stop - 1} has no layer with keys "
+            "and values; give each stage one (VLLM_PP_LAYER_PARTITION)"
+        )
+
+
 def check_adapters(config: EngineConfig, model: ModelConfig, policy: Policy, device: str) -> None:
     """Raises StartupError if adapters are asked for and cannot be served; one line."""
     if not config.enable_lora:
         return
     if not policy.adapters:
         raise StartupError(f"--enable-lora: the {device} backend has no adapters; --device cpu has them")
-    if not registry.family_of(model.architecture).adapters:
+    if not registry.family_of(model.architecture).adapters or model.text.recurrent is not None:
         raise StartupError(f"--enable-lora: adapters of {model.architecture} are merged (trencadis merge-lora)")
     if config.batch_invariant:
         raise StartupError("--enable-lora and --batch-invariant exclude each other: products of adapters are grouped")
@@ -122,6 +138,7 @@ def check_attention(config: EngineConfig, model: ModelConfig, policy: Policy) ->
             f"does not implement; --max-model-len {model.text.window} needs no windows, --device cpu has them"
         )
     check_cross_attention(config, model, policy)
+    check_recurrent(config, model, policy)
     if model.text.upto and not policy.upto:
         raise StartupError(f"{model.architecture}: the {config.device} backend attends causally; --device cpu does not")
     if model.text.sinks and not policy.sinks:

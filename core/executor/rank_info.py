@@ -98,6 +98,8 @@ def can_share(model: ModelConfig, world: int) -> bool:
     t, v = model.text, None if model.encoder_data_parallel else model.vision
     if world < 1 or t.heads % world or (t.joint_qk_norm and world > 1) or (v is not None and v.heads % world):
         return False
+    if t.recurrent is not None and t.recurrent.units % world:
+        return False
     return t.kv_heads % world == 0 or world % t.kv_heads == 0
 
 
@@ -107,6 +109,8 @@ def check_size(model: ModelConfig, world: int) -> None:
         return
     t, v = model.text, model.vision
     heads = f"{t.heads} query heads and {t.kv_heads} KV heads"
+    if t.recurrent is not None:
+        heads += f", {t.recurrent.units} {'channels' if t.recurrent.width else 'key heads'} of recurrent layers"
     if t.joint_qk_norm:
         heads += ", and norms over all of them"
     if v is not None:

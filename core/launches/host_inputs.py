@@ -62,6 +62,7 @@ def text_inputs(rows: Sequence[Row], first_out: Sequence[int] = ()) -> StepInput
         cross_attention=make_cross_attention_inputs([r.cross_attention for r in rows], lengths)
         if any(r.cross_attention.images for r in rows)
         else None,
+        states=None if rows[0].state is None else np.array([r.state for r in rows], np.int32).T,
     )
 
 

@@ -11,7 +11,7 @@ from trencadis.core.buckets import LORA, POOL_ROWS, Bucket, Plan, Stage, ahead_v
 from trencadis.core.cross_attention_inputs import count_units, variant_of
 from trencadis.core.request import MAX_LOGPROBS
 from trencadis.core.shapes.rectangular_launches import RowNeed, split_rows
-from trencadis.core.step import BidirectionalSpan, ImageRows, Row, Step
+from trencadis.core.step import BidirectionalSpan, ImageRows, Row, StateSlots, Step
 
 HEAD_ROWS = 64
 """Rows of one SAMPLE launch for prompt_logprobs, which bounds the logits in memory."""
@@ -242,6 +242,7 @@ def part_of(row: Row, start: int, stop: int, block_size: int = 0) -> Row:
         cross_attention=row.cross_attention.restrict(start, stop)
         if row.cross_attention.images
         else row.cross_attention,
+        state=row.state if start == 0 or row.state is None else StateSlots(row.state.slot, row.state.slot),
     )
 
 

@@ -1,4 +1,4 @@
-"""Allocates the tensors that persist between launches: KV cache, hidden rows, image arena, sampler state."""
+"""Allocates the tensors that persist between launches: KV cache, states, hidden rows, image arena, sampler state."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.device.backend import Backend, LayerKV, SamplerState
 from trencadis.core.memory.estimate import arena_width, held_rows, kv_heads, row_width, state_slots
-from trencadis.core.models.interface import Persistent
+from trencadis.core.models.interface import Persistent, RecurrentState
 from trencadis.core.models.kv_cache_codes import kept_type
 from trencadis.core.request import MAX_BIAS
 from trencadis.core.shared_constants import RESERVED_BLOCKS
@@ -73,14 +73,43 @@ def sampler_state(model: ModelConfig, backend: Backend, seqs: int) -> SamplerSta
     )
 
 
+def recurrent_states(model: ModelConfig, backend: Backend, slots: int) -> list[RecurrentState]:
+    """Allocates the states of each recurrent layer of the stage; ``slots`` includes the sink."""
+    r, ranks = model.text.recurrent, backend.comm.world
+    if r is None:
+        return []
+
+    def layer() -> RecurrentState:
+        conv = backend.zeros((slots, r.kernel - 1, r.channels(ranks)), backend.dtype)
+        if r.width:
+            return RecurrentState(conv, None)
+        return RecurrentState(
+            conv, backend.zeros((slots, r.value_heads // ranks, r.key_dim, r.value_dim), torch.float32)
+        )
+
+    return [layer() for _ in model.recurrent]
+
+
 def allocate_persistent(
-    model: ModelConfig, backend: Backend, *, blocks: int, block_size: int, arena_rows: int, seqs: int, tokens: int
+    model: ModelConfig,
+    backend: Backend,
+    *,
+    blocks: int,
+    block_size: int,
+    arena_rows: int,
+    seqs: int,
+    tokens: int,
+    states: int = 0,
 ) -> Persistent:
-    """Allocates all persistent tensors for ``seqs`` sequences and steps of at most ``tokens`` tokens."""
+    """Allocates all persistent tensors for ``seqs`` sequences and steps of at most ``tokens`` tokens.
+
+    ``states``: slots of recurrent state with the sink; 0: one for each sequence.
+    """
     return Persistent(
         kv=kv_cache(model, backend, blocks, block_size),
         hidden=hidden_rows(model, backend, max(tokens, seqs)),
         arena=image_arena(model, backend, arena_rows),
         state=sampler_state(model, backend, seqs),
         stream=stream_rows(model, backend, max(tokens, seqs)),
+        recurrent=recurrent_states(model, backend, states or seqs + 1),
     )

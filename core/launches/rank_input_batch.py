@@ -24,6 +24,7 @@ from trencadis.core.step import (
     Joining,
     Row,
     Sample,
+    StateSlots,
     Step,
     StepInputs,
     UInt8,
@@ -31,8 +32,8 @@ from trencadis.core.step import (
 
 FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition", "uniform")
 UNIFORM = FLOATS.index("uniform")
-NUMBERS = ("slot", "context", "delta", "adapter", "held", "last", "top_k", "full", "best", "told")
-SLOT, CONTEXT, DELTA, ADAPTER, HELD, LAST, TOP_K, FULL, BEST, TOLD = range(len(NUMBERS))
+NUMBERS = ("slot", "context", "delta", "adapter", "held", "last", "top_k", "full", "best", "told", "state")
+SLOT, CONTEXT, DELTA, ADAPTER, HELD, LAST, TOP_K, FULL, BEST, TOLD, STATE = range(len(NUMBERS))
 
 
 NO_TOKENS = np.zeros(0, np.int32)
@@ -179,7 +180,8 @@ class RankInputBatch:
         self._reserve(index + 1, len(row.blocks))
         sample, context = draw.sample, row.context + len(row.tokens)
         numbers = (row.slot, context, delta, row.adapter, len(row.blocks), row.blocks[-1])
-        self._numbers[:, index] = (*numbers, sample.top_k, sample.full, sample.best, sample.logprobs >= 0)
+        state = 0 if row.state is None else row.state.slot
+        self._numbers[:, index] = (*numbers, sample.top_k, sample.full, sample.best, sample.logprobs >= 0, state)
         self._floats[:, index] = [getattr(sample, name) for name in FLOATS]
         self._table[index, : len(row.blocks)] = row.blocks
         self._keys.append(row.key)
@@ -244,6 +246,7 @@ class RankInputBatch:
             adapter=numbers[ADAPTER],
             table=self._table,
             last=numbers[LAST],  # a row's last block is the one that its next token is written to
+            states=numbers[[STATE, STATE]] if count and numbers[STATE, 0] else None,
         )
 
     def inputs_with_borrowed_rows(self, step_rows: StepInputs) -> StepInputs:
@@ -270,6 +273,7 @@ class RankInputBatch:
             table=self._table,
             upto=None if step_rows.upto is None else np.concatenate([own.context, step_rows.upto]),
             cross_attention=None if step_rows.cross_attention is None else step_rows.cross_attention.shifted(count),
+            states=None if step_rows.states is None else np.concatenate([_states(own), step_rows.states], axis=1),
         )
 
     def _release_borrowed_rows(self) -> None:
@@ -338,15 +342,21 @@ class RankInputBatch:
 
     def rows(self) -> tuple[Row, ...]:
         """Returns each persistent row as a ``Row`` of this Step, for launches that are split by rows."""
-        slots, context, delta, adapter, held = self._numbers[:5, : self.count].tolist()
+        slots, context, delta, adapter, blocks_held = self._numbers[:5, : self.count].tolist()
         uniform = self._floats[UNIFORM, : self.count].tolist()
         made = []
         for i, key in enumerate(self._keys):
             position = np.full((3, 1), context[i] + delta[i], np.int32)
             draw = Draw(key, slots[i], dataclasses.replace(self._samples[i], uniform=uniform[i]))
-            blocks = tuple(self._table[i, : held[i]].tolist())
+            blocks = tuple(self._table[i, : blocks_held[i]].tolist())
             token = int(self._tokens[i]) if len(self._tokens) else PENDING
-            made.append(Row(key, slots[i], context[i], (token,), blocks, position, (), (draw,), adapter=adapter[i]))
+            held = int(self._numbers[STATE, i])
+            made.append(
+                Row(
+                    key, slots[i], context[i], (token,), blocks, position, (), (draw,), adapter=adapter[i],
+                    state=StateSlots(held, held) if held else None,
+                )
+            )  # fmt: skip
         return tuple(made)
 
     def checksum(self) -> int:
@@ -357,6 +367,11 @@ class RankInputBatch:
             known = (key, slot, context, *self._table[i, :held].tolist())
             total = zlib.crc32(np.array(known, np.int64).tobytes(), total)
         return total
+
+
+def _states(own: StepInputs) -> Int32:
+    """Returns ``StepInputs.states`` of the persistent rows, possibly none."""
+    return own.states if own.states is not None else np.zeros((2, 0), np.int32)
 
 
 def _wider(values: NDArray[Any], columns: int) -> NDArray[Any]:

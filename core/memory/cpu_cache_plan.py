@@ -10,10 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, reserved_rows
+from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.host_memory import gib
 from trencadis.core.kv_cache_format import head_bytes
 from trencadis.core.memory.estimate import arena_width
+from trencadis.core.memory.state_plan import NO_STATES, StatePlan, plan_states
 from trencadis.core.memory.weight_bytes import quantisation_excess
 from trencadis.core.shapes.launch_costs import layers_values
 from trencadis.core.shared_constants import RESERVED_BLOCKS
@@ -40,6 +42,7 @@ class CachePlan:
     weights_bytes: int
     notes: tuple[str, ...] = ()
     host_blocks: int = 0
+    states: StatePlan = NO_STATES
 
     @property
     def kv_tokens(self) -> int:
@@ -66,12 +69,7 @@ class CacheOptions:
 
 def block_bytes(text: TextConfig, block_size: int, itemsize: int) -> int:
     """Returns the bytes of K and V of one block over all layers."""
-    return (
-        (text.layers - len(text.cross_attention_layers))
-        * block_size
-        * text.kv_heads
-        * head_bytes(text.kv, text.head_dim, itemsize)
-    )
+    return text.cached_layers * block_size * text.kv_heads * head_bytes(text.kv, text.head_dim, itemsize)
 
 
 def weights_bytes(config: ModelConfig, itemsize: int, ranks: int = 1, quantised: str = "") -> int:
@@ -115,9 +113,10 @@ def plan_cpu(
     image_tokens: int,
     ranks: int = 1,
     quantised: str = "",
+    engine: EngineConfig | None = None,
     draft: ModelConfig | None = None,
 ) -> CachePlan:
-    """Plans the caches of an engine on the CPU.
+    """Plans the caches of an engine on the CPU; ``engine`` has the options for recurrent state.
 
     ``available`` is the memory before weights are loaded. The ``ranks`` share one machine, so byte counts are sums over
     all ranks. ``quantised``: ``Policy.quantised``. ``draft``: a model whose keys every block holds too.
@@ -133,11 +132,9 @@ def plan_cpu(
         per_block += block_bytes(draft.text, asked.block_size, itemsize)
         weights += _draft_bytes(draft, itemsize, quantised, available - weights)
     left = available - weights
-    if left < per_block:
-        raise StartupError(
-            f"not enough memory: the weights need {gib(weights)} and {gib(available)} are free; "
-            "a smaller model, --dtype bfloat16 or --quantization int8 would fit"
-        )
+    _check_weights(weights, available, per_block)
+    states = _plan_states(config, asked, itemsize, left, engine)
+    left -= states.bytes
     wanted = asked.max_model_len or longest
     usable = asked.max_num_seqs * -(-wanted // asked.block_size)
     budget = asked.kv_bytes if asked.kv_bytes is not None else min(KV_CAP, int(KV_SHARE * left))
@@ -165,8 +162,28 @@ def plan_cpu(
         kv_bytes=(blocks + RESERVED_BLOCKS) * per_block,
         arena_bytes=rows * row_bytes,
         weights_bytes=weights,
-        notes=tuple(notes),
+        notes=(*notes, *states.notes(asked.max_num_seqs)),
+        states=states,
     )
+
+
+def _check_weights(weights: int, available: int, block: int) -> None:
+    """Raises StartupError if no KV block fits beside the weights."""
+    if available - weights < block:
+        raise StartupError(
+            f"not enough memory: the weights need {gib(weights)} and {gib(available)} are free; "
+            "a smaller model, --dtype bfloat16 or --quantization int8 would fit"
+        )
+
+
+def _plan_states(
+    config: ModelConfig, asked: CacheOptions, itemsize: int, left: int, engine: EngineConfig | None
+) -> StatePlan:
+    """Plans the recurrent state of all layers and ranks; ``left``: bytes beside the weights."""
+    held = config.text.recurrent
+    slot = 0 if held is None else len(held.layers) * held.slot_bytes(itemsize)
+    cache = asked.kv_bytes if asked.kv_bytes is not None else min(KV_CAP, int(KV_SHARE * left))
+    return plan_states(engine or EngineConfig(), config, slot, asked.max_num_seqs, left, cache)
 
 
 def _draft_bytes(draft: ModelConfig, itemsize: int, quantised: str, left: int) -> int:

@@ -35,6 +35,7 @@ from trencadis.core.memory.launch_memory import (
     cross_attention_layer_count,
     cross_attention_row_bytes,
     cross_attention_work_bytes,
+    recurrent_work_bytes,
 )
 from trencadis.core.memory.ledger import MemoryInUse
 from trencadis.core.memory.weight_bytes import (
@@ -199,6 +200,11 @@ class MemoryEstimator:
         head = head_bytes(self.text.kv, self.text.head_dim, self.itemsize)
         return len(self.model.cached) * block_size * self.kv_heads * head
 
+    def slot_bytes(self) -> int:
+        """Returns the bytes of one sequence's state over all recurrent layers of this device."""
+        held = self.text.recurrent
+        return 0 if held is None else len(self.model.recurrent) * held.slot_bytes(self.itemsize, self.ranks)
+
     def weights(self) -> int:
         """Returns the exact bytes of weights and rotary frequencies on this device.
 
@@ -211,7 +217,7 @@ class MemoryEstimator:
         v = self.model.vision if share.starts else None
         unit = self.model.alignment_unit(self.unit)
         total = decoder_values(self.model, self.ranks, unit)
-        frequencies = t.head_dim // 2 * FREQUENCY + norm_excess(self.model, self.itemsize)
+        frequencies = t.head_dim // 2 * FREQUENCY + norm_excess(self.model, self.itemsize, self.ranks)
         frequencies += self.head_values * 4 if share.ends else 0
         frequencies += t.head_dim // 2 * 4 if t.second_rotary else 0
         frequencies += len(share.layers) * sink_bytes(t, self.ranks)
@@ -275,7 +281,7 @@ class MemoryEstimator:
         t, slot = self.text, self.model.vision.slot if self.model.vision is not None else NO_SLOT
         return InputSizes(
             t.vocab, block, row_blocks(t, block), self.kv_heads, slot, t.upto, any(t.windows),
-            max(self._share(t.heads) // self.kv_heads, 1), t.head_dim,
+            max(self._share(t.heads) // self.kv_heads, 1), t.head_dim, t.recurrent is not None,
         )  # fmt: skip
 
     def layers(self, bucket: Bucket) -> int:
@@ -340,6 +346,7 @@ class MemoryEstimator:
             attention += self.cross_attention_bytes(bucket, self._sizes(block_size))
         else:
             attention += cross_attention_work_bytes(self.model, bucket, self.itemsize, heads, self.kv_heads)
+        attention = max(attention, recurrent_work_bytes(self.model, bucket, self.itemsize, self.ranks))
         narrow = streams + max(attention, self._mlp(size)) + self._adapter_work(bucket)
         return (
             self.shared_attention_bytes(bucket)
@@ -469,9 +476,15 @@ class MemoryEstimator:
 
 
 def estimate_memory_in_use(
-    estimator: MemoryEstimator, plan: Plan, limits: ShapeLimits, total: int, others: int, arena_rows: int
+    estimator: MemoryEstimator,
+    plan: Plan,
+    limits: ShapeLimits,
+    total: int,
+    others: int,
+    arena_rows: int,
+    states: int = 0,
 ) -> MemoryInUse:
-    """Returns all memory that is in use before the KV cache is allocated."""
+    """Returns all memory that is in use before the KV cache is allocated; ``states``: slots of recurrent state."""
     t, model = estimator.text, estimator.model
     slots = state_slots(model, limits.max_rows)
     wide = row_width(model) + (0 if model.share.starts else t.hidden)  # rows received and rows sent
@@ -486,6 +499,7 @@ def estimate_memory_in_use(
         adapters=estimator.adapter_slots(),
         inputs=estimator.all_inputs(plan),
         activations=max((estimator.activations(b, plan.block_size) for b in plan.buckets), default=0),
+        recurrent=states * estimator.slot_bytes(),
     )
 
 

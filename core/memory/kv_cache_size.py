@@ -80,7 +80,7 @@ def on_all_stages(model: ModelConfig, block_bytes: int) -> int:
     """Returns the bytes of a KV block over all pipeline stages, from ``block_bytes`` of the part on ``model``'s
     stage.
     """
-    return block_bytes // len(model.cached) * (model.text.layers - len(model.text.cross_attention_layers))
+    return block_bytes // len(model.cached) * model.text.cached_layers
 
 
 def format_note(count: int, block_bytes: int, block_size: int, ranks: int) -> str:

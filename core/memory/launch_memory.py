@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from trencadis.core.buckets import Bucket, InputSizes, Policy, Stage, drafts_ahead, padded_tokens
-from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.checkpoint.model_config import CHUNK, ModelConfig
 from trencadis.core.cross_attention_inputs import planned_units
 from trencadis.core.request import MAX_BIAS
 
@@ -75,6 +75,19 @@ def cross_attention_work_bytes(model: ModelConfig, bucket: Bucket, itemsize: int
     keys, d = units * model.vision.cross_attention_rows, model.text.head_dim
     scores = min(max(SCORES, heads * keys), padded_tokens(bucket) * heads * keys)
     return 4 * keys * kv_heads * d * itemsize + scores * (12 + itemsize)
+
+
+def recurrent_work_bytes(model: ModelConfig, bucket: Bucket, itemsize: int, ranks: int) -> int:
+    """Returns the bytes of a recurrent layer: its projections, their values in float32, and the states of all rows."""
+    r, size = model.text.recurrent, padded_tokens(bucket)
+    if r is None:
+        return 0
+    rows = {Stage.CONTEXT: 1, Stage.PREFILL: bucket.dims[-1]}.get(bucket.stage, bucket.dims[0])
+    values, matrices = r.value_width // ranks, r.key_dim * r.value_width // ranks
+    wide = (4 if r.width else 2) * r.channels(ranks) + 2 * values
+    keys, chunks = r.value_heads * r.key_dim // ranks, r.value_heads * CHUNK // ranks
+    single = 4 * (6 * (keys + values) + 3 * chunks)
+    return size * (wide * itemsize + single) + 16 * (rows + 1) * matrices
 
 
 NUMBER = 4

@@ -77,6 +77,7 @@ class MemoryInUse:
     inputs: int = 0
     activations: int = 0
     copies: int = 0
+    recurrent: int = 0
     adapters: int = 0
     draft_weights: int = 0
     draft_kv: int = 0
@@ -89,7 +90,8 @@ class MemoryInUse:
     @property
     def taken(self) -> int:
         """Bytes of other programs, weights, fixed tensors, and the activations of the costliest launch."""
-        fixed = self.weights + self.arena + self.state + self.hidden + self.inputs + self.copies + self.adapters
+        fixed = self.weights + self.arena + self.state + self.hidden + self.inputs + self.copies
+        fixed += self.recurrent + self.adapters
         return self.others + fixed + self.activations + self.draft_weights + self.draft_kv
 
 
@@ -236,6 +238,7 @@ class Ledger:
             ("hidden rows", b.hidden),
             ("static inputs", b.inputs),
             *([("copies of host memory", b.copies)] if b.copies else []),
+            *([("recurrent state", b.recurrent)] if b.recurrent else []),
             ("activations and workspace", b.activations),
             ("KV cache", d.kv),
             ("text graphs", self.spent[TEXT]),

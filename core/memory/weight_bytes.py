@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from trencadis.core.checkpoint.model_config import GATED, LAYER, RMS_ONE, SANDWICH, ModelConfig, TextConfig
+from trencadis.core.checkpoint.model_config import (
+    GATED,
+    LAYER,
+    RMS_ONE,
+    SANDWICH,
+    ModelConfig,
+    RecurrentConfig,
+    TextConfig,
+)
 from trencadis.core.checkpoint.quant_config import Quantisation
 from trencadis.core.errors import StartupError
 from trencadis.core.quant.scheme import FLOATS8, PANELS, ROWS8, Scheme, held_bytes, mlp_unit, notes_of, packs4
@@ -69,18 +77,18 @@ def layer_norms(t: TextConfig) -> int:
     return 4 if t.norm_placement == SANDWICH else 2
 
 
-def norm_excess(model: ModelConfig, itemsize: int) -> int:
+def norm_excess(model: ModelConfig, itemsize: int, ranks: int = 1) -> int:
     """Returns the bytes of norms beyond those in the engine's dtype; norms of ``RMS_ONE`` are float32."""
     t, share = model.text, model.share
-    if t.norm != RMS_ONE:
-        return 0
-    return len(share.layers) * norm_excess_of(t, itemsize) + (
-        t.hidden * (4 - itemsize) if t.final_norm and share.ends else 0
-    )
+    final = t.hidden * (4 - itemsize) if t.norm == RMS_ONE and t.final_norm and share.ends else 0
+    return sum(norm_excess_of(t, itemsize, index, ranks) for index in share.layers) + final
 
 
-def norm_excess_of(t: TextConfig, itemsize: int) -> int:
-    """Returns ``norm_excess`` of one layer."""
+def norm_excess_of(t: TextConfig, itemsize: int, index: int, ranks: int = 1) -> int:
+    """Returns ``norm_excess`` of one layer, with the decays of a recurrent one, which are float32 in any case."""
+    if t.recurrent is not None and index in t.recurrent.layers:
+        decays = 2 * (t.recurrent.value_heads // ranks) * (4 - itemsize)  # of gated DeltaNet
+        return decays + (layer_norms(t) * t.hidden * (4 - itemsize) if t.norm == RMS_ONE else 0)
     if t.norm != RMS_ONE:
         return 0
     return (layer_norms(t) * t.hidden + (2 * t.head_dim if t.qk_norm else 0)) * (4 - itemsize)
@@ -97,13 +105,11 @@ def layer_values(model: ModelConfig, index: int, ranks: int, width: int = 1) -> 
     Rank 0 alone holds the biases of row-parallel layers.
     """
     t, columns = model.text, mlp_columns(model, ranks, width)
-    heads = -(-t.heads // ranks) * t.head_dim
-    qkv = heads + 2 * (-(-t.kv_heads // ranks) if t.kv_heads >= ranks else 1) * t.head_dim
-    layer = t.hidden * (qkv + heads) + layer_norms(t) * t.hidden * (2 if t.norm == LAYER else 1)
-    crosses = index in t.cross_attention_layers
-    layer += (qkv if t.qkv_bias else 0) + (t.hidden if t.out_bias else 0)
-    layer += (2 * t.head_dim if t.qk_norm or crosses else 0) + 2 * crosses  # its gates
-    layer += (t.heads + t.kv_heads) * t.head_dim if t.joint_qk_norm else 0
+    layer = layer_norms(t) * t.hidden * (2 if t.norm == LAYER else 1)
+    if t.recurrent is not None and index in t.recurrent.layers:
+        layer += t.recurrent.values(t.hidden, ranks)
+    else:
+        layer += _attention_values(t, ranks, index in t.cross_attention_layers)
     if t.experts is not None and index not in t.experts.dense:
         shared = t.experts.shared_values(t.hidden, shared_columns(model, ranks, width))
         return layer + t.experts.values(t.hidden, ranks) + shared + t.experts.bias_values(t.hidden, ranks)
@@ -111,11 +117,24 @@ def layer_values(model: ModelConfig, index: int, ranks: int, width: int = 1) -> 
     return layer + mlp_matrices(t) * t.hidden * columns + biases
 
 
+def _attention_values(t: TextConfig, ranks: int, crosses: bool) -> int:
+    """Returns the values of a layer's attention; ``crosses``: True if it attends to images."""
+    heads = -(-t.heads // ranks)
+    kv = (-(-t.kv_heads // ranks) if t.kv_heads >= ranks else 1) * t.head_dim
+    qkv, out = heads * t.query_width + 2 * kv, heads * t.head_dim
+    biases = (qkv if t.qkv_bias else 0) + (t.hidden if t.out_bias else 0)
+    norms = 2 * t.head_dim if t.qk_norm or crosses else 0
+    norms += (t.heads + t.kv_heads) * t.head_dim if t.joint_qk_norm else 0
+    return t.hidden * (qkv + out) + biases + norms + 2 * crosses  # its gates
+
+
 def layer_bytes(model: ModelConfig, index: int, itemsize: int, ranks: int, form: str, width: int = 1) -> int:
     """Returns the bytes of that layer's weights on a device of ``form`` (``Policy.quantised``)."""
     t = model.text
     kv = -(-t.kv_heads // ranks) if t.kv_heads >= ranks else 1
-    beside = norm_excess_of(t, itemsize) + (t.kv.fixed_bytes(kv) if t.kv is not None else 0) + sink_bytes(t, ranks)
+    cached = index not in (*t.cross_attention_layers, *t.recurrent_layers)
+    beside = norm_excess_of(t, itemsize, index, ranks) + (t.kv.fixed_bytes(kv) if t.kv is not None and cached else 0)
+    beside += 0 if index in t.recurrent_layers else sink_bytes(t, ranks)
     more = _excess_of(model, itemsize, ranks, form, width, index)
     return layer_values(model, index, ranks, width) * itemsize + beside + more
 
@@ -216,14 +235,10 @@ def _linear_matrices(model: ModelConfig, ranks: int, width: int) -> Iterator[Sha
 def layer_matrices(model: ModelConfig, index: int, ranks: int, width: int) -> Iterator[SharedMatrix]:
     """Yields the matrices of one layer; a router is kept in the engine's dtype."""
     t, at = model.text, f"layers.{index}"
-    heads = -(-t.heads // ranks) * t.head_dim
-    kv = (-(-t.kv_heads // ranks) if t.kv_heads >= ranks else 1) * t.head_dim
-    crosses = index in t.cross_attention_layers
-    part = f"{at}.{'cross' if crosses else 'self'}_attn"
-    yield SharedMatrix(f"{part}.q_proj", heads, t.hidden, t.hidden)
-    yield SharedMatrix(f"{part}.k_proj", kv, t.hidden, t.hidden, first=crosses)
-    yield SharedMatrix(f"{part}.v_proj", kv, t.hidden, t.hidden, first=False)
-    yield SharedMatrix(f"{part}.o_proj", t.hidden, heads, t.heads * t.head_dim)
+    if t.recurrent is not None and index in t.recurrent.layers:
+        yield from _recurrent_matrices(f"{at}.linear_attn", t.recurrent, t.hidden, ranks)
+    else:
+        yield from _attention_matrices(at, t, ranks, index in t.cross_attention_layers)
     if t.experts is not None and index not in t.experts.dense:
         inner = t.experts.inner
         for i in range(t.experts.count):
@@ -238,6 +253,30 @@ def layer_matrices(model: ModelConfig, index: int, ranks: int, width: int) -> It
         return
     yield SharedMatrix(f"{at}.mlp.up_proj", columns, t.hidden, t.hidden)
     yield SharedMatrix(f"{at}.mlp.down_proj", t.hidden, columns, t.intermediate)
+
+
+def _attention_matrices(at: str, t: TextConfig, ranks: int, crosses: bool) -> Iterator[SharedMatrix]:
+    """Yields the matrices of a layer's attention; ``crosses``: True if it attends to images."""
+    heads = -(-t.heads // ranks)
+    kv = (-(-t.kv_heads // ranks) if t.kv_heads >= ranks else 1) * t.head_dim
+    part = f"{at}.{'cross' if crosses else 'self'}_attn"
+    yield SharedMatrix(f"{part}.q_proj", heads * t.query_width, t.hidden, t.hidden)
+    yield SharedMatrix(f"{part}.k_proj", kv, t.hidden, t.hidden, first=crosses)
+    yield SharedMatrix(f"{part}.v_proj", kv, t.hidden, t.hidden, first=False)
+    yield SharedMatrix(f"{part}.o_proj", t.hidden, heads * t.head_dim, t.heads * t.head_dim)
+
+
+def _recurrent_matrices(part: str, r: RecurrentConfig, hidden: int, ranks: int) -> Iterator[SharedMatrix]:
+    """Yields the matrices of a recurrent layer, each as its layer joins its parts."""
+    if r.width:
+        yield SharedMatrix(f"{part}.in_proj", 3 * r.channels(ranks), hidden, hidden)
+        yield SharedMatrix(f"{part}.out_proj", hidden, r.channels(ranks), r.width)
+        return
+    yield SharedMatrix(f"{part}.in_proj_qkv", r.channels(ranks), hidden, hidden)
+    yield SharedMatrix(f"{part}.in_proj_z", r.value_width // ranks, hidden, hidden)
+    for name in "ba":
+        yield SharedMatrix(f"{part}.in_proj_{name}", r.value_heads // ranks, hidden, hidden, first=False)
+    yield SharedMatrix(f"{part}.out_proj", hidden, r.value_width // ranks, r.value_width)
 
 
 def _gated_mlp_matrices(at: str, hidden: int, columns: int, whole: int) -> Iterator[SharedMatrix]:

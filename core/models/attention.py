@@ -35,7 +35,7 @@ class HeadSpan(NamedTuple):
     stop: int
 
 
-ROTATED = ("q_proj", "k_proj")
+ROTATED = ("q_proj", "k_proj", "q_norm", "k_norm")
 
 
 def rotated_spans(head_dim: int, rotary_dim: int, adjacent: bool) -> tuple[HeadSpan, ...]:
@@ -59,21 +59,31 @@ class PartialRotarySource:
     """Wraps a source and moves the rotated values of a head, stored at its start, to the start of each half.
 
     Rotary ops rotate the first half of a head against the second. Scores are sums over a head's values, so that any
-    order is valid if q and k share it.
+    order is valid if q and k share it, and the weights of their norms as well.
 
     Args:
         rotary_dim: number of rotated values of a head.
         adjacent: True if the two values of a rotated pair are stored next to each other.
+        gated: True if each query head is followed by its output gate, which stays in the order of v.
     """
 
-    def __init__(self, source: WeightSource, head_dim: int, rotary_dim: int, adjacent: bool = False) -> None:
-        self.source, self.head_dim = source, head_dim
+    def __init__(
+        self, source: WeightSource, head_dim: int, rotary_dim: int, adjacent: bool = False, gated: bool = False
+    ) -> None:
+        self.source, self.head_dim, self.gated = source, head_dim, gated
         self.spans = rotated_spans(head_dim, rotary_dim, adjacent)
 
     def _reorder(self, name: str, part: Tensor) -> Tensor:
-        if name.rpartition(".")[0].rpartition(".")[2] not in ROTATED:
+        module = name.rpartition(".")[0].rpartition(".")[2]
+        if module not in ROTATED:
             return part
-        return reorder_heads(part, self.head_dim, self.spans)
+        spans = self._spans(module)
+        return reorder_heads(part, spans[-1].stop, spans)
+
+    def _spans(self, module: str) -> tuple[HeadSpan, ...]:
+        """Returns the order in which the rows of a head are taken, and of its gate if it has one."""
+        gated = self.gated and module == "q_proj"
+        return (*self.spans, HeadSpan(self.head_dim, 2 * self.head_dim)) if gated else self.spans
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self._reorder(name, self.source.take(name, shape))
@@ -94,10 +104,12 @@ class PartialRotarySource:
         self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int, own: str = ""
     ) -> QTensor | None:
         found = self.source.take_quantised(name, shape, dim, start, stop, own)
-        if found is None or name.rpartition(".")[2] not in ROTATED:
+        module = name.rpartition(".")[2]
+        if found is None or module not in ROTATED:
             return found
-        heads = range(0, stop - start, self.head_dim)
-        return join_weights([found.rows(head + a, head + b) for head in heads for a, b in self.spans])
+        spans = self._spans(module)
+        heads = range(0, stop - start, spans[-1].stop)
+        return join_weights([found.rows(head + a, head + b) for head in heads for a, b in spans])
 
     def has(self, name: str) -> bool:
         return self.source.has(name)
@@ -122,12 +134,12 @@ class Attention:
         self.window = (window,) if window else ()
         self.scales_queries, self.has_sinks = c.query_growth is not None, c.sinks
         self.sinks: SinksArgument = {}
-        sizes = {"q_proj": c.heads, "k_proj": c.kv_heads, "v_proj": c.kv_heads}
-        parts = tuple(ColumnPart(name, heads * d, d) for name, heads in sizes.items())
+        self.gated, q = c.output_gate, c.query_width
+        parts = ColumnPart("q_proj", c.heads * q, q), *(ColumnPart(n, c.kv_heads * d, d) for n in ("k_proj", "v_proj"))
         self.qkv = ColumnParallelLinear(self.ops, comm, c.hidden, parts, bias=c.qkv_bias)
         self.out = RowParallelLinear(self.ops, comm, c.heads * d, c.hidden, unit=d, bias=c.out_bias)
-        self.sizes = [unit_span(part.size, d, comm.rank, comm.world).width for part in parts]
-        self.heads = self.sizes[0] // d
+        self.sizes = [unit_span(part.size, part.unit, comm.rank, comm.world).width for part in parts]
+        self.heads = self.sizes[0] // q
         self.query_heads = (c.heads, *unit_span(c.heads, 1, comm.rank, comm.world))
         self.keys = (c.kv_heads * d, *unit_span(c.kv_heads * d, d, comm.rank, comm.world))
         self.device, self.values = backend.device, backend.values
@@ -140,7 +152,7 @@ class Attention:
 
     def load(self, source: WeightSource, name: str) -> None:
         if self.rotary_dim:
-            source = PartialRotarySource(source, self.head_dim, self.rotary_dim, self.adjacent)
+            source = PartialRotarySource(source, self.head_dim, self.rotary_dim, self.adjacent, self.gated)
         self.qkv.load(source, name)
         self.out.load(source, f"{name}.o_proj")
         if self.has_sinks:
@@ -188,7 +200,9 @@ class Attention:
     def _attend(self, x: Tensor, rotary: Rotary, attn: Attn, rows: AdapterRows | None) -> Tensor:
         n = x.shape[0]
         q, k, v = torch.split(self.qkv(x, rows), self.sizes, dim=1)
-        d = self.head_dim
+        d, gate = self.head_dim, None
+        if self.gated:
+            q, gate = (part.reshape(n, -1) for part in q.view(n, -1, 2, d).unbind(2))
         if self.joint_norms:
             q, k = self.joint_norms[0].joint(q), self.joint_norms[1].joint(k)
         q, k, v = q.view(n, -1, d), k.view(n, -1, d), v.view(n, -1, d)
@@ -197,7 +211,8 @@ class Attention:
         if rotary.query_scale is not None:
             q = q * rotary.query_scale.to(q.dtype)[:, None, None]
         q, k, v = self.ops.rope_store(q, k, v, rotary, self.kv, attn)
-        return self.ops.attend(q, k, v, self.kv, attn, self.scale, *self.window, **self.sinks).reshape(n, -1)
+        attended = self.ops.attend(q, k, v, self.kv, attn, self.scale, *self.window, **self.sinks).reshape(n, -1)
+        return attended if gate is None else attended * gate.sigmoid()
 
     def nbytes(self) -> int:
         beside = sum(t.nbytes for t in (self.pairs, self.static, self.sinks.get("sinks")) if t is not None)

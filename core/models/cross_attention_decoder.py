@@ -47,7 +47,7 @@ class CrossAttentionDecoder(Decoder):
         ]
         for layer, kv in zip(cached, persistent.kv, strict=True):
             layer.attention.bind(kv)
-        self.first = cached[0].attention
+        self.first = cached[0].attention  # every such model has layers with a cache
         # Embeddings read this instead of arena rows, which no token uses: the ZERO row, at the embedding's width.
         self._no_rows = persistent.arena.view(-1)[: self.config.text.width].view(1, -1)
 
@@ -55,6 +55,7 @@ class CrossAttentionDecoder(Decoder):
         """Computes a text launch like a plain decoder; without images, the cross-attention layers are skipped."""
         p, ops = self.persistent, self.ops
         x, residual, rotary, *_ = first_rows(self._start(inputs), len(inputs.out_row))
+        assert self.first is not None
         attn = ops.prepare_attn(inputs.attn, self.first.heads, self.first.kv)
         rows = None
         if inputs.cross_attention is not None and cast(CrossAttentionOps, ops).gathers:

@@ -5,7 +5,7 @@ The start of text launches on every pipeline stage but the first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trencadis.core.checkpoint.checkpoint_source import CheckpointSource
-from trencadis.core.checkpoint.model_config import GATED, OUT, POST, SANDWICH, ModelConfig, TextConfig
+from trencadis.core.checkpoint.model_config import GATED, OUT, POST, SANDWICH, ModelConfig, RecurrentConfig, TextConfig
 from trencadis.core.checkpoint.pooling_config import Pooling
 from trencadis.core.checkpoint.registry import family_of
 from trencadis.core.checkpoint.weight_source import WeightSource
@@ -28,23 +28,15 @@ from trencadis.core.device.backend import (
     PoolTensorsOut,
     ResetTensors,
     Rotary,
-    SamplerState,
     TextTensors,
     VisionTensors,
 )
-from trencadis.core.device.launch_tensors import first_rows
+from trencadis.core.device.launch_tensors import RecurrentRows, first_rows
 from trencadis.core.errors import StartupError
 from trencadis.core.models.attention import Attention
-from trencadis.core.models.embedding import Embedding, LMHead
-from trencadis.core.models.interface import (
-    BestOps,
-    DrawingOps,
-    GroupingOps,
-    HostLayering,
-    MaskingOps,
-    PenalisingOps,
-    Persistent,
-)
+from trencadis.core.models.embedding import Embedding, LMHead, SamplingHead
+from trencadis.core.models.gated_delta import GatedDeltaNet
+from trencadis.core.models.interface import GroupingOps, HostLayering, Persistent, RecurrentOps, StatefulLayer
 from trencadis.core.models.linear import Linear, scaled
 from trencadis.core.models.mlp import MLP, GatedMLP, PlainMLP
 from trencadis.core.models.moe import ExpertMLP
@@ -97,15 +89,26 @@ class StageEntry:
 
 
 class DecoderLayer:
-    """A decoder layer: attention, and an MLP or experts.
+    """A decoder layer: attention, or the recurrent layer ``mixer`` in its place, and an MLP or experts.
 
     Norms are applied before them, before and after them, after them, or after the residual sums.
     """
 
-    def __init__(self, backend: Backend, c: TextConfig, group: int = 1, index: int = 0, aligned: int = 1) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        c: TextConfig,
+        group: int = 1,
+        index: int = 0,
+        aligned: int = 1,
+        mixer: StatefulLayer | None = None,
+    ) -> None:
         ops = backend.ops
         self.input_norm = norm_of(c.norm, ops, c.hidden, c.eps)
-        self.attention = Attention(backend, c, c.window_of(index), c.score_scale_of(index))
+        self.recurrent = mixer is not None
+        """True if it keeps a state for each sequence, which ``attention.bind`` then takes."""
+        own = mixer or Attention(backend, c, c.window_of(index), c.score_scale_of(index))
+        self.attention = cast(Attention, own)  # a recurrent layer takes ``RecurrentRows`` as its rotary factors
         self.post_norm = norm_of(c.norm, ops, c.hidden, c.eps)
         self.mlp: MLP | ExpertMLP
         if c.experts is not None and index not in c.experts.dense:
@@ -115,14 +118,13 @@ class DecoderLayer:
             self.mlp = kind(ops, backend.comm, c.hidden, c.intermediate, c.mlp_bias, group, c.activation, aligned)
         self.norms_after_sum, self.scale = c.norm_placement == POST, c.residual_scale
         self.norms_after_parts = c.norm_placement == OUT
-        self.out_norms = (
-            [norm_of(c.norm, ops, c.hidden, c.eps) for _ in range(2)] if c.norm_placement == SANDWICH else []
-        )
+        several = 2 if c.norm_placement == SANDWICH else 0
+        self.out_norms = [norm_of(c.norm, ops, c.hidden, c.eps) for _ in range(several)]
         self.local = c.uses_second_rotary(index)
 
     def load(self, source: WeightSource, name: str) -> None:
         self.input_norm.load(source, f"{name}.input_layernorm")
-        self.attention.load(source, f"{name}.self_attn")
+        self.attention.load(source, f"{name}.{'linear' if self.recurrent else 'self'}_attn")
         self.post_norm.load(source, f"{name}.post_attention_layernorm")
         self.mlp.load(source, f"{name}.mlp")
         for norm, part in zip(self.out_norms, ("attention", "mlp"), strict=False):
@@ -133,7 +135,11 @@ class DecoderLayer:
     ) -> tuple[Tensor, Tensor | None]:
         """Returns (MLP output, residual stream without it), [n, hidden] each in the backend's dtype, like the inputs.
 
-        Without norms before attention, returns (the stream, None). ``rows``: the adapters of the tokens.
+        Without norms before attention, returns (the stream, None).
+
+        Args:
+            rotary: the rotary factors; for a recurrent layer ``RecurrentRows`` in their place.
+            rows: the adapters of the tokens.
         """
         if self.norms_after_parts:
             x = x + self.input_norm(scaled(self.attention(x, rotary, attn, rows), self.scale))[0]
@@ -156,8 +162,7 @@ class DecoderLayer:
         return self.out_norms[part](x)[0] if self.out_norms else x
 
     def nbytes(self) -> int:
-        parts = (self.input_norm, self.attention, self.post_norm, self.mlp, *self.out_norms)
-        return sum(part.nbytes() for part in parts)
+        return sum(p.nbytes() for p in (self.input_norm, self.attention, self.post_norm, self.mlp, *self.out_norms))
 
 
 class DecoderEntry:
@@ -260,45 +265,6 @@ class DecoderExit:
         return (self.norm.nbytes() if self.norm else 0) + (self.narrow.bytes if self.narrow else 0)
 
 
-class SamplingHead:
-    """The output head and sampling."""
-
-    def __init__(self, ops: Ops, lm_head: LMHead, best: bool = False) -> None:
-        self.ops, self.lm_head, self.best = ops, lm_head, best
-
-    def __call__(self, hidden: Tensor, inputs: HeadTensors, state: SamplerState, full: bool) -> HeadTensorsOut:
-        """Samples from rows of ``hidden`` and records the ids in ``state``."""
-        rows = self.ops.gather_rows(hidden, inputs.hidden_row)
-        if self.best and not full and (token := self.lm_head.best(rows)) is not None:
-            return cast(BestOps, self.ops).take(token, inputs, state)
-        return self.ops.sample(self.lm_head(rows), inputs, state, full)
-
-    def take_masked_best(self, hidden: Tensor, inputs: HeadTensors, state: SamplerState) -> HeadTensorsOut:
-        """Takes the best ids that the masks allow."""
-        logits = cast(MaskingOps, self.ops).mask(self._logits(hidden, inputs), inputs)
-        return self.ops.sample(logits, inputs, state, False)
-
-    def draw_without_logprobs(self, hidden: Tensor, inputs: HeadTensors, state: SamplerState) -> HeadTensorsOut:
-        """Samples and returns only the ids."""
-        return cast(DrawingOps, self.ops).draw(self._logits(hidden, inputs), inputs, state)
-
-    def take_penalised_best(self, hidden: Tensor, inputs: HeadTensors, state: SamplerState) -> HeadTensorsOut:
-        """Takes the best ids after penalties, bias and mask."""
-        return cast(PenalisingOps, self.ops).take_penalised(self._logits(hidden, inputs), inputs, state)
-
-    def score_top(self, hidden: Tensor, inputs: HeadTensors, count: int) -> HeadTensorsOut:
-        """Returns the log-probabilities of the targets and of the ``count`` top ids; ``state`` does not change."""
-        logprobs = self._logits(hidden, inputs).float().log_softmax(-1)
-        target = inputs.target.clamp_min(0)
-        own = logprobs.gather(1, target[:, None])
-        rank = (logprobs > own).int().sum(-1) + 1
-        top = logprobs.topk(count, dim=-1)
-        return HeadTensorsOut(target.int(), own[:, 0], rank.int(), top.indices.int(), top.values)
-
-    def _logits(self, hidden: Tensor, inputs: HeadTensors) -> Tensor:
-        return self.lm_head(self.ops.gather_rows(hidden, inputs.hidden_row))
-
-
 class Decoder:
     """A text model; also the text half of vision-language models. The family defines the names of its weights.
 
@@ -309,6 +275,10 @@ class Decoder:
     embedding: Embedding
     enter: DecoderEntry
     lm_head: LMHead
+    first: Attention | None = None
+    """Attention of the stage's first layer with a KV cache; None: no layer has one."""
+    recurrent_layer: Callable[[Backend, TextConfig, RecurrentConfig], StatefulLayer] = GatedDeltaNet
+    """Makes the layer in the place of attention where ``TextConfig.recurrent`` says so; families may have others."""
     adapter_numbers: Tensor | None = None
     """int32 [slots]: the numbers of the slots of LoRA adapters (``core.lora.adapter_store``), from 1 on."""
 
@@ -320,7 +290,9 @@ class Decoder:
         group = config.quant.widest_group() if config.quant is not None else 1
         aligned = config.alignment_unit(backend.policy.aligned)
         share = self.share = config.share
-        self.layers = [DecoderLayer(backend, c, group, index, aligned) for index in share.layers]
+        self.layers = [
+            DecoderLayer(backend, c, group, index, aligned, self._make_mixer(index)) for index in share.layers
+        ]
         if share.starts:
             parts = config.row_parts if config.vision is not None else 0
             if share.stages > 1 and parts - 1 > len(self.layers):
@@ -340,10 +312,17 @@ class Decoder:
         self.pooler = Pooler(self.ops)
         self.taps: tuple[int, ...] = ()  # layers before which the residual stream is kept in ``persistent.taps``
 
+    def _make_mixer(self, index: int) -> StatefulLayer | None:
+        """Returns the recurrent layer in the place of attention; None: layer ``index`` has attention."""
+        c = self.config.text
+        if c.recurrent is None or index not in c.recurrent.layers:
+            return None
+        return self.recurrent_layer(self.backend, c, c.recurrent)
+
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Loads checkpoint tensors by their stored names, in any order; raises StartupError if one is missing."""
-        names = family_of(self.config.architecture).names
-        self.load_from(CheckpointSource(weights, names, self.backend, self.config))
+        family = family_of(self.config.architecture)
+        self.load_from(CheckpointSource(weights, family.names, self.backend, self.config, family.skipped))
 
     def load_from(self, source: WeightSource) -> None:
         """Loads and packs every layer by canonical names."""
@@ -407,8 +386,12 @@ class Decoder:
     def bind(self, persistent: Persistent) -> None:
         """Sets the persistent tensors that the bodies read and write."""
         self.persistent = persistent
-        for layer, kv in zip(self.layers, persistent.kv, strict=True):
-            layer.attention.bind(kv)
+        caching = [layer.attention for layer in self.layers if not layer.recurrent]
+        for attention, kv in zip(caching, persistent.kv, strict=True):
+            attention.bind(kv)
+        for layer, state in zip((x for x in self.layers if x.recurrent), persistent.recurrent, strict=True):
+            cast(StatefulLayer, layer.attention).bind(state)
+        self.first = caching[0] if caching else None
 
     def text(self, inputs: TextTensors) -> None:
         """Computes n tokens and stores their normed hidden states in ``persistent.hidden[out_row]``.
@@ -421,8 +404,10 @@ class Decoder:
         x, residual, rotary, local, deepstack_rows = (
             self._start(inputs) if len(inputs.tokens) == rows else first_rows(self._start(inputs), rows)
         )
-        first = self.layers[0].attention
-        attn = ops.prepare_attn(inputs.attn, first.heads, first.kv)
+        attn, first = inputs.attn, self.first
+        if first is not None:
+            attn = ops.prepare_attn(attn, first.heads, first.kv)
+        held = self._prepare_states(inputs)
         layers: Sequence[Any] = self.layers
         rows_of: tuple[AdapterRows, ...] = ()
         if inputs.adapter is not None:
@@ -434,13 +419,20 @@ class Decoder:
         for i, layer in enumerate(layers):
             if i in self.taps:
                 states[i] = x if residual is None else x + residual
-            x, residual = ops.layer(layer, x, residual, local if layer.local else rotary, attn, *rows_of)
+            place = held if layer.recurrent else local if layer.local else rotary
+            x, residual = ops.layer(layer, x, residual, place, attn, *rows_of)
             if i < len(deepstack_rows):
                 x = ops.region(self.deepstack_add, x, deepstack_rows[i], p.arena)
             ops.cut("layer")
         if p.taps is not None and states:
             ops.scatter_rows(p.taps, inputs.out_row, torch.cat([states[i] for i in self.taps], 1))
         ops.by_rows(self.leave, (x, residual, inputs.out_row), p.hidden)
+
+    def _prepare_states(self, inputs: TextTensors) -> RecurrentRows | None:
+        """Returns what the recurrent layers of this stage share; None if there are none."""
+        if inputs.recurrent is None or not self.persistent.recurrent:
+            return None
+        return cast(RecurrentOps, self.ops).prepare_recurrent(inputs.recurrent, inputs.attn)
 
     def _start(self, inputs: TextTensors) -> FirstLayerInputs:
         """Returns the inputs of this stage's first layer, [m, hidden] each, m at least n."""

@@ -1,4 +1,4 @@
-"""Token embedding and the output head, tied or not."""
+"""Token embedding and the output head, tied or not; sampling from the logits of the head."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, cast
 from torch import Tensor
 
 from trencadis.core.checkpoint.weight_source import SharingOps, StackedPart, WeightSource
-from trencadis.core.device.backend import AdapterRows, Comm, Ops
+from trencadis.core.device.backend import AdapterRows, Comm, HeadTensors, HeadTensorsOut, Ops, SamplerState
 from trencadis.core.models.linear import Linear, pad_rows, scaled, span
 
 if TYPE_CHECKING:
-    from trencadis.core.models.interface import BestOps
+    from trencadis.core.models.interface import BestOps, DrawingOps, MaskingOps, PenalisingOps
 
 LAST = 0x7FFFFFFF
 """Constant from which an output's index is subtracted in the codes of ``BestOps.best_outputs``."""
@@ -120,3 +120,42 @@ class LMHead(Linear):
         if not self._coded or codes is None:
             return None
         return self.comm.all_gather((codes - self.start)[:, None]).amax(1)
+
+
+class SamplingHead:
+    """The output head and sampling."""
+
+    def __init__(self, ops: Ops, lm_head: LMHead, best: bool = False) -> None:
+        self.ops, self.lm_head, self.best = ops, lm_head, best
+
+    def __call__(self, hidden: Tensor, inputs: HeadTensors, state: SamplerState, full: bool) -> HeadTensorsOut:
+        """Samples from rows of ``hidden`` and records the ids in ``state``."""
+        rows = self.ops.gather_rows(hidden, inputs.hidden_row)
+        if self.best and not full and (token := self.lm_head.best(rows)) is not None:
+            return cast("BestOps", self.ops).take(token, inputs, state)
+        return self.ops.sample(self.lm_head(rows), inputs, state, full)
+
+    def take_masked_best(self, hidden: Tensor, inputs: HeadTensors, state: SamplerState) -> HeadTensorsOut:
+        """Takes the best ids that the masks allow."""
+        logits = cast("MaskingOps", self.ops).mask(self._logits(hidden, inputs), inputs)
+        return self.ops.sample(logits, inputs, state, False)
+
+    def draw_without_logprobs(self, hidden: Tensor, inputs: HeadTensors, state: SamplerState) -> HeadTensorsOut:
+        """Samples and returns only the ids."""
+        return cast("DrawingOps", self.ops).draw(self._logits(hidden, inputs), inputs, state)
+
+    def take_penalised_best(self, hidden: Tensor, inputs: HeadTensors, state: SamplerState) -> HeadTensorsOut:
+        """Takes the best ids after penalties, bias and mask."""
+        return cast("PenalisingOps", self.ops).take_penalised(self._logits(hidden, inputs), inputs, state)
+
+    def score_top(self, hidden: Tensor, inputs: HeadTensors, count: int) -> HeadTensorsOut:
+        """Returns the log-probabilities of the targets and of the ``count`` top ids; ``state`` does not change."""
+        logprobs = self._logits(hidden, inputs).float().log_softmax(-1)
+        target = inputs.target.clamp_min(0)
+        own = logprobs.gather(1, target[:, None])
+        rank = (logprobs > own).int().sum(-1) + 1
+        top = logprobs.topk(count, dim=-1)
+        return HeadTensorsOut(target.int(), own[:, 0], rank.int(), top.indices.int(), top.values)
+
+    def _logits(self, hidden: Tensor, inputs: HeadTensors) -> Tensor:
+        return self.lm_head(self.ops.gather_rows(hidden, inputs.hidden_row))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.checkpoint.weight_source import WeightSource
 from trencadis.core.device.backend import (
+    AdapterRows,
     HeadTensors,
     HeadTensorsOut,
     LayerKV,
@@ -22,8 +24,15 @@ from trencadis.core.device.backend import (
     VisionTensors,
     Weight,
 )
-from trencadis.core.device.launch_tensors import CrossAttentionTensors
+from trencadis.core.device.launch_tensors import Attn, CrossAttentionTensors, RecurrentRows
 from trencadis.core.step import Encode, VisionInputs
+
+
+class RecurrentState(NamedTuple):
+    """The states that one recurrent layer keeps, by slot; slot 0 is the sink of padding."""
+
+    conv: Tensor  # [slots, kernel - 1, channels] of the model's dtype: the last inputs of the convolution
+    state: Tensor | None  # float32 [slots, value heads, key_dim, value_dim]; None: there is a convolution alone
 
 
 @dataclass(slots=True)
@@ -35,7 +44,29 @@ class Persistent:
     arena: Tensor  # [arena rows x ModelConfig.row_parts, width]; rows 0 (ZERO) and 1 (SINK) are reserved
     state: SamplerState
     stream: Tensor | None = None  # like ``hidden``: received rows, from row 1 on; None on the first stage
+    recurrent: list[RecurrentState] = field(default_factory=list)  # of each recurrent layer of the stage
     taps: Tensor | None = None  # [like ``hidden``, hidden of each tapped layer]: residual streams, side by side
+
+
+class StatefulLayer(Protocol):
+    """A layer in the place of attention that keeps a state for each sequence (``TextConfig.recurrent``)."""
+
+    def load(self, source: WeightSource, name: str) -> None:
+        """Takes this rank's weights from ``source``; ``name``: ``layers.N.linear_attn``."""
+        ...
+
+    def bind(self, state: RecurrentState) -> None:
+        """Sets the tensors with the states of all sequences."""
+        ...
+
+    def __call__(self, x: Tensor, rows: RecurrentRows, attn: Attn, adapters: AdapterRows | None = None) -> Tensor:
+        """Computes [n, hidden] -> [n, hidden], summed over ranks, and updates the states of the rows.
+
+        ``adapters`` is None: models with recurrent layers have none.
+        """
+        ...
+
+    def nbytes(self) -> int: ...
 
 
 class MaskingOps(Protocol):
@@ -116,6 +147,61 @@ class CrossAttentionOps(Protocol):
 
         A token attends to the first ``images.reach`` rows of each unit, as if each were repeated ``images.times``
         times. The result of a token that attends to no row may be any finite value.
+        """
+        ...
+
+
+class RecurrentOps(Protocol):
+    """Additional methods of ``Ops`` for layers with a recurrent state (gated DeltaNet, short convolutions).
+
+    n tokens; row r has the tokens from ``attn.row_start[r]`` on, ``rows.count[r]`` of them. Values of other tokens are
+    padding and may be NaN: they change neither the results of real tokens nor a slot other than 0. The results of
+    padding are finite.
+    """
+
+    def prepare_recurrent(self, rows: RecurrentRows, attn: Attn) -> RecurrentRows:
+        """Computes once a launch what all recurrent layers share, from the launch's own inputs."""
+        ...
+
+    def causal_conv(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: RecurrentRows, attn: Attn,
+        activation: str,
+    ) -> Tensor:  # fmt: skip
+        """Computes a depthwise causal convolution along the tokens of each row, in float32 and rounded once.
+
+        Args:
+            x: [n, C].
+            weight: [C, K], whose last column multiplies the token itself.
+            bias: [C] or None.
+            state: [slots, K - 1, C] of x's dtype: the last K - 1 inputs of each slot, oldest first. Read at
+                ``rows.source``, written at ``rows.slot``.
+            activation: "silu", or "" for none.
+
+        Returns:
+            [n, C].
+        """
+        ...
+
+    def delta_rule(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, rows: RecurrentRows, attn: Attn
+    ) -> Tensor:
+        """Computes the gated delta rule (arXiv 2412.06464) in float32 along the tokens of each row.
+
+        For each token, with S the state [Dk, Dv] of a head: S = exp(g) S; S = S + k (beta (v - S^T k))^T; the result is
+        S^T q. q and k are divided by the root of their sum of squares plus 1e-6, and q by the root of Dk. Rows are
+        computed in chunks of 64 tokens from their first on, a chunk of one token by the formula itself: a row that is
+        cut at multiples of 64 gives the same bits in several launches.
+
+        Args:
+            q: [n, Hk, Dk]; head i of q and k serves Hv / Hk heads of v from i * Hv / Hk on.
+            k: [n, Hk, Dk].
+            v: [n, Hv, Dv].
+            g: float32 [n, Hv], at most 0.
+            beta: float32 [n, Hv], between 0 and 1.
+            state: float32 [slots, Hv, Dk, Dv]. Read at ``rows.source``, written at ``rows.slot``.
+
+        Returns:
+            [n, Hv, Dv] of v's dtype.
         """
         ...
 

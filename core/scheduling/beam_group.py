@@ -99,7 +99,8 @@ class BeamGroup:
 
     def _make_prefix(self, index: int, scheduler: Scheduler) -> BeamPrefix:
         seq, size = self.sequences[index], scheduler.limits.block_size
-        running = seq.status is SequenceStatus.RUNNING
+        # A recurrent state cannot be shared in the middle of a block: children begin with a snapshot of the prompt.
+        running = seq.status is SequenceStatus.RUNNING and scheduler.states is None
         return BeamPrefix(
             [*seq.tokens],
             seq.blocks[: len(seq.tokens) // size] if running else None,

@@ -144,6 +144,8 @@ class Lifecycle:
         step = self.scheduler.in_flight.popleft()
         assert step.number == output.number, "steps come back in order"
         buckets = self._account(step, output)
+        if step.snapshots and self.scheduler.states is not None:
+            self.scheduler.states.pool.publish(step.snapshots)
         if self.scheduler.drafting is not None:
             self.scheduler.drafting.learn(step, self.scheduler.clock())
         if step.work is not None:
@@ -278,6 +280,8 @@ class Lifecycle:
         if not seq.first:
             self._count_prompt(seq)
             seq.first = self.scheduler.clock()
+            if seq.siblings:  # with recurrent layers, choices begin with a snapshot of the prompt
+                self._detach_siblings(seq)
         return delta
 
     def _end_at(self, seq: Sequence, token: int, stops: bool) -> None:
@@ -320,6 +324,8 @@ class Lifecycle:
         if not seq.first:
             self._count_prompt(seq)
             seq.first = self.scheduler.clock()
+            if seq.siblings:  # with recurrent layers, choices begin with a snapshot of the prompt
+                self._detach_siblings(seq)
 
     def _send_beams(self, group: BeamGroup) -> None:
         """Sends the answers of a finished beam search."""

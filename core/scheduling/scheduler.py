@@ -20,6 +20,7 @@ from trencadis.core.engine_stats import EngineStats
 from trencadis.core.kv.block_hash import BlockHashChain
 from trencadis.core.kv.block_pool import BlockPool
 from trencadis.core.kv.encoder_cache import EncoderCache
+from trencadis.core.kv.state_pool import StatePool
 from trencadis.core.media_spans import MediaSpan
 from trencadis.core.scheduling.adapter_slots import AdapterSlots
 from trencadis.core.scheduling.decision_log import log_admission, log_preemption
@@ -35,6 +36,7 @@ from trencadis.core.scheduling.persistent_batch import MicroBatches, can_persist
 from trencadis.core.scheduling.prefix_hits import cached_blocks, claim, count_spared_blocks, publish, publish_filled
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.scheduling.sequence import Filled, MediaStart, Sequence, SequenceStatus, check_holders
+from trencadis.core.scheduling.state_scheduler import StateScheduler
 from trencadis.core.scheduling.step_builder import InFlightStep, StepBuilder
 from trencadis.core.scheduling.total_order import TotalOrder, media_order
 from trencadis.core.shapes.step_times import StepTimes
@@ -53,8 +55,11 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         packer: ImagePacker | None = None,
         times: StepTimes | None = None,
+        states: StatePool | None = None,
     ) -> None:
         self.limits, self.times = limits, times
+        self.states = None if states is None else StateScheduler(states, limits)
+        """Set if the model keeps a recurrent state for each sequence."""
         self.pool = pool
         self.arena = arena
         self.clock = clock
@@ -91,8 +96,9 @@ class Scheduler:
 
     @property
     def admits(self) -> bool:
-        """True if a row and a slot are free."""
-        return bool(self.slots) and len(self.running) < self.limits.max_rows
+        """True if a row and a slot are free, and a slot for its state if there are such."""
+        free = bool(self.slots) and len(self.running) < self.limits.max_rows
+        return free and (self.states is None or self.states.pool.free > 0)
 
     # One step
 
@@ -116,6 +122,8 @@ class Scheduler:
         """Returns the next Step of the current micro-batch."""
         self.micro_batches.begin_step(self.running)
         self.micro_batches.batch.leave_spent()
+        if self.states is not None:
+            self.states.pool.begin_step()
         if self.drafting is not None:
             mine = [seq for seq in self.running if seq.micro_batch == self.micro_batches.current]
             self.drafting.prepare(mine, self.micro_batches.batch, self.pool)
@@ -154,6 +162,7 @@ class Scheduler:
         for seq in builder.scheduled:
             seq.inflight += 1
         flying = InFlightStep(self.steps, persistent, filled, builder.scheduled, owners, micro_batch, work)
+        flying.snapshots = builder.snapshots
         self.in_flight.append(flying)
         if self.drafting is not None:
             flying.drafted, flying.began = builder.drafted, self.clock()
@@ -207,16 +216,26 @@ class Scheduler:
     def _media_in_order(self) -> Iterable[MediaStart]:
         """Yields sequences with media in the total order; those in the persistent batch have passed theirs."""
         running = (seq for seq in self.running if seq.batch_row < 0)
-        return media_order(running, self.waiting[: self.limits.max_rows], self.limits, self.pool)
+        waiting = self.waiting[: self.limits.max_rows]
+        return media_order(running, waiting, self.limits, self.pool, self._prefix_hits)
+
+    def _prefix_hits(self, seq: Sequence) -> list[int]:
+        """Returns the cached blocks that a sequence would begin with, up to a snapshot of its state if it has one."""
+        hits = cached_blocks(seq, self.limits, self.pool)
+        return hits if self.states is None else self.states.shorten(seq, hits)
 
     def _advance(self, seq: Sequence, builder: StepBuilder) -> None:
         if self.limits.long_from and seq.due and seq.outgrows(self.limits.long_from):
             self._preempt(seq, builder)  # its keys use the rotary table for short requests and must be recomputed
             return
-        count = builder.most(seq, self.limits)
-        count = self._up_to_image(seq, count, builder) if seq.request.spans else count
+        most = builder.most(seq, self.limits)
+        count = self._up_to_image(seq, most, builder) if seq.request.spans else most
+        if count > 0 and self.states is not None:
+            count = self.states.cut(seq, count, builder, forced=count < most)
         if count > 0:
             count = self._allocate_blocks(seq, count, builder)
+            if count > 0 and self.states is not None:
+                count = self.states.cut(seq, count, builder, forced=True)
             count = count_uncut(seq, count) if self.limits.bidirectional_images else count
         if count > 0 and not (self.limits.whole and count < seq.due):
             if seq.batch_row < 0:
@@ -286,13 +305,15 @@ class Scheduler:
         builder.scheduled.append(seq)
         draws: list[Draw] = []
         first = not seq.outputs
+        state = None if self.states is None else self.states.place(seq, start, builder)
         if end == len(seq.tokens) and seq.outputs < seq.limit:
             draws = [builder.draw(seq)]
-            if seq.siblings:
+            if seq.siblings and self.states is None:
                 draws += self._fork(seq, builder)
             self.first_draws += len(draws) if first else 0
             # The length is checked in each step where there is another rotary table for longer texts.
-            if can_persist(seq, draws) and not self.limits.long_from and not seq.proposal:
+            settled = seq.source == seq.state and not self.limits.long_from and not seq.proposal
+            if settled and can_persist(seq, draws):
                 self.micro_batches.batch.join(seq, len(builder.rows))
         tokens, blocks, positions = tuple(seq.tokens[start:end]), tuple(seq.blocks), seq.positions_of(start, count)
         pool = seq.pool_of(start, count) if seq.request.pool else None
@@ -308,7 +329,7 @@ class Scheduler:
         )
         wide = 0 if targets is None else seq.prompt_width
         following = seq.tokens[end] if end < len(seq.tokens) else -1
-        some = images, tuple(draws), targets, seq.adapter_slot, pool, spans, cross_attention, wide, following
+        some = images, tuple(draws), targets, seq.adapter_slot, pool, spans, cross_attention, wide, following, state
         builder.rows.append(Row(seq.key, seq.slot, start, tokens, blocks, positions, *some))
         self.publish(seq)
 
@@ -367,7 +388,9 @@ class Scheduler:
                 continue
             if self.limits.long_from and seq.outgrows(self.limits.long_from):
                 seq.long, seq.block_hashes = True, BlockHashChain(seq.request, size, long=True)
-            hits = cached_blocks(seq, self.limits, self.pool)
+            hits = self._prefix_hits(seq)
+            if hits and self.states is not None and self.states.pool.free < 2:  # a snapshot, and a slot to go on in
+                return
             # If nothing runs there is nothing to preempt, so the queue's head must not need more images at a time than
             # fit into the arena.
             first, start = not self.running and at == 0, len(hits) * size
@@ -383,6 +406,8 @@ class Scheduler:
             if hits:
                 claim(seq, hits, size, self.pool, self.totals)
             seq.slot = self.slots.pop()
+            if self.states is not None:
+                self.states.begin(seq, len(hits))
             seq.fresh_state = True
             self.totals.prefix_queries += len(seq.tokens)
             self.start_running(seq, self.micro_batches.current)
@@ -456,6 +481,8 @@ class Scheduler:
         self.leaving.remove(seq)
         self.pool.drop(seq.blocks)
         self.slots.append(seq.slot)
+        if self.states is not None:
+            self.states.end(seq)
         seq.blocks, seq.slot, seq.computed, seq.published, seq.pooled = [], 0, 0, 0, None
         seq.status = SequenceStatus.DONE
         if seq.requeue:
@@ -467,5 +494,7 @@ class Scheduler:
         self.pool.check([seq.blocks for seq in holders])
         self.arena.check()
         self.micro_batches.check(self.running)
+        if self.states is not None:
+            self.states.check(holders)
         self.adapters.check(self.running)
         check_holders(holders, self.waiting, self.slots, self.limits.block_size)

@@ -120,6 +120,9 @@ class Sequence:
     proposal: tuple[int, ...] = ()  # drafts for the step that is being built
     drafts: tuple[int, ...] = ()  # drafts that the step in flight verifies
     forces: int = 0  # most ids that its masks may force after a sampled one
+    state: int = 0  # slot that its next launch writes its recurrent state to; 0: it holds none
+    source: int = 0  # slot that its next launch reads it from: ``state``, a snapshot that it has claimed, or 0 (zeros)
+    branch_at: int = 0  # tokens of its prompt after which a snapshot is taken, because other prompts branch there
 
     @property
     def prompt(self) -> int:

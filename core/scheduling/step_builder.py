@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from trencadis.core.kv.state_pool import PendingSnapshot
 from trencadis.core.request import TokenLogprob
 from trencadis.core.scheduling.encoder_scheduler import VisionBuilder
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
@@ -32,6 +33,7 @@ class StepBuilder:
     grown: list[Sequence] = field(default_factory=list)  # rows of the persistent batch that got a block
     resets: list[Reset] = field(default_factory=list)
     openings: list[Opening] = field(default_factory=list)
+    snapshots: list[PendingSnapshot] = field(default_factory=list)  # states that the step leaves behind
 
     def bound_prompts(self, times: StepTimes) -> None:
         """Limits prompts in this step so that decoding rows keep the latency bound of ``times``."""
@@ -120,6 +122,7 @@ class InFlightStep:
     ``persistent``: those of the persistent batch, in the order of their samples; ``filled``: those whose last block it
     fills. ``micro_batch``: the micro-batch of its sequences. ``work``: its work, if its duration is learned.
     ``drafted``: number of drafts that it verifies; ``tokens``: all its tokens, if none is of a prompt, else 0.
+    ``snapshots``: snapshots of recurrent state, which exist once it has completed.
     """
 
     number: int
@@ -132,6 +135,7 @@ class InFlightStep:
     drafted: int = 0
     tokens: int = 0
     began: float = 0.0
+    snapshots: list[PendingSnapshot] = field(default_factory=list)
 
 
 def logprob_of(head: HeadOutput, row: int, token: int, wanted: int) -> TokenLogprob:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 
 from trencadis.core.kv.block_pool import BlockPool
 from trencadis.core.scheduling.fair_order import FairOrder
-from trencadis.core.scheduling.prefix_hits import cached_blocks
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.scheduling.sequence import MediaStart, Sequence
 
@@ -64,18 +63,25 @@ class TotalOrder:
 
 
 def media_order(
-    running: Iterable[Sequence], waiting: Iterable[Sequence], limits: SchedulerLimits, pool: BlockPool
+    running: Iterable[Sequence],
+    waiting: Iterable[Sequence],
+    limits: SchedulerLimits,
+    pool: BlockPool,
+    hits: Callable[[Sequence], list[int]],
 ) -> Iterator[MediaStart]:
-    """Yields sequences with media, with the token from which these are needed."""
+    """Yields sequences with media, with the token from which these are needed.
+
+    ``hits``: finds the cached blocks that a sequence would begin with.
+    """
     for seq in running:
         if seq.request.spans:
             yield MediaStart(seq, seq.computed)
     for seq in waiting:
         if seq.request.spans:
-            yield MediaStart(seq, _media_start(seq, limits, pool))
+            yield MediaStart(seq, _media_start(seq, limits, pool, hits))
 
 
-def _media_start(seq: Sequence, limits: SchedulerLimits, pool: BlockPool) -> int:
+def _media_start(seq: Sequence, limits: SchedulerLimits, pool: BlockPool, hits: Callable[[Sequence], list[int]]) -> int:
     """Returns the token from which the media of a waiting sequence are needed: 0, or the end of its prefix hits.
 
     This runs for the start of the queue in every step, so one look-up decides most cases: unless the block in which the
@@ -85,13 +91,15 @@ def _media_start(seq: Sequence, limits: SchedulerLimits, pool: BlockPool) -> int
     at = (first.end - 1) // size
     if not limits.caching or at >= (seq.count_known() - 1) // size:
         return 0
-    return _start_after_hits(seq, at, limits, pool)
+    return _start_after_hits(seq, at, limits, pool, hits)
 
 
-def _start_after_hits(seq: Sequence, at: int, limits: SchedulerLimits, pool: BlockPool) -> int:
+def _start_after_hits(
+    seq: Sequence, at: int, limits: SchedulerLimits, pool: BlockPool, hits: Callable[[Sequence], list[int]]
+) -> int:
     """Returns ``_media_start`` if it depends on block ``at``."""
     size = limits.block_size
     seq.block_hashes.extend(seq.tokens, (at + 1) * size)
     key = seq.block_hashes.keys[at]
     cached = pool.find(key) is not None or pool.on_host(key)
-    return len(cached_blocks(seq, limits, pool)) * size if cached else 0
+    return len(hits(seq)) * size if cached else 0

@@ -68,7 +68,10 @@ def layers_values(t: TextConfig, active: bool = True) -> int:
     ``active``: count only those applied to one token, i.e. only the experts that it is routed to.
     """
     matrices = 3 if t.mlp == GATED else 2
-    attention = t.layers * t.hidden * t.head_dim * (2 * t.heads + 2 * t.kv_heads)
+    heads = t.heads * (t.query_width + t.head_dim) + 2 * t.kv_heads * t.head_dim
+    attention = (t.layers - len(t.recurrent_layers)) * t.hidden * heads
+    if t.recurrent is not None:
+        attention += len(t.recurrent.layers) * t.recurrent.values(t.hidden)
     total = attention + t.dense_layers * matrices * t.hidden * t.intermediate
     if t.experts is not None:
         own = t.experts.values(t.hidden, only=t.experts.top if active else 0)
@@ -88,7 +91,7 @@ def costs_of(model: ModelConfig, block_size: int, ridge: float, itemsize: int = 
     # A launch of many tokens reads every expert; one of few tokens reads fewer, but how many is unknown when planning.
     read = values if own_values is not None else layers_values(t, active=False)
     launch = ridge * itemsize / 2 * read / values
-    cached = t.layers - len(t.cross_attention_layers)
+    cached = t.cached_layers
     block = 2 * cached * block_size * t.kv_heads * t.head_dim * itemsize * ridge / (2 * values)
     own = {"pair": 2 * cached * t.heads * t.head_dim / values, "head": t.width * t.vocab / values}
     if model.vision is not None:

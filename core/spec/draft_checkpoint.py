@@ -66,7 +66,7 @@ def _check_texts(draft: ModelConfig, target: ModelConfig, length: int, flag: str
     text, wanted = draft.text, target.text
     if text.vocab != wanted.vocab:
         raise StartupError(f"{flag}: {draft.name} has {text.vocab} ids and {target.name} has {wanted.vocab}")
-    if text.upto or text.cross_attention_layers or text.long_from or wanted.long_from:
+    if text.upto or text.cross_attention_layers or text.recurrent is not None or text.long_from or wanted.long_from:
         named = draft.name if not wanted.long_from else target.name
         raise StartupError(f"{flag}: {named} does not attend causally with one rotary table; ngram needs no model")
     if text.max_positions < length:

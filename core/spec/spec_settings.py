@@ -199,6 +199,11 @@ def resolve_speculation(
         if asked:
             raise StartupError(f"{_source(config)}: a pooling engine generates nothing to draft; leave it out")
         return None
+    if model.text.recurrent is not None and asked:
+        raise StartupError(
+            f"{_source(config)}: the recurrent state of {model.architecture} cannot be taken back where a guess is "
+            "wrong; leave it out"
+        )
     if policy.rules and not asked:
         return None
     if found is not None and found.model:
@@ -207,6 +212,8 @@ def resolve_speculation(
         raise StartupError(f"{_source(config)}: the {device} backend plans no launches of guesses beside --enable-lora")
     if policy.rules and model.text.cross_attention_layers:
         raise StartupError(f"{_source(config)}: {model.architecture} attends to images; --device cpu drafts its texts")
+    if model.text.recurrent is not None:
+        found = SpeculationConfig("", 0, forced=FORCED_IDS)
     if found is None:
         found = SpeculationConfig(rows=DEFAULT_ROWS, always=config.spec_always)
     ids = (model.image_token, model.video_token, model.placeholder_token)

@@ -5,7 +5,7 @@ Media tokens of Qwen2-VL and Qwen2.5-VL: keys of config.json, their defaults, an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from trencadis.core.checkpoint.decoder_fields import MOST_HEADS, WIDEST, full_attention, gated_decoder, heads_of
@@ -24,9 +24,9 @@ DEFAULT_IDS = {
 }  # fmt: skip
 
 
-def read_media_tokens(root: JsonFields, vocab: int) -> dict[str, int]:
+def read_media_tokens(root: JsonFields, vocab: int, defaults: Mapping[str, int] = DEFAULT_IDS) -> dict[str, int]:
     """Returns ids by key; -1 if a key is missing and the default is beyond the vocabulary."""
-    media = {key: _read_token(root, key, default, vocab) for key, default in DEFAULT_IDS.items()}
+    media = {key: _read_token(root, key, default, vocab) for key, default in defaults.items()}
     if media["image_token_id"] == media["video_token_id"]:
         root.refuse("image_token_id", "it must differ from video_token_id")
     return media

@@ -34,6 +34,8 @@ MROPE_SECTION = (24, 20, 20)
 PATCH, MERGE = 16, 2
 """Pixels along a side of a patch, patches along a side of a cell."""
 DEFAULT_ROPE_THETA = 500_000.0
+DEEPSTACK = (8, 16, 24)
+"""Layers whose outputs Qwen3-VL's decoder adds, unless the file names others."""
 
 
 def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
@@ -72,11 +74,12 @@ def _read_text(root: JsonFields, c: JsonFields, head: int) -> TextConfig:
 
 def _describe_config(root: JsonFields, text: TextConfig) -> ParsedConfig:
     return ParsedConfig(
-        text, _read_vision(root.within("vision_config"), text.hidden), read_media_tokens(root, text.vocab)
+        text, read_vision(root.within("vision_config"), text.hidden, DEEPSTACK), read_media_tokens(root, text.vocab)
     )
 
 
-def _read_vision(c: JsonFields, text_hidden: int) -> DeepStackVisionConfig:
+def read_vision(c: JsonFields, text_hidden: int, deepstack: tuple[int, ...]) -> DeepStackVisionConfig:
+    """Reads the tower; ``deepstack``: default of ``deepstack_visual_indexes``."""
     for key, value in (
         ("patch_size", PATCH), ("temporal_patch_size", FRAMES), ("spatial_merge_size", MERGE),
         ("in_channels", CHANNELS),
@@ -92,7 +95,7 @@ def _read_vision(c: JsonFields, text_hidden: int) -> DeepStackVisionConfig:
     if side**2 != positions:
         c.refuse("num_position_embeddings", "it must be a square")
     key = "deepstack_visual_indexes"
-    deepstack_layers = c.integers(key, most=depth - 1) if key in c.values else (8, 16, 24)
+    deepstack_layers = c.integers(key, most=depth - 1) if key in c.values else deepstack
     if list(deepstack_layers) != sorted(set(deepstack_layers)) or (deepstack_layers and deepstack_layers[-1] >= depth):
         c.refuse(key, f"implemented: some of the {depth} layers, ascending")
     return DeepStackVisionConfig(

@@ -21,7 +21,7 @@ from trencadis.server.config.vllm_flag_table import ROWS, SHORT
 UNSET = ("auto", "none", "null")
 """Texts that mean None for flags that accept it."""
 WHOLE = ("int", "count", "bytes")
-NUMBERS = (*WHOLE, "float")
+NUMBERS = (*WHOLE, "float", "amount")
 LISTS = ("list", "commas")
 """Kinds that take any number of words; with commas, each word may have several values."""
 

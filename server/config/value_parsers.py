@@ -55,6 +55,11 @@ def parse_number(text: str, name: str) -> float:
     return value
 
 
+def parse_amount(text: str, name: str) -> float:
+    """Parses a share (``0.1``) or a size (``1GiB``)."""
+    return float(parse_size(text, name)) if text.strip()[-1:].isalpha() else parse_number(text, name)
+
+
 def parse_integer(text: str, name: str) -> int:
     """Parses an integer without units."""
     try:
@@ -123,6 +128,7 @@ PARSERS: dict[str, Callable[[str, str], Json]] = {
     "bool": parse_bool,
     "int": parse_integer,
     "float": parse_number,
+    "amount": parse_amount,
     "str": lambda text, name: text,
     "upper": lambda text, name: text.upper(),
     "count": parse_count,

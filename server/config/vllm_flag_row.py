@@ -114,7 +114,7 @@ and no limit depends on it. MEANS: flags of ours do it. REFUSED: it would change
 """
 
 ABSENT = (
-    "state-space layers", "n-gram embeddings", "hyper-connections", "shared keys and values", "late interaction",
+    "n-gram embeddings", "hyper-connections", "shared keys and values", "late interaction",
     "diffusion",
 )  # fmt: skip
 """Parts of models that no family of the registry has; ``FlagRow.absent`` names one. tests/cli/test_reasons.py holds

@@ -23,6 +23,8 @@ _CONTEXT = "every rank sees whole sequences; --tensor-parallel-size shares the K
 _EXPERTS = "each rank of --tensor-parallel-size holds a slice of every expert, so no expert lives on one card alone"
 _MICRO_BATCHES = "a step is one batch; it would change speed alone"
 _KERNELS = "the device chooses its kernels; answers are the same"
+_STATES = "the states of recurrent layers are float32; with fewer bits their errors add up over an answer"
+_EXACT = "the states of recurrent layers are float32, and not rounded"
 _TIMEOUT = "how long a collective may take follows from the measured time of a layer"
 
 
@@ -116,21 +118,23 @@ EXPERTS: tuple[FlagRow, ...] = (
     make_free_row("dbo_prefill_token_threshold", "int", _MICRO_BATCHES, 512),
 )
 
-STATE_SPACE: tuple[FlagRow, ...] = (
-    make_absent_row("gdn_prefill_backend", "str", "state-space layers"),
-    make_absent_row("kda_prefill_backend", "str", "state-space layers", "auto"),
-    make_absent_row("kda_decode_backend", "str", "state-space layers", "auto"),
-    make_absent_row("mamba_backend", "str", "state-space layers", "triton"),
-    make_absent_row("mamba_block_size", "int", "state-space layers"),
-    make_absent_row("mamba_cache_dtype", "str", "state-space layers", "auto"),
-    make_absent_row("mamba_ssm_cache_dtype", "str", "state-space layers", "auto"),
-    make_absent_row("mamba_cache_mode", "str", "state-space layers", "none"),
-    make_absent_row("mamba_cache_philox_rounds", "int", "state-space layers", 0),
-    make_absent_row("mamba_ssu_algorithm", "str", "state-space layers"),
-    make_absent_row("enable_mamba_cache_stochastic_rounding", "bool", "state-space layers"),
-    make_absent_row("enable_mamba_shared_prefix_checkpoint", "bool", "state-space layers"),
-    make_absent_row("use_replayssm", "bool", "state-space layers"),
-    make_absent_row("replayssm_buffer_len", "int", "state-space layers", 16),
+RECURRENT: tuple[FlagRow, ...] = (
+    make_free_row("gdn_prefill_backend", "str", _KERNELS),
+    make_free_row("kda_prefill_backend", "str", _KERNELS, "auto"),
+    make_free_row("kda_decode_backend", "str", _KERNELS, "auto"),
+    make_free_row("mamba_backend", "str", _KERNELS, "triton"),
+    make_free_row("mamba_ssu_algorithm", "str", _KERNELS),
+    make_free_row("mamba_block_size", "int", "snapshots of states are apart from KV blocks, which keep their size"),
+    make_refused_row("mamba_cache_dtype", "str", _STATES, "auto", "float32"),
+    make_refused_row("mamba_ssm_cache_dtype", "str", _STATES, "auto", "float32"),
+    make_free_row("mamba_cache_mode", "str", "prefixes are shared by snapshots (--state-snapshot-memory)", "none"),
+    make_free_row("mamba_cache_philox_rounds", "int", _EXACT, 0),
+    make_free_row("enable_mamba_cache_stochastic_rounding", "bool", _EXACT),
+    make_free_row(
+        "enable_mamba_shared_prefix_checkpoint", "bool", "every request may begin with a snapshot of another"
+    ),
+    make_free_row("use_replayssm", "bool", "every step stores the state"),
+    make_free_row("replayssm_buffer_len", "int", "every step stores the state", 16),
 )
 
 LORA: tuple[FlagRow, ...] = (
@@ -171,4 +175,4 @@ DRAFTS: tuple[FlagRow, ...] = (
     ),
 )
 
-ROWS = (*PARALLEL, *DATA, *CONTEXT, *EXPERTS, *STATE_SPACE, *LORA, *DRAFTS)
+ROWS = (*PARALLEL, *DATA, *CONTEXT, *EXPERTS, *RECURRENT, *LORA, *DRAFTS)

@@ -20,9 +20,9 @@ from trencadis.server.prompts.multimodal_inputs import CacheCounters
 
 LABELS = ("model_name", "engine", "cache")
 TEXTS = {
-    "cache_hits": "hits: images (processor, encoder) or tokens (prefix)",
+    "cache_hits": "hits: images (processor, encoder), tokens (prefix) or requests (state)",
     "cache_misses": "misses, in the same units",
-    "cache_evictions": "dropped to make room: images (processor, encoder) or blocks (prefix)",
+    "cache_evictions": "dropped to make room: images (processor, encoder), blocks (prefix) or snapshots (state)",
     "cache_bytes": "bytes held",
     "cache_capacity_bytes": "most bytes that the cache may hold",
 }
@@ -43,8 +43,8 @@ class CacheStats:
 def collect_cache_stats(
     stats: EngineStats, info: EngineInfo | None, processor: CacheCounters | None
 ) -> list[CacheStats]:
-    """Returns the caches that exist: ``processor`` (this process), ``encoder`` (rows of the image arena) and
-    ``prefix``.
+    """Returns the caches that exist: ``processor`` (this process), ``encoder`` (rows of the image arena), ``prefix``,
+    and ``state`` (snapshots of recurrent state).
     """
     found = []
     if processor is not None:
@@ -60,7 +60,12 @@ def collect_cache_stats(
     block = info.kv_bytes // (info.num_blocks + 2)  # two blocks are outside the pool
     hits, missed = stats.prefix_hits, stats.prefix_queries - stats.prefix_hits
     held, most = stats.kv_cached * block, info.num_blocks * block
-    return [*found, CacheStats("prefix", hits, missed, stats.kv_evictions, held, most)]
+    found.append(CacheStats("prefix", hits, missed, stats.kv_evictions, held, most))
+    if info.snapshot_bytes:
+        s, slot = stats, info.snapshot_bytes
+        sizes = s.snapshots * slot, info.snapshots * slot
+        found.append(CacheStats("state", s.snapshot_hits, s.snapshot_misses, s.snapshot_evictions, *sizes))
+    return found
 
 
 def make_cache_families(values: Sequence[str], caches: Sequence[CacheStats]) -> Iterator[Metric]:

@@ -22,6 +22,7 @@ from trencadis.core.errors import StartupError
 from trencadis.core.executor.rank_info import check_size
 from trencadis.core.memory import measurement_cache
 from trencadis.core.shapes import bucket_options as bucket_env
+from trencadis.core.shapes.bucket_profile import read_profile, write_profile
 from trencadis.core.shapes.pipeline_partition import split_model
 from trencadis.multimodal.processor import PROCESSOR_FILES
 from trencadis.server.config import argv, hide_keys, hub, value_parsers
@@ -43,6 +44,9 @@ MODEL is a folder or hub id, of which only JSON files are read (default: the bun
   --json             everything as JSON
   --plot FILE.png    an image of the plan: every need, coloured by its padding (--trace adds traffic)
   --trace FILE       real and padded work of a traffic file (JSON lines; see docs), compared with other plans
+  --save-profile FILE  writes the shapes that the --trace needs, for serve --bucket-profile; without --trace, those of
+                     the profiles that --merge names
+  --merge A,B        profiles of several servers, added up by --save-profile
   --rows-by-blocks   --plot: decode launches instead of prompts
   --time             what a decoding step takes at 1, 32 and 256 rows, and what limits it (cuda; needs torch and triton)
   --card NAME        --time: the card, e.g. A100, H100, H200, B200 (default H100)
@@ -50,7 +54,7 @@ MODEL is a folder or hub id, of which only JSON files are read (default: the bun
 
 SIZED_OPTIONS = ("memory", "others")
 COUNTED_OPTIONS = ("nodes", "batch")
-FILE_OPTIONS = ("plot", "trace", "card")
+FILE_OPTIONS = ("plot", "trace", "card", "save-profile", "merge")
 
 
 @dataclass(slots=True)
@@ -64,6 +68,8 @@ class PlanOptions:
     plot: str = ""
     trace: str = ""
     card: str = ""
+    save_profile: str = ""
+    merge: str = ""
     time: bool = False
     as_json: bool = False
     by_blocks: bool = False
@@ -101,6 +107,8 @@ def main(words: Sequence[str]) -> int:
         traffic = plan_trace.read_trace(own.trace, sizes)
         needs = plan_trace.replay_needs(traffic, planned)
         report["trace"] = {"requests": len(traffic), **plan_trace.compare_plans(needs, planned, model)}
+    if own.save_profile:
+        report["profile"] = _save_profile(own, needs, planned)
     if own.plot:
         from trencadis.server.plan import padding_plot as plan_plot
 
@@ -113,6 +121,23 @@ def main(words: Sequence[str]) -> int:
         lines = ["", *timer.lines(report["time"])]
     print(json.dumps(report, indent=1) if own.as_json else "\n".join([plan_report.format_report(report), *lines]))
     return 0
+
+
+def _save_profile(own: PlanOptions, needs: Sequence[StepNeeds], planned: StartupPlan) -> str:
+    """Writes the needs of the trace and of the profiles to merge; returns the file's path.
+
+    Raises:
+        StartupError: there is nothing to write, a profile is refused, or the file cannot be written.
+    """
+    from trencadis.server.plan.traffic_trace import record_needs
+
+    found = record_needs(needs, planned.plan)
+    for path in own.merge.split(",") if own.merge else ():
+        found.merge(read_profile(path.strip(), planned.plan.policy, planned.limits.block_size))
+    if not found.cells:
+        raise StartupError("--save-profile needs --trace, or --merge with profiles.")
+    write_profile(own.save_profile, found, planned.limits.block_size)
+    return own.save_profile
 
 
 def _parse_options(words: Sequence[str]) -> tuple[PlanOptions, list[str]]:
@@ -132,7 +157,7 @@ def _parse_options(words: Sequence[str]) -> tuple[PlanOptions, list[str]]:
             if not sign and not queue:
                 raise StartupError(f"--{name} needs a value.")
             text = value if sign else queue.pop(0)
-            setattr(own, name, _parse_value(name, text))
+            setattr(own, name.replace("-", "_"), _parse_value(name, text))
         else:
             rest.append(word)
     if own.memory <= 0:

@@ -102,6 +102,8 @@ def format_report(report: Report) -> str:
         f"estimated by formula, not measured: {formulas}" if formulas else "all figures were measured",
         *report["notes"],
     ]
+    if "profile" in report:
+        lines.append(f"needs for --bucket-profile: {report['profile']}")
     if "plot" in report:
         lines.append(f"image: {report['plot']}")
     return "\n\n".join([*parts, "\n".join(lines)])
@@ -208,18 +210,30 @@ def _format_images(images: Sequence[JsonObject]) -> str:
 
 def _format_trace(trace: JsonObject) -> str:
     names = ("tokens", "blocks", "slots")
-    rows: list[tuple[object, ...]] = [("plan", "graphs", *(f"{n} padded/real" for n in names), "cost", "unplanned")]
+    shares = (f"{n} padded/real" for n in names)
+    rows: list[tuple[object, ...]] = [("plan", "graphs", *shares, "cost", "time", "launches", "warm-up", "unplanned")]
     for name, found in trace["plans"].items():
         shares = (f"{found[n] / trace['real'][n]:.3f}" if trace["real"][n] else "-" for n in names)
         rows.append(
-            (name, found["graphs"], *shares, f"{found['cost'] / trace['real']['cost']:.4f}", found["unplanned"])
+            (
+                name,
+                found["graphs"],
+                *shares,
+                f"{found['cost'] / trace['real']['cost']:.4f}",
+                f"{found['time']:.3f}",
+                found["launches"],
+                f"{found['warmup_seconds'] / 60:.1f} min",
+                found["unplanned"],
+            )
         )
     real = trace["real"]
     head = (
         f"trace: {trace['requests']} requests, {trace['steps']} steps, {real['tokens']} tokens, {real['slots']} slots"
     )
     return (
-        f"{head}; cost is padded linear operations + attended pairs, over those of the real work\n{format_table(rows)}"
+        f"{head}; cost is padded linear operations + attended pairs, over those of the real work; time is that of\n"
+        "all launches by the device's formula, over this plan's; learned plans are chosen by this trace\n"
+        f"{format_table(rows)}"
     )
 
 

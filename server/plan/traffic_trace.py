@@ -5,6 +5,7 @@ Measures the padded and real work of plans on the same steps. Pure Python.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +20,9 @@ from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.json_types import JsonMapping, JsonObject
 from trencadis.core.scheduling.image_packer import ImagePacker
 from trencadis.core.shapes.launch_costs import Costs, work_of
+from trencadis.core.shapes.learned_plan import TooFewGraphs, learn_plan
 from trencadis.core.shapes.rectangular_launches import split_rows
+from trencadis.core.shapes.shape_needs import NeedHistogram, count_step, list_needs
 from trencadis.multimodal.processor import ImageGeometry
 from trencadis.server.plan.baseline_plans import make_exponential_plan, make_powers_plan
 from trencadis.server.plan.traffic_replay import Sizes, StepNeeds, Traffic, replay_steps
@@ -63,14 +66,18 @@ def sum_planned_work(steps: Sequence[StepNeeds], plan: Plan, costs: Costs) -> La
             work.slots += bucket.dims[0]
             continue
         work.tokens += padded_tokens(bucket)
-        work.blocks += bucket.dims[1] if bucket.stage in (Stage.CONTEXT, Stage.DECODE) else 0
+        work.blocks += bucket.dims[1] if bucket.stage in (Stage.CONTEXT, Stage.DECODE) and not plan.policy.mixed else 0
     return work
 
 
 def list_text_launches(steps: Iterable[StepNeeds], plan: Plan) -> Iterator[Bucket]:
     """Yields the launches of the steps' rows."""
     for step in steps:
-        yield from (cut.bucket for cut in split_rows(step.rows, plan))
+        if not plan.policy.mixed:
+            yield from (cut.bucket for cut in split_rows(step.rows, plan))
+        elif step.rows:
+            (need,) = list_needs(step.rows, (), plan)
+            yield plan.fit(need.stage, need.dims)
 
 
 def list_vision_launches(steps: Iterable[StepNeeds], plan: Plan) -> Iterator[Bucket]:
@@ -130,27 +137,76 @@ def read_request(record: JsonMapping, sizes: Sizes | None = None) -> Traffic:
 
 
 def replay_needs(traffic: Iterable[Traffic], planned: StartupPlan) -> list[StepNeeds]:
-    """Yields what each scheduler step of ``traffic`` needs under the limits of a start-up.
+    """Returns what each scheduler step of ``traffic`` needs under the limits of a start-up.
 
     Raises:
-        StartupError: the device's launches are not rectangles.
+        StartupError: the device takes every size.
     """
-    if planned.plan.policy.mixed:
-        raise StartupError("--trace compares plans of rectangular launches; this device runs ragged ones.")
+    if not planned.plan.buckets:
+        raise StartupError("--trace compares planned shapes; this device takes every size.")
     kept = (t if planned.limits.image_slots else dataclasses.replace(t, images=()) for t in traffic)
     return list(replay_steps(kept, planned.limits))
 
 
+def record_needs(steps: Iterable[StepNeeds], plan: Plan) -> NeedHistogram:
+    """Returns the needs of a trace, for ``learn_plan`` and ``--save-profile``."""
+    found = NeedHistogram()
+    for step in steps:
+        count_step(found, step.rows, step.images, plan)
+    return found
+
+
+LEARNED = (40, 80)
+"""Numbers of graphs for which ``--trace`` shows the plan that is learned from it."""
+
+
 def compare_plans(needs: Sequence[StepNeeds], planned: StartupPlan, model: ModelConfig) -> JsonObject:
-    """Compares the padded and the real work of the same steps under three plans."""
+    """Compares the padded and the real work of the same steps under several plans.
+
+    ``time``: the modelled time of the launches (``Policy.cost``), over that of this plan. Learned plans are chosen by
+    this trace, so other traffic costs them more than it shows.
+    """
     plan, limits = planned.plan, planned.limits
     costs = work_of(model, limits.block_size)
-    kv_blocks = max(planned.ledger.memory_split.blocks, limits.row_blocks)
-    reference, graphs = make_exponential_plan(plan, limits, kv_blocks)
-    two = make_powers_plan(plan, limits)
-    plans = {"this plan": (plan, len(plan.buckets)), "powers of two": (two, len(two.buckets)),
-             "reference exponential": (reference, graphs)}  # fmt: skip
-    rows = {}
+    if plan.policy.mixed:
+        costs = dataclasses.replace(costs, pair=0.0)  # ragged launches do not pad attention, nor do their costs have it
+    plans = _list_compared_plans(needs, planned, model)
+    rows: JsonObject = {}
+    own = 0.0
     for name, (candidate, count) in plans.items():
-        rows[name] = {"graphs": count, **dataclasses.asdict(sum_planned_work(needs, candidate, costs))}
-    return {"steps": len(needs), "real": dataclasses.asdict(sum_real_work(needs, costs)), "plans": rows}
+        work = sum_planned_work(needs, candidate, costs)
+        time = sum(
+            map(plan.policy.cost, (*list_text_launches(needs, candidate), *list_vision_launches(needs, candidate)))
+        )
+        own = own or time
+        seconds = sum(map(planned.estimator.seconds, candidate.buckets))
+        rows[name] = {
+            "graphs": count,
+            **dataclasses.asdict(work),
+            "time": round(time / own, 4),
+            "warmup_seconds": round(seconds * count / len(candidate.buckets), 1),
+        }
+    real = sum_real_work(needs, costs)
+    real.blocks = 0 if plan.policy.mixed else real.blocks
+    return {"steps": len(needs), "real": dataclasses.asdict(real), "plans": rows}
+
+
+def _list_compared_plans(
+    needs: Sequence[StepNeeds], planned: StartupPlan, model: ModelConfig
+) -> dict[str, tuple[Plan, int]]:
+    """Returns the plans to compare, each with its number of graphs."""
+    plan, limits = planned.plan, planned.limits
+    plans = {"this plan": (plan, len(plan.buckets))}
+    learned = record_needs(needs, plan)
+    for count in LEARNED if learned.cells else ():
+        with contextlib.suppress(TooFewGraphs):
+            found = learn_plan(plan, learned, count, work=work_of(model, limits.block_size)).plan
+            plans[f"learned, {count} graphs"] = (found, len(found.buckets))
+    if plan.policy.mixed:
+        return plans
+    two = make_powers_plan(plan, limits)
+    plans["powers of two"] = (two, len(two.buckets))
+    plans["reference exponential"] = make_exponential_plan(
+        plan, limits, max(planned.ledger.memory_split.blocks, limits.row_blocks)
+    )
+    return plans

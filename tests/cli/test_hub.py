@@ -48,7 +48,7 @@ def repository(tmp_path, monkeypatch):
 def test_a_bare_name_is_a_hub_id_and_an_architecture_is_refused_before_its_weights_come(repository):
     calls = repository("T5ForConditionalGeneration")
     with pytest.raises(
-        StartupError, match=r"^gpt2 holds T5ForConditionalGeneration \(architectures\); supported: Qwen2_5_VL"
+        StartupError, match=r"^gpt2 holds T5ForConditionalGeneration \(architectures\); supported: .Qwen2_5_VL"
     ):
         hub.find_model_folder(EngineConfig("gpt2"))
     assert calls == [("gpt2", ["config.json"])]

@@ -23,7 +23,7 @@ from trencadis.server.config.vllm_flag_table import EVERY, ROWS
 
 MODEL_TYPES = {"mixtral": "mixtral", "qwen3_moe": "qwen3_moe", "mistral": "mistral", "gemma3": "gemma3_text"}
 NAMES = {
-    "state-space layers": ("state", "ssm", "mamba", "recurrent", "linear_attention"), "n-gram embeddings": ("gram",),
+    "n-gram embeddings": ("gram",),
     "hyper-connections": ("hyper",), "shared keys and values": ("shared", "sharing"), "diffusion": ("diffusion",),
     "late interaction": ("late_",),
 }  # fmt: skip

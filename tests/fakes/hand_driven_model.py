@@ -14,6 +14,7 @@ from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.device.backend import BackendConfig, LayerKV, SamplerState
+from trencadis.core.launches.persistent_tensors import recurrent_states
 from trencadis.core.models.interface import Persistent
 from trencadis.core.models.model_loader import load_model
 from trencadis.core.step import StepInputs
@@ -34,7 +35,11 @@ class HandDrivenModel:
         self.config = change(load_config(path))
         c = self.config.text
         options = {"policy": policy, "ops": ops, "threads": "1"}
-        self.backend = make_backend(BackendConfig(block_size=BLOCK, vocab_size=c.vocab, options=options, upto=c.upto))
+        self.backend = make_backend(
+            BackendConfig(
+                block_size=BLOCK, vocab_size=c.vocab, options=options, upto=c.upto, recurrent=c.recurrent is not None
+            )
+        )
         self.model: Any = load_model(self.config, self.backend)
         bits = -(-c.vocab // 8)
         self.state = SamplerState(
@@ -42,10 +47,11 @@ class HandDrivenModel:
             torch.zeros(9, bits, dtype=torch.uint8), torch.zeros(9, 300, dtype=torch.int64), torch.zeros(9, 300),
         )  # fmt: skip
         shape = (BLOCKS, BLOCK, c.kv_heads, c.head_dim)
-        kv = [LayerKV(torch.zeros(shape), torch.zeros(shape)) for _ in range(c.layers)]
+        kv = [LayerKV(torch.zeros(shape), torch.zeros(shape)) for _ in range(c.layers - len(c.recurrent_layers))]
         self.kv = kv
         self.hidden, self.arena = torch.zeros(256, c.width), torch.zeros(ARENA * self.config.row_parts, c.width)
-        self.model.bind(Persistent(kv, self.hidden, self.arena, self.state))
+        states = recurrent_states(self.config, self.backend, 9)
+        self.model.bind(Persistent(kv, self.hidden, self.arena, self.state, recurrent=states))
         order = np.random.default_rng(3).permutation(np.arange(2, BLOCKS)).astype(np.int32)
         self.blocks = order[None]
 

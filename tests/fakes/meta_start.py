@@ -67,6 +67,7 @@ def backend(
         vocab_size=model.text.vocab,
         windows=model.text.windows,
         upto=model.text.upto,
+        recurrent=model.text.recurrent is not None,
         world=ranks,
     )
     return HpuBackend(cfg, SERVING, bridge, HpuSettings())

@@ -64,6 +64,12 @@ HUB: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-6, "max_position_embeddings": 40960, "rope_theta": 1e6, "num_experts": 128,
         "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
     },
+    "Qwen3.6-27B": {
+        "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "hidden_size": 5120,
+        "num_hidden_layers": 64, "num_attention_heads": 24, "num_key_value_heads": 4, "intermediate_size": 17408,
+        "vocab_size": 248320, "linear_num_key_heads": 16, "linear_num_value_heads": 48,
+        "rope_parameters": {"rope_theta": 1e7, "mrope_section": [11, 11, 10], "mrope_interleaved": True},
+    },
     "Phi-3.5-mini": {
         "architectures": ["Phi3ForCausalLM"], "hidden_size": 3072, "num_hidden_layers": 32, "num_attention_heads": 32,
         "num_key_value_heads": 32, "intermediate_size": 8192, "vocab_size": 32064, "rms_norm_eps": 1e-5,
@@ -163,9 +169,10 @@ def served(path: Path, count: int) -> int:
 
 
 def test_nothing_compiles_after_warm_up(form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A share: the family with the most parts of its own."""
+    """A share: the family with the most parts of its own, and one with states."""
     monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
     assert served(form("opt", "350m"), 8) == 0
+    assert served(form("qwen3_5", next(iter(FORMS["qwen3_5"]))), 8) == 0
 
 
 @pytest.mark.long

@@ -71,6 +71,21 @@ LONGROPE: dict[str, Any] = {
     "short_factor": [1.0, 1.05, 1.1, 1.2, 1.4, 1.8, 2.0, 2.0], "long_factor": [1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 9.0, 12.0],
 }  # fmt: skip
 PHI3: dict[str, Any] = text_settings(sliding_window=None, max_position_embeddings=512)
+QWEN3_5: dict[str, Any] = text_settings(
+    num_hidden_layers=4, head_dim=32, max_position_embeddings=512, linear_num_key_heads=2, linear_num_value_heads=4,
+    linear_key_head_dim=16, linear_value_head_dim=16, layer_types=None,
+    rope_parameters={
+        "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+)  # fmt: skip
+QWEN3_5_MOE: dict[str, Any] = QWEN3_5 | dict(
+    num_experts=8, num_experts_per_tok=3, moe_intermediate_size=48, shared_expert_intermediate_size=40,
+)  # fmt: skip
+QWEN3_5_MOE.pop("intermediate_size")
+QWEN3_NEXT: dict[str, Any] = QWEN3_5_MOE | dict(
+    intermediate_size=96, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+)  # fmt: skip
 FORMS: dict[str, dict[str, dict[str, Any]]] = {
     "gemma3": {
         "windows of 8, four layers": GEMMA,
@@ -129,6 +144,28 @@ FORMS: dict[str, dict[str, dict[str, Any]]] = {
         | dict(norm_topk_prob=False, decoder_sparse_step=2, num_hidden_layers=3, tie_word_embeddings=True),
         "names of transformers 5, biases, one of its layers dense": QWEN3_MOE
         | dict(mlp_only_layers=[0], attention_bias=True, num_key_value_heads=4, moe_intermediate_size=52),
+    },
+    "qwen3_5": {
+        "one layer of four attends": QWEN3_5,
+        "tied, first and last attend, a head each": QWEN3_5 | dict(
+            layer_types=["full_attention", "linear_attention", "linear_attention", "full_attention"],
+            tie_word_embeddings=True, linear_num_value_heads=2, linear_value_head_dim=24, linear_conv_kernel_dim=3,
+            num_key_value_heads=1, head_dim=16,
+            rope_parameters=QWEN3_5["rope_parameters"] | {"partial_rotary_factor": 0.5, "mrope_section": [1, 2, 1]},
+        ),
+    },
+    "qwen3_5_moe": {
+        "experts beside a shared one": QWEN3_5_MOE,
+        "tied, one KV head": QWEN3_5_MOE | dict(
+            tie_word_embeddings=True, num_key_value_heads=1, shared_expert_intermediate_size=52,
+            layer_types=["linear_attention", "full_attention", "full_attention", "linear_attention"],
+        ),
+    },
+    "qwen3_next": {
+        "interleaved projections": QWEN3_NEXT,
+        "dense layers, three value heads a key head": QWEN3_NEXT | dict(
+            mlp_only_layers=[1, 3], linear_num_value_heads=6, norm_topk_prob=False,
+        ),
     },
     "qwen2_moe": {
         "plain": QWEN2_MOE,
@@ -228,6 +265,9 @@ CLASSES = {
     "phi3": ("Phi3Config", "Phi3ForCausalLM"),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+    "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM"),
+    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM"),
     "qwen2_moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM"),
     "glm4": ("Glm4Config", "Glm4ForCausalLM"),
     "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM"),
@@ -267,6 +307,10 @@ def _louder(model: Any) -> None:
         for name, p in model.named_parameters():
             if "wpe" in name or "embed_positions" in name:
                 p.mul_(2)
+            if name.endswith("A_log"):  # states that last for tens of tokens
+                p.sub_(3)
+            if name.endswith("conv1d.weight"):
+                p.mul_(5)
 
 
 def rename(folder: Path, prefixes: dict[str, str], ends: tuple[tuple[str, str], ...] = ()) -> None:

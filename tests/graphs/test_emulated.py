@@ -13,11 +13,15 @@ import pytest
 from tests.traffic.requests import Traffic
 from trencadis.backends.hpu.emulator.current_device import EmulatedRuntime
 from trencadis.backends.hpu.emulator.faults import parse
+from trencadis.core.buckets import Stage
 from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import ProgramState
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.engine_builder import create_engine
 from trencadis.core.errors import StartupError
+from trencadis.core.shapes.bucket_profile import write_profile
+from trencadis.core.shapes.learned_plan import KEPT_STAGES
+from trencadis.core.shapes.shape_needs import NeedHistogram
 
 LENGTH = 192
 FLAGS: dict[str, Any] = {
@@ -287,3 +291,20 @@ def test_what_cannot_fit_is_refused_before_loading(make: Make, monkeypatch: pyte
     monkeypatch.setattr("trencadis.core.models.model_loader.load_model", lambda *a: pytest.fail("weights were loaded"))
     with pytest.raises(StartupError, match=r"--gpu-memory-utilization 0\.0\d fits"):
         make(gpu_memory_utilization=0.000001)
+
+
+def test_a_start_by_profile_has_fewer_graphs_and_compiles_nothing_later(make: Make, tmp_path: Path) -> None:
+    """Needs of decoding alone: prompts run in the covers. Every launch is planned."""
+    needs = NeedHistogram()
+    for rows in range(1, 5):
+        needs.add(Stage.DECODE, (rows, 4 * rows), 100)
+    write_profile(str(tmp_path / "needs.json"), needs, 16)
+    all_sizes = make()
+    fewer = make(bucket_profile=str(tmp_path / "needs.json"), max_graphs=16)
+    counts = [len(e.executor._rank.graphs.planned) for e in (all_sizes, fewer)]  # type: ignore[attr-defined]
+    heads = len([b for b in fewer.executor._rank.plan.buckets if b.stage in KEPT_STAGES])  # type: ignore[attr-defined]
+    assert counts[1] - heads <= 16 < counts[0] - heads
+    traffic(fewer, 12)
+    check(fewer)
+    with pytest.raises(StartupError, match=r"--max-graphs 1: these limits need at least \d"):
+        make(bucket_profile=str(tmp_path / "needs.json"), max_graphs=1)

@@ -249,6 +249,76 @@ static void fuzz_rotary(void) {
     equal(out, one, n * line, "a row that is transposed depends on others");
 }
 
+/* Rows of a launch with their states: in the order of the slots, then padding. Returns the number of tokens. */
+static int64_t some_rows(StateRows *rows, int64_t slots, int64_t most) {
+    const int64_t n = between(1, 4), all = n + 1;
+    int64_t *slot = room(2 * all * 8, 0), *source = slot + all, tokens = 0;
+    int32_t *begins = room(3 * all * 4, 0), *start = begins + all, *count = start + all;
+    for (int64_t i = 0; i < all; i++) {
+        slot[i] = i < n ? 1 + i : 0, source[i] = i < n ? (draw(4) ? 1 + i : between(n + 1, slots - 1)) : 0;
+        begins[i] = i == n || !draw(3), start[i] = (int32_t)tokens;
+        count[i] = i == n ? 0 : draw(2) ? 1 : (int32_t)between(0, most);
+        tokens += count[i];
+    }
+    *rows = (StateRows){slot, source, begins, start, count, all};
+    return tokens;
+}
+
+/* The rows from `row` on are one row. */
+static StateRows only(StateRows rows, int64_t row) {
+    return (StateRows){rows.slot + row, rows.source + row, rows.begins + row, rows.start + row, rows.count + row, 1};
+}
+
+static void *copied(const void *from, int64_t bytes) { return memcpy(room(bytes, 0), from, (size_t)bytes); }
+
+static void fuzz_convolve(void) {
+    const int64_t type = between(0, 2), channels = between(1, draw(4) ? 60 : 700), taps = between(2, TAPS), slots = 8;
+    Convolution p = {.channels = channels, .taps = taps, .type = type, .silu = draw(2)};
+    const int64_t tokens = some_rows(&p.rows, slots, 40), line = channels * size_of(type), states = slots * (taps - 1) * line;
+    p.stride = channels + draw(3);
+    p.x = some(tokens * p.stride, type, 1), p.weight = some(channels * taps, type, 0);
+    p.bias = draw(2) ? some(channels, type, 1) : NULL;
+    char *mine = some(slots * (taps - 1) * channels, type, 1), *other = copied(mine, states);
+    char *out = room(tokens * line, 0), *one = room(tokens * line, 0);
+    p.state = mine, p.out = out;
+    trencadis_convolve(&p, kind, team());
+    const StateRows rows = p.rows;
+    p.state = other, p.out = one;
+    for (int64_t i = 0; i < rows.n; i++) {
+        p.rows = only(rows, i);
+        trencadis_convolve(&p, kind, 1);
+    }
+    equal(out, one, tokens * line, "a row of a convolution depends on others");
+    equal(mine, other, states, "the inputs that a convolution keeps depend on others");
+}
+
+static void fuzz_delta(void) {
+    const int64_t type = between(0, 2), groups = between(1, 2), heads = groups * between(1, 3), slots = 8;
+    const int64_t dk = 16 * between(1, draw(4) ? 3 : 8), dv = 16 * between(1, draw(4) ? 3 : 8);
+    Delta p = {.heads = heads, .groups = groups, .dk = dk, .dv = dv, .type = type};
+    const int64_t tokens = some_rows(&p.rows, slots, draw(3) ? 80 : 200), line = heads * dv * size_of(type);
+    const int64_t states = slots * heads * dk * dv * 4, wild = !draw(4);
+    p.q_row = groups * dk + draw(9), p.k_row = groups * dk + draw(9), p.v_row = heads * dv + draw(9);
+    p.gate_row = heads + draw(2), p.beta_row = heads + draw(2);
+    p.q = some(tokens * p.q_row, type, (int)wild), p.k = some(tokens * p.k_row, type, (int)wild);
+    p.v = some(tokens * p.v_row, type, (int)wild);
+    float *g = some(tokens * p.gate_row, FLOAT32, (int)wild), *beta = some(tokens * p.beta_row, FLOAT32, (int)wild);
+    for (int64_t i = 0; !wild && i < tokens * p.gate_row; i++) g[i] = g[i] > 0 ? -g[i] : g[i];
+    p.g = g, p.beta = beta;
+    char *mine = some(slots * heads * dk * dv, FLOAT32, (int)wild), *other = copied(mine, states);
+    char *out = room(tokens * line, 0), *one = room(tokens * line, 0);
+    p.state = (float *)mine, p.out = out;
+    if (trencadis_delta_rule(&p, kind, team())) fail("no memory for the delta rule");
+    const StateRows rows = p.rows;
+    p.state = (float *)other, p.out = one;
+    for (int64_t i = 0; i < rows.n; i++) {
+        p.rows = only(rows, i);
+        trencadis_delta_rule(&p, kind, 1);
+    }
+    equal(out, one, tokens * line, "a row of the delta rule depends on others");
+    equal(mine, other, states, "a state of the delta rule depends on others");
+}
+
 static void fuzz_dense(void) {
     const int64_t type = draw(2), unit = type == FLOAT32 ? 16 : 32, outputs = between(1, draw(4) ? 150 : 900);
     const int64_t inputs = 2 * between(1, draw(4) ? 60 : 300), depth = (inputs + unit - 1) / unit * unit;
@@ -291,7 +361,8 @@ static void fuzz_dense(void) {
 }
 
 int main(int count, char **words) {
-    static void (*const kernels[])(void) = {fuzz_linear, fuzz_rows, fuzz_attend, fuzz_flash, fuzz_rotary, fuzz_dense};
+    static void (*const kernels[])(void) = {fuzz_linear, fuzz_rows,   fuzz_attend,   fuzz_flash,
+                                            fuzz_rotary, fuzz_dense, fuzz_convolve, fuzz_delta};
     const int cases = count > 1 ? atoi(words[1]) : 100;
     const int has = trencadis_cpu_features();
     const int runs[KINDS] = {0, has >> HAS_AVX2 & 1, has >> HAS_AVX_VNNI & 1, has >> HAS_AVX512 & 1,

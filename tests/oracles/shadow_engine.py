@@ -53,7 +53,7 @@ def shadow_engine(
     """An engine of real scheduling over a shadow model's rank; ``more`` are further limits, and what is drafted."""
     overlaps = bool(more.pop("overlaps", False))
     speculation: SpeculationConfig | None = more.pop("speculation", None)
-    make_source = more.pop("make_source", None)
+    make_source, states = more.pop("make_source", None), more.pop("states", None)
     limits = SchedulerLimits(
         max_tokens=tokens, max_rows=seqs, max_model_len=length, block_size=size, vocab=VOCAB, eos=EOS,
         encoder_slots=256, **more,
@@ -64,7 +64,7 @@ def shadow_engine(
         matchers=MatcherManager(VOCAB, EOS), host_blocks=host, stages=limits.stages,
     )  # fmt: skip
     pool = BlockPool(blocks, HostBlockPool(host) if host else None)
-    scheduler = Scheduler(limits, pool, EncoderCache(rows + 1, SHADOW_RESERVED), slots, Clock())
+    scheduler = Scheduler(limits, pool, EncoderCache(rows + 1, SHADOW_RESERVED), slots, Clock(), states=states)
     if speculation is not None:
         scheduler.drafting = DraftScheduler(speculation, limits, scheduler.totals, make_source)
     _compare_batches(scheduler, rank)

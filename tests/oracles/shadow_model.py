@@ -116,6 +116,8 @@ class ShadowRank:
     lanes: dict[int, RankInputBatch] = field(default_factory=lambda: defaultdict(RankInputBatch))
     checksums: dict[int, int] = field(default_factory=dict)
     """What the scheduler knows of the batch behind each Step, if somebody asked it."""
+    states: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Recurrent state by slot: tokens read so far, and their total."""
 
     def execute(self, step: Step) -> ShadowPending:
         """Runs a Step at once."""
@@ -145,8 +147,9 @@ class ShadowRank:
         out = StepOutput(step.number)
         draws: list[tuple[int, int, Sample]] = []
         ahead: list[tuple[int, ...]] = []
+        begun = self._read_states(listed)
         for row in listed:
-            totals = self._row(row)
+            totals = self._row(row, begun.get(row.key))
             for key, slot, sample, after in row.samples:
                 out.samples.setdefault(key, len(draws))
                 draws.append((totals[-1 - after], slot, sample))
@@ -222,7 +225,16 @@ class ShadowRank:
             self.kv[move.block] = list(self.host[move.slot])
             self.restored += 1
 
-    def _row(self, row: Row) -> list[int]:
+    def _read_states(self, rows: Sequence[Row]) -> dict[int, tuple[int, int]]:
+        """The state that each row begins with, by its key; no slot that one row reads is written by another."""
+        held = {row.key: row.state for row in rows if row.state is not None}
+        writers = {state.slot: key for key, state in held.items()}
+        assert len(writers) == len(held) and 0 not in writers, "two rows write one state"
+        for key, state in held.items():
+            assert writers.get(state.source, key) == key, "a state is read and written in one launch"
+        return {key: self.states[s.source] if s.source else (0, 0) for key, s in held.items()}
+
+    def _row(self, row: Row, begun: tuple[int, int] | None = None) -> list[int]:
         size = self.block_size
         self.computed += len(row.tokens)
         assert len(row.blocks) * size >= row.context + len(row.tokens), "a token without a block"
@@ -240,13 +252,18 @@ class ShadowRank:
             assert RESERVED_BLOCKS <= block < self.blocks + RESERVED_BLOCKS
             cells = self.kv.setdefault(block, [None] * size)
             cells[at % size] = kv_value(value, tuple(int(x) for x in row.positions[:, i]))
-        totals, total = [], 0
-        for at in range(row.context + len(content)):
+        totals, total, first = [], 0, 0
+        if begun is not None and row.state is not None:
+            first, total = begun
+            assert first == row.context, "a row begins with the state of another token"
+        for at in range(first, row.context + len(content)):
             cell = self.kv[row.blocks[at // size]][at % size]
             assert cell is not None, "a block is read before it was written"
             total = (total * 31 + cell) & MASK
             if at >= row.context:
                 totals.append(total)
+        if row.state is not None:
+            self.states[row.state.slot] = row.context + len(content), total
         return totals
 
 

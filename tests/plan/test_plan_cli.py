@@ -258,13 +258,34 @@ def test_an_image_of_the_plan(
     assert image.size == (960, 640) and len(colours) > 20 and (225, 225, 225) in colours
 
 
+def test_a_profile_of_a_trace_is_written_merged_and_planned_by(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, profile, merged = tmp_path / "trace.jsonl", tmp_path / "needs.json", tmp_path / "both.json"
+    lines = [{"arrival": i / 9, "prompt": 40 * i + 1, "output": 9} for i in range(40)]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    for device in ("hpu", "cuda"):
+        words = [model, "--device", device, "--memory", "96GiB", "-tp", 8, *GUIDE]
+        before = report(capsys, *words, "--trace", trace, "--save-profile", profile)
+        run(capsys, *words, "--merge", f"{profile},{profile}", "--save-profile", merged)
+        cells, both = (json.loads(p.read_text())["cells"] for p in (profile, merged))
+        assert [c[:3] for c in both] == [c[:3] for c in cells]
+        assert [c[3] for c in both] == pytest.approx([2 * c[3] for c in cells])
+        after = report(capsys, *words, "--bucket-profile", merged)
+        assert after["graphs"]["planned"] < before["graphs"]["planned"], device
+        assert any("--bucket-profile: " in note for note in after["notes"])
+
+
 def test_a_trace_is_compared(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "trace.jsonl"
     lines = [{"arrival": i / 9, "prompt": 40 * i + 1, "output": 9, "images": [[640, 480]] * (i % 3)} for i in range(40)]
     path.write_text("\n".join(map(json.dumps, lines)))
     words = [model, "--device", "hpu", "--memory", "96GiB", "-tp", 8, *GUIDE, "--trace", path]
     plans = report(capsys, *words)["trace"]["plans"]
-    assert list(plans) == ["this plan", "powers of two", "reference exponential"]
+    assert list(plans) == [
+        "this plan", "learned, 40 graphs", "learned, 80 graphs", "powers of two", "reference exponential"
+    ]  # fmt: skip
+    assert plans["learned, 40 graphs"]["graphs"] < plans["this plan"]["graphs"]
     assert "powers of two" in run(capsys, *words)
     plot = tmp_path / "traffic.png"
     for option in ((), ("--rows-by-blocks",)):

@@ -38,7 +38,7 @@ def planned(model: ModelConfig = MODEL) -> StartupPlan:
 def check(name: str, seed: int, count: int, model: ModelConfig = MODEL) -> None:
     start = planned(model)
     found = compare_plans(replay_needs([read_request(r) for r in TRACES[name](seed, count)], start), start, model)
-    ours, *others = found["plans"].values()
+    ours, *others = (plan for name, plan in found["plans"].items() if not name.startswith("learned"))
     assert ours["unplanned"] == 0
     for other in others:
         assert ours["graphs"] <= other["graphs"] and ours["cost"] < other["cost"], (name, seed, found["plans"])

@@ -204,7 +204,7 @@ def test_names_of_modules_not_to_convert_are_parts_of_names() -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "holds bitsandbytes weights"),
-    ({"quant_method": "gguf"}, "holds gguf weights"), ({"quant_method": "mxfp4"}, "holds mxfp4 weights"),
+    ({"quant_method": "gguf"}, "holds gguf weights"),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "holds modelopt weights"),
     ({"quant_method": "aqlm"}, "holds aqlm weights"), ({"bits": 4}, "no quant_method"),
     ({"quant_method": "gptq", "bits": 3}, "GPTQ weights of 3 bits"),

@@ -126,6 +126,49 @@ def qwen3_vl(folder: Path, *, seed: int = 0, experts: bool = False, vision: Any 
     return folder
 
 
+def qwen3_5(folder: Path, *, seed: int = 0, experts: bool = False, vision: Any = None, **text: Any) -> Path:
+    """A Qwen3.5 checkpoint: two recurrent layers of three, and a tower without DeepStack."""
+    import transformers
+
+    rope = {
+        "rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4, "mrope_interleaved": True,
+        "partial_rotary_factor": 0.25,
+    }  # fmt: skip
+    settings: dict[str, Any] = {
+        "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        **checkpoints.text_settings(rope_parameters=rope, **{"num_hidden_layers": 3, **text}),
+    }  # fmt: skip
+    if experts:
+        settings |= {
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+        }  # fmt: skip
+        del settings["intermediate_size"]
+    tower = dict(
+        depth=3, hidden_size=144, intermediate_size=44, num_heads=2, out_hidden_size=settings["hidden_size"],
+        in_channels=3, patch_size=16, spatial_merge_size=2, temporal_patch_size=2, num_position_embeddings=36,
+        hidden_act="gelu_pytorch_tanh",
+    ) | (vision or {})  # fmt: skip
+    name = "Qwen3_5Moe" if experts else "Qwen3_5"
+    config = getattr(transformers, f"{name}Config")(
+        text_config=settings, vision_config=tower, tie_word_embeddings=settings["tie_word_embeddings"],
+        image_token_id=checkpoints.IDS["<|image_pad|>"], video_token_id=checkpoints.IDS["<|video_pad|>"],
+        vision_start_token_id=checkpoints.IDS["<|vision_start|>"],
+        vision_end_token_id=checkpoints.IDS["<|vision_end|>"],
+        architectures=[f"{name}ForConditionalGeneration"],
+    )  # fmt: skip
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    checkpoints._write(model, folder, seed, torch.float32)
+    processor = {
+        "image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 16, "temporal_patch_size": 2,
+        "merge_size": 2, "size": {"shortest_edge": 4096, "longest_edge": 1_003_520}, "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    }  # fmt: skip
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    return folder
+
+
 def internvl(
     folder: Path, *, seed: int = 0, most: int = 12, vision: Any = None, kind: str = "qwen2", **text: Any
 ) -> Path:

@@ -63,6 +63,7 @@ class RecomputedModel:
             windows=t.windows,
             upto=t.upto,
             sinks=t.sinks,
+            recurrent=t.recurrent is not None,
             options={"threads": "1"},
         )
         self.backend: Backend = make_backend(settings)

@@ -192,6 +192,10 @@ class TransformersAnswers:
         return answer[:-1] if answer and answer[-1] in self._eos else answer
 
 
+MIXERS = ("Attention", "GatedDeltaNet")
+"""Ends of the names of modules that mix tokens."""
+
+
 READERS = ("pre_feedforward_layernorm", "post_attention_layernorm")
 """transformers' names of the norm before an MLP, whose input is the sum after attention."""
 
@@ -281,7 +285,7 @@ class TransformersOracle:
             reader = "" if alone else next((n for n in READERS if hasattr(layer, n)), "")
             for name, child in layer.named_children():
                 # modules with ``output`` include a sum and a norm
-                if "Attention" in type(child).__name__ and not hasattr(child, "output"):
+                if type(child).__name__.endswith(MIXERS) and not hasattr(child, "output"):
                     hooks.append(child.register_forward_hook(_note_output(f"attention of layer {i}", outputs)))
                 elif any(part in type(child).__name__ for part in MLP_NAMES):
                     hooks.append(child.register_forward_hook(_note_output(f"MLP of layer {i}", outputs)))

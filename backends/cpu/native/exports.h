@@ -31,6 +31,8 @@ EXPORT int trencadis_dense(const Dense *weight, const void *x, void *out, int64_
                            int64_t outputs, float scale, int kind, int threads);
 EXPORT void trencadis_dense_pack(const Pack *p, int64_t panels, int kind, int threads);
 EXPORT int trencadis_flash(const Flash *asked, int kind, int threads);
+EXPORT void trencadis_convolve(const Convolution *p, int kind, int threads);
+EXPORT int trencadis_delta_rule(const Delta *asked, int kind, int threads);
 EXPORT void trencadis_rotary(const Rotary *p, int64_t n, int kind, int threads);
 
 #endif

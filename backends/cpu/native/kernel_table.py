@@ -71,6 +71,8 @@ class Op(Enum):
     ROTARY = "rotary"
     ROWWISE = "norms and gates"
     ARGMAX = "argmax"
+    CONVOLUTION = "causal convolutions"
+    DELTA_RULE = "the delta rule"
 
 
 @dataclass(frozen=True)
@@ -190,6 +192,8 @@ def table_of(
             Op.ROTARY,
             Op.ROWWISE,
             Op.ARGMAX,
+            Op.CONVOLUTION,
+            Op.DELTA_RULE,
         ):
             rows[op, dtype] = ANY
     del rows[Op.ROWWISE, FLOAT32]  # torch needs only one pass for these too

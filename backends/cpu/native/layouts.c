@@ -44,13 +44,26 @@ static const int64_t flash[] = {F(q),     F(k),      F(v),    F(out),   F(sinks)
 static const int64_t span[] = {S(first), S(count), S(query_at), S(slot), S(keys),
                                S(slots), S(place), S(own),      S(upto), S(whole)};
 
+#define C(field) AT(Convolution, field)
+static const int64_t convolution[] = {C(x),           C(weight),      C(bias),       C(state),      C(out),
+                                      C(rows.slot),   C(rows.source), C(rows.begins), C(rows.start), C(rows.count),
+                                      C(rows.n),      C(channels),    C(taps),       C(stride),     C(type),
+                                      C(silu)};
+
+#define E(field) AT(Delta, field)
+static const int64_t delta[] = {E(q),          E(k),           E(v),           E(g),          E(beta),       E(state),
+                                E(out),        E(rows.slot),   E(rows.source), E(rows.begins), E(rows.start), E(rows.count),
+                                E(rows.n),     E(q_row),       E(k_row),       E(v_row),      E(gate_row),   E(beta_row),
+                                E(heads),      E(groups),      E(dk),          E(dv),         E(type),       E(work),
+                                E(room)};
+
 #define STRUCTURE(type, name) {name, sizeof name / sizeof *name, sizeof(type)}
 static const struct {
     const int64_t *offsets;
     size_t fields, size;
 } structures[] = {STRUCTURE(PanelWeight, panel_weight), STRUCTURE(Dense, dense), STRUCTURE(Pack, pack),
                   STRUCTURE(Attend, attend),            STRUCTURE(Rotary, rotate),   STRUCTURE(Flash, flash),
-                  STRUCTURE(Span, span)};
+                  STRUCTURE(Span, span),              STRUCTURE(Convolution, convolution), STRUCTURE(Delta, delta)};
 
 /* Returns the bytes of structure `number`, and writes its field offsets to offsets [most]; -1 if it has another
    number of fields, or does not exist. */

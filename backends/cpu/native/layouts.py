@@ -90,7 +90,36 @@ class SpanLayout(ctypes.Structure):
     ]
 
 
-STRUCTURES = (Layout, DenseLayout, PackCall, AttendLayout, RotaryLayout, FlashLayout, SpanLayout)
+ROWS = ("slot", "source", "begins", "start", "count")
+"""Pointers of ``StateRows`` of recurrent.h, which lie inside the structures below and are followed by its ``n``."""
+
+
+class ConvolutionLayout(ctypes.Structure):
+    """``Convolution`` of recurrent.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "state", "out")),
+        *((name, ctypes.c_void_p) for name in ROWS),
+        *((name, ctypes.c_int64) for name in ("rows", "channels", "taps", "stride", "type", "silu")),
+    ]
+
+
+class DeltaLayout(ctypes.Structure):
+    """``Delta`` of recurrent.h; the library fills in the last two."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "g", "beta", "state", "out")),
+        *((name, ctypes.c_void_p) for name in ROWS),
+        *((name, ctypes.c_int64) for name in ("rows", "q_row", "k_row", "v_row", "gate_row", "beta_row")),
+        *((name, ctypes.c_int64) for name in ("heads", "groups", "dk", "dv", "type")),
+        ("work", ctypes.c_void_p),
+        ("room", ctypes.c_int64),
+    ]
+
+
+STRUCTURES = (
+    Layout, DenseLayout, PackCall, AttendLayout, RotaryLayout, FlashLayout, SpanLayout, ConvolutionLayout, DeltaLayout,
+)  # fmt: skip
 """The structures in the order of their numbers in layouts.c."""
 
 

@@ -16,7 +16,7 @@ from trencadis.backends.cpu.native.layouts import find_difference
 
 log = logging.getLogger("trencadis.engine")
 
-VERSION = 12
+VERSION = 13
 """``PANELS_VERSION`` of panels.h."""
 
 FEATURES = ("avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx")
@@ -32,7 +32,10 @@ NEEDS = {
 }
 """Feature -> the sources, without suffix, whose kernels use it."""
 
-OPERATIONS = ("linear", "quantised_linear", "pack", "rowwise", "rotary", "decode_attention", "attention")
+OPERATIONS = (
+    "linear", "quantised_linear", "pack", "rowwise", "rotary", "decode_attention", "attention", "convolution",
+    "delta_rule",
+)  # fmt: skip
 """Operations whose launches the library counts, by their numbers in panels.h."""
 
 BUILD = "`pip install -e .` (or of a wheel for this machine) with a C compiler builds them"

@@ -11,11 +11,12 @@
 #define TRENCADIS_PANELS_H
 
 #include "flash.h"
+#include "recurrent.h"
 #include "thread_pool.h"
 
 #include <stdint.h>
 
-#define PANELS_VERSION 12
+#define PANELS_VERSION 13
 #define PANEL 16
 #define STEP 8 /* columns must be a multiple of this */
 #define CHUNK 256  /* keys of a row that one thread attends to at a time */
@@ -29,7 +30,9 @@ enum { LIBRARY, AVX2, AVX_VNNI, AVX512, AVX512_VNNI, AMX, AMX_EMULATED, KINDS };
 /* Features of the CPU that the system allows, one bit each. */
 enum { HAS_AVX2, HAS_AVX_VNNI, HAS_AVX512, HAS_AVX512_VNNI, HAS_AVX512_BF16, HAS_AMX };
 /* Launches are counted for each of these and each kind. */
-enum { PRODUCTS, CODED_PRODUCTS, PACKS, ROWS_OPS, ROTARIES, DECODE_ATTENTION, ATTENTION, OPERATIONS };
+enum {
+    PRODUCTS, CODED_PRODUCTS, PACKS, ROWS_OPS, ROTARIES, DECODE_ATTENTION, ATTENTION, CONVOLUTIONS, DELTA_RULES, OPERATIONS
+};
 
 typedef struct {
     const uint8_t *codes;  /* [panels][columns * bits / 8 * 16] */
@@ -110,6 +113,8 @@ typedef struct {
     void (*rotate)(const Rotary *, int64_t first, int64_t last);     /* rows */
     void (*flash)(Flash *, float *work);                         /* takes items until none is left */
     void (*flash_pairs)(Flash *, float *work);                   /* with pairs of bfloat16; NULL: not supported */
+    void (*convolve)(const Convolution *, int64_t first, int64_t last);  /* blocks of channels */
+    void (*delta)(const Delta *, int64_t first, int64_t last, float *work); /* (row, head) pairs */
 } Kernels;
 
 extern const Kernels panels_avx2, panels_avx_vnni, panels_avx512, panels_avx512_vnni;

@@ -23,7 +23,8 @@
 #include "register_tiles.inc"
 #include "attend.inc"
 #include "flash.inc"
+#include "recurrent.inc"
 
-const Kernels panels_avx2 = {round_rows, multiply, rows, attend, join, rotate, flash_floats, 0};
+const Kernels panels_avx2 = {round_rows, multiply, rows, attend, join, rotate, flash_floats, 0, convolve, delta};
 
 #endif

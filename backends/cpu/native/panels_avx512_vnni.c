@@ -26,6 +26,7 @@
 #include "register_tiles.inc"
 #include "attend.inc"
 #include "flash.inc"
+#include "recurrent.inc"
 
 #ifndef WITHOUT_PANELS_AVX512_BF16
 #define FLASH_PAIRS flash_avx512_bf16
@@ -33,6 +34,6 @@
 #define FLASH_PAIRS 0
 #endif
 
-const Kernels panels_avx512_vnni = {round_rows, multiply, rows, attend, join, rotate, flash_floats, FLASH_PAIRS};
+const Kernels panels_avx512_vnni = {round_rows, multiply, rows, attend, join, rotate, flash_floats, FLASH_PAIRS, convolve, delta};
 
 #endif

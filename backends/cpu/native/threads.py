@@ -53,6 +53,8 @@ class Calls(NamedTuple):
     attend: Callable[..., int]
     flash: Callable[..., int]
     rotate: Callable[..., None]
+    convolve: Callable[..., None]
+    delta_rule: Callable[..., int]
     dense: Callable[..., int]
     pack: Callable[..., None]
     pin: Callable[..., None]
@@ -78,6 +80,9 @@ def calls() -> Calls:
     flash.argtypes, flash.restype = (pointer, number, number), number
     rotate = library.trencadis_rotary
     rotate.argtypes, rotate.restype = (pointer, size, number, number), None
+    convolve, delta_rule = library.trencadis_convolve, library.trencadis_delta_rule
+    convolve.argtypes, convolve.restype = (pointer, number, number), None
+    delta_rule.argtypes, delta_rule.restype = (pointer, number, number), number
     dense = library.trencadis_dense
     dense.argtypes = (*(pointer,) * 4, size, size, size, ctypes.c_float, number, number)
     dense.restype = number
@@ -85,7 +90,7 @@ def calls() -> Calls:
     pack.argtypes, pack.restype = (pointer, size, number, number), None
     pin = library.trencadis_pool_pin
     pin.argtypes, pin.restype = (pointer, number), None
-    return Calls(linear, rows, attend, flash, rotate, dense, pack, pin, pool())
+    return Calls(linear, rows, attend, flash, rotate, convolve, delta_rule, dense, pack, pin, pool())
 
 
 def pool() -> PoolCalls:

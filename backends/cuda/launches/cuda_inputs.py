@@ -21,6 +21,7 @@ from trencadis.backends.cpu.padding import (
     pad,
     pad_cross_attention,
     pad_interpolation,
+    pad_recurrent,
     pool,
     reset,
     slot_map,
@@ -64,6 +65,7 @@ class Sizes:
         invariant: DECODE attends as PREFILL does, and cuts are at fixed keys (``--batch-invariant``).
         upto: PREFILL launches have ``Attn.upto``.
         group: query heads per KV head.
+        recurrent: text launches have ``TextTensors.recurrent``.
     """
 
     block_size: int
@@ -75,6 +77,7 @@ class Sizes:
     slot: SlotForm = NO_SLOT
     upto: bool = False
     group: int = 8
+    recurrent: bool = False
 
     def item_capacity(self, bucket: Bucket) -> ItemCapacity:
         """Returns the capacity for work items of a text launch."""
@@ -142,6 +145,7 @@ def text(bucket: Bucket, x: StepInputs, sizes: Sizes, plans: LaunchPlans) -> Any
         out_row=pad(x.out_row, (count,), np.int64),
         attn=_attn(bucket, x, sizes, plans),
         cross_attention=_make_cross_attention(bucket, x, sizes, plans),
+        recurrent=pad_recurrent(x, bucket.dims[-1]) if sizes.recurrent else None,
         adapter=pad(token_adapters(x), (count,), np.int32) if bucket.variant == LORA else None,
     )
 

@@ -111,6 +111,8 @@ def _tensors(bucket: Bucket, sizes: InputSizes, processors: int, invariant: bool
             capacity = item_capacity(bucket, sizes.group, processors, sizes.kv_heads, longest, invariant)
             yield from _text(count, bucket.dims[-1], sizes)
             yield from (*(4 * capacity.items,) * 5, *(4 * capacity.joins,) * 2, 4 * (capacity.joins + 1))
+            if sizes.recurrent:
+                yield from (*(8 * (bucket.dims[-1] + 1),) * 2, *(4 * (bucket.dims[-1] + 1),) * 2)
             if sizes.upto and (bucket.stage is not Stage.DECODE or invariant):
                 yield 4 * count
             if bucket.variant == LORA:

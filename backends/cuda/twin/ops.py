@@ -34,7 +34,7 @@ from trencadis.core.device.backend import (
     Segments,
     Weight,
 )
-from trencadis.core.device.launch_tensors import CrossAttentionTensors
+from trencadis.core.device.launch_tensors import CrossAttentionTensors, RecurrentRows
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.shared_constants import ZERO_BLOCK
 
@@ -97,6 +97,20 @@ class TwinOps(HostLayerOps, ReferenceOps):
         out: Tensor = torch.ops.trencadis_twin.attend_pictures(q, held, *found, scale)
         return out
 
+    def causal_conv(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: RecurrentRows, attn: Attn,
+        activation: str,
+    ) -> Tensor:  # fmt: skip
+        """Computes and stores in one recorded call, by the tokens that each row has then."""
+        out: Tensor = torch.ops.trencadis_twin.causal_conv(x, weight, bias, state, *rows, attn.row_start, activation)
+        return out
+
+    def delta_rule(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, rows: RecurrentRows, attn: Attn
+    ) -> Tensor:
+        out: Tensor = torch.ops.trencadis_twin.delta_rule(q, k, v, g, beta, state, *rows, attn.row_start)
+        return out
+
     def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
         out: Tensor = torch.ops.trencadis_twin.attend_windows(q, k, v, seg.segment, seg.real, scale)
         return out
@@ -124,6 +138,27 @@ def _cross_attend(q: Tensor, held: Tensor, reach: Tensor, times: Tensor, unit_ro
     rows = (unit_row[:, None] + torch.arange(length, dtype=unit_row.dtype)).flatten().long()
     seen = CrossAttentionTensors(unit_row, reach, times, reach[:, 0])
     return BY_LENGTH.cross_attend(q, held, rows, seen, scale)
+
+
+def _attn_of(row_start: Tensor) -> Attn:
+    """Returns attention inputs that have the rows alone."""
+    return Attn(row_start, row_start, row_start[:, None], row_start)
+
+
+def _causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, slot: Tensor, begins: Tensor, source: Tensor,
+    count: Tensor, row_start: Tensor, activation: str,
+) -> Tensor:  # fmt: skip
+    rows = RecurrentRows(slot, begins, source, count)
+    return BY_LENGTH.causal_conv(x, weight, bias, state, rows, _attn_of(row_start), activation)
+
+
+def _delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, slot: Tensor, begins: Tensor,
+    source: Tensor, count: Tensor, row_start: Tensor,
+) -> Tensor:  # fmt: skip
+    rows = RecurrentRows(slot, begins, source, count)
+    return BY_LENGTH.delta_rule(q, k, v, g, beta, state, rows, _attn_of(row_start))
 
 
 def rectangle(blocks: Tensor, start: Tensor) -> Tensor:
@@ -179,6 +214,14 @@ _register_op(
 _register_op(
     "attend_pictures(Tensor q, Tensor held, Tensor reach, Tensor times, Tensor unit_row, float scale) -> Tensor",
     _cross_attend,
+)
+_ROWS = "Tensor slot, Tensor begins, Tensor source, Tensor count, Tensor row_start"
+_register_op(
+    f"causal_conv(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, {_ROWS}, str activation) -> Tensor",
+    _causal_conv,
+)
+_register_op(
+    f"delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, {_ROWS}) -> Tensor", _delta_rule
 )
 _SEGMENTS = "(Tensor q, Tensor k, Tensor v, Tensor segment, Tensor real, float scale) -> Tensor"
 _register_op("attend_windows" + _SEGMENTS, _attend_windows)

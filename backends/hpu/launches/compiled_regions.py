@@ -73,12 +73,12 @@ def shapes(tree: Any) -> Hashable:
 def kind_of(value: Any) -> Hashable:
     """Returns the class of a part and the key of each of its attributes: shapes of tensors, numbers, functions, parts.
 
-    Persistent tensors (``kv``) are left out: they are replaced after profiling.
+    Persistent tensors (``kv``, ``state``) are left out: they are replaced after profiling.
     """
     found: list[Hashable] = [type(value).__qualname__]
     for name in [*getattr(value, "__dict__", ()), *getattr(type(value), "__slots__", ())]:
         item = getattr(value, name)
-        if name in ("ops", "comm", "kv"):
+        if name in ("ops", "comm", "kv", "state"):
             continue
         if isinstance(item, Tensor | int | float | str | bool | tuple) or item is None:
             found.append((name, shapes(item)))

@@ -20,6 +20,7 @@ from trencadis.backends.cpu.padding import (
     pad,
     pad_cross_attention,
     pad_interpolation,
+    pad_recurrent,
     pool,
     reset,
     visible_ends,
@@ -46,6 +47,7 @@ class LaunchForm(NamedTuple):
         slot: the form of a slot of VISION.
         windows: True if a layer has a sliding window, so that DECODE needs ``BlockDecodeAttn.rest``.
         upto: True if tokens attend beyond their own position, so that prompts need ``Attn.upto``.
+        recurrent: True if layers keep a state for each sequence (``TextTensors.recurrent``).
         shared: True if the start of a text launch is padded to a size that buckets share
         (``shared_shapes.padded_start``).
     """
@@ -56,6 +58,7 @@ class LaunchForm(NamedTuple):
     windows: bool = False
     upto: bool = False
     shared: bool = False
+    recurrent: bool = False
 
 
 def arrays(bucket: Bucket, inputs: Inputs | None, form: LaunchForm) -> Any:
@@ -93,6 +96,7 @@ def text(bucket: Bucket, x: StepInputs, form: LaunchForm) -> Any:
         out_row=put(x.out_row, count, np.int64),
         attn=_any(_attn(bucket, x, count, position, form)),
         cross_attention=pad_cross_attention(x, count, planned_units(bucket.variant), position),
+        recurrent=pad_recurrent(x, 1 if bucket.stage is Stage.CONTEXT else bucket.dims[0]) if form.recurrent else None,
         adapter=put(token_adapters(x), count) if bucket.variant == LORA else None,
     )
 

@@ -19,6 +19,7 @@ class LayerGroup:
 
     def __init__(self, layers: Sequence[Any]) -> None:
         self.local: bool = layers[0].local
+        self.recurrent = False  # models with such layers are not grouped
         self.first, self.second, self.third, self.fourth = (*layers, None, None, None)[:4]
 
     def __call__(self, x: Any, residual: Any, rotary: Any, attn: Any) -> Any:

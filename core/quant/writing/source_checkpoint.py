@@ -86,6 +86,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
     config = load_config(path)
     if config.quant is not None:
         raise StartupError(f"{path} holds {config.quant.label} weights already; quantize takes 16- or 32-bit ones")
+    if config.text.recurrent is not None:
+        raise StartupError(
+            f"{path}: quantize knows no recurrent layers; --quantization int8, int4 or fp8 works as the weights load"
+        )
     names, made = family_of(config.architecture).names, Checkpoint(config)
     for file in files_of(path):
         for whole, tensors in read_file(file, made.maps):

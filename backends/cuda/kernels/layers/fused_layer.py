@@ -13,6 +13,7 @@ from trencadis.backends.cuda.kernels.layers import fused_decode_attention, skinn
 from trencadis.backends.cuda.kernels.layers.fused_decode_attention import HeadNorms
 from trencadis.backends.cuda.kernels.layers.skinny_gemm import NormOf
 from trencadis.core.device.backend import Attn, Rotary
+from trencadis.core.models.attention import Attention
 from trencadis.core.models.decoder import DecoderLayer
 from trencadis.core.models.linear import Linear
 from trencadis.core.models.mlp import GatedMLP
@@ -88,6 +89,8 @@ def can_fuse(layer: Any, x: Tensor, attn: Any) -> bool:
 
 def _fits(layer: DecoderLayer, x: Tensor) -> bool:
     attention, mlp = layer.attention, layer.mlp
+    if not isinstance(attention, Attention) or attention.gated:
+        return False
     if (
         layer.norms_after_sum
         or layer.norms_after_parts

@@ -1,0 +1,83 @@
+"""The recurrent ops by the library's kernels: a causal convolution and the gated delta rule."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from trencadis.backends.cpu.native import checks, threads
+from trencadis.backends.cpu.native.kernel_table import KernelTable, Op
+from trencadis.backends.cpu.native.layouts import ConvolutionLayout, DeltaLayout
+from trencadis.backends.cpu.native.panels import DTYPE_NAMES, TYPES
+from trencadis.core.device.backend import Attn
+from trencadis.core.device.launch_tensors import RecurrentRows
+
+LANES = 16
+"""Sizes of the delta rule's heads must be multiples of this, the widest vector."""
+
+TAPS = 8
+"""Maximum taps of a convolution, as in recurrent.h."""
+
+
+def causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: RecurrentRows, attn: Attn, activation: str,
+    table: KernelTable,
+) -> Tensor | None:  # fmt: skip
+    """Computes ``RecurrentOps.causal_conv``; None if torch must do it."""
+    channels, taps = weight.shape
+    served = table.serves(Op.CONVOLUTION, DTYPE_NAMES.get(x.dtype, ""))
+    if not served or not 2 <= taps <= TAPS or activation not in ("silu", "") or x.stride(1) != 1:
+        return None
+    if any(t.dtype != x.dtype or not t.is_contiguous() for t in (weight, state, weight if bias is None else bias)):
+        return None
+    _check_slots(rows, len(state))
+    out = _new_output(x, rows)
+    layout = ConvolutionLayout(
+        x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), state.data_ptr(), out.data_ptr(),
+        *_row_fields(rows, attn), channels, taps, x.stride(0), TYPES[x.dtype], activation == "silu",
+    )  # fmt: skip
+    threads.calls().convolve(ctypes.addressof(layout), table.number, torch.get_num_threads())
+    return out
+
+
+def delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, rows: RecurrentRows, attn: Attn,
+    table: KernelTable,
+) -> Tensor | None:  # fmt: skip
+    """Computes ``RecurrentOps.delta_rule``; None if torch must do it."""
+    (_, heads, dv), (_, groups, dk) = v.shape, k.shape
+    served = table.serves(Op.DELTA_RULE, DTYPE_NAMES.get(v.dtype, ""))
+    if not served or dk % LANES or dv % LANES or not q.dtype == k.dtype == v.dtype or not state.is_contiguous():
+        return None
+    if any(t.stride()[1:] != (t.shape[2], 1) for t in (q, k, v)) or g.stride(1) != 1 or beta.stride(1) != 1:
+        return None
+    _check_slots(rows, len(state))
+    out = _new_output(v, rows)
+    layout = DeltaLayout(
+        *(t.data_ptr() for t in (q, k, v, g, beta, state, out)), *_row_fields(rows, attn),
+        *(t.stride(0) for t in (q, k, v, g, beta)), heads, groups, dk, dv, TYPES[v.dtype],
+    )  # fmt: skip
+    if threads.calls().delta_rule(ctypes.addressof(layout), table.number, torch.get_num_threads()):
+        raise MemoryError(f"no memory for chunks of {len(v)} tokens")
+    return out
+
+
+def _new_output(x: Tensor, rows: RecurrentRows) -> Tensor:
+    """Returns memory for results of x's shape; zeros if the launch has padding, which kernels do not write."""
+    padded = int(rows.count.sum()) < len(x)
+    return x.new_zeros(x.shape) if padded else x.new_empty(x.shape)
+
+
+def _row_fields(rows: RecurrentRows, attn: Attn) -> tuple[int, ...]:
+    return (
+        rows.slot.data_ptr(), rows.source.data_ptr(), rows.begins.data_ptr(), attn.row_start.data_ptr(),
+        rows.count.data_ptr(), len(rows.count),
+    )  # fmt: skip
+
+
+def _check_slots(rows: RecurrentRows, slots: int) -> None:
+    if checks.enabled():
+        checks.check_range("slots of states", rows.slot, 0, slots)
+        checks.check_range("sources of states", rows.source, 0, slots)

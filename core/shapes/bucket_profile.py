@@ -1,0 +1,124 @@
+"""Files of recorded needs (``--bucket-profile``): written by ``trencadis plan``, read at start. Pure Python."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from trencadis.core.buckets import Bucket, Plan, Policy, Stage
+from trencadis.core.errors import StartupError
+from trencadis.core.json_types import JsonMapping
+from trencadis.core.shapes.bucket_options import BucketOptions
+from trencadis.core.shapes.bucket_planner import COARSE
+from trencadis.core.shapes.learned_plan import LearnedPlan, TooFewGraphs, learn_plan
+from trencadis.core.shapes.shape_needs import MAX_CELLS, NeedHistogram
+
+FORMAT = "trencadis bucket profile"
+VERSION = 1
+MAX_BYTES = 256 << 10
+MAX_SIZE = 1 << 31
+
+
+def read_profile(path: str, policy: Policy, block_size: int) -> NeedHistogram:
+    """Reads the needs of a profile.
+
+    Raises:
+        StartupError: the file is unreadable, no profile, or of a device with other launches or KV blocks.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise StartupError(f"--bucket-profile {path}: {error.strerror}.") from None
+    if len(data) > MAX_BYTES:
+        raise StartupError(f"--bucket-profile {path}: larger than {MAX_BYTES >> 10} KiB.")
+    try:
+        return _parse(json.loads(data), policy, block_size)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = str(error) if type(error) is ValueError else f"no profile ({type(error).__name__})"
+        raise StartupError(f"--bucket-profile {path}: {reason[:200]}.") from None
+
+
+def _parse(record: JsonMapping, policy: Policy, block_size: int) -> NeedHistogram:
+    if record["format"] != FORMAT or record["version"] != VERSION:
+        raise ValueError(f"not version {VERSION} of a bucket profile")
+    if record["block_size"] != block_size:
+        raise ValueError(
+            f"recorded with KV blocks of {str(record['block_size'])[:20]} tokens; here they have {block_size}"
+        )
+    cells = record["cells"]
+    if len(cells) > MAX_CELLS:
+        raise ValueError(f"more than {MAX_CELLS} cells")
+    found = NeedHistogram()
+    for name, variant, dims, weight in cells:
+        axes = policy.axes.get(Stage[name])
+        if axes is None or len(axes) != len(dims):
+            raise ValueError(f"stage {name} has other axes on this device")
+        if not all(type(d) is int and 0 < d <= MAX_SIZE for d in dims):
+            raise ValueError(f"sizes are whole numbers from 1 to {MAX_SIZE}")
+        if type(weight) not in (int, float) or not (math.isfinite(weight) and 0 < weight <= 1e15):
+            raise ValueError("weights are finite numbers above 0")
+        found.add(Stage[name], dims, float(weight), str(variant))
+    return found
+
+
+def write_profile(path: str, needs: NeedHistogram, block_size: int, least: float = 0.0) -> None:
+    """Writes the needs of at least the weight ``least`` to a new file, which then replaces ``path``.
+
+    Raises:
+        StartupError: the file cannot be written.
+    """
+    cells = [
+        [stage.name, variant, list(dims), round(weight, 6)]
+        for (stage, variant), dims, weight in needs.list_cells(least)
+        if round(weight, 6) > 0
+    ]
+    lines = ",\n".join(map(json.dumps, cells))
+    head = json.dumps({"format": FORMAT, "version": VERSION, "block_size": block_size})
+    text = f'{head[:-1]}, "cells": [\n{lines}\n]}}\n'
+    folder, name = os.path.split(os.path.abspath(path))
+    made = ""
+    try:
+        handle, made = tempfile.mkstemp(prefix=f".{name}.", dir=folder)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(made, path)
+    except OSError as error:
+        if made and os.path.exists(made):
+            os.unlink(made)
+        raise StartupError(f"the bucket profile {path} cannot be written: {error.strerror}.") from None
+
+
+def learn_from_profile(
+    path: str, plan: Plan, options: BucketOptions, max_graphs: int, work: Callable[[Bucket], float]
+) -> LearnedPlan:
+    """Returns the plan of at most ``max_graphs`` graphs for the needs of a profile.
+
+    Stages whose sizes the user has set keep their buckets, in addition to ``max_graphs``.
+
+    Raises:
+        StartupError: the profile is refused, or ``max_graphs`` is too small.
+    """
+    needs = read_profile(path, plan.policy, plan.block_size)
+    try:
+        return learn_plan(plan, needs, max_graphs, list_set_stages(plan, options), work)
+    except TooFewGraphs as error:
+        raise StartupError(f"--max-graphs {max_graphs}: these limits need at least {error.least}.") from None
+
+
+def list_set_stages(plan: Plan, options: BucketOptions) -> Iterable[Stage]:
+    """Returns the stages whose sizes the user has set."""
+    if options.strategy != "exp":
+        return [stage for stage in plan.policy.rules if stage is not Stage.VISION or options.vision]
+    found = {stage for stage, names in COARSE.items() if any(options.axis(name).names for name in names)}
+    if options.axis("prompt_query").names:
+        found.add(Stage.PREFILL)
+    if options.vision or not options.pad_vision:
+        found.add(Stage.VISION)
+    return found

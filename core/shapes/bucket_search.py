@@ -1,0 +1,251 @@
+"""Searches the buckets with which recorded needs cost least, under a limit of graphs. Pure and deterministic.
+
+Each need is computed in one of the chosen buckets, so this is a choice of K among M candidates with a matrix of costs.
+A greedy choice is improved by swaps; a Lagrangian bound says how far it can be from the best one, and small instances
+are enumerated.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats: TypeAlias = NDArray[np.float64]
+
+ENUMERATED = 4000
+"""Choices that are tried one by one if no more remain after candidates have been excluded by the bound."""
+
+BOUND_ROUNDS = 60
+SWAP_ROUNDS = 200
+DROPS = 6
+"""Candidates, those whose loss costs least, for which a swap is tried."""
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Costs of one group of needs, each with its weight, in each of the group's candidates.
+
+    Args:
+        costs: [needs, candidates]; infinite where a candidate does not hold a need.
+        forced: [candidates]: candidates that are always chosen. Together they hold every need.
+    """
+
+    costs: Floats
+    forced: NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """Chosen candidates of each group, their cost, and a lower bound of the cost of every choice of as many."""
+
+    chosen: tuple[tuple[int, ...], ...]
+    cost: float
+    bound: float
+
+
+def search_choice(tables: Sequence[CostTable], count: int) -> SearchResult:
+    """Chooses at most ``count`` candidates of all groups together, the forced ones included, with the least cost.
+
+    Raises:
+        ValueError: more than ``count`` candidates are forced.
+    """
+    forced = sum(int(t.forced.sum()) for t in tables)
+    if forced > count:
+        raise ValueError(f"at least {forced} candidates are needed")
+    best = _Selection(tables)
+    best.fill(count)
+    best.swap()
+    bound, price, better = _raise_bound(tables, best, count)
+    if better.cost() < best.cost():
+        better.swap()
+        best = better if better.cost() < best.cost() else best
+    chosen, cost = _enumerate(tables, best, bound, price, count)
+    exact = cost is not None
+    final = best.cost() if cost is None else cost
+    return SearchResult(tuple(tuple(sorted(c)) for c in chosen), final, final if exact else min(bound, final))
+
+
+def cost_of(tables: Sequence[CostTable], chosen: Sequence[Sequence[int]]) -> float:
+    """Returns the cost of all needs, each in its cheapest chosen candidate."""
+    return float(sum(_least(t, c).sum() for t, c in zip(tables, chosen, strict=True)))
+
+
+def _least(table: CostTable, chosen: Sequence[int]) -> Floats:
+    return table.costs[:, sorted(chosen)].min(axis=1) if chosen else np.full(len(table.costs), np.inf)
+
+
+def _gains(costs: Floats, prices: Floats) -> Floats:
+    """Returns for each candidate by how much it undercuts ``prices`` of the needs, summed."""
+    return np.maximum(prices[:, None] - costs, 0.0).sum(axis=0) if len(costs) else np.zeros(costs.shape[1])
+
+
+class _Loss(NamedTuple):
+    """By how much the cost grows without a chosen candidate."""
+
+    cost: float
+    group: int
+    candidate: int
+
+
+class _Bound(NamedTuple):
+    """The best lower bound found, the prices of needs that give it, and the best choice met on the way."""
+
+    cost: float
+    prices: list[Floats]
+    met: _Selection
+
+
+class _Selection:
+    """A choice that grows and swaps; ``gains`` are kept for each group, since a change touches one group only."""
+
+    def __init__(self, tables: Sequence[CostTable], chosen: Sequence[Sequence[int]] | None = None) -> None:
+        self.tables = tables
+        start = [np.flatnonzero(t.forced).tolist() for t in tables] if chosen is None else chosen
+        self.chosen: list[set[int]] = [set(c) for c in start]
+        self.least = [_least(t, sorted(c)) for t, c in zip(tables, self.chosen, strict=True)]
+        self.gains = [_gains(t.costs, costs) for t, costs in zip(tables, self.least, strict=True)]
+
+    def cost(self) -> float:
+        return float(sum(costs.sum() for costs in self.least))
+
+    def count(self) -> int:
+        return sum(map(len, self.chosen))
+
+    def _update(self, g: int) -> None:
+        self.least[g] = _least(self.tables[g], sorted(self.chosen[g]))
+        self.gains[g] = _gains(self.tables[g].costs, self.least[g])
+
+    def add_best(self) -> bool:
+        """Adds the candidate that saves most; False if none saves anything."""
+        tops = [(float(gains.max()), -g) for g, gains in enumerate(self.gains) if len(gains)]
+        most, g = max(tops, default=(0.0, 0))
+        if most <= 1e-9:
+            return False
+        self.chosen[-g].add(int(self.gains[-g].argmax()))
+        self._update(-g)
+        return True
+
+    def fill(self, count: int) -> None:
+        """Adds candidates until ``count`` are chosen or no other one saves anything."""
+        while self.count() < count and self.add_best():
+            pass
+
+    def losses(self) -> list[_Loss]:
+        """Returns the loss of each chosen candidate that is not forced, ascending."""
+        found: list[_Loss] = []
+        for g, table in enumerate(self.tables):
+            order = sorted(self.chosen[g])
+            if len(order) < 2 or not len(table.costs):
+                found += [_Loss(0.0, g, j) for j in order if not table.forced[j]] if not len(table.costs) else []
+                continue
+            part = table.costs[:, order]
+            two = np.partition(part, 1, axis=1)[:, :2]
+            own = part.argmin(axis=1)
+            lost = np.bincount(own, weights=two[:, 1] - two[:, 0], minlength=len(order))
+            found += [_Loss(float(lost[k]), g, j) for k, j in enumerate(order) if not table.forced[j]]
+        return sorted(found)
+
+    def swap(self) -> None:
+        """Replaces candidates one at a time as long as that lowers the cost."""
+        for _ in range(SWAP_ROUNDS):
+            if not any(self._try_swap(g, j) for _, g, j in self.losses()[:DROPS]):
+                return
+
+    def _try_swap(self, g: int, j: int) -> bool:
+        before, sets = self.cost(), [set(c) for c in self.chosen]
+        least, gains = list(self.least), list(self.gains)
+        self.chosen[g].remove(j)
+        self._update(g)
+        self.add_best()
+        if self.cost() < before - 1e-9 * max(abs(before), 1.0):
+            return True
+        self.chosen, self.least, self.gains = sets, least, gains
+        return False
+
+
+def _raise_bound(tables: Sequence[CostTable], best: _Selection, count: int) -> _Bound:
+    """Returns the best lower bound found.
+
+    If every need may cost at most its price, the choice of candidates that undercut the prices most is independent of
+    each other, and its cost is a bound. Prices move by subgradients.
+    """
+    prices = [np.array(costs) for costs in best.least]
+    kept, top, met, step = [p.copy() for p in prices], -math.inf, best, 1.0
+    upper, stale = best.cost(), 0
+    for _ in range(BOUND_ROUNDS):
+        gains = [_gains(t.costs, p) for t, p in zip(tables, prices, strict=True)]
+        chosen = _most_gain(tables, gains, count)
+        bound = float(sum(p.sum() for p in prices)) - sum(float(g[c].sum()) for g, c in zip(gains, chosen, strict=True))
+        if bound > top + 1e-6 * abs(upper):
+            stale = 0
+        else:
+            stale += 1
+        if bound > top:
+            top, kept = bound, [p.copy() for p in prices]
+        if cost_of(tables, chosen) < met.cost():
+            met = _Selection(tables, chosen)
+        upper = min(upper, met.cost())
+        if stale >= 6:
+            step, stale, prices = step / 2, 0, [p.copy() for p in kept]
+        slopes = [
+            1.0 - (t.costs[:, c] < p[:, None]).sum(axis=1) for t, p, c in zip(tables, prices, chosen, strict=True)
+        ]
+        norm = float(sum((s * s).sum() for s in slopes))
+        if norm == 0 or step < 1e-3 or upper - top <= 1e-9 * abs(upper):
+            break
+        move = step * max(upper - bound, 1e-9) / norm
+        prices = [np.maximum(p + move * s, 0.0) for p, s in zip(prices, slopes, strict=True)]
+    return _Bound(top, kept, met)
+
+
+def _most_gain(tables: Sequence[CostTable], gains: Sequence[Floats], count: int) -> list[list[int]]:
+    """Returns the forced candidates and those others that gain most, ``count`` in all."""
+    chosen = [np.flatnonzero(t.forced).tolist() for t in tables]
+    free = [
+        (-float(gains[g][j]), g, int(j))
+        for g, t in enumerate(tables)
+        for j in np.flatnonzero(~t.forced & (gains[g] > 0))
+    ]
+    for _, g, j in sorted(free)[: count - sum(map(len, chosen))]:
+        chosen[g].append(j)
+    return [sorted(c) for c in chosen]
+
+
+def _enumerate(
+    tables: Sequence[CostTable], best: _Selection, bound: float, prices: Sequence[Floats], count: int
+) -> tuple[list[set[int]], float | None]:
+    """Returns the best choice and its cost, if few choices remain that the bound does not exclude; else ``best``, None.
+
+    A choice with a candidate of less gain than the last one taken costs at least the bound plus the difference.
+    """
+    cost = best.cost()
+    gains = [_gains(t.costs, p) for t, p in zip(tables, prices, strict=True)]
+    free = sorted((-float(gains[g][j]), g, int(j)) for g, t in enumerate(tables) for j in np.flatnonzero(~t.forced))
+    left = count - sum(int(t.forced.sum()) for t in tables)
+    if left >= len(free):
+        everything = [set(range(t.costs.shape[1])) for t in tables]
+        return everything, cost_of(tables, [sorted(c) for c in everything])
+    if not left:
+        return best.chosen, cost
+    last, following = -free[left - 1][0], -free[left][0]
+    slack = 1e-9 * max(abs(cost), 1.0)
+    fixed = [f for f in free[:left] if bound + (-f[0] - following) > cost + slack]
+    open_ = [f for f in free[:left] if f not in fixed]
+    open_ += [f for f in free[left:] if bound + (last + f[0]) <= cost + slack]
+    if math.comb(len(open_), left - len(fixed)) > ENUMERATED:
+        return best.chosen, None
+    found = best.chosen
+    for some in itertools.combinations(open_, left - len(fixed)):
+        chosen = [set(np.flatnonzero(t.forced).tolist()) for t in tables]
+        for _, g, j in (*fixed, *some):
+            chosen[g].add(j)
+        total = cost_of(tables, [sorted(c) for c in chosen])
+        if total < cost - slack:
+            cost, found = total, chosen
+    return found, cost

@@ -1,0 +1,214 @@
+"""Plans buckets from recorded needs: those of the limits are replaced by the ones with which the needs cost least.
+
+The buckets that make every possible need fit are kept, so that a learned plan holds all that the first one held, and no
+bucket is larger than a planned one, so that no launch needs more memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trencadis.core.buckets import Bucket, Plan, Stage
+from trencadis.core.shapes.bucket_search import CostTable, search_choice
+from trencadis.core.shapes.shape_needs import RECORDED_STAGES, Key, NeedHistogram
+
+KEPT_STAGES = tuple(stage for stage in Stage if stage not in RECORDED_STAGES)
+"""Stages whose needs are not recorded: they keep their buckets, which do not count to the limit of graphs."""
+
+WORK_WEIGHT = 0.25
+"""Weight of the padded work beside the expected time in what the search minimises."""
+
+MAX_CANDIDATES = 800
+"""Most candidates of one stage and variant; above it the grid of sizes is made coarser."""
+
+BORROWED = 0.05
+"""Weight of the needs that a variant without needs of its own borrows from the plain launches of its stage."""
+
+SPLIT_COST = 1.1
+"""Estimate of the cost of a prompt's tail in a launch of its own, relative to one without padding."""
+
+
+class TooFewGraphs(ValueError):
+    """The limit of graphs is below the buckets that make every need fit; ``least`` is their number."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__(f"at least {least} graphs are needed")
+        self.least = least
+
+
+@dataclass(frozen=True)
+class LearnedPlan:
+    """A plan from needs.
+
+    Args:
+        graphs: buckets of the learned stages, without those of ``KEPT_STAGES`` and of stages that were not learned.
+        cost: expected cost of the recorded needs.
+        bound: no choice of as many of the candidates costs less.
+        static: expected cost of the same needs in the plan of the limits.
+    """
+
+    plan: Plan
+    graphs: int
+    cost: float
+    bound: float
+    static: float
+
+
+def learn_plan(
+    plan: Plan,
+    needs: NeedHistogram,
+    max_graphs: int,
+    unchanged: Iterable[Stage] = (),
+    work: Callable[[Bucket], float] | None = None,
+) -> LearnedPlan:
+    """Returns the plan of at most ``max_graphs`` buckets with which ``needs`` cost least.
+
+    The cost is the policy's, in units of that of all needs in ``plan``, plus ``WORK_WEIGHT`` times the padded work in
+    such units, so that neither gets far worse where the other one hardly matters.
+
+    Args:
+        plan: the plan of the limits.
+        unchanged: stages that keep their buckets, because the user has set their sizes.
+        work: operations of a launch (``launch_costs.work_of``); None: only the policy's cost counts.
+
+    Raises:
+        TooFewGraphs: ``max_graphs`` is below the buckets that every plan needs.
+    """
+    fixed = {*KEPT_STAGES, *unchanged}
+    keys = _learned_keys(plan, fixed)
+    parts = [(1.0, plan.policy.cost)] + ([(WORK_WEIGHT, work)] if work is not None else [])
+    shares = [(weight / (_static_cost(plan, keys, needs, cost) or 1.0), cost) for weight, cost in parts]
+
+    def price(bucket: Bucket) -> float:
+        return sum(share * cost(bucket) for share, cost in shares)
+
+    groups = [_Group(key, plan, _needs_of(key, needs), price) for key in keys]
+    tables = [g.table() for g in groups]
+    least = sum(int(t.forced.sum()) for t in tables)
+    if max_graphs < least:
+        raise TooFewGraphs(least)
+    choice = search_choice(tables, max_graphs)
+    chosen = [g.candidates[j] for g, found in zip(groups, choice.chosen, strict=True) for j in found]
+    kept = [b for b in plan.buckets if b.stage in fixed]
+    learned = dataclasses.replace(plan, buckets=tuple(sorted([*kept, *chosen])))
+    static = _static_cost(plan, keys, needs, price)
+    return LearnedPlan(learned, len(chosen), choice.cost, choice.bound, static)
+
+
+def _learned_keys(plan: Plan, fixed: set[Stage]) -> list[Key]:
+    return sorted({(b.stage, b.variant) for b in plan.buckets if b.stage not in fixed})
+
+
+def _static_cost(plan: Plan, keys: Sequence[Key], needs: NeedHistogram, cost: Callable[[Bucket], float]) -> float:
+    """Returns the cost of the needs in the buckets of ``plan``."""
+    return sum(_Group(key, plan, _needs_of(key, needs), cost).static_cost() for key in keys)
+
+
+def _needs_of(key: Key, needs: NeedHistogram) -> Mapping[tuple[int, ...], float]:
+    own = needs.cells.get(key)
+    if own or not key[1]:
+        return own or {}
+    return {dims: BORROWED * weight for dims, weight in needs.cells.get((key[0], ""), {}).items()}
+
+
+def list_covers(buckets: Sequence[Bucket]) -> list[Bucket]:
+    """Returns the buckets of one stage and variant that no other one holds; prompts can always run one by one."""
+    if buckets and buckets[0].stage is Stage.FRESH:
+        buckets = [b for b in buckets if b.dims[0] == 1] or buckets
+    return [b for b in buckets if not any(o != b and _holds(o.dims, b.dims) for o in buckets)]
+
+
+def _holds(bucket: Sequence[int], need: Sequence[int]) -> bool:
+    return all(x >= y for x, y in zip(bucket, need, strict=True))
+
+
+class _Group:
+    """Needs and candidates of one stage and variant."""
+
+    def __init__(
+        self, key: Key, plan: Plan, cells: Mapping[tuple[int, ...], float], price: Callable[[Bucket], float]
+    ) -> None:
+        self.stage, self.variant = key
+        self.plan, self.price = plan, price
+        planned = [b for b in plan.buckets if (b.stage, b.variant) == key]
+        self.planned, self.covers = planned, list_covers(planned)
+        self.largest = [b for b in planned if not any(o != b and _holds(o.dims, b.dims) for o in planned)]
+        covered = [d for d in sorted(cells) if any(_holds(b.dims, d) for b in self.largest)]
+        self.needs = np.array(covered, dtype=np.int64).reshape(len(covered), len(planned[0].dims))
+        self.weights = np.array([cells[d] for d in covered])
+
+    @cached_property
+    def candidates(self) -> list[Bucket]:
+        """Returns the covers and the sizes of needs, on a grid that is made coarser until they are few."""
+        units = self.plan.policy.alignment[self.stage]
+        for points in (16, 8, 6, 4, 3, 2):
+            axes = [
+                sorted({_round_up(int(n), unit, points) for n in set(column.tolist())})
+                for column, unit in zip(self.needs.T, units, strict=True)
+            ]
+            dims = self._tight(axes, self.needs) if len(self.needs) else []
+            if len(dims) <= MAX_CANDIDATES:
+                break
+        made = {Bucket(self.stage, d, self.variant) for d in dims if any(_holds(b.dims, d) for b in self.largest)}
+        return sorted({*made, *self.covers})
+
+    def _tight(self, axes: Sequence[Sequence[int]], needs: NDArray[np.int64]) -> list[tuple[int, ...]]:
+        """Returns the cells of the grid whose needs touch each of their upper edges; others hold no more needs."""
+        if len(axes) == 1:
+            return [(n,) for n in axes[0]]
+        first = np.searchsorted(axes[0], needs[:, 0])
+        second = np.searchsorted(axes[1], needs[:, 1])
+        used = np.zeros((len(axes[0]), len(axes[1])), bool)
+        used[first, second] = True
+        rows = np.maximum.accumulate(used, axis=1)  # a need of this first size, of at most this second one
+        columns = np.maximum.accumulate(used, axis=0)
+        return [(axes[0][i], axes[1][j]) for i, j in zip(*np.nonzero(rows & columns), strict=True)]
+
+    def table(self) -> CostTable:
+        forced = np.array([b in set(self.covers) for b in self.candidates])
+        dims = np.array([b.dims for b in self.candidates], dtype=np.int64)
+        return CostTable(self._costs(dims, [self.price(b) for b in self.candidates]), forced)
+
+    def static_cost(self) -> float:
+        """Returns the cost of the needs in the plan of the limits."""
+        dims = np.array([b.dims for b in self.planned], dtype=np.int64)
+        costs = self._costs(dims, [self.price(b) for b in self.planned])
+        return float(costs.min(axis=1).sum()) if len(costs) else 0.0
+
+    def _costs(self, dims: NDArray[np.int64], prices: Sequence[float]) -> NDArray[np.float64]:
+        """Returns [needs, candidates]: the weighted cost of a need in a candidate, infinite where it does not fit."""
+        price = np.array(prices)
+        if not len(self.needs):
+            return np.zeros((0, len(dims)))
+        fits = (self.needs[:, None, :] <= dims[None, :, :]).all(axis=2)
+        found = np.where(fits, price[None, :], np.inf)
+        if self.stage is Stage.FRESH and len(dims[0]) == 2:
+            found = np.minimum(found, self._split_prompts(dims, price))
+        weighted: NDArray[np.float64] = found * self.weights[:, None]
+        return weighted
+
+    def _split_prompts(self, dims: NDArray[np.int64], price: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Returns the costs of prompts that run in more launches: fewer rows each, or a head and a tail."""
+        rows, tokens = self.needs[:, :1], self.needs[:, 1:]
+        launches = -(-rows // dims[None, :, 0])
+        found = np.where(tokens <= dims[None, :, 1], launches * price[None, :], np.inf)
+        block, most = max(self.plan.block_size, 1), max(self.plan.sizes(Stage.CONTEXT), default=0)
+        for j, (_, size) in enumerate(dims.tolist()):
+            tails = tokens[:, 0] - size
+            for i in np.flatnonzero((rows[:, 0] == 1) & (tails > 0) & (tails <= most)).tolist():
+                tail = Bucket(Stage.CONTEXT, (int(tails[i]), -(-size // block)))
+                found[i, j] = price[j] + SPLIT_COST * self.price(tail)
+        return found
+
+
+def _round_up(size: int, unit: int, points: int) -> int:
+    """Returns ``size`` rounded up to a multiple of ``unit`` and to 1/``points`` of its octave."""
+    step = max((1 << (max(size, 1).bit_length() - 1)) // points, 1)
+    step = -(-step // unit) * unit
+    return -(-size // step) * step

@@ -1,0 +1,73 @@
+"""Liquid AI's LFM2 for Trencadis: short convolutions in most layers, in a package of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trencadis.core.checkpoint.decoder_fields import FULL, MOST_LAYERS, WIDEST, gated_decoder, heads_of, layer_types
+from trencadis.core.checkpoint.family import BARE, GENERATE, Family, ParsedConfig, StoredNames
+from trencadis.core.checkpoint.json_fields import JsonFields
+from trencadis.core.checkpoint.model_config import RecurrentConfig
+
+CONVOLUTION = "conv"
+
+
+def inner_size(c: JsonFields) -> int:
+    """Columns of the MLP: those of the file, or two thirds of them, times a factor, rounded up to a multiple."""
+    size = c.integer("block_ff_dim" if c.is_given("block_ff_dim") else "intermediate_size", most=WIDEST, default=12288)
+    factor = c.number("block_ffn_dim_multiplier", 0, 1e3, 1.0, above=True)
+    unit = c.integer("block_multiple_of", most=WIDEST, default=256)
+    if not c.boolean("block_auto_adjust_ff_dim", True):
+        return size
+    return -(-int(factor * int(2 * size / 3)) // unit) * unit
+
+
+def convolutions(c: JsonFields) -> tuple[int, ...]:
+    """The layers that are convolutions: those of ``layer_types``, or all that ``full_attn_idxs`` does not name."""
+    count = c.integer("num_hidden_layers", most=MOST_LAYERS)
+    full = c.integers("full_attn_idxs", most=count - 1) if c.is_given("full_attn_idxs") else tuple(range(count))
+    types = layer_types(c, (FULL, CONVOLUTION)) or [FULL if i in full else CONVOLUTION for i in range(count)]
+    return tuple(i for i, kind in enumerate(types) if kind == CONVOLUTION)
+
+
+def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
+    """Lfm2Config."""
+    c.only("conv_bias", (False,), False)
+    layers = convolutions(c)
+    kernel = c.integer("conv_L_cache", least=2, most=16, default=3)
+    eps = c.number("norm_eps", 0, 1, 1e-5, above=True)
+    named = c.with_values(rms_norm_eps=eps, intermediate_size=inner_size(c))
+    text = gated_decoder(named, heads_of(c), tied, positions=128_000, theta=1e6, qkv_bias=False, qk_norm=True)
+    recurrent = RecurrentConfig(layers, kernel, width=text.hidden) if layers else None
+    return ParsedConfig(replace(text, recurrent=recurrent))
+
+
+NAMES = StoredNames(
+    {"model.embedding_norm.": "norm.", "model.": "", "lm_head.": "lm_head."},
+    (
+        (".conv.", ".linear_attn."),
+        (".operator_norm.", ".input_layernorm."), (".ffn_norm.", ".post_attention_layernorm."),
+        (".self_attn.out_proj.", ".self_attn.o_proj."), (".q_layernorm.", ".q_norm."), (".k_layernorm.", ".k_norm."),
+        (".feed_forward.w1.", ".mlp.gate_proj."), (".feed_forward.w3.", ".mlp.up_proj."),
+        (".feed_forward.w2.", ".mlp.down_proj."),
+    ),
+)  # fmt: skip
+
+UNUSED = frozenset({
+    "block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale", "block_use_swiglu",
+    "block_use_xavier_init", "conv_dim", "conv_dim_out", "conv_use_xavier_init", "num_heads", "tie_embedding",
+    "use_pos_enc",
+})  # fmt: skip
+"""Keys of published files that transformers does not read either."""
+
+FAMILY = Family(
+    name="LFM2",
+    model_type="lfm2",
+    architectures={"Lfm2ForCausalLM": GENERATE, "Lfm2Model": BARE},
+    config=describe,
+    names=NAMES,
+    make="lfm2_layers:make",
+    tied=True,
+    ignored=UNUSED,
+    adapters=(),
+)

@@ -1,0 +1,237 @@
+"""Buckets from recorded needs: the search equals brute force, every need still fits, traces get by with 40 graphs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.traces.generate import TRACES
+from tests.traffic.launch_lines import GUIDE, LINES, model_of, plan_of
+from trencadis.backends.hpu.policy import SERVING
+from trencadis.core.buckets import Plan, Stage
+from trencadis.core.errors import StartupError
+from trencadis.core.shapes.bucket_options import BucketOptions, read_bucket_options
+from trencadis.core.shapes.bucket_planner import make_plan
+from trencadis.core.shapes.bucket_profile import learn_from_profile, list_set_stages, read_profile, write_profile
+from trencadis.core.shapes.bucket_search import CostTable, search_choice
+from trencadis.core.shapes.launch_costs import work_of
+from trencadis.core.shapes.learned_plan import KEPT_STAGES, TooFewGraphs, learn_plan
+from trencadis.core.shapes.rectangular_launches import RowNeed, split_rows
+from trencadis.core.shapes.shape_needs import NeedHistogram, count_step, round_to_grid
+from trencadis.server.plan.traffic_replay import StepNeeds, replay_steps
+from trencadis.server.plan.traffic_trace import read_request, sum_planned_work
+
+MODEL = model_of(3584, 28, 28, 4, 18944)
+WORK = work_of(MODEL, 128)
+
+
+def random_tables(rng: random.Random) -> list[CostTable]:
+    """One or two groups of at most six needs in at most six candidates, the last of which is forced and holds all."""
+    tables = []
+    for _ in range(rng.randint(1, 2)):
+        needs, count = rng.randint(0, 6), rng.randint(2, 6)
+        sizes = sorted((rng.randint(1, 9), rng.randint(1, 9)) for _ in range(count - 1)) + [(9, 9)]
+        costs = [
+            [weight * (a * b + 3) if a >= x and b >= y else np.inf for a, b in sizes]
+            for x, y, weight in ((rng.randint(1, 9), rng.randint(1, 9), rng.random()) for _ in range(needs))
+        ]
+        tables.append(CostTable(np.array(costs).reshape(needs, count), np.array([False] * (count - 1) + [True])))
+    return tables
+
+
+def brute_force(tables: list[CostTable], count: int) -> float:
+    """The least cost of all choices, in plain loops."""
+    every = [(g, j) for g, t in enumerate(tables) for j in range(t.costs.shape[1])]
+    forced = {(g, j) for g, j in every if tables[g].forced[j]}
+    best = float("inf")
+    for some in itertools.combinations(sorted(set(every) - forced), min(count, len(every)) - len(forced)):
+        taken = forced | set(some)
+        total = 0.0
+        for g, t in enumerate(tables):
+            total += sum(min(row[j] for h, j in taken if h == g) for row in t.costs.tolist())
+        best = min(best, total)
+    return best
+
+
+def check_search(count: int, seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(count):
+        tables = random_tables(rng)
+        most = rng.randint(len(tables), sum(t.costs.shape[1] for t in tables))
+        found = search_choice(tables, most)
+        assert found.cost == pytest.approx(brute_force(tables, most))
+        assert found.bound <= found.cost + 1e-9 and sum(map(len, found.chosen)) <= most
+
+
+def test_the_search_equals_brute_force() -> None:
+    check_search(100, 1)
+
+
+@pytest.mark.long
+def test_the_search_equals_brute_force_1000_times() -> None:
+    check_search(1000, 2)
+
+
+def random_needs(plan: Plan, rng: random.Random, count: int) -> NeedHistogram:
+    found = NeedHistogram()
+    stages = sorted({b.stage for b in plan.buckets} - set(KEPT_STAGES))
+    for _ in range(count):
+        bucket = rng.choice(plan.of(rng.choice(stages)))
+        found.add(bucket.stage, [rng.randint(1, d) for d in bucket.dims], rng.random())
+    return found
+
+
+def random_rows(plan: Plan, rng: random.Random) -> list[RowNeed]:
+    limits = GUIDE
+    rows = []
+    for i in range(rng.randint(1, 24)):
+        tokens = rng.choice((1, 1, 2, rng.randint(1, 300), rng.randint(1, 1300)))
+        rows.append(RowNeed(i, rng.choice((0, 0, rng.randint(0, limits.max_model_len - tokens))), tokens))
+    return rows
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_every_need_that_fitted_still_fits(name: str) -> None:
+    """The first plan's buckets, which bound all needs, and random steps; no bucket is larger than a planned one."""
+    plan, limits = plan_of(name)
+    rng = random.Random(name)
+    for most in (30, 60):
+        found = learn_plan(plan, random_needs(plan, rng, 300), most, work=WORK)
+        assert found.graphs <= most and found.bound <= found.cost * (1 + 1e-9)
+        for bucket in plan.buckets:
+            if bucket.stage is not Stage.FRESH or bucket.dims[0] == 1:
+                assert found.plan.find(bucket.stage, bucket.dims, bucket.variant), bucket
+        for bucket in found.plan.buckets:
+            assert any(
+                o.stage is bucket.stage and all(x >= y for x, y in zip(o.dims, bucket.dims, strict=True))
+                for o in plan.buckets
+            )
+        planned = set(found.plan.buckets)
+        for _ in range(40):
+            rows = [
+                r for r in random_rows(plan, rng)[: limits.max_rows] if r.context + r.tokens <= limits.max_model_len
+            ]
+            rows = [r for r in rows if r.tokens <= limits.chunk]
+            assert all(cut.bucket in planned for cut in split_rows(rows, found.plan)), rows
+
+
+def steps_of(name: str, seed: int, count: int) -> list[StepNeeds]:
+    return list(replay_steps([read_request(r) for r in TRACES[name](seed, count)], GUIDE))
+
+
+def learned(plan: Plan, name: str, seed: int, count: int) -> NeedHistogram:
+    found = NeedHistogram()
+    for step in steps_of(name, seed, count):
+        count_step(found, step.rows, step.images, plan)
+    return found
+
+
+def check_traces(name: str, seeds: range, judged: range, count: int, bars: dict[int, tuple[float, float]]) -> None:
+    """Padded work and modelled time on ``judged`` seeds, over those of the plan of the limits."""
+    plan = make_plan(SERVING, GUIDE, BucketOptions(), MODEL)
+    for seed, (graphs, (padding, time)) in itertools.product(seeds, bars.items()):
+        found = learn_plan(plan, learned(plan, name, seed, count), graphs, work=WORK)
+        assert found.graphs == graphs and found.cost <= 1.03 * found.bound
+        for other in judged:
+            steps = steps_of(name, other, count)
+            ours, static = sum_planned_work(steps, found.plan, WORK), sum_planned_work(steps, plan, WORK)
+            assert ours.unplanned == 0 and ours.cost <= padding * static.cost, (seed, other, graphs)
+            cost = plan.policy.cost
+            assert sum_planned_work(steps, found.plan, cost).cost <= time * sum_planned_work(steps, plan, cost).cost  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("name", "padding"), [("chat", 0.96), ("documents", 1.045), ("image-chat", 1.08)])
+def test_forty_graphs_serve_a_trace(name: str, padding: float) -> None:
+    check_traces(name, range(202, 203), range(101, 102), 400, {40: (padding, 1.03)})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "forty", "eighty"), [("chat", 0.98, 0.94), ("documents", 1.06, 1.02), ("image-chat", 1.1, 1.01)]
+)
+def test_graphs_on_many_seeds(name: str, forty: float, eighty: float) -> None:
+    check_traces(name, range(201, 204), range(101, 111), 400, {40: (forty, 1.04), 80: (eighty, 1.01)})
+
+
+def test_too_few_graphs_say_the_least() -> None:
+    plan, _ = plan_of("guide")
+    with pytest.raises(TooFewGraphs) as error:
+        learn_plan(plan, NeedHistogram(), 1)
+    assert learn_plan(plan, NeedHistogram(), error.value.least).graphs == error.value.least
+
+
+def test_sizes_that_the_user_has_set_are_kept() -> None:
+    options = read_bucket_options({"VLLM_DECODE_BS_BUCKET_MAX": "64", "VLLM_MULTIMODAL_BUCKETS": "1600,12544,65536"})
+    plan = make_plan(SERVING, GUIDE, options, MODEL)
+    unchanged = set(list_set_stages(plan, options))
+    assert unchanged == {Stage.DECODE, Stage.VERIFY, Stage.VISION}
+    found = learn_plan(plan, learned(plan, "chat", 3, 40), 20, unchanged)
+    assert all(found.plan.of(stage) == plan.of(stage) for stage in unchanged) and found.graphs <= 20
+
+
+def test_a_histogram_is_bounded_and_halves() -> None:
+    rng = random.Random(4)
+    needs = NeedHistogram(half_life=10.0, most=200)
+    for _ in range(5000):
+        needs.add(Stage.DECODE, (rng.randint(1, 128), rng.randint(1, 4096)))
+        assert needs.count <= 201
+    total = sum(weight for _, _, weight in needs.list_cells())
+    assert total == pytest.approx(5000)
+    needs.advance(10.0)
+    assert sum(weight for _, _, weight in needs.list_cells()) == pytest.approx(2500)
+    for _ in range(100):
+        needs.advance(10.0)
+    needs.add(Stage.DECODE, (1, 1))
+    assert sum(weight for _, _, weight in needs.list_cells()) == pytest.approx(1, rel=1e-6)
+
+
+def test_the_grid_has_sixteen_sizes_an_octave() -> None:
+    assert [round_to_grid(n) for n in (1, 31, 32, 33, 1000, 1025)] == [1, 31, 32, 34, 1024, 1088]
+    assert all(0 <= round_to_grid(n) - n <= n / 16 for n in range(1, 5000))
+
+
+def test_a_profile_is_read_as_written(tmp_path: Path) -> None:
+    plan = make_plan(SERVING, GUIDE, BucketOptions(), MODEL)
+    needs, path = learned(plan, "image-chat", 5, 60), tmp_path / "needs.json"
+    write_profile(str(path), needs, 128)
+    again = read_profile(str(path), plan.policy, 128)
+    assert again.list_cells() == needs.list_cells() and list(tmp_path.iterdir()) == [path]
+    assert learn_from_profile(str(path), plan, BucketOptions(), 40, WORK).plan.buckets == (
+        learn_plan(plan, needs, 40, work=WORK).plan.buckets
+    )
+    write_profile(str(path), needs, 128, least=5.0)
+    assert all(weight >= 5 for _, _, weight in read_profile(str(path), plan.policy, 128).list_cells())
+    with pytest.raises(StartupError, match="cannot be written"):
+        write_profile(str(tmp_path / "none" / "needs.json"), needs, 128)
+
+
+BAD = {
+    "cut": '{"format": "trencadis bucket profile", "version": 1, "block_si',
+    "list": "[1]",
+    "other version": {"version": 2},
+    "other blocks": {"block_size": 64},
+    "NaN": {"cells": [["DECODE", "", [1, 1], float("nan")]]},
+    "negative": {"cells": [["DECODE", "", [1, -1], 1]]},
+    "weight": {"cells": [["DECODE", "", [1, 1], -1]]},
+    "axes": {"cells": [["DECODE", "", [1], 1]]},
+    "ragged": {"cells": [["PREFILL", "", [1, 1], 1]]},
+    "stage": {"cells": [["LUNCH", "", [1, 1], 1]]},
+    "many": {"cells": [["DECODE", "", [1, 1], 1]] * 5000},
+    "no cells": {"cells": None},
+    "huge": " " * 300_000,
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_profiles_are_refused_in_one_line(name: str, tmp_path: Path) -> None:
+    path, bad = tmp_path / "bad.json", BAD[name]
+    good = {"format": "trencadis bucket profile", "version": 1, "block_size": 128, "cells": []}
+    path.write_text(bad if isinstance(bad, str) else json.dumps({**good, **bad}))  # type: ignore[dict-item]
+    with pytest.raises(StartupError, match="--bucket-profile") as error:
+        read_profile(str(path), SERVING, 128)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,134 @@
+"""Random schedules of a model with recurrent layers: every answer, and every prefix hit, equals the cold run."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.engine.test_schedules import play
+from tests.oracles.shadow_engine import VOCAB, ScheduleDriver, shadow_engine
+from tests.traffic.requests import searched
+from trencadis.core.kv.state_pool import StatePool
+from trencadis.core.request import Request, SamplingParams
+from trencadis.core.scheduling import state_scheduler
+
+
+@pytest.fixture(autouse=True)
+def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 4 tokens, so that short prompts have many."""
+    for name, value in (("CHUNK", 4), ("INTERVAL", 16), ("TAIL", 4)):
+        monkeypatch.setattr(state_scheduler, name, value)
+
+
+def play_states(seed: int, count: int, depth: int, **shape: Any) -> ScheduleDriver:
+    rng = random.Random(seed)
+    snapshots = rng.choice([0, 1, 3, 30])
+    states = StatePool(rng.choice([2, 4, 9]) + snapshots, snapshots)
+    return play(seed, count, depth, states=states, **shape)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=25, deadline=None)
+def test_random_schedules(depth: int, seed: int) -> None:
+    play_states(seed, 12, depth)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_ten_thousand_schedules(depth: int, stages: int) -> None:
+    hits = evictions = preemptions = 0
+    for seed in range(2500):
+        driver = play_states(seed, 12, depth if stages == 1 else 1, **({"stages": 2} if stages > 1 else {}))
+        states = driver.engine.scheduler.states
+        assert states is not None
+        hits += states.pool.hits
+        evictions += states.pool.evictions
+        preemptions += driver.engine.scheduler.totals.preemptions
+    print(f"depth {depth}, stages {stages}: {hits} hits, {evictions} evictions, {preemptions} preemptions")
+    assert hits > 1000 and evictions > 100 and preemptions > 100
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_beams_and_several_choices_begin_with_a_snapshot(seed: int) -> None:
+    def change(request: Request, rng: random.Random) -> Request:
+        if rng.random() < 0.4:
+            return searched(request, rng)
+        return dataclasses.replace(request, params=dataclasses.replace(request.params, n=rng.choice([1, 2, 4])))
+
+    play_states(seed, 12, seed % 2, change=change)
+
+
+def ask(driver: ScheduleDriver, number: int, prompt: list[int]) -> int:
+    """Tokens of the prefix cache that a request began with."""
+    before = driver.engine.scheduler.totals.prefix_hits
+    driver.add(Request(f"r{number}", prompt, SamplingParams(temperature=0, max_tokens=4, seed=1)))
+    driver.finish()
+    return driver.engine.scheduler.totals.prefix_hits - before
+
+
+def make_driver(states: StatePool, depth: int = 1, tokens: int = 64) -> ScheduleDriver:
+    engine, _ = shadow_engine(blocks=200, size=2, rows=8, depth=depth, length=200, tokens=tokens, states=states)
+    return ScheduleDriver(engine, random.Random(0), 200)
+
+
+def test_a_third_prompt_hits_where_the_second_branched() -> None:
+    rng = random.Random(5)
+    shared = [rng.randrange(1, VOCAB) for _ in range(45)]
+    others = [[rng.randrange(1, VOCAB) for _ in range(50)] for _ in range(3)]
+    driver = make_driver(StatePool(20, 16))
+    assert ask(driver, 0, shared + others[0]) == 0
+    assert ask(driver, 1, shared + others[1]) == 32  # the last of every 16 tokens within what is shared
+    assert ask(driver, 2, shared + others[2]) == 44  # where the second one branched, in whole chunks
+    driver.verify()
+
+
+def test_a_prompt_again_hits_at_its_end_and_a_chat_goes_on_from_there() -> None:
+    driver = make_driver(StatePool(20, 16))
+    prompt = [1 + i % 50 for i in range(70)]
+    assert ask(driver, 0, prompt) == 0
+    assert ask(driver, 1, [*prompt, *driver.got["r0", 0], 7, 8, 9]) == 68
+    driver.verify()
+
+
+def test_nothing_is_published_before_its_launch_has_completed() -> None:
+    engine, rank = shadow_engine(blocks=200, size=2, rows=8, depth=1, length=200, states=StatePool(20, 16))
+    driver, scheduler = ScheduleDriver(engine, random.Random(0), 200), engine.scheduler
+    assert scheduler.states is not None
+    prompt = [1 + i % 50 for i in range(33)]
+    driver.add(Request("a", prompt, SamplingParams(temperature=0, max_tokens=4, seed=1)))
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert first is not None and second is not None and len(scheduler.in_flight) == 2
+    assert [len(row.tokens) for row in (*first.rows, *second.rows)] == [16, 16]
+    pool = scheduler.states.pool
+    assert scheduler.in_flight[0].snapshots and pool.snapshots < 1
+    driver.add(Request("b", prompt, SamplingParams(temperature=0, max_tokens=4, seed=1)))
+    third = scheduler.schedule()
+    assert third is not None and [row.context for row in third.rows] == [32, 0], "it computes the prefix itself"
+    engine.abort("a")
+    for step in (first, second, third):
+        engine.life.update(rank.execute(step).result())
+    assert pool.snapshots == 2, "what an aborted request has computed stays right"
+    driver.finish()
+    assert driver.got["b", 0]
+
+
+def test_without_room_for_snapshots_prompts_are_computed_and_right() -> None:
+    driver = make_driver(StatePool(3))
+    prompt = [1 + i % 50 for i in range(70)]
+    assert ask(driver, 0, prompt) == 0 and ask(driver, 1, prompt) == 0
+    driver.verify()
+
+
+def test_a_budget_below_a_chunk_ends_chunks_anywhere() -> None:
+    driver = make_driver(StatePool(9, 4), tokens=3)
+    prompt = [1 + i % 50 for i in range(30)]
+    ask(driver, 0, prompt)
+    ask(driver, 1, prompt)
+    driver.verify()

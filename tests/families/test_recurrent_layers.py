@@ -1,0 +1,154 @@
+"""Models with recurrent layers: chunks, prefixes, slots and ranks, against transformers in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.fakes.hand_driven_model import HandDrivenModel
+from tests.families.test_same_tokens import BASE, CARDS, close, pairs
+from tests.families.text_checkpoints import FORMS
+from tests.oracles.transformers_model import assert_same
+from trencadis import LLM, SamplingParams
+
+FAMILY = "qwen3_5"
+NAMES = tuple(FORMS[FAMILY])
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+each_name = pytest.mark.parametrize("name", NAMES, ids=lambda value: value.replace(" ", "-"))
+
+
+def random_ids(count: int, seed: int = 0) -> list[int]:
+    ids: list[int] = np.random.default_rng(seed).integers(0, 300, count).tolist()
+    return ids
+
+
+@each_name
+@pytest.mark.parametrize("ops", ["fast", "reference"])
+def test_chunks_of_64_have_the_bits_of_the_whole_and_others_its_values(
+    form: Any, oracle: Any, name: str, ops: str
+) -> None:
+    path, ids = form(FAMILY, name), random_ids(200)
+    with torch.no_grad():
+        want = oracle(path)(input_ids=torch.tensor([ids])).logits[0]
+    harness = HandDrivenModel(path, "serving", ops)
+    whole = harness.prefill(ids, 200)
+    close(whole, want)
+    for chunk in (64, 128):
+        assert torch.equal(harness.prefill(ids, chunk), whole)
+    for chunk in (7, 1):
+        close(harness.prefill(ids, chunk), want)
+
+
+def test_a_slot_may_hold_anything_before_a_prompt_begins(form: Any) -> None:
+    harness = HandDrivenModel(form(FAMILY, NAMES[0]), "padded")
+    ids = random_ids(90)
+    want = harness.prefill(ids, 64)
+    for layer in harness.model.persistent.recurrent:
+        layer.conv.fill_(float("nan"))
+        layer.state.fill_(float("nan"))
+    assert torch.equal(harness.prefill(ids, 64), want)
+    assert all(torch.isfinite(layer.state[1]).all() for layer in harness.model.persistent.recurrent)
+
+
+def test_alone_and_among_others(form: Any, greedy: Any) -> None:
+    path = form(FAMILY, NAMES[0])
+    requested = [tuple(random_ids(5 + 11 * i, i)) for i in range(16)]
+    assert_same(pairs(greedy, path, requested, 6, max_num_seqs=16, max_num_batched_tokens=160))
+    assert_same(pairs(greedy, path, requested[3:4], 6))
+
+
+def answers(llm: LLM, prompts: list[list[int]]) -> list[tuple[tuple[int, ...], int | None]]:
+    """Tokens, and how many tokens of the prompt were cached."""
+    made = llm.generate(prompts, GREEDY, use_tqdm=False)
+    return [(tuple(one.outputs[0].token_ids), one.num_cached_tokens) for one in made]
+
+
+@pytest.mark.parametrize("flags", [{}, CARDS["cuda twin"]], ids=["cpu", "cuda twin"])
+def test_prefixes_are_shared_by_snapshots(form: Any, flags: dict[str, Any]) -> None:
+    path, shared, flags = form(FAMILY, NAMES[0]), random_ids(270), {**flags, "max_model_len": 512}
+    prompts = [[*shared, *random_ids(150, 1 + i)] for i in range(3)]
+    cold, llm = LLM(str(path), **{**BASE, **flags, "enable_prefix_caching": False}), LLM(str(path), **{**BASE, **flags})
+    try:
+        want = [answers(cold, [prompt])[0][0] for prompt in prompts]
+        found = [answers(llm, [prompt])[0] for prompt in prompts]
+        assert [tokens for tokens, _ in found] == want
+        assert [cached for _, cached in found] == [0, 0, 256]  # the second one leaves a snapshot where it branches
+        assert answers(llm, [prompts[0]])[0] == (want[0], 384)
+        llm.engine.scheduler.check()
+        assert llm.engine.scheduler.states.pool.hits == 2
+    finally:
+        cold.close()
+        llm.close()
+
+
+def test_without_a_budget_for_snapshots_nothing_is_shared(form: Any) -> None:
+    llm = LLM(str(form(FAMILY, NAMES[0])), **BASE, state_snapshot_memory=0)
+    try:
+        prompt = random_ids(200)
+        assert answers(llm, [prompt]) == answers(llm, [prompt])
+        assert any("no snapshots" in note for note in llm.engine.info().notes)
+    finally:
+        llm.close()
+
+
+def test_choices_and_beams_share_the_prompt(form: Any) -> None:
+    llm = LLM(str(form(FAMILY, NAMES[0])), **BASE)
+    try:
+        prompt = random_ids(150)
+        one = llm.generate([prompt], SamplingParams(temperature=1, max_tokens=6, seed=3, ignore_eos=True))[0]
+        many = llm.generate([prompt], SamplingParams(temperature=1, max_tokens=6, seed=3, n=4, ignore_eos=True))[0]
+        assert many.outputs[0].token_ids == one.outputs[0].token_ids
+        llm.engine.scheduler.check()
+    finally:
+        llm.close()
+
+
+@pytest.mark.parametrize(("flags", "line"), [
+    ({"spec_tokens": 2, "spec_method": "ngram"}, "cannot be taken back"),
+    ({"batch_invariant": True}, "recurrent layers"),
+    ({"tensor_parallel_size": 4}, "key heads of recurrent layers"),
+    ({"pipeline_parallel_size": 2}, "no layer with keys and values"),
+])  # fmt: skip
+def test_what_does_not_go_with_a_state_is_refused_in_one_line(form: Any, flags: dict[str, Any], line: str) -> None:
+    from trencadis.core.errors import StartupError
+
+    with pytest.raises(StartupError, match=line) as found:
+        LLM(str(form(FAMILY, NAMES[0])), **{**BASE, **flags})
+    assert "\n" not in str(found.value)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "flags"), [
+    (NAMES[1], {"pipeline_parallel_size": 2}), (NAMES[0], {"tensor_parallel_size": 2}),
+    (NAMES[1], {"tensor_parallel_size": 2}),
+], ids=["stages", "ranks", "ranks-tied"])  # fmt: skip
+def test_ranks_and_stages_keep_their_states(form: Any, greedy: Any, name: str, flags: dict[str, Any]) -> None:
+    requested = [tuple(random_ids(20 + 30 * i, i)) for i in range(6)]
+    assert_same(pairs(greedy, form(FAMILY, name), requested, 8, **flags))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
+def test_quantised_weights_answer(form: Any, kind: str) -> None:
+    llm = LLM(str(form(FAMILY, NAMES[0])), **BASE, quantization=kind)
+    try:
+        assert len(answers(llm, [random_ids(100)])[0][0]) == 8
+    finally:
+        llm.close()
+
+
+def test_a_state_is_a_row_of_the_ledger(form: Any) -> None:
+    path: Path = form(FAMILY, NAMES[0])
+    llm = LLM(str(path), **{**BASE, **CARDS["cuda twin"]})
+    try:
+        plan = llm.engine.info().graphs
+        held = llm.engine.executor._rank.model.persistent.recurrent  # type: ignore[attr-defined]
+        size = sum(t.nbytes for layer in held for t in layer if t is not None)
+        assert plan is not None and dict(plan.ledger)["recurrent state"] == size
+        assert sum(row.bytes for row in plan.ledger) == plan.total
+    finally:
+        llm.close()

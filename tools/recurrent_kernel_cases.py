@@ -1,0 +1,54 @@
+"""The launches of recurrent layers to compile: kernels of prompts and of decoding rows, of each type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from trencadis.backends.cuda.kernels import causal_conv, delta_rule
+from trencadis.backends.cuda.kernels.recurrent_rows import ItemRows, LaunchRows
+from trencadis.core.device.launch_tensors import RecurrentRows
+
+Case = tuple[str, Callable[[], None]]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LARGE, SMALL = (16, 48, 128), (2, 2, 64)
+"""(key heads, value heads, size): those of Qwen3.5 27B, and small ones."""
+
+
+def recurrent(arch: int) -> Iterator[Case]:
+    """Yields the convolutions and delta rules of prompts and of decoding rows."""
+    for dtype in DTYPES:
+        kind, usual = str(dtype).removeprefix("torch."), dtype == torch.bfloat16
+        for name, rows in (("rows", _rows()), ("chunks", _chunks())):
+            for groups, heads, size in (LARGE, SMALL) if usual else (LARGE,):
+                case = f"{kind} {groups}/{heads} heads of {size}, {name}"
+                yield case, partial(_delta_rule, dtype, groups, heads, size, rows)
+            for taps in (3, 4) if usual else (4,):
+                yield f"{kind} {taps} taps, {name}", partial(_conv, dtype, taps, rows)
+
+
+def _rows() -> RecurrentRows:
+    slot, number = torch.zeros(17, dtype=torch.int64), torch.zeros(17, dtype=torch.int32)
+    return RecurrentRows(slot, number, slot, number)
+
+
+def _chunks() -> ItemRows:
+    number = torch.zeros(160, dtype=torch.int32)
+    return ItemRows(*_rows(), number[:18], number, number[:17], number[:10])
+
+
+def _delta_rule(dtype: torch.dtype, groups: int, heads: int, size: int, rows: LaunchRows) -> None:
+    n = 160 if isinstance(rows, ItemRows) else 16
+    mixed = torch.zeros(n, (2 * groups + heads) * size, dtype=dtype)
+    parts = torch.split(mixed, [groups * size, groups * size, heads * size], dim=1)
+    q, k, v = (t.view(n, -1, size) for t in parts)
+    gates, state = torch.zeros(n, heads), torch.zeros(4, heads, size, size)
+    delta_rule.launch(q, k, v, gates, gates, state, rows, mixed.new_zeros(n, heads, size), 1e-6)
+
+
+def _conv(dtype: torch.dtype, taps: int, rows: LaunchRows) -> None:
+    n, width = 160 if isinstance(rows, ItemRows) else 16, 8192
+    x, state = torch.zeros(n, width, dtype=dtype), torch.zeros(4, taps - 1, width, dtype=dtype)
+    causal_conv.launch(x, x.new_zeros(width, taps), None, state, rows, "silu", x.new_zeros(n, width))
