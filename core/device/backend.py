@@ -382,9 +382,8 @@ class BackendConfig:
     the two device buffers that they are copied to. ``packed``: the file that keeps packed weights between starts.
     ``kernel_trial``: the folder that keeps which kernels were measured to be fastest; None: nothing is measured.
 
-    With several ranks, all of them create their backends at the same time and connect at ``rendezvous``
-    (core/executor/process_groups.py). ``world`` ranks share the layers of a stage; there are ``stages`` of them.
-    ``index`` is the card of the first of the ``local_world`` ranks of this machine.
+    With several ranks, all create their backends at the same time and connect at ``rendezvous``. ``world`` ranks share
+    the layers of a stage; there are ``stages`` of them. ``index``: the card of the first of this machine's ``local_world``.
     """
 
     dtype: torch.dtype = torch.float32

@@ -19,10 +19,10 @@ from trencadis.core.memory import graph_budget as budget
 from trencadis.core.memory import weight_offload
 from trencadis.core.memory.adapter_bytes import slot_sizes
 from trencadis.core.memory.cpu_cache_plan import CacheOptions, CachePlan, arena_rows, arena_units, plan_cpu
-from trencadis.core.memory.estimate import MemoryEstimator, costliest_buckets, estimate_memory_in_use
+from trencadis.core.memory.estimate import MemoryEstimator, estimate_memory_in_use
 from trencadis.core.memory.graph_budget import GraphPrice, GraphSelection
 from trencadis.core.memory.kv_cache_size import check_requested_kv, kv_flag, requested_kv_bytes
-from trencadis.core.memory.launch_memory import attending
+from trencadis.core.memory.launch_memory import attending, costliest_buckets
 from trencadis.core.memory.ledger import (
     POOLS,
     DeviceTooSmall,

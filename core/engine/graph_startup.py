@@ -52,8 +52,8 @@ from trencadis.core.lora.adapter_store import open_store
 from trencadis.core.memory import measurement_cache
 from trencadis.core.memory.adapter_bytes import slot_sizes
 from trencadis.core.memory.cpu_cache_plan import CachePlan
-from trencadis.core.memory.estimate import costliest_buckets
 from trencadis.core.memory.kv_cache_size import requested_kv_bytes
+from trencadis.core.memory.launch_memory import costliest_buckets
 from trencadis.core.memory.ledger import MemoryInUse, MemorySplit, check_capacity, divide_memory
 from trencadis.core.models import model_loader
 from trencadis.core.models.interface import HostLayering, Model, Persistent

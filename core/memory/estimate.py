@@ -29,14 +29,6 @@ from trencadis.core.kv_cache_format import head_bytes
 from trencadis.core.memory import launch_memory
 from trencadis.core.memory.adapter_bytes import AdapterSlotSizes, adapter_bytes
 from trencadis.core.memory.graph_budget import GraphPrice
-from trencadis.core.memory.launch_memory import (
-    any_inputs,
-    cross_attention_kept_bytes,
-    cross_attention_layer_count,
-    cross_attention_row_bytes,
-    cross_attention_work_bytes,
-    recurrent_work_bytes,
-)
 from trencadis.core.memory.ledger import MemoryInUse
 from trencadis.core.memory.weight_bytes import (
     decoder_values,
@@ -165,7 +157,7 @@ class MemoryEstimator:
     model: ModelConfig
     itemsize: int = 2
     ranks: int = 1
-    inputs: Callable[[Bucket, InputSizes], int] = any_inputs
+    inputs: Callable[[Bucket, InputSizes], int] = launch_memory.any_inputs
     block_size: int = 128
     graphs: GraphMemory = GraphMemory()
     quantised: str = ""
@@ -291,7 +283,7 @@ class MemoryEstimator:
         return (
             0
             if bucket.stage in HEADS
-            else len(self.model.share.layers) - cross_attention_layer_count(self.model, bucket, False)
+            else len(self.model.share.layers) - launch_memory.cross_attention_layer_count(self.model, bucket, False)
         )
 
     def copies(self, sizes: tuple[int, ...], block_size: int, graphs: bool) -> int:
@@ -345,8 +337,10 @@ class MemoryEstimator:
         if self.cross_attention_bytes is not None:
             attention += self.cross_attention_bytes(bucket, self._sizes(block_size))
         else:
-            attention += cross_attention_work_bytes(self.model, bucket, self.itemsize, heads, self.kv_heads)
-        attention = max(attention, recurrent_work_bytes(self.model, bucket, self.itemsize, self.ranks))
+            attention += launch_memory.cross_attention_work_bytes(
+                self.model, bucket, self.itemsize, heads, self.kv_heads
+            )
+        attention = max(attention, launch_memory.recurrent_work_bytes(self.model, bucket, self.itemsize, self.ranks))
         narrow = streams + max(attention, self._mlp(size)) + self._adapter_work(bucket)
         return (
             self.shared_attention_bytes(bucket)
@@ -386,7 +380,9 @@ class MemoryEstimator:
     def shared_attention_bytes(self, bucket: Bucket) -> int:
         """Returns the bytes that one launch allocates for the attention of all its layers, e.g. masks."""
         stage, dims = bucket.stage, bucket.dims
-        row_numbers = cross_attention_row_bytes(self.model, bucket) if self.cross_attention_bytes is None else 0
+        row_numbers = (
+            launch_memory.cross_attention_row_bytes(self.model, bucket) if self.cross_attention_bytes is None else 0
+        )
         if stage is Stage.VISION:
             return (9 + bool(self.model.vision and self.model.vision.slot.padding_windows)) * dims[0]
         if len(dims) != 2 or stage not in (Stage.CONTEXT, Stage.DECODE, Stage.VERIFY):
@@ -452,7 +448,7 @@ class MemoryEstimator:
         experts = 0 if t.experts is None else size * len(self.model.share.layers) * self._share(t.experts.inner)
         first = 8 * t.head_dim + 16 + (4 if t.query_growth is not None else 0)
         kept = self._layers_keep(bucket, self.ranks, t.hidden, t.head_dim, cut_widths, t.heads, first)
-        gated = cross_attention_kept_bytes(self.model, bucket, self.itemsize)
+        gated = launch_memory.cross_attention_kept_bytes(self.model, bucket, self.itemsize)
         return kept + (experts * self.itemsize + gated if self.ranks > 1 and self.graphs.cached else 0)
 
     def _layers_keep(
@@ -501,9 +497,3 @@ def estimate_memory_in_use(
         activations=max((estimator.activations(b, plan.block_size) for b in plan.buckets), default=0),
         recurrent=states * estimator.slot_bytes(),
     )
-
-
-def costliest_buckets(plan: Plan, activations: Callable[[Bucket], int]) -> list[Bucket]:
-    """Returns the bucket of each stage with the most bytes of ``activations``, which a start profiles."""
-    stages = [plan.of(stage) for stage in Stage]
-    return [max(buckets, key=lambda b: (activations(b), b)) for buckets in stages if buckets]

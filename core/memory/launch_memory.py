@@ -1,15 +1,12 @@
-"""Bytes of a launch's input tensors. Pure.
-
-Memory of cross-attention to images in a text launch, in addition to self-attention. Pure; in bytes.
-
-Memory of image rows that ranks gather (core/launches/encoder_data_parallel.py); bytes, by formula.
+"""Bytes of a launch, by formula: its input tensors, its cross-attention to images in addition to self-attention, its
+recurrent layers, and the image rows that ranks gather (core/launches/encoder_data_parallel.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from trencadis.core.buckets import Bucket, InputSizes, Policy, Stage, drafts_ahead, padded_tokens
+from trencadis.core.buckets import Bucket, InputSizes, Plan, Policy, Stage, drafts_ahead, padded_tokens
 from trencadis.core.checkpoint.model_config import CHUNK, ModelConfig
 from trencadis.core.cross_attention_inputs import planned_units
 from trencadis.core.request import MAX_BIAS
@@ -118,3 +115,9 @@ def kept_bytes(model: ModelConfig, slots: int, itemsize: int, ranks: int, cached
     if model.vision is None or not model.encoder_data_parallel:
         return 0
     return slots // model.vision.slot.cell * (ranks + cached) * (row_bytes(model, itemsize) + NUMBER)
+
+
+def costliest_buckets(plan: Plan, activations: Callable[[Bucket], int]) -> list[Bucket]:
+    """Returns the bucket of each stage with the most bytes of ``activations``, which a start profiles."""
+    stages = [plan.of(stage) for stage in Stage]
+    return [max(buckets, key=lambda b: (activations(b), b)) for buckets in stages if buckets]
