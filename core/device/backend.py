@@ -383,7 +383,7 @@ class BackendConfig:
     ``kernel_trial``: the folder that keeps which kernels were measured to be fastest; None: nothing is measured.
 
     With several ranks, all create their backends at the same time and connect at ``rendezvous``. ``world`` ranks share
-    the layers of a stage; there are ``stages`` of them. ``index``: the card of the first of this machine's ``local_world``.
+    the layers of a stage; there are ``stages`` of them. ``index``: the card of this machine's first of ``local_world``.
     """
 
     dtype: torch.dtype = torch.float32
