@@ -19,7 +19,7 @@ from trencadis.core.shapes.bucket_options import BucketOptions, read_bucket_opti
 from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.bucket_profile import learn_from_profile, list_set_stages, read_profile, write_profile
 from trencadis.core.shapes.bucket_search import CostTable, search_choice
-from trencadis.core.shapes.launch_costs import work_of
+from trencadis.core.shapes.launch_costs import Costs, work_of
 from trencadis.core.shapes.learned_plan import KEPT_STAGES, TooFewGraphs, learn_plan
 from trencadis.core.shapes.rectangular_launches import RowNeed, split_rows
 from trencadis.core.shapes.shape_needs import NeedHistogram, count_step, round_to_grid
@@ -131,31 +131,42 @@ def learned(plan: Plan, name: str, seed: int, count: int) -> NeedHistogram:
     return found
 
 
-def check_traces(name: str, seeds: range, judged: range, count: int, bars: dict[int, tuple[float, float]]) -> None:
-    """Padded work and modelled time on ``judged`` seeds, over those of the plan of the limits."""
+def check_traces(name: str, seeds: range, judged: range, bars: dict[int, tuple[float, float]]) -> None:
+    """Padded work and modelled time on ``judged`` seeds over those of the plan of the limits, means over all pairs."""
     plan = make_plan(SERVING, GUIDE, BucketOptions(), MODEL)
-    for seed, (graphs, (padding, time)) in itertools.product(seeds, bars.items()):
-        found = learn_plan(plan, learned(plan, name, seed, count), graphs, work=WORK)
-        assert found.graphs == graphs and found.cost <= 1.03 * found.bound
-        for other in judged:
-            steps = steps_of(name, other, count)
-            ours, static = sum_planned_work(steps, found.plan, WORK), sum_planned_work(steps, plan, WORK)
-            assert ours.unplanned == 0 and ours.cost <= padding * static.cost, (seed, other, graphs)
-            cost = plan.policy.cost
-            assert sum_planned_work(steps, found.plan, cost).cost <= time * sum_planned_work(steps, plan, cost).cost  # type: ignore[arg-type]
+    time = plan.policy.cost
+    assert isinstance(time, Costs)
+    traffic = [steps_of(name, seed, 400) for seed in judged]
+    static = [[sum_planned_work(steps, plan, costs).cost for costs in (WORK, time)] for steps in traffic]
+    for graphs, bar in bars.items():
+        ratios = []
+        for seed in seeds:
+            found = learn_plan(plan, learned(plan, name, seed, 400), graphs, work=WORK)
+            assert found.graphs == graphs and found.cost <= 1.03 * found.bound
+            for steps, before in zip(traffic, static, strict=True):
+                ours = [sum_planned_work(steps, found.plan, costs) for costs in (WORK, time)]
+                assert ours[0].unplanned == 0
+                ratios.append([now.cost / then for now, then in zip(ours, before, strict=True)])
+        means = np.mean(ratios, axis=0)
+        assert (means <= bar).all(), (graphs, means)
 
 
 @pytest.mark.parametrize(("name", "padding"), [("chat", 0.96), ("documents", 1.045), ("image-chat", 1.08)])
 def test_forty_graphs_serve_a_trace(name: str, padding: float) -> None:
-    check_traces(name, range(202, 203), range(101, 102), 400, {40: (padding, 1.03)})
+    check_traces(name, range(202, 203), range(101, 102), {40: (padding, 1.03)})
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("name", "forty", "eighty"), [("chat", 0.98, 0.94), ("documents", 1.06, 1.02), ("image-chat", 1.1, 1.01)]
+    ("name", "forty", "eighty"),
+    [
+        ("chat", (0.99, 1.0), (0.96, 0.985)),
+        ("documents", (1.04, 1.02), (1.0, 1.0)),
+        ("image-chat", (1.065, 1.035), (0.99, 0.99)),
+    ],
 )
-def test_graphs_on_many_seeds(name: str, forty: float, eighty: float) -> None:
-    check_traces(name, range(201, 204), range(101, 111), 400, {40: (forty, 1.04), 80: (eighty, 1.01)})
+def test_graphs_on_many_seeds(name: str, forty: tuple[float, float], eighty: tuple[float, float]) -> None:
+    check_traces(name, range(201, 204), range(101, 111), {40: forty, 80: eighty})
 
 
 def test_too_few_graphs_say_the_least() -> None:
