@@ -13,8 +13,8 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.json_types import JsonMapping
 
-HEADS = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Qwen2_5vlForCausalLM")
-"""Architectures of heads."""
+HEAD = "Eagle3"
+"""What the names of architectures of heads contain; the rest of a name is that of the target."""
 
 STATES = 3
 """Layers whose hidden states a head reads."""
@@ -53,8 +53,10 @@ def load_eagle_config(config: EngineConfig, path: str, target: ModelConfig, flag
     if raw is None:
         raise StartupError(f"{flag}: {path} is no folder of a head (it has no config.json)")
     named = (raw.get("architectures") or ["none"])[0]
-    if named not in HEADS:
-        raise StartupError(f"{flag}: {path} holds {named}; eagle3 takes {', '.join(HEADS)}")
+    if HEAD not in named:
+        raise StartupError(
+            f"{flag}: {path} holds {named}; eagle3 takes a head, whose architecture has {HEAD} in its name"
+        )
     wanted = target.text
     if wanted.cross_attention_layers or wanted.long_from or wanted.norm_placement == POST or wanted.table:
         raise StartupError(f"{flag}: {target.architecture} has no residual stream that a head reads; ngram needs none")
