@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -149,13 +149,11 @@ def add_panel_adapters(linear: Linear, y: Tensor, x: Tensor, w: PanelAdapters, m
 class AdapterOps:
     """The part of the CPU's ops that computes adapters; implements ``core.lora.adapter_store.PackingOps``."""
 
-    @property
-    def table(self) -> KernelTable:
-        """The table of the kernels in use."""
-        raise NotImplementedError
+    if TYPE_CHECKING:  # of the class that this one is mixed into; definitions here would hide those of its other bases
 
-    def linear(self, x: Tensor, w: Weight) -> Tensor:
-        raise NotImplementedError
+        @property
+        def table(self) -> KernelTable: ...
+        def linear(self, x: Tensor, w: Weight) -> Tensor: ...
 
     def prepare_adapters(self, slot: Tensor, numbers: Tensor, dtype: torch.dtype) -> CpuAdapterRows:
         return group_rows(slot, numbers, dtype)

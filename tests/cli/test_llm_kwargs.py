@@ -65,7 +65,7 @@ def test_pythons_own_values_are_read(given: dict[str, Any], name: str, value: ob
         ({"enforce_eager": "maybe"}, "enforce_eager"),
         ({"prefill_context_parallel_size": 2}, "--prefill-context-parallel-size 2 is refused"),
         ({"quantization": "gguf"}, "--quantization gguf is refused"),
-        ({"enable_lora": True}, "--enable-lora is refused"),
+        ({"enable_lora": True, "max_lora_rank": 513}, "must be in"),
         ({"distributed_executor_backend": "slurm"}, "'slurm' is not one of .*external_launcher, ray"),
         ({"kv_cache_dtype": "nvfp4"}, "--kv-cache-dtype nvfp4 is refused"),
         ({"max_tokens": 7}, "unknown option 'max_tokens'; known: .*max_model_len"),
