@@ -139,6 +139,10 @@ def installed_families() -> Mapping[str, EntryPoint]:
     return found
 
 
+PLAIN_DECODER = "LlamaForCausalLM"
+"""The architecture whose layers have no variation; heads that draft have one such layer."""
+
+
 def source(point: EntryPoint) -> str:
     """Returns the package of an entry point, with its version."""
     return f"{point.dist.name} {point.dist.version}" if point.dist is not None else point.value

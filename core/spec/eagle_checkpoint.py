@@ -9,6 +9,7 @@ from pathlib import Path
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.json_fields import read_json
 from trencadis.core.checkpoint.model_config import POST, ModelConfig, TextConfig
+from trencadis.core.checkpoint.registry import PLAIN_DECODER
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.json_types import JsonMapping
@@ -62,7 +63,7 @@ def load_eagle_config(config: EngineConfig, path: str, target: ModelConfig, flag
         raise StartupError(f"{flag}: {target.architecture} has no residual stream that a head reads; ngram needs none")
     scaling = raw.get("rope_scaling")
     section = scaling.get("mrope_section") if isinstance(scaling, dict) else None
-    over: dict[str, object] = {"architectures": ["LlamaForCausalLM"]}
+    over: dict[str, object] = {"architectures": [PLAIN_DECODER]}
     if section:
         over["rope_scaling"] = None
     text = load_config(Path(path), "", over).text

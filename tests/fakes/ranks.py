@@ -76,6 +76,9 @@ class FakeRank:
         output = StepOutput(step.number, {}, HeadOutput(np.array([token], np.int64).astype(np.int32)))
         return Said(output, wrong)
 
+    def propose(self, rows: Any) -> list[tuple[int, ...]]:
+        raise AssertionError("nothing is drafted here")
+
     def set_vocabulary(self, data: bytes | bytearray) -> None:
         raise AssertionError("no vocabulary is sent here")
 
