@@ -183,7 +183,7 @@ def test_what_is_no_head_is_refused_in_one_line(vl_checkpoint: Path, tmp_path: P
     cases: list[tuple[Path, str]] = [
         (head_at(tmp_path / "a", weights, hidden_size=32, head_dim=8), "is a head for hidden size 32"),
         (head_at(tmp_path / "b", weights, vocab_size=VOCAB + 8), "has 352 ids and"),
-        (head_at(tmp_path / "c", weights, architectures=["LlamaForCausalLM"]), "eagle3 takes LlamaForCausalLMEagle3"),
+        (head_at(tmp_path / "c", weights, architectures=["LlamaForCausalLM"]), "eagle3 takes a head"),
         (head_at(tmp_path / "d", far), "outside of 344 ids"),
         (head_at(tmp_path / "e", without), "the head has no tensor fc.weight"),
         (head_at(tmp_path / "f", other), "lm_head.weight has shape [201, 64], not [200, 64]"),
