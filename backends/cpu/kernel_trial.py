@@ -8,6 +8,7 @@ written nothing is measured, so that all engines of a machine use one table.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import logging
 import os
@@ -100,6 +101,14 @@ def describe_machine(threads: int, dtype: str) -> dict[str, Any]:
     }
 
 
+def name_file(folder: Path, machine: dict[str, Any]) -> Path:
+    """Returns the file of a measurement. Its name is that of the machine, so that another CPU or version is measured
+    anew.
+    """
+    digest = hashlib.sha256(json.dumps(machine, sort_keys=True).encode()).hexdigest()[:8]
+    return folder / f"cpu-kernels-{machine['dtype']}-{machine['threads']}-{digest}.json"
+
+
 def read_cpu_model() -> str:
     """Returns the name of the CPU's model; "": unknown."""
     with suppress(OSError):
@@ -120,7 +129,8 @@ def choose_table(table: KernelTable, dtype: torch.dtype, threads: int, folder: P
     requested = envs.get(VARIABLE) or "auto"
     if folder is None or table.kind == TORCH or requested != "auto" or not name:
         return table
-    machine, file = describe_machine(threads, name), folder / f"cpu-kernels-{name}-{threads}.json"
+    machine = describe_machine(threads, name)
+    file = name_file(folder, machine)
     try:
         with lock_file(file):
             found = read_choice(file, machine)

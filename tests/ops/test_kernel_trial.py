@@ -89,6 +89,16 @@ def test_the_first_start_measures_and_later_ones_read(measured: list[str], tmp_p
     assert len(measured) == 3, "other numbers of threads and other types are measured by themselves"
 
 
+def test_another_version_of_the_kernels_is_measured_anew(
+    measured: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    choose(tmp_path)
+    monkeypatch.setattr(kernel_trial.library, "VERSION", "of tomorrow")
+    with caplog.at_level(logging.WARNING, "trencadis.engine"):
+        assert choose(tmp_path) == with_choice(BUILT_IN, BFLOAT16, *OTHER)
+    assert len(measured) == 2 and len(list(tmp_path.glob("*.json"))) == 2 and not caplog.records
+
+
 @pytest.mark.parametrize("harm", ["cpu", "features", "torch", "kernels", "short", "empty", "list", "choice", "below 0"])
 def test_a_file_that_cannot_be_used_leaves_the_built_in_table(
     harm: str, measured: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
