@@ -88,7 +88,7 @@ def choice_of(table: KernelTable, dtype: str) -> KernelChoice:
     return KernelChoice(rows, int(table.bfloat16_pairs), int(table.serves(Op.WINDOWS, dtype)))
 
 
-def describe_machine(threads: int, dtype: str) -> dict[str, Any]:
+def describe_machine(threads: int, dtype: str) -> dict[str, object]:
     """Returns what a measurement is valid for: it is compared with that of a file."""
     return {
         "format": FORMAT,
@@ -101,7 +101,7 @@ def describe_machine(threads: int, dtype: str) -> dict[str, Any]:
     }
 
 
-def name_file(folder: Path, machine: dict[str, Any]) -> Path:
+def name_file(folder: Path, machine: dict[str, object]) -> Path:
     """Returns the file of a measurement. Its name is that of the machine, so that another CPU or version is measured
     anew.
     """
@@ -167,7 +167,7 @@ def lock_file(file: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def read_choice(file: Path, machine: dict[str, Any]) -> KernelChoice | None:
+def read_choice(file: Path, machine: dict[str, object]) -> KernelChoice | None:
     """Returns the choice of a file; None if there is no file.
 
     Raises:
@@ -189,7 +189,7 @@ def read_choice(file: Path, machine: dict[str, Any]) -> KernelChoice | None:
     return choice
 
 
-def write_choice(file: Path, machine: dict[str, Any], choice: KernelChoice) -> None:
+def write_choice(file: Path, machine: dict[str, object], choice: KernelChoice) -> None:
     """Writes a file, which replaces one that is there.
 
     Raises:

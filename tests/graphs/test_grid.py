@@ -151,10 +151,10 @@ def first_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     thaw()
 
 
-@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("line", [SHORT, pytest.param(DRAFTED, marks=pytest.mark.long)], ids=["plain", "drafts"])
 def test_forty_starts(every: int, line: dict[str, Any]) -> None:
-    """Every utilisation and reserve once, or a seventh of them, with a short launch line that is recorded here.
+    """Every utilisation and reserve once, or a ninth of them, with a short launch line that is recorded here.
 
     Every fourth on a large card, the others where 96 MiB are left for KV cache and graphs: one request needs 37 MiB.
     """
