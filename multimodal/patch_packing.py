@@ -5,14 +5,14 @@ Patch grids of images: checks the aspect ratio, counts tokens and VISION slots. 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import numpy as np
 
 from trencadis.core.errors import BadRequest
 from trencadis.core.shared_constants import SINK_ROW, WINDOW_SLOTS
-from trencadis.core.step import Encode, Int32, VisionInputs
+from trencadis.core.step import Encode, Float32, Int32, VisionInputs
 
 Grid = tuple[int, int, int]
 """Number of patches (t, h, w)."""
@@ -101,4 +101,33 @@ def pack_whole_images(images: Sequence[Encode], slots: int, values: int, merge: 
             slot, segment = slot + size, segment + 1
     spare = len(packed.segment) - slot // WINDOW_SLOTS
     packed.segment[slot // WINDOW_SLOTS :] = segment + np.arange(spare, dtype=np.int32)
+    return packed
+
+
+def join_neighbours(rows: tuple[Int32, Float32], columns: tuple[Int32, Float32], side: int) -> tuple[Int32, Float32]:
+    """Returns for each patch its rows of a table of ``side`` x ``side`` positions, int32 [patches, near], and their
+    weights, float32, from those of its two axes, [patches, near of the axis] each.
+    """
+    near = rows[0][:, :, None] * side + columns[0][:, None, :]
+    shares = rows[1][:, :, None] * columns[1][:, None, :]
+    return near.reshape(len(near), -1).astype(np.int32), shares.reshape(len(near), -1)
+
+
+def add_positions(
+    packed: VisionInputs, images: Sequence[Encode], near: int, find: Callable[[int, int], tuple[Int32, Float32]]
+) -> VisionInputs:
+    """Adds to packed images each patch's ``near`` rows of the table of positions, and their weights.
+
+    Args:
+        find: (height, width) of a grid -> rows and weights of its patches, as ``join_neighbours`` returns them.
+    """
+    slots, slot = len(packed.pixels), 0
+    packed.position_rows = np.zeros((slots, near), np.int32)
+    packed.position_weights = np.zeros((slots, near), np.float32)
+    for image in images:
+        t, h, w = image.grid
+        for _ in range(t):
+            span = slice(slot, slot + h * w)
+            packed.position_rows[span], packed.position_weights[span] = find(h, w)
+            slot += count_slots((1, h, w), windows=False)
     return packed

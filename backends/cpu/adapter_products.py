@@ -103,7 +103,7 @@ class PanelAdapters:
     a: Weight
     b: tuple[Weight, ...]
     panels: tuple[dense.Panels, ...]
-    """Of A, then of each B."""
+    """The packed values of ``a``, then those of each weight of ``b``."""
     slots: int
     rank: int
     nbytes: int

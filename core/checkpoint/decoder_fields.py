@@ -84,6 +84,21 @@ def full_attention(c: JsonFields) -> None:
     layer_types(c, (FULL,))
 
 
+def rotary_tables(c: JsonFields) -> tuple[JsonFields, JsonFields]:
+    """Returns the tables in ``rope_parameters`` of (layers with a sliding window, layers with full attention).
+
+    Raises:
+        StartupError: there is another table, or that of the windows is scaled.
+    """
+    nested = c.within("rope_parameters")
+    for key, value in nested.values.items():
+        if key not in (FULL, SLIDING) or not isinstance(value, dict | None):
+            nested.refuse(key, f"implemented: one object for {FULL}, one for {SLIDING}")
+    sliding, full = nested.within(SLIDING), nested.within(FULL)
+    sliding.only("rope_type", ("default",), "default")
+    return sliding, full
+
+
 def layer_types(c: JsonFields, implemented: tuple[str, ...] = (FULL, SLIDING)) -> list[str] | None:
     """Returns the attention type of each layer; None: the file does not list them."""
     types: list[str] | None = c.values.get("layer_types") if c.is_given("layer_types") else None

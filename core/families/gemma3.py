@@ -11,6 +11,7 @@ from trencadis.core.checkpoint.decoder_fields import (
     gated_decoder,
     heads_of,
     layer_types,
+    rotary_tables,
     windows_of,
 )
 from trencadis.core.checkpoint.family import BARE, CLASSIFY, GENERATE, Family, ParsedConfig, StoredNames
@@ -52,12 +53,7 @@ def _rotary(c: JsonFields) -> tuple[JsonFields, float]:
     """Returns (fields whose only rotary table is that of the full-attention layers, base of the other layers'
     table).
     """
-    nested = c.within("rope_parameters")
-    for key, value in nested.values.items():
-        if key not in (FULL, SLIDING) or not isinstance(value, dict | None):
-            nested.refuse(key, f"implemented: one object for {FULL}, one for {SLIDING}")
-    sliding, full = nested.within(SLIDING), nested.within(FULL)
-    sliding.only("rope_type", ("default",), "default")
+    sliding, full = rotary_tables(c)
     outer = (c, "rope_local_base_freq")
     source, name = (sliding, "rope_theta") if "rope_theta" in sliding.values else outer
     local = source.number(name, 0, LARGEST_BASE, LOCAL_BASE, above=True)

@@ -11,6 +11,7 @@ from trencadis.core.checkpoint.decoder_fields import (
     gated_decoder,
     heads_of,
     layer_types,
+    rotary_tables,
     windows_of,
 )
 from trencadis.core.checkpoint.family import BARE, CLASSIFY, GENERATE, Family, ParsedConfig, StoredNames
@@ -51,12 +52,7 @@ def _rotary(c: JsonFields) -> tuple[JsonFields, float]:
 
     A base beside the tables is that of full attention alone, as in transformers, whose other layers take the default.
     """
-    nested = c.within("rope_parameters")
-    for key, value in nested.values.items():
-        if key not in (FULL, SLIDING) or not isinstance(value, dict | None):
-            nested.refuse(key, f"implemented: one object for {FULL}, one for {SLIDING}")
-    sliding, full = nested.within(SLIDING), nested.within(FULL)
-    sliding.only("rope_type", ("default",), "default")
+    sliding, full = rotary_tables(c)
     local = sliding.number("rope_theta", 0, LARGEST_BASE, BASE, above=True)
     table: JsonObject = {**full.values, **c.within("rope_scaling").values}
     if c.is_given("rope_theta"):

@@ -60,13 +60,10 @@ FAMILY = Family(
     skipped=SKIPPED,
     adapters=(),
 )
-NEXT = Family(
+NEXT = replace(
+    FAMILY,
     name="Qwen3-Next",
     model_type="qwen3_next",
     architectures={"Qwen3NextForCausalLM": GENERATE, "Qwen3NextModel": BARE},
     config=describe_next,
-    names=StoredNames(PREFIXES),
-    ignored=IGNORED | ROUTING,
-    skipped=SKIPPED,
-    adapters=(),
 )

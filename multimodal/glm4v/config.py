@@ -14,7 +14,7 @@ import numpy as np
 
 from trencadis.core.step import Encode, Float32, Int32, VisionInputs
 from trencadis.core.vision_config import SharedMatrix, SlotForm
-from trencadis.multimodal.patch_packing import count_slots, patch_coordinates
+from trencadis.multimodal.patch_packing import add_positions, join_neighbours, patch_coordinates
 from trencadis.multimodal.qwen2_vl.preprocessor_config import ProcessorRules
 from trencadis.multimodal.vit.base_config import ViTConfig
 
@@ -60,24 +60,13 @@ def _cubic_weights(distance: Float32) -> Float32:
 def sampled_positions(h: int, w: int, side: int, merge: int) -> tuple[Int32, Float32]:
     """Returns for each patch of a grid its rows of the table, int32 [h x w, 16], and their weights, float32."""
     coordinates = patch_coordinates(h, w, merge)
-    rows, row_shares = sample_axis(coordinates[:, 0], h, side)
-    columns, column_shares = sample_axis(coordinates[:, 1], w, side)
-    near = (rows[:, :, None] * side + columns[:, None, :]).reshape(-1, NEIGHBOURS)
-    return near.astype(np.int32), (row_shares[:, :, None] * column_shares[:, None, :]).reshape(-1, NEIGHBOURS)
+    rows, columns = sample_axis(coordinates[:, 0], h, side), sample_axis(coordinates[:, 1], w, side)
+    return join_neighbours(rows, columns, side)
 
 
 def add_sampled_positions(packed: VisionInputs, images: Sequence[Encode], side: int, merge: int) -> VisionInputs:
     """Adds to packed images each patch's rows in a table of ``side`` x ``side`` positions and their weights."""
-    slots, slot = len(packed.pixels), 0
-    packed.position_rows = np.zeros((slots, NEIGHBOURS), np.int32)
-    packed.position_weights = np.zeros((slots, NEIGHBOURS), np.float32)
-    for image in images:
-        t, h, w = image.grid
-        for _ in range(t):
-            span = slice(slot, slot + h * w)
-            packed.position_rows[span], packed.position_weights[span] = sampled_positions(h, w, side, merge)
-            slot += count_slots((1, h, w), windows=False)
-    return packed
+    return add_positions(packed, images, NEIGHBOURS, lambda h, w: sampled_positions(h, w, side, merge))
 
 
 @dataclass(frozen=True)

@@ -128,23 +128,13 @@ FAMILY = Family(
     vision=VISION_SIDE,
     ignored=MEDIA_KEYS,
 )
-FLASH = Family(
-    name="GLM-4.6V-Flash",
-    model_type="glm46v",
-    architectures={"Glm46VForConditionalGeneration": GENERATE},
-    config=describe,
-    names=StoredNames(PREFIXES, NORM_NAMES),
-    make="trencadis.multimodal.glm4v.model:make",
-    vision=VISION_SIDE,
-    ignored=MEDIA_KEYS,
+FLASH = replace(
+    FAMILY, name="GLM-4.6V-Flash", model_type="glm46v", architectures={"Glm46VForConditionalGeneration": GENERATE}
 )
-OCR = Family(
+OCR = replace(
+    FAMILY,
     name="GLM-OCR",
     model_type="glm_ocr",
     architectures={"GlmOcrForConditionalGeneration": GENERATE},
     config=describe_ocr,
-    names=StoredNames(PREFIXES, NORM_NAMES),
-    make="trencadis.multimodal.glm4v.model:make",
-    vision=VISION_SIDE,
-    ignored=MEDIA_KEYS,
 )

@@ -14,7 +14,7 @@ import numpy as np
 
 from trencadis.core.step import Encode, Float32, Int32, VisionInputs
 from trencadis.core.vision_config import SharedMatrix, SlotForm
-from trencadis.multimodal.patch_packing import count_slots, patch_coordinates
+from trencadis.multimodal.patch_packing import add_positions, join_neighbours, patch_coordinates
 from trencadis.multimodal.vit.base_config import ViTConfig
 
 NEIGHBOURS = 4
@@ -41,26 +41,13 @@ def interpolated_positions(h: int, w: int, side: int, merge: int) -> tuple[Int32
     float32 [h x w, 4].
     """
     coordinates = patch_coordinates(h, w, merge)
-    rows, row_shares = interpolate_axis(coordinates[:, 0], h, side)
-    columns, column_shares = interpolate_axis(coordinates[:, 1], w, side)
-    near = (rows[:, :, None] * side + columns[:, None, :]).reshape(-1, NEIGHBOURS)
-    return near.astype(np.int32), (row_shares[:, :, None] * column_shares[:, None, :]).reshape(-1, NEIGHBOURS)
+    rows, columns = interpolate_axis(coordinates[:, 0], h, side), interpolate_axis(coordinates[:, 1], w, side)
+    return join_neighbours(rows, columns, side)
 
 
 def add_interpolated_positions(packed: VisionInputs, images: Sequence[Encode], side: int, merge: int) -> VisionInputs:
     """Adds to packed images each patch's neighbours in a table of ``side`` x ``side`` positions and their weights."""
-    slots, slot = len(packed.pixels), 0
-    packed.position_rows, packed.position_weights = (
-        np.zeros((slots, NEIGHBOURS), np.int32),
-        np.zeros((slots, NEIGHBOURS), np.float32),
-    )
-    for image in images:
-        t, h, w = image.grid
-        for _ in range(t):
-            span = slice(slot, slot + h * w)
-            packed.position_rows[span], packed.position_weights[span] = interpolated_positions(h, w, side, merge)
-            slot += count_slots((1, h, w), windows=False)
-    return packed
+    return add_positions(packed, images, NEIGHBOURS, lambda h, w: interpolated_positions(h, w, side, merge))
 
 
 CHANNELS, FRAMES = 3, 2

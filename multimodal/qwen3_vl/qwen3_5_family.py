@@ -4,6 +4,8 @@ without DeepStack. Torch-free.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.model_config import TextConfig
@@ -49,15 +51,11 @@ FAMILY = Family(
     skipped=SKIPPED,
     adapters=(),
 )
-EXPERTS = Family(
+EXPERTS = replace(
+    FAMILY,
     name="Qwen3.5 with experts and images",
     model_type="qwen3_5_moe",
     architectures={"Qwen3_5MoeForConditionalGeneration": GENERATE},
     config=describe_experts,
-    names=StoredNames(PREFIXES, WEIGHT_NAMES),
-    make="trencadis.multimodal.qwen3_vl.model:make",
-    vision=VISION_SIDE,
     ignored=IGNORED | ROUTING,
-    skipped=SKIPPED,
-    adapters=(),
 )
