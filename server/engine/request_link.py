@@ -16,10 +16,54 @@ from typing import Any
 
 import numpy as np
 
-from trencadis.core.errors import Unavailable
+from trencadis.core.errors import QueueFull, Unavailable
 from trencadis.core.process import engine_messages
 from trencadis.core.request import Delta, Request
 from trencadis.server.engine.engine_client import DeltaCallback, Pixels
+
+
+SMALL_BACKLOG = 32 << 10
+"""Bytes of deltas of a choice that may wait for the reader without being counted: a hundred tokens, or ten with
+log-probabilities."""
+DELTA_BYTES = 300
+"""Bytes of a delta with one token."""
+LOGPROB_BYTES = 400
+"""Bytes of the log-probability of one token."""
+CANDIDATE_BYTES = 72
+"""Bytes of each other token in it."""
+
+
+def estimate_size(delta: Delta) -> int:
+    """Returns the bytes of memory that a delta takes, without what it tells of the prompt, which the budget of answers
+    counts.
+    """
+    size = DELTA_BYTES + 40 * len(delta.tokens)
+    if delta.logprobs is not None:
+        size += len(delta.logprobs) * LOGPROB_BYTES
+        size += CANDIDATE_BYTES * sum([len(one.top_ids) for one in delta.logprobs])
+    return size
+
+
+class Backlog:
+    """Bytes of deltas that wait for their readers, which are clients that read slower than the engine writes.
+
+    Args:
+        most: bytes of one request.
+        total: bytes of all requests, without the first ``SMALL_BACKLOG`` of each choice.
+        reserved: returns the bytes of ``total`` that other answers of this process may take.
+    """
+
+    def __init__(self, most: int = 64 << 20, total: int = 256 << 20, reserved: Callable[[], int] = lambda: 0) -> None:
+        self.most, self.total, self.reserved = most, total, reserved
+        self.held = 0
+
+    def fits(self, size: int) -> bool:
+        """Returns True if a request may have ``size`` bytes, and all may have what they have."""
+        return size <= self.most and self.held + self.reserved() <= self.total
+
+
+BACKLOG = Backlog()
+"""That of this process; its application sets the bounds."""
 
 
 class OpenRequest:
@@ -31,38 +75,65 @@ class OpenRequest:
 
     Args:
         choices: its number of choices.
+        backlog: bounds what waits for the reader.
     """
 
-    __slots__ = ("_deltas", "_reader", "callback", "pixels", "unfinished")
+    __slots__ = (
+        "_backlog", "_choices", "_counted", "_deltas", "_held", "_reader", "callback", "pixels", "unfinished",
+    )  # fmt: skip
 
-    def __init__(self, pixels: Sequence[Pixels], choices: int) -> None:
+    def __init__(self, pixels: Sequence[Pixels], choices: int, backlog: Backlog = BACKLOG) -> None:
         self.pixels = pixels
+        self._backlog, self._choices, self._held, self._counted = backlog, choices, 0, 0
         self.unfinished = set(range(choices))
         self.callback: DeltaCallback | None = None
         self._deltas: deque[Delta | Exception] = deque()
         self._reader: asyncio.Future[None] | None = None
         """Future that the waiting reader awaits."""
 
-    def deliver(self, delta: Delta) -> None:
+    def deliver(self, delta: Delta) -> bool:
         """Delivers a delta: to the callback if the reader is idle, else to the reader's queue.
 
-        The last delta of a choice is always queued.
+        The last delta of a choice is always queued. Returns False if more waits than is allowed: then the reader gets
+        an error, and deliver nothing more.
         """
         reader = self._reader
         if self.callback is None or delta.finish is not None or reader is None or reader.done():
-            self._put(delta)
-            return
+            return self._put(delta)
         try:
             taken = self.callback(delta)
         except Exception as error:
             # An error in one stream must not end the task that delivers the deltas of all streams.
             self.callback = None
-            self._put(error)
-            return
-        if not taken:
-            self._put(delta)
+            self._wake(error)
+            return True
+        return taken or self._put(delta)
 
-    def _put(self, item: Delta | Exception) -> None:
+    def _put(self, delta: Delta) -> bool:
+        """Queues a delta for the reader; returns False if too much waits."""
+        self._held += estimate_size(delta)
+        if self._held > SMALL_BACKLOG * self._choices and len(self._deltas) > 2 * self._choices:
+            self._count(self._held)
+            if not self._backlog.fits(self._held):
+                waits = self._held
+                self.drop()
+                self._wake(QueueFull(f"The answer is read too slowly: {waits} bytes of it wait.", retry_after=1))
+                return False
+        self._wake(delta)
+        return True
+
+    def _count(self, size: int) -> None:
+        """Counts that ``size`` bytes wait."""
+        self._backlog.held += size - self._counted
+        self._counted = size
+
+    def drop(self) -> None:
+        """Drops what waits."""
+        self._deltas.clear()
+        self._held = 0
+        self._count(0)
+
+    def _wake(self, item: Delta | Exception) -> None:
         self._deltas.append(item)
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
@@ -82,6 +153,9 @@ class OpenRequest:
         item = self._deltas.popleft()
         if isinstance(item, Exception):
             raise item
+        self._held -= estimate_size(item)
+        if self._counted:
+            self._count(self._held)
         return item
 
 
@@ -146,7 +220,11 @@ class RequestLink:
         entry = self.requests.get(delta.id)
         if entry is None or delta.choice not in entry.unfinished:
             return
-        entry.deliver(delta)
+        if not entry.deliver(delta):
+            log.warning("request %s: its answer is read too slowly, and is ended", delta.id)
+            del self.requests[delta.id]
+            self.write(engine_messages.Abort([delta.id]))
+            return
         if delta.finish is not None:
             entry.unfinished.discard(delta.choice)
             if not entry.unfinished:
@@ -187,6 +265,7 @@ class RequestLink:
                 left -= delta.finish is not None
                 yield delta
         finally:
+            entry.drop()
             if self.requests.pop(request.id, None) is not None:
                 self.write(engine_messages.Abort([request.id]))
 

@@ -24,6 +24,7 @@ from trencadis.core.errors import BadRequest, TrencadisError, from_status
 from trencadis.core.json_types import Json
 from trencadis.multimodal.decode_workers.worker_pool import MAX_WORKERS
 from trencadis.server.engine.engine_client import EngineClient
+from trencadis.server.engine.request_link import BACKLOG
 from trencadis.server.grammars.grammar_cache import GrammarCache
 from trencadis.server.http.fair_admission import FairAdmissionMiddleware
 from trencadis.server.http.host_rules import HostRules
@@ -122,7 +123,7 @@ def create_app(
     grammars = GrammarCache(service.tokenizer, service.config.text.vocab, service.eos)
     state = AppState(
         settings, engine, service, admission, metrics, int(time.time()), grammars, forms, tenants,
-        _make_traces(config.otlp_traces_endpoint, metrics), fair_queue, AnswerBudget(config.max_answer_bytes),
+        _make_traces(config.otlp_traces_endpoint, metrics), fair_queue, _make_answer_budget(config.max_answer_bytes),
         make_adapters(settings, service),
     )  # fmt: skip
 
@@ -184,6 +185,13 @@ def _make_traces(endpoint: str, metrics: PrometheusMetrics) -> TraceQueue | None
     made = TraceQueue.for_endpoint(endpoint)
     metrics.registry.register(TraceCollector(made))
     return made
+
+
+def _make_answer_budget(most: int) -> AnswerBudget:
+    """Makes the budget of answers, which the unread deltas of streams share."""
+    budget = AnswerBudget(most, unread=lambda: BACKLOG.held)
+    BACKLOG.most, BACKLOG.total, BACKLOG.reserved = most, budget.total, lambda: budget.held
+    return budget
 
 
 def _make_tenants(settings: HttpSettings) -> tuple[TenantRegistry | None, TenantFairQueue | None]:

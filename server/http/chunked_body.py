@@ -16,7 +16,9 @@ from h11._receivebuffer import ReceiveBuffer
 FREE_CHUNKS = 64
 """Chunks of a body that may have any size."""
 MIN_AVERAGE = 64
-"""Bytes that the chunks of a body must have on average, beyond the first ``FREE_CHUNKS``."""
+"""Bytes that the chunks of a body must have on average, beyond the first ``FREE_CHUNKS``; a long chunk makes up for
+as many short ones at most.
+"""
 MAX_REST = 64 << 10
 """Bytes of a body that are read on after an early answer, so that the connection can be used again."""
 MAX_READ = 16 << 10
@@ -33,7 +35,7 @@ class BoundedChunkedReader(ChunkedReader):
     def __init__(self, most_trailers: int) -> None:
         super().__init__()
         self._most_trailers = most_trailers
-        self._chunks = self._bytes = 0
+        self._credit = FREE_CHUNKS * MIN_AVERAGE
 
     def __call__(self, buf: ReceiveBuffer) -> h11.Data | h11.EndOfMessage | None:
         """The next piece of the body.
@@ -45,10 +47,10 @@ class BoundedChunkedReader(ChunkedReader):
             raise h11.LocalProtocolError("too many trailers")
         event = super().__call__(buf)
         if isinstance(event, h11.Data):
-            self._chunks += event.chunk_start
-            self._bytes += len(event.data)
-            if self._chunks > FREE_CHUNKS and self._bytes < MIN_AVERAGE * (self._chunks - 1):
+            self._credit += len(event.data) - MIN_AVERAGE * event.chunk_start
+            if self._credit < -MIN_AVERAGE:  # the chunk that begins may be incomplete
                 raise h11.LocalProtocolError("chunks of less than 64 bytes on average")
+            self._credit = min(self._credit, FREE_CHUNKS * MIN_AVERAGE)
         return event
 
 
@@ -65,15 +67,26 @@ class BoundedConnection(h11.Connection):
         self._most_trailers = most_trailers
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
-        """See ``h11.Connection``."""
+        """See ``h11.Connection``.
+
+        Raises:
+            RemoteProtocolError: what comes is no HTTP, or a request has two lengths, which a proxy in front may read
+                otherwise.
+        """
         event = super().next_event()
         if isinstance(event, h11.Request) and type(self._reader) is ChunkedReader:
+            if any(name == b"content-length" for name, _ in event.headers):
+                raise h11.RemoteProtocolError("both Content-Length and Transfer-Encoding")
             self._reader = BoundedChunkedReader(self._most_trailers)
         return event
 
     def is_rest_cheap(self) -> bool:
         """True if what is missing of the request's body is short and has a known length."""
         return isinstance(self._reader, ContentLengthReader) and self._reader._remaining <= MAX_REST
+
+    def reads_chunks(self) -> bool:
+        """True while a chunked body is read, each of whose chunks costs as much as many bytes."""
+        return self.their_state is h11.SEND_BODY and isinstance(self._reader, ChunkedReader)
 
     def reads_by_length(self) -> bool:
         """True while a body of a known length is read, whose bytes cost nothing but their number."""

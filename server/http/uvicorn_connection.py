@@ -57,6 +57,16 @@ class ChunkWriter:
         self.last_written = time.monotonic()
 
 
+class AnswerTransport:
+    """What a request's task writes its answer to: the transport of ``connection``, which is closed with care."""
+
+    __slots__ = ("close", "is_closing", "write")
+
+    def __init__(self, connection: LimitedH11Protocol) -> None:
+        transport = connection.transport
+        self.write, self.is_closing, self.close = transport.write, transport.is_closing, connection.close_after_answer
+
+
 log = logging.getLogger("trencadis.server")
 
 HEADS = 32 << 20
@@ -88,6 +98,7 @@ DROP_SECONDS = 2.0
 MAX_TARGET = 8 << 10
 """Most bytes of a request's first line: method, path, query and version."""
 REFUSALS = {
+    400: (b"Bad Request", b"The request is not valid HTTP.", b"BadRequestError"),
     414: (b"URI Too Long", b"The request line has more than 8192 bytes.", b"RequestURITooLongError"),
     431: (
         b"Request Header Fields Too Large",
@@ -98,7 +109,7 @@ REFUSALS = {
 
 
 def make_refusal(status: int) -> bytes:
-    """The whole response for a head that is refused before it is parsed."""
+    """The whole response for what cannot be parsed, or is refused before it is."""
     phrase, message, kind = REFUSALS[status]
     body = b'{"error":{"message":"%b","type":"%b","param":null,"code":%d}}' % (message, kind, status)
     return (
@@ -119,6 +130,7 @@ class SharedLimits:
         alternately the one
             that waits longest and the one that came last, which may be another client's than a flood's.
         lost_connections: the ends of connections whose clients have gone.
+        chunks: reads of chunked bodies, one in each pass.
         most_lines: lines of a head below the first one; a folded field has several.
         count_refusal: called with (status, reason) of each head that is refused before it is parsed.
     """
@@ -130,6 +142,7 @@ class SharedLimits:
     begun: int = 0
     deferred: PendingHeads[tuple[LimitedH11Protocol, bytes]] = field(default_factory=PendingHeads)
     lost_connections: PacedCalls = field(default_factory=lambda: PacedCalls(ENDS_PER_PASS))
+    chunks: PacedCalls = field(default_factory=lambda: PacedCalls(1))
     most_lines: int = 256
     count_refusal: Callable[[int, str], None] = lambda status, reason: None
 
@@ -164,6 +177,10 @@ class LimitedH11Protocol(H11Protocol):
     """A connection under the limits of ``shared``."""
 
     _held = 0
+    _unread = 0
+    """Reads of a chunked body that wait for their pass of the event loop."""
+    _has_eof = False
+    """True if the client closed its side while such reads waited."""
     _dropping = False
     """Whether all that comes is dropped without being parsed, until the client closes or a moment has passed."""
     _usual_read = 0
@@ -217,6 +234,11 @@ class LimitedH11Protocol(H11Protocol):
         if self._is_idle() and not shared.may_begin(self.loop) and shared.held + len(data) <= shared.bound:
             self._defer(data)
             return
+        if self._unread or self._bounded.reads_chunks():
+            self._unread += 1
+            self.flow.pause_reading()
+            shared.chunks.put(self.loop, functools.partial(self._take_chunks, data))
+            return
         super().data_received(data)
         self._charge_pending_bytes()
 
@@ -226,6 +248,13 @@ class LimitedH11Protocol(H11Protocol):
         self.flow.pause_reading()
         self._shared.deferred.put((self, data), data)
         self._hold(self._held + len(data))
+
+    def _take_chunks(self, data: bytes) -> None:
+        """Takes bytes of a chunked body that came in an earlier pass of the event loop."""
+        self._unread -= 1
+        self.resume(data)
+        if self._has_eof and not self._unread and not self.transport.is_closing() and not self.eof_received():
+            self.transport.close()
 
     def resume(self, data: bytes) -> None:
         """Takes bytes that came in an earlier pass of the event loop."""
@@ -250,6 +279,7 @@ class LimitedH11Protocol(H11Protocol):
         super().handle_events()
         self._bound_reads()
         if self.cycle is not before:
+            self.cycle.transport = cast("asyncio.Transport", AnswerTransport(self))
             # A weak reference, to avoid a cycle for the garbage collector.
             cast("dict[str, Any]", self.cycle.scope)["trencadis.connection"] = weakref.ref(self)
 
@@ -270,6 +300,28 @@ class LimitedH11Protocol(H11Protocol):
         """Answers a head that is not parsed, and closes the connection."""
         self.transport.write(make_refusal(status))
         self._drop_rest()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers what is no HTTP, in our form, and closes the connection; an answer that has begun is cut off."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.close()
+            return
+        self._shared.count_refusal(400, "http")
+        if self.cycle is not None:
+            # Its task must not write after this answer.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self._refuse_head(400)
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Says nothing: Java's client asks for HTTP/2 with each connection, and the request is answered as it is."""
+
+    def close_after_answer(self) -> None:
+        """Closes the connection after an answer whose client wants no other one, and may still send its body."""
+        if self.conn.their_state is h11.SEND_BODY and not self._dropping:
+            self._drop_rest()
+        else:
+            self.transport.close()
 
     def _drop_rest(self) -> None:
         """Ends this side of the connection after an early answer. What comes is dropped for ``DROP_SECONDS``, because
@@ -304,8 +356,10 @@ class LimitedH11Protocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         """Closes the connection of a client that has closed its side, since no other request follows."""
+        if self._dropping:
+            return
         super().on_response_complete()
-        if self.transport.is_closing():
+        if self._dropping or self.transport.is_closing():
             return
         if self.conn.their_state is h11.SEND_BODY and not self._bounded.is_rest_cheap():
             self._drop_rest()
@@ -319,7 +373,7 @@ class LimitedH11Protocol(H11Protocol):
 
     def _charge_pending_bytes(self) -> None:
         """Counts the buffered bytes of a request that has not begun, and starts the matching timeout."""
-        if self.transport.is_closing():
+        if self._dropping or self.transport.is_closing():
             return
         state = self.conn.their_state
         held = len(self.conn.trailing_data[0]) if state in (h11.IDLE, h11.DONE) else 0
@@ -389,7 +443,12 @@ class LimitedH11Protocol(H11Protocol):
         So the server sends an interim response, which HTTP/1.1 clients ignore, and checks the socket. TLS has no
         half-closed connections.
         """
-        if self._is_idle() or self.cycle.more_body or self.scheme == "https" or self.scope["http_version"] != "1.1":
+        if self.scheme == "https" or self._dropping:
+            return None
+        if self._unread:
+            self._has_eof = True
+            return True
+        if self._is_idle() or self.cycle.more_body or self.scope["http_version"] != "1.1":
             return None
         if not self._ended:
             self._ended = True

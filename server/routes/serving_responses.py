@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 
 from fastapi import APIRouter
 from pydantic import BaseModel
@@ -12,14 +12,14 @@ from starlette.responses import Response
 
 from trencadis.core.errors import NotFound
 from trencadis.core.request import TokenLogprob
+from trencadis.server.prompts.logprob_format import TokenEntry, make_chat_entries
 from trencadis.server.prompts.output_processor import TextPiece
-from trencadis.server.protocol.chat_completions import TokenLogprobs
 from trencadis.server.protocol.responses import InputTokens, ResponsesRequest, ResponsesResponse
 from trencadis.server.routes.app_state import AppState, make_request_id
 from trencadis.server.routes.message_collector import InnerRequest
 from trencadis.server.routes.request_body import BodyRoute
 from trencadis.server.routes.responses_input import make_inner_request
-from trencadis.server.routes.responses_output import ResponseWriter, make_initial_response
+from trencadis.server.routes.responses_output import RETOLD, ResponseWriter, make_initial_response
 from trencadis.server.routes.serving_chat import prepare
 from trencadis.server.routes.sse import StreamFormat
 from trencadis.server.routes.translated_run import (
@@ -87,16 +87,14 @@ async def prepare_response(
         TrencadisError: the request cannot run.
     """
     id = make_request_id("resp", http, body.request_id, "_")
-    chat = await prepare(state, inner.chat, http, ticket, id, fits=True)
-    params = chat.generation.params
+    chat = await prepare(state, inner.chat, http, ticket, id, fits=True, retold=RETOLD)
+    params, tokenizer = chat.generation.params, state.service.tokenizer
+    top = (chat.body.top_logprobs or 0) if chat.body.logprobs else None
 
-    def make_logprobs(items: list[TokenLogprob]) -> list[TokenLogprobs]:
-        found = chat.make_logprobs(TextPiece("", logprobs=items)) if items else None
-        return found.content or [] if found is not None else []
+    def make_entries(items: Sequence[TokenLogprob]) -> list[TokenEntry]:
+        return [] if top is None else make_chat_entries(tokenizer, items, top, chat.as_ids)
 
-    writer = ResponseWriter(
-        make_initial_response(body, id, chat.model, params.temperature, params.top_p), make_logprobs
-    )
+    writer = ResponseWriter(make_initial_response(body, id, chat.model, params.temperature, params.top_p), make_entries)
 
     def complete(piece: TextPiece, reason: str | None) -> BaseModel:
         return writer.complete(reason, chat.usage)

@@ -39,8 +39,8 @@ class AnswerWriter(Protocol):
         """Yields the events of a change."""
         ...
 
-    def add_block(self, change: BlockEvent) -> None:
-        """Adds a change to an answer that is sent whole."""
+    def add_block(self, change: BlockEvent, lazy: bool = False) -> None:
+        """Adds a change to an answer that is sent whole; ``lazy``: see ``PreparedRequest``."""
         ...
 
     def write_final_events(self) -> Iterator[bytes]:
@@ -72,15 +72,15 @@ class TranslatedRun:
         return self.chat.estimate_output(usual)
 
     async def complete(self, lazy: bool = False) -> BaseModel:
-        """Runs to the end and returns the whole answer."""
+        """Runs to the end and returns the whole answer; ``lazy``: see ``PreparedRequest``."""
         blocks, last = self.make_block_builder(), TextPiece("")
         async with aclosing(self.chat.generation.stream_pieces()) as pieces:
             async for _, last in pieces:
                 for change in blocks.feed(last):
-                    self.writer.add_block(change)
+                    self.writer.add_block(change, lazy)
         reason = self.chat.get_finish_reason(0, last)
         for change in blocks.finish(reason == "length"):
-            self.writer.add_block(change)
+            self.writer.add_block(change, lazy)
         return self.complete_answer(last, reason)
 
     def stream(self) -> TranslatedStream:
