@@ -35,7 +35,7 @@ class BoundedChunkedReader(ChunkedReader):
     def __init__(self, most_trailers: int) -> None:
         super().__init__()
         self._most_trailers = most_trailers
-        self._credit = FREE_CHUNKS * MIN_AVERAGE
+        self._chunks = self._bytes = 0
 
     def __call__(self, buf: ReceiveBuffer) -> h11.Data | h11.EndOfMessage | None:
         """The next piece of the body.
@@ -47,10 +47,10 @@ class BoundedChunkedReader(ChunkedReader):
             raise h11.LocalProtocolError("too many trailers")
         event = super().__call__(buf)
         if isinstance(event, h11.Data):
-            self._credit += len(event.data) - MIN_AVERAGE * event.chunk_start
-            if self._credit < -MIN_AVERAGE:  # the chunk that begins may be incomplete
+            self._chunks += event.chunk_start
+            self._bytes = min(self._bytes + len(event.data), MIN_AVERAGE * (self._chunks + FREE_CHUNKS))
+            if self._chunks > FREE_CHUNKS and self._bytes < MIN_AVERAGE * (self._chunks - 1):
                 raise h11.LocalProtocolError("chunks of less than 64 bytes on average")
-            self._credit = min(self._credit, FREE_CHUNKS * MIN_AVERAGE)
         return event
 
 

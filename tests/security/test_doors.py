@@ -30,7 +30,7 @@ def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[bool, int]]
     keys = folder / "keys.yaml"
     keys.write_text(f"keys:\n- name: one\n  sha256: {hashlib.sha256(KEY).hexdigest()}\n")
     keys.chmod(0o600)
-    checkpoint = write_text_checkpoint(folder / "checkpoint")
+    checkpoint = write_text_checkpoint(tmp_path_factory.mktemp("checkpoint"))
     first, second = scripted_app(checkpoint), scripted_app(checkpoint)
     how = {"host": "127.0.0.1", "receive_timeout": 1.0}
     first.app(**how, enable_sleep_mode=True, disable_page=True)
