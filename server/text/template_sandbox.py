@@ -357,7 +357,7 @@ def _bound_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]
         spend(STEP)
         given = args[1:] if hasattr(function, "jinja_pass_arg") else args
         if given:
-            spend(_size_of(given[0]) * (64 if name in SLOW else 1))
+            spend(_size_of(given[0]) * (256 if name in SLOW else 1 if isinstance(given[0], str) else 16))
         _check_widths(given[1:], kwargs)
         if name == "format" and given and LONG_WIDTH.search(str(given[0])):
             raise jinja2.TemplateRuntimeError("format too wide")
