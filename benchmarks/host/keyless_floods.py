@@ -6,8 +6,8 @@ python -m benchmarks.host.keyless_floods [--kinds one-byte,keys] [--seconds 8] [
 
 Each kind runs with an idle engine and with four chats that stream. ``plain`` sends whole requests without a key at the
 same rate of connections and a hundredth of the bytes; ``none`` sends nothing. ``choices``, ``prompts``, ``echo`` and
-``template`` are single requests with a key, one after another (``plain-choices`` and ``plain-prompts``: without what they tell). The flood is a process of its own, which shares the CPUs
-with the server.
+``template`` are single requests with a key, one after another; ``plain-choices`` and ``plain-prompts`` are the same
+without log-probabilities. The flood is a process of its own, which shares the CPUs with the server.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ from trencadis.core.process import engine_messages
 from trencadis.core.request import Delta, Request
 from trencadis.server.engine.engine_client import DeltaCallback, Pixels
 
-
 SMALL_BACKLOG = 32 << 10
 """Bytes of deltas of a choice that may wait for the reader without being counted: a hundred tokens, or ten with
 log-probabilities."""

@@ -94,10 +94,7 @@ class HostRules:
         own = sites == {"same-origin"} or all(_is_own(origin, host) for origin in origins)
         if "cross-site" in sites or not own:
             shown = ", ".join(origins)[:60] or "another site"
-            raise Forbidden(
-                f"A page of {shown} may not send this request; --allowed-origins names those "
-                "that may."
-            )
+            raise Forbidden(f"A page of {shown} may not send this request; --allowed-origins names those that may.")
 
 
 def _is_own(origin: str, host: str) -> bool:

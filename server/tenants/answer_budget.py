@@ -91,9 +91,7 @@ class AnswerBudget:
         unread: returns the bytes of it that clients of streams have not read.
     """
 
-    def __init__(
-        self, most: int = 64 << 20, total: int | None = None, unread: Callable[[], int] = lambda: 0
-    ) -> None:
+    def __init__(self, most: int = 64 << 20, total: int | None = None, unread: Callable[[], int] = lambda: 0) -> None:
         usual = limited_budget(ALL_ANSWERS, MEMORY_SHARE) if total is None else total
         self.most, self.total, self.unread = most, max(usual, most), unread
         self.held = 0

@@ -312,7 +312,6 @@ class _ExpressionsBounded(NodeTransformer):
         made.set_lineno(node.lineno)
         return made
 
-
     def visit_List(self, node: nodes.List) -> nodes.Expr:
         """``[...] | WEIGH``, unless all is constant."""
         self.generic_visit(node)

@@ -43,9 +43,9 @@ def get(target: bytes = b"/health", *lines: bytes, host: bytes = b"127.0.0.1:{po
 
 def post(body: bytes = BODY, *lines: bytes, target: bytes = b"/v1/chat/completions", length: bool = True) -> bytes:
     head = [b"POST " + target + b" HTTP/1.1", b"Host: 127.0.0.1:{port}"]
-    head += [] if any(line.lower().startswith(b"content-type") for line in lines) else [
-        b"Content-Type: application/json"
-    ]
+    head += (
+        [] if any(line.lower().startswith(b"content-type") for line in lines) else [b"Content-Type: application/json"]
+    )
     head += [b"Content-Length: %d" % len(body)] if length else []
     return b"\r\n".join([*head, *lines]) + b"\r\n\r\n" + body
 
@@ -141,9 +141,18 @@ def _fields() -> Iterator[tuple[str, bytes, frozenset[int]]]:
         lines = b"Connection: Upgrade", b"Upgrade: " + value
         yield f"an upgrade to {value[:20]!r}", get(b"/health", *lines), ok
         yield f"a body and an upgrade to {value[:20]!r}", post(BODY, *lines), ok
-    ws = b"Connection: keep-alive, Upgrade", b"Upgrade: websocket", b"Sec-WebSocket-Version: 13", b"Sec-WebSocket-Key: eA=="
+    ws = (
+        b"Connection: keep-alive, Upgrade",
+        b"Upgrade: websocket",
+        b"Sec-WebSocket-Version: 13",
+        b"Sec-WebSocket-Key: eA==",
+    )
     yield "a web socket", get(b"/v1/realtime", *ws), bad
-    yield "settings of HTTP/2", get(b"/health", b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: h2c", b"HTTP2-Settings: AAMAAABk"), ok
+    yield (
+        "settings of HTTP/2",
+        get(b"/health", b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: h2c", b"HTTP2-Settings: AAMAAABk"),
+        ok,
+    )
 
 
 def _lengths() -> Iterator[tuple[str, bytes, frozenset[int]]]:
@@ -159,7 +168,15 @@ def _lengths() -> Iterator[tuple[str, bytes, frozenset[int]]]:
     yield "no length", post(b"", length=False), bad
     yield "both lengths", post(BODY, b"Transfer-Encoding: chunked"), frozenset({400})
     yield "both lengths the other way", chunked(in_chunks(BODY, 9), b"Content-Length: 3"), frozenset({400})
-    for value in (b"gzip, chunked", b"identity", b"chunked, chunked", b"x", b"chunked, gzip", b"\x0bchunked", b"chunkedx"):
+    for value in (
+        b"gzip, chunked",
+        b"identity",
+        b"chunked, chunked",
+        b"x",
+        b"chunked, gzip",
+        b"\x0bchunked",
+        b"chunkedx",
+    ):
         yield f"a coding of {value!r}", post(in_chunks(BODY, 9), b"Transfer-Encoding: " + value, length=False), bad
     yield "two codings", chunked(in_chunks(BODY, 9), b"Transfer-Encoding: chunked"), bad | ok
     yield "a coding in capitals", post(in_chunks(BODY, 9), b"Transfer-Encoding: CHUNKED", length=False), ok
@@ -172,38 +189,75 @@ def _lengths() -> Iterator[tuple[str, bytes, frozenset[int]]]:
     yield "extensions on small chunks", chunked(b"1;aaaa=bbbbbbbb\r\n \r\n" * 3000 + b"0\r\n\r\n"), frozenset({400})
     yield "one-byte chunks", chunked(in_chunks(b" " * 20_000, 1)), frozenset({400})
     yield "chunks of 60 bytes", chunked(in_chunks(b" " * 60_000, 60)), frozenset({400})
-    yield "small chunks after a long one", chunked(in_chunks(b" " * 600_000, 600_000, b"") + in_chunks(b" " * 9000, 1)), frozenset({400})
-    yield "pairs of a long and small ones", chunked(
-        (in_chunks(b" " * 9000, 9000, b"") + in_chunks(b" " * 200, 1, b"")) * 20 + b"0\r\n\r\n"), frozenset({400})
+    yield (
+        "small chunks after a long one",
+        chunked(in_chunks(b" " * 600_000, 600_000, b"") + in_chunks(b" " * 9000, 1)),
+        frozenset({400}),
+    )
+    yield (
+        "pairs of a long and small ones",
+        chunked((in_chunks(b" " * 9000, 9000, b"") + in_chunks(b" " * 200, 1, b"")) * 20 + b"0\r\n\r\n"),
+        frozenset({400}),
+    )
     yield "one-byte chunks on an open path", chunked(in_chunks(b" " * 20_000, 1), target=b"/health"), bad
     yield "one-byte chunks on no path", chunked(in_chunks(b" " * 20_000, 1), target=b"/x"), bad
-    yield "one-byte chunks of a GET", get(b"/health", b"Transfer-Encoding: chunked") + in_chunks(b" " * 20_000, 1), ok | bad
+    yield (
+        "one-byte chunks of a GET",
+        get(b"/health", b"Transfer-Encoding: chunked") + in_chunks(b" " * 20_000, 1),
+        ok | bad,
+    )
     yield "chunks of 100 bytes", chunked(in_chunks(BODY[:-1] + b" " * 50_000 + b"}", 100)), ok
     yield "300 trailers", chunked(in_chunks(BODY, 99, b"0\r\n" + b"a: b\r\n" * 300 + b"\r\n")), frozenset({400})
-    yield "folded trailers", chunked(in_chunks(BODY, 99, b"0\r\na: b\r\n" + b" c\r\n" * 5000 + b"\r\n")), frozenset({400})
+    yield (
+        "folded trailers",
+        chunked(in_chunks(BODY, 99, b"0\r\na: b\r\n" + b" c\r\n" * 5000 + b"\r\n")),
+        frozenset({400}),
+    )
     yield "a trailer with a length", chunked(in_chunks(BODY, 99, b"0\r\nContent-Length: 5\r\n\r\n")), ok | bad
     yield "a trailer with a key", chunked(in_chunks(BODY, 99, b"0\r\nx-api-key: k\r\n\r\n")), ok
     yield "a wrong trailer", chunked(in_chunks(BODY, 99, b"0\r\na b\r\n\r\n")), bad
     yield "what waits for a word", post(BODY, b"Expect: 100-continue"), frozenset({100, 200})
     yield "what waits for another word", post(BODY, b"Expect: x"), ok | bad
     yield "a compressed body", post(BODY, b"Content-Encoding: gzip"), ok | bad
-    for kind in (b"text/plain", b"multipart/form-data; boundary=x", b"application/x-www-form-urlencoded", b"", b"a" * 9000,
-                 b"application/jsonx", b"text/json", b"application/json, text/plain"):
+    for kind in (
+        b"text/plain",
+        b"multipart/form-data; boundary=x",
+        b"application/x-www-form-urlencoded",
+        b"",
+        b"a" * 9000,
+        b"application/jsonx",
+        b"text/json",
+        b"application/json, text/plain",
+    ):
         yield f"a body of {kind[:40]!r}", post(BODY, b"Content-Type: " + kind), bad
-    yield "a body in UTF-16", post(BODY.decode().encode("utf-16"), b"Content-Type: application/json; charset=utf-16"), bad
+    yield (
+        "a body in UTF-16",
+        post(BODY.decode().encode("utf-16"), b"Content-Type: application/json; charset=utf-16"),
+        bad,
+    )
     yield "a body of ten bytes of 100", post(BODY[:10]), bad
     yield "a body of zero bytes", post(b"\0" * 5000), bad
     yield "a deep body", post(b"[" * 100_000), bad
     yield "a deep body that ends", post(b'{"messages":' + b"[" * 5000 + b"]" * 5000 + b"}"), bad
     yield "a number of 5,000 digits", post(BODY[:-1] + b', "seed": ' + b"9" * 5000 + b"}"), bad
     yield "a name of 5,000 letters", post(BODY[:-1] + b', "' + b"a" * 5000 + b'": 1}'), bad | ok
-    parts = b"--x\r\nContent-Disposition: form-data; name=\"file\"; filename=\"a\"\r\n\r\n" + b"a" * 9000 + b"\r\n--x--\r\n"
+    parts = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n' + b"a" * 9000 + b"\r\n--x--\r\n"
     form = b"Content-Type: multipart/form-data; boundary=x"
-    for target in (b"/v1/audio/transcriptions", b"/v1/audio/translations", b"/v1/files", b"/v1/images/edits", b"/v1/uploads"):
+    for target in (
+        b"/v1/audio/transcriptions",
+        b"/v1/audio/translations",
+        b"/v1/files",
+        b"/v1/images/edits",
+        b"/v1/uploads",
+    ):
         yield f"a form to {target.decode()}", post(parts, form, target=target), frozenset({404})
     yield "a form to chat", post(parts, form), frozenset({400})
     yield "a speech", post(b'{"input": "a", "voice": "b"}', target=b"/v1/audio/speech"), frozenset({404})
-    yield "a batch of OpenAI's", post(b'{"input_file_id": "f", "endpoint": "/v1/chat/completions"}', target=b"/v1/batches"), frozenset({404})
+    yield (
+        "a batch of OpenAI's",
+        post(b'{"input_file_id": "f", "endpoint": "/v1/chat/completions"}', target=b"/v1/batches"),
+        frozenset({404}),
+    )
 
 
 HOSTS = {
@@ -219,7 +273,8 @@ HOSTS = {
 OWN = b"Origin: http://127.0.0.1:{port}"
 PAGES = {
     "a page of ours": (200, OWN), "a page of ours by TLS": (200, b"Origin: https://127.0.0.1:{port}"),
-    "a page of ours in capitals": (200, OWN.replace(b"http", b"HTTP")), "the same origin": (200, b"Sec-Fetch-Site: same-origin"),
+    "a page of ours in capitals": (200, OWN.replace(b"http", b"HTTP")),
+    "the same origin": (200, b"Sec-Fetch-Site: same-origin"),
     "typed by the user": (200, b"Sec-Fetch-Site: none"), "no page": (200,),
     "null": (403, b"Origin: null"), "NULL": (403, b"Origin: NULL"), "an empty scheme": (403, b"Origin: ://127.0.0.1:{port}"),
     "a file": (403, b"Origin: file://"), "an extension": (403, b"Origin: chrome-extension://abc"),
@@ -239,14 +294,17 @@ PAGES = {
 
 WRONG_KEYS = (
     b"api-key: key-a", b"Authorization: Token key-a", b"Authorization: key-a", b"Authorization: Bearerkey-a",
-    b"Authorization: Basic a2V5LWE=", b"Proxy-Authorization: Bearer key-a", b"Cookie: x-api-key=key-a", b"x-api-key: KEY-A",
-    b"x-api-key: key-a\x80", b'x-api-key: "key-a"', b"x-api-key:", b"Authorization: Bearer", b"Authorization: Bearer key-a key-a",
+    b"Authorization: Basic a2V5LWE=", b"Proxy-Authorization: Bearer key-a", b"Cookie: x-api-key=key-a",
+    b"x-api-key: KEY-A",
+    b"x-api-key: key-a\x80", b'x-api-key: "key-a"', b"x-api-key:", b"Authorization: Bearer",
+    b"Authorization: Bearer key-a key-a",
     b"Authorization: Bearer, key-a", b"X-Forwarded-Authorization: Bearer key-a", b"x-goog-api-key: key-a",
     b"x_api_key: key-a", b"x-api-key: 4" + b"4" * 4000,
 )  # fmt: skip
 OPEN_PATHS = (b"/health", b"/live", b"/ready", b"/ping", b"/version")
 SHUT_PATHS = (
-    b"/metrics", b"/stats", b"/buckets", b"/v1/models", b"/docs", b"/openapi.json", b"/redoc", b"/health/", b"/health/x",
+    b"/metrics", b"/stats", b"/buckets", b"/v1/models", b"/docs", b"/openapi.json", b"/redoc", b"/health/",
+    b"/health/x",
     b"//health", b"/health%2f", b"/healthx", b"/HEALTH", b"/./health", b"/metrics?/health", b"/version/../v1/models",
     b"/tokenize", b"/server_info", b"/is_sleeping", b"/load", b"/v1", b"/.",
 )  # fmt: skip
@@ -262,19 +320,28 @@ def _keys() -> Iterator[Door]:
     for path in SHUT_PATHS:
         yield Door(f"{path.decode()} without a key", (get(path),), frozenset({401}), keyed=True)
     for method in (b"HEAD", b"PUT", b"DELETE", b"PATCH", b"POST", b"X"):
-        yield Door(f"{method.decode()} without a key", (get(b"/v1/models", b"Connection: close").replace(b"GET", method),), frozenset({401}), keyed=True)
+        yield Door(
+            f"{method.decode()} without a key",
+            (get(b"/v1/models", b"Connection: close").replace(b"GET", method),),
+            frozenset({401}),
+            keyed=True,
+        )
     keys = [b"x-api-key: %032d" % i for i in range(240)]
     yield Door("240 keys", (get(b"/v1/models", *keys),), frozenset({401}), keyed=True)
     yield Door("1,200 keys", (get(b"/v1/models", *keys * 5),), frozenset({431}), keyed=True)
     for name, data in {
-        "one-byte chunks": chunked(in_chunks(b" " * 50_000, 1)), "half a megabyte": post(b" " * 500_000),
-        "chunks of 64 KiB": chunked(in_chunks(b" " * 500_000, 1 << 16)), "a body with HTTP/1.0": post(b" " * 90_000).replace(b"1.1", b"1.0"),
+        "one-byte chunks": chunked(in_chunks(b" " * 50_000, 1)),
+        "half a megabyte": post(b" " * 500_000),
+        "chunks of 64 KiB": chunked(in_chunks(b" " * 500_000, 1 << 16)),
+        "a body with HTTP/1.0": post(b" " * 90_000).replace(b"1.1", b"1.0"),
         "a body and an end": post(b" " * 90_000, b"Connection: close"),
     }.items():
         yield Door(f"{name} without a key", (data,), frozenset({400, 401}), keyed=True)
     good = b"x-api-key: " + KEY
     yield Door("the key", (get(b"/v1/models", good),), FINE, keyed=True)
-    yield Door("the key, a wrong one besides", (get(b"/v1/models", good, b"Authorization: Bearer x"),), FINE, keyed=True)
+    yield Door(
+        "the key, a wrong one besides", (get(b"/v1/models", good, b"Authorization: Bearer x"),), FINE, keyed=True
+    )
     yield Door("requests with and without", (get(b"/v1/models", good) + get(b"/v1/models"),), FINE, 2, True)
     yield Door("requests without and with", (get(b"/v1/models") + get(b"/v1/models", good),), frozenset({401}), 2, True)
 
@@ -306,10 +373,16 @@ def make_doors() -> Iterator[Door]:
     for some in (_lines(), _fields(), _lengths()):
         yield from (Door(name, (data,), statuses) for name, data, statuses in some)
     for host, status in HOSTS.items():
-        yield Door(f"the host {host.decode()}", (get(b"/v1/models", host=host),), frozenset({status, 400} if status > 400 else {status}))
+        yield Door(
+            f"the host {host.decode()}",
+            (get(b"/v1/models", host=host),),
+            frozenset({status, 400} if status > 400 else {status}),
+        )
     for name, (status, *lines) in PAGES.items():
         yield Door(f"a page: {name}", (post(BODY, *lines),), frozenset({status}))
-        yield Door(f"a page that sleeps: {name}", (post(b"", *lines, target=b"/sleep?mode=abort"),), frozenset({status}))
+        yield Door(
+            f"a page that sleeps: {name}", (post(b"", *lines, target=b"/sleep?mode=abort"),), frozenset({status})
+        )
     yield from (Door(name, data, statuses, count) for name, data, statuses, count in _pipelines())
     yield from _keys()
 

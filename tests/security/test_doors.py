@@ -7,7 +7,6 @@ import re
 import socket
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -80,9 +79,7 @@ def knock(port: int, door: Door) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_is_answered_as_it_should_be(
-    ports: dict[bool, int], kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_each_is_answered_as_it_should_be(ports: dict[bool, int], kind: str, caplog: pytest.LogCaptureFixture) -> None:
     wrong, late = [], []
     port = ports[KINDS[kind]]
     for name, door in DOORS.items():

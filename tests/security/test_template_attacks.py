@@ -30,6 +30,8 @@ DOUBLES = "{% set n = namespace(x='ab') %}" + "{% set n.x = n.x OP n.x %}" * 40
 FAN_OUT = "{% macro a0() %}x{% endmacro %}"
 for level in range(1, 12):
     FAN_OUT += "{% macro a" + str(level) + "() %}" + ("{{ a" + str(level - 1) + "() }}") * 10 + "{% endmacro %}"
+
+
 def share(it: str) -> str:
     """Two values that hold themselves twice, forty levels deep."""
     twice = "{% set n.x = " + it + " %}"

@@ -233,7 +233,9 @@ def test_a_client_that_leaves_releases_the_charge(after: int) -> None:
     assert json.loads(b"".join(write_json(LazyItems(range(200), list)))) == list(range(200))
 
 
-def test_a_long_answer_is_kept_in_few_pieces_and_few_gaps(harness: ScriptedApp, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_answer_is_kept_in_few_pieces_and_few_gaps(
+    harness: ScriptedApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Millions of tokens are legal (64 choices of 30,000 each); what is kept of each is its text."""
     most = [0, 0]
     usual, join = RequestTiming.add_tokens, PieceCollector.add

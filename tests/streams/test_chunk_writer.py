@@ -16,7 +16,7 @@ from tests.fakes.scripted_app import ScriptedApp, scripted_app
 from tests.fakes.text_checkpoint import write_text_checkpoint
 from tests.streams.recorded_connection import HIGH, WiredClient, WiredEngine, score, settled, wired
 from trencadis.core.errors import QueueFull
-from trencadis.core.request import Delta
+from trencadis.core.request import Delta, Request
 from trencadis.server.engine import request_link
 from trencadis.server.engine.request_link import RequestLink
 
@@ -123,12 +123,12 @@ def test_a_stream_that_nothing_reads_ends_at_the_bound_of_answers(
         await streams.say("a")
         slow, backlog = streams.clients[0].transport, request_link.BACKLOG
         slow.full, steps = True, 0
-        for i in range(3000):
-            await streams.engine.step(
-                lambda request, choice: Delta(
-                    request.id, choice, [300 + i % 9], [score(300, 20)] if "logprobs" in body else None
-                )
-            )
+
+        def make(request: Request, choice: int) -> Delta:
+            return Delta(request.id, choice, [300], [score(300, 20)] if "logprobs" in body else None)
+
+        for _ in range(3000):
+            await streams.engine.step(make)
             assert backlog.held <= most + (4 << 10)
             if streams.engine.aborted_ids:
                 break
