@@ -94,8 +94,6 @@ BACKENDS = {
     "backends/hpu": ("core", "backends/.", "backends/cpu"),
     "backends/hpu/attention": ("core", "backends/hpu/."),
     "backends/hpu/emulator": ("core", "backends/hpu/.", "backends/hpu/start"),
-    "backends/hpu/emulator/compiled": ("core", "backends/hpu/.", "backends/hpu/emulator"),
-    "backends/hpu/emulator/recipes": ("core",),
     "backends/hpu/launches": ("core", "backends/cpu", "backends/hpu/.", "backends/hpu/attention"),
     "backends/hpu/start": ("core", "backends/hpu/.", "backends/hpu/emulator"),
 }
@@ -153,7 +151,6 @@ TORCH: dict[str, frozenset[str]] = {
     "backends/hpu": EVERY,
     "backends/hpu/attention": EVERY,
     "backends/hpu/emulator": EVERY,
-    "backends/hpu/emulator/compiled": EVERY,
     "backends/hpu/launches": EVERY,
     "backends/hpu/start": EVERY,
 }
