@@ -142,9 +142,7 @@ TORCH: dict[str, frozenset[str]] = {
     "backends/cuda/kernels/layers": EVERY,
     "backends/cuda/kernels/peers": EVERY,
     "backends/cuda/launches": EVERY,
-    "backends/cuda/libraries": frozenset(
-        {"selector", "library_launch", "flash_attn", "flashinfer", "ops", "attention_backend"}
-    ),
+    "backends/cuda/libraries": frozenset({"selector", "library_attention", "attention_backend"}),
     "backends/cuda/timing": frozenset({"kernel_recorder"}),
     "backends/cuda/twin": EVERY,
     "backends/cuda/weights": EVERY,
