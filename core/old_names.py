@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Iterator
 
 MODULES = {
-    "backends.conformance.device": "backends.conformance.device_probes",
+    "backends.conformance.device": "backends.conformance.suite",
     "backends.conformance.family.by_hand": "backends.conformance.family.recompute",
     "backends.conformance.family.oracle": "backends.conformance.family.transformers_oracle",
     "backends.conformance.family.pictures": "backends.conformance.family.image_checks",
