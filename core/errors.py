@@ -1,8 +1,13 @@
-"""Typed errors for clients, each with an HTTP status, a short message and the parameter at fault."""
+"""Typed errors for clients, each with an HTTP status, a short message and the parameter at fault; texts of errors.
+
+Out-of-memory errors are recognised by their text, because each backend raises its own types.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
@@ -154,3 +159,32 @@ BY_STATUS: dict[int, type[TrencadisError]] = {
 def from_status(status: int, message: str, param: str | None = None) -> TrencadisError:
     """Returns the error for an HTTP ``status``, as decoded from a message of another process."""
     return BY_STATUS.get(status, TrencadisError)(message, param=param)
+
+
+OOM_PHRASES = (
+    "out of memory", "outofdevicememory", "allocation failed", "alloc failed", "failed to allocate",
+    "not enough memory", "no enough memory", "workspace allocation of size",
+)  # fmt: skip
+"""Phrases in lower case. Underscores in the error text, as in names of status codes, count as spaces."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns True if the error means that the device ran out of memory."""
+    text = f"{type(error).__name__} {error}".lower().replace("outofmemory", "out of memory").replace("_", " ")
+    return isinstance(error, MemoryError) or any(s in text for s in OOM_PHRASES)
+
+
+def format_error(error: BaseException) -> str:
+    """Returns an error as one short line."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
+@contextmanager
+def attach_param(param: str | None) -> Iterator[None]:
+    """Sets ``param``, a request field, on every TrencadisError raised in the block that has none."""
+    try:
+        yield
+    except TrencadisError as error:
+        if param is None or error.param is not None:
+            raise
+        raise type(error)(error.message, param=param, retry_after=error.retry_after) from None

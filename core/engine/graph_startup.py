@@ -29,11 +29,10 @@ from trencadis.core.device.backend import Backend
 from trencadis.core.engine.dry_run import DryRun, PlannedDevice, StartupPlan
 from trencadis.core.engine.kv_offload_setup import planned_copies, with_host_blocks
 from trencadis.core.engine.pipeline_dry_run import planned_stage
-from trencadis.core.errors import StartupError
+from trencadis.core.errors import StartupError, format_error, is_out_of_memory
 from trencadis.core.graphs.graph_capture import CaptureJournal, GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager, GraphObserver
 from trencadis.core.graphs.graph_reporter import GraphReporter
-from trencadis.core.graphs.oom_errors import format_error, is_out_of_memory
 from trencadis.core.graphs.rank_agreement import RankAgreement
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.host_memory import gib
