@@ -32,7 +32,7 @@ FIXED_TUPLES = {
     "backends/hpu/start/machine.py": {"point_release"},
     "core/device/backend.py": {"rope_store"},
     "core/launches/model_runner.py": {"_scores"},
-    "core/scheduling/total_order.py": {"key"},
+    "core/scheduling/fair_order.py": {"key"},
     "server/prompts/text_service.py": {"read"},
 }
 """Functions that return, or yield in a container, a fixed tuple of three or more values, by file; all others have a

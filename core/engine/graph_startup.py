@@ -49,11 +49,11 @@ from trencadis.core.launches.persistent_tensors import (
 from trencadis.core.launches.stage_transfer import LAST
 from trencadis.core.lora.adapter_store import open_store
 from trencadis.core.memory import measurement_cache
-from trencadis.core.memory.adapter_bytes import slot_sizes
-from trencadis.core.memory.cpu_cache_plan import CachePlan
+from trencadis.core.memory.cache_plan import CachePlan
 from trencadis.core.memory.kv_cache_size import requested_kv_bytes
 from trencadis.core.memory.launch_memory import costliest_buckets
 from trencadis.core.memory.ledger import MemoryInUse, MemorySplit, check_capacity, divide_memory
+from trencadis.core.memory.weight_bytes import slot_sizes
 from trencadis.core.models import model_loader
 from trencadis.core.models.interface import HostLayering, Model, Persistent
 from trencadis.core.progress import Progress, Throttle

@@ -21,9 +21,8 @@ from trencadis.core.checkpoint.decoder_fields import (
 from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.model_config import TextConfig
-from trencadis.core.families.qwen3_5 import IGNORED, SKIPPED, read_decoder
-from trencadis.core.families.qwen3_5_moe import ROUTING, read_expert_decoder
-from trencadis.core.families.qwen3_moe import dense_layers
+from trencadis.core.families.qwen3 import dense_layers
+from trencadis.core.families.qwen3_5 import IGNORED, ROUTING, SKIPPED, read_decoder, read_expert_decoder
 from trencadis.multimodal.qwen2_vl.qwen_vl_hf_config import (
     PREFIXES,
     TOKEN_NAMES,

@@ -9,7 +9,7 @@ from trencadis.core.checkpoint.decoder_fields import MOST_HEADS, MOST_LAYERS, WI
 from trencadis.core.checkpoint.family import ParsedConfig
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.model_config import TextConfig
-from trencadis.core.families import llama, ministral3, mistral, qwen2, qwen3, qwen3_moe
+from trencadis.core.families import llama, mistral, qwen2, qwen3
 from trencadis.core.json_types import JsonMapping, JsonObject
 from trencadis.multimodal.vit.config import CHANNELS
 
@@ -35,8 +35,8 @@ DECODERS: Mapping[str, tuple[Callable[[JsonFields, JsonFields, bool], ParsedConf
     "mistral": (mistral.describe, MISTRAL),
     "qwen2": (qwen2.describe, QWEN2),
     "qwen3": (qwen3.describe, QWEN2),
-    "ministral3": (ministral3.describe, MINISTRAL3),
-    "qwen3_moe": (qwen3_moe.describe, QWEN3_MOE),
+    "ministral3": (mistral.describe_ministral3, MINISTRAL3),
+    "qwen3_moe": (qwen3.describe_qwen3_moe, QWEN3_MOE),
 }
 """model_type -> the parser of the decoder, and the defaults of its configuration."""
 
