@@ -23,7 +23,7 @@ FLOORS = {
     "core": (
         ("core",),
         ("core/kv", "core/links", "core/quant"),
-        ("core/checkpoint/formats", "core/device"),
+        ("core/device",),
         ("core/checkpoint", "core/masks"),
         ("core/families", "core/models", "core/process", "core/shapes", "core/spec"),
         ("core/lora", "core/memory", "core/scheduling"),
@@ -94,25 +94,23 @@ BACKENDS = {
     "backends/hpu": ("core", "backends/.", "backends/cpu"),
     "backends/hpu/attention": ("core", "backends/hpu/."),
     "backends/hpu/emulator": ("core", "backends/hpu/.", "backends/hpu/start"),
-    "backends/hpu/emulator/compiled": ("core", "backends/hpu/.", "backends/hpu/emulator"),
-    "backends/hpu/emulator/recipes": ("core",),
     "backends/hpu/launches": ("core", "backends/cpu", "backends/hpu/.", "backends/hpu/attention"),
     "backends/hpu/start": ("core", "backends/hpu/.", "backends/hpu/emulator"),
 }
 """Folder of a backend -> what it may import besides itself and what lies below it; ``x/.``: that folder's own files."""
 
 TORCH: dict[str, frozenset[str]] = {
-    "core/checkpoint": frozenset({"checkpoint_source", "pytorch_bin", "weight_loader", "weight_source"}),
-    "core/checkpoint/formats": EVERY,
+    "core/checkpoint": frozenset(
+        {"checkpoint_source", "pytorch_bin", "quant_formats", "weight_loader", "weight_source"}
+    ),
     "core/device": frozenset({"backend", "launch_tensors"}),
     "core/engine": frozenset({"engine_builder", "graph_startup", "kv_offload_setup"}),
     "core/executor": frozenset({"process_groups", "multiproc_executor"}),
     "core/graphs": frozenset({"graph_capture", "graph_manager", "graph_reporter", "warmup"}),
-    "core/lora": frozenset({"adapter_store", "adapter_weights"}),
+    "core/lora": frozenset({"adapter_store"}),
     "core/launches": frozenset(
         {
             "draft_runner",
-            "eagle_runner",
             "encoder_data_parallel",
             "host_block_copies",
             "model_runner",
@@ -123,7 +121,7 @@ TORCH: dict[str, frozenset[str]] = {
     "core/quant": frozenset({"online_quant", "quantised_tensor"}),
     "core/quant/writing": EVERY,
     "multimodal/gemma3": frozenset({"model"}),
-    "multimodal/glm4v": frozenset({"model", "tower"}),
+    "multimodal/glm4v": frozenset({"model"}),
     "multimodal/idefics3": frozenset({"model"}),
     "multimodal/internvl": frozenset({"model"}),
     "multimodal/llava": frozenset({"model"}),
@@ -132,8 +130,8 @@ TORCH: dict[str, frozenset[str]] = {
     "multimodal/phi3_v": frozenset({"model"}),
     "multimodal/pixtral": frozenset({"model"}),
     "multimodal/qwen2_5_vl": frozenset({"model"}),
-    "multimodal/qwen2_vl": frozenset({"model", "vision_tower"}),
-    "multimodal/qwen3_vl": frozenset({"deepstack_tower", "model"}),
+    "multimodal/qwen2_vl": frozenset({"model"}),
+    "multimodal/qwen3_vl": frozenset({"model"}),
     "multimodal/vit": frozenset({"model", "vit_block"}),
     "backends/conformance": EVERY,
     "backends/conformance/family": EVERY,
@@ -144,16 +142,13 @@ TORCH: dict[str, frozenset[str]] = {
     "backends/cuda/kernels/layers": EVERY,
     "backends/cuda/kernels/peers": EVERY,
     "backends/cuda/launches": EVERY,
-    "backends/cuda/libraries": frozenset(
-        {"selector", "library_launch", "flash_attn", "flashinfer", "ops", "attention_backend"}
-    ),
+    "backends/cuda/libraries": frozenset({"selector", "library_attention", "attention_backend"}),
     "backends/cuda/timing": frozenset({"kernel_recorder"}),
     "backends/cuda/twin": EVERY,
     "backends/cuda/weights": EVERY,
     "backends/hpu": EVERY,
     "backends/hpu/attention": EVERY,
     "backends/hpu/emulator": EVERY,
-    "backends/hpu/emulator/compiled": EVERY,
     "backends/hpu/launches": EVERY,
     "backends/hpu/start": EVERY,
 }
