@@ -179,7 +179,8 @@ class ResponseWriter:
             return self._write_block_event("function_call_arguments.delta", block, delta=text)
         if block.kind == "thought":
             return self._write_block_event("reasoning_text.delta", block, content_index=0, delta=text)
-        return self._write_block_event("output_text.delta", block, content_index=0, delta=text, logprobs=[])
+        logprobs = [dict(one) for one in self._make_entries(change.logprobs)]
+        return self._write_block_event("output_text.delta", block, content_index=0, delta=text, logprobs=logprobs)
 
     def _write_item_done(self, change: BlockClosed) -> Iterator[bytes]:
         block, text = change.block, change.block.text
