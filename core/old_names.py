@@ -215,7 +215,7 @@ MODULES = {
     "server.reasoning.forms": "server.tools.reasoning_parser",
     "server.reasoning.parser": "server.tools.reasoning_parser",
     "server.text.incremental": "server.text.incremental_parser",
-    "server.tools.forms": "server.tools.tool_parser_registry",
+    "server.tools.forms": "server.tools.parser_registry",
     "server.tools.hermes": "server.tools.json_tool_parsers",
     "server.tools.llama3": "server.tools.json_tool_parsers",
     "server.tools.mistral": "server.tools.json_tool_parsers",
@@ -223,6 +223,7 @@ MODULES = {
     "server.tools.pythonic": "server.tools.pythonic_tool_parser",
     "server.tools.qwen3": "server.tools.qwen3_tool_parser",
     "server.tools.qwen3_values": "server.tools.qwen3_tool_parser",
+    **{f"server.tools.{kind}_parser_registry": "server.tools.parser_registry" for kind in ("reasoning", "tool")},
 }
 """Former modules, without ``trencadis.`` -> their current names."""
 

@@ -346,7 +346,7 @@ def test_parent_death_ends_the_engine_from_another_folder(tmp_path):
     """Also: the engine starts from an uninstalled checkout with another working directory."""
     code = (
         "import sys, time; from trencadis.core.config import EngineConfig\n"
-        "from trencadis.server.engine.spawn import spawn_engine\n"
+        "from trencadis.core.executor.spawn import spawn_engine\n"
         f"h = spawn_engine(EngineConfig(engine={CONFIG.engine!r}, threads=1)); print(h.process.pid, flush=True)\n"
         "print(len(h.sock.recv(4096)) > 8, flush=True); time.sleep(60)"
     )
