@@ -11,6 +11,7 @@ through the layers, because the task that writes the latter waits for its next p
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import re
@@ -331,7 +332,8 @@ class LimitedH11Protocol(H11Protocol):
         self._hold(0)
         self._wait(None)
         if self.transport.can_write_eof():
-            self.transport.write_eof()
+            with contextlib.suppress(OSError):  # the client may have gone, although its last bytes are read only now
+                self.transport.write_eof()
         self.flow.resume_reading()
         self._timer = self.loop.call_later(DROP_SECONDS, self.transport.close)
 

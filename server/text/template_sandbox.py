@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 import jinja2.ext
@@ -58,6 +58,7 @@ SEARCHES = frozenset({
 """Methods of a text that search it for their first argument."""
 LONG_WIDTH = re.compile(r"%[^a-zA-Z%]*(?:[0-9]{6}|\*)|\{[^}]*[0-9]{6}|\{[^{}]*:[^{}]*\{")
 """A width in a format that may make a long text."""
+T = TypeVar("T")
 _LEFT: ContextVar[list[int] | None] = ContextVar("trencadis_template_budget", default=None)
 """The characters that the rendering of this context may still make."""
 
@@ -86,14 +87,14 @@ def _size_of(value: object) -> int:
     return len(value) if isinstance(value, str | list | tuple | range | dict) else 0
 
 
-def _weigh(value: Any) -> Any:
+def _weigh(value: T) -> T:
     """Returns ``value``, a list or mapping that a template makes. One that holds itself twice, forty levels deep, is
     small until it is compared, printed or hashed.
 
     Raises:
         TemplateRuntimeError: written out it would be too large.
     """
-    waiting, count, size = [value], 0, 0
+    waiting, count, size = list[object]([value]), 0, 0
     while waiting:
         one = waiting.pop()
         if isinstance(one, str):
@@ -315,20 +316,20 @@ class _ExpressionsBounded(NodeTransformer):
     def visit_List(self, node: nodes.List) -> nodes.Expr:
         """``[...] | WEIGH``, unless all is constant."""
         self.generic_visit(node)
-        return _weighed(node, node.items)
+        return _weigh_items(node, node.items)
 
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Expr:
         """As ``visit_List``; the names to which a statement assigns stay as they are."""
         self.generic_visit(node)
-        return _weighed(node, node.items) if node.ctx == "load" else node
+        return _weigh_items(node, node.items) if node.ctx == "load" else node
 
     def visit_Dict(self, node: nodes.Dict) -> nodes.Expr:
         """As ``visit_List``."""
         self.generic_visit(node)
-        return _weighed(node, [one for pair in node.items for one in (pair.key, pair.value)])
+        return _weigh_items(node, [one for pair in node.items for one in (pair.key, pair.value)])
 
 
-def _weighed(node: nodes.Expr, items: Sequence[nodes.Expr]) -> nodes.Expr:
+def _weigh_items(node: nodes.Expr, items: Sequence[nodes.Expr]) -> nodes.Expr:
     if all(isinstance(one, nodes.Const) for one in items):
         return node
     made = nodes.Filter(node, WEIGH, [], [], None, None)

@@ -12,7 +12,8 @@ import pytest
 
 from tests.fakes.scripted_app import scripted_app
 from tests.fakes.text_checkpoint import write_text_checkpoint
-from tests.hostile.doors import DOORS, KEY, Door
+from tests.hostile.doors import DOORS
+from tests.hostile.wire_requests import KEY, Door
 from tests.traffic.live_app import live
 
 STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
