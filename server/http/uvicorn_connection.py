@@ -179,6 +179,10 @@ class LimitedH11Protocol(H11Protocol):
     _held = 0
     _unread = 0
     """Reads of a chunked body that wait for their pass of the event loop."""
+    _completing = False
+    """True while the end of an answer begins the next request, whose bytes are there already."""
+    _is_deferred = False
+    """True while such a request waits for its pass of the event loop."""
     _has_eof = False
     """True if the client closed its side while such reads waited."""
     _dropping = False
@@ -261,8 +265,12 @@ class LimitedH11Protocol(H11Protocol):
         if self.transport.is_closing() or self._dropping:
             return
         try:
+            self._is_deferred = False
             self.flow.resume_reading()
-            super().data_received(data)
+            if data:
+                super().data_received(data)
+            else:
+                self.handle_events()
             self._charge_pending_bytes()
         except Exception:
             # As asyncio does after an error in data_received.
@@ -272,6 +280,12 @@ class LimitedH11Protocol(H11Protocol):
     def handle_events(self) -> None:
         """Begins the requests whose heads have arrived; their scopes have a reference to this connection."""
         before = self.cycle
+        if self._completing and (waiting := self.conn.trailing_data[0]) and not self._shared.may_begin(self.loop):
+            self._is_deferred = True
+            self._unset_keepalive_if_required()
+            self.flow.pause_reading()
+            self._shared.deferred.put((self, b""), waiting)
+            return
         if self.conn.their_state is h11.IDLE and (refusal := self._check_head()):
             self._shared.count_refusal(*refusal)
             self._refuse_head(refusal[0])
@@ -359,7 +373,14 @@ class LimitedH11Protocol(H11Protocol):
         """Closes the connection of a client that has closed its side, since no other request follows."""
         if self._dropping:
             return
-        super().on_response_complete()
+        self._completing = True
+        try:
+            super().on_response_complete()
+        finally:
+            self._completing = False
+        if self._is_deferred:
+            self._hold(len(self.conn.trailing_data[0]))
+            return
         if self._dropping or self.transport.is_closing():
             return
         if self.conn.their_state is h11.SEND_BODY and not self._bounded.is_rest_cheap():

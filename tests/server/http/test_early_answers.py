@@ -9,6 +9,7 @@ import logging
 import re
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -182,3 +183,33 @@ def test_few_bytes_of_heads_and_chunks_are_read_in_one_pass(site: Any, monkeypat
     long = CHAT[:-1] + b" " * 300_000 + b"}"
     assert b" 200 OK" in made.ask(CHUNKED + chunks(long, 1000)) and max(sizes) <= 16 << 10
     assert b" 200 OK" in made.ask(post(long)) and max(sizes) > 16 << 10, "a body of a known length is read faster"
+
+
+def test_pipelined_requests_begin_a_few_in_a_pass(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds on each of many connections would begin one a connection in every pass; other clients wait for that."""
+    passes, begun = [0], list[int]()
+    once = asyncio.base_events.BaseEventLoop._run_once  # type: ignore[attr-defined]
+
+    def run_once(loop: Any) -> None:
+        passes[0] += 1
+        once(loop)
+
+    made = site()
+    usual = uvicorn_connection.RequestResponseCycle.run_asgi
+
+    async def run(cycle: Any, app: Any) -> None:
+        begun.append(passes[0])
+        await usual(cycle, app)
+
+    monkeypatch.setattr(asyncio.base_events.BaseEventLoop, "_run_once", run_once)
+    monkeypatch.setattr(uvicorn_connection.RequestResponseCycle, "run_asgi", run)
+    with ExitStack() as stack:
+        some = [stack.enter_context(made.connect()) for _ in range(12)]
+        for one in some:
+            one.sendall(HEALTH * 30)
+        assert b" 200 OK" in made.ask()
+        for one in some:
+            got = b""
+            while got.count(b"200 OK") < 30:
+                got += one.recv(1 << 16)
+    assert len(begun) == 361 and max(Counter(begun).values()) <= 2 * uvicorn_connection.STARTS_PER_PASS
