@@ -25,7 +25,7 @@ from trencadis.backends.cpu.native.kernel_table import ANY, KernelTable, Op, cho
 from trencadis.backends.cpu.native.onednn_sizes import by_sizes, pieces
 from trencadis.backends.cpu.native.panels import DTYPE_NAMES, PanelWeight, panel_weight
 from trencadis.backends.cpu.native.rotary import StoredKeys, can_store, rotate, torch_rotate
-from trencadis.backends.cpu.native.row_ops import best, rms_norm, silu_mul
+from trencadis.backends.cpu.native.row_ops import best, gated_norm, rms_norm, silu_mul
 from trencadis.backends.cpu.reference_ops import CLAMPED_SWIGLU, ReferenceOps, apply_activation, clamped_swiglu
 from trencadis.backends.cpu.sampler import thresholds
 from trencadis.core.checkpoint.weight_source import StoredRows
@@ -307,6 +307,10 @@ class CpuOps(AdapterOps, ReferenceOps):
     ) -> Tensor:
         made = recurrent.delta_rule(q, k, v, g, beta, state, rows, attn, self.table)
         return super().delta_rule(q, k, v, g, beta, state, rows, attn) if made is None else made
+
+    def gated_norm(self, y: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Tensor:
+        made = gated_norm(y, weight, eps, gate, self.table)
+        return super().gated_norm(y, weight, eps, gate) if made is None else made
 
     def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         heads, made = q.shape[1], rotate(q, k, rotary.cos, rotary.sin, self.table)

@@ -6,6 +6,7 @@ import torch
 
 from trencadis.core.checkpoint.formats.raw_weight import RawWeight
 from trencadis.core.quant.quantised_tensor import QTensor
+from trencadis.core.quant.scheme import HALVES
 
 BLOCK = 32
 """Values of a block, and the group of the scheme; two values share a byte, the first one in its low half."""
@@ -13,13 +14,10 @@ BLOCK = 32
 BIAS = 127
 """What is subtracted from a stored exponent."""
 
-HALVES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""Twice the value of each 4-bit code: whole numbers, so that codes are kept as integers of 8 bits without rounding."""
-
 
 def read(raw: RawWeight) -> QTensor:
     """Reads a weight [out, in] of ``blocks`` [out, in / 32, 16], or [out, in / 2], and ``scales`` [out, in / 32], both
-    uint8.
+    uint8. Its integers are twice the values, so that nothing is rounded.
     """
     out, groups = raw.shape[0], raw.groups()
     found = raw.get("blocks")
