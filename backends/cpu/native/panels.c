@@ -18,8 +18,6 @@
 #define GRAIN 16384
 /* Rounded activations up to this size are on the stack, and are computed before the threads begin. */
 #define FEW 65536
-/* Up to so many rows, products wait for memory, and threads prefetch the next one's weight. */
-#define FOLLOWED 16
 
 static uint64_t launches[OPERATIONS][KINDS];
 
@@ -173,7 +171,6 @@ EXPORT int trencadis_panels_linear(const PanelWeight *w, const void *x, void *ou
     p.rounded.step = (float *)(p.rounded.sums + n * groups_of(w));
     p.row = p.rounded.step + n;
     call.tiled.rows = held + rounded, call.tiled.work = held + rounded + tiles;
-    if (n <= FOLLOWED) pool_follow(w->codes, w->columns * w->bits / 8 * PANEL, panels_of(w));
     pool_run(round_work, &call, n, 0, 0, rounded + tiles > FEW ? most : 1);
     if (call.tiles)
         pool_run(multiply_work, &call, call.tiled.quads * call.tiled.parts, tile_grain(&call.tiled, most), 0, most);
@@ -321,7 +318,6 @@ EXPORT int trencadis_dense(const Dense *weight, const void *x, void *out, int64_
     int64_t found[TEAM][DENSE_ROWS];
     for (int64_t one = 0; !out && one < most; one++)
         for (int64_t r = 0; r < n; r++) found[one][r] = DENSE_NONE; /* a thread may get no items */
-    if (n <= FOLLOWED) pool_follow(p.weight, p.depth * DENSE_PANEL * (p.type == BFLOAT16 ? 2 : 4), panels);
     DenseCall call = {&p, out ? NULL : found, p.type == BFLOAT16 ? tiles_of(kind) : NULL, {0}};
     if (!call.tiles)
         pool_run(dense_work, &call, panels * p.parts, 0, 0, most);

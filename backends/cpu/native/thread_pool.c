@@ -43,10 +43,6 @@
 #define STACK (1 << 21)
 #define COMMON (4 * MICRO) /* time of an empty launch on a common machine */
 
-#define MOST_FETCHED (384 << 10)  /* bytes of a weight that a waiting thread prefetches: they fit its L2 cache */
-#define FETCH_LINES 16            /* lines of them between two looks at the ticket */
-#define FOLLOWERS 2048            /* entries of the table of what follows what */
-
 #define OPEN 0x80000000u    /* bits of the gate: OPEN: threads may enter the launch; */
 #define WAITING 0x40000000u /* WAITING: the caller sleeps until none is inside. Other bits: threads inside */
 
@@ -67,8 +63,6 @@ typedef struct {
     _Atomic int64_t charged; /* time that it is known to have waited, not yet counted */
     _Atomic int64_t probed;  /* probes passed in a row */
     _Atomic int64_t hold, hold_inside; /* for tests */
-    const char *fetched;     /* the weight that it prefetches, and how many bytes it has */
-    int64_t fetched_bytes, team; /* team: number of threads of the last launch that it entered */
     int64_t taken;           /* items of the last launch that it entered */
     int64_t saved, cost, next_probe; /* private to the caller */
 } Worker;
@@ -90,8 +84,6 @@ static struct {
     int64_t dear; /* time of an empty launch in units of COMMON; 0: not measured yet */
     _Atomic int64_t count, patient;
     _Atomic int on_torch; /* launches run on torch's threads */
-    _Atomic uintptr_t expected;      /* the weight that a launch is expected to read next; 0: none */
-    _Atomic int64_t expected_bytes, expected_items;
     int64_t mine, ended_mine;      /* on torch's threads: the caller's items, and when it had finished them */
     int64_t members[MOST_THREADS]; /* worker of each thread number of the launch */
     Share shares[MOST_THREADS];
@@ -186,7 +178,6 @@ static void join_launch(Worker *me) {
     while (!atomic_compare_exchange_weak(&pool.gate, &gate, gate + 1));
     const int64_t number = atomic_load(&me->number);
     if (number) {
-        me->team = pool.team;
         atomic_store(&me->inside, 1);
         hold(&me->hold_inside);
         me->taken = work_on(number);
@@ -204,46 +195,6 @@ static void probe(Worker *me) {
     atomic_store(&me->probed, lost < LATE ? atomic_load(&me->probed) + 1 : 0);
 }
 
-/* What was read by the launch after the one that read a weight. */
-static struct {
-    _Atomic uintptr_t weight, next;
-    _Atomic int64_t bytes, items;
-} followers[FOLLOWERS];
-
-static int64_t place_of(uintptr_t weight) { return (int64_t)((weight >> 6) * 0x9e3779b97f4a7c15u >> 40) % FOLLOWERS; }
-
-void pool_follow(const void *weight, int64_t bytes, int64_t items) {
-    static _Atomic uintptr_t last;
-    const uintptr_t own = (uintptr_t)weight, before = atomic_exchange(&last, own);
-    const int64_t then = place_of(before), here = place_of(own);
-    atomic_store_explicit(&followers[then].weight, before, memory_order_relaxed);
-    atomic_store_explicit(&followers[then].next, own, memory_order_relaxed);
-    atomic_store_explicit(&followers[then].bytes, bytes, memory_order_relaxed);
-    atomic_store_explicit(&followers[then].items, items, memory_order_relaxed);
-    const int known = atomic_load_explicit(&followers[here].weight, memory_order_relaxed) == own;
-    atomic_store_explicit(&pool.expected_bytes, atomic_load_explicit(&followers[here].bytes, memory_order_relaxed),
-                          memory_order_relaxed);
-    atomic_store_explicit(&pool.expected_items, atomic_load_explicit(&followers[here].items, memory_order_relaxed),
-                          memory_order_relaxed);
-    atomic_store_explicit(&pool.expected, known ? atomic_load_explicit(&followers[here].next, memory_order_relaxed) : 0,
-                          memory_order_relaxed);
-}
-
-/* Prefetches some lines of this thread's share of the expected weight; a prefetch of memory that is gone does nothing. */
-static void fetch_expected(Worker *me) {
-    const uintptr_t weight = atomic_load_explicit(&pool.expected, memory_order_relaxed);
-    const int64_t number = atomic_load_explicit(&me->number, memory_order_relaxed), team = me->team;
-    if (!weight || !number || team < 2) return;
-    const int64_t items = atomic_load_explicit(&pool.expected_items, memory_order_relaxed);
-    const int64_t bytes = atomic_load_explicit(&pool.expected_bytes, memory_order_relaxed);
-    const int64_t each = items / team, more = items % team; /* as a launch is divided */
-    const char *share = (const char *)weight + (number * each + (number < more ? number : more)) * bytes;
-    if (me->fetched != share) me->fetched = share, me->fetched_bytes = 0;
-    const int64_t most = each * bytes < MOST_FETCHED ? each * bytes : MOST_FETCHED;
-    for (int i = 0; i < FETCH_LINES && me->fetched_bytes < most; i++, me->fetched_bytes += 64)
-        __builtin_prefetch(share + me->fetched_bytes, 0, 2);
-}
-
 /* Waits for a ticket other than `seen`; returns the time for which the system kept this thread from running. */
 static int64_t wait_for_ticket(Worker *me, uint32_t seen) {
     const int64_t start = now();
@@ -256,7 +207,6 @@ static int64_t wait_for_ticket(Worker *me, uint32_t seen) {
             const int64_t since = came - (ticket == seen + 1 ? atomic_load(&pool.began) : last);
             return since < came - last ? since : came - last;
         }
-        fetch_expected(me);
         pause_once();
         if (i % 16) continue;
         last = now();

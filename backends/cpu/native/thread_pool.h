@@ -29,10 +29,6 @@ typedef void (*Work)(void *data, int64_t first, int64_t last, int64_t thread);
    is left out. */
 void pool_run(Work work, void *data, int64_t items, int64_t grain, int64_t pieces, int64_t threads);
 
-/* Tells that `weight` is read by the launch that follows, `items` items of `bytes` bytes each, and learns after which other
-   one: a thread that waits for its next launch prefetches the beginning of its share of the weight that then followed. */
-void pool_follow(const void *weight, int64_t bytes, int64_t items);
-
 /* Returns how many threads a launch gets if its work is worth `units` + 1 of them: launches take longer on some
    systems. */
 int64_t pool_threads(int64_t units, int64_t threads);
