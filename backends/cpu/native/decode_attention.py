@@ -75,5 +75,5 @@ def attend(
         scale, TYPES[q.dtype], CODES.get(kv.k.dtype, 0), 0 if kv.kept is None else TYPES[kv.kept.dtype],
         table.bfloat16_pairs,
     )  # fmt: skip
-    if threads.calls().attend(ctypes.addressof(layout), table.number, torch.get_num_threads()):
+    if threads.calls().attend(ctypes.addressof(layout), table.number, threads.launch_threads()):
         raise MemoryError(f"no memory for the sums of {len(rows.token)} rows")

@@ -168,7 +168,7 @@ def is_supported(x: Tensor, p: Panels) -> bool:
 def product(x: Tensor, p: Panels) -> Tensor:
     """Multiplies [n, in] -> [n, out], some rows at a time. A row's bits do not depend on the others."""
     out = x.new_empty((len(x), p.outputs))
-    call, team, size, stride = threads.calls().dense, torch.get_num_threads(), x.element_size(), x.stride(0)
+    call, team, size, stride = threads.calls().dense, threads.launch_threads(), x.element_size(), x.stride(0)
     for start in range(0, len(x), p.call_rows):
         rows = min(p.call_rows, len(x) - start)
         source, target = x.data_ptr() + start * stride * size, out.data_ptr() + start * p.outputs * size
@@ -186,7 +186,7 @@ def best(x: Tensor, p: Panels, outputs: int, scale: float) -> Tensor:
     found = torch.full((len(x),), NONE, dtype=torch.int64)
     if not outputs:
         return found
-    call, team, row = threads.calls().dense, torch.get_num_threads(), x.shape[1] * x.element_size()
+    call, team, row = threads.calls().dense, threads.launch_threads(), x.shape[1] * x.element_size()
     for start in range(0, len(x), ROWS):
         rows = min(ROWS, len(x) - start)
         source, target = x.data_ptr() + start * row, found.data_ptr() + start * 8

@@ -102,5 +102,5 @@ def attend(
         heads, k.shape[1], size, window, made.ctypes.data, len(made), TYPES[q.dtype], scale,
         q.dtype == torch.bfloat16 and table.bfloat16_pairs, None, 0, 0, 0,
     )  # fmt: skip
-    if threads.calls().flash(ctypes.addressof(layout), table.number, torch.get_num_threads()):
+    if threads.calls().flash(ctypes.addressof(layout), table.number, threads.launch_threads()):
         raise MemoryError(f"no memory for the attention of {len(made)} spans")

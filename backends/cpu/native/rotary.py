@@ -58,7 +58,7 @@ def rotate(
     layout = RotaryLayout(
         *at, *q.stride()[:2], *k.stride()[:2], 0 if v is None else v.stride(0), heads, k.shape[1], size, TYPES[q.dtype]
     )
-    threads.calls().rotate(ctypes.addressof(layout), n, table.number, torch.get_num_threads())
+    threads.calls().rotate(ctypes.addressof(layout), n, table.number, threads.launch_threads())
     return out
 
 

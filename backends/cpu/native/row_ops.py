@@ -75,5 +75,5 @@ def _run(
     threads.calls().rows(
         op, x.data_ptr(), None if residual is None else residual.data_ptr(),
         None if weight is None else weight.data_ptr(), out.data_ptr(), n, width, eps, TYPES[x.dtype], kind,
-        torch.get_num_threads(),
+        threads.launch_threads(),
     )  # fmt: skip

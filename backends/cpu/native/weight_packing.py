@@ -165,7 +165,7 @@ def _pack(call: PackCall, rows: NDArray[np.int64], memory: Tensor, kind: int) ->
     zeros.
     """
     call.rows, call.out = rows.ctypes.data, memory.data_ptr()
-    threads.calls().pack(ctypes.addressof(call), len(rows) // dense.PANEL, kind, torch.get_num_threads())
+    threads.calls().pack(ctypes.addressof(call), len(rows) // dense.PANEL, kind, threads.launch_threads())
 
 
 def _matches_rows(
