@@ -102,7 +102,7 @@ def add(y: Tensor, x: Tensor, w: SlotAdapters, pieces: Tensor) -> None:
         checks.check_range("rows with adapters", pieces[:, :2], 0, len(x) + 1)
     failed = threads.calls().adapters(
         ctypes.addressof(w.layout), x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0), len(x), pieces.data_ptr(),
-        len(pieces), w.kind, torch.get_num_threads(),
+        len(pieces), w.kind, threads.launch_threads(),
     )  # fmt: skip
     if failed:
         raise MemoryError(f"no memory for the adapters of {len(x)} rows")

@@ -52,7 +52,7 @@ def gated_norm(y: Tensor, weight: Tensor, eps: float, gate: Tensor, table: Kerne
     out = y.new_empty((n, heads * width))
     threads.calls().gated_norm(
         y.data_ptr(), weight.data_ptr(), gate.data_ptr(), out.data_ptr(), n * heads, width, heads, gate.stride(0), eps,
-        TYPES[y.dtype], table.number, torch.get_num_threads(),
+        TYPES[y.dtype], table.number, threads.launch_threads(),
     )  # fmt: skip
     return out
 
