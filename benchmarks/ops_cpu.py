@@ -24,7 +24,7 @@ from trencadis.core.cpu_affinity import available_cpus
 from trencadis.core.device.backend import LayerKV, Weight
 from trencadis.core.quant.online_quant import quantise
 from trencadis.core.quant.quantised_tensor import QTensor
-from trencadis.core.quant.scheme import HALVES, Scheme
+from trencadis.core.quant.scheme import FP4_HALVES, Scheme
 
 SIZES = {"qkv": (1152, 896), "gate_up": (9728, 896), "down": (896, 4864), "vision qkv": (3840, 1280)}
 ROWS = (1, 8, 32, 128, 512)
@@ -145,7 +145,7 @@ EXPERTS, CHOSEN, WIDTH = 8, 4, 2880
 
 def experts(pairs: int = 20) -> None:
     """Median milliseconds of a layer of experts, as values of 16 bits and as MXFP4's codes, and their ratio."""
-    ops, halves = CpuOps(), torch.tensor(HALVES, dtype=torch.int8)
+    ops, halves = CpuOps(), torch.tensor(FP4_HALVES, dtype=torch.int8)
     plain, coded = [], []
     for outputs in (2 * WIDTH, WIDTH):
         codes = [halves[torch.randint(0, 16, (outputs, WIDTH))] for _ in range(EXPERTS)]

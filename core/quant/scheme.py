@@ -35,7 +35,7 @@ WORD = 8
 FACTOR = 4
 """Bytes of the float32 factor of a row, which the forms CODES, PANELS and FLOATS8 keep."""
 
-HALVES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+FP4_HALVES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Twice the value of each 4-bit float (e2m1), by its code: the integers of a scheme with ``fp4``."""
 
 CELL = 16
@@ -117,7 +117,7 @@ class Scheme:
         activations: ``none``, ``token`` (a scale per token, computed at run time), ``static`` or ``given`` (a scale per
             module, from a file).
         ordered: True if a tensor assigns columns to groups.
-        fp4: True if the integers, of 8 bits, are twice the values of 4-bit floats (``HALVES``); panels keep 4 bits.
+        fp4: True if the integers, of 8 bits, are twice the values of 4-bit floats (``FP4_HALVES``); panels keep 4 bits.
     """
 
     bits: int = 8

@@ -24,7 +24,7 @@ from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.core.errors import StartupError
 from trencadis.core.quant.online_quant import quantise
 from trencadis.core.quant.quantised_tensor import QTensor, join_weights
-from trencadis.core.quant.scheme import HALVES, PANELS, Scheme, held_bytes
+from trencadis.core.quant.scheme import FP4_HALVES, PANELS, Scheme, held_bytes
 
 FLAGS = {
     "avx2": {"avx2", "fma", "f16c"},
@@ -135,7 +135,7 @@ def test_shapes_that_fill_no_panel(scheme: Scheme, kernels: str) -> None:
 
 def test_doubled_4_bit_floats_keep_4_bits(kernels: str) -> None:
     """Exact values at the bytes that the ledger counts, also of one group; a row's product is near and its own."""
-    values = torch.tensor(HALVES, dtype=torch.int8)
+    values = torch.tensor(FP4_HALVES, dtype=torch.int8)
     for (rows, columns), dtype in (
         (s, d) for s in ((5, 24), (33, 96), (130, 288)) for d in (torch.float32, torch.bfloat16)
     ):

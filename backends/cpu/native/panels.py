@@ -19,7 +19,7 @@ from trencadis.backends.cpu.native import kernel_table, library, threads
 from trencadis.backends.cpu.native.kernel_table import BFLOAT16, FLOAT16, FLOAT32
 from trencadis.backends.cpu.native.layouts import Layout
 from trencadis.core.quant.quantised_tensor import SLAB, QTensor
-from trencadis.core.quant.scheme import CELL, HALVES, PANEL, cut_columns, fill_up, panel_columns
+from trencadis.core.quant.scheme import CELL, FP4_HALVES, PANEL, cut_columns, fill_up, panel_columns
 
 STEP = 8
 """Columns must be a multiple of this."""
@@ -142,7 +142,7 @@ def _arrange_columns(q: QTensor) -> tuple[Tensor | None, int, Tensor | None]:
     return slots, group, of
 
 
-_FP4 = torch.tensor([12 + half for half in HALVES], dtype=torch.uint8)
+_FP4 = torch.tensor([12 + half for half in FP4_HALVES], dtype=torch.uint8)
 """Values of the codes of a scheme with ``fp4``."""
 
 
