@@ -12,17 +12,24 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import re
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import h11
 from h11._readers import ChunkedReader, ContentLengthReader
 from h11._receivebuffer import ReceiveBuffer
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
+from trencadis.server.metrics.request_record import RequestRecord
 from trencadis.server.tenants.tenant_registry import MAX_KEYS, TenantRegistry
+
+log = logging.getLogger("trencadis.server")
 
 FREE_CHUNKS = 64
 """Chunks of a body that may have any size."""
@@ -34,6 +41,36 @@ MAX_REST = 64 << 10
 """Bytes of a body that are read on after an early answer, so that the connection can be used again."""
 MAX_READ = 16 << 10
 """Bytes of heads and of a chunked body that are taken in one pass of the event loop."""
+
+
+HEADS = 32 << 20
+"""Maximum bytes of unfinished request heads and of pipelined requests, on all connections together."""
+TIMEOUT_RESPONSE = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+OVERLOADED_RESPONSE = (
+    b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+)
+HEAD_END = re.compile(rb"\n\r?\n")
+MAX_HEAD = 64 << 10
+MAX_TARGET = 8 << 10
+"""Most bytes of a request's first line: method, path, query and version."""
+REFUSALS = {
+    400: (b"Bad Request", b"The request is not valid HTTP.", b"BadRequestError"),
+    414: (b"URI Too Long", b"The request line has more than 8192 bytes.", b"RequestURITooLongError"),
+    431: (
+        b"Request Header Fields Too Large",
+        b"The request has more header fields or bytes of them than the server takes.",
+        b"RequestHeadersTooLargeError",
+    ),
+}
+
+
+def make_refusal(status: int) -> bytes:
+    """The whole response for what cannot be parsed, or is refused before it is."""
+    phrase, message, kind = REFUSALS[status]
+    body = b'{"error":{"message":"%b","type":"%b","param":null,"code":%d}}' % (message, kind, status)
+    return (
+        b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
+    ) % (status, phrase, len(body), body)
 
 
 class BoundedChunkedReader(ChunkedReader):
@@ -184,3 +221,113 @@ class PendingHeads(Generic[T]):
             self._queues[name] = line
         self._count -= 1
         return one
+
+
+STARTS_PER_PASS = 2
+"""Maximum requests that begin in one pass of the event loop. Thousands of clients may write at once, and each head
+delays all answers; further bytes wait for the next pass.
+"""
+ENDS_PER_PASS = 8
+"""Maximum requests that end in one pass of the event loop because their clients have gone. Each takes a tenth of a
+millisecond, and all those of a load balancer that ends go at once.
+"""
+
+
+class Resumable(Protocol):
+    """A connection whose bytes may wait for another pass of the event loop."""
+
+    def resume(self, data: bytes) -> None:
+        """Takes bytes that came in an earlier pass; none: those that it has itself."""
+        ...
+
+
+@dataclass
+class SharedLimits:
+    """Limits that all connections of a server share.
+
+    Args:
+        seconds: in which the head of a request must arrive, from the connection or its first byte on; 0: no limit.
+            Also the time for which a body is read and dropped after the answer.
+        bound: most bytes of requests that have not begun.
+        begun: requests that have begun in this pass of the event loop.
+        deferred: connections with the bytes that wait for the next pass. Round-robin over tenants, and of one tenant
+        alternately the one
+            that waits longest and the one that came last, which may be another client's than a flood's.
+        lost_connections: the ends of connections whose clients have gone.
+        chunks: reads of chunked bodies, one in each pass.
+        most_lines: lines of a head below the first one; a folded field has several.
+        count_refusal: called with (status, reason) of each head that is refused before it is parsed.
+    """
+
+    seconds: float = 20.0
+    bound: int = HEADS
+    held: int = 0
+    said: float = -60.0
+    begun: int = 0
+    deferred: PendingHeads[tuple[Resumable, bytes]] = field(default_factory=PendingHeads)
+    lost_connections: PacedCalls = field(default_factory=lambda: PacedCalls(ENDS_PER_PASS))
+    chunks: PacedCalls = field(default_factory=lambda: PacedCalls(1))
+    most_lines: int = 256
+    count_refusal: Callable[[int, str], None] = lambda status, reason: None
+
+    def may_begin(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Returns True if another request may begin in this pass."""
+        if not self.begun:
+            loop.call_soon(self._run_pass, loop)
+        self.begun += 1
+        return self.begun <= STARTS_PER_PASS and not self.deferred
+
+    def _run_pass(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begins the next requests, each separately, so that an error in one does not stop the others."""
+        self.begun = 0
+        if self.deferred:
+            self._begin(loop)
+
+    def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        some = [self.deferred.take() for _ in range(min(len(self.deferred), STARTS_PER_PASS))]
+        self.begun = len(some)
+        for connection, data in some:
+            loop.call_soon(connection.resume, data)
+        loop.call_soon(self._run_pass, loop)
+
+    def log_connection_limit(self) -> None:
+        """Logs, at most once a minute, that the limit on bytes of pending heads is reached."""
+        if time.monotonic() - self.said >= 60.0:
+            self.said = time.monotonic()
+            log.warning("unfinished request heads hold %d bytes: the server refuses more", self.bound)
+
+
+class ChunkWriter:
+    """Writes chunks of the response of ``cycle``, whose head is written, and which has no length.
+
+    Args:
+        record: counts their bytes.
+    """
+
+    __slots__ = ("_closing", "_cycle", "_flow", "_record", "_write", "last_written")
+
+    def __init__(
+        self, transport: asyncio.Transport, flow: FlowControl, cycle: RequestResponseCycle, record: RequestRecord
+    ) -> None:
+        self._write, self._closing = transport.write, transport.is_closing
+        self._flow, self._cycle, self._record = flow, cycle, record
+        self.last_written = time.monotonic()
+
+    def is_ready(self) -> bool:
+        """True while the client is connected and the transport's buffer is not full."""
+        return not (self._flow.write_paused or self._cycle.disconnected or self._closing())
+
+    def write(self, data: bytes) -> None:
+        """Writes one chunk."""
+        self._write(b"%x\r\n%b\r\n" % (len(data), data))
+        self._record.sent += len(data)
+        self.last_written = time.monotonic()
+
+
+class AnswerTransport:
+    """What a request's task writes its answer to: a transport that ``close`` closes, with care."""
+
+    __slots__ = ("close", "is_closing", "write")
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write, self.is_closing, self.close = transport.write, transport.is_closing, close

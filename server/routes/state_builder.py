@@ -10,8 +10,7 @@ from trencadis.core.cpu_affinity import available_cpus
 from trencadis.multimodal.decode_workers.worker_pool import MAX_WORKERS
 from trencadis.multimodal.images.processor_cache import CacheCounters
 from trencadis.server.config.hub import find_adapter_folder
-from trencadis.server.engine.engine_client import EngineClient
-from trencadis.server.engine.request_link import BACKLOG
+from trencadis.server.engine.engine_client import BACKLOG, EngineClient
 from trencadis.server.grammars.grammar_cache import GrammarCache
 from trencadis.server.metrics.collectors import (
     LogCollector,

@@ -15,9 +15,10 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
+from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
 from tests.server.http.test_connection import CHAT, HEALTH, Site, answer, ended, post
-from trencadis.server.http import connection_limits, uvicorn_connection
+from trencadis.server.http import connection_limits, uvicorn_server
 
 
 @pytest.fixture
@@ -103,7 +104,7 @@ def test_a_refusal_after_an_answer_ends_the_connection_too(
     site: Any, second: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Pipelined: the first request's end must not start a timer of its own, which would write after the end."""
-    monkeypatch.setattr(uvicorn_connection, "DROP_SECONDS", 0.1)
+    monkeypatch.setattr(uvicorn_server, "DROP_SECONDS", 0.1)
     made = site(receive_timeout=0.3)
     with made.connect() as s:
         s.sendall(HEALTH + second)
@@ -137,13 +138,13 @@ def test_chunked_bodies_share_a_pass_of_the_loop(site: Any, monkeypatch: pytest.
     """Sixteen uploads at once are parsed one read at a time; one that ends its side is answered."""
     passes = [0]
     taken: list[int] = []
-    usual = uvicorn_connection.LimitedH11Protocol._take_chunks
+    usual = uvicorn_server.LimitedH11Protocol._take_chunks
 
     def take(connection: Any, data: bytes) -> None:
         taken.append(passes[0])
         usual(connection, data)
 
-    monkeypatch.setattr(uvicorn_connection.LimitedH11Protocol, "_take_chunks", take)
+    monkeypatch.setattr(uvicorn_server.LimitedH11Protocol, "_take_chunks", take)
     made = site()
     once = asyncio.base_events.BaseEventLoop._run_once  # type: ignore[attr-defined]
 
@@ -175,9 +176,9 @@ def test_an_upgrade_that_is_not_served_says_nothing(site: Any, caplog: pytest.Lo
 
 def test_few_bytes_of_heads_and_chunks_are_read_in_one_pass(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    usual = uvicorn_connection.LimitedH11Protocol.data_received
+    usual = uvicorn_server.LimitedH11Protocol.data_received
     monkeypatch.setattr(
-        uvicorn_connection.LimitedH11Protocol, "data_received", lambda c, d: (sizes.append(len(d)), usual(c, d))[1]
+        uvicorn_server.LimitedH11Protocol, "data_received", lambda c, d: (sizes.append(len(d)), usual(c, d))[1]
     )
     made = site()
     long = CHAT[:-1] + b" " * 300_000 + b"}"
@@ -195,14 +196,14 @@ def test_pipelined_requests_begin_a_few_in_a_pass(site: Any, monkeypatch: pytest
         once(loop)
 
     made = site()
-    usual = uvicorn_connection.RequestResponseCycle.run_asgi
+    usual = RequestResponseCycle.run_asgi
 
     async def run(cycle: Any, app: Any) -> None:
         begun.append(passes[0])
         await usual(cycle, app)
 
     monkeypatch.setattr(asyncio.base_events.BaseEventLoop, "_run_once", run_once)
-    monkeypatch.setattr(uvicorn_connection.RequestResponseCycle, "run_asgi", run)
+    monkeypatch.setattr(RequestResponseCycle, "run_asgi", run)
     with ExitStack() as stack:
         some = [stack.enter_context(made.connect()) for _ in range(12)]
         for one in some:
@@ -212,4 +213,4 @@ def test_pipelined_requests_begin_a_few_in_a_pass(site: Any, monkeypatch: pytest
             got = b""
             while got.count(b"200 OK") < 30:
                 got += one.recv(1 << 16)
-    assert len(begun) == 361 and max(Counter(begun).values()) <= 2 * uvicorn_connection.STARTS_PER_PASS
+    assert len(begun) == 361 and max(Counter(begun).values()) <= 2 * connection_limits.STARTS_PER_PASS
