@@ -18,24 +18,26 @@ HOSTS = {
     b"evil.example#localhost": 403, b"xn--lcalhost-54a": 403, b".localhost": 403, b"a.localhost": 403, b"10.0.0.1": 403,
 }  # fmt: skip
 OWN = b"Origin: http://127.0.0.1:{port}"
-PAGES = {
-    "a page of ours": (200, OWN), "a page of ours by TLS": (200, b"Origin: https://127.0.0.1:{port}"),
-    "a page of ours in capitals": (200, OWN.replace(b"http", b"HTTP")),
-    "the same origin": (200, b"Sec-Fetch-Site: same-origin"),
-    "typed by the user": (200, b"Sec-Fetch-Site: none"), "no page": (200,),
-    "null": (403, b"Origin: null"), "NULL": (403, b"Origin: NULL"), "an empty scheme": (403, b"Origin: ://127.0.0.1:{port}"),
-    "a file": (403, b"Origin: file://"), "an extension": (403, b"Origin: chrome-extension://abc"),
-    "evil": (403, b"Origin: http://evil.example"), "evil with our port": (403, b"Origin: http://evil.example:{port}"),
-    "evil in a path": (403, b"Origin: http://evil.example/127.0.0.1:{port}"),
-    "a user's name": (403, b"Origin: http://127.0.0.1:{port}@evil.example"),
-    "another port": (403, b"Origin: http://127.0.0.1:1"), "no port": (403, b"Origin: http://127.0.0.1"),
-    "another name of this machine": (403, b"Origin: http://localhost:{port}"), "a slash": (403, OWN + b"/"),
-    "a dot": (403, b"Origin: http://127.0.0.1.:{port}"), "a second one": (403, b"Origin: http://evil.example", OWN),
-    "one after ours": (403, OWN, b"Origin: http://evil.example"), "a list": (403, OWN + b" http://evil.example"),
-    "cross-site": (403, b"Sec-Fetch-Site: cross-site"), "CROSS-SITE": (403, b"Sec-Fetch-Site: CROSS-SITE"),
-    "cross-site with our origin": (403, OWN, b"Sec-Fetch-Site: cross-site"),
-    "same-site with another origin": (403, b"Origin: http://a.evil.example", b"Sec-Fetch-Site: same-site"),
-    "a second site": (403, b"Sec-Fetch-Site: same-origin", b"Sec-Fetch-Site: cross-site", b"Origin: http://evil.example"),
+PAGES: dict[str, tuple[int, tuple[bytes, ...]]] = {
+    "a page of ours": (200, (OWN,)), "a page of ours by TLS": (200, (b"Origin: https://127.0.0.1:{port}",)),
+    "a page of ours in capitals": (200, (OWN.replace(b"http", b"HTTP"),)),
+    "the same origin": (200, (b"Sec-Fetch-Site: same-origin",)),
+    "typed by the user": (200, (b"Sec-Fetch-Site: none",)), "no page": (200, ()),
+    "null": (403, (b"Origin: null",)), "NULL": (403, (b"Origin: NULL",)),
+    "an empty scheme": (403, (b"Origin: ://127.0.0.1:{port}",)),
+    "a file": (403, (b"Origin: file://",)), "an extension": (403, (b"Origin: chrome-extension://abc",)),
+    "evil": (403, (b"Origin: http://evil.example",)), "evil with our port": (403, (b"Origin: http://evil.example:{port}",)),
+    "evil in a path": (403, (b"Origin: http://evil.example/127.0.0.1:{port}",)),
+    "a user's name": (403, (b"Origin: http://127.0.0.1:{port}@evil.example",)),
+    "another port": (403, (b"Origin: http://127.0.0.1:1",)), "no port": (403, (b"Origin: http://127.0.0.1",)),
+    "another name of this machine": (403, (b"Origin: http://localhost:{port}",)), "a slash": (403, (OWN + b"/",)),
+    "a dot": (403, (b"Origin: http://127.0.0.1.:{port}",)),
+    "a second one": (403, (b"Origin: http://evil.example", OWN,)),
+    "one after ours": (403, (OWN, b"Origin: http://evil.example",)), "a list": (403, (OWN + b" http://evil.example",)),
+    "cross-site": (403, (b"Sec-Fetch-Site: cross-site",)), "CROSS-SITE": (403, (b"Sec-Fetch-Site: CROSS-SITE",)),
+    "cross-site with our origin": (403, (OWN, b"Sec-Fetch-Site: cross-site",)),
+    "same-site with another origin": (403, (b"Origin: http://a.evil.example", b"Sec-Fetch-Site: same-site",)),
+    "a second site": (403, (b"Sec-Fetch-Site: same-origin", b"Sec-Fetch-Site: cross-site", b"Origin: http://evil.example",)),
 }  # fmt: skip
 """What a browser sends with a POST -> the status, and its fields."""
 
@@ -104,7 +106,7 @@ def make_doors() -> Iterator[Door]:
             (get(b"/v1/models", host=host),),
             frozenset({status, 400} if status > 400 else {status}),
         )
-    for name, (status, *lines) in PAGES.items():
+    for name, (status, lines) in PAGES.items():
         yield Door(f"a page: {name}", (post(BODY, *lines),), frozenset({status}))
         yield Door(
             f"a page that sleeps: {name}", (post(b"", *lines, target=b"/sleep?mode=abort"),), frozenset({status})

@@ -7,6 +7,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,7 @@ def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[bool, int]]
     keys.chmod(0o600)
     checkpoint = write_text_checkpoint(tmp_path_factory.mktemp("checkpoint"))
     first, second = scripted_app(checkpoint), scripted_app(checkpoint)
-    how = {"host": "127.0.0.1", "receive_timeout": 0.3}
+    how: dict[str, Any] = {"host": "127.0.0.1", "receive_timeout": 0.3}
     first.app(**how, enable_sleep_mode=True, disable_page=True)
     second.app(**how, api_key_file=str(keys), enable_sleep_mode=True, server_dev_mode=True)
     with live(first, receive_timeout=0.3) as one, live(second, receive_timeout=0.3) as two:

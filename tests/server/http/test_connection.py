@@ -110,17 +110,17 @@ def ended(s: socket.socket, seconds: float = 5.0) -> bytes:
 def test_few_requests_begin_in_one_pass_and_none_is_forgotten(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients that write at once do not make one long pass of the loop; the order of their bytes stays."""
     made = site()
-    shared: uvicorn_server.SharedLimits = made.web.config.http.args[0]
+    shared: connection_limits.SharedLimits = made.web.config.http.args[0]
     begun: list[int] = []
     loops: list[asyncio.AbstractEventLoop] = []
-    usual = uvicorn_server.SharedLimits._run_pass
+    usual = connection_limits.SharedLimits._run_pass
 
-    def counted(self: uvicorn_server.SharedLimits, loop: asyncio.AbstractEventLoop) -> None:
+    def counted(self: connection_limits.SharedLimits, loop: asyncio.AbstractEventLoop) -> None:
         loops.append(loop)
         usual(self, loop)
         begun.append(self.begun)
 
-    monkeypatch.setattr(uvicorn_server.SharedLimits, "_run_pass", counted)
+    monkeypatch.setattr(connection_limits.SharedLimits, "_run_pass", counted)
     busy = threading.Event()
     with ExitStack() as stack:
         sockets = [stack.enter_context(made.connect()) for _ in range(30)]
@@ -231,9 +231,9 @@ def test_the_rest_of_an_answered_body_is_not_read_for_ever(site: Any) -> None:
 def test_heads_are_bounded_each_and_together(
     site: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    halls, usual = [], uvicorn_server.SharedLimits
+    halls, usual = [], connection_limits.SharedLimits
 
-    def hall(seconds: float) -> uvicorn_server.SharedLimits:
+    def hall(seconds: float) -> connection_limits.SharedLimits:
         halls.append(usual(seconds, 150_000))
         return halls[-1]
 
