@@ -20,10 +20,7 @@ from typing import Protocol
 from trencadis.core.config import EngineConfig
 from trencadis.core.executor.rank_info import RankFingerprint, RankInfo, threads_of
 from trencadis.core.links.link import Link, PlainLink
-from trencadis.core.process.child_process import CLEANUPS, environment
-
-FOLDER = "trencadis-ranks-"
-"""How the name of a folder begins over which the ranks of an engine meet."""
+from trencadis.core.process.child_process import CLEANUPS, RANK_FOLDER, environment
 
 LEFT_SECONDS = 3600.0
 """Age from which a folder of a process that is gone is removed by the next start."""
@@ -129,7 +126,7 @@ class LocalLauncher:
     def __init__(self, config: EngineConfig, world: int) -> None:
         self._config, self._world = config, world
         _remove_left_folders()
-        self.folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER}{os.getpid()}-"))
+        self.folder = Path(tempfile.mkdtemp(prefix=f"{RANK_FOLDER}{os.getpid()}-"))
         CLEANUPS.append(self.close)
 
     def describe_rank(self, number: int) -> RankInfo:
@@ -154,8 +151,8 @@ def _remove_left_folders() -> None:
 
     Those of the last hour stay: containers that share the folder do not see each other's processes.
     """
-    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER}*-*"):
-        number = folder.name.removeprefix(FOLDER).partition("-")[0]
+    for folder in Path(tempfile.gettempdir()).glob(f"{RANK_FOLDER}*-*"):
+        number = folder.name.removeprefix(RANK_FOLDER).partition("-")[0]
         try:
             found = folder.lstat()
         except OSError:

@@ -17,7 +17,7 @@ from trencadis.core.cpu_affinity import computing_cpus
 from trencadis.core.executor.rank_info import requested_threads, threads_of
 from trencadis.core.links.topology import RAY, topology
 from trencadis.core.process import engine_messages, torch_env
-from trencadis.core.process.child_process import environment
+from trencadis.core.process.child_process import environment, remove_rank_folders
 
 RAY_TOKEN = "RAY_AUTH_TOKEN"
 
@@ -69,10 +69,12 @@ class EngineHandle:
         return (self.successor or spawn_engine)(config)
 
     def kill(self) -> None:
-        """Kills the process and reaps it."""
+        """Kills the process, reaps it, and removes what it could leave behind."""
         self.sock.close()
         self.process.kill()
         self.process.wait()
+        if isinstance(self.process, subprocess.Popen):
+            remove_rank_folders(self.process.pid)
 
 
 def spawn_engine(config: EngineConfig) -> EngineHandle:

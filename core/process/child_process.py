@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -100,6 +102,16 @@ def read_stat(pid: int) -> list[str]:
             return file.read().rpartition(")")[2].split() or ["X"]
     except OSError:
         return ["X"]
+
+
+RANK_FOLDER = "trencadis-ranks-"
+"""How the name of a folder begins over which the ranks of an engine meet; the engine's process id follows."""
+
+
+def remove_rank_folders(pid: int) -> None:
+    """Removes the folders of an engine that has ended: one that was killed could not, nor ranks killed with it."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{RANK_FOLDER}{pid}-*"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 CLEANUPS: list[Callable[[], None]] = []

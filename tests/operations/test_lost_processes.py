@@ -24,6 +24,7 @@ from PIL import Image
 
 from tests.traffic.server_process import RunningServer, server
 from trencadis.assets import demo_path
+from trencadis.core.executor.spawn import EngineHandle
 from trencadis.core.process.child_process import StopWatch, read_stat
 from trencadis.server.processes.api_process import ApiProcess
 
@@ -197,6 +198,17 @@ def test_an_api_process_that_is_stopped_while_it_starts_is_killed(monkeypatch: p
         with subprocess.Popen(["sleep", "60"]) as process:
             assert asyncio.run(watch(process, stopped)) is stopped
             process.kill()
+
+
+def test_a_killed_engine_leaves_no_folder_of_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with subprocess.Popen(["sleep", "60"]) as process:
+        own, other = (tmp_path / f"trencadis-ranks-{pid}-abc" for pid in (process.pid, f"{process.pid}0"))
+        for folder in (own, other):
+            folder.mkdir()
+            (folder / "store").touch()
+        EngineHandle(process, socket.socket()).kill()
+    assert not own.exists() and other.exists()
 
 
 def test_a_stopped_process_is_told_from_one_that_works() -> None:

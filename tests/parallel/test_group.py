@@ -25,12 +25,12 @@ from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.executor import rank_launcher
 from trencadis.core.executor.multiproc_executor import MultiprocExecutor, RankDied, RankFailed
 from trencadis.core.executor.rank_info import can_share, check_size, threads_of
 from trencadis.core.executor.rank_launcher import LocalLauncher
 from trencadis.core.links import link
 from trencadis.core.process import child_process
+from trencadis.core.process.child_process import RANK_FOLDER
 
 FACTORY = "tests.fakes.ranks:make"
 SOON = 5.0
@@ -157,7 +157,7 @@ def test_the_next_start_removes_what_killed_engines_left(tmp_path: Path, monkeyp
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     gone = subprocess.Popen(["true"])
     gone.wait()
-    prefix = rank_launcher.FOLDER
+    prefix = RANK_FOLDER
     names = {f"{prefix}{gone.pid}-a": False, f"{prefix}{os.getpid()}-b": True,
              f"{prefix}{gone.pid}-new": True, f"{prefix}x-c": True, "other": True}  # fmt: skip
     for name in names:
