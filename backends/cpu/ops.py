@@ -26,6 +26,7 @@ from trencadis.backends.cpu.native.row_kernels import (
     StoredKeys,
     best,
     can_store,
+    gated_norm,
     rms_norm,
     rotate,
     silu_mul,
@@ -312,6 +313,10 @@ class CpuOps(AdapterOps, ReferenceOps):
     ) -> Tensor:
         made = recurrent.delta_rule(q, k, v, g, beta, state, rows, attn, self.table)
         return super().delta_rule(q, k, v, g, beta, state, rows, attn) if made is None else made
+
+    def gated_norm(self, y: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Tensor:
+        made = gated_norm(y, weight, eps, gate, self.table)
+        return super().gated_norm(y, weight, eps, gate) if made is None else made
 
     def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         heads, made = q.shape[1], rotate(q, k, rotary.cos, rotary.sin, self.table)

@@ -25,7 +25,7 @@ from trencadis.backends.cpu.native.layouts import AttendLayout, FlashLayout, Rot
 from trencadis.backends.cpu.native.panels import DTYPE_NAMES, TYPES
 from trencadis.core.device.backend import LayerKV
 
-SILU_MUL, RMS_NORM, BEST = range(3)
+SILU_MUL, RMS_NORM, BEST, WIDE_NORM = range(4)
 
 
 def silu_mul(gate_up: Tensor, table: KernelTable) -> Tensor | None:
@@ -41,16 +41,32 @@ def silu_mul(gate_up: Tensor, table: KernelTable) -> Tensor | None:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, table: KernelTable) -> Tensor | None:
-    """Computes x / rms(x) * weight of rows [n, width]; a residual is first added to ``x`` in place. None: torch must do
-    it.
+    """Computes x / rms(x) * weight of rows [n, width], in which a float32 weight is multiplied before the norm is
+    rounded; a residual is first added to ``x`` in place. None: torch must do it.
     """
-    if not table.serves(Op.ROWWISE, DTYPE_NAMES.get(x.dtype, "")) or x.dtype != weight.dtype:
+    wide = weight.dtype != x.dtype
+    if not table.serves(Op.ROWWISE, DTYPE_NAMES.get(x.dtype, "")) or (wide and weight.dtype != torch.float32):
         return None
     if not x.is_contiguous() or (residual is not None and not residual.is_contiguous()):
         return None
     width = x.shape[-1]
     out = torch.empty_like(x)
-    _run(RMS_NORM, x, residual, weight, out, x.numel() // width, width, eps, table.number)
+    _run(WIDE_NORM if wide else RMS_NORM, x, residual, weight, out, x.numel() // width, width, eps, table.number)
+    return out
+
+
+def gated_norm(y: Tensor, weight: Tensor, eps: float, gate: Tensor, table: KernelTable) -> Tensor | None:
+    """Computes ``RecurrentOps.gated_norm``; None: torch must do it."""
+    n, heads, width = y.shape
+    if not table.serves(Op.ROWWISE, DTYPE_NAMES.get(y.dtype, "")) or not y.dtype == weight.dtype == gate.dtype:
+        return None
+    if not y.is_contiguous() or gate.stride(1) != 1:
+        return None
+    out = y.new_empty((n, heads * width))
+    threads.calls().gated_norm(
+        y.data_ptr(), weight.data_ptr(), gate.data_ptr(), out.data_ptr(), n * heads, width, heads, gate.stride(0), eps,
+        TYPES[y.dtype], table.number, threads.launch_threads(),
+    )  # fmt: skip
     return out
 
 
