@@ -80,6 +80,7 @@ CHECKS: dict[str, Check] = {
     "op.attend.window": op_checks_layers.attend_window,
     "op.attend.upto": op_checks_layers.attend_upto,
     "op.attend.sinks": op_checks_layers.attend_sinks,
+    "op.layer": op_checks_layers.layer,
     "op.attend_pictures": op_checks_layers.cross_attend,
     "op.recurrent": op_checks_recurrent.recurrent,
     "op.patches": op_checks_vision.patches,

@@ -11,6 +11,7 @@ from trencadis.core.buckets import (
     MIXED_AXES,
     AxisRule,
     Bucket,
+    DecodedPieces,
     Density,
     GraphMemory,
     InputSizes,
@@ -99,6 +100,11 @@ ALIGNED = 32
 """Number of 16-bit values in 64 bytes: rows that begin on 16 bytes have the fast products, and load in whole sectors.
 """
 
+DECODED_ROWS, DECODED_BYTES = 256, 32 << 20
+"""Rows from which a quantised weight is decoded once for all rows, and the bytes of it that are decoded at a time: less
+than the L2 cache of an H100.
+"""
+
 WORKSPACE = 32 << 20
 """Bytes of torch's cuBLAS workspace from sm_90 on; 8 MiB before that."""
 
@@ -128,6 +134,7 @@ SERVING = Policy(
     captures=True,
     capture_order="descending",
     capture_limit={Stage.PREFILL: 2048},
+    capture_operations=2.7e13,  # 2,048 tokens of a 7B, for which a card computes some 50 ms
     utilisation_of="total",
     pool_cost="max",
     aligned=ALIGNED,
@@ -136,6 +143,7 @@ SERVING = Policy(
     attention={FLASH_ATTN: flash_bytes, FLASHINFER: infer_bytes},
     graph_memory=GraphMemory(library=WORKSPACE),
     ridge=300.0,
+    decoded=DecodedPieces(DECODED_ROWS, DECODED_BYTES),
     inputs=input_bytes,
     invariant_rows=INVARIANT_ROWS,
     quantised=CODES,

@@ -178,6 +178,7 @@ class DryRun:
             policy.aligned,
             cross_attention_bytes,
             slot_sizes(asked),
+            policy.decoded,
         )
 
     @property

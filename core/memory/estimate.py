@@ -14,6 +14,7 @@ from functools import cached_property
 from trencadis.core.buckets import (
     LORA,
     Bucket,
+    DecodedPieces,
     GraphMemory,
     InputSizes,
     Plan,
@@ -151,7 +152,7 @@ class MemoryEstimator:
     """Computes the sizes of one model on one of ``ranks`` devices.
 
     ``quantised``: the device's form of quantised weights; ``unit``: the multiple that product widths are padded to;
-    ``cross_attention_bytes``: as in ``Policy``; ``adapters``: the slots of LoRA adapters, if there are any.
+    ``cross_attention_bytes``, ``decoded``: as in ``Policy``; ``adapters``: the slots of LoRA adapters, if there are any.
     """
 
     model: ModelConfig
@@ -164,6 +165,7 @@ class MemoryEstimator:
     unit: int = 1
     cross_attention_bytes: Callable[[Bucket, InputSizes], int] | None = None
     adapters: AdapterSlotSizes | None = None
+    decoded: DecodedPieces = DecodedPieces()
 
     @property
     def text(self) -> TextConfig:
@@ -317,7 +319,7 @@ class MemoryEstimator:
             return max(tower, launch_memory.held_bytes(self.model, size, self.itemsize, self.ranks))
         if stage is Stage.SAMPLE:
             each = 4 if bucket.variant == "greedy" else 48 if drafts_ahead(bucket) else 40
-            return t.vocab * (each * size + (0 if each == 4 else 7)) + self._opened[1]
+            return t.vocab * (each * size + (0 if each == 4 else 7)) + self._opened[1] + self._pieces(size)
         if stage is Stage.RESET:
             return 0
         if stage is Stage.POOL:
@@ -345,8 +347,14 @@ class MemoryEstimator:
         return (
             self.shared_attention_bytes(bucket)
             + self._opened[0]
+            + self._pieces(size)
             + max(narrow, size * WIDEST * t.hidden * self.itemsize)
         )
+
+    def _pieces(self, size: int) -> int:
+        """Returns the bytes of a quantised weight that a launch of ``size`` tokens decodes at a time."""
+        many = 0 < self.decoded.rows <= size and self.itemsize == 2
+        return self.decoded.bytes if many and self.model.quant is not None else 0
 
     def _adapter_work(self, bucket: Bucket) -> int:
         """Returns the bytes of products with adapters: x A of all slots twice, x A B, and the sum; and the mask."""
