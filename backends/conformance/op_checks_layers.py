@@ -33,8 +33,8 @@ from trencadis.backends.conformance.program_checks import make_harness
 from trencadis.backends.conformance.target import CheckTarget
 from trencadis.backends.cpu.reference_ops import CLAMPED_SWIGLU
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.cross_attention_inputs import VARIANT, CrossAttentionInputs
 from trencadis.core.checkpoint.model_config import TextConfig
+from trencadis.core.cross_attention_inputs import VARIANT, CrossAttentionInputs
 from trencadis.core.device.backend import Backend, ExpertBiases, LayerKV, Ops, TextTensors
 from trencadis.core.models.cross_attention import arena_row_numbers
 from trencadis.core.models.decoder import DecoderLayer
@@ -196,7 +196,7 @@ class LayerCheck:
             return x.to(target.dtype).to(dtype).to(backend.device)
 
         config = TextConfig(
-            WIDE, 1, t.heads, t.kv_heads, t.head_dim, INNER, t.vocab, 1e-6, 1e4, t.max_positions, True
+            WIDE, 1, t.heads, t.kv_heads, t.head_dim, INNER, t.vocab, 1e-6, 1e4, t.max_positions, False, True
         )  # fmt: skip
         self.layer = DecoderLayer(backend, config)
         attention, mlp = self.layer.attention, cast(GatedMLP, self.layer.mlp)

@@ -12,8 +12,12 @@ CLAIMS = (
     Claim("decode_top1", "decode", "decoded tokens that a prompt of the same ids would not choose", 0),
     Claim("decode_gap", "decode", "decoded log-probabilities from those of prompts: largest, in noise", 2, False, "x"),
     Claim("decode_mean", "decode", "decoded log-probabilities from those of prompts: mean, in noise", 2, False, "x"),
-    Claim("layer_error", "layers", "layers of 3B and 7B, 1 to 16 rows: largest error over bfloat16's noise", 2, False, "x"),
-    Claim("layer_mean", "layers", "layers of 3B and 7B, 1 to 16 rows: mean error over bfloat16's noise", 1.5, False, "x"),
+    Claim(
+        "layer_error", "layers", "layers of 3B and 7B, 1 to 16 rows: largest error over bfloat16's noise", 2, False, "x"
+    ),
+    Claim(
+        "layer_mean", "layers", "layers of 3B and 7B, 1 to 16 rows: mean error over bfloat16's noise", 1.5, False, "x"
+    ),
     Claim("layer_cache", "layers", "slots of the cache that a layer changed beside its own", 0),
     Claim("layer_moved", "layers", "runs of a layer whose bits differ, of 2,000 of each", 0),
     Claim("layer_early", "layers", "runs whose bits differ from those without dependent launches", 0),

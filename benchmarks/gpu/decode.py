@@ -89,9 +89,7 @@ def score(llm: Any, answers: Sequence[Answer]) -> list[list[Chances]]:
 
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=BEST)
     done = llm.generate([{"prompt_token_ids": a.prompt + a.tokens} for a in answers], params, use_tqdm=False)
-    return [
-        [chances_of(x) for x in d.prompt_logprobs[len(a.prompt) :]] for d, a in zip(done, answers, strict=True)
-    ]
+    return [[chances_of(x) for x in d.prompt_logprobs[len(a.prompt) :]] for d, a in zip(done, answers, strict=True)]
 
 
 def distances(one: Sequence[Chances], other: Sequence[Chances]) -> list[float]:

@@ -39,7 +39,7 @@ class LayerShape(NamedTuple):
 
 
 SHAPES = {"3B": LayerShape(2048, 11_008, 16, 2, 128), "7B": LayerShape(3584, 18_944, 28, 4, 128)}
-SMALL = {"narrow": LayerShape(1024, 320, 4, 2, 32)}
+SMALL = {"narrow": LayerShape(1024, 96, 4, 2, 32)}
 """Wide enough that the columns of a product are cut among programs."""
 
 CONTEXTS = {1: (1500,), 2: (700, 0), 16: (900, *range(1, 16))}
@@ -112,7 +112,7 @@ class LayerRun:
         from trencadis.core.models.decoder import DecoderLayer
 
         s = self.shape
-        config = TextConfig(s.hidden, 1, s.heads, s.kv_heads, s.d, s.inner, 50, EPS, BASE, 4096, True)
+        config = TextConfig(s.hidden, 1, s.heads, s.kv_heads, s.d, s.inner, 50, EPS, BASE, 4096, False, True)
         backend: Any = SimpleNamespace(
             ops=ops, comm=SingleRank(), device=self.device, values=True, dtype=self.dtype
         )  # fmt: skip
@@ -121,7 +121,8 @@ class LayerRun:
         for name, linear in (
             ("qkv", layer.attention.qkv), ("out", layer.attention.out), ("gate_up", mlp.gate_up), ("down", mlp.down),
         ):  # fmt: skip
-            linear.pack(w[name].to(self.device), w["bias"].to(self.device) if name == "qkv" else None)
+            weight = w[name].moved(self.device) if hasattr(w[name], "moved") else w[name].to(self.device)
+            linear.pack(weight, w["bias"].to(self.device) if name == "qkv" else None)
         for name in ("input_norm", "post_norm"):
             getattr(layer, name).weight = w[name].to(self.device)
         layer.attention.bind(self.cache)
@@ -145,7 +146,7 @@ class LayerRun:
             return x * torch.rsqrt(x.square().mean(1, keepdim=True) + EPS) * weight
 
         def rotate(x: Tensor) -> Tensor:
-            cos, sin = (t.to(dtype)[:, None] for t in self.rotary)
+            cos, sin = (t.to(dtype)[:, None] for t in (self.rotary.cos, self.rotary.sin))
             first, second = x.chunk(2, -1)
             return x * cos + torch.cat([-second, first], -1) * sin
 
@@ -192,7 +193,7 @@ class LayerResult(NamedTuple):
 
 
 def check(run: LayerRun, times: int) -> LayerResult:
-    """Runs a layer ``times`` times, captured on a card."""
+    """Runs a layer once, and ``times`` times more, captured on a card."""
     import torch
 
     from trencadis.backends.cuda.ops import CudaOps
@@ -215,7 +216,7 @@ def check(run: LayerRun, times: int) -> LayerResult:
         differ = (now != before).flatten(0, 1).any(-1).any(-1)
         differ[slots] = False
         elsewhere += int(differ.sum())
-    moved = repeat(lambda: run.call(layer, ops), times, run.device)
+    moved = repeat(lambda: run.call(layer, ops), times, run.device) if times else 0
     counters = int((ops._arrived != 0).sum()) if ops._arrived is not None else 0
     digest = hashlib.sha256(stream.cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
     return LayerResult(error, mean, elsewhere, moved, counters, digest)

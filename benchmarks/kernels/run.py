@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = ("attention_cases", "sampling_cases", "small_cases")
+MODULES = ("attention_cases", "sampling_cases", "small_cases", "layer_cases")
 NAMED = "quantised"
 """Begins the name of a module whose cases run only when they are asked for: they take minutes of their own."""
 FLUSH = 512 << 20

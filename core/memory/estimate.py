@@ -152,7 +152,7 @@ class MemoryEstimator:
     """Computes the sizes of one model on one of ``ranks`` devices.
 
     ``quantised``: the device's form of quantised weights; ``unit``: the multiple that product widths are padded to;
-    ``cross_attention_bytes``, ``decoded``: as in ``Policy``; ``adapters``: the slots of LoRA adapters, if there are any.
+    ``cross_attention_bytes``, ``decoded``: as in ``Policy``; ``adapters``: slots of LoRA adapters, if there are any.
     """
 
     model: ModelConfig

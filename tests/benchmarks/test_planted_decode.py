@@ -7,6 +7,7 @@ import inspect
 import linecache
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -17,15 +18,14 @@ import torch
 from benchmarks.gpu import decode, layers
 from tests.oracles import interpreter
 from trencadis import LLM
-from trencadis.assets import demo_path
 from trencadis.backends.cuda.launches import cuda_inputs
 from trencadis.backends.cuda.twin.ops import TwinOps
 from trencadis.core.buckets import Stage
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from trencadis.backends.cuda.kernels import online_softmax, paged_attention  # noqa: E402
-from trencadis.backends.cuda.kernels.layers import fused_decode_attention, fused_layer, skinny_gemm  # noqa: E402
+from trencadis.backends.cuda.kernels import online_softmax, paged_attention
+from trencadis.backends.cuda.kernels.layers import fused_decode_attention, fused_layer, skinny_gemm
 
 BARS = {"error": 4.0, "mean": 3.0}
 """Of layers in float32, whose sums run in another order than plain torch's: theirs is near one."""
@@ -66,7 +66,8 @@ LAYER_MISTAKES: dict[str, Plant] = {
         "square = tl.zeros([M], tl.float32)\n            for j in range(0, PIECES):\n"
         "                i = (piece + j) % PIECES\n"
         "                other = sums + (tile * PIECES + i) * rows * N + spot\n"),
-    "the norm has one piece's squares": (skinny_gemm, "skinny_kernel", "square += tl.load(left", "square = tl.load(left"),
+    "the norm has one piece's squares": (
+        skinny_gemm, "skinny_kernel", "square += tl.load(left", "square = tl.load(left"),
     "the norm's mean is over a piece": (skinny_gemm, "_finish", "square / COLUMNS", "square / (COLUMNS // 2)"),
     "the norm's weight is left out": (skinny_gemm, "skinny_kernel", "(wide * factor)", "(wide)"),
     "the stream goes on without the residual": (
@@ -146,10 +147,7 @@ def tiles_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_mistake_in_a_layer_is_found(name: str) -> None:
     module, function, old, new = LAYER_MISTAKES[name]
     with planted(module, function, old, new, USERS.get(function, ())):
-        if "turned" in name or name in QUICK_LAYERS:
-            results = [layers.check(layer_run((40, 0)), 1)]
-        else:
-            results = looked_at()
+        results = [layers.check(layer_run((40, 0)), 1)] if name in QUICK_LAYERS else looked_at()
     assert found(results), results
 
 
@@ -242,9 +240,9 @@ QUICK_ENGINES = ("keys go to the slot before",)
 ROWS, TOKENS, LONG = 18, 6, 40
 
 
-def start(dtype: str) -> LLM:
+def start(model: Path, dtype: str) -> LLM:
     return LLM(
-        str(demo_path()), device="cuda", policy="twin", dtype=dtype, max_model_len=512, max_num_seqs=20,
+        str(model), device="cuda", policy="twin", dtype=dtype, max_model_len=512, max_num_seqs=20,
         kv_cache_memory_bytes=32 << 20, enable_prefix_caching=False, enforce_eager=True, threads=1,
         mm_processor_kwargs={"max_pixels": 56 * 56},
     )  # fmt: skip
@@ -256,12 +254,12 @@ def decoded(llm: LLM, rows: int = ROWS) -> tuple[list[decode.Answer], list[list[
 
 
 @pytest.fixture(scope="module")
-def noise() -> decode.Noise:
+def noise(vl_checkpoint: Path) -> decode.Noise:
     """Of bfloat16, by what an engine without mistakes scores."""
-    llm = start("bfloat16")
+    llm = start(vl_checkpoint, "bfloat16")
     answers, scored, _ = decoded(llm, 8)
     llm.close()
-    exact = start("float32")
+    exact = start(vl_checkpoint, "float32")
     made = decode.noise_of(scored, decode.score(exact, answers))
     exact.close()
     return made
@@ -274,10 +272,12 @@ def passes(figures: dict[str, float], differ: int) -> bool:
 @pytest.mark.parametrize(
     "name", [n if n in QUICK_ENGINES else pytest.param(n, marks=pytest.mark.long) for n in ENGINE_MISTAKES]
 )
-def test_a_mistake_in_an_engine_is_found(name: str, noise: decode.Noise, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_in_an_engine_is_found(
+    name: str, noise: decode.Noise, vl_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     owner, attribute, made = ENGINE_MISTAKES[name]
     monkeypatch.setattr(owner, attribute, made)
-    llm = start("bfloat16")
+    llm = start(vl_checkpoint, "bfloat16")
     answers, scored, differ = decoded(llm)
     llm.close()
     figures = decode.judge(answers, scored, noise)
@@ -286,8 +286,8 @@ def test_a_mistake_in_an_engine_is_found(name: str, noise: decode.Noise, monkeyp
 
 
 @pytest.mark.parametrize("rows", [4, pytest.param(ROWS, marks=pytest.mark.long)])
-def test_an_engine_without_a_mistake_passes(noise: decode.Noise, rows: int) -> None:
-    llm = start("bfloat16")
+def test_an_engine_without_a_mistake_passes(noise: decode.Noise, vl_checkpoint: Path, rows: int) -> None:
+    llm = start(vl_checkpoint, "bfloat16")
     answers, scored, differ = decoded(llm, rows)
     llm.close()
     figures = decode.judge(answers, scored, noise)

@@ -135,7 +135,8 @@ def test_a_graph_writes_over_what_another_one_left(runtime: TwinRuntime) -> None
     """Graphs of a pool share their workspace: what one returned is gone when the other one ran."""
     source = torch.ones(4)
     one, other = (
-        captured(runtime, lambda x, n=n: source + n, name=f"DECODE({n})") for n in (1, 2)  # type: ignore[misc]
+        captured(runtime, lambda x, n=n: source + n, name=f"DECODE({n})")
+        for n in (1, 2)  # type: ignore[misc]
     )
     elsewhere = captured(runtime, lambda x: source + 3, name="PREFILL(1)", pool="PREFILL")
     runtime.replay(one)

@@ -246,6 +246,6 @@ def test_instructions_of_a_trip() -> None:
         "@P0 BRA 0x20", "IADD3 R2, R2, 1, RZ", "FADD R3, R3, R3", "FADD R3, R3, R3", "FADD R3, R3, R3",
         "@P1 BRA 0x60", "@P2 BRA 0x10", "EXIT", "BRA 0xc0",
     ]  # fmt: skip
-    sass = "\n".join(f"        /*{16 * i:04x}*/                   {text} ;  /* 0x000 */" for i, text in enumerate(lines))
+    sass = "\n".join(f"        /*{16 * i:04x}*/            {text} ;  /* 0x000 */" for i, text in enumerate(lines))
     assert assembly.trip_instructions(sass) == 3
     assert assembly.trip_instructions("/*0000*/ EXIT ;") == 0

@@ -64,7 +64,9 @@ def guard(ptx: str) -> str:
     found = set[str]()
     for place, line in enumerate(lines):
         if PRODUCT_WAIT.search(line):
-            inner = min((loop for loop in loops if loop[0] <= place <= loop[1]), key=lambda x: x[1] - x[0], default=None)
+            inner = min(
+                (loop for loop in loops if loop[0] <= place <= loop[1]), key=lambda x: x[1] - x[0], default=None
+            )
             found.add(_behind(lines, place, inner))
     return next((kind for kind in (UNGUARDED, STAGED, GUARDED) if kind in found), "")
 

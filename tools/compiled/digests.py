@@ -90,6 +90,8 @@ class Progress:
     def add(self, key: str, seconds: float, figures: dict[str, Any]) -> None:
         """One write, so that several processes may add at a time."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        line = json.dumps({"key": key, "seconds": round(seconds, 2), **{n: figures[n] for n in FIGURES if n in figures}})
+        line = json.dumps(
+            {"key": key, "seconds": round(seconds, 2), **{n: figures[n] for n in FIGURES if n in figures}}
+        )
         with self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")

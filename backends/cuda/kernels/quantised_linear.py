@@ -7,8 +7,8 @@ whatever other rows the launch has, as long as the class of rows is the same.
 Codes are multiplied without their scales, and each group's sum by its scale: 8-bit integers and floats are exact in 16
 bits. 8-bit activations are rounded first, with one scale per token; integers are then multiplied as integers.
 
-A tile of rows decodes the weight that it multiplies by. From ``DENSE`` rows on that would be done often: then a piece of
-the weight at a time is decoded into a scratch, once, and multiplied by the library's product.
+A tile of rows decodes the weight that it multiplies by. From ``DECODED_ROWS`` rows on that would be done often: then a
+piece of the weight at a time is decoded into a scratch, once, and multiplied by the library's product.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
 from triton import knobs
 
 from trencadis.backends.cuda.kernels import tiles
@@ -234,8 +233,8 @@ def add_product(
     KIND: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, ZERO: tl.constexpr, ROUNDED: tl.constexpr,
     WHOLE: tl.constexpr, CONVERTS: tl.constexpr,
 ):  # fmt: skip
-    """Returns ``acc`` plus the product of columns [begin, begin + WIDTH), whose codes are ``held`` [WIDTH, N]; those of 4
-    bits from ``split_codes``.
+    """Returns ``acc`` plus the product of columns [begin, begin + WIDTH), whose codes are ``held`` [WIDTH, N]; those of
+    4 bits from ``split_codes``.
     """
     at = begin + tl.arange(0, WIDTH)
     inside = here[:, None] if WHOLE else here[:, None] & (at < columns)[None, :]
@@ -284,7 +283,9 @@ def split_codes(held, dtype: tl.constexpr, PACKED: tl.constexpr):
     if PACKED and dtype == tl.bfloat16:
         low, high = tl.inline_asm_elementwise(
             """{
-            .reg .b32 a, b, c, d;
+            .reg .b32 a, b, c, d, one, less;
+            mov.b32 one, 0x3f803f80;
+            mov.b32 less, 0xc308c308;
             prmt.b32 a, $4, 0, 0x4140;
             prmt.b32 b, $4, 0, 0x4342;
             shr.u32 c, a, 4;
@@ -293,27 +294,31 @@ def split_codes(held, dtype: tl.constexpr, PACKED: tl.constexpr):
             lop3.b32 b, b, 0x000f000f, 0x43004300, 0xea;
             lop3.b32 c, c, 0x000f000f, 0x43004300, 0xea;
             lop3.b32 d, d, 0x000f000f, 0x43004300, 0xea;
-            fma.rn.bf16x2 $0, a, 0x3f803f80, 0xc308c308;
-            fma.rn.bf16x2 $1, b, 0x3f803f80, 0xc308c308;
-            fma.rn.bf16x2 $2, c, 0x3f803f80, 0xc308c308;
-            fma.rn.bf16x2 $3, d, 0x3f803f80, 0xc308c308;
+            fma.rn.bf16x2 $0, a, one, less;
+            fma.rn.bf16x2 $1, b, one, less;
+            fma.rn.bf16x2 $2, c, one, less;
+            fma.rn.bf16x2 $3, d, one, less;
             }""",
             "=r,=r,=r,=r,r", [held], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
         )  # fmt: skip
     elif PACKED and dtype == tl.float16:
         low, high = tl.inline_asm_elementwise(
             """{
-            .reg .b32 a, b, c, d;
+            .reg .b32 a, b, c, d, one, less, part, rest;
+            mov.b32 one, 0x3c003c00;
+            mov.b32 less, 0xe408e408;
+            mov.b32 part, 0x2c002c00;
+            mov.b32 rest, 0xd480d480;
             prmt.b32 a, $4, 0, 0x4140;
             prmt.b32 b, $4, 0, 0x4342;
             lop3.b32 c, a, 0x00f000f0, 0x64006400, 0xea;
             lop3.b32 d, b, 0x00f000f0, 0x64006400, 0xea;
             lop3.b32 a, a, 0x000f000f, 0x64006400, 0xea;
             lop3.b32 b, b, 0x000f000f, 0x64006400, 0xea;
-            fma.rn.f16x2 $0, a, 0x3c003c00, 0xe408e408;
-            fma.rn.f16x2 $1, b, 0x3c003c00, 0xe408e408;
-            fma.rn.f16x2 $2, c, 0x2c002c00, 0xd480d480;
-            fma.rn.f16x2 $3, d, 0x2c002c00, 0xd480d480;
+            fma.rn.f16x2 $0, a, one, less;
+            fma.rn.f16x2 $1, b, one, less;
+            fma.rn.f16x2 $2, c, part, rest;
+            fma.rn.f16x2 $3, d, part, rest;
             }""",
             "=r,=r,=r,=r,r", [held], dtype=(tl.float16, tl.float16), is_pure=True, pack=4,
         )  # fmt: skip

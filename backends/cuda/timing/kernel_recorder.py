@@ -258,9 +258,7 @@ class MetaCard:
 class DecodeRecorder:
     """Records decoding steps and prompts of one model on one of ``ranks`` cards; without ``whole_layers`` op by op."""
 
-    def __init__(
-        self, model: ModelConfig, ranks: int = 1, processors: int = 132, whole_layers: bool = True
-    ) -> None:
+    def __init__(self, model: ModelConfig, ranks: int = 1, processors: int = 132, whole_layers: bool = True) -> None:
         self.config, self.ranks, self.processors = model, ranks, processors
         self.card: Any = MetaCard(ranks, whole_layers)
         card: Any = self.card
@@ -291,9 +289,8 @@ class DecodeRecorder:
         self.card.comm.recorder = None
         return recorder.kernels
 
-
     def prompt(self, tokens: int) -> list[list[RecordedKernel]]:
-        """Records what a prompt of ``tokens`` tokens launches, a list for each of its launches, with its first token."""
+        """Records what a prompt of ``tokens`` tokens launches, a list for each of its launches."""
         made = []
         for begin in range(0, tokens, CHUNK):
             count = min(CHUNK, tokens - begin)

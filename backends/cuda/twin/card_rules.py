@@ -85,8 +85,8 @@ class CaptureOrder:
 
 
 class PinnedBlocks:
-    """Page-locked blocks by size, as torch's allocator keeps them: a block that is given back serves the next one of its
-    size, and a new one is locked by a call that waits for the card.
+    """Page-locked blocks by size, as torch's allocator keeps them: a block that is given back serves the next one of
+    its size, and a new one is locked by a call that waits for the card.
     """
 
     def __init__(self) -> None:

@@ -209,11 +209,11 @@ class TwinRuntime:
 
     def buffer(self, size: int) -> Tensor:
         """Returns zeros; the host backs the pages as they are written."""
+        self._note_implicit_wait("memory of the device")
         array = np.zeros(size, np.uint8)
         self.accounted.take(size)
         weakref.finalize(array, self.accounted.release, size)
         made = torch.from_numpy(array)
-        self._note_implicit_wait("memory of the device")
         self._call("zeros", Stream.PROGRAMS.value, writes=(made,))
         return made
 
@@ -338,7 +338,9 @@ class TwinRuntime:
         """
         self._call("capture", HOST, name)
         if kernel_key(name, inputs) not in self._shapes:
-            raise CaptureError(f"{name}: its first launch loads kernels, which a capture does not permit: run it before")
+            raise CaptureError(
+                f"{name}: its first launch loads kernels, which a capture does not permit: run it before"
+            )
         self._inner, self._order = [], CaptureOrder()
         try:
             with torch.no_grad(), TwinRecording() as recording, self._watch_reads():

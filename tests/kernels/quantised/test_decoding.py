@@ -63,6 +63,8 @@ def run_ptx(text: str, word: np.ndarray) -> list[np.ndarray]:
         to, *given = (part.strip() for part in rest.split(","))
         a = [value(g) for g in given]
         match name:
+            case "mov.b32":
+                held[to] = a[0]
             case "prmt.b32":
                 both = a[0] | (a[1] << 32)
                 places = [(int(a[2][0]) >> (4 * i)) & 7 for i in range(4)]

@@ -78,24 +78,52 @@ def coded_skinny_kernel(
     CONVERTS: tl.constexpr, DEPENDENT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     SIZE: tl.constexpr = STEP // 2 if KIND == _INT4 else STEP
-    ALL: tl.constexpr = 2 * FEATURES if GATE else FEATURES
     tile = tl.program_id(0)
     piece = tl.program_id(1)
     feature = tile * N + tl.arange(0, N)
     there = feature < FEATURES
-    code_row = codes + feature.to(tl.int64) * WIDTH
     first = piece * STEPS
-    last = tl.minimum(first + STEPS, (COLUMNS + STEP - 1) // STEP)
     if DEPENDENT:
         line = tl.minimum(first * SIZE + tl.arange(0, LINES) * LINE, WIDTH - 1)
         fetch(codes + tl.minimum(feature, FEATURES - 1).to(tl.int64)[:, None] * WIDTH + line[None, :])
         wait()
     row = tl.arange(0, M)
     here = row < rows
+    acc, up, square = _sum_columns(
+        total, x, added, norm, codes, scale, zero, first, tile, feature, there, row, here, COLUMNS, FEATURES, WIDTH,
+        STEPS, KIND, GROUP, ZERO, NORM, ADD, GATE, NARROW, PACKED, CONVERTS, M, N, STEP, SIZE,
+    )  # fmt: skip
+    last = True
+    if PIECES > 1:
+        last = _leave(sums, squares, arrived, acc, up, square, tile, piece, row, here, rows, PIECES, NORM, GATE, N)
+    if last:
+        if PIECES > 1:
+            acc, up, square = _add_pieces(sums, squares, tile, row, here, rows, PIECES, NORM, GATE, M, N)
+            tl.store(arrived + tile, 0)
+        shift = 1.0 / _SHIFTED if CONVERTS else 1.0
+        acc = acc * (tl.load(factor + feature, mask=there, other=0.0) * shift)[None, :]
+        if GATE:
+            up = up * (tl.load(factor + FEATURES + feature, mask=there, other=0.0) * shift)[None, :]
+        kept = here[:, None] & there[None, :]
+        _finish(out, acc, up, square, bias, residual, row, feature, kept, there, eps, COLUMNS, FEATURES, NORM, GATE,
+                BIAS, RESIDUAL)  # fmt: skip
+
+
+@triton.jit
+def _sum_columns(
+    total, x, added, norm, codes, scale, zero, first, tile, feature, there, row, here,
+    COLUMNS: tl.constexpr, FEATURES: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, KIND: tl.constexpr,
+    GROUP: tl.constexpr, ZERO: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr,
+    NARROW: tl.constexpr, PACKED: tl.constexpr, CONVERTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    STEP: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Returns (products, those of the second half of the features, squares of the rows) of a piece of the columns."""
+    ALL: tl.constexpr = 2 * FEATURES if GATE else FEATURES
+    code_row = codes + feature.to(tl.int64) * WIDTH
     acc = tl.zeros([M, N], tl.float32)
     up = tl.zeros([M, N], tl.float32)
     square = tl.zeros([M], tl.float32)
-    for i in range(first, last):
+    for i in range(first, tl.minimum(first + STEPS, (COLUMNS + STEP - 1) // STEP)):
         low, high = _load_codes(code_row, i, there, x.dtype.element_ty, KIND, WIDTH, SIZE, PACKED)
         up_low, up_high = low, high
         if GATE:
@@ -122,40 +150,44 @@ def coded_skinny_kernel(
                 other = up_low if half == 0 else up_high
                 up = _coded_step(up, value, other, weight, scale, zero, begin, feature + FEATURES, there, COLUMNS, ALL,
                                  KIND, GROUP, ZERO, CONVERTS, NORM and NARROW)  # fmt: skip
-    kept = here[:, None] & there[None, :]
-    last_one = True
-    if PIECES > 1:
-        spot = row[:, None] * N + tl.arange(0, N)[None, :]
-        mine = sums + (tile * PIECES + piece) * rows * N + spot
-        beyond = tl.num_programs(0) * PIECES * rows * N
-        tl.store(mine, acc, mask=here[:, None])
+    return acc, up, square
+
+
+@triton.jit
+def _leave(
+    sums, squares, arrived, acc, up, square, tile, piece, row, here, rows,
+    PIECES: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Stores a piece's sums; returns True to the program that arrives last."""
+    mine = sums + (tile * PIECES + piece) * rows * N + row[:, None] * N + tl.arange(0, N)[None, :]
+    tl.store(mine, acc, mask=here[:, None])
+    if GATE:
+        tl.store(mine + tl.num_programs(0) * PIECES * rows * N, up, mask=here[:, None])
+    if NORM:
+        tl.store(squares + (tile * PIECES + piece) * rows + row, square, mask=here)
+    tl.debug_barrier()  # all threads have stored their part before one counts the program
+    return tl.atomic_add(arrived + tile, 1, sem="acq_rel") == PIECES - 1
+
+
+@triton.jit
+def _add_pieces(
+    sums, squares, tile, row, here, rows, PIECES: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Returns the sums of all pieces, added in the order of the columns."""
+    acc = tl.zeros([M, N], tl.float32)
+    up = tl.zeros([M, N], tl.float32)
+    square = tl.zeros([M], tl.float32)
+    for i in range(0, PIECES):
+        other = sums + (tile * PIECES + i) * rows * N + row[:, None] * N + tl.arange(0, N)[None, :]
+        acc += tl.load(other, mask=here[:, None], other=0.0, cache_modifier=".cg")
         if GATE:
-            tl.store(mine + beyond, up, mask=here[:, None])
+            beyond = tl.num_programs(0) * PIECES * rows * N
+            up += tl.load(other + beyond, mask=here[:, None], other=0.0, cache_modifier=".cg")
         if NORM:
-            tl.store(squares + (tile * PIECES + piece) * rows + row, square, mask=here)
-        tl.debug_barrier()  # all threads have stored their part before one counts the program
-        last_one = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == PIECES - 1
-    if last_one:
-        if PIECES > 1:
-            acc = tl.zeros([M, N], tl.float32)
-            up = tl.zeros([M, N], tl.float32)
-            square = tl.zeros([M], tl.float32)
-            for i in range(0, PIECES):
-                other = sums + (tile * PIECES + i) * rows * N + row[:, None] * N + tl.arange(0, N)[None, :]
-                acc += tl.load(other, mask=here[:, None], other=0.0, cache_modifier=".cg")
-                if GATE:
-                    far = tl.num_programs(0) * PIECES * rows * N
-                    up += tl.load(other + far, mask=here[:, None], other=0.0, cache_modifier=".cg")
-                if NORM:
-                    left = squares + (tile * PIECES + i) * rows + row
-                    square += tl.load(left, mask=here, other=0.0, cache_modifier=".cg")
-            tl.store(arrived + tile, 0)
-        shift = 1.0 / _SHIFTED if CONVERTS else 1.0
-        acc = acc * (tl.load(factor + feature, mask=there, other=0.0) * shift)[None, :]
-        if GATE:
-            up = up * (tl.load(factor + FEATURES + feature, mask=there, other=0.0) * shift)[None, :]
-        _finish(out, acc, up, square, bias, residual, row, feature, kept, there, eps, COLUMNS, FEATURES, NORM, GATE,
-                BIAS, RESIDUAL)  # fmt: skip
+            left = squares + (tile * PIECES + i) * rows + row
+            square += tl.load(left, mask=here, other=0.0, cache_modifier=".cg")
+    return acc, up, square
 
 
 @triton.jit
