@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from trencadis.backends.cpu.expert_mlp import join_experts, route_tokens, run_all_experts
 from trencadis.backends.hpu.launches.region_compiler import own_code, part
-from trencadis.core.graphs.oom_errors import format_error
+from trencadis.core.errors import format_error
 
 log = logging.getLogger("trencadis.engine")
 

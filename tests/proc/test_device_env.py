@@ -15,11 +15,10 @@ from trencadis.backends.hpu.start.machine import Stack
 from trencadis.core import devices
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.executor import multiproc_executor, rank_messages, rank_process
+from trencadis.core.executor import multiproc_executor, rank_messages, rank_process, spawn
 from trencadis.core.executor.rank_info import RankInfo
-from trencadis.core.process import device_env, engine_process, torch_build
+from trencadis.core.process import engine_process, torch_env
 from trencadis.server.cli import check_backend
-from trencadis.server.engine import spawn
 
 pytestmark = pytest.mark.part("gaudi")
 
@@ -41,8 +40,8 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.append("factory")
         raise Ended
 
-    monkeypatch.setattr(device_env, "prepare_device_env", settle)
-    monkeypatch.setattr(torch_build, "import_torch", lambda: found.append("torch"))
+    monkeypatch.setattr(torch_env, "prepare_device_env", settle)
+    monkeypatch.setattr(torch_env, "import_torch", lambda: found.append("torch"))
     monkeypatch.setattr(engine_process, "find_factory", stop)
     monkeypatch.setattr(rank_process, "build", stop)
     monkeypatch.setattr("trencadis.core.engine.engine_builder.create_engine", stop)
@@ -77,7 +76,7 @@ def test_offline(order: list[Any]) -> None:
 
 
 def test_the_checks(order: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trencadis.server.processes.signals.raise_early_stop", lambda: None)
+    monkeypatch.setattr("trencadis.server.processes.process_setup.raise_early_stop", lambda: None)
     with pytest.raises(Ended):
         check_backend.main(["hpu"])
     assert order == [("settle", "hpu", 0, 1), "torch", "factory"]
@@ -121,5 +120,5 @@ def test_a_torch_that_does_not_load_is_one_line(monkeypatch: pytest.MonkeyPatch)
         with monkeypatch.context() as patched:
             patched.setattr(builtins, "__import__", fail)
             with pytest.raises(StartupError, match=says) as raised:
-                torch_build.import_torch()
+                torch_env.import_torch()
         assert "\n" not in str(raised.value)

@@ -129,7 +129,7 @@ TRACED = (
     *(ROOT / "backends" / "hpu" / "attention").glob("*.py"),
     *(ROOT / "backends" / "hpu" / f"{name}.py" for name in ("collectives", "hccl_comm", "ops", "hpu_quantised_linear")),
     *(ROOT / "backends" / "cpu" / f"{name}.py" for name in ("reference_ops", "sampler")),
-    *(ROOT / "multimodal" / f"{name}.py" for name in ("vit/vit_block", "qwen2_vl/vision_tower", "llava/model")),
+    *(ROOT / "multimodal" / f"{name}.py" for name in ("vit/vit_block", "qwen2_vl/model", "llava/model")),
 )
 
 
