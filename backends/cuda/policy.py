@@ -21,7 +21,7 @@ from trencadis.core.buckets import (
 )
 from trencadis.core.errors import StartupError
 from trencadis.core.kv_cache_format import FP8, INT8
-from trencadis.core.quant.scheme import CODES
+from trencadis.core.quant.scheme import CODES, DECODED_BYTES, DECODED_ROWS
 from trencadis.core.shared_constants import WINDOW_SLOTS
 
 FLASH_ATTN, FLASHINFER = "FLASH_ATTN", "FLASHINFER"
@@ -98,11 +98,6 @@ INVARIANT_ROWS = 128
 
 ALIGNED = 32
 """Number of 16-bit values in 64 bytes: rows that begin on 16 bytes have the fast products, and load in whole sectors.
-"""
-
-DECODED_ROWS, DECODED_BYTES = 256, 32 << 20
-"""Rows from which a quantised weight is decoded once for all rows, and the bytes of it that are decoded at a time: less
-than the L2 cache of an H100.
 """
 
 WORKSPACE = 32 << 20

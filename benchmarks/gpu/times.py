@@ -64,7 +64,7 @@ OTHERS = {
     "Llama-2-7B": text_of(4096, 32, 32, 32, 11_008, 32_000, False),
     "Llama-2-13B": text_of(5120, 40, 40, 40, 13_824, 32_000, False),
 }
-_LMDEPLOY = "github.com/InternLM/lmdeploy, docs/en/benchmark/a100_fp16.md"
+_LMDEPLOY = "github.com/InternLM/lmdeploy, its benchmark on A100 in FP16"
 PUBLISHED = (
     Published("SGLang", "Llama-3.2-1B", "H100", 2 * 1.236e9 / (0.5 * 3.35e12),
               "hazyresearch.stanford.edu/blog/2025-05-27-no-bubbles: at most half of the bandwidth", 1, 96),

@@ -169,21 +169,16 @@ class DryRun:
         """The memory estimator of the model on one device."""
         device, policy, asked = self.device, self.policy, self.config
         block, inputs = asked.block_size or policy.block_sizes[0], attending(policy, asked.attention_backend)
-        graphs, weight_format, cross_attention_bytes = (
-            policy.graph_memory,
-            policy.quantised,
-            policy.cross_attention_bytes,
-        )
         return MemoryEstimator(
             self.model,
             device.itemsize,
             device.ranks,
             inputs,
             block,
-            graphs,
-            weight_format,
+            policy.graph_memory,
+            policy.quantised,
             policy.aligned,
-            cross_attention_bytes,
+            policy.cross_attention_bytes,
             slot_sizes(asked),
             policy.decoded,
         )

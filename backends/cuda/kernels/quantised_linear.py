@@ -22,7 +22,6 @@ from torch import Tensor
 from triton import knobs
 
 from trencadis.backends.cuda.kernels import tiles
-from trencadis.backends.cuda.policy import DECODED_BYTES, DECODED_ROWS
 from trencadis.backends.cuda.weights.quantised_weight import (
     E4M3,
     INT4,
@@ -32,7 +31,7 @@ from trencadis.backends.cuda.weights.quantised_weight import (
     TINY,
     QuantisedWeight,
 )
-from trencadis.core.quant.scheme import half_of
+from trencadis.core.quant.scheme import DECODED_BYTES, DECODED_ROWS, half_of
 
 FEW, SOME = 15, 64
 """Maximum rows of a launch that is cut by columns, and of one in small tiles."""
@@ -106,7 +105,7 @@ def tile_of(w: QuantisedWeight, rows: int, dtype: torch.dtype, device: torch.dev
     return found or tiles.find("quantised", tiles.arch_of(device), dtype.itemsize * 8, bits, int(w.group > 0), length)
 
 
-def packed(dtype: torch.dtype) -> bool:
+def is_packed(dtype: torch.dtype) -> bool:
     """True if codes are decoded four at a time by instructions of the card, which the interpreter does not have."""
     return dtype.itemsize == 2 and not knobs.runtime.interpret
 
@@ -138,7 +137,7 @@ def decode_features(w: QuantisedWeight, start: int, stop: int, out: Tensor) -> N
         out, w.codes, w.factor, w.factor if w.scale is None else w.scale, w.factor if w.zero is None else w.zero,
         start, stop, w.out_features, w.columns, w.codes.shape[1],
         KIND=w.kind, GROUP=w.group, SPAN=each, ZERO=w.zero is not None, WHOLE=w.columns % each == 0,
-        PACKED=packed(out.dtype), CONVERTS=converts(w, out.device), N=DENSE_TILE, num_warps=4,
+        PACKED=is_packed(out.dtype), CONVERTS=converts(w, out.device), N=DENSE_TILE, num_warps=4,
     )  # fmt: skip
 
 
@@ -155,7 +154,7 @@ def _multiply(x: Tensor, x_scale: Tensor | None, w: QuantisedWeight, out: Tensor
         part, x, xs, w.codes, w.factor, w.factor if w.scale is None else w.scale, x if w.zero is None else w.zero,
         bias, n, features, w.columns, w.codes.shape[1], -(-steps // cut),
         KIND=w.kind, GROUP=w.group, SPAN=each, ZERO=w.zero is not None, ROUNDED=x_scale is not None,
-        BIAS=w.bias is not None, CUT=cut > 1, WHOLE=w.columns % each == 0, PACKED=packed(x.dtype),
+        BIAS=w.bias is not None, CUT=cut > 1, WHOLE=w.columns % each == 0, PACKED=is_packed(x.dtype),
         CONVERTS=converts(w, out.device), M=tile.m, N=tile.n,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

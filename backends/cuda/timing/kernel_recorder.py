@@ -24,7 +24,6 @@ from trencadis.backends.cuda.launches.cuda_inputs import Sizes, arrays
 from trencadis.backends.cuda.ops import CudaOps
 from trencadis.backends.cuda.policy import policy
 from trencadis.backends.cuda.timing.kernel_times import ATTENTION, COLLECTIVE, HEAD, PRODUCT, ROWS, RecordedKernel
-from trencadis.backends.cuda.twin.card_rules import check_grid
 from trencadis.backends.cuda.weights.quantised_weight import E4M3, E5M2, INT4, INT8
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import ModelConfig
@@ -57,6 +56,21 @@ NO_KERNEL = (
     "expand", "permute", "as_strided", "detach", "alias", "unbind",
 )  # fmt: skip
 """Torch calls that start no kernel."""
+
+
+GRID = ((1 << 31) - 1, 65_535, 65_535)
+"""Most programs of a launch along each axis."""
+
+
+def check_grid(grid: tuple[int, ...], name: str = "") -> None:
+    """Checks the programs of a launch.
+
+    Raises:
+        ValueError: a card does not launch so many along one axis.
+    """
+    for axis, (count, most) in enumerate(zip(grid, GRID, strict=False)):
+        if count > most:
+            raise ValueError(f"{name}: {count} programs along axis {axis} of a grid, of at most {most}")
 
 
 class KernelRecorder:
@@ -262,7 +276,7 @@ class DecodeRecorder:
         self.config, self.ranks, self.processors = model, ranks, processors
         self.card: Any = MetaCard(ranks, whole_layers)
         card: Any = self.card
-        self.model = model_loader.load_model(model, card, EngineConfig(load_format="dummy", dtype="bfloat16"))
+        self.model: Any = model_loader.load_model(model, card, EngineConfig(load_format="dummy", dtype="bfloat16"))
         self.heads = kv_heads(model.text, ranks)
         self.group = max(-(-model.text.heads // ranks) // self.heads, 1)
 
@@ -279,13 +293,12 @@ class DecodeRecorder:
         decode = _tensors(arrays(Bucket(Stage.DECODE, (rows,)), _single(rows, context, blocks), sizes))
         inputs = head_inputs([SampleRow(1 + i, 1 + i, Sample(full=draws)) for i in range(rows)], text.vocab)
         sample = _tensors(arrays(Bucket(Stage.SAMPLE, (rows,), "draw" if draws else "greedy"), inputs, sizes))
-        model: Any = self.model
         with recorder.recording():
-            model.text(decode)
+            self.model.text(decode)
             if draws:
-                model.drawn_head(sample)
+                self.model.drawn_head(sample)
             else:
-                model.head(sample, False)
+                self.model.head(sample, False)
         self.card.comm.recorder = None
         return recorder.kernels
 
@@ -312,11 +325,10 @@ class DecodeRecorder:
         launch = _tensors(arrays(Bucket(Stage.PREFILL, (tokens, 1)), inputs, sizes))
         head = head_inputs([SampleRow(1, 1, Sample(full=False))], text.vocab)
         sample = _tensors(arrays(Bucket(Stage.SAMPLE, (1,), "greedy"), head, sizes))
-        model: Any = self.model
         with recorder.recording():
-            model.text(launch)
+            self.model.text(launch)
             if last:
-                model.head(sample, False)
+                self.model.head(sample, False)
         self.card.comm.recorder = None
         return recorder.kernels
 

@@ -102,18 +102,3 @@ class PinnedBlocks:
 
     def _give(self, size: int) -> None:
         self._free[size] += 1
-
-
-GRID = ((1 << 31) - 1, 65_535, 65_535)
-"""Most programs of a launch along each axis."""
-
-
-def check_grid(grid: tuple[int, ...], name: str = "") -> None:
-    """Checks the programs of a launch.
-
-    Raises:
-        ValueError: a card does not launch so many along one axis.
-    """
-    for axis, (count, most) in enumerate(zip(grid, GRID, strict=False)):
-        if count > most:
-            raise ValueError(f"{name}: {count} programs along axis {axis} of a grid, of at most {most}")

@@ -15,7 +15,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cuda.host_layers import HostLayerOps
-from trencadis.backends.cuda.policy import DECODED_BYTES, DECODED_ROWS
 from trencadis.backends.cuda.twin.twin_runtime import TwinMemory
 from trencadis.backends.cuda.weights.quantised_weight import (
     NEWEST,
@@ -37,6 +36,7 @@ from trencadis.core.device.backend import (
 )
 from trencadis.core.device.launch_tensors import CrossAttentionTensors, RecurrentRows
 from trencadis.core.quant.quantised_tensor import QTensor
+from trencadis.core.quant.scheme import DECODED_BYTES, DECODED_ROWS
 from trencadis.core.shared_constants import ZERO_BLOCK
 
 BY_LENGTH = CpuOps()

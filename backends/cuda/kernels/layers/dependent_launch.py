@@ -27,11 +27,11 @@ def possible(device: torch.device) -> bool:
     """True if kernels on ``device`` use programmatic dependent launch, which the interpreter cannot, and which
     TRENCADIS_CUDA_DEPENDENT_LAUNCHES=0 turns off.
     """
-    return not knobs.runtime.interpret and tiles.arch_of(device) >= LEAST and _wanted()
+    return not knobs.runtime.interpret and tiles.arch_of(device) >= LEAST and _is_wanted()
 
 
 @cache
-def _wanted() -> bool:
+def _is_wanted() -> bool:
     return envs.get_bool("TRENCADIS_CUDA_DEPENDENT_LAUNCHES")
 
 

@@ -7,8 +7,6 @@ are cut, and pieces added, as in ``skinny_gemm``.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -54,7 +52,6 @@ def product(
     added = norm.residual if norm is not None and norm.residual is not None else x
     total = norm.total if norm is not None and norm.total is not None else x
     depends = dependent_launch.possible(x.device)
-    options: dict[str, Any] = dependent_launch.options(depends)
     coded_skinny_kernel[(count, cut)](
         out, total, sums, squares, arrived, x, added, x if norm is None else norm.weight, w.codes, w.factor,
         w.factor if w.scale is None else w.scale, w.factor if w.zero is None else w.zero,
@@ -62,9 +59,9 @@ def product(
         COLUMNS=w.columns, FEATURES=features, WIDTH=w.codes.shape[1], PIECES=cut, STEPS=each, KIND=w.kind,
         GROUP=w.group, ZERO=w.zero is not None, NORM=norm is not None,
         ADD=norm is not None and norm.residual is not None, GATE=gate, BIAS=w.bias is not None,
-        RESIDUAL=residual is not None, NARROW=x.dtype == torch.float16, PACKED=quantised_linear.packed(x.dtype),
+        RESIDUAL=residual is not None, NARROW=x.dtype == torch.float16, PACKED=quantised_linear.is_packed(x.dtype),
         CONVERTS=quantised_linear.converts(w, x.device), DEPENDENT=depends, M=tile.m, N=tile.n, STEP=step,
-        num_warps=tile.warps, num_stages=tile.stages, **options,
+        num_warps=tile.warps, num_stages=tile.stages, **dependent_launch.options(depends),
     )  # fmt: skip
     return out
 
