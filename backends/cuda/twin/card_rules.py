@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 
+import numpy as np
 from numpy.typing import NDArray
 
 ORIGIN = "programs"
@@ -92,7 +93,7 @@ class PinnedBlocks:
     def __init__(self) -> None:
         self._free: Counter[int] = Counter()
 
-    def take(self, held: NDArray[object]) -> bool:
+    def take(self, held: NDArray[np.uint8]) -> bool:
         """Takes a block for ``held``, until that is gone; returns True if it had to be locked anew."""
         size = 1 << max(held.nbytes - 1, 1).bit_length()
         known = self._free[size] > 0
