@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from trencadis.core.buckets import Bucket, Plan, Policy, Stage, capturable
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
@@ -164,9 +165,9 @@ class DryRun:
     at_most: int = 0
     states_at_most: tuple[int, int] | None = None
 
-    @property
+    @cached_property
     def estimator(self) -> MemoryEstimator:
-        """The memory estimator of the model on one device."""
+        """The memory estimator of the model on one device; it keeps sizes that all buckets share."""
         device, policy, asked = self.device, self.policy, self.config
         block, inputs = asked.block_size or policy.block_sizes[0], attending(policy, asked.attention_backend)
         return MemoryEstimator(
