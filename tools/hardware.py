@@ -93,14 +93,15 @@ COMMANDS = """
 On a machine with an NVIDIA card (compute capability 8.0 or newer, torch 2.11 or newer, triton), from a checkout:
 
     export PYTHONPATH=$PWD TRITON_INTERPRET=0
-    python -m benchmarks.gpu --out out --docs out                                # half an hour, values first, tests too
+    python -m benchmarks.gpu --out out --docs out                                # half an hour, values first
+    python -m pytest -n 8 tests/kernels --junitxml card.xml                      # values, orders, waits
     python -m pytest tests/cuda/test_card.py                                     # graphs, memory: alone on the card
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1                                      # for the next command alone: bounds
     compute-sanitizer --tool memcheck python -m pytest tests/kernels/test_attention.py -k "test_text or test_vision"
     unset PYTORCH_NO_CUDA_MEMORY_CACHING
     python -m benchmarks.gpu --only decode,layers,repeats --out out              # a part alone: values, six minutes
     python tools/tune_kernels.py --heads 128 80 --bits 16 --minutes 9            # tiles of this card
-    python tools/hardware.py --card out/card.xml --name "$(nvidia-smi --query-gpu=name --format=csv,noheader)" --write
+    python tools/hardware.py --card card.xml --name "$(nvidia-smi --query-gpu=name --format=csv,noheader)" --write
 
 `-m "long or not long"` runs every combination of head, group, block and dtype: some 5,000 compilations, an hour on one
 core. Tests compile most of the time, so several processes share them (pytest-xdist's `-n`); `card.xml` is written at
