@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.conformance.check_result import CheckFailed, Skipped
-from trencadis.backends.conformance.harness import all_buckets, spread_buckets
+from trencadis.backends.conformance.harness import BLOCKS, all_buckets, spread_buckets
 from trencadis.backends.conformance.op_checks import (
-    BLOCKS,
     TEXT,
     Put,
     Setup,
