@@ -93,7 +93,8 @@ class CheckTarget:
 def make_target(
     name: str, checkpoint: Path, *, dtype: str = "auto", policy: str = "", quick: bool = False
 ) -> CheckTarget:
-    """Returns the target for ``--device NAME``. dtype ``auto`` is float32 if the backend supports it.
+    """Returns the target for ``--device NAME``. dtype ``auto`` is float32 if the backend supports it, ``serve`` what it
+    serves a checkpoint of bfloat16 in.
 
     Raises:
         StartupError: there is no such backend, or it lacks ``pick_dtype`` or ``pick_policy``.
@@ -108,7 +109,10 @@ def make_target(
 
 
 def _dtype(package: ModuleType, asked: str) -> torch.dtype:
-    """Resolves a dtype; ``auto``: float32 if supported, else the device's default."""
+    """Resolves a dtype; ``auto``: float32 if supported, else the device's default; ``serve``: what ``serve`` takes."""
+    if asked == "serve":
+        chosen: torch.dtype = package.pick_dtype("auto", "bfloat16")
+        return chosen
     try:
         found: torch.dtype = package.pick_dtype("float32" if asked == "auto" else asked, "bfloat16")
     except StartupError:

@@ -18,7 +18,7 @@ from trencadis.backends.cuda.launches.input_buffers import InputBuffers, StageBu
 from trencadis.backends.cuda.launches.input_sizes import cross_attention_bytes, input_bytes
 from trencadis.backends.cuda.policy import policy
 from trencadis.backends.cuda.runtime_protocol import CudaEvent, Graph, Runtime, Stream
-from trencadis.core.buckets import Bucket
+from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import (
     BackendConfig,
     Body,
@@ -44,6 +44,10 @@ class AttentionLibrary(Protocol):
     def wrap_body(self, buffers: InputBuffers, body: Body) -> Body:
         """Wraps ``body`` with the library's set-up; ``buffers`` call back for each launch that it must plan."""
         ...
+
+
+FETCHED = (Stage.SAMPLE, Stage.POOL)
+"""Stages whose outputs are copied to the host."""
 
 
 class CudaProgram:
@@ -144,9 +148,13 @@ class CudaProgram:
         return max(self.runtime.memory.free() - before, 0)
 
     def _begin(self) -> None:
-        """Orders the launch after the copy of its inputs, and after the copy of the outputs that it overwrites."""
+        """Orders the launch after the copy of its inputs, and after the copy of the outputs that it overwrites.
+
+        Stages do not share the memory of outputs: only one whose outputs are fetched waits for their copy.
+        """
         self.runtime.wait(Stream.PROGRAMS, self.buffers.buffer.written)
-        self.runtime.wait(Stream.PROGRAMS, self._fetched)
+        if self.bucket.stage in FETCHED:
+            self.runtime.wait(Stream.PROGRAMS, self._fetched)
 
     def _end(self) -> None:
         self.runtime.record(self.buffers.buffer.last_read, Stream.PROGRAMS)

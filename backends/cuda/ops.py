@@ -138,9 +138,12 @@ class CudaOps(HostLayerOps, ReferenceOps):
         The first call also allocates the counters of fused layers: a capture would take them from the pool of its
         graph.
         """
-        if self._arrived is None and self.whole_layers and envs.get_bool("TRENCADIS_CUDA_WHOLE_LAYERS"):
-            self._arrived = skinny_gemm.counters(weight.device)
+        self._allocate_counters(weight.device)
         return super().pack_weight(weight, bias)
+
+    def _allocate_counters(self, device: torch.device) -> None:
+        if self._arrived is None and self.whole_layers and envs.get_bool("TRENCADIS_CUDA_WHOLE_LAYERS"):
+            self._arrived = skinny_gemm.counters(device)
 
     def layer(self, run: Callable[..., T], *args: Any) -> T:
         """Runs a layer as ``backend.Ops`` says; a decoder layer of few rows without adapters in six launches if it can
@@ -155,6 +158,7 @@ class CudaOps(HostLayerOps, ReferenceOps):
 
     def pack_quantised(self, q: QTensor, bias: Tensor | None = None) -> Weight:
         """Packs the codes unchanged, with their scales."""
+        self._allocate_counters(q.data.device)
         return pack_quantised_weight(q, bias, tiles.arch_of(q.data.device))
 
     def prepare_adapters(self, slot: Tensor, numbers: Tensor, dtype: torch.dtype) -> Tensor:

@@ -181,6 +181,7 @@ class DryRun:
             policy.aligned,
             policy.cross_attention_bytes,
             slot_sizes(asked),
+            policy.decoded,
         )
 
     @property

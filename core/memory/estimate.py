@@ -14,6 +14,7 @@ from functools import cached_property
 from trencadis.core.buckets import (
     LORA,
     Bucket,
+    DecodedPieces,
     GraphMemory,
     InputSizes,
     Plan,
@@ -152,7 +153,7 @@ class MemoryEstimator:
     """Computes the sizes of one model on one of ``ranks`` devices.
 
     ``quantised``: the device's form of quantised weights; ``unit``: the multiple that product widths are padded to;
-    ``cross_attention_bytes``: as in ``Policy``; ``adapters``: the slots of LoRA adapters, if there are any.
+    ``cross_attention_bytes``, ``decoded``: as in ``Policy``; ``adapters``: slots of LoRA adapters, if there are any.
     """
 
     model: ModelConfig
@@ -165,6 +166,7 @@ class MemoryEstimator:
     unit: int = 1
     cross_attention_bytes: Callable[[Bucket, InputSizes], int] | None = None
     adapters: AdapterSlotSizes | None = None
+    decoded: DecodedPieces = DecodedPieces()
 
     @property
     def text(self) -> TextConfig:
@@ -310,6 +312,7 @@ class MemoryEstimator:
     def activations(self, bucket: Bucket, block_size: int) -> int:
         """Returns the peak bytes of one launch: residual streams, plus attention or the MLP."""
         stage, size, t = bucket.stage, padded_tokens(bucket), self.text
+        pieces = launch_memory.decoded_bytes(self.model, self.decoded, self.itemsize, size)
         if stage is Stage.VISION:
             v = self.model.vision
             if v is None:
@@ -318,16 +321,14 @@ class MemoryEstimator:
             return max(tower, launch_memory.held_bytes(self.model, size, self.itemsize, self.ranks))
         if stage is Stage.SAMPLE:
             each = 4 if bucket.variant == "greedy" else 48 if drafts_ahead(bucket) else 40
-            return t.vocab * (each * size + (0 if each == 4 else 7)) + self._opened[1]
+            return t.vocab * (each * size + (0 if each == 4 else 7)) + self._opened[1] + pieces
         if stage is Stage.RESET:
             return 0
         if stage is Stage.POOL:
             inner = 8 if self.model.pooling is not None and self.model.pooling.inner else 0
             return size * t.width * (self.itemsize + 21 + inner) + 4 * size**2
         heads, d = self._share(t.heads), t.head_dim
-        held = STREAMS + (
-            1 if t.norm_placement in (SANDWICH, OUT) else 0
-        )  # inputs and outputs of the norms after attention and MLP
+        held = STREAMS + (t.norm_placement in (SANDWICH, OUT))  # in and out of the norms after attention and MLP
         streams = size * (held * t.hidden * self.itemsize + (16 if t.second_rotary else 8) * d)
         attention = size * 3 * (heads + 2 * self.kv_heads) * d * self.itemsize
         attention += size * (heads * d * self.itemsize + 8) if t.query_growth is not None else 0
@@ -343,11 +344,8 @@ class MemoryEstimator:
             )
         attention = max(attention, launch_memory.recurrent_work_bytes(self.model, bucket, self.itemsize, self.ranks))
         narrow = streams + max(attention, self._mlp(size)) + self._adapter_work(bucket)
-        return (
-            self.shared_attention_bytes(bucket)
-            + self._opened[0]
-            + max(narrow, size * WIDEST * t.hidden * self.itemsize)
-        )
+        beside = self.shared_attention_bytes(bucket) + self._opened[0] + pieces
+        return beside + max(narrow, size * WIDEST * t.hidden * self.itemsize)
 
     def _adapter_work(self, bucket: Bucket) -> int:
         """Returns the bytes of products with adapters: x A of all slots twice, x A B, and the sum; and the mask."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from trencadis.core.buckets import Bucket, InputSizes, Plan, Policy, Stage, drafts_ahead, padded_tokens
+from trencadis.core.buckets import Bucket, DecodedPieces, InputSizes, Plan, Policy, Stage, drafts_ahead, padded_tokens
 from trencadis.core.checkpoint.model_config import CHUNK, ModelConfig
 from trencadis.core.cross_attention_inputs import planned_units
 from trencadis.core.request import MAX_BIAS
@@ -28,6 +28,11 @@ def any_inputs(bucket: Bucket, sizes: InputSizes) -> int:
     if stage is Stage.RESET:
         return dims[0] * (8 + 4 * vocab + bits + MAX_BIAS * 12)
     return padded_tokens(bucket) * 44 + dims[-1] * 12
+
+
+def decoded_bytes(model: ModelConfig, pieces: DecodedPieces, itemsize: int, tokens: int) -> int:
+    """Returns the bytes of a quantised weight that a launch of ``tokens`` tokens decodes at a time."""
+    return pieces.bytes if 0 < pieces.rows <= tokens and itemsize == 2 and model.quant is not None else 0
 
 
 def attending(policy: Policy, library: str) -> Callable[[Bucket, InputSizes], int]:
