@@ -15,7 +15,8 @@ from trencadis.core.device.backend import AdapterWeights, Backend, PackedAdapter
 from trencadis.core.errors import StartupError
 from trencadis.core.lora.adapter_files import read_adapter
 from trencadis.core.lora.adapter_weights import MatrixAdapter, load_matrices
-from trencadis.core.models.decoder import Decoder, DecoderLayer
+from trencadis.core.models.decoder import Decoder
+from trencadis.core.models.decoder_layer import DecoderLayer
 from trencadis.core.models.interface import Model
 from trencadis.core.models.linear import ColumnParallelLinear, RowParallelLinear
 from trencadis.core.models.mlp import GatedMLP, PlainMLP

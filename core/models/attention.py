@@ -118,6 +118,23 @@ class PartialRotarySource:
         return self.source.kv_scale(name, kind)
 
 
+class SharedAttention(NamedTuple):
+    """The output of attention, [n, hidden], and the keys and values of the launch, [n, KV heads, d] each."""
+
+    out: Tensor
+    k: Tensor
+    v: Tensor
+
+
+class ProjectedHeads(NamedTuple):
+    """Queries [n, h, d], keys and values [n, g, d], and the gate of the output, [n, h * d] or None."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gate: Tensor | None
+
+
 class Attention:
     """The attention layer: fused qkv, head norms, rotary embedding and KV store, attention, output projection."""
 
@@ -135,16 +152,21 @@ class Attention:
         self.scales_queries, self.has_sinks = c.query_growth is not None, c.sinks
         self.sinks: SinksArgument = {}
         self.gated, q = c.output_gate, c.query_width
-        parts = ColumnPart("q_proj", c.heads * q, q), *(ColumnPart(n, c.kv_heads * d, d) for n in ("k_proj", "v_proj"))
+        self.keys_as_values = c.keys_as_values
+        self.reads_kv = c.reads_kv
+        stored = ("k_proj", "v_proj")[: c.key_parts]
+        parts = ColumnPart("q_proj", c.heads * q, q), *(ColumnPart(n, c.kv_heads * d, d) for n in stored)
         self.qkv = ColumnParallelLinear(self.ops, comm, c.hidden, parts, bias=c.qkv_bias)
         self.out = RowParallelLinear(self.ops, comm, c.heads * d, c.hidden, unit=d, bias=c.out_bias)
         self.sizes = [unit_span(part.size, part.unit, comm.rank, comm.world).width for part in parts]
         self.heads = self.sizes[0] // q
         self.query_heads = (c.heads, *unit_span(c.heads, 1, comm.rank, comm.world))
         self.keys = (c.kv_heads * d, *unit_span(c.kv_heads * d, d, comm.rank, comm.world))
-        self.device, self.values = backend.device, backend.values
+        self.device, self.values, self.dtype = backend.device, backend.values, backend.dtype
         above_one = c.norm == RMS_ONE
-        self.norms = tuple(RMSNorm(self.ops, d, c.eps, above_one) for _ in "qk") if c.qk_norm else None
+        normed = "q" if c.reads_kv else "qk"
+        self.norms = tuple(RMSNorm(self.ops, d, c.eps, above_one) for _ in normed) if c.qk_norm else None
+        self.v_norm = RMSNorm(self.ops, d, c.eps) if c.v_norm and not c.reads_kv else None
         self.joint_norms: tuple[RMSNorm, ...] = ()
         if c.joint_qk_norm:
             assert comm.world == 1, "the norms of q and k go over all heads, which ranks cannot share"
@@ -160,6 +182,8 @@ class Attention:
             self.sinks["sinks"] = pad_rows(source.shard(f"{name}.sinks", (size,), 0, start, stop), width).float()
         for norm, part in zip(self.norms or self.joint_norms, ("q_norm", "k_norm"), strict=False):
             norm.load(source, f"{name}.{part}")
+        if self.v_norm is not None:
+            self.v_norm.weight = torch.ones(self.head_dim, dtype=self.dtype, device=self.device)
         if self.kv_format is not None:
             self._load_cache(source, name, self.kv_format)
 
@@ -197,9 +221,31 @@ class Attention:
         """
         return self.out(self._attend(x, rotary, attn, rows), rows)
 
+    def share(self, x: Tensor, rotary: Rotary, attn: Attn, rows: AdapterRows | None = None) -> SharedAttention:
+        """Computes the layer, and returns the keys and values of the launch with its output, for layers without."""
+        q, k, v, gate = self._project(x, rotary, attn, rows)
+        return SharedAttention(self.out(self._weigh_values(q, k, v, gate, attn), rows), k, v)
+
     def _attend(self, x: Tensor, rotary: Rotary, attn: Attn, rows: AdapterRows | None) -> Tensor:
+        if not self.reads_kv:
+            return self._weigh_values(*self._project(x, rotary, attn, rows), attn)
+        q = self.qkv(x, rows).view(x.shape[0], -1, self.head_dim)
+        q = self.norms[0].heads(q) if self.norms is not None else q
+        q, _ = self.ops.rope_vision(q, q[:, :1], rotary)
+        assert rotary.keys is not None and rotary.values is not None
+        return self._weigh_values(q, rotary.keys, rotary.values, None, attn)
+
+    def _weigh_values(self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, attn: Attn) -> Tensor:
+        """Returns the values weighted by attention and by the gate, if there is one: [n, heads * d]."""
+        attended = self.ops.attend(q, k, v, self.kv, attn, self.scale, *self.window, **self.sinks)
+        attended = attended.reshape(len(q), -1)
+        return attended if gate is None else attended * gate.sigmoid()
+
+    def _project(self, x: Tensor, rotary: Rotary, attn: Attn, rows: AdapterRows | None) -> ProjectedHeads:
+        """Returns queries, keys and values, rotated and stored, and the gate of the output."""
         n = x.shape[0]
-        q, k, v = torch.split(self.qkv(x, rows), self.sizes, dim=1)
+        q, k, *own = torch.split(self.qkv(x, rows), self.sizes, dim=1)
+        v = k if self.keys_as_values else own[0]
         d, gate = self.head_dim, None
         if self.gated:
             q, gate = (part.reshape(n, -1) for part in q.view(n, -1, 2, d).unbind(2))
@@ -208,12 +254,13 @@ class Attention:
         q, k, v = q.view(n, -1, d), k.view(n, -1, d), v.view(n, -1, d)
         if self.norms is not None:
             q, k = self.norms[0].heads(q), self.norms[1].heads(k)
+        if self.v_norm is not None:
+            v = self.v_norm.heads(v)
         if rotary.query_scale is not None:
             q = q * rotary.query_scale.to(q.dtype)[:, None, None]
-        q, k, v = self.ops.rope_store(q, k, v, rotary, self.kv, attn)
-        attended = self.ops.attend(q, k, v, self.kv, attn, self.scale, *self.window, **self.sinks).reshape(n, -1)
-        return attended if gate is None else attended * gate.sigmoid()
+        return ProjectedHeads(*self.ops.rope_store(q, k, v, rotary, self.kv, attn), gate)
 
     def nbytes(self) -> int:
-        beside = sum(t.nbytes for t in (self.pairs, self.static, self.sinks.get("sinks")) if t is not None)
+        ones = None if self.v_norm is None else self.v_norm.weight
+        beside = sum(t.nbytes for t in (self.pairs, self.static, self.sinks.get("sinks"), ones) if t is not None)
         return self.qkv.bytes + self.out.bytes + sum(norm.nbytes() for norm in self.norms or self.joint_norms) + beside

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trencadis.core.checkpoint.model_config import RecurrentConfig
+from trencadis.core.checkpoint.layer_parts import RecurrentConfig
 from trencadis.core.checkpoint.weight_source import StackedPart, WeightSource, stack
 from trencadis.core.quant.quantised_tensor import QTensor, join_weights
 

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from trencadis.core.checkpoint.model_config import TextConfig
-from trencadis.core.checkpoint.rope_config import LinearScaling, LongScaling, RopeScaling, Scaling, YarnScaling
+from trencadis.core.checkpoint.rope_config import (
+    LinearScaling,
+    LongScaling,
+    ProportionalScaling,
+    RopeScaling,
+    Scaling,
+    YarnScaling,
+)
 from trencadis.core.device.backend import Ops, Rotary
 
 
@@ -57,6 +64,8 @@ def scale_frequencies(inv_freq: Tensor, theta: float, scaling: Scaling | None) -
         return inv_freq / scaling.factor
     if isinstance(scaling, YarnScaling):
         return scale_yarn(inv_freq, theta, scaling)
+    if isinstance(scaling, ProportionalScaling):
+        return torch.cat([inv_freq[: scaling.rotated] / scaling.factor, torch.zeros_like(inv_freq[scaling.rotated :])])
     return scale_llama3(inv_freq, scaling) if isinstance(scaling, RopeScaling) else inv_freq
 
 
@@ -73,6 +82,7 @@ def text_frequencies(c: TextConfig, long: bool = False) -> tuple[Tensor, Tensor]
     Models without rotary positions, and values that are not rotated, get angles of zero, which change no bit. ``long``:
     selects LongRoPE's second table.
     """
+    c = c.of_layer(c.full_layers[0]) if c.full_layers else c
     rotary_dim, scaling = c.rotary_dim or c.head_dim, c.rope_scaling
     if isinstance(scaling, LongScaling):
         inv_freq = long_frequencies(rotary_dim, c.rope_theta, scaling.long if long else scaling.short)
@@ -106,6 +116,7 @@ class TextRotary:
         inv_freq, axis = text_frequencies(c)
         self.inv_freq, self.axis = inv_freq.to(device), axis.to(device)
         self.local = local_frequencies(c).to(device) if c.second_rotary else None
+        self.local_axis = self.axis if c.same_heads else torch.zeros(c.head_dim // 2, dtype=torch.int64, device=device)
         self.growth = c.query_growth
         self.long: Tensor | None = None
         self.long_axis: Tensor | None = None
@@ -135,12 +146,13 @@ class TextRotary:
 
     def of_windows(self, ops: Ops, positions: Tensor) -> Rotary | None:
         """Returns the factors for layers with a table of their own; None if all share the decoder's table."""
-        return None if self.local is None else ops.rotary(positions, self.local, self.axis)
+        return None if self.local is None else ops.rotary(positions, self.local, self.local_axis)
 
     def nbytes(self) -> int:
         """Bytes of all tables."""
         tables = (self.inv_freq, self.axis, self.local, self.long, self.long_axis, self.size)
-        return sum(t.nbytes for t in tables if t is not None)
+        own = 0 if self.local_axis is self.axis else self.local_axis.nbytes
+        return own + sum(t.nbytes for t in tables if t is not None)
 
 
 def vision_frequencies(head_dim: int, theta: float) -> tuple[Tensor, Tensor]:

@@ -33,7 +33,8 @@ from trencadis.core.device.backend import (
 from trencadis.core.device.launch_tensors import first_rows
 from trencadis.core.kv.encoder_cache import rows_of_run
 from trencadis.core.launches import persistent_tensors
-from trencadis.core.models.decoder import Decoder, DecoderLayer
+from trencadis.core.models.decoder import Decoder
+from trencadis.core.models.decoder_layer import DecoderLayer
 from trencadis.core.models.model_loader import make_model
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.request import Request

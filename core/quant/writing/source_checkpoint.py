@@ -148,8 +148,9 @@ def _whole(made: Checkpoint) -> None:
     text = made.config.text
     experts = text.experts
     for number in range(max(text.layers, len(made.layers))):
-        sparse = experts is not None and number not in experts.dense
-        wanted = 4 + 3 * (experts.count + (experts.shared > 0)) if experts is not None and sparse else 7
+        wanted = 4 - text.of_layer(number).keys_as_values + 3 * text.has_mlp(number)
+        if experts is not None and text.has_experts(number):
+            wanted += 3 * (experts.count + (experts.shared > 0))
         held = len(made.layers.get(number, ()))
         if number >= text.layers or held != wanted:
             raise StartupError(
