@@ -10,7 +10,7 @@ from trencadis.core.buckets import Bucket, InputSizes, Plan, Policy, Stage, draf
 from trencadis.core.checkpoint.layer_parts import CHUNK
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.cross_attention_inputs import planned_units
-from trencadis.core.memory.adapter_bytes import AdapterSlotSizes
+from trencadis.core.memory.weight_bytes import AdapterSlotSizes
 from trencadis.core.request import MAX_BIAS
 
 

@@ -35,7 +35,7 @@ from trencadis.core.device.backend import (
 from trencadis.core.device.launch_tensors import RecurrentRows, first_rows
 from trencadis.core.errors import StartupError
 from trencadis.core.models.attention import Attention
-from trencadis.core.models.decoder_layer import DecoderLayer
+from trencadis.core.models.decoder_layer import DecoderLayer as DecoderLayer
 from trencadis.core.models.embedding import Embedding, LMHead, SamplingHead
 from trencadis.core.models.gated_delta import GatedDeltaNet
 from trencadis.core.models.interface import GroupingOps, HostLayering, Persistent, RecurrentOps, StatefulLayer

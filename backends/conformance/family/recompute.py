@@ -154,7 +154,7 @@ def _note(name: str, outputs: dict[str, Tensor], index: int | None = None) -> No
 
     def note(out: Any, n: int) -> None:
         if isinstance(out, tuple):
-            held = [t for t in out if t is not None] if index is None else [out[index]]
+            held = [t for t in out[:2] if t is not None] if index is None else [out[index]]
             out = sum(t.clone() for t in held)
         outputs[name] = out.detach().clone()[:n]
 
@@ -173,6 +173,12 @@ class HookedPart:
         out = self.inner(x, *rest)
         self.after(out, len(x))
         return out
+
+    def share(self, x: Tensor, *rest: Any) -> Any:
+        """Runs attention whose keys and values later layers read."""
+        shared = self.inner.share(x, *rest)
+        self.after(shared.out, len(x))
+        return shared
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
