@@ -29,6 +29,7 @@ from trencadis.core.families.llama import PREFIXES
 PATTERN = 6
 """Without ``layer_types`` every sixth layer has full attention."""
 
+
 GLOBAL_SIZE = 512
 """Default of ``global_head_dim``."""
 
@@ -52,8 +53,8 @@ def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
     types = [*types[:-1], FULL]  # as in transformers
     windows = windows_of(c, c.integer("sliding_window", default=512), types)
     heads, bias = heads_of(c, default=256), c.boolean("attention_bias", False)
-    full = _full_heads(c, heads, [i for i, kind in enumerate(types) if kind == FULL])
-    local, rotary = _rotary(c, full.head_dim)
+    full = full_heads_of(c, heads, [i for i, kind in enumerate(types) if kind == FULL])
+    local, rotary = rotary_of(c, full.head_dim)
     text = gated_decoder(
         c.with_values(rope_scaling=None, rope_parameters={"rope_theta": rotary.theta}), heads, tied,
         positions=131072, act=("hidden_activation", "gelu_pytorch_tanh"), qkv_bias=bias, out_bias=bias,
@@ -61,15 +62,15 @@ def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
         **windows._asdict(),
     )  # fmt: skip
     text = replace(
-        text, scale=1.0, rope_scaling=rotary.scaling, logit_cap=_logit_cap(c), experts=_experts(c),
-        **_sharing(c, types)._asdict(),
+        text, scale=1.0, rope_scaling=rotary.scaling, logit_cap=logit_cap_of(c), experts=experts_beside(c),
+        **sharing_of(c, types)._asdict(),
     )  # fmt: skip
     if not text.window:  # every layer has full attention
         return ParsedConfig(replace(text, **full._asdict()))
     return ParsedConfig(replace(text, full_heads=full, local_theta=local))
 
 
-def _full_heads(c: JsonFields, heads: Heads, full: list[int]) -> FullHeads:
+def full_heads_of(c: JsonFields, heads: Heads, full: list[int]) -> FullHeads:
     """Reads the heads of the layers ``full``, those with full attention; others have ``heads``."""
     shared = c.boolean("attention_k_eq_v", False)
     listed = c.is_given("per_layer_config")
@@ -100,7 +101,7 @@ def _listed_heads(c: JsonFields, full: list[int]) -> JsonFields:
     return own
 
 
-def _rotary(c: JsonFields, head_dim: int) -> tuple[float, FullRotary]:
+def rotary_of(c: JsonFields, head_dim: int) -> tuple[float, FullRotary]:
     """Returns (base of the layers with a window, table of the others, whose heads have ``head_dim`` values)."""
     if not c.is_given("rope_parameters"):
         return LOCAL_BASE, FullRotary(1e6, ProportionalScaling(head_dim // 8, 1.0))
@@ -126,7 +127,7 @@ class Sharing(NamedTuple):
     layer_pad: int
 
 
-def _sharing(c: JsonFields, types: list[str]) -> Sharing:
+def sharing_of(c: JsonFields, types: list[str]) -> Sharing:
     """Reads ``num_kv_shared_layers`` and the sizes of the embeddings for each layer, which the small models have."""
     shared = c.integer("num_kv_shared_layers", 0, default=0)
     if shared and {*types[: max(len(types) - shared, 0)]} != {*types}:
@@ -139,13 +140,13 @@ def _sharing(c: JsonFields, types: list[str]) -> Sharing:
     return Sharing(shared, wide, own, vocab, pad)
 
 
-def _logit_cap(c: JsonFields) -> float:
+def logit_cap_of(c: JsonFields) -> float:
     """Reads ``final_logit_softcapping``; 0: logits have no cap."""
     key = "final_logit_softcapping"
     return c.number(key, 0, LARGEST_CAP, above=True) if c.is_given(key) else 0.0
 
 
-def _experts(c: JsonFields) -> ExpertsConfig | None:
+def experts_beside(c: JsonFields) -> ExpertsConfig | None:
     """Reads the experts beside each layer's MLP; None: there are none."""
     if not c.boolean("enable_moe_block", False):
         return None

@@ -355,18 +355,19 @@ class Decoder:
         elif not deepstack_rows and not layer_inputs and not self.readers and hasattr(ops, "group_layers"):
             layers = cast(GroupingOps, ops).group_layers(layers, attn)
         states: dict[int, Tensor] = {}
-        given: dict[int, dict[str, Tensor]] = {}
+        given: dict[int, Sequence[Tensor]] = {}
         for i, layer in enumerate(layers):
             if i in self.taps:
                 states[i] = x if residual is None else x + residual
             place = held if layer.recurrent else local if layer.local else rotary
             if layer_inputs:
-                place = place._replace(layer_input=layer_inputs[i])
+                place = cast(Rotary, place)._replace(layer_input=layer_inputs[i])
             if i in self.readers:
-                place = place._replace(**given[self.readers[i]])
-            x, residual, *kv = ops.layer(layer, x, residual, place, causal if layer.causal else attn, *rows_of)
-            if kv:
-                given[i] = {"keys": kv[0], "values": kv[1]}
+                k, v = given[self.readers[i]]
+                place = cast(Rotary, place)._replace(keys=k, values=v)
+            x, residual, *own = ops.layer(layer, x, residual, place, causal if layer.causal else attn, *rows_of)
+            if own:
+                given[i] = own
             if i < len(deepstack_rows):
                 x = ops.region(self.deepstack_add, x, deepstack_rows[i], p.arena)
             ops.cut("layer")

@@ -16,9 +16,9 @@ from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.families import gemma4
 from trencadis.core.json_types import JsonMapping
 from trencadis.core.vision_config import SharedMatrix, SlotForm
-from trencadis.multimodal.hf_text_config import DECODER_PREFIXES
 from trencadis.multimodal.vit.base_config import ViTConfig
 from trencadis.multimodal.vit.config import CHANNELS
+from trencadis.multimodal.vit.hf_config import DECODER_PREFIXES
 
 MERGE = 3
 """Patches along a side of a cell: the mean of 9 patches is a row."""

@@ -104,7 +104,14 @@ class Case:
         longest = max(c + t for c, t in self.rows)
         blocks = -(-longest // self.block)
         return Sizes(
-            self.block, blocks, 50, self.kv_heads, self.processors, self.invariant, upto=self.spans, group=self.planned or self.group
+            self.block,
+            blocks,
+            50,
+            self.kv_heads,
+            self.processors,
+            self.invariant,
+            upto=self.spans,
+            group=self.planned or self.group,
         )
 
 

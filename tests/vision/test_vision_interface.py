@@ -29,7 +29,7 @@ NAMES = re.compile(
     r"|phi-?3(\.5)?[_-]?v|mllama|glm-?4(\.\d)?v",
     re.IGNORECASE,
 )
-TABLE_LINE = re.compile(r'^    "\w+": "trencadis\.multimodal\.\w+\.(?:\w+_)?family:[A-Z]+",$|^OTHER_LAYOUTS = ')
+TABLE_LINE = re.compile(r'^    "\w+": "trencadis\.multimodal\.\w+\.(?:\w+_)?family:[A-Z0-9_]+",$|^OTHER_LAYOUTS = ')
 
 
 def shared_lines() -> list[tuple[str, str]]:

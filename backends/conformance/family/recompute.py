@@ -24,6 +24,7 @@ from trencadis.core.cross_attention_inputs import (
 from trencadis.core.device.backend import Backend, BackendConfig, Comm
 from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.models import model_loader
+from trencadis.core.models.attention import SharedAttention
 from trencadis.core.step import Encode, StepInputs
 
 BLOCK, BLOCKS = 8, 32
@@ -174,9 +175,9 @@ class HookedPart:
         self.after(out, len(x))
         return out
 
-    def share(self, x: Tensor, *rest: Any) -> Any:
+    def share(self, x: Tensor, *rest: object) -> SharedAttention:
         """Runs attention whose keys and values later layers read."""
-        shared = self.inner.share(x, *rest)
+        shared: SharedAttention = self.inner.share(x, *rest)
         self.after(shared.out, len(x))
         return shared
 

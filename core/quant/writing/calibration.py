@@ -252,7 +252,8 @@ class Calibration:
                 attn = self.ops.prepare_attn(t.attn, layer.attention.heads, layer.attention.kv)
                 x, residual = self._states[at]
                 rotary = first_rows(rotary, len(x))
-                found = layer(x.clone(), None if residual is None else residual.clone(), rotary, attn)
+                out = layer(x.clone(), None if residual is None else residual.clone(), rotary, attn)
+                found = cast(tuple[Tensor, Tensor | None], out)
                 if keep:
                     parts = self._parts[at]
                     self._states[at] = (found[0] + parts[number], found[1]) if number < len(parts) else found

@@ -86,6 +86,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
     config = load_config(path)
     if config.quant is not None:
         raise StartupError(f"{path} holds {config.quant.label} weights already; quantize takes 16- or 32-bit ones")
+    if config.text.layer_inputs or config.text.shared_kv:
+        raise StartupError(
+            f"{path}: quantize knows no layers that read keys of earlier ones, nor embeddings for each layer; "
+            "--quantization int8, int4 or fp8 works as the weights load"
+        )
     if config.text.recurrent is not None:
         raise StartupError(
             f"{path}: quantize knows no recurrent layers; --quantization int8, int4 or fp8 works as the weights load"
