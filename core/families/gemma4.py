@@ -173,7 +173,9 @@ FAMILY = Family(
     config=describe,
     names=StoredNames(PREFIXES, NAMES),
     tied=True,
-    ignored=frozenset({"vocab_size_per_layer_input", "use_double_wide_mlp"}),
+    ignored=frozenset(
+        {"vocab_size_per_layer_input", "use_double_wide_mlp", "moe_intermediate_size", "num_experts", "top_k_experts"}
+    ),  # read where they count
 )
 
 
