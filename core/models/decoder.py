@@ -34,16 +34,14 @@ from trencadis.core.device.backend import (
 )
 from trencadis.core.device.launch_tensors import RecurrentRows, first_rows
 from trencadis.core.errors import StartupError
-from trencadis.core.models.attention import Attention
+from trencadis.core.models.attention import Attention, TextRotary
 from trencadis.core.models.decoder_layer import DecoderLayer as DecoderLayer
-from trencadis.core.models.embedding import Embedding, LMHead, SamplingHead
 from trencadis.core.models.gated_delta import GatedDeltaNet
 from trencadis.core.models.interface import GroupingOps, HostLayering, Persistent, RecurrentOps, StatefulLayer
 from trencadis.core.models.layer_inputs import LayerInputEmbedding
-from trencadis.core.models.linear import Linear, scaled
-from trencadis.core.models.norm import Norm, norm_of
+from trencadis.core.models.linear import Embedding, Linear, LMHead, SamplingHead, scaled
+from trencadis.core.models.mlp import Norm, norm_of
 from trencadis.core.models.pooler import Pooler
-from trencadis.core.models.rotary_embedding import TextRotary
 from trencadis.core.step import Encode, VisionInputs
 
 

@@ -13,9 +13,8 @@ from trencadis.core.models.attention import Attention
 from trencadis.core.models.interface import StatefulLayer
 from trencadis.core.models.layer_inputs import LayerInput
 from trencadis.core.models.linear import scaled
-from trencadis.core.models.mlp import MLP, GatedMLP, PlainMLP
+from trencadis.core.models.mlp import MLP, GatedMLP, PlainMLP, norm_of
 from trencadis.core.models.moe import ExpertMLP, ExpertsBeside
-from trencadis.core.models.norm import norm_of
 
 
 class DecoderLayer:

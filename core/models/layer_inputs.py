@@ -9,7 +9,7 @@ from trencadis.core.checkpoint.model_config import TextConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
 from trencadis.core.device.backend import Backend
 from trencadis.core.models.linear import Linear
-from trencadis.core.models.norm import RMSNorm
+from trencadis.core.models.mlp import RMSNorm
 
 
 class LayerInputEmbedding:

@@ -18,8 +18,7 @@ from trencadis.core.checkpoint.model_config import TextConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
 from trencadis.core.device.backend import AdapterRows, Backend, Comm, ExpertBiases, ExpertWeights, Ops
 from trencadis.core.models.linear import Linear, Matrix, merge_or_separate, pad_rows, span
-from trencadis.core.models.mlp import GatedMLP
-from trencadis.core.models.norm import RMSNorm
+from trencadis.core.models.mlp import GatedMLP, RMSNorm
 from trencadis.core.quant.quantised_tensor import QTensor
 
 CODED = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")

@@ -11,11 +11,10 @@ from torch import Tensor
 from trencadis.core.checkpoint.model_config import LAYER, RMS, ModelConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
 from trencadis.core.device.backend import Backend, Rotary, Segments, VisionTensors
-from trencadis.core.models.attention import HeadSpan, PartialRotarySource
+from trencadis.core.models.attention import HeadSpan, PartialRotarySource, inverse_frequencies
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.linear import Linear, replicate_layers
-from trencadis.core.models.norm import RMSNorm, norm_of
-from trencadis.core.models.rotary_embedding import inverse_frequencies
+from trencadis.core.models.mlp import RMSNorm, norm_of
 from trencadis.core.shared_constants import SINK_ROW, WINDOW_SLOTS
 from trencadis.core.step import Encode, VisionInputs
 from trencadis.multimodal.gemma4.family import MERGE, Gemma4VisionConfig, PatchEmbedConfig
