@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -195,6 +195,13 @@ TWIN = "cuda (twin): no card computes here; launches, copies and graphs are imit
 INTERPRETED = "cuda (interpreted): kernels run in Triton's interpreter, for tests only."
 
 
+@runtime_checkable
+class BlockingOps(Protocol):
+    """Ops whose attention takes queries in planned blocks (``ops.CudaOps``)."""
+
+    query_group: int
+
+
 class CudaBackend:
     """``core.device.backend.Backend`` over a runtime: a card's, or its twin on the CPU.
 
@@ -218,12 +225,16 @@ class CudaBackend:
         self.notes: tuple[str, ...] = getattr(comm, "notes", ())
         if runtime.device.type == "cpu":
             self.notes += (INTERPRETED if runtime.interprets else TWIN,)
-        kv_heads = -(-(cfg.kv_heads or 4) // cfg.world)
+        forms = [-(-(heads or 4) // cfg.world) for heads, _ in cfg.head_forms]
+        kv_heads = forms[0]
+        groups = [max((cfg.heads or 8 * heads * cfg.world) // cfg.world // heads, 1) for heads in forms]
         self.sizes = Sizes(
             block_size=cfg.block_size, row_blocks=cfg.max_blocks_per_row, vocab=cfg.vocab_size,
             kv_heads=kv_heads, processors=runtime.processors, invariant=cfg.batch_invariant, upto=cfg.upto,
-            recurrent=cfg.recurrent, group=max((cfg.heads or 8 * kv_heads * cfg.world) // cfg.world // kv_heads, 1),
+            recurrent=cfg.recurrent, group=max(groups),
         )  # fmt: skip
+        if isinstance(ops, BlockingOps):
+            ops.query_group = max(groups) if len(set(groups)) > 1 else 0
         measured = partial(input_bytes, processors=runtime.processors, invariant=self.sizes.invariant)
         work = partial(cross_attention_bytes, processors=runtime.processors)
         self.policy = dataclasses.replace(

@@ -75,7 +75,7 @@ from trencadis.core.device.backend import (
     Weight,
 )
 from trencadis.core.device.launch_tensors import CrossAttentionTensors, RecurrentRows
-from trencadis.core.models.decoder import DecoderLayer
+from trencadis.core.models.decoder_layer import DecoderLayer
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.shared_constants import WINDOW_SLOTS
 
@@ -130,6 +130,8 @@ class CudaOps(HostLayerOps, ReferenceOps):
     alike: ClassVar[bool] = False
     """True if a query's sums over an image run in the same order in all launches."""
 
+    query_group: int = 0
+    """Query heads per KV head by which blocks of queries were planned; 0: each layer's own, which is then the same."""
     _arrived: Tensor | None = None
 
     def pack_weight(self, weight: Tensor, bias: Tensor | None = None) -> Weight:
@@ -239,7 +241,9 @@ class CudaOps(HostLayerOps, ReferenceOps):
     ) -> Tensor:  # fmt: skip
         assert isinstance(attn, ItemAttn)
         out, partial = q.new_empty(q.shape), paged_attention.partial(attn, q, kv)
-        paged_attention.attend_text(q, kv, attn, scale, out, partial, window=window, sinks=sinks)
+        paged_attention.attend_text(
+            q, kv, attn, scale, out, partial, window=window, sinks=sinks, planned=self.query_group
+        )
         return out
 
     def cross_attend(
@@ -373,5 +377,7 @@ class InvariantCudaOps(ProbedOps, CudaOps):
     ) -> Tensor:  # fmt: skip
         assert isinstance(attn, ItemAttn)
         out, partial = q.new_empty(q.shape), paged_attention.partial(attn, q, kv, alike=True)
-        paged_attention.attend_text(q, kv, attn, scale, out, partial, alike=True, window=window, sinks=sinks)
+        paged_attention.attend_text(
+            q, kv, attn, scale, out, partial, alike=True, window=window, sinks=sinks, planned=self.query_group
+        )
         return out

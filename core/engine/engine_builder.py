@@ -228,6 +228,7 @@ def backend_config(
     index: int,
 ) -> BackendConfig:
     """Returns the configuration of a rank's backend; ``index``: index of the engine's first card."""
+    full = model.text.full_heads
     estimator = MemoryEstimator(model, dtype.itemsize, rank_info.peers, quantised=policy.quantised, unit=policy.aligned)
     free = free_host() if rank_info.local_rank == 0 else None  # later ranks would measure the memory left by this one
     moved = weight_offload.plan_offload(config, estimator, free, rank_info.local_world)
@@ -242,6 +243,8 @@ def backend_config(
         heads=model.text.heads,
         kv_heads=model.text.kv_heads,
         head_dim=model.text.head_dim,
+        full_kv_heads=full.kv_heads if full is not None else 0,
+        full_head_dim=full.head_dim if full is not None else 0,
         vision_head_dim=model.vision.head_dim if model.vision else 0,
         windows=model.text.windows,
         upto=model.text.upto,

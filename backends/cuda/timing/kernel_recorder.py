@@ -277,8 +277,10 @@ class DecodeRecorder:
         self.card: Any = MetaCard(ranks, whole_layers)
         card: Any = self.card
         self.model: Any = model_loader.load_model(model, card, EngineConfig(load_format="dummy", dtype="bfloat16"))
-        self.heads = kv_heads(model.text, ranks)
-        self.group = max(-(-model.text.heads // ranks) // self.heads, 1)
+        forms = [kv_heads(form, ranks) for form in model.text.layer_forms]
+        self.heads = forms[0]
+        self.group = max(max(-(-model.text.heads // ranks) // heads, 1) for heads in forms)
+        self.card.ops.query_group = self.group if len(set(forms)) > 1 else 0
 
     def step(self, rows: int, context: int, draws: bool = False) -> list[RecordedKernel]:
         """Records what one step launches for ``rows`` rows of ``context`` keys each: DECODE, and SAMPLE."""

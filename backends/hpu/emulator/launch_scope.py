@@ -126,6 +126,10 @@ class CaptureRecording:
             tensor.held.copy_(made_now)
 
 
+PAIR = 2
+"""Tensors that a layer returns if nothing of it is read by later layers."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerCut:
     """A row of a recording that stands for ``mark_step``; ``fresh``: the layer's own bytes that cross this cut
@@ -194,7 +198,8 @@ class LayerReuse:
             rows, self._rows = self._rows, None
             peak, live.peak = live.peak - base, max(before, live.peak)
         left = live.fresh - self._base
-        if isinstance(out, tuple) and [leaf_key(t) for t in out] == [leaf_key(t) for t in args[: len(out)]]:
+        pair = isinstance(out, tuple) and len(out) == PAIR
+        if pair and [leaf_key(t) for t in out] == [leaf_key(t) for t in args[:PAIR]]:
             self._known[key] = LayerRecord(tuple(rows), peak, left, scope.collective - summed)
         self._left = live.cuts
         return out

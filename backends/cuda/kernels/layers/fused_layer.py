@@ -15,13 +15,13 @@ from trencadis.backends.cuda.kernels.layers.skinny_gemm import NormOf
 from trencadis.backends.cuda.weights.quantised_weight import QuantisedWeight
 from trencadis.core.device.backend import Attn, Rotary
 from trencadis.core.models.attention import Attention
-from trencadis.core.models.decoder import DecoderLayer
+from trencadis.core.models.decoder_layer import DecoderLayer
 from trencadis.core.models.linear import Linear
 from trencadis.core.models.mlp import GatedMLP, RMSNorm
 
 
 class FusedLayer:
-    """A ``core.models.decoder.DecoderLayer`` for up to ``skinny_gemm.FEW`` rows of one token, in six launches.
+    """A ``core.models.decoder_layer.DecoderLayer`` for up to ``skinny_gemm.FEW`` rows of one token, in six launches.
 
     They are qkv, attention and its join, output, gate and up, down; ranks are summed after output and after down.
     """
