@@ -243,6 +243,11 @@ class MultiprocExecutor:
         finally:
             self._steady = True
 
+    def change_plan(self, version: int, buckets: Sequence[Bucket]) -> Pending[None]:
+        """Begins a change of plan on every rank."""
+        self._broadcast(rank_messages.ChangePlan(version, tuple(buckets)))
+        return SubmittedWork(self._call(self._launches, lambda: self._rank.change_plan(version, buckets)))
+
     def set_vocabulary(self, data: bytes | bytearray) -> None:
         """Sends a packed ``core.masks.vocabulary.Vocabulary`` to every rank; must precede the first grammar."""
         self._broadcast(rank_messages.SetVocabulary(bytes(data)))

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trencadis.core.adapter_ref import AdapterRef
+from trencadis.core.buckets import Bucket
 from trencadis.core.config import EngineConfig
 from trencadis.core.executor.rank_fingerprint import RankFingerprint
 from trencadis.core.executor.rank_info import RankInfo
@@ -68,6 +69,13 @@ class RunStep(msgspec.Struct, tag=True):
 
 class RunWarmup(msgspec.Struct, tag=True):
     """Down: run one unit of background warm-up."""
+
+
+class ChangePlan(msgspec.Struct, tag=True):
+    """Down: begin the change to plan ``version`` with these buckets; each ``RunWarmup`` then runs one piece of it."""
+
+    version: int
+    buckets: tuple[Bucket, ...]
 
 
 class SetVocabulary(msgspec.Struct, tag=True):
@@ -173,6 +181,7 @@ Down = (
     | Shutdown
     | RunStep
     | RunWarmup
+    | ChangePlan
     | SetVocabulary
     | CompileGrammar
     | LoadAdapter

@@ -138,17 +138,33 @@ class GraphCaptures:
         self.seconds: dict[str, float] = defaultdict(float)
         """Time spent on captures, by stage."""
         self.given_up: set[Bucket] = set()
-        self.by_bucket = {p.bucket: p for p in self.prices}
-        policy = self.graphs.backend.policy
-        self.unavailable = self.unavailable or bool(policy.graphless)
-        self.wanted = [p for p in self.prices if capturable(policy, p.bucket)]
-        """Graphs that make launches faster."""
+        self.unavailable = self.unavailable or bool(self.graphs.backend.policy.graphless)
+        self.set_prices(self.prices)
         self.tried: set[Bucket] = set()
         self.firsts: set[Bucket] = set()
         """First graph of each stage, whose cost includes the shared workspace."""
         self.ledger = Ledger(self.memory_in_use, self.memory_split)
         self._said = False
         self.graphs.observer.attach(self)
+
+    def set_prices(self, prices: Sequence[GraphPrice]) -> None:
+        """Sets the graphs that can be captured from now on, with their predicted bytes."""
+        self.prices = prices
+        self.by_bucket = {p.bucket: p for p in prices}
+        self.wanted = [p for p in prices if capturable(self.graphs.backend.policy, p.bucket)]
+        """Graphs that make launches faster."""
+
+    def add_inputs(self, count: int) -> None:
+        """Charges ``count`` bytes to the inputs of programs; negative: they were freed."""
+        held = max(self.memory_in_use.inputs + count, 0)
+        self.memory_in_use = dataclasses.replace(self.memory_in_use, inputs=held)
+
+    def forget(self, bucket: Bucket) -> None:
+        """Forgets the state of a bucket that is not planned any more; what its graph cost stays known."""
+        for held in (self.tried, self.given_up):
+            held.discard(bucket)
+        self.failed.pop(bucket, None)
+        self.costs.pop(bucket, None)
 
     @property
     def rule(self) -> str:

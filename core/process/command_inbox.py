@@ -37,7 +37,9 @@ class PackedVocabulary:
 log = logging.getLogger("trencadis.engine")
 
 Resets = engine_messages.ResetPrefixCache | engine_messages.ResetEncoderCache
-RareCommand = engine_messages.Abort | engine_messages.MediaFailed | engine_messages.Drain | Resets
+RareCommand = (
+    engine_messages.Abort | engine_messages.MediaFailed | engine_messages.Drain | engine_messages.LearnBuckets | Resets
+)
 Command = engine_messages.Add | RareCommand | ReceivedPixels | PackedVocabulary
 
 

@@ -58,6 +58,8 @@ class EngineLike(Protocol):
     def reset_prefix_cache(self) -> None: ...
     def set_vocabulary(self, data: bytes | bytearray) -> None: ...
     def reset_encoder_cache(self) -> None: ...
+    def learn_buckets(self, force: bool = False) -> None: ...
+    def save(self) -> None: ...
     def stats(self) -> engine_messages.EngineStats: ...
 
 
@@ -166,6 +168,7 @@ class EngineProcess:
                 self.handle(engine, command)
             self.since = None
             if self.is_drained():
+                engine.save()
                 return
             if commands or engine.busy():
                 self.advance(engine)
@@ -237,6 +240,8 @@ class EngineProcess:
                 engine.reset_prefix_cache()
             case engine_messages.ResetEncoderCache():
                 engine.reset_encoder_cache()
+            case engine_messages.LearnBuckets(force):
+                engine.learn_buckets(force)
             case engine_messages.Drain():
                 self.draining = True
 

@@ -101,6 +101,12 @@ def learn_plan(
     return LearnedPlan(learned, len(chosen), choice.cost, choice.bound, static)
 
 
+def expected_cost(plan: Plan, needs: NeedHistogram) -> float:
+    """Returns the policy's cost of the needs in the buckets of ``plan``."""
+    keys = _learned_keys(plan, set(KEPT_STAGES))
+    return _static_cost(plan, [key for key in keys if key in needs.cells], needs, plan.policy.cost)
+
+
 def _learned_keys(plan: Plan, fixed: set[Stage]) -> list[Key]:
     return sorted({(b.stage, b.variant) for b in plan.buckets if b.stage not in fixed})
 
