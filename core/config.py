@@ -153,8 +153,8 @@ class EngineConfig:
     )
     bucket_profile: str = opt(
         "",
-        "file of recorded needs (trencadis plan --save-profile), by which the shapes are chosen at start; it is made if "
-        "there is none, and the needs of the traffic are added to it every hour and at the end (cuda, hpu)",
+        "file of recorded needs (trencadis plan --save-profile), by which the shapes are chosen at start; it is made "
+        "if there is none, and the needs of the traffic are added to it every hour and at the end (cuda, hpu)",
     )
     max_graphs: int = opt(
         40,

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from trencadis.core.engine_stats import BucketUse, EngineInfo, EngineStats, GraphPlan
 from trencadis.core.engine.bucket_learning import BucketLearning
 from trencadis.core.engine.request_trace import RequestTrace
+from trencadis.core.engine_stats import BucketUse, EngineInfo, EngineStats, GraphPlan
 from trencadis.core.executor.executor_interface import Executor
 from trencadis.core.graphs.warmup_pacing import WarmupPacing
 from trencadis.core.request import Delta, Request

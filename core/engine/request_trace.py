@@ -1,7 +1,7 @@
 """Writes the sizes of served requests to a file that ``trencadis plan --trace`` reads (``--record-trace``).
 
-One JSON object a line, in order of arrival: seconds since the first request, tokens of prompt and answer, cached tokens,
-and the slots of each image. No text, id, digest or name of a user.
+One JSON object a line, in order of arrival: seconds since the first request, tokens of prompt and answer, cached
+tokens, and the slots of each image. No text, id, digest or name of a user.
 """
 
 from __future__ import annotations

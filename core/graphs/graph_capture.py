@@ -138,6 +138,8 @@ class GraphCaptures:
         self.seconds: dict[str, float] = defaultdict(float)
         """Time spent on captures, by stage."""
         self.given_up: set[Bucket] = set()
+        self._formulas: dict[Bucket, GraphPrice] = {}
+        """Prices of all graphs that are or were planned, since a measured cost predicts those of its neighbours."""
         self.unavailable = self.unavailable or bool(self.graphs.backend.policy.graphless)
         self.set_prices(self.prices)
         self.tried: set[Bucket] = set()
@@ -151,6 +153,7 @@ class GraphCaptures:
         """Sets the graphs that can be captured from now on, with their predicted bytes."""
         self.prices = prices
         self.by_bucket = {p.bucket: p for p in prices}
+        self._formulas.update(self.by_bucket)
         self.wanted = [p for p in prices if capturable(self.graphs.backend.policy, p.bucket)]
         """Graphs that make launches faster."""
 
@@ -176,7 +179,7 @@ class GraphCaptures:
         if self.rule == "max":
             priced = self._price_shared(bucket)
             return priced.own + max(priced.workspace - self._workspaces().get(bucket.stage, 0), 0)
-        return budget.predict_bytes(bucket, lambda b: self.by_bucket[b].alone, self.measured)
+        return budget.predict_bytes(bucket, lambda b: self._formulas[b].alone, self.measured)
 
     def _workspaces(self) -> dict[Stage, int]:
         """The workspace that the captured graphs of each stage share."""

@@ -129,10 +129,13 @@ class GraphManager:
         if unplanned is not None:
             unplanned.release()
 
-    def forget(self, bucket: Bucket) -> None:
-        """Drops the program of a bucket; its inputs are freed with the last reference to it."""
-        self._programs.pop(bucket, None)
+    def forget(self, bucket: Bucket) -> int:
+        """Drops the program of a bucket and returns the bytes of its graph; its inputs are freed with the last
+        reference to it.
+        """
+        program = self._programs.pop(bucket, None)
         self.changes += 1
+        return 0 if program is None else program.release()
 
     def program(self, bucket: Bucket) -> Program:
         """Returns the program of ``bucket``, created on first use."""

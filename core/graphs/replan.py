@@ -13,7 +13,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 
 from trencadis.core.buckets import Bucket, Plan, padded_tokens
-from trencadis.core.device.backend import ProgramState
 from trencadis.core.graphs.graph_capture import GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager
 from trencadis.core.graphs.oom_errors import format_error
@@ -137,9 +136,9 @@ class PlanChange:
         """Releases the programs of ``buckets``: their graphs, and the memory of their inputs."""
         held = set(self.graphs.list_captured())
         for bucket in buckets:
+            returned = self.graphs.forget(bucket)
             if bucket in held:
-                self.captures.refund_released(bucket, self.graphs.program(bucket).release())
-            self.graphs.forget(bucket)
+                self.captures.refund_released(bucket, returned)
             self.captures.forget(bucket)
         free = self.captures.free_bytes()
         gc.collect()

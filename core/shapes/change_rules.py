@@ -40,9 +40,7 @@ class PlanCosts(NamedTuple):
     static: float
 
 
-def price_periods(
-    periods: Sequence[NeedHistogram], proposed: Plan, present: Plan, static: Plan
-) -> list[PlanCosts]:
+def price_periods(periods: Sequence[NeedHistogram], proposed: Plan, present: Plan, static: Plan) -> list[PlanCosts]:
     """Returns the costs of each period that has any needs."""
     plans = (proposed, present, static)
     return [PlanCosts(*(expected_cost(plan, period) for plan in plans)) for period in periods if period.cells]

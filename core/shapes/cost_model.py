@@ -1,7 +1,7 @@
 """Learns the seconds of launches from measured ones: the terms of ``Costs``, weighted anew for each stage. Torch-free.
 
-Non-negative least squares of relative errors, with the polynomial on paper as a prior, so that a term which few launches
-show keeps its share. Launches that took far longer than their like are left out: they waited for something else.
+Non-negative least squares of relative errors, with the polynomial on paper as a prior, so that a term that few
+launches show keeps its share. Launches that took far longer than their like are left out: they waited for something.
 """
 
 from __future__ import annotations

@@ -84,7 +84,9 @@ class BucketMetrics:
 
     def _retire(self, planned: set[str]) -> None:
         """Adds up the tallies of buckets that are not planned any more."""
-        for key in [k for k in self.tallies if k[1] not in (*planned, RETIRED, OTHER, ANY) and k not in self._unplanned]:
+        for key in [
+            k for k in self.tallies if k[1] not in (*planned, RETIRED, OTHER, ANY) and k not in self._unplanned
+        ]:
             self.tallies.setdefault((key[0], RETIRED), BucketTally()).merge(self.tallies.pop(key))
 
     def _get_key(self, use: BucketUse) -> tuple[str, str]:

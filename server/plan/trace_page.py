@@ -20,14 +20,15 @@ EDGES = ("#c2410c", "#1d4ed8", "#047857")
 
 STYLE = (
     "body{font:15px sans-serif;margin:2em;max-width:70em}table{border-collapse:collapse}"
-    "td,th{padding:.2em .8em;text-align:right;border-bottom:1px solid #ddd}td:first-child,th:first-child{text-align:left}"
+    "td,th{padding:.2em .8em;text-align:right;border-bottom:1px solid #ddd}"
+    "td:first-child,th:first-child{text-align:left}"
     "svg{max-width:100%}"
 )
 
 NOTE = (
-    "Padded work: linear operations and attended pairs of all launches over those of the real tokens. Time: the modelled "
-    "seconds of the launches over those of this plan. Learned plans are chosen by this trace, so that other traffic costs "
-    "them more; the bound is what any choice of as many graphs costs at least."
+    "Padded work: linear operations and attended pairs of all launches over those of the real tokens. Time: the "
+    "modelled seconds of the launches over those of this plan. Learned plans are chosen by this trace, so that other "
+    "traffic costs them more; the bound is what any choice of as many graphs costs at least."
 )
 
 

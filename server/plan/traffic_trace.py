@@ -128,9 +128,9 @@ def read_trace(path: str, sizes: Sizes | None = None) -> list[Traffic]:
 def read_request(record: JsonMapping, sizes: Sizes | None = None) -> Traffic:
     """Returns the request that one line of a trace describes.
 
-    ``images`` are [width, height] and ``videos`` [width, height, frames], whose tokens are added to the prompt; each two
-    frames run as one image. ``slots`` are those of images whose tokens ``prompt`` counts already, as a server records
-    them.
+    ``images`` are [width, height] and ``videos`` [width, height, frames], whose tokens are added to the prompt; each
+    two frames run as one image. ``slots`` are those of images whose tokens ``prompt`` counts already, as a server
+    records them.
     """
     if unknown := sorted(set(record) - FIELDS):
         raise ValueError(f"unknown field {unknown[0][:40]!r}; known are {', '.join(sorted(FIELDS))}")

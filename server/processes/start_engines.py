@@ -53,7 +53,7 @@ def divide_resources(config: EngineConfig, size: int, environ: Mapping[str, str]
 
 
 def name_traces(configs: list[EngineConfig]) -> list[EngineConfig]:
-    """Returns the configurations with a file of its own for each engine's ``--record-trace``: FILE, FILE.1, FILE.2 .."""
+    """Returns the configurations with a ``--record-trace`` of each engine's own: FILE, FILE.1, FILE.2 and so on."""
     return [
         dataclasses.replace(one, record_trace=f"{one.record_trace}.{i}") if one.record_trace and i else one
         for i, one in enumerate(configs)

@@ -55,10 +55,11 @@ def test_needs_are_counted_before_they_are_padded(plan: Plan) -> None:
     recorder.count([RowNeed(0, 64, 3, (), True)], [])
     recorder.count(decode(2), [], LORA)
     cells = {(c.key[0].name, c.key[1], c.dims): c.weight for c in recorder.snapshot().cells}
-    assert cells == {
-        ("FRESH", "", (1, 80)): 1, ("CONTEXT", "", (34, 4)): 1, ("DECODE", "", (5, 15)): 1, ("VISION", "", (576,)): 1,
-        ("DECODE", LORA, (2, 8)): 1,
+    wanted = {
+        ("FRESH", "", (1, 80)), ("CONTEXT", "", (34, 4)), ("DECODE", "", (5, 15)), ("VISION", "", (576,)),
+        ("DECODE", LORA, (2, 8)),
     }  # fmt: skip
+    assert cells == {cell: pytest.approx(1.0) for cell in wanted}
 
 
 def test_idle_time_is_no_load_and_old_needs_fade(plan: Plan) -> None:
@@ -87,7 +88,7 @@ def record_random(plan: Plan, count: int) -> NeedRecorder:
 
 
 def test_memory_is_bounded(plan: Plan) -> None:
-    recorder = record_random(plan, 4000)
+    recorder = record_random(plan, 1500)
     held = recorder._lasting.count + recorder._unsaved.count + sum(p.count for p in recorder._periods)
     assert held <= MAX_CELLS
     assert sum(c.weight for c in recorder.snapshot().cells) > 0
@@ -130,7 +131,7 @@ def test_a_profile_has_no_word_of_any_prompt_and_at_most_256_kib(plan: Plan, tmp
     """Prompts reach the recorder as counts alone; here every token of 1,000 secrets is looked for in the file."""
     rng, path = random.Random(3), tmp_path / "needs.json"
     secrets = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=12)) for _ in range(1000)]
-    recorder = record_random(plan, 500)
+    recorder = record_random(plan, 200)
     for secret in secrets:
         recorder.count([RowNeed(0, 0, len(secret))], [])
     merge_into_profile(str(path), recorder.take_unsaved(1.0), plan.policy, 128, 1.0)

@@ -60,7 +60,9 @@ def test_buckets_that_left_count_as_retired_and_learning_is_shown() -> None:
     assert {name: t.hits for (_, name), t in metrics.tallies.items()} == {
         "decode[2x2]": 5, "decode[3x3]": 2, RETIRED: 3
     }  # fmt: skip
-    families = {f.name: f for f in (*metrics.make_families(("m", "0")), *make_learning_families(("m", "0"), first.plan))}
+    families = {
+        f.name: f for f in (*metrics.make_families(("m", "0")), *make_learning_families(("m", "0"), first.plan))
+    }
     assert families["vllm:bucket_padding_ratio"].samples[0].value == 2.0
     assert families["vllm:bucket_plan_version"].samples[0].value == 2.0
     assert families["vllm:bucket_replans"].samples[0].labels["outcome"] == "published"
