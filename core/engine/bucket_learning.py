@@ -234,7 +234,7 @@ class BucketLearning:
             self._answer()
         elif force:
             self.pending = found
-        elif _changed(found.plan, present):
+        elif set(found.plan.buckets) != set(present.buckets):
             self._proposal, self._gain = found, 0.0
             self.recorder.begin_periods()
             self._note(change_rules.PROPOSED, present, found.plan, "")
@@ -289,7 +289,3 @@ class BucketLearning:
             found.graphs, round(found.cost / static, 4), round(found.bound / static, 4), round(self._gain, 4),
             sorted(map(str, new - old)), sorted(map(str, old - new)),
         )  # fmt: skip
-
-
-def _changed(plan: Plan, present: Plan) -> bool:
-    return set(plan.buckets) != set(present.buckets)

@@ -44,7 +44,7 @@ MODEL is a folder or hub id, of which only JSON files are read (default: the bun
   --json             everything as JSON
   --plot FILE.png    an image of the plan: every need, coloured by its padding (--trace adds traffic)
   --trace FILE       real and padded work of a traffic file (JSON lines; see docs), compared with other plans
-  --report FILE.html the comparison as a page, with a picture of every stage's needs and buckets; FILE.svg: these alone
+  --report FILE.html the comparison as a page, with a drawing of every stage's needs and buckets; FILE.svg: these alone
   --save-profile FILE  writes the shapes that the --trace needs, for serve --bucket-profile; without --trace, those of
                      the profiles that --merge names
   --merge A,B        profiles of several servers, added up by --save-profile

@@ -80,7 +80,7 @@ def _make_row(plan: JsonMapping) -> str:
 
 
 def draw_needs(needs: NeedHistogram, plans: Mapping[str, Plan]) -> str:
-    """Returns an SVG with a picture of each stage: its needs, and the sizes of each plan's buckets."""
+    """Returns an SVG with a drawing of each stage: its needs, and the sizes of each plan's buckets."""
     stages = [key[0] for key in sorted(needs.cells) if not key[1] and key[0] not in KEPT_STAGES and needs.cells[key]]
     rows = max(-(-len(stages) // COLUMNS), 1)
     parts = [_make_legend(list(plans))]
