@@ -154,7 +154,7 @@ class BucketLearning:
         outcome = change_rules.FAILED if failure else change_rules.PUBLISHED
         self._note(outcome, before, self.present(), failure)
         self.rate.note_change(self.clock())
-        self.pending, self.changing = None, False
+        self.pending, self._proposal, self.changing = None, None, False
         self._answer()
 
     def save(self) -> None:
@@ -232,14 +232,14 @@ class BucketLearning:
         if isinstance(found, str):
             self._note(change_rules.FAILED, present, present, found)
             self._answer()
+        elif set(found.plan.buckets) == set(present.buckets):
+            self._answer()
         elif force:
             self.pending = found
-        elif set(found.plan.buckets) != set(present.buckets):
+        else:
             self._proposal, self._gain = found, 0.0
             self.recorder.begin_periods()
             self._note(change_rules.PROPOSED, present, found.plan, "")
-            self._answer()
-        else:
             self._answer()
         self.revision += 1
 

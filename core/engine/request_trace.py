@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,7 +63,9 @@ class RequestTrace:
         self._first: float | None = None
         try:
             self._last = _last_arrival(path)
-            self._file: IO[str] | None = open(path, "a", encoding="utf-8", buffering=1 << 16)  # noqa: SIM115
+            self._file: IO[str] | None = open(  # noqa: SIM115
+                path, "a", encoding="utf-8", buffering=1 << 16, opener=lambda name, flags: os.open(name, flags, 0o600)
+            )
         except OSError as error:
             raise StartupError(f"--record-trace {path}: {error.strerror}.") from None
 

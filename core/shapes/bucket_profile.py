@@ -111,8 +111,9 @@ def merge_into_profile(
     Raises:
         StartupError: the file is no profile of this device, or cannot be written.
     """
+    folder, name = os.path.split(os.path.abspath(path))
     try:
-        lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = os.open(os.path.join(folder, f".{name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise StartupError(f"the bucket profile {path} cannot be written: {error.strerror}.") from None
     try:
