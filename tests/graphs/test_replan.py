@@ -181,11 +181,13 @@ class Changes:
         for _ in range(60):
             bucket = self.rng.choice(static.of(self.rng.choice(stages)))
             needs.add(bucket.stage, [self.rng.randint(1, d) for d in bucket.dims], self.rng.random())
-        return learn_plan(static, needs, self.rng.randint(14, 24), self.learning.settings.unchanged)
+        most = self.rng.randint(*((14, 24) if not static.policy.mixed else (4, 8)))
+        return learn_plan(static, needs, most, self.learning.settings.unchanged)
 
 
 def serve(engine: Engine, count: int, seed: int) -> dict[tuple[str, int], list[int]]:
-    run = Traffic(engine, seed, count, 192, engine.info().vocab_size, aborts=0.02)
+    length = engine.info().max_model_len
+    run = Traffic(engine, seed, count, length, engine.info().vocab_size, most=length // 12, aborts=0.02)
     run.run()
     return {key: tokens for key, tokens in run.tokens.items() if key[0] not in run.gone}
 
@@ -204,9 +206,9 @@ def check(engine: Engine) -> None:
     assert not any(captures.own.lost.values())
 
 
-def change_in_flight(make: Make, count: int, every: int, seed: int) -> Changes:
-    wanted = serve(make(learn_buckets="off"), count, seed)
-    engine = make(learn_buckets="on")
+def change_in_flight(make: Make, count: int, every: int, seed: int, **flags: Any) -> Changes:
+    wanted = serve(make(learn_buckets="off", **flags), count, seed)
+    engine = make(learn_buckets="on", **flags)
     changes = Changes(engine, every, seed)
     found = serve(engine, count, seed)
     common = found.keys() & wanted.keys()
@@ -238,6 +240,17 @@ def test_shapes_change_while_requests_run(make: Make) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_fifty_changes_in_two_thousand_requests(make: Make, seed: int) -> None:
     assert len(change_in_flight(make, 2000, 40, seed).versions) > 50
+
+
+TWIN: dict[str, Any] = {
+    "device": "cuda", "policy": "twin", "max_model_len": 96, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 16,
+    "mm_processor_kwargs": {"min_pixels": 56 * 56, "max_pixels": 112 * 112},
+}  # fmt: skip
+
+
+@pytest.mark.long
+def test_shapes_change_on_the_twin(make: Make) -> None:
+    assert len(change_in_flight(make, 40, 3, 2, **TWIN).versions) >= 3
 
 
 @pytest.mark.long
