@@ -36,6 +36,12 @@ MEANINGS = {
 }
 
 
+PUBLISHED, FAILURE, SMALL, UNSTEADY, WORSE, SOON, HELD, PROPOSED = OUTCOMES = (
+    "published", "failed", "gain_too_small", "gain_uncertain", "worse_than_static", "too_soon", "held", "proposed"
+)  # fmt: skip
+"""What became of proposed shapes: the ``outcome`` label of ``bucket_replans_total``."""
+
+
 class BucketState(NamedTuple):
     """One planned bucket; ``bytes`` is the cost of its graph, measured or predicted."""
 
@@ -120,7 +126,7 @@ class LearningReport:
     handled: int = 0
     """Requests to learn (``POST /buckets/learn``) that have been answered."""
     outcomes: dict[str, int] = field(default_factory=dict)
-    """Proposals by what became of them (core/shapes/change_rules.py)."""
+    """Proposals by what became of them (``OUTCOMES``)."""
 
 
 @dataclass(slots=True)

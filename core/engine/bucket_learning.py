@@ -15,7 +15,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from trencadis.core.buckets import Bucket, Plan, Stage
-from trencadis.core.engine_stats import LearnedChange, LearningReport, NeedReport, ProposedPlan
+from trencadis.core.engine_stats import (
+    FAILURE,
+    PROPOSED,
+    PUBLISHED,
+    LearnedChange,
+    LearningReport,
+    NeedReport,
+    ProposedPlan,
+)
 from trencadis.core.errors import StartupError
 from trencadis.core.shapes import change_rules
 from trencadis.core.shapes.bucket_profile import merge_into_profile
@@ -151,7 +159,7 @@ class BucketLearning:
         """Records the outcome of a change from the plan ``before``."""
         assert self.pending is not None
         failure = self.failure()
-        outcome = change_rules.FAILED if failure else change_rules.PUBLISHED
+        outcome = FAILURE if failure else PUBLISHED
         self._note(outcome, before, self.present(), failure)
         self.rate.note_change(self.clock())
         self.pending, self._proposal, self.changing = None, None, False
@@ -230,7 +238,7 @@ class BucketLearning:
         self._found, self._force = "", False
         present = self.present()
         if isinstance(found, str):
-            self._note(change_rules.FAILED, present, present, found)
+            self._note(FAILURE, present, present, found)
             self._answer()
         elif set(found.plan.buckets) == set(present.buckets):
             self._answer()
@@ -239,7 +247,7 @@ class BucketLearning:
         else:
             self._proposal, self._gain = found, 0.0
             self.recorder.begin_periods()
-            self._note(change_rules.PROPOSED, present, found.plan, "")
+            self._note(PROPOSED, present, found.plan, "")
             self._answer()
         self.revision += 1
 
@@ -250,13 +258,13 @@ class BucketLearning:
         costs = change_rules.price_periods(periods, self._proposal.plan, present, self.settings.static)
         self._gain = change_rules.gain_of(costs)
         verdict = change_rules.judge(costs)
-        if verdict == change_rules.PUBLISHED:
+        if verdict == PUBLISHED:
             verdict = self.rate.refuses(now) or verdict
-        if verdict == change_rules.PUBLISHED and self.settings.mode == ON:
+        if verdict == PUBLISHED and self.settings.mode == ON:
             self.pending = self._proposal
-        elif verdict != change_rules.PUBLISHED:
+        elif verdict != PUBLISHED:
             self._note(verdict, present, self._proposal.plan, "")
-        if verdict != change_rules.PUBLISHED or self.settings.mode == ON:
+        if verdict != PUBLISHED or self.settings.mode == ON:
             self._proposal = None
         else:
             self.recorder.begin_periods()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from trencadis.core.buckets import Plan
+from trencadis.core.engine_stats import HELD, PUBLISHED, SMALL, SOON, UNSTEADY, WORSE
 from trencadis.core.shapes.learned_plan import expected_cost
 from trencadis.core.shapes.shape_needs import NeedHistogram
 
@@ -24,12 +25,6 @@ HOUR_SECONDS = 3600.0
 CHANGES_AN_HOUR = 4
 HOLD_SECONDS = 86_400.0
 """No change is made for so long after one whose launches took longer than predicted."""
-
-PUBLISHED, FAILED, SMALL, UNSTEADY, WORSE, SOON, HELD, PROPOSED, REVERTED = (
-    "published", "failed", "gain_too_small", "gain_uncertain", "worse_than_static", "too_soon", "held", "proposed",
-    "reverted",
-)  # fmt: skip
-"""Outcomes of a proposal: label of ``bucket_replans_total``."""
 
 
 class PlanCosts(NamedTuple):

@@ -12,6 +12,7 @@ from typing import TypedDict
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from trencadis.core.engine_stats import OUTCOMES
 from trencadis.core.json_types import JsonObject
 from trencadis.core.process.engine_messages import BucketState, BucketUse, EngineStats, GraphPlan, LearningReport
 from trencadis.server.engine.engine_client import EngineClient
@@ -178,17 +179,16 @@ def make_graph_families(values: Sequence[str], stats: EngineStats, device: str) 
 
 
 def make_learning_families(values: Sequence[str], plan: GraphPlan | None) -> Iterator[Metric]:
-    """Yields the version of the plan, and proposals by outcome; nothing on a device without planned shapes."""
-    if plan is None or plan.learning is None:
-        return
+    """Yields the version of the plan, 0 where nothing is learned, and proposals by outcome."""
+    learning = plan.learning if plan is not None and plan.learning is not None else LearningReport(version=0)
     version = GaugeMetricFamily("vllm:bucket_plan_version", "version of the planned shapes", labels=LABELS[:2])
-    version.add_metric(values, plan.learning.version)
+    version.add_metric(values, learning.version)
     yield version
     replans = CounterMetricFamily(
         "vllm:bucket_replans", "proposed shapes by what became of them", labels=(*LABELS[:2], "outcome")
     )
-    for outcome, count in plan.learning.outcomes.items():
-        replans.add_metric((*values, outcome), count)
+    for outcome in OUTCOMES:
+        replans.add_metric((*values, outcome), learning.outcomes.get(outcome, 0))
     yield replans
 
 

@@ -203,7 +203,7 @@ def make_bucket_router(state: AppState) -> APIRouter:
             return Response(await shared.fetch_buckets(), media_type="application/json")
         return describe_all_buckets(get_replicas(state.engine), state.metrics.bucket_metrics)
 
-    @routes.post("/buckets/learn", status_code=202)
+    @routes.post("/buckets/learn", include_in_schema=False)
     async def learn(force: bool = False) -> dict[str, str]:
         """Searches shapes for the traffic so far, and has them judged by later traffic; ``/buckets`` shows the outcome.
 

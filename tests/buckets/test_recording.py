@@ -11,6 +11,7 @@ import pytest
 
 from tests.traffic.launch_lines import GUIDE, model_of
 from trencadis.backends.hpu.policy import SERVING
+from trencadis.core import engine_stats
 from trencadis.core.buckets import LORA, Plan, Stage
 from trencadis.core.engine import bucket_learning
 from trencadis.core.engine.bucket_learning import OBSERVE, ON, BucketLearning, LearningSettings
@@ -148,11 +149,11 @@ def test_a_change_needs_a_certain_gain() -> None:
     def costs(*gains: float) -> list[PlanCosts]:
         return [PlanCosts(100 - 100 * g, 100, 110) for g in gains]
 
-    assert judge(costs(0.05, 0.06, 0.05, 0.07)) == change_rules.PUBLISHED
-    assert judge(costs(0.02, 0.03, 0.02, 0.03)) == change_rules.SMALL
-    assert judge(costs(0.9, -0.5, -0.3, 0.1)) == change_rules.UNSTEADY
-    assert judge([PlanCosts(90, 100, 80)] * 4) == change_rules.WORSE
-    assert judge([]) == change_rules.SMALL
+    assert judge(costs(0.05, 0.06, 0.05, 0.07)) == engine_stats.PUBLISHED
+    assert judge(costs(0.02, 0.03, 0.02, 0.03)) == engine_stats.SMALL
+    assert judge(costs(0.9, -0.5, -0.3, 0.1)) == engine_stats.UNSTEADY
+    assert judge([PlanCosts(90, 100, 80)] * 4) == engine_stats.WORSE
+    assert judge([]) == engine_stats.SMALL
 
 
 def test_changes_are_rare() -> None:
@@ -163,7 +164,7 @@ def test_changes_are_rare() -> None:
             rate.note_change(minute * 60.0)
     assert begun[:5] == [0, 10, 20, 30, 60] and len(begun) == 12
     rate.hold(10_000.0)
-    assert rate.refuses(96_000.0) == change_rules.HELD and not rate.refuses(96_401.0)
+    assert rate.refuses(96_000.0) == engine_stats.HELD and not rate.refuses(96_401.0)
 
 
 def learning_of(plan: Plan, mode: str, clock: Clock) -> BucketLearning:
@@ -190,7 +191,7 @@ def test_a_proposal_is_judged_by_later_traffic(plan: Plan, mode: str, monkeypatc
     clock = Clock()
     learning = learning_of(plan, mode, clock)
     feed(learning, clock, 70.0, 5)
-    assert learning.history[-1].outcome == change_rules.PROPOSED and learning.pending is None
+    assert learning.history[-1].outcome == engine_stats.PROPOSED and learning.pending is None
     assert learning.report().proposal is not None and learning.report().steps > 100
     feed(learning, clock, PERIODS * PERIOD_SECONDS + 5, 5)
     assert learning._gain > 0

@@ -20,12 +20,12 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import ProgramState
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.engine_builder import create_engine
+from trencadis.core.engine_stats import FAILURE, PUBLISHED
 from trencadis.core.graphs.graph_capture import GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager
 from trencadis.core.graphs.replan import PlanChange
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.memory.graph_budget import GraphPrice
-from trencadis.core.shapes.change_rules import FAILED, PUBLISHED
 from trencadis.core.shapes.learned_plan import KEPT_STAGES, learn_plan
 from trencadis.core.shapes.shape_needs import NeedHistogram
 
@@ -243,7 +243,8 @@ def test_fifty_changes_in_two_thousand_requests(make: Make, seed: int) -> None:
 
 
 TWIN: dict[str, Any] = {
-    "device": "cuda", "policy": "twin", "max_model_len": 96, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 16,
+    "device": "cuda", "policy": "twin", "max_model_len": 96, "max_num_batched_tokens": 64,
+    "num_gpu_blocks_override": 16,
     "mm_processor_kwargs": {"min_pixels": 56 * 56, "max_pixels": 112 * 112},
 }  # fmt: skip
 
@@ -261,5 +262,5 @@ def test_a_card_that_fails_in_a_change_serves_on(make: Make) -> None:
     changes = Changes(engine, 4, 5)
     serve(engine, 8, 3)
     outcomes = [c.outcome for c in changes.learning.history]
-    assert FAILED in outcomes and all(c.reason for c in changes.learning.history if c.outcome == FAILED)
+    assert FAILURE in outcomes and all(c.reason for c in changes.learning.history if c.outcome == FAILURE)
     check(engine)

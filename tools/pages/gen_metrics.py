@@ -101,7 +101,7 @@ def server_registry() -> CollectorRegistry:
     uses = [BucketUse("vision", 1, 1, 0.0, "vision[64]", "planned", miss="skip")]
     stats = EngineStats(buckets=uses, graphs=graphs)
     engine = SimpleNamespace(
-        stats=stats, info=info, restarts=0, observers=[], sleep_level=0, sleep_operation="", on_operation=[]
+        stats=stats, info=info, plan=None, restarts=0, observers=[], sleep_level=0, sleep_operation="", on_operation=[]
     )
     made = PrometheusMetrics("model", 4096, cast(EngineClient, engine), Admission(), config=EngineConfig(), hidden=True)
     made.on_stats(stats)
