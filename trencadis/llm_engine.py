@@ -15,24 +15,30 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from trencadis.core.adapter_ref import AdapterRef
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest, TrencadisError, Unavailable, from_status
 from trencadis.core.json_types import JsonMapping
 from trencadis.core.links.topology import choose_executor_backend, topology
-from trencadis.core.process import device_env, torch_build
+from trencadis.core.process import torch_env
 from trencadis.core.progress import Progress
-from trencadis.core.request import Delta, Request, SamplingParams
-from trencadis.engine_args import EngineArgs
-from trencadis.llm_kwargs import OfflineSetup, build_offline_setup
-from trencadis.lora_request import LoRARequest, OfflineAdapters
+from trencadis.core.request import AdapterRef, Delta, Request, SamplingParams
+from trencadis.engine_args import EngineArgs, OfflineSetup, build_offline_setup
 from trencadis.offline_beam_search import EngineParams, GenerationParams, engine_params
 from trencadis.offline_tokenizer import OfflineTokenizer
 from trencadis.outputs import OutputBuilder, RequestOutput
-from trencadis.prompt_inputs import PromptType, add_sampling_rule, apply_structured_outputs, check_priority, read_prompt
+from trencadis.prompt_inputs import (
+    LoRARequest,
+    OfflineAdapters,
+    PromptType,
+    add_sampling_rule,
+    apply_structured_outputs,
+    check_priority,
+    read_prompt,
+)
+from trencadis.server.engine.engine_client import RequestTiming
 from trencadis.server.grammars.grammar_cache import GrammarCache
 from trencadis.server.prompts import text_service_builder
-from trencadis.server.prompts.generation import RequestTiming, start_timing
+from trencadis.server.prompts.generation import start_timing
 from trencadis.server.prompts.output_processor import ChoiceStream
 from trencadis.server.prompts.prompt import Prompt
 from trencadis.unsupported import UnsupportedFeature, UnsupportedMethods, refuse_tokenization_kwargs
@@ -58,12 +64,12 @@ def _start_engine(config: EngineConfig, progress: Progress | None) -> Engine:
         log.warning("%s", line)
     rank_topology = topology(config, os.environ)
     if not rank_topology.leads:
-        from trencadis.core.executor.headless import run_headless
+        from trencadis.core.executor.engine_connection import run_headless
 
         raise SystemExit(run_headless(config, rank_topology, os.environ, again=False))
-    for line in device_env.prepare_device_env(config.device, world=rank_topology.here).lines:
+    for line in torch_env.prepare_device_env(config.device, world=rank_topology.here).lines:
         log.info("%s", line)
-    torch_build.import_torch()
+    torch_env.import_torch()
     from trencadis.core.engine.engine_builder import create_engine
 
     return create_engine(config, progress)

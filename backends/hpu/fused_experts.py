@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from trencadis.backends.cpu.expert_mlp import join_experts, route_tokens, run_all_experts
-from trencadis.backends.hpu.launches.compiled_regions import own_code, part
-from trencadis.core.graphs.oom_errors import format_error
+from trencadis.backends.hpu.launches.region_compiler import own_code, part
+from trencadis.core.errors import format_error
 
 log = logging.getLogger("trencadis.engine")
 

@@ -13,28 +13,25 @@ from torch import Tensor
 from trencadis.backends.cpu.adapter_products import mask_slots
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cpu.sampler import accepted_slots, apply_penalties, draw, sample_full
-from trencadis.backends.hpu.attention import (
-    block_decode,
-    context_prefill,
-    fresh_prefill,
-    quantised_kv_cache,
-    vision,
-    window_attention,
-)
+from trencadis.backends.hpu.attention import block_decode, prefill, quantised_kv_cache, vision, window_attention
 from trencadis.backends.hpu.attention.attention_inputs import FreshAttn, JoinedContext, SharedDecode, SlicedContext
 from trencadis.backends.hpu.attention.preparation import AttnPreparation, DecodeForm, SegmentPreparation
 from trencadis.backends.hpu.attention.softmax import AttentionKernels, lowest
 from trencadis.backends.hpu.bridge import Bridge
-from trencadis.backends.hpu.fp8_linear import TAKEN, TINY, Floats8Weight, floats8_weight
 from trencadis.backends.hpu.fused_experts import ListedExperts, check_experts, list_experts, run_listed_experts
+from trencadis.backends.hpu.hpu_quantised_linear import (
+    TAKEN,
+    TINY,
+    Floats8Weight,
+    PackedWeight4,
+    floats8_weight,
+    packed4_weight,
+)
 from trencadis.backends.hpu.hpu_settings import HpuSettings
-from trencadis.backends.hpu.int4_linear import PackedWeight4, packed4_weight
-from trencadis.backends.hpu.launches.compiled_regions import Regions
-from trencadis.backends.hpu.launches.layer_groups import group_layers
-from trencadis.backends.hpu.launches.region_compiler import RegionCompiler
-from trencadis.backends.hpu.launches.trees import leaves, rebuild
+from trencadis.backends.hpu.launches.hpu_inputs import leaves, rebuild
+from trencadis.backends.hpu.launches.region_compiler import RegionCompiler, Regions, group_layers
+from trencadis.backends.hpu.policy import pieces
 from trencadis.backends.hpu.sampling import find_thresholds
-from trencadis.backends.hpu.shared_shapes import pieces
 from trencadis.backends.hpu.static_recurrence import (
     KeptLayer,
     KeptStates,
@@ -73,7 +70,7 @@ HEAD_TYPES = dict.fromkeys(("hidden_row", "slot", "target", "mask_row", "place",
     "top_k": torch.int32
 }
 RESET_TYPES = {"slot": torch.int64, "counts": torch.int32, "bias_id": torch.int64}
-"""Dtypes of fields that arrive as packed in compile mode (``launches.input_packing``)."""
+"""Dtypes of fields that arrive as packed in compile mode (``launches.host_copies``)."""
 
 
 class DrawnCounts(NamedTuple):
@@ -254,7 +251,7 @@ class HpuOps(ReferenceOps):
         return found
 
     def by_rows(self, run: Callable[..., None], rows: tuple[Any, ...], *shared: Any) -> None:
-        """Runs ``run`` over rows; in compile mode in pieces of few sizes (``shared_shapes.PIECES``), shared by all
+        """Runs ``run`` over rows; in compile mode in pieces of few sizes (``policy.PIECES``), shared by all
         launches.
         """
         if self.regions is None:
@@ -432,14 +429,14 @@ class HpuOps(ReferenceOps):
         if isinstance(attn, window_attention.PerWindow):
             attn = attn.each[attn.windows.index(window)]
         if isinstance(attn, FreshAttn):
-            return fresh_prefill.attend_fresh(q, k, v, attn, scale, fp32, kernels)
+            return prefill.attend_fresh(q, k, v, attn, scale, fp32, kernels)
         if isinstance(attn, window_attention.MaskedRows):
             return window_attention.attend_fresh(q, k, v, attn, scale, fp32, kernels)
         if isinstance(attn, window_attention.WindowContext):
-            keys, values = context_prefill.stored_keys(kv, attn.near_slots, size, q.dtype, kernels)
+            keys, values = prefill.stored_keys(kv, attn.near_slots, size, q.dtype, kernels)
             return window_attention.attend_window(q, k, v, (keys, values), attn, scale, fp32, kernels)
         if isinstance(attn, (JoinedContext, SlicedContext)):
-            return context_prefill.attend_context(q, k, v, kv, attn, size, scale, fp32, kernels)
+            return prefill.attend_context(q, k, v, kv, attn, size, scale, fp32, kernels)
         if isinstance(attn, SharedDecode):
             return block_decode.attend_decode(q, kv, attn, size, scale, fp32, kernels)
         raise TypeError(f"{type(attn).__name__} was not filled by this backend")

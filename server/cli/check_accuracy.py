@@ -15,7 +15,7 @@ from trencadis.core import devices
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError, TrencadisError
-from trencadis.core.process import device_env, torch_build
+from trencadis.core.process import torch_env
 from trencadis.core.request import SamplingParams
 from trencadis.server.bench.accuracy_items import AccuracyItem, ItemMaker, find_languages
 from trencadis.server.bench.accuracy_scores import (
@@ -27,7 +27,7 @@ from trencadis.server.bench.accuracy_scores import (
     score_rows,
 )
 from trencadis.server.config import hub
-from trencadis.server.processes import signals
+from trencadis.server.processes import process_setup
 
 USAGE = """\
 usage: trencadis check-accuracy [MODEL] [--device NAME] [--items N] [--kinds K,...] [--sizes W,...] [--seed N]
@@ -80,9 +80,9 @@ def main(words: Sequence[str]) -> int:
         print(USAGE, end="")
         return 0
     asked = parse(words)
-    signals.raise_early_stop()
-    device_env.prepare_device_env(asked.device)
-    torch_build.import_torch()
+    process_setup.raise_early_stop()
+    torch_env.prepare_device_env(asked.device)
+    torch_env.import_torch()
     baseline = load_run(Path(asked.baseline), asked.seed) if asked.baseline else None
     folder = hub.find_model_folder(EngineConfig(model=asked.model)) if asked.model else demo_path()
     if load_config(folder).vision is None:

@@ -12,12 +12,12 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
+from trencadis.core.executor.spawn import EngineHandle, spawn_engine
 from trencadis.core.host_memory import gib
 from trencadis.core.process import engine_messages
 from trencadis.core.process.child_process import StopWatch
 from trencadis.core.process.engine_messages import GraphPlan
 from trencadis.server.engine.request_link import STOPPED, RequestLink
-from trencadis.server.engine.spawn import EngineHandle, spawn_engine
 
 
 def format_plan_lines(plan: GraphPlan) -> Iterator[str]:

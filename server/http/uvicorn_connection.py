@@ -25,8 +25,7 @@ import h11
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from trencadis.server.http.chunked_body import MAX_READ, BoundedConnection, PacedCalls
-from trencadis.server.http.pending_heads import PendingHeads
+from trencadis.server.http.connection_limits import MAX_READ, BoundedConnection, PacedCalls, PendingHeads
 from trencadis.server.metrics.request_record import RequestRecord
 
 

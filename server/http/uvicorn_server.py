@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from trencadis.server.config.config import ServerConfig
-from trencadis.server.http.listener import BACKLOG
-from trencadis.server.http.pending_heads import find_tenant_name
-from trencadis.server.http.tls_reload import Certificates
+from trencadis.server.http.connection_limits import find_tenant_name
+from trencadis.server.http.listener import BACKLOG, Certificates
 from trencadis.server.http.uvicorn_connection import LimitedH11Protocol, SharedLimits
 
 if TYPE_CHECKING:

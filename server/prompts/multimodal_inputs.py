@@ -18,8 +18,9 @@ from trencadis.multimodal.async_gather import gather_or_cancel
 from trencadis.multimodal.media_options import NO_SCOPE, MediaPart, MediaScope
 
 if TYPE_CHECKING:
+    from trencadis.multimodal.images.processor_cache import CacheCounters
     from trencadis.multimodal.patch_packing import Grid
-    from trencadis.multimodal.prepared_video import Media as PreparedMedia
+    from trencadis.multimodal.processor import Media as PreparedMedia
 
 
 class ImageItem(Protocol):
@@ -61,24 +62,6 @@ class VideoItem(Protocol):
 
 
 MediaItem = ImageItem | VideoItem
-
-
-class CacheCounters(Protocol):
-    """The counters of a cache of prepared media."""
-
-    @property
-    def hits(self) -> int: ...
-    @property
-    def queries(self) -> int: ...
-    @property
-    def evictions(self) -> int: ...
-    @property
-    def bytes(self) -> int: ...
-    @property
-    def max_bytes(self) -> int: ...
-    def clear(self) -> None:
-        """Empties the cache."""
-        ...
 
 
 class ImageSource(Protocol):
@@ -229,7 +212,7 @@ class PlaceholderJoiner:
 def _merge_spans(
     spans: Sequence[MediaSpan], media: Sequence[PreparedMedia]
 ) -> tuple[list[MediaSpan], list[float | None]]:
-    from trencadis.multimodal.prepared_video import position_spans
+    from trencadis.multimodal.processor import position_spans
 
     return position_spans(spans, media)
 

@@ -21,8 +21,8 @@ from trencadis.core.errors import BadRequest, TrencadisError
 from trencadis.core.json_types import Json, JsonMapping
 from trencadis.core.request import MAX_BIAS, MAX_SCORED
 from trencadis.server.prompts.sampling_params import RequestLimits
-from trencadis.server.protocol.body_scan import LONG, SLICE, BodyScan, get_placeholder_index, is_within_limits
 from trencadis.server.protocol.chat_completions import MAX_MESSAGES
+from trencadis.server.protocol.json_checks import LONG, SLICE, BodyScan, get_placeholder_index, is_within_limits
 from trencadis.server.text.off_event_loop import Check, OffEventLoop, no_check
 
 MAX_FIELDS = 256
@@ -231,3 +231,29 @@ def parse_outline(outline: bytes, texts: list[str]) -> Json:
         return float(literal) if index is None else texts[index]
 
     return json.loads(text, parse_float=number)
+
+
+def forget_json(http: Request) -> None:
+    """Frees the parsed body of a request; fields that were read from it stay."""
+    parsed = getattr(http, "_json", None)
+    if isinstance(parsed, dict):
+        parsed.clear()
+
+
+def forget_body(http: Request) -> None:
+    """Frees the body of a parsed request: two copies of its data URLs would live until the answer ends."""
+    forget_json(http)
+    if hasattr(http, "_body"):
+        http._body = b""
+    body = http.scope.get("trencadis.body")
+    if body is not None:
+        body.leave()
+    if "trencadis.turn" in http.scope:
+        mark_prepared(http)
+
+
+def mark_prepared(http: Request) -> None:
+    """Releases the request's slot in the fair queue, so that the next request can be prepared."""
+    entry = http.scope.get("trencadis.turn")
+    if entry is not None:
+        entry.mark_prepared()

@@ -15,13 +15,10 @@ import numpy as np
 from trencadis.core.errors import NotFound
 from trencadis.core.json_types import Json, JsonObject
 from trencadis.multimodal.images.processor_cache import ProcessorCache
-from trencadis.multimodal.prepared_video import PreparedVideo
-from trencadis.multimodal.processor import PlaceholderRun, PreparedImage
+from trencadis.multimodal.processor import PlaceholderRun, PreparedImage, PreparedVideo
 from trencadis.server.tenants.admission import Admission, Bounds
-from trencadis.server.tenants.api_key_file import Tenant
-from trencadis.server.tenants.rate_limits import TenantAccount
-from trencadis.server.tenants.shared_limits import SharedAccount, SharedAdmission, SharedMediaUuids
-from trencadis.server.tenants.shared_table import HELD, SharedTable
+from trencadis.server.tenants.shared_limits import HELD, SharedAccount, SharedAdmission, SharedMediaUuids, SharedTable
+from trencadis.server.tenants.tenant_registry import Tenant, TenantAccount
 
 
 class MediaSides(Protocol):

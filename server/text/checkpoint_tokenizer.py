@@ -6,10 +6,13 @@ user types is plain text, while those of the template, rendered as marks, are to
 that are not special (``<tool_call>``) if the template uses them (``claim``). Either encodes the whole text in one pass,
 because splitting a text at its special tokens would change neighbouring merges.
 
-Makes a tokenizer that spells parts of a text exactly: for text that a grammar forces.
-
 A tokenizer is made for whole texts: it may put a blank before them, compose their characters or lower their case. Ids
-of text that a grammar forces in the middle of an answer must spell those bytes and no others.
+of text that a grammar forces in the middle of an answer must spell those bytes and no others; ``make_verbatim`` makes a
+tokenizer for them.
+
+Texts of any length are first bounded, then encoded in one pass, without the interpreter's lock. The library releases
+the lock only for batches, so a text is a batch of one. It takes the lock again to free its results, about 0.1 us a
+token, so a text of far too many tokens must be recognized piece by piece.
 """
 
 from __future__ import annotations
@@ -29,9 +32,41 @@ from tokenizers import Tokenizer as RawTokenizer
 from trencadis.core.checkpoint.json_fields import read_json
 from trencadis.core.errors import StartupError
 from trencadis.core.json_types import Json, JsonObject
-from trencadis.server.text.bounded_encoding import encode_text, find_kept_end
 from trencadis.server.text.template_sandbox import unmark_text
 from trencadis.server.text.token_bytes import TokenBytes
+
+LONGEST_TOKEN = 512
+"""Most characters of any token; a prompt longer than this allows is refused without being tokenized."""
+MOST_CHARACTERS = 8 << 20
+"""Most characters of a text, unless 16 characters per token of the model's context are more."""
+COUNTED = 1 << 17
+"""Length in characters from which tokens are counted before encoding."""
+PIECE = 1 << 15
+
+
+def get_max_characters(max_model_len: int) -> int:
+    """Returns the most characters of a text; a longer one is refused without being tokenized."""
+    return min(max_model_len * LONGEST_TOKEN, max(MOST_CHARACTERS, 16 * max_model_len))
+
+
+def encode_text(raw: RawTokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
+    """Returns the ids of ``text`` from the library's tokenizer ``raw``."""
+    return list(raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+
+
+def find_kept_end(raw: RawTokenizer, text: str, most: int, check: Callable[[], None]) -> tuple[str, int]:
+    """Returns the shortest end of ``text`` that may have more than ``most`` tokens, or all of it, and its approximate
+    number of tokens.
+
+    Counts tokens piece by piece from the end. Cuts may add or save a few tokens, so ``most`` should be generous.
+    """
+    count, start = 0, len(text)
+    while start > 0 and count <= most:
+        check()
+        end, start = start, max(0, start - PIECE)
+        count += len(raw.encode_batch_fast([text[start:end]], add_special_tokens=False)[0])
+    return text[start:], count
+
 
 KEPT_NORMALIZERS = ("Replace", "ByteLevel")
 """Normalizers that only convert a text to the vocabulary's alphabet."""
@@ -192,7 +227,7 @@ class Tokenizer:
         return encode_text(self._marked, text)
 
     def find_kept_end(self, text: str, most: int, check: Callable[[], None], marked: bool = False) -> tuple[str, int]:
-        """See ``bounded_encoding.find_kept_end``. Only the marked copy reads a mark as one token."""
+        """See ``find_kept_end``. Only the marked copy reads a mark as one token."""
         return find_kept_end(self._marked if marked else self._raw, text, most, check)
 
     def mark(self, text: str) -> str:

@@ -90,8 +90,8 @@ REMAINS = {
     "server/text/token_bytes.py": "whose tokenizers are of a kind",
     "server/config/hub.py": "an example of an id without an owner",
     "server/grammars/gbnf.py": "llama.cpp, whose grammars these are",
-    "server/http/openapi.py": "qwen-vl-utils, a client's library",
-    "server/prompts/content_parts.py": "the same",
+    "server/routes/openapi.py": "qwen-vl-utils, a client's library",
+    "server/prompts/chat_messages.py": "the same",
 }
 """Where a family's name stands outside its record, and why it says nothing about a family's model."""
 

@@ -15,14 +15,14 @@ import pytest
 from tests.stubs.gaudi_container import put, put_cards
 from trencadis.backends import cuda
 from trencadis.backends.cuda import visible_devices
-from trencadis.backends.hpu.start import software_stack
-from trencadis.backends.hpu.start.software_stack import Stack
+from trencadis.backends.hpu.start import machine as hpu_machine
+from trencadis.backends.hpu.start.machine import Stack
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
+from trencadis.core.executor import ray_engines
+from trencadis.core.executor.ray_engines import RayEngines
 from trencadis.core.links import topology
 from trencadis.llm_engine import _start_engine
-from trencadis.server.processes import cluster_engines
-from trencadis.server.processes.cluster_engines import RayEngines
 from trencadis.server.processes.start_engines import start_engines
 
 Machine = Callable[[int], dict[str, str]]
@@ -37,7 +37,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     """Puts that many cards of both kinds into a machine without Ray; returns the environment of a process there."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(topology, "find_spec", lambda name: None)
-    monkeypatch.setattr(software_stack, "find", lambda: Stack("1.24.2.31", "2.13.0+cpu", "2.13.0", True))
+    monkeypatch.setattr(hpu_machine, "find_stack", lambda: Stack("1.24.2.31", "2.13.0+cpu", "2.13.0", True))
 
     def made(count: int) -> dict[str, str]:
         root = tmp_path / "machine"
@@ -163,7 +163,7 @@ def test_an_engine_that_ray_places_asks_for_no_other_place(monkeypatch: pytest.M
         def start_engine(self, number: int, config: EngineConfig) -> Any:
             placed.append(config)
 
-    monkeypatch.setattr(cluster_engines, "RayEngines", Elsewhere)
+    monkeypatch.setattr(ray_engines, "RayEngines", Elsewhere)
     for name, value in {**machine(0), "RAY_ADDRESS": "10.0.0.1:6379"}.items():
         monkeypatch.setenv(name, value)
     start_engines(engine(), 2, "ray", lambda handle: None)

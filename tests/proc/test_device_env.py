@@ -10,16 +10,15 @@ import pytest
 
 from tests.stubs.gaudi_container import put_cards
 from trencadis import llm_engine
-from trencadis.backends.hpu.start import software_stack
-from trencadis.backends.hpu.start.software_stack import Stack
+from trencadis.backends.hpu.start import machine
+from trencadis.backends.hpu.start.machine import Stack
 from trencadis.core import devices
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.executor import multiproc_executor, rank_messages, rank_process
+from trencadis.core.executor import multiproc_executor, rank_messages, rank_process, spawn
 from trencadis.core.executor.rank_info import RankInfo
-from trencadis.core.process import device_env, engine_process, torch_build
+from trencadis.core.process import engine_process, torch_env
 from trencadis.server.cli import check_backend
-from trencadis.server.engine import spawn
 
 pytestmark = pytest.mark.part("gaudi")
 
@@ -41,8 +40,8 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.append("factory")
         raise Ended
 
-    monkeypatch.setattr(device_env, "prepare_device_env", settle)
-    monkeypatch.setattr(torch_build, "import_torch", lambda: found.append("torch"))
+    monkeypatch.setattr(torch_env, "prepare_device_env", settle)
+    monkeypatch.setattr(torch_env, "import_torch", lambda: found.append("torch"))
     monkeypatch.setattr(engine_process, "find_factory", stop)
     monkeypatch.setattr(rank_process, "build", stop)
     monkeypatch.setattr("trencadis.core.engine.engine_builder.create_engine", stop)
@@ -77,7 +76,7 @@ def test_offline(order: list[Any]) -> None:
 
 
 def test_the_checks(order: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trencadis.server.processes.signals.raise_early_stop", lambda: None)
+    monkeypatch.setattr("trencadis.server.processes.process_setup.raise_early_stop", lambda: None)
     with pytest.raises(Ended):
         check_backend.main(["hpu"])
     assert order == [("settle", "hpu", 0, 1), "torch", "factory"]
@@ -94,7 +93,7 @@ def test_the_server_for_its_engine(order: list[Any], caplog: pytest.LogCaptureFi
 def test_a_start_that_cannot_succeed_ends_before_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     put_cards(tmp_path, 1)
     monkeypatch.setenv("TRENCADIS_MACHINE_ROOT", str(tmp_path))
-    monkeypatch.setattr(software_stack, "find", lambda: Stack("1.24.2.31", "2.11.0+cpu", "2.13.0", True))
+    monkeypatch.setattr(machine, "find_stack", lambda: Stack("1.24.2.31", "2.11.0+cpu", "2.13.0", True))
     monkeypatch.setattr("subprocess.Popen", lambda *args, **kwargs: pytest.fail("an engine was started"))
     with pytest.raises(StartupError, match=r"was built for torch 2\.13\.0 and torch 2\.11\.0\+cpu is installed"):
         spawn.spawn_engine(EngineConfig(device="hpu"))
@@ -121,5 +120,5 @@ def test_a_torch_that_does_not_load_is_one_line(monkeypatch: pytest.MonkeyPatch)
         with monkeypatch.context() as patched:
             patched.setattr(builtins, "__import__", fail)
             with pytest.raises(StartupError, match=says) as raised:
-                torch_build.import_torch()
+                torch_env.import_torch()
         assert "\n" not in str(raised.value)

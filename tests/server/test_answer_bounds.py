@@ -16,7 +16,7 @@ from trencadis.core.request import SamplingParams
 from trencadis.server.protocol.chat_completions import ChatResponse
 from trencadis.server.routes import json_slices
 from trencadis.server.routes.json_slices import LazyItems, SlicedResponse, stream_json, write_json
-from trencadis.server.tenants.answer_budget import FREE, AnswerBudget, AnswerShape
+from trencadis.server.tenants.admission import FREE, AnswerBudget, AnswerShape
 
 CHAT = AnswerShape(100, "top_logprobs", "max_tokens")
 
@@ -108,7 +108,7 @@ def test_a_large_answer_says_what_a_small_one_says(
 ) -> None:
     small = harness.call(path, ASKED[path])
     assert small.status_code == 200, small.text
-    monkeypatch.setattr("trencadis.server.tenants.answer_budget.FREE", 0)
+    monkeypatch.setattr("trencadis.server.tenants.admission.FREE", 0)
     monkeypatch.setattr(json_slices, "SLICE", 3)
     monkeypatch.setattr(json_slices, "WRITE", 100)
     large = harness.call(path, ASKED[path])
@@ -225,7 +225,7 @@ def test_the_whole_vocabulary_is_reported(
     first = harness.call(path, body)
     assert first.status_code == 200, first.text
     assert harness.engine.submitted[-1][0].params.logprobs == (500 if path.endswith("responses") else limits.vocab)
-    monkeypatch.setattr("trencadis.server.tenants.answer_budget.FREE", 0)
+    monkeypatch.setattr("trencadis.server.tenants.admission.FREE", 0)
     sliced = harness.call(path, body)
     assert sliced.status_code == 200 and len(sliced.text) == pytest.approx(len(first.text), abs=20)
     assert sliced.text.count('"logprob') == first.text.count('"logprob')

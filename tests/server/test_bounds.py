@@ -14,10 +14,10 @@ import pytest
 from tests.hostile import floods
 from trencadis.core.errors import BadRequest, TooLarge, TrencadisError
 from trencadis.server.http import app
-from trencadis.server.protocol import body_scan
+from trencadis.server.protocol import json_checks
 from trencadis.server.protocol.base_request import FieldContext
-from trencadis.server.protocol.body_scan import LONG, SLICE, BodyLimits, BodyScan
 from trencadis.server.protocol.chat_completions import ChatRequest
+from trencadis.server.protocol.json_checks import LONG, SLICE, BodyLimits, BodyScan
 from trencadis.server.protocol.models_and_tokenize import DetokenizeRequest, TokenizeRequest
 from trencadis.server.routes import request_body
 
@@ -105,11 +105,11 @@ def test_each_bound_refuses_before_the_end(data: bytes, error: type[TrencadisErr
 
 @pytest.mark.parametrize("data", [b"[" * 100 + b"1,2" + b"]" * 99, b'["a', b"1" * (LONG - 1), b"," * (LONG - 1)])
 def test_a_body_that_is_not_scanned_is_one_that_the_scan_lets_pass(data: bytes) -> None:
-    assert body_scan.is_within_limits(data)
+    assert json_checks.is_within_limits(data)
     scan = scanned(data)
     assert not scan.long and scan.outline in (data, b'["')
     for larger in (b"[" * 101, b"[{" * 51, data + b" " * LONG):
-        assert not body_scan.is_within_limits(larger)
+        assert not json_checks.is_within_limits(larger)
 
 
 def test_what_stands_in_texts_is_not_counted_and_images_are_no_texts() -> None:
@@ -324,7 +324,7 @@ def test_a_long_text_is_counted_first_and_its_end_is_kept_where_it_is_cut(harnes
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "input_tokens"
     assert harness.complete(text, truncate_prompt_tokens=500, max_tokens=1).status_code == 200
     assert harness.engine.submitted[-1][0].tokens == whole[-500:]
-    assert body_scan.NONCE not in answer.text
+    assert json_checks.NONCE not in answer.text
 
 
 def test_an_image_in_a_body_arrives_as_it_was_sent(harness: Any) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -10,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from trencadis.backends.hpu.bridge import Bridge
-from trencadis.backends.hpu.emulator_hooks import EmulatorHooks
+from trencadis.backends.hpu.bridge import Bridge, EmulatorHooks
 from trencadis.backends.hpu.start import environment, machine
 from trencadis.core.errors import StartupError
 
@@ -21,10 +22,10 @@ CODE = """
 import dataclasses, itertools, os, sys
 import numpy as np
 import torch
-from trencadis.backends.hpu.start import machine, software_stack
-software_stack.find = lambda: software_stack.Stack("1.23.1.25", "2.9.0+git1234", "2.9.0", True)
-machine.find = lambda environ: machine.Machine(1, 1)
-from trencadis.backends.hpu.emulator_hooks import emulator_hooks
+from trencadis.backends.hpu.start import machine
+machine.find_stack = lambda: machine.Stack("1.23.1.25", "2.9.0+git1234", "2.9.0", True)
+machine.find_machine = lambda environ: machine.Machine(1, 1)
+from trencadis.backends.hpu.bridge import emulator_hooks
 from trencadis.backends.hpu.start.bridge_loader import open_bridge
 bridge = open_bridge(0)
 assert emulator_hooks(bridge) is None and bridge.label == "hpu" and bridge.device.type == "hpu"
@@ -79,40 +80,55 @@ def test_real_branch_over_the_stub(lazy: str, env: dict[str, str]) -> None:
 
 
 NUMBERED = """
-import os, sys
-from trencadis.backends.hpu.start import machine, software_stack
-software_stack.find = lambda: software_stack.Stack("1.23.1.25", "2.9.0+git1234", "2.9.0", True)
-machine.find = lambda environ: machine.Machine(8, 8, tuple(range(8)))
+import json, os, sys
+from trencadis.backends.hpu.start import machine
+machine.find_stack = lambda: machine.Stack("1.23.1.25", "2.9.0+git1234", "2.9.0", True)
+machine.find_machine = lambda environ: machine.Machine(8, 8, tuple(range(8)))
 from trencadis.backends.hpu.start.bridge_loader import open_bridge
 from trencadis.core.errors import StartupError
-try:
-    open_bridge(int(sys.argv[1]), world=int(sys.argv[2]), named="NAMED" in os.environ)
-    from habana_frameworks.torch.hpu import CHOSEN
-    print(CHOSEN, os.environ.get("LOCAL_RANK"))
-except StartupError as error:
-    print(error)
+for card, world, env in json.loads(sys.argv[1]):
+    assert not any(name.startswith("habana_frameworks") for name in sys.modules)
+    child = os.fork()
+    if child:
+        assert os.waitpid(child, 0)[1] == 0
+        continue
+    os.environ.update(env)
+    try:
+        open_bridge(card, world=world, named="NAMED" in os.environ)
+        from habana_frameworks.torch.hpu import CHOSEN
+        print(CHOSEN, os.environ.get("LOCAL_RANK"), flush=True)
+    except StartupError as error:
+        print(error, flush=True)
+    os._exit(0)
 """
 
+OPENED: list[tuple[int, int, dict[str, str], str]] = [
+    (1, 2, {}, "[1] None"),
+    (1, 2, {"HABANA_VISIBLE_MODULES": "6,3"}, "[3] None"),
+    (4, 1, {"LOCAL_RANK": "0", "WORLD_SIZE": "4"}, "[4] 0"),
+    (1, 2, {"LOCAL_RANK": "0", "WORLD_SIZE": "4", "HABANA_VISIBLE_MODULES": "6,3"}, "[3] 0"),
+    (1, 2, {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}, "[1] None"),
+    (1, 2, {"HLS_MODULE_ID": "1"}, "[1] None"),
+    (0, 1, {"HLS_MODULE_ID": "5"}, "[] None"),
+    (0, 1, {}, "[] None"),
+    (0, 1, {"HABANA_VISIBLE_MODULES": "6,3"}, "[6] None"),
+    (0, 1, {"NAMED": "1"}, "[0] None"),
+    (1, 2, {"HLS_MODULE_ID": "0"}, "HLS_MODULE_ID=0 names another card than card 1: unset it"),
+    (2, 1, {"HLS_MODULE_ID": "0"}, "HLS_MODULE_ID=0 names another card than card 2: unset it"),
+]
+"""Card, ranks, variables, and what is said: the opened card and its ``LOCAL_RANK``, or the refusal."""
 
-@pytest.mark.parametrize(("card", "world", "env", "says"), [
-    ("1", "2", {}, "[1] None"),
-    ("1", "2", {"HABANA_VISIBLE_MODULES": "6,3"}, "[3] None"),
-    ("4", "1", {"LOCAL_RANK": "0", "WORLD_SIZE": "4"}, "[4] 0"),
-    ("1", "2", {"LOCAL_RANK": "0", "WORLD_SIZE": "4", "HABANA_VISIBLE_MODULES": "6,3"}, "[3] 0"),
-    ("1", "2", {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"},
-     "[1] None"),
-    ("1", "2", {"HLS_MODULE_ID": "1"}, "[1] None"),
-    ("0", "1", {"HLS_MODULE_ID": "5"}, "[] None"),
-    ("0", "1", {}, "[] None"),
-    ("0", "1", {"HABANA_VISIBLE_MODULES": "6,3"}, "[6] None"),
-    ("0", "1", {"NAMED": "1"}, "[0] None"),
-    ("1", "2", {"HLS_MODULE_ID": "0"}, "HLS_MODULE_ID=0 names another card than card 1: unset it"),
-    ("2", "1", {"HLS_MODULE_ID": "0"}, "HLS_MODULE_ID=0 names another card than card 2: unset it"),
-])  # fmt: skip
-def test_the_card_that_is_asked_for_is_opened(card: str, world: str, env: dict[str, str], says: str) -> None:
-    """The plug-in numbers cards by what torchrun, MPI or an earlier opening left in the environment."""
-    done = run(NUMBERED, card, world, HABANA_STUB_CARDS="8", **env)
-    assert done.stdout.startswith(says), (done.stdout, done.stderr)
+
+def test_the_card_that_is_asked_for_is_opened() -> None:
+    """The plug-in numbers cards by what torchrun, MPI or an earlier opening left in the environment.
+
+    Each case opens its card in a process of its own, forked before the plug-in is imported.
+    """
+    done = run(NUMBERED, json.dumps([case[:3] for case in OPENED]), HABANA_STUB_CARDS="8")
+    said = done.stdout.splitlines()
+    assert done.returncode == 0 and len(said) == len(OPENED), done.stderr
+    for case, line in zip(OPENED, said, strict=True):
+        assert line.startswith(case[3]), (case, line)
 
 
 def test_cpu_imports_neither_bridge_nor_emulator() -> None:
@@ -140,11 +156,14 @@ def test_environment_is_settled() -> None:
     assert "imported before" in str(environment.mode_conflict({"PT_HPU_LAZY_MODE": "1"}, lazy=False))
 
 
+HOOKS = re.compile(r"\b(?:EmulatorHooks|EmulatedBridge|emulator_hooks)\b")
+
+
 def test_only_the_backend_and_the_emulator_see_the_hooks_of_an_emulated_card() -> None:
     assert not {f.name for f in fields(EmulatorHooks)} & {f.name for f in fields(Bridge)}
     folder = ROOT / "backends" / "hpu"
-    named = {str(p.relative_to(folder)) for p in folder.rglob("*.py") if "hpu.emulator_hooks" in p.read_text()}
-    assert named == {"backend.py", "emulator/emulated_bridge.py"}
+    named = {str(p.relative_to(folder)) for p in folder.rglob("*.py") if HOOKS.search(p.read_text())}
+    assert named == {"backend.py", "bridge.py", "emulator/emulated_bridge.py"}
 
 
 def test_emulator_variables() -> None:
@@ -162,9 +181,9 @@ def test_emulator_variables() -> None:
 
 def test_a_card_is_found_by_its_vendor(tmp_path: Path) -> None:
     environ = {machine.ROOT: str(tmp_path)}
-    assert machine.find(environ) == machine.Machine()
+    assert machine.find_machine(environ) == machine.Machine()
     for number, vendor in enumerate(("0x8086", "0x1da3")):
         folder = tmp_path / "sys/bus/pci/devices" / str(number)
         folder.mkdir(parents=True)
         (folder / "vendor").write_text(vendor + "\n")
-    assert machine.find(environ).cards == 1
+    assert machine.find_machine(environ).cards == 1

@@ -22,7 +22,7 @@ import h11
 import pytest
 
 from trencadis.server.config.config import ServerConfig
-from trencadis.server.http import chunked_body, listener, uvicorn_connection, uvicorn_server
+from trencadis.server.http import connection_limits, listener, uvicorn_connection, uvicorn_server
 
 CHAT = json.dumps({"messages": [{"role": "user", "content": "Hi"}]}).encode()
 UVICORN = "uvicorn.error", "uvicorn.access", "uvicorn.asgi"
@@ -329,9 +329,9 @@ def test_after_an_early_answer_nothing_is_parsed(site: Any, monkeypatch: pytest.
         got = answer(s)
         assert b" 400 " in got
         taken: list[int] = []
-        usual = chunked_body.BoundedConnection.receive_data
+        usual = connection_limits.BoundedConnection.receive_data
         monkeypatch.setattr(
-            chunked_body.BoundedConnection, "receive_data", lambda c, d: (taken.append(len(d)), usual(c, d))
+            connection_limits.BoundedConnection, "receive_data", lambda c, d: (taken.append(len(d)), usual(c, d))
         )
         s.settimeout(5)
         assert s.recv(1) == b"", "the server has ended its side"
