@@ -13,9 +13,9 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 
 from trencadis.core.buckets import Bucket, Plan, padded_tokens
+from trencadis.core.errors import format_error
 from trencadis.core.graphs.graph_capture import GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager
-from trencadis.core.graphs.oom_errors import format_error
 from trencadis.core.memory import graph_budget as budget
 from trencadis.core.memory.graph_budget import GraphPrice
 from trencadis.core.memory.ledger import pool_of
