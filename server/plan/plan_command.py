@@ -108,12 +108,12 @@ def main(words: Sequence[str]) -> int:
 
         traffic = plan_trace.read_trace(own.trace, sizes)
         needs = plan_trace.replay_needs(traffic, planned)
-        plans = plan_trace.list_compared_plans(needs, planned, model)
-        report["trace"] = {"requests": len(traffic), **plan_trace.compare_plans(needs, planned, model, plans)}
+        compared = plan_trace.list_compared_plans(needs, planned, model)
+        report["trace"] = {"requests": len(traffic), **plan_trace.compare_plans(needs, planned, model, compared)}
         if own.report:
             from trencadis.server.plan import trace_page as plan_page
 
-            drawn = {name: found.plan for name, found in [*plans.items()][:2]}
+            drawn = {name: found.plan for name, found in [*compared.items()][:2]}
             plan_page.write_page(own.report, report["trace"], plan_trace.record_needs(needs, planned.plan), drawn)
             report["page"] = own.report
     elif own.report:

@@ -327,9 +327,11 @@ def read_request(record: JsonMapping, sizes: Sizes | None = None) -> Traffic:
         raise ValueError(f"unknown field {unknown[0][:40]!r}; known are {', '.join(sorted(FIELDS))}")
     shown, videos = record.get("images", ()), record.get("videos", ())
     sized = (sizes or image_sizes(None, {})) if shown or videos else None
-    images: list[ImageGeometry] = [sized(int(h), int(w)) for w, h in shown] if sized else []
-    for w, h, frames in videos if sized else ():
-        images += [sized(int(h), int(w))] * (-(-_count(frames, "frames") // 2))
+    images: list[ImageGeometry] = []
+    if sized is not None:
+        images += [sized(int(h), int(w)) for w, h in shown]
+        for w, h, frames in videos:
+            images += [sized(int(h), int(w))] * (-(-_count(frames, "frames") // 2))
     tokens = sum(image.tokens for image in images)
     prompt, output = _count(record["prompt"], "prompt"), _count(record["output"], "output")
     arrival, cached = float(record["arrival"]), int(record.get("cached", 0))
