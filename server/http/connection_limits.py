@@ -34,6 +34,35 @@ MAX_READ = 16 << 10
 """Bytes of heads and of a chunked body that are taken in one pass of the event loop."""
 
 
+HEADS = 32 << 20
+"""Maximum bytes of unfinished request heads and of pipelined requests, on all connections together."""
+TIMEOUT_RESPONSE = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+OVERLOADED_RESPONSE = (
+    b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+)
+HEAD_END = re.compile(rb"\n\r?\n")
+MAX_HEAD = 64 << 10
+MAX_TARGET = 8 << 10
+"""Most bytes of a request's first line: method, path, query and version."""
+REFUSALS = {
+    414: (b"URI Too Long", b"The request line has more than 8192 bytes.", b"RequestURITooLongError"),
+    431: (
+        b"Request Header Fields Too Large",
+        b"The request has more header fields or bytes of them than the server takes.",
+        b"RequestHeadersTooLargeError",
+    ),
+}
+
+
+def make_refusal(status: int) -> bytes:
+    """The whole response for a head that is refused before it is parsed."""
+    phrase, message, kind = REFUSALS[status]
+    body = b'{"error":{"message":"%b","type":"%b","param":null,"code":%d}}' % (message, kind, status)
+    return (
+        b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
+    ) % (status, phrase, len(body), body)
+
+
 class BoundedChunkedReader(ChunkedReader):
     """h11's reader of a chunked body, which refuses many small chunks and many trailers.
 

@@ -1,8 +1,7 @@
-"""Prometheus collectors of one process: HTTP, tenants, traces, processes, log lines, sleep, and deprecated names.
+"""Prometheus collectors of one process: tenants, traces, processes, log lines, sleep, and deprecated names.
 
-HTTP requests are counted by route, under the names of FastAPI's usual instrumentation. Labels of tenants have names,
-never keys. CPU time and memory of processes are read from /proc at each scrape; no file is written. vLLM's deprecated
-names are exported with ``--show-hidden-metrics``.
+Labels of tenants have names, never keys. CPU time and memory of processes are read from /proc at each scrape. vLLM's
+deprecated names are exported with ``--show-hidden-metrics``.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, Summary
+from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
@@ -22,47 +21,6 @@ from prometheus_client.samples import Sample
 from trencadis.core.engine_stats import EngineStats
 from trencadis.core.process.log_setup import find_log_queue
 from trencadis.server.tenants.tenant_registry import TenantRegistry
-
-HTTP_SECONDS = (0.1, 0.5, 1)
-"""Histogram buckets of the seconds by route and method."""
-FINE = (.01, .025, .05, .075, .1, .25, .5, .75, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 7.5, 10, 30, 60)  # fmt: skip
-"""Histogram buckets of the seconds of all routes together."""
-
-
-class HttpMetrics:
-    """Counts, seconds and bytes of answered requests."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._requests = Counter("http_requests", "HTTP requests", ("handler", "method", "status"), registry=registry)
-        self._seconds = Histogram(
-            "http_request_duration_seconds",
-            "HTTP seconds",
-            ("handler", "method"),
-            buckets=HTTP_SECONDS,
-            registry=registry,
-        )
-        self._fine = Histogram(
-            "http_request_duration_highr_seconds", "HTTP seconds of all routes", buckets=FINE, registry=registry
-        )
-        self._received = Summary("http_request_size_bytes", "bytes of request bodies", ("handler",), registry=registry)
-        self._refusals = Counter(
-            "http_refused_requests", "requests refused for their head or the size of their body", ("status", "reason"),
-            registry=registry,
-        )  # fmt: skip
-        self._sent = Summary("http_response_size_bytes", "bytes of response bodies", ("handler",), registry=registry)
-
-    def observe(self, route: str, method: str, status: int, seconds: float, received: int, sent: int) -> None:
-        """Records an answered request; ``received`` and ``sent`` are bytes of the bodies."""
-        self._requests.labels(route, method, f"{status // 100}xx").inc()
-        self._seconds.labels(route, method).observe(seconds)
-        self._fine.observe(seconds)
-        self._received.labels(route).observe(received)
-        self._sent.labels(route).observe(sent)
-
-    def count_refusal(self, status: int, reason: str) -> None:
-        """Counts a request refused with ``status``; ``reason`` is one of few words: host, origin, body, fields, ..."""
-        self._refusals.labels(str(status), reason).inc()
-
 
 USED = {
     "requests_per_minute": ("tenant_requests", "admitted requests of a tenant"),

@@ -35,8 +35,13 @@ from trencadis.server.metrics.cache_metrics import (
     make_adapter_families,
     make_cache_families,
 )
-from trencadis.server.metrics.collectors import DeprecatedCollector, HttpMetrics, make_sleep_state
-from trencadis.server.metrics.request_record import StageMetrics, format_acceptance, make_speculation_families
+from trencadis.server.metrics.collectors import DeprecatedCollector, make_sleep_state
+from trencadis.server.metrics.request_record import (
+    HttpMetrics,
+    StageMetrics,
+    format_acceptance,
+    make_speculation_families,
+)
 from trencadis.server.tenants.admission import Admission
 
 ABSENT = {

@@ -1,7 +1,8 @@
-"""The record of one HTTP request, from its head to the end of its answer, its times by stage, and its log lines.
+"""The record of one HTTP request, from its head to the end of its answer, its times by stage, metrics and log lines.
 
-Times of stages and figures of speculation are metrics too, by vLLM's names, and so is how many images share launches.
-Log lines are received, access and closing; they include contents only if the operator asks for them.
+Requests are counted by route, under the names of FastAPI's usual instrumentation. Times of stages and figures of
+speculation are metrics too, by vLLM's names, and so is how many images share launches. Log lines are received, access
+and closing; they include contents only if the operator asks for them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from urllib.parse import quote
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, Summary
 from prometheus_client.core import CounterMetricFamily, Metric
 
 from trencadis.core.engine_stats import EngineStats
@@ -357,3 +358,44 @@ def _make_closing_fields(record: RequestRecord, most: int | None) -> JsonObject:
 def _join_texts(record: RequestRecord, most: int | None) -> list[str]:
     """Returns the texts of all choices, at most ``most`` characters of each."""
     return ["".join(pieces)[:most] for pieces in record.texts]
+
+
+HTTP_SECONDS = (0.1, 0.5, 1)
+"""Histogram buckets of the seconds by route and method."""
+FINE = (.01, .025, .05, .075, .1, .25, .5, .75, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 7.5, 10, 30, 60)  # fmt: skip
+"""Histogram buckets of the seconds of all routes together."""
+
+
+class HttpMetrics:
+    """Counts, seconds and bytes of answered requests."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._requests = Counter("http_requests", "HTTP requests", ("handler", "method", "status"), registry=registry)
+        self._seconds = Histogram(
+            "http_request_duration_seconds",
+            "HTTP seconds",
+            ("handler", "method"),
+            buckets=HTTP_SECONDS,
+            registry=registry,
+        )
+        self._fine = Histogram(
+            "http_request_duration_highr_seconds", "HTTP seconds of all routes", buckets=FINE, registry=registry
+        )
+        self._received = Summary("http_request_size_bytes", "bytes of request bodies", ("handler",), registry=registry)
+        self._refusals = Counter(
+            "http_refused_requests", "requests refused for their head or the size of their body", ("status", "reason"),
+            registry=registry,
+        )  # fmt: skip
+        self._sent = Summary("http_response_size_bytes", "bytes of response bodies", ("handler",), registry=registry)
+
+    def observe(self, route: str, method: str, status: int, seconds: float, received: int, sent: int) -> None:
+        """Records an answered request; ``received`` and ``sent`` are bytes of the bodies."""
+        self._requests.labels(route, method, f"{status // 100}xx").inc()
+        self._seconds.labels(route, method).observe(seconds)
+        self._fine.observe(seconds)
+        self._received.labels(route).observe(received)
+        self._sent.labels(route).observe(sent)
+
+    def count_refusal(self, status: int, reason: str) -> None:
+        """Counts a request refused with ``status``; ``reason`` is one of few words: host, origin, body, fields, ..."""
+        self._refusals.labels(str(status), reason).inc()

@@ -15,8 +15,7 @@ from typing import Protocol
 from trencadis.core.errors import TrencadisError, Unavailable, from_status
 from trencadis.core.request import Delta, RequestStats, SamplingParams, TokenLogprob
 from trencadis.server.prompts.answer_reader import AnswerPart, AnswerReader
-from trencadis.server.text.checkpoint_tokenizer import Tokenizer
-from trencadis.server.text.token_bytes import TokenBytes
+from trencadis.server.text.checkpoint_tokenizer import TokenBytes, Tokenizer
 
 NO_IDS: Set[int] = frozenset()
 REPLACEMENT = "�"

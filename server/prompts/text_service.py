@@ -16,7 +16,6 @@ from trencadis.multimodal.media_options import NO_SCOPE, MediaPart, MediaScope
 from trencadis.multimodal.media_timing import record_media_times
 from trencadis.multimodal.placeholders import NumberedPlaceholders
 from trencadis.server.prompts import sampling_params
-from trencadis.server.prompts.chat_messages import PAIR_ROLES, Conversation, MessageRules, parse_messages
 from trencadis.server.prompts.multimodal_inputs import (
     ImageSource,
     MediaJoiner,
@@ -28,7 +27,7 @@ from trencadis.server.prompts.multimodal_inputs import (
     prepare_media,
 )
 from trencadis.server.prompts.output_processor import ChoiceStream, make_detokenizers
-from trencadis.server.prompts.prompt import Prompt
+from trencadis.server.prompts.prompt import PAIR_ROLES, Conversation, MessageRules, Prompt, parse_messages
 from trencadis.server.prompts.sampling_params import RequestLimits, SamplingDefaults
 from trencadis.server.protocol.json_checks import check_json
 from trencadis.server.text.chat_template import ROLES, ChatTemplate, Rendering

@@ -299,7 +299,6 @@ def _convert_format(form: Json) -> JsonObject:
     return {"type": "json_schema", "json_schema": {"name": "output", "schema": form.get("schema"), "strict": True}}
 
 
-PATHS = ("/v1/messages",)
 OVERLOADED = 529
 TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
@@ -308,11 +307,6 @@ TYPES = {
 """Error types by status; other 4xx statuses are invalid requests, the rest are server errors."""
 BAD_JSON = "INVALID_JSON"
 """Key for arguments of a call that are not a JSON object, which the API's ``input`` must be."""
-
-
-def is_anthropic_path(path: str) -> bool:
-    """Returns True if ``path`` belongs to this API, so that its errors have Anthropic's form."""
-    return path in PATHS or path.startswith(tuple(f"{p}/" for p in PATHS))
 
 
 def get_status(error: TrencadisError) -> int:

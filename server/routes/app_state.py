@@ -25,6 +25,8 @@ from trencadis.server.tenants.fair_queue import TenantFairQueue
 from trencadis.server.tenants.shared_process_state import SharedProcessState
 from trencadis.server.tenants.tenant_registry import TenantRegistry
 
+ANTHROPIC_PATHS = ("/v1/messages",)
+"""Paths of the API whose errors have Anthropic's form, and of what lies below them."""
 PIXEL_BYTES = 6
 """Bytes of a resized pixel in this process (``Bounds``)."""
 PIXEL_SHARE = 1 / 3
@@ -140,3 +142,8 @@ class AppState:
             log_closing(record, self.settings.config.max_log_len)
             if self.traces is not None:
                 self.traces.add(record)
+
+
+def is_anthropic_path(path: str) -> bool:
+    """Returns True if ``path`` belongs to this API, so that its errors have Anthropic's form."""
+    return path in ANTHROPIC_PATHS or path.startswith(tuple(f"{p}/" for p in ANTHROPIC_PATHS))

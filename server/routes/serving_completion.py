@@ -32,9 +32,8 @@ from trencadis.server.protocol.completions import (
     CompletionRequest,
     CompletionResponse,
 )
-from trencadis.server.routes.json_slices import off_event_loop, set_items
+from trencadis.server.routes.json_bodies import BodyRoute, forget_body, off_event_loop, set_items
 from trencadis.server.routes.openai_output import CompletionLogprobsBuilder, make_prompt_table, make_usage
-from trencadis.server.routes.request_body import BodyRoute, forget_body
 from trencadis.server.routes.serving_base import ServingState, make_request_id, run_request
 from trencadis.server.routes.sse import (
     CHAT_STREAM_FORMAT,

@@ -41,6 +41,7 @@ from trencadis.server.protocol.pooling import (
     PoolRequest,
 )
 from trencadis.server.protocol.pooling_params import PoolingParams
+from trencadis.server.routes.json_bodies import BodyRoute
 from trencadis.server.routes.pooling_base import (
     PLACE,
     BytesAnswer,
@@ -57,7 +58,6 @@ from trencadis.server.routes.pooling_base import (
     run_prompts,
     write_item,
 )
-from trencadis.server.routes.request_body import BodyRoute
 from trencadis.server.routes.serving_base import ServingState
 from trencadis.server.tenants.admission import Ticket
 

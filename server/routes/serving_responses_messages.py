@@ -31,8 +31,8 @@ from trencadis.server.protocol.base_request import TranslatedRequest, Usage
 from trencadis.server.protocol.chat_completions import TokenLogprobs
 from trencadis.server.protocol.responses import InputTokens, ResponsesRequest, ResponsesResponse
 from trencadis.server.routes.anthropic_conversion import PING, MessageWriter, convert_messages, encode_error_event
+from trencadis.server.routes.json_bodies import BodyRoute, forget_json
 from trencadis.server.routes.message_translation import BlockBuilder, BlockEvent, InnerRequest, translate_errors
-from trencadis.server.routes.request_body import BodyRoute, forget_json
 from trencadis.server.routes.responses_conversion import ResponseWriter, convert_responses, make_initial_response
 from trencadis.server.routes.serving_base import (
     ServingState,

@@ -33,6 +33,7 @@ from trencadis.server.protocol.pooling import (
     ScoreResponse,
 )
 from trencadis.server.protocol.pooling_params import PoolingParams
+from trencadis.server.routes.json_bodies import BodyRoute
 from trencadis.server.routes.pooling_base import (
     ItemList,
     PooledValues,
@@ -43,7 +44,6 @@ from trencadis.server.routes.pooling_base import (
     respond,
     run_prompts,
 )
-from trencadis.server.routes.request_body import BodyRoute
 from trencadis.server.routes.serving_base import ServingState
 from trencadis.server.tenants.admission import Ticket
 

@@ -19,8 +19,8 @@ from trencadis.server.protocol.models_and_tokenize import (
     TokenizeRequest,
     TokenizeResponse,
 )
+from trencadis.server.routes.json_bodies import BodyRoute
 from trencadis.server.routes.openai_output import list_image_details, list_video_details
-from trencadis.server.routes.request_body import BodyRoute
 from trencadis.server.routes.serving_base import ServingState
 from trencadis.server.routes.sse import run_until_disconnect
 from trencadis.server.tenants.admission import Ticket

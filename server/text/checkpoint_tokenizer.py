@@ -22,6 +22,7 @@ import re
 import secrets
 import threading
 from collections.abc import Callable, Collection, Sequence
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +34,64 @@ from trencadis.core.checkpoint.json_fields import read_json
 from trencadis.core.errors import StartupError
 from trencadis.core.json_types import Json, JsonObject
 from trencadis.server.text.template_sandbox import unmark_text
-from trencadis.server.text.token_bytes import TokenBytes
+
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
+
+
+def make_byte_alphabet() -> dict[str, int]:
+    """Returns the characters that stand for bytes in a byte-level vocabulary: printable Latin-1 as itself, else from
+    U+0100.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [b for b in range(256) if b not in set(printable)]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(hidden)}
+
+
+def decode_sentencepiece(text: str) -> bytes:
+    """Returns the bytes of a SentencePiece token."""
+    match = BYTE_TOKEN.match(text)
+    return bytes([int(match[1], 16)]) if match else text.replace("▁", " ").encode()
+
+
+class TokenBytes:
+    """The bytes of token ids.
+
+    ``byte_level``: a text is exactly the concatenation of its tokens' bytes (GPT-2, Qwen, Llama 3). Otherwise
+    (SentencePiece) the bytes are those of the token alone, which is enough for log-probabilities.
+    """
+
+    def __init__(self, raw: RawTokenizer, spec: JsonObject, special: frozenset[int]) -> None:
+        self._raw = raw
+        self._alphabet = make_byte_alphabet()
+        self._special = special
+        self.bytes_of: Callable[[int], bytes] = cache(self._bytes)
+        """The bytes of one id; empty for an id without a text."""
+        self.text_of: Callable[[int], str | None] = cache(self._text)
+        """The text of one id; None for a special one, and for bytes that are no whole characters."""
+        self.byte_level = (spec.get("decoder") or {}).get("type") == "ByteLevel"
+
+    def _bytes(self, token: int) -> bytes:
+        text = self._raw.id_to_token(token)
+        if text is None:
+            return b""
+        if self.byte_level:
+            values = [self._alphabet.get(c) for c in text]
+            # If an added token has a character outside the alphabet, the library takes the whole token literally.
+            return text.encode() if None in values else bytes(v for v in values if v is not None)
+        return text.encode() if token in self._special else decode_sentencepiece(text)
+
+    def _text(self, token: int) -> str | None:
+        if token in self._special:
+            return None
+        try:
+            return self.bytes_of(token).decode()
+        except UnicodeDecodeError:
+            return None
+
+    def is_special(self, token: int) -> bool:
+        """Returns True if ``skip_special_tokens`` drops the token."""
+        return token in self._special
+
 
 LONGEST_TOKEN = 512
 """Most characters of any token; a prompt longer than this allows is refused without being tokenized."""

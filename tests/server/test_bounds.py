@@ -19,7 +19,7 @@ from trencadis.server.protocol.base_request import FieldContext
 from trencadis.server.protocol.chat_completions import ChatRequest
 from trencadis.server.protocol.json_checks import LONG, SLICE, BodyLimits, BodyScan
 from trencadis.server.protocol.models_and_tokenize import DetokenizeRequest, TokenizeRequest
-from trencadis.server.routes import request_body
+from trencadis.server.routes import json_bodies
 
 JSON = {"content-type": "application/json"}
 
@@ -34,7 +34,7 @@ def scanned(data: bytes, step: int = SLICE, limits: BodyLimits | None = None) ->
 
 def read(data: bytes, step: int = SLICE) -> Any:
     scan = scanned(data, step)
-    return request_body.parse_outline(scan.outline, [request_body.text_of(pieces) for pieces in scan.long])
+    return json_bodies.parse_outline(scan.outline, [json_bodies.text_of(pieces) for pieces in scan.long])
 
 
 def drawn(draw: random.Random, depth: int = 0) -> Any:
@@ -133,22 +133,22 @@ def test_a_flood_is_refused_by_the_scan(flood: floods.Flood, monkeypatch: pytest
     assert caught.value.status == flood.status
 
 
-@pytest.mark.parametrize("name", sorted(request_body.COUNTS))
+@pytest.mark.parametrize("name", sorted(json_bodies.COUNTS))
 def test_fields_have_a_most(harness: Any, name: str) -> None:
-    most = request_body.COUNTS[name]
+    most = json_bodies.COUNTS[name]
     few = {str(i): 1 for i in range(most)} if name.endswith(("s", "bias", "format")) else [1] * most
-    request_body.check_counts({name: few})
+    json_bodies.check_counts({name: few})
     many: Any = {**few, "x": 1} if isinstance(few, dict) else [*few, 1]
     with pytest.raises(BadRequest, match=str(most)) as caught:
-        request_body.check_counts({name: many})
+        json_bodies.check_counts({name: many})
     assert caught.value.param == name
 
 
 def test_fields_prompts_and_templates_have_a_most(harness: Any) -> None:
-    assert harness.chat(**{f"f{i}": 1 for i in range(request_body.MAX_FIELDS)}).status_code == 400
+    assert harness.chat(**{f"f{i}": 1 for i in range(json_bodies.MAX_FIELDS)}).status_code == 400
     assert harness.complete(["a"] * 1025).json()["error"]["param"] == "prompt"
     assert harness.complete([[1]] * 1025).json()["error"]["param"] == "prompt"
-    assert harness.chat(chat_template="a" * (request_body.MAX_TEMPLATE + 1)).json()["error"]["param"] == "chat_template"
+    assert harness.chat(chat_template="a" * (json_bodies.MAX_TEMPLATE + 1)).json()["error"]["param"] == "chat_template"
     call = {"function": {"name": "f", "arguments": "[" + "[]," * (1 << 14) + "[]]"}}
     messages = [{"role": "assistant", "tool_calls": [call]}, {"role": "user", "content": "x"}]
     answer = harness.call("/v1/chat/completions", {"messages": messages})
