@@ -181,7 +181,10 @@ def _open_learning(config: EngineConfig, model: ModelConfig, opened: OpenedRank)
         return None
     changes, options = runner.changes, read_bucket_options(os.environ)
     runner.recorder = NeedRecorder(static, config.bucket_half_life)
-    if config.bucket_profile and Path(config.bucket_profile).exists():
+    profile = Path(config.bucket_profile)
+    if config.bucket_profile and not profile.exists() and not os.access(profile.absolute().parent, os.W_OK):
+        raise StartupError(f"--bucket-profile {profile}: there is no such file, and its folder cannot be written.")
+    if config.bucket_profile and profile.exists():
         runner.recorder.add(read_profile(config.bucket_profile, static.policy, static.block_size))
     present = sum(b.stage not in KEPT_STAGES for b in runner.plan.buckets)
     settings = LearningSettings(

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
 from trencadis.core.engine_stats import MEANINGS, POOL_FULL, SKIP, UNPLANNED, LearnedChange, LearningReport, NeedReport
-from trencadis.core.process.engine_messages import BucketState, BucketUse, EngineStats, GraphPlan
+from trencadis.core.errors import Conflict, NotFound
+from trencadis.core.process.engine_messages import BucketState, BucketUse, EngineStats, GraphPlan, LearnBuckets
+from trencadis.server.engine.supervisor import Supervisor
 from trencadis.server.metrics.bucket_metrics import (
     RETIRED,
     BucketMetrics,
@@ -70,3 +77,25 @@ def test_buckets_that_left_count_as_retired_and_learning_is_shown() -> None:
     shown = describe_learning(first.plan.learning)
     assert shown["histogram"] == [{"stage": "decode", "variant": "", "dims": [2, 3], "weight": 7.0}]
     assert shown["changes"][0]["outcome"] == "published" and shown["version"] == 2
+
+
+def test_a_search_that_runs_refuses_another_and_an_engine_that_records_nothing_all() -> None:
+    learning, sent = LearningReport("observe"), list[object]()
+    plan = GraphPlan(1, learning=learning)
+    client = SimpleNamespace(plan=plan, link=SimpleNamespace(learn_requests=0, write=sent.append))
+
+    def ask() -> None:
+        asyncio.run(Supervisor.learn_buckets(cast(Supervisor, client)))
+
+    ask()
+    with pytest.raises(Conflict):
+        ask()
+    learning.handled = 1
+    ask()
+    learning.handled, learning.state = 2, "changing"
+    with pytest.raises(Conflict):
+        ask()
+    plan.learning = None
+    with pytest.raises(NotFound):
+        ask()
+    assert sent == [LearnBuckets(), LearnBuckets()]
