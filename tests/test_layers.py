@@ -105,7 +105,7 @@ TORCH: dict[str, frozenset[str]] = {
     "core/device": frozenset({"backend", "launch_tensors"}),
     "core/engine": frozenset({"engine_builder", "graph_startup", "kv_offload_setup"}),
     "core/executor": frozenset({"process_groups", "multiproc_executor"}),
-    "core/graphs": frozenset({"graph_capture", "graph_manager", "graph_reporter", "warmup"}),
+    "core/graphs": frozenset({"graph_capture", "graph_manager", "graph_reporter", "replan", "warmup"}),
     "core/lora": frozenset({"adapter_store"}),
     "core/launches": frozenset(
         {
