@@ -16,7 +16,7 @@ from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.card_memory import HpuMemory
 from trencadis.backends.hpu.emulator_hooks import emulator_hooks
 from trencadis.backends.hpu.hccl_comm import HpuComm, HpuPipe
-from trencadis.backends.hpu.hpu_settings import HpuSettings, settings
+from trencadis.backends.hpu.hpu_settings import HpuSettings, require_symbols, settings
 from trencadis.backends.hpu.launches.block_copies import HpuBlockCopies
 from trencadis.backends.hpu.launches.compiled_program import CompiledProgram
 from trencadis.backends.hpu.launches.device_errors import named_errors
@@ -72,6 +72,7 @@ class HpuBackend:
         if self.bridge.cast_to_fp8_v2 is None:
             self.policy = without_fp8(policy)
         self.settings = switches or settings(os.environ, cfg.options)
+        require_symbols(self.settings, self.bridge)
         if cfg.sinks:  # the fused kernel has none
             self.settings = replace(self.settings, fused_sdpa=False)
         emulator = self._emulator = emulator_hooks(self.bridge)

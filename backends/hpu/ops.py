@@ -25,8 +25,17 @@ from trencadis.backends.hpu.attention.attention_inputs import FreshAttn, JoinedC
 from trencadis.backends.hpu.attention.preparation import AttnPreparation, DecodeForm, SegmentPreparation
 from trencadis.backends.hpu.attention.softmax import AttentionKernels, lowest
 from trencadis.backends.hpu.bridge import Bridge
-from trencadis.backends.hpu.fp8_linear import TAKEN, TINY, Floats8Weight, floats8_weight
-from trencadis.backends.hpu.fused_experts import ListedExperts, check_experts, list_experts, run_listed_experts
+from trencadis.backends.hpu.fp8_linear import TAKEN, Floats8Weight, floats8_weight, round_tokens
+from trencadis.backends.hpu.fused_experts import (
+    ListedExperts,
+    ListedFp8Experts,
+    check_experts,
+    check_fp8_experts,
+    list_experts,
+    list_fp8_experts,
+    run_listed_experts,
+    run_listed_fp8_experts,
+)
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.int4_linear import PackedWeight4, packed4_weight
 from trencadis.backends.hpu.launches.compiled_regions import Regions
@@ -136,6 +145,7 @@ class HpuOps(ReferenceOps):
         self.regions = None if self.lazy or not settings.regional else Regions(self.compiler)
         self.check_context, self.values = check_context, values
         self.fused_experts: bool | None = None
+        self.fused_fp8_experts: bool | None = None
         """True if the plug-in's operation for experts is used; None: not checked yet."""
         self._layers, self._inside = 0, False
         self._preparations: dict[DecodeForm, AttnPreparation] = {}
@@ -172,10 +182,10 @@ class HpuOps(ReferenceOps):
         assert cast is not None and multiply is not None
         scale = w.activation
         if scale is not None:
-            x = x.clamp(-w.bound, w.bound)
+            codes = cast(x.clamp(-w.bound, w.bound), 1.0 / scale)
         else:
-            scale = x.abs().amax(-1, keepdim=True).float().clamp_min(TINY) / self.bridge.fp8_top
-        return multiply(cast(x, 1.0 / scale), w.codes, x.dtype, scale, w.scale, w.bias)
+            codes, scale = round_tokens(x, self.bridge.fp8_top, cast)
+        return multiply(codes, w.codes, x.dtype, scale, w.scale, w.bias)
 
     def _unpack_linear(self, x: Tensor, w: PackedWeight4) -> Tensor:
         """Dequantises the weight to bfloat16 for this product only."""
@@ -195,7 +205,20 @@ class HpuOps(ReferenceOps):
             return list_experts(gate_up, down)
         return super().pack_experts(gate_up, down, biases)
 
+    def pack_quantised_experts(
+        self, gate_up: Sequence[Tensor | QTensor], down: Sequence[Tensor | QTensor], biases: ExpertBiases | None = None
+    ) -> ListedFp8Experts | None:
+        """Implements ``core.models.moe.CodingOps``: keeps 8-bit floats where the plug-in's operation multiplies them."""
+        if self.fused_fp8_experts is None:
+            usable = self.bridge.fp8_experts is not None and self.bridge.fp8_gemm_v2 is not None
+            self.fused_fp8_experts = usable and (not self.values or check_fp8_experts(self))
+        if not self.fused_fp8_experts or biases is not None:
+            return None
+        return list_fp8_experts(gate_up, down, self.bridge.fp8_top, self.bridge.device)
+
     def experts(self, x: Tensor, scores: Tensor, w: ExpertWeights, top: int, normalise: bool, kind: str) -> Tensor:
+        if isinstance(w, ListedFp8Experts):
+            return run_listed_fp8_experts(self, x, scores, w, top, normalise, kind)
         if not isinstance(w, ListedExperts):
             return super().experts(x, scores, w, top, normalise, kind)
         assert self.bridge.experts is not None

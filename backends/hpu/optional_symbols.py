@@ -19,6 +19,10 @@ FP8_TOP = (240.0, 448.0)
 """Largest e4m3 value on a Gaudi 2, whose largest exponent is reserved for non-finite values, and on a Gaudi 3."""
 
 
+FP8_EXPERTS = "fp8_fused_weights_dynamic"
+"""The form of ``mixture_of_experts`` that rounds what is between its two products by itself, for each token."""
+
+
 class OptionalSymbols(NamedTuple):
     """Optional fields of ``bridge.Bridge``; None if the plug-in or the card lacks one."""
 
@@ -30,6 +34,7 @@ class OptionalSymbols(NamedTuple):
     fp8_top: float
     convert_from_uint4: Callable[..., Tensor] | None = None
     experts: Callable[..., Tensor] | None = None
+    fp8_experts: Callable[..., Tensor] | None = None
 
 
 def find_symbols(version: str | None, card: str) -> OptionalSymbols:
@@ -49,6 +54,7 @@ def find_symbols(version: str | None, card: str) -> OptionalSymbols:
         FP8_TOP[third],
         convert_from_uint4 if hasattr(ops, "convert_from_uint4") else None,
         mixture_of_experts if hasattr(ops, "mixture_of_experts") else None,
+        mixture_of_fp8_experts if casts and hasattr(getattr(ops, "mixture_of_experts", None), FP8_EXPERTS) else None,
     )
 
 
@@ -88,7 +94,7 @@ def block_adjustment(high: Tensor, total: Tensor, rows: Tensor, count: int, shap
 def mixture_of_experts(
     x: Tensor, chosen: Tensor, shares: Tensor, gate_up: Sequence[Tensor], down: Sequence[Tensor]
 ) -> Tensor:
-    """Returns [n, hidden]: the sum of each token's ``chosen`` experts, int32 [n, top], weighted by ``shares`` [n, top].
+    """Returns [n, hidden]: the sum of each token's ``chosen`` experts, int64 [n, top], weighted by ``shares`` [n, top].
 
     Args:
         gate_up, down: [2 x inner, hidden] and [hidden, inner] of each expert; the activation is SiLU.
@@ -96,6 +102,24 @@ def mixture_of_experts(
     found: Tensor = torch.ops.hpu.mixture_of_experts.fused_weights(
         x, chosen, shares, list(gate_up), list(down), True, "silu", 0, len(down) - 1
     )
+    return found
+
+
+def mixture_of_fp8_experts(
+    x: Tensor, scale: Tensor, chosen: Tensor, shares: Tensor, gate_up: Sequence[Tensor], down: Sequence[Tensor],
+    gate_up_scale: Sequence[Tensor], down_scale: Sequence[Tensor],
+) -> Tensor:  # fmt: skip
+    """Returns what ``mixture_of_experts`` does, for e4m3 codes of x and of the weights, in the dtype of ``shares``.
+
+    Args:
+        scale: float32 [n, 1]; what a code of ``x`` is multiplied by.
+        gate_up_scale, down_scale: float32 [2 x inner] and [hidden] of each expert.
+    """
+    form = getattr(torch.ops.hpu.mixture_of_experts, FP8_EXPERTS)
+    found: Tensor = form(
+        x, chosen, shares, list(gate_up), list(down), scale, list(gate_up_scale), list(down_scale), True, "silu", 0,
+        len(down) - 1,
+    )  # fmt: skip
     return found
 
 

@@ -175,6 +175,9 @@ class KernelOps:
             ("all_gather(Tensor x, int world) -> Tensor", all_gathered),
             ("mixture_of_experts(Tensor x, Tensor chosen, Tensor shares, Tensor[] gate_up, Tensor[] down) -> Tensor",
              mixture_of_experts),
+            ("mixture_of_experts.fp8(Tensor x, Tensor scale, Tensor chosen, Tensor shares, Tensor[] gate_up, Tensor[] "
+             "down, Tensor[] gate_up_scale, Tensor[] down_scale, float limit) -> Tensor",
+             float8_ops.mixture_of_fp8_experts),
             ("convert_from_uint4(Tensor codes, Tensor scale, Tensor zero, ScalarType dtype) -> Tensor",
              convert_from_uint4),
             *float8_ops.SCHEMAS,
@@ -312,6 +315,18 @@ class Kernels:
         if torch.compiler.is_compiling():
             return torch.ops.trencadis_emulator.mixture_of_experts(*args)  # type: ignore[no-any-return]
         out: Tensor = self.device.kernel(mixture_of_experts, *args)
+        return out
+
+    def fp8_experts(
+        self, x: Tensor, scale: Tensor, chosen: Tensor, shares: Tensor, gate_up: Sequence[Tensor],
+        down: Sequence[Tensor], gate_up_scale: Sequence[Tensor], down_scale: Sequence[Tensor],
+    ) -> Tensor:  # fmt: skip
+        """Implements ``torch.ops.hpu.mixture_of_experts`` for 8-bit floats."""
+        weights = list(gate_up), list(down), list(gate_up_scale), list(down_scale)
+        args = x, scale, chosen, shares, *weights, self.device.profile.fp8_top
+        if torch.compiler.is_compiling():
+            return torch.ops.trencadis_emulator.mixture_of_experts.fp8(*args)  # type: ignore[no-any-return]
+        out: Tensor = self.device.kernel(float8_ops.mixture_of_fp8_experts, *args)
         return out
 
     def from_uint4(self, codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:

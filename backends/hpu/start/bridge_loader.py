@@ -57,11 +57,12 @@ def open_bridge(
     env.update(settled.variables)
     for gone in settled.removed:
         env.pop(gone, None)
-    if found.real:
-        return open_real(env, index, world, named)
-    from trencadis.backends.hpu.emulator import emulated_bridge  # not needed for a real Gaudi
+    with _with_rank_count(env, world):
+        if found.real:
+            return open_real(env, index, world, named)
+        from trencadis.backends.hpu.emulator import emulated_bridge  # not needed for a real Gaudi
 
-    emulated = emulated_bridge.bridge(env, index)
+        emulated = emulated_bridge.bridge(env, index)
     check_cards(EMULATED_CARDS, index, world)
     return emulated
 
@@ -116,6 +117,25 @@ def _without_rank_variables(environ: MutableMapping[str, str]) -> Iterator[None]
         environ.update(hidden)
 
 
+@contextmanager
+def _with_rank_count(environ: MutableMapping[str, str], world: int) -> Iterator[None]:
+    """Names the number of ranks in ``WORLD_SIZE`` while the card is opened.
+
+    The plug-in then leaves some of the card's memory out of its pool, for HCCL's buffers
+    (``PT_HCCL_MEMORY_ALLOWANCE_MB``); otherwise the pool takes everything, and a group of ranks cannot be made.
+    """
+    before = environ.get(machine.WORLD_SIZE)
+    if world > 1 and before in (None, "", "1"):
+        environ[machine.WORLD_SIZE] = str(world)
+    try:
+        yield
+    finally:
+        if before is not None:
+            environ[machine.WORLD_SIZE] = before
+        else:
+            environ.pop(machine.WORLD_SIZE, None)
+
+
 def _open_plugin(environ: MutableMapping[str, str], index: int, world: int, named: bool) -> Bridge:
     with _without_rank_variables(environ):
         core = import_module("habana_frameworks.torch.core")
@@ -163,6 +183,7 @@ def _open_plugin(environ: MutableMapping[str, str], index: int, world: int, name
         fp8_gemm_v2=optional.fp8_gemm_v2,
         convert_from_uint4=optional.convert_from_uint4,
         experts=optional.experts,
+        fp8_experts=optional.fp8_experts,
         fp8_top=optional.fp8_top,
         pin=pinning.pin,
         event=hpu.Event,

@@ -9,10 +9,12 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 
 from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.emulator_hooks import EmulatorHooks
 from trencadis.backends.hpu.start import environment, machine
+from trencadis.backends.hpu.start.bridge_loader import open_bridge
 from trencadis.core.errors import StartupError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -113,6 +115,28 @@ def test_the_card_that_is_asked_for_is_opened(card: str, world: str, env: dict[s
     """The plug-in numbers cards by what torchrun, MPI or an earlier opening left in the environment."""
     done = run(NUMBERED, card, world, HABANA_STUB_CARDS="8", **env)
     assert done.stdout.startswith(says), (done.stdout, done.stderr)
+
+
+def test_a_card_of_several_ranks_leaves_memory_to_hccl() -> None:
+    """The pool takes all memory but an allowance, which it leaves where ``WORLD_SIZE`` names several ranks."""
+    code = NUMBERED.replace('print(CHOSEN, os.environ.get("LOCAL_RANK"))', """
+    from habana_frameworks.torch.hpu import POOL
+    print(POOL["allowance"] >> 20, os.environ.get("WORLD_SIZE"))""")
+    assert "POOL" in code
+    for world, env, says in (("2", {}, "384 None"), ("1", {}, "0 None"), ("2", {"WORLD_SIZE": "2"}, "384 2")):
+        done = run(code, "1" if world == "2" else "0", world, HABANA_STUB_CARDS="8", **env)
+        assert done.stdout.strip() == says, (done.stdout, done.stderr)
+
+
+def test_an_emulated_card_of_several_ranks_leaves_memory_to_hccl() -> None:
+    from trencadis.backends.hpu.emulator.emulated_bridge import bridge
+    from trencadis.backends.hpu.emulator.refusals import Refused
+
+    alone, one_of_two = bridge({}), bridge({"WORLD_SIZE": "2"})
+    assert alone.mem_get_info()[1] - one_of_two.mem_get_info()[1] == 384 << 20
+    with pytest.raises(Refused, match="no memory for HCCL"):
+        alone.all_reduce(torch.ones(2).to(alone.device))
+    assert open_bridge(0, {"TRENCADIS_HPU_EMULATOR": "1"}, world=2).mem_get_info() == one_of_two.mem_get_info()
 
 
 def test_cpu_imports_neither_bridge_nor_emulator() -> None:
