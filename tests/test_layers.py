@@ -94,8 +94,6 @@ BACKENDS = {
     "backends/hpu": ("core", "backends/.", "backends/cpu"),
     "backends/hpu/attention": ("core", "backends/hpu/."),
     "backends/hpu/emulator": ("core", "backends/hpu/.", "backends/hpu/start"),
-    "backends/hpu/emulator/compiled": ("core", "backends/hpu/.", "backends/hpu/emulator"),
-    "backends/hpu/emulator/recipes": ("core",),
     "backends/hpu/launches": ("core", "backends/cpu", "backends/hpu/.", "backends/hpu/attention"),
     "backends/hpu/start": ("core", "backends/hpu/.", "backends/hpu/emulator"),
 }
@@ -144,16 +142,13 @@ TORCH: dict[str, frozenset[str]] = {
     "backends/cuda/kernels/layers": EVERY,
     "backends/cuda/kernels/peers": EVERY,
     "backends/cuda/launches": EVERY,
-    "backends/cuda/libraries": frozenset(
-        {"selector", "library_launch", "flash_attn", "flashinfer", "ops", "attention_backend"}
-    ),
+    "backends/cuda/libraries": frozenset({"selector", "library_attention", "attention_backend"}),
     "backends/cuda/timing": frozenset({"kernel_recorder"}),
     "backends/cuda/twin": EVERY,
     "backends/cuda/weights": EVERY,
     "backends/hpu": EVERY,
     "backends/hpu/attention": EVERY,
     "backends/hpu/emulator": EVERY,
-    "backends/hpu/emulator/compiled": EVERY,
     "backends/hpu/launches": EVERY,
     "backends/hpu/start": EVERY,
 }

@@ -1,27 +1,187 @@
-"""The backend for an NVIDIA card."""
+"""The backend for an NVIDIA card, and the program of a bucket: static inputs, a body, and its graph."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from trencadis.backends.cpu.gloo_comm import SingleRank
-from trencadis.backends.cuda.cuda_program import AttentionLibrary, CudaPending, CudaProgram
 from trencadis.backends.cuda.host_layers import HostLayerOps, HostLayers
 from trencadis.backends.cuda.launches.cuda_inputs import Sizes
-from trencadis.backends.cuda.launches.input_buffers import StageBuffers
+from trencadis.backends.cuda.launches.input_buffers import InputBuffers, StageBuffers, buffer_bytes
 from trencadis.backends.cuda.launches.input_sizes import cross_attention_bytes, input_bytes
 from trencadis.backends.cuda.policy import policy
-from trencadis.backends.cuda.runtime_protocol import Runtime
+from trencadis.backends.cuda.runtime_protocol import CudaEvent, Graph, Runtime, Stream
 from trencadis.core.buckets import Bucket
-from trencadis.core.device.backend import BackendConfig, Body, Comm, Inputs, Memory, Ops, Pipe, Program, TensorsOut
+from trencadis.core.device.backend import (
+    BackendConfig,
+    Body,
+    Comm,
+    Inputs,
+    Memory,
+    Ops,
+    OutOfDeviceMemory,
+    Pipe,
+    Program,
+    ProgramState,
+    TensorsOut,
+    host_output,
+)
 from trencadis.core.vision_config import SlotForm
+
+
+class AttentionLibrary(Protocol):
+    """A library that computes attention in place of this engine's kernels
+    (``libraries.attention_backend.AttentionLibraryAdapter``).
+    """
+
+    def wrap_body(self, buffers: InputBuffers, body: Body) -> Body:
+        """Wraps ``body`` with the library's set-up; ``buffers`` call back for each launch that it must plan."""
+        ...
+
+
+class CudaProgram:
+    """``core.device.backend.Program``.
+
+    Buckets of a stage share the memory of their inputs, and graphs of a stage their working memory.
+
+    Args:
+        fetched: recorded when the last copy of outputs to the host is done; later launches may overwrite them.
+        library: attention library in place of this engine's kernels.
+    """
+
+    def __init__(
+        self, bucket: Bucket, body: Body, sizes: Sizes, runtime: Runtime, buffers: StageBuffers, fetched: CudaEvent,
+        library: AttentionLibrary | None = None,
+    ) -> None:  # fmt: skip
+        self.bucket, self.body, self.runtime = bucket, body, runtime
+        self.state = ProgramState.PLANNED
+        try:
+            self.buffers = InputBuffers(bucket, sizes, runtime, buffers.of(bucket.stage, buffer_bytes(bucket, sizes)))
+            if library is not None:
+                self.body = library.wrap_body(self.buffers, body)
+        except torch.OutOfMemoryError as error:
+            raise OutOfDeviceMemory(str(error)) from error
+        self.bytes = self.buffers.bytes
+        self._fetched = fetched
+        self._graph: Graph | None = None
+
+    @property
+    def inputs(self) -> Any:
+        """The stage's input tensors, at fixed addresses."""
+        return self.buffers.tensors
+
+    def fill(self, inputs: Inputs | None) -> None:
+        """Queues the copy of ``inputs``; None: padding only."""
+        self.buffers.fill(inputs)
+
+    def compile(self) -> None:
+        """Launches padding, since Triton compiles a kernel at its first call; an interpreter compiles nothing."""
+        if self.runtime.interprets:
+            self.state = max(self.state, ProgramState.COMPILED)
+        else:
+            self.fill(None)
+            self.run()
+
+    def rehearse(self) -> None:
+        """Launches padding, by the graph if there is one."""
+        if not self.runtime.interprets:
+            self.fill(None)
+            self.replay()
+
+    def run(self) -> Any:
+        self._begin()
+        out = self.runtime.launch(str(self.bucket), self.body, self.inputs, self.buffers.static)
+        self._end()
+        self.state = max(self.state, ProgramState.COMPILED)
+        return out
+
+    def capture(self) -> None:
+        """Captures after a warm run, so that no library sets itself up within the capture."""
+        if not self.runtime.graphs or self.state is ProgramState.CAPTURED:
+            return
+        self.fill(None)
+        self.runtime.on_captures(self._capture)
+
+    def _capture(self) -> None:
+        self.run()
+        before = self.runtime.memory.free()
+        self._graph = self.runtime.capture(
+            self.bucket.stage.name, str(self.bucket), self.body, self.inputs, self.buffers.static
+        )
+        self.bytes = self.buffers.bytes + max(before - self.runtime.memory.free(), 0)
+        self.state = ProgramState.CAPTURED
+
+    def replay(self) -> Any:
+        """Replays the graph. Its outputs are the same tensors each time, valid until the next launch of this bucket's
+        stage.
+        """
+        if self._graph is None:
+            return self.run()
+        self._begin()
+        self.runtime.replay(self._graph)
+        self._end()
+        return self._graph.out
+
+    def release(self) -> int:
+        """Releases the graph and returns the bytes that were freed.
+
+        These are the graph's nodes; with the last graph of its stage, also the memory that they shared.
+        """
+        if self._graph is None:
+            return 0
+        self.runtime.synchronize()
+        before = self.runtime.memory.free()
+        graph, self._graph = self._graph, None
+        self.state, self.bytes = ProgramState.COMPILED, self.buffers.bytes
+        self.runtime.release(graph)
+        return max(self.runtime.memory.free() - before, 0)
+
+    def _begin(self) -> None:
+        """Orders the launch after the copy of its inputs, and after the copy of the outputs that it overwrites."""
+        self.runtime.wait(Stream.PROGRAMS, self.buffers.buffer.written)
+        self.runtime.wait(Stream.PROGRAMS, self._fetched)
+
+    def _end(self) -> None:
+        self.runtime.record(self.buffers.buffer.last_read, Stream.PROGRAMS)
+
+
+class CudaPending:
+    """Outputs being copied to the host; ``core.device.backend.Pending``.
+
+    Args:
+        fetched: recorded when the copies are done, for launches that overwrite what the copies read.
+    """
+
+    def __init__(self, out: TensorsOut, rows: int, runtime: Runtime, fetched: CudaEvent) -> None:
+        self._rows, self._runtime, self._done = rows, runtime, runtime.event()
+        launched = runtime.event()
+        runtime.record(launched, Stream.PROGRAMS)
+        runtime.wait(Stream.DOWNLOADS, launched)
+        self._out, self._host = out, [None if t is None else self._copy(t) for t in out]
+        runtime.record(self._done, Stream.DOWNLOADS)
+        runtime.record(fetched, Stream.DOWNLOADS)
+
+    def _copy(self, t: Tensor) -> Tensor:
+        host = self._runtime.allocate_pinned((self._rows, *t.shape[1:]), t.dtype)
+        self._runtime.download(host, t[: self._rows])
+        return host
+
+    def done(self) -> bool:
+        """Returns True if ``result`` would not wait."""
+        return self._runtime.is_complete(self._done)
+
+    def result(self) -> Any:
+        """Waits for the copies and returns the outputs on the host."""
+        self._runtime.host_wait(self._done)
+        return host_output(self._out, [None if t is None else self._runtime.read(t) for t in self._host])
+
 
 TWIN = "cuda (twin): no card computes here; launches, copies and graphs are imitated on the CPU, for tests only."
 INTERPRETED = "cuda (interpreted): kernels run in Triton's interpreter, for tests only."

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from trencadis.backends.cuda.kernels import attention_checks
+from trencadis.backends.cuda.kernels import attention_tensors
 from trencadis.backends.cuda.launches.input_sizes import PROCESSORS, block_tokens, item_capacity
 from trencadis.backends.cuda.visible_devices import card_nodes
 from trencadis.core.buckets import Bucket, Stage
@@ -166,10 +166,10 @@ def check_model(cfg: BackendConfig) -> None:
         StartupError: no kernel supports one of them.
     """
     if cfg.head_dim:
-        attention_checks.check_supported(cfg.head_dim, cfg.heads // max(cfg.kv_heads, 1), cfg.block_size, cfg.dtype)
+        attention_tensors.check_supported(cfg.head_dim, cfg.heads // max(cfg.kv_heads, 1), cfg.block_size, cfg.dtype)
     if cfg.vision_head_dim:
-        attention_checks.check_supported(
-            cfg.vision_head_dim, 1, cfg.block_size, cfg.dtype, attention_checks.VISION_HEADS
+        attention_tensors.check_supported(
+            cfg.vision_head_dim, 1, cfg.block_size, cfg.dtype, attention_tensors.VISION_HEADS
         )
     _check_grid(cfg)
     if cfg.vocab_size > WIDEST_VOCABULARY:

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 __all__ = ["cards", "describe", "listing", "make_backend", "pick_dtype", "pick_policy", "probes", "usable"]
 
+ALIASES = {"float": "float32"}
+TAKEN = ("bfloat16", "float32")
+"""The dtypes that a Gaudi computes in."""
+
 
 def make_backend(cfg: BackendConfig) -> Backend:
     """Builds the HPU backend for ``core.device.backend.load("hpu")``."""
@@ -29,10 +33,17 @@ def make_backend(cfg: BackendConfig) -> Backend:
 
 
 def pick_dtype(asked: str, stored: str) -> torch.dtype:
-    """Returns the dtype that a Gaudi computes in (``hpu_dtypes.pick_dtype``)."""
-    from trencadis.backends.hpu import hpu_dtypes
+    """Returns the dtype for ``asked`` (``--dtype``): ``auto`` is bfloat16, whatever the checkpoint stores.
 
-    return hpu_dtypes.pick_dtype(asked, stored)
+    Raises StartupError for float16: its range is too small for the activations of these models, and it is no faster.
+    """
+    import torch
+
+    name = "bfloat16" if asked == "auto" else ALIASES.get(asked, asked)
+    if name not in TAKEN:
+        raise StartupError(f"--dtype {asked} is not supported on hpu; use {' or '.join(TAKEN)}")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def describe(index: int = 0) -> list[tuple[str, str]]:
@@ -41,9 +52,9 @@ def describe(index: int = 0) -> list[tuple[str, str]]:
     Raises:
         StartupError: one line about a stack, a mode or a card that cannot be used.
     """
-    from trencadis.backends.hpu.start import capability
+    from trencadis.backends.hpu.start import environment
 
-    return capability.find(os.environ, index).rows()
+    return environment.find_capability(os.environ, index).rows()
 
 
 def probes(index: int = 0) -> Iterator[tuple[str, Callable[[], str]]]:
@@ -69,11 +80,11 @@ def cards(policy: str, environ: Mapping[str, str]) -> tuple[int, str] | None:
     Raises:
         StartupError: ``HABANA_VISIBLE_MODULES`` cannot be read.
     """
-    from trencadis.backends.hpu.start import environment, machine, software_stack
+    from trencadis.backends.hpu.start import environment, machine
 
-    here = machine.find(environ)
+    here = machine.find_machine(environ)
     try:
-        if environment.choose(environ, here, software_stack.find()) == environment.EMULATED:
+        if environment.choose(environ, here, machine.find_stack()) == environment.EMULATED:
             return None
     except StartupError:
         return None if here.cards else (0, "there is none here")
@@ -84,7 +95,7 @@ def listing() -> list[str]:
     """Returns one line for each card that this process may use."""
     from trencadis.backends.hpu.start import machine
 
-    here = machine.find(os.environ)
+    here = machine.find_machine(os.environ)
     named = machine.visible(os.environ, here)
     ids = named if named is not None else here.modules
     return [f"hpu:{i}    Gaudi, {f'module {ids[i]}' if i < len(ids) else 'module unknown'}"
@@ -93,12 +104,12 @@ def listing() -> list[str]:
 
 def usable() -> str:
     """Returns why no Gaudi of this machine can serve; an empty string if one can."""
-    from trencadis.backends.hpu.start import capability, machine
+    from trencadis.backends.hpu.start import environment, machine
 
-    if not machine.find(os.environ).cards:
+    if not machine.find_machine(os.environ).cards:
         return "there is none; --device hpu emulates one"
     try:
-        capability.find(os.environ)
+        environment.find_capability(os.environ)
     except StartupError as error:
         return str(error)
     return ""

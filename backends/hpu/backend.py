@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trencadis.backends.hooks import Hooks
-from trencadis.backends.hpu.attention.mask_limits import check_bucket
-from trencadis.backends.hpu.bridge import Bridge
-from trencadis.backends.hpu.card_memory import HpuMemory
-from trencadis.backends.hpu.emulator_hooks import emulator_hooks
+from trencadis.backends.hpu.attention.prefill import check_bucket
+from trencadis.backends.hpu.bridge import Bridge, emulator_hooks
 from trencadis.backends.hpu.hccl_comm import HpuComm, HpuPipe
 from trencadis.backends.hpu.hpu_settings import HpuSettings, require_symbols, settings
 from trencadis.backends.hpu.launches.block_copies import HpuBlockCopies
-from trencadis.backends.hpu.launches.compiled_program import CompiledProgram
-from trencadis.backends.hpu.launches.device_errors import named_errors
-from trencadis.backends.hpu.launches.graph_program import GraphProgram
-from trencadis.backends.hpu.launches.host_copies import HostOutputPool, HpuPending, Staging
+from trencadis.backends.hpu.launches.host_copies import HostOutputPool, HpuPending, Staging, named_errors
 from trencadis.backends.hpu.launches.hpu_inputs import LaunchForm
-from trencadis.backends.hpu.launches.hpu_program import HpuProgram, LaunchContexts
+from trencadis.backends.hpu.launches.hpu_program import CompiledProgram, GraphProgram, HpuProgram, LaunchContexts
 from trencadis.backends.hpu.ops import HpuOps
 from trencadis.backends.hpu.policy import without_fp8
 from trencadis.backends.hpu.recurrent_check import check_recurrent
 from trencadis.backends.hpu.start.bridge_loader import open_bridge
-from trencadis.backends.hpu.step_log import StepLog
 from trencadis.core.buckets import Bucket, Policy, Stage
 from trencadis.core.device.backend import (
     BackendConfig,
@@ -42,10 +38,95 @@ from trencadis.core.device.backend import (
     Program,
     TensorsOut,
 )
+from trencadis.core.envs import get_bool
 from trencadis.core.executor.process_groups import join_group
 from trencadis.core.vision_config import NO_SLOT, SlotForm
 
+
+class HpuMemory:
+    """Memory of the card in bytes (``core.device.backend.Memory``).
+
+    ``real_kv_bytes``: host memory that the KV caches of an emulated card may take; None: no limit.
+    """
+
+    def __init__(self, bridge: Bridge, backed: int | None = None) -> None:
+        self._bridge, self._backed = bridge, backed
+
+    def total(self) -> int:
+        return self._bridge.mem_get_info()[1]
+
+    def free(self) -> int:
+        return self._bridge.mem_get_info()[0]
+
+    def real_kv_bytes(self) -> int | None:
+        return self._backed
+
+
 log = logging.getLogger("trencadis.engine")
+
+KINDS = {
+    "graph_compilation": ("VLLM_HPU_STEP_GRAPH_COMPILATION", "VLLM_HPU_LOG_STEP_GRAPH_COMPILATION"),
+    "cpu_fallback": ("VLLM_HPU_STEP_CPU_FALLBACK", "VLLM_HPU_LOG_STEP_CPU_FALLBACKS"),
+}
+"""Metric of the plug-in -> (start of a log line, variable that enables it)."""
+
+
+@dataclass
+class OpenMetric:
+    """One metric that is open for the life of the process, and its last values."""
+
+    word: str
+    metric: Any
+    always: bool
+    scope: AbstractContextManager[Any]
+    before: tuple[tuple[str, Any], ...]
+
+
+class StepLog:
+    """Compares the plug-in's counters around each launch.
+
+    ``begin`` is called when a launch's inputs are filled, ``end`` when its results are fetched; whatever was counted in
+    between belongs to that launch. Without the variables nothing is opened or read.
+
+    Args:
+        metrics: ``metric_localcontext`` of the plug-in.
+    """
+
+    def __init__(self, environ: Mapping[str, str], metrics: Callable[[str], AbstractContextManager[Any]]) -> None:
+        self._launch = ""
+        self._counted: list[OpenMetric] = []
+        for name, (word, variable) in KINDS.items():
+            always = get_bool(f"{variable}_ALL", environ)
+            if always or get_bool(variable, environ):
+                scope = metrics(name)
+                metric = scope.__enter__()
+                self._counted.append(OpenMetric(word, metric, always, scope, _stats(metric)))
+
+    def begin(self, launch: str) -> None:
+        """Starts counting for a launch; logs the launch before it, which has run."""
+        if self._counted:
+            self.end()
+            self._launch = launch
+            for one in self._counted:  # what warm-up compiled since then belongs to no launch
+                one.before = _stats(one.metric)
+
+    def end(self) -> None:
+        """Logs what the last launch counted."""
+        if not self._launch:
+            return
+        for one in self._counted:
+            now = _stats(one.metric)
+            events = now[0][1] - one.before[0][1]
+            if events or one.always:
+                log.warning("%s: %s, events %d, totals %s", one.word, self._launch, events, dict(now))
+            one.before = now
+        self._launch = ""
+
+
+def _stats(metric: Any) -> tuple[tuple[str, Any], ...]:
+    """Returns (name, value) pairs; the first is the number of events."""
+    return tuple((name, dict(value) if isinstance(value, dict) else value) for name, value in metric.stats())
+
 
 EMULATED = (
     "hpu (emulated): no Gaudi computes here. Answers, shapes and the ledger are those of the card's code path; "

@@ -1,10 +1,14 @@
-"""The symbols that the backend uses of a Gaudi, as one object, filled from the plug-in or from the emulator."""
+"""The symbols that the backend uses of a Gaudi, as one object, filled from the plug-in or from the emulator.
+
+The bridge is the plug-in's interface, and all that ops, programs and copies get. An emulated card has hooks besides;
+only the backend checks if its bridge is an emulated one, and passes the hooks to the parts that need them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,7 +41,7 @@ class Bridge:
         event: a marker with ``record`` and ``synchronize``; the latter waits for all copies and launches before it.
         fused_sdpa, fused_rms_norm, apply_rotary: fused kernels, None where the plug-in lacks them.
         sdpa_parts: (q, k, v, mask, causal, scale, mode) -> attention over some keys, with the statistics to merge it
-        (``optional_symbols``).
+        (``start.bridge_loader``).
         product: batches of bfloat16 matrices multiplied into float32.
         cast_to_fp8_v2: (x, scale) -> e4m3 codes of x times the scale, which broadcasts to it; None: of x.
         cast_from_fp8: (codes, dtype, scale) -> codes times the scale; None: their values.
@@ -49,7 +53,7 @@ class Bridge:
             their rows) -> the same by 8-bit floats.
         fp8_top: the largest e4m3 float of the card.
         block_adjustment: (maxima, sums, rows, count, shape) -> factor of each block over its row's sum
-        (``optional_symbols``).
+        (``start.bridge_loader``).
     """
 
     label: str
@@ -93,3 +97,79 @@ class Bridge:
     def compilations(self, metric: Any) -> int:
         """Events counted while a ``metric_localcontext`` was open: recipes compiled, or fall-backs."""
         return int(metric.stats()[0][1])
+
+
+LEAST_BLOCKS = 8
+"""Minimum number of KV blocks with values, whatever the host's memory allows."""
+
+
+@dataclass(frozen=True)
+class EmulatorHooks:
+    """The calls that a backend makes to the emulator besides the bridge; a real card has none.
+
+    Args:
+        values: tensors hold values; False on a card that keeps shapes alone.
+        backed: bytes of KV cache that may be filled with values; None: no limit.
+        reserve: charges bytes that have no host memory.
+        launch: context manager; everything inside is one launch, in compile mode.
+        layer: runs one layer of a stack; a card without values repeats the figures of an equal layer.
+        run_out: makes the next ``capture`` or ``step`` run out of memory.
+        no_sync: context manager inside which a launch that waits raises; an emulated card refuses that at all times.
+    """
+
+    values: bool
+    backed: int | None
+    reserve: Callable[[int], None]
+    launch: Callable[[], AbstractContextManager[Any]]
+    layer: Callable[..., Any]
+    run_out: Callable[[str], None]
+    no_sync: Callable[[], AbstractContextManager[Any]]
+
+    def hold_blocks(self, wanted: int, block_bytes: int) -> int:
+        """Returns how many of the ``wanted`` KV blocks get host memory; the bytes of the others are only reserved."""
+        most = wanted if self.backed is None else self.backed // block_bytes
+        held = min(wanted, max(most, LEAST_BLOCKS))
+        if held < wanted:
+            self.reserve((wanted - held) * block_bytes)
+        return held
+
+
+@dataclass(frozen=True)
+class EmulatedBridge(Bridge):
+    """The bridge of an emulated card, with the emulator's hooks."""
+
+    hooks: EmulatorHooks = field(kw_only=True)
+
+
+def emulator_hooks(bridge: Bridge) -> EmulatorHooks | None:
+    """Returns the emulator's hooks; None if the bridge is a real Gaudi's."""
+    return bridge.hooks if isinstance(bridge, EmulatedBridge) else None
+
+
+def fused_attention(
+    kernel: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float,
+    mode: str,
+) -> Tensor:  # fmt: skip
+    """Computes attention [B, h, S, d] over [B, g, T, d] by the plug-in's ``FusedSDPA``.
+
+    ``recompute_mode`` is always given: where it is None the wrapper asks a function of the plug-in's C library, which
+    Dynamo cannot trace. ``True`` is what the wrapper finds by default.
+    """
+    return kernel(q, k, v, mask, 0.0, causal, scale, mode, True, None, "right")
+
+
+OUT_OF_MEMORY_TEXTS = (
+    "allocation failed for size::",  # the pool (device_memory.cpp); also for a graph that is captured
+    "workspace allocation of size ::",  # the workspace of recipes, where a card runs out first (device.cpp)
+    "destination_pointer_ allocation failed",  # while memory is moved together (device_memory.cpp)
+    "no enough memory for defragment",  # the same, in later releases
+    "synoutofdevicememory",
+    "out of memory",  # the pool's extension, and HCCL's buffers
+)
+"""In lower case. An error of the thread that launches recipes holds one of them behind its own text."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns True if an error of the plug-in, or of the emulator, means a lack of memory on the card."""
+    text = str(error).lower()
+    return any(part in text for part in OUT_OF_MEMORY_TEXTS)

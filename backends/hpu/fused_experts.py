@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from trencadis.backends.cpu.expert_mlp import join_experts, route_tokens, run_all_experts
-from trencadis.backends.hpu.fp8_linear import E4M3, floats8_weight, round_tokens
-from trencadis.backends.hpu.launches.compiled_regions import own_code, part
+from trencadis.backends.hpu.hpu_quantised_linear import E4M3, floats8_weight, round_tokens
+from trencadis.backends.hpu.launches.region_compiler import own_code, part
 from trencadis.core.graphs.oom_errors import format_error
 from trencadis.core.quant.quantised_tensor import QTensor
 

@@ -43,7 +43,7 @@ class HpuSettings:
             split each layer's graph.
         context_slice: stored tokens whose keys and values a CONTEXT launch holds at a time.
         cut_layers: layers between two cuts.
-        decode_layers: compile mode: layers of a DECODE launch in one region, one of ``layer_groups.SIZES``.
+        decode_layers: compile mode: layers of a DECODE launch in one region, one of ``region_compiler.SIZES``.
         cuts: graphs are cut between layers; at collectives and in long loops they always are.
         regional: compile mode: parts of a body are compiled by themselves; False: one compilation a bucket.
         fullgraph: compile mode: parts are compiled as one graph each.

@@ -13,19 +13,11 @@ from torch import Tensor
 from trencadis.backends.cpu.adapter_products import mask_slots
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cpu.sampler import accepted_slots, apply_penalties, draw, sample_full
-from trencadis.backends.hpu.attention import (
-    block_decode,
-    context_prefill,
-    fresh_prefill,
-    quantised_kv_cache,
-    vision,
-    window_attention,
-)
+from trencadis.backends.hpu.attention import block_decode, prefill, quantised_kv_cache, vision, window_attention
 from trencadis.backends.hpu.attention.attention_inputs import FreshAttn, JoinedContext, SharedDecode, SlicedContext
 from trencadis.backends.hpu.attention.preparation import AttnPreparation, DecodeForm, SegmentPreparation
 from trencadis.backends.hpu.attention.softmax import AttentionKernels, lowest
 from trencadis.backends.hpu.bridge import Bridge
-from trencadis.backends.hpu.fp8_linear import TAKEN, Floats8Weight, floats8_weight, round_tokens
 from trencadis.backends.hpu.fused_experts import (
     ListedExperts,
     ListedFp8Experts,
@@ -36,14 +28,19 @@ from trencadis.backends.hpu.fused_experts import (
     run_listed_experts,
     run_listed_fp8_experts,
 )
+from trencadis.backends.hpu.hpu_quantised_linear import (
+    TAKEN,
+    Floats8Weight,
+    PackedWeight4,
+    floats8_weight,
+    packed4_weight,
+    round_tokens,
+)
 from trencadis.backends.hpu.hpu_settings import HpuSettings
-from trencadis.backends.hpu.int4_linear import PackedWeight4, packed4_weight
-from trencadis.backends.hpu.launches.compiled_regions import Regions
-from trencadis.backends.hpu.launches.layer_groups import group_layers
-from trencadis.backends.hpu.launches.region_compiler import RegionCompiler
-from trencadis.backends.hpu.launches.trees import leaves, rebuild
-from trencadis.backends.hpu.sampling import find_thresholds
-from trencadis.backends.hpu.shared_shapes import pieces
+from trencadis.backends.hpu.launches.hpu_inputs import leaves, rebuild
+from trencadis.backends.hpu.launches.region_compiler import RegionCompiler, Regions, group_layers
+from trencadis.backends.hpu.policy import pieces
+from trencadis.backends.hpu.sampling import HEAD_TYPES, RESET_TYPES, convert_fields, count_tokens, find_thresholds
 from trencadis.backends.hpu.static_recurrence import (
     KeptLayer,
     KeptStates,
@@ -76,13 +73,6 @@ Note = Callable[[Tensor, HeadTensors, SamplerState, bool], None]
 
 FUSED_ROWS = 3
 """Minimum number of dimensions that FusedRMSNorm takes."""
-
-
-HEAD_TYPES = dict.fromkeys(("hidden_row", "slot", "target", "mask_row", "place", "ahead"), torch.int64) | {
-    "top_k": torch.int32
-}
-RESET_TYPES = {"slot": torch.int64, "counts": torch.int32, "bias_id": torch.int64}
-"""Dtypes of fields that arrive as packed in compile mode (``launches.input_packing``)."""
 
 
 class DrawnCounts(NamedTuple):
@@ -208,7 +198,7 @@ class HpuOps(ReferenceOps):
     def pack_quantised_experts(
         self, gate_up: Sequence[Tensor | QTensor], down: Sequence[Tensor | QTensor], biases: ExpertBiases | None = None
     ) -> ListedFp8Experts | None:
-        """Implements ``core.models.moe.CodingOps``: keeps 8-bit floats where the plug-in's operation multiplies them."""
+        """Implements ``core.models.moe.CodingOps``: keeps 8-bit floats where the plug-in's operation is right."""
         if self.fused_fp8_experts is None:
             usable = self.bridge.fp8_experts is not None and self.bridge.fp8_gemm_v2 is not None
             self.fused_fp8_experts = usable and (not self.values or check_fp8_experts(self))
@@ -277,7 +267,7 @@ class HpuOps(ReferenceOps):
         return found
 
     def by_rows(self, run: Callable[..., None], rows: tuple[Any, ...], *shared: Any) -> None:
-        """Runs ``run`` over rows; in compile mode in pieces of few sizes (``shared_shapes.PIECES``), shared by all
+        """Runs ``run`` over rows; in compile mode in pieces of few sizes (``policy.PIECES``), shared by all
         launches.
         """
         if self.regions is None:
@@ -455,14 +445,14 @@ class HpuOps(ReferenceOps):
         if isinstance(attn, window_attention.PerWindow):
             attn = attn.each[attn.windows.index(window)]
         if isinstance(attn, FreshAttn):
-            return fresh_prefill.attend_fresh(q, k, v, attn, scale, fp32, kernels)
+            return prefill.attend_fresh(q, k, v, attn, scale, fp32, kernels)
         if isinstance(attn, window_attention.MaskedRows):
             return window_attention.attend_fresh(q, k, v, attn, scale, fp32, kernels)
         if isinstance(attn, window_attention.WindowContext):
-            keys, values = context_prefill.stored_keys(kv, attn.near_slots, size, q.dtype, kernels)
+            keys, values = prefill.stored_keys(kv, attn.near_slots, size, q.dtype, kernels)
             return window_attention.attend_window(q, k, v, (keys, values), attn, scale, fp32, kernels)
         if isinstance(attn, (JoinedContext, SlicedContext)):
-            return context_prefill.attend_context(q, k, v, kv, attn, size, scale, fp32, kernels)
+            return prefill.attend_context(q, k, v, kv, attn, size, scale, fp32, kernels)
         if isinstance(attn, SharedDecode):
             return block_decode.attend_decode(q, kv, attn, size, scale, fp32, kernels)
         raise TypeError(f"{type(attn).__name__} was not filled by this backend")
@@ -501,21 +491,3 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Applies rotary embedding without the plug-in's kernel: the first half of the head against the second."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
-
-
-def convert_fields(fields: Any, types: dict[str, torch.dtype]) -> Any:
-    """Returns ``fields``, a named tuple of tensors, with those named in ``types`` converted to these dtypes."""
-    held = {name: x.to(dtype) for name, dtype in types.items() if (x := getattr(fields, name)) is not None}
-    return fields._replace(**held)
-
-
-def count_tokens(token: Tensor, head: HeadTensors, state: SamplerState) -> Tensor:
-    """Returns int32 [r, V]: the counts of each row's slot, including the id drawn now and the drafts before it."""
-    counts = state.counts.index_select(0, head.slot)
-    vocab = torch.arange(counts.shape[1], device=token.device, dtype=torch.int32)
-    counts = counts + (vocab == token.int()[:, None])
-    if head.ahead is None:
-        return counts
-    for draft in head.ahead.int().unbind(1):  # of those that a row accepts, each is another id or counts once more
-        counts = counts + (vocab == draft[:, None])
-    return counts

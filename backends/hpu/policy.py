@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from trencadis.backends.hpu.hpu_settings import settings
-from trencadis.backends.hpu.shared_shapes import padded_start
 from trencadis.backends.hpu.start.environment import will_be_lazy
 from trencadis.core.buckets import (
     LARGEST,
@@ -35,6 +35,38 @@ from trencadis.core.quant.scheme import FLOATS8
 from trencadis.core.request import MAX_BIAS
 from trencadis.core.shapes.launch_costs import Costs
 from trencadis.core.shared_constants import WINDOW_SLOTS
+
+PIECES = (1, 4, 16, 64, 512, 4096)
+"""Numbers of rows of a piece. A launch of up to 256 rows has at most four pieces, one of up to 32,768 at most eight."""
+
+STARTS = (32, 128, 512, 2048, 8192)
+"""Numbers of tokens to which the start of a text launch is padded; beyond them, powers of two.
+
+Embedding and rotary factors cover at most four times the tokens, which takes less than a hundredth of a layer's time.
+"""
+
+
+class StoredPiece(NamedTuple):
+    """Rows [start, stop) of a launch."""
+
+    start: int
+    stop: int
+
+
+def pieces(rows: int, sizes: Sequence[int] = PIECES) -> Iterator[StoredPiece]:
+    """Yields pieces of one of ``sizes`` that cover ``rows`` > 0 rows; the last one may repeat rows of the one
+    before.
+    """
+    size = max(p for p in sizes if p <= rows)
+    for start in range(0, rows, size):
+        begun = min(start, rows - size)
+        yield StoredPiece(begun, begun + size)
+
+
+def padded_start(tokens: int) -> int:
+    """Returns the number of tokens that the start of a launch of ``tokens`` is compiled for."""
+    return next((s for s in STARTS if s >= tokens), 1 << (tokens - 1).bit_length())
+
 
 AXES = {
     Stage.FRESH: ("rows", "tokens"),
@@ -83,7 +115,7 @@ CORNERS = {
 
 
 def input_bytes(bucket: Bucket, sizes: InputSizes) -> int:
-    """Returns the exact bytes of a bucket's input tensors: 32-bit words and bytes, as ``launches/input_packing.py``
+    """Returns the exact bytes of a bucket's input tensors: 32-bit words and bytes, as ``launches/host_copies.py``
     packs them.
     """
     dims, vocab = bucket.dims, sizes.vocab

@@ -170,9 +170,9 @@ def emulated() -> bool:
     """
     import os
 
-    from trencadis.backends.hpu.start import capability
+    from trencadis.backends.hpu.start import environment
 
-    return not capability.find(os.environ).real
+    return not environment.find_capability(os.environ).real
 
 
 def main() -> int:

@@ -13,7 +13,6 @@ from tests.traffic.ragged_rows import ragged_inputs
 from trencadis.backends.cuda import runtime_of
 from trencadis.backends.cuda.kernels import cross_attend
 from trencadis.backends.cuda.kernels.query_blocks import IMAGE_SPAN
-from trencadis.backends.cuda.launches.cross_attention_items import CrossAttentionItemArrays, LaunchPlans, plan
 from trencadis.backends.cuda.launches.input_buffers import InputBuffers
 from trencadis.backends.cuda.launches.input_sizes import (
     cross_attention_block_tokens,
@@ -21,6 +20,7 @@ from trencadis.backends.cuda.launches.input_sizes import (
     cross_attention_capacity,
     input_bytes,
 )
+from trencadis.backends.cuda.launches.work_items import CrossAttentionItemArrays, LaunchPlans, plan_cross_items
 from trencadis.core.buckets import Bucket, InputSizes, Stage
 from trencadis.core.cross_attention_inputs import VARIANT
 from trencadis.core.models.cross_attention import arena_row_numbers
@@ -81,7 +81,7 @@ def test_every_span_is_attended_to_once(seed: int) -> None:
         cross_attention_block_tokens(bucket, group),
         cross_attention_capacity(bucket, group, processors, heads, LENGTH),
     )
-    made = plan(reach, each, room)
+    made = plan_cross_items(reach, each, room)
     assert planned_spans(made, reach, each) == spans_of(reach, each)
     assert len(made.cross_token) == room.items and len(made.merge_token) == room.joins
     assert made.merge_part.max() <= room.parts
@@ -90,10 +90,10 @@ def test_every_span_is_attended_to_once(seed: int) -> None:
 def test_one_decoding_row_keeps_a_card_busy() -> None:
     """Of 13 spans of an image each is an item of its own, for each of 8 KV heads; many rows are cut no further."""
     bucket = Bucket(Stage.DECODE, (1,), f"{VARIANT}1")
-    made = plan(np.full((1, 1), LENGTH, np.int32), 4, cross_attention_capacity(bucket, 4, 132, 8, LENGTH))
+    made = plan_cross_items(np.full((1, 1), LENGTH, np.int32), 4, cross_attention_capacity(bucket, 4, 132, 8, LENGTH))
     assert (made.cross_part >= 0).sum() == 13
     many = Bucket(Stage.PREFILL, (2048, 4), f"{VARIANT}1")
-    made = plan(np.full((2048, 1), LENGTH, np.int32), 16, cross_attention_capacity(many, 4, 132, 8, LENGTH))
+    made = plan_cross_items(np.full((2048, 1), LENGTH, np.int32), 16, cross_attention_capacity(many, 4, 132, 8, LENGTH))
     work = np.where(made.cross_part >= 0, 1, 13)[made.cross_token >= 0]
     assert work.sum() == 128 * 13 and (work[:-1] >= work[1:]).all()
 

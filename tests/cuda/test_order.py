@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.oracles.happens_before import Schedule, races
-from trencadis.backends.cuda.cuda_program import CudaPending, CudaProgram
+from trencadis.backends.cuda.backend import CudaPending, CudaProgram
 from trencadis.backends.cuda.launches.input_buffers import StageBuffer
 from trencadis.backends.cuda.runtime_protocol import Stream
 from trencadis.backends.cuda.twin.twin_runtime import TwinCall

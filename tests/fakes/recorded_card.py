@@ -19,7 +19,7 @@ from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.emulator.refusals import EmulatedOutOfMemory
 from trencadis.backends.hpu.hpu_settings import HpuSettings
-from trencadis.backends.hpu.launches.graph_program import GraphProgram
+from trencadis.backends.hpu.launches.hpu_program import GraphProgram
 from trencadis.backends.hpu.policy import SERVING
 from trencadis.core.buckets import Bucket, InputSizes
 from trencadis.core.device.backend import BackendConfig, OutOfDeviceMemory, ProgramState

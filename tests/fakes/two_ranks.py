@@ -14,9 +14,8 @@ import numpy as np
 import torch
 
 from trencadis.backends.hpu.backend import HpuBackend
-from trencadis.backends.hpu.emulator.current_device import EmulatedRuntime
-from trencadis.backends.hpu.emulator.emulated_bridge import bridge
-from trencadis.backends.hpu.emulator.faults import parse
+from trencadis.backends.hpu.emulator.emulated_bridge import EmulatedRuntime, bridge
+from trencadis.backends.hpu.emulator.refusals import parse
 from trencadis.backends.hpu.hccl_comm import HpuComm
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.policy import policy

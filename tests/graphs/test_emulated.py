@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.traffic.requests import Traffic
-from trencadis.backends.hpu.emulator.current_device import EmulatedRuntime
-from trencadis.backends.hpu.emulator.faults import parse
+from trencadis.backends.hpu.emulator.emulated_bridge import EmulatedRuntime
+from trencadis.backends.hpu.emulator.refusals import parse
 from trencadis.core.buckets import Stage
 from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import ProgramState

@@ -304,12 +304,12 @@ def verdict(of: CheckTarget, fault: Fault, everything: bool = False) -> str:
 
 def stub() -> Make:
     """The Gaudi backend over the stub of its plug-in; needs tests/stubs on the path and a process of its own."""
-    from trencadis.backends.hpu.start import machine, software_stack
+    from trencadis.backends.hpu.start import machine
 
-    software_stack.find = lambda: software_stack.Stack("1.21.0.555", "2.6.0+git1234", "2.6.0", True)
-    machine.find = lambda environ: machine.Machine(1, 1)
+    machine.find_stack = lambda: machine.Stack("1.21.0.555", "2.6.0+git1234", "2.6.0", True)
+    machine.find_machine = lambda environ: machine.Machine(1, 1)
     from trencadis.backends.hpu.backend import HpuBackend
-    from trencadis.backends.hpu.emulator_hooks import emulator_hooks
+    from trencadis.backends.hpu.bridge import emulator_hooks
     from trencadis.backends.hpu.policy import policy
     from trencadis.backends.hpu.start.bridge_loader import open_bridge
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from tests.oracles.gaudi_launches import BLOCK, BLOCKS, LAUNCHES, AttentionLayer, reference, references, step_inputs
 from tests.traffic.launch_lines import LINES, plan_of
-from trencadis.backends.hpu.attention import context_prefill, softmax, window_attention
+from trencadis.backends.hpu.attention import prefill, softmax, window_attention
 from trencadis.backends.hpu.attention.attention_inputs import ContextAttn, FreshAttn, SlicedContext
-from trencadis.backends.hpu.attention.mask_limits import check_bucket, largest_mask
+from trencadis.backends.hpu.attention.prefill import check_bucket, largest_mask
 from trencadis.backends.hpu.attention.softmax import AttentionKernels
 from trencadis.backends.hpu.backend import HpuBackend
 from trencadis.backends.hpu.emulator.card_profiles import profile
@@ -24,9 +24,9 @@ from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.emulator.fused_kernels import Kernels, block_softmax_adjustment
 from trencadis.backends.hpu.emulator.refusals import Refused
 from trencadis.backends.hpu.hpu_settings import HpuSettings, settings
-from trencadis.backends.hpu.optional_symbols import find_symbols
 from trencadis.backends.hpu.policy import input_bytes, policy
-from trencadis.backends.hpu.start import product_probe
+from trencadis.backends.hpu.start import bridge_loader
+from trencadis.backends.hpu.start.bridge_loader import find_symbols
 from trencadis.core.buckets import Bucket, InputSizes, Stage
 from trencadis.core.device.backend import BackendConfig, LayerKV, Rotary, Segments
 from trencadis.core.errors import StartupError
@@ -181,9 +181,9 @@ def test_long_chunks_are_causal_in_whole_steps(count: int, stored: int, dtype: t
     on = [t.to(backend.device) for t in (q, k, v, *caches)]
     moved = ContextAttn(*(t.to(backend.device) for t in attn[:3]))
     with backend.card.launch():
-        ready = context_prefill.prepare_context(moved, size, 2 * size)
+        ready = prefill.prepare_context(moved, size, 2 * size)
         assert isinstance(ready, SlicedContext) and len(ready.visible) == 2
-        got = context_prefill.attend_context(
+        got = prefill.attend_context(
             on[0], on[1], on[2], LayerKV(on[3], on[4]), ready, size, 0.4, True, backend.ops.kernels
         )
     rows = (listed[:used, None] * size + torch.arange(size)).flatten()[:stored]
@@ -270,9 +270,9 @@ def test_a_product_into_float32_is_taken_where_it_is_exact(
             raise RuntimeError("Expected out tensor to have dtype c10::BFloat16, but got float instead")
         return a.float() @ b.float() if form == "exact" else (a @ b).float()
 
-    monkeypatch.setattr(product_probe, "FORMS", (multiply,))
-    assert (product_probe.find_product(torch.device("cpu"), None) is not None) is found
-    assert (product_probe.find_product(torch.device("cpu"), lambda f: f) is not None) is found
+    monkeypatch.setattr(bridge_loader, "FORMS", (multiply,))
+    assert (bridge_loader.find_product(torch.device("cpu"), None) is not None) is found
+    assert (bridge_loader.find_product(torch.device("cpu"), lambda f: f) is not None) is found
 
 
 def test_rotary_is_applied_in_float32(hpu: Make) -> None:
@@ -384,7 +384,7 @@ def test_limits_of_the_fused_kernel_are_the_emulators() -> None:
 
 def test_the_ledger_counts_with_the_same_sizes() -> None:
     assert (HpuSettings.context_slice, softmax.QUERY_TILE) == (estimate.SLICE, estimate.TILE)
-    assert softmax.QUERY_TILE % context_prefill.CAUSAL_STEP == 0
+    assert softmax.QUERY_TILE % prefill.CAUSAL_STEP == 0
 
 
 @pytest.mark.parametrize("name", LINES)

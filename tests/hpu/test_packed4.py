@@ -17,8 +17,8 @@ from trencadis.backends.hpu.backend import HpuBackend
 from trencadis.backends.hpu.emulator.card_profiles import profile
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
-from trencadis.backends.hpu.int4_linear import PackedWeight4
-from trencadis.backends.hpu.launches.compiled_regions import part
+from trencadis.backends.hpu.hpu_quantised_linear import PackedWeight4
+from trencadis.backends.hpu.launches.region_compiler import part
 from trencadis.backends.hpu.policy import policy
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.device.backend import BackendConfig

@@ -13,7 +13,7 @@ import torch
 from tests.oracles.attention_cases import Case, step_inputs
 from trencadis.backends.cpu import make_backend
 from trencadis.backends.cuda import runtime_of
-from trencadis.backends.cuda.kernels import attention_checks, tiles, vision_attention
+from trencadis.backends.cuda.kernels import attention_tensors, tiles, vision_attention
 from trencadis.backends.cuda.launches.cuda_inputs import Sizes
 from trencadis.backends.cuda.launches.input_buffers import InputBuffers, StageBuffer, buffer_bytes
 from trencadis.backends.cuda.launches.input_sizes import input_bytes
@@ -136,8 +136,8 @@ KERNELS = {
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_tables_answer_every_launch(kernel: str) -> None:
     used = set()
-    heads = attention_checks.HEADS if kernel in ("attend_prefill", "attend_decode") else attention_checks.VISION_HEADS
-    axes = (tiles.SHARED, (16, 32), heads, attention_checks.GROUPS, KERNELS[kernel])
+    heads = attention_tensors.HEADS if kernel in ("attend_prefill", "attend_decode") else attention_tensors.VISION_HEADS
+    axes = (tiles.SHARED, (16, 32), heads, attention_tensors.GROUPS, KERNELS[kernel])
     for arch, bits, head, group, length in itertools.product(*axes):
         if group > 1 and kernel in ("attend_windows", "attend_images"):
             continue
@@ -157,10 +157,10 @@ def test_tables_answer_every_launch(kernel: str) -> None:
 
 
 def test_limits_are_named() -> None:
-    attention_checks.check_supported(80, 7, 16, torch.bfloat16)
+    attention_tensors.check_supported(80, 7, 16, torch.bfloat16)
     wrong: dict[str, tuple[Any, ...]] = {
         "68 values": (68, 1, 16, torch.float32),
-        "76 values": (76, 1, 16, torch.float32, attention_checks.VISION_HEADS),
+        "76 values": (76, 1, 16, torch.float32, attention_tensors.VISION_HEADS),
         "264 values": (264, 1, 16, torch.float32),
         "17 query heads": (64, 17, 16, torch.float32),
         "--block-size 8": (64, 1, 8, torch.float32),
@@ -168,7 +168,7 @@ def test_limits_are_named() -> None:
     }
     for text, args in wrong.items():
         with pytest.raises(StartupError, match=text):
-            attention_checks.check_supported(*args)
+            attention_tensors.check_supported(*args)
 
 
 def test_buckets_may_share_their_memory() -> None:

@@ -15,8 +15,8 @@ import pytest
 from tests.stubs.gaudi_container import put, put_cards
 from trencadis.backends import cuda
 from trencadis.backends.cuda import visible_devices
-from trencadis.backends.hpu.start import software_stack
-from trencadis.backends.hpu.start.software_stack import Stack
+from trencadis.backends.hpu.start import machine as hpu_machine
+from trencadis.backends.hpu.start.machine import Stack
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.links import topology
@@ -37,7 +37,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     """Puts that many cards of both kinds into a machine without Ray; returns the environment of a process there."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(topology, "find_spec", lambda name: None)
-    monkeypatch.setattr(software_stack, "find", lambda: Stack("1.24.2.31", "2.13.0+cpu", "2.13.0", True))
+    monkeypatch.setattr(hpu_machine, "find_stack", lambda: Stack("1.24.2.31", "2.13.0+cpu", "2.13.0", True))
 
     def made(count: int) -> dict[str, str]:
         root = tmp_path / "machine"

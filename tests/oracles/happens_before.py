@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trencadis.backends.cuda.cuda_program import CudaPending, CudaProgram
+from trencadis.backends.cuda.backend import CudaPending, CudaProgram
 from trencadis.backends.cuda.launches.cuda_inputs import Sizes
 from trencadis.backends.cuda.launches.input_buffers import StageBuffers
 from trencadis.backends.cuda.twin.twin_runtime import HOST, Region, TwinCall, TwinRuntime

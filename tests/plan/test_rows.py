@@ -13,9 +13,8 @@ from tests.fakes.meta_start import GIB, backend, card, config_of, on_paper, run
 from tests.traffic.launch_lines import model_of
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.hpu_settings import HpuSettings
-from trencadis.backends.hpu.launches.hpu_inputs import LaunchForm, arrays
-from trencadis.backends.hpu.launches.input_packing import make_packing
-from trencadis.backends.hpu.launches.trees import leaves
+from trencadis.backends.hpu.launches.host_copies import make_packing
+from trencadis.backends.hpu.launches.hpu_inputs import LaunchForm, arrays, leaves
 from trencadis.backends.hpu.policy import policy
 from trencadis.core.buckets import Bucket, GraphMemory, InputSizes, Stage
 from trencadis.core.checkpoint.model_config import ImageNeeds

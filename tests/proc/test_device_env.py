@@ -10,8 +10,8 @@ import pytest
 
 from tests.stubs.gaudi_container import put_cards
 from trencadis import llm_engine
-from trencadis.backends.hpu.start import software_stack
-from trencadis.backends.hpu.start.software_stack import Stack
+from trencadis.backends.hpu.start import machine
+from trencadis.backends.hpu.start.machine import Stack
 from trencadis.core import devices
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
@@ -94,7 +94,7 @@ def test_the_server_for_its_engine(order: list[Any], caplog: pytest.LogCaptureFi
 def test_a_start_that_cannot_succeed_ends_before_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     put_cards(tmp_path, 1)
     monkeypatch.setenv("TRENCADIS_MACHINE_ROOT", str(tmp_path))
-    monkeypatch.setattr(software_stack, "find", lambda: Stack("1.24.2.31", "2.11.0+cpu", "2.13.0", True))
+    monkeypatch.setattr(machine, "find_stack", lambda: Stack("1.24.2.31", "2.11.0+cpu", "2.13.0", True))
     monkeypatch.setattr("subprocess.Popen", lambda *args, **kwargs: pytest.fail("an engine was started"))
     with pytest.raises(StartupError, match=r"was built for torch 2\.13\.0 and torch 2\.11\.0\+cpu is installed"):
         spawn.spawn_engine(EngineConfig(device="hpu"))

@@ -20,12 +20,12 @@ from trencadis.assets import demo_path
 from trencadis.backends.cpu import make_backend as make_cpu
 from trencadis.backends.cuda import make_backend as make_cuda
 from trencadis.backends.cuda.weights.quantised_weight import QuantisedWeight
-from trencadis.backends.hpu import fp8_linear as floats8
+from trencadis.backends.hpu import hpu_quantised_linear as floats8
 from trencadis.backends.hpu.backend import HpuBackend
 from trencadis.backends.hpu.emulator.card_profiles import profile
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
-from trencadis.backends.hpu.fp8_linear import Floats8Weight
+from trencadis.backends.hpu.hpu_quantised_linear import Floats8Weight
 from trencadis.backends.hpu.policy import policy
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.pooler_config import load_model_config

@@ -1,14 +1,19 @@
-"""The tensors that describe a launch to the CUDA kernels. The bucket fixes the size of each.
+"""The tensors that describe a launch to the CUDA kernels, and checks of the attention kernels' arguments.
 
-Block tables are ragged: row r's blocks are ``blocks[block_start[r] : block_start[r + 1]]``, so that one copy of the ids
-in use fills them, however long the longest possible row is.
+The bucket fixes the size of each tensor. Block tables are ragged: row r's blocks are ``blocks[block_start[r] :
+block_start[r + 1]]``, so that one copy of the ids in use fills them, however long the longest possible row is. A
+captured program launches from Python only once, so its arguments are checked once.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+from trencadis.core.device.backend import LayerKV
+from trencadis.core.errors import StartupError
 
 
 class ItemAttn(NamedTuple):
@@ -41,7 +46,7 @@ class SingleAttn(ItemAttn):
 
 
 class CrossAttentionItems(NamedTuple):
-    """``core.device.launch_tensors.CrossAttentionTensors`` as work items (launches/cross_attention_items.py).
+    """``core.device.launch_tensors.CrossAttentionTensors`` as work items (launches/work_items.py).
 
     Item i: the block of queries from token ``cross_token[i]`` of the launch on (-1: no item) attends to the images
     whose columns of ``reach`` are ``cross_unit[i] : cross_last[i]``, as far as each token sees them. Its result is
@@ -84,3 +89,79 @@ class CudaSegments(NamedTuple):
     solid: Tensor | None = None  # int32 [windows] ``real``, but 0 in padding windows; the two below follow from it
     solid_whole: Tensor | None = None
     solid_order: Tensor | None = None
+
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+GROUPS = range(1, 17)
+HEADS = range(8, 257, 8)
+VISION_HEADS = range(16, 129, 8)
+
+
+def check_supported(head_dim: int, group: int, block_size: int, dtype: torch.dtype, heads: range = HEADS) -> None:
+    """Raises StartupError, with what would work, if no kernel supports a model.
+
+    Args:
+        head_dim: values of a head.
+        group: query heads per KV head on one rank.
+        heads: head sizes that the kernels support.
+    """
+    if head_dim not in heads:
+        rule = f"multiples of {heads.step} up to {heads[-1]}"
+        raise StartupError(f"heads of {head_dim} values: the cuda kernels take {rule}; --device cpu takes any")
+    if group not in GROUPS:
+        raise StartupError(f"{group} query heads a KV head: the cuda kernels take 1 to 16; --device cpu takes any")
+    if block_size not in BLOCK_SIZES:
+        sizes = ", ".join(map(str, BLOCK_SIZES))
+        raise StartupError(f"--block-size {block_size}: the cuda kernels take {sizes}; --device cpu takes any")
+    if dtype not in DTYPES:
+        raise StartupError(f"{dtype}: the cuda kernels compute in float16, bfloat16 and float32 (--dtype)")
+
+
+def check_paged(q: Tensor, kv: LayerKV, out: Tensor) -> None:
+    """Asserts for text: q and out [tokens, heads, d], k and v [blocks, block_size, kv_heads, d], all of one dtype or k,
+    v codes.
+    """
+    _packed_heads(q)
+    k, v = kv.k, kv.v
+    assert out.shape == q.shape and out.is_contiguous() and k.is_contiguous() and v.is_contiguous()
+    assert k.shape == v.shape and k.shape[3] == q.shape[2] and q.shape[1] % k.shape[2] == 0
+    assert q.dtype == out.dtype and k.dtype == v.dtype and (q.dtype == k.dtype or kv.k_scale is not None)
+
+
+def check_cross_attention(q: Tensor, k: Tensor, v: Tensor, items: CrossAttentionItems, out: Tensor) -> None:
+    """Asserts for cross-attention: q and out [tokens, heads, d]; k and v [rows, KV heads x d].
+
+    k and v are columns of one arena whose rows begin on 16 bytes.
+    """
+    _packed_heads(q)
+    tokens, heads, d = q.shape
+    assert out.shape == q.shape and out.is_contiguous() and q.dtype == out.dtype == k.dtype == v.dtype
+    assert k.shape == v.shape and k.shape[1] % d == 0 and heads % (k.shape[1] // d) == 0
+    for t in (k, v):
+        assert t.stride() == (k.stride(0), 1)
+        assert not any(n * t.itemsize % 16 for n in (t.storage_offset(), t.stride(0)))
+    assert items.reach.shape == items.times.shape == (tokens, items.unit_row.shape[0])
+    assert items.reach.is_contiguous() and items.times.is_contiguous()
+
+
+def check_packed(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+    """Asserts for vision: q, k, v and out [slots, heads, d] of one dtype; slots in steps of 64."""
+    for t in (q, k, v, out):
+        _packed_heads(t)
+        assert t.shape == q.shape and t.dtype == q.dtype
+    assert q.shape[0] % 64 == 0
+
+
+def check_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
+    """Asserts for rotary: q and out [tokens, heads, d], k [tokens, kv_heads, d], cos and sin float32 [tokens, d]."""
+    for t in (q, k, out):
+        _packed_heads(t)
+    assert out.shape == q.shape and k.shape[0] == q.shape[0] and k.shape[2] == q.shape[2]
+    for t in (cos, sin):
+        assert t.shape == (q.shape[0], q.shape[2]) and t.is_contiguous() and t.dtype == torch.float32
+
+
+def _packed_heads(t: Tensor) -> None:
+    assert t.dtype in DTYPES and t.shape[2] in HEADS
+    assert t.stride(2) == 1 and t.stride(1) == t.shape[2]

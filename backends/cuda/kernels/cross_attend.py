@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trencadis.backends.cuda.kernels import attention_checks, online_softmax, tiles
+from trencadis.backends.cuda.kernels import attention_tensors, online_softmax, tiles
 from trencadis.backends.cuda.kernels.attention_tensors import CrossAttentionItems, SingleCrossAttention
 from trencadis.backends.cuda.kernels.query_blocks import DRAWN, IMAGE_SPAN, cross_attention_lanes
 
@@ -67,7 +67,7 @@ def cross_attend(
     """
     tokens, heads, d = q.shape
     lanes, groups = results.values.shape[2], k.shape[1] // d
-    attention_checks.check_cross_attention(q, k, v, items, out)
+    attention_tensors.check_cross_attention(q, k, v, items, out)
     group = heads // groups
     tile = tiles.pick("attend_pictures", q, group, "one" if lanes == DRAWN else "many")
     subs, slabs = lanes // tile.m, lanes // SLAB

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trencadis.backends.cuda.kernels import attention_checks, online_softmax, quantised_kv_attention, tiles
+from trencadis.backends.cuda.kernels import attention_tensors, online_softmax, quantised_kv_attention, tiles
 from trencadis.backends.cuda.kernels.attention_tensors import ItemAttn, SingleAttn
 from trencadis.backends.cuda.kernels.layers import dependent_launch
 from trencadis.backends.cuda.kernels.paged_keys import PagedKeys, Reach, attend_reach, start_run
@@ -73,7 +73,7 @@ def attend_text(
         window: keys that a token sees, including its own; 0: all.
         sinks: float32 [heads], as for ``backend.Ops.attend``.
     """
-    attention_checks.check_paged(q, kv, out)
+    attention_tensors.check_paged(q, kv, out)
     tokens, heads, d = q.shape
     groups = kv.k.shape[2]
     group, lanes, single = heads // groups, block_lanes(attn, tokens, alike), isinstance(attn, SingleAttn)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trencadis.backends.cuda.kernels import attention_checks, online_softmax, tiles
+from trencadis.backends.cuda.kernels import attention_tensors, online_softmax, tiles
 from trencadis.backends.cuda.kernels.attention_tensors import CudaSegments
 from trencadis.core.shared_constants import WINDOW_SLOTS
 
@@ -27,7 +27,7 @@ def attend_windows(q: Tensor, k: Tensor, v: Tensor, seg: CudaSegments, scale: fl
         q, k, v: [slots, heads, d], the last two dimensions contiguous.
         out: like q, contiguous.
     """
-    attention_checks.check_packed(q, k, v, out)
+    attention_tensors.check_packed(q, k, v, out)
     slots, heads, d = q.shape
     tile = tiles.pick("attend_windows", q, 1)
     lanes, tail = halves(d)
@@ -48,7 +48,7 @@ def attend_images(
         out: like q, contiguous.
         alike: pick the same tile for every launch, so that a query's sums run in the same order in all of them.
     """
-    attention_checks.check_packed(q, k, v, out)
+    attention_tensors.check_packed(q, k, v, out)
     slots, heads, d = q.shape
     tile = tiles.pick("attend_images", q, 1, "short" if alike or slots < SHORT else "long")
     lanes, tail = halves(d)

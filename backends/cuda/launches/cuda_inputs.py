@@ -35,7 +35,6 @@ from trencadis.backends.cuda.kernels.attention_tensors import (
     SingleAttn,
     SingleCrossAttention,
 )
-from trencadis.backends.cuda.launches.cross_attention_items import LaunchPlans, first_rows_of
 from trencadis.backends.cuda.launches.input_sizes import (
     ItemCapacity,
     block_tokens,
@@ -43,6 +42,7 @@ from trencadis.backends.cuda.launches.input_sizes import (
     cross_attention_capacity,
     item_capacity,
 )
+from trencadis.backends.cuda.launches.work_items import LaunchPlans, first_rows_of
 from trencadis.core.buckets import LORA, Bucket, Stage, drafts_ahead, padded_tokens
 from trencadis.core.cross_attention_inputs import planned_units
 from trencadis.core.device.backend import Inputs, TextTensors, VisionTensors

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trencadis.backends.hpu.attention import block_decode, context_prefill, vision, window_attention
+from trencadis.backends.hpu.attention import block_decode, prefill, vision, window_attention
 from trencadis.backends.hpu.attention.attention_inputs import BlockDecodeAttn, ContextAttn, FreshAttn, MaskedSegments
 from trencadis.backends.hpu.attention.softmax import AttentionKernels
 from trencadis.core.device.backend import Attn, Segments
@@ -62,7 +62,7 @@ class AttnPreparation:
         if isinstance(attn, ContextAttn):
             if window:
                 return window_attention.prepare_context(attn, window, self.size, self.kernels)
-            return context_prefill.prepare_context(attn, self.size, self.slice_tokens)
+            return prefill.prepare_context(attn, self.size, self.slice_tokens)
         return window_attention.prepare_fresh(attn, window, self.kernels)
 
     def attach(self, attn: Any, computed: tuple[Any, ...]) -> Any:

@@ -14,7 +14,7 @@ from trencadis.backends.hpu.attention.softmax import (
     plain_rows,
     softmax_mode,
 )
-from trencadis.backends.hpu.fused_sdpa import fused_attention
+from trencadis.backends.hpu.bridge import fused_attention
 from trencadis.core.device.backend import Segments
 from trencadis.core.shared_constants import WINDOW_SLOTS
 

@@ -1,4 +1,4 @@
-"""The emulator as a ``Bridge``."""
+"""The emulator as a ``Bridge``, and torch's calls for its device type."""
 
 from __future__ import annotations
 
@@ -11,25 +11,46 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import Library
 
-import trencadis.backends.hpu.emulator.recipes.config as recipe_cache
+import trencadis.backends.hpu.emulator.emulated_recipe_cache as recipe_cache
+from trencadis.backends.hpu.bridge import EmulatedBridge, EmulatorHooks, is_out_of_memory
 from trencadis.backends.hpu.collectives import all_reduce, concat_columns, gather_rows, receive, send
 from trencadis.backends.hpu.emulator import refusals
-from trencadis.backends.hpu.emulator.card_profiles import profile
-from trencadis.backends.hpu.emulator.current_device import use
-from trencadis.backends.hpu.emulator.device_queue import QueueEvent
+from trencadis.backends.hpu.emulator.card_profiles import RELEASE, profile
 from trencadis.backends.hpu.emulator.device_tensor import DEVICE
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
-from trencadis.backends.hpu.emulator.faults import parse
+from trencadis.backends.hpu.emulator.emulated_recipe_cache import SavedRecipes
 from trencadis.backends.hpu.emulator.fused_kernels import BLOCKWISE, Kernels, check_summable
 from trencadis.backends.hpu.emulator.hpu_graphs import wrap
-from trencadis.backends.hpu.emulator.op_table import RELEASE
-from trencadis.backends.hpu.emulator.recipes.recipe_store import SavedRecipes
-from trencadis.backends.hpu.emulator_hooks import EmulatedBridge, EmulatorHooks
-from trencadis.backends.hpu.oom_texts import is_out_of_memory
+from trencadis.backends.hpu.emulator.refusals import parse
+from trencadis.backends.hpu.emulator.transfers import QueueEvent
 from trencadis.backends.hpu.policy import TENSOR_CACHE
 from trencadis.backends.hpu.start.machine import WORLD_SIZE
 from trencadis.core.errors import StartupError
+
+
+class EmulatedRuntime:
+    """The device on which new tensors are created; a process has one at a time."""
+
+    device: EmulatedDevice | None = None
+    library: Library | None = None
+
+
+def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
+    if EmulatedRuntime.device is None:
+        raise RuntimeError("no emulated device is open")
+    return EmulatedRuntime.device.dispatch(op, args, kwargs)
+
+
+def use(device: EmulatedDevice) -> EmulatedDevice:
+    """Makes ``device`` the process's card."""
+    if EmulatedRuntime.library is None:
+        EmulatedRuntime.library = Library("_", "IMPL")  # type: ignore[no-untyped-call]
+        EmulatedRuntime.library.fallback(_fallback, "Lazy")  # type: ignore[no-untyped-call]
+    EmulatedRuntime.device = device
+    return device
+
 
 PROFILE, KIND, FAULTS, HOST_MEMORY = (
     f"TRENCADIS_HPU_EMULATOR_{n}" for n in ("PROFILE", "KIND", "FAULTS", "HOST_MEMORY")
@@ -180,7 +201,7 @@ def _compiler(device: EmulatedDevice) -> Callable[..., Any]:
     made: list[Any] = []
 
     def compile_function(function: Callable[..., Any], fullgraph: bool = True) -> Callable[..., Any]:
-        from trencadis.backends.hpu.emulator.compiled.compiler import Compiler
+        from trencadis.backends.hpu.emulator.emulated_compiler import Compiler
 
         if not made:
             made.append(Compiler(device))

@@ -12,19 +12,13 @@ from torch import Tensor
 
 from trencadis.backends.hpu.emulator import refusals
 from trencadis.backends.hpu.emulator.allocator import Allocator, Store
-from trencadis.backends.hpu.emulator.capture_recording import CaptureRecording
-from trencadis.backends.hpu.emulator.card_profiles import Profile
-from trencadis.backends.hpu.emulator.compile_clock import Clock
-from trencadis.backends.hpu.emulator.device_queue import DeviceQueue
+from trencadis.backends.hpu.emulator.card_profiles import OpTable, Profile
 from trencadis.backends.hpu.emulator.device_tensor import DEVICE, DeviceTensor, flatten, rebuild
-from trencadis.backends.hpu.emulator.faults import EmulatedFaults
-from trencadis.backends.hpu.emulator.int32_range import check_int32
-from trencadis.backends.hpu.emulator.layer_reuse import leaf_key
-from trencadis.backends.hpu.emulator.meta_cache import META_CACHE
-from trencadis.backends.hpu.emulator.op_rules import check_call, check_indices, find_mutated_args, is_view
-from trencadis.backends.hpu.emulator.op_table import OpTable
-from trencadis.backends.hpu.emulator.scope import Scope
-from trencadis.backends.hpu.emulator.transfers import Transfers
+from trencadis.backends.hpu.emulator.emulated_recipe_cache import Clock
+from trencadis.backends.hpu.emulator.launch_scope import CaptureRecording, Scope, leaf_key
+from trencadis.backends.hpu.emulator.op_rules import META_CACHE, check_call, check_indices, find_mutated_args, is_view
+from trencadis.backends.hpu.emulator.refusals import EmulatedFaults
+from trencadis.backends.hpu.emulator.transfers import DeviceQueue, Transfers, check_int32
 
 aten = torch.ops.aten
 SPARSE = 64 << 20

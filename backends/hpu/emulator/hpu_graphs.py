@@ -8,10 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trencadis.backends.hpu.emulator.capture_recording import CaptureRecording
 from trencadis.backends.hpu.emulator.device_tensor import DeviceTensor, flatten
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
-from trencadis.backends.hpu.emulator.scope import Scope
+from trencadis.backends.hpu.emulator.launch_scope import CaptureRecording, Scope
 
 
 @dataclass(slots=True)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from trencadis.backends.hpu.bridge import Bridge
-from trencadis.backends.hpu.launches.compiled_regions import own_code, part
 from trencadis.backends.hpu.launches.host_copies import Staging
 from trencadis.backends.hpu.launches.hpu_program import LaunchContexts
+from trencadis.backends.hpu.launches.region_compiler import own_code, part
 from trencadis.core.device.backend import LayerKV
 from trencadis.core.shared_constants import SINK_BLOCK
 from trencadis.core.step import BlockMove

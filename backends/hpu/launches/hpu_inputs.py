@@ -7,10 +7,12 @@ of padding only, which is what buffers hold before their first fill.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from trencadis.backends.cpu.padding import (
     cells,
@@ -27,7 +29,7 @@ from trencadis.backends.cpu.padding import (
     windows,
 )
 from trencadis.backends.hpu.attention.attention_inputs import BlockDecodeAttn, ContextAttn, FreshAttn
-from trencadis.backends.hpu.shared_shapes import padded_start
+from trencadis.backends.hpu.policy import padded_start
 from trencadis.core.buckets import LORA, Bucket, Stage, drafts_ahead, padded_tokens, verified_width
 from trencadis.core.cross_attention_inputs import planned_units
 from trencadis.core.device.backend import Inputs, Segments, TextTensors, VisionTensors
@@ -35,6 +37,25 @@ from trencadis.core.launches.host_inputs import token_adapters
 from trencadis.core.shared_constants import SINK_BLOCK, SINK_ROW, ZERO_BLOCK
 from trencadis.core.step import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
 from trencadis.core.vision_config import NO_SLOT, SlotForm
+
+
+def leaves(tree: Any) -> list[Any]:
+    """Returns the leaves of nested tuples, in order, without None."""
+    if tree is None:
+        return []
+    if isinstance(tree, tuple):
+        return [leaf for item in tree for leaf in leaves(item)]
+    return [tree]
+
+
+def rebuild(tree: Any, make: Callable[[Any], Any]) -> Any:
+    """Returns ``tree`` with ``make`` applied to its arrays or tensors; named tuples keep their type."""
+    if isinstance(tree, tuple):
+        kind: Any = type(tree)
+        return kind(*(None if item is None else rebuild(item, make) for item in tree))
+    assert isinstance(tree, np.ndarray | Tensor)
+    return make(tree)
+
 
 Array = NDArray[Any]
 
@@ -49,7 +70,7 @@ class LaunchForm(NamedTuple):
         upto: True if tokens attend beyond their own position, so that prompts need ``Attn.upto``.
         recurrent: True if layers keep a state for each sequence (``TextTensors.recurrent``).
         shared: True if the start of a text launch is padded to a size that buckets share
-        (``shared_shapes.padded_start``).
+        (``policy.padded_start``).
     """
 
     block_size: int

@@ -1,20 +1,20 @@
-"""Parts that both kinds of HPU programs share: static inputs, the body as a module, errors of the device."""
+"""The programs of a bucket: one wrapped launch in an HPU graph (lazy mode), or compiled regions (compile mode)."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from trencadis.backends.hpu.bridge import Bridge
-from trencadis.backends.hpu.launches.device_errors import named_errors
-from trencadis.backends.hpu.launches.host_copies import HostOutputPool, StaticInputs
+from trencadis.backends.hpu.launches.host_copies import HostOutputPool, StaticInputs, cast_inputs, named_errors
 from trencadis.backends.hpu.launches.hpu_inputs import LaunchForm
-from trencadis.backends.hpu.launches.region_compiler import is_dynamos
+from trencadis.backends.hpu.launches.region_compiler import is_dynamos, own_code, part
 from trencadis.backends.hpu.ops import HpuOps
 from trencadis.core.buckets import Bucket
 from trencadis.core.device.backend import Body, Inputs, OutOfDeviceMemory, ProgramState
@@ -121,3 +121,110 @@ class HpuProgram:
     def replay(self) -> Any:
         """Runs one launch in the fastest way that the program's state offers."""
         raise NotImplementedError
+
+
+class GraphProgram(HpuProgram):
+    """``core.device.backend.Program``, PLANNED -> COMPILED -> CAPTURED.
+
+    Each bucket has a wrapper object of its own, so that releasing it frees one graph.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        body: Body,
+        bridge: Bridge,
+        ops: HpuOps,
+        form: LaunchForm,
+        contexts: LaunchContexts,
+    ) -> None:
+        super().__init__(bucket, bridge, form, contexts)
+        self._module: Any = bridge.wrap_in_hpu_graph(BodyModule(cast_inputs(self.static.types, body), ops))
+
+    def run(self) -> Any:
+        """Runs one launch without the graph."""
+        with self.on_device():
+            out = self._module.forward(self.inputs, bypass_hpu_graphs=True)
+            self.bridge.mark_step()
+            self.prove()
+        self.state = max(self.state, ProgramState.COMPILED)
+        return out
+
+    def capture(self) -> None:
+        """Captures the graph by the first call of the wrapper, and measures its bytes.
+
+        Raises:
+            OutOfDeviceMemory: the graph does not fit; the program stays COMPILED.
+        """
+        if self.state is ProgramState.CAPTURED:
+            return
+        before = self.bridge.mem_get_info()[0]
+        with self.on_device():
+            with self.compile_mode():
+                self._module.forward(self.inputs)
+            self.bridge.synchronize()
+        self.proven = False  # what runs from now on is the graph
+        self.bytes = self.static.bytes + max(before - self.bridge.mem_get_info()[0], 0)
+        self.state = ProgramState.CAPTURED
+
+    def replay(self) -> Any:
+        """Replays the graph. Outputs are valid until the next replay of this bucket, which writes the same tensors."""
+        if self.state is not ProgramState.CAPTURED:
+            return self.run()
+        with self.on_device():
+            out = self._module.forward(self.inputs)
+            self.prove()
+        return out
+
+    def release(self) -> int:
+        """Frees the graph; returns the bytes that the card really got back."""
+        if self.state is not ProgramState.CAPTURED:
+            return 0
+        before = self.bridge.mem_get_info()[0]
+        self._module.clear_cache()
+        self.bridge.synchronize()
+        self.state, self.bytes = ProgramState.COMPILED, self.static.bytes
+        return max(self.bridge.mem_get_info()[0] - before, 0)
+
+
+class CompiledProgram(HpuProgram):
+    """``core.device.backend.Program``, PLANNED -> COMPILED.
+
+    If the ops compile regions, the body itself is plain Python between them; otherwise each bucket compiles its body
+    as a whole, with a code object of its own, so that its guards are its own. The ops take the types of a packing, so
+    that no conversion runs outside of compiled regions.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        body: Body,
+        bridge: Bridge,
+        ops: HpuOps,
+        form: LaunchForm,
+        contexts: LaunchContexts,
+    ) -> None:
+        super().__init__(bucket, bridge, form, contexts)
+        regional = ops.regions is not None
+        whole: Any = part if regional else ops.compiler.compile(partial(own_code, part), str(bucket))
+        self._launch = partial(whole, body)
+
+    def run(self) -> Any:
+        """Runs one launch."""
+        with self.on_device():
+            with self.contexts.launch():
+                out = self._launch(self.inputs)
+            self.prove()
+        self.state = max(self.state, ProgramState.COMPILED)
+        return out
+
+    def replay(self) -> Any:
+        """Runs one launch: compile mode has nothing faster."""
+        return self.run()
+
+    def capture(self) -> None:
+        """Does nothing: HPU graphs exist in lazy mode only, and the program stays COMPILED."""
+
+    def release(self) -> int:
+        """Frees nothing and returns 0 bytes."""
+        return 0

@@ -1,29 +1,274 @@
-"""Opens a card: fills the bridge from the installed plug-in, or from the emulator if there is no Gaudi."""
+"""Opens a card: fills the bridge from the installed plug-in, or from the emulator if there is no Gaudi.
+
+Operations that only some releases or cards have get one signature each. They are derived from the bridge's public
+source (``hpu_ops/backend/sdpa_gen.cpp``, ``hpex/kernels/FusedSDPA.py``) and from their use in vLLM's Gaudi plugin
+(``extension/utils.py``, ``extension/ops.py``, ``extension/features.py``).
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import ExitStack, contextmanager, suppress
+import re
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
 from importlib import import_module
-from typing import Any
+from io import StringIO
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-import trencadis.backends.hpu.start.environment as environment
-from trencadis.backends.hpu.bridge import Bridge
+from trencadis.backends.hpu.bridge import Bridge, is_out_of_memory
 from trencadis.backends.hpu.collectives import all_gather, all_reduce, receive, send
-from trencadis.backends.hpu.oom_texts import is_out_of_memory
-from trencadis.backends.hpu.optional_symbols import find_symbols
-from trencadis.backends.hpu.start import capability, hpu_env, machine, software_stack
-from trencadis.backends.hpu.start.pinned_memory import find_pinning
-from trencadis.backends.hpu.start.product_probe import find_product
+from trencadis.backends.hpu.start import environment, hpu_env, machine
 from trencadis.core.errors import StartupError
 from trencadis.core.graphs.oom_errors import format_error
 
+ADJUSTMENT_SINCE = (1, 22, 0, 494)
+
+FP8_TOP = (240.0, 448.0)
+"""Largest e4m3 value on a Gaudi 2, whose largest exponent is reserved for non-finite values, and on a Gaudi 3."""
+
+
+FP8_EXPERTS = "fp8_fused_weights_dynamic"
+"""The form of ``mixture_of_experts`` that rounds what is between its two products by itself, for each token."""
+
+
+class OptionalSymbols(NamedTuple):
+    """Optional fields of ``bridge.Bridge``; None if the plug-in or the card lacks one."""
+
+    sdpa_parts: Callable[..., tuple[Tensor, Tensor, Tensor]] | None
+    block_adjustment: Callable[..., Tensor] | None
+    cast_to_fp8_v2: Callable[..., Tensor] | None
+    cast_from_fp8: Callable[..., Tensor] | None
+    fp8_gemm_v2: Callable[..., Tensor] | None
+    fp8_top: float
+    convert_from_uint4: Callable[..., Tensor] | None = None
+    experts: Callable[..., Tensor] | None = None
+    fp8_experts: Callable[..., Tensor] | None = None
+
+
+def find_symbols(version: str | None, card: str) -> OptionalSymbols:
+    """Returns the symbols that plug-in ``version`` (``1.24.1.35``; None: unknown) offers on ``card`` (``GAUDI3``)."""
+    ops, build = torch.ops.hpu, tuple(int(n) for n in re.findall(r"\d+", version or "")[:4])
+    if len(build) < 4:  # a release without a build number counts as its last build
+        build = (*build, *(0, 0, 0, 1 << 30)[len(build) :])
+    third = "gaudi3" in (card or "").lower().replace(" ", "")
+    adjusts = build >= ADJUSTMENT_SINCE and third
+    casts = hasattr(ops, "cast_to_fp8_v2") and hasattr(ops, "cast_from_fp8")
+    return OptionalSymbols(
+        sdpa_parts if hasattr(ops, "sdpa_recomp_fwd") else None,
+        block_adjustment if adjusts and hasattr(ops, "block_softmax_adjustment") else None,
+        cast_to_fp8_v2 if casts else None,
+        cast_from_fp8 if casts else None,
+        fp8_gemm_v2 if casts and hasattr(ops, "fp8_gemm_v2") else None,
+        FP8_TOP[third],
+        convert_from_uint4 if hasattr(ops, "convert_from_uint4") else None,
+        mixture_of_experts if hasattr(ops, "mixture_of_experts") else None,
+        mixture_of_fp8_experts if casts and hasattr(getattr(ops, "mixture_of_experts", None), FP8_EXPERTS) else None,
+    )
+
+
+def sdpa_parts(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float, mode: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes attention of q [B, h, S, d] over k and v [B, g, T, d], which may be a part of a row's keys.
+
+    ``mask`` is boolean and broadcasts to [B, 1, S, T]. Returns (out [B, h, S, d], the largest score of each query, the
+    inverse of its sum of exponentials above that score, [B, h, S, 1] each): what training keeps for its backward pass.
+    A causal call takes multiples of 1024 queries and keys, or its statistics are wrong.
+    """
+    rows, heads, count, d = q.shape
+    groups = k.shape[1]
+    fewer = groups not in (1, heads)
+    if fewer:
+        q = q.reshape(rows, groups, heads // groups, count, d)
+        k, v = k[:, :, None], v[:, :, None]
+        mask = None if mask is None else mask[:, None]
+    found = torch.ops.hpu.sdpa_recomp_fwd(q, k, v, mask, 0.0, scale, is_causal, True, mode, None, "right")
+    out, high, inverse = (t.reshape(rows, heads, count, -1) for t in found[:3])
+    return out, high, inverse
+
+
+def block_adjustment(high: Tensor, total: Tensor, rows: Tensor, count: int, shape: list[int]) -> Tensor:
+    """Returns the factor of each block over its row's sum, of ``shape``: exp(high - M) / sum of exp(high - M) * total,
+    with M the largest ``high`` of the row.
+
+    Args:
+        high, total: [B, g, h / g, 1, 1], the blocks' largest scores and sums of exponentials.
+        rows: int32 [B], the row of each block, below ``count``; -1: the block belongs to no row.
+    """
+    found: Tensor = torch.ops.hpu.block_softmax_adjustment(high, total, rows, count, shape)
+    return found
+
+
+def mixture_of_experts(
+    x: Tensor, chosen: Tensor, shares: Tensor, gate_up: Sequence[Tensor], down: Sequence[Tensor]
+) -> Tensor:
+    """Returns [n, hidden]: the sum of each token's ``chosen`` experts, int64 [n, top], weighted by ``shares`` [n, top].
+
+    Args:
+        gate_up, down: [2 x inner, hidden] and [hidden, inner] of each expert; the activation is SiLU.
+    """
+    found: Tensor = torch.ops.hpu.mixture_of_experts.fused_weights(
+        x, chosen, shares, list(gate_up), list(down), True, "silu", 0, len(down) - 1
+    )
+    return found
+
+
+def mixture_of_fp8_experts(
+    x: Tensor, scale: Tensor, chosen: Tensor, shares: Tensor, gate_up: Sequence[Tensor], down: Sequence[Tensor],
+    gate_up_scale: Sequence[Tensor], down_scale: Sequence[Tensor],
+) -> Tensor:  # fmt: skip
+    """Returns what ``mixture_of_experts`` does, for e4m3 codes of x and of the weights, in the dtype of ``shares``.
+
+    Args:
+        scale: float32 [n, 1]; what a code of ``x`` is multiplied by.
+        gate_up_scale, down_scale: float32 [2 x inner] and [hidden] of each expert.
+    """
+    form = getattr(torch.ops.hpu.mixture_of_experts, FP8_EXPERTS)
+    found: Tensor = form(
+        x, chosen, shares, list(gate_up), list(down), scale, list(gate_up_scale), list(down_scale), True, "silu", 0,
+        len(down) - 1,
+    )  # fmt: skip
+    return found
+
+
+def cast_to_fp8_v2(x: Tensor, scale: Tensor | None = None) -> Tensor:
+    """Returns float8_e4m3fn codes of x (bfloat16 or float32) times ``scale``, which broadcasts to it, rounded to
+    nearest.
+    """
+    found: Tensor = torch.ops.hpu.cast_to_fp8_v2(x, scale, False, False, torch.float8_e4m3fn)[0]
+    return found
+
+
+def cast_from_fp8(codes: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
+    """Returns the values of 8-bit floats, times ``scale``, in ``dtype``."""
+    found: Tensor = torch.ops.hpu.cast_from_fp8(codes, scale, dtype)
+    return found
+
+
+def fp8_gemm_v2(
+    a: Tensor, b: Tensor, dtype: torch.dtype, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None
+) -> Tensor:
+    """Multiplies a [n, k] by b [m, k] transposed, both e4m3, to [n, m] of ``dtype`` (bfloat16 or float32).
+
+    Args:
+        a_scale: float32 [n, 1]; what a code of ``a`` is multiplied by.
+        b_scale: float32 [m].
+    """
+    found: Tensor = torch.ops.hpu.fp8_gemm_v2(a, False, b, True, None, dtype, a_scale, b_scale, bias, False)
+    return found
+
+
+def convert_from_uint4(codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns [k, m] of ``dtype``: (code - zero) times the scale of its group of rows.
+
+    Args:
+        codes: int32 [k, m / 8], the first of eight columns in the lowest bits.
+        scale: [groups, m]; groups divide k.
+        zero: int32 [groups, m / 8].
+    """
+    found: Tensor = torch.ops.hpu.convert_from_uint4(codes, scale, zero, dtype)
+    return found
+
+
 log = logging.getLogger("trencadis.engine")
+
+Pin = Callable[[Tensor], Tensor]
+
+REFUSED = "hpu: pinned memory is refused ({why}); copies go through ordinary memory and block"
+
+
+class Pinning(NamedTuple):
+    """How host memory for copies is made.
+
+    Args:
+        pin: returns a copy of a host tensor in memory for copies.
+        pinned: True if that memory is pinned, so that copies need not block.
+        note: a line for the user; "" if there is nothing to say.
+    """
+
+    pin: Pin
+    pinned: bool = True
+    note: str = ""
+
+
+def find_pinning(device: str = "hpu") -> Pinning:
+    """Tries the ways of pinning memory and returns the first that works: ``pin_memory("hpu")``, ``pin_memory()``, else
+    ordinary memory.
+    """
+    ways: tuple[Pin, ...] = (lambda tensor: tensor.pin_memory(device), lambda tensor: tensor.pin_memory())
+    why = ""
+    for way in ways:
+        try:
+            made = way(torch.arange(4, dtype=torch.int32))
+            if made.tolist() == [0, 1, 2, 3]:
+                return Pinning(way)
+            why = why or "it holds other values"
+        except (RuntimeError, TypeError, NotImplementedError, AssertionError, ValueError) as error:
+            why = why or next(iter(str(error).splitlines()), type(error).__name__)[:120]
+    return Pinning(lambda tensor: tensor.detach().clone(), False, REFUSED.format(why=why))
+
+
+Product = Callable[[Tensor, Tensor], Tensor]
+
+EXACT = 1e-5
+"""Largest error as a share of the largest value: a product that was rounded to bfloat16 is off by about 2e-3."""
+
+
+def multiply_by_dtype(a: Tensor, b: Tensor) -> Tensor:
+    """Multiplies bfloat16 [B, S, d] and [B, d, T] by ``bmm(out_dtype=)``, which newer releases of torch have."""
+    found: Tensor = torch.bmm(a, b, out_dtype=torch.float32)
+    return found
+
+
+def multiply_into(a: Tensor, b: Tensor) -> Tensor:
+    """Multiplies bfloat16 [..., S, d] and [..., d, T] into a float32 tensor by ``matmul(out=)``."""
+    out = torch.empty((*a.shape[:-1], b.shape[-1]), dtype=torch.float32, device=a.device)
+    return torch.matmul(a, b, out=out)
+
+
+FORMS: tuple[Product, ...] = (multiply_by_dtype, multiply_into)
+
+
+def find_product(device: torch.device, compile: Callable[[Product], Product] | None) -> Product | None:
+    """Returns the first of ``FORMS`` that runs on the card and is exact, in three and four dimensions; None: none is.
+
+    Args:
+        compile: the compiler of compile mode; None in lazy mode.
+    """
+    g = torch.Generator().manual_seed(4)
+    a, b = torch.randn(2, 4, 64, generator=g).bfloat16(), torch.randn(2, 64, 8, generator=g).bfloat16()
+    want = a.float() @ b.float()
+    for form in FORMS:
+        product = _any_rank(form)
+        try:
+            call = product if compile is None else compile(product)
+            with redirect_stderr(StringIO()):  # a graph that fails prints its code
+                found = [
+                    call(*(t.to(device).view(shape + t.shape[1:]) for t in (a, b))).cpu().view_as(want)
+                    for shape in ((2,), (1, 2))
+                ]
+        except Exception:
+            continue  # whatever a release raises for a form that it lacks
+        if all(t.dtype == torch.float32 and float((t - want).abs().max() / want.abs().max()) < EXACT for t in found):
+            return product
+    return None
+
+
+def _any_rank(form: Product) -> Product:
+    """Returns ``form`` for matrices of any number of leading dimensions."""
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        if a.dim() == 3:
+            return form(a, b)
+        found = form(a.flatten(0, -3), b.expand(*a.shape[:-2], *b.shape[-2:]).flatten(0, -3))
+        return found.view(*a.shape[:-1], b.shape[-1])
+
+    return product
+
 
 EMULATED_CARDS = 8
 """Number of cards of an emulated machine, as of a real one."""
@@ -49,10 +294,10 @@ def open_bridge(
         named: the user named the card by its number; False: the first one may be any that is free.
 
     Raises:
-        StartupError: see ``capability.find``; a plug-in that cannot be used; fewer cards than ranks.
+        StartupError: see ``environment.find_capability``; a plug-in that cannot be used; fewer cards than ranks.
     """
     env = os.environ if environ is None else environ
-    found = capability.find(env, index, world)
+    found = environment.find_capability(env, index, world)
     settled = hpu_env.settle(env, index - rank, rank, world)
     env.update(settled.variables)
     for gone in settled.removed:
@@ -60,7 +305,7 @@ def open_bridge(
     with _with_rank_count(env, world):
         if found.real:
             return open_real(env, index, world, named)
-        from trencadis.backends.hpu.emulator import emulated_bridge  # not needed for a real Gaudi
+        from trencadis.backends.hpu.emulator import emulated_bridge
 
         emulated = emulated_bridge.bridge(env, index)
     check_cards(EMULATED_CARDS, index, world)
@@ -84,7 +329,7 @@ def open_real(environ: MutableMapping[str, str], index: int = 0, world: int = 1,
     try:
         return _open_plugin(environ, index, world, named)
     except MISMATCHED as error:
-        raise StartupError(environment.unusable_message(format_error(error), environ, software_stack.find())) from None
+        raise StartupError(environment.unusable_message(format_error(error), environ, machine.find_stack())) from None
 
 
 def _acquire_card(hpu: Any, index: int, world: int, named: bool) -> None:
@@ -146,12 +391,12 @@ def _open_plugin(environ: MutableMapping[str, str], index: int, world: int, name
     if wrong is not None:
         raise StartupError(wrong)
     wrap: Any = hpu.wrap_in_hpu_graph if is_lazy() else None
-    machine.check_module(environ, machine.find(environ), index, world)
+    machine.check_module(environ, machine.find_machine(environ), index, world)
     _acquire_card(hpu, index, world, named or machine.VISIBLE in environ)
     kernels = _optional("habana_frameworks.torch.hpex.kernels")
     norms = _optional("habana_frameworks.torch.hpex.normalization")
     metrics = import_module("habana_frameworks.torch.hpu.metrics")
-    optional = find_symbols(software_stack.plugin_version(), hpu.get_device_name())
+    optional = find_symbols(machine.plugin_version(), hpu.get_device_name())
     pinning = find_pinning()
     sdpa, rms = getattr(kernels, "FusedSDPA", None), getattr(norms, "FusedRMSNorm", None)
     return Bridge(

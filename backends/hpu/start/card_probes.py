@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trencadis.backends.hpu.bridge import Bridge
-from trencadis.backends.hpu.fused_sdpa import fused_attention
+from trencadis.backends.hpu.bridge import Bridge, fused_attention
 
 Probe = tuple[str, Callable[[], str]]
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}

@@ -18,9 +18,8 @@ from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
 from trencadis.backends.hpu.backend import HpuBackend
 from trencadis.backends.hpu.emulator.card_profiles import profile
-from trencadis.backends.hpu.emulator.current_device import EmulatedRuntime
 from trencadis.backends.hpu.emulator.device_tensor import DEVICE
-from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
+from trencadis.backends.hpu.emulator.emulated_bridge import EmulatedRuntime, make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.hpu_settings import HpuSettings, settings
 from trencadis.backends.hpu.policy import policy

@@ -17,9 +17,9 @@ from torch._dynamo.utils import counters
 from trencadis.assets import demo_path
 from trencadis.backends.hpu.backend import HpuBackend
 from trencadis.backends.hpu.emulator.card_profiles import profile
-from trencadis.backends.hpu.emulator.compiled.graph_passes import calls
 from trencadis.backends.hpu.emulator.device_tensor import DEVICE
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
+from trencadis.backends.hpu.emulator.emulated_compiler import calls
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.policy import policy
@@ -125,11 +125,10 @@ def test_bodies_with_weights_of_8_bit_floats(name: str) -> None:
 
 
 TRACED = (
-    *(ROOT / "core" / "layers").glob("*.py"),
+    *(ROOT / "core" / "models").glob("*.py"),
     *(ROOT / "backends" / "hpu" / "attention").glob("*.py"),
-    *(ROOT / "backends" / "hpu" / f"{name}.py" for name in ("collectives", "hccl_comm", "ops", "fp8_linear")),
+    *(ROOT / "backends" / "hpu" / f"{name}.py" for name in ("collectives", "hccl_comm", "ops", "hpu_quantised_linear")),
     *(ROOT / "backends" / "cpu" / f"{name}.py" for name in ("reference_ops", "sampler")),
-    ROOT / "core" / "models" / "decoder.py",
     *(ROOT / "multimodal" / f"{name}.py" for name in ("vit/vit_block", "qwen2_vl/vision_tower", "llava/model")),
 )
 

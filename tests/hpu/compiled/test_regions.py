@@ -16,8 +16,7 @@ from trencadis.backends.hpu.emulator.device_tensor import DEVICE
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.hpu_settings import HpuSettings, settings
-from trencadis.backends.hpu.policy import policy
-from trencadis.backends.hpu.shared_shapes import PIECES, padded_start, pieces
+from trencadis.backends.hpu.policy import PIECES, padded_start, pieces, policy
 from trencadis.core.buckets import Bucket, Plan, Stage
 from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import BackendConfig

@@ -12,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from trencadis.backends.hpu.emulator.address_space import ALIGNMENT, AddressSpace
+from trencadis.backends.hpu.emulator.allocator import ALIGNMENT, AddressSpace
 from trencadis.backends.hpu.emulator.card_profiles import Profile
-from trencadis.backends.hpu.emulator.current_device import use
 from trencadis.backends.hpu.emulator.device_tensor import DEVICE
-from trencadis.backends.hpu.emulator.emulated_bridge import bridge, make_bridge
+from trencadis.backends.hpu.emulator.emulated_bridge import bridge, make_bridge, use
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.emulator.hpu_graphs import wrap
 from trencadis.backends.hpu.emulator.refusals import EmulatedOutOfMemory

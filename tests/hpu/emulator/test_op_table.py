@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from trencadis.backends.hpu.emulator.card_profiles import profile
+from trencadis.backends.hpu.emulator.card_profiles import RELEASE, OpTable, profile
 from trencadis.backends.hpu.emulator.device_tensor import DEVICE
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.emulator.hpu_graphs import wrap
-from trencadis.backends.hpu.emulator.op_table import RELEASE, OpTable
 from trencadis.backends.hpu.emulator.refusals import Refused
 
 aten = torch.ops.aten

@@ -13,13 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import trencadis.backends.hpu.emulator.recipes.config as recipe_cache
+import trencadis.backends.hpu.emulator.emulated_recipe_cache as recipe_cache
 from trencadis.backends.hpu.emulator.card_profiles import profile
 from trencadis.backends.hpu.emulator.device_tensor import DEVICE
 from trencadis.backends.hpu.emulator.emulated_bridge import bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
-from trencadis.backends.hpu.emulator.recipes.config import RecipeCacheConfig
-from trencadis.backends.hpu.emulator.recipes.recipe_store import OP_BYTES, SavedRecipes
+from trencadis.backends.hpu.emulator.emulated_recipe_cache import OP_BYTES, RecipeCacheConfig, SavedRecipes
 from trencadis.core.errors import StartupError
 
 pytestmark = pytest.mark.part("gaudi")

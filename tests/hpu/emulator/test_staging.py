@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from trencadis.backends.hpu.emulator.device_queue import QueueEvent
 from trencadis.backends.hpu.emulator.refusals import Refused
-from trencadis.backends.hpu.launches.hpu_inputs import LaunchForm, arrays
-from trencadis.backends.hpu.launches.input_packing import cast_inputs, make_packing, types_of
-from trencadis.backends.hpu.launches.trees import leaves, rebuild
+from trencadis.backends.hpu.emulator.transfers import QueueEvent
+from trencadis.backends.hpu.launches.host_copies import cast_inputs, make_packing, types_of
+from trencadis.backends.hpu.launches.hpu_inputs import LaunchForm, arrays, leaves, rebuild
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import HeadTensors, HeadTensorsOut
 from trencadis.core.step import HeadInputs, HeadOutput

@@ -11,14 +11,14 @@ from tests.hpu.start.test_bridge import run
 from tests.hpu.start.test_container import CHAT, SMALL, TOKENS
 from tests.hpu.start.test_container import run as run_in
 from tests.stubs.gaudi_container import PUBLISHED, make
-from trencadis.backends.hpu.start.pinned_memory import find_pinning
+from trencadis.backends.hpu.start.bridge_loader import find_pinning
 
 pytestmark = pytest.mark.part("gaudi")
 
 PROBES = """
-from trencadis.backends.hpu.start import bridge_loader, card_probes, machine, software_stack
-software_stack.find = lambda: software_stack.Stack("1.23.1.25", "2.9.0+git1234", "2.9.0", True)
-machine.find = lambda environ: machine.Machine(1, 1)
+from trencadis.backends.hpu.start import bridge_loader, card_probes, machine
+machine.find_stack = lambda: machine.Stack("1.23.1.25", "2.9.0+git1234", "2.9.0", True)
+machine.find_machine = lambda environ: machine.Machine(1, 1)
 bridge_loader.DEVICE = "cpu"
 bridge = bridge_loader.open_bridge(0)
 print(bridge.pinned, len(bridge.notes))

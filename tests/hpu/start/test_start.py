@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from tests.stubs.gaudi_container import PUBLISHED, put_cards
-from trencadis.backends.hpu.start import capability, environment, hpu_env, machine, recipe_cache, software_stack
-from trencadis.backends.hpu.start.software_stack import Stack
+from trencadis.backends.hpu.start import environment, hpu_env, machine
+from trencadis.backends.hpu.start.machine import Stack
 from trencadis.core import devices
 from trencadis.core.errors import StartupError
 from trencadis.core.process import device_env as process
@@ -42,9 +42,9 @@ def settled(
     built = built or (torch or "").partition("+")[0] or None
     monkeypatch.setattr(torch_build, "find_torch", lambda: TorchBuild(torch) if torch else None)
     monkeypatch.setattr(
-        software_stack, "find", lambda: Stack(plugin, torch, built if plugin else None, plugin is not None)
+        machine, "find_stack", lambda: Stack(plugin, torch, built if plugin else None, plugin is not None)
     )
-    environ = {machine.ROOT: str(root), recipe_cache.CACHE: str(root / "cache"), **(env or {})}
+    environ = {machine.ROOT: str(root), hpu_env.CACHE: str(root / "cache"), **(env or {})}
     return environ, process.prepare_device_env("hpu", environ)
 
 
@@ -91,7 +91,7 @@ def test_every_published_stack_is_the_right_choice_or_one_line(monkeypatch: pyte
 
 def test_what_the_user_set_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     mine = {environment.MODE: "0", torch_build.AUTOLOAD: "1", environment.FUSER_THREADS: "0",
-            recipe_cache.CONFIG: f"{tmp_path},false,9"}  # fmt: skip
+            hpu_env.CONFIG: f"{tmp_path},false,9"}  # fmt: skip
     environ, _ = settled(monkeypatch, tmp_path / "m", "2.9.0+hpu_1.23.1-25.git8598e6d", "1.23.1.25", env=mine)
     assert {name: environ[name] for name in mine} == mine
 
@@ -100,10 +100,10 @@ def test_settling_again_changes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_pat
     """The server settles for the engine, which settles for itself and hands its environment to the ranks."""
     environ, first = settled(monkeypatch, tmp_path / "m", "2.13.0+cpu", "1.24.2.31", cards=4)
     again = hpu_env.settle(environ, 0, 0, 1)
-    assert first.variables[environment.INPUT_REUSE] == "0" and not set(again.variables) - {recipe_cache.CONFIG}
-    assert again.variables[recipe_cache.CONFIG] == environ[recipe_cache.CONFIG]
+    assert first.variables[environment.INPUT_REUSE] == "0" and not set(again.variables) - {hpu_env.CONFIG}
+    assert again.variables[hpu_env.CONFIG] == environ[hpu_env.CONFIG]
     rank = hpu_env.settle(environ, 0, 2, 4).variables
-    assert rank[recipe_cache.CONFIG].partition(",")[0].endswith("/rank2"), "each rank has a folder of its own"
+    assert rank[hpu_env.CONFIG].partition(",")[0].endswith("/rank2"), "each rank has a folder of its own"
 
 
 def test_the_banner_says_stack_mode_cards_and_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_the_banner_says_stack_mode_cards_and_what_is_missing(monkeypatch: pytes
     _, found = settled(monkeypatch, tmp_path / "m23", "2.9.0+hpu_1.23.1-25.git8598e6d", "1.23.1.25")
     assert len(found.lines) == 1 and "lazy mode (graphs exist in lazy mode alone)" in found.lines[0]
     here, old = machine.Machine(1, 1, (0,), "1.22.0-f6a8"), Stack("1.24.2.31", "2.13.0+cpu", "2.13.0", True)
-    assert "a driver of its release: 1.22.0-f6a8 is loaded" in capability.missing(False, old, here)[1]
+    assert "a driver of its release: 1.22.0-f6a8 is loaded" in environment.missing(False, old, here)[1]
 
 
 BAD: dict[str, tuple[Any, dict[str, str], str]] = {
@@ -143,9 +143,9 @@ def test_bad_input_is_one_line_that_says_what_to_do(what: str, monkeypatch: pyte
     (plugin, module), env, says = BAD[what]
     put_cards(tmp_path, 1)
     monkeypatch.setattr(torch_build, "find_torch", lambda: TorchBuild("2.13.0+cpu"))
-    monkeypatch.setattr(software_stack, "find", lambda: Stack(plugin, "2.13.0+cpu", "2.13.0", bool(module)))
+    monkeypatch.setattr(machine, "find_stack", lambda: Stack(plugin, "2.13.0+cpu", "2.13.0", bool(module)))
     with pytest.raises(StartupError, match=says) as raised:
-        process.prepare_device_env("hpu", {machine.ROOT: str(tmp_path), recipe_cache.CACHE: str(tmp_path / "c"), **env})
+        process.prepare_device_env("hpu", {machine.ROOT: str(tmp_path), hpu_env.CACHE: str(tmp_path / "c"), **env})
     assert "\n" not in str(raised.value)
 
 
@@ -171,14 +171,14 @@ def test_the_emulator_is_never_a_silent_substitute(tmp_path: Path) -> None:
         (undriven, installed, "a Gaudi is present and its driver is not loaded: .*modprobe habanalabs"),
         (carded, nothing, "a Gaudi is present and its device files"),
     ):
-        here = machine.find({machine.ROOT: str(root)})
+        here = machine.find_machine({machine.ROOT: str(root)})
         with pytest.raises(StartupError, match=says) as raised:
             environment.choose({}, here, found)
         assert f"{switch}=1 emulates a card instead" in str(raised.value)
         assert environment.choose({switch: "1"}, here, found) == environment.EMULATED
-    assert environment.choose({}, machine.find({machine.ROOT: str(bare)}), nothing) == environment.EMULATED
+    assert environment.choose({}, machine.find_machine({machine.ROOT: str(bare)}), nothing) == environment.EMULATED
     with pytest.raises(StartupError, match="forbids the emulator"):
-        environment.choose({switch: "0"}, machine.find({machine.ROOT: str(bare)}), nothing)
+        environment.choose({switch: "0"}, machine.find_machine({machine.ROOT: str(bare)}), nothing)
     with pytest.raises(StartupError, match="neither true"):
         environment.choose({switch: "maybe"}, machine.Machine(), nothing)
 
@@ -186,7 +186,7 @@ def test_the_emulator_is_never_a_silent_substitute(tmp_path: Path) -> None:
 def test_visible_modules_are_honoured(tmp_path: Path) -> None:
     """``--device hpu:1`` is the second of them; the plug-in is told the modules where it could not number them."""
     put_cards(tmp_path, 4)
-    here = machine.find({machine.ROOT: str(tmp_path)})
+    here = machine.find_machine({machine.ROOT: str(tmp_path)})
     assert here == machine.Machine(4, 4, (0, 1, 2, 3), "1.24.1")
     named = {machine.VISIBLE: "3,1"}
     assert machine.visible(named, here) == (3, 1)
@@ -207,7 +207,7 @@ def test_a_container_with_some_of_the_hosts_cards(tmp_path: Path) -> None:
     put_cards(tmp_path, 8)
     for number in (0, 1, 2, 3, 4, 7):
         (tmp_path / f"dev/accel/accel{number}").unlink()
-    here = machine.find({machine.ROOT: str(tmp_path)})
+    here = machine.find_machine({machine.ROOT: str(tmp_path)})
     assert here == machine.Machine(8, 2, (5, 6), "1.24.1")
     assert machine.describe({}, here) == "8 cards, 2 of them here (modules 5-6), driver 1.24.1"
     assert machine.variables({}, here, 0, 2) == {machine.VISIBLE: "5,6"}
@@ -231,7 +231,7 @@ def test_the_mode_is_known_ahead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     """The planner asks before anything is settled."""
     put_cards(tmp_path, 1)
     for torch, plugin in PUBLISHED.items():
-        monkeypatch.setattr(software_stack, "find", lambda t=torch, p=plugin: Stack(p, t, None, True))
+        monkeypatch.setattr(machine, "find_stack", lambda t=torch, p=plugin: Stack(p, t, None, True))
         assert environment.will_be_lazy({machine.ROOT: str(tmp_path)}) is torch.startswith(LAZY_UNSET)
         assert environment.will_be_lazy({machine.ROOT: str(tmp_path / "none")})
         assert not environment.will_be_lazy({environment.MODE: "0"})
@@ -241,9 +241,9 @@ def test_the_mode_is_known_ahead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 
 def test_recipes_are_kept_apart_by_stack_and_rank(tmp_path: Path) -> None:
-    env = {recipe_cache.CACHE: str(tmp_path)}
+    env = {hpu_env.CACHE: str(tmp_path)}
     values = {
-        recipe_cache.settle(env, name, rank).value
+        hpu_env.settle_recipe_cache(env, name, rank).value
         for name in ("1.24.1-torch-2.11", "1.24.2-torch-2.13")
         for rank in (0, 1)
     }
@@ -252,12 +252,12 @@ def test_recipes_are_kept_apart_by_stack_and_rank(tmp_path: Path) -> None:
 
 def test_unfinished_recipes_are_removed_and_others_stay(tmp_path: Path) -> None:
     """A disk that was full or a kill leaves an empty file, or a recipe without its other half."""
-    env = {recipe_cache.CACHE: str(tmp_path)}
-    folder = Path(recipe_cache.settle(env, "s").value.partition(",")[0])
+    env = {hpu_env.CACHE: str(tmp_path)}
+    folder = Path(hpu_env.settle_recipe_cache(env, "s").value.partition(",")[0])
     for name, text in (("1.recipe", "r"), ("1.metadata", "m"), ("2.recipe", "r"), ("3.recipe", ""), ("3.metadata", ""),
                        ("4.metadata", "m"), ("notes.txt", "")):  # fmt: skip
         (folder / name).write_text(text)
-    found = recipe_cache.settle(env, "s")
+    found = hpu_env.settle_recipe_cache(env, "s")
     assert found.value and found.lines == (f"3 files of unfinished recipes were removed from {folder}",)
     assert {p.name for p in folder.iterdir()} == {"1.recipe", "1.metadata", "4.metadata", "notes.txt"}
 
@@ -275,40 +275,40 @@ def test_a_folder_that_cannot_be_written_costs_time_and_no_start(
 ) -> None:
     """Read-only, full, not ours: one line, no variable, and the plug-in never meets it."""
     monkeypatch.setattr("tempfile.NamedTemporaryFile", failing(number))
-    found = recipe_cache.settle({recipe_cache.CACHE: str(tmp_path)}, "s")
+    found = hpu_env.settle_recipe_cache({hpu_env.CACHE: str(tmp_path)}, "s")
     (line,) = found.lines
     assert not found.variables and os.strerror(number) in line and "TRENCADIS_CACHE" in line and "\n" not in line
-    kept = recipe_cache.settle({recipe_cache.CONFIG: f"{tmp_path},false,100"}, "s")
+    kept = hpu_env.settle_recipe_cache({hpu_env.CONFIG: f"{tmp_path},false,100"}, "s")
     assert "recipes in it are used, new ones are not kept" in kept.lines[0] and not kept.variables
 
 
 def test_a_disk_that_is_nearly_full_keeps_no_recipes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=100 << 20))
-    found = recipe_cache.settle({recipe_cache.CACHE: str(tmp_path)}, "s")
+    found = hpu_env.settle_recipe_cache({hpu_env.CACHE: str(tmp_path)}, "s")
     assert not found.variables and "100 MiB left" in found.lines[0]
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=4000 << 20))
-    assert recipe_cache.settle({recipe_cache.CACHE: str(tmp_path)}, "s").value.endswith(",false,2000")
+    assert hpu_env.settle_recipe_cache({hpu_env.CACHE: str(tmp_path)}, "s").value.endswith(",false,2000")
 
 
 @pytest.mark.parametrize("value", ["/x,maybe,3", "/x,false,many", "/x,false,1,false,2"])
 def test_a_recipe_setting_that_the_plug_in_would_end_for_is_refused(value: str) -> None:
     with pytest.raises(StartupError, match="whether to empty it first"):
-        recipe_cache.settle({recipe_cache.CONFIG: value}, "s")
+        hpu_env.settle_recipe_cache({hpu_env.CONFIG: value}, "s")
 
 
 def test_a_recipe_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for folder in ("file", "file/below"):
         with pytest.raises(StartupError, match=r"is no folder|cannot be made"):
-            recipe_cache.settle({recipe_cache.CONFIG: f"{tmp_path / folder},false,9"}, "s")
+            hpu_env.settle_recipe_cache({hpu_env.CONFIG: f"{tmp_path / folder},false,9"}, "s")
     assert (
-        recipe_cache.settle({recipe_cache.CONFIG: f"{tmp_path / 'new' / 'one'},false,9000"}, "s")
-        == recipe_cache.RecipeCache()
+        hpu_env.settle_recipe_cache({hpu_env.CONFIG: f"{tmp_path / 'new' / 'one'},false,9000"}, "s")
+        == hpu_env.RecipeCache()
     )
     assert (tmp_path / "new" / "one").is_dir()
     for text in ("", ",false,9"):
-        found = recipe_cache.settle({recipe_cache.CONFIG: text}, "s")
-        assert "every start compiles again" in found.lines[0] and found.removed == (recipe_cache.CONFIG,)
+        found = hpu_env.settle_recipe_cache({hpu_env.CONFIG: text}, "s")
+        assert "every start compiles again" in found.lines[0] and found.removed == (hpu_env.CONFIG,)
 
 
 # torch
@@ -346,7 +346,7 @@ def test_the_containers_that_are_named() -> None:
         (None, False, "1.24.2/ubuntu24.04/habanalabs/pytorch-upstream-installer-2.13.0"),
         ("git123", False, "1.24.2/ubuntu24.04/habanalabs/pytorch-upstream-installer-2.13.0"),
     ):
-        assert software_stack.image(plugin, lazy) == f"{base}/{name}"
+        assert machine.image(plugin, lazy) == f"{base}/{name}"
 
 
 def test_other_devices_keep_plug_ins_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,4 +365,4 @@ def test_an_emulated_process_says_so_and_keeps_the_plug_in_out(monkeypatch: pyte
     environ, found = settled(monkeypatch, tmp_path / "m", "2.13.0+cpu", None, cards=0)
     assert environ[environment.MODE] == "1" and environ[torch_build.AUTOLOAD] == "0"
     assert found.lines == ("hpu: emulated, lazy mode (graphs exist in lazy mode alone)",)
-    assert not capability.find(environ).real
+    assert not environment.find_capability(environ).real

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from trencadis.backends.hpu.step_log import StepLog
+from trencadis.backends.hpu.backend import StepLog
 from trencadis.core.errors import StartupError
 
 pytestmark = pytest.mark.part("gaudi")

@@ -13,13 +13,13 @@ from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 OPEN = """
 import sys
 import torch
-from trencadis.backends.hpu.start import machine, bridge_loader, software_stack
-software_stack.find = lambda: software_stack.Stack("1.23.1.25", "2.9.0+git1234", "2.9.0", True)
-software_stack.plugin_version = lambda: "1.23.1.25"
-machine.find = lambda environ: machine.Machine(1, 1)
+from trencadis.backends.hpu.start import bridge_loader, machine
+machine.find_stack = lambda: machine.Stack("1.23.1.25", "2.9.0+git1234", "2.9.0", True)
+machine.plugin_version = lambda: "1.23.1.25"
+machine.find_machine = lambda environ: machine.Machine(1, 1)
 bridge_loader.DEVICE = "cpu"
 bridge = bridge_loader.open_bridge(0)
-from trencadis.backends.hpu.emulator import float8_ops, fused_kernels
+from trencadis.backends.hpu.emulator import fused_kernels
 g = torch.Generator().manual_seed(1)
 x = torch.randn(6, 32, generator=g)
 assert bridge.fp8_top == (448.0 if sys.argv[1] == "GAUDI3" else 240.0)
@@ -32,14 +32,14 @@ scale = torch.rand(6, 1, generator=g) + 1
 for dtype in (torch.float32, torch.bfloat16):
     for one in (None, scale):
         codes = bridge.cast_to_fp8_v2(x.to(dtype), one)
-        assert torch.equal(codes.float(), float8_ops.cast_to_fp8_v2(x.to(dtype), one, 448.0).float())
+        assert torch.equal(codes.float(), fused_kernels.cast_to_fp8_v2(x.to(dtype), one, 448.0).float())
         found = bridge.cast_from_fp8(codes, dtype, one)
-        assert found.dtype == dtype and torch.equal(found, float8_ops.cast_from_fp8(codes, dtype, one, 448.0))
+        assert found.dtype == dtype and torch.equal(found, fused_kernels.cast_from_fp8(codes, dtype, one, 448.0))
 a = bridge.cast_to_fp8_v2(x)
 b = bridge.cast_to_fp8_v2(torch.randn(5, 32, generator=g))
 for bias in (None, torch.randn(5, generator=g)):
     args = a, b, torch.bfloat16, scale, torch.rand(5, generator=g), bias
-    torch.testing.assert_close(bridge.fp8_gemm_v2(*args), float8_ops.fp8_gemm_v2(*args, 448.0))
+    torch.testing.assert_close(bridge.fp8_gemm_v2(*args), fused_kernels.fp8_gemm_v2(*args, 448.0))
 words = torch.randint(-2**31, 2**31 - 1, (6, 4), generator=g, dtype=torch.int32)
 zeros = torch.randint(-2**31, 2**31 - 1, (2, 4), generator=g, dtype=torch.int32)
 args = words, torch.rand(2, 32, generator=g).bfloat16(), zeros, torch.bfloat16
@@ -66,8 +66,8 @@ PRODUCTS = (
     OPEN
     + """
 from trencadis.backends.hpu.ops import HpuOps
-from trencadis.backends.hpu.int4_linear import PackedWeight4
-from trencadis.backends.hpu.fp8_linear import Floats8Weight
+from trencadis.backends.hpu.hpu_quantised_linear import PackedWeight4
+from trencadis.backends.hpu.hpu_quantised_linear import Floats8Weight
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.core.quant.online_quant import quantise
 from trencadis.core.quant.scheme import Scheme

@@ -16,9 +16,13 @@ from tests.oracles.happens_before import races
 from trencadis.backends.cuda import runtime_of
 from trencadis.backends.cuda.launches.cuda_inputs import arrays
 from trencadis.backends.cuda.launches.input_buffers import InputBuffers, StageBuffer
-from trencadis.backends.cuda.libraries.flash_attn import FlashAttnLaunch
-from trencadis.backends.cuda.libraries.flashinfer import FlashInferLaunch, FlashInferWorkspace, FlashInferWorkspaces
-from trencadis.backends.cuda.libraries.ops import AttentionLibraryAdapter, with_library
+from trencadis.backends.cuda.libraries.attention_backend import AttentionLibraryAdapter, with_library
+from trencadis.backends.cuda.libraries.library_attention import (
+    FlashAttnLaunch,
+    FlashInferLaunch,
+    FlashInferWorkspace,
+    FlashInferWorkspaces,
+)
 from trencadis.backends.cuda.libraries.selector import SelectedLibrary, select_library
 from trencadis.backends.cuda.runtime_protocol import Stream
 from trencadis.backends.cuda.twin.ops import TwinOps
@@ -135,7 +139,7 @@ class Captured:
         self.made = [self._bucket(rows) for rows in (6, 4)]
 
     def _bucket(self, rows: int) -> Any:
-        from trencadis.backends.cuda.cuda_program import CudaProgram
+        from trencadis.backends.cuda.backend import CudaProgram
         from trencadis.backends.cuda.launches.input_buffers import StageBuffers
         from trencadis.core.buckets import Bucket, Stage
 

@@ -1,8 +1,10 @@
-"""CONTEXT: one row of new tokens after stored ones. Its own keys and values come from the launch, not from the cache.
+"""Attention of prompts: without context (FRESH), and after stored tokens (CONTEXT); and the fused kernel's limits.
 
-A short chunk after a short context is one masked call. Otherwise stored tokens come in slices, so that no more than one
-slice of the row's keys and values exists at a time, and the chunk is attended to causally, without a mask; the partial
-results of the slices are merged.
+FRESH attends to the launch's own keys and values; nothing is read from the cache. CONTEXT is one row of new tokens
+after stored ones; its own keys and values come from the launch as well. A short chunk after a short context is one
+masked call. Otherwise stored tokens come in slices, so that no more than one slice of the row's keys and values exists
+at a time, and the chunk is attended to causally, without a mask; the partial results of the slices are merged. The
+limits are checked from a bucket's shape before anything runs: beyond them a card returns NaN.
 """
 
 from __future__ import annotations
@@ -13,20 +15,56 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.hpu.attention import quantised_kv_cache
-from trencadis.backends.hpu.attention.attention_inputs import ContextAttn, JoinedContext, SlicedContext
+from trencadis.backends.hpu.attention.attention_inputs import ContextAttn, FreshAttn, JoinedContext, SlicedContext
 from trencadis.backends.hpu.attention.softmax import (
+    MASK_BYTES,
+    MASK_ITEM,
     QUERY_TILE,
     AttentionKernels,
     AttentionPart,
     MergedParts,
     lowest,
+    mask_rows,
     plain,
     plain_part,
     plain_rows,
     softmax_mode,
 )
-from trencadis.backends.hpu.fused_sdpa import fused_attention
+from trencadis.backends.hpu.bridge import fused_attention
+from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import LayerKV
+from trencadis.core.errors import StartupError
+
+
+def attend_fresh(
+    q: Tensor, k: Tensor, v: Tensor, attn: FreshAttn, scale: float, fp32: bool, kernels: AttentionKernels
+) -> Tensor:
+    """Computes attention [n, h, d] over keys and values [n, g, d], causal inside each row.
+
+    Padding comes last in a row, so causality hides it.
+    """
+    rows = attn.length.shape[0]
+    queries, keys, values = (t.view(rows, -1, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))
+    if kernels.sdpa is not None:
+        mode = softmax_mode(q.dtype, fp32, "fast")
+        out = fused_attention(kernels.sdpa, queries, keys, values, None, True, scale, mode)
+    else:
+        out = _causal(queries, keys, values, scale, fp32, kernels)
+    return out.transpose(1, 2).reshape(q.shape)
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float, fp32: bool, kernels: AttentionKernels) -> Tensor:
+    """Computes causal attention [R, h, T, d] in tiles of queries, each over the keys up to its end."""
+    count = q.shape[2]
+    position = torch.arange(count, device=q.device, dtype=torch.int32)
+    tile = plain_rows(count)
+    out = []
+    for start in range(0, count, tile):
+        stop = min(start + tile, count)
+        visible = (position[:stop] <= position[start:stop, None])[None, None]
+        out.append(plain(q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop], visible, scale, fp32, kernels))
+    return out[0] if len(out) == 1 else torch.cat(out, dim=2)
+
 
 CAUSAL_STEP = 1024
 """The fused kernel's statistics of a causal call are correct only for multiples of this many tokens."""
@@ -154,3 +192,26 @@ def stored_keys(
     for cache in kv[:2]:
         found = cache.view(-1, size, *cache.shape[1:]).index_select(0, block_list)
         yield found.view(1, -1, *cache.shape[1:]).transpose(1, 2)
+
+
+def largest_mask(bucket: Bucket, block_size: int, slice_tokens: int) -> int:
+    """Returns the bytes of a head's largest mask in one call of the fused kernel; FRESH and DECODE have none."""
+    if bucket.stage is Stage.VISION:
+        slots = bucket.dims[0]
+        return MASK_ITEM * min(mask_rows(slots), slots) * slots
+    if bucket.stage is not Stage.CONTEXT:
+        return 0
+    tokens, stored = bucket.dims[0], bucket.dims[1] * block_size
+    if tokens <= QUERY_TILE and stored <= slice_tokens:
+        return MASK_ITEM * tokens * (stored + tokens)
+    return MASK_ITEM * max(tokens % CAUSAL_STEP * tokens, min(stored, slice_tokens))
+
+
+def check_bucket(bucket: Bucket, block_size: int, slice_tokens: int) -> None:
+    """Raises StartupError for a bucket whose launches would exceed ``MASK_BYTES``."""
+    count = largest_mask(bucket, block_size, slice_tokens)
+    if count > MASK_BYTES:
+        raise StartupError(
+            f"bucket {bucket} needs an attention mask of {count} bytes a head and Gaudi's kernel takes {MASK_BYTES}: "
+            "lower --max-num-batched-tokens or max_pixels of --mm-processor-kwargs."
+        )

@@ -1,1 +1,0 @@
-"""The emulated recipe cache: its variable, and the recipes stored on disk."""
