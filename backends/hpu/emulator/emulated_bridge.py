@@ -140,7 +140,9 @@ def make_bridge(
 
 
 class Collectives:
-    """Transfers between ranks, over gloo; in lazy mode each is followed by a wait, which ends the recipe."""
+    """Transfers between ranks, over gloo. In lazy mode each is followed by a wait, which ends the recipe; in compile mode
+    none is taken into a graph, so that each splits its layer's.
+    """
 
     def __init__(self, device: EmulatedDevice) -> None:
         self.device = device
@@ -179,7 +181,7 @@ class Collectives:
         """Charges the result of a collective to the graph that keeps it, whatever the graph's cache settings are."""
         if self.device.scope is not None:
             self.device.scope.collective += x.numel() * x.dtype.itemsize
-            if self.device.lazy:
+            if self.device.lazy or not self.device.computes:  # else the compiled graph is split at the operation
                 self.device.cut()
         return x
 
