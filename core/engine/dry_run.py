@@ -239,6 +239,9 @@ class DryRun:
         ledger = dataclasses.replace(ledger, spent=dict(selection.spent))
         mode = self.policy.graphless
         notes += [f"graphs: none in {mode}; VLLM_GRAPH_RESERVED_MEM counts 0 there."] if mode else []
+        if mode and self.policy.compiled is not None:
+            text, cell = self.model.text, self.model.vision.slot.cell if self.model.vision is not None else 1
+            notes.append(self.policy.compiled(plan.buckets, cell, text.layers, len(text.windows)))
         advice = self._advice(limits, ledger, selection, wanted, settings)
         forms = format_notes(self.model, self.device.itemsize, self.policy)
         lines = (

@@ -45,6 +45,29 @@ def test_a_fetch_does_not_wait_for_its_launch(hpu: Callable[..., Any], lazy: boo
     assert pending.done() and SERVING.overlaps
 
 
+@pytest.mark.parametrize("lazy", [True, False])
+def test_a_thread_that_waits_for_a_result_holds_up_no_launch(hpu: Callable[..., Any], lazy: bool) -> None:
+    """The plug-in holds its lock of events while it waits for one: who fills the next launch records one, too."""
+    backend = hpu(lazy=lazy, vocab_size=VOCAB)
+    programs = [backend.program(Bucket(Stage.SAMPLE, (2,), "full"), typed) for _ in range(2)]
+    for program in programs:
+        program.compile()
+        program.run()
+    rng = np.random.default_rng(1)
+    backend.fill(programs[0], inputs(rng, 2, 0))
+    pending = backend.fetch(programs[0].replay(), 2)
+    backend.card.queue.work_for(0.6)
+    waiting = threading.Thread(target=pending.result)
+    waiting.start()
+    time.sleep(0.1)
+    begun = time.perf_counter()
+    backend.fill(programs[1], inputs(rng, 2, 0))
+    took = time.perf_counter() - begun
+    assert waiting.is_alive() and took < 0.2, f"{took:.2f} s"
+    waiting.join()
+    assert pending.done()
+
+
 class Schedules:
     """Random schedules of Steps, one in flight, whose results another thread reads as late as depth 1 allows."""
 

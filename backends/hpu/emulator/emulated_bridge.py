@@ -140,8 +140,8 @@ def make_bridge(
 
 
 class Collectives:
-    """Transfers between ranks, over gloo. In lazy mode each is followed by a wait, which ends the recipe; in compile mode
-    none is taken into a graph, so that each splits its layer's.
+    """Transfers between ranks, over gloo. In lazy mode each is followed by a wait, which ends the recipe; compile mode
+    takes none into a graph, so that each splits its layer's.
     """
 
     def __init__(self, device: EmulatedDevice) -> None:

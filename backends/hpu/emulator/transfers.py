@@ -177,7 +177,9 @@ class DeviceQueue:
 
 
 class QueueEvent:
-    """A place in the queue, as ``torch.hpu.Event``. Threads that use events exclude each other, also while one waits."""
+    """A place in the queue, as ``torch.hpu.Event``. Threads that use events exclude each other, also while one
+    waits.
+    """
 
     def __init__(self, queue: DeviceQueue) -> None:
         self._queue = queue
