@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trencadis.backends.cpu.gloo_comm import SingleRank
+from trencadis.backends.cuda.accelerator import in_use
 from trencadis.backends.cuda.host_layers import HostLayerOps, HostLayers
 from trencadis.backends.cuda.launches.cuda_inputs import Sizes
 from trencadis.backends.cuda.launches.input_buffers import InputBuffers, StageBuffers, buffer_bytes
@@ -183,8 +184,8 @@ class CudaPending:
         return host_output(self._out, [None if t is None else self._runtime.read(t) for t in self._host])
 
 
-TWIN = "cuda (twin): no card computes here; launches, copies and graphs are imitated on the CPU, for tests only."
-INTERPRETED = "cuda (interpreted): kernels run in Triton's interpreter, for tests only."
+TWIN = "{} (twin): no card computes here; launches, copies and graphs are imitated on the CPU, for tests only."
+INTERPRETED = "{} (interpreted): kernels run in Triton's interpreter, for tests only."
 
 
 class CudaBackend:
@@ -194,13 +195,13 @@ class CudaBackend:
         library: attention library in place of this engine's kernels, set before programs are made.
     """
 
-    name = "cuda"
     values = True
     library: AttentionLibrary | None = None
 
     def __init__(self, cfg: BackendConfig, runtime: Runtime, ops: Ops, comm: Comm | None = None) -> None:
         options = cfg.options or {}
         self.cfg, self.dtype = cfg, cfg.dtype
+        self.name = in_use().name
         self.runtime, self.device, self.label = runtime, runtime.device, runtime.label
         self.ops = ops
         self.comm: Comm = comm or SingleRank()
@@ -209,7 +210,7 @@ class CudaBackend:
         self.hooks = runtime.hooks
         self.notes: tuple[str, ...] = getattr(comm, "notes", ())
         if runtime.device.type == "cpu":
-            self.notes += (INTERPRETED if runtime.interprets else TWIN,)
+            self.notes += ((INTERPRETED if runtime.interprets else TWIN).format(self.name),)
         kv_heads = -(-(cfg.kv_heads or 4) // cfg.world)
         self.sizes = Sizes(
             block_size=cfg.block_size, row_blocks=cfg.max_blocks_per_row, vocab=cfg.vocab_size,
