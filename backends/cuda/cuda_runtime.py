@@ -204,8 +204,8 @@ class CudaRuntime:
         return self._captured.on_thread(lambda: self._capture(pool, body, inputs))
 
     def _capture(self, pool: str, body: Body, inputs: object) -> CudaGraph:
-        """Captures without torch's context manager ``graph``, which empties torch's cache first, so that the graph's cost could not
-        be measured.
+        """Captures without torch's context manager ``graph``, which empties torch's cache first, so that the cost could
+        not be measured.
         """
         gc.collect()
         self._torch.synchronize(self.device)

@@ -288,8 +288,8 @@ def _locked(books: PoolAccounting) -> tuple[Any, Any]:
 
 
 CALLS = (
-    "CUDAGraph", "graph_pool_handle", "Stream", "cudart", "get_device_properties", "synchronize", "empty_cache", "device",
-    "current_device", "set_device", "set_stream", "stream",
+    "CUDAGraph", "graph_pool_handle", "Stream", "cudart", "get_device_properties", "synchronize", "empty_cache",
+    "device", "current_device", "set_device", "set_stream", "stream",
 )  # fmt: skip
 """What ``install`` replaces of torch's module."""
 
