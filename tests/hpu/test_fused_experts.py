@@ -108,8 +108,9 @@ def test_experts_of_8_bit_floats_give_the_dense_forms_values(hpu: Any, lazy: boo
     def apply(x: Tensor, scores: Tensor) -> Tensor:
         return backend.ops.experts(x, scores, packed, TOP, True, kind)  # type: ignore[no-any-return]
 
+    args = x.to(DEVICE), scores.to(DEVICE)
     with backend._contexts.launch():
-        found = backend.ops.region(apply, x.to(DEVICE), scores.to(DEVICE))
+        found = backend.ops.region(apply, *args)
     assert found.dtype == torch.bfloat16
     assert float((found.cpu().float() - want).abs().max() / want.abs().max()) < 0.08
 

@@ -135,7 +135,9 @@ DEVICE_SECONDS = 6e-3
 
 
 def host_steps(backend: Any, count: int) -> list[HostStep]:
-    """Seconds of the host before a launch of 256 rows is under way, and after its result is there."""
+    """The host's seconds before a launch of 256 rows is under way, and after its result is there: of this thread's
+    own work, so that other programs of the machine do not count.
+    """
     bucket = Bucket(Stage.DECODE, (256, device_probe.BLOCKS))
     program = backend.program(bucket, device_probe.echo)
     program.compile()
@@ -143,14 +145,14 @@ def host_steps(backend: Any, count: int) -> list[HostStep]:
     steps = []
     for number in range(count):
         x = device_probe.decode_inputs(number)
-        begun = time.perf_counter()
+        begun = time.thread_time()
         backend.fill(program, x)
         pending = backend.fetch(program.replay(), 256)
-        launched = time.perf_counter()
+        launched = time.thread_time()
         backend.synchronize()
-        waited = time.perf_counter()
+        waited = time.thread_time()
         pending.result()
-        steps.append(HostStep(launched - begun, time.perf_counter() - waited))
+        steps.append(HostStep(launched - begun, time.thread_time() - waited))
     return steps
 
 

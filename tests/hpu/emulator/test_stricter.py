@@ -108,13 +108,12 @@ def test_results_stay_until_the_card_has_run_the_launch() -> None:
     """The host runs ahead of the card, and waits for it where memory is short: nothing fails."""
     for free, waits in ((1 << 20, False), (40_000, True)):
         card = EmulatedDevice(dataclasses.replace(profile(""), total=1 << 20), computes=False)
-        bridge = make_bridge(card, lazy=False)
-        compiled = bridge.compile(add)
+        backend = HpuBackend(BackendConfig(), policy("", lazy=False), make_bridge(card, lazy=False), HpuSettings())
         x = torch.ones(1000).to(DEVICE)
         taken = torch.zeros((1 << 20) - free, dtype=torch.uint8, device=DEVICE) if waits else None
         with card.launch() as scope:
             for _ in range(12):
-                x = compiled(x)
+                x = backend.ops.region(add, x)
         assert scope.live.held == 12 * 4000 and scope.live.peak < 3 * 4000
         assert any("memory_wait" in line for line in card.clock.lines) is waits
         del taken
@@ -131,7 +130,8 @@ def test_collectives_split_a_layers_graph_with_and_without_values() -> None:
 
     card = EmulatedDevice(profile(""), computes=False)
     bridge = make_bridge(card, lazy=False)
-    bridge.compile(Summed(bridge).forward)(torch.ones(2, 4).to(DEVICE))
+    backend = HpuBackend(BackendConfig(), policy("", lazy=False), bridge, HpuSettings())
+    backend.ops.region(Summed(bridge).forward, torch.ones(2, 4).to(DEVICE))
     assert card.clock.compiles == 2, "what is before the sum with it, and what is behind it"
     assert "not on the list" in card.table.eager(torch.ops.trencadis_emulator.all_reduce.default, [], ())
 
