@@ -18,6 +18,7 @@ from trencadis.backends import cuda
 from trencadis.backends.cuda import accelerator
 from trencadis.backends.cuda.accelerator import Accelerator
 from trencadis.core import devices
+from trencadis.core.device.backend import Backend, BackendConfig
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -40,6 +41,14 @@ class Xpu(Accelerator):
 
     def raise_at_waits(self, on: bool) -> None:
         """Does nothing: the module has no such mode."""
+
+
+def make_backend(cfg: BackendConfig) -> Backend:
+    """With the two below, what a package for such cards has."""
+    return cuda.make_backend(cfg, Xpu())
+
+
+pick_policy, pick_dtype = cuda.pick_policy, cuda.pick_dtype
 
 
 @pytest.fixture(autouse=True)
@@ -110,12 +119,8 @@ def test_a_runtime_of_another_card_captures_and_replays(books: fake_cuda.PoolAcc
 
 def test_the_twin_serves_under_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """A package of its own, as far as the engine sees: three functions, and an accelerator."""
-    package = SimpleNamespace(
-        make_backend=lambda cfg: cuda.make_backend(cfg, Xpu()), pick_policy=cuda.pick_policy, pick_dtype=cuda.pick_dtype
-    )
-    offered: Any = SimpleNamespace(name="xpu", module="trencadis_xpu", load=lambda: package.make_backend)
+    offered: Any = SimpleNamespace(name="xpu", module=__name__, load=lambda: make_backend)
     monkeypatch.setattr(devices, "entry_points", lambda group="": [offered])
-    monkeypatch.setattr(devices, "import_module", lambda name: package if name == "trencadis_xpu" else None)
     monkeypatch.setenv("TRENCADIS_CUDA_TWIN", "1")
     flags: dict[str, Any] = dict(max_model_len=256, max_num_seqs=2, max_num_batched_tokens=128, dtype="float32")
     chat: Any = [{"role": "user", "content": "How many circles are there?"}]

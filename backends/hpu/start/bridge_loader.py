@@ -286,12 +286,14 @@ def open_bridge(
     world: int = 1,
     rank: int = 0,
     named: bool = False,
+    hccl: bool = False,
 ) -> Bridge:
     """Opens the process's bridge: sets the environment first, then imports the plug-in.
 
     Args:
         index: the card, counted from 0 over the visible ones; in a group, the card of this rank.
         named: the user named the card by its number; False: the first one may be any that is free.
+        hccl: memory is left to HCCL also where there is one rank, whose collectives are probed.
 
     Raises:
         StartupError: see ``environment.find_capability``; a plug-in that cannot be used; fewer cards than ranks.
@@ -302,7 +304,7 @@ def open_bridge(
     env.update(settled.variables)
     for gone in settled.removed:
         env.pop(gone, None)
-    with _with_rank_count(env, world):
+    with _with_rank_count(env, max(world, 2) if hccl else world):
         if found.real:
             return open_real(env, index, world, named)
         from trencadis.backends.hpu.emulator import emulated_bridge

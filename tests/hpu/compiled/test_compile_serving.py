@@ -273,9 +273,8 @@ def check_form(name: str, count: int, compiled: Any, monkeypatch: pytest.MonkeyP
           "executables before and after")  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["graphs, fp8 cache", "compiled"])
-def test_random_requests_make_no_executable(name: str, compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_form(name, 30, compiled, monkeypatch, "meta")
+def test_random_requests_make_no_executable(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_form("compiled", 20, compiled, monkeypatch, "meta")
 
 
 @pytest.mark.long

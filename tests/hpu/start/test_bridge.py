@@ -117,7 +117,12 @@ def test_the_card_that_is_asked_for_is_opened(card: str, world: str, env: dict[s
     assert done.stdout.startswith(says), (done.stdout, done.stderr)
 
 
-def test_a_card_of_several_ranks_leaves_memory_to_hccl() -> None:
+@pytest.mark.parametrize(("world", "env", "says"), [
+    ("2", {}, "384 None"),
+    pytest.param("1", {}, "0 None", marks=pytest.mark.long),
+    pytest.param("2", {"WORLD_SIZE": "2"}, "384 2", marks=pytest.mark.long),
+])  # fmt: skip
+def test_a_card_of_several_ranks_leaves_memory_to_hccl(world: str, env: dict[str, str], says: str) -> None:
     """The pool takes all memory but an allowance, which it leaves where ``WORLD_SIZE`` names several ranks."""
     code = NUMBERED.replace(
         'print(CHOSEN, os.environ.get("LOCAL_RANK"))',
@@ -126,9 +131,8 @@ def test_a_card_of_several_ranks_leaves_memory_to_hccl() -> None:
     print(POOL["allowance"] >> 20, os.environ.get("WORLD_SIZE"))""",
     )
     assert "POOL" in code
-    for world, env, says in (("2", {}, "384 None"), ("1", {}, "0 None"), ("2", {"WORLD_SIZE": "2"}, "384 2")):
-        done = run(code, "1" if world == "2" else "0", world, HABANA_STUB_CARDS="8", **env)
-        assert done.stdout.strip() == says, (done.stdout, done.stderr)
+    done = run(code, "1" if world == "2" else "0", world, HABANA_STUB_CARDS="8", **env)
+    assert done.stdout.strip() == says, (done.stdout, done.stderr)
 
 
 def test_an_emulated_card_of_several_ranks_leaves_memory_to_hccl() -> None:
