@@ -16,8 +16,8 @@ from trencadis.core.errors import StartupError
 if TYPE_CHECKING:
     import torch
 
-    from trencadis.backends.cuda.accelerator import Accelerator
     from trencadis.backends.cuda.backend import CudaBackend
+    from trencadis.backends.cuda.kernels.accelerator import Accelerator
     from trencadis.backends.cuda.runtime_protocol import Runtime
     from trencadis.core.device.backend import Backend, BackendConfig, Comm
 
@@ -35,7 +35,7 @@ def make_backend(cfg: BackendConfig, cards: Accelerator | None = None) -> Backen
         StartupError: no card, no Triton, or a card or model that the kernels do not support; the message says what
         works.
     """
-    from trencadis.backends.cuda import accelerator
+    from trencadis.backends.cuda.kernels import accelerator
 
     accelerator.use(cards or accelerator.Accelerator())
     if _is_twin((cfg.options or {}).get("policy", "")):
@@ -72,15 +72,17 @@ def _is_twin(policy: str, environ: Mapping[str, str] | None = None) -> bool:
 
 
 def _twin(cfg: BackendConfig) -> Backend:
-    from trencadis.backends.cuda import accelerator
     from trencadis.backends.cuda.backend import CudaBackend
+    from trencadis.backends.cuda.kernels import accelerator
     from trencadis.backends.cuda.libraries.attention_backend import RequestedAttention
     from trencadis.backends.cuda.twin.ops import TwinOps
+    from trencadis.backends.cuda.twin.twin_runtime import TwinRuntime
     from trencadis.backends.cuda.weights.quantised_weight import NEWEST
 
     if cfg.batch_invariant:
         raise StartupError("--batch-invariant: the twin of a card does not promise it; --device cpu does")
-    runtime, asked = accelerator.in_use().open_twin(), RequestedAttention.of(cfg, NEWEST)
+    runtime = TwinRuntime(label=f"{accelerator.in_use().name} (twin)")
+    asked = RequestedAttention.of(cfg, NEWEST)
     ops = asked.ops(TwinOps)(runtime.accounted)
     return asked.attach(_with_pipe(CudaBackend(cfg, runtime, ops, _comm(cfg, runtime.device))))
 
@@ -96,11 +98,13 @@ def _with_pipe(backend: CudaBackend) -> CudaBackend:
 
 def runtime_of(device: torch.device) -> Runtime:
     """Returns a card's runtime; for the CPU, where Triton interprets the kernels, a twin that captures no graphs."""
-    from trencadis.backends.cuda import accelerator
+    from trencadis.backends.cuda.kernels import accelerator
 
     cards = accelerator.in_use()
     if device.type == cards.name:
-        return cards.open_runtime(device)
+        from trencadis.backends.cuda.cuda_runtime import CudaRuntime
+
+        return CudaRuntime(device, cards)
     from trencadis.backends.cuda.twin.twin_runtime import TwinRuntime
 
     return TwinRuntime(graphs=False, interprets=True, label=f"{cards.name} (interpreted)")
@@ -110,7 +114,7 @@ def _comm(cfg: BackendConfig, device: torch.device) -> Comm | None:
     """Returns the communicator of several ranks; None for one rank."""
     if cfg.ranks == 1:
         return None
-    from trencadis.backends.cuda.accelerator import in_use
+    from trencadis.backends.cuda.kernels.accelerator import in_use
     from trencadis.backends.cuda.nccl_comm import CudaComm
     from trencadis.core.executor.process_groups import join_group
 

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from trencadis.backends.cuda.accelerator import Accelerator, TorchGraph, in_use
 from trencadis.backends.cuda.graph_pool import CapturedGraphs, CudaGraph, GraphPool, discard_failed_capture
+from trencadis.backends.cuda.kernels.accelerator import Accelerator, TorchGraph, in_use
 from trencadis.backends.cuda.runtime_protocol import Array, Graph, Stream
 from trencadis.backends.hooks import Hooks
 from trencadis.core.device.backend import Body, Memory, OutOfDeviceMemory

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr
+from contextlib import AbstractContextManager, redirect_stderr
 from dataclasses import dataclass
 from functools import partial
 from io import StringIO
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from trencadis.backends.cpu.expert_mlp import join_experts, route_tokens, run_all_experts
+from trencadis.backends.cpu.reference_ops import ReferenceOps
+from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.hpu_quantised_linear import E4M3, floats8_weight, round_tokens
-from trencadis.backends.hpu.launches.region_compiler import own_code, part
+from trencadis.backends.hpu.launches.region_compiler import RegionCompiler, own_code, part
 from trencadis.core.graphs.oom_errors import format_error
 from trencadis.core.quant.quantised_tensor import QTensor
 
@@ -35,6 +37,19 @@ CLOSE = 3e-2
 
 FP8_CLOSE = 0.12
 """The same for 8-bit floats, which round weights, tokens and what is between the products by up to a sixteenth each."""
+
+
+class ExpertOps(Protocol):
+    """The backend's ops (``ops.HpuOps``), as far as experts need them."""
+
+    bridge: Bridge
+    lazy: bool
+    compiler: RegionCompiler
+    check_context: Callable[[], AbstractContextManager[object]]
+
+    def act_mul(self, gate_up: Tensor, kind: str) -> Tensor: ...
+
+    def reference(self) -> ReferenceOps: ...
 
 
 @dataclass
@@ -82,10 +97,11 @@ def list_fp8_experts(
 
 
 def run_listed_fp8_experts(
-    ops: Any, x: Tensor, scores: Tensor, w: ListedFp8Experts, top: int, normalise: bool, kind: str
+    ops: ExpertOps, x: Tensor, scores: Tensor, w: ListedFp8Experts, top: int, normalise: bool, kind: str
 ) -> Tensor:
     """Implements ``core.device.backend.Ops.experts``; as ``run_listed_experts`` does for another activation."""
-    bridge = ops.bridge
+    bridge, multiply = ops.bridge, ops.bridge.fp8_gemm_v2
+    assert bridge.fp8_experts is not None and bridge.cast_to_fp8_v2 is not None and multiply is not None
     shares, chosen = route_tokens(scores, top, normalise)
     codes, scale = round_tokens(x, bridge.fp8_top, bridge.cast_to_fp8_v2)
     if kind == KIND:
@@ -94,7 +110,6 @@ def run_listed_fp8_experts(
             codes, scale, chosen, shares, w.gate_up, w.down, w.gate_up_scale, w.down_scale
         )
         return found
-    multiply = bridge.fp8_gemm_v2
     out = torch.zeros_like(x, dtype=torch.float32)
     for i in range(w.count):
         share = torch.where(chosen == i, shares, 0.0).sum(-1, keepdim=True)
@@ -112,8 +127,8 @@ def list_experts(gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> ListedExp
 
 
 def run_listed_experts(
-    kernel: Callable[..., Tensor], ops: Any, x: Tensor, scores: Tensor, w: ListedExperts, top: int, normalise: bool,
-    kind: str,
+    kernel: Callable[..., Tensor], ops: ExpertOps, x: Tensor, scores: Tensor, w: ListedExperts, top: int,
+    normalise: bool, kind: str,
 ) -> Tensor:  # fmt: skip
     """Implements ``core.device.backend.Ops.experts``; another activation than ``KIND`` takes plain products over each
     expert.
@@ -129,19 +144,22 @@ def run_listed_experts(
     return out.to(x.dtype)
 
 
-def check_experts(ops: Any) -> bool:
+def check_experts(ops: ExpertOps) -> bool:
     """Returns True if the operation gives the values of the product over all experts; else warns once."""
+
+    kernel = ops.bridge.experts
+    assert kernel is not None, "only a kernel that the bridge has is checked"
 
     def run(x: Tensor, scores: Tensor, *weights: Tensor) -> Tensor:
         w = ListedExperts(weights[:COUNT], weights[COUNT:], COUNT, INNER)
-        return run_listed_experts(ops.bridge.experts, ops, x, scores, w, 2, True, KIND)
+        return run_listed_experts(kernel, ops, x, scores, w, 2, True, KIND)
 
     x, scores, gate_up, down = random_experts()
     return _differs_little(ops, run, (x, scores, *gate_up, *down), (gate_up, down), CLOSE, "mixture_of_experts",
                            "products over all experts take its place")  # fmt: skip
 
 
-def check_fp8_experts(ops: Any) -> bool:
+def check_fp8_experts(ops: ExpertOps) -> bool:
     """Returns True if the operation's form for 8-bit floats gives the values of the product over all experts, as far as
     their rounding allows; else warns once.
     """
@@ -185,7 +203,7 @@ def random_experts() -> ProbeExperts:
 
 
 def _differs_little(
-    ops: Any, run: Callable[..., Tensor], given: tuple[Tensor, ...], weights: tuple[list[Tensor], list[Tensor]],
+    ops: ExpertOps, run: Callable[..., Tensor], given: tuple[Tensor, ...], weights: tuple[list[Tensor], list[Tensor]],
     close: float, name: str, instead: str,
 ) -> bool:  # fmt: skip
     """Compares ``run`` on the card, over ``given``, with the product over all experts of ``weights`` on the host."""

@@ -15,8 +15,8 @@ from tests.fakes import cuda as fake_cuda
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
 from trencadis.backends import cuda
-from trencadis.backends.cuda import accelerator
-from trencadis.backends.cuda.accelerator import Accelerator
+from trencadis.backends.cuda.kernels import accelerator
+from trencadis.backends.cuda.kernels.accelerator import Accelerator
 from trencadis.core import devices
 from trencadis.core.device.backend import Backend, BackendConfig
 

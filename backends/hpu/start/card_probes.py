@@ -192,8 +192,8 @@ def check_product_kernel(bridge: Bridge, name: str) -> str:
     """Compares a kernel of a product, or of attention's statistics, with its formula."""
     g = torch.Generator().manual_seed(5)
     run, args, wanted = {
-        "sdpa_recomp_fwd": _statistics, "product": _wide_product, "fp8_gemm_v2": _fp8_product,
-        "convert_from_uint4": _unpacked, "block_softmax_adjustment": _adjusted,
+        "sdpa_recomp_fwd": _statistics_case, "product": _wide_product_case, "fp8_gemm_v2": _fp8_product_case,
+        "convert_from_uint4": _unpack_case, "block_softmax_adjustment": _adjustment_case,
     }[name](bridge, g)  # fmt: skip
     found, took, back = time_launch(bridge, run, args)
     return format_figure(error(found, wanted), took, back)
@@ -207,7 +207,7 @@ class KernelCase(NamedTuple):
     wanted: Tensor
 
 
-def _statistics(bridge: Bridge, g: torch.Generator) -> KernelCase:
+def _statistics_case(bridge: Bridge, g: torch.Generator) -> KernelCase:
     """Attention over some keys, multiplied by its sum of exponentials: what merging parts needs of the statistics."""
     parts, scale = _require(bridge.sdpa_parts), 64**-0.5
     q = torch.randn(1, 4, 8, 64, generator=g).bfloat16()
@@ -223,12 +223,12 @@ def _statistics(bridge: Bridge, g: torch.Generator) -> KernelCase:
     return KernelCase(run, (q, k, v, mask), (share @ v.float().repeat_interleave(2, 1)).bfloat16())
 
 
-def _wide_product(bridge: Bridge, g: torch.Generator) -> KernelCase:
+def _wide_product_case(bridge: Bridge, g: torch.Generator) -> KernelCase:
     a, b = torch.randn(2, 4, 64, generator=g).bfloat16(), torch.randn(2, 64, 8, generator=g).bfloat16()
     return KernelCase(_require(bridge.product), (a, b), a.float() @ b.float())
 
 
-def _fp8_product(bridge: Bridge, g: torch.Generator) -> KernelCase:
+def _fp8_product_case(bridge: Bridge, g: torch.Generator) -> KernelCase:
     multiply, cast = _require(bridge.fp8_gemm_v2), _require(bridge.cast_to_fp8_v2)
     x, w = (torch.randint(-8, 9, (n, 32), generator=g).float() for n in (5, 16))
     scale, each = torch.rand(5, 1, generator=g) + 0.5, torch.rand(16, generator=g) + 0.5
@@ -239,7 +239,7 @@ def _fp8_product(bridge: Bridge, g: torch.Generator) -> KernelCase:
     return KernelCase(run, (x, w, scale, each), (x * scale) @ (w * each[:, None]).t())
 
 
-def _unpacked(bridge: Bridge, g: torch.Generator) -> KernelCase:
+def _unpack_case(bridge: Bridge, g: torch.Generator) -> KernelCase:
     unpack = _require(bridge.convert_from_uint4)
     codes = torch.randint(0, 16, (8, 16), generator=g)
     words = sum(codes.view(8, 2, 8)[..., i] << (4 * i) for i in range(8))
@@ -254,7 +254,7 @@ def _unpacked(bridge: Bridge, g: torch.Generator) -> KernelCase:
     return KernelCase(run, (signed, scale, zero), wanted)
 
 
-def _adjusted(bridge: Bridge, g: torch.Generator) -> KernelCase:
+def _adjustment_case(bridge: Bridge, g: torch.Generator) -> KernelCase:
     adjust, shape = _require(bridge.block_adjustment), [3, 2, 2, 1, 1]
     high, total = torch.randn(shape, generator=g), torch.rand(shape, generator=g) + 1
     rows = torch.zeros(3, dtype=torch.int32)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trencadis.backends.cuda.accelerator import in_use
+from trencadis.backends.cuda.kernels.accelerator import in_use
 from trencadis.backends.cuda.kernels.peers import one_shot_reduce, two_shot_reduce
 from trencadis.backends.cuda.kernels.peers.one_shot_reduce import PeerBuffers
 

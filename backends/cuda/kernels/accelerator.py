@@ -9,14 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 
 import torch
-
-from trencadis.backends.cuda.runtime_protocol import Runtime
-
-if TYPE_CHECKING:
-    from trencadis.backends.cuda.twin.twin_runtime import TwinRuntime
 
 
 class TorchGraph(Protocol):
@@ -81,18 +76,6 @@ class Accelerator:
     def raise_at_waits(self, on: bool) -> None:
         """Makes torch raise at calls that wait for the card, or not."""
         self.module.set_sync_debug_mode("error" if on else "default")
-
-    def open_runtime(self, device: torch.device) -> Runtime:
-        """Returns the runtime of a card."""
-        from trencadis.backends.cuda.cuda_runtime import CudaRuntime  # which uses an accelerator itself
-
-        return CudaRuntime(device, self)
-
-    def open_twin(self) -> TwinRuntime:
-        """Returns the twin of a card on the CPU, which bears this accelerator's name."""
-        from trencadis.backends.cuda.twin.twin_runtime import TwinRuntime
-
-        return TwinRuntime(label=f"{self.name} (twin)")
 
 
 class _Chosen:
