@@ -7,8 +7,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from trencadis.core.errors import StartupError
-from trencadis.core.name_suggestions import suggest_name
+from trencadis.core.errors import StartupError, suggest_name
 
 TRUE = ("true", "t", "1", "yes", "y", "on")
 FALSE = ("false", "f", "0", "no", "n", "off")

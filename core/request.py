@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from trencadis.core.adapter_ref import AdapterRef
-from trencadis.core.constraints import Rule
 from trencadis.core.errors import BadRequest
 from trencadis.core.flag_options import MOST, Bound
 from trencadis.core.json_types import Json
@@ -16,8 +14,27 @@ from trencadis.core.media_spans import MediaSpan
 from trencadis.core.structured_outputs import (
     GuidedDecodingParams,
     RepetitionDetectionParams,
+    Rule,
     StructuredOutputsParams,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRef:
+    """An adapter that a request uses.
+
+    Args:
+        digest: digest of the adapter's contents, which identifies it everywhere; names may be given again.
+        path: its folder, from which every rank reads it.
+        name: the name that it is served under, for messages and metrics.
+        tower: True if the outputs of the vision tower change.
+    """
+
+    digest: str
+    path: str
+    name: str
+    tower: bool = False
+
 
 MAX_LOGPROBS = 20
 """Top ids that every SAMPLE launch with log-probabilities reports; more of them take another launch."""

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trencadis.core.buckets import Bucket
-from trencadis.core.constraints import Rule
 from trencadis.core.cross_attention_inputs import NO_CROSS_ATTENTION, CrossAttentionInputs, CrossAttentionSpans
+from trencadis.core.structured_outputs import Rule
 
 PENDING = -1
 """Stands for a token that has been sampled but not fetched: the device reads it from its sampler slot."""

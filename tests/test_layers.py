@@ -23,7 +23,7 @@ FLOORS = {
     "core": (
         ("core",),
         ("core/kv", "core/links", "core/quant"),
-        ("core/checkpoint/formats", "core/device"),
+        ("core/device",),
         ("core/checkpoint", "core/masks"),
         ("core/families", "core/models", "core/process", "core/shapes", "core/spec"),
         ("core/lora", "core/memory", "core/scheduling"),
@@ -100,17 +100,17 @@ BACKENDS = {
 """Folder of a backend -> what it may import besides itself and what lies below it; ``x/.``: that folder's own files."""
 
 TORCH: dict[str, frozenset[str]] = {
-    "core/checkpoint": frozenset({"checkpoint_source", "pytorch_bin", "weight_loader", "weight_source"}),
-    "core/checkpoint/formats": EVERY,
+    "core/checkpoint": frozenset(
+        {"checkpoint_source", "pytorch_bin", "quant_formats", "weight_loader", "weight_source"}
+    ),
     "core/device": frozenset({"backend", "launch_tensors"}),
     "core/engine": frozenset({"engine_builder", "graph_startup", "kv_offload_setup"}),
     "core/executor": frozenset({"process_groups", "multiproc_executor"}),
     "core/graphs": frozenset({"graph_capture", "graph_manager", "graph_reporter", "warmup"}),
-    "core/lora": frozenset({"adapter_store", "adapter_weights"}),
+    "core/lora": frozenset({"adapter_store"}),
     "core/launches": frozenset(
         {
             "draft_runner",
-            "eagle_runner",
             "encoder_data_parallel",
             "host_block_copies",
             "model_runner",
@@ -121,7 +121,7 @@ TORCH: dict[str, frozenset[str]] = {
     "core/quant": frozenset({"online_quant", "quantised_tensor"}),
     "core/quant/writing": EVERY,
     "multimodal/gemma3": frozenset({"model"}),
-    "multimodal/glm4v": frozenset({"model", "tower"}),
+    "multimodal/glm4v": frozenset({"model"}),
     "multimodal/idefics3": frozenset({"model"}),
     "multimodal/internvl": frozenset({"model"}),
     "multimodal/llava": frozenset({"model"}),
@@ -130,8 +130,8 @@ TORCH: dict[str, frozenset[str]] = {
     "multimodal/phi3_v": frozenset({"model"}),
     "multimodal/pixtral": frozenset({"model"}),
     "multimodal/qwen2_5_vl": frozenset({"model"}),
-    "multimodal/qwen2_vl": frozenset({"model", "vision_tower"}),
-    "multimodal/qwen3_vl": frozenset({"deepstack_tower", "model"}),
+    "multimodal/qwen2_vl": frozenset({"model"}),
+    "multimodal/qwen3_vl": frozenset({"model"}),
     "multimodal/vit": frozenset({"model", "vit_block"}),
     "backends/conformance": EVERY,
     "backends/conformance/family": EVERY,

@@ -19,7 +19,7 @@ FIXED_TUPLES = {
     "backends/cpu/attention_plan.py": {"plans"},
     "backends/cpu/batch_invariant.py": {"rope_store"},
     "backends/cpu/int8_linear.py": {"round_to_int8"},
-    "backends/cpu/native/flash.py": {"_lies"},
+    "backends/cpu/native/attention_kernels.py": {"_lies"},
     "backends/cpu/native/panels.py": {"_arrange_columns"},
     "backends/cpu/ops.py": {"rope_store", "tile_mask"},
     "backends/cpu/reference_ops.py": {"rope_store"},
@@ -32,7 +32,7 @@ FIXED_TUPLES = {
     "backends/hpu/start/machine.py": {"point_release"},
     "core/device/backend.py": {"rope_store"},
     "core/launches/model_runner.py": {"_scores"},
-    "core/scheduling/total_order.py": {"key"},
+    "core/scheduling/fair_order.py": {"key"},
     "server/prompts/text_service.py": {"read"},
 }
 """Functions that return, or yield in a container, a fixed tuple of three or more values, by file; all others have a

@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
-from trencadis.core.launches.eagle_runner import follow
+from trencadis.core.launches.draft_runner import follow
 
 TAPS, STEPS, BATCH, LENGTH = (1, 2, 3), 3, 16, 112
 """Tapped layers; drafts that a training step unrolls; texts of a step; most tokens of a text."""

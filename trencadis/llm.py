@@ -13,13 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from trencadis.core.adapter_ref import AdapterRef
 from trencadis.core.config import EngineConfig
 from trencadis.core.engine.engine import Engine
 from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import JsonMapping
 from trencadis.core.progress import Progress
-from trencadis.core.request import SamplingParams
+from trencadis.core.request import AdapterRef, SamplingParams
 from trencadis.engine_args import EngineArgs
 from trencadis.llm_engine import LLMEngine
 from trencadis.llm_kwargs import build_offline_setup, read_template

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from trencadis.core.adapter_ref import AdapterRef
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest, TrencadisError, Unavailable, from_status
 from trencadis.core.json_types import JsonMapping
 from trencadis.core.links.topology import choose_executor_backend, topology
-from trencadis.core.process import device_env, torch_build
+from trencadis.core.process import torch_env
 from trencadis.core.progress import Progress
-from trencadis.core.request import Delta, Request, SamplingParams
+from trencadis.core.request import AdapterRef, Delta, Request, SamplingParams
 from trencadis.engine_args import EngineArgs
 from trencadis.llm_kwargs import OfflineSetup, build_offline_setup
 from trencadis.lora_request import LoRARequest, OfflineAdapters
@@ -58,12 +57,12 @@ def _start_engine(config: EngineConfig, progress: Progress | None) -> Engine:
         log.warning("%s", line)
     rank_topology = topology(config, os.environ)
     if not rank_topology.leads:
-        from trencadis.core.executor.headless import run_headless
+        from trencadis.core.executor.engine_connection import run_headless
 
         raise SystemExit(run_headless(config, rank_topology, os.environ, again=False))
-    for line in device_env.prepare_device_env(config.device, world=rank_topology.here).lines:
+    for line in torch_env.prepare_device_env(config.device, world=rank_topology.here).lines:
         log.info("%s", line)
-    torch_build.import_torch()
+    torch_env.import_torch()
     from trencadis.core.engine.engine_builder import create_engine
 
     return create_engine(config, progress)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
-from trencadis.core.adapter_ref import AdapterRef
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest, StartupError
+from trencadis.core.request import AdapterRef
 from trencadis.server.config.hub import find_adapter_folder
 from trencadis.server.prompts.adapter_registry import AdapterRegistry
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from trencadis.core.adapter_ref import AdapterRef
 from trencadis.core.checkpoint.pooling_config import CLASSIFY, EMBED, TOKEN_TASKS, Pooling
 from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import JsonMapping
+from trencadis.core.request import AdapterRef
 from trencadis.llm_engine import LLMEngine
 from trencadis.llm_kwargs import read_template
 from trencadis.lora_request import LoRARequests

@@ -18,9 +18,9 @@ from trencadis.backends.conformance.target import CheckTarget
 from trencadis.backends.hooks import CAPTURE, STEP, hooks_of
 from trencadis.core.buckets import Bucket, Plan
 from trencadis.core.device.backend import Backend, Program, ProgramState
+from trencadis.core.errors import format_error, is_out_of_memory
 from trencadis.core.graphs.graph_capture import GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager
-from trencadis.core.graphs.oom_errors import format_error, is_out_of_memory
 from trencadis.core.memory.graph_budget import GraphPrice
 from trencadis.core.memory.ledger import GraphSettings, MemoryInUse, MemorySplit
 

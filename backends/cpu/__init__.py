@@ -1,7 +1,6 @@
 """The CPU backend, which is also the reference for the other backends."""
 
-from trencadis.backends.cpu.backend import CpuBackend
-from trencadis.backends.cpu.cpu_dtypes import pick_dtype
+from trencadis.backends.cpu.backend import CpuBackend, pick_dtype
 from trencadis.backends.cpu.policy import policy as pick_policy
 from trencadis.core.device.backend import Backend, BackendConfig
 

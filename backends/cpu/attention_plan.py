@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trencadis.backends.cpu.native import flash
-from trencadis.backends.cpu.native.decode_attention import SingleTokenRows
-from trencadis.core.device.backend import Attn
+from trencadis.backends.cpu.native import attention_kernels
+from trencadis.backends.cpu.native.attention_kernels import SingleTokenRows
+from trencadis.core.device.backend import Attn, Segments
+from trencadis.core.shared_constants import WINDOW_SLOTS
 
 GROUP_SLACK, GROUP_RATIO = 32, 1.25
 """A decode group ends before a row longer than ratio x shortest + slack, so that a long row does not pad the others."""
@@ -43,9 +45,11 @@ class ChunkSpan:
         """Number of the row's tokens in this launch."""
         return self.stop - self.start
 
-    def to_flash_span(self, keys: Where) -> flash.Span:
+    def to_flash_span(self, keys: Where) -> attention_kernels.Span:
         """Returns the span in the form that the library's kernel takes, with the slots of ``where``."""
-        return flash.Span(slice(self.start, self.stop), keys, self.first, self.context, self.upto, self.whole)
+        return attention_kernels.Span(
+            slice(self.start, self.stop), keys, self.first, self.context, self.upto, self.whole
+        )
 
 
 @dataclass(frozen=True)
@@ -231,3 +235,48 @@ def _where(blocks: NDArray[np.int32], length: int, block_size: int) -> Where:
         start = int(held[0]) * block_size
         return slice(start, start + length)
     return torch.from_numpy(_indices(held[None], length, block_size)[0])
+
+
+class ImageSpan(NamedTuple):
+    """The slots ``queries`` attend to the slots ``keys``; slices if none of their windows is padded."""
+
+    queries: Where
+    keys: Where
+
+
+def find_image_spans(seg: Segments) -> list[ImageSpan]:
+    """Returns, for each image, which slots attend to which.
+
+    Padding windows attend to the slots that are not padding.
+    """
+    segment, real = seg.segment.tolist(), seg.real.tolist()
+    found: list[ImageSpan] = []
+    first = 0
+    for i in range(1, len(segment) + 1):
+        if i < len(segment) and segment[i] == segment[first]:
+            continue
+        if seg.padding_window is not None and bool((seg.padding_window[first:i] > 0).any()):
+            found += _split_padding_windows(seg, first, i)
+        elif all(count == WINDOW_SLOTS for count in real[first:i]):
+            whole = slice(first * WINDOW_SLOTS, i * WINDOW_SLOTS)
+            found.append(ImageSpan(whole, whole))
+        else:
+            inside = _real_slots(seg, first, i)
+            where = inside.flatten().nonzero()[:, 0] + first * WINDOW_SLOTS
+            found.append(ImageSpan(where, where))
+        first = i
+    return found
+
+
+def _real_slots(seg: Segments, first: int, stop: int) -> torch.Tensor:
+    """Returns the real slots, bool [windows, 64]."""
+    return torch.arange(WINDOW_SLOTS) < seg.real[first:stop, None]
+
+
+def _split_padding_windows(seg: Segments, first: int, stop: int) -> list[ImageSpan]:
+    assert seg.padding_window is not None
+    inside, padding = _real_slots(seg, first, stop), seg.padding_window[first:stop, None] > 0
+    every, real_slots, padding_slots = (
+        some.flatten().nonzero()[:, 0] + first * WINDOW_SLOTS for some in (inside, inside & ~padding, inside & padding)
+    )
+    return [ImageSpan(real_slots, every), ImageSpan(padding_slots, real_slots)]

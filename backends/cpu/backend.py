@@ -17,16 +17,53 @@ from trencadis.backends.cpu.kernel_trial import UNCHANGED, choice_of, choose_tab
 from trencadis.backends.cpu.native import dense, threads
 from trencadis.backends.cpu.native.kernel_table import KernelTable, with_choice
 from trencadis.backends.cpu.native.thread_use import thread_use
-from trencadis.backends.cpu.native.weight_cache import CachedPages
+from trencadis.backends.cpu.native.weight_packing import CachedPages
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.policy import policy
-from trencadis.backends.cpu.process_memory import CpuMemory
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.core import envs
 from trencadis.core.buckets import Bucket
 from trencadis.core.cpu_affinity import BIND, RESERVED, available_cpus, computing_cpus, own_cpus
 from trencadis.core.device.backend import BackendConfig, Body, Comm, Inputs, Memory, Ops, Program, TensorsOut
+from trencadis.core.host_memory import free_host, total_host
 from trencadis.core.vision_config import NO_SLOT, SlotForm
+
+ALIASES = {"float": "float32", "half": "float16"}
+
+
+def native_bfloat16() -> bool:
+    """Returns True if the CPU multiplies bfloat16 itself (AVX512-BF16 or AMX).
+
+    Elsewhere bfloat16 is several times slower than float32.
+    """
+    cpu = torch.cpu
+    return bool(cpu._is_avx512_bf16_supported() or cpu._is_amx_tile_supported())
+
+
+def pick_dtype(asked: str, stored: str) -> torch.dtype:
+    """Returns the dtype for ``asked``: ``auto`` is the stored dtype if the CPU computes in it natively, else
+    float32.
+    """
+    if asked == "auto":
+        asked = "bfloat16" if stored == "bfloat16" and native_bfloat16() else "float32"
+    dtype: torch.dtype = getattr(torch, ALIASES.get(asked, asked))
+    return dtype
+
+
+class CpuMemory:
+    """Memory in bytes (``core.device.backend.Memory``)."""
+
+    def total(self) -> int:
+        return total_host()
+
+    def real_kv_bytes(self) -> int | None:
+        """Returns None: all memory of the device is real."""
+        return None
+
+    def free(self) -> int:
+        """Returns the bytes that can still be allocated without swapping; page cache counts as free."""
+        return free_host()
+
 
 log = logging.getLogger("trencadis.engine")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,9 @@ from trencadis.core.vision_config import NO_SLOT
 
 Array = NDArray[Any]
 
+TEXT = (Stage.PREFILL, Stage.DECODE, Stage.VERIFY)
+"""Stages of this backend that run the decoder."""
+
 
 @dataclass(eq=False)
 class CpuProgram:
@@ -91,9 +95,9 @@ class CpuProgram:
         """Does nothing: before the first fill there is nothing to measure."""
 
     def run(self) -> Any:
-        if self.thread_use is not None:
-            self.thread_use.update(self.bucket.dims[0])
-        with torch.inference_mode():
+        use = self.thread_use
+        threads = nullcontext() if use is None else use.launch(self.bucket.dims[0], torch_is_idle(self.bucket))
+        with threads, torch.inference_mode():
             out = self.body(self.inputs)
         self.state = max(self.state, ProgramState.COMPILED)
         return out
@@ -107,6 +111,11 @@ class CpuProgram:
     def release(self) -> int:
         self.inputs = self.source = None
         return 0
+
+
+def torch_is_idle(bucket: Bucket) -> bool:
+    """Whether the large operations of a launch of few rows are the library's, none torch's."""
+    return bucket.stage in TEXT or (bucket.stage == Stage.SAMPLE and bucket.variant == "greedy")
 
 
 def make_tensors(bucket: Bucket, inputs: Inputs, block_size: int, upto: bool = False) -> Any:

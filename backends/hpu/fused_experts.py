@@ -24,7 +24,7 @@ from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.hpu_quantised_linear import E4M3, floats8_weight, round_tokens
 from trencadis.backends.hpu.launches.region_compiler import RegionCompiler, own_code, part
-from trencadis.core.graphs.oom_errors import format_error
+from trencadis.core.errors import format_error
 from trencadis.core.quant.quantised_tensor import QTensor
 
 log = logging.getLogger("trencadis.engine")

@@ -39,9 +39,9 @@ from trencadis.core.kv.encoder_cache import EncoderCache
 from trencadis.core.launches.model_runner import ModelRunner
 from trencadis.core.request import MAX_LOGPROBS, Request, SamplingParams
 from trencadis.core.scheduling.lifecycle import Lifecycle
-from trencadis.core.scheduling.random_numbers import AHEAD
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
+from trencadis.core.scheduling.sequence import AHEAD
 
 VOCAB, BLOCK = 151936, 16
 ROOM = 2000

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from trencadis.core.checkpoint.family import StoredNames
-from trencadis.core.checkpoint.formats.format_table import MARKS, READERS
-from trencadis.core.checkpoint.formats.raw_weight import RawWeight
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.checkpoint.quant_config import canonical_name
+from trencadis.core.checkpoint.quant_formats import MARKS, READERS, RawWeight
 from trencadis.core.checkpoint.weight_loader import FLOATS, DummyWeights
 from trencadis.core.checkpoint.weight_source import StackedPart, StoredRows, stack
 from trencadis.core.device.backend import Backend

@@ -17,9 +17,8 @@ from trencadis.core.checkpoint.json_fields import JsonFields, read_json
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.quant_config import ONLINE, Quantisation, from_inc, online, read_quantisation
 from trencadis.core.checkpoint.registry import OTHER_LAYOUTS, architectures, family_of
-from trencadis.core.errors import StartupError
+from trencadis.core.errors import StartupError, suggest_name
 from trencadis.core.json_types import JsonMapping, JsonObject
-from trencadis.core.name_suggestions import suggest_name
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 NEUTRAL = frozenset(

@@ -9,16 +9,23 @@ from dataclasses import dataclass, field
 from trencadis.core.buckets import Bucket, Plan, Policy, Stage, capturable
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.config import EngineConfig
-from trencadis.core.engine.remedies import list_remedies
-from trencadis.core.engine.startup_checks import check_chunking, check_start, format_notes
+from trencadis.core.engine.startup_checks import check_chunking, check_start, format_notes, list_remedies
 from trencadis.core.engine_stats import LedgerRow
 from trencadis.core.errors import StartupError
 from trencadis.core.host_memory import gib
 from trencadis.core.launches.stage_transfer import own_plan
 from trencadis.core.memory import graph_budget as budget
 from trencadis.core.memory import weight_offload
-from trencadis.core.memory.adapter_bytes import slot_sizes
-from trencadis.core.memory.cpu_cache_plan import CacheOptions, CachePlan, arena_rows, arena_units, plan_cpu
+from trencadis.core.memory.cache_plan import (
+    NO_STATES,
+    CacheOptions,
+    CachePlan,
+    StatePlan,
+    arena_rows,
+    arena_units,
+    plan_cpu,
+    plan_states,
+)
 from trencadis.core.memory.estimate import MemoryEstimator, estimate_memory_in_use
 from trencadis.core.memory.graph_budget import GraphPrice, GraphSelection
 from trencadis.core.memory.kv_cache_size import check_requested_kv, kv_flag, requested_kv_bytes
@@ -39,7 +46,7 @@ from trencadis.core.memory.ledger import (
     utilisation_that_fits,
 )
 from trencadis.core.memory.measurement_cache import Measurements
-from trencadis.core.memory.state_plan import NO_STATES, StatePlan, plan_states
+from trencadis.core.memory.weight_bytes import slot_sizes
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.bucket_profile import learn_from_profile
@@ -47,7 +54,7 @@ from trencadis.core.shapes.launch_costs import work_of
 from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.shared_constants import RESERVED_BLOCKS
 from trencadis.core.spec.draft_checkpoint import draft_config
-from trencadis.core.spec.spec_settings import resolve_speculation
+from trencadis.core.spec.spec_config import resolve_speculation
 
 BUILT_FOR_FEW = 128, 2048
 BUILT_FOR_MANY = 256, 8192

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from trencadis.core.engine_stats import BucketUse, EngineInfo, EngineStats, GraphPlan
 from trencadis.core.executor.executor_interface import Executor
-from trencadis.core.graphs.warmup_pacing import WarmupPacing
+from trencadis.core.progress import WarmupPacing
 from trencadis.core.request import Delta, Request
 from trencadis.core.scheduling.adapter_slots import AdapterLoads
 from trencadis.core.scheduling.decision_log import EvictionCounts, log_launches

@@ -42,39 +42,35 @@ from trencadis.core.executor.rank_launcher import Launcher, LocalLauncher
 from trencadis.core.executor.uniproc_executor import UniprocExecutor
 from trencadis.core.graphs.graph_reporter import GraphReporter
 from trencadis.core.graphs.rank_agreement import RankAgreement
-from trencadis.core.graphs.warmup_pacing import WarmupPacing
 from trencadis.core.host_memory import free_host, gib
 from trencadis.core.kv.block_pool import BlockPool, EvictionLog, HostBlockPool
 from trencadis.core.kv.encoder_cache import EncoderCache
 from trencadis.core.kv.state_pool import StatePool
-from trencadis.core.launches.draft_runner import DraftRunner, allocate_draft
-from trencadis.core.launches.eagle_runner import EagleRunner, allocate_head
+from trencadis.core.launches.draft_runner import DraftRunner, EagleRunner, allocate_draft, allocate_head
 from trencadis.core.launches.model_runner import ModelRunner
 from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.links.topology import RAY, Topology, topology
 from trencadis.core.lora.adapter_store import open_store
 from trencadis.core.memory import measurement_cache, weight_offload
-from trencadis.core.memory.adapter_bytes import adapter_bytes, host_adapters, slot_sizes
-from trencadis.core.memory.cpu_cache_plan import CacheOptions, CachePlan, plan_cpu
+from trencadis.core.memory.cache_plan import CacheOptions, CachePlan, plan_cpu
 from trencadis.core.memory.estimate import SPARE_SLOTS, MemoryEstimator, arena_width, row_blocks
+from trencadis.core.memory.weight_bytes import adapter_bytes, host_adapters, slot_sizes
 from trencadis.core.models import model_loader
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.eagle3 import Eagle3Head
 from trencadis.core.models.interface import Persistent
-from trencadis.core.process import device_env
-from trencadis.core.progress import Progress, SilentProgress
-from trencadis.core.scheduling.draft_scheduler import DraftScheduler
+from trencadis.core.process import torch_env
+from trencadis.core.progress import Progress, SilentProgress, WarmupPacing
+from trencadis.core.scheduling.draft_scheduler import DraftScheduler, ModelDrafts
 from trencadis.core.scheduling.image_packer import ImagePacker
-from trencadis.core.scheduling.model_drafts import ModelDrafts
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.shapes.launch_costs import work_of
 from trencadis.core.shapes.pipeline_partition import split_model
 from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.shapes.step_times import StepTimes, chunk_sizes
-from trencadis.core.spec.draft_checkpoint import draft_config, eagle_config
-from trencadis.core.spec.eagle_checkpoint import EagleConfig
-from trencadis.core.spec.spec_settings import resolve_speculation
+from trencadis.core.spec.draft_checkpoint import EagleConfig, draft_config, eagle_config
+from trencadis.core.spec.spec_config import resolve_speculation
 
 
 def launcher_of(config: EngineConfig, topology: Topology, environ: Mapping[str, str]) -> Launcher:
@@ -134,7 +130,7 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
     config = dataclasses.replace(config, threads=requested_threads(config.threads, os.environ))
     started = time.perf_counter()
     layout = topology(config, os.environ)
-    device_env.prepare_device_env(config.device, world=layout.here)
+    torch_env.prepare_device_env(config.device, world=layout.here)
     progress("config", config.model)
     model_config = load_model_config(config)
     check_size(model_config, config.tensor_parallel_size)

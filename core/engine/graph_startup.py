@@ -29,11 +29,10 @@ from trencadis.core.device.backend import Backend
 from trencadis.core.engine.dry_run import DryRun, PlannedDevice, StartupPlan
 from trencadis.core.engine.kv_offload_setup import planned_copies, with_host_blocks
 from trencadis.core.engine.pipeline_dry_run import planned_stage
-from trencadis.core.errors import StartupError
+from trencadis.core.errors import StartupError, format_error, is_out_of_memory
 from trencadis.core.graphs.graph_capture import CaptureJournal, GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager, GraphObserver
 from trencadis.core.graphs.graph_reporter import GraphReporter
-from trencadis.core.graphs.oom_errors import format_error, is_out_of_memory
 from trencadis.core.graphs.rank_agreement import RankAgreement
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.host_memory import gib
@@ -50,11 +49,11 @@ from trencadis.core.launches.persistent_tensors import (
 from trencadis.core.launches.stage_transfer import LAST
 from trencadis.core.lora.adapter_store import open_store
 from trencadis.core.memory import measurement_cache
-from trencadis.core.memory.adapter_bytes import slot_sizes
-from trencadis.core.memory.cpu_cache_plan import CachePlan
+from trencadis.core.memory.cache_plan import CachePlan
 from trencadis.core.memory.kv_cache_size import requested_kv_bytes
 from trencadis.core.memory.launch_memory import costliest_buckets
 from trencadis.core.memory.ledger import MemoryInUse, MemorySplit, check_capacity, divide_memory
+from trencadis.core.memory.weight_bytes import slot_sizes
 from trencadis.core.models import model_loader
 from trencadis.core.models.interface import HostLayering, Model, Persistent
 from trencadis.core.progress import Progress, Throttle

@@ -22,7 +22,7 @@ from trencadis.core.launches.host_block_copies import (
 )
 from trencadis.core.launches.model_runner import ModelRunner
 from trencadis.core.memory import kv_cache_size
-from trencadis.core.memory.cpu_cache_plan import CachePlan
+from trencadis.core.memory.cache_plan import CachePlan
 from trencadis.core.models.interface import Persistent
 from trencadis.core.shared_constants import RESERVED_BLOCKS
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Protocol
 
-from trencadis.core.adapter_ref import AdapterRef
 from trencadis.core.progress import Warming
+from trencadis.core.request import AdapterRef
 from trencadis.core.step import DraftRow, Step, StepOutput
 
 if TYPE_CHECKING:

@@ -19,14 +19,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from trencadis.core.adapter_ref import AdapterRef
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import rank_messages
 from trencadis.core.executor.executor_interface import Rank, RankHandle
 from trencadis.core.executor.process_groups import leave_group
-from trencadis.core.executor.rank_fingerprint import compute_rank_fingerprint, describe_differences
-from trencadis.core.executor.rank_info import RankInfo
+from trencadis.core.executor.rank_info import RankInfo, compute_rank_fingerprint, describe_differences
 from trencadis.core.executor.rank_launcher import PATIENCE, Launcher, LocalLauncher, RemoteRankState, name_ranks
 from trencadis.core.executor.serial_thread import SerialThread
 from trencadis.core.executor.uniproc_executor import SubmittedWork
@@ -35,6 +33,7 @@ from trencadis.core.links.keyed_link import HeartbeatThread
 from trencadis.core.links.link import Link, LinkClosed
 from trencadis.core.links.topology import world_of
 from trencadis.core.progress import Warming
+from trencadis.core.request import AdapterRef
 from trencadis.core.step import Step, StepOutput
 
 if TYPE_CHECKING:

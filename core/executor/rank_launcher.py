@@ -18,8 +18,7 @@ from threading import Event
 from typing import Protocol
 
 from trencadis.core.config import EngineConfig
-from trencadis.core.executor.rank_fingerprint import RankFingerprint
-from trencadis.core.executor.rank_info import RankInfo, threads_of
+from trencadis.core.executor.rank_info import RankFingerprint, RankInfo, threads_of
 from trencadis.core.links.link import Link, PlainLink
 from trencadis.core.process.child_process import CLEANUPS, environment
 

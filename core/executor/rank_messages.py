@@ -10,11 +10,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from trencadis.core.adapter_ref import AdapterRef
 from trencadis.core.config import EngineConfig
-from trencadis.core.executor.rank_fingerprint import RankFingerprint
-from trencadis.core.executor.rank_info import RankInfo
+from trencadis.core.executor.rank_info import RankFingerprint, RankInfo
 from trencadis.core.links.group_key import TlsFiles
+from trencadis.core.request import AdapterRef
 from trencadis.core.step import Float64, HeadOutput, Pooled, Step, StepOutput, StepStats, TargetScores
 
 

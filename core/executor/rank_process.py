@@ -26,12 +26,11 @@ from trencadis.core.errors import StartupError
 from trencadis.core.executor import rank_messages
 from trencadis.core.executor.engine_connection import connect_to_engine
 from trencadis.core.executor.executor_interface import Rank, RankHandle
-from trencadis.core.executor.rank_fingerprint import compute_rank_fingerprint
-from trencadis.core.executor.rank_info import RankInfo, folder_of
+from trencadis.core.executor.rank_info import RankInfo, compute_rank_fingerprint, folder_of
 from trencadis.core.executor.serial_thread import SerialThread
 from trencadis.core.links.keyed_link import HeartbeatThread
 from trencadis.core.links.link import Link, LinkClosed, PlainLink
-from trencadis.core.process import child_process, device_env, function_trace, log_setup, torch_build
+from trencadis.core.process import child_process, function_trace, log_setup, torch_env
 from trencadis.core.process.heap_trimmer import HeapTrimmer
 from trencadis.core.progress import Progress, SilentProgress
 from trencadis.core.step import Step, StepOutput
@@ -143,9 +142,9 @@ class RankProcess:
         log_setup.setup(level, begin.config.log_format)
         log_setup.apply_config_file(begin.config.log_config_file)
         function_trace.start_if_asked()
-        device_env.prepare_device_env(begin.config.device, rank=begin.rank_info.card, world=begin.rank_info.cards)
+        torch_env.prepare_device_env(begin.config.device, rank=begin.rank_info.card, world=begin.rank_info.cards)
         if begin.factory.startswith(f"{__package__.partition('.')[0]}."):
-            torch_build.import_torch()
+            torch_env.import_torch()
         opened = build(begin.factory, begin.config, begin.rank_info, CaptureReporter(self.send))
         self.send(rank_messages.RankReady())
         self.steady = True

@@ -7,9 +7,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from trencadis.core.adapter_ref import AdapterRef
 from trencadis.core.executor.executor_interface import Rank
 from trencadis.core.progress import Warming
+from trencadis.core.request import AdapterRef
 from trencadis.core.step import DraftRow, Step, StepOutput
 
 if TYPE_CHECKING:

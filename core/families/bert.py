@@ -1,4 +1,8 @@
-"""BERT, an encoder: bidirectional attention, norms after the residual sums, and a norm after the embeddings."""
+"""BERT, an encoder: bidirectional attention, norms after the residual sums, and a norm after the embeddings.
+
+XLM-RoBERTa has the same encoder. Its positions start after the row of the padding id; the class head has other stored
+names.
+"""
 
 from __future__ import annotations
 
@@ -95,6 +99,29 @@ FAMILY = Family(
     ),
     pooling=FIRST,
     heads={"BertForSequenceClassification": TANH},
+    tied=True,
+    ignored=DROPPED,
+)
+
+
+def describe_xlm_roberta(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
+    """Reads transformers' XLMRobertaConfig."""
+    pad = c.integer("pad_token_id", least=0, default=1)
+    return ParsedConfig(encoder(c, tied, offset=pad + 1, pad=pad))
+
+
+XLM_ROBERTA = Family(
+    name="XLM-RoBERTa",
+    model_type="xlm-roberta",
+    architectures={"XLMRobertaModel": BARE, "XLMRobertaForSequenceClassification": CLASSIFY},
+    config=describe_xlm_roberta,
+    names=StoredNames(
+        {f"{at}{theirs}": ours for at in ("roberta.", "") for theirs, ours in PARTS.items()}
+        | {"classifier.dense.": "score_dense.", "classifier.out_proj.": "score."},
+        INNER,
+    ),
+    pooling=FIRST,
+    heads={"XLMRobertaForSequenceClassification": TANH},
     tied=True,
     ignored=DROPPED,
 )

@@ -1,15 +1,19 @@
 """Qwen3.5, 3.6 and 3.8, and Qwen3-Next: gated DeltaNet in three of four layers, gated attention in the others.
 
-Images are in ``multimodal/qwen3_5``, which reads the decoder with the functions of this module.
+Models with experts have a shared expert with a gate beside the others. Images are in ``multimodal/qwen3_vl``, which
+reads the decoder with the functions of this module.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from trencadis.core.checkpoint.decoder_fields import (
     FULL,
     MOST_HEADS,
     MOST_LAYERS,
     WIDEST,
+    experts_of,
     gated_decoder,
     heads_of,
     layer_types,
@@ -17,6 +21,7 @@ from trencadis.core.checkpoint.decoder_fields import (
 from trencadis.core.checkpoint.family import BARE, GENERATE, Family, ParsedConfig, StoredNames
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.model_config import RMS_ONE, RecurrentConfig, TextConfig
+from trencadis.core.families.qwen3 import dense_layers
 
 LINEAR = "linear_attention"
 SECTIONS = (11, 11, 10)
@@ -85,4 +90,62 @@ FAMILY = Family(
     ignored=IGNORED,
     skipped=SKIPPED,
     adapters=(),
+)
+
+
+ROUTING = frozenset({"output_router_logits", "router_aux_loss_coef"})
+"""Keys of the loss, and of an output that is not served."""
+
+
+def read_expert_decoder(c: JsonFields, tied: bool) -> TextConfig:
+    """Reads a decoder whose layers all have experts; the weights of a token's experts are divided by their sum."""
+    inner = c.integer("moe_intermediate_size", most=WIDEST, default=512)
+    text = read_decoder(c.with_defaults({"intermediate_size": inner}), tied)
+    experts = experts_of(c.with_defaults({"num_experts": 256}), "num_experts", 8, inner=inner, normalise=True)
+    return replace(text, experts=replace(experts, shared=_read_shared(c), shared_gate=True))
+
+
+def _read_shared(c: JsonFields) -> int:
+    """Reads the columns of the shared expert."""
+    return c.integer("shared_expert_intermediate_size", most=WIDEST, default=512)
+
+
+def describe_qwen3_5_moe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
+    """Reads transformers' Qwen3_5MoeTextConfig."""
+    return ParsedConfig(read_expert_decoder(c, tied))
+
+
+def describe_next(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
+    """Reads transformers' Qwen3NextConfig: one axis of positions, and layers that may have one MLP."""
+    text = read_decoder(c.with_defaults({"intermediate_size": 5632}), tied, axes=False)
+    experts = experts_of(
+        c.with_defaults({"num_experts": 512}),
+        "num_experts",
+        10,
+        inner=c.integer("moe_intermediate_size", most=WIDEST, default=512),
+        normalise=c.boolean("norm_topk_prob", True),
+        dense=dense_layers(c, text.layers),
+    )
+    experts = replace(experts, shared=_read_shared(c), shared_gate=True)
+    assert text.recurrent is not None
+    some = experts if len(experts.dense) < text.layers else None
+    return ParsedConfig(replace(text, experts=some, recurrent=replace(text.recurrent, interleaved=True)))
+
+
+QWEN3_5_MOE = Family(
+    name="Qwen3.5 with experts",
+    model_type="qwen3_5_moe_text",
+    architectures={"Qwen3_5MoeForCausalLM": GENERATE, "Qwen3_5MoeTextModel": BARE},
+    config=describe_qwen3_5_moe,
+    names=StoredNames(PREFIXES),
+    ignored=IGNORED | ROUTING,
+    skipped=SKIPPED,
+    adapters=(),
+)
+QWEN3_NEXT = replace(
+    QWEN3_5_MOE,
+    name="Qwen3-Next",
+    model_type="qwen3_next",
+    architectures={"Qwen3NextForCausalLM": GENERATE, "Qwen3NextModel": BARE},
+    config=describe_next,
 )

@@ -27,8 +27,8 @@ from enum import IntEnum
 from trencadis.core.buckets import Bucket, Stage, capturable, padded_tokens
 from trencadis.core.device.backend import ProgramState
 from trencadis.core.engine_stats import EAGER, FAILED, LARGE, NO_GRAPHS, POOL_FULL, RELEASED, WARMING
+from trencadis.core.errors import format_error, is_out_of_memory
 from trencadis.core.graphs.graph_manager import GraphManager
-from trencadis.core.graphs.oom_errors import format_error, is_out_of_memory
 from trencadis.core.graphs.rank_agreement import RankAgreement
 from trencadis.core.host_memory import gib
 from trencadis.core.memory import graph_budget as budget

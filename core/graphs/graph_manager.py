@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 from trencadis.core.buckets import Bucket, Plan, Stage, padded_tokens
 from trencadis.core.device.backend import Backend, Body, Inputs, Program, ProgramState
 from trencadis.core.engine_stats import SKIP, UNPLANNED
-from trencadis.core.graphs.oom_errors import format_error, is_out_of_memory
+from trencadis.core.errors import format_error, is_out_of_memory
 from trencadis.core.step import StepStats
 
 

@@ -11,15 +11,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trencadis.core.adapter_ref import AdapterRef
 from trencadis.core.buckets import Bucket, Plan, Stage, ahead_variant
 from trencadis.core.device.backend import Backend, Inputs, Pending, Pipe, VisionTensors
 from trencadis.core.graphs.graph_manager import GraphManager, GraphObserver
 from trencadis.core.graphs.rank_agreement import RankAgreement
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.launches import host_inputs as host
-from trencadis.core.launches.draft_runner import DraftRunner
-from trencadis.core.launches.eagle_runner import EagleRunner
+from trencadis.core.launches.draft_runner import DraftRunner, EagleRunner
 from trencadis.core.launches.encoder_data_parallel import GatheredRows, assign_images
 from trencadis.core.launches.host_block_copies import BlockCopies
 from trencadis.core.launches.launch_splitter import (
@@ -43,7 +41,7 @@ from trencadis.core.lora.adapter_store import AdapterStore
 from trencadis.core.masks.manager import MatcherManager, PendingSample
 from trencadis.core.models.interface import Model, Persistent
 from trencadis.core.progress import Warming
-from trencadis.core.request import GREEDY_BELOW
+from trencadis.core.request import GREEDY_BELOW, AdapterRef
 from trencadis.core.shared_constants import WINDOW_SLOTS
 from trencadis.core.step import (
     DraftRow,

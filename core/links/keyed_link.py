@@ -16,8 +16,7 @@ import time
 from collections.abc import Callable
 
 from trencadis.core.links.byte_stream import ByteStream
-from trencadis.core.links.link import BEAT, LinkClosed
-from trencadis.core.links.outbox import Outbox, Pieces
+from trencadis.core.links.link import BEAT, LinkClosed, Outbox, Pieces
 
 HEADER = struct.Struct("<IB3xQ")
 TAG = 16

@@ -1,4 +1,7 @@
-"""The adapters of one rank: those read into host memory, and the slots of the device that launches use."""
+"""The adapters of one rank: those read into host memory, and the slots of the device that launches use.
+
+Fused matrices of a stored adapter are cut into the model's single ones.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,58 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from trencadis.core.adapter_ref import AdapterRef
+from trencadis.core.checkpoint.checkpoint_source import fused_parts
+from trencadis.core.checkpoint.model_config import TextConfig
 from trencadis.core.device.backend import AdapterWeights, Backend, PackedAdapters
 from trencadis.core.errors import StartupError
-from trencadis.core.lora.adapter_files import read_adapter
-from trencadis.core.lora.adapter_weights import MatrixAdapter, load_matrices
+from trencadis.core.lora.adapter_files import WEIGHTS, Adapter, AdapterTensor, read_adapter, read_matrix
 from trencadis.core.models.decoder import Decoder, DecoderLayer
 from trencadis.core.models.interface import Model
 from trencadis.core.models.linear import ColumnParallelLinear, RowParallelLinear
 from trencadis.core.models.mlp import GatedMLP, PlainMLP
+from trencadis.core.request import AdapterRef
 from trencadis.core.step import AdapterUpload
+
+
+class MatrixAdapter(NamedTuple):
+    """The adapter of one matrix [out, in], which adds B A to it: A [rank, in], and B [out, rank] times the scale."""
+
+    a: Tensor
+    b: Tensor
+
+
+def load_matrices(adapter: Adapter, text: TextConfig, dtype: torch.dtype = torch.float32) -> dict[str, MatrixAdapter]:
+    """Reads an adapter: canonical name of each single matrix -> its A and B in ``dtype``; B includes the scale.
+
+    Raises:
+        StartupError: the file has changed or cannot be read, or a matrix has two adapters.
+    """
+    found: dict[str, MatrixAdapter] = {}
+    path = adapter.folder / WEIGHTS
+    try:
+        data = np.memmap(path, np.uint8, mode="c")
+    except (OSError, ValueError) as error:
+        raise StartupError(f"{path} cannot be read: {error}") from None
+    for name, module in adapter.modules.items():
+        a, b = _to_torch(data, module.a), _to_torch(data, module.b) * module.scale
+        outer, start = name.rpartition(".")[0], 0
+        parts = fused_parts(text, f"{name}.weight") or {name.rpartition(".")[2]: module.b.rows}
+        for part, rows in parts.items():
+            made = MatrixAdapter(a.to(dtype), b[start : start + rows].to(dtype))
+            if found.setdefault(f"{outer}.{part}", made) is not made:
+                raise StartupError(f"{path} has two adapters for {outer}.{part}")
+            start += rows
+    return found
+
+
+def _to_torch(data: np.ndarray, tensor: AdapterTensor) -> Tensor:
+    """Returns a stored matrix in float32."""
+    values = torch.from_numpy(read_matrix(data, tensor))
+    return (values.view(torch.bfloat16) if tensor.kind == "BF16" else values).float()
 
 
 class LayerPart(NamedTuple):

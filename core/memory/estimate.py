@@ -27,10 +27,11 @@ from trencadis.core.checkpoint.model_config import OUT, SANDWICH, ModelConfig, T
 from trencadis.core.checkpoint.registry import family_of
 from trencadis.core.kv_cache_format import head_bytes
 from trencadis.core.memory import launch_memory
-from trencadis.core.memory.adapter_bytes import AdapterSlotSizes, adapter_bytes
 from trencadis.core.memory.graph_budget import GraphPrice
 from trencadis.core.memory.ledger import MemoryInUse
 from trencadis.core.memory.weight_bytes import (
+    AdapterSlotSizes,
+    adapter_bytes,
     decoder_values,
     largest_dequantised_bytes,
     layer_bytes,

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from trencadis.core import envs
 from trencadis.core.host_memory import volunteer_for_oom_kill
-from trencadis.core.process.log_queue import flush_logs
+from trencadis.core.process.log_setup import flush_logs
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 

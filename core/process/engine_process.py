@@ -27,12 +27,11 @@ from trencadis.core.links.topology import topology
 from trencadis.core.process import (
     child_process,
     command_inbox,
-    device_env,
     engine_messages,
     function_trace,
     heap_trimmer,
     log_setup,
-    torch_build,
+    torch_env,
 )
 from trencadis.core.progress import Progress
 from trencadis.core.request import Delta, Request
@@ -142,12 +141,12 @@ class EngineProcess:
         """Imports torch, unless a test names another engine, and the engine's factory."""
         if config.engine != EngineConfig().engine:
             return find_factory(config.engine)
-        for line in device_env.prepare_device_env(config.device, world=topology(config, os.environ).here).lines:
+        for line in torch_env.prepare_device_env(config.device, world=topology(config, os.environ).here).lines:
             log.debug("%s", line)  # the server has already printed it
         kept = packed_file(config)
         prefetch.start_prefetch(config.model, config.load_format, None if kept is None else kept.path)
         self("importing", "torch")
-        torch_build.import_torch()
+        torch_env.import_torch()
         factory = find_factory(config.engine)
         # Start-up collects garbage whenever it measures memory; frozen objects (here torch's) are not traversed.
         gc.freeze()

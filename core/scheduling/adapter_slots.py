@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from trencadis.core.adapter_ref import AdapterRef
+from trencadis.core.request import AdapterRef
 from trencadis.core.scheduling.sequence import Sequence
 from trencadis.core.step import AdapterUpload
 

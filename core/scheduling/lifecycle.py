@@ -13,7 +13,7 @@ from trencadis.core.engine_stats import SKIP, UNPLANNED, WARMING
 from trencadis.core.kv.block_hash import BlockHashChain
 from trencadis.core.media_spans import rows_at_once
 from trencadis.core.request import Delta, Request
-from trencadis.core.scheduling.beam_group import BeamGroup
+from trencadis.core.scheduling.beam_search import BeamGroup
 from trencadis.core.scheduling.draft_scheduler import drop_surplus_blocks
 from trencadis.core.scheduling.prefix_hits import publish_filled
 from trencadis.core.scheduling.scheduler import Scheduler

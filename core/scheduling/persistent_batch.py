@@ -14,9 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trencadis.core.kv.block_pool import BlockPool
-from trencadis.core.scheduling.random_numbers import AHEAD, numbers
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
-from trencadis.core.scheduling.sequence import Filled, Sequence
+from trencadis.core.scheduling.sequence import AHEAD, Filled, Sequence, numbers
 from trencadis.core.scheduling.step_builder import StepBuilder
 from trencadis.core.step import PENDING, BatchChange, Draw, Float32, Int32, Joining
 

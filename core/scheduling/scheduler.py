@@ -31,6 +31,7 @@ from trencadis.core.scheduling.encoder_scheduler import (
     bidirectional_spans,
     count_uncut,
 )
+from trencadis.core.scheduling.fair_order import TotalOrder, media_order
 from trencadis.core.scheduling.image_packer import ImagePacker
 from trencadis.core.scheduling.persistent_batch import MicroBatches, can_persist
 from trencadis.core.scheduling.prefix_hits import cached_blocks, claim, count_spared_blocks, publish, publish_filled
@@ -38,7 +39,6 @@ from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.scheduling.sequence import Filled, MediaStart, Sequence, SequenceStatus, check_holders
 from trencadis.core.scheduling.state_scheduler import StateScheduler
 from trencadis.core.scheduling.step_builder import InFlightStep, StepBuilder
-from trencadis.core.scheduling.total_order import TotalOrder, media_order
 from trencadis.core.shapes.step_times import StepTimes
 from trencadis.core.step import Draw, Int32, Row, Step
 

@@ -25,8 +25,14 @@ from trencadis.core.buckets import (
     verify_variant,
 )
 from trencadis.core.checkpoint.model_config import ModelConfig, SquareImage
-from trencadis.core.shapes.axis_sizes import AxisSpan, sizes, thinned, vision_boundaries
-from trencadis.core.shapes.bucket_options import AxisSettings, BucketOptions
+from trencadis.core.shapes.bucket_options import (
+    AxisSettings,
+    AxisSpan,
+    BucketOptions,
+    sizes,
+    thinned,
+    vision_boundaries,
+)
 from trencadis.core.shapes.launch_costs import Costs, costs_of
 from trencadis.core.shapes.shape_limits import ShapeLimits, cells
 

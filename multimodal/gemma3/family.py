@@ -15,9 +15,8 @@ from trencadis.core.families import gemma3
 from trencadis.core.json_types import JsonMapping
 from trencadis.core.shared_constants import WINDOW_SLOTS
 from trencadis.core.vision_config import SharedMatrix
-from trencadis.multimodal.hf_text_config import PREFIXES
 from trencadis.multimodal.vit.config import SiglipVisionConfig
-from trencadis.multimodal.vit.hf_vision_config import BLOCK_NAMES, SIGLIP, read_vit_fields
+from trencadis.multimodal.vit.hf_config import BLOCK_NAMES, PREFIXES, SIGLIP, read_vit_fields
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ import numpy.typing as npt
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.json_types import JsonMapping
 from trencadis.multimodal.glm4v.config import EDGES, RULES
-from trencadis.multimodal.qwen2_vl.image_budget import PatchScheme, ResizeRule, image_needs, load_resize_rule
 from trencadis.multimodal.qwen2_vl.mrope import GridSpan, Seconds, mrope_positions
 from trencadis.multimodal.qwen2_vl.processor import Qwen2VLImageProcessor
+from trencadis.multimodal.qwen2_vl.smart_resize import PatchScheme, ResizeRule, image_needs, load_resize_rule
 
 if TYPE_CHECKING:
     from trencadis.multimodal.glm4v.config import Glm4vVisionConfig
@@ -22,7 +22,7 @@ PATCH_SCHEME = PatchScheme(windows=False, limits=(EDGES[0] // 2, EDGES[1] // 2),
 
 
 def load_image_needs(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> ImageNeeds:
-    """Returns ``qwen2_vl.image_budget.image_needs`` for this tower."""
+    """Returns ``qwen2_vl.smart_resize.image_needs`` for this tower."""
     return image_needs(config.path, mm_kwargs, alignment, PATCH_SCHEME)
 
 

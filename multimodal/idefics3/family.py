@@ -9,9 +9,14 @@ from dataclasses import replace
 
 from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
-from trencadis.multimodal.hf_text_config import read_text_config
 from trencadis.multimodal.vit.config import SiglipVisionConfig
-from trencadis.multimodal.vit.hf_vision_config import BLOCK_NAMES, ViTDefaults, read_image_token, read_vit_fields
+from trencadis.multimodal.vit.hf_config import (
+    BLOCK_NAMES,
+    ViTDefaults,
+    read_image_token,
+    read_text_config,
+    read_vit_fields,
+)
 
 IMAGE_TOKEN = 128257
 VIT_DEFAULTS = ViTDefaults(1152, 16, 12, 3072, 224, 32, 1e-6, "gelu_pytorch_tanh")

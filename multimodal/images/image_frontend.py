@@ -14,18 +14,16 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from trencadis.core.cpu_affinity import available_cpus
-from trencadis.core.errors import BadRequest
+from trencadis.core.errors import BadRequest, attach_param
 from trencadis.core.host_memory import limited_budget
 from trencadis.multimodal import media_timing
 from trencadis.multimodal.async_gather import gather_or_cancel
 from trencadis.multimodal.decode_workers.worker_pool import MAX_WORKERS, MEMORY_BUDGET, WorkerPool
-from trencadis.multimodal.error_params import attach_param
 from trencadis.multimodal.images.image_decoder import ImageDecoder, array_to_image, is_array
 from trencadis.multimodal.images.image_header import MAX_IMAGE_PIXELS, Header, inspect_header
 from trencadis.multimodal.images.pil_decode import load_pil_image
-from trencadis.multimodal.images.processor_cache import ProcessorCache
+from trencadis.multimodal.images.processor_cache import ProcessorCache, UuidRegistry
 from trencadis.multimodal.media_options import NO_OPTIONS, NO_SCOPE, MediaPart, MediaScope
-from trencadis.multimodal.media_uuids import UuidRegistry
 from trencadis.multimodal.processor import PreparedImage, Processor
 from trencadis.multimodal.sources.media_loader import MediaLoader, MediaPermits, is_web_url
 

@@ -11,9 +11,14 @@ from typing import ClassVar
 from trencadis.core.checkpoint.decoder_fields import activation_of
 from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
-from trencadis.multimodal.hf_text_config import PREFIXES, read_text_config
 from trencadis.multimodal.vit.config import TileVisionConfig
-from trencadis.multimodal.vit.hf_vision_config import ViTDefaults, read_image_token, read_vit_fields
+from trencadis.multimodal.vit.hf_config import (
+    PREFIXES,
+    ViTDefaults,
+    read_image_token,
+    read_text_config,
+    read_vit_fields,
+)
 
 IMAGE_TOKEN = 151667
 VIT_DEFAULTS = ViTDefaults(1024, 16, 24, 4096, 448, 14, 1e-6, "gelu")

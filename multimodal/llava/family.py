@@ -1,18 +1,64 @@
-"""The LLaVA-1.5 family: CLIP's tower up to the selected layer, a projector; also Pixtral-12B.
+"""The LLaVA-1.5 family: CLIP's tower up to the selected layer, a projector; also Pixtral-12B. Torch-free.
 
-The decoder is one of Llama, Mistral, Qwen2 or Qwen3.
+The decoder is one of Llama, Mistral, Qwen2 or Qwen3. Several families use CLIP's tower and processor settings.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
 
 from trencadis.core.checkpoint.decoder_fields import activation_of
 from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.json_types import JsonObject
-from trencadis.multimodal.hf_text_config import PREFIXES, read_text_config
-from trencadis.multimodal.llava.clip_config import ClipVisionConfig
+from trencadis.multimodal.normalisation import PixelNormalisation, read_normalisation
 from trencadis.multimodal.pixtral.config import VIT_DEFAULTS, WEIGHT_NAMES, PixtralVisionConfig, read_pixtral_fields
-from trencadis.multimodal.vit.hf_vision_config import BLOCK_NAMES, ViTDefaults, read_image_token, read_vit_fields
+from trencadis.multimodal.vit.config import TileVisionConfig
+from trencadis.multimodal.vit.hf_config import (
+    BLOCK_NAMES,
+    PREFIXES,
+    ViTDefaults,
+    read_image_token,
+    read_text_config,
+    read_vit_fields,
+)
+from trencadis.multimodal.vit.processor import read_processor_settings
+
+BICUBIC = 3
+
+
+@dataclass(frozen=True)
+class ClipVisionConfig(TileVisionConfig):
+    """CLIP's vision tower up to the layer whose output is used (``depth`` layers)."""
+
+    first_norm: ClassVar[bool] = True
+
+
+def read_settings(path: Path, image: int, kinds: tuple[str, ...]) -> PixelNormalisation:
+    """Reads the pixel normalisation from a checkpoint's processor file; other settings are checked.
+
+    Raises:
+        StartupError: there is no file, or a value is not implemented.
+    """
+    c = read_processor_settings(path)
+    c.only("image_processor_type", kinds, kinds[0])
+    for key in ("do_resize", "do_center_crop"):
+        c.only(key, (True,), True)
+    c.only("resample", (BICUBIC,), BICUBIC)
+    size = c.within("size", {"shortest_edge": 224})
+    size.only("shortest_edge", (image,), 224)
+    if set(size.values) - {"shortest_edge"}:
+        c.refuse("size", "implemented: shortest_edge alone")
+    if isinstance(c.values.get("crop_size"), int):
+        c.only("crop_size", (image,))
+    else:
+        crop = c.within("crop_size", {"height": 224, "width": 224})
+        for key in ("height", "width"):
+            crop.only(key, (image,), 224)
+    return read_normalisation(c)
+
 
 IMAGE_TOKEN = 32000
 CLIP_DEFAULTS = ViTDefaults(768, 12, 12, 3072, 224, 32, 1e-5, "quick_gelu")

@@ -9,7 +9,7 @@ from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
 from trencadis.core.device.backend import Backend
 from trencadis.core.models.decoder import Decoder
-from trencadis.multimodal.llava.clip_config import read_settings
+from trencadis.multimodal.llava.family import read_settings
 from trencadis.multimodal.llava.processor import PROCESSOR_TYPES
 from trencadis.multimodal.normalisation import CLIP
 from trencadis.multimodal.pixtral import model as pixtral

@@ -10,7 +10,7 @@ from PIL import Image
 
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.json_types import JsonMapping
-from trencadis.multimodal.llava.clip_config import read_settings
+from trencadis.multimodal.llava.family import read_settings
 from trencadis.multimodal.pixtral import processor as pixtral
 from trencadis.multimodal.pixtral.config import PixtralVisionConfig
 from trencadis.multimodal.processor import ImageGeometry

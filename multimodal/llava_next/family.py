@@ -7,10 +7,8 @@ from typing import ClassVar
 
 from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
-from trencadis.multimodal.hf_text_config import PREFIXES, read_text_config
-from trencadis.multimodal.llava.clip_config import ClipVisionConfig
-from trencadis.multimodal.llava.family import CLIP_NAMES, IMAGE_TOKEN, read_clip_fields
-from trencadis.multimodal.vit.hf_vision_config import read_image_token
+from trencadis.multimodal.llava.family import CLIP_NAMES, IMAGE_TOKEN, ClipVisionConfig, read_clip_fields
+from trencadis.multimodal.vit.hf_config import PREFIXES, read_image_token, read_text_config
 
 MAX_TILES = 64
 DEFAULT_GRID_PINPOINTS = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))

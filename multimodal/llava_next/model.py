@@ -7,7 +7,7 @@ from torch import Tensor
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
 from trencadis.core.device.backend import Backend
-from trencadis.multimodal.llava.clip_config import read_settings
+from trencadis.multimodal.llava.family import read_settings
 from trencadis.multimodal.llava.model import LlavaModel
 from trencadis.multimodal.llava_next.processor import PROCESSOR_TYPES
 from trencadis.multimodal.normalisation import CLIP

@@ -8,8 +8,8 @@ from trencadis.core.checkpoint.decoder_fields import full_attention, gated_decod
 from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.json_types import JsonMapping
-from trencadis.multimodal.hf_text_config import DECODER_PREFIXES
 from trencadis.multimodal.mllama.config import read_vision_config
+from trencadis.multimodal.vit.hf_config import DECODER_PREFIXES
 
 IMAGE_TOKEN = 128256
 VISION_MODEL_TYPE = "mllama_vision_model"

@@ -14,7 +14,7 @@ from torch import Tensor
 from trencadis.core.checkpoint.model_config import LAYER, ModelConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
 from trencadis.core.device.backend import Backend, Ops, Rotary, Segments, VisionTensors
-from trencadis.core.models.cross_attention_decoder import CrossAttentionDecoder
+from trencadis.core.models.cross_attention import CrossAttentionDecoder
 from trencadis.core.models.linear import Linear, RowParallelLinear
 from trencadis.core.models.norm import Norm, norm_of
 from trencadis.core.shared_constants import SINK_ROW, WINDOW_SLOTS, align_up

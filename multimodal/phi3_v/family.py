@@ -8,10 +8,9 @@ from typing import ClassVar
 from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.families import phi3
-from trencadis.multimodal.llava.clip_config import ClipVisionConfig
-from trencadis.multimodal.llava.family import CLIP_NAMES
-from trencadis.multimodal.vit.fixed_point_pixels import PLANES
-from trencadis.multimodal.vit.hf_vision_config import ViTDefaults, read_image_token, read_vit_fields
+from trencadis.multimodal.llava.family import CLIP_NAMES, ClipVisionConfig
+from trencadis.multimodal.normalisation import PLANES
+from trencadis.multimodal.vit.hf_config import ViTDefaults, read_image_token, read_vit_fields
 
 IMAGE_TOKEN = 32044
 CLIP_MODEL = "openai/clip-vit-large-patch14-336"

@@ -17,10 +17,15 @@ from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.json_types import JsonMapping
 from trencadis.core.shared_constants import align_up
-from trencadis.multimodal.normalisation import CLIP, read_normalisation
+from trencadis.multimodal.normalisation import (
+    CLIP,
+    downscale_bicubic,
+    encode_bytes,
+    encode_fixed_point,
+    read_normalisation,
+)
 from trencadis.multimodal.phi3_v.family import NEWLINE, SEPARATOR, Phi3VVisionConfig
 from trencadis.multimodal.processor import ImageGeometry, Layout, PlaceholderRun
-from trencadis.multimodal.vit import fixed_point_pixels
 from trencadis.multimodal.vit.processor import (
     TileImageProcessor,
     UInt8,
@@ -90,10 +95,10 @@ class Phi3VImageProcessor(TileImageProcessor):
         canvas.paste(image.resize((columns, rows), Image.Resampling.BILINEAR), (0, above))
         if upright:
             canvas = canvas.transpose(Image.Transpose.TRANSPOSE)
-        whole = fixed_point_pixels.downscale_bicubic(np.asarray(canvas), self.image)
+        whole = downscale_bicubic(np.asarray(canvas), self.image)
         return [
-            *map(fixed_point_pixels.encode_bytes, cut_squares(canvas, self.image)),
-            fixed_point_pixels.encode_fixed_point(whole),
+            *map(encode_bytes, cut_squares(canvas, self.image)),
+            encode_fixed_point(whole),
         ]
 
 

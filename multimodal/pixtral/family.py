@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
-from trencadis.multimodal.hf_text_config import PREFIXES, read_text_config
 from trencadis.multimodal.pixtral.config import (
     MERGE_SIZES,
     VISION_SIDE,
@@ -13,7 +12,7 @@ from trencadis.multimodal.pixtral.config import (
     PixtralVisionConfig,
     read_pixtral_fields,
 )
-from trencadis.multimodal.vit.hf_vision_config import read_image_token
+from trencadis.multimodal.vit.hf_config import PREFIXES, read_image_token, read_text_config
 
 IMAGE_TOKEN = 10
 

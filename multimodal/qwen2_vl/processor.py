@@ -11,12 +11,16 @@ import numpy.typing as npt
 from PIL import Image
 
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.errors import BadRequest, StartupError
+from trencadis.core.errors import BadRequest, StartupError, attach_param
 from trencadis.core.json_types import JsonMapping, JsonObject
-from trencadis.multimodal.error_params import attach_param
-from trencadis.multimodal.images.mm_processor_kwargs import check_pixel_limits, refuse_num_crops, server_options
 from trencadis.multimodal.images.pil_decode import to_rgb
-from trencadis.multimodal.media_options import LOW_DETAIL_PIXELS, MediaOptions
+from trencadis.multimodal.media_options import (
+    LOW_DETAIL_PIXELS,
+    MediaOptions,
+    check_pixel_limits,
+    refuse_num_crops,
+    server_options,
+)
 from trencadis.multimodal.normalisation import CLIP_MEAN, CLIP_STD, PerChannel
 from trencadis.multimodal.patch_packing import Grid, check_aspect, count_slots, count_tokens, patch_grid
 from trencadis.multimodal.processor import ImageGeometry, PreparedImage

@@ -1,5 +1,7 @@
-"""The Qwen3-VL families: Qwen3's decoder, dense or with experts, and a DeepStack tower, whose outputs are also
-added in decoder layers.
+"""The Qwen3-VL families, and Qwen3.5, 3.6 and 3.8 with images; each dense or with experts. Torch-free.
+
+Qwen3-VL has Qwen3's decoder and a DeepStack tower, whose outputs are also added in decoder layers. Qwen3.5 has a
+decoder with recurrent layers (``core.families.qwen3_5``) and the tower without DeepStack.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from trencadis.core.checkpoint.decoder_fields import (
 from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.model_config import TextConfig
-from trencadis.core.families.qwen3_moe import dense_layers
+from trencadis.core.families.qwen3 import dense_layers
+from trencadis.core.families.qwen3_5 import IGNORED, ROUTING, SKIPPED, read_decoder, read_expert_decoder
 from trencadis.multimodal.qwen2_vl.qwen_vl_hf_config import (
     PREFIXES,
     TOKEN_NAMES,
@@ -142,4 +145,51 @@ EXPERTS = Family(
     vision=VISION_SIDE,
     ignored=frozenset({"norm_topk_prob", "output_router_logits", "router_aux_loss_coef"}),
     adapters=("attention",),
+)
+
+
+MEDIA_IDS = {
+    "image_token_id": 248056, "video_token_id": 248057, "vision_start_token_id": 248053, "vision_end_token_id": 248054,
+}  # fmt: skip
+"""Defaults of transformers' Qwen3_5Config."""
+
+
+def describe_qwen3_5(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
+    """Reads transformers' Qwen3_5Config, whose file has no key for DeepStack. Only the root's key ties the head."""
+    if c is root:
+        root.refuse("text_config", "it must be an object")
+    return _describe_qwen3_5(root, read_decoder(c, root.boolean("tie_word_embeddings", False)))
+
+
+def describe_qwen3_5_moe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
+    """Reads transformers' Qwen3_5MoeConfig."""
+    if c is root:
+        root.refuse("text_config", "it must be an object")
+    return _describe_qwen3_5(root, read_expert_decoder(c, root.boolean("tie_word_embeddings", False)))
+
+
+def _describe_qwen3_5(root: JsonFields, text: TextConfig) -> ParsedConfig:
+    vision = read_vision(root.within("vision_config"), text.hidden, ())
+    return ParsedConfig(text, vision, read_media_tokens(root, text.vocab, MEDIA_IDS))
+
+
+QWEN3_5 = Family(
+    name="Qwen3.5 with images",
+    model_type="qwen3_5",
+    architectures={"Qwen3_5ForConditionalGeneration": GENERATE},
+    config=describe_qwen3_5,
+    names=StoredNames(PREFIXES, WEIGHT_NAMES),
+    make="trencadis.multimodal.qwen3_vl.model:make",
+    vision=VISION_SIDE,
+    ignored=IGNORED,
+    skipped=SKIPPED,
+    adapters=(),
+)
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    name="Qwen3.5 with experts and images",
+    model_type="qwen3_5_moe",
+    architectures={"Qwen3_5MoeForConditionalGeneration": GENERATE},
+    config=describe_qwen3_5_moe,
+    ignored=IGNORED | ROUTING,
 )

@@ -16,10 +16,10 @@ import numpy.typing as npt
 
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.json_types import JsonMapping
-from trencadis.multimodal.qwen2_vl.image_budget import PatchScheme, ResizeRule, image_needs, load_resize_rule
 from trencadis.multimodal.qwen2_vl.mrope import GridSpan, Seconds, mrope_positions
 from trencadis.multimodal.qwen2_vl.preprocessor_config import BICUBIC, read_processor_file
 from trencadis.multimodal.qwen2_vl.processor import Qwen2VLImageProcessor
+from trencadis.multimodal.qwen2_vl.smart_resize import PatchScheme, ResizeRule, image_needs, load_resize_rule
 from trencadis.multimodal.qwen3_vl.family import PATCH
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ DEFAULT_CLIP_PIXELS = 131_072, 786_432
 
 
 def load_image_needs(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> ImageNeeds:
-    """Returns ``qwen2_vl.image_budget.image_needs`` for this tower."""
+    """Returns ``qwen2_vl.smart_resize.image_needs`` for this tower."""
     return image_needs(config.path, mm_kwargs, alignment, PATCH_SCHEME)
 
 

@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import TypeGuard, TypeVar
 from urllib.parse import quote, unquote
 
-from trencadis.core.errors import BadRequest, Forbidden, TooLarge, Unprocessable
-from trencadis.multimodal.error_params import attach_param
-from trencadis.multimodal.sources.http_fetch import MAX_REDIRECTS, Fetcher, Resolver, check_content_type
-from trencadis.multimodal.sources.url_rules import AddressRules
+from trencadis.core.errors import BadRequest, Forbidden, TooLarge, Unprocessable, attach_param
+from trencadis.multimodal.sources.http_fetch import MAX_REDIRECTS, AddressRules, Fetcher, Resolver, check_content_type
 
 T = TypeVar("T")
 MAX_MEDIA_BYTES = 50_000_000

@@ -15,23 +15,26 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from PIL import Image
 
-from trencadis.core.errors import BadRequest, TooLarge
+from trencadis.core.errors import BadRequest, TooLarge, attach_param
 from trencadis.core.json_types import Json, JsonObject
 from trencadis.core.shared_constants import MAX_CLIP_FRAMES, MAX_CLIP_SECONDS
 from trencadis.multimodal import media_timing
 from trencadis.multimodal.async_gather import gather_or_cancel
 from trencadis.multimodal.decode_workers.worker_pool import Job, JobResult
-from trencadis.multimodal.error_params import attach_param
 from trencadis.multimodal.images.image_decoder import ImageDecoder, array_to_frames, array_to_image, is_array
 from trencadis.multimodal.images.image_frontend import cache_key, content_digest
-from trencadis.multimodal.images.mm_processor_kwargs import refuse_num_crops
 from trencadis.multimodal.images.pil_decode import load_pil_image
-from trencadis.multimodal.images.processor_cache import ProcessorCache, Unshared
-from trencadis.multimodal.media_options import NO_OPTIONS, NO_SCOPE, MediaOptions, MediaPart, MediaScope
-from trencadis.multimodal.media_uuids import UuidRegistry
+from trencadis.multimodal.images.processor_cache import ProcessorCache, Unshared, UuidRegistry
+from trencadis.multimodal.media_options import (
+    NO_OPTIONS,
+    NO_SCOPE,
+    MediaOptions,
+    MediaPart,
+    MediaScope,
+    refuse_num_crops,
+)
 from trencadis.multimodal.patch_packing import count_slots, count_tokens
-from trencadis.multimodal.prepared_video import PreparedVideo
-from trencadis.multimodal.processor import PreparedImage, VideoProcessor
+from trencadis.multimodal.processor import PreparedImage, PreparedVideo, VideoProcessor
 from trencadis.multimodal.sources.media_loader import MediaLoader, MediaPermits, is_web_url
 from trencadis.multimodal.videos.frame_sampling import FRAMES_PER_PATCH, FrameLimits
 from trencadis.multimodal.videos.video_job import FramePart

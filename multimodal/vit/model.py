@@ -20,9 +20,8 @@ from trencadis.core.models.linear import ColumnParallelLinear, ColumnPart, Linea
 from trencadis.core.models.norm import Norm, norm_of
 from trencadis.core.shared_constants import RESERVED_ROWS, SINK_ROW, WINDOW_SLOTS
 from trencadis.core.step import Encode, VisionInputs
-from trencadis.multimodal.normalisation import PixelNormalisation
+from trencadis.multimodal.normalisation import OFFSET, PLANE_WEIGHTS, PLANES, PixelNormalisation
 from trencadis.multimodal.vit.config import CHANNELS, TileVisionConfig
-from trencadis.multimodal.vit.fixed_point_pixels import OFFSET, PLANE_WEIGHTS, PLANES
 from trencadis.multimodal.vit.vit_block import ViTBlock, scale_and_shift
 
 CELL_EPS = 1e-5

@@ -16,9 +16,8 @@ from trencadis.core.checkpoint.json_fields import JsonFields, read_json
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.json_types import JsonMapping, JsonObject
-from trencadis.multimodal.images.mm_processor_kwargs import refuse_num_crops, server_options
 from trencadis.multimodal.images.pil_decode import to_rgb
-from trencadis.multimodal.media_options import MediaOptions
+from trencadis.multimodal.media_options import MediaOptions, refuse_num_crops, server_options
 from trencadis.multimodal.normalisation import CLIP, PixelNormalisation
 from trencadis.multimodal.patch_packing import check_aspect
 from trencadis.multimodal.processor import PROCESSOR_FILES, ImageGeometry, Layout, PlaceholderRun, PreparedImage

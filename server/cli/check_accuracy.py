@@ -15,7 +15,7 @@ from trencadis.core import devices
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError, TrencadisError
-from trencadis.core.process import device_env, torch_build
+from trencadis.core.process import torch_env
 from trencadis.core.request import SamplingParams
 from trencadis.server.bench.accuracy_items import AccuracyItem, ItemMaker, find_languages
 from trencadis.server.bench.accuracy_scores import (
@@ -81,8 +81,8 @@ def main(words: Sequence[str]) -> int:
         return 0
     asked = parse(words)
     signals.raise_early_stop()
-    device_env.prepare_device_env(asked.device)
-    torch_build.import_torch()
+    torch_env.prepare_device_env(asked.device)
+    torch_env.import_torch()
     baseline = load_run(Path(asked.baseline), asked.seed) if asked.baseline else None
     folder = hub.find_model_folder(EngineConfig(model=asked.model)) if asked.model else demo_path()
     if load_config(folder).vision is None:

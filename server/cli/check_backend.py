@@ -13,7 +13,7 @@ from typing import Any
 
 from trencadis.core import devices
 from trencadis.core.errors import StartupError
-from trencadis.core.process import device_env, torch_build
+from trencadis.core.process import torch_env
 from trencadis.server.processes import signals
 
 USAGE = """\
@@ -53,8 +53,8 @@ def main(words: Sequence[str]) -> int:
     if len(asked.names) != 1:
         raise StartupError(f"check-backend needs the name of one device: {', '.join(devices.list_devices())}.")
     signals.raise_early_stop()
-    device_env.prepare_device_env(asked.names[0])
-    torch_build.import_torch()
+    torch_env.prepare_device_env(asked.names[0])
+    torch_env.import_torch()
     suite = import_module(f"{devices.CONFORMANCE}.suite")
     subjects = import_module(f"{devices.CONFORMANCE}.target")
     subject = subjects.make_target(

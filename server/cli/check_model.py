@@ -15,7 +15,7 @@ from typing import Any
 from trencadis.core import devices
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.errors import StartupError
-from trencadis.core.process import device_env, torch_build
+from trencadis.core.process import torch_env
 from trencadis.server.processes import signals
 
 USAGE = """\
@@ -56,8 +56,8 @@ def main(words: Sequence[str]) -> int:
     if not asked.dummy and not any(path.glob("*.safetensors")):
         raise StartupError(f"{path} holds no safetensors weights; --dummy makes random ones for a small model")
     signals.raise_early_stop()
-    device_env.prepare_device_env("cpu")
-    torch_build.import_torch()
+    torch_env.prepare_device_env("cpu")
+    torch_env.import_torch()
     suite = import_module(f"{devices.CONFORMANCE}.family.family_checks")
     unknown = [o for o in asked.only if not any(name.startswith(o) for name in suite.CHECKS)]
     if unknown:

@@ -9,7 +9,7 @@ from importlib import import_module
 
 from trencadis import __version__
 from trencadis.core.errors import StartupError
-from trencadis.core.process.log_queue import flush_logs
+from trencadis.core.process.log_setup import flush_logs
 from trencadis.server.processes import signals
 
 USAGE = """\

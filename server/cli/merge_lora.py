@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.process import torch_build
+from trencadis.core.process import torch_env
 from trencadis.server.config import hub
 from trencadis.server.processes import signals
 
@@ -34,7 +34,7 @@ def main(words: Sequence[str]) -> int:
     if len(words) != 3:
         raise StartupError("merge-lora needs a checkpoint, an adapter and a new folder: merge-lora MODEL ADAPTER OUT.")
     signals.raise_early_stop()
-    torch_build.import_torch()
+    torch_env.import_torch()
     merging = import_module("trencadis.core.quant.writing.merge_adapter")  # imports torch
     model = hub.find_model_folder(EngineConfig(model=words[0]))
     adapter = hub.find_adapter_folder(EngineConfig(), words[1])

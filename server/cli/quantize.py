@@ -15,7 +15,7 @@ from typing import NamedTuple
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError, TrencadisError
 from trencadis.core.json_types import Json, JsonMapping
-from trencadis.core.process import torch_build
+from trencadis.core.process import torch_env
 from trencadis.core.request import SamplingParams
 from trencadis.server.config import hub
 from trencadis.server.processes import signals
@@ -55,7 +55,7 @@ def main(words: Sequence[str]) -> int:
         raise StartupError("quantize needs a checkpoint and a new folder: trencadis quantize MODEL OUT --to int4.")
     to, group, longest = check_options(values)
     signals.raise_early_stop()
-    torch_build.import_torch()
+    torch_env.import_torch()
     # Imported by name, because it imports torch.
     convert = import_module("trencadis.core.quant.writing.convert_checkpoint")
     stored = import_module("trencadis.core.quant.writing.source_checkpoint")

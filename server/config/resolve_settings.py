@@ -20,7 +20,7 @@ from trencadis.core.flag_options import Bound, FlagValue, options
 from trencadis.core.json_types import JsonMapping
 from trencadis.core.shapes import bucket_options as bucket_env
 from trencadis.core.shared_constants import EFFORTS
-from trencadis.core.spec.spec_settings import list_ignored_keys, requested_speculation
+from trencadis.core.spec.spec_config import list_ignored_keys, requested_speculation
 from trencadis.server.config import argv as command_line
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.config.flags import NUMBERS, WHOLE, Flag, find_flag, get_flag_table, get_flag_variables

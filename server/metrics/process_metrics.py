@@ -11,7 +11,7 @@ from typing import NamedTuple
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from trencadis.core.process.log_queue import find_log_queue
+from trencadis.core.process.log_setup import find_log_queue
 
 API, FRONT, OTHER = "api", "front", "other"
 API_MODULE = "trencadis.server.processes.api_server_main"

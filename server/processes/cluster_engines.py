@@ -16,7 +16,7 @@ from itertools import count
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.executor.rank_fingerprint import compute_rank_fingerprint
+from trencadis.core.executor.rank_info import compute_rank_fingerprint
 from trencadis.core.links.link import LinkClosed, PlainLink
 from trencadis.core.process.child_process import environment
 from trencadis.server.engine.spawn import RAY_TOKEN, EngineHandle, EngineProcessHandle

@@ -15,7 +15,7 @@ import msgspec
 from trencadis.core.errors import NotFound, Unavailable
 from trencadis.core.json_types import JsonObject
 from trencadis.core.process import engine_messages
-from trencadis.core.process.log_queue import flush_logs
+from trencadis.core.process.log_setup import flush_logs
 from trencadis.core.request import Delta, Request
 from trencadis.server.engine.engine_client import DeltaCallback, Pixels
 from trencadis.server.engine.request_link import RequestLink

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from trencadis.core.process import heap_trimmer
-from trencadis.core.process.log_queue import flush_logs
+from trencadis.core.process.log_setup import flush_logs
 from trencadis.server.config.resolve_settings import Settings
 from trencadis.server.http import listener
 from trencadis.server.processes import logging_setup, signals

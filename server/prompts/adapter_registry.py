@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trencadis.core.adapter_ref import AdapterRef
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.lora.adapter_files import read_adapter, resolve_folder
+from trencadis.core.request import AdapterRef
 
 FetchAdapter = Callable[[str], Path]
 

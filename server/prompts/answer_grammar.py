@@ -9,9 +9,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from trencadis.core.constraints import Rule
 from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import Json, JsonMapping
+from trencadis.core.structured_outputs import Rule
 from trencadis.server.grammars import gbnf, grammar_writer
 from trencadis.server.grammars.grammar_cache import GrammarCache
 from trencadis.server.grammars.grammar_writer import BETWEEN, GrammarWriter, WhitespaceRule

@@ -6,9 +6,8 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from trencadis.core.errors import BadRequest
+from trencadis.core.errors import BadRequest, attach_param
 from trencadis.core.json_types import Json, JsonMapping, JsonObject
-from trencadis.multimodal.error_params import attach_param
 from trencadis.multimodal.media_options import MediaPart
 from trencadis.server.prompts.content_parts import read_part
 from trencadis.server.protocol.body_scan import BodyLimits, BodyScan, scan_text

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from trencadis.core.constraints import Rule
 from trencadis.core.request import Request, SamplingParams
+from trencadis.core.structured_outputs import Rule
 from trencadis.multimodal.media_timing import MediaTimes
 from trencadis.server.prompts.answer_reader import AnswerReader
 from trencadis.server.prompts.multimodal_inputs import (

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trencadis.core.constraints import Repetition, Rule, ThinkingBudget
 from trencadis.core.errors import BadRequest
 from trencadis.core.request import SamplingParams
-from trencadis.core.structured_outputs import RepetitionDetectionParams
+from trencadis.core.structured_outputs import Repetition, RepetitionDetectionParams, Rule, ThinkingBudget
 from trencadis.server.prompts.sampling_params import MAX_WORDS
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 from trencadis.server.tools.reasoning_parser import ReasoningFormat

@@ -10,10 +10,9 @@ from functools import partial
 
 from starlette.requests import Request as HttpRequest
 
-from trencadis.core.adapter_ref import AdapterRef
 from trencadis.core.checkpoint.pooling_config import EMBED
 from trencadis.core.errors import BadRequest, Forbidden, NotFound, Unavailable
-from trencadis.core.request import Request, SamplingParams
+from trencadis.core.request import AdapterRef, Request, SamplingParams
 from trencadis.multimodal.media_options import MediaScope
 from trencadis.server.engine.engine_client import EngineClient, get_replicas
 from trencadis.server.grammars.grammar_cache import GrammarCache

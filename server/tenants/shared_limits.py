@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from trencadis.core.errors import Conflict
-from trencadis.multimodal.media_uuids import UUID_CONFLICT, UuidRegistry, name_digest
+from trencadis.multimodal.images.processor_cache import UUID_CONFLICT, UuidRegistry, name_digest
 from trencadis.server.tenants.admission import NAMES, Admission, Amounts, BodyBudget, Bounds
 from trencadis.server.tenants.api_key_file import RATES, KeyFileError, Tenant
 from trencadis.server.tenants.rate_limits import TenantAccount

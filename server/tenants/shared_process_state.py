@@ -15,8 +15,7 @@ import numpy as np
 from trencadis.core.errors import NotFound
 from trencadis.core.json_types import Json, JsonObject
 from trencadis.multimodal.images.processor_cache import ProcessorCache
-from trencadis.multimodal.prepared_video import PreparedVideo
-from trencadis.multimodal.processor import PlaceholderRun, PreparedImage
+from trencadis.multimodal.processor import PlaceholderRun, PreparedImage, PreparedVideo
 from trencadis.server.tenants.admission import Admission, Bounds
 from trencadis.server.tenants.api_key_file import Tenant
 from trencadis.server.tenants.rate_limits import TenantAccount

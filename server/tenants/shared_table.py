@@ -26,7 +26,7 @@ MAX_TENANTS: Final = TENANT_ROWS * 3 // 4
 UUID_SETS: Final = 1 << 12
 UUID_WAYS: Final = 16
 """Entries per set of media uuids; the least recently used one is replaced. In total as many as
-``multimodal.media_uuids.ENTRIES``.
+``multimodal.images.processor_cache.ENTRIES``.
 """
 UUID_BYTES: Final = 64
 """Bytes of an entry: name (24), content (32), time of last use (8)."""

@@ -14,8 +14,7 @@ from trencadis.backends.hpu.policy import SERVING
 from trencadis.core import envs
 from trencadis.core.buckets import Density, Stage
 from trencadis.core.errors import StartupError
-from trencadis.core.shapes.axis_sizes import AxisSpan, exp, lin, pad, sizes
-from trencadis.core.shapes.bucket_options import BucketOptions, read_bucket_options
+from trencadis.core.shapes.bucket_options import AxisSpan, BucketOptions, exp, lin, pad, read_bucket_options, sizes
 from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.shape_limits import ShapeLimits
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from trencadis.core.buckets import DEFAULT_VISION_SLOTS, Bucket, Plan, Policy, Stage, escape
 from trencadis.core.launches.host_inputs import SampleRow, head_inputs, reset_inputs, text_inputs
 from trencadis.core.launches.launch_splitter import split_step
-from trencadis.core.shapes.axis_sizes import vision_boundaries
+from trencadis.core.shapes.bucket_options import vision_boundaries
 from trencadis.core.step import PENDING, Bias, Encode, ImageRows, Reset, Row, Sample, Step
 from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
 

@@ -17,8 +17,7 @@ from trencadis.core.shapes.bucket_options import PlannedImageSize, parse_image_s
 from trencadis.core.shapes.bucket_planner import image_batch_slots, make_plan
 from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.multimodal.patch_packing import count_slots, patch_grid
-from trencadis.multimodal.qwen2_vl.image_budget import image_needs
-from trencadis.multimodal.qwen2_vl.smart_resize import smart_resize
+from trencadis.multimodal.qwen2_vl.smart_resize import image_needs, smart_resize
 
 GUIDE = (1600, 3136, 4096, 6400, 7744, 9216, 12544)
 MODEL = model_of(3584, 28, 28, 4, 18944)

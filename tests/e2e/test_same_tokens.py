@@ -13,7 +13,7 @@ from tests.oracles.transformers_model import Answer, Oracle, assert_same, conver
 from tests.traffic.image_chats import Chat, answers, make_conversations
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
-from trencadis.core.scheduling.random_numbers import uniform
+from trencadis.core.scheduling.sequence import uniform
 
 LENGTH = 20
 BASE: dict[str, Any] = {

@@ -14,7 +14,7 @@ from trencadis.backends.cpu.padding import empty_inputs
 from trencadis.core.buckets import Bucket, Plan, Stage
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.graphs.graph_manager import KEPT, GraphManager
-from trencadis.core.scheduling.random_numbers import _numbers, uniform
+from trencadis.core.scheduling.sequence import _numbers, uniform
 
 
 def test_inputs_of_launches_are_not_kept_where_sizes_are_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 
-from trencadis.core.scheduling.random_numbers import AHEAD, uniform
+from trencadis.core.scheduling.sequence import AHEAD, uniform
 
 EDGES = (0, 1, AHEAD - 1, AHEAD, AHEAD + 1, 5 * AHEAD - 1, 1 << 20, (1 << 33) + 7)
 

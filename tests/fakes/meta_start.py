@@ -24,7 +24,7 @@ from trencadis.core.graphs.graph_capture import GraphCaptures
 from trencadis.core.graphs.graph_reporter import GraphReporter
 from trencadis.core.launches.model_runner import ModelRunner
 from trencadis.core.memory import measurement_cache
-from trencadis.core.memory.cpu_cache_plan import CachePlan
+from trencadis.core.memory.cache_plan import CachePlan
 from trencadis.core.progress import SilentProgress
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.shape_limits import ShapeLimits

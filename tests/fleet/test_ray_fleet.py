@@ -18,7 +18,7 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.devices import CARD_VARIABLES
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import ray_cluster
-from trencadis.core.executor.rank_fingerprint import compute_rank_fingerprint
+from trencadis.core.executor.rank_info import compute_rank_fingerprint
 from trencadis.core.executor.ray_cluster import ClusterNode, assign_engine_nodes
 from trencadis.core.process import engine_messages
 from trencadis.server.engine.spawn import EngineHandle

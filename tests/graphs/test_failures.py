@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trencadis.core.graphs.oom_errors import is_out_of_memory
+from trencadis.core.errors import is_out_of_memory
 
 
 @pytest.mark.parametrize(

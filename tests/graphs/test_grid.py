@@ -27,7 +27,7 @@ from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.device.backend import BackendConfig, ProgramState
 from trencadis.core.engine.graph_startup import DeviceStart
-from trencadis.core.engine.remedies import quantise_model
+from trencadis.core.engine.startup_checks import quantise_model
 from trencadis.core.errors import StartupError
 from trencadis.core.progress import SilentProgress
 from trencadis.multimodal.qwen2_vl.smart_resize import largest_slots

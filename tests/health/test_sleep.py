@@ -16,9 +16,9 @@ import pytest
 
 from tests.fakes.counting_engine import HELD, SLOW, STUCK, WORDS
 from trencadis.core.config import EngineConfig
-from trencadis.core.constraints import Rule
 from trencadis.core.errors import Unavailable
 from trencadis.core.request import Delta, Request, SamplingParams
+from trencadis.core.structured_outputs import Rule
 from trencadis.server.engine import engine_link
 from trencadis.server.engine.engine_link import spawn_engine
 from trencadis.server.engine.supervisor import Supervisor

@@ -22,7 +22,7 @@ from trencadis.core.kv.block_hash import BlockHashChain
 from trencadis.core.launches.host_inputs import SampleRow, head_inputs, join_head_inputs, text_inputs
 from trencadis.core.launches.rank_input_batch import BatchOutOfStep, RankInputBatch
 from trencadis.core.request import Request, SamplingParams
-from trencadis.core.scheduling.random_numbers import uniform
+from trencadis.core.scheduling.sequence import uniform
 from trencadis.core.step import Step, StepInputs
 
 EVERYTHING = np.full((1, 8), 255, np.uint8)

@@ -85,7 +85,7 @@ def test_files_are_asked_for_before_torch_is_imported(monkeypatch: pytest.Monkey
         raise Imported
 
     monkeypatch.setattr("trencadis.core.checkpoint.prefetch.start_prefetch", lambda *args: seen.append(args))
-    monkeypatch.setattr("trencadis.core.process.torch_build.import_torch", load)
+    monkeypatch.setattr("trencadis.core.process.torch_env.import_torch", load)
     engine = object.__new__(process.EngineProcess)
     monkeypatch.setattr(engine, "send", lambda message: None, raising=False)
     with pytest.raises(Imported):

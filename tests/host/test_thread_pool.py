@@ -17,11 +17,13 @@ from tests import kernel_kinds
 from tests.host.test_decode_attention import decoding
 from tests.ops.test_many_queries import prompts
 from tests.ops.test_rotary import make_parts
+from trencadis.backends.cpu.cpu_program import torch_is_idle
 from trencadis.backends.cpu.native import dense, thread_use, threads, weight_packing
 from trencadis.backends.cpu.native.kernel_table import VARIABLE
-from trencadis.backends.cpu.native.rotary import rotate
+from trencadis.backends.cpu.native.row_ops import rotate
 from trencadis.backends.cpu.native.thread_use import ThreadUse, run_delay, stolen_time
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight
+from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.quant.online_quant import quantise
 from trencadis.core.quant.scheme import Scheme
 
@@ -261,23 +263,29 @@ def watched(tmp_path: Path, count: int = 4) -> tuple[ThreadUse, FakePool, Accoun
     return ThreadUse(count, 128, fake, account.tasks, account.stat, lambda: time_now[0]), fake, account, time_now
 
 
+def look(use: ThreadUse, rows: int = 8) -> None:
+    """Runs an empty launch."""
+    with use.launch(rows):
+        pass
+
+
 @pytest.mark.usefixtures("kept_threads")
 def test_threads_are_charged_with_the_time_for_which_the_system_made_them_wait(tmp_path: Path) -> None:
     use, fake, account, now = watched(tmp_path)
     now[0] += 0.06
-    use.update(8)  # the first look has nothing to compare with
+    look(use)  # the first look has nothing to compare with
     assert not fake.charged and fake.tended == [0] and torch.get_num_threads() == 4
     fake.lates = {1: LONG}  # the same time, which the system counts better
     account.wait(2, 40 * MILLISECOND)
     account.wait(3, 2 * MILLISECOND)
-    use.update(8)
+    look(use)
     assert not fake.charged, "no time has passed"
     now[0] += 0.06
-    use.update(8)
+    look(use)
     assert fake.charged == {2: 40 * MILLISECOND}
     account.steal(3)  # 30 ms of each CPU at 100 ticks a second
     now[0] += 0.06
-    use.update(8)
+    look(use)
     tick = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
     assert fake.charged == {1: 3 * tick, 2: 40 * MILLISECOND + 3 * tick, 3: 3 * tick}
 
@@ -288,17 +296,17 @@ def test_torchs_threads_follow_and_a_line_says_so(tmp_path: Path, caplog: pytest
     with caplog.at_level("INFO", "trencadis.engine"):
         fake.left = 2
         now[0] += 0.06
-        use.update(8)
+        look(use)
         assert torch.get_num_threads() == use.in_use == 2
         fake.left = 0
         now[0] += 0.06
-        use.update(8)
+        look(use)
         assert torch.get_num_threads() == 4
         now[0] += thread_use.PAUSE + 1
-        use.update(8)
+        look(use)
         assert fake.tended[-1] == 1, "what was known is out of date"
         now[0] += thread_use.QUIET
-        use.update(8)
+        look(use)
     lines = [record.getMessage() for record in caplog.records]
     busy = "cpu: 2 of 4 threads in use: the CPUs are busy with other work"
     free = "cpu: 4 of 4 threads in use: all run promptly"
@@ -309,8 +317,26 @@ def test_torchs_threads_follow_and_a_line_says_so(tmp_path: Path, caplog: pytest
 def test_launches_between_onednns_products_run_on_torchs_threads(tmp_path: Path) -> None:
     use, fake, _, _ = watched(tmp_path)
     for rows, shared in ((128, 0), (129, 1), (1, 0)):
-        use.update(rows)
+        look(use, rows)
         assert fake.shared == shared, rows
+
+
+@pytest.mark.usefixtures("kept_threads")
+def test_torchs_threads_do_not_spin_beside_launches_whose_products_are_the_librarys(tmp_path: Path) -> None:
+    use, _, _, _ = watched(tmp_path)
+    for rows, alone, of_torch in ((8, True, 1), (128, True, 1), (129, True, 4), (8, False, 4)):
+        with use.launch(rows, alone):
+            assert (torch.get_num_threads(), threads.launch_threads()) == (of_torch, 4), (rows, alone)
+        assert (torch.get_num_threads(), threads.launch_threads()) == (4, 4)
+    with pytest.raises(KeyError), use.launch(8, True):
+        raise KeyError
+    assert torch.get_num_threads() == 4, "a launch that fails leaves no trace"
+
+
+def test_launches_of_few_rows_leave_torch_idle() -> None:
+    idle = {Bucket(Stage.DECODE, (8,)), Bucket(Stage.PREFILL, (8, 8)), Bucket(Stage.SAMPLE, (8,), "greedy")}
+    others = {Bucket(Stage.SAMPLE, (8,)), Bucket(Stage.SAMPLE, (8,), "draw"), Bucket(Stage.VISION, (64,))}
+    assert {bucket for bucket in idle | others if torch_is_idle(bucket)} == idle
 
 
 @pytest.mark.usefixtures("kept_threads")
@@ -320,7 +346,7 @@ def test_where_the_system_keeps_no_account_threads_are_charged_with_how_late_the
     for late in (0, 10, 20):  # a quarter of the time is let pass
         fake.lates = {3: late * MILLISECOND}
         now[0] += 0.06
-        use.update(8)
+        look(use)
     assert fake.charged == {3: 20 * MILLISECOND} and use.in_use == 4
 
 

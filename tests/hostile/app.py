@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import socket
 
-from trencadis.multimodal.sources import http_fetch, url_rules
+from trencadis.multimodal.sources import http_fetch
 
 HOST = "127.9.9.9"
 """Where the attacker's web server listens; taken for a public address."""
@@ -40,8 +40,8 @@ async def resolve(self, host, port):
 
 def install():
     """Gives this process that network."""
-    public = url_rules.is_public
-    url_rules.is_public = lambda address: str(address) == HOST or public(address)
+    public = http_fetch.is_public
+    http_fetch.is_public = lambda address: str(address) == HOST or public(address)
     http_fetch.Fetcher._system_resolver = resolve
 
 

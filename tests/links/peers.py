@@ -16,8 +16,7 @@ from trencadis.core.executor import rank_messages
 from trencadis.core.executor.engine_connection import connect_to_engine
 from trencadis.core.executor.multiproc_executor import MultiprocExecutor
 from trencadis.core.executor.nodes_launcher import NodesLauncher
-from trencadis.core.executor.rank_fingerprint import RankFingerprint, compute_rank_fingerprint
-from trencadis.core.executor.rank_info import RankInfo
+from trencadis.core.executor.rank_info import RankFingerprint, RankInfo, compute_rank_fingerprint
 from trencadis.core.links.group_key import GroupKey, TlsFiles
 from trencadis.core.links.handshake import AuthListener
 from trencadis.core.links.keyed_link import HeartbeatThread, KeyedLink

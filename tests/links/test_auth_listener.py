@@ -19,7 +19,7 @@ from tests.links.peers import Peer, group_at, nothing_stays, recorded, start
 from tests.operations.test_tls import certificate, needs_openssl
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import engine_connection, rank_messages
-from trencadis.core.executor.rank_fingerprint import (
+from trencadis.core.executor.rank_info import (
     RankFingerprint,
     checkpoint_digest,
     compute_rank_fingerprint,

@@ -20,8 +20,7 @@ from tests.links.peers import FACTORY, group_at, nothing_stays, start
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import process_groups
-from trencadis.core.executor.engine_connection import HeadlessRanks
-from trencadis.core.executor.headless import make_connect_infos
+from trencadis.core.executor.engine_connection import HeadlessRanks, make_connect_infos
 from trencadis.core.executor.multiproc_executor import MultiprocExecutor, RankFailed
 from trencadis.core.executor.nodes_launcher import open_listener
 from trencadis.core.executor.rank_info import RankInfo

@@ -17,7 +17,7 @@ from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.lora.adapter_files import read_adapter, resolve_folder
-from trencadis.core.lora.adapter_weights import load_matrices
+from trencadis.core.lora.adapter_store import load_matrices
 from trencadis.core.quant.writing.merge_adapter import merge_adapter
 from trencadis.server.cli import main
 from trencadis.server.prompts.adapter_registry import AdapterRegistry, NamedAdapter, parse_modules

@@ -17,7 +17,7 @@ from tests.lora.test_same_tokens import BASE, Merged, prompts, request_of
 from trencadis import LLM, BeamSearchParams, SamplingParams
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.lora.adapter_files import read_adapter
-from trencadis.core.lora.adapter_weights import load_matrices
+from trencadis.core.lora.adapter_store import load_matrices
 from trencadis.server.cli import main
 
 

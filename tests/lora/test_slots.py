@@ -16,15 +16,14 @@ from tests.fakes import checkpoints
 from trencadis.backends.cpu.adapter_products import CpuAdapterRows, add_masked_adapters, group_rows
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference_ops import ReferenceOps
-from trencadis.core.adapter_ref import AdapterRef
 from trencadis.core.buckets import LORA, Plan, Stage
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.device.backend import AdapterWeights, BackendConfig, load
 from trencadis.core.launches.launch_splitter import split_step
 from trencadis.core.lora.adapter_store import AdapterStore
-from trencadis.core.memory.adapter_bytes import AdapterSlotSizes, adapter_bytes, padded_rank
+from trencadis.core.memory.weight_bytes import AdapterSlotSizes, adapter_bytes, padded_rank
 from trencadis.core.models.decoder import Decoder
-from trencadis.core.request import Request, SamplingParams
+from trencadis.core.request import AdapterRef, Request, SamplingParams
 from trencadis.core.scheduling.adapter_slots import MOST_OVERTAKES, AdapterSlots
 from trencadis.core.scheduling.sequence import Sequence
 from trencadis.core.shapes.bucket_options import BucketOptions

@@ -15,13 +15,13 @@ from trencadis.backends.cuda.launches import cuda_inputs as cuda
 from trencadis.backends.cuda.launches.input_buffers import buffer_bytes
 from trencadis.backends.hpu.launches import hpu_inputs as hpu
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.constraints import Repetition, Rule, ThinkingBudget, repeats
 from trencadis.core.launches.host_inputs import SampleRow, head_inputs
 from trencadis.core.masks.grammar_matcher import GrammarMatcher
 from trencadis.core.masks.manager import ChoiceMasks, MatcherManager
 from trencadis.core.masks.matchers import BadWords, ThinkingMatcher
 from trencadis.core.request import SamplingParams
 from trencadis.core.step import Opening, Sample
+from trencadis.core.structured_outputs import Repetition, Rule, ThinkingBudget, repeats
 
 VOCAB = len(TOKENS)
 SIZES = cuda.Sizes(block_size=16, row_blocks=2, vocab=VOCAB)

@@ -18,12 +18,12 @@ from tests.traffic.rule_oracle import RuleOracle
 from tests.traffic.ruled_requests import GRAMMARS, RuledTraffic, ruled_answers, vocabulary
 from trencadis.backends.cuda.twin.twin_runtime import TwinCall
 from trencadis.core.config import EngineConfig
-from trencadis.core.constraints import Repetition, Rule
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.engine_builder import create_engine
 from trencadis.core.executor.uniproc_executor import SubmittedWork
 from trencadis.core.masks import grammar_matcher
 from trencadis.core.request import Request, SamplingParams
+from trencadis.core.structured_outputs import Repetition, Rule
 
 LENGTH = 64
 FLAGS: dict[str, Any] = {

@@ -15,7 +15,6 @@ from tests.engine.test_schedules import random_request
 from tests.oracles.shadow_engine import VOCAB, ScheduleDriver, shadow_engine
 from tests.oracles.shadow_model import ShadowRank, oracle_end
 from tests.traffic.rule_oracle import END, EOS, SIXTY, THINK, VOCABULARY
-from trencadis.core.constraints import Repetition, Rule, ThinkingBudget
 from trencadis.core.launches import sample_launches
 from trencadis.core.launches.host_inputs import head_inputs
 from trencadis.core.masks.grammar_matcher import CompiledGrammars, GrammarMatcher
@@ -23,6 +22,7 @@ from trencadis.core.masks.manager import ChoiceMasks, MatcherManager, PendingSam
 from trencadis.core.masks.matchers import BadWords, ThinkingMatcher, remove
 from trencadis.core.request import Delta, Request, SamplingParams
 from trencadis.core.scheduling.sequence import Sequence
+from trencadis.core.structured_outputs import Repetition, Rule, ThinkingBudget
 
 KINDS = ["grammar", "allowed", "words", "thinking", "repetition"]
 LL = llguidance.LLMatcher

@@ -18,7 +18,7 @@ from tests import kernel_kinds
 from trencadis.backends.cpu import make_backend
 from trencadis.backends.cpu.native import weight_packing
 from trencadis.backends.cpu.native.kernel_table import VARIABLE
-from trencadis.backends.cpu.native.weight_cache import CachedPages
+from trencadis.backends.cpu.native.weight_packing import CachedPages
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight
 from trencadis.core.checkpoint import prefetch
 from trencadis.core.checkpoint.config_reader import load_config

@@ -15,8 +15,8 @@ from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.weight_loader import read_file
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.multimodal.qwen2_vl.image_budget import image_needs
 from trencadis.multimodal.qwen2_vl.processor import Qwen2VLImageProcessor
+from trencadis.multimodal.qwen2_vl.smart_resize import image_needs
 from trencadis.server.prompts.generation_config import SamplingDefaults
 from trencadis.server.prompts.text_service import TextService
 from trencadis.server.text import checkpoint_tokenizer

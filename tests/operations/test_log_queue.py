@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from trencadis.core.process.log_queue import LogQueue, find_log_queue, flush_logs
+from trencadis.core.process.log_setup import LogQueue, find_log_queue, flush_logs
 from trencadis.server.metrics.process_metrics import LogCollector
 
 DEADLINE = 20.0
@@ -103,7 +103,7 @@ def test_the_metric_counts_what_the_handler_of_this_process_dropped(monkeypatch:
 CODE = """
 import logging, os, sys
 from trencadis.core.process import log_setup
-from trencadis.core.process.log_queue import flush_logs
+from trencadis.core.process.log_setup import flush_logs
 log_setup.setup("INFO")
 log = logging.getLogger("trencadis.server")
 for number in range(20_000):

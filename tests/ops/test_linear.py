@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trencadis.backends.cpu import ops
-from trencadis.backends.cpu.native.onednn_sizes import PASS, SIZES, pieces
+from trencadis.backends.cpu.native.dense import PASS, SIZES, pieces
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight, is_packable
 from trencadis.backends.cpu.policy import INVARIANT_ROWS
 from trencadis.core.device.communicators import SingleRank

@@ -24,7 +24,7 @@ from trencadis.backends.cpu import make_backend
 from trencadis.backends.cpu.batch_invariant import InvariantOps
 from trencadis.backends.cpu.native import dense, kernel_table, library, panels, weight_packing
 from trencadis.backends.cpu.native.kernel_table import BFLOAT16, EMULATED, KINDS, VARIABLE, Op, table_of
-from trencadis.backends.cpu.native.weight_cache import CachedPages
+from trencadis.backends.cpu.native.weight_packing import CachedPages
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.device.packed_weights import PackedFile

@@ -15,13 +15,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tests.traffic.rule_oracle import SIXTY
-from trencadis.core.constraints import Rule
 from trencadis.core.launches.host_inputs import SampleRow, head_inputs
 from trencadis.core.launches.rank_input_batch import RankInputBatch
 from trencadis.core.launches.sample_launches import LaunchedHead, launch_masked
 from trencadis.core.masks.manager import MatcherManager
 from trencadis.core.request import Request
-from trencadis.core.scheduling.random_numbers import uniform
+from trencadis.core.scheduling.sequence import uniform
 from trencadis.core.shared_constants import RESERVED_BLOCKS, RESERVED_ROWS
 from trencadis.core.step import (
     PENDING,
@@ -35,6 +34,7 @@ from trencadis.core.step import (
     StepOutput,
     TargetScores,
 )
+from trencadis.core.structured_outputs import Rule
 
 MASK = (1 << 63) - 1
 CONSTANT = 4711

@@ -16,7 +16,7 @@ from trencadis.backends.hpu.policy import SERVING as HPU
 from trencadis.core.checkpoint.model_config import ImageNeeds
 from trencadis.core.config import EngineConfig
 from trencadis.core.engine.dry_run import DryRun, PlannedDevice, StartupPlan
-from trencadis.core.engine.remedies import quantise_model
+from trencadis.core.engine.startup_checks import quantise_model
 from trencadis.core.errors import StartupError
 from trencadis.core.shapes.bucket_options import BucketOptions
 

@@ -17,7 +17,7 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import multiproc_executor, rank_messages, rank_process
 from trencadis.core.executor.rank_info import RankInfo
-from trencadis.core.process import device_env, engine_process, torch_build
+from trencadis.core.process import engine_process, torch_env
 from trencadis.server.cli import check_backend
 from trencadis.server.engine import spawn
 
@@ -41,8 +41,8 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.append("factory")
         raise Ended
 
-    monkeypatch.setattr(device_env, "prepare_device_env", settle)
-    monkeypatch.setattr(torch_build, "import_torch", lambda: found.append("torch"))
+    monkeypatch.setattr(torch_env, "prepare_device_env", settle)
+    monkeypatch.setattr(torch_env, "import_torch", lambda: found.append("torch"))
     monkeypatch.setattr(engine_process, "find_factory", stop)
     monkeypatch.setattr(rank_process, "build", stop)
     monkeypatch.setattr("trencadis.core.engine.engine_builder.create_engine", stop)
@@ -121,5 +121,5 @@ def test_a_torch_that_does_not_load_is_one_line(monkeypatch: pytest.MonkeyPatch)
         with monkeypatch.context() as patched:
             patched.setattr(builtins, "__import__", fail)
             with pytest.raises(StartupError, match=says) as raised:
-                torch_build.import_torch()
+                torch_env.import_torch()
         assert "\n" not in str(raised.value)

@@ -22,12 +22,12 @@ import pytest
 import trencadis
 from tests.fakes.counting_engine import CRASH, DIGEST, HANG, REFUSE, SLOW, WORDS
 from trencadis.core.config import EngineConfig
-from trencadis.core.constraints import Rule
 from trencadis.core.errors import Unavailable
 from trencadis.core.executor import multiproc_executor
 from trencadis.core.media_spans import MediaSpan
 from trencadis.core.process import child_process, engine_messages
 from trencadis.core.request import Request, SamplingParams
+from trencadis.core.structured_outputs import Rule
 from trencadis.multimodal.decode_workers.worker_process import WorkerProcess
 from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
 from trencadis.server.engine import engine_link, supervisor

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from tests.quant.checkpoints import made, tensors
-from trencadis.core.checkpoint.formats.format_table import READERS
-from trencadis.core.checkpoint.formats.raw_weight import RawWeight
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.quant_config import read_quantisation
+from trencadis.core.checkpoint.quant_formats import READERS, RawWeight
 from trencadis.core.errors import StartupError
 from trencadis.core.quant.quantised_tensor import QTensor, fits, join_weights
 from trencadis.core.quant.scheme import Scheme

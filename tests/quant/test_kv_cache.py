@@ -29,7 +29,7 @@ from trencadis.core.device.backend import BackendConfig, LayerKV
 from trencadis.core.errors import StartupError
 from trencadis.core.kv_cache_format import parse_kv_format
 from trencadis.core.launches.persistent_tensors import kv_cache
-from trencadis.core.memory import cpu_cache_plan
+from trencadis.core.memory import cache_plan
 from trencadis.core.memory.estimate import MemoryEstimator
 from trencadis.core.models import kv_cache_codes
 from trencadis.core.models.model_loader import load_model
@@ -193,7 +193,7 @@ def test_a_block_has_the_bytes_of_its_tensors(kind: str, checkpoint: Callable[..
             held = sum(t.nbytes for layer in made for t in layer if t is not None)
             size = dtype.itemsize
             assert held == (5 + RESERVED_BLOCKS) * MemoryEstimator(model, size).block_bytes(16)
-            assert held == (5 + RESERVED_BLOCKS) * cpu_cache_plan.block_bytes(text, 16, size)
+            assert held == (5 + RESERVED_BLOCKS) * cache_plan.block_bytes(text, 16, size)
             plain, coded = (load_model(m, backend).nbytes() for m in (config, model))
             assert coded - plain == MemoryEstimator(model, size).weights() - MemoryEstimator(config, size).weights()
 

@@ -20,11 +20,11 @@ from tests.families.text_checkpoints import family_checkpoint
 from tests.quant.test_writing import TYPES, written
 from tests.quant.written.test_experts import values
 from trencadis.backends.cpu import make_backend
+from trencadis.core.checkpoint import quant_formats as ours
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.formats import compressed_tensors as ours
-from trencadis.core.checkpoint.formats.raw_weight import RawWeight
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.quant_config import read_quantisation
+from trencadis.core.checkpoint.quant_formats import RawWeight
 from trencadis.core.checkpoint.weight_loader import open_weights
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.models.model_loader import load_model
@@ -91,7 +91,9 @@ def reader(stored: dict[str, torch.Tensor], form: str, settings: dict[str, Any])
     quant = read_quantisation(JsonFields({"quantization_config": config}, Path("config.json")))
     scheme = quant.scheme("layers.0.mlp.up_proj")
     assert scheme is not None
-    return ours.read(RawWeight("test", "up_proj", SHAPE, scheme, stored.get, torch.float32)).dequantised()
+    return ours.read_compressed_tensors(
+        RawWeight("test", "up_proj", SHAPE, scheme, stored.get, torch.float32)
+    ).dequantised()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -17,7 +17,7 @@ from tests.hostile.web import Web
 from tests.traffic.server_process import ROOT, is_decode_worker, server
 from trencadis import LLM, SamplingParams
 from trencadis.core.errors import TrencadisError
-from trencadis.multimodal.sources import http_fetch, url_rules
+from trencadis.multimodal.sources import http_fetch
 
 FETCH = 0.5
 """Seconds that a fetch may take here."""
@@ -61,7 +61,7 @@ async def together(running, count):
 @pytest.fixture(scope="module")
 def llm(scene, vl_checkpoint):
     patch = pytest.MonkeyPatch()
-    patch.setattr(url_rules, "is_public", url_rules.is_public)
+    patch.setattr(http_fetch, "is_public", http_fetch.is_public)
     patch.setattr(http_fetch.Fetcher, "_system_resolver", http_fetch.Fetcher._system_resolver)
     hostile_app.install()
     made = LLM(

@@ -6,8 +6,8 @@ import pytest
 
 from tests.hostile.refusals import refusal
 from trencadis.multimodal.sources import http_fetch
+from trencadis.multimodal.sources.http_fetch import AddressRules, is_public, parse_url
 from trencadis.multimodal.sources.media_loader import MediaLoader
-from trencadis.multimodal.sources.url_rules import AddressRules, is_public, parse_url
 
 
 @pytest.fixture

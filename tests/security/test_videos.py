@@ -18,7 +18,7 @@ from trencadis.multimodal.decode_workers.worker_pool import JobResult
 from trencadis.multimodal.images.image_decoder import ImageDecoder
 from trencadis.multimodal.images.processor_cache import ProcessorCache
 from trencadis.multimodal.media_options import MediaOptions, MediaPart
-from trencadis.multimodal.prepared_video import PreparedVideo
+from trencadis.multimodal.processor import PreparedVideo
 from trencadis.multimodal.qwen2_vl.processor import Qwen2VLImageProcessor
 from trencadis.multimodal.sources.media_loader import MediaLoader
 from trencadis.multimodal.videos.frame_sampling import FrameLimits

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from trencadis.core.constraints import Repetition, Rule, ThinkingBudget
 from trencadis.core.request import SamplingParams
-from trencadis.core.structured_outputs import RepetitionDetectionParams
+from trencadis.core.structured_outputs import Repetition, RepetitionDetectionParams, Rule, ThinkingBudget
 
 
 def rule(harness: Any, path: str = "complete", prompt: str = "One two", **fields: Any) -> Rule | None:

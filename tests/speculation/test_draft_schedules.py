@@ -18,7 +18,6 @@ from tests.oracles.shadow_engine import EOS, VOCAB, ScheduleDriver, shadow_engin
 from tests.oracles.shadow_model import ShadowRank, kv_value, oracle_end
 from tests.traffic.requests import searched
 from tests.traffic.rule_oracle import VOCABULARY
-from trencadis.core.constraints import Rule
 from trencadis.core.engine.engine import Engine
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.scheduling.scheduler import Scheduler
@@ -26,6 +25,7 @@ from trencadis.core.scheduling.sequence import Sequence
 from trencadis.core.spec.draft_source import DraftSource, ScriptedSource
 from trencadis.core.spec.spec_config import SpeculationConfig
 from trencadis.core.step import Step
+from trencadis.core.structured_outputs import Rule
 
 LENGTH = 96
 """Longest sequence of any engine here: the oracle's answers of shorter ones are their beginnings."""

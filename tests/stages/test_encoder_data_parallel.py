@@ -32,7 +32,7 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.rank_info import can_share
 from trencadis.core.launches.encoder_data_parallel import GatheredRows, assign_images
-from trencadis.core.memory.cpu_cache_plan import weights_bytes
+from trencadis.core.memory.cache_plan import weights_bytes
 from trencadis.core.shapes.pipeline_partition import check_ranks
 from trencadis.core.shared_constants import SINK_ROW
 from trencadis.core.step import Encode

@@ -17,8 +17,7 @@ from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.executor.engine_connection import HeadlessRanks
-from trencadis.core.executor.headless import make_connect_infos
+from trencadis.core.executor.engine_connection import HeadlessRanks, make_connect_infos
 from trencadis.core.links.topology import topology
 
 TIGHT: dict[str, Any] = dict(num_gpu_blocks_override=44)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 import llguidance
 
 from tests.traffic.requests import Traffic, random_request
-from trencadis.core.constraints import Repetition, Rule, ThinkingBudget
 from trencadis.core.engine.engine import Engine
 from trencadis.core.masks.vocabulary import Vocabulary
 from trencadis.core.request import Delta, Request
+from trencadis.core.structured_outputs import Repetition, Rule, ThinkingBudget
 
 LL = llguidance.LLMatcher
 SCHEMA = {

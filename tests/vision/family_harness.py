@@ -20,7 +20,7 @@ from trencadis.core.device.backend import BackendConfig
 from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.memory.estimate import arena_width
 from trencadis.core.models.model_loader import load_model
-from trencadis.core.shapes.axis_sizes import vision_boundaries
+from trencadis.core.shapes.bucket_options import vision_boundaries
 from trencadis.core.step import Encode
 
 DEVICES = ("cpu", "padded", "hpu", "twin")

@@ -17,8 +17,7 @@ from trencadis.core.media_spans import MediaSpan, TokenRun, rows_at_once
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.shared_constants import RESERVED_ROWS
 from trencadis.multimodal.placeholders import expand_placeholders
-from trencadis.multimodal.prepared_video import encoder_items
-from trencadis.multimodal.processor import ImageGeometry, PlaceholderRun
+from trencadis.multimodal.processor import ImageGeometry, PlaceholderRun, encoder_items
 from trencadis.server.prompts.multimodal_inputs import ExpandedPrompt
 from trencadis.server.prompts.prompt import Prompt, render_prompt
 

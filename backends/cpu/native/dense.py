@@ -8,17 +8,68 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from trencadis.backends.cpu.native import threads
 from trencadis.backends.cpu.native.kernel_table import ANY, SHARED_ROWS, KernelTable, Op
 from trencadis.backends.cpu.native.layouts import DenseLayout
 from trencadis.backends.cpu.native.panels import DTYPE_NAMES
 from trencadis.core.shared_constants import align_up
+
+SIZES: tuple[int, ...] = (1, 4, 6, 8, 12, *range(16, 128, 8), 128, 160, 192, 256, 512)
+"""Numbers of rows of a product, the only ones that oneDNN is called with."""
+
+PASS = 20
+"""Fixed cost of one more product with the same weight, in rows: the weight is read from memory again."""
+
+
+def by_sizes(x: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
+    """Returns ``multiply(x)``, which treats rows independently, computed in calls of ``SIZES`` rows."""
+    parts, start = list[Tensor](), 0
+    for size in pieces(len(x)) or (0,):
+        part = x[start : start + size]
+        surplus = size - len(part)
+        parts.append(multiply(functional.pad(part, (0, 0, 0, surplus)) if surplus else part))
+        start += size
+    y = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return y[: len(x)] if start > len(x) else y
+
+
+def pieces(rows: int) -> tuple[int, ...]:
+    """Returns ``SIZES`` that add up to at least ``rows``; surplus rows are computed if that is faster than another
+    product.
+
+    oneDNN makes kernels for each number of rows and each shape of weight and keeps 0.6 MB for each, half of it in a
+    table without a limit. If every number of rows were a size of its own, memory would grow for hours, with each new
+    prompt length and mix of clients, and each new number would be slow once.
+    """
+    return (SIZES[-1],) * (rows // SIZES[-1]) + _RESTS[rows % SIZES[-1]]
+
+
+@cache
+def _rest(rows: int) -> tuple[int, ...]:
+    """Returns ``pieces`` for fewer rows than the largest size."""
+    if rows == 0:
+        return ()
+    index = bisect_left(SIZES, rows)
+    above = SIZES[index]
+    if above == rows or index == 0:
+        return (above,)
+    below = SIZES[index - 1]
+    split = (below, *_rest(rows - below))
+    return (above,) if above + PASS <= sum(split) + PASS * len(split) else split
+
+
+_RESTS = tuple(_rest(rows) for rows in range(SIZES[-1]))
+
 
 ROWS = 128
 """Maximum rows of a call: ``DENSE_ROWS`` of dense.h. oneDNN is as fast for more rows."""
@@ -168,7 +219,7 @@ def is_supported(x: Tensor, p: Panels) -> bool:
 def product(x: Tensor, p: Panels) -> Tensor:
     """Multiplies [n, in] -> [n, out], some rows at a time. A row's bits do not depend on the others."""
     out = x.new_empty((len(x), p.outputs))
-    call, team, size, stride = threads.calls().dense, torch.get_num_threads(), x.element_size(), x.stride(0)
+    call, team, size, stride = threads.calls().dense, threads.launch_threads(), x.element_size(), x.stride(0)
     for start in range(0, len(x), p.call_rows):
         rows = min(p.call_rows, len(x) - start)
         source, target = x.data_ptr() + start * stride * size, out.data_ptr() + start * p.outputs * size
@@ -186,7 +237,7 @@ def best(x: Tensor, p: Panels, outputs: int, scale: float) -> Tensor:
     found = torch.full((len(x),), NONE, dtype=torch.int64)
     if not outputs:
         return found
-    call, team, row = threads.calls().dense, torch.get_num_threads(), x.shape[1] * x.element_size()
+    call, team, row = threads.calls().dense, threads.launch_threads(), x.shape[1] * x.element_size()
     for start in range(0, len(x), ROWS):
         rows = min(ROWS, len(x) - start)
         source, target = x.data_ptr() + start * row, found.data_ptr() + start * 8

@@ -179,7 +179,7 @@ def product(x: Tensor, w: PanelWeight) -> Tensor:
     x = x.contiguous()
     n = len(x)
     out = x.new_empty((n, w.out_features))
-    call, team = threads.calls().linear, torch.get_num_threads()
+    call, team = threads.calls().linear, threads.launch_threads()
     kind, source, target = TYPES[x.dtype], x.data_ptr(), out.data_ptr()
     for start in range(0, n, ROWS):
         rows, size = min(ROWS, n - start), x.element_size()

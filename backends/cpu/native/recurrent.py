@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 
-import torch
 from torch import Tensor
 
 from trencadis.backends.cpu.native import checks, threads
@@ -38,7 +37,7 @@ def causal_conv(
         x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), state.data_ptr(), out.data_ptr(),
         *_row_fields(rows, attn), channels, taps, x.stride(0), TYPES[x.dtype], activation == "silu",
     )  # fmt: skip
-    threads.calls().convolve(ctypes.addressof(layout), table.number, torch.get_num_threads())
+    threads.calls().convolve(ctypes.addressof(layout), table.number, threads.launch_threads())
     return out
 
 
@@ -59,7 +58,7 @@ def delta_rule(
         *(t.data_ptr() for t in (q, k, v, g, beta, state, out)), *_row_fields(rows, attn),
         *(t.stride(0) for t in (q, k, v, g, beta)), heads, groups, dk, dv, TYPES[v.dtype],
     )  # fmt: skip
-    if threads.calls().delta_rule(ctypes.addressof(layout), table.number, torch.get_num_threads()):
+    if threads.calls().delta_rule(ctypes.addressof(layout), table.number, threads.launch_threads()):
         raise MemoryError(f"no memory for chunks of {len(v)} tokens")
     return out
 

@@ -1,16 +1,21 @@
-"""Operations between products, in one pass over each row.
+"""Operations between products, in one pass over each row; rotary of queries and keys.
 
 Norms and gates of 16-bit values only, for which torch takes up to nine passes; the argmax of a row of any dtype.
 """
 
 from __future__ import annotations
 
+import ctypes
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from trencadis.backends.cpu.native import threads
+from trencadis.backends.cpu.native import checks, threads
 from trencadis.backends.cpu.native.kernel_table import KernelTable, Op
+from trencadis.backends.cpu.native.layouts import RotaryLayout
 from trencadis.backends.cpu.native.panels import DTYPE_NAMES, TYPES
+from trencadis.core.device.backend import LayerKV
 
 SILU_MUL, RMS_NORM, BEST = range(3)
 
@@ -59,5 +64,74 @@ def _run(
     threads.calls().rows(
         op, x.data_ptr(), None if residual is None else residual.data_ptr(),
         None if weight is None else weight.data_ptr(), out.data_ptr(), n, width, eps, TYPES[x.dtype], kind,
-        torch.get_num_threads(),
+        threads.launch_threads(),
     )  # fmt: skip
+
+
+LANES = 16
+"""Minimum values of half a head: the widest vector."""
+
+
+class StoredKeys(NamedTuple):
+    """Values [n, g, d], and the cache slots, int64 [n], in which they and their keys are stored."""
+
+    v: Tensor
+    kv: LayerKV
+    slot: Tensor
+
+
+def can_store(v: Tensor, kv: LayerKV) -> bool:
+    """Returns True if ``rotate`` can also store to the cache: it has ``v``'s dtype, and so no codes."""
+    if kv.k_scale is not None or not (kv.k.dtype == kv.v.dtype == v.dtype) or kv.k.shape != kv.v.shape:
+        return False
+    return v.stride()[1:] == (v.shape[2], 1) and kv.k.is_contiguous() and kv.v.is_contiguous()
+
+
+def rotate(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, table: KernelTable, into: StoredKeys | None = None
+) -> Tensor | None:
+    """Rotates q [n, h, d] and k [n, g, d] in float32, rounds once and returns them joined, [n, h + g, d].
+
+    None if torch must do it.
+
+    Args:
+        cos, sin: float32 [n, d], both halves equal.
+        into: where k, rotated, and v are stored; see ``can_store``.
+    """
+    n, heads, size = q.shape
+    served = table.serves(Op.ROTARY, DTYPE_NAMES.get(q.dtype, ""))
+    if not served or q.dtype != k.dtype or size % 2 or size < 2 * LANES:
+        return None
+    if q.stride(2) != 1 or k.stride(2) != 1 or not cos.is_contiguous() or not sin.is_contiguous():
+        return None
+    out = q.new_empty((n, heads + k.shape[1], size))
+    v, keys, values, slot = (None,) * 4 if into is None else (into.v, into.kv.k, into.kv.v, into.slot)
+    if into is not None and checks.enabled():
+        checks.check_range("slots of keys", into.slot, -1, into.kv.k.shape[0] * into.kv.k.shape[1])
+    at = [None if t is None else t.data_ptr() for t in (q, k, v, cos, sin, out, keys, values, slot)]
+    layout = RotaryLayout(
+        *at, *q.stride()[:2], *k.stride()[:2], 0 if v is None else v.stride(0), heads, k.shape[1], size, TYPES[q.dtype]
+    )
+    threads.calls().rotate(ctypes.addressof(layout), n, table.number, threads.launch_threads())
+    return out
+
+
+def torch_rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Does ``rotate`` by torch, which rounds every step to the dtype of ``q``."""
+    x = _join_heads(q, k)
+    half = x.shape[-1] // 2
+    cos, sin = cos.to(x.dtype)[:, None], sin.to(x.dtype)[:, None, :half]
+    out = x * cos
+    out[..., :half].addcmul_(x[..., half:], sin, value=-1)
+    out[..., half:].addcmul_(x[..., :half], sin)
+    return out
+
+
+def _join_heads(q: Tensor, k: Tensor) -> Tensor:
+    """Joins q and k to [n, h + g, d]; without a copy if they are adjacent in a fused projection."""
+    n, heads, d = q.shape
+    alike = q.stride() == k.stride() and q.stride(1) == d
+    adjacent = k.storage_offset() == q.storage_offset() + heads * d
+    if alike and adjacent and q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr():
+        return q.as_strided((n, heads + k.shape[1], d), q.stride())
+    return torch.cat([q, k], dim=1)

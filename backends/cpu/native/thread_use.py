@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -67,7 +68,7 @@ def stolen_time(cpus: Collection[int], stat: Path = Path("/proc/stat")) -> int:
 
 
 class ThreadUse:
-    """The threads of one engine's launches; ``update`` is called before each launch.
+    """The threads of one engine's launches, each of which runs inside ``launch``.
 
     Args:
         count: threads of the engine.
@@ -96,18 +97,35 @@ class ThreadUse:
         self._logged = self._looked - QUIET
         self._said = count
 
-    def update(self, rows: int) -> None:
-        """Sets torch's threads, on the calling thread, to those in use; called before a launch of ``rows`` rows.
+    @contextmanager
+    def launch(self, rows: int, alone: bool = False) -> Iterator[None]:
+        """Sets the calling thread's numbers of threads for a launch of ``rows`` rows.
 
         Reads the system's accounting every ``INTERVAL`` seconds.
+
+        Args:
+            alone: the launch leaves its large operations to the library. If its products are the library's, too, torch
+                gets one thread: the threads of its OpenMP runtime spin after each operation, on the CPUs that the
+                library's threads need for the next one.
         """
         now = self._clock()
-        self._pool.on_torch(int(rows > self._own_rows))
+        on_torch = rows > self._own_rows
+        self._pool.on_torch(int(on_torch))
         if now - self._looked >= INTERVAL:
             self._look(now)
         self._called = now
-        if torch.get_num_threads() != self.in_use:
-            torch.set_num_threads(self.in_use)
+        alone = alone and not on_torch
+        self._set(1 if alone else self.in_use, self.in_use if alone else 0)
+        try:
+            yield
+        finally:
+            if alone:
+                self._set(self.in_use, 0)
+
+    def _set(self, of_torch: int, of_library: int) -> None:
+        threads.set_launch_threads(of_library)
+        if torch.get_num_threads() != of_torch:
+            torch.set_num_threads(of_torch)
 
     def _look(self, now: float) -> None:
         passed, idle = now - self._looked, now - self._called > PAUSE

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -59,6 +60,25 @@ class Calls(NamedTuple):
     pack: Callable[..., None]
     pin: Callable[..., None]
     pool: PoolCalls
+
+
+class _Launches(threading.local):
+    """Threads of this thread's launches; 0: as many as torch uses."""
+
+    threads = 0
+
+
+_launches = _Launches()
+
+
+def launch_threads() -> int:
+    """Returns how many threads the calling thread's launches request."""
+    return _launches.threads or torch.get_num_threads()
+
+
+def set_launch_threads(count: int) -> None:
+    """Sets how many threads the calling thread's launches request; 0: as many as torch uses."""
+    _launches.threads = count
 
 
 @cache

@@ -18,7 +18,7 @@ from trencadis.backends.hpu.launches.region_compiler import is_dynamos, own_code
 from trencadis.backends.hpu.ops import HpuOps
 from trencadis.core.buckets import Bucket
 from trencadis.core.device.backend import Body, Inputs, OutOfDeviceMemory, ProgramState
-from trencadis.core.graphs.oom_errors import format_error
+from trencadis.core.errors import format_error
 
 log = logging.getLogger("trencadis.engine")
 

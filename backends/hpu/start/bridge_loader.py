@@ -22,8 +22,7 @@ from torch import Tensor
 from trencadis.backends.hpu.bridge import Bridge, is_out_of_memory
 from trencadis.backends.hpu.collectives import all_gather, all_reduce, receive, send
 from trencadis.backends.hpu.start import environment, hpu_env, machine
-from trencadis.core.errors import StartupError
-from trencadis.core.graphs.oom_errors import format_error
+from trencadis.core.errors import StartupError, format_error
 
 ADJUSTMENT_SINCE = (1, 22, 0, 494)
 

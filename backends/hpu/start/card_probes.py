@@ -104,6 +104,25 @@ def kernels(bridge: Bridge) -> dict[str, tuple[Callable[..., Tensor], tuple[Tens
         "where": (lambda a: torch.where(a > 0, a, -a), (x,)),
         "masked_fill": (lambda a: a.masked_fill(a < 0, -1e4), (x,)),
         "uint8 shifts": (lambda a, s: (a[..., None] >> s) & 1, (bits, shifts)),
+        "bmm": (lambda a, b: torch.bmm(a[None], b[None]), (x.bfloat16(), w.bfloat16())),
+        "addmm": (lambda a, b, c: torch.addmm(c, a, b), (x, w, w[0])),
+        "log_softmax": (lambda a: torch.log_softmax(a, -1), (x,)),
+        "gelu": (lambda a: torch.nn.functional.gelu(a) + torch.sigmoid(a), (x,)),
+        "extremes": (lambda a: torch.maximum(a.amax(-1), -a.amin(-1)).clamp_min(0.5).clamp_max(2.0), (x,)),
+        "rms": (lambda a: a * torch.rsqrt(a.pow(2).mean(-1, keepdim=True) + 1e-6), (x,)),
+        "turn": (lambda a: torch.cat([a.sin(), a.cos(), a.exp() / (a.abs() + 1)], -1), (x,)),
+        "merge": (lambda a, b: torch.lerp(a, b, 0.3) + torch.logaddexp(a, b) + torch.log(a.abs() + 1), (x, x.flip(0))),
+        "comparisons": (lambda i: (i >= 2) & (i <= 6) | ~(i < 7) | (i == 1) | (i != 3) & (i > 0), (ids,)),
+        "made there": (
+            lambda a: a + torch.arange(64, device=a.device) + torch.full_like(a, 2) + torch.zeros_like(a),
+            (x,),
+        ),
+        "scatter": (lambda a, i, v: a.scatter(1, i, v), (x, ids, x[:, :5])),
+        "rounding": (lambda a: (a * 9).round().clamp(-8, 8).to(torch.int8).float(), (x,)),
+        "masked minimum": (
+            lambda a: torch.minimum(a, torch.where(a > 0, 1.0, 0.5)) - a.sub(1).sum(-1, keepdim=True),
+            (x,),
+        ),
     }
 
 

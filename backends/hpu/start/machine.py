@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 from trencadis.core.errors import StartupError
-from trencadis.core.process import torch_build
+from trencadis.core.process import torch_env
 
 VENDOR = "0x1da3"
 ROOT = "TRENCADIS_MACHINE_ROOT"
@@ -216,7 +216,7 @@ class Stack:
             return f"{MODULE} is there without the package {PLUGIN} (half installed): {remedy(self)}"
         if not self.module:
             return f"{PLUGIN} {self.plugin} is listed and its module {MODULE} is gone (half installed): {remedy(self)}"
-        wanted, have = torch_build.numbers(self.built_for), torch_build.numbers(self.torch)
+        wanted, have = torch_env.numbers(self.built_for), torch_env.numbers(self.torch)
         if self.torch is None:
             return f"{PLUGIN} {self.plugin} is installed and torch is not: {remedy(self)}"
         if wanted is not None and have is not None and wanted != have:
@@ -229,8 +229,8 @@ class Stack:
 
 def find_stack() -> Stack:
     """Finds the stack of this Python without importing it."""
-    torch = torch_build.find_torch()
-    folder = torch_build.package_folder(MODULE)
+    torch = torch_env.find_torch()
+    folder = torch_env.package_folder(MODULE)
     torch_folder = Path(folder, "torch") if folder else None
     built_for = None
     if torch_folder is not None:
@@ -254,7 +254,7 @@ def plugin_version() -> str | None:
 
 def release(plugin: str | None) -> tuple[int, int] | None:
     """Returns the Gaudi release of a plug-in: ``1.23.1.25`` is of (1, 23); None if the version cannot be parsed."""
-    return torch_build.numbers(plugin)
+    return torch_env.numbers(plugin)
 
 
 def point_release(plugin: str | None) -> tuple[int, int, int] | None:
@@ -281,7 +281,7 @@ def compiles(torch: str | None) -> bool:
     """Returns True if torch's compiler traces every launch as one graph and shares compiled code between equal
     layers.
     """
-    found = torch_build.numbers(torch)
+    found = torch_env.numbers(torch)
     return found is None or found >= COMPILES_FROM
 
 
@@ -320,6 +320,6 @@ def release_of(torch: str | None) -> str:
     said = re.search(r"\+hpu[_.-](\d+\.\d+\.\d+)", torch or "")
     if said:
         return said[1]
-    have = torch_build.numbers(torch)
-    known = [r for r, of in TORCH_OF.items() if have is not None and torch_build.numbers(of) == have]
+    have = torch_env.numbers(torch)
+    known = [r for r, of in TORCH_OF.items() if have is not None and torch_env.numbers(of) == have]
     return ".".join(map(str, max(known))) if known else ""

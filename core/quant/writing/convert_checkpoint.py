@@ -20,9 +20,8 @@ from trencadis.core.json_types import JsonObject
 from trencadis.core.quant.quantised_tensor import SLAB, QTensor
 from trencadis.core.quant.writing.calibration import Calibrant, Calibration
 from trencadis.core.quant.writing.layer_rounding import Say, round_layer
-from trencadis.core.quant.writing.other_files import copy_other_files
 from trencadis.core.quant.writing.recipe import GROUPS, Recipe
-from trencadis.core.quant.writing.safetensors_writer import TensorSlot, WeightFolder
+from trencadis.core.quant.writing.safetensors_writer import TensorSlot, WeightFolder, copy_other_files
 from trencadis.core.quant.writing.source_checkpoint import Checkpoint
 
 FREE_DISK_BYTES = 64 << 20

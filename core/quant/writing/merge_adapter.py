@@ -18,9 +18,8 @@ from trencadis.core.checkpoint.registry import family_of
 from trencadis.core.checkpoint.weight_loader import FLOATS, read_file
 from trencadis.core.errors import StartupError
 from trencadis.core.lora.adapter_files import read_adapter
-from trencadis.core.lora.adapter_weights import MatrixAdapter, load_matrices
-from trencadis.core.quant.writing.other_files import copy_other_files
-from trencadis.core.quant.writing.safetensors_writer import TensorSlot, WeightFolder
+from trencadis.core.lora.adapter_store import MatrixAdapter, load_matrices
+from trencadis.core.quant.writing.safetensors_writer import TensorSlot, WeightFolder, copy_other_files
 from trencadis.core.weight_files import files_of
 
 

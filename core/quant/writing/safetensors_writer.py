@@ -1,8 +1,12 @@
-"""Writes safetensors files whose tensors arrive one at a time, in any order, at offsets computed in advance."""
+"""Writes safetensors files whose tensors arrive one at a time, in any order; copies files that hold no weights.
+
+The offsets of tensors are computed in advance.
+"""
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -100,3 +104,23 @@ class WeightFolder:
             total = sum(slot.bytes for slots in self._slots.values() for slot in slots)
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(self._owner.items()))}
             (self._path / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+OTHERS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt")
+"""Suffixes of files that hold weights in some form and are not copied."""
+
+
+def copy_other_files(source: Path, out: Path, without: Sequence[str]) -> None:
+    """Copies every file and folder of ``source`` that holds no weights, except those ``without``, to ``out``."""
+    for entry in sorted(source.iterdir()):
+        if entry.name.startswith(".") or entry.name in (*without, INDEX) or _holds_weights(entry):
+            continue
+        if entry.is_dir():
+            ignore = shutil.ignore_patterns(".*", *(f"*{end}" for end in OTHERS), "*.index.json")
+            shutil.copytree(entry, out / entry.name, ignore=ignore)
+        elif entry.is_file():
+            shutil.copyfile(entry, out / entry.name)
+
+
+def _holds_weights(entry: Path) -> bool:
+    return entry.name.endswith((*OTHERS, *(f"{end}.index.json" for end in OTHERS)))

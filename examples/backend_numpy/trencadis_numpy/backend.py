@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trencadis.backends.cpu.backend import CpuMemory
 from trencadis.backends.cpu.gloo_comm import SingleRank
-from trencadis.backends.cpu.process_memory import CpuMemory
 from trencadis.core.buckets import MIXED_AXES, Bucket, Policy, Stage
 from trencadis.core.device.backend import BackendConfig, Body, Inputs, TensorsOut, host_output
 from trencadis_numpy.ops import NumpyOps

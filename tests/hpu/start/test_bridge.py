@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -81,40 +82,55 @@ def test_real_branch_over_the_stub(lazy: str, env: dict[str, str]) -> None:
 
 
 NUMBERED = """
-import os, sys
+import json, os, sys
 from trencadis.backends.hpu.start import machine
 machine.find_stack = lambda: machine.Stack("1.23.1.25", "2.9.0+git1234", "2.9.0", True)
 machine.find_machine = lambda environ: machine.Machine(8, 8, tuple(range(8)))
 from trencadis.backends.hpu.start.bridge_loader import open_bridge
 from trencadis.core.errors import StartupError
-try:
-    open_bridge(int(sys.argv[1]), world=int(sys.argv[2]), named="NAMED" in os.environ)
-    from habana_frameworks.torch.hpu import CHOSEN
-    print(CHOSEN, os.environ.get("LOCAL_RANK"))
-except StartupError as error:
-    print(error)
+for card, world, env in json.loads(sys.argv[1]):
+    assert not any(name.startswith("habana_frameworks") for name in sys.modules)
+    child = os.fork()
+    if child:
+        assert os.waitpid(child, 0)[1] == 0
+        continue
+    os.environ.update(env)
+    try:
+        open_bridge(card, world=world, named="NAMED" in os.environ)
+        from habana_frameworks.torch.hpu import CHOSEN
+        print(CHOSEN, os.environ.get("LOCAL_RANK"), flush=True)
+    except StartupError as error:
+        print(error, flush=True)
+    os._exit(0)
 """
 
+OPENED: list[tuple[int, int, dict[str, str], str]] = [
+    (1, 2, {}, "[1] None"),
+    (1, 2, {"HABANA_VISIBLE_MODULES": "6,3"}, "[3] None"),
+    (4, 1, {"LOCAL_RANK": "0", "WORLD_SIZE": "4"}, "[4] 0"),
+    (1, 2, {"LOCAL_RANK": "0", "WORLD_SIZE": "4", "HABANA_VISIBLE_MODULES": "6,3"}, "[3] 0"),
+    (1, 2, {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}, "[1] None"),
+    (1, 2, {"HLS_MODULE_ID": "1"}, "[1] None"),
+    (0, 1, {"HLS_MODULE_ID": "5"}, "[] None"),
+    (0, 1, {}, "[] None"),
+    (0, 1, {"HABANA_VISIBLE_MODULES": "6,3"}, "[6] None"),
+    (0, 1, {"NAMED": "1"}, "[0] None"),
+    (1, 2, {"HLS_MODULE_ID": "0"}, "HLS_MODULE_ID=0 names another card than card 1: unset it"),
+    (2, 1, {"HLS_MODULE_ID": "0"}, "HLS_MODULE_ID=0 names another card than card 2: unset it"),
+]
+"""Card, ranks, variables, and what is said: the opened card and its ``LOCAL_RANK``, or the refusal."""
 
-@pytest.mark.parametrize(("card", "world", "env", "says"), [
-    ("1", "2", {}, "[1] None"),
-    ("1", "2", {"HABANA_VISIBLE_MODULES": "6,3"}, "[3] None"),
-    ("4", "1", {"LOCAL_RANK": "0", "WORLD_SIZE": "4"}, "[4] 0"),
-    ("1", "2", {"LOCAL_RANK": "0", "WORLD_SIZE": "4", "HABANA_VISIBLE_MODULES": "6,3"}, "[3] 0"),
-    ("1", "2", {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"},
-     "[1] None"),
-    ("1", "2", {"HLS_MODULE_ID": "1"}, "[1] None"),
-    ("0", "1", {"HLS_MODULE_ID": "5"}, "[] None"),
-    ("0", "1", {}, "[] None"),
-    ("0", "1", {"HABANA_VISIBLE_MODULES": "6,3"}, "[6] None"),
-    ("0", "1", {"NAMED": "1"}, "[0] None"),
-    ("1", "2", {"HLS_MODULE_ID": "0"}, "HLS_MODULE_ID=0 names another card than card 1: unset it"),
-    ("2", "1", {"HLS_MODULE_ID": "0"}, "HLS_MODULE_ID=0 names another card than card 2: unset it"),
-])  # fmt: skip
-def test_the_card_that_is_asked_for_is_opened(card: str, world: str, env: dict[str, str], says: str) -> None:
-    """The plug-in numbers cards by what torchrun, MPI or an earlier opening left in the environment."""
-    done = run(NUMBERED, card, world, HABANA_STUB_CARDS="8", **env)
-    assert done.stdout.startswith(says), (done.stdout, done.stderr)
+
+def test_the_card_that_is_asked_for_is_opened() -> None:
+    """The plug-in numbers cards by what torchrun, MPI or an earlier opening left in the environment.
+
+    Each case opens its card in a process of its own, forked before the plug-in is imported.
+    """
+    done = run(NUMBERED, json.dumps([case[:3] for case in OPENED]), HABANA_STUB_CARDS="8")
+    said = done.stdout.splitlines()
+    assert done.returncode == 0 and len(said) == len(OPENED), done.stderr
+    for case, line in zip(OPENED, said, strict=True):
+        assert line.startswith(case[3]), (case, line)
 
 
 @pytest.mark.parametrize(("world", "env", "says"), [

@@ -19,8 +19,8 @@ from trencadis.backends.cpu import make_backend
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.device.backend import BackendConfig
 from trencadis.multimodal.qwen2_5_vl.model import Qwen25VL
-from trencadis.multimodal.qwen2_vl.image_budget import pixel_limits
 from trencadis.multimodal.qwen2_vl.processor import Qwen2VLImageProcessor
+from trencadis.multimodal.qwen2_vl.smart_resize import pixel_limits
 
 RIGHT, REFUSED = "right", "refused"
 FILE = "preprocessor_config.json"

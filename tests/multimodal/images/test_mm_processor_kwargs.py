@@ -7,11 +7,10 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.processing_utils import VideosKwargs
 
 from trencadis.core.errors import StartupError
-from trencadis.multimodal.images.mm_processor_kwargs import server_options
-from trencadis.multimodal.media_options import KNOWN_KEYS
+from trencadis.multimodal.media_options import KNOWN_KEYS, server_options
 from trencadis.multimodal.normalisation import CLIP_MEAN, CLIP_STD
-from trencadis.multimodal.qwen2_vl.image_budget import image_needs, pixel_limits
 from trencadis.multimodal.qwen2_vl.processor import Qwen2VLImageProcessor
+from trencadis.multimodal.qwen2_vl.smart_resize import image_needs, pixel_limits
 from trencadis.server.cli.main import main
 
 

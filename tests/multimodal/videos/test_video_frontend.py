@@ -17,7 +17,7 @@ from trencadis.multimodal.images.image_decoder import ImageDecoder
 from trencadis.multimodal.images.processor_cache import ProcessorCache
 from trencadis.multimodal.media_options import NO_OPTIONS, MediaOptions, MediaPart, MediaScope
 from trencadis.multimodal.media_timing import MediaTimes, record_media_times
-from trencadis.multimodal.prepared_video import PreparedVideo
+from trencadis.multimodal.processor import PreparedVideo
 from trencadis.multimodal.qwen2_vl.processor import Qwen2VLImageProcessor
 from trencadis.multimodal.sources.media_loader import MediaLoader
 from trencadis.multimodal.videos.video_frontend import VideoFrontend, VideoLimits

@@ -22,7 +22,7 @@ from trencadis import LLM, SamplingParams
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.registry import image_needs
 from trencadis.core.errors import TrencadisError
-from trencadis.multimodal.sources import http_fetch, url_rules
+from trencadis.multimodal.sources import http_fetch
 
 MARKS = {"gemma3": "<start_of_image>", "mllama": "<|image|>", **{name: one.image for name, one in COMPARED.items()}}
 OWN = [
@@ -67,7 +67,7 @@ def engines(scene: Scene, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         return llm
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(url_rules, "is_public", url_rules.is_public)
+        patch.setattr(http_fetch, "is_public", http_fetch.is_public)
         patch.setattr(http_fetch.Fetcher, "_system_resolver", http_fetch.Fetcher._system_resolver)
         hostile_app.install()
         yield engine

@@ -19,7 +19,7 @@ from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.registry import image_needs
 from trencadis.core.cross_attention_inputs import planned_units
 from trencadis.core.errors import StartupError
-from trencadis.core.memory.cpu_cache_plan import CacheOptions, plan_cpu
+from trencadis.core.memory.cache_plan import CacheOptions, plan_cpu
 from trencadis.core.memory.estimate import MemoryEstimator, arena_width
 
 NAME = "Llama-3.2-11B-Vision"

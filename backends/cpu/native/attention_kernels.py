@@ -1,4 +1,4 @@
-"""Attention of many queries by the library's kernel: prompts, and windows and images of a vision tower.
+"""Attention by the library's kernels: decoding rows, and many queries of prompts, windows and images.
 
 Queries, keys and values are read in place, from blocks of the cache or a fused projection, and scores never leave the
 cache of a core.
@@ -17,8 +17,72 @@ from torch import Tensor
 
 from trencadis.backends.cpu.native import checks, threads
 from trencadis.backends.cpu.native.kernel_table import KernelTable, Op
-from trencadis.backends.cpu.native.layouts import FlashLayout
+from trencadis.backends.cpu.native.layouts import AttendLayout, FlashLayout
 from trencadis.backends.cpu.native.panels import DTYPE_NAMES, TYPES
+from trencadis.core.device.backend import LayerKV
+
+LANES = 16
+"""Values of a head must be a multiple of this, the widest vector."""
+
+WIDEST_DECODE = 512
+"""Maximum values of a head, as in panels.h."""
+
+CODES = {torch.int8: 3, torch.uint8: 4, torch.float8_e4m3fn: 4}
+"""Dtypes of 8-bit codes by their numbers in panels.h; without a dtype of 8-bit floats those are stored as uint8."""
+
+
+@dataclass(frozen=True)
+class SingleTokenRows:
+    """Rows of one token each, int32 [n]: the launch's token, the row of the block tables, and the keys [first, length).
+
+    ``blocks``: int32 [rows, width].
+    """
+
+    token: NDArray[np.int32]
+    row: NDArray[np.int32]
+    first: NDArray[np.int32]
+    length: NDArray[np.int32]
+    blocks: Tensor
+
+
+def can_decode(q: Tensor, kv: LayerKV, table: KernelTable) -> bool:
+    """Returns True if the kernel supports the cache: values of ``q``'s dtype, or 8-bit codes with scales."""
+    size = kv.k.shape[-1]
+    if size % LANES or size > WIDEST_DECODE or not table.serves(Op.DECODE_ATTENTION, DTYPE_NAMES.get(q.dtype, "")):
+        return False
+    coded = kv.k_scale is not None and kv.k.dtype in CODES
+    return (coded or kv.k.dtype == q.dtype) and kv.k.is_contiguous() and kv.v.is_contiguous()
+
+
+def attend_decode(
+    q: Tensor, kv: LayerKV, rows: SingleTokenRows, scale: float, out: Tensor, table: KernelTable,
+    sinks: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Computes attention of single tokens: q [n, h, d]; ``out`` [n, h, d] is written for the tokens in ``rows``.
+
+    A row's bits depend only on the row. Softmax and sums are float32. ``sinks``: float32 [h], as for ``Ops.attend``.
+    """
+    _, heads, size = q.shape
+    if q.stride(2) != 1 or q.stride(1) != size:
+        q = q.contiguous()
+    assert out.is_contiguous() and rows.blocks.stride(1) == 1
+    if checks.enabled():
+        checks.check_range("rows of queries", rows.token, 0, len(q))
+        checks.check_blocks(rows.blocks, rows.row, rows.first, rows.length, kv.k.shape[1], kv.k.shape[0])
+    kept = 0 if kv.kept is None else kv.kept.shape[-1]
+    at = [None if t is None else t.data_ptr() for t in (q, out, kv.k, kv.v, kv.k_scale, kv.v_scale, kv.kept, kv.pairs)]
+    layout = AttendLayout(
+        *at,
+        rows.blocks.data_ptr(),
+        *(a.ctypes.data for a in (rows.token, rows.row, rows.first, rows.length)),
+        None if sinks is None else sinks.data_ptr(),
+        len(rows.token), heads, kv.k.shape[2], size, kv.k.shape[1], rows.blocks.stride(0), q.stride(0), kept,
+        scale, TYPES[q.dtype], CODES.get(kv.k.dtype, 0), 0 if kv.kept is None else TYPES[kv.kept.dtype],
+        table.bfloat16_pairs,
+    )  # fmt: skip
+    if threads.calls().attend(ctypes.addressof(layout), table.number, threads.launch_threads()):
+        raise MemoryError(f"no memory for the sums of {len(rows.token)} rows")
+
 
 WIDEST = 512
 """Maximum values of a head."""
@@ -60,12 +124,12 @@ def _lies(where: Where) -> tuple[int, int, int]:
     return 0, len(where), where.data_ptr()
 
 
-def is_supported(q: Tensor, table: KernelTable, op: Op = Op.ATTENTION) -> bool:
+def can_attend(q: Tensor, table: KernelTable, op: Op = Op.ATTENTION) -> bool:
     """Returns True if the kernel supports ``q``'s dtype and head size, and ``table`` chooses it for ``op``."""
     return q.shape[-1] <= WIDEST and table.serves(op, DTYPE_NAMES.get(q.dtype, ""))
 
 
-def windows(real: Tensor, size: int) -> NDArray[np.int64]:
+def window_spans(real: Tensor, size: int) -> NDArray[np.int64]:
     """Returns the spans of windows of ``size`` rows, of which the first ``real`` (int32 [windows]) attend to each
     other.
     """
@@ -76,7 +140,7 @@ def windows(real: Tensor, size: int) -> NDArray[np.int64]:
     return made
 
 
-def attend(
+def attend_spans(
     q: Tensor, k: Tensor, v: Tensor, spans: Sequence[Span] | NDArray[np.int64], scale: float, out: Tensor,
     table: KernelTable, window: int = 0, sinks: Tensor | None = None,
 ) -> None:  # fmt: skip
@@ -102,5 +166,5 @@ def attend(
         heads, k.shape[1], size, window, made.ctypes.data, len(made), TYPES[q.dtype], scale,
         q.dtype == torch.bfloat16 and table.bfloat16_pairs, None, 0, 0, 0,
     )  # fmt: skip
-    if threads.calls().flash(ctypes.addressof(layout), table.number, torch.get_num_threads()):
+    if threads.calls().flash(ctypes.addressof(layout), table.number, threads.launch_threads()):
         raise MemoryError(f"no memory for the attention of {len(made)} spans")

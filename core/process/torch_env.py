@@ -1,15 +1,22 @@
-"""Determines the installed torch from its files, because some settings depend on the version before torch is
-imported.
+"""Determines the installed torch from its files, and prepares a process before its first import of torch.
+
+Some settings depend on torch's version. A device's plug-in reads its variables once, while it is imported, and torch
+may import it by itself. So the variables are set first: by the server for the engine that it starts, and by the engine,
+each rank and an offline ``LLM`` for themselves. The device's package defines which variables it needs; ``core.devices``
+finds it by name. Torch-free.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+from collections.abc import MutableMapping
 from dataclasses import dataclass
-from importlib import metadata, util
+from importlib import import_module, metadata, util
 from pathlib import Path
 
+from trencadis.core import devices
 from trencadis.core.errors import StartupError
 
 LEAST = (2, 6)
@@ -118,3 +125,31 @@ def import_torch() -> None:
         what = "a device plug-in that torch imports by itself" if plugin else "torch"
         hint = f"{AUTOLOAD}=0 keeps it out" if plugin else "install it again"
         raise StartupError(f"{what} cannot be loaded ({type(cause).__name__}: {said}): {hint}") from None
+
+
+def prepare_device_env(
+    asked: str, environ: MutableMapping[str, str] | None = None, rank: int = 0, world: int = 1
+) -> devices.DeviceEnv:
+    """Prepares ``environ`` (None: this process's own) for ``--device ASKED``; returns the changes and messages.
+
+    Variables set by the user are kept or refused, never replaced. A second call changes nothing.
+
+    Raises:
+        StartupError: the device cannot start with this torch, plug-in or variable; one line.
+    """
+    env = os.environ if environ is None else environ
+    note = check_version(find_torch())
+    name = devices.likely(asked)
+    module = devices.SETTLERS.get(name, "")
+    found = devices.DeviceEnv()
+    if module:
+        found = import_module(module).settle(env, devices.parse(asked)[1] if asked != "auto" else 0, rank, world)
+    variables = dict(found.variables)
+    late = env is os.environ and "torch" in sys.modules
+    if name in devices.BUILT and not late and not env.get(AUTOLOAD):
+        # Built-in backends import what they need themselves, where a failure can be explained.
+        variables[AUTOLOAD] = "0"
+    env.update(variables)
+    for gone in found.removed:
+        env.pop(gone, None)
+    return devices.DeviceEnv(variables, (note, *found.lines) if note else tuple(found.lines), found.removed)

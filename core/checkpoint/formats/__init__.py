@@ -1,1 +1,0 @@
-"""Readers that convert a checkpoint's tensors to a ``QTensor``, one file per format."""
