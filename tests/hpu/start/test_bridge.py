@@ -140,14 +140,13 @@ def test_the_card_that_is_asked_for_is_opened() -> None:
 ])  # fmt: skip
 def test_a_card_of_several_ranks_leaves_memory_to_hccl(world: str, env: dict[str, str], says: str) -> None:
     """The pool takes all memory but an allowance, which it leaves where ``WORLD_SIZE`` names several ranks."""
-    code = NUMBERED.replace(
-        'print(CHOSEN, os.environ.get("LOCAL_RANK"))',
-        """
-    from habana_frameworks.torch.hpu import POOL
-    print(POOL["allowance"] >> 20, os.environ.get("WORLD_SIZE"))""",
-    )
+    shown = """
+        from habana_frameworks.torch.hpu import POOL
+        print(POOL["allowance"] >> 20, os.environ.get("WORLD_SIZE"), flush=True)"""
+    code = NUMBERED.replace('\n        print(CHOSEN, os.environ.get("LOCAL_RANK"), flush=True)', shown)
     assert "POOL" in code
-    done = run(code, "1" if world == "2" else "0", world, HABANA_STUB_CARDS="8", **env)
+    case = (1 if world == "2" else 0, int(world), env)
+    done = run(code, json.dumps([case]), HABANA_STUB_CARDS="8")
     assert done.stdout.strip() == says, (done.stdout, done.stderr)
 
 
