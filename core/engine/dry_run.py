@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from trencadis.core.buckets import Bucket, Plan, Policy, Stage, capturable
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
@@ -164,26 +165,21 @@ class DryRun:
     at_most: int = 0
     states_at_most: tuple[int, int] | None = None
 
-    @property
+    @cached_property
     def estimator(self) -> MemoryEstimator:
-        """The memory estimator of the model on one device."""
+        """The memory estimator of the model on one device; it keeps sizes that all buckets share."""
         device, policy, asked = self.device, self.policy, self.config
         block, inputs = asked.block_size or policy.block_sizes[0], attending(policy, asked.attention_backend)
-        graphs, weight_format, cross_attention_bytes = (
-            policy.graph_memory,
-            policy.quantised,
-            policy.cross_attention_bytes,
-        )
         return MemoryEstimator(
             self.model,
             device.itemsize,
             device.ranks,
             inputs,
             block,
-            graphs,
-            weight_format,
+            policy.graph_memory,
+            policy.quantised,
             policy.aligned,
-            cross_attention_bytes,
+            policy.cross_attention_bytes,
             slot_sizes(asked),
         )
 
