@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property, lru_cache
@@ -207,6 +207,8 @@ class Policy:
         captures: whether programs can be captured as graphs.
         graphless: name of the mode in which a device that can capture runs without graphs, for messages; empty: it has
             graphs.
+        compiled: (buckets, slots of a row of an image, layers, kinds of layers) -> a line for users about what such a
+            mode compiles; None: there is nothing to say.
         cost: cost of a bucket as a polynomial of its sizes; ``Plan.fit`` takes the cheapest bucket.
         rules: per stage, how the planner fills each axis; empty: no plan, needs are rounded up to the alignment. FRESH
             has a third rule, for the tokens of rows that share a launch.
@@ -284,6 +286,7 @@ class Policy:
     block_sizes: tuple[int, ...] = (16, 32, 64, 128)
     captures: bool = False
     graphless: str = ""
+    compiled: Callable[[Sequence[Bucket], int, int, int], str] | None = None
     cost: Callable[[Bucket], float] = _unit_cost
     rules: Mapping[Stage, tuple[AxisRule, ...]] = field(default_factory=dict)
     corners: Mapping[Stage, tuple[str, ...]] = field(default_factory=dict)

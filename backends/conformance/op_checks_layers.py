@@ -227,6 +227,7 @@ class LayerCheck:
         attn = self.ops.prepare_attn(x.attn, self.heads, self.kv)
         given, residual = self.ops.gather_rows(self.table, tokens), self.ops.gather_rows(self.residual, tokens)
         out, left = self.ops.layer(self.layer, given, residual, rotary, attn)
+        assert out is not None, "a layer without a next one returns its MLP's output"
         self.ops.scatter_rows(self.out, x.out_row, out if left is None else out + left)
         self.ops.cut("layer")
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from trencadis.backends.cpu.gloo_comm import SingleRank
 from trencadis.backends.cuda.host_layers import HostLayerOps, HostLayers
+from trencadis.backends.cuda.kernels.accelerator import in_use
 from trencadis.backends.cuda.launches.cuda_inputs import Sizes
 from trencadis.backends.cuda.launches.input_buffers import InputBuffers, StageBuffers, buffer_bytes
 from trencadis.backends.cuda.launches.input_sizes import cross_attention_bytes, input_bytes
@@ -191,8 +192,8 @@ class CudaPending:
         return host_output(self._out, [None if t is None else self._runtime.read(t) for t in self._host])
 
 
-TWIN = "cuda (twin): no card computes here; launches, copies and graphs are imitated on the CPU, for tests only."
-INTERPRETED = "cuda (interpreted): kernels run in Triton's interpreter, for tests only."
+TWIN = "{} (twin): no card computes here; launches, copies and graphs are imitated on the CPU, for tests only."
+INTERPRETED = "{} (interpreted): kernels run in Triton's interpreter, for tests only."
 
 
 @runtime_checkable
@@ -209,13 +210,13 @@ class CudaBackend:
         library: attention library in place of this engine's kernels, set before programs are made.
     """
 
-    name = "cuda"
     values = True
     library: AttentionLibrary | None = None
 
     def __init__(self, cfg: BackendConfig, runtime: Runtime, ops: Ops, comm: Comm | None = None) -> None:
         options = cfg.options or {}
         self.cfg, self.dtype = cfg, cfg.dtype
+        self.name = in_use().name
         self.runtime, self.device, self.label = runtime, runtime.device, runtime.label
         self.ops = ops
         self.comm: Comm = comm or SingleRank()
@@ -224,7 +225,7 @@ class CudaBackend:
         self.hooks = runtime.hooks
         self.notes: tuple[str, ...] = getattr(comm, "notes", ())
         if runtime.device.type == "cpu":
-            self.notes += (INTERPRETED if runtime.interprets else TWIN,)
+            self.notes += ((INTERPRETED if runtime.interprets else TWIN).format(self.name),)
         forms = [-(-(heads or 4) // cfg.world) for heads, _ in cfg.head_forms]
         kv_heads = forms[0]
         groups = [max((cfg.heads or 8 * heads * cfg.world) // cfg.world // heads, 1) for heads in forms]

@@ -11,7 +11,7 @@ from pathlib import Path
 from trencadis.core.buckets import Bucket, Plan, Policy, Stage, capturable
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.config import EngineConfig
-from trencadis.core.engine.startup_checks import check_chunking, check_start, format_notes, list_remedies
+from trencadis.core.engine.startup_checks import check_chunking, check_start, format_notes, list_remedies, mode_notes
 from trencadis.core.engine_stats import LedgerRow
 from trencadis.core.errors import StartupError
 from trencadis.core.host_memory import gib
@@ -243,8 +243,7 @@ class DryRun:
         wanted = [p for p in prices if capturable(self.policy, p.bucket) and not settings.eager]
         selection = budget.select_graphs(wanted, ledger.memory_split, settings, self.policy.pool_cost)
         ledger = dataclasses.replace(ledger, spent=dict(selection.spent))
-        mode = self.policy.graphless
-        notes += [f"graphs: none in {mode}; VLLM_GRAPH_RESERVED_MEM counts 0 there."] if mode else []
+        notes += mode_notes(self.model, plan, self.policy)
         advice = self._advice(limits, ledger, selection, wanted, settings)
         forms = format_notes(self.model, self.device.itemsize, self.policy)
         lines = (

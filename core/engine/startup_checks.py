@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, ClassVar, Protocol, TypeVar
 
-from trencadis.core.buckets import Policy, Stage
+from trencadis.core.buckets import Plan, Policy, Stage
 from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.pooling_config import MEAN
@@ -46,6 +46,17 @@ def check_kv_format(device: str, model: ModelConfig, policy: Policy) -> None:
 def format_notes(model: ModelConfig, itemsize: int, policy: Policy) -> list[str]:
     """Returns notes on both formats for users; ``itemsize``: bytes of the engine's dtype."""
     return [*weight_notes(model, itemsize, policy.quantised), *kv_notes(model.text.kv)]
+
+
+def mode_notes(model: ModelConfig, plan: Plan, policy: Policy) -> list[str]:
+    """Returns notes on a mode without graphs: what a start compiles instead."""
+    if not policy.graphless:
+        return []
+    notes = [f"graphs: none in {policy.graphless}; VLLM_GRAPH_RESERVED_MEM counts 0 there."]
+    if policy.compiled is not None:
+        cell = model.vision.slot.cell if model.vision is not None else 1
+        notes.append(policy.compiled(plan.buckets, cell, model.text.layers, len(model.text.windows)))
+    return notes
 
 
 def check_cross_attention(config: EngineConfig, model: ModelConfig, policy: Policy) -> None:

@@ -89,7 +89,8 @@ class UniprocExecutor:
         """Begins a change of plan on the thread that runs Steps."""
         if self._thread is None:
             done: Future[None] = Future()
-            done.set_result(self._rank.change_plan(version, buckets))
+            self._rank.change_plan(version, buckets)
+            done.set_result(None)
             return SubmittedWork(done)
         return SubmittedWork(self._thread.submit(self._rank.change_plan, version, buckets))
 

@@ -15,7 +15,9 @@ from trencadis.core.shared_constants import align_up
 from trencadis.core.vision_config import SharedMatrix
 
 EXPERT_FORMS = (ROWS8, PANELS)
-"""Forms (``Policy.quantised``) of devices that keep experts as codes; others dequantise them to the engine's dtype."""
+"""Forms (``Policy.quantised``) of devices that keep experts as codes; others dequantise them to the engine's dtype, but
+for 8-bit floats on a device that multiplies these (``FLOATS8``).
+"""
 
 EXPERTS = ".experts."
 """Part of the names of experts' matrices."""
@@ -32,7 +34,8 @@ def weight_notes(model: ModelConfig, itemsize: int, form: str) -> list[str]:
     if model.quant is None:
         return []
     lines = notes_of(model.quant.schemes, form, itemsize)
-    if model.text.experts is not None and form and form not in EXPERT_FORMS:
+    floats = form == FLOATS8 and all(scheme.kind == "float" for scheme in model.quant.schemes)
+    if model.text.experts is not None and form and form not in EXPERT_FORMS and not floats:
         lines.append(f"weights: experts become {8 * itemsize}-bit values as they load; the CPU keeps int8 and int4")
     return lines
 
@@ -198,10 +201,11 @@ def _excess_of(model: ModelConfig, itemsize: int, ranks: int, form: str, width: 
     quant = model.quant
     if quant is None:
         return 0
-    total, own = 0, form if form in EXPERT_FORMS else ""
+    t, total, own = model.text, 0, form if form in EXPERT_FORMS else ""
     found = _linear_matrices(model, ranks, width) if index is None else layer_matrices(model, index, ranks, width)
     for scheme, (name, rows, columns, whole, first) in _fuse_matrices(quant, found):
-        kept = own if EXPERTS in name else form
+        coded = form == FLOATS8 and scheme.kind == "float" and not (t.experts is not None and t.experts.bias)
+        kept = own if EXPERTS in name and not coded else form
         total += held_bytes(scheme, rows, columns, itemsize, kept, whole, first) - rows * columns * itemsize
     return total
 

@@ -36,8 +36,11 @@ class CodingOps(Protocol):
 
     def pack_quantised_experts(
         self, gate_up: Sequence[Matrix], down: Sequence[Matrix], biases: ExpertBiases | None = None
-    ) -> CodedExperts:
-        """Packs experts like ``pack_experts``; any of the matrices may be quantised."""
+    ) -> CodedExperts | None:
+        """Packs experts like ``pack_experts``; any of the matrices may be quantised.
+
+        Returns None if the device cannot keep these codes: then the experts are dequantised.
+        """
         ...
 
 
@@ -95,8 +98,9 @@ class ExpertMLP:
             down = [scale_matrix(one, factor) for one, factor in zip(down, factors, strict=True)]
         if any(isinstance(one, QTensor) for one in (*gate_up, *down)) and hasattr(self.ops, "pack_quantised_experts"):
             coded = cast(CodingOps, self.ops).pack_quantised_experts(gate_up, down, *biases)
-            self.weights, self.bytes = coded, self.bytes + coded.nbytes
-            return
+            if coded is not None:
+                self.weights, self.bytes = coded, self.bytes + coded.nbytes
+                return
         plain = [self._plain(some) for some in (gate_up, down)]
         self.bytes += sum(one.nbytes for some in plain for one in some)
         self.weights = self.ops.pack_experts(plain[0], plain[1], *biases)

@@ -318,3 +318,5 @@ class Scope(TorchDispatchMode):
         if exc_type is None:
             self._end()
             self.device.allocator.grow_workspace(self.live.peak)
+            if self.live.held > self.device.allocator.free:
+                self.device.clock.count_event("memory_wait", f"{self.live.held} bytes of recipes in flight")
