@@ -255,7 +255,7 @@ class PrometheusMetrics:
     def record_finished(self, timing: RequestTiming) -> None:
         """Records a finished request, however it ended."""
         end = timing.end or time.monotonic()
-        streams, values = timing.streams, self._values[min(timing.engine, len(self._values) - 1)]
+        streams, values = timing.streams, self._get_values(timing)
         for reason in timing.finish or ["abort"]:
             self._success.labels(*values, reason).inc()
         self._observe(values, "request_prompt_tokens", timing.prompt_tokens)
@@ -269,6 +269,15 @@ class PrometheusMetrics:
         self._observe_times(timing, values)
         self._stages.record_finished(timing, values)
 
+    def observe_gaps(self, timing: RequestTiming) -> None:
+        """Records the gaps between tokens of a request."""
+        gaps = self._histograms["inter_token_latency_seconds"].labels(*self._get_values(timing))
+        for gap in timing.gaps:
+            gaps.observe(gap)
+
+    def _get_values(self, timing: RequestTiming) -> Sequence[str]:
+        return self._values[min(timing.engine, len(self._values) - 1)]
+
     def count_media_error(self, reason: str) -> None:
         """Counts an image or video that could not be used."""
         self._media_errors.labels(*self._values[0], reason).inc()
@@ -278,9 +287,7 @@ class PrometheusMetrics:
             self._observe(
                 values, "time_to_first_token_seconds", timing.first - timing.start + timing.fair_queue_seconds
             )
-        gaps = self._histograms["inter_token_latency_seconds"].labels(*values)
-        for gap in timing.gaps:
-            gaps.observe(gap)
+        self.observe_gaps(timing)
         for mean in timing.seconds_per_token():
             self._observe(values, "request_time_per_output_token_seconds", mean)
         for stats in timing.stats:

@@ -384,8 +384,8 @@ class HttpMetrics:
         )
         self._received = Summary("http_request_size_bytes", "bytes of request bodies", ("handler",), registry=registry)
         self._refusals = Counter(
-            "http_refused_requests", "requests refused for their head or the size of their body", ("status", "reason"),
-            registry=registry,
+            "http_refused_requests", "requests refused for their head, its form or the size of their body",
+            ("status", "reason"), registry=registry,
         )  # fmt: skip
         self._sent = Summary("http_response_size_bytes", "bytes of response bodies", ("handler",), registry=registry)
 
