@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness.reporting import Others, machine, median, report, table
-from trencadis.backends.cpu.native import attention_kernels, kernel_table, library
-from trencadis.backends.cpu.native.attention_kernels import SingleTokenRows
+from trencadis.backends.cpu.native import kernel_table, library, row_kernels
 from trencadis.backends.cpu.native.kernel_table import KernelTable, table_of
+from trencadis.backends.cpu.native.row_kernels import SingleTokenRows
 from trencadis.core.cpu_affinity import available_cpus
 from trencadis.core.device.backend import LayerKV
 
@@ -84,7 +84,7 @@ def make_calls(
     out, scale = torch.empty_like(q), size**-0.5
 
     def call(kv: LayerKV) -> Callable[[], None]:
-        return lambda: attention_kernels.attend_decode(q, kv, seen, scale, out, chosen)
+        return lambda: row_kernels.attend_decode(q, kv, seen, scale, out, chosen)
 
     return count, [call(kv) for kv in caches]
 

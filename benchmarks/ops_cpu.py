@@ -1,8 +1,9 @@
 """Linear layers on this CPU, packed against plain: milliseconds, GB/s of weights and GFLOP/s; then attention of
 decoding rows with a window, as a share of its time without. ``products``: own kernels in bfloat16, int8 and int4
-beside oneDNN's in bfloat16, as ratios of alternating calls.
+beside oneDNN's in bfloat16, as ratios of alternating calls. ``experts``: those of gpt-oss-20b's sizes in MXFP4 and in
+bfloat16, in turn.
 
-usage: PYTHONPATH=$PWD python -P benchmarks/ops_cpu.py [threads] [--only linear|windows|products]
+usage: PYTHONPATH=$PWD python -P benchmarks/ops_cpu.py [threads] [--only linear|windows|products|experts]
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from torch import Tensor
 from trencadis.backends.cpu.attention_plan import CpuAttn
 from trencadis.backends.cpu.native.kernel_table import TORCH, table_of
 from trencadis.backends.cpu.ops import CpuOps
-from trencadis.backends.cpu.reference_ops import ReferenceOps
+from trencadis.backends.cpu.reference_ops import CLAMPED_SWIGLU, ReferenceOps
 from trencadis.core.cpu_affinity import available_cpus
 from trencadis.core.device.backend import LayerKV, Weight
 from trencadis.core.quant.online_quant import quantise
-from trencadis.core.quant.scheme import Scheme
+from trencadis.core.quant.quantised_tensor import QTensor
+from trencadis.core.quant.scheme import FP4_HALVES, Scheme
 
 SIZES = {"qkv": (1152, 896), "gate_up": (9728, 896), "down": (896, 4864), "vision qkv": (3840, 1280)}
 ROWS = (1, 8, 32, 128, 512)
@@ -65,13 +67,13 @@ def main() -> None:
     """Prints one line per size and number of rows."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("threads", nargs="?", type=int, default=available_cpus())
-    parser.add_argument("--only", choices=("linear", "windows", "products"), default="")
+    parser.add_argument("--only", choices=("linear", "windows", "products", "experts"), default="")
     requested = parser.parse_args()
     count = requested.threads
     torch.set_num_threads(count)
     print(f"{torch.__version__}, {count} threads")
     torch.manual_seed(0)
-    for name, run in (("linear", linears), ("windows", windows), ("products", products)):
+    for name, run in (("linear", linears), ("windows", windows), ("products", products), ("experts", experts)):
         if requested.only in ("", name):
             run()
 
@@ -135,6 +137,37 @@ def products(pairs: int = 20) -> None:
                 taken = 1e3 * float(np.median([other for _, other in found]))
                 line += f"   {label} {taken:8.3f} ms {np.median(ratios):5.2f}x ({low:.2f} to {high:.2f})"
             print(line, flush=True)
+
+
+EXPERTS, CHOSEN, WIDTH = 8, 4, 2880
+"""Experts of a layer here (gpt-oss-20b has 32), those of a token, and the width of the layer and of an expert."""
+
+
+def experts(pairs: int = 20) -> None:
+    """Median milliseconds of a layer of experts, as values of 16 bits and as MXFP4's codes, and their ratio."""
+    ops, halves = CpuOps(), torch.tensor(FP4_HALVES, dtype=torch.int8)
+    plain, coded = [], []
+    for outputs in (2 * WIDTH, WIDTH):
+        codes = [halves[torch.randint(0, 16, (outputs, WIDTH))] for _ in range(EXPERTS)]
+        scale = torch.full((outputs, WIDTH // 32), 2.0**-9)
+        scheme = Scheme(8, group=32, fp4=True)
+        coded.append([QTensor(scheme, one, scale, None, 32, None, torch.bfloat16) for one in codes])
+        plain.append([one.values() for one in coded[-1]])
+    sides = ops.pack_experts(plain[0], plain[1]), ops.pack_quantised_experts(coded[0], coded[1])
+    for rows in (1, 2, 4, 8, 32):
+        taken: tuple[list[float], list[float]] = ([], [])
+        x = torch.randn(rows, WIDTH).bfloat16()
+        for _ in range(pairs + 1):
+            scores = torch.randn(rows, EXPERTS)
+            for held, w in zip(taken, sides, strict=True):
+                start = time.perf_counter()
+                ops.experts(x, scores, w, CHOSEN, True, CLAMPED_SWIGLU)
+                held.append(time.perf_counter() - start)
+        found = [1e3 * float(np.median(held[1:])) for held in taken]
+        ratios = [one / other for one, other in zip(taken[0][1:], taken[1][1:], strict=True)]
+        low, high = interval(ratios)
+        print(f"{rows:3} rows: bfloat16 {found[0]:.2f} ms, MXFP4 {found[1]:.2f} ms: "
+              f"{np.median(ratios):.2f}x ({low:.2f} to {high:.2f}), bar 1.6", flush=True)  # fmt: skip
 
 
 def least(ops: CpuOps, w: Weight, x: Tensor) -> float:

@@ -46,10 +46,9 @@ FLOORS = {
     ),
     "server": (
         ("server/config", "server/engine", "server/page", "server/protocol", "server/tenants", "server/text"),
-        ("server/bench", "server/grammars", "server/plan"),
+        ("server/bench", "server/grammars", "server/metrics", "server/plan"),
         ("server/tools",),
         ("server/prompts",),
-        ("server/metrics",),
         ("server/routes",),
         ("server/http",),
         ("server/processes",),
@@ -61,7 +60,7 @@ FLOORS = {
 below, also inside functions and for type checkers. Folder ``server`` holds ``__main__`` alone.
 """
 
-MOST_ARROWS = {"core": 110, "multimodal": 40, "server": 48}
+MOST_ARROWS = {"core": 110, "multimodal": 40, "server": 45}
 """Most pairs of folders, one of which imports from the other."""
 
 PARTS = {
@@ -249,9 +248,9 @@ def test_arrows_of_backends(package: str) -> None:
 
 
 def test_each_part_stays_small() -> None:
-    """core: at most 26 folders and 10 floors; server: 16 folders (and its own) on 9 floors; few pairs that import."""
+    """core: at most 26 folders and 10 floors; server: 16 folders on 8 floors (and its own); few pairs that import."""
     assert len([f for f in LEVELS if f.startswith("core")]) <= 26 and len(FLOORS["core"]) <= 10
-    assert len([f for f in LEVELS if f.startswith("server/")]) <= 16 and len(FLOORS["server"]) <= 10
+    assert len([f for f in LEVELS if f.startswith("server/")]) <= 16 and len(FLOORS["server"]) <= 9
     for part, most in MOST_ARROWS.items():
         arrows = [(f, t) for f in LEVELS if f.split("/")[0] == part for t in targets(f) if t.split("/")[0] == part]
         assert len(arrows) <= most, f"{part}: {len(arrows)} pairs of folders"
@@ -267,7 +266,7 @@ def test_backends_do_not_see_each_other() -> None:
 NAMES_DEVICES = {
     "core/devices.py", "core/envs.py", "core/config.py", "server/plan/plan_command.py", "server/cli/main.py",
     "server/cli/collect_env.py",
-    "server/config/vllm_engine_flags.py", "server/config/vllm_parallel_flags.py",
+    "server/config/vllm_engine_flags.py", "server/config/vllm_flag_table.py",
     "server/config/vllm_env_variables.py",
 }  # fmt: skip
 """The backends' string table, tables of variables, flags and packages, and two usage texts."""

@@ -19,7 +19,7 @@ FIXED_TUPLES = {
     "backends/cpu/attention_plan.py": {"plans"},
     "backends/cpu/batch_invariant.py": {"rope_store"},
     "backends/cpu/int8_linear.py": {"round_to_int8"},
-    "backends/cpu/native/attention_kernels.py": {"_lies"},
+    "backends/cpu/native/row_kernels.py": {"_lies"},
     "backends/cpu/native/panels.py": {"_arrange_columns"},
     "backends/cpu/ops.py": {"rope_store", "tile_mask"},
     "backends/cpu/reference_ops.py": {"rope_store"},

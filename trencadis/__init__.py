@@ -79,7 +79,7 @@ _LAZY = {
     "GuidedDecodingParams": ("trencadis.core.structured_outputs", "GuidedDecodingParams"),
     "LLMEngine": ("trencadis.llm_engine", "LLMEngine"),
     "LLM": ("trencadis.llm", "LLM"),
-    "LoRARequest": ("trencadis.lora_request", "LoRARequest"),
+    "LoRARequest": ("trencadis.prompt_inputs", "LoRARequest"),
     "Logprob": ("trencadis.outputs", "Logprob"),
     "PoolingOutput": ("trencadis.outputs", "PoolingOutput"),
     "PoolingParams": ("trencadis.server.protocol.pooling_params", "PoolingParams"),
@@ -96,7 +96,7 @@ _LAZY = {
     "TextPrompt": ("trencadis.prompt_inputs", "TextPrompt"),
     "TokensPrompt": ("trencadis.prompt_inputs", "TokensPrompt"),
     "TrencadisError": ("trencadis.core.errors", "TrencadisError"),
-    "load_chat_template": ("trencadis.llm_kwargs", "load_chat_template"),
+    "load_chat_template": ("trencadis.engine_args", "load_chat_template"),
 }
 
 if TYPE_CHECKING:
@@ -110,11 +110,9 @@ if TYPE_CHECKING:
         RepetitionDetectionParams,
         StructuredOutputsParams,
     )
-    from trencadis.engine_args import AsyncEngineArgs, EngineArgs, FlexibleArgumentParser
+    from trencadis.engine_args import AsyncEngineArgs, EngineArgs, FlexibleArgumentParser, load_chat_template
     from trencadis.llm import LLM
     from trencadis.llm_engine import LLMEngine
-    from trencadis.llm_kwargs import load_chat_template
-    from trencadis.lora_request import LoRARequest
     from trencadis.offline_beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from trencadis.outputs import (
         ClassificationOutput,
@@ -130,7 +128,7 @@ if TYPE_CHECKING:
         ScoringOutput,
         ScoringRequestOutput,
     )
-    from trencadis.prompt_inputs import PromptType, TextPrompt, TokensPrompt
+    from trencadis.prompt_inputs import LoRARequest, PromptType, TextPrompt, TokensPrompt
     from trencadis.server.protocol.pooling_params import PoolingParams
 
 

@@ -12,22 +12,28 @@ from pathlib import Path
 from typing import Any, Self
 
 from trencadis.core.errors import BadRequest, StartupError, Unavailable
+from trencadis.core.executor.spawn import spawn_engine
 from trencadis.core.json_types import JsonMapping
 from trencadis.core.process import engine_messages
-from trencadis.engine_args import AsyncEngineArgs
-from trencadis.llm_kwargs import build_offline_setup
-from trencadis.lora_request import LoRARequest, OfflineAdapters
+from trencadis.engine_args import AsyncEngineArgs, build_offline_setup
 from trencadis.metrics_reader import MetricValue, make_metrics, read_metrics
 from trencadis.offline_beam_search import GenerationParams, engine_params
 from trencadis.offline_tokenizer import OfflineTokenizer
 from trencadis.outputs import OutputBuilder, PoolingOutput, PoolingRequestOutput, RequestOutput
-from trencadis.prompt_inputs import PromptType, add_sampling_rule, apply_structured_outputs, check_priority, read_prompt
-from trencadis.server.engine.spawn import spawn_engine
+from trencadis.prompt_inputs import (
+    LoRARequest,
+    OfflineAdapters,
+    PromptType,
+    add_sampling_rule,
+    apply_structured_outputs,
+    check_priority,
+    read_prompt,
+)
 from trencadis.server.engine.supervisor import Supervisor
 from trencadis.server.grammars.grammar_cache import GrammarCache
 from trencadis.server.prompts import text_service_builder
 from trencadis.server.prompts.generation import Generation
-from trencadis.server.prompts.run_pooling import make_pooling_request, run_pooling
+from trencadis.server.prompts.pooling_prompts import make_pooling_request, run_pooling
 from trencadis.server.protocol.pooler_output import finish_pooled
 from trencadis.server.protocol.pooling_params import PoolingParams
 from trencadis.unsupported import UnsupportedMethods, raise_unsupported, refuse_tokenization_kwargs

@@ -19,10 +19,8 @@ from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import JsonMapping
 from trencadis.core.progress import Progress
 from trencadis.core.request import AdapterRef, SamplingParams
-from trencadis.engine_args import EngineArgs
+from trencadis.engine_args import EngineArgs, build_offline_setup, read_template
 from trencadis.llm_engine import LLMEngine
-from trencadis.llm_kwargs import build_offline_setup, read_template
-from trencadis.lora_request import LoRARequests
 from trencadis.multimodal.async_gather import gather_or_cancel
 from trencadis.multimodal.media_options import media_scope
 from trencadis.offline_beam_search import (
@@ -38,8 +36,7 @@ from trencadis.offline_tokenizer import OfflineTokenizer
 from trencadis.outputs import CompletionOutput as CompletionOutput
 from trencadis.outputs import RequestOutput as RequestOutput
 from trencadis.pooling_methods import PoolingMethods
-from trencadis.progress_bar import PromptProgressBar, UseTqdm
-from trencadis.prompt_inputs import PromptType, as_list, read_prompt
+from trencadis.prompt_inputs import LoRARequests, PromptProgressBar, PromptType, UseTqdm, as_list, read_prompt
 from trencadis.server.prompts.prompt import Prompt
 from trencadis.server.prompts.text_service import TextService
 from trencadis.unsupported import UnsupportedMethods

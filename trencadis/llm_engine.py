@@ -22,16 +22,23 @@ from trencadis.core.links.topology import choose_executor_backend, topology
 from trencadis.core.process import torch_env
 from trencadis.core.progress import Progress
 from trencadis.core.request import AdapterRef, Delta, Request, SamplingParams
-from trencadis.engine_args import EngineArgs
-from trencadis.llm_kwargs import OfflineSetup, build_offline_setup
-from trencadis.lora_request import LoRARequest, OfflineAdapters
+from trencadis.engine_args import EngineArgs, OfflineSetup, build_offline_setup
 from trencadis.offline_beam_search import EngineParams, GenerationParams, engine_params
 from trencadis.offline_tokenizer import OfflineTokenizer
 from trencadis.outputs import OutputBuilder, RequestOutput
-from trencadis.prompt_inputs import PromptType, add_sampling_rule, apply_structured_outputs, check_priority, read_prompt
+from trencadis.prompt_inputs import (
+    LoRARequest,
+    OfflineAdapters,
+    PromptType,
+    add_sampling_rule,
+    apply_structured_outputs,
+    check_priority,
+    read_prompt,
+)
+from trencadis.server.engine.engine_client import RequestTiming
 from trencadis.server.grammars.grammar_cache import GrammarCache
 from trencadis.server.prompts import text_service_builder
-from trencadis.server.prompts.generation import RequestTiming, start_timing
+from trencadis.server.prompts.generation import start_timing
 from trencadis.server.prompts.output_processor import ChoiceStream
 from trencadis.server.prompts.prompt import Prompt
 from trencadis.unsupported import UnsupportedFeature, UnsupportedMethods, refuse_tokenization_kwargs

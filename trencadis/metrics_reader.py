@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from trencadis.core.engine_stats import EngineInfo, EngineStats
-from trencadis.server.engine.engine_client import EngineClient
+from trencadis.server.engine.engine_client import EngineClient, RequestTiming
 from trencadis.server.metrics.prometheus import PrometheusMetrics
-from trencadis.server.prompts.generation import RequestTiming
 from trencadis.server.prompts.text_service import TextService
 from trencadis.server.tenants.admission import Admission
 

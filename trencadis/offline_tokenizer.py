@@ -10,7 +10,7 @@ from typing import Any
 
 from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import Json, JsonMapping
-from trencadis.llm_kwargs import read_template
+from trencadis.engine_args import read_template
 from trencadis.server.prompts.text_service import TextService
 
 

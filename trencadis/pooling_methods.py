@@ -11,9 +11,8 @@ from trencadis.core.checkpoint.pooling_config import CLASSIFY, EMBED, TOKEN_TASK
 from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import JsonMapping
 from trencadis.core.request import AdapterRef
+from trencadis.engine_args import read_template
 from trencadis.llm_engine import LLMEngine
-from trencadis.llm_kwargs import read_template
-from trencadis.lora_request import LoRARequests
 from trencadis.multimodal.async_gather import gather_or_cancel
 from trencadis.outputs import (
     ClassificationOutput,
@@ -26,11 +25,15 @@ from trencadis.outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from trencadis.progress_bar import PromptProgressBar, UseTqdm
-from trencadis.prompt_inputs import PromptType, as_list, read_prompt
+from trencadis.prompt_inputs import LoRARequests, PromptProgressBar, PromptType, UseTqdm, as_list, read_prompt
+from trencadis.server.prompts.pooling_prompts import (
+    Pair,
+    check_scores,
+    make_pair_prompt,
+    make_pooling_request,
+    read_content,
+)
 from trencadis.server.prompts.prompt import Prompt
-from trencadis.server.prompts.run_pooling import make_pooling_request
-from trencadis.server.prompts.text_pairs import Pair, check_scores, make_pair_prompt, read_content
 from trencadis.server.protocol.pooler_output import (
     Float32,
     compute_pair_score,

@@ -1,23 +1,19 @@
-"""Products of LoRA adapters: over all slots under a mask, or slot by slot for consecutive tokens of one slot.
+"""Products of LoRA adapters: slot by slot for consecutive tokens of one slot, or over all slots under a mask.
 
-Where own kernels multiply few rows, A and B lie in their panels (``PanelAdapters``), and products are over all slots.
+Own kernels compute all runs of a fused matrix in one call (``native.adapters``). Without them torch multiplies run by
+run, or over all slots where that takes less time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from trencadis.backends.cpu.native import dense, weight_packing
-from trencadis.backends.cpu.native.dense import PackedWeight
+from trencadis.backends.cpu.native import adapters
 from trencadis.backends.cpu.native.kernel_table import KernelTable
-from trencadis.core.device.backend import AdapterRows, AdapterWeights, PackedAdapters, Weight
-
-Linear = Callable[[Tensor, Weight], Tensor]
+from trencadis.core.device.backend import AdapterRows, AdapterWeights, PackedAdapters
 
 LEAST_ROWS = 32
 """Rows that a product costs at least: with fewer of them it takes about as long."""
@@ -45,12 +41,17 @@ class SlotRun(NamedTuple):
 
 
 class CpuAdapterRows(NamedTuple):
-    """The adapters of a launch: the mask [n, slots], and runs of tokens; None: products over all slots take less
-    time.
+    """The adapters of a launch.
+
+    Args:
+        runs: runs of tokens of one slot each; None: without own kernels, products over all slots take less time.
+        mask: [n, slots].
+        pieces: the runs as own kernels take them (``native.adapters.cut_runs``).
     """
 
     runs: tuple[SlotRun, ...] | None
     mask: Tensor
+    pieces: Tensor
 
 
 def group_rows(slot: Tensor, numbers: Tensor, dtype: torch.dtype) -> CpuAdapterRows:
@@ -64,7 +65,8 @@ def group_rows(slot: Tensor, numbers: Tensor, dtype: torch.dtype) -> CpuAdapterR
             start = at
     mask = mask_slots(slot, numbers, dtype)
     cost = sum(max(run.stop - run.start, LEAST_ROWS) for run in runs)
-    return CpuAdapterRows(tuple(runs) if cost < max(len(ids), LEAST_ROWS) * len(numbers) else None, mask)
+    few = cost < max(len(ids), LEAST_ROWS) * len(numbers)
+    return CpuAdapterRows(tuple(runs) if few else None, mask, adapters.cut_runs(runs))
 
 
 def add_grouped_adapters(y: Tensor, x: Tensor, w: AdapterWeights, rows: CpuAdapterRows) -> Tensor:
@@ -92,60 +94,6 @@ def _add_masked(y: Tensor, x: Tensor, w: AdapterWeights, mask: Tensor) -> Tensor
     return y
 
 
-MOST_COLUMNS = 512
-"""Most slots times rank of slots in panels: more would cost more than products slot by slot."""
-
-
-@dataclass(slots=True)
-class PanelAdapters:
-    """A of all slots as one weight [parts x slots x rank, in], and B of each part as one weight [out, slots x rank]."""
-
-    a: Weight
-    b: tuple[Weight, ...]
-    panels: tuple[dense.Panels, ...]
-    """The packed values of ``a``, then those of each weight of ``b``."""
-    slots: int
-    rank: int
-    nbytes: int
-
-    def put(self, slot: int, part: int, a: Tensor | None, b: Tensor | None) -> None:
-        """Writes A [rank, in] and B [rank, out] of a part to a slot, from 0; None: zeros."""
-        rank, start = self.rank, (part * self.slots + slot) * self.rank
-        table = dense.table_of(self.panels[0])
-        _, steps, _, pair = table.shape
-        rows = _fill_out(a, rank, steps * pair, table.dtype).view(rank, steps, pair).transpose(0, 1)
-        for first in range(0, rank, LANES):
-            panel, lane = divmod(start + first, dense.PANEL)
-            table[panel, :, lane : lane + LANES] = rows[:, first : first + LANES]
-        table = dense.table_of(self.panels[1 + part])
-        whole = _fill_out(b, rank, len(table) * dense.PANEL, table.dtype)
-        columns = slice(slot * rank // pair, (slot + 1) * rank // pair)
-        table[:, columns] = whole.view(rank // pair, pair, len(table), dense.PANEL).permute(2, 0, 3, 1)
-
-
-LANES = 8
-"""Rows of A that are written at a time: all of them lie in one panel."""
-
-
-def _fill_out(found: Tensor | None, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """Returns [rows, columns] that begins with ``found``, with zeros after it."""
-    made = torch.zeros((rows, columns), dtype=dtype)
-    if found is not None:
-        made[: found.shape[0], : found.shape[1]] = found
-    return made
-
-
-def add_panel_adapters(linear: Linear, y: Tensor, x: Tensor, w: PanelAdapters, mask: Tensor) -> Tensor:
-    """Adds the adapters of a launch to ``y`` in place; ``linear``: multiplies rows by a packed weight."""
-    shrunk = linear(x, w.a).view(len(x), len(w.b), w.slots, w.rank).mul_(mask[:, None, :, None]).flatten(2)
-    at = 0
-    for part, b in enumerate(w.b):
-        added = linear(shrunk[:, part], b)
-        y[:, at : at + added.shape[1]].add_(added)
-        at += added.shape[1]
-    return y
-
-
 class AdapterOps:
     """The part of the CPU's ops that computes adapters; implements ``core.lora.adapter_store.PackingOps``."""
 
@@ -153,43 +101,24 @@ class AdapterOps:
 
         @property
         def table(self) -> KernelTable: ...
-        def linear(self, x: Tensor, w: Weight) -> Tensor: ...
 
     def prepare_adapters(self, slot: Tensor, numbers: Tensor, dtype: torch.dtype) -> CpuAdapterRows:
         return group_rows(slot, numbers, dtype)
 
     def add_adapters(self, y: Tensor, x: Tensor, w: AdapterWeights | PackedAdapters, rows: AdapterRows) -> Tensor:
         assert isinstance(rows, CpuAdapterRows)
-        if isinstance(w, PanelAdapters):
-            return add_panel_adapters(self.linear, y, x, w, rows.mask)
+        if isinstance(w, adapters.SlotAdapters):
+            adapters.add(y, x if x.stride(1) == 1 else x.contiguous(), w, rows.pieces)
+            return y
         assert isinstance(w, AdapterWeights)
         return add_grouped_adapters(y, x, w, rows)
 
     def allocate_adapters(
         self, slots: int, rank: int, inputs: int, widths: tuple[int, ...], dtype: torch.dtype
     ) -> PackedAdapters | None:
-        """Implements ``core.lora.adapter_store.PackingOps``: panels, if own kernels multiply the dtype."""
-        if slots * rank > MOST_COLUMNS or not dense.most_rows(self.table, dtype):
-            return None
-        shapes = [(len(widths) * slots * rank, inputs), *((width, slots * rank) for width in widths)]
-        made = [_make_empty_weight(self.table, *shape, dtype) for shape in shapes]
-        held = [one for one in made if one is not None and one.panels is not None]
-        if len(held) < len(shapes):
-            return None
-        size = sum(w.out_features * w.in_features for w in held) * dtype.itemsize
-        panels = tuple(w.panels for w in held if w.panels is not None)
-        return PanelAdapters(held[0], tuple(held[1:]), panels, slots, rank, size)
+        """Implements ``core.lora.adapter_store.PackingOps``: in the layout of own kernels, if these multiply."""
+        return adapters.allocate(slots, rank, inputs, widths, dtype, self.table)
 
     def put_adapter(self, w: PackedAdapters, slot: int, part: int, a: Tensor | None, b: Tensor | None) -> None:
-        assert isinstance(w, PanelAdapters)
+        assert isinstance(w, adapters.SlotAdapters)
         w.put(slot, part, a, b)
-
-
-def _make_empty_weight(table: KernelTable, outputs: int, inputs: int, dtype: torch.dtype) -> PackedWeight | None:
-    """Returns a packed weight of zeros; None if no own kernel multiplies it."""
-    zeros = torch.zeros((outputs, inputs), dtype=dtype)
-    made = weight_packing.pack_rows([zeros], [outputs], inputs, dtype, table, own_layout=True)
-    if made is None:
-        return None
-    panels = dense.panels_at(made.memory.data_ptr(), made.memory, outputs, inputs, dtype, None, table)
-    return PackedWeight(made.tensor, None, outputs, inputs, panels)

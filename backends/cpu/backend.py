@@ -1,4 +1,4 @@
-"""The backend for the CPU."""
+"""The backend for the CPU, and the program of a bucket: it pads host arrays to tensors and calls a body with them."""
 
 from __future__ import annotations
 
@@ -6,27 +6,270 @@ import logging
 import math
 import mmap
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from trencadis.backends.cpu.attention_plan import CpuAttn
 from trencadis.backends.cpu.batch_invariant import InvariantOps
-from trencadis.backends.cpu.cpu_program import CpuPending, CpuProgram
 from trencadis.backends.cpu.gloo_comm import make_comm, make_pipe
 from trencadis.backends.cpu.kernel_trial import UNCHANGED, choice_of, choose_table
 from trencadis.backends.cpu.native import dense, threads
 from trencadis.backends.cpu.native.kernel_table import KernelTable, with_choice
-from trencadis.backends.cpu.native.thread_use import thread_use
+from trencadis.backends.cpu.native.thread_use import ThreadUse, thread_use
 from trencadis.backends.cpu.native.weight_packing import CachedPages
 from trencadis.backends.cpu.ops import CpuOps
+from trencadis.backends.cpu.padding import (
+    cells,
+    flag_padding_windows,
+    head,
+    last_slots,
+    pad,
+    pad_cross_attention,
+    pad_interpolation,
+    pad_recurrent,
+    pool,
+    reset,
+    slot_map,
+    visible_ends,
+    windows,
+)
 from trencadis.backends.cpu.policy import policy
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.core import envs
-from trencadis.core.buckets import Bucket
+from trencadis.core.buckets import LORA, Bucket, Stage
 from trencadis.core.cpu_affinity import BIND, RESERVED, available_cpus, computing_cpus, own_cpus
-from trencadis.core.device.backend import BackendConfig, Body, Comm, Inputs, Memory, Ops, Program, TensorsOut
+from trencadis.core.cross_attention_inputs import planned_units
+from trencadis.core.device.backend import (
+    BackendConfig,
+    Body,
+    Comm,
+    HeadTensors,
+    Inputs,
+    Memory,
+    Ops,
+    PoolTensors,
+    Program,
+    ProgramState,
+    ResetTensors,
+    Segments,
+    TensorsOut,
+    TextTensors,
+    VisionTensors,
+    host_output,
+)
+from trencadis.core.device.launch_tensors import CrossAttentionTensors, RecurrentRows, first_rows
 from trencadis.core.host_memory import free_host, total_host
+from trencadis.core.launches.host_inputs import token_adapters
+from trencadis.core.launches.rank_input_batch import PersistentHeadInputs, PersistentTextInputs
+from trencadis.core.shared_constants import SINK_ROW, ZERO_BLOCK
+from trencadis.core.step import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
 from trencadis.core.vision_config import NO_SLOT, SlotForm
+
+Array = NDArray[Any]
+
+TEXT = (Stage.PREFILL, Stage.DECODE, Stage.VERIFY)
+"""Stages of this backend that run the decoder."""
+
+
+@dataclass(eq=False)
+class CpuProgram:
+    """Implements ``core.device.backend.Program`` without capture.
+
+    Each fill makes new tensors, except for a persistent batch that has only advanced.
+    """
+
+    bucket: Bucket
+    body: Body
+    thread_use: ThreadUse | None = None
+    state: ProgramState = ProgramState.PLANNED
+    bytes: int = 0
+    inputs: Any = None
+    source: Inputs | None = None
+    """The arrays that ``inputs`` were made of, if they may be filled in again."""
+
+    def fill(self, inputs: Inputs, block_size: int, upto: bool, recurrent: bool = False) -> None:
+        """Makes the tensors of a launch from its arrays; ``upto``, ``recurrent``: as in ``BackendConfig``."""
+        if inputs is self.source:
+            self.inputs = _refresh(self.inputs, inputs, block_size)
+            return
+        self.inputs = make_tensors(self.bucket, inputs, block_size, upto)
+        if recurrent and isinstance(inputs, StepInputs):
+            rows = len(self.inputs.attn.context) - 1
+            held = RecurrentRows(*map(torch.from_numpy, pad_recurrent(inputs, rows)))
+            self.inputs = self.inputs._replace(recurrent=held)
+        comes_again = isinstance(inputs, PersistentHeadInputs) or (
+            isinstance(inputs, PersistentTextInputs) and not upto
+        )
+        self.source = inputs if comes_again else None
+
+    def compile(self) -> None:
+        """Compiles nothing; only changes the state."""
+        self.state = max(self.state, ProgramState.COMPILED)
+
+    def rehearse(self) -> None:
+        """Does nothing: before the first fill there is nothing to measure."""
+
+    def run(self) -> Any:
+        use = self.thread_use
+        threads = nullcontext() if use is None else use.launch(self.bucket.dims[0], torch_is_idle(self.bucket))
+        with threads, torch.inference_mode():
+            out = self.body(self.inputs)
+        self.state = max(self.state, ProgramState.COMPILED)
+        return out
+
+    def capture(self) -> None:
+        """Does nothing: there are no graphs, as the policy says (``captures``)."""
+
+    def replay(self) -> Any:
+        return self.run()
+
+    def release(self) -> int:
+        self.inputs = self.source = None
+        return 0
+
+
+def torch_is_idle(bucket: Bucket) -> bool:
+    """Whether the large operations of a launch of few rows are the library's, none torch's."""
+    return bucket.stage in TEXT or (bucket.stage == Stage.SAMPLE and bucket.variant == "greedy")
+
+
+def make_tensors(bucket: Bucket, inputs: Inputs, block_size: int, upto: bool = False) -> Any:
+    """Returns the stage's tensors at the bucket's size; ``upto``: ``BackendConfig.upto``."""
+    match inputs:
+        case StepInputs():
+            count, rows = bucket.dims if bucket.stage is Stage.PREFILL else (bucket.dims[0], bucket.dims[0])
+            made = _text(inputs, count, rows, block_size, upto)
+            if bucket.variant == LORA:
+                return made._replace(adapter=_pad(token_adapters(inputs), count))
+            return (
+                made._replace(cross_attention=_make_cross_attention(inputs, count, bucket)) if bucket.variant else made
+            )
+        case VisionInputs():
+            return _vision(inputs, bucket.dims[0])
+        case HeadInputs():
+            # Copied, because a program holds its inputs until its next fill.
+            made = head(inputs, bucket.dims[0], inputs.masks.copy())
+            return HeadTensors._make(None if one is None else torch.from_numpy(one) for one in made)
+        case _:
+            return _make_rare_tensors(bucket, inputs)
+
+
+def _refresh(made: Any, x: Inputs, block_size: int) -> Any:
+    """Updates the tensors of an unchanged persistent batch in place.
+
+    That is safe because the launch that read them has returned.
+    """
+    if isinstance(x, HeadInputs):
+        made.uniform.numpy()[: len(x.uniform)] = x.uniform
+        return made
+    assert isinstance(x, StepInputs) and x.last is not None
+    real, old = len(x.context), made.attn
+    made.positions.numpy()[:, :real] = x.positions
+    old.context.numpy()[:real] = x.context
+    old.slot_map.numpy()[:real] = last_slots(x.last, x.context, block_size)
+    blocks = _blocks(x, len(old.context))
+    return made._replace(attn=_attn(block_size, old.row_start, old.context, blocks, old.slot_map))
+
+
+def _make_rare_tensors(bucket: Bucket, inputs: ResetInputs | PoolInputs) -> Any:
+    """Makes the tensors of RESET and POOL launches."""
+    match inputs:
+        case ResetInputs():
+            counts = pad(inputs.counts, (bucket.dims[0], inputs.counts.shape[1]), np.int32)
+            return ResetTensors(*map(torch.from_numpy, reset(inputs, bucket.dims[0], counts)))
+        case PoolInputs():
+            return PoolTensors(*map(torch.from_numpy, pool(inputs, bucket.dims[0])))
+
+
+def _text(x: StepInputs, count: int, rows: int, block_size: int, upto: bool) -> TextTensors:
+    """Builds the tensors of a text launch. Surplus tokens form the last row: they read ZERO, are stored in SINK, and
+    their hidden state goes to row 0.
+    """
+    real, real_rows = len(x.tokens), len(x.context)
+    row_start = np.full(rows + 2, real, np.int32)
+    row_start[: real_rows + 1] = x.row_start[: real_rows + 1]
+    row_start[-1] = count
+    stored = torch.from_numpy(slot_map(x, count, block_size))
+    parts = torch.from_numpy(row_start), _pad(x.context, rows + 1), _blocks(x, rows + 1), stored
+    return TextTensors(
+        tokens=_pad(x.tokens, count),
+        from_slot=_pad(x.from_slot, count),
+        positions=_pad(x.positions, 3, count),
+        image_row=_pad(x.image_row, count),
+        out_row=_pad(x.out_row, count, dtype=np.int64),
+        attn=_attn(block_size, *parts, _pad(visible_ends(x), count) if upto else None),
+    )
+
+
+def _attn(block_size: int, *parts: Tensor | None) -> CpuAttn:
+    """Builds ``CpuAttn`` from the fields of ``Attn`` in order, without a plan yet."""
+    made = CpuAttn(*parts)  # type: ignore[arg-type]
+    made.block_size = block_size
+    return made
+
+
+def _make_cross_attention(x: StepInputs, count: int, bucket: Bucket) -> CrossAttentionTensors | None:
+    found = pad_cross_attention(x, count, planned_units(bucket.variant))
+    return None if found is None else CrossAttentionTensors(*map(torch.from_numpy, found))
+
+
+def _blocks(x: StepInputs, rows: int) -> Tensor:
+    """Returns block tables, then ZERO blocks, [rows, width]; a view if possible, since a launch has finished when it
+    returns.
+    """
+    if x.table is not None and rows <= len(x.table):
+        return torch.from_numpy(x.table[:rows, : x.blocks.shape[1]])
+    return _pad(x.blocks, rows, x.blocks.shape[1], value=ZERO_BLOCK)
+
+
+def _vision(x: VisionInputs, slots: int) -> VisionTensors:
+    """Builds the tensors of a VISION launch. Padding windows write to the SINK row."""
+    (segment, real), padding_window = (
+        windows(x, slots),
+        None if x.padding_window is None else flag_padding_windows(x, slots),
+    )
+    made = VisionTensors(
+        pixels=_pad(x.pixels, slots, x.pixels.shape[1], dtype=np.uint8),
+        position=_pad(x.position, slots, x.position.shape[1]),
+        rows=_pad(x.rows, cells(x, slots, NO_SLOT), dtype=np.int64, value=SINK_ROW),
+        segments=Segments(
+            torch.from_numpy(segment),
+            torch.from_numpy(real),
+            None if padding_window is None else torch.from_numpy(padding_window),
+        ),
+    )
+    return made if x.position_rows is None else _with_interpolation(made, x, slots)
+
+
+def _with_interpolation(made: VisionTensors, x: VisionInputs, slots: int) -> VisionTensors:
+    """Adds the rows of the position table and their weights to ``made``."""
+    near, share = pad_interpolation(x, slots)
+    assert near is not None and share is not None
+    return made._replace(position_rows=torch.from_numpy(near), position_weights=torch.from_numpy(share))
+
+
+def _pad(x: Array, *shape: int, dtype: type = np.int32, value: float = 0) -> Tensor:
+    return torch.from_numpy(pad(x, shape, dtype, value))
+
+
+class CpuPending:
+    """A result that is already on the host; ``core.device.backend.Pending``."""
+
+    def __init__(self, out: TensorsOut, rows: int) -> None:
+        self._out: Any = host_output(out, [None if t is None else first_rows(t, rows).numpy() for t in out])
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> Any:
+        return self._out
+
 
 ALIASES = {"float": "float32", "half": "float16"}
 

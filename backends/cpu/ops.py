@@ -17,12 +17,21 @@ from trencadis.backends.cpu.adapter_products import AdapterOps
 from trencadis.backends.cpu.attention_plan import AttendPlan, ChunkSpan, Group, Where, find_image_spans, get_plan
 from trencadis.backends.cpu.expert_mlp import SeparateExperts, run_chosen_experts
 from trencadis.backends.cpu.int8_linear import IntegerWeight, integer_weight, product
-from trencadis.backends.cpu.native import attention_kernels, dense, panels, recurrent, weight_packing
+from trencadis.backends.cpu.native import dense, panels, recurrent, row_kernels, weight_packing
 from trencadis.backends.cpu.native.dense import PackedWeight as PackedWeight
 from trencadis.backends.cpu.native.dense import by_sizes, pieces
 from trencadis.backends.cpu.native.kernel_table import ANY, KernelTable, Op, chosen_table
 from trencadis.backends.cpu.native.panels import DTYPE_NAMES, PanelWeight, panel_weight
-from trencadis.backends.cpu.native.row_ops import StoredKeys, best, can_store, rms_norm, rotate, silu_mul, torch_rotate
+from trencadis.backends.cpu.native.row_kernels import (
+    StoredKeys,
+    best,
+    can_store,
+    gated_norm,
+    rms_norm,
+    rotate,
+    silu_mul,
+    torch_rotate,
+)
 from trencadis.backends.cpu.reference_ops import CLAMPED_SWIGLU, ReferenceOps, apply_activation, clamped_swiglu
 from trencadis.backends.cpu.sampler import thresholds
 from trencadis.core.checkpoint.weight_source import StoredRows
@@ -252,8 +261,8 @@ class CpuOps(AdapterOps, ReferenceOps):
         self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0,
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        plan = get_plan(attn, kv.k.shape[1], window=window, native=attention_kernels.can_decode(q, kv, self.table))
-        if attention_kernels.can_attend(q, self.table) and (sinks is None or not plan.groups):
+        plan = get_plan(attn, kv.k.shape[1], window=window, native=row_kernels.can_decode(q, kv, self.table))
+        if row_kernels.can_attend(q, self.table) and (sinks is None or not plan.groups):
             return self._attend_parts(q, kv, plan, scale, window, sinks)
         if sinks is not None:
             return super().attend(q, k, v, kv, attn, scale, window, sinks)
@@ -266,13 +275,13 @@ class CpuOps(AdapterOps, ReferenceOps):
     ) -> Tensor:
         """Computes ``attend`` span by span and group by group."""
         out = torch.zeros(q.shape, dtype=q.dtype) if plan.surplus else torch.empty(q.shape, dtype=q.dtype)
-        if attention_kernels.can_attend(q, self.table):
+        if row_kernels.can_attend(q, self.table):
             self._flash(q, kv, plan.spans, scale, window, out, sinks)
         else:
             for span in plan.spans:
                 out[span.start : span.stop] = _span(q[span.start : span.stop], kv, span, scale, window)
         if plan.singles is not None:
-            attention_kernels.attend_decode(q, kv, plan.singles, scale, out, self.table, sinks)
+            row_kernels.attend_decode(q, kv, plan.singles, scale, out, self.table, sinks)
         for group in plan.groups:
             out[group.rows] = _group(q[group.rows], kv, group, scale)
         return out
@@ -286,11 +295,11 @@ class CpuOps(AdapterOps, ReferenceOps):
             for span in spans:
                 keys, values = stored_at(kv, span.where, q.dtype)
                 held = [span.to_flash_span(slice(0, len(keys)))]
-                attention_kernels.attend_spans(q, keys, values, held, scale, out, self.table, window, sinks)
+                row_kernels.attend_spans(q, keys, values, held, scale, out, self.table, window, sinks)
         elif spans:
             keys, values = kv.k.flatten(0, 1), kv.v.flatten(0, 1)
             held = [span.to_flash_span(span.where) for span in spans]
-            attention_kernels.attend_spans(q, keys, values, held, scale, out, self.table, window, sinks)
+            row_kernels.attend_spans(q, keys, values, held, scale, out, self.table, window, sinks)
 
     def causal_conv(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: RecurrentRows, attn: Attn,
@@ -305,6 +314,10 @@ class CpuOps(AdapterOps, ReferenceOps):
         made = recurrent.delta_rule(q, k, v, g, beta, state, rows, attn, self.table)
         return super().delta_rule(q, k, v, g, beta, state, rows, attn) if made is None else made
 
+    def gated_norm(self, y: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Tensor:
+        made = gated_norm(y, weight, eps, gate, self.table)
+        return super().gated_norm(y, weight, eps, gate) if made is None else made
+
     def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         heads, made = q.shape[1], rotate(q, k, rotary.cos, rotary.sin, self.table)
         rotated = torch_rotate(q, k, rotary.cos, rotary.sin) if made is None else made
@@ -313,12 +326,10 @@ class CpuOps(AdapterOps, ReferenceOps):
     def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
         """Computes attention inside windows. Padding slots give zeros, and their values are not read."""
         padded = bool((seg.real < WINDOW_SLOTS).any())
-        if not attention_kernels.can_attend(q, self.table, Op.WINDOWS):
+        if not row_kernels.can_attend(q, self.table, Op.WINDOWS):
             return self._torch_windows(q, k, v, seg.real if padded else None, scale)
         out = torch.zeros(q.shape, dtype=q.dtype) if padded else torch.empty(q.shape, dtype=q.dtype)
-        attention_kernels.attend_spans(
-            q, k, v, attention_kernels.window_spans(seg.real, WINDOW_SLOTS), scale, out, self.table
-        )
+        row_kernels.attend_spans(q, k, v, row_kernels.window_spans(seg.real, WINDOW_SLOTS), scale, out, self.table)
         return out
 
     def _torch_windows(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, scale: float) -> Tensor:
@@ -341,11 +352,9 @@ class CpuOps(AdapterOps, ReferenceOps):
     def attend_images(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
         """Computes attention over whole images. Padding slots give zeros."""
         out = torch.zeros(q.shape, dtype=q.dtype)
-        if attention_kernels.can_attend(q, self.table):
-            spans = [
-                attention_kernels.Span(queries_at, where, whole=True) for queries_at, where in find_image_spans(seg)
-            ]
-            attention_kernels.attend_spans(q, k, v, spans, scale, out, self.table)
+        if row_kernels.can_attend(q, self.table):
+            spans = [row_kernels.Span(queries_at, where, whole=True) for queries_at, where in find_image_spans(seg)]
+            row_kernels.attend_spans(q, k, v, spans, scale, out, self.table)
             return out
         for queries_at, where in find_image_spans(seg):
             queries, keys, values = (t[at].transpose(0, 1)[None] for t, at in ((q, queries_at), (k, where), (v, where)))

@@ -5,12 +5,13 @@ Shapes are static, and no tensor is read on the host unless ``reads_rows`` says 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from trencadis.core.device.backend import Ops
 from trencadis.core.device.launch_tensors import Attn, RecurrentRows
 
 CHUNK = 64
@@ -87,6 +88,10 @@ class RecurrentReference:
         out.index_copy_(0, torch.where(single, last, len(v)), made)
         state.index_copy_(0, rows.slot, torch.where(single[:, None, None, None], new, held))
         return out[:-1].to(v.dtype)
+
+    def gated_norm(self, y: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Tensor:
+        normed = cast(Ops, self).rms_norm(y.reshape(-1, y.shape[2]), weight, eps)[0]
+        return (normed.view(len(y), -1) * functional.silu(gate.float())).to(y.dtype)
 
     def _run_chunks(
         self, x: DeltaInputs, state: Tensor, rows: RecurrentRows, start: Tensor, count: Tensor, out: Tensor

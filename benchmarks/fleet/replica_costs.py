@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trencadis.server.processes.step_costs import StepCosts
+from trencadis.server.processes.replica_load import StepCosts
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,15 +14,15 @@ from trencadis.core.engine.engine import Engine
 from trencadis.core.engine_stats import EngineInfo
 from trencadis.core.executor.uniproc_executor import UniprocExecutor
 from trencadis.core.kv.block_pool import BlockPool, EvictionLog
-from trencadis.core.kv.encoder_cache import EncoderCache
 from trencadis.core.media_spans import MediaSpan
 from trencadis.core.request import Request, SamplingParams
+from trencadis.core.scheduling.encoder_scheduler import EncoderCache
 from trencadis.core.scheduling.image_packer import ImagePacker
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.step import HeadOutput, Step, StepOutput
 from trencadis.server.processes.fleet import make_request_cost, read_keys
-from trencadis.server.processes.step_costs import RequestCost
+from trencadis.server.processes.replica_load import RequestCost
 
 ANSWER, IMAGE, FIRST = 1, 2, 10
 """Ids: of every answer's tokens, of placeholders; system prompts and messages have ids of their own from FIRST on."""

@@ -5,8 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.traces.sessions import Session, Turn
-from trencadis.server.processes.replica_load import Assignment
-from trencadis.server.processes.step_costs import RequestCost, RoutedImage, RoutedPrefix, is_indexed_prefix
+from trencadis.server.processes.replica_load import (
+    Assignment,
+    RequestCost,
+    RoutedImage,
+    RoutedPrefix,
+    is_indexed_prefix,
+)
 
 MASK = (1 << 62) - 1
 

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.harness.reporting import median, report, table
 from trencadis.backends.cpu.native import dense
-from trencadis.backends.cpu.native.row_ops import best
+from trencadis.backends.cpu.native.row_kernels import best
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight
 
 WAYS = ("oneDNN", "own", "oneDNN and argmax", "own, no logits")

@@ -35,9 +35,9 @@ from trencadis.core.buckets import Plan
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.device.backend import BackendConfig, HeadTensors, HeadTensorsOut
 from trencadis.core.kv.block_pool import BlockPool
-from trencadis.core.kv.encoder_cache import EncoderCache
 from trencadis.core.launches.model_runner import ModelRunner
 from trencadis.core.request import MAX_LOGPROBS, Request, SamplingParams
+from trencadis.core.scheduling.encoder_scheduler import EncoderCache
 from trencadis.core.scheduling.lifecycle import Lifecycle
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits

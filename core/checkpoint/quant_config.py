@@ -292,11 +292,11 @@ def _read_awq(c: JsonFields) -> Quantisation:
 
 
 def _read_mxfp4(c: JsonFields) -> Quantisation:
-    """Reads the quantisation of gpt-oss: experts alone, in blocks of 32. Codes are kept as integers of 8 bits."""
+    """Reads the quantisation of gpt-oss: experts alone, in blocks of 32."""
     ignore = _patterns(c, "modules_to_not_convert")
     if any(".experts" in one for one in ignore):
         c.refuse("modules_to_not_convert", "implemented: experts in MXFP4")
-    return Quantisation("mxfp4", "mxfp4", (QuantRule((MXFP4_EXPERTS,), Scheme(8, group=32)),))
+    return Quantisation("mxfp4", "mxfp4", (QuantRule((MXFP4_EXPERTS,), Scheme(8, group=32, fp4=True)),))
 
 
 MXFP4_EXPERTS = r"re:layers\.\d+\.mlp\.experts\."

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from trencadis.core.errors import StartupError
 from trencadis.core.quant.quantised_tensor import QTensor
-from trencadis.core.quant.scheme import Scheme, groups_of
+from trencadis.core.quant.scheme import FP4_HALVES, Scheme, groups_of
 
 
 @dataclass(frozen=True)
@@ -262,13 +262,10 @@ MXFP4_BLOCK = 32
 MXFP4_BIAS = 127
 """What is subtracted from a stored exponent."""
 
-MXFP4_HALVES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""Twice the value of each 4-bit code: whole numbers, so that codes are kept as integers of 8 bits without rounding."""
-
 
 def read_mxfp4(raw: RawWeight) -> QTensor:
     """Reads a weight [out, in] of ``blocks`` [out, in / 32, 16], or [out, in / 2], and ``scales`` [out, in / 32], both
-    uint8.
+    uint8. Its integers are twice the values, so that nothing is rounded.
     """
     out, groups = raw.shape[0], raw.groups()
     found = raw.get("blocks")
@@ -278,7 +275,7 @@ def read_mxfp4(raw: RawWeight) -> QTensor:
     exponents = raw.need("scales", (out, groups), torch.uint8)
     if bool((exponents == 255).any()):
         raw.refuse("has a scale of NaN in .scales")
-    table = torch.tensor(MXFP4_HALVES, dtype=torch.int8)
+    table = torch.tensor(FP4_HALVES, dtype=torch.int8)
     codes = torch.stack([table[(blocks & 15).long()], table[(blocks >> 4).long()]], dim=-1).view(raw.shape)
     scale = torch.ldexp(torch.ones(exponents.shape), exponents.int() - (MXFP4_BIAS + 1))
     return raw.make_qtensor(codes, scale, None, None)

@@ -15,10 +15,10 @@ from trencadis.core.engine_stats import BucketUse, EngineInfo, EngineStats, Grap
 from trencadis.core.executor.executor_interface import Executor
 from trencadis.core.progress import WarmupPacing
 from trencadis.core.request import Delta, Request
-from trencadis.core.scheduling.adapter_slots import AdapterLoads
-from trencadis.core.scheduling.decision_log import EvictionCounts, log_launches
 from trencadis.core.scheduling.lifecycle import Lifecycle
 from trencadis.core.scheduling.scheduler import Scheduler
+from trencadis.core.scheduling.sequence_admission import AdapterLoads
+from trencadis.core.scheduling.step_builder import EvictionCounts, log_launches
 from trencadis.core.step import PixelNeed, Step, StepOutput, UInt8
 
 if TYPE_CHECKING:

@@ -44,7 +44,6 @@ from trencadis.core.graphs.graph_reporter import GraphReporter
 from trencadis.core.graphs.rank_agreement import RankAgreement
 from trencadis.core.host_memory import free_host, gib
 from trencadis.core.kv.block_pool import BlockPool, EvictionLog, HostBlockPool
-from trencadis.core.kv.encoder_cache import EncoderCache
 from trencadis.core.kv.state_pool import StatePool
 from trencadis.core.launches.draft_runner import DraftRunner, EagleRunner, allocate_draft, allocate_head
 from trencadis.core.launches.model_runner import ModelRunner
@@ -62,6 +61,7 @@ from trencadis.core.models.interface import Persistent
 from trencadis.core.process import torch_env
 from trencadis.core.progress import Progress, SilentProgress, WarmupPacing
 from trencadis.core.scheduling.draft_scheduler import DraftScheduler, ModelDrafts
+from trencadis.core.scheduling.encoder_scheduler import EncoderCache
 from trencadis.core.scheduling.image_packer import ImagePacker
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits

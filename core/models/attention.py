@@ -1,10 +1,15 @@
-"""Causal self-attention over the paged cache, with grouped KV heads and optional norms of q and k.
+"""Causal self-attention over the paged cache, with grouped KV heads, optional norms of q and k, and rotary frequencies.
 
-Partly rotated heads: reorders the values of q and k as rotary ops expect them.
+Frequencies are plain, scaled (linear, YaRN, Llama-3, LongRoPE), or M-RoPE's, with an axis number per frequency.
+Requests that use LongRoPE's long factors are marked in their positions: those of the first axis are zero. An angle is
+the sum of one from the short and one from the long table, and one of the two is zero. So tokens of one launch may use
+different tables, and devices need nothing but positions. Partly rotated heads: the values of q and k are reordered as
+rotary ops expect them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,8 +17,9 @@ import torch
 from torch import Tensor
 
 from trencadis.core.checkpoint.model_config import RMS_ONE, TextConfig
+from trencadis.core.checkpoint.rope_config import LinearScaling, LongScaling, RopeScaling, Scaling, YarnScaling
 from trencadis.core.checkpoint.weight_source import StackedPart, StoredRows, WeightSource, stack
-from trencadis.core.device.backend import AdapterRows, Attn, Backend, LayerKV, Rotary, SinksArgument
+from trencadis.core.device.backend import AdapterRows, Attn, Backend, LayerKV, Ops, Rotary, SinksArgument
 from trencadis.core.kv_cache_format import KVFormat
 from trencadis.core.models.kv_cache_codes import pairs_of, static_of
 from trencadis.core.models.linear import (
@@ -24,8 +30,143 @@ from trencadis.core.models.linear import (
     pad_rows,
     unit_span,
 )
-from trencadis.core.models.norm import RMSNorm
+from trencadis.core.models.mlp import RMSNorm
 from trencadis.core.quant.quantised_tensor import QTensor, join_weights
+
+
+def inverse_frequencies(head_dim: int, theta: float) -> Tensor:
+    """Returns float32 [head_dim / 2]: theta ** (-2i / head_dim)."""
+    return 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+
+
+def scale_llama3(inv_freq: Tensor, scaling: RopeScaling) -> Tensor:
+    """Applies Llama-3 scaling to float32 [head_dim / 2].
+
+    Long wavelengths are divided by ``factor``, short ones stay, those in between are blended linearly.
+    """
+    wavelength = 2 * math.pi / inv_freq
+    rotations = scaling.original_max_position / wavelength
+    blend = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    keep = blend.clamp(0.0, 1.0)
+    return (1 - keep) * inv_freq / scaling.factor + keep * inv_freq
+
+
+def scale_yarn(inv_freq: Tensor, theta: float, scaling: YarnScaling) -> Tensor:
+    """Applies YaRN to float32 [head_dim / 2]: like ``scale_llama3``, but blended by index instead of wavelength."""
+    half = len(inv_freq)
+
+    def frequency_at(rotations: float) -> float:
+        """Returns the (fractional) index of the frequency with that many ``rotations`` within the original length."""
+        return half * math.log(scaling.original_max_position / (rotations * 2 * math.pi)) / math.log(theta)
+
+    low, high = frequency_at(scaling.fast), frequency_at(scaling.slow)
+    if scaling.whole:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * half - 1)
+    width = high - low or 0.001
+    keep = 1 - ((torch.arange(half, dtype=torch.float32) - low) / width).clamp(0, 1)
+    return inv_freq / scaling.factor * (1 - keep) + inv_freq * keep
+
+
+def scale_frequencies(inv_freq: Tensor, theta: float, scaling: Scaling | None) -> Tensor:
+    """Returns the frequencies float32 [head_dim / 2] with the checkpoint's scaling."""
+    if isinstance(scaling, LinearScaling):
+        return inv_freq / scaling.factor
+    if isinstance(scaling, YarnScaling):
+        return scale_yarn(inv_freq, theta, scaling)
+    return scale_llama3(inv_freq, scaling) if isinstance(scaling, RopeScaling) else inv_freq
+
+
+def long_frequencies(head_dim: int, theta: float, factors: tuple[float, ...]) -> Tensor:
+    """Returns LongRoPE's frequencies, float32 [head_dim / 2]: 1 / (factor * theta ** (2i / head_dim))."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    return 1.0 / (torch.tensor(factors, dtype=torch.float32) * theta**exponents)
+
+
+def text_frequencies(c: TextConfig, long: bool = False) -> tuple[Tensor, Tensor]:
+    """Returns (inv_freq float32 [head_dim / 2], axis int64 [head_dim / 2]); angle f is positions[axis[f]] *
+    inv_freq[f].
+
+    Models without rotary positions, and values that are not rotated, get angles of zero, which change no bit. ``long``:
+    selects LongRoPE's second table.
+    """
+    rotary_dim, scaling = c.rotary_dim or c.head_dim, c.rope_scaling
+    if isinstance(scaling, LongScaling):
+        inv_freq = long_frequencies(rotary_dim, c.rope_theta, scaling.long if long else scaling.short)
+    else:
+        inv_freq = scale_frequencies(inverse_frequencies(rotary_dim, c.rope_theta), c.rope_theta, scaling)
+    inv_freq = torch.cat([inv_freq, torch.zeros((c.head_dim - rotary_dim) // 2)])
+    if not c.rotary:
+        inv_freq = torch.zeros(c.head_dim // 2)
+    axis = torch.zeros(c.head_dim // 2, dtype=torch.int64)
+    if c.mrope_section is not None and c.interleaved:
+        for number, count in enumerate(c.mrope_section[1:], 1):
+            axis[number : 3 * count : 3] = number
+    elif c.mrope_section is not None:
+        held = torch.repeat_interleave(torch.arange(3), torch.tensor(c.mrope_section))
+        axis[: len(held)] = held
+    return inv_freq, axis
+
+
+def local_frequencies(c: TextConfig) -> Tensor:
+    """Returns float32 [head_dim / 2]: the frequencies of layers with a sliding window, if they have their own table.
+
+    Zeros are those of layers without rotary positions.
+    """
+    return torch.zeros(c.head_dim // 2) if c.unrotated_layers else inverse_frequencies(c.head_dim, c.local_theta)
+
+
+class TextRotary:
+    """The rotary tables of a decoder."""
+
+    def __init__(self, c: TextConfig, device: torch.device) -> None:
+        inv_freq, axis = text_frequencies(c)
+        self.inv_freq, self.axis = inv_freq.to(device), axis.to(device)
+        self.local = local_frequencies(c).to(device) if c.second_rotary else None
+        self.growth = c.query_growth
+        self.long: Tensor | None = None
+        self.long_axis: Tensor | None = None
+        self.size: Tensor | None = None
+        if isinstance(c.rope_scaling, LongScaling):
+            self.long, self.long_axis = text_frequencies(c, long=True)[0].to(device), torch.ones_like(self.axis)
+            # Only rotated values are scaled: the others keep cos 1 and sin 0.
+            half = torch.where(inv_freq > 0, c.rope_scaling.magnitude, 1.0)
+            self.size = torch.cat([half, half]).to(device)
+
+    def __call__(self, ops: Ops, positions: Tensor) -> Rotary:
+        """Returns the rotary factors of int32 positions [3, n]."""
+        if self.long is not None:
+            return self._of_both(ops, positions)
+        found = ops.rotary(positions, self.inv_freq, self.axis)
+        if self.growth is None:
+            return found
+        beta, length = self.growth
+        return found._replace(query_scale=1 + beta * torch.log1p((positions[0] // length).float()))
+
+    def _of_both(self, ops: Ops, positions: Tensor) -> Rotary:
+        """Returns the factors if requests use one of two tables."""
+        assert self.long is not None and self.long_axis is not None and self.size is not None
+        apart = torch.stack([positions[0], positions[1] - positions[0]])
+        short, long = ops.rotary(apart, self.inv_freq, self.axis), ops.rotary(apart, self.long, self.long_axis)
+        return Rotary(short.cos * long.cos * self.size, (short.sin + long.sin) * self.size)
+
+    def of_windows(self, ops: Ops, positions: Tensor) -> Rotary | None:
+        """Returns the factors for layers with a table of their own; None if all share the decoder's table."""
+        return None if self.local is None else ops.rotary(positions, self.local, self.axis)
+
+    def nbytes(self) -> int:
+        """Bytes of all tables."""
+        tables = (self.inv_freq, self.axis, self.local, self.long, self.long_axis, self.size)
+        return sum(t.nbytes for t in tables if t is not None)
+
+
+def vision_frequencies(head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Returns (inv_freq, axis) like ``text_frequencies``, for positions (row, column).
+
+    One half of a head is rotated by the row, the other by the column.
+    """
+    inv_freq = inverse_frequencies(head_dim // 2, theta)
+    return inv_freq.repeat(2), torch.arange(2).repeat_interleave(head_dim // 4)
 
 
 class HeadSpan(NamedTuple):

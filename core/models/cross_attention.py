@@ -17,11 +17,16 @@ from trencadis.core.checkpoint.weight_source import WeightSource
 from trencadis.core.device.backend import Backend, TextTensors
 from trencadis.core.device.launch_tensors import CrossAttentionTensors, first_rows
 from trencadis.core.models.decoder import Decoder, DecoderEntry, FirstLayerInputs
-from trencadis.core.models.embedding import Embedding
 from trencadis.core.models.interface import CrossAttentionOps, Persistent
-from trencadis.core.models.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear, check_heads, unit_span
-from trencadis.core.models.mlp import GatedMLP
-from trencadis.core.models.norm import RMSNorm, norm_of
+from trencadis.core.models.linear import (
+    ColumnParallelLinear,
+    ColumnPart,
+    Embedding,
+    RowParallelLinear,
+    check_heads,
+    unit_span,
+)
+from trencadis.core.models.mlp import GatedMLP, RMSNorm, norm_of
 from trencadis.core.shared_constants import RESERVED_ROWS
 
 

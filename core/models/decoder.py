@@ -33,16 +33,13 @@ from trencadis.core.device.backend import (
 )
 from trencadis.core.device.launch_tensors import RecurrentRows, first_rows
 from trencadis.core.errors import StartupError
-from trencadis.core.models.attention import Attention
-from trencadis.core.models.embedding import Embedding, LMHead, SamplingHead
+from trencadis.core.models.attention import Attention, TextRotary
 from trencadis.core.models.gated_delta import GatedDeltaNet
 from trencadis.core.models.interface import GroupingOps, HostLayering, Persistent, RecurrentOps, StatefulLayer
-from trencadis.core.models.linear import Linear, scaled
-from trencadis.core.models.mlp import MLP, GatedMLP, PlainMLP
+from trencadis.core.models.linear import Embedding, Linear, LMHead, SamplingHead, scaled
+from trencadis.core.models.mlp import MLP, GatedMLP, Norm, PlainMLP, norm_of
 from trencadis.core.models.moe import ExpertMLP
-from trencadis.core.models.norm import Norm, norm_of
 from trencadis.core.models.pooler import Pooler
-from trencadis.core.models.rotary_embedding import TextRotary
 from trencadis.core.step import Encode, VisionInputs
 
 

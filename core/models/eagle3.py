@@ -17,13 +17,10 @@ from trencadis.core.checkpoint.model_config import TextConfig
 from trencadis.core.checkpoint.weight_source import StackedPart, stack
 from trencadis.core.device.backend import Backend, HeadTensors, HeadTensorsOut, LayerKV, TextTensors
 from trencadis.core.errors import StartupError
-from trencadis.core.models.attention import Attention
-from trencadis.core.models.embedding import Embedding
+from trencadis.core.models.attention import Attention, TextRotary
 from trencadis.core.models.interface import Persistent
-from trencadis.core.models.linear import Linear, RowParallelLinear
-from trencadis.core.models.mlp import GatedMLP
-from trencadis.core.models.norm import norm_of
-from trencadis.core.models.rotary_embedding import TextRotary
+from trencadis.core.models.linear import Embedding, Linear, RowParallelLinear
+from trencadis.core.models.mlp import GatedMLP, norm_of
 from trencadis.core.quant.quantised_tensor import QTensor
 
 

@@ -166,8 +166,7 @@ class GatedDeltaNet:
             q.reshape(n, -1, r.key_dim), k.reshape(n, -1, r.key_dim), v.reshape(n, -1, r.value_dim),
             g, b.float().sigmoid(), self.state.state, rows, attn,
         )  # fmt: skip
-        normed = self.ops.rms_norm(y.reshape(-1, r.value_dim), self.norm, self.eps)[0]
-        return (normed.view(n, -1) * functional.silu(z.float())).to(x.dtype)
+        return ops.gated_norm(y, self.norm, self.eps, z)
 
     def nbytes(self) -> int:
         tensors = self.conv, self.norm, self.decay, self.shift

@@ -205,6 +205,15 @@ class RecurrentOps(Protocol):
         """
         ...
 
+    def gated_norm(self, y: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Tensor:
+        """Returns the RMS norm of each head of y [n, Hv, Dv], rounded to its dtype, times silu of the gate: [n, Hv Dv].
+
+        Args:
+            weight: [Dv].
+            gate: [n, Hv Dv], which may be a slice of wider rows; the product is computed in float32.
+        """
+        ...
+
 
 class LayersInHostMemory(Protocol):
     """Layers whose weights are in host memory; ``core.device.backend.Ops.layer`` prefetches them."""

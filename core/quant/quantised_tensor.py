@@ -155,6 +155,7 @@ def _columns(each: Tensor | None, where: Tensor) -> Tensor | None:
 def fits(a: QTensor, b: QTensor) -> bool:
     """Returns True if two weights with the same input can be joined."""
     same = (a.data.dtype, a.scheme.bits, a.activation) == (b.data.dtype, b.scheme.bits, b.activation)
+    same = same and a.scheme.fp4 == b.scheme.fp4
     if a.order is None or b.order is None:
         return same and a.order is b.order
     return same and torch.equal(a.order, b.order)

@@ -35,6 +35,9 @@ WORD = 8
 FACTOR = 4
 """Bytes of the float32 factor of a row, which the forms CODES, PANELS and FLOATS8 keep."""
 
+FP4_HALVES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Twice the value of each 4-bit float (e2m1), by its code: the integers of a scheme with ``fp4``."""
+
 CELL = 16
 """Number of consecutive columns whose multiple shares a scale in the form CODES.
 
@@ -114,6 +117,7 @@ class Scheme:
         activations: ``none``, ``token`` (a scale per token, computed at run time), ``static`` or ``given`` (a scale per
             module, from a file).
         ordered: True if a tensor assigns columns to groups.
+        fp4: True if the integers, of 8 bits, are twice the values of 4-bit floats (``FP4_HALVES``); panels keep 4 bits.
     """
 
     bits: int = 8
@@ -123,11 +127,12 @@ class Scheme:
     symmetric: bool = True
     activations: str = "none"
     ordered: bool = False
+    fp4: bool = False
 
     @property
     def label(self) -> str:
         """Name of the scheme in messages: ``int4 in groups of 128``."""
-        name = f"fp{self.bits}" if self.kind == "float" else f"int{self.bits}"
+        name = "fp4" if self.fp4 else f"fp{self.bits}" if self.kind == "float" else f"int{self.bits}"
         if self.block > 1 and self.group:
             return f"{name} in blocks of {self.block} x {self.group}"
         if self.group:
@@ -203,8 +208,8 @@ def _panel_bytes(scheme: Scheme, rows: int, columns: int, whole: int) -> int:
         columns, _whole_group(scheme, columns, whole), scheme.ordered
     )
     groups = groups_of(kept.columns, kept.group)
-    each = kept.columns * scheme.bits // 8 + FACTOR
-    each += 2 * groups if kept.group else 0
+    each = kept.columns * (4 if scheme.fp4 else scheme.bits) // 8 + FACTOR
+    each += 2 * groups if kept.group or scheme.fp4 else 0
     each += 0 if scheme.symmetric else groups
     return fill_up(rows, PANEL) * each + (4 * kept.columns if kept.gathered else 0)
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence as Series
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from trencadis.core.kv.block_hash import BlockHashChain
+from trencadis.core.kv.block_pool import BlockHashChain
 from trencadis.core.request import BeamRule, TokenLogprob
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.sequence import Sequence, SequenceStatus

@@ -22,9 +22,16 @@ from trencadis.core.scheduling.sequence import Sequence, SequenceDrafter, Sequen
 from trencadis.core.scheduling.step_builder import InFlightStep, StepBuilder
 from trencadis.core.shared_constants import DRAFTED_ROWS
 from trencadis.core.spec.answer_counts import AnswerCounts, Owner, SuffixSource
-from trencadis.core.spec.draft_costs import AcceptanceRates, DraftModes, StepSeconds, choose_count
-from trencadis.core.spec.draft_source import DraftSource, FirstOf, cut_at
-from trencadis.core.spec.ngram_index import NgramSource
+from trencadis.core.spec.draft_source import (
+    AcceptanceRates,
+    DraftModes,
+    DraftSource,
+    FirstOf,
+    NgramSource,
+    StepSeconds,
+    choose_count,
+    cut_at,
+)
 from trencadis.core.spec.predicted_text import PredictionSource
 from trencadis.core.spec.spec_config import DRAFT_MODEL, SpeculationConfig
 from trencadis.core.step import DraftRow, Draw, Row, Sample

@@ -10,14 +10,14 @@ import numpy as np
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.pooling_config import ALL, MEAN
 from trencadis.core.engine_stats import SKIP, UNPLANNED, WARMING
-from trencadis.core.kv.block_hash import BlockHashChain
+from trencadis.core.kv.block_pool import BlockHashChain
 from trencadis.core.media_spans import rows_at_once
 from trencadis.core.request import Delta, Request
 from trencadis.core.scheduling.beam_search import BeamGroup
 from trencadis.core.scheduling.draft_scheduler import drop_surplus_blocks
-from trencadis.core.scheduling.prefix_hits import publish_filled
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.sequence import Sequence, SequenceStatus, positions_in, shared_union
+from trencadis.core.scheduling.sequence_admission import publish_filled
 from trencadis.core.scheduling.step_builder import InFlightStep, logprob_of, report_token
 from trencadis.core.shapes.step_times import StepWork
 from trencadis.core.step import HeadOutput, Pooled, StepOutput, TargetScores, UInt8, append_pooled

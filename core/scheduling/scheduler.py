@@ -3,9 +3,9 @@
 The scheduler has no phases: each step brings ``computed`` of a sequence closer to ``len(tokens)``, so that chunked
 prefill, prefix hits, resumed sequences and forks are not special cases. One total order (priority, arrival, key)
 determines admission, packing, preemption (last first) and arena rows. The first running sequence always makes progress:
-it may take blocks and rows from any later one, and the pool holds one request of the full model length. A sequence that
-advances by one token in each step has a row of the persistent batch (``persistent_batch.py``). While tokens and blocks
-suffice for all running sequences, their order is irrelevant, and those of the persistent batch advance together.
+it may take blocks and rows from any later one, and the pool holds one request of full length. Sequences that advance by
+one token a step have rows of the persistent batch (``persistent_batch.py``), and advance together while tokens and
+blocks suffice for all: the order is irrelevant then.
 """
 
 from __future__ import annotations
@@ -17,15 +17,12 @@ from itertools import chain
 
 from trencadis.core.cross_attention_inputs import NO_CROSS_ATTENTION
 from trencadis.core.engine_stats import EngineStats
-from trencadis.core.kv.block_hash import BlockHashChain
-from trencadis.core.kv.block_pool import BlockPool
-from trencadis.core.kv.encoder_cache import EncoderCache
+from trencadis.core.kv.block_pool import BlockHashChain, BlockPool
 from trencadis.core.kv.state_pool import StatePool
 from trencadis.core.media_spans import MediaSpan
-from trencadis.core.scheduling.adapter_slots import AdapterSlots
-from trencadis.core.scheduling.decision_log import log_admission, log_preemption
 from trencadis.core.scheduling.draft_scheduler import DraftScheduler
 from trencadis.core.scheduling.encoder_scheduler import (
+    EncoderCache,
     EncoderScheduler,
     VisionBuilder,
     bidirectional_spans,
@@ -34,11 +31,18 @@ from trencadis.core.scheduling.encoder_scheduler import (
 from trencadis.core.scheduling.fair_order import TotalOrder, media_order
 from trencadis.core.scheduling.image_packer import ImagePacker
 from trencadis.core.scheduling.persistent_batch import MicroBatches, can_persist
-from trencadis.core.scheduling.prefix_hits import cached_blocks, claim, count_spared_blocks, publish, publish_filled
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.scheduling.sequence import Filled, MediaStart, Sequence, SequenceStatus, check_holders
+from trencadis.core.scheduling.sequence_admission import (
+    AdapterSlots,
+    cached_blocks,
+    claim,
+    count_spared_blocks,
+    publish,
+    publish_filled,
+)
 from trencadis.core.scheduling.state_scheduler import StateScheduler
-from trencadis.core.scheduling.step_builder import InFlightStep, StepBuilder
+from trencadis.core.scheduling.step_builder import InFlightStep, StepBuilder, log_admission, log_preemption
 from trencadis.core.shapes.step_times import StepTimes
 from trencadis.core.step import Draw, Int32, Row, Step
 
@@ -366,19 +370,15 @@ class Scheduler:
     # Admission
 
     def _admit(self, builder: StepBuilder) -> None:
-        """Starts waiting sequences in order, each only if blocks for all its known tokens are free (to avoid
-        thrashing).
+        """Starts waiting sequences in order, each only if blocks for all its known tokens are free: no thrashing.
 
         A sequence that can compute only little before an image is encoded stays in the queue, and others overtake it.
         """
         size, at, self.held_back = self.limits.block_size, 0, 0
         self.adapters.begin_admission()
-        while (
-            at < len(self.waiting)
-            and builder.open
-            and self.admits
-            and self.micro_batches.can_admit(len(self.waiting) - at)
-        ):
+        while at < len(self.waiting) and builder.open and self.admits:
+            if not self.micro_batches.can_admit(len(self.waiting) - at):
+                break
             seq = self.waiting[at]
             if self.fair is not None and self.fair.keeps_rows_from(seq):
                 at = self.fair.find_other(self.waiting, at)

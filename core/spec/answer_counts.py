@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from trencadis.core.spec.draft_source import NO_DRAFT, DraftTokens
-from trencadis.core.spec.ngram_index import NgramIndex, hash_ids
+from trencadis.core.spec.draft_source import NO_DRAFT, DraftTokens, NgramIndex, hash_ids
 from trencadis.core.spec.spec_config import LONGEST, SHORTEST
 
 LIMIT = 64 << 20

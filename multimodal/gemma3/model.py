@@ -8,7 +8,7 @@ from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
 from trencadis.core.device.backend import Backend
 from trencadis.core.models.linear import Linear
-from trencadis.core.models.norm import LayerNorm, RMSNorm
+from trencadis.core.models.mlp import LayerNorm, RMSNorm
 from trencadis.multimodal.gemma3.family import Gemma3VisionConfig
 from trencadis.multimodal.gemma3.processor import read_settings
 from trencadis.multimodal.normalisation import IMAGENET_STANDARD, PixelNormalisation

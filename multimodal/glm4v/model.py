@@ -13,11 +13,10 @@ from torch import Tensor
 from trencadis.core.checkpoint.model_config import RMS, ModelConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
 from trencadis.core.device.backend import Backend, Ops, VisionTensors
+from trencadis.core.models.attention import vision_frequencies
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.linear import Linear, replicate_layers
-from trencadis.core.models.mlp import GatedMLP
-from trencadis.core.models.norm import LayerNorm, Norm, norm_of
-from trencadis.core.models.rotary_embedding import vision_frequencies
+from trencadis.core.models.mlp import GatedMLP, LayerNorm, Norm, norm_of
 from trencadis.core.step import Encode, VisionInputs
 from trencadis.multimodal.glm4v.config import CHANNELS, FRAMES, RULES, Glm4vVisionConfig, add_sampled_positions
 from trencadis.multimodal.normalisation import CLIP, PixelNormalisation

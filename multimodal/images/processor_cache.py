@@ -12,9 +12,28 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from threading import Lock
+from typing import Protocol
 
 from trencadis.core.errors import Conflict, TrencadisError
 from trencadis.multimodal.processor import PreparedImage
+
+
+class CacheCounters(Protocol):
+    """The counters of a cache of prepared media."""
+
+    @property
+    def hits(self) -> int: ...
+    @property
+    def queries(self) -> int: ...
+    @property
+    def evictions(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def max_bytes(self) -> int: ...
+    def clear(self) -> None:
+        """Empties the cache."""
+        ...
 
 
 class _Abandoned(Exception):

@@ -16,7 +16,7 @@ from trencadis.core.checkpoint.weight_source import WeightSource
 from trencadis.core.device.backend import Backend, Ops, Rotary, Segments, VisionTensors
 from trencadis.core.models.cross_attention import CrossAttentionDecoder
 from trencadis.core.models.linear import Linear, RowParallelLinear
-from trencadis.core.models.norm import Norm, norm_of
+from trencadis.core.models.mlp import Norm, norm_of
 from trencadis.core.shared_constants import SINK_ROW, WINDOW_SLOTS, align_up
 from trencadis.core.step import Encode, Int32, VisionInputs
 from trencadis.multimodal.mllama.config import MllamaVisionConfig, supported_aspect_ratios

@@ -13,10 +13,10 @@ from torch import Tensor
 from trencadis.core.checkpoint.model_config import RMS, ModelConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
 from trencadis.core.device.backend import Backend, Ops, VisionTensors
+from trencadis.core.models.attention import inverse_frequencies
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.linear import ColumnParallelLinear, ColumnPart, Linear, RowParallelLinear, replicate_layers
-from trencadis.core.models.norm import Norm, norm_of
-from trencadis.core.models.rotary_embedding import inverse_frequencies
+from trencadis.core.models.mlp import Norm, norm_of
 from trencadis.core.step import Encode, VisionInputs
 from trencadis.multimodal.normalisation import PixelNormalisation
 from trencadis.multimodal.patch_packing import pack_whole_images

@@ -15,10 +15,10 @@ from torch.nn import functional
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
 from trencadis.core.device.backend import Backend, Ops, Rotary, VisionTensors
+from trencadis.core.models.attention import vision_frequencies
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.linear import ColumnParallelLinear, ColumnPart, Linear, RowParallelLinear, replicate_layers
-from trencadis.core.models.norm import LayerNorm
-from trencadis.core.models.rotary_embedding import vision_frequencies
+from trencadis.core.models.mlp import LayerNorm
 from trencadis.core.shared_constants import align_up
 from trencadis.core.step import Encode, VisionInputs
 from trencadis.multimodal.normalisation import IMAGENET_STANDARD, PixelNormalisation

@@ -17,7 +17,7 @@ from trencadis.core.device.backend import Backend, Ops, Rotary, Segments, Vision
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.interface import Persistent
 from trencadis.core.models.linear import ColumnParallelLinear, ColumnPart, Linear, RowParallelLinear, replicate_layers
-from trencadis.core.models.norm import Norm, norm_of
+from trencadis.core.models.mlp import Norm, norm_of
 from trencadis.core.shared_constants import RESERVED_ROWS, SINK_ROW, WINDOW_SLOTS
 from trencadis.core.step import Encode, VisionInputs
 from trencadis.multimodal.normalisation import OFFSET, PLANE_WEIGHTS, PLANES, PixelNormalisation

@@ -11,8 +11,7 @@ from trencadis.core.checkpoint.model_config import LAYER, RMS
 from trencadis.core.checkpoint.weight_source import WeightSource
 from trencadis.core.device.backend import Backend, Rotary, Segments
 from trencadis.core.models.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear, check_heads, unit_span
-from trencadis.core.models.mlp import MLP, GatedMLP, PlainMLP
-from trencadis.core.models.norm import RMSNorm, norm_of
+from trencadis.core.models.mlp import MLP, GatedMLP, PlainMLP, RMSNorm, norm_of
 from trencadis.multimodal.normalisation import PixelNormalisation
 from trencadis.multimodal.vit.base_config import ViTConfig
 

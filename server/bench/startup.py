@@ -16,8 +16,8 @@ import numpy as np
 from trencadis.core.errors import StartupError
 from trencadis.core.flag_options import FlagValue
 from trencadis.core.json_types import JsonObject
-from trencadis.server.bench import offline_options
-from trencadis.server.bench.bench_flags import OneLineParser
+from trencadis.server.bench import offline_benchmarks
+from trencadis.server.bench.bench_command import OneLineParser
 
 ONCE = "trencadis.server.bench.startup_child"
 CACHES = ("TRENCADIS_CACHE", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
@@ -48,7 +48,7 @@ def main(words: Sequence[str]) -> int:
     Raises:
         StartupError: a flag is wrong, or the engine cannot start.
     """
-    args, options = offline_options.parse_engine_args(parser(), words)
+    args, options = offline_benchmarks.parse_engine_args(parser(), words)
     if min(args.num_iters_cold, args.num_iters_warm) < 1:
         raise StartupError("--num-iters-cold and --num-iters-warm must be at least 1.")
     cold = []
@@ -64,14 +64,14 @@ def main(words: Sequence[str]) -> int:
         print(f"\n{phase.upper()} STARTUP:")
         for name, (key, title) in REPORTED_TIMES.items():
             values = [run[key] for run in runs]
-            found = offline_options.compute_percentiles(values)
+            found = offline_benchmarks.compute_percentiles(values)
             print(f"Avg {title.lower()}: {np.mean(values):.2f} seconds")
             print(f"{title} percentiles:")
             print("\n".join(f"  {p}%: {value:.2f} seconds" for p, value in found.items()))
             made |= {f"avg_{phase}_{name}_time": float(np.mean(values)), f"{phase}_{name}_times": values}
             made[f"{phase}_{name}_percentiles"] = found
         made[f"{phase}_phases"] = [run["phases"] for run in runs]
-    offline_options.save(args.output_json, made)
+    offline_benchmarks.save(args.output_json, made)
     return 0
 
 

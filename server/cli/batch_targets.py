@@ -20,9 +20,9 @@ from urllib.parse import urlsplit
 import httpx
 
 from trencadis.core.errors import StartupError
+from trencadis.core.executor.spawn import EngineHandle
 from trencadis.core.process import heap_trimmer
 from trencadis.server.config.resolve_settings import Settings
-from trencadis.server.engine.spawn import EngineHandle
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

@@ -27,7 +27,7 @@ from trencadis.server.bench.accuracy_scores import (
     score_rows,
 )
 from trencadis.server.config import hub
-from trencadis.server.processes import signals
+from trencadis.server.processes import process_setup
 
 USAGE = """\
 usage: trencadis check-accuracy [MODEL] [--device NAME] [--items N] [--kinds K,...] [--sizes W,...] [--seed N]
@@ -80,7 +80,7 @@ def main(words: Sequence[str]) -> int:
         print(USAGE, end="")
         return 0
     asked = parse(words)
-    signals.raise_early_stop()
+    process_setup.raise_early_stop()
     torch_env.prepare_device_env(asked.device)
     torch_env.import_torch()
     baseline = load_run(Path(asked.baseline), asked.seed) if asked.baseline else None

@@ -15,7 +15,7 @@ from pathlib import Path
 from trencadis.core import devices
 from trencadis.core.errors import StartupError
 from trencadis.core.process import torch_env
-from trencadis.server.processes import signals
+from trencadis.server.processes import process_setup
 
 USAGE = """\
 usage: trencadis check-device [DEVICE] [--json]      what this machine would serve on; DEVICE as --device takes it
@@ -40,7 +40,7 @@ def main(words: Sequence[str], device: str = "") -> int:
         print(USAGE.format(names=", ".join(list_devices())), end="")
         return 0
     asked, as_json = parse(words, device)
-    signals.raise_early_stop()
+    process_setup.raise_early_stop()
     lines: list[Line] = []
 
     def tell(line: Line) -> None:

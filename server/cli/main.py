@@ -10,7 +10,7 @@ from importlib import import_module
 from trencadis import __version__
 from trencadis.core.errors import StartupError
 from trencadis.core.process.log_setup import flush_logs
-from trencadis.server.processes import signals
+from trencadis.server.processes import process_setup
 
 USAGE = """\
 usage: trencadis serve [MODEL] [--flag value ...]   an OpenAI-compatible server (--help says more)
@@ -34,20 +34,20 @@ usage: trencadis serve [MODEL] [--flag value ...]   an OpenAI-compatible server 
 
 MODULES = {
     "chat": "trencadis.server.cli.chat_command",
-    "complete": "trencadis.server.cli.complete",
+    "complete": "trencadis.server.cli.chat_command:complete_main",
     "run-batch": "trencadis.server.cli.run_batch",
     "bench": "trencadis.server.bench.bench_command",
     "plan": "trencadis.server.plan.plan_command",
     "quantize": "trencadis.server.cli.quantize",
-    "merge-lora": "trencadis.server.cli.merge_lora",
+    "merge-lora": "trencadis.server.cli.quantize:merge_lora_main",
     "check-backend": "trencadis.server.cli.check_backend",
-    "check-model": "trencadis.server.cli.check_model",
+    "check-model": "trencadis.server.cli.check_backend:check_model_main",
     "check-accuracy": "trencadis.server.cli.check_accuracy",
-    "key": "trencadis.server.cli.new_key",
+    "key": "trencadis.server.tenants.new_key",
     "models": "trencadis.server.cli.list_models",
     "collect-env": "trencadis.server.cli.collect_env",
 }
-"""Sub-commands and the modules whose ``main`` takes the words after them."""
+"""Sub-commands and the functions that take the words after them: ``main`` of a module, or ``module:function``."""
 COMMANDS = ("serve", *MODULES, "check-device", "devices", "version")
 CHECK = "check-"
 """Prefix of commands: ``check-NAME`` of a built-in device is ``check-device NAME``."""
@@ -60,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command == "serve":
         return serve_main(rest)
     if command in MODULES:
-        return _run_with_one_line_errors(lambda: int(import_module(MODULES[command]).main(rest)))
+        module, _, name = MODULES[command].partition(":")
+        return _run_with_one_line_errors(lambda: int(getattr(import_module(module), name or "main")(rest)))
     if command == "check-device" or command.removeprefix(CHECK) in _list_checkable_devices(command):
         from trencadis.server.cli.check_device import main as device_main
 
@@ -105,7 +106,7 @@ def _serve(words: Sequence[str]) -> int:
     if given.help is not None:
         print(helptext.make_help_text(given.help), end="")
         return 0
-    signals.raise_early_stop()
+    process_setup.raise_early_stop()
     from trencadis.server.cli.serve import serve
     from trencadis.server.config.resolve_settings import resolve_settings
 
@@ -127,7 +128,7 @@ def _run_with_one_line_errors(command: Callable[[], int]) -> int:
         flush_logs()  # the reason is the last line
         print(f"trencadis: {error}", file=sys.stderr)
         return 2
-    except (signals.EarlyStop, KeyboardInterrupt):
+    except (process_setup.EarlyStop, KeyboardInterrupt):
         return 0
     except BrokenPipeError:
         # The program that reads the output, such as ``head``, has closed the pipe.

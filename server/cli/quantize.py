@@ -1,4 +1,6 @@
-"""``trencadis quantize``: converts a 16-bit checkpoint to 8 or 4 bits."""
+"""``trencadis quantize`` converts a 16-bit checkpoint to 8 or 4 bits; ``trencadis merge-lora`` merges an adapter into
+one.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from trencadis.core.json_types import Json, JsonMapping
 from trencadis.core.process import torch_env
 from trencadis.core.request import SamplingParams
 from trencadis.server.config import hub
-from trencadis.server.processes import signals
+from trencadis.server.processes import process_setup
 from trencadis.server.prompts import text_service_builder
 from trencadis.server.prompts.prompt import Prompt
 from trencadis.server.prompts.text_service import TextService
@@ -54,7 +56,7 @@ def main(words: Sequence[str]) -> int:
     if len(names) != 2:
         raise StartupError("quantize needs a checkpoint and a new folder: trencadis quantize MODEL OUT --to int4.")
     to, group, longest = check_options(values)
-    signals.raise_early_stop()
+    process_setup.raise_early_stop()
     torch_env.import_torch()
     # Imported by name, because it imports torch.
     convert = import_module("trencadis.core.quant.writing.convert_checkpoint")
@@ -214,3 +216,34 @@ def _get_peak_memory() -> int:
 
 def _print_line(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+MERGE_USAGE = """\
+usage: trencadis merge-lora MODEL ADAPTER OUT
+
+Writes the checkpoint MODEL (a folder or hub id, 16- or 32-bit safetensors) to the new folder OUT, with the LoRA
+adapter ADAPTER (a folder or hub id with PEFT's adapter_config.json and adapter_model.safetensors) added to its weights:
+those of the decoder, of the vision tower and of the layers after it. The sums are computed in float32 and stored in the
+checkpoint's type. `trencadis serve OUT` serves it like any other checkpoint; --lora-modules serves several adapters
+beside one model without merging.
+"""
+
+
+def merge_lora_main(words: Sequence[str]) -> int:
+    """Runs the ``merge-lora`` command; returns the exit code."""
+    if any(word in ("-h", "--help") for word in words):
+        print(MERGE_USAGE, end="")
+        return 0
+    unknown = next((word for word in words if word.startswith("-")), None)
+    if unknown is not None:
+        raise StartupError(f"merge-lora does not know {unknown}; --help says what it takes.")
+    if len(words) != 3:
+        raise StartupError("merge-lora needs a checkpoint, an adapter and a new folder: merge-lora MODEL ADAPTER OUT.")
+    process_setup.raise_early_stop()
+    torch_env.import_torch()
+    merging = import_module("trencadis.core.quant.writing.merge_adapter")  # imports torch
+    model = hub.find_model_folder(EngineConfig(model=words[0]))
+    adapter = hub.find_adapter_folder(EngineConfig(), words[1])
+    count = merging.merge_adapter(model, adapter, Path(words[2]).expanduser())
+    print(f"{words[2]}: {count} matrices changed")
+    return 0

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from trencadis.core.errors import StartupError
+from trencadis.core.executor.spawn import EngineHandle
 from trencadis.core.process import log_setup
 from trencadis.server.cli import batch_lines, batch_targets, serve
 from trencadis.server.cli.batch_lines import ResultFile
 from trencadis.server.cli.batch_runner import BatchLimits, BatchProgress, BatchRunner, BatchTarget
-from trencadis.server.config import argv, hide_keys
-from trencadis.server.config.resolve_settings import Settings, format_startup_lines, resolve_settings
-from trencadis.server.engine.spawn import EngineHandle
-from trencadis.server.processes import logging_setup, signals
+from trencadis.server.config import argv
+from trencadis.server.config.resolve_settings import Settings, format_startup_lines, hide_keys, resolve_settings
+from trencadis.server.processes import process_setup
 from trencadis.server.processes.start_engines import start_engines
 
 log = logging.getLogger("trencadis.server")
@@ -82,13 +82,13 @@ def main(words: Sequence[str]) -> int:
     if given.help is not None:
         parser().print_help()
         return 0
-    signals.raise_early_stop()
+    process_setup.raise_early_stop()
     asked = resolve_settings(given, os.environ)
     settings = batch_targets.make_private_settings(asked)
-    logging_setup.set_up_logging(settings.engine, settings.server)
+    process_setup.set_up_logging(settings.engine, settings.server)
     if not settings.server.enable_log_requests:
         log.addFilter(_is_not_request_record)
-    for note in (*hide_keys.hide_keys(asked), *settings.notes):
+    for note in (*hide_keys(asked), *settings.notes):
         log.warning("%s", note)
     for line in format_startup_lines(settings):
         log.info("%s", line)
@@ -155,7 +155,7 @@ def _run_local(args: argparse.Namespace, settings: Settings, source: Path, out: 
                     return await _run(args, target, source, out, limits)
 
         return asyncio.run(work())
-    except (signals.EarlyStop, KeyboardInterrupt):
+    except (process_setup.EarlyStop, KeyboardInterrupt):
         log.error("stopped before the engine was ready")
         return 1
     finally:
@@ -191,7 +191,7 @@ async def _watch_signals() -> AsyncIterator[asyncio.Event]:
         stopped.set()
         task.cancel()
 
-    signals.handle_in_loop(asyncio.get_running_loop(), stop, stop)
+    process_setup.handle_in_loop(asyncio.get_running_loop(), stop, stop)
     yield stopped
 
 

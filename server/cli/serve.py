@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from trencadis.core.errors import StartupError
+from trencadis.core.executor.spawn import EngineHandle
 from trencadis.core.links.topology import topology
 from trencadis.core.process import function_trace, heap_trimmer
-from trencadis.server.config import hide_keys, resolve_settings
+from trencadis.server.config import resolve_settings
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.config.resolve_settings import Settings
-from trencadis.server.engine.spawn import EngineHandle
-from trencadis.server.http import listener, tls_reload
-from trencadis.server.processes import logging_setup, signals
+from trencadis.server.http import listener
+from trencadis.server.processes import process_setup
 from trencadis.server.processes.multi_api_server import run_multi_api_server
 from trencadis.server.processes.server_lifecycle import SingleProcessServer, find_app, list_routes
 from trencadis.server.processes.start_engines import StartedEngines, start_engines
@@ -45,9 +45,9 @@ def serve(settings: Settings) -> int:
         StartupError: one line for the terminal, exit code 2.
     """
     begun = time.monotonic()
-    logging_setup.set_up_logging(settings.engine, settings.server)
+    process_setup.set_up_logging(settings.engine, settings.server)
     function_trace.start_if_asked()
-    for note in (*hide_keys.hide_keys(settings), *settings.notes):
+    for note in (*resolve_settings.hide_keys(settings), *settings.notes):
         log.warning("%s", note)
     for line in resolve_settings.format_startup_lines(settings):
         log.info("%s", line)
@@ -62,13 +62,13 @@ def serve(settings: Settings) -> int:
         )
     listener.raise_file_limit()
     if settings.server.ssl_certfile:
-        tls_reload.Certificates(settings.server)  # a wrong certificate ends the start-up here, before anything slow
+        listener.Certificates(settings.server)  # a wrong certificate ends the start-up here, before anything slow
     with listener.open_listener(settings.server) as sock:
         if listener.is_reachable(sock) and not (settings.server.api_key or settings.server.api_key_file):
             log.warning("%s", NO_KEYS_WARNING)
         try:
             return _start(find_model(settings), sock, begun)
-        except (signals.EarlyStop, KeyboardInterrupt):
+        except (process_setup.EarlyStop, KeyboardInterrupt):
             return 0
         finally:
             if settings.server.uds:
@@ -154,7 +154,7 @@ def supervise(
 
 def end_engines(handles: Sequence[EngineHandle]) -> None:
     """Kills engines that still run, also after an interrupted start-up; the supervisor has ended restarted ones."""
-    signals.ignore_signals()
+    process_setup.ignore_signals()
     for handle in handles:
         if handle.process.poll() is None:
             handle.kill()

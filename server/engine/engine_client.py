@@ -1,15 +1,20 @@
-"""The engine's interface for the routes. ``engine.supervisor`` implements it over the engine's process."""
+"""The engine's interface for the routes, and the timing of a request that runs on it.
+
+``engine.supervisor`` implements the interface over the engine's process.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from trencadis.core.process.engine_messages import EngineInfo, EngineStats, GraphPlan, Phase
-from trencadis.core.request import Delta, Request
+from trencadis.core.request import Delta, Request, RequestStats
 
 Pixels = npt.NDArray[np.uint8]
 """uint8 [patches, PATCH_VALUES] of one image."""
@@ -127,3 +132,93 @@ def get_replicas(engine: EngineClient) -> Sequence[EngineClient]:
     """Returns the engines of a client: those of a fleet, else the client itself."""
     found: Sequence[EngineClient] = getattr(engine, "engines", ())
     return found or [engine]
+
+
+class ChoiceStats(Protocol):
+    """Protocol of a choice's stream: what it knows of the engine's work."""
+
+    stats: RequestStats | None
+    """The engine's statistics; None before the choice has ended."""
+
+    cached_tokens: int
+    """Prompt tokens that came from the prefix cache."""
+
+    count: int
+    """Number of tokens so far."""
+
+
+@dataclass(slots=True)
+class TokenTimes:
+    """Arrival times of the first and the last token of a choice, and the number of its tokens."""
+
+    first: float
+    last: float
+    count: int
+
+
+@dataclass(slots=True)
+class RequestTiming:
+    """Times (``time.monotonic``) and counts of one request, for metrics and its closing log line.
+
+    ``engine`` is the index of the engine that it ran on, ``fair_queue_seconds`` how long it waited in the fair queue
+    before ``start``.
+    """
+
+    id: str
+    start: float
+    prompt_tokens: int
+    image_tokens: int
+    max_tokens: int
+    n: int
+    first: float | None = None
+    end: float | None = None
+    generated: int = 0
+    gaps: list[float] = field(default_factory=list)
+    choices: dict[int, TokenTimes] = field(default_factory=dict)
+    finish: list[str] = field(default_factory=list)
+    streams: Sequence[ChoiceStats] = field(default_factory=list)
+    media: int = 0
+    prepared: int = 0
+    media_seconds: dict[str, float] = field(default_factory=dict)
+    media_begun: float = 0.0
+    media_ended: float = 0.0
+    engine: int = 0
+    fair_queue_seconds: float = 0.0
+
+    def add_tokens(self, choice: int, count: int) -> None:
+        """Records that ``count`` tokens of ``choice`` have arrived now; gaps are counted within a choice."""
+        if not count:
+            return
+        now = time.monotonic()
+        self.generated += count
+        arrivals = self.choices.get(choice)
+        if arrivals is None:
+            self.first = self.first or now
+            self.choices[choice] = TokenTimes(now, now, count)
+            return
+        gap = now - arrivals.last
+        arrivals.last = now
+        arrivals.count += count
+        if count == 1:
+            self.gaps.append(gap)
+        else:
+            self.gaps.extend([gap / count] * count)
+
+    @property
+    def stats(self) -> list[RequestStats]:
+        """The engine's statistics of each choice that it has ended."""
+        return [stream.stats for stream in self.streams if stream.stats is not None]
+
+    @property
+    def slowest(self) -> RequestStats | None:
+        """The statistics of the choice that took longest; None before any has ended."""
+        return max(self.stats, key=lambda s: s.queue + s.prefill + s.decode, default=None)
+
+    @property
+    def cached(self) -> int:
+        """Prompt tokens that came from the prefix cache."""
+        return max((stream.cached_tokens for stream in self.streams), default=0)
+
+    def seconds_per_token(self) -> list[float]:
+        """Returns the mean seconds per token after the first, of each choice that has more than one."""
+        return [(a.last - a.first) / (a.count - 1) for a in self.choices.values() if a.count > 1]

@@ -14,7 +14,7 @@ from trencadis.core.errors import Unavailable
 from trencadis.core.process import engine_messages
 from trencadis.core.request import Delta, Request
 from trencadis.server.engine.engine_client import DeltaCallback, Pixels
-from trencadis.server.engine.engine_link import STOPPED, EngineHandle, EngineLink
+from trencadis.server.engine.request_link import STOPPED, EngineHandle, EngineLink
 from trencadis.server.engine.sleep_state import SleepState
 
 log = logging.getLogger("trencadis.server")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -18,64 +17,43 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from trencadis import __version__
-from trencadis.core.checkpoint.pooling_config import CLASSIFY, EMBED
-from trencadis.core.cpu_affinity import available_cpus
+from trencadis.core.checkpoint.pooling_config import CLASSIFY, EMBED, Pooling
 from trencadis.core.errors import BadRequest, TrencadisError, from_status
 from trencadis.core.json_types import Json
-from trencadis.multimodal.decode_workers.worker_pool import MAX_WORKERS
-from trencadis.server.engine.engine_client import EngineClient
-from trencadis.server.grammars.grammar_cache import GrammarCache
 from trencadis.server.http.fair_admission import FairAdmissionMiddleware
-from trencadis.server.http.host_rules import HostRules
-from trencadis.server.http.openapi import make_openapi
 from trencadis.server.http.request_middleware import RequestMiddleware, describe_missing_path, make_error_response
-from trencadis.server.metrics.http_metrics import TenantCollector, TraceCollector
-from trencadis.server.metrics.process_metrics import LogCollector, ProcessesCollector
-from trencadis.server.metrics.prometheus import PrometheusMetrics, ThroughputLog, make_preemption_warning
-from trencadis.server.metrics.sleep_metrics import SleepCollector
-from trencadis.server.metrics.tracing import TraceQueue
-from trencadis.server.prompts.answer_reader import AnswerParsers
-from trencadis.server.prompts.multimodal_inputs import CacheCounters, ImageSource
-from trencadis.server.prompts.template_workers import TemplateWorkers
-from trencadis.server.prompts.text_service import TextService
+from trencadis.server.metrics.prometheus import ThroughputLog, make_preemption_warning
 from trencadis.server.routes import (
     dev_mode,
     health_and_metrics,
     page_routes,
-    serving_adapters,
     serving_chat,
     serving_completion,
-    serving_embedding,
-    serving_messages,
     serving_models,
     serving_pooling,
-    serving_responses,
+    serving_responses_messages,
     serving_score,
     serving_tokenization,
 )
 from trencadis.server.routes.app_state import AppState
-from trencadis.server.routes.auth import Keys
-from trencadis.server.routes.http_settings import HttpSettings
-from trencadis.server.routes.serving_adapters import make_adapters
+from trencadis.server.routes.auth import HostRules, Keys
+from trencadis.server.routes.openapi import make_openapi
+from trencadis.server.routes.serving_base import ServingState
 from trencadis.server.routes.serving_pooling import make_router
-from trencadis.server.routes.wrong_task import make_wrong_task_router
-from trencadis.server.tenants.admission import Admission
-from trencadis.server.tenants.answer_budget import AnswerBudget
-from trencadis.server.tenants.fair_queue import TenantFairQueue
-from trencadis.server.tenants.rate_limits import TenantAccount
-from trencadis.server.tenants.tenant_registry import TenantRegistry
 
+WRONG_TASK = "elsewhere"
+"""Name of the routes of the other task, by which they are left out of the list of a server's routes."""
 log = logging.getLogger("trencadis.server")
 GENERATING = (
     serving_chat.router,
     serving_chat.make_chat_batch_router,
     serving_completion.router,
-    serving_responses.router,
-    serving_messages.router,
+    serving_responses_messages.make_responses_router,
+    serving_responses_messages.make_messages_router,
 )
 POOLING = (
-    serving_embedding.router,
-    serving_embedding.make_cohere_embed_router,
+    serving_pooling.make_embedding_router,
+    serving_pooling.make_cohere_embed_router,
     serving_pooling.router,
     serving_pooling.make_classify_router,
     serving_score.router,
@@ -92,39 +70,9 @@ class MethodNotAllowed(TrencadisError):
     type = "MethodNotAllowedError"
 
 
-def create_app(
-    settings: HttpSettings, engine: EngineClient, service: TextService, image_source: ImageSource | None = None
-) -> FastAPI:
-    """Builds the application; ``app.state.trencadis`` is its AppState. The engine may still be loading.
-
-    ``image_source`` is used if ``service`` has no source of images.
-
-    Raises:
-        StartupError: a flag names an unknown parser, or a key file that cannot be used.
-    """
-    _complete_service(service, engine, image_source)
-    config, shared = settings.config, settings.shared
-    admission = Admission(settings.bounds) if shared is None else shared.make_admission(settings.bounds)
-
-    def processor_cache() -> CacheCounters | None:
-        return service.images.cache if service.images is not None else None
-
-    tenants, fair_queue = _make_tenants(settings)
-    metrics = PrometheusMetrics(
-        settings.name, service.max_model_len, engine, admission, processor_cache, settings.engine,
-        config.show_hidden_metrics or bool(config.show_hidden_metrics_for_version),
-        lambda: 0 if fair_queue is None else fair_queue.waiting, shared is not None,
-    )  # fmt: skip
-    _register_collectors(metrics, settings, engine, tenants)
-    template = None if service.template is None else service.template.text
-    forms = AnswerParsers.choose(config.tool_call_parser, config.reasoning_parser, template)
-    forms.claim(service.tokenizer)
-    grammars = GrammarCache(service.tokenizer, service.config.text.vocab, service.eos)
-    state = AppState(
-        settings, engine, service, admission, metrics, int(time.time()), grammars, forms, tenants,
-        _make_traces(config.otlp_traces_endpoint, metrics), fair_queue, AnswerBudget(config.max_answer_bytes),
-        make_adapters(settings, service),
-    )  # fmt: skip
+def create_app(state: ServingState) -> FastAPI:
+    """Builds the application over ``state``, which is its ``app.state.trencadis``."""
+    config = state.settings.config
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -153,56 +101,7 @@ def create_app(
     return app
 
 
-def _complete_service(service: TextService, engine: EngineClient, images: ImageSource | None) -> None:
-    """Sets the source of images of ``service`` if it has none, and the length limit of an engine that is already up."""
-    service.template_workers = TemplateWorkers()
-    service.images = service.images or images
-    if engine.info is not None:
-        service.max_model_len = engine.info.max_model_len
-
-
-def _register_collectors(
-    metrics: PrometheusMetrics, settings: HttpSettings, engine: EngineClient, tenants: TenantRegistry | None
-) -> None:
-    """Registers metrics besides the engine's: of tenants; of processes and of sleep, unless a front process reports
-    them.
-    """
-    metrics.registry.register(LogCollector())
-    if tenants is not None:
-        metrics.registry.register(TenantCollector(tenants))
-    if settings.shared is not None:
-        return
-    metrics.registry.register(ProcessesCollector())
-    if settings.config.enable_sleep_mode or settings.config.sleep_after:
-        SleepCollector(metrics.registry, engine)
-
-
-def _make_traces(endpoint: str, metrics: PrometheusMetrics) -> TraceQueue | None:
-    """Makes the queue that sends traces to ``endpoint``, and registers its metrics; None without an endpoint."""
-    if not endpoint:
-        return None
-    made = TraceQueue.for_endpoint(endpoint)
-    metrics.registry.register(TraceCollector(made))
-    return made
-
-
-def _make_tenants(settings: HttpSettings) -> tuple[TenantRegistry | None, TenantFairQueue | None]:
-    """Reads the tenants of the key file, and makes their fair queue if the scheduling policy is ``fair``."""
-    if not settings.config.api_key_file:
-        return None, None
-    shared, count = settings.shared, 1 if settings.shared is None else settings.shared.count
-    tenants = TenantRegistry(
-        Path(settings.config.api_key_file), account=TenantAccount if shared is None else shared.make_account
-    )
-    if settings.engine.scheduling_policy != "fair":
-        return tenants, None
-    # Each of several processes gets an equal part of the rows and of the workers.
-    return tenants, TenantFairQueue.for_engines(
-        -(-settings.max_running // count), max(min(MAX_WORKERS, available_cpus()) // count, 1)
-    )
-
-
-def _include_routes(app: FastAPI, state: AppState) -> None:
+def _include_routes(app: FastAPI, state: ServingState) -> None:
     """Adds the routes of a generating or of a pooling server, and the web page; paths of the other kind answer with
     the flag that enables them.
     """
@@ -215,7 +114,7 @@ def _include_routes(app: FastAPI, state: AppState) -> None:
         health_and_metrics.router,
         health_and_metrics.make_bucket_router,
         serving_models.make_load_router,
-        serving_adapters.router,
+        serving_models.make_adapters_router,
         dev_mode.make_sleep_router,
         dev_mode.router,
     )
@@ -315,3 +214,26 @@ async def _log_stats(state: AppState) -> None:
         line = writer.format_line(state.engine.stats, device, state.engine.restarts, state.fair_queued)
         if line is not None:
             log.info("%s", line)
+
+
+def make_wrong_task_router(routers: Iterable[APIRouter], pooling: Pooling | None) -> APIRouter:
+    """Makes a router with the paths of ``routers``, each answered with 400.
+
+    Args:
+        pooling: the pooling settings of this server; None: it generates.
+    """
+    made = APIRouter()
+    line = "this server's task is generate; --runner pooling"
+    if pooling is not None:
+        line = f"this server's task is {pooling.tasks[0]}; --runner generate"
+
+    async def refuse(http: Request) -> Response:
+        raise BadRequest(f"{http.url.path[:100]}: {line} serves it.")
+
+    for one in routers:
+        for route in one.routes:
+            if isinstance(route, APIRoute):
+                made.add_api_route(
+                    route.path, refuse, methods=sorted(route.methods or ()), include_in_schema=False, name=WRONG_TASK
+                )
+    return made

@@ -17,7 +17,7 @@ from trencadis.server.metrics.request_record import RequestRecord
 from trencadis.server.routes.sse import ClientGone
 from trencadis.server.tenants.admission import Admission, BodyCharge
 from trencadis.server.tenants.fair_queue import FairQueueEntry, FairQueueStage, TenantFairQueue
-from trencadis.server.tenants.rate_limits import CURRENT
+from trencadis.server.tenants.tenant_registry import CURRENT
 
 SMALL_BODY = 1 << 16
 """Body size in bytes from which preparing the body takes as long as the rest of a request's preparation."""

@@ -31,15 +31,13 @@ from trencadis.core.errors import (
     TrencadisError,
     Unavailable,
 )
-from trencadis.server.http.host_rules import HostRules
-from trencadis.server.metrics.request_log_lines import log_access
-from trencadis.server.metrics.request_record import CLIENT_CLOSED, RECORD, RequestRecord
+from trencadis.server.metrics.request_record import CLIENT_CLOSED, RECORD, RequestRecord, log_access
 from trencadis.server.protocol.base_request import ErrorResponse
-from trencadis.server.routes import anthropic_output, http_settings
-from trencadis.server.routes.auth import UNSAFE, Keys
+from trencadis.server.routes import anthropic_conversion, app_state
+from trencadis.server.routes.auth import UNSAFE, HostRules, Keys
 from trencadis.server.routes.sse import ClientGone
 from trencadis.server.tenants.admission import BodyBudget, BodyCharge
-from trencadis.server.tenants.rate_limits import CURRENT
+from trencadis.server.tenants.tenant_registry import CURRENT
 
 RUNTIME_REASON = "adapters change at run time only with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
 WHY = {
@@ -201,13 +199,13 @@ class RequestMiddleware:
                 log_access(record, scope.get("http_version", ""))
                 sent = MutableHeaders(scope=message)
                 sent["x-request-id"] = shown
-                if anthropic_output.is_anthropic_path(get_path(scope)):
+                if app_state.is_anthropic_path(get_path(scope)):
                     sent["request-id"] = shown
                 account = CURRENT.get()
                 if account is not None:
                     sent.update(dict(account.make_headers()))
-                if record.runs_model and http_settings.ASKED in headers:
-                    sent.update(self._load(headers[http_settings.ASKED]))
+                if record.runs_model and app_state.LOAD_FORMAT_HEADER in headers:
+                    sent.update(self._load(headers[app_state.LOAD_FORMAT_HEADER]))
             else:
                 record.sent += len(message.get("body", b""))
             await send(message)
@@ -389,7 +387,7 @@ def make_error_response(error: TrencadisError, scope: Scope, headers: Mapping[st
     if record is not None:
         record.error = error.type
     status, body = error.status, ErrorResponse.from_error(error).model_dump_json()
-    if anthropic_output.is_anthropic_path(get_path(scope)):
-        status = anthropic_output.get_status(error)
-        body = anthropic_output.make_error(error, scope.get("trencadis.request_id.shown")).model_dump_json()
+    if app_state.is_anthropic_path(get_path(scope)):
+        status = anthropic_conversion.get_status(error)
+        body = anthropic_conversion.make_error(error, scope.get("trencadis.request_id.shown")).model_dump_json()
     return Response(body, status, out, media_type="application/json")

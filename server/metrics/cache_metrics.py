@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.process.engine_messages import EngineInfo, EngineStats
-from trencadis.server.prompts.multimodal_inputs import CacheCounters
+from trencadis.multimodal.images.processor_cache import CacheCounters
 
 LABELS = ("model_name", "engine", "cache")
 TEXTS = {

@@ -25,7 +25,8 @@ from prometheus_client.registry import Collector
 from trencadis.core.config import EngineConfig
 from trencadis.core.engine_stats import EngineInfo
 from trencadis.core.process.engine_messages import EngineStats
-from trencadis.server.engine.engine_client import EngineClient, get_replicas
+from trencadis.multimodal.images.processor_cache import CacheCounters
+from trencadis.server.engine.engine_client import EngineClient, RequestTiming, get_replicas
 from trencadis.server.metrics.bucket_metrics import BucketMetrics, make_graph_families
 from trencadis.server.metrics.cache_metrics import (
     MergedCollector,
@@ -34,13 +35,13 @@ from trencadis.server.metrics.cache_metrics import (
     make_adapter_families,
     make_cache_families,
 )
-from trencadis.server.metrics.deprecated_metrics import DeprecatedCollector
-from trencadis.server.metrics.http_metrics import HttpMetrics
-from trencadis.server.metrics.sleep_metrics import make_sleep_state
-from trencadis.server.metrics.speculation_metrics import format_acceptance, make_speculation_families
-from trencadis.server.metrics.stage_metrics import StageMetrics
-from trencadis.server.prompts.generation import RequestTiming
-from trencadis.server.prompts.multimodal_inputs import CacheCounters
+from trencadis.server.metrics.collectors import DeprecatedCollector, make_sleep_state
+from trencadis.server.metrics.request_record import (
+    HttpMetrics,
+    StageMetrics,
+    format_acceptance,
+    make_speculation_families,
+)
 from trencadis.server.tenants.admission import Admission
 
 ABSENT = {

@@ -25,11 +25,11 @@ from trencadis.core.shapes import bucket_options as bucket_env
 from trencadis.core.shapes.bucket_profile import read_profile, write_profile
 from trencadis.core.shapes.pipeline_partition import split_model
 from trencadis.multimodal.processor import PROCESSOR_FILES
-from trencadis.server.config import argv, hide_keys, hub, value_parsers
-from trencadis.server.config.resolve_settings import resolve_settings
+from trencadis.server.config import argv, hub, value_parsers
+from trencadis.server.config.resolve_settings import hide_keys, resolve_settings
 from trencadis.server.plan import plan_report as plan_report
 from trencadis.server.plan.plan_report import make_pipeline_report
-from trencadis.server.plan.traffic_replay import StepNeeds
+from trencadis.server.plan.traffic_trace import StepNeeds
 
 USAGE = """\
 usage: trencadis plan [MODEL] --memory 96GiB [--device hpu|cuda|cpu] [--flag value ...]
@@ -83,7 +83,7 @@ def main(words: Sequence[str]) -> int:
     own, rest = _parse_options(words)
     begun = time.perf_counter()
     settings = resolve_settings(argv.parse(rest), os.environ)
-    settings.notes.extend(hide_keys.hide_keys(settings))
+    settings.notes.extend(hide_keys(settings))
     config = settings.engine
     path = _find_model_folder(config)
     model = load_model_config(replace(config, model=str(path)))

@@ -18,7 +18,7 @@ from trencadis.core.host_memory import gib
 from trencadis.core.json_types import JsonObject
 from trencadis.core.launches.stage_transfer import transferred_rows
 from trencadis.core.memory.ledger import POOLS
-from trencadis.server.plan.traffic_replay import Sizes
+from trencadis.server.plan.traffic_trace import Sizes
 
 NAMED_SIZES = (
     (224, 224), (336, 336), (448, 448), (512, 512), (640, 480), (800, 600), (1024, 768), (1280, 720), (1344, 1008),

@@ -1,6 +1,8 @@
-"""``trencadis plan --trace``: compares the plan with others on the same traffic.
+"""``trencadis plan --trace``: compares the plan with others on the same traffic. Pure Python.
 
-Measures the padded and real work of plans on the same steps. Pure Python.
+Traffic becomes the needs of scheduler steps, which are the same for all compared plans: the clock does not depend on
+the plan, a step takes a fixed time plus a time per real token. The other plans are powers of two on every axis, and the
+exponential plan of vLLM on Gaudi. The padded and real work of all is measured on the same steps.
 """
 
 from __future__ import annotations
@@ -8,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from trencadis.core.buckets import Bucket, Plan, Stage, padded_tokens
+from trencadis.core.buckets import SMALLEST, Bucket, Plan, Stage, padded_tokens
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.registry import image_sizes
 from trencadis.core.engine.dry_run import StartupPlan
@@ -21,11 +25,199 @@ from trencadis.core.json_types import JsonMapping, JsonObject
 from trencadis.core.scheduling.image_packer import ImagePacker
 from trencadis.core.shapes.launch_costs import Costs, work_of
 from trencadis.core.shapes.learned_plan import TooFewGraphs, learn_plan
-from trencadis.core.shapes.rectangular_launches import split_rows
+from trencadis.core.shapes.rectangular_launches import RowNeed, split_rows
+from trencadis.core.shapes.shape_limits import ShapeLimits, cells
 from trencadis.core.shapes.shape_needs import NeedHistogram, count_step, list_needs
 from trencadis.multimodal.processor import ImageGeometry
-from trencadis.server.plan.baseline_plans import make_exponential_plan, make_powers_plan
-from trencadis.server.plan.traffic_replay import Sizes, StepNeeds, Traffic, replay_steps
+
+Sizes = Callable[[int, int], ImageGeometry]
+"""Returns the geometry of an image of a height and a width."""
+
+STEP_SECONDS = 0.02
+TOKEN_SECONDS = 5e-5
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One request: arrival in seconds, tokens of prompt and answer, cached prompt tokens, slots of its images."""
+
+    arrival: float
+    prompt: int
+    output: int
+    cached: int = 0
+    images: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepNeeds:
+    """Rows and images of one step."""
+
+    rows: tuple[RowNeed, ...]
+    images: tuple[int, ...] = ()
+
+
+@dataclass
+class _Running:
+    due: int
+    context: int
+    left: int
+    images: deque[int] = field(default_factory=deque)
+
+
+def replay_steps(traffic: Iterable[Traffic], limits: ShapeLimits) -> Iterator[StepNeeds]:
+    """Simulates continuous batching: decoding rows first, then prompts in order of arrival, cut to the token budget."""
+    coming = deque(sorted(traffic, key=lambda t: t.arrival))
+    running: list[_Running] = []
+    now = 0.0
+    while coming or running:
+        if not running and coming[0].arrival > now:
+            now = coming[0].arrival
+        while coming and coming[0].arrival <= now and len(running) < limits.max_rows:
+            running.append(_enter(coming.popleft(), limits))
+        rows, images = _run_step(running, limits)
+        yield StepNeeds(tuple(rows), tuple(images))
+        now += STEP_SECONDS + TOKEN_SECONDS * sum(n.tokens for n in rows)
+        running = [r for r in running if r.left > 0]
+
+
+def _enter(t: Traffic, limits: ShapeLimits) -> _Running:
+    prompt = min(t.prompt, limits.max_model_len - 1)
+    cached = min(t.cached, prompt - 1) // limits.block_size * limits.block_size
+    output = max(min(t.output, limits.max_model_len - prompt), 1)
+    return _Running(prompt - cached, cached, output, deque(t.images))
+
+
+def _run_step(running: list[_Running], limits: ShapeLimits) -> tuple[list[RowNeed], list[int]]:
+    """Returns one step's rows and images; advances the requests."""
+    rows: list[RowNeed] = []
+    images: list[int] = []
+    budget, slots = limits.max_tokens, limits.encoder_slots
+    order = sorted(range(len(running)), key=lambda i: (running[i].due > 1, i))
+    for i in order:
+        r = running[i]
+        while r.images and (not images or r.images[0] <= slots):
+            slots -= r.images[0]
+            images.append(r.images.popleft())
+        count = min(r.due, budget)
+        if r.images or count < 1:
+            continue
+        rows.append(RowNeed(len(rows), r.context, count))
+        budget -= count
+        r.context += count
+        r.due -= count
+        if not r.due:
+            r.left -= 1
+            r.due = 1
+    return rows, images
+
+
+REFERENCE_VISION = (1600, 3136, 4096, 6400, 7744, 9216, 12544)
+
+
+def list_powers(first: int, last: int) -> list[int]:
+    """Returns ``first``, twice that and so on until ``last`` is covered."""
+    sizes = [first]
+    while sizes[-1] < last:
+        sizes.append(2 * sizes[-1])
+    return sizes
+
+
+def make_powers_plan(plan: Plan, limits: ShapeLimits) -> Plan:
+    """Returns a plan of powers of two on every axis, with every bucket in which a need can occur, independent of the
+    device.
+    """
+    rows = list_powers(1, limits.max_rows)
+    tokens = list_powers(64, limits.chunk)
+    context = list_powers(1, limits.context_blocks)
+    corner = (SMALLEST, SMALLEST)
+    found = [Bucket(Stage.FRESH, d) for d in cells((rows, tokens), corner, lambda n: limits.fresh(*n))]
+    found += [Bucket(Stage.CONTEXT, d) for d in cells((tokens, context), corner, lambda n: limits.context(*n))]
+    most = max(limits.row_blocks, plan.policy.decode_blocks)
+    for r in rows:
+        found += [Bucket(Stage.DECODE, (r, k)) for k in list_powers(r, min(r * limits.row_blocks, most))]
+    found += [Bucket(Stage.VISION, (s,)) for s in list_powers(64, limits.launch_slots)] if limits.image_slots else []
+    return Plan(plan.policy, 1, (*found, *_list_head_buckets(rows)), plan.block_size)
+
+
+def _list_head_buckets(rows: list[int]) -> Iterator[Bucket]:
+    for r in rows:
+        yield Bucket(Stage.SAMPLE, (r,), "greedy")
+        yield Bucket(Stage.SAMPLE, (r,), "full")
+        yield Bucket(Stage.RESET, (r,))
+
+
+def make_exponential_plan(plan: Plan, limits: ShapeLimits, kv_blocks: int) -> tuple[Plan, int]:
+    """Returns the exponential plan of the Gaudi extension with prefix caching, and its number of graphs.
+
+    Prompts are (rows, tokens, context blocks of each row). Buckets of several rows with a context count as graphs, but
+    this engine never uses them. The extension has no graphs for sampling.
+    """
+    b, length = limits.block_size, limits.max_model_len
+    rows = _make_exponential_range(1, 2, limits.max_rows, _count_steps(limits.max_rows))
+    tokens = _make_prompt_lengths(b, length, _count_steps(length))
+    prompts = {
+        (r, t, k)
+        for r in rows
+        for t in tokens
+        for k in _make_context_blocks((length - t) // b)
+        if t <= length and r * (t + k * b) <= limits.max_tokens
+    }
+    blocks = _make_exponential_range(b, b, kv_blocks, _count_steps(kv_blocks))
+    found = [Bucket(Stage.FRESH, (r, t)) for r, t, k in prompts if not k]
+    most = plan.policy.context_tokens
+    found += [Bucket(Stage.CONTEXT, (t, k)) for r, t, k in prompts if k and r == 1 and t <= most]
+    found += [Bucket(Stage.DECODE, (r, k)) for r in rows for k in blocks]
+    vision = [Bucket(Stage.VISION, (s,)) for s in REFERENCE_VISION] if limits.image_slots else []
+    graphs = len(prompts) + len(rows) * len(blocks) + len(vision)
+    return Plan(
+        plan.policy, 1, (*sorted(found), *vision, *_list_head_buckets(list_powers(1, limits.max_rows))), b
+    ), graphs
+
+
+def _count_steps(size: int) -> int:
+    return math.ceil(math.log2(size)) + 1 if size > 1 else 1
+
+
+def _make_exponential_range(first: int, step: int, last: int, count: int) -> list[int]:
+    """Returns ``count`` geometric values, rounded up to ``step``; a duplicate becomes the nearest free value."""
+    if count == 1:
+        return [last]
+    grid, found = range(first, last + 1, step), set[int]()
+    for i in range(count):
+        value = first * (last / first) ** (i / (count - 1))
+        size = math.ceil(value / step - 1e-9) * step
+        if size in found:
+            free = [g for g in grid if g not in found]
+            if not free:
+                break
+            size = min(free, key=lambda g, value=value: abs(g - value))  # type: ignore[misc]
+        found.add(size)
+    return sorted(found)
+
+
+def _make_prompt_lengths(block: int, length: int, count: int) -> list[int]:
+    """Returns prompt lengths: geometric; from a context of 8192 on, the upper half is linear."""
+    if length < 8192:
+        return _make_exponential_range(block, block, length, count)
+    geometric, start = count // 2, length / count
+    found = set[int]()
+    for i in range(geometric):
+        value = block * (start / block) ** (i / (geometric - 1))
+        size = math.ceil(value / block) * block
+        if size in found:
+            size = min((g for g in range(block, length + 1, block) if g not in found), key=lambda g: abs(g - value))
+        found.add(size)
+    for j in range(1, count - geometric + 1):
+        found.add(math.ceil((start + j * (length - start) / (count - geometric)) / block) * block)
+    return sorted(found)
+
+
+def _make_context_blocks(most: int) -> set[int]:
+    """Returns context blocks: 0 and geometric values up to ``most``."""
+    if most <= 0:
+        return {0}
+    count = math.ceil(math.log2(most)) + 1
+    return {0} | {math.ceil(most ** (i / count)) for i in range(1, count + 1)}
 
 
 @dataclass

@@ -19,12 +19,11 @@ from trencadis.server.config.resolve_settings import Settings
 from trencadis.server.engine.engine_client import EngineClient, get_replicas
 from trencadis.server.engine.supervisor import Supervisor
 from trencadis.server.processes import ipc_messages
-from trencadis.server.processes.api_process import ApiProcess
-from trencadis.server.processes.channel import Channel
+from trencadis.server.processes.api_process import ApiProcess, RequestRelay
 from trencadis.server.processes.fleet import Fleet
-from trencadis.server.processes.request_relay import RequestRelay
+from trencadis.server.processes.ipc_messages import Channel
+from trencadis.server.tenants.shared_limits import SharedTable
 from trencadis.server.tenants.shared_process_state import FAIR_QUEUED
-from trencadis.server.tenants.shared_table import SharedTable
 
 if TYPE_CHECKING:
     from trencadis.server.processes.aggregated_metrics import AggregatedMetrics

@@ -19,7 +19,7 @@ from trencadis.core.json_types import JsonObject
 from trencadis.core.process import child_process, engine_messages, function_trace, heap_trimmer
 from trencadis.server.config.resolve_settings import Settings
 from trencadis.server.http import listener
-from trencadis.server.processes import ipc_messages, logging_setup
+from trencadis.server.processes import ipc_messages, process_setup
 from trencadis.server.processes.remote_engine import FrontLink, make_engine_client
 from trencadis.server.processes.server_lifecycle import (
     FLUSH_SECONDS,
@@ -28,12 +28,12 @@ from trencadis.server.processes.server_lifecycle import (
     get_reload_calls,
     list_routes,
 )
-from trencadis.server.tenants.shared_table import SharedTable
+from trencadis.server.tenants.shared_limits import SharedTable
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from trencadis.server.routes.app_state import AppState
+    from trencadis.server.routes.serving_base import ServingState
 
 log = logging.getLogger("trencadis.server")
 
@@ -71,7 +71,7 @@ def main(sock: socket.socket) -> int:
     except (FrontGone, OSError):
         return 1
     settings = _log_stats_once(order.settings, order.index)
-    logging_setup.set_up_logging(settings.engine, settings.server)
+    process_setup.set_up_logging(settings.engine, settings.server)
     function_trace.start_if_asked()
     link = FrontLink(sock, order.replicas, SharedTable(order.table, order.count, order.index))
     try:
@@ -108,7 +108,7 @@ class _ApiServer:
         from trencadis.server.http.uvicorn_server import make_server
 
         self.link = link
-        self.state: AppState | None = getattr(app.state, "trencadis", None)
+        self.state: ServingState | None = getattr(app.state, "trencadis", None)
         self.sock = listener.adopt_listener(settings.server, order.listener)
         self.sock.count_elsewhere = link.shared.update_connections
         self.web = make_server(settings.server, app, FLUSH_SECONDS, order.count)
@@ -152,7 +152,7 @@ class _ApiServer:
     async def _answer_metrics(self, given: JsonObject) -> bytes:
         if self.state is None:
             return b"\x90"  # an empty list of families in msgpack
-        from trencadis.server.metrics.aggregate import pack_registry
+        from trencadis.server.processes.aggregated_metrics import pack_registry
 
         return pack_registry(self.state.metrics.registry)
 

@@ -12,8 +12,8 @@ from trencadis.server.http.app import create_app
 from trencadis.server.processes.fleet import Fleet
 from trencadis.server.processes.remote_engine import RemoteEngines, RemoteFleet, RemoteReplica
 from trencadis.server.prompts.text_service_builder import MediaRules, make_text_service
-from trencadis.server.routes.app_state import AppState
-from trencadis.server.routes.http_settings import HttpSettings
+from trencadis.server.routes.app_state import HttpSettings
+from trencadis.server.routes.state_builder import make_state
 
 
 def build_app(settings: Settings, supervisor: Supervisor | Fleet | RemoteEngines) -> FastAPI:
@@ -45,8 +45,8 @@ def build_app(settings: Settings, supervisor: Supervisor | Fleet | RemoteEngines
     )
     if shared is not None:
         shared.share_media(service)
-    app = create_app(http, supervisor, service)
-    state: AppState = app.state.trencadis
+    state = make_state(http, supervisor, service)
+    app = create_app(state)
     if isinstance(supervisor, RemoteReplica | RemoteFleet):
         supervisor.link.make_vocabulary = state.grammar_cache.pack_vocabulary
     else:

@@ -17,17 +17,15 @@ from functools import partial
 from trencadis.core.checkpoint.pooling_config import LAST
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest, Unavailable
-from trencadis.core.kv.block_hash import BlockHashChain
-from trencadis.core.kv.block_pool import SIZE, image_key
+from trencadis.core.kv.block_pool import SIZE, BlockHashChain, image_key
 from trencadis.core.process import engine_messages
 from trencadis.core.request import Delta, Request
 from trencadis.server.engine.engine_client import DeltaCallback, Pixels
-from trencadis.server.engine.engine_link import STOPPED, EngineHandle
+from trencadis.server.engine.request_link import STOPPED, EngineHandle
 from trencadis.server.engine.supervisor import Supervisor
 from trencadis.server.processes.engine_group import EngineGroup
-from trencadis.server.processes.replica_load import Assignment
-from trencadis.server.processes.router import PrefixAffinityRouter
-from trencadis.server.processes.step_costs import (
+from trencadis.server.processes.replica_load import (
+    Assignment,
     Key,
     ReplicaCosts,
     RequestCost,
@@ -36,6 +34,7 @@ from trencadis.server.processes.step_costs import (
     StepCosts,
     is_indexed_prefix,
 )
+from trencadis.server.processes.router import PrefixAffinityRouter
 
 PREFIX_STEP = 128
 """Tokens between two prefixes of a prompt that have keys; one block, if that is larger."""

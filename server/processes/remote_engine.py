@@ -20,10 +20,10 @@ from trencadis.core.request import Delta, Request
 from trencadis.server.engine.engine_client import DeltaCallback, Pixels
 from trencadis.server.engine.request_link import RequestLink
 from trencadis.server.processes import engine_group, ipc_messages
-from trencadis.server.processes.channel import Channel
 from trencadis.server.processes.engine_group import EngineGroup
+from trencadis.server.processes.ipc_messages import Channel
+from trencadis.server.tenants.shared_limits import SharedTable
 from trencadis.server.tenants.shared_process_state import Answer, SharedProcessState
-from trencadis.server.tenants.shared_table import SharedTable
 
 log = logging.getLogger("trencadis.server")
 

@@ -26,8 +26,16 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from trencadis.server.processes.replica_load import LINE_WORDS, SPARE, Assignment, ReplicaLoad, predict_wait
-from trencadis.server.processes.step_costs import Key, RequestCost, StepCosts
+from trencadis.server.processes.replica_load import (
+    LINE_WORDS,
+    SPARE,
+    Assignment,
+    Key,
+    ReplicaLoad,
+    RequestCost,
+    StepCosts,
+    predict_wait,
+)
 
 MAX_TRACKED = 1 << 14
 """Most tracked contents; the one that was waited for longest ago is dropped first."""

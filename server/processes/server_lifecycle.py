@@ -21,13 +21,13 @@ from trencadis.core.process import heap_trimmer
 from trencadis.core.process.log_setup import flush_logs
 from trencadis.server.config.resolve_settings import Settings
 from trencadis.server.http import listener
-from trencadis.server.processes import logging_setup, signals
+from trencadis.server.processes import process_setup
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from trencadis.server.engine.supervisor import Supervisor
-    from trencadis.server.http.tls_reload import Certificates
+    from trencadis.server.http.listener import Certificates
     from trencadis.server.processes.fleet import Fleet
     from trencadis.server.processes.remote_engine import RemoteEngines
     from trencadis.server.routes.app_state import AppState
@@ -169,8 +169,8 @@ class ServerLifecycle:
         """Handles signals and supervises the engine from now on; returns the tasks that run in addition to the
         server.
         """
-        signals.handle_in_loop(asyncio.get_running_loop(), self.drain, self.stop_now)
-        signals.on_hangup(asyncio.get_running_loop(), self.get_reload_calls())
+        process_setup.handle_in_loop(asyncio.get_running_loop(), self.drain, self.stop_now)
+        process_setup.on_hangup(asyncio.get_running_loop(), self.get_reload_calls())
         self.supervisor.start()
         assert self.supervisor.task is not None
         self.supervisor.task.add_done_callback(self.on_supervision_ended)
@@ -192,7 +192,7 @@ class ServerLifecycle:
         if not self.started_logged:
             self.started_logged = True
             self.systemd.notify_ready()
-            logging_setup.log_started(self.address)
+            process_setup.log_started(self.address)
 
     def on_fatal(self, message: str, code: int) -> None:
         """Ends the server with one last line, since the first start has failed."""
@@ -332,7 +332,7 @@ def list_routes(app: FastAPI) -> Iterator[tuple[str, str]]:
     """
     from fastapi import routing
 
-    from trencadis.server.routes.wrong_task import WRONG_TASK
+    from trencadis.server.http.app import WRONG_TASK
 
     walk: Callable[[Any], Iterator[Any]] = getattr(routing, "iter_route_contexts", iter)
     for route in walk(app.routes):

@@ -17,11 +17,11 @@ from trencadis.core.cpu_affinity import computing_cpus
 from trencadis.core.devices import choose, likely
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.rank_info import requested_threads
+from trencadis.core.executor.spawn import EngineHandle, spawn_engine
 from trencadis.core.links import topology
-from trencadis.server.engine.spawn import EngineHandle, spawn_engine
 
 if TYPE_CHECKING:
-    from trencadis.server.processes.cluster_engines import RayEngines
+    from trencadis.core.executor.ray_engines import RayEngines
 
 
 def divide_resources(config: EngineConfig, size: int, environ: Mapping[str, str] | None = None) -> list[EngineConfig]:
@@ -123,7 +123,7 @@ def start_engines(
 def _reserve_on_ray(config: EngineConfig, size: int, multi_node: bool = False) -> RayEngines:
     """Reserves resources for ``size`` engines on a Ray cluster."""
     # Imported late: it imports numpy, which would delay an engine on this machine.
-    from trencadis.server.processes.cluster_engines import RayEngines
+    from trencadis.core.executor.ray_engines import RayEngines
 
     return RayEngines(config, size, multi_node=multi_node)
 

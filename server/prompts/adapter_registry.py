@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +11,8 @@ from pathlib import Path
 
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.config import EngineConfig
-from trencadis.core.errors import StartupError
+from trencadis.core.errors import BadRequest, NotFound, StartupError
+from trencadis.core.json_types import JsonObject
 from trencadis.core.lora.adapter_files import read_adapter, resolve_folder
 from trencadis.core.request import AdapterRef
 
@@ -197,3 +199,23 @@ def _parse_json_module(word: str) -> NamedAdapter:
     if any(not isinstance(text, str) for text in texts.values()):
         raise StartupError(f"--lora-modules {word[:80]}: its values must be texts.")
     return NamedAdapter(texts["name"], texts["path"], texts["base_model_name"])
+
+
+async def change_adapters(registry: AdapterRegistry, change: JsonObject) -> None:
+    """Loads the adapter with ``path``, or unloads the one without.
+
+    Raises:
+        BadRequest: it cannot be loaded.
+        NotFound: it cannot be unloaded because it is not loaded.
+    """
+    name = change["name"]
+    try:
+        if "path" not in change:
+            registry.remove(name)
+            return
+        registry.check(name, change["replace"])
+        registry.put(await asyncio.to_thread(registry.read, name, change["path"], change["parent"], True))
+    except UnknownAdapter as error:
+        raise NotFound(f"{str(error)[:1].upper()}{str(error)[1:]}.", param="lora_name") from None
+    except StartupError as error:
+        raise BadRequest(f"The adapter cannot be loaded: {error}", param="lora_path") from None

@@ -9,18 +9,15 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from trencadis.core.errors import TrencadisError
-from trencadis.core.request import Delta, Request, RequestStats
+from trencadis.core.request import Delta, Request
 from trencadis.core.spec.predicted_text import PredictedText
+from trencadis.server.engine.engine_client import EngineClient, Pixels, RequestTiming
 from trencadis.server.prompts.output_processor import ChoiceStream, TextPiece
 from trencadis.server.prompts.prompt import Prompt
 from trencadis.server.prompts.text_service import TextService
-
-if TYPE_CHECKING:
-    from trencadis.server.engine.engine_client import EngineClient, Pixels
 
 T = TypeVar("T")
 
@@ -56,95 +53,14 @@ STARTS_PER_PASS = 16
 """Generations of one request that start before the event loop serves others."""
 
 
-@dataclass(slots=True)
-class TokenTimes:
-    """Arrival times of the first and the last token of a choice, and the number of its tokens."""
-
-    first: float
-    last: float
-    count: int
-
-
-@dataclass(slots=True)
-class RequestTiming:
-    """Times (``time.monotonic``) and counts of one request, for metrics and its closing log line.
-
-    ``engine`` is the index of the engine that it ran on, ``fair_queue_seconds`` how long it waited in the fair queue
-    before ``start``.
-    """
-
-    id: str
-    start: float
-    prompt_tokens: int
-    image_tokens: int
-    max_tokens: int
-    n: int
-    first: float | None = None
-    end: float | None = None
-    generated: int = 0
-    gaps: list[float] = field(default_factory=list)
-    choices: dict[int, TokenTimes] = field(default_factory=dict)
-    finish: list[str] = field(default_factory=list)
-    streams: list[ChoiceStream] = field(default_factory=list)
-    media: int = 0
-    prepared: int = 0
-    media_seconds: dict[str, float] = field(default_factory=dict)
-    media_begun: float = 0.0
-    media_ended: float = 0.0
-    engine: int = 0
-    fair_queue_seconds: float = 0.0
-
-    def add_tokens(self, choice: int, count: int) -> None:
-        """Records that ``count`` tokens of ``choice`` have arrived now; gaps are counted within a choice."""
-        if not count:
-            return
-        now = time.monotonic()
-        self.generated += count
-        arrivals = self.choices.get(choice)
-        if arrivals is None:
-            self.first = self.first or now
-            self.choices[choice] = TokenTimes(now, now, count)
-            return
-        gap = now - arrivals.last
-        arrivals.last = now
-        arrivals.count += count
-        if count == 1:
-            self.gaps.append(gap)
-        else:
-            self.gaps.extend([gap / count] * count)
-
-    def add_media(self, prompt: Prompt) -> None:
-        """Records the number of the prompt's media, their tokens, and the times of their preparation."""
-        self.image_tokens, self.media = sum(medium.tokens for medium in prompt.media), len(prompt.media)
-        self.prepared, self.media_seconds = prompt.times.num_prepared, prompt.times.seconds
-        self.media_begun, self.media_ended = prompt.times.started, prompt.times.ended
-
-    @property
-    def stats(self) -> list[RequestStats]:
-        """The engine's statistics of each choice that it has ended."""
-        return [stream.stats for stream in self.streams if stream.stats is not None]
-
-    @property
-    def slowest(self) -> RequestStats | None:
-        """The statistics of the choice that took longest; None before any has ended."""
-        return max(self.stats, key=lambda s: s.queue + s.prefill + s.decode, default=None)
-
-    @property
-    def cached(self) -> int:
-        """Prompt tokens that came from the prefix cache."""
-        return max((stream.cached_tokens for stream in self.streams), default=0)
-
-    def seconds_per_token(self) -> list[float]:
-        """Returns the mean seconds per token after the first, of each choice that has more than one."""
-        return [(a.last - a.first) / (a.count - 1) for a in self.choices.values() if a.count > 1]
-
-
 def start_timing(request: Request, prompt: Prompt, streams: list[ChoiceStream]) -> RequestTiming:
-    """Starts the timing of a request that begins now."""
+    """Starts the timing of a request that begins now, with its media and the times of their preparation."""
     p, tokens = request.params, len(prompt.tokens)
     made = RequestTiming(request.id, time.monotonic(), tokens, 0, p.max_tokens or 0, p.n, streams=streams)
     if prompt.media:
-        made.add_media(prompt)
+        made.image_tokens, made.media = sum(medium.tokens for medium in prompt.media), len(prompt.media)
+        made.prepared, made.media_seconds = prompt.times.num_prepared, prompt.times.seconds
+        made.media_begun, made.media_ended = prompt.times.started, prompt.times.ended
     return made
 
 

@@ -18,6 +18,7 @@ from trencadis.multimodal.async_gather import gather_or_cancel
 from trencadis.multimodal.media_options import NO_SCOPE, MediaPart, MediaScope
 
 if TYPE_CHECKING:
+    from trencadis.multimodal.images.processor_cache import CacheCounters
     from trencadis.multimodal.patch_packing import Grid
     from trencadis.multimodal.processor import Media as PreparedMedia
 
@@ -61,24 +62,6 @@ class VideoItem(Protocol):
 
 
 MediaItem = ImageItem | VideoItem
-
-
-class CacheCounters(Protocol):
-    """The counters of a cache of prepared media."""
-
-    @property
-    def hits(self) -> int: ...
-    @property
-    def queries(self) -> int: ...
-    @property
-    def evictions(self) -> int: ...
-    @property
-    def bytes(self) -> int: ...
-    @property
-    def max_bytes(self) -> int: ...
-    def clear(self) -> None:
-        """Empties the cache."""
-        ...
 
 
 class ImageSource(Protocol):

@@ -16,8 +16,6 @@ from trencadis.multimodal.media_options import NO_SCOPE, MediaPart, MediaScope
 from trencadis.multimodal.media_timing import record_media_times
 from trencadis.multimodal.placeholders import NumberedPlaceholders
 from trencadis.server.prompts import sampling_params
-from trencadis.server.prompts.chat_messages import PAIR_ROLES, Conversation, MessageRules, parse_messages
-from trencadis.server.prompts.generation_config import SamplingDefaults
 from trencadis.server.prompts.multimodal_inputs import (
     ImageSource,
     MediaJoiner,
@@ -28,16 +26,13 @@ from trencadis.server.prompts.multimodal_inputs import (
     make_token_positions,
     prepare_media,
 )
-from trencadis.server.prompts.output_processor import ChoiceStream
-from trencadis.server.prompts.prompt import Prompt
-from trencadis.server.prompts.sampling_params import RequestLimits
-from trencadis.server.prompts.template_workers import TemplateWorkers
-from trencadis.server.protocol.json_values import check_json
-from trencadis.server.text.bounded_encoding import COUNTED, LONGEST_TOKEN, get_max_characters
+from trencadis.server.prompts.output_processor import ChoiceStream, make_detokenizers
+from trencadis.server.prompts.prompt import PAIR_ROLES, Conversation, MessageRules, Prompt, parse_messages
+from trencadis.server.prompts.sampling_params import RequestLimits, SamplingDefaults
+from trencadis.server.protocol.json_checks import check_json
 from trencadis.server.text.chat_template import ROLES, ChatTemplate, Rendering
-from trencadis.server.text.checkpoint_tokenizer import Tokenizer
-from trencadis.server.text.detokenizer import make_detokenizers
-from trencadis.server.text.off_event_loop import Check, OffEventLoop, is_small, no_check
+from trencadis.server.text.checkpoint_tokenizer import COUNTED, LONGEST_TOKEN, Tokenizer, get_max_characters
+from trencadis.server.text.off_event_loop import Check, OffEventLoop, TemplateWorkers, is_small, no_check
 from trencadis.server.text.truncation import cut_text, encode_pair
 
 log = logging.getLogger("trencadis.server")

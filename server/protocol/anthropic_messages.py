@@ -11,7 +11,7 @@ from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import Json, JsonObject
 from trencadis.server.protocol.base_request import FieldContext, Int, Strict, Texts, TranslatedRequest
 from trencadis.server.protocol.chat_completions import ChatRequest
-from trencadis.server.protocol.field_types import Object, Objects, Text
+from trencadis.server.protocol.json_checks import Object, Objects, Text
 
 THINKING = ("enabled", "disabled", "adaptive", "between_tools")
 BUDGET = "thinking_token_budget"

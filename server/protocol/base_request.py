@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from trencadis.core.errors import BadRequest, TrencadisError
 from trencadis.core.json_types import Json, JsonObject
 from trencadis.server.protocol.beam_search_fields import check_beams, list_unused_beam_fields
-from trencadis.server.protocol.field_types import Object, Text
+from trencadis.server.protocol.json_checks import Object, Text
 
 EMPTY: tuple[Json, ...] = (None, False, [], {})
 """Values of a field that a client does not use."""

@@ -19,7 +19,7 @@ from trencadis.server.protocol.base_request import (
     Usage,
     split_raw_prompts,
 )
-from trencadis.server.protocol.field_types import Text
+from trencadis.server.protocol.json_checks import Text
 
 
 class CompletionRequest(GenerateRequest):

@@ -18,7 +18,7 @@ from trencadis.server.protocol.base_request import (
     VideoDetails,
 )
 from trencadis.server.protocol.chat_completions import list_unread_variables
-from trencadis.server.protocol.field_types import Object, Objects, Text
+from trencadis.server.protocol.json_checks import Object, Objects, Text
 
 
 class Permission(Strict):

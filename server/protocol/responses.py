@@ -14,7 +14,7 @@ from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import Json, JsonObject
 from trencadis.server.protocol.base_request import FieldContext, Int, Strict, Texts, TranslatedRequest
 from trencadis.server.protocol.chat_completions import TokenLogprobs
-from trencadis.server.protocol.field_types import Object, Objects, Text
+from trencadis.server.protocol.json_checks import Object, Objects, Text
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDE = frozenset({

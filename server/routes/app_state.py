@@ -1,71 +1,129 @@
-"""State shared by all routes, and the steps of every generating route."""
+"""Settings and state of a running API server: what the app, its middleware and its processes use.
+
+The header ``endpoint-load-metrics`` has the load of the engine in the form of ORCA, for balancers that ask for it.
+"""
 
 from __future__ import annotations
 
-import time
-import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import partial
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 
-from starlette.requests import Request as HttpRequest
-
-from trencadis.core.checkpoint.pooling_config import EMBED
-from trencadis.core.errors import BadRequest, Forbidden, NotFound, Unavailable
-from trencadis.core.request import AdapterRef, Request, SamplingParams
-from trencadis.multimodal.media_options import MediaScope
-from trencadis.server.engine.engine_client import EngineClient, get_replicas
-from trencadis.server.grammars.grammar_cache import GrammarCache
-from trencadis.server.grammars.response_format import OPTIONS, RequestedFormat, find_requested_format
+from trencadis import __version__
+from trencadis.core.config import EngineConfig
+from trencadis.core.host_memory import limited_budget
+from trencadis.core.process.engine_messages import EngineStats
+from trencadis.server.config.config import ServerConfig
+from trencadis.server.engine.engine_client import EngineClient
 from trencadis.server.metrics.prometheus import PrometheusMetrics
-from trencadis.server.metrics.request_log_lines import log_closing, log_received
-from trencadis.server.metrics.request_record import RECORD, RequestRecord
+from trencadis.server.metrics.request_record import RequestRecord, log_closing
 from trencadis.server.metrics.tracing import TraceQueue
-from trencadis.server.prompts.adapter_registry import AdapterRegistry
-from trencadis.server.prompts.answer_reader import AnswerParsers
-from trencadis.server.prompts.generation import Generation, RequestTiming
-from trencadis.server.prompts.prompt import Prompt, render_prompt
-from trencadis.server.prompts.text_service import TextService
-from trencadis.server.prompts.token_rules import add_rule
-from trencadis.server.protocol.base_request import (
-    HARMLESS,
-    Body,
-    CompletionTokensDetails,
-    FieldContext,
-    GenerateRequest,
-    ImageDetails,
-    MediaRequest,
-    PromptTokensDetails,
-    Usage,
-    VideoDetails,
-)
-from trencadis.server.protocol.beam_search_fields import make_beam_rule
-from trencadis.server.routes.auth import UNSAFE
-from trencadis.server.routes.http_settings import HttpSettings, make_load_header
-from trencadis.server.tenants.admission import Admission, Ticket
-from trencadis.server.tenants.answer_budget import AnswerBudget
+from trencadis.server.tenants.admission import Admission, Bounds
 from trencadis.server.tenants.fair_queue import TenantFairQueue
-from trencadis.server.tenants.rate_limits import CURRENT, TenantAccount
+from trencadis.server.tenants.shared_process_state import SharedProcessState
 from trencadis.server.tenants.tenant_registry import TenantRegistry
+
+ANTHROPIC_PATHS = ("/v1/messages",)
+"""Paths of the API whose errors have Anthropic's form, and of what lies below them."""
+PIXEL_BYTES = 6
+"""Bytes of a resized pixel in this process (``Bounds``)."""
+PIXEL_SHARE = 1 / 3
+"""Largest share of the memory of this machine or container for pixels of requests, unless a flag bounds them."""
+BODY_SHARE = 1 / 12
+"""Largest share for bodies of requests."""
 
 
 @dataclass(frozen=True)
+class HttpSettings:
+    """The server's flags as ``config``, and settings that come from elsewhere.
+
+    Args:
+        model_root: the model as the user named it; its name in the API where ``--served-model-name`` gives none.
+        device: as asked for; /metrics and the log name it until the engine is up.
+        max_running: requests that run at a time, which the bound of the queue does not count.
+        priorities: whether the scheduler heeds them.
+        engine: the engine's flags, without secrets.
+        shared: what this process has as one of several that answer.
+    """
+
+    config: ServerConfig = field(default_factory=ServerConfig)
+    model_root: str = ""
+    device: str = ""
+    max_running: int = 0
+    priorities: bool = False
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    shared: SharedProcessState | None = None
+
+    @cached_property
+    def served_names(self) -> tuple[str, ...]:
+        """The names that requests may use."""
+        return tuple(self.config.served_model_name) or (self.model_root or "model",)
+
+    @cached_property
+    def name(self) -> str:
+        """The first name, which metrics and answers carry."""
+        return self.served_names[0]
+
+    @property
+    def bounds(self) -> Bounds:
+        """The limits of what may be inside the server at a time."""
+        config, usual = self.config, Bounds()
+        waiting = config.max_num_queued_reqs
+        return Bounds(
+            usual.requests if waiting is None else waiting + self.max_running,
+            config.max_num_queued_tokens or usual.tokens,
+            config.max_num_queued_pixels or limited_budget(usual.pixels * PIXEL_BYTES, PIXEL_SHARE) // PIXEL_BYTES,
+            limited_budget(config.max_queued_body_bytes, BODY_SHARE),
+        )
+
+    @cached_property
+    def fingerprint(self) -> str | None:
+        """The ``system_fingerprint``, in the form that ``--fingerprint-mode`` sets."""
+        mode, ranks = self.config.fingerprint_mode, self.engine.tensor_parallel_size
+        if mode in ("custom", "none"):
+            return (self.config.fingerprint_value or None) if mode == "custom" else None
+        what = "|".join((__version__, *self.served_names, self.model_root))
+        shared = f"-tp{ranks}" if mode == "full" and ranks > 1 else ""
+        return f"trencadis-{__version__}{shared}-{hashlib.sha256(what.encode()).hexdigest()[:8]}"
+
+
+LOAD_FORMAT_HEADER = "endpoint-load-metrics-format"
+LOAD_HEADER = "endpoint-load-metrics"
+
+
+def make_load_header(asked: str, stats: EngineStats, waiting: int) -> Mapping[str, str]:
+    """The header with the load as of the engine's last step.
+
+    Args:
+        asked: value of the request's ``endpoint-load-metrics-format``, ``TEXT`` or ``JSON``; others get no header.
+        waiting: requests that wait.
+    """
+    values = {
+        "kv_cache_usage_perc": stats.kv_used / max(stats.kv_total, 1),
+        "num_requests_waiting": float(waiting),
+    }
+    match asked.strip().upper():
+        case "TEXT":
+            return {LOAD_HEADER: "TEXT " + ", ".join(f"named_metrics.{name}={value}" for name, value in values.items())}
+        case "JSON":
+            return {LOAD_HEADER: f"JSON {json.dumps({'named_metrics': values})}"}
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
 class AppState:
-    """The parts of a running API server."""
+    """The parts of a running API server that the app and its processes use; routes have a ``ServingState``."""
 
     settings: HttpSettings
     engine: EngineClient
-    service: TextService
     admission: Admission
     metrics: PrometheusMetrics
     created: int
-    grammar_cache: GrammarCache
-    parsers: AnswerParsers = field(default_factory=AnswerParsers)
     tenants: TenantRegistry | None = None
     traces: TraceQueue | None = None
     fair_queue: TenantFairQueue | None = None
-    answers: AnswerBudget = field(default_factory=AnswerBudget)
-    adapters: AdapterRegistry | None = None
 
     @property
     def fair_queued(self) -> int:
@@ -74,208 +132,9 @@ class AppState:
         return own if self.settings.shared is None else self.settings.shared.update_fair_queued(own)
 
     def make_load_header(self, asked: str) -> Mapping[str, str]:
-        """The header that tells a balancer the load, in the form ``asked`` for; see ``http.load_header``."""
+        """The header that tells a balancer the load, in the form ``asked`` for; see the function of this name."""
         stats = self.engine.stats
         return make_load_header(asked, stats, stats.waiting + self.fair_queued)
-
-    def check_accepting(self) -> None:
-        """Checks that requests of this task may run now.
-
-        Raises:
-            Unavailable: the engine is loading, draining or down.
-            BadRequest: the request is pinned to an engine that does not exist.
-        """
-        if not self.engine.accepting:
-            raise Unavailable(f"The server is not accepting requests: {self.engine.phase}.", retry_after=5)
-        self.get_pinned_replica()
-
-    def get_pinned_replica(self) -> int:
-        """Returns the engine that the header ``X-data-parallel-rank`` of this task's request names; -1: any.
-
-        Raises:
-            BadRequest: there is no such engine.
-        """
-        record = RECORD.get()
-        return -1 if record is None or not record.rank else self._parse_replica(record.rank.strip())
-
-    def _parse_replica(self, text: str) -> int:
-        count = len(get_replicas(self.engine))
-        if text and (not text.isdecimal() or len(text) > 6 or int(text) >= count):
-            known = "the only one is 0" if count == 1 else f"there are 0 to {count - 1}"
-            raise BadRequest(
-                f"X-data-parallel-rank must be the number of an engine, and {known}, got {text[:20]!r}.",
-                param="X-data-parallel-rank",
-            )
-        return int(text) if text else -1
-
-    def check_model(self, model: str | None) -> str:
-        """Returns the model name for the answer.
-
-        Raises:
-            NotFound: there is no such model; the message lists the names.
-        """
-        names = self.settings.served_names
-        if model in names or (self.adapters is not None and model in self.adapters.served):
-            return model
-        if model and not self.settings.config.skip_model_name_validation:
-            known = [*names, *(self.adapters.served if self.adapters is not None else ())]
-            message = f"The model `{model[:60]}` does not exist. Valid aliases: {', '.join(known)}"
-            raise NotFound(message[:199], param="model")
-        return names[0]
-
-    def check_request(self, request: GenerateRequest) -> dict[str, str]:
-        """Checks that a request may run; returns response headers, which name ignored fields.
-
-        Raises:
-            TrencadisError: the request may not run.
-        """
-        mark_runs_model()
-        self.check_accepting()
-        self.check_model(request.model)
-        if self.tenants is not None:
-            check_priority(request.priority)
-        if request.is_plain:
-            return {}
-        request.check()
-        return self.check_fields(request)
-
-    def check_fields(
-        self, request: Body, inner: Body | None = None, name: Callable[[str], str] = str
-    ) -> dict[str, str]:
-        """Returns response headers that name the fields without effect.
-
-        Args:
-            inner: the chat request that a request of another API has become.
-            name: maps a field of ``inner`` to its name in ``request``.
-
-        Raises:
-            BadRequest: there are some, and ``--strict-request-fields`` is set.
-        """
-        template = getattr(request, "chat_template", None)
-        how = self.service.config.pooling
-        context = FieldContext(
-            lambda name: self.mentions(template, name),
-            self.settings.priorities,
-            self.parsers.for_template(template).reasoning is not None,
-            how is not None and how.task == EMBED,
-        )
-        ignored = request.list_ignored_fields(context)
-        if inner is not None:
-            ignored = sorted({*ignored, *map(name, inner.list_ignored_fields(context))})
-        refused = next((one for one in ignored if one not in HARMLESS), "")[:60]
-        if refused and self.settings.config.strict_request_fields:
-            known = refused.partition(".")[0] in type(request).model_fields
-            raise BadRequest(
-                f"{refused!r} has no effect here." if known else f"Unknown field {refused!r}.", param=refused
-            )
-        names = ",".join(UNSAFE.sub("?", one)[:64] for one in ignored[:32])
-        return {"x-ignored-fields": names} if names else {}
-
-    def mentions(self, template: str | None, name: str) -> bool:
-        """Returns True if the template that renders a request contains the name of a variable."""
-        if template is not None:
-            return name in template
-        return self.service.template is not None and self.service.template.mentions(name)
-
-    def check_template(self, template: str | None) -> None:
-        """Raises Forbidden if a request has a template and the operator does not trust such templates."""
-        if template is not None and not self.settings.config.trust_request_chat_template:
-            raise Forbidden(
-                "chat_template in a request needs a server started with --trust-request-chat-template.",
-                param="chat_template",
-            )
-
-    def shows_ids(self, request: GenerateRequest) -> bool:
-        """Returns True if log-probabilities show ids for tokens: the request's value, else the operator's."""
-        asked = request.return_tokens_as_token_ids
-        return self.settings.config.return_tokens_as_token_ids if asked is None else asked
-
-    def get_requested_format(self, request: GenerateRequest) -> RequestedFormat | None:
-        """Returns the form of answer that a request asks for.
-
-        Raises:
-            BadRequest: it asks for two forms, or for an unknown one.
-        """
-        config = self.settings.config
-        usual = {name: True for name in OPTIONS if getattr(config, name, False)}
-        return find_requested_format(request.response_format, request.structured_outputs, request.guided, usual)
-
-    def make_media_scope(self, request: MediaRequest, http: HttpRequest, ticket: Ticket) -> MediaScope:
-        """Makes the tenant, salt and options of a request's media; their pixels are charged to ``ticket``.
-
-        Raises:
-            BadRequest: mm_processor_kwargs are unknown or wrong.
-        """
-        salt, tenant = request.cache_salt or "", str(http.scope.get("trencadis.tenant", ""))
-        scope = MediaScope(
-            salt, tenant, charge=lambda n: ticket.charge(pixels=n), on_fetch=partial(mark_prepared, http)
-        )
-        return scope.with_kwargs(request.mm_processor_kwargs) if request.mm_processor_kwargs else scope
-
-    def make_generation(
-        self, id: str, prompt: Prompt, sampling: SamplingParams, request: GenerateRequest
-    ) -> Generation:
-        """Makes the generation of one prompt. Its id has a random suffix, because clients may repeat ids."""
-        if not request.is_plain:
-            self._add_token_rules(prompt, sampling, request)
-        own, salt = f"{id}-{uuid.uuid4().hex[:8]}", request.cache_salt or ""
-        made = prompt.make_request(own, sampling, arrival=time.time(), salt=salt, priority=request.priority)
-        made.beams = make_beam_rule(request) if request.use_beam_search else None
-        made.replica = self.get_pinned_replica()
-        if self.adapters is not None:
-            made.adapter = self.find_adapter(request.model, prompt)
-        if request.stream:
-            prompt.interval = request.stream_interval or self.settings.config.stream_interval
-        account = CURRENT.get()
-        finished = self.metrics.record_finished if account is None else self._charge_tenant(account, made)
-        return self.record_generation(Generation(self.engine, self.service, made, prompt, finished))
-
-    def find_adapter(self, model: str | None, prompt: Prompt) -> AdapterRef | None:
-        """Returns the adapter that answers a prompt: that of the model's name, or the default of its media."""
-        if self.adapters is None:
-            return None
-        found = self.adapters.find(model)
-        if found is not None or not prompt.media:
-            return found
-        kinds = {"image": prompt.images, "video": prompt.clips}
-        return self.adapters.find_default({kind for kind, items in kinds.items() if items})
-
-    def _add_token_rules(self, prompt: Prompt, sampling: SamplingParams, request: GenerateRequest) -> None:
-        """Adds the restrictions of ``sampling`` to the rule of ``prompt``."""
-        reasoning = self.parsers.for_template(getattr(request, "chat_template", None)).reasoning
-        continued = bool(getattr(request, "continue_final_message", False))
-        add_rule(prompt, sampling, self.service.tokenizer, self.service.limits.vocab, reasoning, continued)
-
-    def _charge_tenant(self, account: TenantAccount, request: Request) -> Callable[[RequestTiming], None]:
-        """Sets the tenant of ``request``; returns the callback that charges its tokens when it has finished."""
-        request.tenant, request.weight = account.tenant.name, account.tenant.weight
-
-        def on_finished(timing: RequestTiming) -> None:
-            account.record_answer(timing.generated, timing.n)
-            self.metrics.record_finished(timing)
-
-        return on_finished
-
-    def record_generation(self, generation: Generation) -> Generation:
-        """Adds ``generation`` to the record of the request that this task serves, and returns it."""
-        record, config = RECORD.get(), self.settings.config
-        if record is not None:
-            record.model = self.settings.name
-            record.params = record.params or generation.params
-            record.timings.append(generation.timing)
-            generation.timing.fair_queue_seconds = record.fair_queue_seconds
-            if config.enable_log_requests or config.enable_log_outputs:
-                self._log_received(record, generation)
-        return generation
-
-    def _log_received(self, record: RequestRecord, generation: Generation) -> None:
-        config, prompt = self.settings.config, generation.prompt
-        shown = None
-        if config.enable_log_outputs:
-            generation.said = [[] for _ in generation.streams]
-            record.texts += generation.said
-            shown = render_prompt(prompt, self.service.tokenizer, config.max_log_len)
-        log_received(record, len(prompt.tokens), len(prompt.media), generation.params, shown)
 
     def on_request_ended(self, record: RequestRecord) -> None:
         """Writes the closing line of a request, and queues its trace."""
@@ -285,128 +144,6 @@ class AppState:
                 self.traces.add(record)
 
 
-def mark_runs_model() -> None:
-    """Marks in this task's record that its request came to a route that runs the model."""
-    record = RECORD.get()
-    if record is not None:
-        record.runs_model = True
-
-
-def check_priority(priority: int) -> None:
-    """Raises Forbidden if the tenant of this task may not ask for ``priority``."""
-    account = CURRENT.get()
-    if account is not None:
-        low, high = account.tenant.priorities
-        if not low <= priority <= high:
-            raise Forbidden(f"This key may use priorities {low} to {high}, not {priority}.", param="priority")
-
-
-def make_request_id(prefix: str, http: HttpRequest, given: str | None = None, mark: str = "-") -> str:
-    """Returns ``prefix``, ``mark``, and the client's id without unsafe characters, or the id in the answer's header."""
-    wanted = UNSAFE.sub("", given or str(http.scope.get("trencadis.request_id.shown", "")))[:128]
-    id = f"{prefix}{mark}{wanted or uuid.uuid4().hex}"
-    record = RECORD.get()
-    if record is not None:
-        record.answer = id
-    return id
-
-
-def make_usage(generations: Sequence[Generation], sizes: bool = False, shown: bool = True) -> Usage:
-    """Counts the tokens of a request; ``sizes`` adds the size of each image and video after resizing.
-
-    Args:
-        shown: list the kinds of prompt tokens even without ``sizes``.
-    """
-    prompt = sum(len(g.prompt.tokens) for g in generations)
-    completion = sum(g.timing.generated for g in generations)
-    return Usage(
-        prompt_tokens=prompt,
-        completion_tokens=completion,
-        total_tokens=prompt + completion,
-        prompt_tokens_details=make_prompt_details(generations, sizes) if shown or sizes else None,
-        completion_tokens_details=make_completion_details(generations),
-    )
-
-
-def make_completion_details(generations: Sequence[Generation]) -> CompletionTokensDetails | None:
-    """Counts the kinds of tokens of all answers; None if no kind is counted."""
-    thoughts = [g.reasoning_tokens for g in generations if g.reasoning_tokens is not None]
-    predicted = [g.predicted for g in generations if g.predicted is not None]
-    if not thoughts and not predicted:
-        return None
-    made = CompletionTokensDetails(reasoning_tokens=sum(thoughts))
-    if predicted:
-        made.accepted_prediction_tokens = sum(one.count_accepted() for one in predicted)
-        made.rejected_prediction_tokens = sum(one.count_rejected() for one in predicted)
-    return made
-
-
-def make_prompt_details(generations: Sequence[Generation], sizes: bool) -> PromptTokensDetails:
-    """Counts the kinds of tokens of all prompts; ``sizes``: see ``make_usage``."""
-    details = PromptTokensDetails(cached_tokens=sum(g.timing.cached for g in generations), image_tokens=0)
-    if any(g.prompt.media for g in generations):
-        _count_media(details, generations)
-    if sizes:
-        _add_sizes(details, generations)
-    return details
-
-
-def _add_sizes(details: PromptTokensDetails, generations: Sequence[Generation]) -> None:
-    """Adds the sizes of each image and video as the model sees it."""
-    details.images = [one for g in generations for one in list_image_details(g.prompt)]
-    details.videos = [one for g in generations for one in list_video_details(g.prompt)] or None
-
-
-def _count_media(details: PromptTokensDetails, generations: Sequence[Generation]) -> None:
-    """Adds the placeholder tokens of images and videos."""
-    kinds = {"image": False, "video": True}
-    counts = {kind: sum(g.prompt.count_media_tokens(videos) for g in generations) for kind, videos in kinds.items()}
-    details.image_tokens, details.video_tokens = counts.values()
-    details.multimodal_tokens = {kind: count for kind, count in counts.items() if count}
-
-
-def list_image_details(prompt: Prompt) -> list[ImageDetails]:
-    """Lists the images of a prompt as the model sees them."""
-    return [ImageDetails(**asdict(size)) for size in prompt.image_sizes]
-
-
-def list_video_details(prompt: Prompt) -> list[VideoDetails]:
-    """Lists the videos of a prompt as the model sees them."""
-    return [
-        VideoDetails(
-            width=c.resized[1],
-            height=c.resized[0],
-            grid=list(c.grid),
-            tokens=c.tokens,
-            fps=c.fps,
-            frames=list(c.indices),
-            total_frames=c.frames,
-        )
-        for c in prompt.clips
-    ]
-
-
-def forget_json(http: HttpRequest) -> None:
-    """Frees the parsed body of a request; fields that were read from it stay."""
-    parsed = getattr(http, "_json", None)
-    if isinstance(parsed, dict):
-        parsed.clear()
-
-
-def forget_body(http: HttpRequest) -> None:
-    """Frees the body of a parsed request: two copies of its data URLs would live until the answer ends."""
-    forget_json(http)
-    if hasattr(http, "_body"):
-        http._body = b""
-    body = http.scope.get("trencadis.body")
-    if body is not None:
-        body.leave()
-    if "trencadis.turn" in http.scope:
-        mark_prepared(http)
-
-
-def mark_prepared(http: HttpRequest) -> None:
-    """Releases the request's slot in the fair queue, so that the next request can be prepared."""
-    entry = http.scope.get("trencadis.turn")
-    if entry is not None:
-        entry.mark_prepared()
+def is_anthropic_path(path: str) -> bool:
+    """Returns True if ``path`` belongs to this API, so that its errors have Anthropic's form."""
+    return path in ANTHROPIC_PATHS or path.startswith(tuple(f"{p}/" for p in ANTHROPIC_PATHS))

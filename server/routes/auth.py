@@ -1,4 +1,10 @@
-"""API keys, which guard everything except the probes of orchestrators."""
+"""API keys, which guard everything except the probes of orchestrators; and which Host and Origin headers are allowed.
+
+Hosts are the defence against web pages that a user of this machine visits. A page of any site may send requests to a
+server at 127.0.0.1. Two things stop it: requests whose browser says that another site sent them are refused unless they
+only read (``check_origin``), and a page that points its own name at this address, to be of the same site, is refused
+because of the name (``check_host``).
+"""
 
 from __future__ import annotations
 
@@ -6,10 +12,20 @@ import hashlib
 import hmac
 import re
 from collections.abc import Sequence, Set
+from dataclasses import dataclass
 
-from trencadis.core.errors import Unauthorized
-from trencadis.server.tenants.rate_limits import CURRENT
-from trencadis.server.tenants.tenant_registry import TenantRegistry
+from starlette.datastructures import Headers
+
+from trencadis.core.errors import Forbidden, Unauthorized
+from trencadis.server.config.config import ServerConfig
+from trencadis.server.config.value_parsers import (
+    ANY,
+    is_loopback_address,
+    listens_on_loopback,
+    normalise_host,
+    parse_allowed_host,
+)
+from trencadis.server.tenants.tenant_registry import CURRENT, TenantRegistry
 
 UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 """Characters removed from request ids, and replaced in field names of headers."""
@@ -42,7 +58,7 @@ class Keys:
 
         With configured keys the tenant is the key that matched, whatever the other header holds. Without them it is the
         key that the client sent, which a proxy in front may have checked. The account of a tenant of the key file is
-        that of this task from now on (``tenants.rate_limits.CURRENT``).
+        that of this task from now on (``tenants.tenant_registry.CURRENT``).
 
         Raises:
             Unauthorized: ``path`` needs a key and neither header has a valid one.
@@ -72,3 +88,87 @@ class Keys:
 def get_key_tenant(key: bytes) -> str:
     """Returns a digest of ``key``. The uuids that clients give to media belong to their tenant."""
     return hashlib.sha256(key).hexdigest()[:32] if key else ""
+
+
+SAFE_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
+LOCALHOST = "localhost"
+HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?")
+"""A Host header: a name or an address, and a port."""
+DEFAULT_PORTS = {"http": ":80", "https": ":443"}
+
+
+@dataclass(frozen=True, slots=True)
+class HostRules:
+    """The rules of one server.
+
+    Args:
+        hosts: names and addresses in lower case, ``.suffix`` for all names below one; None: any host.
+        loopback: whether ``localhost`` and every loopback address count too.
+        origins: origins that may send requests from other sites; ``*``: any.
+    """
+
+    hosts: frozenset[str] | None = None
+    loopback: bool = False
+    origins: frozenset[str] = frozenset()
+
+    @classmethod
+    def from_config(cls, config: ServerConfig) -> HostRules:
+        """The rules of ``--allowed-hosts`` and ``--allowed-origins``.
+
+        A server that listens on a loopback address takes the loopback names where no host is given; another one, or
+        one on a unix socket, takes any.
+        """
+        origins = frozenset(origin.lower().rstrip("/") for origin in config.allowed_origins)
+        if ANY in config.allowed_hosts:
+            return cls(None, False, origins)
+        loopback = not config.uds and listens_on_loopback(config.host)
+        if not config.allowed_hosts:
+            return cls(frozenset({normalise_host(config.host)}) if loopback else None, loopback, origins)
+        return cls(frozenset(parse_allowed_host(one) for one in config.allowed_hosts), loopback, origins)
+
+    def check_host(self, headers: Headers) -> None:
+        """Raises Forbidden if the Host header names another host. A client of HTTP/1.0, which no browser is, may omit
+        it.
+        """
+        given = headers.get("host", "")
+        if self.hosts is None or not given:
+            return
+        found = HOST.fullmatch(given)
+        name = normalise_host(found[1].strip("[]")) if found else ""
+        if not name or not self._allows(name):
+            raise Forbidden(f"The host {given[:60]!r} is not one of this server; --allowed-hosts names those that are.")
+
+    def _allows(self, name: str) -> bool:
+        assert self.hosts is not None
+        if self.loopback and (name == LOCALHOST or is_loopback_address(name)):
+            return True
+        if name in self.hosts:
+            return True
+        return any(one.startswith(".") and name.endswith(one) for one in self.hosts)
+
+    def check_origin(self, method: str, headers: Headers) -> None:
+        """Raises Forbidden for a request of another site's page that may change something.
+
+        Browsers alone send Origin and Sec-Fetch-Site, and pages cannot set them. ``same-origin`` also counts behind a
+        proxy that rewrites Host, where Origin and Host differ.
+        """
+        if method in SAFE_METHODS:
+            return
+        origin, site = headers.get("origin", "").lower(), headers.get("sec-fetch-site", "").lower()
+        if origin and (ANY in self.origins or origin in self.origins):
+            return
+        own = not origin or site == "same-origin" or _is_own(origin, headers.get("host", ""))
+        if site == "cross-site" or not own:
+            raise Forbidden(
+                f"A page of {origin[:60] or 'another site'} may not send this request; --allowed-origins names those "
+                "that may."
+            )
+
+
+def _is_own(origin: str, host: str) -> bool:
+    """True if ``origin`` is the server's own: the one of the Host header, whatever the scheme in front of a proxy."""
+    scheme, found, place = origin.partition("://")
+    if not found or not host:
+        return False
+    default = DEFAULT_PORTS.get(scheme, "")
+    return place.removesuffix(default) == host.lower().removesuffix(default)

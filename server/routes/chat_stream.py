@@ -6,12 +6,11 @@ from typing import Protocol
 
 from trencadis.server.prompts.answer_reader import AnswerPart, CallPart
 from trencadis.server.prompts.generation import Generation
-from trencadis.server.prompts.logprob_format import make_chat_entries
 from trencadis.server.prompts.output_processor import TextPiece
 from trencadis.server.protocol.base_request import Usage, resolve_stream_usage
 from trencadis.server.protocol.chat_completions import ChatChunk, ChatRequest, ChoiceLogprobs, ChunkChoice, DeltaMessage
-from trencadis.server.routes.app_state import AppState
-from trencadis.server.routes.chat_message_output import make_delta
+from trencadis.server.routes.openai_output import make_chat_entries, make_delta
+from trencadis.server.routes.serving_base import ServingState
 from trencadis.server.routes.sse import (
     PieceStream,
     SseEventTemplate,
@@ -33,7 +32,7 @@ the cache.
 class ChatAnswer(Protocol):
     """The running request that is streamed; ``serving_chat.RunningChat`` is one."""
 
-    state: AppState
+    state: ServingState
     body: ChatRequest
     generation: Generation
     id: str

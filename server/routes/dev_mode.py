@@ -20,7 +20,7 @@ from trencadis.core.errors import BadRequest, TrencadisError
 from trencadis.core.flag_options import options
 from trencadis.core.json_types import Json, JsonObject
 from trencadis.server.engine.engine_client import EngineClient, get_replicas
-from trencadis.server.routes.app_state import AppState
+from trencadis.server.routes.serving_base import ServingState
 
 MASK = "****"
 SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIALS")
@@ -34,7 +34,7 @@ class NotOffered(TrencadisError):
     type = "NotImplementedError"
 
 
-def router(state: AppState) -> APIRouter:
+def router(state: ServingState) -> APIRouter:
     """Makes the routes over ``state``; none without the flag."""
     routes = APIRouter(tags=["development"], include_in_schema=False)
     if not state.settings.config.server_dev_mode:
@@ -86,7 +86,7 @@ def router(state: AppState) -> APIRouter:
     return routes
 
 
-def get_settings(state: AppState) -> JsonObject:
+def get_settings(state: ServingState) -> JsonObject:
     """Returns the value of every flag; secrets are masked."""
     made: JsonObject = {}
     for config in (state.settings.engine, state.settings.config):
@@ -102,7 +102,7 @@ def list_variables() -> dict[str, str]:
     return {name: MASK if any(w in name for w in SECRET_WORDS) else text for name, text in found.items()}
 
 
-def describe_system(state: AppState) -> JsonObject:
+def describe_system(state: ServingState) -> JsonObject:
     """Returns versions, and the device once it is known."""
     info = state.engine.info
     made = {"trencadis": __version__, "python": sys.version.split()[0], "platform": platform.platform()}
@@ -119,7 +119,7 @@ Tag = Literal["weights", "kv_cache", "scheduling"]
 LEVELS = (1, 2)
 
 
-def make_sleep_router(state: AppState) -> APIRouter:
+def make_sleep_router(state: ServingState) -> APIRouter:
     """Makes the routes over ``state``; none without the flag."""
     routes = APIRouter(tags=["operation"], include_in_schema=False)
     if not state.settings.config.enable_sleep_mode:

@@ -21,14 +21,14 @@ from trencadis.core.process.engine_messages import Phase
 from trencadis.core.progress import Warming
 from trencadis.server.engine.engine_client import EngineClient, get_replicas
 from trencadis.server.metrics.bucket_metrics import describe_all_buckets
-from trencadis.server.routes.app_state import AppState
+from trencadis.server.routes.serving_base import ServingState
 
 CACHE_SECONDS = 1.0
 FRESH_PAGES = 4
 """Pages of /metrics made in a second; whoever asks more often gets the last one."""
 
 
-def router(state: AppState) -> APIRouter:
+def router(state: ServingState) -> APIRouter:
     """Makes the routes over ``state``."""
     routes = APIRouter(tags=["operation"])
     engine = state.engine
@@ -83,7 +83,7 @@ def router(state: AppState) -> APIRouter:
     return routes
 
 
-async def _render_metrics(state: AppState) -> bytes:
+async def _render_metrics(state: ServingState) -> bytes:
     shared = state.settings.shared
     return state.metrics.format_text() if shared is None else await shared.fetch_metrics()
 
@@ -187,7 +187,7 @@ def get_warmup_progress(engine: EngineClient) -> WarmupProgress | None:
     }  # fmt: skip
 
 
-def make_bucket_router(state: AppState) -> APIRouter:
+def make_bucket_router(state: ServingState) -> APIRouter:
     """Makes the route over ``state``."""
     routes = APIRouter(tags=["operation"])
 

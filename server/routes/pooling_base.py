@@ -18,15 +18,22 @@ from starlette.responses import Response
 from trencadis.core.checkpoint.pooling_config import CLASSIFY, Pooling
 from trencadis.core.errors import BadRequest, TrencadisError
 from trencadis.server.prompts.generation import STARTS_PER_PASS, Generation
+from trencadis.server.prompts.pooling_prompts import average_chunks, divide_prompts, make_pooling_request, run_pooling
 from trencadis.server.prompts.prompt import Prompt
-from trencadis.server.prompts.run_pooling import average_chunks, divide_prompts, make_pooling_request, run_pooling
 from trencadis.server.protocol.base_request import PromptTokensDetails, Usage
-from trencadis.server.protocol.pooled_value_writer import get_finished_shape, write_base64, write_bytes, write_numbers
-from trencadis.server.protocol.pooler_output import Float32, Raw, encode_values
+from trencadis.server.protocol.pooler_output import (
+    Float32,
+    Raw,
+    encode_values,
+    get_finished_shape,
+    write_base64,
+    write_bytes,
+    write_numbers,
+)
+from trencadis.server.protocol.pooling import EmbeddingRequest, PoolingRequest, PromptedRequest
 from trencadis.server.protocol.pooling_params import PoolingParams
-from trencadis.server.protocol.pooling_requests import EmbeddingRequest, PoolingRequest, PromptedRequest
-from trencadis.server.routes.app_state import AppState, forget_body, make_request_id, mark_runs_model
-from trencadis.server.routes.json_slices import WRITE, ChargedResponse
+from trencadis.server.routes.json_bodies import WRITE, ChargedResponse, forget_body
+from trencadis.server.routes.serving_base import ServingState, make_request_id, mark_runs_model
 from trencadis.server.routes.sse import run_until_disconnect
 from trencadis.server.tenants.admission import Ticket
 
@@ -55,14 +62,14 @@ class PooledValues(NamedTuple):
             self.values[i] = NOTHING
 
 
-def get_pooling(state: AppState) -> Pooling:
+def get_pooling(state: ServingState) -> Pooling:
     """Returns the pooling settings of the model; called only by routes that exist if it pools."""
     assert state.service.config.pooling is not None
     return state.service.config.pooling
 
 
 def check_pooling_request(
-    state: AppState, body: PoolingRequest, task: str = ""
+    state: ServingState, body: PoolingRequest, task: str = ""
 ) -> tuple[PoolingParams, dict[str, str]]:
     """Checks a request; returns its parameters and the response headers.
 
@@ -80,7 +87,7 @@ def check_pooling_request(
     return params, headers
 
 
-def enter_prompts(state: AppState, count: int, param: str) -> Ticket:
+def enter_prompts(state: ServingState, count: int, param: str) -> Ticket:
     """Admits ``count`` prompts and returns their ticket.
 
     Raises:
@@ -93,7 +100,7 @@ def enter_prompts(state: AppState, count: int, param: str) -> Ticket:
     return state.admission.enter(max(count, 1))
 
 
-def get_longest_input(state: AppState, params: PoolingParams) -> int:
+def get_longest_input(state: ServingState, params: PoolingParams) -> int:
     """Most tokens of a text that may run in parts because it is longer than the model's length; 0: none may."""
     pooling = get_pooling(state)
     if not pooling.chunked or params.wants_token_values(pooling):
@@ -110,7 +117,7 @@ def check_input_lengths(pooling: Pooling, prompts: Sequence[Prompt]) -> None:
 
 
 async def make_prompts(
-    state: AppState, body: PromptedRequest, http: Request, ticket: Ticket, longest: int = 0
+    state: ServingState, body: PromptedRequest, http: Request, ticket: Ticket, longest: int = 0
 ) -> list[Prompt]:
     """The prompts of ``input``, of at most ``longest`` tokens where that is not 0, or of ``messages``.
 
@@ -146,7 +153,7 @@ async def make_prompts(
 
 
 async def run_prompts(
-    state: AppState, body: PoolingRequest, http: Request, ticket: Ticket, prompts: Sequence[Prompt], prefix: str,
+    state: ServingState, body: PoolingRequest, http: Request, ticket: Ticket, prompts: Sequence[Prompt], prefix: str,
     params: PoolingParams,
 ) -> PooledValues:  # fmt: skip
     """Pools all prompts on the engine.
@@ -180,7 +187,7 @@ async def run_prompts(
 
 
 def _charge_answer(
-    state: AppState, body: PoolingRequest, ticket: Ticket, prompts: Sequence[Prompt], params: PoolingParams
+    state: ServingState, body: PoolingRequest, ticket: Ticket, prompts: Sequence[Prompt], params: PoolingParams
 ) -> None:
     """Counts the float32 values that are held until the answer is written.
 

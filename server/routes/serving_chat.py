@@ -22,7 +22,6 @@ from trencadis.multimodal.async_gather import gather_or_cancel
 from trencadis.server.prompts.answer_grammar import RequestedCalls, add_answer_grammar
 from trencadis.server.prompts.answer_reader import AnswerParsers
 from trencadis.server.prompts.generation import Generation
-from trencadis.server.prompts.logprob_format import make_chat_logprobs, make_prompt_table
 from trencadis.server.prompts.output_processor import TextPiece
 from trencadis.server.prompts.prompt import Prompt
 from trencadis.server.prompts.sampling_params import make_sampling_params, rename_error_fields, resolve_output_limit
@@ -34,18 +33,15 @@ from trencadis.server.protocol.chat_completions import (
     Choice,
     ChoiceLogprobs,
     TokenLogprobs,
+    read_prediction,
 )
-from trencadis.server.protocol.predicted_output import read_prediction
 from trencadis.server.protocol.tool_definitions import get_named_function, get_schemas
-from trencadis.server.routes.app_state import AppState, forget_body, make_request_id, make_usage
-from trencadis.server.routes.chat_message_output import make_message
 from trencadis.server.routes.chat_stream import ChatStream
-from trencadis.server.routes.json_slices import set_items
-from trencadis.server.routes.request_body import BodyRoute
-from trencadis.server.routes.serving_base import run_request
+from trencadis.server.routes.json_bodies import BodyRoute, forget_body, set_items
+from trencadis.server.routes.openai_output import make_chat_logprobs, make_message, make_prompt_table, make_usage
+from trencadis.server.routes.serving_base import ServingState, make_request_id, run_request
 from trencadis.server.routes.sse import CHAT_STREAM_FORMAT, PieceStream, StreamFormat
-from trencadis.server.tenants.admission import Ticket
-from trencadis.server.tenants.answer_budget import AnswerShape
+from trencadis.server.tenants.admission import AnswerShape, Ticket
 from trencadis.server.text.chat_template import Rendering
 
 NO_TOOL_PARSER = (
@@ -61,7 +57,7 @@ class RunningChat:
     """
 
     form: ClassVar[StreamFormat] = CHAT_STREAM_FORMAT
-    state: AppState
+    state: ServingState
     body: ChatRequest
     generation: Generation
     id: str
@@ -155,7 +151,7 @@ class RunningChat:
         return made
 
 
-async def make_prompt(state: AppState, body: ChatRequest, http: Request, ticket: Ticket, most: int = 0) -> Prompt:
+async def make_prompt(state: ServingState, body: ChatRequest, http: Request, ticket: Ticket, most: int = 0) -> Prompt:
     """Makes the prompt of a conversation, with its media.
 
     Args:
@@ -179,7 +175,7 @@ async def make_prompt(state: AppState, body: ChatRequest, http: Request, ticket:
         raise
 
 
-def _make_rendering(state: AppState, body: ChatRequest) -> Rendering:
+def _make_rendering(state: ServingState, body: ChatRequest) -> Rendering:
     """Collects the fields of a request that change its prompt, apart from the messages.
 
     Raises:
@@ -203,7 +199,7 @@ def _make_rendering(state: AppState, body: ChatRequest) -> Rendering:
 
 
 async def prepare(
-    state: AppState, body: ChatRequest, http: Request, ticket: Ticket, id: str = "", fits: bool = False
+    state: ServingState, body: ChatRequest, http: Request, ticket: Ticket, id: str = "", fits: bool = False
 ) -> RunningChat:
     """Makes the prompt and the sampling parameters of a request, before the engine sees it.
 
@@ -251,7 +247,7 @@ def _describe_answer(body: ChatRequest, prompt: Prompt) -> AnswerShape:
     )
 
 
-def _make_sampling_params(state: AppState, body: ChatRequest, prompt: int, fits: bool) -> SamplingParams:
+def _make_sampling_params(state: ServingState, body: ChatRequest, prompt: int, fits: bool) -> SamplingParams:
     """Makes the parameters of answers to a prompt of ``prompt`` tokens; ``fits``: see ``prepare``."""
     name, asked = body.limit
     if fits and asked is not None:
@@ -265,7 +261,7 @@ def _make_sampling_params(state: AppState, body: ChatRequest, prompt: int, fits:
         raise rename_error_fields(error, max_tokens=name, logprobs="top_logprobs") from None
 
 
-async def _add_grammar(forms: AnswerParsers, state: AppState, body: ChatRequest, prompt: Prompt) -> None:
+async def _add_grammar(forms: AnswerParsers, state: ServingState, body: ChatRequest, prompt: Prompt) -> None:
     """Gives ``prompt`` the grammar of its answers, if the request restricts their form."""
     calls = None
     if body.may_call:
@@ -282,7 +278,7 @@ async def _add_grammar(forms: AnswerParsers, state: AppState, body: ChatRequest,
     )
 
 
-def _set_parsers(forms: AnswerParsers, state: AppState, body: ChatRequest, prompt: Prompt) -> None:
+def _set_parsers(forms: AnswerParsers, state: ServingState, body: ChatRequest, prompt: Prompt) -> None:
     """Sets the parsers of answers to ``prompt``."""
     tokenizer = state.service.tokenizer
     prompt.shown = forms.list_visible_specials(tokenizer, body.may_call)
@@ -296,7 +292,7 @@ def _set_parsers(forms: AnswerParsers, state: AppState, body: ChatRequest, promp
     )
 
 
-def router(state: AppState) -> APIRouter:
+def router(state: ServingState) -> APIRouter:
     """Makes the route over ``state``."""
     routes = APIRouter(tags=["chat"], route_class=BodyRoute)
 
@@ -349,7 +345,7 @@ class BatchChat:
         raise BadRequest("stream is not available for several conversations.", param="stream")
 
 
-async def prepare_all(state: AppState, body: BatchChatRequest, http: Request, ticket: Ticket) -> BatchChat:
+async def prepare_all(state: ServingState, body: BatchChatRequest, http: Request, ticket: Ticket) -> BatchChat:
     """Makes the prompts of all conversations.
 
     Raises:
@@ -367,7 +363,7 @@ async def prepare_all(state: AppState, body: BatchChatRequest, http: Request, ti
     return BatchChat(await gather_or_cancel(one(i, request) for i, request in enumerate(body.split())))
 
 
-def make_chat_batch_router(state: AppState) -> APIRouter:
+def make_chat_batch_router(state: ServingState) -> APIRouter:
     """Makes the route over ``state``."""
     routes = APIRouter(tags=["chat"], route_class=BodyRoute)
 

@@ -1,22 +1,31 @@
-"""/v1/models.
+"""/v1/models, /load and /tokenizer_info; /v1/load_lora_adapter and /v1/unload_lora_adapter.
 
-/load and /tokenizer_info.
+Adapters are loaded and unloaded with VLLM_ALLOW_RUNTIME_LORA_UPDATING only.
 """
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import APIRouter
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from trencadis.core.checkpoint.json_fields import read_json
 from trencadis.core.errors import NotFound
 from trencadis.core.json_types import JsonObject
+from trencadis.server.prompts.adapter_registry import change_adapters
 from trencadis.server.protocol.base_request import Strict
-from trencadis.server.protocol.models_and_tokenize import ModelCard, ModelList, Permission
-from trencadis.server.routes.app_state import AppState
+from trencadis.server.protocol.models_and_tokenize import (
+    LoadAdapterRequest,
+    ModelCard,
+    ModelList,
+    Permission,
+    UnloadAdapterRequest,
+)
+from trencadis.server.routes.serving_base import ServingState
 
 
-def router(state: AppState) -> APIRouter:
+def router(state: ServingState) -> APIRouter:
     """Makes the routes over ``state``."""
     routes = APIRouter(tags=["models"])
 
@@ -54,7 +63,7 @@ class ServerLoad(Strict):
     server_load: int
 
 
-def make_load_router(state: AppState) -> APIRouter:
+def make_load_router(state: ServingState) -> APIRouter:
     """Makes the routes over ``state``."""
     routes = APIRouter(tags=["operation"])
 
@@ -73,7 +82,7 @@ def make_load_router(state: AppState) -> APIRouter:
     return routes
 
 
-def get_tokenizer_settings(state: AppState) -> JsonObject:
+def get_tokenizer_settings(state: ServingState) -> JsonObject:
     """Returns the settings that the tokenizer was made from.
 
     Raises:
@@ -86,3 +95,38 @@ def get_tokenizer_settings(state: AppState) -> JsonObject:
     template = state.service.template
     shown = {**found, "tokenizer_class": str(found.get("tokenizer_class") or "PreTrainedTokenizerFast")}
     return shown if template is None else {**shown, "chat_template": template.text}
+
+
+def make_adapters_router(state: ServingState) -> APIRouter:
+    """Makes the routes over ``state``; none unless adapters may be changed at run time."""
+    routes = APIRouter(tags=["adapters"])
+    registry, shared = state.adapters, state.settings.shared
+    if registry is None or not state.settings.config.allow_runtime_lora_updating:
+        return routes
+    changing = asyncio.Lock()
+
+    async def apply_change(change: JsonObject) -> None:
+        async with changing:
+            if shared is not None:
+                await shared.change_adapters(change)
+            else:
+                await change_adapters(registry, change)
+
+    @routes.post("/v1/load_lora_adapter")
+    async def load_lora_adapter(body: LoadAdapterRequest) -> Response:
+        """Loads an adapter, which requests then name as their model."""
+        await apply_change(
+            {
+                "name": body.lora_name, "path": body.lora_path, "parent": body.base_model_name or "",
+                "replace": body.load_inplace,
+            }
+        )  # fmt: skip
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    @routes.post("/v1/unload_lora_adapter")
+    async def unload_lora_adapter(body: UnloadAdapterRequest) -> Response:
+        """Unloads an adapter; requests that run finish with it."""
+        await apply_change({"name": body.lora_name})
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    return routes

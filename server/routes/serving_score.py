@@ -19,19 +19,21 @@ from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import Json
 from trencadis.multimodal.async_gather import gather_or_cancel
 from trencadis.multimodal.media_options import MediaScope
+from trencadis.server.prompts.pooling_prompts import Content, Pair, check_scores, make_pair_prompt, read_content
 from trencadis.server.prompts.prompt import Prompt
-from trencadis.server.prompts.text_pairs import Content, Pair, check_scores, make_pair_prompt, read_content
 from trencadis.server.protocol.pooler_output import compute_pair_score, cosine_similarity
-from trencadis.server.protocol.pooling_params import PoolingParams
-from trencadis.server.protocol.pooling_requests import PairRequest, RerankRequest, ScoreRequest
-from trencadis.server.protocol.pooling_responses import (
+from trencadis.server.protocol.pooling import (
+    PairRequest,
     RankedDocument,
     RankedItem,
+    RerankRequest,
     RerankResponse,
     ScoreItem,
+    ScoreRequest,
     ScoreResponse,
 )
-from trencadis.server.routes.app_state import AppState
+from trencadis.server.protocol.pooling_params import PoolingParams
+from trencadis.server.routes.json_bodies import BodyRoute
 from trencadis.server.routes.pooling_base import (
     ItemList,
     PooledValues,
@@ -42,7 +44,7 @@ from trencadis.server.routes.pooling_base import (
     respond,
     run_prompts,
 )
-from trencadis.server.routes.request_body import BodyRoute
+from trencadis.server.routes.serving_base import ServingState
 from trencadis.server.tenants.admission import Ticket
 
 AT_ONCE = 128
@@ -57,7 +59,7 @@ class PairScores(NamedTuple):
 
 
 async def score_pairs(
-    state: AppState,
+    state: ServingState,
     body: PairRequest,
     http: Request,
     ticket: Ticket,
@@ -97,7 +99,7 @@ async def score_pairs(
 
 
 async def _score_cosines(
-    state: AppState, body: PairRequest, http: Request, ticket: Ticket, params: PoolingParams, pairs: Sequence[Pair],
+    state: ServingState, body: PairRequest, http: Request, ticket: Ticket, params: PoolingParams, pairs: Sequence[Pair],
     prefix: str, document_tokens: int, scope: MediaScope,
 ) -> PairScores:  # fmt: skip
     """Scores pairs by the cosine of their embeddings; a text in several pairs is embedded once."""
@@ -118,7 +120,7 @@ async def _score_cosines(
 
 
 async def _make_side_prompt(
-    state: AppState, body: PairRequest, content: Content, most: int, scope: MediaScope
+    state: ServingState, body: PairRequest, content: Content, most: int, scope: MediaScope
 ) -> Prompt:
     if isinstance(content, str):
         cut = most or body.truncate_prompt_tokens
@@ -137,7 +139,7 @@ async def _make_side_prompt(
 
 
 async def make_score_response(
-    state: AppState, body: ScoreRequest, http: Request, ticket: Ticket, params: PoolingParams, pairs: Sequence[Pair]
+    state: ServingState, body: ScoreRequest, http: Request, ticket: Ticket, params: PoolingParams, pairs: Sequence[Pair]
 ) -> ItemList:
     """Makes the answer of a checked request."""
     scores, made = await score_pairs(state, body, http, ticket, params, pairs, "score")
@@ -145,7 +147,7 @@ async def make_score_response(
     return ItemList(head, (ScoreItem(index=i, score=score) for i, score in enumerate(scores)))
 
 
-def router(state: AppState) -> APIRouter:
+def router(state: ServingState) -> APIRouter:
     """Makes the routes over ``state``."""
     routes = APIRouter(tags=["pooling"], route_class=BodyRoute)
 
@@ -170,7 +172,12 @@ def router(state: AppState) -> APIRouter:
 
 
 async def rerank_documents(
-    state: AppState, body: RerankRequest, http: Request, ticket: Ticket, params: PoolingParams, pairs: Sequence[Pair]
+    state: ServingState,
+    body: RerankRequest,
+    http: Request,
+    ticket: Ticket,
+    params: PoolingParams,
+    pairs: Sequence[Pair],
 ) -> ItemList:
     """Makes the answer of a checked request: the best document first, equal ones in the order of the request."""
     scores, made = await score_pairs(state, body, http, ticket, params, pairs, "rerank", body.max_tokens_per_doc)
@@ -195,7 +202,7 @@ def _make_document(content: Content) -> RankedDocument:
     return RankedDocument(multi_modal=parts)
 
 
-def make_rerank_router(state: AppState) -> APIRouter:
+def make_rerank_router(state: ServingState) -> APIRouter:
     """Makes the routes over ``state``."""
     routes = APIRouter(tags=["pooling"], route_class=BodyRoute)
 

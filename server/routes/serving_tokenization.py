@@ -19,8 +19,9 @@ from trencadis.server.protocol.models_and_tokenize import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from trencadis.server.routes.app_state import AppState, list_image_details, list_video_details
-from trencadis.server.routes.request_body import BodyRoute
+from trencadis.server.routes.json_bodies import BodyRoute
+from trencadis.server.routes.openai_output import list_image_details, list_video_details
+from trencadis.server.routes.serving_base import ServingState
 from trencadis.server.routes.sse import run_until_disconnect
 from trencadis.server.tenants.admission import Ticket
 from trencadis.server.text.off_event_loop import Check, OffEventLoop, no_check
@@ -31,7 +32,7 @@ IN_LOOP = 1000
 _OFF_LOOP = OffEventLoop("tokens")
 
 
-def router(state: AppState) -> APIRouter:
+def router(state: ServingState) -> APIRouter:
     """Makes the routes over ``state``."""
     routes = APIRouter(tags=["tokens"], route_class=BodyRoute)
 
@@ -88,7 +89,7 @@ def router(state: AppState) -> APIRouter:
     return routes
 
 
-def build_tokenize_response(state: AppState, prompt: Prompt, *, names: bool, sizes: bool) -> TokenizeResponse:
+def build_tokenize_response(state: ServingState, prompt: Prompt, *, names: bool, sizes: bool) -> TokenizeResponse:
     """Returns the ids of ``prompt``; with ``names`` also each token's text, with ``sizes`` those of its images."""
     token = state.service.tokenizer.get_token
     return TokenizeResponse(
@@ -101,7 +102,7 @@ def build_tokenize_response(state: AppState, prompt: Prompt, *, names: bool, siz
     )
 
 
-async def make_detokenize_response(state: AppState, tokens: list[int], headers: dict[str, str]) -> Response:
+async def make_detokenize_response(state: ServingState, tokens: list[int], headers: dict[str, str]) -> Response:
     """Makes the response with the text of ``tokens``."""
 
     def build_body(check: Check) -> BaseModel:

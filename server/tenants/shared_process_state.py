@@ -17,10 +17,8 @@ from trencadis.core.json_types import Json, JsonObject
 from trencadis.multimodal.images.processor_cache import ProcessorCache
 from trencadis.multimodal.processor import PlaceholderRun, PreparedImage, PreparedVideo
 from trencadis.server.tenants.admission import Admission, Bounds
-from trencadis.server.tenants.api_key_file import Tenant
-from trencadis.server.tenants.rate_limits import TenantAccount
-from trencadis.server.tenants.shared_limits import SharedAccount, SharedAdmission, SharedMediaUuids
-from trencadis.server.tenants.shared_table import HELD, SharedTable
+from trencadis.server.tenants.shared_limits import HELD, SharedAccount, SharedAdmission, SharedMediaUuids, SharedTable
+from trencadis.server.tenants.tenant_registry import Tenant, TenantAccount
 
 
 class MediaSides(Protocol):

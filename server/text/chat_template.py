@@ -18,8 +18,7 @@ import jinja2
 from trencadis.core.checkpoint.json_fields import read_json
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.json_types import Json, JsonMapping, JsonObject
-from trencadis.server.text.bounded_encoding import MOST
-from trencadis.server.text.checkpoint_tokenizer import Tokenizer
+from trencadis.server.text.checkpoint_tokenizer import MOST_CHARACTERS, Tokenizer
 from trencadis.server.text.template_sandbox import compile_source, make_environment, render
 
 NAMES = {
@@ -195,8 +194,8 @@ class ChatTemplate:
     def scrub(self, value: Json) -> Json:
         """Returns a user's JSON value without this process's nonce at any depth."""
         if isinstance(value, str):
-            if len(value) > MOST:
-                raise BadRequest(f"A text of the request exceeds {MOST} characters.", param="messages")
+            if len(value) > MOST_CHARACTERS:
+                raise BadRequest(f"A text of the request exceeds {MOST_CHARACTERS} characters.", param="messages")
             return self._tokenizer.scrub(value)
         if isinstance(value, Mapping):
             return {self.scrub(k): self.scrub(v) for k, v in value.items()}

@@ -6,10 +6,13 @@ user types is plain text, while those of the template, rendered as marks, are to
 that are not special (``<tool_call>``) if the template uses them (``claim``). Either encodes the whole text in one pass,
 because splitting a text at its special tokens would change neighbouring merges.
 
-Makes a tokenizer that spells parts of a text exactly: for text that a grammar forces.
-
 A tokenizer is made for whole texts: it may put a blank before them, compose their characters or lower their case. Ids
-of text that a grammar forces in the middle of an answer must spell those bytes and no others.
+of text that a grammar forces in the middle of an answer must spell those bytes and no others; ``make_verbatim`` makes a
+tokenizer for them.
+
+Texts of any length are first bounded, then encoded in one pass, without the interpreter's lock. The library releases
+the lock only for batches, so a text is a batch of one. It takes the lock again to free its results, about 0.1 us a
+token, so a text of far too many tokens must be recognized piece by piece.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import re
 import secrets
 import threading
 from collections.abc import Callable, Collection, Sequence
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,9 +33,98 @@ from tokenizers import Tokenizer as RawTokenizer
 from trencadis.core.checkpoint.json_fields import read_json
 from trencadis.core.errors import StartupError
 from trencadis.core.json_types import Json, JsonObject
-from trencadis.server.text.bounded_encoding import encode_text, find_kept_end
 from trencadis.server.text.template_sandbox import unmark_text
-from trencadis.server.text.token_bytes import TokenBytes
+
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
+
+
+def make_byte_alphabet() -> dict[str, int]:
+    """Returns the characters that stand for bytes in a byte-level vocabulary: printable Latin-1 as itself, else from
+    U+0100.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [b for b in range(256) if b not in set(printable)]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(hidden)}
+
+
+def decode_sentencepiece(text: str) -> bytes:
+    """Returns the bytes of a SentencePiece token."""
+    match = BYTE_TOKEN.match(text)
+    return bytes([int(match[1], 16)]) if match else text.replace("▁", " ").encode()
+
+
+class TokenBytes:
+    """The bytes of token ids.
+
+    ``byte_level``: a text is exactly the concatenation of its tokens' bytes (GPT-2, Qwen, Llama 3). Otherwise
+    (SentencePiece) the bytes are those of the token alone, which is enough for log-probabilities.
+    """
+
+    def __init__(self, raw: RawTokenizer, spec: JsonObject, special: frozenset[int]) -> None:
+        self._raw = raw
+        self._alphabet = make_byte_alphabet()
+        self._special = special
+        self.bytes_of: Callable[[int], bytes] = cache(self._bytes)
+        """The bytes of one id; empty for an id without a text."""
+        self.text_of: Callable[[int], str | None] = cache(self._text)
+        """The text of one id; None for a special one, and for bytes that are no whole characters."""
+        self.byte_level = (spec.get("decoder") or {}).get("type") == "ByteLevel"
+
+    def _bytes(self, token: int) -> bytes:
+        text = self._raw.id_to_token(token)
+        if text is None:
+            return b""
+        if self.byte_level:
+            values = [self._alphabet.get(c) for c in text]
+            # If an added token has a character outside the alphabet, the library takes the whole token literally.
+            return text.encode() if None in values else bytes(v for v in values if v is not None)
+        return text.encode() if token in self._special else decode_sentencepiece(text)
+
+    def _text(self, token: int) -> str | None:
+        if token in self._special:
+            return None
+        try:
+            return self.bytes_of(token).decode()
+        except UnicodeDecodeError:
+            return None
+
+    def is_special(self, token: int) -> bool:
+        """Returns True if ``skip_special_tokens`` drops the token."""
+        return token in self._special
+
+
+LONGEST_TOKEN = 512
+"""Most characters of any token; a prompt longer than this allows is refused without being tokenized."""
+MOST_CHARACTERS = 8 << 20
+"""Most characters of a text, unless 16 characters per token of the model's context are more."""
+COUNTED = 1 << 17
+"""Length in characters from which tokens are counted before encoding."""
+PIECE = 1 << 15
+
+
+def get_max_characters(max_model_len: int) -> int:
+    """Returns the most characters of a text; a longer one is refused without being tokenized."""
+    return min(max_model_len * LONGEST_TOKEN, max(MOST_CHARACTERS, 16 * max_model_len))
+
+
+def encode_text(raw: RawTokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
+    """Returns the ids of ``text`` from the library's tokenizer ``raw``."""
+    return list(raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+
+
+def find_kept_end(raw: RawTokenizer, text: str, most: int, check: Callable[[], None]) -> tuple[str, int]:
+    """Returns the shortest end of ``text`` that may have more than ``most`` tokens, or all of it, and its approximate
+    number of tokens.
+
+    Counts tokens piece by piece from the end. Cuts may add or save a few tokens, so ``most`` should be generous.
+    """
+    count, start = 0, len(text)
+    while start > 0 and count <= most:
+        check()
+        end, start = start, max(0, start - PIECE)
+        count += len(raw.encode_batch_fast([text[start:end]], add_special_tokens=False)[0])
+    return text[start:], count
+
 
 KEPT_NORMALIZERS = ("Replace", "ByteLevel")
 """Normalizers that only convert a text to the vocabulary's alphabet."""
@@ -192,7 +285,7 @@ class Tokenizer:
         return encode_text(self._marked, text)
 
     def find_kept_end(self, text: str, most: int, check: Callable[[], None], marked: bool = False) -> tuple[str, int]:
-        """See ``bounded_encoding.find_kept_end``. Only the marked copy reads a mark as one token."""
+        """See ``find_kept_end``. Only the marked copy reads a mark as one token."""
         return find_kept_end(self._marked if marked else self._raw, text, most, check)
 
     def mark(self, text: str) -> str:

@@ -11,8 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trencadis.server.grammars.grammar_writer import GrammarWriter, quoted
-from trencadis.server.grammars.tool_functions import ToolFunction
+from trencadis.server.grammars.grammar_writer import GrammarWriter, ToolFunction, quoted
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 from trencadis.server.text.incremental_parser import Wait
 from trencadis.server.tools.reasoning_parser import AnswerContent, ReasoningContent, ReasoningFormat, ReasoningParser

@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from trencadis.server.grammars.grammar_writer import GrammarWriter, quoted
-from trencadis.server.grammars.tool_functions import ToolFunction, make_list_rule
+from trencadis.server.grammars.grammar_writer import GrammarWriter, ToolFunction, make_list_rule, quoted
 from trencadis.server.text.incremental_parser import Wait
 from trencadis.server.tools.tool_parser import ToolParser
 

@@ -9,8 +9,13 @@ import warnings
 from collections.abc import Sequence
 
 from trencadis.core.errors import BadRequest
-from trencadis.server.grammars.grammar_writer import GrammarWriter, quoted
-from trencadis.server.grammars.tool_functions import ToolFunction, make_list_rule, make_separated_rule
+from trencadis.server.grammars.grammar_writer import (
+    GrammarWriter,
+    ToolFunction,
+    make_list_rule,
+    make_separated_rule,
+    quoted,
+)
 from trencadis.server.protocol.tool_definitions import NAME
 from trencadis.server.text.incremental_parser import Wait
 from trencadis.server.tools.tool_parser import ToolParser

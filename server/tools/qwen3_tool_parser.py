@@ -11,9 +11,8 @@ from collections.abc import Mapping
 
 from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import Json, JsonMapping
-from trencadis.server.grammars.grammar_writer import ANY, GrammarWriter, quoted
+from trencadis.server.grammars.grammar_writer import ANY, GrammarWriter, ToolFunction, ToolParameter, quoted
 from trencadis.server.grammars.regex_translation import escaped
-from trencadis.server.grammars.tool_functions import ToolFunction, ToolParameter
 from trencadis.server.text.incremental_parser import Wait
 from trencadis.server.tools.json_tool_parsers import CLOSE, OPEN
 from trencadis.server.tools.tool_parser import ToolParser

@@ -1,4 +1,4 @@
-"""``bench throughput``, ``latency`` and ``startup``: an engine of their own, vLLM's flags and JSON names."""
+"""``bench throughput``, ``offline_benchmarks`` and ``startup``: an engine of their own, vLLM's flags and JSON names."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from trencadis.core.errors import StartupError
-from trencadis.server.bench import bench_command, latency, startup, startup_child, throughput
-from trencadis.server.bench.bench_flags import make_serve_parser
+from trencadis.server.bench import bench_command, offline_benchmarks, startup, startup_child
+from trencadis.server.bench.bench_command import make_serve_parser
 from trencadis.server.cli import run_batch as batch_command
 from trencadis.server.config.flags import get_flag_table
 
@@ -88,7 +88,13 @@ def test_start_ups_are_timed_cold_and_warm(tmp_path, capsys):
 
 
 def test_the_pages_name_flags_that_there_are():
-    own = [make_serve_parser(), latency.parser(), throughput.parser(), startup.parser(), batch_command.parser()]
+    own = [
+        make_serve_parser(),
+        offline_benchmarks.make_latency_parser(),
+        offline_benchmarks.make_throughput_parser(),
+        startup.parser(),
+        batch_command.parser(),
+    ]
     known = {flag for parser in own for action in parser._actions for flag in action.option_strings}
     known |= {flag.written for flag in get_flag_table().values()}
     page = (ROOT / "docs" / "offline.md").read_text(encoding="utf-8")

@@ -21,19 +21,10 @@ from PIL import Image
 
 from tests.bench.paced_server import ROOT, paced
 from trencadis.core.errors import StartupError
-from trencadis.server.bench import (
-    bench_command,
-    bench_flags,
-    bench_metrics,
-    bench_report,
-    datasets,
-    load_generator,
-    token_counters,
-)
-from trencadis.server.bench.bench_serve import make_body
+from trencadis.server.bench import bench_command, bench_metrics, bench_serve, datasets
+from trencadis.server.bench.bench_metrics import BenchTiming, compute_request_timing
+from trencadis.server.bench.bench_serve import RequestLoad, make_body, run_load
 from trencadis.server.bench.http_client import BenchClient, Exchange, ResponseReader
-from trencadis.server.bench.load_generator import RequestLoad, run_load
-from trencadis.server.bench.stream_timing import BenchTiming, compute_request_timing
 
 SSE = b"data: "
 
@@ -108,7 +99,7 @@ def test_failures_are_named():
     assert error(200, sse(chat("", delta={"role": "assistant"}))) == "the answer has no token"
     assert error(200, b"data: {\n\n") == "an event of the stream is no JSON"
     assert error(0, b"", "no connection: refused") == "no connection: refused"
-    reported = list(bench_report.format_failures(["a", "", "b", "a", *(f"k{i}" for i in range(20))]))
+    reported = list(bench_metrics.format_failures(["a", "", "b", "a", *(f"k{i}" for i in range(20))]))
     assert reported[0] == "failed, 2 times: a" and reported[-1] == "failed, 12 further kinds"
 
 
@@ -149,17 +140,17 @@ def test_figures_are_vllms_definitions():
 
 def test_arrivals_offer_the_rate_that_was_asked_for():
     for burstiness in (0.3, 1.0, 4.0, math.inf):
-        found = np.array(load_generator.make_send_times(load_generator.make_rates(4000, 8.0), burstiness, 3, True))
+        found = np.array(bench_serve.make_send_times(bench_serve.make_rates(4000, 8.0), burstiness, 3, True))
         gaps = np.diff(found)
         assert found[-1] == pytest.approx(500.0) and (gaps >= 0).all()
         spread = 0.0 if math.isinf(burstiness) else 1 / math.sqrt(burstiness)
         assert gaps.std() / gaps.mean() == pytest.approx(spread, rel=0.1, abs=1e-6)
-    assert load_generator.make_send_times(load_generator.make_rates(3, math.inf), 1.0, 0, True) == [0.0, 0.0, 0.0]
-    assert load_generator.make_rates(3, 0, "linear", 2, 6) == [2, 4, 6]
-    assert load_generator.make_rates(3, 0, "exponential", 1, 16) == pytest.approx([1, 4, 16])
+    assert bench_serve.make_send_times(bench_serve.make_rates(3, math.inf), 1.0, 0, True) == [0.0, 0.0, 0.0]
+    assert bench_serve.make_rates(3, 0, "linear", 2, 6) == [2, 4, 6]
+    assert bench_serve.make_rates(3, 0, "exponential", 1, 16) == pytest.approx([1, 4, 16])
 
 
-class Joining(token_counters.WordCounter):
+class Joining(datasets.WordCounter):
     """Texts that were cut count one token less the first time, as words do that join again."""
 
     def __init__(self) -> None:
@@ -172,12 +163,12 @@ class Joining(token_counters.WordCounter):
 
 def test_random_prompts_have_the_length_that_was_asked_for():
     for wanted in (0, 1, 7, 300):
-        text, count = asyncio.run(token_counters.make_text(Joining(), random.Random(1), wanted))
+        text, count = asyncio.run(datasets.make_text(Joining(), random.Random(1), wanted))
         assert count == wanted == len(text.split())
 
 
 def sampled(*words: str) -> list[datasets.BenchSample]:
-    return asyncio.run(datasets.make_samples(bench_flags.parse_serve_args(words), token_counters.WordCounter()))
+    return asyncio.run(datasets.make_samples(bench_command.parse_serve_args(words), datasets.WordCounter()))
 
 
 def test_random_datasets_are_drawn_from_their_seed():
@@ -229,7 +220,7 @@ def test_sharegpt_and_custom_files(tmp_path):
     )  # fmt: skip
     assert (first.prompt_tokens, first.output_tokens, second.output_tokens) == (2, 5, 256)
     assert first.images[0].startswith("data:image/png;base64,") and first.images[1] == "http://x/y.png"
-    args = bench_flags.parse_serve_args(
+    args = bench_command.parse_serve_args(
         ["--backend", "openai-chat", "--temperature", "0", "--extra-body", '{"seed": 3}']
     )
     body = make_body(args, "m", first)

@@ -12,9 +12,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from trencadis.assets import demo_path
-from trencadis.core.models.rotary_embedding import TextRotary
-from trencadis.server.bench.accuracy_drawing import Box
-from trencadis.server.bench.accuracy_items import ItemMaker, box_text
+from trencadis.core.models.attention import TextRotary
+from trencadis.server.bench.accuracy_items import Box, ItemMaker, box_text
 from trencadis.server.bench.accuracy_scores import paired_difference, wilson_interval
 from trencadis.server.cli.main import main
 

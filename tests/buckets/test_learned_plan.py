@@ -23,8 +23,7 @@ from trencadis.core.shapes.launch_costs import Costs, work_of
 from trencadis.core.shapes.learned_plan import KEPT_STAGES, TooFewGraphs, learn_plan
 from trencadis.core.shapes.rectangular_launches import RowNeed, split_rows
 from trencadis.core.shapes.shape_needs import NeedHistogram, count_step, round_to_grid
-from trencadis.server.plan.traffic_replay import StepNeeds, replay_steps
-from trencadis.server.plan.traffic_trace import read_request, sum_planned_work
+from trencadis.server.plan.traffic_trace import StepNeeds, read_request, replay_steps, sum_planned_work
 
 MODEL = model_of(3584, 28, 28, 4, 18944)
 WORK = work_of(MODEL, 128)

@@ -9,8 +9,8 @@ import pytest
 
 from tests.calls.test_chat_tools import TOOLS, history
 from tests.oracles.openapi_checks import spec_of
+from trencadis.server.tools.parser_registry import TOOL_PARSERS, find_tool_parser
 from trencadis.server.tools.tool_parser import CallArguments, CallStarted
-from trencadis.server.tools.tool_parser_registry import BUILT, find_tool_parser
 
 FOLDER = Path(__file__).resolve().parent.parent.parent / "examples" / "templates"
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
@@ -25,7 +25,7 @@ EXPECTED = {
 def test_an_example_renders_a_conversation_with_calls(serve: Any, name: str) -> None:
     source = (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
     style, result = EXPECTED[name]
-    assert find_tool_parser("auto", source) is BUILT[style]
+    assert find_tool_parser("auto", source) is TOOL_PARSERS[style]
     harness = serve(source)
     assert harness.service.template.has_all_specials_marked() and not harness.service.template.text_arguments
     conversation = [{"role": "system", "content": "Be brief."}, *history(), {"role": "assistant", "content": "Five."},
@@ -36,7 +36,7 @@ def test_an_example_renders_a_conversation_with_calls(serve: Any, name: str) -> 
     start = shown.index("abcdefghi") if style == "mistral" else len(shown)
     begin = {"hermes": '<tool_call>\n{"name": "get_weather"', "llama3_json": '{"name": "get_weather", "param'}
     at = shown.index("[TOOL_CALLS]") if style == "mistral" else shown.index(begin[style])
-    events = BUILT[style]({"get_weather": {}}).feed(shown[at : max(start, at) + 99])
+    events = TOOL_PARSERS[style]({"get_weather": {}}).feed(shown[at : max(start, at) + 99])
     assert next(e.name for e in events if isinstance(e, CallStarted)) == "get_weather"
     assert "".join(e.text for e in events if isinstance(e, CallArguments)) == '{"city": "Köln <b>"}'
 

@@ -13,12 +13,10 @@ from tests.traffic.tool_templates import HERMES, OPENED, TEMPLATES, THINKING
 from trencadis.core.errors import StartupError
 from trencadis.server.prompts.answer_reader import AnswerReader
 from trencadis.server.text.incremental_parser import Wait
-from trencadis.server.tools import reasoning_parser_registry as reasoning
-from trencadis.server.tools import tool_parser_registry as calls
+from trencadis.server.tools import parser_registry as calls
+from trencadis.server.tools.parser_registry import TOOL_PARSERS, find_reasoning_format, find_tool_parser
 from trencadis.server.tools.reasoning_parser import ReasoningFormat
-from trencadis.server.tools.reasoning_parser_registry import find_reasoning_format
 from trencadis.server.tools.tool_parser import ToolParser
-from trencadis.server.tools.tool_parser_registry import BUILT, find_tool_parser
 
 OPEN, CLOSE = "<<", ">>"
 SHOUT_FORM = ReasoningFormat("((", "))")
@@ -44,15 +42,15 @@ class ShoutParser(ToolParser):
 
 @pytest.mark.parametrize("style", TEMPLATES)
 def test_a_template_shows_its_form(style: str) -> None:
-    assert find_tool_parser("auto", TEMPLATES[style]) is BUILT[style]
+    assert find_tool_parser("auto", TEMPLATES[style]) is TOOL_PARSERS[style]
     assert find_tool_parser("auto", TEMPLATES[style].replace("tools", "others")) is None, "a template without tools"
 
 
 def test_flags_name_forms_and_vllm_s_names_mean_the_same() -> None:
     assert find_tool_parser("auto", TEMPLATE) is None and find_tool_parser("auto", None) is None
-    assert {name: find_tool_parser(name, HERMES) for name in BUILT} == BUILT
-    assert find_tool_parser("qwen3_coder", None) is find_tool_parser("qwen3_xml", None) is BUILT["qwen3"]
-    assert find_tool_parser("llama4_pythonic", None) is BUILT["pythonic"]
+    assert {name: find_tool_parser(name, HERMES) for name in TOOL_PARSERS} == TOOL_PARSERS
+    assert find_tool_parser("qwen3_coder", None) is find_tool_parser("qwen3_xml", None) is TOOL_PARSERS["qwen3"]
+    assert find_tool_parser("llama4_pythonic", None) is TOOL_PARSERS["pythonic"]
     assert (
         find_reasoning_format("auto", TEMPLATE)
         is find_reasoning_format("auto", None)
@@ -77,13 +75,12 @@ def test_packages_offer_parsers_by_entry_points(serve: Any, monkeypatch: pytest.
     def offered(group: str) -> list[EntryPoint]:
         here = f"{__name__}:"
         made = {
-            calls.GROUP: {"shout": here + "ShoutParser", "wrong": here + "OPEN", "gone": "no_such_module:x"},
-            reasoning.GROUP: {"round": here + "SHOUT_FORM", "wrong": here + "OPEN", "gone": "no_such_module:x"},
+            calls.TOOL_GROUP: {"shout": here + "ShoutParser", "wrong": here + "OPEN", "gone": "no_such_module:x"},
+            calls.REASONING_GROUP: {"round": here + "SHOUT_FORM", "wrong": here + "OPEN", "gone": "no_such_module:x"},
         }
         return [EntryPoint(name, value, group) for name, value in made[group].items()]
 
     monkeypatch.setattr(calls, "entry_points", offered)
-    monkeypatch.setattr(reasoning, "entry_points", offered)
     harness = serve(TEMPLATE, "((why))Now <<now>> or << never>>", tool_call_parser="shout", reasoning_parser="round")
     choice = harness.chat(tools=TOOLS).json()["choices"][0]
     assert whole(choice) == ("Now or << never>>", [("now", "{}")], "tool_calls")

@@ -12,8 +12,8 @@ import pytest
 
 from tests.traffic.written_calls import SCHEMAS, STYLES, damaged, pieces, written
 from trencadis.server.prompts.answer_reader import AnswerReader
+from trencadis.server.tools.parser_registry import TOOL_PARSERS
 from trencadis.server.tools.tool_parser import AnswerText, CallArguments, CallEnded, CallStarted, ToolEvent
-from trencadis.server.tools.tool_parser_registry import BUILT
 
 MARKUP = set(
     [
@@ -39,7 +39,7 @@ MARKUP = set(
 
 
 def read(style: str, parts: Any, tools: Any = None) -> list[ToolEvent]:
-    parser = BUILT[style](SCHEMAS if tools is None else tools)
+    parser = TOOL_PARSERS[style](SCHEMAS if tools is None else tools)
     return [event for part in parts for event in parser.feed(part)] + parser.finish()
 
 
@@ -163,7 +163,7 @@ def test_odd_answers_read_as_agreed(style: str, text: str, content: str | None, 
 
 def test_a_model_s_own_id_is_kept_where_it_can_serve() -> None:
     def ids(text: str) -> list[str]:
-        reader = AnswerReader(None, BUILT["mistral"]({}))
+        reader = AnswerReader(None, TOOL_PARSERS["mistral"]({}))
         reader.feed(text)
         reader.finish()
         return [call.id for call in reader.take_part().calls if call.id]

@@ -27,7 +27,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PT_HPU_LAZY_MODE", "TORCH_DEVICE_BACKEND_AUTOLOAD", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.setenv(name, "0")
         monkeypatch.delenv(name)
-    monkeypatch.setattr("trencadis.server.processes.signals.raise_early_stop", lambda: None)
+    monkeypatch.setattr("trencadis.server.processes.process_setup.raise_early_stop", lambda: None)
 
 
 def test_an_emulated_card_passes_every_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from trencadis.core import envs
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.server.cli import main as cli
-from trencadis.server.config import flag_docs, resolve_settings, value_parsers
+from trencadis.server.config import help, resolve_settings, value_parsers
 from trencadis.server.config import help as helptext
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.config.flags import get_flag_table, get_flag_variables
@@ -274,7 +274,7 @@ def test_no_variable_is_defined_twice():
 def test_docs_are_up_to_date():
     root = Path(trencadis.__file__).resolve().parent.parent
     page = (root / "docs" / "configuration.md").read_text(encoding="utf-8")
-    assert page == flag_docs.make_configuration_page(), "run tools/gen_flags.py"
+    assert page == help.make_configuration_page(), "run tools/gen_flags.py"
 
 
 @pytest.mark.parametrize("text", ["1e3", "1_000", " 1000 ", "1k", "0.001M", "0.001m"])

@@ -11,7 +11,7 @@ from huggingface_hub.utils._paths import filter_repo_objects
 from trencadis.assets import demo_path
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.llm_kwargs import resolve_local_model
+from trencadis.engine_args import resolve_local_model
 from trencadis.server.cli import serve
 from trencadis.server.config import hub
 from trencadis.server.config.config import ServerConfig

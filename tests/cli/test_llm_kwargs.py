@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from trencadis import llm_kwargs
+from trencadis import engine_args
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest, StartupError
 
 
 def config(**given: Any) -> EngineConfig:
-    return llm_kwargs.build_engine_config("m", given)
+    return engine_args.build_engine_config("m", given)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_a_template_is_a_file_or_a_text(tmp_path: Path) -> None:
     text = "{{ messages[0].content }}"
     path = tmp_path / "own.jinja"
     path.write_text(text)
-    assert [llm_kwargs.read_template(given) for given in (None, text, path, str(path))] == [None, text, text, text]
+    assert [engine_args.read_template(given) for given in (None, text, path, str(path))] == [None, text, text, text]
     with pytest.raises(BadRequest, match="no such file") as caught:
-        llm_kwargs.read_template("/no/such.jinja")
+        engine_args.read_template("/no/such.jinja")
     assert caught.value.param == "chat_template" and "--" not in caught.value.message

@@ -18,12 +18,12 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.process import log_setup
 from trencadis.core.request import Request, SamplingParams
-from trencadis.core.scheduling.decision_log import log_launches
+from trencadis.core.scheduling.step_builder import log_launches
 from trencadis.core.step import StepStats
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.config.hub import resolve
 from trencadis.server.http.request_middleware import describe_missing_path
-from trencadis.server.processes.logging_setup import set_up_logging
+from trencadis.server.processes.process_setup import set_up_logging
 
 NAMES = ("", "trencadis", "trencadis.engine", "trencadis.server", "uvicorn", "uvicorn.access", "vllm")
 

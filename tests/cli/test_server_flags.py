@@ -25,7 +25,7 @@ from trencadis.server.processes.build_app import make_media_rules
 from trencadis.server.prompts.answer_grammar import AnswerOutline, RequestedCalls
 from trencadis.server.prompts.answer_reader import AnswerParsers
 from trencadis.server.routes import serving_chat
-from trencadis.server.tools.tool_parser_registry import BUILT
+from trencadis.server.tools.parser_registry import TOOL_PARSERS
 
 JSON = {"type": "json_object"}
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -91,7 +91,7 @@ def test_the_level_of_strictness_reaches_the_grammar(
 
 
 def test_a_level_holds_calls_to_their_form() -> None:
-    forms = AnswerParsers(BUILT["hermes"])
+    forms = AnswerParsers(TOOL_PARSERS["hermes"])
     outlines = {level: AnswerOutline(forms, None, RequestedCalls([TOOL], None, True, level), None) for level in
                 ("auto", "function", "parameter")}  # fmt: skip
     assert {level: outline.free for level, outline in outlines.items()} == {

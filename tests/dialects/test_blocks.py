@@ -12,14 +12,14 @@ from tests.traffic.written_calls import SCHEMAS, STYLES, damaged, pieces, writte
 from trencadis.core.request import TokenLogprob
 from trencadis.server.prompts.answer_reader import AnswerPart, AnswerReader, CallPart
 from trencadis.server.prompts.output_processor import TextPiece
-from trencadis.server.routes.answer_blocks import AnswerBlock, BlockBuilder, BlockClosed, BlockDelta, BlockOpened
+from trencadis.server.routes.message_translation import AnswerBlock, BlockBuilder, BlockClosed, BlockDelta, BlockOpened
+from trencadis.server.tools.parser_registry import TOOL_PARSERS
 from trencadis.server.tools.reasoning_parser import AnswerContent, ReasoningContent, ReasoningParser
-from trencadis.server.tools.tool_parser_registry import BUILT
 
 
 def read(style: str, parts: list[str]) -> list[tuple[str, str, str]]:
     """The blocks of an answer; checks that each change concerns the open block."""
-    reader = AnswerReader(ReasoningParser("<think>", "</think>"), BUILT[style](SCHEMAS))
+    reader = AnswerReader(ReasoningParser("<think>", "</think>"), TOOL_PARSERS[style](SCHEMAS))
     blocks, open_block = BlockBuilder(), None
     grown: dict[int, str] = {}
     for i, part in enumerate([*parts, None]):

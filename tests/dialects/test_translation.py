@@ -8,8 +8,8 @@ import pytest
 
 from trencadis.server.protocol.anthropic_messages import BUDGET, MessagesRequest
 from trencadis.server.protocol.responses import ResponsesRequest
-from trencadis.server.routes import anthropic_input, responses_input
-from trencadis.server.routes.message_collector import InnerRequest
+from trencadis.server.routes import anthropic_conversion, responses_conversion
+from trencadis.server.routes.message_translation import InnerRequest
 
 URL = "data:image/png;base64,AAAA"
 PNG = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
@@ -31,13 +31,13 @@ def called(id: str, arguments: Any, name: str = "f") -> dict[str, Any]:
 def of_responses(**fields: Any) -> InnerRequest:
     body = ResponsesRequest(**fields)
     body.check()
-    return responses_input.make_inner_request(body, 1000)
+    return responses_conversion.convert_responses(body, 1000)
 
 
 def of_messages(known: tuple[str, ...] = (), **fields: Any) -> InnerRequest:
     body = MessagesRequest(**{"max_tokens": 9, **fields})
     body.check()
-    return anthropic_input.make_inner_request(body, lambda name: name in known, "enable_thinking" in known)
+    return anthropic_conversion.convert_messages(body, lambda name: name in known, "enable_thinking" in known)
 
 
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}

@@ -18,7 +18,7 @@ from trencadis import LLM
 from trencadis.assets import demo_path
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.errors import StartupError
-from trencadis.server.prompts.generation_config import NEUTRAL, SamplingDefaults
+from trencadis.server.prompts.sampling_params import NEUTRAL, SamplingDefaults
 
 RIGHT, REFUSED = "right", "refused"
 NAN = math.nan

@@ -29,11 +29,11 @@ from trencadis.server.config.config import ServerConfig
 from trencadis.server.engine.engine_client import DeltaCallback
 from trencadis.server.grammars.grammar_cache import JOBS
 from trencadis.server.http.app import create_app
-from trencadis.server.prompts.generation_config import SamplingDefaults
 from trencadis.server.prompts.multimodal_inputs import ExpandedPrompt, find_media_positions
-from trencadis.server.prompts.sampling_params import RequestLimits
+from trencadis.server.prompts.sampling_params import RequestLimits, SamplingDefaults
 from trencadis.server.prompts.text_service import TextService
-from trencadis.server.routes.http_settings import HttpSettings
+from trencadis.server.routes.app_state import HttpSettings
+from trencadis.server.routes.state_builder import make_state
 from trencadis.server.tenants.admission import Bounds
 from trencadis.server.text.chat_template import ChatTemplate
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer
@@ -197,7 +197,7 @@ class ScriptedApp:
             flags |= {"max_num_queued_pixels": bounds.pixels, "max_queued_body_bytes": bounds.body_bytes}
         beside = {f.name: given.pop(f.name) for f in fields(HttpSettings) if f.name in given}
         settings = HttpSettings(ServerConfig(**{**flags, **given}), **beside)
-        self.made = create_app(settings, self.engine, self.service)
+        self.made = create_app(make_state(settings, self.engine, self.service))
         state = self.made.state.trencadis
         state.grammar_cache.pool = trials()
         return self.made

@@ -12,7 +12,7 @@ import torch
 from tests.families.test_same_tokens import BASE
 from tests.oracles.transformers_model import assert_same
 from trencadis import LLM, BeamSearchParams, SamplingParams, TokensPrompt
-from trencadis.core.kv.block_hash import BlockHashChain
+from trencadis.core.kv.block_pool import BlockHashChain
 from trencadis.core.request import Request
 
 FORM = "long from 64 tokens on"

@@ -21,13 +21,14 @@ from tests.fakes.text_checkpoint import write_text_checkpoint
 from tests.health.test_sleep import FACTORY, until
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import Unavailable
+from trencadis.core.executor.spawn import spawn_engine
 from trencadis.core.request import Request, SamplingParams
 from trencadis.server.config.config import ServerConfig
-from trencadis.server.engine.spawn import spawn_engine
 from trencadis.server.http.app import create_app
 from trencadis.server.processes.fleet import Fleet
 from trencadis.server.processes.start_engines import divide_resources
-from trencadis.server.routes.http_settings import HttpSettings
+from trencadis.server.routes.app_state import HttpSettings
+from trencadis.server.routes.state_builder import make_state
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,7 @@ async def answer(fleet: Fleet, request: Request, seen: list[str] | None = None) 
 def test_engines_show_in_health_stats_buckets_and_metrics_and_a_header_pins_a_request(harness: ScriptedApp) -> None:
     async def body() -> None:
         async with running(2) as fleet:
-            app = create_app(HttpSettings(ServerConfig(enable_sleep_mode=True)), fleet, harness.service)
+            app = create_app(make_state(HttpSettings(ServerConfig(enable_sleep_mode=True)), fleet, harness.service))
             transport = httpx.ASGITransport(app, raise_app_exceptions=False)
             async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
 

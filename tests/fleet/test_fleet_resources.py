@@ -8,12 +8,11 @@ from tests.fakes.command_line import from_command_line
 from trencadis.core.config import EngineConfig
 from trencadis.core.engine_stats import GraphCounters
 from trencadis.core.errors import StartupError
-from trencadis.core.kv.block_hash import BlockHashChain
-from trencadis.core.kv.block_pool import BlockPool, EvictionLog
-from trencadis.core.kv.encoder_cache import EncoderCache
+from trencadis.core.kv.block_pool import BlockHashChain, BlockPool, EvictionLog
 from trencadis.core.media_spans import MediaSpan
 from trencadis.core.process.engine_messages import EngineInfo, EngineStats
 from trencadis.core.request import Request, SamplingParams
+from trencadis.core.scheduling.encoder_scheduler import EncoderCache
 from trencadis.server.processes.engine_group import merge_infos, sum_stats
 from trencadis.server.processes.fleet import make_request_cost, read_keys
 from trencadis.server.processes.start_engines import divide_resources

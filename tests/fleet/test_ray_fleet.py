@@ -17,15 +17,14 @@ from tests.fakes.command_line import from_command_line
 from trencadis.core.config import EngineConfig
 from trencadis.core.devices import CARD_VARIABLES
 from trencadis.core.errors import StartupError
-from trencadis.core.executor import ray_cluster
+from trencadis.core.executor import ray_broker, ray_cluster, ray_engines
+from trencadis.core.executor import ray_launcher as on_node
 from trencadis.core.executor.rank_info import compute_rank_fingerprint
 from trencadis.core.executor.ray_cluster import ClusterNode, assign_engine_nodes
+from trencadis.core.executor.ray_launcher import EngineActor, EnginePlacement
+from trencadis.core.executor.spawn import EngineHandle
 from trencadis.core.process import engine_messages
-from trencadis.server.engine.spawn import EngineHandle
-from trencadis.server.processes import cluster_engines, ray_broker
-from trencadis.server.processes import ray_placement as on_node
 from trencadis.server.processes import start_engines as starting
-from trencadis.server.processes.ray_placement import EngineActor, EnginePlacement
 from trencadis.server.processes.start_engines import divide_resources_over_nodes, start_engines
 
 WAIT = 10.0
@@ -119,7 +118,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ray]:
         made.brokers.append((reference, thread))
         return SimpleNamespace(wait=thread.join), ours
 
-    monkeypatch.setattr(cluster_engines, "start_broker_process", brokered)
+    monkeypatch.setattr(ray_engines, "start_broker_process", brokered)
     monkeypatch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
     monkeypatch.setattr(on_node, "spawn_engine", spawned)
     for name, stand_in in {

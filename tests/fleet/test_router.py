@@ -9,7 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from trencadis.server.processes.replica_load import Assignment, ReplicaLoad
+from trencadis.server.processes.replica_load import (
+    Assignment,
+    ReplicaCosts,
+    ReplicaLoad,
+    RequestCost,
+    RoutedImage,
+    RoutedPrefix,
+    StepCosts,
+    is_indexed_prefix,
+)
 from trencadis.server.processes.router import (
     MAX_IMAGE_HOLDERS,
     MAX_IMAGES,
@@ -18,14 +27,6 @@ from trencadis.server.processes.router import (
     CacheIndex,
     PrefixAffinityRouter,
     ReplicationPolicy,
-)
-from trencadis.server.processes.step_costs import (
-    ReplicaCosts,
-    RequestCost,
-    RoutedImage,
-    RoutedPrefix,
-    StepCosts,
-    is_indexed_prefix,
 )
 
 

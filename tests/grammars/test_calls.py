@@ -13,8 +13,8 @@ from trencadis.core.errors import BadRequest
 from trencadis.server.prompts.answer_grammar import AnswerOutline, RequestedCalls
 from trencadis.server.prompts.answer_reader import AnswerParsers, AnswerPart, AnswerReader
 from trencadis.server.protocol.tool_definitions import get_schemas
+from trencadis.server.tools.parser_registry import TOOL_PARSERS
 from trencadis.server.tools.reasoning_parser import THINK
-from trencadis.server.tools.tool_parser_registry import BUILT
 
 WEATHER: dict[str, Any] = {
     "name": "get_weather",
@@ -42,12 +42,14 @@ STRICT = [{"type": "function", "function": {**one, "strict": True}} for one in (
 
 
 def grammar(draws: GrammarDraws, form: str, tools: list[Any], choice: Any, many: bool = True, **more: Any) -> str:
-    outline = AnswerOutline(AnswerParsers(BUILT[form]), None, RequestedCalls(tools, choice, many), more.get("thought"))
+    outline = AnswerOutline(
+        AnswerParsers(TOOL_PARSERS[form]), None, RequestedCalls(tools, choice, many), more.get("thought")
+    )
     return outline.write(draws.writer())
 
 
 def read(form: str, tools: list[Any], text: str) -> AnswerPart:
-    reader = AnswerReader(None, BUILT[form](get_schemas(tools)))
+    reader = AnswerReader(None, TOOL_PARSERS[form](get_schemas(tools)))
     reader.feed(text)
     reader.finish()
     return reader.take_part()
@@ -59,7 +61,9 @@ def check(part: AnswerPart, tools: list[Any]) -> None:
         validator({"type": "object", **held[call.name]}).validate(json.loads(call.arguments))
 
 
-@pytest.mark.parametrize(("form", "vocabulary"), [*((form, "tagged") for form in sorted(BUILT)), ("mistral", "demo")])
+@pytest.mark.parametrize(
+    ("form", "vocabulary"), [*((form, "tagged") for form in sorted(TOOL_PARSERS)), ("mistral", "demo")]
+)
 def test_required_calls_are_read_whole_and_fit(form: str, vocabulary: str, request: pytest.FixtureRequest) -> None:
     draws: GrammarDraws = request.getfixturevalue(vocabulary)
     matcher = draws.matcher(grammar(draws, form, TOOLS, "required"))
@@ -71,7 +75,7 @@ def test_required_calls_are_read_whole_and_fit(form: str, vocabulary: str, reque
         check(part, TOOLS)
 
 
-@pytest.mark.parametrize("form", sorted(BUILT))
+@pytest.mark.parametrize("form", sorted(TOOL_PARSERS))
 def test_a_named_function_is_the_one_that_is_called_once(form: str, tagged: GrammarDraws) -> None:
     choice = {"type": "function", "function": {"name": "look_up"}}
     matcher = tagged.matcher(grammar(tagged, form, TOOLS, choice))
@@ -83,7 +87,7 @@ def test_a_named_function_is_the_one_that_is_called_once(form: str, tagged: Gram
             check(part, TOOLS)
 
 
-@pytest.mark.parametrize("form", sorted(BUILT))
+@pytest.mark.parametrize("form", sorted(TOOL_PARSERS))
 def test_text_is_free_until_a_strict_call_begins(form: str, tagged: GrammarDraws) -> None:
     made = grammar(tagged, form, STRICT, "auto")
     calls = grammar(tagged, form, STRICT, "required", many=False)

@@ -24,12 +24,13 @@ from tests.health.test_sleep import FACTORY, until
 from tests.operations.fake_server import FakeServer
 from tests.traffic.server_process import free_port
 from trencadis.core.config import EngineConfig
+from trencadis.core.executor.spawn import spawn_engine
 from trencadis.server.config.config import ServerConfig
-from trencadis.server.engine.spawn import spawn_engine
 from trencadis.server.engine.supervisor import Supervisor
 from trencadis.server.http.app import create_app
 from trencadis.server.processes.server_lifecycle import Notifier
-from trencadis.server.routes.http_settings import HttpSettings
+from trencadis.server.routes.app_state import HttpSettings
+from trencadis.server.routes.state_builder import make_state
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "operating.md"
 BODY = {"prompt": "a", "max_tokens": 2}
@@ -56,7 +57,9 @@ async def served(
     config = EngineConfig(model=model, engine=FACTORY, threads=1)
     supervisor = Supervisor(config, spawn_engine(config), backoff=30.0, **options)
     app = create_app(
-        HttpSettings(ServerConfig(enable_sleep_mode=True, max_num_queued_reqs=3)), supervisor, harness.service
+        make_state(
+            HttpSettings(ServerConfig(enable_sleep_mode=True, max_num_queued_reqs=3)), supervisor, harness.service
+        )
     )
     supervisor.start()
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)

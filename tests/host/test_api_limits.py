@@ -30,16 +30,21 @@ from trencadis.server.config.config import ServerConfig
 from trencadis.server.engine.engine_client import DeltaCallback
 from trencadis.server.engine.request_link import OpenRequest
 from trencadis.server.http import listener
-from trencadis.server.metrics import aggregate
+from trencadis.server.processes import aggregated_metrics
+from trencadis.server.processes.api_process import RequestRelay
 from trencadis.server.processes.ipc_messages import DeltaBatch, RequestRouted
-from trencadis.server.processes.request_relay import RequestRelay
-from trencadis.server.tenants import shared_process_state, shared_table
+from trencadis.server.tenants import shared_limits, shared_process_state
 from trencadis.server.tenants.admission import Admission, Bounds, Ticket
-from trencadis.server.tenants.api_key_file import Tenant
-from trencadis.server.tenants.rate_limits import TenantAccount
-from trencadis.server.tenants.shared_limits import SharedAccount, SharedAdmission, SharedMediaUuids
+from trencadis.server.tenants.shared_limits import (
+    HELD,
+    UUID_WAYS,
+    SharedAccount,
+    SharedAdmission,
+    SharedMediaUuids,
+    SharedTable,
+)
 from trencadis.server.tenants.shared_process_state import SharedProcessState
-from trencadis.server.tenants.shared_table import HELD, UUID_WAYS, SharedTable
+from trencadis.server.tenants.tenant_registry import Tenant, TenantAccount
 
 COUNT = 3
 
@@ -150,7 +155,7 @@ def test_what_a_dead_process_held_is_taken_back_and_what_it_spent_stays_spent(ta
 def test_a_name_of_media_is_known_to_all_and_means_one_thing(
     tables: list[SharedTable], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_table, "UUID_SETS", 8)
+    monkeypatch.setattr(shared_limits, "UUID_SETS", 8)
     ticks = iter(range(1, 1 << 30))
     books = [SharedMediaUuids(each, lambda: next(ticks)) for each in tables]
     one, other = (f"{digit:064x}" for digit in (1, 2))
@@ -214,7 +219,7 @@ def test_connections_are_dealt_among_sockets_and_bounded_together(tables: list[S
 
 HOLDER = """
 import sys, time
-from trencadis.server.tenants.shared_table import SharedTable
+from trencadis.server.tenants.shared_limits import SharedTable
 table = SharedTable(int(sys.argv[1]), 3, 1)
 table.put(0, 5)
 with table:
@@ -266,10 +271,10 @@ def test_figures_of_processes_add_up_and_those_of_a_dead_one_stay() -> None:
         for one in seconds:
             histogram.observe(one)
         Gauge("held", "inside", registry=registry).set(held)
-        return aggregate.pack_registry(registry)  # type: ignore[arg-type]
+        return aggregated_metrics.pack_registry(registry)  # type: ignore[arg-type]
 
-    parts = [aggregate.unpack_registry(data) for data in (part(3, [0.5, 1.5], 2), part(4, [5.0], 1))]
-    text = aggregate.format_text(aggregate.aggregate(parts)).decode()
+    parts = [aggregated_metrics.unpack_registry(data) for data in (part(3, [0.5, 1.5], 2), part(4, [5.0], 1))]
+    text = aggregated_metrics.format_text(aggregated_metrics.aggregate(parts)).decode()
     lines = text.splitlines()
     for line in ('asked_total{how="a"} 7.0', 'took_bucket{le="1.0"} 1.0', 'took_bucket{le="+Inf"} 3.0',
                  "took_count 3.0", "took_sum 7.0", "held 3.0"):  # fmt: skip
@@ -279,7 +284,11 @@ def test_figures_of_processes_add_up_and_those_of_a_dead_one_stay() -> None:
     assert shown == pytest.approx(min(created), rel=1e-6)
     assert text.count("# TYPE asked_total counter") == 1
     after = (
-        aggregate.format_text(aggregate.aggregate([aggregate.keep_counters(parts[0]), parts[1]])).decode().splitlines()
+        aggregated_metrics.format_text(
+            aggregated_metrics.aggregate([aggregated_metrics.keep_counters(parts[0]), parts[1]])
+        )
+        .decode()
+        .splitlines()
     )
     assert 'asked_total{how="a"} 7.0' in after and "held 1.0" in after
 

@@ -15,10 +15,10 @@ from benchmarks.host.step import BLOCK, HostSteps, Load
 from tests.engine.test_schedules import random_request
 from tests.host.instruction_counts import instructions
 from tests.oracles.shadow_engine import VOCAB, ScheduleDriver, shadow_engine
-from trencadis.backends.cpu.cpu_program import make_tensors
+from trencadis.backends.cpu.backend import make_tensors
 from trencadis.backends.cpu.padding import slot_map
 from trencadis.core.executor import rank_messages
-from trencadis.core.kv.block_hash import BlockHashChain
+from trencadis.core.kv.block_pool import BlockHashChain
 from trencadis.core.launches.host_inputs import SampleRow, head_inputs, join_head_inputs, text_inputs
 from trencadis.core.launches.rank_input_batch import BatchOutOfStep, RankInputBatch
 from trencadis.core.request import Request, SamplingParams

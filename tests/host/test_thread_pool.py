@@ -17,10 +17,10 @@ from tests import kernel_kinds
 from tests.host.test_decode_attention import decoding
 from tests.ops.test_many_queries import prompts
 from tests.ops.test_rotary import make_parts
-from trencadis.backends.cpu.cpu_program import torch_is_idle
+from trencadis.backends.cpu.backend import torch_is_idle
 from trencadis.backends.cpu.native import dense, thread_use, threads, weight_packing
 from trencadis.backends.cpu.native.kernel_table import VARIABLE
-from trencadis.backends.cpu.native.row_ops import rotate
+from trencadis.backends.cpu.native.row_kernels import rotate
 from trencadis.backends.cpu.native.thread_use import ThreadUse, run_delay, stolen_time
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight
 from trencadis.core.buckets import Bucket, Stage

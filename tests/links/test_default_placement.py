@@ -19,10 +19,10 @@ from trencadis.backends.hpu.start import machine as hpu_machine
 from trencadis.backends.hpu.start.machine import Stack
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
+from trencadis.core.executor import ray_engines
+from trencadis.core.executor.ray_engines import RayEngines
 from trencadis.core.links import topology
 from trencadis.llm_engine import _start_engine
-from trencadis.server.processes import cluster_engines
-from trencadis.server.processes.cluster_engines import RayEngines
 from trencadis.server.processes.start_engines import start_engines
 
 Machine = Callable[[int], dict[str, str]]
@@ -163,7 +163,7 @@ def test_an_engine_that_ray_places_asks_for_no_other_place(monkeypatch: pytest.M
         def start_engine(self, number: int, config: EngineConfig) -> Any:
             placed.append(config)
 
-    monkeypatch.setattr(cluster_engines, "RayEngines", Elsewhere)
+    monkeypatch.setattr(ray_engines, "RayEngines", Elsewhere)
     for name, value in {**machine(0), "RAY_ADDRESS": "10.0.0.1:6379"}.items():
         monkeypatch.setenv(name, value)
     start_engines(engine(), 2, "ray", lambda handle: None)

@@ -11,11 +11,10 @@ import pytest
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.executor import cluster_access
-from trencadis.core.executor.cluster_access import ClusterAccess
-from trencadis.core.executor.ray_cluster import ClusterNode, assign_nodes, connect
+from trencadis.core.executor import ray_cluster
+from trencadis.core.executor.ray_cluster import ClusterAccess, ClusterNode, assign_nodes, connect
+from trencadis.core.executor.spawn import make_child_environment
 from trencadis.core.links.topology import RAY, Topology, topology
-from trencadis.server.engine.spawn import make_child_environment
 
 
 def nodes(*free: int) -> list[ClusterNode]:
@@ -58,31 +57,31 @@ def test_without_ray_one_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch
 
 def test_a_cluster_that_does_not_answer_is_not_waited_for() -> None:
     with pytest.raises(StartupError, match=r"no Ray cluster answers at 127\.0\.0\.1:9 .*ray start --head"):
-        cluster_access.check_reachable("127.0.0.1:9")
-    cluster_access.check_reachable("auto")
+        ray_cluster.check_reachable("127.0.0.1:9")
+    ray_cluster.check_reachable("auto")
 
 
 @pytest.mark.parametrize("address", ["head", "10.0.0.1", "10.0.0.1:", ":6379", "ray://10.0.0.1:10001", "10.0.0.1:x"])
 def test_an_address_that_is_none_is_refused(address: str) -> None:
     with pytest.raises(StartupError, match=r"^RAY_ADDRESS=.* is no host:port of a cluster's head, such as [^\n]*$"):
-        cluster_access.check_reachable(address)
+        ray_cluster.check_reachable(address)
 
 
 def test_a_public_cluster_asks_for_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever reaches the ports of one that does not runs code on its nodes, whatever this process would show."""
     open_to_all: list[str] = []
-    monkeypatch.setattr(cluster_access, "accepts_any_client", lambda address: address in open_to_all)
+    monkeypatch.setattr(ray_cluster, "accepts_any_client", lambda address: address in open_to_all)
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     public = ["93.184.216.34:6379", "[2606:2800:220:1::1]:6379"]
     inside = ["10.1.2.3:6379", "[::1]:6379", "localhost:6379", ""]
     for address in (*public, *inside):
-        cluster_access.check_not_open(address)
+        ray_cluster.check_not_open(address)
     open_to_all += [*public, *inside]
     for address in inside:
-        cluster_access.check_not_open(address)
+        ray_cluster.check_not_open(address)
     for address in public:
         with pytest.raises(StartupError, match=r"public address and asks for no token.*RAY_AUTH_MODE=token"):
-            cluster_access.check_not_open(address)
+            ray_cluster.check_not_open(address)
 
 
 def test_a_cluster_whose_answer_nobody_knows_counts_as_open(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,9 +92,9 @@ def test_a_cluster_whose_answer_nobody_knows_counts_as_open(monkeypatch: pytest.
         requested.append(environ)
         return lambda: ClusterAccess(address, answers[len(requested) - 1])
 
-    answers = [cluster_access.LET_IN, cluster_access.NO_TOKEN, cluster_access.UNKNOWN, cluster_access.REFUSED]
-    monkeypatch.setattr(cluster_access, "probe_access", ask)
-    assert [cluster_access.accepts_any_client("93.184.216.34:6379") for _ in answers] == [True, True, True, False]
+    answers = [ray_cluster.LET_IN, ray_cluster.NO_TOKEN, ray_cluster.UNKNOWN, ray_cluster.REFUSED]
+    monkeypatch.setattr(ray_cluster, "probe_access", ask)
+    assert [ray_cluster.accepts_any_client("93.184.216.34:6379") for _ in answers] == [True, True, True, False]
     assert not any(name.startswith("RAY_AUTH") for environ in requested for name in environ)
 
 
@@ -103,17 +102,17 @@ def test_a_cluster_whose_answer_nobody_knows_counts_as_open(monkeypatch: pytest.
     ("said", "shown", "words"),
     [
         (
-            cluster_access.NO_TOKEN,
+            ray_cluster.NO_TOKEN,
             {"RAY_AUTH_MODE": "token"},
             "RAY_AUTH_MODE=token and there is no token: set RAY_AUTH",
         ),
         (
-            cluster_access.REFUSED,
+            ray_cluster.REFUSED,
             {"RAY_AUTH_MODE": "token"},
             "h:1 asks for another token than this process shows: set RAY",
         ),
         (
-            cluster_access.REFUSED,
+            ray_cluster.REFUSED,
             {},
             "h:1 asks for a token, and this process shows none: set RAY_AUTH_MODE=token, and RAY_",
         ),
@@ -121,10 +120,10 @@ def test_a_cluster_whose_answer_nobody_knows_counts_as_open(monkeypatch: pytest.
 )
 def test_who_shows_no_token_is_told_what_to_set(said: int, shown: dict[str, str], words: str) -> None:
     with pytest.raises(StartupError, match=words) as raised:
-        cluster_access.check_token(ClusterAccess("h:1", said), shown)
+        ray_cluster.check_token(ClusterAccess("h:1", said), shown)
     assert "\n" not in str(raised.value)
-    cluster_access.check_token(ClusterAccess("h:1", cluster_access.LET_IN), shown)
-    cluster_access.check_token(ClusterAccess("", cluster_access.UNKNOWN), shown)  # what Ray says of it is told
+    ray_cluster.check_token(ClusterAccess("h:1", ray_cluster.LET_IN), shown)
+    ray_cluster.check_token(ClusterAccess("", ray_cluster.UNKNOWN), shown)  # what Ray says of it is told
 
 
 def test_the_engine_keeps_rays_token_and_no_other() -> None:

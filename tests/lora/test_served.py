@@ -17,7 +17,7 @@ from tests.fakes.adapters import adapter_of
 from tests.traffic.server_process import RunningServer, server
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
-from trencadis.lora_request import LoRARequest
+from trencadis.prompt_inputs import LoRARequest
 
 MODEL = "trencadis-demo"
 PROMPT = "The image shows a red circle and"

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fakes import checkpoints
-from trencadis.backends.cpu.adapter_products import CpuAdapterRows, add_masked_adapters, group_rows
+from trencadis.backends.cpu.adapter_products import add_masked_adapters, group_rows
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.core.buckets import LORA, Plan, Stage
@@ -24,8 +24,8 @@ from trencadis.core.lora.adapter_store import AdapterStore
 from trencadis.core.memory.weight_bytes import AdapterSlotSizes, adapter_bytes, padded_rank
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.request import AdapterRef, Request, SamplingParams
-from trencadis.core.scheduling.adapter_slots import MOST_OVERTAKES, AdapterSlots
 from trencadis.core.scheduling.sequence import Sequence
+from trencadis.core.scheduling.sequence_admission import MOST_OVERTAKES, AdapterSlots
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import TEXT, make_plan
 from trencadis.core.shapes.shape_limits import ShapeLimits
@@ -119,7 +119,7 @@ def test_products_are_those_of_each_row(ids: list[int], widths: tuple[int, ...])
     for got in (
         add_masked_adapters(y.clone(), x, w, mask),
         CpuOps().add_adapters(y.clone(), x, w, grouped),
-        CpuOps().add_adapters(y.clone(), x, w, CpuAdapterRows(None, mask)),
+        CpuOps().add_adapters(y.clone(), x, w, grouped._replace(runs=None)),
     ):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
@@ -128,7 +128,7 @@ def test_products_are_those_of_each_row(ids: list[int], widths: tuple[int, ...])
 def test_slots_take_the_planned_bytes(tmp_path: Path, world: int) -> None:
     config = load_config(checkpoints.llama(tmp_path))
     backend: Any = load("cpu")(BackendConfig())
-    backend.ops = ReferenceOps()  # the CPU's own ops keep slots in panels, which they pad
+    backend.ops = ReferenceOps()  # the CPU's own kernels pad outputs to whole blocks
     if world == 2:
         backend = OneOfTwo(backend)
     store = AdapterStore(Decoder(config, backend), backend, 3, padded_rank(9))

@@ -105,6 +105,12 @@ static void fuzz_linear(void) {
     for (int64_t i = 0; i < panels * groups * PANEL; i++) zero[i] = (uint8_t)draw(bits == 8 ? 256 : 16);
     w.codes = codes, w.factor = some(panels * PANEL, FLOAT32, 0);
     w.scale = groups > 1 || draw(2) ? some(panels * groups * PANEL, FLOAT16, 0) : NULL;
+    w.middle = bits == 8 ? 128 : draw(16);
+    if (bits == 4 && w.scale && draw(2)) {
+        uint8_t *values = room(16, 0);
+        for (int i = 0; i < 16; i++) values[i] = (uint8_t)draw(128);
+        w.values = values;
+    }
     w.zero = draw(2) ? zero : NULL, w.bias = draw(2) ? some(rows, type, 1) : NULL;
     if (draw(3) == 0) {
         int32_t *gather = room(columns * 4, 0);
@@ -124,10 +130,11 @@ static void fuzz_linear(void) {
 
 static void fuzz_rows(void) {
     const int64_t type = between(0, 2), width = between(1, draw(5) ? 90 : 3000), n = between(1, draw(5) ? 7 : 60);
-    const int op = (int)draw(3), wide = op == SILU_MUL ? 2 : 1;
+    const int op = (int)draw(4), wide = op == SILU_MUL ? 2 : 1, norm = op == RMS_NORM || op == WIDE_NORM;
     const int64_t size = size_of(type), out_row = op == BEST ? 8 : width * size;
     char *x = some(n * width * wide, type, 1), *again = room(n * width * wide * size, 0);
-    char *residual = op == RMS_NORM && draw(2) ? some(n * width, type, 1) : NULL, *weight = some(width, type, 1);
+    char *residual = norm && draw(2) ? some(n * width, type, 1) : NULL;
+    char *weight = some(width, op == WIDE_NORM ? FLOAT32 : type, 1);
     char *out = room(n * out_row, 0), *one = room(n * out_row, 0);
     memcpy(again, x, (size_t)(n * width * wide * size));
     trencadis_panels_rows(op, x, residual, weight, out, n, width, 1e-6f, (int)type, kind, team());
@@ -319,6 +326,49 @@ static void fuzz_delta(void) {
     equal(mine, other, states, "a state of the delta rule depends on others");
 }
 
+static void fuzz_gated_norm(void) {
+    const int64_t type = between(0, 2), width = between(1, draw(5) ? 90 : 600), heads = between(1, 4), n = between(1, 20);
+    const int64_t size = size_of(type), stride = heads * width + draw(9), bytes = width * size;
+    char *x = some(n * heads * width, type, 1), *weight = some(width, type, 1), *gate = some(n * stride, type, 1);
+    char *out = room(n * heads * bytes, 0), *one = room(n * heads * bytes, 0);
+    trencadis_gated_norm(x, weight, gate, out, n * heads, width, heads, stride, 1e-6f, (int)type, kind, team());
+    for (int64_t r = 0; r < n * heads; r++)
+        trencadis_gated_norm(x + r * bytes, weight, gate + r / heads * stride * size + r % heads * bytes, one + r * bytes, 1,
+                             width, 1, width, 1e-6f, (int)type, kind, 1);
+    equal(out, one, n * heads * bytes, "a norm with a gate depends on others");
+}
+
+static void fuzz_adapters(void) {
+    const int64_t type = between(0, 2), slots = between(1, 3), parts = between(1, 3), rank = 4 * between(1, draw(3) ? 4 : 16);
+    const int64_t inputs = between(1, draw(4) ? 60 : 400), n = between(1, draw(3) ? 9 : 40), size = size_of(type);
+    int64_t *places = room(3 * 3 * parts * 8, 0), *runs = room(3 * n * 8, 0), blocks = 0, outputs = 0, count = 0;
+    for (int64_t part = 0; part < parts; part++) {
+        const int64_t width = between(1, 3 * ADAPTER_BLOCK);
+        for (int64_t at = 0; at < width; at += ADAPTER_BLOCK, blocks++) {
+            places[3 * blocks] = part, places[3 * blocks + 1] = outputs + at;
+            places[3 * blocks + 2] = width - at < ADAPTER_BLOCK ? width - at : ADAPTER_BLOCK;
+        }
+        outputs += width;
+    }
+    for (int64_t row = between(0, 1), end; row < n; row = end + draw(2)) {
+        end = between(row + 1, n);
+        runs[3 * count] = row, runs[3 * count + 1] = end, runs[3 * count++ + 2] = between(0, slots - 1);
+    }
+    Adapters p = {.places = places, .parts = parts, .rank = rank, .inputs = inputs, .blocks = blocks, .type = type};
+    p.a = some(slots * parts * rank * inputs, type, !draw(3));
+    p.b = some(slots * blocks * rank * ADAPTER_BLOCK, type, !draw(3));
+    const int64_t x_row = inputs + draw(3), y_row = outputs + draw(3);
+    const char *x = some(n * x_row, type, 1);
+    char *mine = some(n * y_row, type, 1), *other = copied(mine, n * y_row * size);
+    if (trencadis_adapters(&p, x, x_row, mine, y_row, n, runs, count, kind, team())) fail("no memory for adapters");
+    for (int64_t i = 0; i < count; i++)
+        for (int64_t row = runs[3 * i]; row < runs[3 * i + 1]; row++) {
+            const int64_t alone[3] = {0, 1, runs[3 * i + 2]};
+            trencadis_adapters(&p, x + row * x_row * size, x_row, other + row * y_row * size, y_row, 1, alone, 1, kind, 1);
+        }
+    equal(mine, other, n * y_row * size, "a row with an adapter depends on others");
+}
+
 static void fuzz_dense(void) {
     const int64_t type = draw(2), unit = type == FLOAT32 ? 16 : 32, outputs = between(1, draw(4) ? 150 : 900);
     const int64_t inputs = 2 * between(1, draw(4) ? 60 : 300), depth = (inputs + unit - 1) / unit * unit;
@@ -361,8 +411,8 @@ static void fuzz_dense(void) {
 }
 
 int main(int count, char **words) {
-    static void (*const kernels[])(void) = {fuzz_linear, fuzz_rows,   fuzz_attend,   fuzz_flash,
-                                            fuzz_rotary, fuzz_dense, fuzz_convolve, fuzz_delta};
+    static void (*const kernels[])(void) = {fuzz_linear, fuzz_rows,     fuzz_attend, fuzz_flash,    fuzz_rotary,
+                                            fuzz_dense,  fuzz_convolve, fuzz_delta,  fuzz_adapters, fuzz_gated_norm};
     const int cases = count > 1 ? atoi(words[1]) : 100;
     const int has = trencadis_cpu_features();
     const int runs[KINDS] = {0, has >> HAS_AVX2 & 1, has >> HAS_AVX_VNNI & 1, has >> HAS_AVX512 & 1,

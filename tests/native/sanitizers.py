@@ -34,6 +34,7 @@ QUICK = {"panels_amx_emulated": "-O1"}
 TESTS = (
     "tests/ops/test_rotary.py",
     "tests/ops/test_recurrent_kernels.py",
+    "tests/ops/test_adapter_kernels.py",
     "tests/ops/test_tiles.py",
     "tests/host/test_best_head.py",
     "tests/host/test_packing.py",

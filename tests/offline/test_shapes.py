@@ -16,8 +16,8 @@ from trencadis import LLM, AsyncEngineArgs, AsyncLLM, EngineArgs, SamplingParams
 from trencadis.assets import demo_path
 from trencadis.core.errors import BadRequest
 from trencadis.core.request import UNSUPPORTED
-from trencadis.llm_kwargs import build_offline_setup
-from trencadis.lora_request import LoRARequest
+from trencadis.engine_args import build_offline_setup
+from trencadis.prompt_inputs import LoRARequest
 from trencadis.unsupported import UNSUPPORTED_CLASSES, UNSUPPORTED_METHODS, UnsupportedFeature
 
 MODEL = str(demo_path())

@@ -8,8 +8,8 @@ import pytest
 
 from trencadis.core import host_memory
 from trencadis.server.config.config import ServerConfig
-from trencadis.server.routes.http_settings import HttpSettings
-from trencadis.server.tenants.answer_budget import AnswerBudget
+from trencadis.server.routes.app_state import HttpSettings
+from trencadis.server.tenants.admission import AnswerBudget
 
 MIB = 1 << 20
 

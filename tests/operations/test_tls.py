@@ -20,7 +20,7 @@ from trencadis.core.errors import StartupError
 from trencadis.server.config import argv
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.config.resolve_settings import resolve_settings
-from trencadis.server.http import tls_reload, uvicorn_server
+from trencadis.server.http import listener, uvicorn_server
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
 
@@ -70,7 +70,7 @@ def until(true: Any, seconds: float = 30.0) -> None:
 def test_certificates_are_read_again_and_a_wrong_one_is_not_used(
     harness: ScriptedApp, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, json_log: JsonLog
 ) -> None:
-    monkeypatch.setattr(tls_reload.Certificates.watch, "__defaults__", (0.05, None))
+    monkeypatch.setattr(listener.Certificates.watch, "__defaults__", (0.05, None))
     at = tmp_path / "server"
     put(folder, "old", at)
     files = {"ssl_certfile": str(at.with_suffix(".pem")), "ssl_keyfile": str(at.with_suffix(".key"))}
@@ -136,7 +136,7 @@ def test_wrong_files_are_one_line(folder: Path, tmp_path: Path) -> None:
         ({"ssl_certfile": old, "ssl_keyfile": key, "ssl_ciphers": "none-such"}, "--ssl-ciphers none-such"),
     ):
         with pytest.raises(StartupError) as found:
-            tls_reload.Certificates(ServerConfig(**fields))  # type: ignore[arg-type]
+            listener.Certificates(ServerConfig(**fields))  # type: ignore[arg-type]
         assert why in str(found.value) and "\n" not in str(found.value)
     with pytest.raises(StartupError, match="needs --ssl-certfile"):
         resolve_settings(argv.parse(["--ssl-cert-reqs", "2"]), {})
@@ -145,7 +145,7 @@ def test_wrong_files_are_one_line(folder: Path, tmp_path: Path) -> None:
 def test_a_change_is_read_once_it_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     """Certificate and key are two files: a look between their replacements reads neither."""
     stamps = iter([[1], [2], [3], [3], [3], [4], [4]])
-    made = tls_reload.Certificates.__new__(tls_reload.Certificates)
+    made = listener.Certificates.__new__(listener.Certificates)
     made._seen = [1]  # type: ignore[list-item]
     monkeypatch.setattr(made, "_get_mtimes", lambda: next(stamps))
     read: list[Any] = []
@@ -161,7 +161,7 @@ def test_a_change_is_read_once_it_is_complete(monkeypatch: pytest.MonkeyPatch) -
 
     stamp = made._get_mtimes
     monkeypatch.setattr(made, "_get_mtimes", lambda: now.append(stamp()) or now[-1])
-    monkeypatch.setattr("trencadis.server.http.tls_reload.asyncio.sleep", sleep)
+    monkeypatch.setattr("trencadis.server.http.listener.asyncio.sleep", sleep)
     with pytest.raises(RuntimeError, match="StopIteration"):
         asyncio.run(made.watch(0.0, renew))
     assert read == [[3], [4]]

@@ -17,13 +17,12 @@ from tests.host.instruction_counts import instructions
 from tests.operations.otlp_collector import Collector
 from trencadis.core.errors import StartupError
 from trencadis.core.request import RequestStats, SamplingParams
+from trencadis.server.engine.engine_client import RequestTiming
 from trencadis.server.metrics import tracing
-from trencadis.server.metrics.http_metrics import TraceCollector
+from trencadis.server.metrics.collectors import TraceCollector
 from trencadis.server.metrics.request_record import RequestRecord
-from trencadis.server.metrics.trace_stages import Trace, summarise_request
-from trencadis.server.metrics.trace_stages import make_trace as made_of
-from trencadis.server.metrics.tracing import TraceQueue
-from trencadis.server.prompts.generation import RequestTiming
+from trencadis.server.metrics.tracing import Trace, TraceQueue, summarise_request
+from trencadis.server.metrics.tracing import make_trace as made_of
 
 needs_otel = pytest.mark.skipif(
     importlib.util.find_spec("opentelemetry.exporter") is None or importlib.util.find_spec("opentelemetry.sdk") is None,

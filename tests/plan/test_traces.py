@@ -16,13 +16,15 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.engine.dry_run import DryRun, PlannedDevice, StartupPlan
 from trencadis.core.scheduling.image_packer import ImagePacker
 from trencadis.core.shapes.bucket_options import BucketOptions
-from trencadis.server.plan.traffic_replay import StepNeeds, Traffic, replay_steps
 from trencadis.server.plan.traffic_trace import (
+    StepNeeds,
+    Traffic,
     compare_plans,
     list_vision_launches,
     read_request,
     read_trace,
     replay_needs,
+    replay_steps,
 )
 
 MODEL = model_of(3584, 28, 28, 4, 18944)
@@ -68,7 +70,7 @@ def test_small_models_too(name: str, sizes: tuple[int, int, int, int, int]) -> N
 
 def test_the_reference_plan_is_the_one_that_costs_519_graphs() -> None:
     """128 requests, 32768 tokens, blocks of 128, 8294 KV blocks."""
-    from trencadis.server.plan.baseline_plans import make_exponential_plan
+    from trencadis.server.plan.traffic_trace import make_exponential_plan
 
     p = planned()
     plan, graphs = make_exponential_plan(p.plan, p.limits, 8294)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.fakes.scripted_app import ScriptedApp
 from tests.pooling.test_routes import EMBED, WIDTH, start
-from trencadis.server.protocol import pooled_value_writer
+from trencadis.server.protocol import pooler_output
 from trencadis.server.protocol.pooler_output import read_raw_values
 from trencadis.server.protocol.pooling_params import PoolingParams
 
@@ -27,7 +27,7 @@ ASKED: dict[str, Any] = {"input": [[5, 6, 7, 8, 9], [7], [8, 9, 10]], "task": "t
 def test_slices_are_the_whole(
     start: Callable[..., ScriptedApp], values: int, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pooled_value_writer, "VALUES", values)
+    monkeypatch.setattr(pooler_output, "VALUES", values)
     harness = start()
     floats = [np.asarray(one["data"], np.float32) for one in harness.call("/pooling", ASKED).json()["data"]]
     assert [one.shape for one in floats][:2] == [(5, WIDTH), (1, WIDTH)]
@@ -69,8 +69,8 @@ def test_writing_takes_a_slice_of_memory() -> None:
     raw = read_raw_values(pooled.tobytes(), EMBED, params, range(len(pooled)))
     assert raw.dtype == np.float32 and not raw.flags.owndata
     tracemalloc.start()
-    size = sum(map(len, pooled_value_writer.write_numbers(raw, EMBED, params)))
+    size = sum(map(len, pooler_output.write_numbers(raw, EMBED, params)))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert size > 4_000_000 and peak < 4 << 20
-    assert pooled_value_writer.get_finished_shape(raw, EMBED, params) == (6_000, 256)
+    assert pooler_output.get_finished_shape(raw, EMBED, params) == (6_000, 256)

@@ -17,7 +17,7 @@ from tests.fakes.scripted_app import scripted_app
 from tests.fakes.text_checkpoint import write_text_checkpoint
 from trencadis.core.checkpoint.pooling_config import CLASSIFY, Pooling
 from trencadis.core.request import Delta
-from trencadis.server.protocol.pooling_requests import (
+from trencadis.server.protocol.pooling import (
     ClassifyRequest,
     EmbeddingRequest,
     PoolRequest,

@@ -15,11 +15,10 @@ from trencadis.backends.hpu.start.machine import Stack
 from trencadis.core import devices
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.executor import multiproc_executor, rank_messages, rank_process
+from trencadis.core.executor import multiproc_executor, rank_messages, rank_process, spawn
 from trencadis.core.executor.rank_info import RankInfo
 from trencadis.core.process import engine_process, torch_env
 from trencadis.server.cli import check_backend
-from trencadis.server.engine import spawn
 
 pytestmark = pytest.mark.part("gaudi")
 
@@ -77,7 +76,7 @@ def test_offline(order: list[Any]) -> None:
 
 
 def test_the_checks(order: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trencadis.server.processes.signals.raise_early_stop", lambda: None)
+    monkeypatch.setattr("trencadis.server.processes.process_setup.raise_early_stop", lambda: None)
     with pytest.raises(Ended):
         check_backend.main(["hpu"])
     assert order == [("settle", "hpu", 0, 1), "torch", "factory"]

@@ -30,8 +30,8 @@ from trencadis.core.request import Request, SamplingParams
 from trencadis.core.structured_outputs import Rule
 from trencadis.multimodal.decode_workers.worker_process import WorkerProcess
 from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
-from trencadis.server.engine import engine_link, supervisor
-from trencadis.server.engine.engine_link import EngineLink, spawn_engine
+from trencadis.server.engine import request_link, supervisor
+from trencadis.server.engine.request_link import EngineLink, spawn_engine
 from trencadis.server.engine.supervisor import Supervisor
 
 CONFIG = EngineConfig(engine="tests.fakes.counting_engine:CountingEngine.create", threads=1)
@@ -311,8 +311,8 @@ def test_ten_kills_leave_nothing_behind():
 
 
 def test_a_step_that_hangs_is_killed(monkeypatch):
-    monkeypatch.setattr(engine_link, "STALL_SECONDS", 0.3)
-    monkeypatch.setattr(engine_link, "PING_INTERVAL", 0.1)
+    monkeypatch.setattr(request_link, "STALL_SECONDS", 0.3)
+    monkeypatch.setattr(request_link, "PING_INTERVAL", 0.1)
 
     async def body(s):
         await until(lambda: s.accepting)
@@ -323,7 +323,7 @@ def test_a_step_that_hangs_is_killed(monkeypatch):
 
 
 def test_a_stopped_process_is_dead(monkeypatch):
-    monkeypatch.setattr(engine_link, "PING_INTERVAL", 0.05)
+    monkeypatch.setattr(request_link, "PING_INTERVAL", 0.05)
 
     async def body(s):
         await until(lambda: s.accepting)
@@ -346,7 +346,7 @@ def test_parent_death_ends_the_engine_from_another_folder(tmp_path):
     """Also: the engine starts from an uninstalled checkout with another working directory."""
     code = (
         "import sys, time; from trencadis.core.config import EngineConfig\n"
-        "from trencadis.server.engine.spawn import spawn_engine\n"
+        "from trencadis.core.executor.spawn import spawn_engine\n"
         f"h = spawn_engine(EngineConfig(engine={CONFIG.engine!r}, threads=1)); print(h.process.pid, flush=True)\n"
         "print(len(h.sock.recv(4096)) > 8, flush=True); time.sleep(60)"
     )

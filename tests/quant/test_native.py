@@ -24,7 +24,7 @@ from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.core.errors import StartupError
 from trencadis.core.quant.online_quant import quantise
 from trencadis.core.quant.quantised_tensor import QTensor, join_weights
-from trencadis.core.quant.scheme import PANELS, Scheme, held_bytes
+from trencadis.core.quant.scheme import FP4_HALVES, PANELS, Scheme, held_bytes
 
 FLAGS = {
     "avx2": {"avx2", "fma", "f16c"},
@@ -133,6 +133,28 @@ def test_shapes_that_fill_no_panel(scheme: Scheme, kernels: str) -> None:
             assert torch.equal(CpuOps().linear(x[2 : 2 + count], packed), y[2 : 2 + count]), (shape, count)
 
 
+def test_doubled_4_bit_floats_keep_4_bits(kernels: str) -> None:
+    """Exact values at the bytes that the ledger counts, also of one group; a row's product is near and its own."""
+    values = torch.tensor(FP4_HALVES, dtype=torch.int8)
+    for (rows, columns), dtype in (
+        (s, d) for s in ((5, 24), (33, 96), (130, 288)) for d in (torch.float32, torch.bfloat16)
+    ):
+        scheme, generator = Scheme(8, group=32, fp4=True), torch.Generator().manual_seed(columns)
+        data = values[torch.randint(0, 16, (rows, columns), generator=generator)]
+        scale = torch.exp2(torch.randint(-9, 3, (rows, -(-columns // 32)), generator=generator).float())
+        q = QTensor(scheme, data, scale, None, 32, None, dtype)
+        for one in (q, q.padded(rows + 3, columns + (40 if columns > 32 else 0))):
+            packed: Any = CpuOps().pack_quantised(one)
+            assert packed.nbytes == held_bytes(scheme, *one.shape, dtype.itemsize, PANELS, one.shape[1])
+            assert torch.equal(dequantise(packed), one.dequantised())
+        packed = CpuOps().pack_quantised(q)
+        x = normal(21, columns, seed=3).to(dtype)
+        y = CpuOps().linear(x, packed)
+        assert away(y, x.float() @ q.dequantised().t()) <= 2.5e-2
+        for count in (1, 3, 7, 8, 9):
+            assert torch.equal(CpuOps().linear(x[2 : 2 + count], packed), y[2 : 2 + count]), count
+
+
 def test_sums_that_16_bits_could_not_hold(kernels: str) -> None:
     """Codes and activations at their ends, of both signs, in every scheme that adds two products at a time."""
     for scheme in (Scheme(8), Scheme(4), Scheme(4, group=32)):
@@ -211,6 +233,10 @@ def test_rows_between_products_are_the_references(dtype: torch.dtype, kernels: s
             torch.testing.assert_close(normed, want, rtol=1.6e-2, atol=1e-5)
             alone = fast.rms_norm(x[4:5].clone(), weight, 1e-6, None if beside is None else beside[4:5])[0]
             assert torch.equal(alone, normed[4:5])
+            wide = normal(width, seed=4) + 1  # a weight in float32
+            with kernel_kinds.served("rowwise", kernel_kinds.table(kernels)):
+                normed = fast.rms_norm(x.clone(), wide, 1e-6, beside)[0]
+            torch.testing.assert_close(normed, slow.rms_norm(x.clone(), wide, 1e-6, beside)[0], rtol=8e-3, atol=1e-5)
         gates = normal(9, 2 * width, seed=2).to(dtype) * 4
         gates[3, 1], gates[4, 2], gates[5, 0] = 80, -80, float("nan")
         made, want = fast.silu_mul(gates), slow.silu_mul(gates)
@@ -226,6 +252,19 @@ def test_gates_of_many_rows_are_those_of_one_thread(kernels: str) -> None:
         assert torch.equal(CpuOps().silu_mul(gates), one)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_norms_with_a_gate_are_the_references(dtype: torch.dtype, kernels: str) -> None:
+    """The gate is a slice of wider rows; bits depend neither on other tokens nor on threads."""
+    for heads, width in ((1, 5), (3, 32)):
+        y, weight = normal(9, heads, width).to(dtype), normal(width, seed=1).to(dtype)
+        gate = (normal(9, heads * width + 7, seed=2) * 3).to(dtype)[:, : heads * width]
+        gate[2, 0], gate[3, 1], gate[4, 2] = 80, -80, float("nan")
+        made = CpuOps().gated_norm(y, weight, 1e-6, gate)
+        want = ReferenceOps().gated_norm(y, weight, 1e-6, gate)
+        torch.testing.assert_close(made, want, rtol=1.6e-2, atol=1e-5, equal_nan=True)
+        assert torch.equal(CpuOps().gated_norm(y[5:6], weight, 1e-6, gate[5:6]), made[5:6])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -16,10 +16,10 @@ from tests.traffic.scripted_server import fresh_app
 from tests.traffic.tool_templates import TEMPLATES
 from trencadis.assets import demo_path
 from trencadis.core.errors import BadRequest, StartupError
-from trencadis.server.prompts.template_workers import TemplateWorkers
 from trencadis.server.text import chat_template
 from trencadis.server.text.chat_template import ChatTemplate
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer
+from trencadis.server.text.off_event_loop import TemplateWorkers
 
 CHAT = [{"role": "user", "content": "hello " * 50}]
 DEADLINE = 20.0

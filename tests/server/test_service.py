@@ -15,14 +15,12 @@ import pytest
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest, Unavailable
 from trencadis.core.request import Delta, SamplingParams
-from trencadis.server.prompts.generation_config import SamplingDefaults
 from trencadis.server.prompts.multimodal_inputs import PlaceholderJoiner
-from trencadis.server.prompts.output_processor import ChoiceStream
-from trencadis.server.prompts.sampling_params import resolve_output_limit
+from trencadis.server.prompts.output_processor import ChoiceStream, make_detokenizers
+from trencadis.server.prompts.sampling_params import SamplingDefaults, resolve_output_limit
 from trencadis.server.prompts.text_service import TextService
-from trencadis.server.routes.http_settings import HttpSettings
+from trencadis.server.routes.app_state import HttpSettings
 from trencadis.server.tenants.admission import Bounds
-from trencadis.server.text.detokenizer import make_detokenizers
 
 
 def test_no_web_framework_and_no_torch() -> None:

@@ -15,8 +15,8 @@ from tests.fakes.checkpoints import TEMPLATE
 from trencadis.core.errors import BadRequest
 from trencadis.multimodal.media_options import MediaOptions, MediaPart
 from trencadis.multimodal.processor import PreparedImage, PreparedVideo
-from trencadis.server.prompts.content_parts import read_part
 from trencadis.server.prompts.multimodal_inputs import PlaceholderJoiner, arrange_media
+from trencadis.server.prompts.prompt import read_part
 from trencadis.server.text.chat_template import ChatTemplate
 
 IMAGE = {"type": "image", "image": "data:image/png;base64,AAAA"}

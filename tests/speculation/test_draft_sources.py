@@ -11,9 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trencadis.core.spec.answer_counts import CONTEXT_BYTES, LEAST_SHARE, AnswerCounts, Owner, SuffixSource
-from trencadis.core.spec.draft_costs import AcceptanceRates, StepSeconds, choose_count
-from trencadis.core.spec.draft_source import NO_DRAFT, DraftTokens, FirstOf, ScriptedSource, cut_at
-from trencadis.core.spec.ngram_index import BULK, NgramIndex, NgramSource
+from trencadis.core.spec.draft_source import (
+    BULK,
+    NO_DRAFT,
+    AcceptanceRates,
+    DraftTokens,
+    FirstOf,
+    NgramIndex,
+    NgramSource,
+    ScriptedSource,
+    StepSeconds,
+    choose_count,
+    cut_at,
+)
 from trencadis.core.spec.predicted_text import PredictedText, PredictionSource
 
 PAD = 9

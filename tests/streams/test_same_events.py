@@ -15,11 +15,11 @@ from tests.fakes.scripted_app import ScriptedApp, scripted_app
 from tests.fakes.text_checkpoint import write_text_checkpoint
 from tests.streams.recorded_connection import WiredClient, WiredEngine, score, settled, wired
 from trencadis.core.request import Delta, Request, RequestStats
-from trencadis.server.http.uvicorn_connection import ChunkWriter
-from trencadis.server.routes import anthropic_output
+from trencadis.server.http.uvicorn_server import ChunkWriter
+from trencadis.server.routes import anthropic_conversion
 from trencadis.server.routes.chat_stream import ChatStream
-from trencadis.server.routes.completion_stream import CompletionStream
-from trencadis.server.routes.responses_output import ResponseWriter
+from trencadis.server.routes.responses_conversion import ResponseWriter
+from trencadis.server.routes.serving_completion import CompletionStream
 from trencadis.server.routes.sse import encode_event
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
@@ -121,9 +121,9 @@ def test_a_template_and_a_model_say_the_same(checkpoint: Path, kind: str, monkey
 
     monkeypatch.setattr(CompletionStream, "_fill_template", modelled)
     monkeypatch.setattr(
-        anthropic_output.MessageWriter,
+        anthropic_conversion.MessageWriter,
         "_write_block_delta",
-        lambda self, change: anthropic_output._make_block_delta(change),
+        lambda self, change: anthropic_conversion._make_block_delta(change),
     )
     monkeypatch.setattr(ResponseWriter, "_write_delta", ResponseWriter._write_delta_event)
     assert alike(streamed(scripted_app(checkpoint), kind, straight=True)) == alike(filled)

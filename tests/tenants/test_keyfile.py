@@ -16,9 +16,14 @@ import pytest
 from trencadis.core.errors import QueueFull
 from trencadis.server.cli import main
 from trencadis.server.tenants import tenant_registry
-from trencadis.server.tenants.api_key_file import KeyFileError, Tenant, read_key_file
-from trencadis.server.tenants.rate_limits import TenantAccount
-from trencadis.server.tenants.tenant_registry import LOOK_EVERY, TenantRegistry
+from trencadis.server.tenants.tenant_registry import (
+    LOOK_EVERY,
+    KeyFileError,
+    Tenant,
+    TenantAccount,
+    TenantRegistry,
+    read_key_file,
+)
 
 A, B = (hashlib.sha256(key).hexdigest() for key in (b"key-a", b"key-b"))
 

@@ -12,8 +12,7 @@ import pytest
 from tests.fakes.scripted_app import ScriptedApp, scripted_app
 from tests.fakes.text_checkpoint import write_text_checkpoint
 from tests.tenants.test_tenant_routes import KEY, key_file
-from trencadis.server.tenants.api_key_file import Tenant
-from trencadis.server.tenants.rate_limits import FIRST_LENGTH, TenantAccount
+from trencadis.server.tenants.tenant_registry import FIRST_LENGTH, Tenant, TenantAccount
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 PATHS = {

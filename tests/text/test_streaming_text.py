@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trencadis.server.prompts.output_processor import StopMatcher
+from trencadis.server.prompts.output_processor import ByteDetokenizer, StopMatcher, WindowDetokenizer, make_detokenizers
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer
-from trencadis.server.text.detokenizer import ByteDetokenizer, WindowDetokenizer, make_detokenizers
 
 IDS = st.lists(st.integers(0, 720), max_size=40)
 LETTERS = st.text("ab\n", max_size=30)

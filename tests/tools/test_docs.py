@@ -21,7 +21,7 @@ from trencadis.assets import demo_path
 from trencadis.core import devices
 from trencadis.core.errors import StartupError
 from trencadis.server.bench import bench_command as bench
-from trencadis.server.cli import chat_command, check_accuracy, check_backend, check_device, check_model, quantize
+from trencadis.server.cli import chat_command, check_accuracy, check_backend, check_device, quantize
 from trencadis.server.cli import run_batch as batch
 from trencadis.server.config import argv
 from trencadis.server.plan import plan_command as plan
@@ -175,7 +175,7 @@ def own_flags(command: Command) -> None:
     elif name == "check-backend":
         check_backend.parse(words or ["numpy"])
     elif name == "check-model":
-        assert check_model.parse(words).path or not command.typed, command
+        assert check_backend.parse_model_options(words).path or not command.typed, command
     elif name == "check-accuracy":
         check_accuracy.parse(words)
     elif name == "check-device" or name.removeprefix("check-") in devices.BUILT:

@@ -22,7 +22,8 @@ from trencadis.server.config.config import ServerConfig
 from trencadis.server.http.app import create_app
 from trencadis.server.http.listener import open_listener
 from trencadis.server.http.uvicorn_server import make_server
-from trencadis.server.routes.http_settings import HttpSettings
+from trencadis.server.routes.app_state import HttpSettings
+from trencadis.server.routes.state_builder import make_state
 from trencadis.server.text.chat_template import ChatTemplate
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 
@@ -80,7 +81,7 @@ async def run(port: int, delay: float) -> None:
     harness.service.template = ChatTemplate(TEMPLATE.read_text(encoding="utf-8"), harness.tokenizer)
     engine = ScriptedWeather(harness.tokenizer, harness.engine.eos, delay)
     config = ServerConfig(host="127.0.0.1", port=port, served_model_name=["scripted"], disable_uvicorn_access_log=True)
-    app = create_app(HttpSettings(config), engine, harness.service)
+    app = create_app(make_state(HttpSettings(config), engine, harness.service))
     with open_listener(config) as sock:
         web = make_server(config, app, 2)
 

@@ -11,10 +11,10 @@ import pytest
 
 from tests.engine.test_schedules import play
 from tests.oracles.shadow_engine import ScheduleDriver, shadow_engine
-from trencadis.core.kv.block_hash import BlockHashChain
-from trencadis.core.kv.encoder_cache import EncoderCache, rows_of_run
+from trencadis.core.kv.block_pool import BlockHashChain
 from trencadis.core.media_spans import MediaSpan, TokenRun, rows_at_once
 from trencadis.core.request import Request, SamplingParams
+from trencadis.core.scheduling.encoder_scheduler import EncoderCache, rows_of_run
 from trencadis.core.shared_constants import RESERVED_ROWS
 from trencadis.multimodal.placeholders import expand_placeholders
 from trencadis.multimodal.processor import ImageGeometry, PlaceholderRun, encoder_items

@@ -18,11 +18,16 @@ from trencadis.core.config import EngineConfig  # noqa: E402
 from trencadis.core.engine_stats import BucketUse, EngineInfo, EngineStats, GraphCounters  # noqa: E402
 from trencadis.core.progress import Warming  # noqa: E402
 from trencadis.server.engine.engine_client import EngineClient  # noqa: E402
-from trencadis.server.metrics import deprecated_metrics  # noqa: E402
-from trencadis.server.metrics.http_metrics import TenantCollector, TraceCollector  # noqa: E402
-from trencadis.server.metrics.process_metrics import ROLES, LogCollector, ProcessesCollector  # noqa: E402
+from trencadis.server.metrics import collectors  # noqa: E402
+from trencadis.server.metrics.collectors import (  # noqa: E402
+    ROLES,
+    LogCollector,
+    ProcessesCollector,
+    SleepCollector,
+    TenantCollector,
+    TraceCollector,
+)
 from trencadis.server.metrics.prometheus import PrometheusMetrics  # noqa: E402
-from trencadis.server.metrics.sleep_metrics import SleepCollector  # noqa: E402
 from trencadis.server.tenants.admission import Admission  # noqa: E402
 from trencadis.server.tenants.tenant_registry import TenantRegistry  # noqa: E402
 
@@ -62,7 +67,7 @@ def page() -> str:
     """The page."""
     registry = server_registry()
     families = sorted(registry.collect(), key=lambda f: f.name)
-    old = {f"vllm:{name}" for name in deprecated_metrics.NAMES}
+    old = {f"vllm:{name}" for name in collectors.DEPRECATED_NAMES}
     parts = [HEAD]
     left = [f for f in families if not f.name.startswith(("process_", "python_")) and f.name not in old]
     for title, pattern in GROUPS.items():

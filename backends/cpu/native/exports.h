@@ -26,6 +26,8 @@ EXPORT int trencadis_panels_linear(const PanelWeight *w, const void *x, void *ou
                                    int threads);
 EXPORT void trencadis_panels_rows(int op, void *x, const void *residual, const void *weight, void *out, int64_t n,
                                   int64_t width, float eps, int type, int kind, int threads);
+EXPORT void trencadis_gated_norm(const void *x, const void *weight, const void *gate, void *out, int64_t n, int64_t width,
+                                 int64_t heads, int64_t stride, float eps, int type, int kind, int threads);
 EXPORT int trencadis_panels_attend(const Attend *asked, int kind, int threads);
 EXPORT int trencadis_dense(const Dense *weight, const void *x, void *out, int64_t *best, int64_t n, int64_t stride,
                            int64_t outputs, float scale, int kind, int threads);
@@ -33,6 +35,8 @@ EXPORT void trencadis_dense_pack(const Pack *p, int64_t panels, int kind, int th
 EXPORT int trencadis_flash(const Flash *asked, int kind, int threads);
 EXPORT void trencadis_convolve(const Convolution *p, int kind, int threads);
 EXPORT int trencadis_delta_rule(const Delta *asked, int kind, int threads);
+EXPORT int trencadis_adapters(const Adapters *asked, const void *x, int64_t x_row, void *y, int64_t y_row, int64_t n,
+                              const int64_t *runs, int64_t count, int kind, int threads);
 EXPORT void trencadis_rotary(const Rotary *p, int64_t n, int kind, int threads);
 
 #endif

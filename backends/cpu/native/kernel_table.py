@@ -73,6 +73,7 @@ class Op(Enum):
     ARGMAX = "argmax"
     CONVOLUTION = "causal convolutions"
     DELTA_RULE = "the delta rule"
+    ADAPTERS = "adapters"
 
 
 @dataclass(frozen=True)
@@ -194,6 +195,7 @@ def table_of(
             Op.ARGMAX,
             Op.CONVOLUTION,
             Op.DELTA_RULE,
+            Op.ADAPTERS,
         ):
             rows[op, dtype] = ANY
     del rows[Op.ROWWISE, FLOAT32]  # torch needs only one pass for these too

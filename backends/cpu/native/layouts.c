@@ -15,7 +15,7 @@ EXPORT const char *trencadis_left_out(void) { return LEFT_OUT; }
 
 #define W(field) AT(PanelWeight, field)
 static const int64_t panel_weight[] = {W(codes), W(scale),  W(zero),    W(factor), W(gather), W(bias),
-                                       W(rows),  W(inputs), W(columns), W(group),  W(bits)};
+                                       W(values), W(rows), W(inputs), W(columns), W(group), W(bits), W(middle)};
 
 #define D(field) AT(Dense, field)
 static const int64_t dense[] = {D(weight), D(bias), D(inputs), D(depth), D(outputs), D(type),  D(x),
@@ -57,13 +57,18 @@ static const int64_t delta[] = {E(q),          E(k),           E(v),           E
                                 E(heads),      E(groups),      E(dk),          E(dv),         E(type),       E(work),
                                 E(room)};
 
+#define L(field) AT(Adapters, field)
+static const int64_t adapters[] = {L(a),    L(b), L(places), L(parts), L(rank),  L(inputs), L(blocks), L(type),
+                                   L(x),    L(y), L(runs),   L(x_row), L(y_row), L(n),      L(count),  L(shrunk)};
+
 #define STRUCTURE(type, name) {name, sizeof name / sizeof *name, sizeof(type)}
 static const struct {
     const int64_t *offsets;
     size_t fields, size;
 } structures[] = {STRUCTURE(PanelWeight, panel_weight), STRUCTURE(Dense, dense), STRUCTURE(Pack, pack),
                   STRUCTURE(Attend, attend),            STRUCTURE(Rotary, rotate),   STRUCTURE(Flash, flash),
-                  STRUCTURE(Span, span),              STRUCTURE(Convolution, convolution), STRUCTURE(Delta, delta)};
+                  STRUCTURE(Span, span),              STRUCTURE(Convolution, convolution), STRUCTURE(Delta, delta),
+                  STRUCTURE(Adapters, adapters)};
 
 /* Returns the bytes of structure `number`, and writes its field offsets to offsets [most]; -1 if it has another
    number of fields, or does not exist. */

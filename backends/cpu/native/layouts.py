@@ -10,8 +10,8 @@ class Layout(ctypes.Structure):
     """``PanelWeight`` of panels.h."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("codes", "scale", "zero", "factor", "gather", "bias")),
-        *((name, ctypes.c_int64) for name in ("rows", "inputs", "columns", "group", "bits")),
+        *((name, ctypes.c_void_p) for name in ("codes", "scale", "zero", "factor", "gather", "bias", "values")),
+        *((name, ctypes.c_int64) for name in ("rows", "inputs", "columns", "group", "bits", "middle")),
     ]
 
 
@@ -117,8 +117,21 @@ class DeltaLayout(ctypes.Structure):
     ]
 
 
+class AdaptersLayout(ctypes.Structure):
+    """``Adapters`` of adapters.h, of which a call sets all from ``x`` on."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("a", "b", "places")),
+        *((name, ctypes.c_int64) for name in ("parts", "rank", "inputs", "blocks", "type")),
+        *((name, ctypes.c_void_p) for name in ("x", "y", "runs")),
+        *((name, ctypes.c_int64) for name in ("x_row", "y_row", "n", "count")),
+        ("shrunk", ctypes.c_void_p),
+    ]
+
+
 STRUCTURES = (
     Layout, DenseLayout, PackCall, AttendLayout, RotaryLayout, FlashLayout, SpanLayout, ConvolutionLayout, DeltaLayout,
+    AdaptersLayout,
 )  # fmt: skip
 """The structures in the order of their numbers in layouts.c."""
 

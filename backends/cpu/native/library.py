@@ -16,7 +16,7 @@ from trencadis.backends.cpu.native.layouts import find_difference
 
 log = logging.getLogger("trencadis.engine")
 
-VERSION = 13
+VERSION = 14
 """``PANELS_VERSION`` of panels.h."""
 
 FEATURES = ("avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx")
@@ -34,7 +34,7 @@ NEEDS = {
 
 OPERATIONS = (
     "linear", "quantised_linear", "pack", "rowwise", "rotary", "decode_attention", "attention", "convolution",
-    "delta_rule",
+    "delta_rule", "adapters",
 )  # fmt: skip
 """Operations whose launches the library counts, by their numbers in panels.h."""
 

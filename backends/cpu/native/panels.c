@@ -195,7 +195,17 @@ static void row_work(void *data, int64_t first, int64_t last, int64_t thread) {
 EXPORT void trencadis_panels_rows(int op, void *x, const void *residual, const void *weight, void *out, int64_t n,
                                   int64_t width, float eps, int type, int kind, int threads) {
     panels_count(ROWS_OPS, kind);
-    const Rows rows = {op, x, residual, weight, out, width, eps, type};
+    const Rows rows = {op, x, residual, weight, out, width, eps, type, NULL, 1, 0};
+    RowCall call = {&rows, panels_kernels(kind)};
+    pool_run(row_work, &call, n, 0, 0, pool_threads(n * width / GRAIN, threads));
+}
+
+/* Writes the norms of n rows of `width` values, times silu of their gates: gate [n / heads][heads][width], `stride`
+   values from token to token. */
+EXPORT void trencadis_gated_norm(const void *x, const void *weight, const void *gate, void *out, int64_t n, int64_t width,
+                                 int64_t heads, int64_t stride, float eps, int type, int kind, int threads) {
+    panels_count(ROWS_OPS, kind);
+    const Rows rows = {GATED_NORM, (void *)(uintptr_t)x, NULL, weight, out, width, eps, type, gate, heads, stride};
     RowCall call = {&rows, panels_kernels(kind)};
     pool_run(row_work, &call, n, 0, 0, pool_threads(n * width / GRAIN, threads));
 }

@@ -2,7 +2,7 @@
 
    A panel is [columns / 4][16][4] bytes of codes: one step of a product takes 4 columns of 16 rows. Codes are
    unsigned, so that the activations are the signed side. With 4 bits a byte holds two codes, those of the step 2 i
-   in the low bits and those of 2 i + 1 in the high ones.
+   in the low bits and those of 2 i + 1 in the high ones; such codes are values, or places in a table of them.
 
    A row of activations is rounded to 8 bits with one step of its own. All sums of integers are exact, and sums of
    groups run in the order of the groups, so a row has the same bits whatever other rows there are. */
@@ -10,20 +10,21 @@
 #ifndef TRENCADIS_PANELS_H
 #define TRENCADIS_PANELS_H
 
+#include "adapters.h"
 #include "flash.h"
 #include "recurrent.h"
 #include "thread_pool.h"
 
 #include <stdint.h>
 
-#define PANELS_VERSION 13
+#define PANELS_VERSION 14
 #define PANEL 16
 #define STEP 8 /* columns must be a multiple of this */
 #define CHUNK 256  /* keys of a row that one thread attends to at a time */
 #define WIDEST 512 /* maximum values of a head */
 
 enum { FLOAT32, BFLOAT16, FLOAT16, INT8, FLOAT8 }; /* FLOAT8: 4 bits of exponent, without infinities */
-enum { SILU_MUL, RMS_NORM, BEST };
+enum { SILU_MUL, RMS_NORM, BEST, WIDE_NORM, GATED_NORM }; /* WIDE_NORM: RMS_NORM with a weight in float32 */
 /* Kinds of kernels. AMX has products of bfloat16 and of codes by tiles, and uses the kernels of AVX512_VNNI for all else.
    AMX_EMULATED is for tests: tiles in plain C, and the kernels of AVX2 for all else. */
 enum { LIBRARY, AVX2, AVX_VNNI, AVX512, AVX512_VNNI, AMX, AMX_EMULATED, KINDS };
@@ -31,7 +32,8 @@ enum { LIBRARY, AVX2, AVX_VNNI, AVX512, AVX512_VNNI, AMX, AMX_EMULATED, KINDS };
 enum { HAS_AVX2, HAS_AVX_VNNI, HAS_AVX512, HAS_AVX512_VNNI, HAS_AVX512_BF16, HAS_AMX };
 /* Launches are counted for each of these and each kind. */
 enum {
-    PRODUCTS, CODED_PRODUCTS, PACKS, ROWS_OPS, ROTARIES, DECODE_ATTENTION, ATTENTION, CONVOLUTIONS, DELTA_RULES, OPERATIONS
+    PRODUCTS, CODED_PRODUCTS, PACKS, ROWS_OPS, ROTARIES, DECODE_ATTENTION, ATTENTION, CONVOLUTIONS, DELTA_RULES,
+    ADAPTERS, OPERATIONS
 };
 
 typedef struct {
@@ -41,9 +43,12 @@ typedef struct {
     const float *factor;   /* [panels][16] */
     const int32_t *gather; /* [columns]: the input's column, or -1 for a zero; NULL: in order, then zeros */
     const void *bias;      /* [rows] of the activations' type, or NULL */
+    const uint8_t *values; /* [16]: the value of each code of 4 bits, up to 127; NULL: the code itself */
     int64_t rows, inputs, columns, group;
-    int64_t bits;
+    int64_t bits, middle; /* middle: the value that stands for zero where there are no zero points */
 } PanelWeight;
+
+enum { LOOKED = 5 }; /* stands for 4 bits whose values are in a table, which have a scale for each group */
 
 /* Activations of one call after rounding. */
 typedef struct {
@@ -71,6 +76,8 @@ typedef struct {
     int64_t width;
     float eps;
     int type;
+    const void *gate;            /* GATED_NORM: a norm, times silu of the gate: `heads` rows of a token are side by side, */
+    int64_t heads, gate_stride;  /* and tokens `gate_stride` values apart */
 } Rows;
 
 /* Attention of n rows of one token each; sizes in values. */
@@ -115,6 +122,7 @@ typedef struct {
     void (*flash_pairs)(Flash *, float *work);                   /* with pairs of bfloat16; NULL: not supported */
     void (*convolve)(const Convolution *, int64_t first, int64_t last);  /* blocks of channels */
     void (*delta)(const Delta *, int64_t first, int64_t last, float *work); /* (row, head) pairs */
+    void (*adapt)(const Adapters *, int64_t first, int64_t last, int expands); /* groups of A, or blocks of B, of runs */
 } Kernels;
 
 extern const Kernels panels_avx2, panels_avx_vnni, panels_avx512, panels_avx512_vnni;

@@ -19,7 +19,7 @@ from trencadis.backends.cpu.native import kernel_table, library, threads
 from trencadis.backends.cpu.native.kernel_table import BFLOAT16, FLOAT16, FLOAT32
 from trencadis.backends.cpu.native.layouts import Layout
 from trencadis.core.quant.quantised_tensor import SLAB, QTensor
-from trencadis.core.quant.scheme import CELL, PANEL, cut_columns, fill_up, panel_columns
+from trencadis.core.quant.scheme import CELL, FP4_HALVES, PANEL, cut_columns, fill_up, panel_columns
 
 STEP = 8
 """Columns must be a multiple of this."""
@@ -48,6 +48,8 @@ class PanelWeight:
         factor: float32 [panels * 16].
         gather: int32 [columns], the input's column of each column, -1: a zero; None: in order.
         bias: [out] of the engine's dtype.
+        values: uint8 [16], the value of each 4-bit code; None: the code itself.
+        middle: the value that stands for zero if there are no zero points.
         kind: kind of the kernels, a number of ``kernel_table.NUMBERS``.
     """
 
@@ -57,9 +59,11 @@ class PanelWeight:
     factor: Tensor
     gather: Tensor | None
     bias: Tensor | None
+    values: Tensor | None
     columns: int
     group: int
     bits: int
+    middle: int
     kind: int
     out_features: int
     in_features: int
@@ -67,14 +71,15 @@ class PanelWeight:
     at: int = field(init=False)
 
     def __post_init__(self) -> None:
-        held = (self.codes, self.scale, self.zero, self.factor, self.gather, self.bias)
+        held = (self.codes, self.scale, self.zero, self.factor, self.gather, self.bias, self.values)
         at = [None if t is None else t.data_ptr() for t in held]
-        self.layout = Layout(*at, self.out_features, self.in_features, self.columns, self.group, self.bits)
+        sizes = (self.out_features, self.in_features, self.columns, self.group, self.bits, self.middle)
+        self.layout = Layout(*at, *sizes)
         self.at = ctypes.addressof(self.layout)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors except the bias."""
+        """Bytes of all tensors except the bias and the table."""
         held = (self.codes, self.scale, self.zero, self.factor, self.gather)
         return sum(t.nbytes for t in held if t is not None)
 
@@ -92,18 +97,19 @@ def panel_weight(q: QTensor, bias: Tensor | None) -> PanelWeight | None:
     scale, zero = q.scale, q.zero
     if of is not None:
         scale, zero = scale[:, of], None if zero is None else zero[:, of]
-    factor, parts = _factors(scale)
-    middle = 8 if q.scheme.bits == 4 else 128
+    table = _FP4 if q.scheme.fp4 else None
+    factor, parts = _factors(scale, table is not None)
+    middle = 8 if q.scheme.bits == 4 else 128 if table is None else int(table[0])
     if zero is None and not q.scheme.symmetric:
         zero = torch.zeros_like(scale, dtype=torch.int8)  # the planner charges zero points
     points = None if zero is None else _by_panel((zero.short() + middle).to(torch.uint8))
     columns = len(slots) if slots is not None else fill_up(q.shape[1], STEP)
     return PanelWeight(
-        _codes(q, slots, columns, middle),
+        _codes(q, slots, columns, middle, table),
         None if parts is None else _by_panel(parts),
         points,
         functional.pad(factor, (0, -len(factor) % PANEL)),
-        slots, bias, columns, group, 4 if q.scheme.bits == 4 else 8, kind, *q.shape,
+        slots, bias, table, columns, group, 8 if q.scheme.bits == 8 and table is None else 4, middle, kind, *q.shape,
     )  # fmt: skip
 
 
@@ -136,9 +142,14 @@ def _arrange_columns(q: QTensor) -> tuple[Tensor | None, int, Tensor | None]:
     return slots, group, of
 
 
-def _codes(q: QTensor, slots: Tensor | None, columns: int, middle: int) -> Tensor:
-    """Packs int8 [out, in] into uint8 [panels, bytes], some panels at a time."""
-    rows, bits = q.shape[0], q.scheme.bits
+_FP4 = torch.tensor([12 + half for half in FP4_HALVES], dtype=torch.uint8)
+"""Values of the codes of a scheme with ``fp4``."""
+
+
+def _codes(q: QTensor, slots: Tensor | None, columns: int, middle: int, table: Tensor | None) -> Tensor:
+    """Packs int8 [out, in] into uint8 [panels, bytes], some panels at a time; ``table``: the values of 4-bit codes."""
+    rows, bits = q.shape[0], q.scheme.bits if table is None else 4
+    places = None if table is None else (torch.arange(int(table.max()) + 1)[:, None] == table).byte().argmax(1)
     out = torch.empty((fill_up(rows, PANEL) // PANEL, columns * PANEL * bits // 8), dtype=torch.uint8)
     step = max(SLAB // 4 // (columns * PANEL), 1)
     for first in range(0, len(out), step):
@@ -147,6 +158,8 @@ def _codes(q: QTensor, slots: Tensor | None, columns: int, middle: int) -> Tenso
             part = part.index_select(1, slots.clamp_min(0))
         part = functional.pad(part, (0, columns - part.shape[1], 0, -len(part) % PANEL))
         codes = (part.short() + middle).to(torch.uint8)
+        if places is not None:
+            codes = places.to(torch.uint8)[codes.long()]
         quads = codes.view(-1, PANEL, columns // 4, 4).transpose(1, 2)
         if bits == 4:
             pairs = quads.reshape(len(quads), columns // 8, 2, PANEL, 4)
@@ -155,12 +168,13 @@ def _codes(q: QTensor, slots: Tensor | None, columns: int, middle: int) -> Tenso
     return out
 
 
-def _factors(scale: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Splits scales into float32 [out] factors and the rest, float16 [out, groups] up to 1; None for one scale per row.
+def _factors(scale: Tensor, always: bool = False) -> tuple[Tensor, Tensor | None]:
+    """Splits scales into float32 [out] factors and the rest, float16 [out, groups] up to 1; None for one scale per row,
+    unless ``always``.
 
     Factors are powers of two, so that 16-bit scales lose nothing unless those of one row span the whole range.
     """
-    if scale.shape[1] == 1:
+    if scale.shape[1] == 1 and not always:
         return scale[:, 0].float().clone(), None
     factor = torch.ldexp(torch.ones_like(scale[:, 0]), torch.frexp(scale.amax(1))[1])
     return factor, (scale / factor[:, None]).to(torch.float16)
@@ -205,9 +219,10 @@ def dequantise(w: PanelWeight) -> Tensor:
         quads = torch.cat([pairs & 15, pairs >> 4], 2).view(panels, w.columns // 4, PANEL, 4)
     else:
         quads = w.codes.view(panels, w.columns // 4, PANEL, 4)
+    quads = quads if w.values is None else w.values[quads.long()]
     values = quads.transpose(1, 2).reshape(panels * PANEL, w.columns).float()
     wide: Any = lambda t: t.transpose(1, 2).reshape(panels * PANEL, -1).float().repeat_interleave(w.group, 1)  # noqa: E731
-    values -= (8.0 if w.bits == 4 else 128.0) if w.zero is None else wide(w.zero)[:, : w.columns]
+    values -= float(w.middle) if w.zero is None else wide(w.zero)[:, : w.columns]
     if w.scale is not None:
         values *= wide(w.scale)[:, : w.columns]
     values = (values * w.factor[:, None])[: w.out_features]

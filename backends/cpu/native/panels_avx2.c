@@ -24,7 +24,8 @@
 #include "attend.inc"
 #include "flash.inc"
 #include "recurrent.inc"
+#include "adapters.inc"
 
-const Kernels panels_avx2 = {round_rows, multiply, rows, attend, join, rotate, flash_floats, 0, convolve, delta};
+const Kernels panels_avx2 = {round_rows, multiply, rows, attend, join, rotate, flash_floats, 0, convolve, delta, adapt};
 
 #endif

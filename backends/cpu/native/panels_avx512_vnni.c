@@ -27,6 +27,7 @@
 #include "attend.inc"
 #include "flash.inc"
 #include "recurrent.inc"
+#include "adapters.inc"
 
 #ifndef WITHOUT_PANELS_AVX512_BF16
 #define FLASH_PAIRS flash_avx512_bf16
@@ -34,6 +35,7 @@
 #define FLASH_PAIRS 0
 #endif
 
-const Kernels panels_avx512_vnni = {round_rows, multiply, rows, attend, join, rotate, flash_floats, FLASH_PAIRS, convolve, delta};
+const Kernels panels_avx512_vnni = {round_rows, multiply, rows, attend, join, rotate, flash_floats,
+                                    FLASH_PAIRS, convolve, delta, adapt};
 
 #endif

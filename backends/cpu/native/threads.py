@@ -51,11 +51,13 @@ class Calls(NamedTuple):
 
     linear: Callable[..., int]
     rows: Callable[..., None]
+    gated_norm: Callable[..., None]
     attend: Callable[..., int]
     flash: Callable[..., int]
     rotate: Callable[..., None]
     convolve: Callable[..., None]
     delta_rule: Callable[..., int]
+    adapters: Callable[..., int]
     dense: Callable[..., int]
     pack: Callable[..., None]
     pin: Callable[..., None]
@@ -94,6 +96,9 @@ def calls() -> Calls:
     linear.restype = number
     rows.argtypes = (number, *(pointer,) * 4, size, size, ctypes.c_float, number, number, number)
     rows.restype = None
+    gated_norm = library.trencadis_gated_norm
+    gated_norm.argtypes = (*(pointer,) * 4, *(size,) * 4, ctypes.c_float, number, number, number)
+    gated_norm.restype = None
     attend = library.trencadis_panels_attend
     attend.argtypes, attend.restype = (pointer, number, number), number
     flash = library.trencadis_flash
@@ -103,6 +108,9 @@ def calls() -> Calls:
     convolve, delta_rule = library.trencadis_convolve, library.trencadis_delta_rule
     convolve.argtypes, convolve.restype = (pointer, number, number), None
     delta_rule.argtypes, delta_rule.restype = (pointer, number, number), number
+    adapters = library.trencadis_adapters
+    adapters.argtypes = (pointer, pointer, size, pointer, size, size, pointer, size, number, number)
+    adapters.restype = number
     dense = library.trencadis_dense
     dense.argtypes = (*(pointer,) * 4, size, size, size, ctypes.c_float, number, number)
     dense.restype = number
@@ -110,7 +118,9 @@ def calls() -> Calls:
     pack.argtypes, pack.restype = (pointer, size, number, number), None
     pin = library.trencadis_pool_pin
     pin.argtypes, pin.restype = (pointer, number), None
-    return Calls(linear, rows, attend, flash, rotate, convolve, delta_rule, dense, pack, pin, pool())
+    return Calls(
+        linear, rows, gated_norm, attend, flash, rotate, convolve, delta_rule, adapters, dense, pack, pin, pool()
+    )
 
 
 def pool() -> PoolCalls:

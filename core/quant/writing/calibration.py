@@ -31,12 +31,12 @@ from trencadis.core.device.backend import (
     Weight,
 )
 from trencadis.core.device.launch_tensors import first_rows
-from trencadis.core.kv.encoder_cache import rows_of_run
 from trencadis.core.launches import persistent_tensors
 from trencadis.core.models.decoder import Decoder, DecoderLayer
 from trencadis.core.models.model_loader import make_model
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.request import Request
+from trencadis.core.scheduling.encoder_scheduler import rows_of_run
 from trencadis.core.shared_constants import RESERVED_BLOCKS
 from trencadis.core.step import Encode, StepInputs
 
@@ -285,7 +285,7 @@ def _step(prompt: Calibrant, blocks: int, text: TextConfig, row: int) -> StepInp
             image_row[run.offset : run.offset + run.length] = rows
         row += span.arena_rows
     positions = np.stack([np.arange(n, dtype=np.int32)] * 3)
-    positions[0] *= not 0 < long_from < n  # core/models/rotary_embedding.py
+    positions[0] *= not 0 < long_from < n  # core/models/attention.py
     if request.positions is not None:
         positions = np.frombuffer(request.positions, np.int32).reshape(3, n)
     return StepInputs(

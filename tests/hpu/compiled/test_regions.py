@@ -24,8 +24,8 @@ from trencadis.core.errors import StartupError
 from trencadis.core.launches.model_runner import ModelRunner
 from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.models.decoder import DecoderExit
+from trencadis.core.models.mlp import RMSNorm
 from trencadis.core.models.model_loader import load_model
-from trencadis.core.models.norm import RMSNorm
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.shape_limits import ShapeLimits

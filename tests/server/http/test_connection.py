@@ -22,7 +22,7 @@ import h11
 import pytest
 
 from trencadis.server.config.config import ServerConfig
-from trencadis.server.http import chunked_body, listener, uvicorn_connection, uvicorn_server
+from trencadis.server.http import connection_limits, listener, uvicorn_server
 
 CHAT = json.dumps({"messages": [{"role": "user", "content": "Hi"}]}).encode()
 UVICORN = "uvicorn.error", "uvicorn.access", "uvicorn.asgi"
@@ -110,17 +110,17 @@ def ended(s: socket.socket, seconds: float = 5.0) -> bytes:
 def test_few_requests_begin_in_one_pass_and_none_is_forgotten(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients that write at once do not make one long pass of the loop; the order of their bytes stays."""
     made = site()
-    shared: uvicorn_connection.SharedLimits = made.web.config.http.args[0]
+    shared: uvicorn_server.SharedLimits = made.web.config.http.args[0]
     begun: list[int] = []
     loops: list[asyncio.AbstractEventLoop] = []
-    usual = uvicorn_connection.SharedLimits._run_pass
+    usual = uvicorn_server.SharedLimits._run_pass
 
-    def counted(self: uvicorn_connection.SharedLimits, loop: asyncio.AbstractEventLoop) -> None:
+    def counted(self: uvicorn_server.SharedLimits, loop: asyncio.AbstractEventLoop) -> None:
         loops.append(loop)
         usual(self, loop)
         begun.append(self.begun)
 
-    monkeypatch.setattr(uvicorn_connection.SharedLimits, "_run_pass", counted)
+    monkeypatch.setattr(uvicorn_server.SharedLimits, "_run_pass", counted)
     busy = threading.Event()
     with ExitStack() as stack:
         sockets = [stack.enter_context(made.connect()) for _ in range(30)]
@@ -138,8 +138,8 @@ def test_few_requests_begin_in_one_pass_and_none_is_forgotten(site: Any, monkeyp
             assert b"200 OK" in answer(one)
         assert b" 400 " in answer(sockets[-1])
     assert (
-        max(begun) == uvicorn_connection.STARTS_PER_PASS
-        and len([n for n in begun if n]) >= 29 // uvicorn_connection.STARTS_PER_PASS - 1
+        max(begun) == uvicorn_server.STARTS_PER_PASS
+        and len([n for n in begun if n]) >= 29 // uvicorn_server.STARTS_PER_PASS - 1
     )
     assert not shared.deferred
 
@@ -231,10 +231,10 @@ def test_the_rest_of_an_answered_body_is_not_read_for_ever(site: Any) -> None:
 def test_heads_are_bounded_each_and_together(
     site: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    halls = []
+    halls, usual = [], uvicorn_server.SharedLimits
 
-    def hall(seconds: float) -> uvicorn_connection.SharedLimits:
-        halls.append(uvicorn_connection.SharedLimits(seconds, 150_000))
+    def hall(seconds: float) -> uvicorn_server.SharedLimits:
+        halls.append(usual(seconds, 150_000))
         return halls[-1]
 
     monkeypatch.setattr(uvicorn_server, "SharedLimits", hall)
@@ -329,9 +329,9 @@ def test_after_an_early_answer_nothing_is_parsed(site: Any, monkeypatch: pytest.
         got = answer(s)
         assert b" 400 " in got
         taken: list[int] = []
-        usual = chunked_body.BoundedConnection.receive_data
+        usual = connection_limits.BoundedConnection.receive_data
         monkeypatch.setattr(
-            chunked_body.BoundedConnection, "receive_data", lambda c, d: (taken.append(len(d)), usual(c, d))
+            connection_limits.BoundedConnection, "receive_data", lambda c, d: (taken.append(len(d)), usual(c, d))
         )
         s.settimeout(5)
         assert s.recv(1) == b"", "the server has ended its side"
@@ -368,9 +368,9 @@ def test_long_heads_are_a_431_that_the_client_reads(site: Any) -> None:
 
 def test_few_bytes_of_heads_and_chunks_are_read_in_one_pass(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    usual = uvicorn_connection.LimitedH11Protocol.data_received
+    usual = uvicorn_server.LimitedH11Protocol.data_received
     monkeypatch.setattr(
-        uvicorn_connection.LimitedH11Protocol, "data_received", lambda c, d: (sizes.append(len(d)), usual(c, d))[1]
+        uvicorn_server.LimitedH11Protocol, "data_received", lambda c, d: (sizes.append(len(d)), usual(c, d))[1]
     )
     made = site()
     long = CHAT[:-1] + b" " * 300_000 + b"}"

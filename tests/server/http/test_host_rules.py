@@ -11,8 +11,8 @@ from trencadis.core.errors import Forbidden, StartupError
 from trencadis.server.config import argv
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.config.resolve_settings import resolve_settings
-from trencadis.server.http.host_rules import HostRules
 from trencadis.server.http.request_middleware import make_record
+from trencadis.server.routes.auth import HostRules
 
 OWN, FOREIGN = {"host": "127.0.0.1:8000"}, {"host": "127.0.0.1:8000", "origin": "http://evil.example"}
 

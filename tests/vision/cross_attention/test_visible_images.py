@@ -14,7 +14,7 @@ from trencadis.core.cross_attention_inputs import (
     planned_unit_counts,
     variant_of,
 )
-from trencadis.core.kv.block_hash import BlockHashChain
+from trencadis.core.kv.block_pool import BlockHashChain
 from trencadis.core.media_spans import MediaSpan, TokenRun
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.shared_constants import RESERVED_ROWS

@@ -16,8 +16,7 @@ from trencadis.core.device.backend import Attn, Rotary
 from trencadis.core.models.attention import Attention
 from trencadis.core.models.decoder import DecoderLayer
 from trencadis.core.models.linear import Linear
-from trencadis.core.models.mlp import GatedMLP
-from trencadis.core.models.norm import RMSNorm
+from trencadis.core.models.mlp import GatedMLP, RMSNorm
 
 
 class FusedLayer:
