@@ -132,7 +132,7 @@ def flatten(tree: Any) -> list[Any]:
     """Returns the leaves of nested tuples, lists and dicts, in order."""
     if not isinstance(tree, NODES):
         return [tree]
-    found: list[Any] = []
+    found: list[object] = []
     for item in tree.values() if isinstance(tree, dict) else tree:
         if isinstance(item, NODES):
             found += flatten(item)
