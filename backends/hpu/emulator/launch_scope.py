@@ -220,13 +220,17 @@ class LayerReuse:
         return args[:2]
 
 
+PLAIN = (int, float, bool, str, torch.dtype)
+"""Types of arguments that are their own key."""
+
+
 def leaf_key(leaf: Any) -> Hashable:
     """Returns the key of one argument. Strides are left out: torch's meta kernels lay some results out otherwise than
     the CPU's.
     """
     if isinstance(leaf, Tensor):
         return (tuple(leaf.shape), leaf.dtype)
-    return leaf if isinstance(leaf, int | float | bool | str | torch.dtype) or leaf is None else str(leaf)
+    return leaf if isinstance(leaf, PLAIN) or leaf is None else str(leaf)
 
 
 def signature(layer: Any) -> Hashable:
