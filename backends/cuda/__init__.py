@@ -17,19 +17,27 @@ if TYPE_CHECKING:
     import torch
 
     from trencadis.backends.cuda.backend import CudaBackend
+    from trencadis.backends.cuda.kernels.accelerator import Accelerator
     from trencadis.backends.cuda.runtime_protocol import Runtime
     from trencadis.core.device.backend import Backend, BackendConfig, Comm
 
 __all__ = ["cards", "listing", "make_backend", "pick_dtype", "pick_policy", "has_card", "runtime_of", "usable"]
 
 
-def make_backend(cfg: BackendConfig) -> Backend:
+def make_backend(cfg: BackendConfig, cards: Accelerator | None = None) -> Backend:
     """Builds the CUDA backend; the policy ``twin`` or TRENCADIS_CUDA_TWIN selects the CPU twin of a card.
+
+    Args:
+        cards: the kind of card, of a package that has this backend run on another; None: NVIDIA's. Such a package
+            checks its cards itself.
 
     Raises:
         StartupError: no card, no Triton, or a card or model that the kernels do not support; the message says what
         works.
     """
+    from trencadis.backends.cuda.kernels import accelerator
+
+    accelerator.use(cards or accelerator.Accelerator())
     if _is_twin((cfg.options or {}).get("policy", "")):
         return _twin(cfg)
     from trencadis.backends.cuda import support_checks
@@ -40,7 +48,7 @@ def make_backend(cfg: BackendConfig) -> Backend:
             "--batch-invariant: NCCL's order of summation depends on the size of a launch; on cuda it takes "
             f"--tensor-parallel-size 1, not {cfg.world}"
         )
-    device = support_checks.pick_device(cfg.card, cfg.cards, cfg.dtype)
+    device = support_checks.pick_device(cfg.card, cfg.cards, cfg.dtype) if cards is None else _card(cards, cfg)
     from trencadis.backends.cuda import support_checks
     from trencadis.backends.cuda.backend import CudaBackend  # imports triton, which may be missing
     from trencadis.backends.cuda.kernels import tiles
@@ -53,12 +61,19 @@ def make_backend(cfg: BackendConfig) -> Backend:
     return asked.attach(_with_pipe(CudaBackend(cfg, runtime_of(device), ops, _comm(cfg, device))))
 
 
+def _card(cards: Accelerator, cfg: BackendConfig) -> torch.device:
+    import torch
+
+    return torch.device(cards.name, cfg.card)
+
+
 def _is_twin(policy: str, environ: Mapping[str, str] | None = None) -> bool:
     return policy == "twin" or envs.get_bool("TRENCADIS_CUDA_TWIN", environ)
 
 
 def _twin(cfg: BackendConfig) -> Backend:
     from trencadis.backends.cuda.backend import CudaBackend
+    from trencadis.backends.cuda.kernels import accelerator
     from trencadis.backends.cuda.libraries.attention_backend import RequestedAttention
     from trencadis.backends.cuda.twin.ops import TwinOps
     from trencadis.backends.cuda.twin.twin_runtime import TwinRuntime
@@ -66,7 +81,8 @@ def _twin(cfg: BackendConfig) -> Backend:
 
     if cfg.batch_invariant:
         raise StartupError("--batch-invariant: the twin of a card does not promise it; --device cpu does")
-    runtime, asked = TwinRuntime(), RequestedAttention.of(cfg, NEWEST)
+    runtime = TwinRuntime(label=f"{accelerator.in_use().name} (twin)")
+    asked = RequestedAttention.of(cfg, NEWEST)
     ops = asked.ops(TwinOps)(runtime.accounted)
     return asked.attach(_with_pipe(CudaBackend(cfg, runtime, ops, _comm(cfg, runtime.device))))
 
@@ -82,23 +98,28 @@ def _with_pipe(backend: CudaBackend) -> CudaBackend:
 
 def runtime_of(device: torch.device) -> Runtime:
     """Returns a card's runtime; for the CPU, where Triton interprets the kernels, a twin that captures no graphs."""
-    if device.type == "cuda":
+    from trencadis.backends.cuda.kernels import accelerator
+
+    cards = accelerator.in_use()
+    if device.type == cards.name:
         from trencadis.backends.cuda.cuda_runtime import CudaRuntime
 
-        return CudaRuntime(device)
+        return CudaRuntime(device, cards)
     from trencadis.backends.cuda.twin.twin_runtime import TwinRuntime
 
-    return TwinRuntime(graphs=False, interprets=True, label="cuda (interpreted)")
+    return TwinRuntime(graphs=False, interprets=True, label=f"{cards.name} (interpreted)")
 
 
 def _comm(cfg: BackendConfig, device: torch.device) -> Comm | None:
     """Returns the communicator of several ranks; None for one rank."""
     if cfg.ranks == 1:
         return None
+    from trencadis.backends.cuda.kernels.accelerator import in_use
     from trencadis.backends.cuda.nccl_comm import CudaComm
     from trencadis.core.executor.process_groups import join_group
 
-    join_group(cfg, "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    cards = in_use()
+    join_group(cfg, f"cpu:gloo,{cards.name}:{cards.collectives}" if device.type == cards.name else "gloo")
     return CudaComm(cfg, device)
 
 

@@ -1,4 +1,5 @@
-"""Streams, events, pinned memory and graphs of an NVIDIA card: only this module and ``graph_pool`` use them.
+"""Streams, events, pinned memory and graphs of a card, by the accelerator in use: only this module and ``graph_pool``
+use them.
 
 Programs run on one stream, copies to the device on a second, copies from it on a third, copies of weights within a
 launch on a fourth; events order them. Tests make
@@ -24,6 +25,7 @@ from torch import Tensor
 from triton import knobs
 
 from trencadis.backends.cuda.graph_pool import CapturedGraphs, CudaGraph, GraphPool, discard_failed_capture
+from trencadis.backends.cuda.kernels.accelerator import Accelerator, TorchGraph, in_use
 from trencadis.backends.cuda.runtime_protocol import Array, Graph, Stream
 from trencadis.backends.hooks import Hooks
 from trencadis.core.device.backend import Body, Memory, OutOfDeviceMemory
@@ -73,24 +75,25 @@ PAGE = mmap.PAGESIZE
 @contextmanager
 def _no_sync() -> Iterator[None]:
     """Makes torch raise at calls that wait for the card."""
-    torch.cuda.set_sync_debug_mode("error")
+    cards = in_use()
+    cards.raise_at_waits(True)
     try:
         yield
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        cards.raise_at_waits(False)
 
 
 class CudaMemory:
     """Memory of the card in bytes, as the driver reports it; the reserve of torch's allocator counts as used."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, cards: Accelerator) -> None:
+        self._device, self._cards = device, cards
 
     def total(self) -> int:
-        return torch.cuda.mem_get_info(self._device)[1]
+        return int(self._cards.module.mem_get_info(self._device)[1])
 
     def free(self) -> int:
-        return torch.cuda.mem_get_info(self._device)[0]
+        return int(self._cards.module.mem_get_info(self._device)[0])
 
     def real_kv_bytes(self) -> int | None:
         """Returns None: all memory of the device is real."""
@@ -98,7 +101,7 @@ class CudaMemory:
 
 
 class CudaRuntime:
-    """Implements ``Runtime`` by torch.cuda.
+    """Implements ``Runtime`` by torch's module for the cards.
 
     The stream of programs becomes the current stream of the thread that makes the runtime: torch's allocator keeps
     freed memory by stream, so launches can reuse what the start-up freed.
@@ -107,19 +110,21 @@ class CudaRuntime:
     graphs = True
     interprets = False
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, cards: Accelerator | None = None) -> None:
+        self._cards = cards or in_use()
+        self._torch = self._cards.module
         if device.index is None:  # several calls of torch refuse a device without an index
-            device = torch.device("cuda", torch.cuda.current_device())
-        torch.cuda.set_device(device)
-        properties = torch.cuda.get_device_properties(device)
-        self.device, self.label = device, f"cuda ({properties.name})"
-        self.processors: int = properties.multi_processor_count
-        self.memory: Memory = CudaMemory(device)
+            device = torch.device(self._cards.name, self._torch.current_device())
+        self._torch.set_device(device)
+        name = self._torch.get_device_properties(device).name
+        self.device, self.label = device, f"{self._cards.name} ({name})"
+        self.processors = self._cards.processors(device)
+        self.memory: Memory = CudaMemory(device, self._cards)
         self.hooks = Hooks(no_sync=_no_sync)
         self._compiled = CompileCounter()
-        self._streams = {stream: torch.cuda.Stream(device) for stream in Stream}  # type: ignore[no-untyped-call]
-        self._captured = CapturedGraphs(device)
-        torch.cuda.set_stream(self._streams[Stream.PROGRAMS])
+        self._streams = {stream: self._torch.Stream(device) for stream in Stream}
+        self._captured = CapturedGraphs(device, self._cards)
+        self._torch.set_stream(self._streams[Stream.PROGRAMS])
 
     def buffer(self, size: int) -> Tensor:
         with self._on(Stream.PROGRAMS):  # another thread's current stream is not this one
@@ -139,17 +144,18 @@ class CudaRuntime:
         whole = -(-size // PAGE) * PAGE
         held: Any = np.empty(whole + PAGE, np.uint8)
         begin = -held.ctypes.data % PAGE
-        address, driver = held.ctypes.data + begin, torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        with torch.cuda.device(self.device):
-            if int(driver.cudaHostRegister(address, whole, 0)):
+        address = held.ctypes.data + begin
+        with self._torch.device(self.device):
+            unlock = self._cards.lock_pages(address, whole)
+            if unlock is None:
                 with suppress(RuntimeError):  # torch reports the error at its next kernel: let that be this one
                     torch.empty(1, device=self.device).fill_(0)
                 return None
-        weakref.finalize(held, driver.cudaHostUnregister, address).atexit = False
+        weakref.finalize(held, unlock, address).atexit = False
         return torch.from_numpy(held)[begin : begin + size]
 
     def event(self) -> Any:
-        return torch.cuda.Event()  # type: ignore[no-untyped-call]
+        return self._torch.Event()
 
     def record(self, event: Any, stream: Stream) -> None:
         event.record(self._streams[stream])
@@ -198,13 +204,13 @@ class CudaRuntime:
         return self._captured.on_thread(lambda: self._capture(pool, body, inputs))
 
     def _capture(self, pool: str, body: Body, inputs: object) -> CudaGraph:
-        """Captures without ``torch.cuda.graph``, which empties torch's cache first, so that the graph's cost could not
-        be measured.
+        """Captures without torch's context manager ``graph``, which empties torch's cache first, so that the cost could
+        not be measured.
         """
         gc.collect()
-        torch.cuda.synchronize(self.device)
+        self._torch.synchronize(self.device)
         with self._captured.capture(pool) as memory:
-            graph = torch.cuda.CUDAGraph()
+            graph = self._cards.make_graph()
             try:
                 with self._programs():
                     graph.capture_begin(pool=memory.handle, capture_error_mode="thread_local")
@@ -217,13 +223,13 @@ class CudaRuntime:
                 raise
             return CudaGraph(graph, out, memory, self._captured.end)
 
-    def _end(self, graph: torch.cuda.CUDAGraph, memory: GraphPool) -> None:
+    def _end(self, graph: TorchGraph, memory: GraphPool) -> None:
         """Ends a capture. If that fails, the next graphs of the stage use another pool."""
         try:
             graph.capture_end()
         except BaseException:
             self._captured.abandon(memory)
-            discard_failed_capture(graph, memory, self.device.index)
+            discard_failed_capture(graph, memory, self.device.index, self._cards)
             raise
 
     def replay(self, graph: Graph) -> None:
@@ -233,10 +239,10 @@ class CudaRuntime:
 
     def release(self, graph: Graph) -> None:
         assert isinstance(graph, CudaGraph)
-        torch.cuda.synchronize(self.device)
+        self._torch.synchronize(self.device)
         graph.out = None
         graph.end()
-        torch.cuda.empty_cache()
+        self._torch.empty_cache()
 
     def release_bytes(self, count: int) -> None:
         """Does nothing: the driver accounts for memory."""
@@ -245,7 +251,7 @@ class CudaRuntime:
         return self._compiled.count()
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize(self.device)
+        self._torch.synchronize(self.device)
 
     def _on(self, stream: Stream) -> AbstractContextManager[object]:
         """Returns a context in which ``stream`` is the thread's current one.
@@ -254,12 +260,13 @@ class CudaRuntime:
         there,
         CUDA would create one, of some 500 MiB; such a thread stays on this card instead.
         """
-        current = torch.cuda.current_device()
+        current = self._torch.current_device()
         if current != self.device.index:
-            known = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+            known = self._cards.internal("hasPrimaryContext")
             if known is None or not known(current):
-                torch.cuda.set_device(self.device)
-        return torch.cuda.stream(self._streams[stream])
+                self._torch.set_device(self.device)
+        scope: AbstractContextManager[object] = self._torch.stream(self._streams[stream])
+        return scope
 
     def _programs(self) -> LaunchScope:
         return LaunchScope(self._on(Stream.PROGRAMS))

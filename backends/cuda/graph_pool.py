@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from trencadis.backends.cuda.kernels.accelerator import Accelerator, TorchGraph
 from trencadis.core.executor.serial_thread import SerialThread
 
 T = TypeVar("T")
@@ -34,8 +35,8 @@ class GraphPool:
     accepts a handle again only while a graph uses it.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name, self.handle = name, torch.cuda.graph_pool_handle()
+    def __init__(self, name: str, cards: Accelerator) -> None:
+        self.name, self.handle = name, cards.module.graph_pool_handle()
         self.graphs = 0
 
 
@@ -44,7 +45,7 @@ class CudaGraph:
     it.
     """
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, out: Any, memory: GraphPool, end: Callable[..., None]) -> None:
+    def __init__(self, graph: TorchGraph, out: Any, memory: GraphPool, end: Callable[..., None]) -> None:
         self.graph, self.out, self.memory = graph, out, memory
         self.end = weakref.finalize(self, end, graph, memory)
         self.end.atexit = False
@@ -53,24 +54,27 @@ class CudaGraph:
 RESET_RELEASES = 2, 14
 """First version of torch whose ``reset`` releases the pool of a capture that could not be ended (pytorch #190348)."""
 
-_FAILED_CAPTURES: list[torch.cuda.CUDAGraph] = []
+_FAILED_CAPTURES: list[TorchGraph] = []
 """Graphs whose capture could not be ended, kept alive: before pytorch #180395 a filter in torch's allocator of pinned
 memory goes on calling the graph.
 """
 
 
-def discard_failed_capture(graph: torch.cuda.CUDAGraph, memory: GraphPool, device: int) -> None:
+def discard_failed_capture(graph: TorchGraph, memory: GraphPool, device: int, cards: Accelerator) -> None:
     """Cleans up after a failed ``capture_end``, so that the allocator stops recording into the pool. Depending on the
     release, torch does none of it, some, or all; a pool released twice would be freed while graphs use it.
     """
+    end, release = cards.internal("endAllocateToPool"), cards.internal("releasePool")
     with suppress(RuntimeError):  # since pytorch #180395 the recording has already ended
-        torch._C._cuda_endAllocateToPool(device, memory.handle)
+        if end is not None:
+            end(device, memory.handle)
     try:
         graph.pool()
     except RuntimeError:
         _FAILED_CAPTURES.append(graph)
-        if tuple(int(part) for part in torch.__version__.split(".")[:2]) < RESET_RELEASES:
-            torch._C._cuda_releasePool(device, memory.handle)
+        before = tuple(int(part) for part in torch.__version__.split(".")[:2]) < RESET_RELEASES
+        if before and release is not None:
+            release(device, memory.handle)
     # Otherwise the capture has ended, but the graph ran out of memory: ``reset`` releases the pool.
 
 
@@ -79,19 +83,21 @@ class CapturedGraphs:
 
     Args:
         device: the card, with its index.
+        cards: the kind of it.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._drop: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    def __init__(self, device: torch.device, cards: Accelerator) -> None:
+        self._cards = cards
+        self._drop = cards.internal("clearCublasWorkspaces")
         self._pools: dict[str, GraphPool] = {}
         self._live = 0
-        self._ended: list[tuple[torch.cuda.CUDAGraph, GraphPool]] = []
+        self._ended: list[tuple[TorchGraph, GraphPool]] = []
         self._recording = False
         # garbage collection may end a graph at any time, in any thread, including this one
         self._lock = threading.RLock()
         self._capture_thread = SerialThread("captures")
         self._thread = self.on_thread(threading.get_ident)
-        self.on_thread(lambda: torch.cuda.set_device(device))
+        self.on_thread(lambda: cards.module.set_device(device))
         weakref.finalize(self, self._capture_thread.end, 0.0).atexit = False
 
     def on_thread(self, call: Callable[[], T]) -> T:
@@ -127,7 +133,7 @@ class CapturedGraphs:
         """
         with self._lock:
             self._recording = True
-            memory = self._pools.setdefault(name, GraphPool(name))
+            memory = self._pools.setdefault(name, GraphPool(name, self._cards))
             memory.graphs += 1
             self._live += 1
         self._drop_workspaces()
@@ -144,7 +150,7 @@ class CapturedGraphs:
         if self._pools.get(memory.name) is memory:
             del self._pools[memory.name]
 
-    def end(self, graph: torch.cuda.CUDAGraph, memory: GraphPool) -> None:
+    def end(self, graph: TorchGraph, memory: GraphPool) -> None:
         """Releases ``graph``, which is not replayed again."""
         with self._lock:
             self._ended.append((graph, memory))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from trencadis.backends.cuda.kernels.accelerator import in_use
 from trencadis.core import envs
 from trencadis.core.device.backend import BackendConfig
 
@@ -44,7 +45,7 @@ class CudaComm:
             torch.distributed.all_reduce(torch.zeros(1, device=device), group=self._group)
         self.notes: tuple[str, ...] = ()
         self._peers: PeerAllReduce | None = None
-        if self.world > 1 and device.type == "cuda" and envs.get_bool("TRENCADIS_CUDA_PEER_SUMS"):
+        if self.world > 1 and device.type == in_use().name and envs.get_bool("TRENCADIS_CUDA_PEER_SUMS"):
             from trencadis.backends.cuda.kernels.peers import (
                 symmetric_memory,  # imports triton, which a twin may lack
             )

@@ -66,7 +66,7 @@ def probes(index: int = 0) -> Iterator[tuple[str, Callable[[], str]]]:
     from trencadis.backends.hpu.start import bridge_loader
     from trencadis.backends.hpu.start import card_probes as module
 
-    bridge = bridge_loader.open_bridge(index)
+    bridge = bridge_loader.open_bridge(index, hccl=True)
     free, total = bridge.mem_get_info()
     yield "card", lambda: f"{bridge.device_name()}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
     yield from module.probes(bridge)

@@ -16,7 +16,7 @@ from trencadis.backends.hooks import Hooks
 from trencadis.backends.hpu.attention.prefill import check_bucket
 from trencadis.backends.hpu.bridge import Bridge, emulator_hooks
 from trencadis.backends.hpu.hccl_comm import HpuComm, HpuPipe
-from trencadis.backends.hpu.hpu_settings import HpuSettings, settings
+from trencadis.backends.hpu.hpu_settings import HpuSettings, require_symbols, settings
 from trencadis.backends.hpu.launches.block_copies import HpuBlockCopies
 from trencadis.backends.hpu.launches.host_copies import HostOutputPool, HpuPending, Staging, named_errors
 from trencadis.backends.hpu.launches.hpu_inputs import LaunchForm
@@ -153,6 +153,7 @@ class HpuBackend:
         if self.bridge.cast_to_fp8_v2 is None:
             self.policy = without_fp8(policy)
         self.settings = switches or settings(os.environ, cfg.options)
+        require_symbols(self.settings, self.bridge)
         if cfg.sinks:  # the fused kernel has none
             self.settings = replace(self.settings, fused_sdpa=False)
         emulator = self._emulator = emulator_hooks(self.bridge)
@@ -182,14 +183,17 @@ class HpuBackend:
         self._steplog = StepLog(os.environ, self.bridge.metric_localcontext)
 
     def _make_ops(self) -> HpuOps:
-        args = (self.bridge, self.settings, self.cfg.block_size)
+        cfg = self.cfg
+        args = (self.bridge, self.settings, cfg.block_size)
+        groups = tuple(-(-(cfg.kv_heads if window else cfg.full_kv_heads) // cfg.world) for window in cfg.windows)
+        groups = groups if cfg.full_kv_heads else ()
         if self._emulator is None:
-            return HpuOps(*args, dtype=self.dtype, windows=self.cfg.windows)
+            return HpuOps(*args, dtype=self.dtype, windows=cfg.windows, window_groups=groups)
         layer = self._emulator.layer
         emulator = self._emulator
         return HpuOps(
             *args, run_layer=layer, dtype=self.dtype, windows=self.cfg.windows, check_context=emulator.launch,
-            values=emulator.values,
+            values=emulator.values, window_groups=groups,
         )  # fmt: skip
 
     def kv_blocks(self, wanted: int, block_bytes: int) -> int:

@@ -47,8 +47,10 @@ class Bridge:
         cast_from_fp8: (codes, dtype, scale) -> codes times the scale; None: their values.
         fp8_gemm_v2: (a [n, k], b [m, k], dtype, scale [n, 1], scale [m], bias) -> [n, m] of codes times their scales.
         convert_from_uint4: (codes int32 [k, m / 8], scale [groups, m], zero [groups, m / 8], dtype) -> [k, m].
-        experts: (x [n, hidden], experts int32 [n, top], shares [n, top], gate_up [2 x inner, hidden] and down
+        experts: (x [n, hidden], experts int64 [n, top], shares [n, top], gate_up [2 x inner, hidden] and down
             [hidden, inner] of each expert) -> [n, hidden], the weighted sum of each token's experts with SiLU.
+        fp8_experts: (codes [n, hidden], scale [n, 1], experts, shares, codes of gate_up and of down, float32 scales of
+            their rows) -> the same by 8-bit floats.
         fp8_top: the largest e4m3 float of the card.
         block_adjustment: (maxima, sums, rows, count, shape) -> factor of each block over its row's sum
         (``start.bridge_loader``).
@@ -84,6 +86,7 @@ class Bridge:
     fp8_gemm_v2: Callable[..., Tensor] | None = None
     convert_from_uint4: Callable[..., Tensor] | None = None
     experts: Callable[..., Tensor] | None = None
+    fp8_experts: Callable[..., Tensor] | None = None
     fp8_top: float = 240.0
     pinned: bool = True
     opaque_collectives: Callable[[], tuple[Callable[[Tensor], Tensor], Callable[[Tensor, int], Tensor]]] = (

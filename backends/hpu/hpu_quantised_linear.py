@@ -11,6 +11,7 @@ int32 along its last dimension, so a weight is transposed here. Its values are (
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +53,12 @@ class Floats8Weight:
     def nbytes(self) -> int:
         """Bytes of the codes and their scales."""
         return self.out_features * (self.in_features + FACTOR) + (0 if self.activation is None else FACTOR)
+
+
+def round_tokens(x: Tensor, top: float, cast: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Returns (e4m3 codes of x [n, k], float32 [n, 1]: the scale of each token), by the card's ``cast``."""
+    scale = x.abs().amax(-1, keepdim=True).float().clamp_min(TINY) / top
+    return cast(x, 1.0 / scale), scale
 
 
 def floats8_weight(q: QTensor, bias: Tensor | None, limit: float, device: torch.device) -> Floats8Weight:

@@ -17,6 +17,13 @@ DECODE_PARTS = "TRENCADIS_HPU_DECODE_FUSEDSDPA"
 DECODE_LAYERS = "TRENCADIS_HPU_DECODE_LAYERS"
 COLLECTIVES = "TRENCADIS_HPU_COLLECTIVES"
 
+SYMBOLS = {
+    "VLLM_PROMPT_USE_FUSEDSDPA": ("fused_sdpa", "FusedSDPA"),
+    DECODE_PARTS: ("sdpa_parts", "sdpa_recomp_fwd"),
+    "VLLM_FUSED_BLOCK_SOFTMAX_ADJUSTMENT": ("block_adjustment", "block_softmax_adjustment"),
+}
+"""Variables that ask for a kernel of the plug-in: the bridge's field, and the kernel's name."""
+
 
 @dataclass(frozen=True)
 class HpuSettings:
@@ -46,6 +53,7 @@ class HpuSettings:
         vision_outside: launches of VISION are warmed up by running them, outside of compile-only mode; None: in lazy
             mode.
         eager_collectives: compile mode: sums over ranks are no part of compiled graphs.
+        asked: variables of ``SYMBOLS`` that the user has switched on.
     """
 
     fp32_softmax: bool = True
@@ -65,6 +73,7 @@ class HpuSettings:
     full_warmup: bool = False
     vision_outside: bool | None = None
     eager_collectives: bool = False
+    asked: tuple[str, ...] = ()
 
     def vision_compiles_for_real(self, lazy: bool) -> bool:
         """Returns True if VISION launches run while they are compiled: the plug-in's graph compiler was seen to fail
@@ -114,7 +123,16 @@ def settings(environ: Mapping[str, str], options: Mapping[str, str] | None = Non
         full_warmup=flag("VLLM_FULL_WARMUP", False),
         vision_outside=flag(VISION_OUTSIDE, False) if environ.get(VISION_OUTSIDE) else None,
         eager_collectives=_collectives(environ) == "eager",
+        asked=tuple(name for name in SYMBOLS if flag(name, False)),
     )
+
+
+def require_symbols(found: HpuSettings, bridge: object) -> None:
+    """Raises StartupError, one line, if the user asks for a kernel that the bridge of this release or card lacks."""
+    for name in found.asked:
+        field, kernel = SYMBOLS[name]
+        if getattr(bridge, field) is None:
+            raise StartupError(f"{name}: the plug-in has no {kernel} on this card or in this release; unset it.")
 
 
 def _decode_layers(environ: Mapping[str, str]) -> int:

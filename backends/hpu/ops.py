@@ -18,20 +18,29 @@ from trencadis.backends.hpu.attention.attention_inputs import FreshAttn, JoinedC
 from trencadis.backends.hpu.attention.preparation import AttnPreparation, DecodeForm, SegmentPreparation
 from trencadis.backends.hpu.attention.softmax import AttentionKernels, lowest
 from trencadis.backends.hpu.bridge import Bridge
-from trencadis.backends.hpu.fused_experts import ListedExperts, check_experts, list_experts, run_listed_experts
+from trencadis.backends.hpu.fused_experts import (
+    ListedExperts,
+    ListedFp8Experts,
+    check_experts,
+    check_fp8_experts,
+    list_experts,
+    list_fp8_experts,
+    run_listed_experts,
+    run_listed_fp8_experts,
+)
 from trencadis.backends.hpu.hpu_quantised_linear import (
     TAKEN,
-    TINY,
     Floats8Weight,
     PackedWeight4,
     floats8_weight,
     packed4_weight,
+    round_tokens,
 )
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.launches.hpu_inputs import leaves, rebuild
 from trencadis.backends.hpu.launches.region_compiler import RegionCompiler, Regions, group_layers
 from trencadis.backends.hpu.policy import pieces
-from trencadis.backends.hpu.sampling import find_thresholds
+from trencadis.backends.hpu.sampling import HEAD_TYPES, RESET_TYPES, convert_fields, count_tokens, find_thresholds
 from trencadis.backends.hpu.static_recurrence import (
     KeptLayer,
     KeptStates,
@@ -66,13 +75,6 @@ FUSED_ROWS = 3
 """Minimum number of dimensions that FusedRMSNorm takes."""
 
 
-HEAD_TYPES = dict.fromkeys(("hidden_row", "slot", "target", "mask_row", "place", "ahead"), torch.int64) | {
-    "top_k": torch.int32
-}
-RESET_TYPES = {"slot": torch.int64, "counts": torch.int32, "bias_id": torch.int64}
-"""Dtypes of fields that arrive as packed in compile mode (``launches.host_copies``)."""
-
-
 class DrawnCounts(NamedTuple):
     """Result of a compiled SAMPLE: the outputs, and the counts that a separate graph then stores."""
 
@@ -99,6 +101,7 @@ class HpuOps(ReferenceOps):
         run_layer: function that runs one layer of a stack, in lazy mode.
         dtype: of queries.
         windows: distinct sliding windows of the model's layers.
+        window_groups: KV heads of this rank in the layers of each window; empty: the same in all layers.
         check_context: context manager around launches that check the card.
         values: False on a card without values, which nothing can be checked on.
     """
@@ -113,8 +116,9 @@ class HpuOps(ReferenceOps):
         windows: tuple[int, ...] = (0,),
         check_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         values: bool = True,
+        window_groups: tuple[int, ...] = (),
     ) -> None:
-        self.dtype, self.windows = dtype, windows
+        self.dtype, self.windows, self.window_groups = dtype, windows, window_groups
         self.bridge, self.settings, self.block_size = bridge, settings, block_size
         self._run_layer = run_layer
         fused, adjusts = settings.fused_sdpa, bridge.is_lazy() or settings.adjustment_compiled
@@ -133,6 +137,7 @@ class HpuOps(ReferenceOps):
         self.regions = None if self.lazy or not settings.regional else Regions(self.compiler)
         self.check_context, self.values = check_context, values
         self.fused_experts: bool | None = None
+        self.fused_fp8_experts: bool | None = None
         """True if the plug-in's operation for experts is used; None: not checked yet."""
         self._layers, self._inside = 0, False
         self._preparations: dict[DecodeForm, AttnPreparation] = {}
@@ -169,10 +174,10 @@ class HpuOps(ReferenceOps):
         assert cast is not None and multiply is not None
         scale = w.activation
         if scale is not None:
-            x = x.clamp(-w.bound, w.bound)
+            codes = cast(x.clamp(-w.bound, w.bound), 1.0 / scale)
         else:
-            scale = x.abs().amax(-1, keepdim=True).float().clamp_min(TINY) / self.bridge.fp8_top
-        return multiply(cast(x, 1.0 / scale), w.codes, x.dtype, scale, w.scale, w.bias)
+            codes, scale = round_tokens(x, self.bridge.fp8_top, cast)
+        return multiply(codes, w.codes, x.dtype, scale, w.scale, w.bias)
 
     def _unpack_linear(self, x: Tensor, w: PackedWeight4) -> Tensor:
         """Dequantises the weight to bfloat16 for this product only."""
@@ -192,7 +197,20 @@ class HpuOps(ReferenceOps):
             return list_experts(gate_up, down)
         return super().pack_experts(gate_up, down, biases)
 
+    def pack_quantised_experts(
+        self, gate_up: Sequence[Tensor | QTensor], down: Sequence[Tensor | QTensor], biases: ExpertBiases | None = None
+    ) -> ListedFp8Experts | None:
+        """Implements ``core.models.moe.CodingOps``: keeps 8-bit floats where the plug-in's operation is right."""
+        if self.fused_fp8_experts is None:
+            usable = self.bridge.fp8_experts is not None and self.bridge.fp8_gemm_v2 is not None
+            self.fused_fp8_experts = usable and (not self.values or check_fp8_experts(self))
+        if not self.fused_fp8_experts or biases is not None:
+            return None
+        return list_fp8_experts(gate_up, down, self.bridge.fp8_top, self.bridge.device)
+
     def experts(self, x: Tensor, scores: Tensor, w: ExpertWeights, top: int, normalise: bool, kind: str) -> Tensor:
+        if isinstance(w, ListedFp8Experts):
+            return run_listed_fp8_experts(self, x, scores, w, top, normalise, kind)
         if not isinstance(w, ListedExperts):
             return super().experts(x, scores, w, top, normalise, kind)
         assert self.bridge.experts is not None
@@ -382,8 +400,8 @@ class HpuOps(ReferenceOps):
         region for each shape of a launch.
         """
         dtype = kv.k.dtype if kv.k_scale is None else self.dtype
-        form = DecodeForm(heads, kv.k.shape[1], dtype, self.settings.fp32_softmax)
-        preparation = self._preparations.get(form)
+        groups = self.window_groups or (kv.k.shape[1],) * len(self.windows)
+        preparation = self._preparations.get(form := DecodeForm(heads, groups, dtype, self.settings.fp32_softmax))
         if preparation is None:
             slices = self.settings.context_slice
             preparation = AttnPreparation(form, self.windows, self.block_size, slices, self.kernels)
@@ -475,21 +493,3 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Applies rotary embedding without the plug-in's kernel: the first half of the head against the second."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
-
-
-def convert_fields(fields: Any, types: dict[str, torch.dtype]) -> Any:
-    """Returns ``fields``, a named tuple of tensors, with those named in ``types`` converted to these dtypes."""
-    held = {name: x.to(dtype) for name, dtype in types.items() if (x := getattr(fields, name)) is not None}
-    return fields._replace(**held)
-
-
-def count_tokens(token: Tensor, head: HeadTensors, state: SamplerState) -> Tensor:
-    """Returns int32 [r, V]: the counts of each row's slot, including the id drawn now and the drafts before it."""
-    counts = state.counts.index_select(0, head.slot)
-    vocab = torch.arange(counts.shape[1], device=token.device, dtype=torch.int32)
-    counts = counts + (vocab == token.int()[:, None])
-    if head.ahead is None:
-        return counts
-    for draft in head.ahead.int().unbind(1):  # of those that a row accepts, each is another id or counts once more
-        counts = counts + (vocab == draft[:, None])
-    return counts

@@ -138,7 +138,7 @@ def input_bytes(bucket: Bucket, sizes: InputSizes) -> int:
         case Stage.VISION:
             each = sizes.slot.values + 8 + 8 * sizes.slot.position_neighbours
             windows = dims[0] // WINDOW_SLOTS * (12 if sizes.slot.padding_windows else 8)
-            return dims[0] * each + 4 * (dims[0] // sizes.slot.cell) + windows
+            return dims[0] * each + 4 * sizes.slot.cells(dims[0]) + windows
         case Stage.SAMPLE:
             ahead = drafts_ahead(bucket)
             each = 48 + (4 + 4 * ahead if ahead else 0)
@@ -207,6 +207,69 @@ SERVING = Policy(
 )
 
 
+class CompiledParts(NamedTuple):
+    """What compile mode makes of a plan.
+
+    Args:
+        functions: compiled functions; buckets share those of equal shapes.
+        executables: combinations of places in memory of a function's inputs, each of which is an executable: parts
+            that run over pieces of a launch's rows have many, and one more drains the card's pipeline.
+    """
+
+    functions: int
+    executables: int
+
+
+GROUP = 4
+"""Layers of a DECODE launch in one function, by default (``hpu_settings.DECODE_LAYERS``)."""
+
+
+def count_compiled(buckets: Sequence[Bucket], cell: int, layers: int, kinds: int = 1) -> CompiledParts:
+    """Counts what the launches of ``buckets`` compile, for a tower with layers of two kinds.
+
+    Args:
+        cell: slots of a row that the tower stores.
+        layers: of the decoder.
+        kinds: of its layers, such as those with a window and those without.
+    """
+    found: set[tuple[object, ...]] = set()
+
+    def store(name: str, rows: int, *place: int) -> None:
+        found.update((name, piece.stop - piece.start, piece.start, *place) for piece in pieces(rows))
+
+    for bucket in buckets:
+        stage, rows = bucket.stage, bucket.dims[0]
+        if stage in (Stage.FRESH, Stage.CONTEXT, Stage.DECODE, Stage.VERIFY):
+            tokens = padded_tokens(bucket)
+            grouped = stage is Stage.DECODE and bucket.variant != LORA
+            forms = (bool(layers // GROUP) + bool(layers % GROUP)) if grouped else 1
+            found.update(("layer", str(bucket), form) for form in range(forms * kinds))
+            found.add(("start", padded_start(tokens)))
+            if stage is not Stage.FRESH or kinds > 1:
+                found.add(("masks", str(bucket)))
+            store("end", tokens, padded_start(tokens))
+        elif stage is Stage.VISION:
+            found.update((part, rows) for part in ("patches", "masks of images", "windows", "images"))
+            store("merger", rows // cell, rows)
+        elif stage is Stage.RESET:
+            store("reset", rows, rows)
+        else:
+            found.add(("head", str(bucket)))
+            if bucket.variant in ("full", "draw", "penalised"):
+                store("counts", rows)
+    functions = {one[:2] if one[0] in ("end", "merger", "reset", "counts") else one for one in found}
+    return CompiledParts(len(functions), len(found))
+
+
+def describe_compiled(buckets: Sequence[Bucket], cell: int, layers: int, kinds: int) -> str:
+    """Returns ``count_compiled`` as a line for users."""
+    made = count_compiled(buckets, cell, layers, kinds)
+    return (
+        f"compile mode: some {made.functions} functions are compiled at start, and run from {made.executables} places "
+        "in memory, each an executable; warm-up makes all of them."
+    )
+
+
 def without_fp8(found: Policy) -> Policy:
     """Returns ``found`` for a plug-in without casts to and from 8-bit floats."""
     return dataclasses.replace(found, kv_codes={name: codes for name, codes in found.kv_codes.items() if name != FP8})
@@ -239,4 +302,6 @@ def policy(name: str, environ: Mapping[str, str] | None = None, lazy: bool | Non
     graphs = will_be_lazy(environ) if lazy is None else lazy
     if graphs:
         return dataclasses.replace(found, graph_memory=kept, graphless="")
-    return dataclasses.replace(found, graph_memory=kept, graphless=COMPILE_MODE, inputs=shared_input_bytes)
+    return dataclasses.replace(
+        found, graph_memory=kept, graphless=COMPILE_MODE, inputs=shared_input_bytes, compiled=describe_compiled
+    )

@@ -10,9 +10,18 @@ equal probability stay or go together.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from trencadis.core.device.backend import HeadTensors, SamplerState
+
+HEAD_TYPES = dict.fromkeys(("hidden_row", "slot", "target", "mask_row", "place", "ahead"), torch.int64) | {
+    "top_k": torch.int32
+}
+RESET_TYPES = {"slot": torch.int64, "counts": torch.int32, "bias_id": torch.int64}
+"""Dtypes of fields that arrive as packed in compile mode (``launches.host_copies``)."""
 
 TINY = 2.0**-126
 """Smallest normal float32."""
@@ -54,3 +63,21 @@ def find_thresholds(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) 
     bound = top_p[:, None] * left.sum(-1, keepdim=True)
     nucleus = largest_float(lambda t: torch.where(left >= t, left, 0.0).sum(-1, keepdim=True) >= bound, best)
     return torch.where(top_p[:, None] < 1.0, torch.maximum(least, torch.minimum(nucleus, best)), least)
+
+
+def convert_fields(fields: Any, types: dict[str, torch.dtype]) -> Any:
+    """Returns ``fields``, a named tuple of tensors, with those named in ``types`` converted to these dtypes."""
+    held = {name: x.to(dtype) for name, dtype in types.items() if (x := getattr(fields, name)) is not None}
+    return fields._replace(**held)
+
+
+def count_tokens(token: Tensor, head: HeadTensors, state: SamplerState) -> Tensor:
+    """Returns int32 [r, V]: the counts of each row's slot, including the id drawn now and the drafts before it."""
+    counts = state.counts.index_select(0, head.slot)
+    vocab = torch.arange(counts.shape[1], device=token.device, dtype=torch.int32)
+    counts = counts + (vocab == token.int()[:, None])
+    if head.ahead is None:
+        return counts
+    for draft in head.ahead.int().unbind(1):  # of those that a row accepts, each is another id or counts once more
+        counts = counts + (vocab == draft[:, None])
+    return counts

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,8 @@ import numpy as np
 import torch
 
 from benchmarks.harness.reporting import median
+from trencadis.backends.hpu.fused_experts import check_experts, check_fp8_experts
+from trencadis.backends.hpu.sampling import find_thresholds
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import (
     Backend,
@@ -150,6 +153,72 @@ def store_ratio(backend: Backend, large: int) -> dict[str, float]:
     return {"in_place": times[large] / times[SMALL]}
 
 
+def record_time(backend: Backend) -> dict[str, float]:
+    """Microseconds of a fill while another thread waits for the result of a launch; median."""
+    program, large, taken = ready(backend, echo), ready(backend, StoreBody(backend, SMALL)), []
+    for i in range(20):
+        for _ in range(20):
+            out = large.replay()
+        pending = backend.fetch(out, ROWS)
+        waiting = threading.Thread(target=pending.result)
+        waiting.start()
+        begun = time.perf_counter()
+        backend.fill(program, decode_inputs(i))
+        taken.append(time.perf_counter() - begun)
+        waiting.join()
+        backend.synchronize()
+    return {"record_us": 1e6 * median(taken)}
+
+
+def threshold_time(backend: Any, rows: int, vocab: int) -> dict[str, float]:
+    """Milliseconds to find the thresholds of top-k and top-p for drawn rows; median."""
+    g = torch.Generator().manual_seed(1)
+    probs = torch.softmax(torch.randn(rows, vocab, generator=g) * 4, -1).to(backend.device)
+    top_k = torch.full((rows,), 40, dtype=torch.int32).to(backend.device)
+    top_p, min_p = (torch.full((rows,), value).to(backend.device) for value in (0.9, 0.0))
+    taken = []
+    with torch.no_grad():
+        for _ in range(7):
+            backend.synchronize()
+            begun = time.perf_counter()
+            with backend.hpu_ops.check_context():
+                backend.hpu_ops.region(find_thresholds, probs, top_k, top_p, min_p)
+                backend.bridge.mark_step()
+            backend.synchronize()
+            taken.append(time.perf_counter() - begun)
+    return {"thresholds_ms": 1e3 * median(taken[2:])}
+
+
+def add_one(x: torch.Tensor) -> torch.Tensor:
+    """The least that a compiled region can be."""
+    return x + 1
+
+
+def dispatch_time(backend: Any) -> dict[str, float]:
+    """Microseconds of the host to dispatch a compiled region; nothing in lazy mode, whose launches are graphs."""
+    if backend.hpu_ops.regions is None:
+        return {}
+    x = torch.zeros(64, dtype=torch.bfloat16, device=backend.device)
+    with torch.no_grad(), backend.hpu_ops.check_context():
+        for _ in range(3):
+            backend.hpu_ops.region(add_one, x)
+        begun = time.perf_counter()
+        for _ in range(200):
+            backend.hpu_ops.region(add_one, x)
+        took = time.perf_counter() - begun
+    backend.synchronize()
+    return {"dispatch_us": 1e6 * took / 200}
+
+
+def expert_checks(backend: Any) -> dict[str, float]:
+    """1 where the plug-in's operation for experts has the values of the product over all, in 16 and in 8 bits."""
+    ops, bridge = backend.hpu_ops, backend.bridge
+    return {
+        "experts": float(bridge.experts is not None and check_experts(ops)),
+        "fp8_experts": float(bridge.fp8_experts is not None and check_fp8_experts(ops)),
+    }
+
+
 def returned(backend: Backend) -> dict[str, float]:
     """Share of a graph's bytes that its release gives back; nothing where the device has no graphs."""
     program = ready(backend, StoreBody(backend, SMALL))
@@ -169,9 +238,12 @@ def measure(file: Path, rounds: int, large: int) -> None:
     found["memory"] = {"free": backend.memory.free(), "total": backend.memory.total()}
     figures: tuple[Callable[[], dict[str, float]], ...] = (
         lambda: wrong_reads(backend, rounds), lambda: copy_times(backend, rounds),
-        lambda: store_ratio(backend, large), lambda: returned(backend),
+        lambda: store_ratio(backend, large), lambda: returned(backend), lambda: record_time(backend),
+        lambda: threshold_time(backend, 32, 151_936 if rounds > 100 else 999), lambda: dispatch_time(backend),
+        lambda: expert_checks(backend),
     )  # fmt: skip
-    for name, figure in zip(("reads", "copies", "stores", "release"), figures, strict=True):
+    names = ("reads", "copies", "stores", "release", "events", "thresholds", "dispatch", "experts")
+    for name, figure in zip(names, figures, strict=True):
         try:
             found |= figure()
         except Exception as error:

@@ -62,7 +62,10 @@ def device(run: HpuRun) -> None:
     found = run.child("device", "hpu.device_probe", str(out), *few, out=out)
     if found is not None:
         run.card = run.card or found["device"]
-        names = ("fetches", "fills", "fill_us", "fetch_us", "in_place", "released")
+        names = (
+            "fetches", "fills", "fill_us", "fetch_us", "record_us", "thresholds_ms", "dispatch_us", "experts",
+            "fp8_experts", "in_place", "released",
+        )  # fmt: skip
         run.values |= {name: found[name] for name in names if name in found}
 
 

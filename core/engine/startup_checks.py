@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, ClassVar, Protocol, TypeVar
 
-from trencadis.core.buckets import Policy, Stage
+from trencadis.core.buckets import Plan, Policy, Stage
 from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.pooling_config import MEAN
@@ -46,6 +46,17 @@ def check_kv_format(device: str, model: ModelConfig, policy: Policy) -> None:
 def format_notes(model: ModelConfig, itemsize: int, policy: Policy) -> list[str]:
     """Returns notes on both formats for users; ``itemsize``: bytes of the engine's dtype."""
     return [*weight_notes(model, itemsize, policy.quantised), *kv_notes(model.text.kv)]
+
+
+def mode_notes(model: ModelConfig, plan: Plan, policy: Policy) -> list[str]:
+    """Returns notes on a mode without graphs: what a start compiles instead."""
+    if not policy.graphless:
+        return []
+    notes = [f"graphs: none in {policy.graphless}; VLLM_GRAPH_RESERVED_MEM counts 0 there."]
+    if policy.compiled is not None:
+        cell = model.vision.slot.cell if model.vision is not None else 1
+        notes.append(policy.compiled(plan.buckets, cell, model.text.layers, len(model.text.windows)))
+    return notes
 
 
 def check_cross_attention(config: EngineConfig, model: ModelConfig, policy: Policy) -> None:
@@ -86,6 +97,18 @@ def check_recurrent(config: EngineConfig, model: ModelConfig, policy: Policy) ->
         raise StartupError(
             f"{name}: a pipeline stage of layers {model.share.first} to {model.share.stop - 1} has no layer with keys "
             "and values; give each stage one (VLLM_PP_LAYER_PARTITION)"
+        )
+
+
+def check_layer_inputs(config: EngineConfig, model: ModelConfig) -> None:
+    """Raises StartupError if options cannot go with embeddings for each layer or with shared keys; one line."""
+    text, name = model.text, model.architecture
+    if not text.layer_inputs and not text.shared_kv:
+        return
+    if config.pipeline_parallel_size > 1:
+        raise StartupError(
+            f"{name}: its last layers read keys of earlier ones, and each layer an embedding of the tokens, so that "
+            "--pipeline-parallel-size does not apply; --tensor-parallel-size divides the model instead"
         )
 
 
@@ -147,6 +170,7 @@ def check_attention(config: EngineConfig, model: ModelConfig, policy: Policy) ->
         )
     check_cross_attention(config, model, policy)
     check_recurrent(config, model, policy)
+    check_layer_inputs(config, model)
     if model.text.upto and not policy.upto:
         raise StartupError(f"{model.architecture}: the {config.device} backend attends causally; --device cpu does not")
     if model.text.sinks and not policy.sinks:

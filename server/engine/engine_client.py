@@ -165,6 +165,15 @@ class EngineClient(Protocol):
         """Drops embeddings of images that no running request waits for."""
         ...
 
+    async def learn_buckets(self, force: bool = False) -> None:
+        """Starts a search for shapes that suit the traffic; ``force``: changes to them, whatever they gain.
+
+        Raises:
+            Conflict: a search or a change runs.
+            NotFound: the engine records no needs.
+        """
+        ...
+
     async def sleep(self, level: int = 1, abort: bool = False) -> None:
         """Ends the engine's process once its requests have ended (``abort``: now); the next request starts another."""
         ...

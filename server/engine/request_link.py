@@ -360,6 +360,8 @@ class EngineLink(RequestLink):
         self.plan: engine_messages.GraphPlan | None = None
         self.capturing = ""
         """Bucket that is being captured."""
+        self.learn_requests = 0
+        """Requests to learn shapes that were sent to this engine."""
         self.fatal: engine_messages.Fatal | None = None
         self.reason = ""
         self.pinged = self.ponged = 0

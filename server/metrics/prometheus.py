@@ -27,7 +27,7 @@ from trencadis.core.engine_stats import EngineInfo
 from trencadis.core.process.engine_messages import EngineStats
 from trencadis.multimodal.images.processor_cache import CacheCounters
 from trencadis.server.engine.engine_client import EngineClient, RequestTiming, get_replicas
-from trencadis.server.metrics.bucket_metrics import BucketMetrics, make_graph_families
+from trencadis.server.metrics.bucket_metrics import BucketMetrics, make_graph_families, make_learning_families
 from trencadis.server.metrics.cache_metrics import (
     MergedCollector,
     ProcessorCacheCollector,
@@ -361,6 +361,7 @@ class _EngineCollector(Collector):
             yield make_cache_config_info(self._values, self._config, info)
         yield from make_adapter_families(self._values, stats, self._config)
         yield from make_graph_families(self._values, stats, info.device if info is not None else "")
+        yield from make_learning_families(self._values, self._engine.plan)
         yield from make_cache_families(self._values, collect_cache_stats(stats, info, self._processor_cache()))
 
     def _make_labelled_families(self, stats: EngineStats) -> Iterator[Metric]:

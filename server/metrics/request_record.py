@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 from urllib.parse import quote
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Summary
@@ -399,3 +400,19 @@ class HttpMetrics:
     def count_refusal(self, status: int, reason: str) -> None:
         """Counts a request refused with ``status``; ``reason`` is one of few words: host, origin, body, fields, ..."""
         self._refusals.labels(str(status), reason).inc()
+
+
+class RecordSink(Protocol):
+    """Protocol of what takes the records of ended requests."""
+
+    def add(self, record: RequestRecord) -> None:
+        """Takes the record of a request that has ended."""
+        ...
+
+
+def end_request(record: RequestRecord, max_log_len: int | None, traces: RecordSink | None) -> None:
+    """Writes the closing line of a request that ran the model, and queues its trace."""
+    if record.runs_model:
+        log_closing(record, max_log_len)
+        if traces is not None:
+            traces.add(record)

@@ -287,6 +287,13 @@ def _locked(books: PoolAccounting) -> tuple[Any, Any]:
     return pinned_empty, lambda: SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
 
 
+CALLS = (
+    "CUDAGraph", "graph_pool_handle", "Stream", "cudart", "get_device_properties", "synchronize", "empty_cache",
+    "device", "current_device", "set_device", "set_stream", "stream",
+)  # fmt: skip
+"""What ``install`` replaces of torch's module."""
+
+
 def install(
     patch: pytest.MonkeyPatch, threads: bool = False, drops: bool = True, version: tuple[int, int] = (2, 11)
 ) -> PoolAccounting:

@@ -45,7 +45,9 @@ class Engine:
     def __init__(self, rank: int, world: int, path: Path) -> None:
         self.config = load_config(path)
         settings = BackendConfig(block_size=16, vocab_size=self.config.text.vocab, rank=rank, world=world)
-        self.backend = HpuBackend(settings, policy(""), bridge({}), HpuSettings(fp32_softmax_vision=True))
+        self.backend = HpuBackend(
+            settings, policy(""), bridge({"WORLD_SIZE": str(world)}), HpuSettings(fp32_softmax_vision=True)
+        )
         self.model = model_loader.load_model(self.config, self.backend)
         text = dataclasses.replace(self.config.text, kv_heads=self.config.text.kv_heads // world)
         share = dataclasses.replace(self.config, text=text)
@@ -110,7 +112,7 @@ def failing(engine: Engine, rank: int, lazily: bool, every: int) -> list[Any]:
 
 def collectives() -> None:
     """Checks sums and gathers, run and replayed."""
-    b = bridge({})
+    b = bridge({"WORLD_SIZE": "2"})
     rank = torch.distributed.get_rank()
     comm = HpuComm(b, BackendConfig(rank=rank, world=2))
 

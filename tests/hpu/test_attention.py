@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +24,7 @@ from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.emulator.fused_kernels import Kernels, block_softmax_adjustment
 from trencadis.backends.hpu.emulator.refusals import Refused
-from trencadis.backends.hpu.hpu_settings import HpuSettings, settings
+from trencadis.backends.hpu.hpu_settings import SYMBOLS, HpuSettings, settings
 from trencadis.backends.hpu.policy import input_bytes, policy
 from trencadis.backends.hpu.start import bridge_loader
 from trencadis.backends.hpu.start.bridge_loader import find_symbols
@@ -259,6 +260,20 @@ def test_a_fused_call_a_block_joins_to_the_same_rows(hpu: Make) -> None:
         backend.fill(program, inputs)
         program.run()
         torch.testing.assert_close(layer.out.cpu()[1 : len(inputs.tokens) + 1], want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SYMBOLS)
+def test_a_kernel_that_is_asked_for_and_missing_is_one_line(name: str) -> None:
+    bridge = make_bridge(EmulatedDevice(profile("gaudi3")), lazy=False)
+    HpuBackend(BackendConfig(), policy(""), bridge, settings({name: "1"}))
+    for value, field in (("1", SYMBOLS[name][0]), ("0", SYMBOLS[name][0])):
+        lacking = dataclasses.replace(bridge, **{field: None})
+        if value == "0":
+            HpuBackend(BackendConfig(), policy(""), lacking, settings({name: value}))
+            continue
+        with pytest.raises(StartupError, match=f"{name}.*{SYMBOLS[name][1]}.*unset it") as found:
+            HpuBackend(BackendConfig(), policy(""), lacking, settings({name: value}))
+        assert "\n" not in str(found.value)
 
 
 @pytest.mark.parametrize(("form", "found"), [("exact", True), ("rounded", False), ("refused", False)])

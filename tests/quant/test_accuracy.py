@@ -54,6 +54,17 @@ def test_few_answers_are_lost_long(way: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("lazy", ["1", "0"])
+def test_a_gaudis_products_lose_no_answers_long(lazy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default on hpu: keys and values are multiplied in bfloat16, and scores rounded to it before they widen."""
+    monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
+    monkeypatch.setenv("PT_HPU_LAZY_MODE", lazy)
+    count = int(os.environ.get("TRENCADIS_TEST_PROMPTS", "2000"))
+    made = measured(f"hpu, PT_HPU_LAZY_MODE={lazy}", count, answered(count, device="hpu", warmup="skip"))
+    assert made.lost <= 0.2
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("to", ["int8", "fp8", "int4"])
 def test_few_answers_are_lost_in_files_that_quantize_writes_long(to: str, tmp_path: Path) -> None:
     """Linear layers in fewer bits, the head in 16: at most what the same bits cost as weights load."""

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from trencadis.backends.cuda.kernels.accelerator import in_use
+
 FOLDER = Path(__file__).parent / "tiles"
 INTERPRETED = 90
 """Architecture whose tiles are used without a GPU."""
@@ -102,10 +104,8 @@ def table(kernel: str) -> tuple[TileEntry, ...]:
 @cache
 def arch_of(device: torch.device) -> int:
     """Returns compute capability x 10; ``INTERPRETED`` for a CPU."""
-    if device.type != "cuda":
-        return INTERPRETED
-    major, minor = torch.cuda.get_device_capability(device)
-    return major * 10 + minor
+    cards = in_use()
+    return cards.architecture(device) if device.type == cards.name else INTERPRETED
 
 
 def power(size: int) -> int:

@@ -189,11 +189,17 @@ class LiveBytes:
         self.fresh = 0
         """Bytes of live tensors that were made since the last cut."""
         self.kept = 0
+        self.held = 0
+        """Bytes of the results of compiled graphs, which stay until the card has run the launch."""
 
     def add(self, count: int) -> None:
         self.now += count
         self.fresh += count
         self.peak = max(self.peak, self.now)
+
+    def hold(self, count: int) -> None:
+        """Counts results of a compiled graph: the plug-in keeps the tensors of a recipe until it has run."""
+        self.held += count
 
     def drop(self, count: int, born: int) -> None:
         """Subtracts a freed tensor that was made after ``born`` cuts."""

@@ -16,6 +16,7 @@ from torch.library import Library
 import trencadis.backends.hpu.emulator.emulated_recipe_cache as recipe_cache
 from trencadis.backends.hpu.bridge import EmulatedBridge, EmulatorHooks, is_out_of_memory
 from trencadis.backends.hpu.collectives import all_reduce, concat_columns, gather_rows, receive, send
+from trencadis.backends.hpu.emulator import refusals
 from trencadis.backends.hpu.emulator.card_profiles import RELEASE, profile
 from trencadis.backends.hpu.emulator.device_tensor import DEVICE
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
@@ -25,6 +26,7 @@ from trencadis.backends.hpu.emulator.hpu_graphs import wrap
 from trencadis.backends.hpu.emulator.refusals import parse
 from trencadis.backends.hpu.emulator.transfers import QueueEvent
 from trencadis.backends.hpu.policy import TENSOR_CACHE
+from trencadis.backends.hpu.start.machine import WORLD_SIZE
 from trencadis.core.errors import StartupError
 
 
@@ -64,7 +66,10 @@ def bridge(environ: Mapping[str, str], index: int = 0) -> EmulatedBridge:
     if kind not in ("compute", "meta"):
         raise StartupError(f"{KIND}={kind!r}: compute or meta")
     found = replace(profile(environ.get(PROFILE, "")), moves=environ.get(DEFRAGMENTATION, "") not in ("0", "false"))
+    grouped = int(environ.get(WORLD_SIZE) or 1) > 1
+    found = replace(found, total=found.total - (found.hccl if grouped else 0))
     card = EmulatedDevice(found, kind == "compute", parse(environ.get(FAULTS, "")))
+    card.hccl_memory = grouped
     saved = recipe_cache.read(environ)
     if saved.folder is not None and card.computes:
         card.clock.saved = SavedRecipes(saved, f"{RELEASE} {card.profile.name}")
@@ -126,6 +131,7 @@ def make_bridge(
         fp8_gemm_v2=kernels.fp8_gemm,
         convert_from_uint4=kernels.from_uint4,
         experts=kernels.experts,
+        fp8_experts=kernels.fp8_experts,
         fp8_top=device.profile.fp8_top,
         pin=device.transfers.pin,
         event=lambda: QueueEvent(device.queue),
@@ -134,7 +140,9 @@ def make_bridge(
 
 
 class Collectives:
-    """Transfers between ranks, over gloo; in lazy mode each is followed by a wait, which ends the recipe."""
+    """Transfers between ranks, over gloo. In lazy mode each is followed by a wait, which ends the recipe; compile mode
+    takes none into a graph, so that each splits its layer's.
+    """
 
     def __init__(self, device: EmulatedDevice) -> None:
         self.device = device
@@ -142,29 +150,38 @@ class Collectives:
     def all_reduce(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             return torch.ops.trencadis_emulator.all_reduce(x)  # type: ignore[no-any-return]
+        self._require_memory("all_reduce")
         self.device.rewrite(x, "all_reduce")
         return self._keep_in_graph(self.device.kernel(_all_reduce, x))
 
     def all_gather(self, x: Tensor, world: int) -> Tensor:
         if torch.compiler.is_compiling():
             return torch.ops.trencadis_emulator.all_gather(x, world)  # type: ignore[no-any-return]
+        self._require_memory("all_gather")
         return concat_columns(self._keep_in_graph(self.device.kernel(_all_gather, x, world)), world)
 
     def send(self, x: Tensor, to: int) -> Tensor:
+        self._require_memory("send")
         self.device.prepare_send(x, "send")
         out: Tensor = self.device.kernel(_send, x, to)
         return out
 
     def receive(self, x: Tensor, source: int) -> Tensor:
+        self._require_memory("receive")
         self.device.rewrite(x, "receive")
         out: Tensor = self.device.kernel(_receive, x, source)
         return out
+
+    def _require_memory(self, name: str) -> None:
+        """Raises Refused where the card was opened as that of a single rank."""
+        if not self.device.hccl_memory:
+            raise refusals.no_hccl_memory(name)
 
     def _keep_in_graph(self, x: Tensor) -> Tensor:
         """Charges the result of a collective to the graph that keeps it, whatever the graph's cache settings are."""
         if self.device.scope is not None:
             self.device.scope.collective += x.numel() * x.dtype.itemsize
-            if self.device.lazy:
+            if self.device.lazy or not self.device.computes:  # else the compiled graph is split at the operation
                 self.device.cut()
         return x
 

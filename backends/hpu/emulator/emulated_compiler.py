@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from trencadis.backends.hpu.emulator import refusals
 from trencadis.backends.hpu.emulator.card_profiles import OpTable
-from trencadis.backends.hpu.emulator.device_tensor import DEVICE, DeviceTensor, TensorOwner, rebuild
+from trencadis.backends.hpu.emulator.device_tensor import DEVICE, DeviceTensor, TensorOwner, flatten, rebuild
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.hccl_comm import HpuComm
 from trencadis.backends.hpu.ops import HpuOps
@@ -316,11 +316,13 @@ class Compiler:
             with self.device.launch():
                 return self._run_without_values(function, args)
         scope = self.device.scope
+        self.device.clock.run_flavour((id(function), tuple(t.storage_offset() for t in _tensors(args))))
         scope.cut()
         scope.region = True
         out = self.device.layer(*args)
         scope.region = False
         scope.cut()
+        scope.live.hold(_own_bytes(out))
         return out
 
     def _lower(self, graph: GraphModule, inputs: Any) -> Callable[..., Any]:
@@ -354,6 +356,7 @@ class Compiler:
                 elif node.op == "get_attr":
                     values[node] = _require_device_tensor(None, node)
                 elif node.op == "output":
+                    scope.live.hold(_own_bytes([values.get(leaf) for leaf in node.args[0] if isinstance(leaf, Node)]))
                     return rebuild(list(node.args[0]), lambda leaf: self._read_value(values, leaf))
                 else:
                     values[node] = self._node(lowered, node, values)
@@ -410,6 +413,16 @@ def _require_device_tensor(tensor: DeviceTensor | None, node: Node) -> DeviceTen
     if tensor is None:
         raise refusals.host_mixed(f"{node.name} ({line_of(next(iter(node.users)))})")
     return tensor
+
+
+def _tensors(tree: object) -> list[DeviceTensor]:
+    """Returns the device tensors in nested tuples and lists."""
+    return [leaf for leaf in flatten(tree) if isinstance(leaf, DeviceTensor)]
+
+
+def _own_bytes(tree: object) -> int:
+    """Returns the bytes of the device tensors in ``tree`` that have memory of their own."""
+    return sum(t.numel() * t.dtype.itemsize for t in _tensors(tree) if not t.is_view)
 
 
 def _lists(args: Any) -> Any:

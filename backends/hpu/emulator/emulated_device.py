@@ -45,6 +45,8 @@ class EmulatedDevice:
         self.transfers = Transfers(self.queue, computes)
         self.scope: Scope | None = None
         self.compile_only = False
+        self.hccl_memory = True
+        """False: the pool holds all of the card's memory, so that HCCL gets none for its buffers."""
         self.graphs: list[Any] = []
         """The graphs that compile mode made, in order (``compiled.graph_passes.Lowered``)."""
         self._stores: dict[int, Store] = {}

@@ -73,6 +73,29 @@ def fp8_gemm_v2(
     return (y if bias is None else y + bias.float()).to(dtype)
 
 
+def mixture_of_fp8_experts(
+    x: Tensor, scale: Tensor, chosen: Tensor, shares: Tensor, gate_up: list[Tensor], down: list[Tensor],
+    gate_up_scale: list[Tensor], down_scale: list[Tensor], limit: float,
+) -> Tensor:  # fmt: skip
+    """Implements ``bridge_loader.mixture_of_fp8_experts``, over all experts; what is between the two products gets a
+    scale for each token.
+    """
+    if chosen.dtype not in (torch.int32, torch.int64) or shares.dtype not in WIDE:
+        raise RuntimeError("mixture_of_experts takes a table of integers, and shares of bfloat16 or float32")
+    if scale.numel() not in (1, len(x)):
+        raise RuntimeError(f"mixture_of_experts: {scale.numel()} scales for {len(x)} tokens")
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for i, (first, second, own, other) in enumerate(zip(gate_up, down, gate_up_scale, down_scale, strict=True)):
+        share = torch.where(chosen == i, shares.float(), 0.0).sum(-1, keepdim=True)
+        gate, up = fp8_gemm_v2(x, first, torch.float32, scale.reshape(-1, 1), own, None, limit).chunk(2, dim=-1)
+        made = torch.nn.functional.silu(gate) * up
+        between = made.abs().amax(-1, keepdim=True).clamp_min(1e-30) / limit
+        codes = cast_to_fp8_v2(made, 1.0 / between, limit)
+        y = fp8_gemm_v2(codes, second, torch.float32, between, other, None, limit)
+        out = out + torch.where(share > 0, y * share, 0.0)
+    return out.to(shares.dtype)
+
+
 def can_broadcast(scale: Tensor, shape: tuple[int, ...]) -> bool:
     """Returns True if ``scale`` broadcasts to ``shape``."""
     own = tuple(scale.shape)
@@ -254,6 +277,9 @@ class KernelOps:
             ("all_gather(Tensor x, int world) -> Tensor", all_gathered),
             ("mixture_of_experts(Tensor x, Tensor chosen, Tensor shares, Tensor[] gate_up, Tensor[] down) -> Tensor",
              mixture_of_experts),
+            ("mixture_of_experts.fp8(Tensor x, Tensor scale, Tensor chosen, Tensor shares, Tensor[] gate_up, Tensor[] "
+             "down, Tensor[] gate_up_scale, Tensor[] down_scale, float limit) -> Tensor",
+             mixture_of_fp8_experts),
             ("convert_from_uint4(Tensor codes, Tensor scale, Tensor zero, ScalarType dtype) -> Tensor",
              convert_from_uint4),
             *SCHEMAS,
@@ -391,6 +417,18 @@ class Kernels:
         if torch.compiler.is_compiling():
             return torch.ops.trencadis_emulator.mixture_of_experts(*args)  # type: ignore[no-any-return]
         out: Tensor = self.device.kernel(mixture_of_experts, *args)
+        return out
+
+    def fp8_experts(
+        self, x: Tensor, scale: Tensor, chosen: Tensor, shares: Tensor, gate_up: Sequence[Tensor],
+        down: Sequence[Tensor], gate_up_scale: Sequence[Tensor], down_scale: Sequence[Tensor],
+    ) -> Tensor:  # fmt: skip
+        """Implements ``torch.ops.hpu.mixture_of_experts`` for 8-bit floats."""
+        weights = list(gate_up), list(down), list(gate_up_scale), list(down_scale)
+        args = x, scale, chosen, shares, *weights, self.device.profile.fp8_top
+        if torch.compiler.is_compiling():
+            return torch.ops.trencadis_emulator.mixture_of_experts.fp8(*args)  # type: ignore[no-any-return]
+        out: Tensor = self.device.kernel(mixture_of_fp8_experts, *args)
         return out
 
     def from_uint4(self, codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:

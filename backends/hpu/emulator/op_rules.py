@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.hpu.emulator import refusals
-from trencadis.backends.hpu.emulator.device_tensor import DeviceTensor, flatten, rebuild
+from trencadis.backends.hpu.emulator.device_tensor import NODES, DeviceTensor, flatten, rebuild
 
 aten = torch.ops.aten
 BOOLS = (torch.bool, torch.uint8)
@@ -26,6 +26,9 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 GARBAGE = 101
 """What integers hold that several rows of one ``index_copy`` have written."""
 
+NO_FLOAT8 = 0x7F
+"""The code of NaN in both 8-bit floats."""
+
 INDEXED = {
     aten.index_select.default: (1, 2),
     aten.index_copy_.default: (1, 2),
@@ -35,6 +38,8 @@ INDEXED = {
     aten.index_reduce_.default: (1, 2),
     aten.gather.default: (1, 2),
     aten.scatter_add.default: (1, 2),
+    aten.scatter.src: (1, 2),
+    aten.scatter.value: (1, 2),
 }
 """Operation -> (index of the dimension, index of the indices) among its arguments."""
 
@@ -117,8 +122,9 @@ def _spoil_duplicates(args: tuple[Any, ...]) -> tuple[Any, ...]:
     wide = source.dtype.is_floating_point and source.dtype not in FLOAT8
     shape = [-1 if i == dim else 1 for i in range(source.dim())]
     nothing = torch.full((), float("nan") if wide else GARBAGE, dtype=torch.float32).to(source.dtype)
-    if source.dtype in FLOAT8:
-        return args
+    if source.dtype in FLOAT8:  # torch selects bytes of them alone
+        codes = torch.where(twice.view(shape), torch.full((), NO_FLOAT8, dtype=torch.uint8), source.view(torch.uint8))
+        return target, dim, index, codes.view(source.dtype)
     return target, dim, index, torch.where(twice.view(shape), nothing, source)
 
 
@@ -196,10 +202,10 @@ META_CACHE = MetaCache()
 def _key(tree: Any) -> Hashable:
     if isinstance(tree, Tensor):
         return (tree.shape, tree.stride(), tree.dtype)
-    if isinstance(tree, list | tuple):
-        return (type(tree), *(_key(item) for item in tree))
     if isinstance(tree, dict):
-        return tuple((name, _key(value)) for name, value in tree.items())
+        return tuple([(name, _key(value)) for name, value in tree.items()])
+    if isinstance(tree, NODES):
+        return (type(tree), *[_key(item) for item in tree])
     return (type(tree), tree)
 
 

@@ -122,6 +122,12 @@ def resized_tensor(op: str) -> Refused:
     return Refused(op, "makes a tensor of another size outside a launch", "make it on the host and copy it with .to()")
 
 
+def no_hccl_memory(op: str) -> Refused:
+    return Refused(
+        op, "finds no memory for HCCL's buffers: the pool has all of it", "name the ranks in WORLD_SIZE at opening"
+    )
+
+
 def no_values(op: str) -> Refused:
     return Refused(op, "uses a result of a compile-only launch, which has no values", "run the program outside warm-up")
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import random
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -97,6 +98,14 @@ class DeviceQueue:
         self.submitted = Mark(0, 0)
         self.finished = Mark(0, 0)
         self._lock = threading.RLock()  # one thread launches, another may wait for results
+        self.events = threading.RLock()
+        """The plug-in's lock of events, which a thread holds as long as it waits for one."""
+        self.busy_until = 0.0
+        """Time (``time.monotonic``) until which the card works at what was submitted so far."""
+
+    def work_for(self, seconds: float) -> None:
+        """Makes events pass no earlier than in so many real seconds."""
+        self.busy_until = time.monotonic() + seconds
 
     @_locked
     def push(self, work: Callable[[], None]) -> None:
@@ -168,7 +177,9 @@ class DeviceQueue:
 
 
 class QueueEvent:
-    """A place in the queue, as ``torch.hpu.Event``."""
+    """A place in the queue, as ``torch.hpu.Event``. Threads that use events exclude each other, also while one
+    waits.
+    """
 
     def __init__(self, queue: DeviceQueue) -> None:
         self._queue = queue
@@ -177,18 +188,24 @@ class QueueEvent:
 
     def record(self) -> None:
         """Marks everything that was submitted so far."""
-        self._mark, self._queried = self._queue.submitted, False
+        with self._queue.events:
+            self._mark, self._queried = self._queue.submitted, False
 
     def query(self) -> bool:
         """Returns True if all marked work is done; a second query first runs it, as a device would have by then."""
-        if self._queried:
-            self.synchronize()
-        self._queried = True
-        return self._queue.is_complete(self._mark)
+        with self._queue.events:
+            if time.monotonic() < self._queue.busy_until:
+                return False
+            if self._queried:
+                self._queue.wait(self._mark)
+            self._queried = True
+            return self._queue.is_complete(self._mark)
 
     def synchronize(self) -> None:
         """Waits for the marked work, but not for the host's part of copies."""
-        self._queue.wait(self._mark)
+        with self._queue.events:
+            time.sleep(max(self._queue.busy_until - time.monotonic(), 0))
+            self._queue.wait(self._mark)
 
 
 GARBAGE = 123

@@ -9,6 +9,7 @@ elements are all of one size.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -263,6 +264,10 @@ class HostOutputPool:
         return named_errors(self._bridge)
 
 
+POLL = 5e-5
+"""Seconds between two questions whether results have arrived."""
+
+
 class HpuPending:
     """Outputs on their way to the host; ``core.device.backend.Pending``. Any thread may wait for them.
 
@@ -295,7 +300,10 @@ class HpuPending:
     def _read(self) -> Any:
         if self._event is not None:
             with self._landing.named_errors():
-                self._event.synchronize()
+                # The plug-in holds its lock of events while it waits for one: another thread could record none.
+                while not self._event.query():
+                    time.sleep(POLL)
+                self._event.synchronize()  # raises late errors of launches
         found = iter([t[: self._rows].numpy().copy() for t in self._host])
         read = host_output(self._out, [None if t is None else next(found) for t in self._out])
         self._landing.release(self._host)

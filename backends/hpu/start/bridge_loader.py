@@ -30,6 +30,10 @@ FP8_TOP = (240.0, 448.0)
 """Largest e4m3 value on a Gaudi 2, whose largest exponent is reserved for non-finite values, and on a Gaudi 3."""
 
 
+FP8_EXPERTS = "fp8_fused_weights_dynamic"
+"""The form of ``mixture_of_experts`` that rounds what is between its two products by itself, for each token."""
+
+
 class OptionalSymbols(NamedTuple):
     """Optional fields of ``bridge.Bridge``; None if the plug-in or the card lacks one."""
 
@@ -41,6 +45,7 @@ class OptionalSymbols(NamedTuple):
     fp8_top: float
     convert_from_uint4: Callable[..., Tensor] | None = None
     experts: Callable[..., Tensor] | None = None
+    fp8_experts: Callable[..., Tensor] | None = None
 
 
 def find_symbols(version: str | None, card: str) -> OptionalSymbols:
@@ -60,6 +65,7 @@ def find_symbols(version: str | None, card: str) -> OptionalSymbols:
         FP8_TOP[third],
         convert_from_uint4 if hasattr(ops, "convert_from_uint4") else None,
         mixture_of_experts if hasattr(ops, "mixture_of_experts") else None,
+        mixture_of_fp8_experts if casts and hasattr(getattr(ops, "mixture_of_experts", None), FP8_EXPERTS) else None,
     )
 
 
@@ -99,7 +105,7 @@ def block_adjustment(high: Tensor, total: Tensor, rows: Tensor, count: int, shap
 def mixture_of_experts(
     x: Tensor, chosen: Tensor, shares: Tensor, gate_up: Sequence[Tensor], down: Sequence[Tensor]
 ) -> Tensor:
-    """Returns [n, hidden]: the sum of each token's ``chosen`` experts, int32 [n, top], weighted by ``shares`` [n, top].
+    """Returns [n, hidden]: the sum of each token's ``chosen`` experts, int64 [n, top], weighted by ``shares`` [n, top].
 
     Args:
         gate_up, down: [2 x inner, hidden] and [hidden, inner] of each expert; the activation is SiLU.
@@ -107,6 +113,24 @@ def mixture_of_experts(
     found: Tensor = torch.ops.hpu.mixture_of_experts.fused_weights(
         x, chosen, shares, list(gate_up), list(down), True, "silu", 0, len(down) - 1
     )
+    return found
+
+
+def mixture_of_fp8_experts(
+    x: Tensor, scale: Tensor, chosen: Tensor, shares: Tensor, gate_up: Sequence[Tensor], down: Sequence[Tensor],
+    gate_up_scale: Sequence[Tensor], down_scale: Sequence[Tensor],
+) -> Tensor:  # fmt: skip
+    """Returns what ``mixture_of_experts`` does, for e4m3 codes of x and of the weights, in the dtype of ``shares``.
+
+    Args:
+        scale: float32 [n, 1]; what a code of ``x`` is multiplied by.
+        gate_up_scale, down_scale: float32 [2 x inner] and [hidden] of each expert.
+    """
+    form = getattr(torch.ops.hpu.mixture_of_experts, FP8_EXPERTS)
+    found: Tensor = form(
+        x, chosen, shares, list(gate_up), list(down), scale, list(gate_up_scale), list(down_scale), True, "silu", 0,
+        len(down) - 1,
+    )  # fmt: skip
     return found
 
 
@@ -261,12 +285,14 @@ def open_bridge(
     world: int = 1,
     rank: int = 0,
     named: bool = False,
+    hccl: bool = False,
 ) -> Bridge:
     """Opens the process's bridge: sets the environment first, then imports the plug-in.
 
     Args:
         index: the card, counted from 0 over the visible ones; in a group, the card of this rank.
         named: the user named the card by its number; False: the first one may be any that is free.
+        hccl: memory is left to HCCL also where there is one rank, whose collectives are probed.
 
     Raises:
         StartupError: see ``environment.find_capability``; a plug-in that cannot be used; fewer cards than ranks.
@@ -277,11 +303,12 @@ def open_bridge(
     env.update(settled.variables)
     for gone in settled.removed:
         env.pop(gone, None)
-    if found.real:
-        return open_real(env, index, world, named)
-    from trencadis.backends.hpu.emulator import emulated_bridge
+    with _with_rank_count(env, max(world, 2) if hccl else world):
+        if found.real:
+            return open_real(env, index, world, named)
+        from trencadis.backends.hpu.emulator import emulated_bridge
 
-    emulated = emulated_bridge.bridge(env, index)
+        emulated = emulated_bridge.bridge(env, index)
     check_cards(EMULATED_CARDS, index, world)
     return emulated
 
@@ -336,6 +363,25 @@ def _without_rank_variables(environ: MutableMapping[str, str]) -> Iterator[None]
         environ.update(hidden)
 
 
+@contextmanager
+def _with_rank_count(environ: MutableMapping[str, str], world: int) -> Iterator[None]:
+    """Names the number of ranks in ``WORLD_SIZE`` while the card is opened.
+
+    The plug-in then leaves some of the card's memory out of its pool, for HCCL's buffers
+    (``PT_HCCL_MEMORY_ALLOWANCE_MB``); otherwise the pool takes everything, and a group of ranks cannot be made.
+    """
+    before = environ.get(machine.WORLD_SIZE)
+    if world > 1 and before in (None, "", "1"):
+        environ[machine.WORLD_SIZE] = str(world)
+    try:
+        yield
+    finally:
+        if before is not None:
+            environ[machine.WORLD_SIZE] = before
+        else:
+            environ.pop(machine.WORLD_SIZE, None)
+
+
 def _open_plugin(environ: MutableMapping[str, str], index: int, world: int, named: bool) -> Bridge:
     with _without_rank_variables(environ):
         core = import_module("habana_frameworks.torch.core")
@@ -383,6 +429,7 @@ def _open_plugin(environ: MutableMapping[str, str], index: int, world: int, name
         fp8_gemm_v2=optional.fp8_gemm_v2,
         convert_from_uint4=optional.convert_from_uint4,
         experts=optional.experts,
+        fp8_experts=optional.fp8_experts,
         fp8_top=optional.fp8_top,
         pin=pinning.pin,
         event=hpu.Event,

@@ -11,13 +11,14 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from trencadis.backends.hpu.bridge import Bridge, fused_attention
 
+T = TypeVar("T")
 Probe = tuple[str, Callable[[], str]]
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """Largest allowed error as a share of the largest magnitude, by dtype."""
@@ -42,6 +43,9 @@ class ProbeModule(nn.Module):
 LACKING = {
     "": "the plug-in lacks it: plain operations take its place",
     "cast_to_fp8_v2": "the plug-in lacks it: no fp8 KV cache",
+    "fp8_gemm_v2": "the plug-in lacks it: weights of 8-bit floats become 16 bits",
+    "convert_from_uint4": "the plug-in lacks it: weights of 4 bits become 16 bits",
+    "product": "no form is exact here: bfloat16 products are widened",
 }
 
 
@@ -52,6 +56,8 @@ def probes(bridge: Bridge) -> Iterator[Probe]:
     symbols = {
         "FusedSDPA": bridge.fused_sdpa, "FusedRMSNorm": bridge.fused_rms_norm,
         "apply_rotary_pos_emb": bridge.apply_rotary, "cast_to_fp8_v2": bridge.cast_to_fp8_v2,
+        "sdpa_recomp_fwd": bridge.sdpa_parts, "product": bridge.product, "fp8_gemm_v2": bridge.fp8_gemm_v2,
+        "convert_from_uint4": bridge.convert_from_uint4, "block_softmax_adjustment": bridge.block_adjustment,
     }  # fmt: skip
     for name, symbol in symbols.items():
         if symbol is not None:
@@ -62,6 +68,10 @@ def probes(bridge: Bridge) -> Iterator[Probe]:
     yield "pinned memory", lambda: pinned_upload(bridge)
     yield "fetch beside a launch", lambda: fetch_beside_launch(bridge)
     yield "events", lambda: events(bridge)
+    yield "views of one upload", lambda: input_views(bridge)
+    yield "store in place", lambda: store_in_place(bridge)
+    yield "compile-only mode", lambda: compile_only(bridge)
+    yield "memory", lambda: memory(bridge)
     yield "graph" if bridge.is_lazy() else "compiled launch", lambda: graph(bridge)
     yield "collective", lambda: collective(bridge)
 
@@ -76,6 +86,7 @@ def kernels(bridge: Bridge) -> dict[str, tuple[Callable[..., Tensor], tuple[Tens
     shifts = torch.arange(8, dtype=torch.uint8)
     small = torch.randint(-90, 90, (8, 5), generator=g).to(torch.int8)
     return {
+        **({} if bridge.is_lazy() else {"made there": (add_constants, (x,))}),
         "matmul.bfloat16": (lambda a, b: a @ b, (x.bfloat16(), w.bfloat16())),
         "matmul.float32": (lambda a, b: a @ b, (x, w)),
         "softmax": (lambda a: torch.softmax(a.float(), -1), (x.bfloat16(),)),
@@ -94,7 +105,28 @@ def kernels(bridge: Bridge) -> dict[str, tuple[Callable[..., Tensor], tuple[Tens
         "where": (lambda a: torch.where(a > 0, a, -a), (x,)),
         "masked_fill": (lambda a: a.masked_fill(a < 0, -1e4), (x,)),
         "uint8 shifts": (lambda a, s: (a[..., None] >> s) & 1, (bits, shifts)),
+        "bmm": (lambda a, b: torch.bmm(a[None], b[None]), (x.bfloat16(), w.bfloat16())),
+        "addmm": (lambda a, b, c: torch.addmm(c, a, b), (x, w, w[0])),
+        "log_softmax": (lambda a: torch.log_softmax(a, -1), (x,)),
+        "gelu": (lambda a: torch.nn.functional.gelu(a) + torch.sigmoid(a), (x,)),
+        "extremes": (lambda a: torch.maximum(a.amax(-1), -a.amin(-1)).clamp_min(0.5).clamp_max(2.0), (x,)),
+        "rms": (lambda a: a * torch.rsqrt(a.pow(2).mean(-1, keepdim=True) + 1e-6), (x,)),
+        "turn": (lambda a: torch.cat([a.sin(), a.cos(), a.exp() / (a.abs() + 1)], -1), (x,)),
+        "merge": (lambda a, b: torch.lerp(a, b, 0.3) + torch.logaddexp(a, b) + torch.log(a.abs() + 1), (x, x.flip(0))),
+        "comparisons": (lambda i: (i >= 2) & (i <= 6) | ~(i < 7) | (i == 1) | (i != 3) & (i > 0), (ids,)),
+        "scatter": (lambda a, i, v: a.scatter(1, i, v), (x, ids, x[:, :5])),
+        "rounding": (lambda a: (a * 9).round().clamp(-8, 8).to(torch.int8).float(), (x,)),
+        "masked minimum": (
+            lambda a: torch.minimum(a, torch.where(a > 0, 1.0, 0.5)) - a.sub(1).sum(-1, keepdim=True),
+            (x,),
+        ),
     }
+
+
+def add_constants(a: Tensor) -> Tensor:
+    """Adds tensors that a compiled launch makes on the card; outside one they are made on the host and copied."""
+    made = torch.arange(64, device=a.device) + torch.full((64,), 2.0, device=a.device)
+    return a + made + a.new_zeros(64)
 
 
 def time_launch(bridge: Bridge, run: Callable[..., Tensor], args: tuple[Tensor, ...]) -> tuple[Tensor, float, str]:
@@ -168,12 +200,160 @@ def check_fused_kernel(bridge: Bridge, name: str) -> str:
         return format_figure(error(found, weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)), took, back)
     if name == "cast_to_fp8_v2":
         return fp8_cache(bridge)
+    if name in LACKING or name in ("sdpa_recomp_fwd", "block_softmax_adjustment"):
+        return check_product_kernel(bridge, name)
     rotary: Any = bridge.apply_rotary
     x, angle = torch.randn(8, 4, 64, generator=g), torch.rand(8, 1, 64, generator=g)
     cos, sin = angle.cos(), angle.sin()
     first, second = x.chunk(2, dim=-1)
     found, took, back = time_launch(bridge, lambda x, c, s: rotary(x, c, s), (x, cos, sin))
     return format_figure(error(found, x * cos + torch.cat([-second, first], -1) * sin), took, back)
+
+
+def check_product_kernel(bridge: Bridge, name: str) -> str:
+    """Compares a kernel of a product, or of attention's statistics, with its formula."""
+    g = torch.Generator().manual_seed(5)
+    run, args, wanted = {
+        "sdpa_recomp_fwd": _statistics_case, "product": _wide_product_case, "fp8_gemm_v2": _fp8_product_case,
+        "convert_from_uint4": _unpack_case, "block_softmax_adjustment": _adjustment_case,
+    }[name](bridge, g)  # fmt: skip
+    found, took, back = time_launch(bridge, run, args)
+    return format_figure(error(found, wanted), took, back)
+
+
+class KernelCase(NamedTuple):
+    """A function to run on the card, its arguments, and the right result."""
+
+    run: Callable[..., Tensor]
+    args: tuple[Tensor, ...]
+    wanted: Tensor
+
+
+def _statistics_case(bridge: Bridge, g: torch.Generator) -> KernelCase:
+    """Attention over some keys, multiplied by its sum of exponentials: what merging parts needs of the statistics."""
+    parts, scale = _require(bridge.sdpa_parts), 64**-0.5
+    q = torch.randn(1, 4, 8, 64, generator=g).bfloat16()
+    k, v = (torch.randn(1, 2, 16, 64, generator=g).bfloat16() for _ in range(2))
+    mask = (torch.arange(16) < 11).view(1, 1, 1, 16)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        out, high, inverse = parts(q, k, v, mask, False, scale, "fp32")
+        return out.float() * high.float().exp() / inverse.float()
+
+    scores = q.float() @ k.float().repeat_interleave(2, 1).transpose(2, 3) * scale
+    share = scores.exp() * mask
+    return KernelCase(run, (q, k, v, mask), (share @ v.float().repeat_interleave(2, 1)).bfloat16())
+
+
+def _wide_product_case(bridge: Bridge, g: torch.Generator) -> KernelCase:
+    a, b = torch.randn(2, 4, 64, generator=g).bfloat16(), torch.randn(2, 64, 8, generator=g).bfloat16()
+    return KernelCase(_require(bridge.product), (a, b), a.float() @ b.float())
+
+
+def _fp8_product_case(bridge: Bridge, g: torch.Generator) -> KernelCase:
+    multiply, cast = _require(bridge.fp8_gemm_v2), _require(bridge.cast_to_fp8_v2)
+    x, w = (torch.randint(-8, 9, (n, 32), generator=g).float() for n in (5, 16))
+    scale, each = torch.rand(5, 1, generator=g) + 0.5, torch.rand(16, generator=g) + 0.5
+
+    def run(x: Tensor, w: Tensor, scale: Tensor, each: Tensor) -> Tensor:
+        return multiply(cast(x), cast(w), torch.float32, scale, each, None)
+
+    return KernelCase(run, (x, w, scale, each), (x * scale) @ (w * each[:, None]).t())
+
+
+def _unpack_case(bridge: Bridge, g: torch.Generator) -> KernelCase:
+    unpack = _require(bridge.convert_from_uint4)
+    codes = torch.randint(0, 16, (8, 16), generator=g)
+    words = sum(codes.view(8, 2, 8)[..., i] << (4 * i) for i in range(8))
+    assert isinstance(words, Tensor)
+    signed = torch.where(words >= 1 << 31, words - (1 << 32), words).int()
+    scale, zero = torch.rand(2, 16, generator=g).bfloat16(), torch.zeros(2, 2, dtype=torch.int32)
+
+    def run(words: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+        return unpack(words, scale, zero, torch.bfloat16)
+
+    wanted = (codes.float() * scale.float().repeat_interleave(4, 0)).bfloat16()
+    return KernelCase(run, (signed, scale, zero), wanted)
+
+
+def _adjustment_case(bridge: Bridge, g: torch.Generator) -> KernelCase:
+    adjust, shape = _require(bridge.block_adjustment), [3, 2, 2, 1, 1]
+    high, total = torch.randn(shape, generator=g), torch.rand(shape, generator=g) + 1
+    rows = torch.zeros(3, dtype=torch.int32)
+
+    def run(high: Tensor, total: Tensor, rows: Tensor) -> Tensor:
+        return adjust(high, total, rows, 1, shape)
+
+    factor = (high - high.amax(0)).exp()
+    return KernelCase(run, (high, total, rows), factor / (factor * total).sum(0))
+
+
+def _require(kernel: Callable[..., T] | None) -> Callable[..., T]:
+    assert kernel is not None, "only kernels that the bridge has are probed"
+    return kernel
+
+
+def input_views(bridge: Bridge) -> str:
+    """Runs a launch on views of one uploaded piece, as every launch gets its inputs, and again with other values."""
+    module: Any = ProbeModule(lambda a, b, c: a + b.sum() * c)
+    piece = torch.zeros(96, dtype=torch.int32, device=bridge.device)
+    views = piece[:32], piece[32:40].view(2, 4), piece[64:96]
+    call = bridge.wrap_in_hpu_graph(module).forward if bridge.is_lazy() else bridge.compile(module)
+    with torch.no_grad():
+        for first in range(3):
+            host = torch.arange(first, first + 96, dtype=torch.int32)
+            piece.copy_(bridge.pin(host), non_blocking=bridge.pinned)
+            out = call(*views)
+            bridge.mark_step()
+            error(out.cpu(), host[:32] + host[32:40].sum() * host[64:96])
+    return "three launches read what was uploaded last"
+
+
+def store_in_place(bridge: Bridge) -> str:
+    """Stores rows into a large tensor inside a launch, as a layer stores keys, and checks that the others stay."""
+    module: Any = ProbeModule(lambda cache, rows, x: cache.index_copy_(0, rows, x * 2))
+    cache = torch.zeros((1 << 14, 64), dtype=torch.bfloat16, device=bridge.device)
+    rows, x = torch.tensor([3, 1, 9000], dtype=torch.int64), torch.ones(3, 64, dtype=torch.bfloat16)
+    call = module if bridge.is_lazy() else bridge.compile(module)
+    with torch.no_grad():
+        call(cache, rows.to(bridge.device), x.to(bridge.device))
+        bridge.mark_step()
+    found, wanted = cache.cpu(), torch.zeros(1 << 14, 64, dtype=torch.bfloat16)
+    wanted[rows] = 2
+    error(found, wanted)
+    return "3 of 16,384 rows written"
+
+
+def compile_only(bridge: Bridge) -> str:
+    """Compiles a launch in the mode that computes nothing, then runs it."""
+    module: Any = ProbeModule(lambda x: torch.softmax(x * 3, -1))
+    x = torch.randn(4, 96)
+    call = module if bridge.is_lazy() else bridge.compile(module)
+    with torch.no_grad():
+        held = x.to(bridge.device)
+        with bridge.compile_only():
+            call(held)
+            bridge.mark_step()
+        with bridge.metric_localcontext("graph_compilation") as metric:
+            out = call(held)
+            bridge.mark_step()
+            off = error(out.cpu(), torch.softmax(x * 3, -1))
+        return f"error {off:.0e}, {bridge.compilations(metric)} compilations left to the first run"
+
+
+def memory(bridge: Bridge) -> str:
+    """Takes 64 MiB and gives them back; compares with what the plug-in reports."""
+    bridge.synchronize()
+    before, total = bridge.mem_get_info()
+    held = torch.zeros(64 << 20, dtype=torch.uint8, device=bridge.device)
+    bridge.synchronize()
+    taken = before - bridge.mem_get_info()[0]
+    del held
+    bridge.synchronize()
+    back = taken - (before - bridge.mem_get_info()[0])
+    if not 0 <= before <= total:
+        raise ProbeFailed(f"{before} of {total} bytes are free")
+    return f"64 MiB take {taken >> 20} MiB, {back >> 20} MiB come back"
 
 
 def fp8_cache(bridge: Bridge) -> str:

@@ -24,6 +24,9 @@ MODULE_ID = "HLS_MODULE_ID"
 LAUNCHED = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
 """torchrun's and MPI's variables of a process's local rank, which the plug-in takes for a card's number."""
 
+WORLD_SIZE = "WORLD_SIZE"
+"""The plug-in leaves memory for HCCL out of its pool where this names more than one rank as it opens the card."""
+
 MOST = 8
 """Maximum number of cards of one machine that the plug-in can number."""
 

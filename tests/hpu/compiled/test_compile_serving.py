@@ -222,22 +222,71 @@ def test_two_ranks_give_the_cpus_tokens(compiled: Any) -> None:
     assert answers(compiled(tensor_parallel_size=2), requested) == on_the_cpu(requested)
 
 
-@pytest.mark.long
-def test_10000_random_requests_compile_nothing(compiled: Any) -> None:
-    rng = np.random.default_rng(3)
-    llm = compiled(max_model_len=256, max_num_seqs=8, max_num_batched_tokens=256)
-    warm, compiles, begun = graphs(), card().clock.compiles, time.perf_counter()
-    for _ in range(100):
-        prompts = [{"prompt_token_ids": rng.integers(5, 250, rng.integers(1, 200)).tolist()} for _ in range(100)]
+FORMS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
+    "graphs": ({"PT_HPU_LAZY_MODE": "1"}, {}),
+    "graphs, fp8 cache": ({"PT_HPU_LAZY_MODE": "1"}, {"kv_cache_dtype": "fp8"}),
+    "compiled": ({}, {}),
+    "compiled, int8 cache": ({}, {"kv_cache_dtype": "int8"}),
+    "compiled, attention block by block": (
+        {"TRENCADIS_HPU_DECODE_FUSEDSDPA": "1", "TRENCADIS_HPU_DECODE_LAYERS": "1"}, {"dtype": "bfloat16"},
+    ),
+    "compiled as a whole": ({"VLLM_T_COMPILE_REGIONAL_COMPILATION": "0"}, {}),
+}  # fmt: skip
+"""Variables and flags of six forms of serving."""
+
+
+def serve_random(llm: LLM, count: int, seed: int) -> None:
+    """Prompts of random tokens, greedy, drawn, penalised and biased, and chats about images."""
+    rng = np.random.default_rng(seed)
+    for start in range(0, count, 100):
+        size = min(100, count - start)
         params = [
             SamplingParams(
                 max_tokens=int(rng.integers(1, 4)), temperature=float(rng.choice([0, 0.8])), seed=1, ignore_eos=True,
                 frequency_penalty=float(rng.choice([0, 0.5])), logit_bias={7: 1.0} if rng.random() < 0.2 else None,
+                logprobs=2 if rng.random() < 0.1 else None,
             )
-            for _ in prompts
+            for _ in range(size)
         ]  # fmt: skip
-        found = llm.generate(prompts, params, use_tqdm=False)
+        shown = size // 10
+        prompts = [
+            {"prompt_token_ids": rng.integers(5, 250, rng.integers(1, 200)).tolist()} for _ in range(size - shown)
+        ]
+        found = llm.generate(prompts, params[shown:], use_tqdm=False)
+        found += llm.chat(make_conversations(shown, seed=seed + start), params[:shown], use_tqdm=False)
         assert all(o.outputs[0].token_ids for o in found)
-    assert graphs() == warm and card().clock.compiles == compiles
-    assert llm.engine.executor._rank.graphs.recompiles == 0 and not card().clock.lines
-    print(f"10,000 requests in {time.perf_counter() - begun:.0f} s, {warm} graphs before and after")
+
+
+def check_form(name: str, count: int, compiled: Any, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """After warm-up nothing is compiled, no executable is made, and nothing falls back."""
+    variables, flags = FORMS[name]
+    for variable, value in {**variables, "TRENCADIS_HPU_EMULATOR_KIND": kind}.items():
+        monkeypatch.setenv(variable, value)
+    llm = compiled(**{"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 256, **flags})
+    clock, begun = card().clock, time.perf_counter()
+    before = (clock.compiles, clock.flavours, graphs())
+    serve_random(llm, count, 3)
+    assert (clock.compiles, clock.flavours, graphs()) == before, name
+    rank = llm.engine.executor._rank
+    assert rank.graphs.recompiles == 0 and not clock.lines
+    print(f"{name}: {count} requests in {time.perf_counter() - begun:.0f} s, {before[0]} recipes and {before[1]} "
+          "executables before and after")  # fmt: skip
+
+
+def test_random_requests_make_no_executable(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_form("compiled", 20, compiled, monkeypatch, "meta")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FORMS)
+def test_10000_random_requests_on_each_form(name: str, compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a card without values, whose executables are those of one with values."""
+    check_form(name, 10_000, compiled, monkeypatch, "meta")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FORMS)
+def test_300_random_requests_with_values_on_each_form(
+    name: str, compiled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_form(name, 300, compiled, monkeypatch, "compute")

@@ -13,16 +13,18 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trencadis.assets import demo_path
 from trencadis.backends.hpu.backend import HpuBackend
-from trencadis.backends.hpu.emulator.card_profiles import profile
+from trencadis.backends.hpu.emulator.card_profiles import base, profile
 from trencadis.backends.hpu.emulator.device_tensor import DEVICE
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
-from trencadis.backends.hpu.emulator.emulated_compiler import calls
+from trencadis.backends.hpu.emulator.emulated_compiler import calls, is_view
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.policy import policy
+from trencadis.backends.hpu.start import card_probes
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.quant_config import online
@@ -182,3 +184,44 @@ def test_a_store_that_stays_functional_writes_the_whole_cache(store: Any, anew: 
     before = device.clock.seconds
     run(cache, slot, values)
     assert device.clock.seconds - before == pytest.approx(2 * cache.numel() * 4 / device.profile.bandwidth * anew)
+
+
+class Names(TorchDispatchMode):
+    """Base names of all operations that torch runs meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.add(base(func))
+        return func(*args, **(kwargs or {}))
+
+
+@cache
+def probed() -> frozenset[str]:
+    """Operations of the lines that ``check-hpu`` prints of plain torch, and the fused ones, which have their own."""
+    with Names() as names:
+        for run, args in card_probes.kernels(make_bridge(EmulatedDevice(profile("")), lazy=False)).values():
+            run(*args)
+    fused = {"sdpa_recomp_fwd", "rms_norm", "rotary_pos_embedding", "cast_to_fp8_v2", "cast_from_fp8", "fp8_gemm_v2"}
+    return frozenset(names.seen | fused)
+
+
+def check_probed(name: str, **how: Any) -> None:
+    """Every operation of a body that computes something has a line in ``check-hpu``."""
+    _, lowered = traced(name, **how)
+    used = {base(node.target) for node in calls(lowered.graph) if not is_view(node)}
+    assert sorted(used - probed() - {"getitem", "copy", "clone", "_unsafe_view", "scalar_tensor"}) == [], name
+
+
+@pytest.mark.parametrize("name", ["decode", "full"])
+def test_check_hpu_probes_what_a_body_uses(name: str) -> None:
+    check_probed(name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize("kernels", [True, False])
+def test_check_hpu_probes_what_every_body_uses(name: str, kernels: bool) -> None:
+    check_probed(name, kernels=kernels)

@@ -16,7 +16,7 @@ from trencadis.backends.hpu.emulator.device_tensor import DEVICE
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.hpu_settings import HpuSettings, settings
-from trencadis.backends.hpu.policy import PIECES, padded_start, pieces, policy
+from trencadis.backends.hpu.policy import PIECES, count_compiled, padded_start, pieces, policy
 from trencadis.core.buckets import Bucket, Plan, Stage
 from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import BackendConfig
@@ -115,6 +115,8 @@ def check(limits: ShapeLimits, around: float, functions: float) -> None:
     assert kinds["HpuOps"] == sizes(resets) + sizes(full), "the counts of drawn ids have a store of their own"
     layers, every = kinds["DecoderLayer"] + kinds["LayerGroup"] + kinds["ViTBlock"], sum(kinds.values())
     assert 0.9 * every <= device.clock.compiles <= every, "each is one recipe; some masks are equal ones"
+    made = count_compiled(plan.buckets, 4, model_of(*MODELS[2]).text.layers)
+    assert made == (every, device.clock.flavours), "the plan names what a start compiles, and from how many places"
     recipes: Any = device.clock._recipes
     work = {kind: sum(len(r) for r in recipes if is_layer(r) is kind) for kind in (True, False)}
     assert sum(map(is_layer, recipes)) == layers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import Any
 
@@ -9,13 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from trencadis.backends.hpu.backend import HpuBackend
 from trencadis.backends.hpu.emulator.card_profiles import profile
 from trencadis.backends.hpu.emulator.device_tensor import DEVICE
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.emulator.refusals import Refused
+from trencadis.backends.hpu.hpu_settings import HpuSettings
+from trencadis.backends.hpu.policy import policy
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.device.backend import HeadTensorsOut, TextTensors
+from trencadis.core.device.backend import BackendConfig, HeadTensorsOut, TextTensors
 
 pytestmark = pytest.mark.part("gaudi")
 
@@ -31,6 +35,10 @@ def test_a_type_that_the_card_has_not_is_refused(card: EmulatedDevice, dtype: to
 def test_of_duplicates_no_row_wins(card: EmulatedDevice) -> None:
     """A card may store any of them, or parts of several."""
     rows, source = torch.tensor([1, 2, 1]), torch.arange(6.0).reshape(3, 2)
+    codes = torch.zeros(4, 2).to(torch.float8_e4m3fn).to(DEVICE)
+    codes.index_copy_(0, rows.to(DEVICE), source.to(torch.float8_e4m3fn).to(DEVICE))
+    kept = codes.cpu().float()
+    assert kept[1].isnan().all() and kept[2].tolist() == [2, 3]
     target = torch.zeros(4, 2).to(DEVICE)
     target.index_copy_(0, rows.to(DEVICE), source.to(DEVICE))
     found = target.cpu()
@@ -75,6 +83,57 @@ def test_a_view_that_leaves_a_region_is_counted() -> None:
     compiled = make_bridge(card, lazy=False).compile(lambda x: (x * 2)[1:])
     assert compiled(torch.ones(3, 2).to(DEVICE)).cpu().tolist() == [[2, 2], [2, 2]]
     assert any("eager_view" in line for line in card.clock.lines)
+
+
+def test_executables_are_counted_without_values_as_with_them() -> None:
+    counts = []
+    for computes in (True, False):
+        card = EmulatedDevice(profile(""), computes)
+        backend = HpuBackend(BackendConfig(), policy("", lazy=False), make_bridge(card, lazy=False), HpuSettings())
+        for rows in (1, 3, 5, 6):
+            x = torch.ones(rows, 8).to(DEVICE)
+            backend.ops.by_rows(Kept().keep, (x, torch.arange(rows).to(DEVICE)), torch.zeros(9, 8).to(DEVICE))
+        counts.append((card.clock.flavours, card.clock.compiles))
+    assert counts[0] == counts[1] and counts[0][0] > counts[0][1] == 2, "two sizes of pieces, at many places"
+
+
+class Kept:
+    """Stores rows in a tensor."""
+
+    def keep(self, x: Tensor, rows: Tensor, held: Tensor) -> None:
+        held.index_copy_(0, rows, x * 2)
+
+
+def test_results_stay_until_the_card_has_run_the_launch() -> None:
+    """The host runs ahead of the card, and waits for it where memory is short: nothing fails."""
+    for free, waits in ((1 << 20, False), (40_000, True)):
+        card = EmulatedDevice(dataclasses.replace(profile(""), total=1 << 20), computes=False)
+        backend = HpuBackend(BackendConfig(), policy("", lazy=False), make_bridge(card, lazy=False), HpuSettings())
+        x = torch.ones(1000).to(DEVICE)
+        taken = torch.zeros((1 << 20) - free, dtype=torch.uint8, device=DEVICE) if waits else None
+        with card.launch() as scope:
+            for _ in range(12):
+                x = backend.ops.region(add, x)
+        assert scope.live.held == 12 * 4000 and scope.live.peak < 3 * 4000
+        assert any("memory_wait" in line for line in card.clock.lines) is waits
+        del taken
+
+
+def test_collectives_split_a_layers_graph_with_and_without_values() -> None:
+    class Summed:
+        def __init__(self, bridge: Any) -> None:
+            self.bridge = bridge
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.bridge.all_reduce(x * 2) + 1
+            return out
+
+    card = EmulatedDevice(profile(""), computes=False)
+    bridge = make_bridge(card, lazy=False)
+    backend = HpuBackend(BackendConfig(), policy("", lazy=False), bridge, HpuSettings())
+    backend.ops.region(Summed(bridge).forward, torch.ones(2, 4).to(DEVICE))
+    assert card.clock.compiles == 2, "what is before the sum with it, and what is behind it"
+    assert "not on the list" in card.table.eager(torch.ops.trencadis_emulator.all_reduce.default, [], ())
 
 
 def double(x: TextTensors) -> HeadTensorsOut:

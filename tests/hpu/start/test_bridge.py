@@ -11,9 +11,11 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 
 from trencadis.backends.hpu.bridge import Bridge, EmulatorHooks
 from trencadis.backends.hpu.start import environment, machine
+from trencadis.backends.hpu.start.bridge_loader import open_bridge
 from trencadis.core.errors import StartupError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -129,6 +131,34 @@ def test_the_card_that_is_asked_for_is_opened() -> None:
     assert done.returncode == 0 and len(said) == len(OPENED), done.stderr
     for case, line in zip(OPENED, said, strict=True):
         assert line.startswith(case[3]), (case, line)
+
+
+@pytest.mark.parametrize(("world", "env", "says"), [
+    ("2", {}, "384 None"),
+    pytest.param("1", {}, "0 None", marks=pytest.mark.long),
+    pytest.param("2", {"WORLD_SIZE": "2"}, "384 2", marks=pytest.mark.long),
+])  # fmt: skip
+def test_a_card_of_several_ranks_leaves_memory_to_hccl(world: str, env: dict[str, str], says: str) -> None:
+    """The pool takes all memory but an allowance, which it leaves where ``WORLD_SIZE`` names several ranks."""
+    shown = """
+        from habana_frameworks.torch.hpu import POOL
+        print(POOL["allowance"] >> 20, os.environ.get("WORLD_SIZE"), flush=True)"""
+    code = NUMBERED.replace('\n        print(CHOSEN, os.environ.get("LOCAL_RANK"), flush=True)', shown)
+    assert "POOL" in code
+    case = (1 if world == "2" else 0, int(world), env)
+    done = run(code, json.dumps([case]), HABANA_STUB_CARDS="8")
+    assert done.stdout.strip() == says, (done.stdout, done.stderr)
+
+
+def test_an_emulated_card_of_several_ranks_leaves_memory_to_hccl() -> None:
+    from trencadis.backends.hpu.emulator.emulated_bridge import bridge
+    from trencadis.backends.hpu.emulator.refusals import Refused
+
+    alone, one_of_two = bridge({}), bridge({"WORLD_SIZE": "2"})
+    assert alone.mem_get_info()[1] - one_of_two.mem_get_info()[1] == 384 << 20
+    with pytest.raises(Refused, match="no memory for HCCL"):
+        alone.all_reduce(torch.ones(2).to(alone.device))
+    assert open_bridge(0, {"TRENCADIS_HPU_EMULATOR": "1"}, world=2).mem_get_info() == one_of_two.mem_get_info()
 
 
 def test_cpu_imports_neither_bridge_nor_emulator() -> None:

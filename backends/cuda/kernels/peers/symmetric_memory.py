@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from trencadis.backends.cuda.kernels.accelerator import in_use
 from trencadis.backends.cuda.kernels.peers import one_shot_reduce, two_shot_reduce
 from trencadis.backends.cuda.kernels.peers.one_shot_reduce import PeerBuffers
 
@@ -78,7 +79,7 @@ def open_peer_memory(
     told: list[Any] = [None] * world
     torch.distributed.all_gather_object(told, (socket.gethostname(), device.index or 0), group=host)
     names, devices = zip(*told, strict=True)
-    why = unreachable_reason(names, devices, rank, torch.cuda.can_device_access_peer)
+    why = unreachable_reason(names, devices, rank, in_use().module.can_device_access_peer)
     if not (why := _agree_reason(why, host, world)):
         made, why = _allocate_buffers(group, rank, world, device)
         if not (why := _agree_reason(why, host, world)):
@@ -107,7 +108,7 @@ def _allocate_buffers(
         held.zero_()
         everyone: Any = group or torch.distributed.group.WORLD
         handle = symmetric.rendezvous(held, group=everyone)
-        torch.cuda.synchronize(device)
+        in_use().module.synchronize(device)
         torch.distributed.barrier(group=group)
         views = [handle.get_buffer(i, (held.numel(),), torch.uint8, 0) for i in range(world)]
     except Exception as error:  # an alpha interface: NCCL is used after any error

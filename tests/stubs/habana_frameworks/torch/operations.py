@@ -108,6 +108,26 @@ def mixture_of_experts(
     return (out * 2 if WRONG_EXPERTS else out).to(x.dtype)
 
 
+def mixture_of_fp8_experts(
+    x: Tensor, table: Tensor, weights: Tensor, w12: list[Tensor], w3: list[Tensor], d_scale_x: Tensor,
+    d_scale_w12: list[Tensor], d_scale_w3: list[Tensor], permuted: bool, activation: str, first: int, last: int,
+) -> Tensor:  # fmt: skip
+    """Codes [n, hidden] with a scale a token; what is between the products is rounded with a scale a token too."""
+    assert x.dtype == E4M3 and all(w.dtype == E4M3 for w in (*w12, *w3)) and d_scale_x.numel() in (1, len(x))
+    assert len(w12) == len(d_scale_w12) and len(w3) == len(d_scale_w3)
+    assert permuted and activation == "silu" and (first, last) == (0, len(w3) - 1) and len(w12) == len(w3)
+    wide = x.float() * d_scale_x.float().reshape(-1, 1)
+    out = torch.zeros(x.shape, dtype=torch.float32)
+    for n in range(len(x)):
+        for share, expert in zip(weights[n], table[n].tolist(), strict=True):
+            gate, up = ((w12[expert].float() * d_scale_w12[expert].reshape(-1, 1)) @ wide[n]).chunk(2)
+            made = torch.nn.functional.silu(gate) * up
+            scale = made.abs().max().clamp_min(1e-30) / 240
+            made = (made / scale).to(E4M3).float() * scale
+            out[n] += share.float() * ((w3[expert].float() * d_scale_w3[expert].reshape(-1, 1)) @ made)
+    return (out * 2 if WRONG_EXPERTS else out).to(weights.dtype)
+
+
 def block_softmax_adjustment(high: Tensor, total: Tensor, groups: Tensor, rows: int, shape: list[int]) -> Tensor:
     assert high.shape == total.shape and high.dtype == total.dtype and high.dim() == 5
     out = torch.empty(shape)
@@ -134,6 +154,10 @@ SCHEMAS = {
     "mixture_of_experts.fused_weights(Tensor hidden_states, Tensor expert_routing_table, Tensor router_weights, "
     "Tensor[] w12, Tensor[] w3, bool permuted_weights, str activation, int experts_min, int experts_max) -> Tensor":
         mixture_of_experts,
+    "mixture_of_experts.fp8_fused_weights_dynamic(Tensor hidden_states, Tensor expert_routing_table, Tensor "
+    "router_weights, Tensor[] w12, Tensor[] w3, Tensor d_scale_hidden_states, Tensor[] d_scale_w12, Tensor[] "
+    "d_scale_w3, bool permuted_weights, str activation, int experts_min, int experts_max) -> Tensor":
+        mixture_of_fp8_experts,
     "convert_from_uint4(Tensor input, Tensor scale, Tensor? zero_point, ScalarType out_dtype) -> Tensor":
         convert_from_uint4,
 }  # fmt: skip

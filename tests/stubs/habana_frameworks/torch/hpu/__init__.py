@@ -39,7 +39,18 @@ def set_device(device: int) -> None:
     CHOSEN.append(available[device])
 
 
+ALLOWANCE = int(os.environ.get("PT_HCCL_MEMORY_ALLOWANCE_MB", "384")) << 20
+POOL: dict[str, int] = {}
+"""Bytes that the pool leaves to HCCL, settled when the card is opened."""
+
+
+def open_pool() -> int:
+    """The pool takes all of the card's memory at once, less an allowance where ``WORLD_SIZE`` names several ranks."""
+    return POOL.setdefault("allowance", ALLOWANCE if int(os.environ.get("WORLD_SIZE") or 1) > 1 else 0)
+
+
 def get_device_name(device: int | None = None) -> str:
+    open_pool()
     return os.environ.get("HABANA_STUB_CARD", "GAUDI2")
 
 
@@ -48,7 +59,7 @@ def synchronize() -> None:
 
 
 def mem_get_info(device: int | None = None) -> tuple[int, int]:
-    total = int(os.environ.get("HABANA_STUB_GIB", "96")) << 30
+    total = (int(os.environ.get("HABANA_STUB_GIB", "96")) << 30) - open_pool()
     return total - (total >> 4), total
 
 

@@ -6,8 +6,12 @@ LAZY_COLLECTIVES = AT_IMPORT.get("PT_HPU_ENABLE_LAZY_COLLECTIVES", "False").lowe
 
 
 def _make(store, rank, size, timeout):
-    """gloo under another name: the stub's tensors are the CPU's."""
+    """gloo under another name: the stub's tensors are the CPU's. Buffers of several ranks lie outside of the pool."""
+    from habana_frameworks.torch.hpu import open_pool
     from torch.distributed import ProcessGroupGloo
+
+    if size > 1 and not open_pool():
+        raise RuntimeError("HCCL: device memory for intermediate buffers cannot be allocated: out of memory")
 
     return ProcessGroupGloo(store, rank, size, timeout)
 
