@@ -45,9 +45,7 @@ class OpenRequest:
         backlog: bounds what waits for the reader.
     """
 
-    __slots__ = (
-        "_backlog", "_choices", "_counted", "_deltas", "_held", "_reader", "callback", "pixels", "unfinished",
-    )  # fmt: skip
+    __slots__ = ("_backlog", "_choices", "_counted", "_deltas", "_held", "_reader", "callback", "pixels", "unfinished")
 
     def __init__(self, pixels: Sequence[Pixels], choices: int, backlog: Backlog = BACKLOG) -> None:
         self.pixels = pixels
@@ -82,9 +80,9 @@ class OpenRequest:
         if self._held > SMALL_BACKLOG * self._choices and len(self._deltas) > 2 * self._choices:
             self._count(self._held)
             if not self._backlog.fits(self._held):
-                waits = self._held
+                slow = QueueFull(f"The answer is read too slowly: {self._held} bytes of it wait.", retry_after=1)
                 self.drop()
-                self._wake(QueueFull(f"The answer is read too slowly: {waits} bytes of it wait.", retry_after=1))
+                self._wake(slow)
                 return False
         self._wake(delta)
         return True
@@ -97,8 +95,8 @@ class OpenRequest:
     def drop(self) -> None:
         """Drops what waits."""
         self._deltas.clear()
-        self._held = 0
         self._count(0)
+        self._held = 0
 
     def _wake(self, item: Delta | Exception) -> None:
         self._deltas.append(item)
