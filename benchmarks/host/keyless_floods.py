@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import sha256
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -36,6 +37,7 @@ from benchmarks.harness.server import Server, serving
 HEADER = ("kind", "engine", "health p50 ms", "p99", "most", "first token ms p50", "p90", "statuses")
 PIECE = 16 << 10
 KEY = "bench-key"
+HEADERS = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
 TENANTS = 300
 
 
@@ -107,17 +109,18 @@ KEYED: dict[str, tuple[str, dict[str, object]]] = {
         "messages": USER, "n": 60, "max_tokens": 500, "logprobs": True, "top_logprobs": 20, "ignore_eos": True,
         "temperature": 1.0}),
     "prompts": ("/v1/completions", {"prompt": [TEXT] * 40, "prompt_logprobs": 20, "max_tokens": 1}),
-    "echo": ("/v1/completions", {"prompt": [TEXT] * 40, "echo": True, "logprobs": 20, "max_tokens": 1}),
+    "echo": ("/v1/completions", {"prompt": [TEXT] * 36, "echo": True, "logprobs": 20, "max_tokens": 1}),
     "template": ("/v1/chat/completions", {"messages": USER, "max_tokens": 1, "chat_template": FAN_OUT + "{{ a11() }}"}),
 }  # fmt: skip
 
 
-def ask_again(port: int, kind: str, stop: float) -> None:
+def ask_again(port: int, kind: str, stop: float, begun: Event) -> None:
     """Sends one request of ``KEYED`` after another until ``stop``, and reads the answers."""
     path, body = KEYED[kind]
+    begun.set()
     while time.monotonic() < stop:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
-        connection.request("POST", path, json.dumps(body), {"Authorization": f"Bearer {KEY}"})
+        connection.request("POST", path, json.dumps(body), HEADERS)
         answer = connection.getresponse()
         while answer.read(1 << 20):
             pass
@@ -131,7 +134,7 @@ KINDS: dict[str, Callable[[], bytes]] = {
 }  # fmt: skip
 
 
-def flood(port: int, kind: str, connections: int, rate: float, stop: float) -> None:
+def flood(port: int, kind: str, connections: int, rate: float, stop: float, started: Event) -> None:
     """Sends ``rate`` bytes a second over ``connections`` until the time ``stop``; what is closed is opened again."""
     data, sent, begun = KINDS[kind](), 0, time.monotonic()
     if kind == "plain":
@@ -146,6 +149,7 @@ def flood(port: int, kind: str, connections: int, rate: float, stop: float) -> N
 
     for _ in range(connections):
         connect()
+    started.set()
     while time.monotonic() < stop:
         allowed = (time.monotonic() - begun) * rate - sent
         if allowed <= 0:
@@ -173,12 +177,15 @@ def _flooding(server: Server, kind: str, args: argparse.Namespace) -> Iterator[N
     if kind == "none":
         yield
         return
-    stop = time.monotonic() + args.seconds + 3
+    stop = time.monotonic() + args.seconds + 60  # against leaving it behind; it is ended before
+    context = multiprocessing.get_context("spawn")
+    begun = context.Event()
     given = (ask_again, (server.port, kind, stop)) if kind in KEYED else (
         flood, (server.port, kind, args.connections, args.rate * 1e6, stop))  # fmt: skip
-    made = multiprocessing.get_context("spawn").Process(target=given[0], args=given[1])
+    made = context.Process(target=given[0], args=(*given[1], begun))
     made.start()
-    time.sleep(2)  # it has imported and connected
+    begun.wait(60)  # it has imported and connected
+    time.sleep(1)
     try:
         yield
     finally:
@@ -193,8 +200,9 @@ def _chat(port: int, tokens: int, said: list[float] | None = None) -> None:
     )
     begun = time.monotonic()
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    connection.request("POST", "/v1/chat/completions", body, {"Authorization": f"Bearer {KEY}"})
+    connection.request("POST", "/v1/chat/completions", body, HEADERS)
     answer = connection.getresponse()
+    assert answer.status == 200, answer.read()
     answer.readline()
     answer.readline()
     answer.readline()
