@@ -219,7 +219,7 @@ def _differs_little(
     except Exception as error:  # whatever a release raises for an operation that it lacks or refuses
         log.warning("hpu: %s fails (%s); %s.", name, format_error(error), instead)
         return False
-    joined = join_experts(*([t.float() for t in some] for some in weights))
+    joined = join_experts([t.float() for t in weights[0]], [t.float() for t in weights[1]])
     want = run_all_experts(ops.reference(), given[0].float(), given[1], joined, 2, True, KIND)
     off = float((found - want).abs().max() / want.abs().max())
     if off <= close:
