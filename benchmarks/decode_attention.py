@@ -3,8 +3,8 @@
 python -m benchmarks.decode_attention [--threads N] [--kinds avx2,avx512,...] [--pairs 20] [--quick]
 
 Rows of 2,048 keys each, in blocks that lie in any order, as in a cache that was used before. Each call reads another
-layer's cache, so that nothing is in the CPU's caches. Reads of memory take turns with the calls. "avx512_bf16" are the
-kernels of the best kind with products of pairs of bfloat16, which the others do not use here.
+layer's cache, so that nothing is in the CPU's caches. Reads of memory, by torch's threads, take turns with groups of
+calls. "avx512_bf16" are the kernels of the best kind with products of pairs of bfloat16, which the others do not use.
 """
 
 from __future__ import annotations
@@ -35,6 +35,12 @@ BYTES = 256 << 20
 PAIRS = "avx512_bf16"
 BAR = 0.55
 """Least share of the read rate for bfloat16 without tiles."""
+
+
+GROUP = 5
+"""Calls between two reads of memory."""
+CALM = 0.02
+"""Seconds after which torch's threads no longer spin: they would keep those of the kernels from running."""
 
 
 def read_rate(memory: Tensor) -> float:
@@ -94,12 +100,18 @@ def measure(count: int, calls: list[Callable[[], None]], memory: Tensor, pairs: 
     rates, shares = list[float](), list[float]()
     for call in calls:
         call()
-    for number in range(pairs):
+    for number in range(0, pairs, GROUP):
         read = read_rate(memory)
-        begun = time.perf_counter()
-        calls[number % len(calls)]()
-        rates.append(count / (time.perf_counter() - begun))
-        shares.append(rates[-1] / max(read, read_rate(memory)))
+        time.sleep(CALM)
+        calls[number % len(calls)]()  # wakes the kernels' threads
+        taken = list[float]()
+        for each in range(1, GROUP + 1):
+            begun = time.perf_counter()
+            calls[(number + each) % len(calls)]()
+            taken.append(time.perf_counter() - begun)
+        read = max(read, read_rate(memory))
+        rates += [count / one for one in taken]
+        shares += [count / one / read for one in taken]
     return median(rates), median(shares)
 
 

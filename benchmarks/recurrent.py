@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from benchmarks.decode_attention import read_rate
+from benchmarks.decode_attention import CALM, read_rate
 from benchmarks.harness.checkpoints import DEMO
 from benchmarks.harness.reporting import Others, machine, median, table
 from trencadis import LLM, SamplingParams, TokensPrompt
@@ -93,6 +93,7 @@ def seconds(side: Side, tokens: int, out: int, seed: int) -> float:
 def decode(side: Side, out: int, seed: int, memory: torch.Tensor) -> tuple[float, float]:
     """Returns seconds a token, and the multiple of what its bytes need; rates are measured before and after."""
     before = max(read_rate(memory) for _ in range(3))
+    time.sleep(CALM)
     taken = (seconds(side, 16, out + 1, seed) - seconds(side, 16, 1, seed)) / out
     rate = max(before, *(read_rate(memory) for _ in range(3)))
     return taken, taken * rate / (side.weights + 2 * side.states)

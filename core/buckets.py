@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from trencadis.core.vision_config import NO_SLOT, SlotForm
 
@@ -177,6 +178,18 @@ class GraphMemory:
         return layers // self.cut_layers if self.cut_layers else 0
 
 
+class DecodedPieces(NamedTuple):
+    """Pieces of quantised weights that a device decodes once for many rows.
+
+    Args:
+        rows: fewest rows of such a launch; 0: none.
+        bytes: most bytes of a piece, which such a launch takes beside its activations.
+    """
+
+    rows: int = 0
+    bytes: int = 0
+
+
 @dataclass(frozen=True)
 class Policy:
     """A backend's capabilities as data, which the planner and the launch splitter read.
@@ -210,11 +223,14 @@ class Policy:
         capture_order: ``descending``: largest first; ``strategy``: in the order in which the budget selects them.
         capture_limit: per stage, the most padded tokens of a launch that is captured. Larger launches run so long that
             their launch overhead is negligible; their buckets are only compiled.
+        capture_operations: operations of a prompt's products up to which it is captured in any case: the tokens of
+            ``capture_limit`` take a small model less time than their launches take the host. 0: that limit alone.
         utilisation_of: the memory that `--gpu-memory-utilization` is a fraction of: ``free`` (after profiling) or
             ``total``.
         pool_cost: how graphs of a stage share workspaces: ``sum``: each has its own; ``max``: all share the largest.
         graph_memory: what graphs keep in memory if they do not share workspaces.
         encoder_slots: most slots of a VISION launch of several images; one image may need more.
+        decoded: pieces of quantised weights that are decoded once for many rows.
         ridge: operations that the device computes in the time to read one byte; 0: unknown.
         inputs: exact bytes of a bucket's input tensors; None: a formula estimates them.
         invariant_rows: the unit that row counts are padded to so that a row's bits do not depend on the others
@@ -282,6 +298,7 @@ class Policy:
     max_buckets: int = 0
     capture_order: str = "strategy"
     capture_limit: Mapping[Stage, int] = field(default_factory=dict)
+    capture_operations: float = 0.0
     utilisation_of: str = "free"
     pool_cost: str = "sum"
     graph_memory: GraphMemory = GraphMemory()
@@ -290,6 +307,7 @@ class Policy:
     inputs: Callable[[Bucket, InputSizes], int] | None = None
     invariant_rows: int = 0
     quantised: str = ""
+    decoded: DecodedPieces = DecodedPieces()
     host_kv: bool = False
     host_blocks: tuple[int, ...] = ()
     host_weights: bool = False

@@ -153,13 +153,23 @@ class EngineConfig:
     )
     bucket_profile: str = opt(
         "",
-        "file of recorded needs (trencadis plan --save-profile), by which the shapes are chosen at start (cuda, hpu)",
+        "file of recorded needs (trencadis plan --save-profile), by which the shapes are chosen at start; it is made "
+        "if there is none, and the needs of the traffic are added to it every hour and at the end (cuda, hpu)",
     )
     max_graphs: int = opt(
         40,
-        "--bucket-profile: most shapes of text and images; those of drawing tokens come on top",
+        "most learned shapes of text and images; those of drawing tokens come on top",
         bound=Bound(1, 4096),
     )
+    learn_buckets: str = opt(
+        "observe", "shapes from the traffic that is served: observe: record which sizes it needs and report better "
+        "shapes; on: also change to them while serving; off: record nothing (cuda, hpu)",
+        choices=("off", "observe", "on"),
+    )  # fmt: skip
+    bucket_half_life: float = opt(
+        21_600.0, "seconds of load after which a recorded need counts half", bound=Bound(0, 1e9, above=True)
+    )
+    record_trace: str = opt("", "file to which the sizes of requests are appended, for trencadis plan --trace")
     warmup: str = opt(
         "full", "full: before serving; background: between steps, the buckets most asked for first; skip: at first use "
         "(VLLM_SKIP_WARMUP)", choices=("full", "skip", "background"),

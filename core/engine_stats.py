@@ -36,6 +36,12 @@ MEANINGS = {
 }
 
 
+PUBLISHED, FAILURE, SMALL, UNSTEADY, WORSE, SOON, HELD, PROPOSED = OUTCOMES = (
+    "published", "failed", "gain_too_small", "gain_uncertain", "worse_than_static", "too_soon", "held", "proposed"
+)  # fmt: skip
+"""What became of proposed shapes: the ``outcome`` label of ``bucket_replans_total``."""
+
+
 class BucketState(NamedTuple):
     """One planned bucket; ``bytes`` is the cost of its graph, measured or predicted."""
 
@@ -65,6 +71,64 @@ class PoolBytes(NamedTuple):
     lost: int
 
 
+class NeedReport(NamedTuple):
+    """Needs of one size that were recorded, and how often, older ones counting less."""
+
+    stage: str
+    variant: str
+    dims: list[int]
+    weight: float
+
+
+class ProposedPlan(NamedTuple):
+    """A plan that was found for the recorded needs.
+
+    ``expected`` and ``bound``: what the needs cost in it, and at least in any of as many graphs, over the plan of the
+    limits. ``gain``: the share of the present plan's seconds that it saved in later traffic; 0: not judged yet.
+    """
+
+    graphs: int
+    expected: float
+    bound: float
+    gain: float
+    added: list[str]
+    removed: list[str]
+
+
+class LearnedChange(NamedTuple):
+    """A proposal and what became of it; ``seconds`` since the engine's start, ``versions`` of plans."""
+
+    seconds: float
+    outcome: str
+    version_before: int
+    version_after: int
+    added: int
+    removed: int
+    gain: float
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class LearningReport:
+    """What an engine has learned about the shapes of its traffic. Sizes only: no text, hash or name of a request."""
+
+    mode: str = ""
+    version: int = 1
+    steps: int = 0
+    load_seconds: float = 0.0
+    cells: int = 0
+    histogram: list[NeedReport] = field(default_factory=list)
+    """The heaviest cells."""
+    proposal: ProposedPlan | None = None
+    changes: list[LearnedChange] = field(default_factory=list)
+    """The last 32, the oldest first."""
+    state: str = "idle"
+    handled: int = 0
+    """Requests to learn (``POST /buckets/learn``) that have been answered."""
+    outcomes: dict[str, int] = field(default_factory=dict)
+    """Proposals by what became of them (``OUTCOMES``)."""
+
+
 @dataclass(slots=True)
 class GraphPlan:
     """Every planned bucket and the use of the device's memory; ledger rows sum to ``total``."""
@@ -76,6 +140,7 @@ class GraphPlan:
     pools: dict[str, PoolBytes] = field(default_factory=dict)
     warmup: str = ""
     advice: list[str] = field(default_factory=list)
+    learning: LearningReport | None = None
 
 
 @dataclass(slots=True)

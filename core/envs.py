@@ -187,6 +187,10 @@ TABLE: tuple[Env, ...] = (
     Env("TRENCADIS_HPU_EMULATOR_HOST_MEMORY", "str", "512MiB", "host memory that an emulated card's KV cache may fill"),
     Env("TRENCADIS_HPU_EMULATOR_FAULTS", "str", "", "faults to inject, see docs/hpu-internals.md"),
     Env("TRENCADIS_CUDA_WHOLE_LAYERS", "bool", "true", "cuda: decoder layers of up to 16 rows in six launches"),
+    Env(
+        "TRENCADIS_CUDA_DEPENDENT_LAUNCHES", "bool", "true",
+        "cuda: from sm_90 on, a kernel of a fused layer starts while the one before it ends",
+    ),
     Env("TRENCADIS_CUDA_PEER_SUMS", "bool", "false", "cuda: ranks sum up to 4 MiB over each other's memory"),
     Env("TRENCADIS_CUDA_TWIN", "bool", "false", "cuda: no card, its twin on the CPU, for tests, see docs/cuda.md"),
     Env("TRENCADIS_CUDA_TWIN_FAULTS", "str", "", "cuda: faults of the CPU twin, for tests, see docs/cuda.md"),

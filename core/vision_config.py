@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+from trencadis.core.shared_constants import WINDOW_SLOTS
+
 CUT_WIDTHS = 6
 """Widths of the residual stream that are passed at the cuts before the two collectives of a layer."""
 
@@ -18,7 +20,8 @@ class SlotForm(NamedTuple):
     ``position_neighbours``: number of rows of the position table that a slot's position embedding interpolates; 0: the
     launch has none. ``padding_windows``: some windows hold padding slots, which other slots attend to and which do not
     attend to each other (``Segments.padding_window``). ``cross_attention_rows``: arena rows of an image that decoder
-    layers attend to (``VisionConfig.cross_attention_rows``).
+    layers attend to (``VisionConfig.cross_attention_rows``). ``within_windows``: no cell lies in two windows, so that a
+    window of cells of 9 slots has 7 of them, and padding behind.
     """
 
     values: int = 0
@@ -26,6 +29,12 @@ class SlotForm(NamedTuple):
     position_neighbours: int = 0
     padding_windows: bool = False
     cross_attention_rows: int = 0
+    within_windows: bool = False
+
+    def cells(self, slots: int) -> int:
+        """Returns the arena rows of ``slots`` slots in whole windows."""
+        each = WINDOW_SLOTS // self.cell
+        return slots // WINDOW_SLOTS * each if self.within_windows else slots // self.cell
 
 
 NO_SLOT = SlotForm()

@@ -52,6 +52,10 @@ KERNELS = (
     Kernel("attention that turns and stores", "layers/fused_decode_attention", ("turned_items_kernel",),
            ("test_whole_layer",), ""),
     Kernel("products of few rows", "layers/skinny_gemm", ("skinny_kernel",), ("test_whole_layer",), ""),
+    Kernel(
+        "products of few rows with codes", "layers/skinny_codes", ("coded_skinny_kernel",), ("test_coded_layer",), ""
+    ),
+    Kernel("weights decoded once", "coded/quantised_linear", ("decoding_kernel",), ("test_decoding",), ""),
     Kernel("sums over ranks", "peers/one_shot_reduce", ("peer_sum_kernel",), ("test_peer_sums",), ""),
     Kernel("sums over ranks in two steps", "peers/two_shot_reduce", ("peer_shares_kernel",), ("test_peer_shares",), ""),
     Kernel("joins of cut keys", "paged_attention", ("join_kernel",), ATTENTION, "attend_decode"),
@@ -89,14 +93,13 @@ COMMANDS = """
 On a machine with an NVIDIA card (compute capability 8.0 or newer, torch 2.11 or newer, triton), from a checkout:
 
     export PYTHONPATH=$PWD TRITON_INTERPRET=0
+    python -m benchmarks.gpu --out out --docs out                                # half an hour, values first
     python -m pytest -n 8 tests/kernels --junitxml card.xml                      # values, orders, waits
     python -m pytest tests/cuda/test_card.py                                     # graphs, memory: alone on the card
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1                                      # for the next command alone: bounds
     compute-sanitizer --tool memcheck python -m pytest tests/kernels/test_attention.py -k "test_text or test_vision"
     unset PYTORCH_NO_CUDA_MEMORY_CACHING
-    python -m benchmarks.gpu --only three,mixed --out results                    # ten minutes at most
-    python -m benchmarks.gpu --only demo,engine,kernels --out results            # ten minutes at most
-    python -m benchmarks.gpu --only quantised --out results                      # ten minutes at most
+    python -m benchmarks.gpu --only decode,layers,repeats --out out              # a part alone: values, six minutes
     python tools/tune_kernels.py --heads 128 80 --bits 16 --minutes 9            # tiles of this card
     python tools/hardware.py --card card.xml --name "$(nvidia-smi --query-gpu=name --format=csv,noheader)" --write
 
@@ -206,7 +209,7 @@ def figure(claim: Claim, card: str, found: dict[str, Any]) -> str:
 NO_CARD = """**No kernel has run on a card so far: nothing here is a measured speed, and values, races and waits are
 shown only as far as the columns say.** What would show the rest:"""
 
-CLAIMED = f"""One command measures all of it in ten minutes at most and enters it here:
+CLAIMED = f"""One command measures all of it in half an hour and enters it here:
 `{command_of("benchmarks.gpu")}`. It needs no network, no server packages and no installation of this project; what a
 card has not measured is unproven."""
 

@@ -33,6 +33,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from tools.compiled.assembly import UNGUARDED, guard, trip_instructions  # noqa: E402
 from tools.compiled.digests import FIGURES, Known, Progress, key_of  # noqa: E402
 from tools.compiled.table import (  # noqa: E402
     CARDS,
@@ -136,23 +137,40 @@ def compiled(case: str, launch: Launch, arch: int) -> Report:
     except Exception as error:
         return Report(case, name, arch, error=f"{type(error).__name__}: {error}"[:200], warps=warps)
     registers, stack = usage(made.asm["cubin"])
-    return Report(case, name, arch, registers, stack, made.metadata.shared, warps, stages, launch.constants)
+    ptx = made.asm["ptx"]
+    beside = guard(ptx) if warps > GROUP_WARPS else "", trip_instructions(machine_code(made.asm["cubin"]))
+    return Report(
+        case, name, arch, registers, stack, made.metadata.shared, warps, stages, launch.constants, "", "", *beside
+    )
+
+
+GROUP_WARPS = 4
+"""Warps of a warp group: a program with more has several, each with waits of its own."""
+
+
+def machine_code(cubin: bytes) -> str:
+    """The disassembly of a kernel."""
+    return disassembled(cubin, "-sass")
 
 
 def usage(cubin: bytes) -> tuple[int, int]:
     """(registers of a thread, bytes of stack of a thread)."""
+    text = disassembled(cubin, "--dump-resource-usage")
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found, text
+    return int(found[1]), int(found[2])
+
+
+def disassembled(cubin: bytes, what: str) -> str:
+    """What Triton's ``cuobjdump`` says of a kernel."""
     import triton.backends.nvidia as nvidia
 
     tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run(
-            [str(tool), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    assert found, text
-    return int(found[1]), int(found[2])
+        env = {**os.environ, "PATH": f"{tool.parent}{os.pathsep}{os.environ.get('PATH', '')}"}
+        return subprocess.run([str(tool), what, file.name], capture_output=True, text=True, check=True, env=env).stdout
 
 
 @dataclass(frozen=True)
@@ -203,7 +221,7 @@ def _launches(part: Slice) -> list[tuple[str, Launch, int]]:
 
 def _report(case: str, launch: Launch, arch: int, key: str, figures: dict[str, Any]) -> Report:
     options = launch.options
-    reported = {name: figures[name] for name in FIGURES}
+    reported = {name: figures[name] for name in FIGURES if name in figures}
     warps, stages = options.get("num_warps", 4), options.get("num_stages", 0)
     return Report(case, launch.kernel.__name__, arch, warps=warps, stages=stages, constants=launch.constants, key=key,
                   **reported)  # fmt: skip
@@ -239,6 +257,8 @@ def faults(found: Sequence[Report]) -> list[str]:
             wrong.append(f"{label}: {r.error}")
         elif not r.fits:
             wrong.append(f"{label}: {r.shared} bytes of shared memory of {CARDS[r.arch].shared}")
+        elif r.wait == UNGUARDED:
+            wrong.append(f"{label}: writes shared memory behind a product's wait without a barrier")
         elif r.stack and "float32" not in r.case and r.kernel.startswith(ATTENTION):
             wrong.append(f"{label}: spills {r.stack} bytes a thread")
     return wrong
@@ -252,6 +272,8 @@ ATTENTION = (
     "images",
     "pictures",
     "skinny",
+    "coded_skinny",
+    "decoding",
     "quantised",
     "added",
     "experts",

@@ -20,9 +20,11 @@ from trencadis.backends.cuda.kernels import (
     rms_norm,
     sample,
     silu_mul,
+    tiles,
 )
 from trencadis.backends.cuda.kernels import fused_moe as expert_products
-from trencadis.backends.cuda.weights.quantised_weight import pack_quantised_weight
+from trencadis.backends.cuda.kernels.layers import skinny_codes, skinny_gemm
+from trencadis.backends.cuda.weights.quantised_weight import QuantisedWeight, pack_quantised_weight
 from trencadis.core.device.backend import AdapterWeights, HeadTensors, ResetTensors, SamplerState
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.quant.scheme import Scheme
@@ -118,6 +120,9 @@ SCHEMES = {
 
 def products(arch: int) -> Iterator[Case]:
     """Every line of ``tiles/quantised.csv``: each kind of weight in bfloat16, two and one in the other types."""
+    tiles.INTERPRETED = arch
+    tiles.find.cache_clear()
+    tiles.arch_of.cache_clear()
     taken = {torch.bfloat16: list(SCHEMES), torch.float16: list(SCHEMES)[::5], torch.float32: ["int8"]}
     for dtype, label in ((dtype, label) for dtype, labels in taken.items() for label in labels):
         scheme = SCHEMES[label]
@@ -128,6 +133,20 @@ def products(arch: int) -> Iterator[Case]:
             x = torch.empty(count, 1024, dtype=dtype)
             name = f"{str(dtype).removeprefix('torch.')} {label}, {count} rows"
             yield name, lambda x=x, w=w: quantised_linear.linear(x, w)
+        if dtype != torch.float32 and not w.rounds:
+            name = f"{str(dtype).removeprefix('torch.')} {label}"
+            held = torch.empty(256, w.columns, dtype=dtype)
+            yield f"{name}, decoded", lambda w=w, held=held: quantised_linear.decode_features(w, 0, 256, held)
+            yield from fused_products(name, w, dtype)
+
+
+def fused_products(name: str, w: QuantisedWeight, dtype: torch.dtype) -> Iterator[Case]:
+    """Those of decoder layers over codes: behind a norm with gate and up, and before a residual."""
+    x, out = torch.empty(16, w.in_features, dtype=dtype), torch.empty(16, w.out_features, dtype=dtype)
+    arrived = ints(skinny_gemm.COUNTERS)
+    norm = skinny_gemm.NormOf(x[0], 1e-6)
+    yield f"{name}, gate and up", lambda: (skinny_codes.product(x, w, arrived, norm, gate=True), None)[1]
+    yield f"{name}, down", lambda: (skinny_codes.product(x, w, arrived, residual=out), None)[1]
 
 
 EXPERTS, TOP, COLUMNS, WIDTH = 128, 8, 768, 2048

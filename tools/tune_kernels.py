@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from benchmarks.kernels import attention_cases as cases  # noqa: E402
-from benchmarks.kernels import quantised_cases  # noqa: E402
+from benchmarks.kernels import layer_cases, quantised_cases  # noqa: E402
 from tools import kernel_resources  # noqa: E402
 from trencadis.backends.cuda.kernels import tiles, vision_attention  # noqa: E402
 from trencadis.backends.cuda.kernels.query_blocks import FEW  # noqa: E402
@@ -43,6 +43,8 @@ GRIDS = {
     "attend_windows": ((16, 32, 64), (64,)),
     "attend_images": ((32, 64, 128), (16, 32, 64)),
     "quantised": ((16, 32, 64, 128), (32, 64, 128)),
+    "skinny": ((16,), (16, 32, 64)),
+    "experts": ((16, 32, 64, 128), (32, 64, 128)),
 }
 """Query and key sizes of candidate tiles, rows and features of products: powers of two within the kernels' limits."""
 
@@ -50,16 +52,24 @@ GRIDS = {
 def candidates(kernel: str, entry: TileEntry) -> Iterator[Tile]:
     """Every tile worth compiling for ``entry``; float32 products are not pipelined."""
     queries, keys = GRIDS[kernel]
-    stages = STAGES if entry.bits == 16 and kernel != "attend_windows" else (1,)
+    stages = STAGES if (entry.bits == 16 and kernel != "attend_windows") or kernel in PRODUCTS else (1,)
     for m, n, warps, count in itertools.product(queries, keys, WARPS, stages):
-        if m >= entry.group and (kernel == "quantised" or STEP % n == 0) and m * n >= 32 * warps:
+        if m >= entry.group and (kernel in PRODUCTS or STEP % n == 0) and m * n >= 32 * warps:
             yield Tile(m, n, warps, count)
+
+
+PRODUCTS = ("quantised", "skinny", "experts")
+"""Kernels whose tiles have features in place of keys."""
 
 
 def launches(kernel: str, entry: TileEntry, device: torch.device) -> list[cases.Case]:
     """Launches of serving size that use the tile of ``entry``."""
     if kernel == "quantised":
         return products(entry, device)
+    if kernel == "skinny":
+        return skinny_products(entry, device)
+    if kernel == "experts":
+        return [layer_cases.experts(rows, device) for rows in ((1, 8) if entry.length == "few" else (256, 4096))]
     d = entry.head
     dtype = torch.bfloat16 if entry.bits == 16 else torch.float16
     models = [cases.Model(16, 2, d, dtype), cases.Model(28, 4, d, dtype)]
@@ -82,6 +92,15 @@ def products(entry: TileEntry, device: torch.device) -> list[cases.Case]:
     dtype = torch.bfloat16 if entry.bits == 16 else torch.float32
     shapes = quantised_cases.SHAPES[1:3]
     return [quantised_cases.case(scheme.label, scheme, n, shape, device, dtype) for n in rows for shape in shapes]
+
+
+def skinny_products(entry: TileEntry, device: torch.device) -> list[cases.Case]:
+    """Products of 3B and 7B: of gate and up where the entry's ``group`` says so, of the others else; 1 and 16 rows."""
+    dtype = torch.bfloat16 if entry.bits == 16 else torch.float32
+    shapes = ((22_016, 2048), (37_888, 3584)) if entry.group else ((2560, 2048), (3584, 18_944))
+    return [
+        layer_cases.skinny(rows, *shape, device, dtype, gate=bool(entry.group)) for shape in shapes for rows in (1, 16)
+    ]
 
 
 def usable(case: cases.Case, entry: TileEntry, kernel: str, tile: Tile) -> bool:

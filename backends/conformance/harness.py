@@ -110,7 +110,7 @@ def _pack_items(slots: int, slot: SlotForm, rng: np.random.Generator) -> VisionI
         position=np.zeros((slots, 2), np.int32),
         segment=np.arange(count, dtype=np.int32) // LONGEST_ITEM,
         count=np.full(count, WINDOW_SLOTS, np.int32),
-        rows=np.full(slots // slot.cell, SINK_ROW, np.int32),
+        rows=np.full(slot.cells(slots), SINK_ROW, np.int32),
     )
     if slot.position_neighbours:
         made.position_rows = np.zeros((slots, slot.position_neighbours), np.int32)
@@ -128,7 +128,7 @@ def _pack_items(slots: int, slot: SlotForm, rng: np.random.Generator) -> VisionI
             made.position_rows[here] = rng.integers(0, 4, (real * slot.cell, slot.position_neighbours))
             made.position_weights[here] = rng.random((real * slot.cell, slot.position_neighbours))
         made.count[window] = real * slot.cell
-        made.rows[start // slot.cell : start // slot.cell + real] = np.arange(row, row + real)
+        made.rows[slot.cells(start) : slot.cells(start) + real] = np.arange(row, row + real)
         row += real
     return made
 

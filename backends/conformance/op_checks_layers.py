@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.conformance.check_result import CheckFailed, Skipped
-from trencadis.backends.conformance.harness import all_buckets, spread_buckets
+from trencadis.backends.conformance.harness import BLOCKS, all_buckets, spread_buckets
 from trencadis.backends.conformance.op_checks import (
     TEXT,
     Put,
@@ -32,10 +32,13 @@ from trencadis.backends.conformance.program_checks import make_harness
 from trencadis.backends.conformance.target import CheckTarget
 from trencadis.backends.cpu.reference_ops import CLAMPED_SWIGLU
 from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.checkpoint.model_config import TextConfig
 from trencadis.core.cross_attention_inputs import VARIANT, CrossAttentionInputs
-from trencadis.core.device.backend import Backend, ExpertBiases, Ops, TextTensors
+from trencadis.core.device.backend import Backend, ExpertBiases, LayerKV, Ops, TextTensors
 from trencadis.core.models.cross_attention import arena_row_numbers
+from trencadis.core.models.decoder import DecoderLayer
 from trencadis.core.models.interface import CrossAttentionOps
+from trencadis.core.models.mlp import GatedMLP, RMSNorm
 from trencadis.core.quant import online_quant
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.quant.scheme import FLOATS8, Scheme
@@ -174,6 +177,81 @@ class CrossAttentionCheck:
         rows = arena_row_numbers(images.units, IMAGE_ROWS) if self.cross_ops.gathers else None
         out = self.cross_ops.cross_attend(q, self.held, rows, images, self.d**-0.5)
         self.ops.scatter_rows(self.out, x.out_row, out.reshape(n, -1))
+
+
+WIDE, INNER = 1024, 192
+"""Widths of the checked layer: products of few rows over so many columns are cut into pieces on some devices."""
+
+
+class LayerCheck:
+    """A body of one decoder layer, whose input is looked up by token id."""
+
+    def __init__(self, backend: Backend, target: CheckTarget, dtype: torch.dtype, block: int) -> None:
+        t = target.model.text
+        self.ops, self.d = backend.ops, t.head_dim
+
+        def put(x: Tensor) -> Tensor:
+            return x.to(target.dtype).to(dtype).to(backend.device)
+
+        config = TextConfig(
+            WIDE, 1, t.heads, t.kv_heads, t.head_dim, INNER, t.vocab, 1e-6, 1e4, t.max_positions, False, True
+        )  # fmt: skip
+        self.layer = DecoderLayer(backend, config)
+        attention, mlp = self.layer.attention, cast(GatedMLP, self.layer.mlp)
+        heads = t.heads * t.head_dim
+        outputs = heads + 2 * t.kv_heads * t.head_dim
+        for i, (linear, rows, columns) in enumerate((
+            (attention.qkv, outputs, WIDE), (attention.out, WIDE, heads), (mlp.gate_up, 2 * INNER, WIDE),
+            (mlp.down, WIDE, INNER),
+        )):  # fmt: skip
+            bias = put(0.1 * randn(rows, seed=20)) if linear is attention.qkv else None
+            linear.pack(put(randn(rows, columns, seed=10 + i) / columns**0.5), bias)
+        for i, norm in enumerate((self.layer.input_norm, self.layer.post_norm)):
+            cast(RMSNorm, norm).weight = put(1 + 0.1 * randn(WIDE, seed=30 + i))
+        caches = randn(2, BLOCKS + 2, block, t.kv_heads, t.head_dim, seed=5)
+        caches[:, :2] = 0
+        flat = caches.flatten(1, 2) if backend.policy.flat_kv else caches
+        self.kv = LayerKV(put(flat[0]), put(flat[1]))
+        attention.bind(self.kv)
+        self.table, self.residual = (put(randn(t.vocab, WIDE, seed=n)) for n in (7, 8))
+        self.out = backend.zeros((400, WIDE), dtype)
+        half = t.head_dim // 2
+        self.frequency = torch.linspace(1, 0.01, half).to(backend.device)
+        self.axis = (torch.arange(half) % 3).to(backend.device)
+        self.heads = t.heads
+
+    def __call__(self, x: TextTensors) -> None:
+        n = x.out_row.shape[0]
+        tokens = x.tokens[:n].long()
+        rotary = self.ops.rotary(x.positions[:, :n], self.frequency, self.axis)
+        attn = self.ops.prepare_attn(x.attn, self.heads, self.kv)
+        given, residual = self.ops.gather_rows(self.table, tokens), self.ops.gather_rows(self.residual, tokens)
+        out, left = self.ops.layer(self.layer, given, residual, rotary, attn)
+        assert out is not None, "a layer without a next one returns its MLP's output"
+        self.ops.scatter_rows(self.out, x.out_row, out if left is None else out + left)
+        self.ops.cut("layer")
+
+
+def layer(target: CheckTarget) -> str:
+    """A decoder layer of 1,024 values: norms, products, attention, MLP and residual, as devices may fuse them."""
+    harness, errors = make_harness(target), []
+    for stage in [s for s in harness.stages if s in TEXT]:
+        for bucket in spread_buckets(all_buckets(harness.plan, stage), 2 if target.quick else 4):
+            inputs, _ = harness.inputs(bucket, np.random.default_rng(3))
+            n = len(inputs.tokens)
+            outs = []
+            for backend, dtype, shape in (
+                (harness.backend, target.dtype, bucket),
+                (target.reference(), torch.float32, Bucket(Stage.PREFILL, (n, len(inputs.context)))),
+            ):
+                body = LayerCheck(backend, target, dtype, harness.block)
+                program = backend.program(shape, body)
+                backend.fill(program, inputs)
+                program.run()
+                backend.synchronize()
+                outs.append(body.out.cpu()[1 : n + 1])
+            errors.append(check_close(str(bucket), outs[0], outs[1], target.dtype))
+    return error_summary(errors)
 
 
 def cross_attend(target: CheckTarget) -> str:

@@ -83,6 +83,7 @@ CHECKS: dict[str, Check] = {
     "op.attend.window": op_checks_layers.attend_window,
     "op.attend.upto": op_checks_layers.attend_upto,
     "op.attend.sinks": op_checks_layers.attend_sinks,
+    "op.layer": op_checks_layers.layer,
     "op.attend_pictures": op_checks_layers.cross_attend,
     "op.recurrent": op_checks_recurrent.recurrent,
     "op.patches": op_checks_vision.patches,
@@ -158,7 +159,7 @@ def probes(name: str, checkpoint: Path, index: int = 0) -> Iterator[tuple[str, C
     Raises:
         StartupError: there is no such backend, or it cannot be made.
     """
-    of = replace(make_target(name, checkpoint, quick=True), index=index)
+    of = replace(make_target(name, checkpoint, dtype="serve", quick=True), index=index)
     backend = of.backend()
     yield "device", lambda: f"{backend.label}, {of.dtype}, {backend.memory.free() / 2**30:.1f} GiB free"
     for check, run in CHECKS.items():

@@ -81,11 +81,13 @@ class CheckTarget:
 
     def _config(self, options: Mapping[str, str], dtype: torch.dtype, block_size: int | None = None) -> BackendConfig:
         t, v = self.model.text, self.model.vision
+        full = t.full_heads
         return BackendConfig(
             dtype=dtype, block_size=(block_size if block_size is not None else self.block_size) or 16,
             max_tokens=400, max_rows=16, max_blocks_per_row=256, index=self.index,
             vocab_size=t.vocab, heads=t.heads, kv_heads=t.kv_heads, upto=t.upto,
             recurrent=t.recurrent is not None, head_dim=t.head_dim, vision_head_dim=v.head_dim if v else 0,
+            full_kv_heads=full.kv_heads if full else 0, full_head_dim=full.head_dim if full else 0,
             options={"threads": "1", **family_options(self.model.architecture), **options},
         )  # fmt: skip
 
@@ -93,7 +95,8 @@ class CheckTarget:
 def make_target(
     name: str, checkpoint: Path, *, dtype: str = "auto", policy: str = "", quick: bool = False
 ) -> CheckTarget:
-    """Returns the target for ``--device NAME``. dtype ``auto`` is float32 if the backend supports it.
+    """Returns the target for ``--device NAME``. dtype ``auto`` is float32 if the backend supports it, ``serve`` what it
+    serves a checkpoint of bfloat16 in.
 
     Raises:
         StartupError: there is no such backend, or it lacks ``pick_dtype`` or ``pick_policy``.
@@ -108,7 +111,10 @@ def make_target(
 
 
 def _dtype(package: ModuleType, asked: str) -> torch.dtype:
-    """Resolves a dtype; ``auto``: float32 if supported, else the device's default."""
+    """Resolves a dtype; ``auto``: float32 if supported, else the device's default; ``serve``: what ``serve`` takes."""
+    if asked == "serve":
+        chosen: torch.dtype = package.pick_dtype("auto", "bfloat16")
+        return chosen
     try:
         found: torch.dtype = package.pick_dtype("float32" if asked == "auto" else asked, "bfloat16")
     except StartupError:

@@ -128,7 +128,7 @@ def pad_recurrent(x: StepInputs, rows: int) -> RecurrentRows:
 
 def cells(x: VisionInputs, slots: int, slot: SlotForm) -> int:
     """Returns the cells of ``slots`` slots, by the form of the inputs, or of ``slot`` for empty inputs."""
-    return slots * len(x.rows) // len(x.pixels) if len(x.rows) else slots // slot.cell
+    return slots * len(x.rows) // len(x.pixels) if len(x.rows) else slot.cells(slots)
 
 
 def pad_interpolation(x: VisionInputs, slots: int) -> tuple[Array | None, Array | None]:

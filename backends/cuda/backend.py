@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from trencadis.backends.cuda.launches.input_buffers import InputBuffers, StageBu
 from trencadis.backends.cuda.launches.input_sizes import cross_attention_bytes, input_bytes
 from trencadis.backends.cuda.policy import policy
 from trencadis.backends.cuda.runtime_protocol import CudaEvent, Graph, Runtime, Stream
-from trencadis.core.buckets import Bucket
+from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import (
     BackendConfig,
     Body,
@@ -45,6 +45,10 @@ class AttentionLibrary(Protocol):
     def wrap_body(self, buffers: InputBuffers, body: Body) -> Body:
         """Wraps ``body`` with the library's set-up; ``buffers`` call back for each launch that it must plan."""
         ...
+
+
+FETCHED = (Stage.SAMPLE, Stage.POOL)
+"""Stages whose outputs are copied to the host."""
 
 
 class CudaProgram:
@@ -145,9 +149,13 @@ class CudaProgram:
         return max(self.runtime.memory.free() - before, 0)
 
     def _begin(self) -> None:
-        """Orders the launch after the copy of its inputs, and after the copy of the outputs that it overwrites."""
+        """Orders the launch after the copy of its inputs, and after the copy of the outputs that it overwrites.
+
+        Stages do not share the memory of outputs: only one whose outputs are fetched waits for their copy.
+        """
         self.runtime.wait(Stream.PROGRAMS, self.buffers.buffer.written)
-        self.runtime.wait(Stream.PROGRAMS, self._fetched)
+        if self.bucket.stage in FETCHED:
+            self.runtime.wait(Stream.PROGRAMS, self._fetched)
 
     def _end(self) -> None:
         self.runtime.record(self.buffers.buffer.last_read, Stream.PROGRAMS)
@@ -188,6 +196,13 @@ TWIN = "{} (twin): no card computes here; launches, copies and graphs are imitat
 INTERPRETED = "{} (interpreted): kernels run in Triton's interpreter, for tests only."
 
 
+@runtime_checkable
+class BlockingOps(Protocol):
+    """Ops whose attention takes queries in planned blocks (``ops.CudaOps``)."""
+
+    query_group: int
+
+
 class CudaBackend:
     """``core.device.backend.Backend`` over a runtime: a card's, or its twin on the CPU.
 
@@ -211,12 +226,16 @@ class CudaBackend:
         self.notes: tuple[str, ...] = getattr(comm, "notes", ())
         if runtime.device.type == "cpu":
             self.notes += ((INTERPRETED if runtime.interprets else TWIN).format(self.name),)
-        kv_heads = -(-(cfg.kv_heads or 4) // cfg.world)
+        forms = [-(-(heads or 4) // cfg.world) for heads, _ in cfg.head_forms]
+        kv_heads = forms[0]
+        groups = [max((cfg.heads or 8 * heads * cfg.world) // cfg.world // heads, 1) for heads in forms]
         self.sizes = Sizes(
             block_size=cfg.block_size, row_blocks=cfg.max_blocks_per_row, vocab=cfg.vocab_size,
             kv_heads=kv_heads, processors=runtime.processors, invariant=cfg.batch_invariant, upto=cfg.upto,
-            recurrent=cfg.recurrent, group=max((cfg.heads or 8 * kv_heads * cfg.world) // cfg.world // kv_heads, 1),
+            recurrent=cfg.recurrent, group=max(groups),
         )  # fmt: skip
+        if isinstance(ops, BlockingOps):
+            ops.query_group = max(groups) if len(set(groups)) > 1 else 0
         measured = partial(input_bytes, processors=runtime.processors, invariant=self.sizes.invariant)
         work = partial(cross_attention_bytes, processors=runtime.processors)
         self.policy = dataclasses.replace(

@@ -75,7 +75,7 @@ from trencadis.core.device.backend import (
     Weight,
 )
 from trencadis.core.device.launch_tensors import CrossAttentionTensors, RecurrentRows
-from trencadis.core.models.decoder import DecoderLayer
+from trencadis.core.models.decoder_layer import DecoderLayer
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.shared_constants import WINDOW_SLOTS
 
@@ -130,6 +130,8 @@ class CudaOps(HostLayerOps, ReferenceOps):
     alike: ClassVar[bool] = False
     """True if a query's sums over an image run in the same order in all launches."""
 
+    query_group: int = 0
+    """Query heads per KV head by which blocks of queries were planned; 0: each layer's own, which is then the same."""
     _arrived: Tensor | None = None
 
     def pack_weight(self, weight: Tensor, bias: Tensor | None = None) -> Weight:
@@ -138,9 +140,12 @@ class CudaOps(HostLayerOps, ReferenceOps):
         The first call also allocates the counters of fused layers: a capture would take them from the pool of its
         graph.
         """
-        if self._arrived is None and self.whole_layers and envs.get_bool("TRENCADIS_CUDA_WHOLE_LAYERS"):
-            self._arrived = skinny_gemm.counters(weight.device)
+        self._allocate_counters(weight.device)
         return super().pack_weight(weight, bias)
+
+    def _allocate_counters(self, device: torch.device) -> None:
+        if self._arrived is None and self.whole_layers and envs.get_bool("TRENCADIS_CUDA_WHOLE_LAYERS"):
+            self._arrived = skinny_gemm.counters(device)
 
     def layer(self, run: Callable[..., T], *args: Any) -> T:
         """Runs a layer as ``backend.Ops`` says; a decoder layer of few rows without adapters in six launches if it can
@@ -155,6 +160,7 @@ class CudaOps(HostLayerOps, ReferenceOps):
 
     def pack_quantised(self, q: QTensor, bias: Tensor | None = None) -> Weight:
         """Packs the codes unchanged, with their scales."""
+        self._allocate_counters(q.data.device)
         return pack_quantised_weight(q, bias, tiles.arch_of(q.data.device))
 
     def prepare_adapters(self, slot: Tensor, numbers: Tensor, dtype: torch.dtype) -> Tensor:
@@ -235,7 +241,9 @@ class CudaOps(HostLayerOps, ReferenceOps):
     ) -> Tensor:  # fmt: skip
         assert isinstance(attn, ItemAttn)
         out, partial = q.new_empty(q.shape), paged_attention.partial(attn, q, kv)
-        paged_attention.attend_text(q, kv, attn, scale, out, partial, window=window, sinks=sinks)
+        paged_attention.attend_text(
+            q, kv, attn, scale, out, partial, window=window, sinks=sinks, planned=self.query_group
+        )
         return out
 
     def cross_attend(
@@ -369,5 +377,7 @@ class InvariantCudaOps(ProbedOps, CudaOps):
     ) -> Tensor:  # fmt: skip
         assert isinstance(attn, ItemAttn)
         out, partial = q.new_empty(q.shape), paged_attention.partial(attn, q, kv, alike=True)
-        paged_attention.attend_text(q, kv, attn, scale, out, partial, alike=True, window=window, sinks=sinks)
+        paged_attention.attend_text(
+            q, kv, attn, scale, out, partial, alike=True, window=window, sinks=sinks, planned=self.query_group
+        )
         return out

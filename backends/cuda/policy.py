@@ -11,6 +11,7 @@ from trencadis.core.buckets import (
     MIXED_AXES,
     AxisRule,
     Bucket,
+    DecodedPieces,
     Density,
     GraphMemory,
     InputSizes,
@@ -20,7 +21,7 @@ from trencadis.core.buckets import (
 )
 from trencadis.core.errors import StartupError
 from trencadis.core.kv_cache_format import FP8, INT8
-from trencadis.core.quant.scheme import CODES
+from trencadis.core.quant.scheme import CODES, DECODED_BYTES, DECODED_ROWS
 from trencadis.core.shared_constants import WINDOW_SLOTS
 
 FLASH_ATTN, FLASHINFER = "FLASH_ATTN", "FLASHINFER"
@@ -128,6 +129,7 @@ SERVING = Policy(
     captures=True,
     capture_order="descending",
     capture_limit={Stage.PREFILL: 2048},
+    capture_operations=2.7e13,  # 2,048 tokens of a 7B, for which a card computes some 50 ms
     utilisation_of="total",
     pool_cost="max",
     aligned=ALIGNED,
@@ -136,6 +138,7 @@ SERVING = Policy(
     attention={FLASH_ATTN: flash_bytes, FLASHINFER: infer_bytes},
     graph_memory=GraphMemory(library=WORKSPACE),
     ridge=300.0,
+    decoded=DecodedPieces(DECODED_ROWS, DECODED_BYTES),
     inputs=input_bytes,
     invariant_rows=INVARIANT_ROWS,
     quantised=CODES,

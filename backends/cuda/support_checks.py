@@ -165,8 +165,8 @@ def check_model(cfg: BackendConfig) -> None:
     Raises:
         StartupError: no kernel supports one of them.
     """
-    if cfg.head_dim:
-        attention_tensors.check_supported(cfg.head_dim, cfg.heads // max(cfg.kv_heads, 1), cfg.block_size, cfg.dtype)
+    for kv_heads, head_dim in cfg.head_forms if cfg.head_dim else ():
+        attention_tensors.check_supported(head_dim, cfg.heads // max(kv_heads, 1), cfg.block_size, cfg.dtype)
     if cfg.vision_head_dim:
         attention_tensors.check_supported(
             cfg.vision_head_dim, 1, cfg.block_size, cfg.dtype, attention_tensors.VISION_HEADS
@@ -184,10 +184,10 @@ MOST_ITEMS = 65_535
 
 def _check_grid(cfg: BackendConfig) -> None:
     """Raises StartupError if the work items of the largest launch exceed the second axis of a grid."""
-    group, longest = max(cfg.heads // max(cfg.kv_heads, 1), 1), cfg.max_blocks_per_row * cfg.block_size
-
+    longest, kv_heads = cfg.max_blocks_per_row * cfg.block_size, cfg.head_forms[0][0]
+    group = max(max(cfg.heads // max(heads, 1), 1) for heads, _ in cfg.head_forms)
     largest = Bucket(Stage.PREFILL, (cfg.max_tokens, cfg.max_rows))
-    count = item_capacity(largest, group, PROCESSORS, cfg.kv_heads, longest, cfg.batch_invariant).items
+    count = item_capacity(largest, group, PROCESSORS, kv_heads, longest, cfg.batch_invariant).items
     if count > MOST_ITEMS:
         each = block_tokens(largest, group, cfg.batch_invariant)
         most = cfg.max_tokens - each * (count - MOST_ITEMS)

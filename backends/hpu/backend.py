@@ -183,14 +183,17 @@ class HpuBackend:
         self._steplog = StepLog(os.environ, self.bridge.metric_localcontext)
 
     def _make_ops(self) -> HpuOps:
-        args = (self.bridge, self.settings, self.cfg.block_size)
+        cfg = self.cfg
+        args = (self.bridge, self.settings, cfg.block_size)
+        groups = tuple(-(-(cfg.kv_heads if window else cfg.full_kv_heads) // cfg.world) for window in cfg.windows)
+        groups = groups if cfg.full_kv_heads else ()
         if self._emulator is None:
-            return HpuOps(*args, dtype=self.dtype, windows=self.cfg.windows)
+            return HpuOps(*args, dtype=self.dtype, windows=cfg.windows, window_groups=groups)
         layer = self._emulator.layer
         emulator = self._emulator
         return HpuOps(
             *args, run_layer=layer, dtype=self.dtype, windows=self.cfg.windows, check_context=emulator.launch,
-            values=emulator.values,
+            values=emulator.values, window_groups=groups,
         )  # fmt: skip
 
     def kv_blocks(self, wanted: int, block_bytes: int) -> int:

@@ -101,6 +101,7 @@ class HpuOps(ReferenceOps):
         run_layer: function that runs one layer of a stack, in lazy mode.
         dtype: of queries.
         windows: distinct sliding windows of the model's layers.
+        window_groups: KV heads of this rank in the layers of each window; empty: the same in all layers.
         check_context: context manager around launches that check the card.
         values: False on a card without values, which nothing can be checked on.
     """
@@ -115,8 +116,9 @@ class HpuOps(ReferenceOps):
         windows: tuple[int, ...] = (0,),
         check_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         values: bool = True,
+        window_groups: tuple[int, ...] = (),
     ) -> None:
-        self.dtype, self.windows = dtype, windows
+        self.dtype, self.windows, self.window_groups = dtype, windows, window_groups
         self.bridge, self.settings, self.block_size = bridge, settings, block_size
         self._run_layer = run_layer
         fused, adjusts = settings.fused_sdpa, bridge.is_lazy() or settings.adjustment_compiled
@@ -398,8 +400,8 @@ class HpuOps(ReferenceOps):
         region for each shape of a launch.
         """
         dtype = kv.k.dtype if kv.k_scale is None else self.dtype
-        form = DecodeForm(heads, kv.k.shape[1], dtype, self.settings.fp32_softmax)
-        preparation = self._preparations.get(form)
+        groups = self.window_groups or (kv.k.shape[1],) * len(self.windows)
+        preparation = self._preparations.get(form := DecodeForm(heads, groups, dtype, self.settings.fp32_softmax))
         if preparation is None:
             slices = self.settings.context_slice
             preparation = AttnPreparation(form, self.windows, self.block_size, slices, self.kernels)

@@ -54,7 +54,7 @@ def weight_bytes(model: ModelConfig, rows: int, ranks: int = 1) -> float:
     if t.experts is not None:
         e = t.experts
         read = e.count * (1 - (1 - e.top / e.count) ** rows)
-        total += (t.layers - t.dense_layers) * (t.hidden * (e.count + 3 * read * e.inner) + e.shared_values(t.hidden))
+        total += t.expert_layers * (t.hidden * (e.count + 3 * read * e.inner) + e.shared_values(t.hidden))
     return ITEM * (total + t.vocab * t.hidden) / ranks
 
 

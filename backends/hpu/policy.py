@@ -138,7 +138,7 @@ def input_bytes(bucket: Bucket, sizes: InputSizes) -> int:
         case Stage.VISION:
             each = sizes.slot.values + 8 + 8 * sizes.slot.position_neighbours
             windows = dims[0] // WINDOW_SLOTS * (12 if sizes.slot.padding_windows else 8)
-            return dims[0] * each + 4 * (dims[0] // sizes.slot.cell) + windows
+            return dims[0] * each + 4 * sizes.slot.cells(dims[0]) + windows
         case Stage.SAMPLE:
             ahead = drafts_ahead(bucket)
             each = 48 + (4 + 4 * ahead if ahead else 0)

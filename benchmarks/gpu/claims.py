@@ -9,16 +9,31 @@ from typing import Any
 from benchmarks.harness.claims import Claim
 
 CLAIMS = (
+    Claim("decode_top1", "decode", "decoded tokens that a prompt of the same ids would not choose", 0),
+    Claim("decode_gap", "decode", "decoded log-probabilities from those of prompts: largest, in noise", 2, False, "x"),
+    Claim("decode_mean", "decode", "decoded log-probabilities from those of prompts: mean, in noise", 2, False, "x"),
+    Claim(
+        "layer_error", "layers", "layers of 3B and 7B, 1 to 16 rows: largest error over bfloat16's noise", 2, False, "x"
+    ),
+    Claim(
+        "layer_mean", "layers", "layers of 3B and 7B, 1 to 16 rows: mean error over bfloat16's noise", 1.5, False, "x"
+    ),
+    Claim("layer_cache", "layers", "slots of the cache that a layer changed beside its own", 0),
+    Claim("layer_moved", "layers", "runs of a layer whose bits differ, of 2,000 of each", 0),
+    Claim("layer_early", "layers", "runs whose bits differ from those without dependent launches", 0),
+    Claim("kernel_moved", "repeats", "runs of a kernel whose bits differ, of 100 of each case", 0),
     Claim("serves_demo", "demo", "the demo checkpoint answers texts and images", 1, True),
     Claim("serves_three", "three", "a random 3B answers texts and images", 1, True),
     Claim("demo_top1", "demo", "demo, bf16: top-1 of float32 transformers, teacher-forced", 99, True, " %"),
-    Claim("three_rate", "three", "random 3B, bf16: mismatches over transformers' own bf16", 1.2, False, "x"),
+    Claim("three_rate", "three", "random 3B, bf16: mismatches above transformers' bf16, in deviations", 2),
     Claim("three_gap", "three", "random 3B: largest gap of a mismatch over the noise measured", 1, False, "x"),
     Claim("replay", "three", "answers whose tokens or log-probabilities differ between graphs and eager", 0),
     Claim("captures", "mixed", "graphs captured after warm-up, 10,000 mixed requests", 0),
     Claim("jit", "mixed", "kernels compiled after warm-up, 10,000 mixed requests", 0),
     Claim("tpot", "three", "3B, decode TPOT at c=1 over weight bytes / copy bandwidth", 1.35, False, "x"),
-    Claim("c32", "engine", "3B, c=32, output tokens/s over transformers' generate", 10, True, "x"),
+    Claim("paces", "paces", "3B, TPOT at 16 to 256 rows over the roofline of the run, worst", 1.6, False, "x"),
+    Claim("prompts", "paces", "3B, TTFT at 2k, 8k and 32k over the roofline of the run, worst", 1.6, False, "x"),
+    Claim("served", "serve", "serve answers a streamed chat over HTTP", 1, True),
     Claim("encoder", "three", "encoder p99 with graphs below eager, up to 512 image tokens", 30, True, " %"),
     Claim("graphs", "three", "memory of graphs away from its prediction", 10, False, " %"),
     Claim("ledger", "three", "ledger away from mem_get_info, share of the card", 1, False, " %"),

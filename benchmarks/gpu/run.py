@@ -1,20 +1,27 @@
-"""Everything that is claimed of an NVIDIA card, measured in one run of ten minutes at most, each claim with its bar.
+"""Everything that is claimed of an NVIDIA card, measured in one run of thirty minutes, each claim with its bar.
 
-PYTHONPATH=$PWD python -P -m benchmarks.gpu [--only kernels,three,demo,mixed,engine] [--minutes 9.5] [--no-record]
-PYTHONPATH=$PWD python -P -m benchmarks.gpu --only three,mixed --out DIR --docs DIR    in two halves; files go to DIR
-PYTHONPATH=$PWD python -P -m benchmarks.gpu --device twin --smoke     the parts that need no card, tiny
+PYTHONPATH=$PWD python -P -m benchmarks.gpu [--only decode,layers,...] [--minutes 29] [--no-record]
+PYTHONPATH=$PWD python -P -m benchmarks.gpu --only three,mixed --out DIR --docs DIR    in parts; files go to DIR
+PYTHONPATH=$PWD python -P -m benchmarks.gpu --device twin --smoke     all parts, tiny; what needs a card says so
 
-Needs torch, triton, numpy, Pillow, tokenizers, safetensors, jinja2, httpx, idna and transformers, no network, and
-nothing to be installed of this project. Prints a line for each claim and writes ``gpu.json`` after each part: what
-fails or runs out of time takes nothing with it. On a card it enters the figures in ``hardware.json``, which
-``hardware.md`` is made from. Ends with 0 where every claim that was measured holds, 1 where one fails or a part ended
-early, 2 without a card.
+Values come first (decode, layers, repeats, three, demo, mixed), then where time goes (paces, counters), speed (kernels,
+quantised), the tuner, the kernels' tests and ``serve`` itself. Needs torch, triton, numpy, Pillow, tokenizers,
+safetensors, jinja2, httpx, idna and transformers, no network, and nothing to be installed of this project; ``serve``
+needs the server's packages, too, and is left out without them. Prints a line for each claim and writes ``gpu.json``
+after each part: what fails or runs out of time takes nothing with it. On a card it enters the figures in
+``hardware.json``, which ``hardware.md`` is made from. Ends with 0 where every claim that was measured holds, 1 where
+one fails or a part ended early, 2 without a card.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import math
+import os
+import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -26,7 +33,7 @@ from benchmarks.gpu.claims import CLAIMS, kernel_values
 from benchmarks.harness.checkpoints import SHAPES, checkpoint, text_bytes
 from benchmarks.harness.compared_engines import SIDE, Setup
 from benchmarks.harness.reporting import RESULTS, ROOT, quantile
-from benchmarks.harness.subprocesses import PartRun
+from benchmarks.harness.subprocesses import PartRun, ended
 from trencadis.assets import demo_path
 from trencadis.core.cpu_affinity import available_cpus
 
@@ -47,6 +54,61 @@ class Run(PartRun):
     def torch_device(self) -> str:
         """The torch device on which transformers runs."""
         return "cuda" if self.device == "cuda" else "cpu"
+
+
+def decode(run: Run) -> None:
+    """Decoded tokens of the demo and of the random checkpoint against prompts of the same ids."""
+    worst = dict[str, float]()
+    for name, path in (("demo", demo_path()), ("three", model_of(run))):
+        setup = replace(run.setup(str(path), 2048, 4 << 30), pixels=SIDE * SIDE)
+        few: tuple[str, ...] = ()
+        if run.smoke:
+            setup, few = replace(setup, seqs=18), ("--rows", "1,8,16,17", "--tokens", "6", "--long", "300")
+        out = run.new_file(f"decode-{name}")
+        found = run.child(f"decode-{name}", "gpu.decode", json.dumps(asdict(setup)), str(out), *few, out=out, limit=400)
+        for figure in ("top1", "gap", "mean") if found is not None else ():
+            worst[figure] = max(worst.get(figure, 0.0), found[figure])
+            batches = ", ".join(f"{rows} rows {b[figure]:.2g}" for rows, b in found["batches"].items())
+            note = run.notes.get(f"decode_{figure}", "")
+            run.notes[f"decode_{figure}"] = f"{note}{'; ' if note else ''}{name}: {batches}"
+    run.values |= {f"decode_{figure}": value for figure, value in worst.items()}
+
+
+def layers(run: Run) -> None:
+    """Layers at real sizes, with dependent launches and without."""
+    few = () if run.device == "cuda" else ("--small", "--times", "2")
+    bits = list[dict[str, str]]()
+    for name, dependent in (("layers", "1"), ("layers-waiting", "0")):
+        out, left = run.new_file(name), os.environ.get(DEPENDENT)
+        os.environ[DEPENDENT] = dependent
+        try:
+            found = run.child(name, "gpu.layers", str(out), *few, out=out, limit=300)
+        finally:
+            os.environ.pop(DEPENDENT)
+            if left is not None:
+                os.environ[DEPENDENT] = left
+        if found is None or not found["layers"]:
+            continue
+        bits.append(found["bits"])
+        own = {"layer_error": found["error"], "layer_mean": found["mean"],
+               "layer_cache": found["elsewhere"] + found["counters"], "layer_moved": found["moved"]}  # fmt: skip
+        run.values |= {claim: max(value, run.values.get(claim, 0.0)) for claim, value in own.items()}
+    if len(bits) == 2:
+        run.values["layer_early"] = sum(bits[1].get(label) != value for label, value in bits[0].items())
+
+
+DEPENDENT = "TRENCADIS_CUDA_DEPENDENT_LAUNCHES"
+
+
+def repeats(run: Run) -> None:
+    """Every case of the kernels' benchmark many times."""
+    file = run.out / "repeats.json"
+    file.unlink(missing_ok=True)
+    few = ("--repeat", "100") if run.device == "cuda" else ("--interpret", "--repeat", "1")
+    found = run.child("repeats", "kernels", *few, "--out", str(run.out), out=file, limit=200)
+    if found is not None:
+        run.values["kernel_moved"] = sum(found["cases"].values())
+        run.notes["kernel_moved"] = f"{len(found['cases'])} cases"
 
 
 def kernels(run: Run) -> None:
@@ -127,7 +189,8 @@ def accuracy(run: Run, name: str, model: Path) -> dict[str, Any] | None:
     args = (str(model), str(probe), str(out), "--device", run.torch_device)
     found: dict[str, Any] | None = run.child(f"{name}-accuracy", "accuracy", *args, out=out)
     if found is not None and name == "three":
-        run.values["three_rate"] = found["ours"] / max(found["theirs"], 1)
+        more, both = found["ours"] - found["theirs"], found["ours"] + found["theirs"]
+        run.values["three_rate"] = more / math.sqrt(max(both, 1))
         run.values["three_gap"] = found["worst_gap"] / max(found["noise"], 1e-9)
         reported = f"{found['ours']} and {found['theirs']} of {found['tokens']} tokens"
         run.notes |= {"three_rate": reported, "three_gap": f"noise {found['noise']:.3g}"}
@@ -164,6 +227,101 @@ def mixed(run: Run) -> None:
     run.notes |= {"captures": reported, "jit": str(found["jit_names"] or "none")}
 
 
+def paces(run: Run) -> None:
+    """TTFT and TPOT over rooflines, and the kernels of each load."""
+    setup = replace(run.setup(str(model_of(run)), 32_768, 16 << 30), pixels=SIDE * SIDE)
+    few = ("--rows", "1,4", "--prompts", "128") if run.smoke else ()
+    out = run.new_file("paces")
+    args = (json.dumps(asdict(setup)), str(out), *few, "--profile")
+    found = run.child("paces", "gpu.paces", *args, out=out, limit=420)
+    if found is None:
+        return
+    for claim, figure, least in (("paces", "tpot", 2), ("prompts", "ttft", 1)):
+        taken = {int(n): one for n, one in found[figure].items() if int(n) >= least}
+        if taken:
+            run.values[claim] = max(one["over"] for one in taken.values())
+            reported = ", ".join(f"{n}: {1e3 * one['seconds']:.2f} ms {one['over']:.2f}x" for n, one in taken.items())
+            run.notes[claim] = reported
+
+
+def counters(run: Run) -> None:
+    """``ncu`` over five kernels, where it is installed; its tables are files."""
+    tool = shutil.which("ncu")
+    if run.device != "cuda" or tool is None:
+        print("counters: needs a card and ncu", flush=True)
+        return
+    for number, case in enumerate(PROFILED):
+        left = min(60.0, run.end - time.monotonic())
+        if left < 20:
+            run.failures.append("counters: no time was left")
+            return
+        file = run.out / f"ncu-{number}.csv"
+        profiled = [tool, "--csv", "--log-file", str(file), "--set", "basic", "-c", "8"]
+        try:
+            ended([*profiled, sys.executable, "-P", "-m", "benchmarks.kernels", "--only", case, "--repeat", "1"], left)
+        except subprocess.TimeoutExpired:
+            run.failures.append(f"counters, {case}: stopped after {left:.0f} s")
+
+
+PROFILED = ("decode 16/2x128 bfloat16 16 rows x 2048", "prefill 16/2x128 bfloat16 16384", "int4, 1 rows, 37888 x 3584",
+            "head greedy, 256", "norm with residual 8192")  # fmt: skip
+"""Cases of benchmarks.kernels whose counters are read."""
+
+
+def tuner(run: Run) -> None:
+    """Tiles of this card."""
+    if run.device != "cuda":
+        print("tuner: needs a card", flush=True)
+        return
+    script(run, "tuner", 500.0, "tools/tune_kernels.py", "--heads", "128", "80", "--bits", "16", "--minutes", "8")
+
+
+def tests(run: Run) -> None:
+    """The kernels' tests on the card, in twelve processes where pytest-xdist is installed."""
+    if run.device != "cuda" or importlib.util.find_spec("pytest") is None:
+        print("tests: need a card and pytest", flush=True)
+        return
+    many = ("-n", "12") if importlib.util.find_spec("xdist") is not None else ()
+    report = f"--junitxml={run.out / 'card.xml'}"
+    os.environ["TRITON_INTERPRET"] = "0"
+    script(run, "tests", 400.0, "-m", "pytest", "-q", "-x", *many, "tests/kernels", report)
+
+
+def script(run: Run, name: str, limit: float, *args: str) -> None:
+    """Runs Python on ``args`` in the checkout until it ends or ``limit`` seconds are over."""
+    left = min(limit, run.end - time.monotonic())
+    if left < 5:
+        run.failures.append(f"{name}: no time was left")
+        return
+    try:
+        done = ended([sys.executable, *args], left)
+        if done.returncode:
+            run.failures.append(f"{name}: ended with {done.returncode}: {done.stderr[-1000:]}")
+    except subprocess.TimeoutExpired:
+        run.failures.append(f"{name}: stopped after {left:.0f} s")
+
+
+def serve(run: Run) -> None:
+    """``serve`` over HTTP: a streamed chat of the demo, where the server's packages are installed or carried."""
+    wheels = ROOT / "wheels"
+    carried = [str(path) for path in wheels.glob("*.whl")] if wheels.is_dir() else []
+    lacking = [name for name in SERVER if importlib.util.find_spec(name) is None]
+    if lacking and not carried:
+        print(f"serve: this Python lacks {', '.join(lacking)}, and {wheels.name}/ holds no wheels", flush=True)
+        return
+    out = run.new_file("serve")
+    policy = ("--policy", "twin") if run.device == "twin" else ()
+    device = "cpu" if run.device == "cpu" else "cuda"
+    found = run.child("serve", "gpu.served", str(out), "--device", device, *policy, *carried, out=out, limit=150)
+    if found is not None:
+        run.values["served"] = int(found["words"] > 0 and found["done"])
+        run.notes["served"] = f"ready after {found['ready']:.0f} s, {found['chunks']} chunks"
+
+
+SERVER = ("fastapi", "uvicorn", "msgspec", "pydantic")
+"""Packages that ``serve`` needs beside those of the engine."""
+
+
 def engine(run: Run) -> None:
     """Ours and transformers in turns."""
     path, out = model_of(run), RESULTS / "engine.json"
@@ -174,7 +332,7 @@ def engine(run: Run) -> None:
     if found is not None and "text-32" in found["cases"]:
         sides = found["cases"]["text-32"]["sides"]
         ours, reference = (sides[s]["tokens_per_second"] for s in ("ours", "theirs"))
-        run.values["c32"], run.notes["c32"] = ours / reference, f"{ours:.0f} against {reference:.0f} tokens/s"
+        print(f"engine: 32 texts at once, {ours:.0f} tokens/s, transformers {reference:.0f}", flush=True)
 
 
 def quantised(run: Run) -> None:
@@ -199,10 +357,11 @@ def quantised(run: Run) -> None:
 
 
 PARTS: dict[str, Callable[[Run], None]] = {
-    "three": three, "mixed": mixed, "demo": demo, "engine": engine, "kernels": kernels,
-    "quantised": quantised,
+    "decode": decode, "layers": layers, "repeats": repeats, "three": three, "demo": demo, "mixed": mixed,
+    "paces": paces, "counters": counters, "kernels": kernels, "quantised": quantised, "tuner": tuner, "tests": tests,
+    "serve": serve, "engine": engine,
 }  # fmt: skip
-"""The parts in the order in which they run: those that use most of the project first."""
+"""The parts in the order in which they run: values before speed."""
 
 
 def card() -> str:
@@ -218,7 +377,7 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(PARTS), help="parts, comma-separated")
     parser.add_argument("--device", default="cuda", choices=("cuda", "twin", "cpu"))
     parser.add_argument("--smoke", action="store_true", help="tiny sizes: checks that the parts run, judges nothing")
-    parser.add_argument("--minutes", type=float, default=9.5, help="stop every part after so long")
+    parser.add_argument("--minutes", type=float, default=29, help="stop every part after so long")
     parser.add_argument("--no-record", action="store_true", help="do not update the hardware pages")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of gpu.json and kernels.json")
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder of hardware.json and hardware.md")

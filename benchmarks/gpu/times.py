@@ -1,18 +1,25 @@
-"""How long a decoding step would take on a card, by recorded launches and published figures: no card, no measurement.
+"""How long a decoding step and a prompt would take on a card, by recorded launches and published figures: no card, no
+measurement.
 
-python -m benchmarks.gpu.times [--card H100] [--rows 1,32,256] [--context 1024] [--json FILE]
+python -m benchmarks.gpu.times [--card H100] [--rows 1,32,256] [--context 1024] [--json FILE] | --published
 
 3B, 7B and 72B as they are served: the 72B on four cards. ``trencadis plan --time`` says the same of any model.
+``--published`` compares the same estimate, op by op, with what others measured of their engines.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.packing import qwen_7b
 from trencadis.backends.cuda.timing import time_report
+from trencadis.backends.cuda.timing.kernel_recorder import DecodeRecorder
+from trencadis.backends.cuda.timing.kernel_times import card, time_of
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 
 LENGTH = 32_768
@@ -36,6 +43,62 @@ MODELS = {
 """Name -> (its sizes, cards that it is served on)."""
 
 
+class Published(NamedTuple):
+    """One figure of another engine: ``seconds`` of a decoding step of ``rows`` rows, or to the first token of a prompt
+    of ``prompt`` tokens."""
+
+    engine: str
+    model: str
+    card: str
+    seconds: float
+    source: str
+    rows: int = 0
+    context: int = 0
+    prompt: int = 0
+
+
+LLAMA_1B = text_of(2048, 16, 32, 8, 8192, 128_256, True)
+LLAMA_1B = replace(LLAMA_1B, text=replace(LLAMA_1B.text, head_dim=64, mrope_section=None))
+OTHERS = {
+    "Llama-3.2-1B": LLAMA_1B,
+    "Llama-2-7B": text_of(4096, 32, 32, 32, 11_008, 32_000, False),
+    "Llama-2-13B": text_of(5120, 40, 40, 40, 13_824, 32_000, False),
+}
+_LMDEPLOY = "github.com/InternLM/lmdeploy, its benchmark on A100 in FP16"
+PUBLISHED = (
+    Published("SGLang", "Llama-3.2-1B", "H100", 2 * 1.236e9 / (0.5 * 3.35e12),
+              "hazyresearch.stanford.edu/blog/2025-05-27-no-bubbles: at most half of the bandwidth", 1, 96),
+    Published("LMDeploy 0.1", "Llama-2-7B", "A100", 1 / 98.92, _LMDEPLOY, 1, 128 + 1024),
+    Published("LMDeploy 0.1", "Llama-2-13B", "A100", 1 / 55.29, _LMDEPLOY, 1, 128 + 1024),
+    Published("LMDeploy 0.1", "Llama-2-7B", "A100", 0.139, _LMDEPLOY, prompt=2048),
+    Published("LMDeploy 0.1", "Llama-2-13B", "A100", 0.242, _LMDEPLOY, prompt=2048),
+)  # fmt: skip
+"""Figures that the estimate was not made from."""
+
+
+def estimate(figure: Published) -> float:
+    """Seconds by the simulator, every layer op by op."""
+    on = card(figure.card)
+    recorder = DecodeRecorder(OTHERS[figure.model], 1, int(on.processors), whole_layers=False)
+    if figure.prompt:
+        launches = recorder.prompt(figure.prompt)
+        return sum(time_of(kernels, on).total for kernels in launches) + on.graph
+    return time_report.step_time(recorder.step(figure.rows, figure.context), figure.rows, on)[1].step
+
+
+def published_lines() -> Iterator[str]:
+    """The table of docs/benchmarks.md."""
+    yield "| engine | model, card | load | published, ms | estimate, ms | over published |"
+    yield "|---|---|---|---|---|---|"
+    for one in PUBLISHED:
+        found = estimate(one)
+        load = f"prompt of {one.prompt:,}" if one.prompt else f"{one.rows} row, context {one.context:,}"
+        yield (
+            f"| {one.engine} | {one.model}, {one.card} | {load} | {1e3 * one.seconds:.2f} | {1e3 * found:.2f} | "
+            f"{found / one.seconds:.2f} |"
+        )
+
+
 def main() -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -43,7 +106,11 @@ def main() -> None:
     parser.add_argument("--rows", default="1,32,256")
     parser.add_argument("--context", type=int, default=time_report.CONTEXT)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--published", action="store_true", help="compare with figures of other engines")
     args = parser.parse_args()
+    if args.published:
+        print(*published_lines(), sep="\n")
+        return
     rows = [int(n) for n in args.rows.split(",")]
     found = {}
     for name, (make, ranks) in MODELS.items():

@@ -1,11 +1,13 @@
-"""Floods without a key: how long /health and a chat's first token take while 64 connections send what is refused.
+"""Floods without a key: how long /health and a chat's first token take while 64 connections send what is refused,
+and while one client with a key asks for the largest answers, or for templates that never end.
 
 python -m benchmarks.host.keyless_floods [--kinds one-byte,keys] [--seconds 8] [--rate 10] [--connections 64]
     [--model assets/demo]
 
 Each kind runs with an idle engine and with four chats that stream. ``plain`` sends whole requests without a key at the
-same rate of connections and a hundredth of the bytes; ``none`` sends nothing. The flood is a process of its own, which
-shares the CPUs with the server.
+same rate of connections and a hundredth of the bytes; ``none`` sends nothing. ``choices``, ``prompts``, ``echo`` and
+``template`` are single requests with a key, one after another; ``plain-choices`` and ``plain-prompts`` are the same
+without log-probabilities. The flood is a process of its own, which shares the CPUs with the server.
 """
 
 from __future__ import annotations
@@ -81,9 +83,51 @@ def plain() -> bytes:
     return _post(b"Content-Length: %d\r\nConnection: close\r\n" % len(body), body)
 
 
+def tiny_chunks() -> bytes:
+    """A megabyte of body in chunks of 64 bytes, the shortest that are taken."""
+    chunked = b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n"
+    return _post(chunked, (b"40\r\n" + b" " * 64 + b"\r\n") * 15_000 + b"0\r\n\r\n")
+
+
+def pipelined() -> bytes:
+    """20,000 probes on one connection."""
+    return b"GET /version HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 20_000
+
+
+TEXT = "word " * 700
+FAN_OUT = "{% macro a0() %}x{% endmacro %}" + "".join(
+    "{% macro a" + str(i) + "() %}" + ("{{ a" + str(i - 1) + "() }}") * 10 + "{% endmacro %}" for i in range(1, 12)
+)
+USER = [{"role": "user", "content": "Hi"}]
+KEYED: dict[str, tuple[str, dict[str, object]]] = {
+    "plain-choices": ("/v1/chat/completions", {
+        "messages": USER, "n": 60, "max_tokens": 500, "ignore_eos": True, "temperature": 1.0}),
+    "plain-prompts": ("/v1/completions", {"prompt": [TEXT] * 40, "max_tokens": 1}),
+    "choices": ("/v1/chat/completions", {
+        "messages": USER, "n": 60, "max_tokens": 500, "logprobs": True, "top_logprobs": 20, "ignore_eos": True,
+        "temperature": 1.0}),
+    "prompts": ("/v1/completions", {"prompt": [TEXT] * 40, "prompt_logprobs": 20, "max_tokens": 1}),
+    "echo": ("/v1/completions", {"prompt": [TEXT] * 40, "echo": True, "logprobs": 20, "max_tokens": 1}),
+    "template": ("/v1/chat/completions", {"messages": USER, "max_tokens": 1, "chat_template": FAN_OUT + "{{ a11() }}"}),
+}  # fmt: skip
+
+
+def ask_again(port: int, kind: str, stop: float) -> None:
+    """Sends one request of ``KEYED`` after another until ``stop``, and reads the answers."""
+    path, body = KEYED[kind]
+    while time.monotonic() < stop:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
+        connection.request("POST", path, json.dumps(body), {"Authorization": f"Bearer {KEY}"})
+        answer = connection.getresponse()
+        while answer.read(1 << 20):
+            pass
+        connection.close()
+
+
 KINDS: dict[str, Callable[[], bytes]] = {
     "none": bytes, "plain": plain, "one-byte": one_byte_chunks, "keys": many_keys, "parameters": many_parameters,
     "fields": many_fields, "trailers": many_trailers, "folded": folded_lines,
+    "64-byte": tiny_chunks, "pipelined": pipelined,
 }  # fmt: skip
 
 
@@ -130,9 +174,9 @@ def _flooding(server: Server, kind: str, args: argparse.Namespace) -> Iterator[N
         yield
         return
     stop = time.monotonic() + args.seconds + 3
-    made = multiprocessing.get_context("spawn").Process(
-        target=flood, args=(server.port, kind, args.connections, args.rate * 1e6, stop)
-    )
+    given = (ask_again, (server.port, kind, stop)) if kind in KEYED else (
+        flood, (server.port, kind, args.connections, args.rate * 1e6, stop))  # fmt: skip
+    made = multiprocessing.get_context("spawn").Process(target=given[0], args=given[1])
     made.start()
     time.sleep(2)  # it has imported and connected
     try:
@@ -202,7 +246,7 @@ def measure(server: Server, kind: str, busy: bool, args: argparse.Namespace) -> 
 def main() -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--kinds", default=",".join([*KINDS, *KEYED]))
     parser.add_argument("--seconds", type=float, default=8)
     parser.add_argument("--rate", type=float, default=10, help="megabytes a second of all connections together")
     parser.add_argument("--connections", type=int, default=64)
@@ -215,6 +259,7 @@ def main() -> None:
         keys.write_text(yaml.safe_dump({"keys": tenants}))
         keys.chmod(0o600)
         flags = ["--model", args.model, "--threads", "1", "--api-key-file", str(keys), "--scheduling-policy", "fair"]
+        flags.append("--trust-request-chat-template")
         rows = []
         with serving(*flags) as server:
             for kind in args.kinds.split(","):

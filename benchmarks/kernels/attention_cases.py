@@ -67,9 +67,10 @@ def step_inputs(rows: list[tuple[int, int]], rng: np.random.Generator) -> StepIn
     )  # fmt: skip
 
 
-def _launch(
+def make_launch(
     m: Model, rows: list[tuple[int, int]], bucket: Bucket, device: torch.device
 ) -> tuple[InputBuffers, list[Tensor]]:
+    """Inputs of a launch of rows of (context, tokens); queries, and a cache whose blocks are in random order."""
     inputs = step_inputs(rows, np.random.default_rng(0))
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
     group = m.heads // m.kv_heads
@@ -86,7 +87,7 @@ def _launch(
 def decode(m: Model, rows: int, context: int, device: torch.device, window: int = 0) -> Case:
     """``rows`` tokens that each read ``context`` keys, or the last of them that a ``window`` holds: bound by memory."""
     read = min(context, window or context)
-    buffers, (q, k, v) = _launch(m, [(context - 1, 1)] * rows, Bucket(Stage.DECODE, (rows,)), device)
+    buffers, (q, k, v) = make_launch(m, [(context - 1, 1)] * rows, Bucket(Stage.DECODE, (rows,)), device)
     attn, out, scale = buffers.tensors.attn, torch.empty_like(q), m.d**-0.5
     room = paged_attention.partial(attn, q, LayerKV(k, v))
     dense = [t[attn.blocks.view(rows, -1).long()].flatten(1, 2)[:, :context].transpose(1, 2) for t in (k, v)]
@@ -110,7 +111,7 @@ def decode(m: Model, rows: int, context: int, device: torch.device, window: int 
 
 def prefill(m: Model, tokens: int, device: torch.device, context: int = 0) -> Case:
     """One prompt (or a chunk of it after ``context`` stored tokens): bound by arithmetic."""
-    buffers, (q, k, v) = _launch(m, [(context, tokens)], Bucket(Stage.PREFILL, (tokens, 16)), device)
+    buffers, (q, k, v) = make_launch(m, [(context, tokens)], Bucket(Stage.PREFILL, (tokens, 16)), device)
     attn, out, scale = buffers.tensors.attn, torch.empty_like(q), m.d**-0.5
     room = paged_attention.partial(attn, q, LayerKV(k, v))
     held = -(-(context + tokens) // BLOCK)
@@ -193,8 +194,11 @@ def rope_store(m: Model, tokens: int, device: torch.device) -> Case:
     cos, sin = (torch.rand(tokens, m.d, device=device) for _ in range(2))
     slots = 2 * BLOCK + torch.randperm(tokens, device=device)
 
-    def run() -> None:
-        rotary_kernels.rope_store(q, k, v, cos, sin, *cache, slots, q)
+    out = torch.empty(q.shape, dtype=m.dtype, device=device)
+
+    def run() -> Tensor:
+        rotary_kernels.rope_store(q, k, v, cos, sin, *cache, slots, out)
+        return out
 
     return Case(
         f"rope_store {m.label} {tokens} tokens", "rope", run,

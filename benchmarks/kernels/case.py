@@ -18,6 +18,7 @@ class Case:
             ``flops``.
         baselines: torch's ways to the same result; one that a device lacks raises when it is called.
         check: largest difference between ``run`` and a baseline.
+        reset: undoes what ``run`` changes beside its result; None: nothing.
     """
 
     name: str
@@ -28,3 +29,4 @@ class Case:
     bound: str
     baselines: dict[str, Callable[[], object]] = field(default_factory=dict)
     check: Callable[[], float] | None = None
+    reset: Callable[[], object] | None = None

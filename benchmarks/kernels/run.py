@@ -1,8 +1,9 @@
 """Each CUDA kernel against torch's ways to the same result and a ceiling measured in the same run.
 
-usage: PYTHONPATH=$PWD python -P -m benchmarks.kernels [--only head] [--out DIR] | --interpret
+usage: PYTHONPATH=$PWD python -P -m benchmarks.kernels [--only head] [--out DIR] [--repeat 100] | --interpret
 
-Writes kernels.json and kernels.png. Imports torch, numpy and the CUDA backend, so a bare GPU machine runs it from a
+``--repeat`` times nothing: it runs every case so often and counts the runs whose bits differ from the first one's. Else
+it writes kernels.json and kernels.png. Imports torch, numpy and the CUDA backend, so a bare GPU machine runs it from a
 checkout. Without an NVIDIA card it ends with 2; ``--interpret`` then runs every case at a tiny size in Triton's
 interpreter and compares values, which says nothing about speed.
 """
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = ("attention_cases", "sampling_cases", "small_cases")
+MODULES = ("attention_cases", "sampling_cases", "small_cases", "layer_cases")
 NAMED = "quantised"
 """Begins the name of a module whose cases run only when they are asked for: they take minutes of their own."""
 FLUSH = 512 << 20
@@ -32,6 +33,8 @@ FLUSH = 512 << 20
 REPEATS = 30
 AWAY = 0.05
 """Largest difference between a kernel's values and torch's."""
+SHORT = 2e-6
+"""Seconds of a case's traffic at the ceiling below which it is judged by its time above two empty kernels."""
 
 
 def main() -> int:
@@ -40,15 +43,20 @@ def main() -> int:
     parser.add_argument("--only", default="", help="part of the names of the cases to run")
     parser.add_argument("--out", type=Path, default=ROOT / ".bench" / "results")
     parser.add_argument("--interpret", action="store_true", help="tiny sizes in Triton's interpreter: values, no speed")
+    parser.add_argument("--repeat", type=int, default=0, help="runs whose bits are compared, instead of times")
     args = parser.parse_args()
     os.environ["TRITON_INTERPRET"] = "1" if args.interpret else "0"
     import torch
 
+    if args.interpret and args.repeat:
+        return repeat(args.only, args.out, args.repeat, torch.device("cpu"))
     if args.interpret:
         return interpret(args.only)
     if not torch.cuda.is_available():
         print("benchmarks.kernels needs an NVIDIA card; --interpret checks that the cases run", file=sys.stderr)
         return 2
+    if args.repeat:
+        return repeat(args.only, args.out, args.repeat, torch.device("cuda", torch.cuda.current_device()))
     return measure(args.only, args.out)
 
 
@@ -74,6 +82,41 @@ def interpret(only: str) -> int:
                 failed += away > AWAY
                 print(f"{case.name}: largest difference {away:.2g}", flush=True)
     return int(failed > 0)
+
+
+def repeat(only: str, out: Path, times: int, device: Any) -> int:
+    """Runs every case ``times`` times and writes repeats.json; 1 if bits of any run differ from the first one's."""
+    import torch
+
+    found: dict[str, Any] = {"cases": {}, "failed": {}}
+    out.mkdir(parents=True, exist_ok=True)
+    names = [*MODULES, f"{NAMED}_cases"]
+    for module in [importlib.import_module(f"benchmarks.kernels.{name}") for name in names]:
+        try:
+            for case in module.cases(device, small=device.type == "cpu"):
+                if only in case.name:
+                    found["cases"][case.name] = count_moved(case, times, torch)
+        except Exception as error:
+            found["failed"][module.__name__] = error_line(error)
+        (out / "repeats.json").write_text(json.dumps(found))
+    moved = sum(found["cases"].values())
+    print(f"{len(found['cases'])} cases, {times} runs each: {moved} runs differ", *found["failed"].values(), sep="\n")
+    return int(moved > 0 or bool(found["failed"]))
+
+
+def count_moved(case: Any, times: int, torch: Any) -> int:
+    """Runs whose result's bits differ from those of the first run."""
+
+    def bits() -> Any:
+        if case.reset is not None:
+            case.reset()
+        return case.run().contiguous().view(torch.uint8)
+
+    first = bits().clone()
+    moved = torch.zeros((), dtype=torch.int64, device=first.device)
+    for _ in range(times):
+        moved += (bits() != first).any()
+    return int(moved)
 
 
 # Measuring
@@ -130,6 +173,7 @@ class Timer:
         self._stream = torch.cuda.Stream(device)
         tiny = torch.zeros(16, device=device)
         self.idle = self(lambda: tiny.zero_())
+        self.pair = self(lambda: (tiny.zero_(), tiny.zero_()))
 
     def __call__(self, call: Callable[[], object]) -> float:
         """Seconds, the median of REPEATS; runs uncaptured what cannot be captured."""
@@ -216,6 +260,9 @@ def measure_case(case: Any, timer: Timer, tops: dict[str, float]) -> dict[str, A
         return row | {"error": error_line(error)}
     rate = case.flops / seconds / 1e12 if bound == "flops" else case.bytes / seconds / 1e9
     row |= {"microseconds": seconds * 1e6, "rate": rate, "share": rate / tops[bound]}
+    least = 0.0 if bound == "flops" else case.bytes / tops[bound] / 1e9
+    if 0 < least < SHORT:  # the start of its kernels takes as long as the traffic does
+        row["share"] = least / max(timer(case.run) - timer.pair, least)
     for name, call in case.baselines.items():
         try:
             row["baselines"][name] = timer.net(call) * 1e6

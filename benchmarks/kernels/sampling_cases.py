@@ -76,6 +76,7 @@ def case(rows: int, vocab: int, setting: str, device: torch.device) -> Case:
     return Case(
         f"head {setting}, {rows} x {vocab}", "head" if full else "head_greedy", run, bytes=logits.nbytes, flops=0,
         bound="read", baselines={"torch (sort, softmax, cumsum)" if full else "argmax": eager}, check=differs,
+        reset=state.counts.zero_,
     )  # fmt: skip
 
 

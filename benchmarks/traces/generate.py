@@ -91,13 +91,13 @@ TRACES: dict[str, Callable[[int, int], Iterator[Record]]] = {
 
 
 def main() -> None:
-    """Writes one trace to the standard output."""
+    """Writes one trace to the standard output, in order of arrival."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("trace", choices=sorted(TRACES))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--requests", type=int, default=400)
     args = parser.parse_args()
-    for record in TRACES[args.trace](args.seed, args.requests):
+    for record in sorted(TRACES[args.trace](args.seed, args.requests), key=lambda made: made["arrival"]):
         sys.stdout.write(json.dumps(record) + "\n")
 
 

@@ -265,6 +265,12 @@ class CheckpointSource:
         return tensor.to(device=self.device, dtype=self.dtype).contiguous()
 
 
+def layer_number(name: str) -> int:
+    """Returns the layer that a canonical or stored name belongs to; -1: none."""
+    parts = name.split("layers.", 1)[-1].split(".", 1)
+    return int(parts[0]) if len(parts) > 1 and parts[0].isdigit() else -1
+
+
 def fused_parts(c: TextConfig, name: str) -> dict[str, int] | None:
     """Returns the parts, in order, of a weight or bias that some checkpoints store fused -> output features.
 
@@ -275,6 +281,7 @@ def fused_parts(c: TextConfig, name: str) -> dict[str, int] | None:
     if kind not in ("weight", "bias") or fused not in ("qkv_proj", "gate_up_proj"):
         return None
     if fused == "qkv_proj":
+        c = c.of_layer(layer_number(name))
         q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
         return {"q_proj": q, "k_proj": kv, "v_proj": kv}
     inner = c.experts.inner if c.experts is not None and EXPERTS in module else c.intermediate

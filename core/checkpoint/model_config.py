@@ -5,17 +5,25 @@ The part of a model that one pipeline stage holds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from pathlib import Path
 from typing import NamedTuple
 
+from trencadis.core.checkpoint.layer_parts import CHUNK as CHUNK
+from trencadis.core.checkpoint.layer_parts import ExpertsConfig as ExpertsConfig
+from trencadis.core.checkpoint.layer_parts import FullHeads as FullHeads
+from trencadis.core.checkpoint.layer_parts import QueryGrowth as QueryGrowth
+from trencadis.core.checkpoint.layer_parts import RecurrentConfig as RecurrentConfig
 from trencadis.core.checkpoint.pooling_config import Pooling
 from trencadis.core.checkpoint.quant_config import Quantisation
 from trencadis.core.checkpoint.rope_config import LongScaling, Scaling, YarnScaling
 from trencadis.core.kv_cache_format import KVFormat
 from trencadis.core.shared_constants import RESERVED_ROWS
 from trencadis.core.vision_config import VisionConfig
+
+LAYER_INPUTS = ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm")
+"""Canonical names of what makes the embeddings for each layer."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +65,7 @@ class StageShare:
             return not number.isdigit() or int(number) in self.layers
         if top in ("norm", "lm_head", "project_out", "score", "score_dense"):
             return self.ends
-        if top == "visual" or top in ("project_in", "embed_positions", "embed_types", "embed_norm"):
+        if top == "visual" or top in ("project_in", "embed_positions", "embed_types", "embed_norm", *LAYER_INPUTS):
             return self.starts
         return self.starts or self.ends
 
@@ -75,122 +83,10 @@ GATED, PLAIN = "gated", "plain"
 
 
 @dataclass(frozen=True)
-class ExpertsConfig:
-    """The experts of a decoder's layers: gated MLPs, a few of which are applied to each token.
-
-    Args:
-        count: experts of a layer.
-        top: experts per token.
-        inner: intermediate size of an expert.
-        normalise: if True, the weights of a token's experts are divided by their sum.
-        dense: layers that have one MLP of ``TextConfig.intermediate`` columns instead.
-        shared: intermediate size of the shared expert, which every token gets; 0: there is none.
-        shared_gate: True if the shared expert's output is multiplied by the sigmoid of a score of the token.
-        bias: True if the router and the experts have biases.
-    """
-
-    count: int
-    top: int
-    inner: int
-    normalise: bool
-    dense: tuple[int, ...] = ()
-    shared: int = 0
-    shared_gate: bool = False
-    bias: bool = False
-
-    def values(self, hidden: int, ranks: int = 1, only: int = 0) -> int:
-        """Returns the number of weights of one layer on one of ``ranks`` devices, router included.
-
-        ``only``: count just that many experts.
-        """
-        return hidden * (self.count + 3 * (only or self.count) * -(-self.inner // ranks))
-
-    def bias_values(self, hidden: int, ranks: int) -> int:
-        """Returns the number of biases of one layer's router and experts on one of ``ranks`` devices."""
-        return self.count * (1 + 2 * -(-self.inner // ranks) + hidden) if self.bias else 0
-
-    def shared_values(self, hidden: int, columns: int = 0) -> int:
-        """Returns the number of weights of a layer's shared expert and its gate.
-
-        ``columns``: those of one device; 0: all.
-        """
-        return hidden * (3 * (columns or self.shared) + self.shared_gate) if self.shared else 0
-
-
-class QueryGrowth(NamedTuple):
-    """The query at position p is multiplied by 1 + ``beta`` * log(1 + floor(p / ``length``))."""
-
-    beta: float
-    length: int
-
-
-CHUNK = 64
-"""Tokens of a chunk of the gated delta rule. A prompt that is cut at multiples of it has the same bits as the whole."""
-
-
-@dataclass(frozen=True)
-class RecurrentConfig:
-    """Layers that keep a state of fixed size for each sequence, in place of keys and values.
-
-    In gated DeltaNet, a causal convolution over queries, keys and values is followed by the gated delta rule. Other
-    layers are a convolution alone, between two projections.
-
-    Args:
-        layers: the layers that are recurrent.
-        kernel: tokens that an output of the convolution sees; the state keeps the last ``kernel`` - 1 inputs.
-        key_heads: heads of queries and keys; ``key_dim``: their size.
-        value_heads: heads of values, a multiple of ``key_heads``; ``value_dim``: their size.
-        interleaved: True if the projections are stored as two matrices, interleaved by key head.
-        width: channels of a convolution alone, whose state has no matrices; 0: the layers are gated DeltaNet.
-    """
-
-    layers: tuple[int, ...]
-    kernel: int
-    key_heads: int = 0
-    value_heads: int = 0
-    key_dim: int = 0
-    value_dim: int = 0
-    interleaved: bool = False
-    width: int = 0
-
-    @property
-    def key_width(self) -> int:
-        """Width of all queries, and of all keys."""
-        return self.key_heads * self.key_dim
-
-    @property
-    def value_width(self) -> int:
-        """Width of all values."""
-        return self.value_heads * self.value_dim
-
-    @property
-    def units(self) -> int:
-        """Number of parts that ranks can share: key heads, or channels."""
-        return self.width or self.key_heads
-
-    def channels(self, ranks: int = 1) -> int:
-        """Returns the channels of the convolution on one of ``ranks`` devices."""
-        return (self.width or 2 * self.key_width + self.value_width) // ranks
-
-    def slot_bytes(self, itemsize: int, ranks: int = 1) -> int:
-        """Returns the bytes of one sequence's state in one layer; ``itemsize``: of the engine's dtype.
-
-        The matrices of the delta rule are float32, since errors of 16 bits would add up.
-        """
-        return (self.kernel - 1) * self.channels(ranks) * itemsize + 4 * self.key_dim * self.value_width // ranks
-
-    def values(self, hidden: int, ranks: int = 1) -> int:
-        """Returns the number of weights of one layer on one of ``ranks`` devices."""
-        channels = self.channels(ranks)
-        if self.width:
-            return hidden * 4 * channels + channels * self.kernel
-        heads, width = self.value_heads // ranks, self.value_width // ranks
-        return hidden * (channels + 2 * width + 2 * heads) + channels * self.kernel + 2 * heads + self.value_dim
-
-
-@dataclass(frozen=True)
 class TextConfig:
     """The decoder. All layers are alike, except which of them have ``experts``, windows, cross-attention or a state.
+
+    ``of_layer`` returns the configuration of one layer where its sizes differ from those of others.
 
     Args:
         eps: epsilon of every norm.
@@ -217,6 +113,7 @@ class TextConfig:
         full_layers: layers with full attention in spite of ``window``.
         local_theta: rotary base of the layers with a window, without scaling; 0: all layers share one table.
         bidirectional_images: True if tokens of an image attend to all tokens of that image, also later ones.
+        causal_full_layers: True if they do so in layers with a window alone.
         sinks: True if each head has a further score that counts in the softmax and has no value.
         causal: True if a token attends only to earlier ones; False: to its whole row, and prompts are not chunked.
         experts: None: every layer has one MLP.
@@ -225,6 +122,16 @@ class TextConfig:
         recurrent: layers with a state of fixed size, which have no KV cache; None: there are none.
         output_gate: True if the output of attention is multiplied by the sigmoid of a gate, stored after each query
             head in ``q_proj``.
+        full_heads: heads of the layers with full attention; None: those of all layers are alike.
+        keys_as_values: as in ``FullHeads``, for all layers.
+        v_norm: True if each head of v is divided by its root mean square.
+        layer_scale: True if each layer's output, residual stream included, is multiplied by a stored number.
+        logit_cap: logits become cap * tanh(logits / cap); 0: they stay as they are.
+        shared_kv: number of last layers that read keys and values of an earlier layer (``kv_source``) and have none.
+        wide_readers: True if the MLP of these layers is twice as wide.
+        reads_kv: True in what ``of_layer`` returns for these layers.
+        layer_inputs: width of a second embedding of each token for each layer, which a gate of the layer weighs; 0:
+            there are none. ``layer_vocab``: rows of its table; ``layer_pad``: the id whose row image tokens take.
     """
 
     hidden: int
@@ -270,6 +177,7 @@ class TextConfig:
     full_layers: tuple[int, ...] = ()
     local_theta: float = 0.0
     bidirectional_images: bool = False
+    causal_full_layers: bool = False
     sinks: bool = False
     causal: bool = True
     experts: ExpertsConfig | None = None
@@ -277,6 +185,58 @@ class TextConfig:
     spare: int = 0
     recurrent: RecurrentConfig | None = None
     output_gate: bool = False
+    full_heads: FullHeads | None = None
+    keys_as_values: bool = False
+    v_norm: bool = False
+    layer_scale: bool = False
+    logit_cap: float = 0.0
+    shared_kv: int = 0
+    wide_readers: bool = False
+    reads_kv: bool = False
+    layer_inputs: int = 0
+    layer_vocab: int = 0
+    layer_pad: int = 0
+
+    def of_layer(self, layer: int) -> TextConfig:
+        """Returns this configuration with the sizes of one layer: its heads and its MLP."""
+        if self.full_heads is None and not self.shared_kv:
+            return self
+        return _config_of_layer(self, not self.window_of(layer), layer >= self.layers - self.shared_kv)
+
+    def kv_source(self, layer: int) -> int:
+        """Returns the layer whose keys and values a layer reads: its own, or the last one before the readers that has
+        the same kind of attention.
+        """
+        first = self.layers - self.shared_kv
+        if layer < first:
+            return layer
+        return max(i for i in range(first) if self.window_of(i) == self.window_of(layer))
+
+    @property
+    def kv_givers(self) -> tuple[int, ...]:
+        """The layers whose keys and values later layers read."""
+        return tuple(sorted({self.kv_source(i) for i in range(self.layers - self.shared_kv, self.layers)}))
+
+    @property
+    def layer_forms(self) -> tuple[TextConfig, ...]:
+        """The distinct values of ``of_layer``, those of layers with full attention first."""
+        return _layer_forms(self) if self.full_heads is not None or self.shared_kv else (self,)
+
+    @property
+    def same_heads(self) -> bool:
+        """True if the KV caches of all layers have one shape."""
+        own = self.full_heads
+        return own is None or (own.kv_heads, own.head_dim) == (self.kv_heads, self.head_dim)
+
+    @property
+    def full_head_dim(self) -> int:
+        """Size of a head in the layers with full attention."""
+        return self.head_dim if self.full_heads is None else self.full_heads.head_dim
+
+    @property
+    def sums_stream(self) -> bool:
+        """True if layers take and return the residual stream as one tensor, with their own output added."""
+        return self.norm_placement in (POST, OUT) or self.layer_scale or self.layer_inputs > 0
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
@@ -286,12 +246,34 @@ class TextConfig:
     @property
     def cached_layers(self) -> int:
         """Number of layers with a KV cache."""
-        return self.layers - len(self.cross_attention_layers) - len(self.recurrent_layers)
+        return len(self.kv_layers)
+
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """The layers with a KV cache."""
+        others = {*self.cross_attention_layers, *self.recurrent_layers}
+        return tuple(layer for layer in range(self.layers - self.shared_kv) if layer not in others)
 
     @property
     def query_width(self) -> int:
         """Rows of ``q_proj`` for each query head: the query, and its gate if there is one."""
         return self.head_dim * (2 if self.output_gate else 1)
+
+    @property
+    def key_parts(self) -> int:
+        """Number of projections of keys and values, as wide as all keys."""
+        return 0 if self.reads_kv else 1 if self.keys_as_values else 2
+
+    @property
+    def layer_input_values(self) -> int:
+        """Number of weights that a layer's own embeddings are multiplied by: its gate and its projection."""
+        return 2 * self.hidden * self.layer_inputs
+
+    @property
+    def attention_values(self) -> int:
+        """Number of weights of a layer's attention, without norms and biases."""
+        keys = self.key_parts * self.kv_heads * self.head_dim
+        return self.hidden * (self.heads * (self.query_width + self.head_dim) + keys)
 
     @property
     def long_from(self) -> int:
@@ -300,8 +282,21 @@ class TextConfig:
 
     @property
     def dense_layers(self) -> int:
-        """Number of layers with one MLP; the others have experts."""
-        return self.layers if self.experts is None else len(self.experts.dense)
+        """Number of layers with an MLP of their own, in place of experts or beside them."""
+        return self.layers if self.experts is None or self.experts.beside else len(self.experts.dense)
+
+    @property
+    def expert_layers(self) -> int:
+        """Number of layers with experts."""
+        return 0 if self.experts is None else self.layers - len(self.experts.dense)
+
+    def has_experts(self, layer: int) -> bool:
+        """Returns True if a layer has experts."""
+        return self.experts is not None and layer not in self.experts.dense
+
+    def has_mlp(self, layer: int) -> bool:
+        """Returns True if a layer has an MLP of its own, in place of experts or beside them."""
+        return self.experts is None or self.experts.beside or layer in self.experts.dense
 
     def window_of(self, layer: int) -> int:
         """Returns the sliding window of a layer in keys; 0: full attention."""
@@ -342,6 +337,22 @@ class TextConfig:
         return self.scale or self.head_dim**-0.5
 
 
+@cache
+def _layer_forms(c: TextConfig) -> tuple[TextConfig, ...]:
+    kinds = sorted((bool(c.window_of(layer)), layer) for layer in range(c.layers))
+    return tuple(dict.fromkeys(c.of_layer(layer) for _, layer in kinds))
+
+
+@cache
+def _config_of_layer(c: TextConfig, full: bool, reads: bool) -> TextConfig:
+    """Returns ``c`` with the sizes of its layers with full attention, or of the others, and of those that read the keys
+    of an earlier layer.
+    """
+    heads = c.full_heads._asdict() if full and c.full_heads is not None else {}
+    inner = c.intermediate * (2 if reads and c.wide_readers else 1)
+    return replace(c, full_heads=None, shared_kv=0, reads_kv=reads, intermediate=inner, **heads)
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Facts about a checkpoint that the engine needs.
@@ -377,8 +388,7 @@ class ModelConfig:
     @property
     def cached(self) -> tuple[int, ...]:
         """The layers of this stage that have a KV cache."""
-        others = {*self.text.cross_attention_layers, *self.text.recurrent_layers}
-        return tuple(layer for layer in self.share.layers if layer not in others)
+        return tuple(layer for layer in self.text.kv_layers if layer in self.share.layers)
 
     @property
     def recurrent(self) -> tuple[int, ...]:

@@ -70,7 +70,15 @@ class LongScaling:
     magnitude: float
 
 
-Scaling = LinearScaling | RopeScaling | YarnScaling | LongScaling
+@dataclass(frozen=True)
+class ProportionalScaling:
+    """Only the ``rotated`` fastest frequencies of a head stay, divided by ``factor``; the others become 0."""
+
+    rotated: int
+    factor: float
+
+
+Scaling = LinearScaling | RopeScaling | YarnScaling | LongScaling | ProportionalScaling
 """The ways in which frequencies differ from theta ** (-2i / head_dim)."""
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypedDict, TypeVar, overload
+from typing import Any, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from trencadis.core.device.communicators import Comm as Comm
 from trencadis.core.device.communicators import Pipe as Pipe
 from trencadis.core.device.launch_tensors import AdapterWeights as AdapterWeights
 from trencadis.core.device.launch_tensors import Attn as Attn
+from trencadis.core.device.launch_tensors import ExpertBiases as ExpertBiases
 from trencadis.core.device.launch_tensors import HeadTensors as HeadTensors
 from trencadis.core.device.launch_tensors import HeadTensorsOut as HeadTensorsOut
 from trencadis.core.device.launch_tensors import LayerKV as LayerKV
@@ -26,6 +27,7 @@ from trencadis.core.device.launch_tensors import ResetTensors as ResetTensors
 from trencadis.core.device.launch_tensors import Rotary as Rotary
 from trencadis.core.device.launch_tensors import SamplerState as SamplerState
 from trencadis.core.device.launch_tensors import Segments as Segments
+from trencadis.core.device.launch_tensors import SinksArgument as SinksArgument
 from trencadis.core.device.launch_tensors import TensorsOut as TensorsOut
 from trencadis.core.device.launch_tensors import TextTensors as TextTensors
 from trencadis.core.device.launch_tensors import VisionTensors as VisionTensors
@@ -80,12 +82,6 @@ class ExpertWeights(Protocol):
     inner: int
 
 
-class SinksArgument(TypedDict, total=False):
-    """The argument of ``Ops.attend`` that only layers with attention sinks give."""
-
-    sinks: Tensor
-
-
 class PackedAdapters(Protocol):
     """A and B of all slots of one fused matrix in a layout of the device (``core.lora.adapter_store.PackingOps``)."""
 
@@ -94,13 +90,6 @@ class PackedAdapters(Protocol):
 
 AdapterRows = Tensor | tuple[object, ...]
 """Which tokens of a launch have which adapter, in the form that the device's ``Ops`` use."""
-
-
-class ExpertBiases(NamedTuple):
-    """Biases of each expert: gate_up [2 x inner], down [hidden]."""
-
-    gate_up: Sequence[Tensor]
-    down: Sequence[Tensor]
 
 
 class Ops(Protocol):
@@ -376,6 +365,9 @@ class BackendConfig:
     launches have ``Attn.upto``, because tokens of this model may attend to later positions. ``sinks``: layers call
     ``Ops.attend`` with sinks.
 
+    ``full_kv_heads``, ``full_head_dim``: those of layers with full attention, where they differ from other layers'; 0:
+    all layers are alike.
+
     ``recurrent``: text launches have ``TextTensors.recurrent``, because layers keep a state for each sequence.
 
     ``host_layers``: how many of the last layers have their weights in host memory; ``host_buffer``: bytes of each of
@@ -403,6 +395,8 @@ class BackendConfig:
     heads: int = 0
     kv_heads: int = 0
     head_dim: int = 0
+    full_kv_heads: int = 0
+    full_head_dim: int = 0
     vision_head_dim: int = 0
     windows: tuple[int, ...] = (0,)
     upto: bool = False
@@ -414,6 +408,12 @@ class BackendConfig:
     packed: PackedFile | None = None
     kernel_trial: Path | None = None
     options: Mapping[str, str] | None = None
+
+    @property
+    def head_forms(self) -> tuple[tuple[int, int], ...]:
+        """(KV heads of the whole model, size of a head) of each kind of layer, those with full attention first."""
+        own = (self.kv_heads, self.head_dim)
+        return ((self.full_kv_heads, self.full_head_dim), own) if self.full_head_dim else (own,)
 
     @property
     def number(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, TypedDict, overload
 
 from torch import Tensor
 
@@ -66,15 +66,33 @@ class Segments(NamedTuple):
     )
 
 
+class ExpertBiases(NamedTuple):
+    """Biases of each expert: gate_up [2 x inner], down [hidden]."""
+
+    gate_up: Sequence[Tensor]
+    down: Sequence[Tensor]
+
+
+class SinksArgument(TypedDict, total=False):
+    """The argument of ``Ops.attend`` that only layers with attention sinks give."""
+
+    sinks: Tensor
+
+
 class Rotary(NamedTuple):
     """Rotary factors of a launch, float32 [tokens, head_dim] each, computed once for all layers.
 
     ``query_scale``: factor of each token's queries, float32 [tokens]; the model applies it. None: there is none.
+    ``layer_input``: [tokens, width], the tokens' embeddings for one layer (``TextConfig.layer_inputs``). ``keys``,
+    ``values``: those that an earlier layer has given to a layer without its own (``TextConfig.shared_kv``).
     """
 
     cos: Tensor
     sin: Tensor
     query_scale: Tensor | None = None
+    layer_input: Tensor | None = None
+    keys: Tensor | None = None
+    values: Tensor | None = None
 
 
 class CrossAttentionTensors(NamedTuple):

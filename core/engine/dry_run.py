@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
 from trencadis.core.buckets import Bucket, Plan, Policy, Stage, capturable
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
@@ -50,8 +51,7 @@ from trencadis.core.memory.measurement_cache import Measurements
 from trencadis.core.memory.weight_bytes import slot_sizes
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan
-from trencadis.core.shapes.bucket_profile import learn_from_profile
-from trencadis.core.shapes.launch_costs import work_of
+from trencadis.core.shapes.bucket_profile import plan_by_profile
 from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.shared_constants import RESERVED_BLOCKS
 from trencadis.core.spec.draft_checkpoint import draft_config
@@ -95,6 +95,8 @@ class StartupPlan:
     arena_rows: int = 0
     host: tuple[LedgerRow, ...] = ()
     states: StatePlan = NO_STATES
+    static: Plan | None = None
+    """The plan of the limits, if ``plan`` was chosen from needs."""
 
     @property
     def concurrency(self) -> float:
@@ -181,6 +183,7 @@ class DryRun:
             policy.aligned,
             policy.cross_attention_bytes,
             slot_sizes(asked),
+            policy.decoded,
         )
 
     @property
@@ -234,7 +237,7 @@ class DryRun:
                 notes.append(self._note_lowered_length(limits, plan, settings, shorter.max_model_len))
                 limits, plan = shorter, self._plan(shorter)
         self._check_chunking(limits)
-        plan = self._learn(plan)
+        static, plan = plan, self._learn(plan)
         ledger, states = self._ledger_without_graphs(plan, limits, settings), self._states(plan, limits)
         prices = self._prices(plan)
         wanted = [p for p in prices if capturable(self.policy, p.bucket) and not settings.eager]
@@ -265,6 +268,7 @@ class DryRun:
             self._arena_rows(limits),
             weight_offload.offload_rows(self.config, self.estimator, limits.block_size),
             states,
+            static,
         )
 
     def _check_chunking(self, limits: ShapeLimits) -> None:
@@ -274,19 +278,11 @@ class DryRun:
         return own_plan(make_plan(self.policy, limits, self.bucket_options, self.model), self.model.share)
 
     def _learn(self, plan: Plan) -> Plan:
-        """Returns the plan of ``--bucket-profile``; without one, ``plan``."""
+        """Returns the plan of ``--bucket-profile``; without one, or if it is still to be made, ``plan``."""
         config = self.config
-        if not config.bucket_profile:
+        if not config.bucket_profile or (config.learn_buckets != "off" and not Path(config.bucket_profile).exists()):
             return plan
-        work = work_of(self.model, plan.block_size)
-        found = learn_from_profile(config.bucket_profile, plan, self.bucket_options, config.max_graphs, work)
-        replaced, static = len(plan.buckets) - len(found.plan.buckets) + found.graphs, found.static or 1.0
-        note = (
-            f"--bucket-profile: {found.graphs} shapes of text and images; its needs are expected to cost "
-            f"{found.cost / static:.3f} of what they cost in {replaced}; no choice of as many costs less than "
-            f"{found.bound / static:.3f}."
-        )
-        return dataclasses.replace(found.plan, notes=(*plan.notes, note))
+        return plan_by_profile(config.bucket_profile, plan, self.bucket_options, config.max_graphs, self.model)
 
     def _settings(self, plan: Plan) -> GraphSettings:
         """Returns the configured shares, or with ``--graph-memory auto`` 1.1 x each pool's measured need."""

@@ -11,14 +11,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from trencadis.core.engine.bucket_learning import BucketLearning
+from trencadis.core.engine.request_trace import RequestTrace
 from trencadis.core.engine_stats import BucketUse, EngineInfo, EngineStats, GraphPlan
 from trencadis.core.executor.executor_interface import Executor
 from trencadis.core.progress import WarmupPacing
 from trencadis.core.request import Delta, Request
+from trencadis.core.scheduling.image_packer import ImagePacker
 from trencadis.core.scheduling.lifecycle import Lifecycle
 from trencadis.core.scheduling.scheduler import Scheduler
-from trencadis.core.scheduling.sequence_admission import AdapterLoads
-from trencadis.core.scheduling.step_builder import EvictionCounts, log_launches
+from trencadis.core.scheduling.step_builder import AdapterLoads, EvictionCounts, log_launches
+from trencadis.core.shapes.step_times import chunk_sizes
 from trencadis.core.step import PixelNeed, Step, StepOutput, UInt8
 
 if TYPE_CHECKING:
@@ -71,6 +74,8 @@ class Engine:
         pace: WarmupPacing | None = None,
         cpu_threads: Callable[[], int] | None = None,
         host_adapters: int = 0,
+        learning: BucketLearning | None = None,
+        trace: RequestTrace | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
@@ -88,7 +93,8 @@ class Engine:
         self._pace = pace or WarmupPacing(0.0)
         self._warming = watch is not None and watch.background
         self._counted = info.graphs is not None
-        self._reported_version = watch.version if watch is not None else 0
+        self._learning, self._trace = learning, trace
+        self._reported_version = (watch.version if watch is not None else 0, 0)
 
     def info(self) -> EngineInfo:
         """Returns the sizes that the engine started with."""
@@ -99,6 +105,8 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queues a request, once its grammar is compiled and its adapter read; errors are Deltas of ``step``."""
         self._quiet = False
+        if self._trace is not None:
+            self._trace.begin(request, self.scheduler.clock())
         if (request.rule is not None and request.rule.grammar) or request.adapter is not None:
             self._prepare_first(request)
         else:
@@ -165,7 +173,42 @@ class Engine:
 
     def step(self) -> list[Delta]:
         """Submits a Step and takes the results of the oldest one that is due; returns its Deltas, possibly none."""
-        return self._step_and_warm() if self._warming else self._step()
+        if self._learning is not None:
+            self._learn(self._learning)
+        deltas = self._step_and_warm() if self._warming else self._step()
+        if self._trace is not None and deltas:
+            self._trace.take(deltas)
+        return deltas
+
+    def learn_buckets(self, force: bool = False) -> None:
+        """Starts a search for better shapes; ``force``: changes to them, whatever they gain."""
+        self._quiet = False
+        if self._learning is not None:
+            self._learning.request(force)
+
+    def _learn(self, learning: BucketLearning) -> None:
+        """Lets the learning do what is due, and begins a change that it has decided on."""
+        learning.tick()
+        if learning.busy and self._quiet and not self._flying and not self._warming:
+            learning.wait(RANKS_WAIT)
+        if learning.pending is None or learning.changing or self._warming:
+            return
+        self._finish_flying()
+        self._plan_before = learning.present()
+        self.executor.change_plan(self._plan_before.version + 1, learning.begin_change()).result()
+        self._warming = True
+
+    def _end_change(self, learning: BucketLearning) -> None:
+        """Lets the scheduler use the plan that has just been published, or learns that it was not."""
+        learning.end_change(self._plan_before)
+        plan, s = learning.present(), self.scheduler
+        s.encoder.packer = ImagePacker(plan, plan.policy.encoder_slots)
+        if s.times is not None:
+            s.times.sizes = chunk_sizes(plan, s.limits.max_tokens)
+
+    def _finish_flying(self) -> None:
+        while self._flying:
+            self._take(self._flying.popleft().result())
 
     def _step_and_warm(self) -> list[Delta]:
         """Runs a step, preceded by some background warm-up if the pacing allows it."""
@@ -180,13 +223,14 @@ class Engine:
 
     def _warm(self, loaded: bool) -> None:
         """Runs one unit of background warm-up with nothing in flight, and more as ``WarmupPacing`` allows."""
-        while self._flying:
-            self._take(self._flying.popleft().result())
+        self._finish_flying()
         start = now = time.monotonic()
         while True:
             self._warming = self.executor.warm().result() is not None
             begun, now = now, time.monotonic()
             self._pace.add_work(now - begun, loaded)
+            if not self._warming and self._learning is not None and self._learning.changing:
+                self._end_change(self._learning)
             if not self._warming or not self._pace.allows_another(now - start, loaded):
                 return
 
@@ -237,7 +281,8 @@ class Engine:
 
     def busy(self) -> bool:
         """Returns True if ``step`` has work to do; False also while all requests wait for pixels."""
-        return self._warming or not self._quiet or bool(self._awaiting)
+        learning = self._learning is not None and self._learning.busy
+        return self._warming or not self._quiet or bool(self._awaiting) or learning
 
     def idle(self) -> bool:
         """Returns True if there is no request and no step in flight."""
@@ -288,14 +333,26 @@ class Engine:
             made.graphs, made.plan = self._watch.counters(), self._take_changed_plan(self._watch)
 
     def _take_changed_plan(self, watch: GraphReporter) -> GraphPlan | None:
-        """Returns the plan if a program's state changed since the last call; else None."""
-        if watch.version == self._reported_version:
+        """Returns the plan if a program's state, or what was learned, changed since the last call; else None."""
+        version = watch.version, self._learning.revision if self._learning is not None else 0
+        if version == self._reported_version:
             return None
-        self._reported_version = watch.version
-        return watch.plan()
+        self._reported_version = version
+        plan = watch.plan()
+        if plan is not None and self._learning is not None:
+            plan.learning = self._learning.report()
+        return plan
 
     def close(self) -> None:
         """Closes the executor once the steps in flight have finished."""
         while self._flying:
             self._flying.popleft().result()
+        self.save()
         self.executor.close()
+
+    def save(self) -> None:
+        """Writes what the traffic needed to the files that were asked for."""
+        if self._learning is not None:
+            self._learning.save()
+        if self._trace is not None:
+            self._trace.close()

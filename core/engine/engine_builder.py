@@ -27,10 +27,12 @@ from trencadis.core.device import backend as seam
 from trencadis.core.device.backend import Backend, BackendConfig
 from trencadis.core.device.packed_weights import packed_file
 from trencadis.core.devices import choose
+from trencadis.core.engine.bucket_learning import OFF, BucketLearning, LearningSettings
 from trencadis.core.engine.dry_run import shape_limits
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.graph_startup import DeviceStart
 from trencadis.core.engine.kv_offload_setup import with_host_blocks
+from trencadis.core.engine.request_trace import RequestTrace
 from trencadis.core.engine.startup_checks import check_chunking, check_start, format_notes
 from trencadis.core.engine_stats import EngineInfo
 from trencadis.core.errors import StartupError
@@ -65,7 +67,11 @@ from trencadis.core.scheduling.encoder_scheduler import EncoderCache
 from trencadis.core.scheduling.image_packer import ImagePacker
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
+from trencadis.core.shapes.bucket_options import read_bucket_options
+from trencadis.core.shapes.bucket_profile import list_set_stages, read_profile
 from trencadis.core.shapes.launch_costs import work_of
+from trencadis.core.shapes.learned_plan import KEPT_STAGES
+from trencadis.core.shapes.need_recorder import NeedRecorder
 from trencadis.core.shapes.pipeline_partition import split_model
 from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.shapes.step_times import StepTimes, chunk_sizes
@@ -116,6 +122,8 @@ class OpenedRank:
     depth: int
     overlaps: bool
     step_seconds: float = 0.0
+    static: Plan | None = None
+    """The plan of the limits, on devices with planned shapes."""
 
 
 def create_engine(config: EngineConfig, progress: Progress | None = None) -> Engine:
@@ -156,10 +164,38 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
         scheduler.pool.log = scheduler.arena.log = EvictionLog()
     info = _info(backend, plan, model_config, time.perf_counter() - started)
     info.graphs = None if watch is None else watch.plan()
+    learning = _open_learning(config, model_config, opened)
+    if info.graphs is not None and learning is not None:
+        info.graphs.learning = learning.report()
     info.step_seconds = opened.step_seconds
     cpu_threads: Callable[[], int] | None = getattr(backend, "cpu_threads", None)
     pace = WarmupPacing(config.warmup_stall, config.warmup_slice)
-    return Engine(scheduler, executor, info, watch, pace, cpu_threads, host_adapters(config))
+    trace = RequestTrace(config.record_trace) if config.record_trace else None
+    return Engine(scheduler, executor, info, watch, pace, cpu_threads, host_adapters(config), learning, trace)
+
+
+def _open_learning(config: EngineConfig, model: ModelConfig, opened: OpenedRank) -> BucketLearning | None:
+    """Records the needs of the traffic on rank 0; None: the device takes every size, or nothing is to be recorded."""
+    runner, static = opened.rank, opened.static
+    if config.learn_buckets == OFF or static is None or not static.buckets or runner.changes is None:
+        return None
+    changes, options = runner.changes, read_bucket_options(os.environ)
+    runner.recorder = NeedRecorder(static, config.bucket_half_life)
+    profile = Path(config.bucket_profile)
+    if config.bucket_profile and not profile.exists() and not os.access(profile.absolute().parent, os.W_OK):
+        raise StartupError(f"--bucket-profile {profile}: there is no such file, and its folder cannot be written.")
+    if config.bucket_profile and profile.exists():
+        runner.recorder.add(read_profile(config.bucket_profile, static.policy, static.block_size))
+    present = sum(b.stage not in KEPT_STAGES for b in runner.plan.buckets)
+    settings = LearningSettings(
+        static,
+        config.max_graphs if config.bucket_profile else present,
+        work_of(model, static.block_size),
+        config.learn_buckets,
+        config.bucket_profile,
+        tuple(list_set_stages(static, options)),
+    )
+    return BucketLearning(settings, runner.recorder, lambda: runner.plan, lambda: changes.failure)
 
 
 def _executor(config: EngineConfig, layout: Topology, progress: Progress) -> tuple[Executor, OpenedRank]:
@@ -203,9 +239,11 @@ def open_rank(config: EngineConfig, rank_info: RankInfo, progress: Progress) -> 
     limits = shape_limits(config, model_config, policy, ImageNeeds())
     backend = make(backend_config(config, model_config, rank_info, policy, dtype, limits, index))
     watch: GraphReporter | None = None
+    static: Plan | None = None
     if backend.policy.captures:
         start = DeviceStart.plan(config, model_config, backend, progress)
         runner, plan, limits, watch, _ = start.run()
+        static = start.paper.static
         check_chunking(config, model_config, limits.max_tokens, limits.max_rows, plan.max_model_len)
     else:
         runner, plan = _host(config, model_config, backend, limits, progress)
@@ -215,7 +253,7 @@ def open_rank(config: EngineConfig, rank_info: RankInfo, progress: Progress) -> 
     depth = backend.policy.depth if config.async_depth is None else config.async_depth
     if rank_info.stages > 1:
         depth = rank_info.stages - 1  # a Step for each stage
-    return OpenedRank(runner, plan, limits, watch, depth, depth > 0 and backend.policy.overlaps, seconds)
+    return OpenedRank(runner, plan, limits, watch, depth, depth > 0 and backend.policy.overlaps, seconds, static)
 
 
 def backend_config(
@@ -228,6 +266,7 @@ def backend_config(
     index: int,
 ) -> BackendConfig:
     """Returns the configuration of a rank's backend; ``index``: index of the engine's first card."""
+    full = model.text.full_heads
     estimator = MemoryEstimator(model, dtype.itemsize, rank_info.peers, quantised=policy.quantised, unit=policy.aligned)
     free = free_host() if rank_info.local_rank == 0 else None  # later ranks would measure the memory left by this one
     moved = weight_offload.plan_offload(config, estimator, free, rank_info.local_world)
@@ -242,6 +281,8 @@ def backend_config(
         heads=model.text.heads,
         kv_heads=model.text.kv_heads,
         head_dim=model.text.head_dim,
+        full_kv_heads=full.kv_heads if full is not None else 0,
+        full_head_dim=full.head_dim if full is not None else 0,
         vision_head_dim=model.vision.head_dim if model.vision else 0,
         windows=model.text.windows,
         upto=model.text.upto,

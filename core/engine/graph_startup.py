@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.buckets import Bucket, Plan, Stage
 from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.config import EngineConfig
@@ -34,6 +34,7 @@ from trencadis.core.graphs.graph_capture import CaptureJournal, GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager, GraphObserver
 from trencadis.core.graphs.graph_reporter import GraphReporter
 from trencadis.core.graphs.rank_agreement import RankAgreement
+from trencadis.core.graphs.replan import PlanChange, PlanChanges
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.host_memory import gib
 from trencadis.core.launches.host_block_copies import PlannedCopies
@@ -50,6 +51,7 @@ from trencadis.core.launches.stage_transfer import LAST
 from trencadis.core.lora.adapter_store import open_store
 from trencadis.core.memory import measurement_cache
 from trencadis.core.memory.cache_plan import CachePlan
+from trencadis.core.memory.graph_budget import GraphPrice, prices_by
 from trencadis.core.memory.kv_cache_size import requested_kv_bytes
 from trencadis.core.memory.launch_memory import costliest_buckets
 from trencadis.core.memory.ledger import MemoryInUse, MemorySplit, check_capacity, divide_memory
@@ -233,6 +235,8 @@ class DeviceStart:
         cache = with_host_blocks(self.config, fixed.runner, fixed.tensors, cache, fixed.copies, not self._eager)
         meter.charge("copies")
         captures = self._captures(fixed, meter.memory_in_use(), limits, memory_split)
+        if self.model_config.share.stages == 1:
+            fixed.runner.changes = PlanChanges(lambda plan: self._change(fixed.runner, captures, plan))
         return StartedDevice(fixed.runner, cache, limits, self._warm(fixed.runner, captures), captures)
 
     def _allocate_fixed(self, model: Model, meter: MemoryMeter) -> FixedMemory:
@@ -365,6 +369,16 @@ class DeviceStart:
             journal=CaptureJournal(self.config.skip_captures, self.progress.capture, self.model_config.share.stage),
             keep=lambda captures: self._keep(captures, fixed.activations),
         )
+
+    def _change(self, runner: ModelRunner, captures: GraphCaptures, plan: Plan) -> PlanChange:
+        """Prepares the change of a rank to another plan; graphs cost what was measured, or else their formula."""
+        estimator, rule = self.paper.estimator, self.backend.policy.pool_cost
+
+        def price(wanted: Plan) -> list[GraphPrice]:
+            formulas = [estimator.price(b, rule) for b in wanted.buckets]
+            return prices_by(captures.measured, formulas, lambda b: estimator.price(b, rule).alone, rule)
+
+        return PlanChange(runner.graphs, captures, plan, price, runner.set_plan)
 
     def _warm(self, runner: ModelRunner, captures: GraphCaptures) -> GraphReporter:
         """Runs warm-up as configured; with ``skip`` every bucket is prepared at its first use."""

@@ -100,6 +100,18 @@ def check_recurrent(config: EngineConfig, model: ModelConfig, policy: Policy) ->
         )
 
 
+def check_layer_inputs(config: EngineConfig, model: ModelConfig) -> None:
+    """Raises StartupError if options cannot go with embeddings for each layer or with shared keys; one line."""
+    text, name = model.text, model.architecture
+    if not text.layer_inputs and not text.shared_kv:
+        return
+    if config.pipeline_parallel_size > 1:
+        raise StartupError(
+            f"{name}: its last layers read keys of earlier ones, and each layer an embedding of the tokens, so that "
+            "--pipeline-parallel-size does not apply; --tensor-parallel-size divides the model instead"
+        )
+
+
 def check_adapters(config: EngineConfig, model: ModelConfig, policy: Policy, device: str) -> None:
     """Raises StartupError if adapters are asked for and cannot be served; one line."""
     if not config.enable_lora:
@@ -158,6 +170,7 @@ def check_attention(config: EngineConfig, model: ModelConfig, policy: Policy) ->
         )
     check_cross_attention(config, model, policy)
     check_recurrent(config, model, policy)
+    check_layer_inputs(config, model)
     if model.text.upto and not policy.upto:
         raise StartupError(f"{model.architecture}: the {config.device} backend attends causally; --device cpu does not")
     if model.text.sinks and not policy.sinks:

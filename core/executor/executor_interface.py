@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Protocol
 
+from trencadis.core.buckets import Bucket
 from trencadis.core.progress import Warming
 from trencadis.core.request import AdapterRef
 from trencadis.core.step import DraftRow, Step, StepOutput
@@ -24,7 +25,11 @@ class Rank(Protocol):
         ...
 
     def warm(self) -> Warming | None:
-        """Runs one unit of background warm-up; returns None if none is left."""
+        """Runs one unit of background warm-up or of a change of plan; returns None if none is left."""
+        ...
+
+    def change_plan(self, version: int, buckets: Sequence[Bucket]) -> None:
+        """Begins the change to a plan with these buckets, which ``warm`` then runs piece by piece."""
         ...
 
     def set_vocabulary(self, data: bytes | bytearray) -> None:
@@ -68,7 +73,14 @@ class Executor(Protocol):
     def submit(self, step: Step) -> Pending[StepOutput]: ...
 
     def warm(self) -> Pending[Warming | None]:
-        """Runs one unit of background warm-up on every rank; must be called with nothing in flight."""
+        """Runs one unit of background warm-up, or of a change of plan, on every rank.
+
+        Must be called with nothing in flight.
+        """
+        ...
+
+    def change_plan(self, version: int, buckets: Sequence[Bucket]) -> Pending[None]:
+        """Begins a change of plan on every rank; must be called with nothing in flight."""
         ...
 
     def set_vocabulary(self, data: bytes | bytearray) -> None:

@@ -12,13 +12,14 @@ import logging
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from trencadis.core.buckets import Bucket
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import rank_messages
@@ -241,6 +242,11 @@ class MultiprocExecutor:
             return self._rank.warm()
         finally:
             self._steady = True
+
+    def change_plan(self, version: int, buckets: Sequence[Bucket]) -> Pending[None]:
+        """Begins a change of plan on every rank."""
+        self._broadcast(rank_messages.ChangePlan(version, tuple(buckets)))
+        return SubmittedWork(self._call(self._launches, lambda: self._rank.change_plan(version, buckets)))
 
     def set_vocabulary(self, data: bytes | bytearray) -> None:
         """Sends a packed ``core.masks.vocabulary.Vocabulary`` to every rank; must precede the first grammar."""

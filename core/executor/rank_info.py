@@ -107,7 +107,7 @@ def can_share(model: ModelConfig, world: int) -> bool:
         return False
     if t.recurrent is not None and t.recurrent.units % world:
         return False
-    return t.kv_heads % world == 0 or world % t.kv_heads == 0
+    return all(form.kv_heads % world == 0 or world % form.kv_heads == 0 for form in t.layer_forms)
 
 
 def check_size(model: ModelConfig, world: int) -> None:

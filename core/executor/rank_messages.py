@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from trencadis.core.buckets import Bucket
 from trencadis.core.config import EngineConfig
 from trencadis.core.executor.rank_info import RankFingerprint, RankInfo
 from trencadis.core.links.group_key import TlsFiles
@@ -67,6 +68,13 @@ class RunStep(msgspec.Struct, tag=True):
 
 class RunWarmup(msgspec.Struct, tag=True):
     """Down: run one unit of background warm-up."""
+
+
+class ChangePlan(msgspec.Struct, tag=True):
+    """Down: begin the change to plan ``version`` with these buckets; each ``RunWarmup`` then runs one piece of it."""
+
+    version: int
+    buckets: tuple[Bucket, ...]
 
 
 class SetVocabulary(msgspec.Struct, tag=True):
@@ -172,6 +180,7 @@ Down = (
     | Shutdown
     | RunStep
     | RunWarmup
+    | ChangePlan
     | SetVocabulary
     | CompileGrammar
     | LoadAdapter

@@ -169,6 +169,8 @@ class RankProcess:
                     self.report_task(number, opened.rank.load_adapter(ref, drop))
                 case rank_messages.RunWarmup():
                     self.warm(opened.rank)
+                case rank_messages.ChangePlan(version, buckets):
+                    opened.rank.change_plan(version, buckets)
 
     def warm(self, rank: Rank) -> None:
         """Runs one unit of warm-up with heartbeats marked as unsteady, since a compiler may hold the GIL for long."""

@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from trencadis.core.buckets import Bucket
 from trencadis.core.executor.executor_interface import Rank
 from trencadis.core.progress import Warming
 from trencadis.core.request import AdapterRef
@@ -83,6 +84,15 @@ class UniprocExecutor:
             done.set_result(self._rank.warm())
             return SubmittedWork(done)
         return SubmittedWork(self._thread.submit(self._rank.warm))
+
+    def change_plan(self, version: int, buckets: Sequence[Bucket]) -> Pending[None]:
+        """Begins a change of plan on the thread that runs Steps."""
+        if self._thread is None:
+            done: Future[None] = Future()
+            self._rank.change_plan(version, buckets)
+            done.set_result(None)
+            return SubmittedWork(done)
+        return SubmittedWork(self._thread.submit(self._rank.change_plan, version, buckets))
 
     def set_vocabulary(self, data: bytes | bytearray) -> None:
         """Passes a packed ``core.masks.vocabulary.Vocabulary`` to the rank; must precede the first grammar."""

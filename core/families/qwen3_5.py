@@ -20,7 +20,8 @@ from trencadis.core.checkpoint.decoder_fields import (
 )
 from trencadis.core.checkpoint.family import BARE, GENERATE, Family, ParsedConfig, StoredNames
 from trencadis.core.checkpoint.json_fields import JsonFields
-from trencadis.core.checkpoint.model_config import RMS_ONE, RecurrentConfig, TextConfig
+from trencadis.core.checkpoint.layer_parts import RecurrentConfig
+from trencadis.core.checkpoint.model_config import RMS_ONE, TextConfig
 from trencadis.core.families.qwen3 import dense_layers
 
 LINEAR = "linear_attention"

@@ -138,17 +138,36 @@ class GraphCaptures:
         self.seconds: dict[str, float] = defaultdict(float)
         """Time spent on captures, by stage."""
         self.given_up: set[Bucket] = set()
-        self.by_bucket = {p.bucket: p for p in self.prices}
-        policy = self.graphs.backend.policy
-        self.unavailable = self.unavailable or bool(policy.graphless)
-        self.wanted = [p for p in self.prices if capturable(policy, p.bucket)]
-        """Graphs that make launches faster."""
+        self._formulas: dict[Bucket, GraphPrice] = {}
+        """Prices of all graphs that are or were planned, since a measured cost predicts those of its neighbours."""
+        self.unavailable = self.unavailable or bool(self.graphs.backend.policy.graphless)
+        self.set_prices(self.prices)
         self.tried: set[Bucket] = set()
         self.firsts: set[Bucket] = set()
         """First graph of each stage, whose cost includes the shared workspace."""
         self.ledger = Ledger(self.memory_in_use, self.memory_split)
         self._said = False
         self.graphs.observer.attach(self)
+
+    def set_prices(self, prices: Sequence[GraphPrice]) -> None:
+        """Sets the graphs that can be captured from now on, with their predicted bytes."""
+        self.prices = prices
+        self.by_bucket = {p.bucket: p for p in prices}
+        self._formulas.update(self.by_bucket)
+        self.wanted = [p for p in prices if capturable(self.graphs.backend.policy, p.bucket)]
+        """Graphs that make launches faster."""
+
+    def add_inputs(self, count: int) -> None:
+        """Charges ``count`` bytes to the inputs of programs; negative: they were freed."""
+        held = max(self.memory_in_use.inputs + count, 0)
+        self.memory_in_use = dataclasses.replace(self.memory_in_use, inputs=held)
+
+    def forget(self, bucket: Bucket) -> None:
+        """Forgets the state of a bucket that is not planned any more; what its graph cost stays known."""
+        for held in (self.tried, self.given_up):
+            held.discard(bucket)
+        self.failed.pop(bucket, None)
+        self.costs.pop(bucket, None)
 
     @property
     def rule(self) -> str:
@@ -160,7 +179,7 @@ class GraphCaptures:
         if self.rule == "max":
             priced = self._price_shared(bucket)
             return priced.own + max(priced.workspace - self._workspaces().get(bucket.stage, 0), 0)
-        return budget.predict_bytes(bucket, lambda b: self.by_bucket[b].alone, self.measured)
+        return budget.predict_bytes(bucket, lambda b: self._formulas[b].alone, self.measured)
 
     def _workspaces(self) -> dict[Stage, int]:
         """The workspace that the captured graphs of each stage share."""

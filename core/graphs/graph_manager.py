@@ -117,6 +117,26 @@ class GraphManager:
         """Sets the reason why planned buckets may not be compiled from now on."""
         self._unready = why
 
+    def set_plan(self, plan: Plan) -> None:
+        """Sets the plan of the launches from now on; programs that only an earlier plan has stay until ``forget``."""
+        self.plan, self.planned = plan, frozenset(plan.buckets)
+        self.changes += 1
+
+    def expect(self, bucket: Bucket) -> None:
+        """Keeps the program of ``bucket`` like those of the plan, before a plan that has it is set."""
+        self.planned |= {bucket}
+        unplanned = self._unplanned.pop(bucket, None)
+        if unplanned is not None:
+            unplanned.release()
+
+    def forget(self, bucket: Bucket) -> int:
+        """Drops the program of a bucket and returns the bytes of its graph; its inputs are freed with the last
+        reference to it.
+        """
+        program = self._programs.pop(bucket, None)
+        self.changes += 1
+        return 0 if program is None else program.release()
+
     def program(self, bucket: Bucket) -> Program:
         """Returns the program of ``bucket``, created on first use."""
         return self._planned_program(bucket) if bucket in self.planned else self._unplanned_program(bucket)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from trencadis.core.buckets import LORA, POOL_ROWS, Bucket, Plan, Stage, ahead_variant, verify_variant
 from trencadis.core.cross_attention_inputs import count_units, variant_of
 from trencadis.core.request import MAX_LOGPROBS
+from trencadis.core.shapes.need_recorder import NeedRecorder
 from trencadis.core.shapes.rectangular_launches import RowNeed, split_rows
 from trencadis.core.step import BidirectionalSpan, ImageRows, Row, StateSlots, Step
 
@@ -116,6 +117,24 @@ def _ragged_bucket(step: Step, plan: Plan, variant: str) -> Bucket:
 def is_drafted(row: Row) -> bool:
     """Returns True if the row verifies drafts."""
     return bool(row.samples) and row.samples[0].tokens_after > 0
+
+
+def record_step(recorder: NeedRecorder, step: Step, adapters: bool = False) -> None:
+    """Counts the needs of a Step, whose rows are all listed unless launches are ragged.
+
+    Args:
+        adapters: some persistent row has an adapter. One row with an adapter makes all needs of the Step count to the
+            variant for adapters.
+    """
+    variant = LORA if adapters or any(row.adapter for row in step.rows) else ""
+    images = [image.slots for image in step.images]
+    if recorder.plan.policy.mixed:
+        if not any(map(is_drafted, step.rows)):
+            recorder.count_ragged(step.tokens, step.persistent_count + len(step.rows), images, variant)
+        return
+    rows = enumerate(step.rows)
+    needs = [RowNeed(i, row.context, len(row.tokens), row.spans, is_drafted(row)) for i, row in rows]
+    recorder.count(needs, images, variant)
 
 
 def _rectangles(step: Step, plan: Plan) -> list[Launch]:

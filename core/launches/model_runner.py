@@ -15,6 +15,7 @@ from trencadis.core.buckets import Bucket, Plan, Stage, ahead_variant
 from trencadis.core.device.backend import Backend, Inputs, Pending, Pipe, VisionTensors
 from trencadis.core.graphs.graph_manager import GraphManager, GraphObserver
 from trencadis.core.graphs.rank_agreement import RankAgreement
+from trencadis.core.graphs.replan import PlanChanges
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.launches import host_inputs as host
 from trencadis.core.launches.draft_runner import DraftRunner, EagleRunner
@@ -29,6 +30,7 @@ from trencadis.core.launches.launch_splitter import (
     list_wide_variants,
     part_of,
     pool_rows,
+    record_step,
     sample_bucket,
     score_rows,
     split_step,
@@ -42,6 +44,7 @@ from trencadis.core.masks.manager import MatcherManager, PendingSample
 from trencadis.core.models.interface import Model, Persistent
 from trencadis.core.progress import Warming
 from trencadis.core.request import GREEDY_BELOW, AdapterRef
+from trencadis.core.shapes.need_recorder import NeedRecorder
 from trencadis.core.shared_constants import WINDOW_SLOTS
 from trencadis.core.step import (
     DraftRow,
@@ -153,6 +156,10 @@ class ModelRunner:
         """The model that drafts, if one does."""
         self.eagle: EagleRunner | None = None
         """The head that drafts, if one does."""
+        self.changes: PlanChanges | None = None
+        """Changes the plan while serving, on devices with planned shapes."""
+        self.recorder: NeedRecorder | None = None
+        """Counts which shapes the Steps need; None: nothing is recorded."""
         self._launched: StepInputs | None = None
         self.batches = [RankInputBatch() for _ in range(self.share.stages)]
         self.batch = self.batches[0]
@@ -183,6 +190,8 @@ class ModelRunner:
         return pending
 
     def _run_step(self, step: Step, pending: PendingStep) -> None:
+        if self.recorder is not None:
+            record_step(self.recorder, step, self.ragged and self.batch.has_adapters)
         for launch in split_step(step, self.plan, self.ragged and self.batch.has_adapters):
             if self.share.stages == 1 or runs_on_stage(self.share, launch.bucket.stage):
                 self._launch(step, launch, pending)
@@ -205,8 +214,19 @@ class ModelRunner:
         if pipe is not None:
             self.passage = PipelineTransfer(self.share, pipe, held)
 
+    def change_plan(self, version: int, buckets: Sequence[Bucket]) -> None:
+        """Begins the change to a plan with these buckets, which ``warm`` then runs piece by piece."""
+        assert self.changes is not None, "a device without planned shapes cannot change them"
+        self.changes.begin(self.plan, version, buckets)
+
+    def set_plan(self, plan: Plan) -> None:
+        """Sets the plan of the Steps from now on; its programs are ready."""
+        self.plan = plan
+
     def warm(self) -> Warming | None:
-        """Runs one unit of background warm-up; returns None if none is left on some pipeline stage."""
+        """Runs one unit of a change of plan, or of background warm-up; None: none is left on some pipeline stage."""
+        if self.changes is not None and self.changes.running is not None:
+            return self.changes.advance()
         if self._warmup is None:
             return None
         state = self._warmup.advance()

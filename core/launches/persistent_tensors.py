@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.device.backend import Backend, LayerKV, SamplerState
 from trencadis.core.memory.estimate import arena_width, held_rows, kv_heads, row_width, state_slots
 from trencadis.core.models.interface import Persistent, RecurrentState
@@ -15,22 +15,22 @@ from trencadis.core.shared_constants import RESERVED_BLOCKS
 
 def kv_cache(model: ModelConfig, backend: Backend, blocks: int, block_size: int) -> list[LayerKV]:
     """Allocates keys and values of each layer, in the backend's dtype or as codes; ``LayerKV`` lists the shapes."""
-    t = model.text
-    held, heads = blocks + RESERVED_BLOCKS, kv_heads(t, backend.comm.world)
+    held = blocks + RESERVED_BLOCKS
     tokens = (held * block_size,) if backend.policy.flat_kv else (held, block_size)
 
-    def allocate(dtype: torch.dtype, *last: int) -> torch.Tensor:
-        return backend.zeros((*tokens, heads, *last), dtype)
+    def layer(t: TextConfig) -> LayerKV:
+        d, kv_format, heads = t.head_dim, t.kv, kv_heads(t, backend.comm.world)
 
-    def layer() -> LayerKV:
-        d, kv_format = t.head_dim, t.kv
+        def allocate(dtype: torch.dtype, *last: int) -> torch.Tensor:
+            return backend.zeros((*tokens, heads, *last), dtype)
+
         if kv_format is None:
             return LayerKV(allocate(backend.dtype, d), allocate(backend.dtype, d))
         codes: torch.dtype = getattr(torch, backend.policy.kv_codes[kv_format.name])
         kept = allocate(kept_type(backend.dtype), kv_format.kept) if kv_format.kept else None
         return LayerKV(allocate(codes, d), allocate(codes, d), allocate(torch.float16), allocate(torch.float16), kept)
 
-    return [layer() for _ in model.cached]
+    return [layer(model.text.of_layer(index)) for index in model.cached]
 
 
 def by_block(cache: torch.Tensor, block_size: int) -> torch.Tensor:

@@ -331,6 +331,7 @@ def matrix_shape(c: TextConfig, name: str) -> tuple[int, int] | None:
     match = LAYER.fullmatch(name)
     if match is None or int(match[1]) >= c.layers:
         return None
+    c = c.of_layer(int(match[1]))
     q, kv, inner = c.heads * c.head_dim, c.kv_heads * c.head_dim, c.intermediate
     if int(match[1]) in c.cross_attention_layers:
         return None
@@ -338,7 +339,9 @@ def matrix_shape(c: TextConfig, name: str) -> tuple[int, int] | None:
         "self_attn.q_proj": (q, c.hidden), "self_attn.k_proj": (kv, c.hidden), "self_attn.v_proj": (kv, c.hidden),
         "self_attn.qkv_proj": (q + 2 * kv, c.hidden), "self_attn.o_proj": (c.hidden, q),
     }  # fmt: skip
-    if c.experts is None or int(match[1]) in c.experts.dense:
+    for part in ("v_proj", "qkv_proj", "k_proj")[: 3 - c.key_parts if c.key_parts < 2 else 0]:
+        del shapes[f"self_attn.{part}"]
+    if c.has_mlp(int(match[1])):
         shapes |= {"mlp.up_proj": (inner, c.hidden), "mlp.down_proj": (c.hidden, inner)}
         if c.mlp == GATED:
             shapes |= {"mlp.gate_proj": (inner, c.hidden), "mlp.gate_up_proj": (2 * inner, c.hidden)}

@@ -19,7 +19,8 @@ from trencadis.core.checkpoint.model_config import TextConfig
 from trencadis.core.device.backend import AdapterWeights, Backend, PackedAdapters
 from trencadis.core.errors import StartupError
 from trencadis.core.lora.adapter_files import WEIGHTS, Adapter, AdapterTensor, read_adapter, read_matrix
-from trencadis.core.models.decoder import Decoder, DecoderLayer
+from trencadis.core.models.decoder import Decoder
+from trencadis.core.models.decoder_layer import DecoderLayer
 from trencadis.core.models.interface import Model
 from trencadis.core.models.linear import ColumnParallelLinear, RowParallelLinear
 from trencadis.core.models.mlp import GatedMLP, PlainMLP

@@ -151,9 +151,12 @@ class CacheOptions:
     arena_images: int | None = None
 
 
-def block_bytes(text: TextConfig, block_size: int, itemsize: int) -> int:
-    """Returns the bytes of K and V of one block over all layers."""
-    return text.cached_layers * block_size * text.kv_heads * head_bytes(text.kv, text.head_dim, itemsize)
+def block_bytes(text: TextConfig, block_size: int, itemsize: int, ranks: int = 1) -> int:
+    """Returns the bytes of K and V of one block over all layers of all ranks, which may share a KV head."""
+    each = (text.of_layer(index) for index in text.kv_layers)
+    return block_size * sum(
+        t.kv_heads * max(ranks // t.kv_heads, 1) * head_bytes(t.kv, t.head_dim, itemsize) for t in each
+    )
 
 
 def weights_bytes(config: ModelConfig, itemsize: int, ranks: int = 1, quantised: str = "") -> int:
@@ -211,7 +214,7 @@ def plan_cpu(
     """
     text, longest = config.text, _longest(config, asked)
     weights = weights_bytes(config, itemsize, ranks, quantised)
-    per_block = max(ranks // text.kv_heads, 1) * block_bytes(text, asked.block_size, itemsize)
+    per_block = block_bytes(text, asked.block_size, itemsize, ranks)
     if draft is not None:
         per_block += block_bytes(draft.text, asked.block_size, itemsize)
         weights += _draft_bytes(draft, itemsize, quantised, available - weights)

@@ -14,6 +14,7 @@ from functools import cached_property
 from trencadis.core.buckets import (
     LORA,
     Bucket,
+    DecodedPieces,
     GraphMemory,
     InputSizes,
     Plan,
@@ -54,13 +55,10 @@ TILE = 1024
 """Query slots of one tile of full attention in the vision tower."""
 
 GRAPH = 20 << 10
-"""Bytes of a graph with its own tensors, apart from these and its outputs.
-
-From a published log, for each of 48 graphs.
-"""
+"""Bytes of a graph with its own tensors, apart from these and its outputs: from a published log of 48 graphs."""
 
 CODE = 4096
-"""Bytes of one operation of a graph with a shared workspace: a guess that measurements replace."""
+"""Bytes of an operation of a graph with a shared workspace: a guess that measurements replace."""
 
 OPERATIONS = {
     Stage.PREFILL: 80,
@@ -88,11 +86,10 @@ SLICE = 8192
 EXPERT_ROWS = 8192
 """Rows (tokens times experts) that a product over all experts holds at the same time."""
 
-STREAMS = 4
-"""Tensors of the residual stream's width that are held during attention or the MLP."""
-
-WIDEST = 8
-"""Such tensors while nothing else is held: in norms, in all-reduces, in the tower's float32 rotary."""
+STREAMS, WIDEST = 4, 8
+"""Tensors of the residual stream's width that are held during attention or the MLP, and while nothing else is held: in
+norms, in all-reduces, in the tower's float32 rotary.
+"""
 
 
 def kv_heads(text: TextConfig, ranks: int) -> int:
@@ -140,19 +137,12 @@ def row_blocks(text: TextConfig, block_size: int) -> int:
     return -(-text.max_positions // block_size)
 
 
-def kept_by_cuts(tokens: int, each: int, cuts: int, once: int = 0) -> int:
-    """Returns the bytes that a graph of ``tokens`` keeps: ``each`` per token and cut, and ``once`` per token at the
-    first cut.
-    """
-    return tokens * (each * cuts + (once if cuts else 0))
-
-
 @dataclass(frozen=True)
 class MemoryEstimator:
     """Computes the sizes of one model on one of ``ranks`` devices.
 
     ``quantised``: the device's form of quantised weights; ``unit``: the multiple that product widths are padded to;
-    ``cross_attention_bytes``: as in ``Policy``; ``adapters``: the slots of LoRA adapters, if there are any.
+    ``cross_attention_bytes``, ``decoded``: as in ``Policy``; ``adapters``: slots of LoRA adapters, if there are any.
     """
 
     model: ModelConfig
@@ -165,6 +155,7 @@ class MemoryEstimator:
     unit: int = 1
     cross_attention_bytes: Callable[[Bucket, InputSizes], int] | None = None
     adapters: AdapterSlotSizes | None = None
+    decoded: DecodedPieces = DecodedPieces()
 
     @property
     def text(self) -> TextConfig:
@@ -190,8 +181,9 @@ class MemoryEstimator:
 
     def block_bytes(self, block_size: int) -> int:
         """Returns the bytes of K and V of one block over all layers of this device."""
-        head = head_bytes(self.text.kv, self.text.head_dim, self.itemsize)
-        return len(self.model.cached) * block_size * self.kv_heads * head
+        t, cached = self.text, self.model.cached
+        each = [t] * len(cached) if t.same_heads else [t.of_layer(index) for index in cached]
+        return block_size * sum(kv_heads(t, self.ranks) * head_bytes(t.kv, t.head_dim, self.itemsize) for t in each)
 
     def slot_bytes(self) -> int:
         """Returns the bytes of one sequence's state over all recurrent layers of this device."""
@@ -210,14 +202,15 @@ class MemoryEstimator:
         v = self.model.vision if share.starts else None
         unit = self.model.alignment_unit(self.unit)
         total = decoder_values(self.model, self.ranks, unit)
-        frequencies = t.head_dim // 2 * FREQUENCY + norm_excess(self.model, self.itemsize, self.ranks)
+        frequencies = t.full_head_dim // 2 * FREQUENCY + norm_excess(self.model, self.itemsize, self.ranks)
         frequencies += self.head_values * 4 if share.ends else 0
-        frequencies += t.head_dim // 2 * 4 if t.second_rotary else 0
+        frequencies += t.head_dim // 2 * (4 if t.same_heads else FREQUENCY) if t.second_rotary else 0
         frequencies += len(share.layers) * sink_bytes(t, self.ranks)
         if t.long_from:  # a second table, and the factors of both
             frequencies += t.head_dim // 2 * FREQUENCY + t.head_dim * 4
         if t.kv is not None:
-            frequencies += len(self.model.cached) * t.kv.fixed_bytes(self.kv_heads)
+            caches = (kv_heads(t.of_layer(index), self.ranks) for index in self.model.cached)
+            frequencies += sum(map(t.kv.fixed_bytes, caches))
         if v is not None:
             total += v.count_rank_weights(self.towers, unit)
             frequencies += v.tables(unit)
@@ -272,9 +265,12 @@ class MemoryEstimator:
 
     def _sizes(self, block: int) -> InputSizes:
         t, slot = self.text, self.model.vision.slot if self.model.vision is not None else NO_SLOT
+        full = t.layer_forms[0]
+        heads = kv_heads(full, self.ranks)
         return InputSizes(
-            t.vocab, block, row_blocks(t, block), self.kv_heads, slot, t.upto, any(t.windows),
-            max(self._share(t.heads) // self.kv_heads, 1), t.head_dim, t.recurrent is not None,
+            t.vocab, block, row_blocks(t, block), heads, slot, t.upto, any(t.windows),
+            max(self._share(form.heads) // kv_heads(form, self.ranks) for form in t.layer_forms), full.head_dim,
+            t.recurrent is not None,
         )  # fmt: skip
 
     def layers(self, bucket: Bucket) -> int:
@@ -310,6 +306,7 @@ class MemoryEstimator:
     def activations(self, bucket: Bucket, block_size: int) -> int:
         """Returns the peak bytes of one launch: residual streams, plus attention or the MLP."""
         stage, size, t = bucket.stage, padded_tokens(bucket), self.text
+        pieces = launch_memory.decoded_bytes(self.model, self.decoded, self.itemsize, size)
         if stage is Stage.VISION:
             v = self.model.vision
             if v is None:
@@ -318,44 +315,42 @@ class MemoryEstimator:
             return max(tower, launch_memory.held_bytes(self.model, size, self.itemsize, self.ranks))
         if stage is Stage.SAMPLE:
             each = 4 if bucket.variant == "greedy" else 48 if drafts_ahead(bucket) else 40
-            return t.vocab * (each * size + (0 if each == 4 else 7)) + self._opened[1]
+            return t.vocab * (each * size + (0 if each == 4 else 7)) + self._opened[1] + pieces
         if stage is Stage.RESET:
             return 0
         if stage is Stage.POOL:
             inner = 8 if self.model.pooling is not None and self.model.pooling.inner else 0
             return size * t.width * (self.itemsize + 21 + inner) + 4 * size**2
-        heads, d = self._share(t.heads), t.head_dim
-        held = STREAMS + (
-            1 if t.norm_placement in (SANDWICH, OUT) else 0
-        )  # inputs and outputs of the norms after attention and MLP
-        streams = size * (held * t.hidden * self.itemsize + (16 if t.second_rotary else 8) * d)
-        attention = size * 3 * (heads + 2 * self.kv_heads) * d * self.itemsize
-        attention += size * (heads * d * self.itemsize + 8) if t.query_growth is not None else 0
-        if len(bucket.dims) == 2 and stage in (Stage.CONTEXT, Stage.DECODE, Stage.VERIFY):
-            width = bucket.dims[1] * block_size
-            each = verified_width(bucket) if stage is Stage.VERIFY else 1
-            attention += self._gathered_bytes(stage, size, width, heads * each)
-        if self.cross_attention_bytes is not None:
-            attention += self.cross_attention_bytes(bucket, self._sizes(block_size))
-        else:
-            attention += launch_memory.cross_attention_work_bytes(
-                self.model, bucket, self.itemsize, heads, self.kv_heads
-            )
+        held = STREAMS + (t.norm_placement in (SANDWICH, OUT))  # inputs and outputs of norms after attention and MLP
+        factors = 8 * (t.full_head_dim + (t.head_dim if t.second_rotary else 0))
+        streams = size * (held * t.hidden * self.itemsize + factors)
+        streams += 4 * size * t.layers * t.layer_inputs * self.itemsize
+        attention = max(self._attention_bytes(form, bucket, block_size) for form in t.layer_forms)
         attention = max(attention, launch_memory.recurrent_work_bytes(self.model, bucket, self.itemsize, self.ranks))
         narrow = streams + max(attention, self._mlp(size)) + self._adapter_work(bucket)
-        return (
-            self.shared_attention_bytes(bucket)
-            + self._opened[0]
-            + max(narrow, size * WIDEST * t.hidden * self.itemsize)
-        )
+        beside = self.shared_attention_bytes(bucket) + self._opened[0] + pieces
+        return beside + max(narrow, size * WIDEST * t.hidden * self.itemsize)
+
+    def _attention_bytes(self, t: TextConfig, bucket: Bucket, block_size: int) -> int:
+        """Returns the peak bytes of the attention of one layer, whose configuration is ``t``."""
+        stage, size, heads, groups = bucket.stage, padded_tokens(bucket), self._share(t.heads), kv_heads(t, self.ranks)
+        attention = size * 3 * (heads + 2 * groups) * t.head_dim * self.itemsize
+        attention += size * (heads * t.head_dim * self.itemsize + 8) if t.query_growth is not None else 0
+        if len(bucket.dims) == 2 and stage in (Stage.CONTEXT, Stage.DECODE, Stage.VERIFY):
+            each = verified_width(bucket) if stage is Stage.VERIFY else 1
+            attention += self._gathered_bytes(t, stage, size, bucket.dims[1] * block_size, heads * each)
+        if self.cross_attention_bytes is not None:
+            return attention + self.cross_attention_bytes(bucket, self._sizes(block_size))
+        work = launch_memory.cross_attention_work_bytes(self.model, bucket, self.itemsize, heads, groups)
+        return attention + work
 
     def _adapter_work(self, bucket: Bucket) -> int:
-        """Returns the bytes of products with adapters: x A of all slots twice, x A B, and the sum; and the mask."""
         if self.adapters is None or bucket.variant != LORA:
             return 0
-        t, size, slots = self.text, padded_tokens(bucket), self.adapters.slots
-        widest = max(self._share(t.heads + 2 * t.kv_heads) * t.head_dim, 2 * self._columns(t.intermediate), t.hidden)
-        return size * self.itemsize * (2 * 3 * slots * self.adapters.rank + 3 * widest + slots) + 5 * size * slots
+        t = self.text
+        qkv = max(self._share(form.heads + 2 * form.kv_heads) * form.head_dim for form in t.layer_forms)
+        widest = max(qkv, 2 * self._columns(max(form.intermediate for form in t.layer_forms)), t.hidden)
+        return launch_memory.adapter_work_bytes(padded_tokens(bucket), self.adapters, widest, self.itemsize)
 
     @cached_property
     def _opened(self) -> tuple[int, int]:
@@ -369,14 +364,16 @@ class MemoryEstimator:
         Experts run in slices over all experts, or on each token's own experts.
         """
         t, e = self.text, self.text.experts
-        dense = 4 * size * self._columns(t.intermediate) * self.itemsize if t.dense_layers else 0
+        inner = max(form.intermediate for form in t.layer_forms)
+        dense = 4 * size * self._columns(inner) * self.itemsize if t.dense_layers else 0
         if e is None:
             return dense
         rows = size * min(max(EXPERT_ROWS // max(size, 1), 1), e.count)
         inner = self._share(e.inner) * self.itemsize
         own = size * e.top * (inner + t.hidden * self.itemsize)
         shared = size * (4 * self._columns(e.shared) + 2 * t.hidden) * self.itemsize if e.shared else 0
-        return max(dense, max(rows * 7 * inner, own, shared) + size * (8 * e.count + 2 * t.hidden * self.itemsize))
+        sparse = max(rows * 7 * inner, own, shared) + size * (8 * e.count + 2 * t.hidden * self.itemsize)
+        return max(dense, sparse) + (2 * size * t.hidden * self.itemsize if e.beside else 0)
 
     def shared_attention_bytes(self, bucket: Bucket) -> int:
         """Returns the bytes that one launch allocates for the attention of all its layers, e.g. masks."""
@@ -394,20 +391,21 @@ class MemoryEstimator:
             sliced = width + 4 * -(-width // (SLICE // self.block_size * self.block_size))
             return row_numbers + (size * (width + size) if is_joined_context(size, width) else sliced)
         each = verified_width(bucket) if stage is Stage.VERIFY else 1
-        heads = 2 * each * self._share(self.text.heads) * self.kv_heads * self.itemsize  # spread to heads and back
+        spread = sum(kv_heads(form, self.ranks) for form in self.text.layer_forms)
+        heads = 2 * each * self._share(self.text.heads) * spread * self.itemsize  # spread to heads and back
         return blocks * 16 + 4 * width * each + 4 * size * blocks + heads + row_numbers
 
-    def _gathered_bytes(self, stage: Stage, size: int, width: int, heads: int) -> int:
+    def _gathered_bytes(self, t: TextConfig, stage: Stage, size: int, width: int, heads: int) -> int:
         """Returns the bytes of keys and values gathered from the cache, per slice, and of their scores or outputs."""
-        d, item = self.text.head_dim, self.itemsize
-        keys = self.kv_heads * d * item
-        codes = self.kv_heads * d if self.text.kv is not None else 0
+        d, item, groups = t.head_dim, self.itemsize, kv_heads(t, self.ranks)
+        keys = groups * d * item
+        codes = groups * d if t.kv is not None else 0
         if stage is Stage.CONTEXT:
             opened = (1 + 4 + 4) * codes * min(width, SLICE)  # codes, and float32 before and after the scales
             if is_joined_context(size, width):
                 return 4 * (width + size) * keys + opened
             return 2 * min(width, SLICE) * keys + 14 * size * heads * d + 2 * min(size, TILE) * size + opened
-        spread = self.kv_heads * item
+        spread = groups * item
         scaled = codes + (8 * heads if codes else 0)
         each = keys + heads * (12 + spread) + scaled
         return width * each + -(-width // self.block_size) * heads * d * (8 + spread)
@@ -447,8 +445,9 @@ class MemoryEstimator:
             return 0
         cut_widths = CUT_WIDTHS + (1 if t.norm_placement in (SANDWICH, OUT) else 0)
         experts = 0 if t.experts is None else size * len(self.model.share.layers) * self._share(t.experts.inner)
-        first = 8 * t.head_dim + 16 + (4 if t.query_growth is not None else 0)
-        kept = self._layers_keep(bucket, self.ranks, t.hidden, t.head_dim, cut_widths, t.heads, first)
+        widest = max(form.head_dim for form in t.layer_forms)
+        first = 8 * t.full_head_dim + 16 + (4 if t.query_growth is not None else 0)
+        kept = self._layers_keep(bucket, self.ranks, t.hidden, widest, cut_widths, t.heads, first)
         gated = launch_memory.cross_attention_kept_bytes(self.model, bucket, self.itemsize)
         return kept + (experts * self.itemsize + gated if self.ranks > 1 and self.graphs.cached else 0)
 
@@ -469,7 +468,7 @@ class MemoryEstimator:
         if ranks > 1:
             cuts, each = layers, cut_widths * width + -(-heads * d // ranks)
         once = self.shared_attention_bytes(bucket) if cuts else 0
-        return kept_by_cuts(size, each * self.itemsize, cuts, first) + once
+        return launch_memory.kept_by_cuts(size, each * self.itemsize, cuts, first) + once
 
 
 def estimate_memory_in_use(

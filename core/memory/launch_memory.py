@@ -6,9 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from trencadis.core.buckets import Bucket, InputSizes, Plan, Policy, Stage, drafts_ahead, padded_tokens
-from trencadis.core.checkpoint.model_config import CHUNK, ModelConfig
+from trencadis.core.buckets import Bucket, DecodedPieces, InputSizes, Plan, Policy, Stage, drafts_ahead, padded_tokens
+from trencadis.core.checkpoint.layer_parts import CHUNK
+from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.cross_attention_inputs import planned_units
+from trencadis.core.memory.weight_bytes import AdapterSlotSizes
 from trencadis.core.request import MAX_BIAS
 
 
@@ -18,7 +20,7 @@ def any_inputs(bucket: Bucket, sizes: InputSizes) -> int:
     bits = -(-vocab // 8)
     if stage is Stage.VISION:
         mixed = 8 * sizes.slot.position_neighbours
-        return dims[0] * (sizes.slot.values + 8 + mixed) + dims[0] // 8 + 8 * (dims[0] // sizes.slot.cell)
+        return dims[0] * (sizes.slot.values + 8 + mixed) + dims[0] // 8 + 8 * sizes.slot.cells(dims[0])
     if stage is Stage.SAMPLE:
         ahead = drafts_ahead(bucket)
         each = 64 + (8 + 8 * ahead if ahead else 0)
@@ -28,6 +30,11 @@ def any_inputs(bucket: Bucket, sizes: InputSizes) -> int:
     if stage is Stage.RESET:
         return dims[0] * (8 + 4 * vocab + bits + MAX_BIAS * 12)
     return padded_tokens(bucket) * 44 + dims[-1] * 12
+
+
+def decoded_bytes(model: ModelConfig, pieces: DecodedPieces, itemsize: int, tokens: int) -> int:
+    """Returns the bytes of a quantised weight that a launch of ``tokens`` tokens decodes at a time."""
+    return pieces.bytes if 0 < pieces.rows <= tokens and itemsize == 2 and model.quant is not None else 0
 
 
 def attending(policy: Policy, library: str) -> Callable[[Bucket, InputSizes], int]:
@@ -87,6 +94,23 @@ def recurrent_work_bytes(model: ModelConfig, bucket: Bucket, itemsize: int, rank
     return size * (wide * itemsize + single) + 16 * (rows + 1) * matrices
 
 
+def kept_by_cuts(tokens: int, each: int, cuts: int, once: int = 0) -> int:
+    """Returns the bytes that a graph of ``tokens`` keeps: ``each`` per token and cut, and ``once`` per token at the
+    first cut.
+    """
+    return tokens * (each * cuts + (once if cuts else 0))
+
+
+def adapter_work_bytes(tokens: int, adapters: AdapterSlotSizes, widest: int, itemsize: int) -> int:
+    """Returns the bytes of products with adapters: x A of all slots twice, x A B, and the sum; and the mask.
+
+    ``widest``: outputs of the widest matrix.
+    """
+    return tokens * itemsize * (6 * adapters.slots * adapters.rank + 3 * widest + adapters.slots) + (
+        5 * tokens * adapters.slots
+    )
+
+
 NUMBER = 4
 """Bytes of a row number."""
 
@@ -104,7 +128,7 @@ def held_bytes(model: ModelConfig, slots: int, itemsize: int, ranks: int) -> int
     """
     if model.vision is None or not model.encoder_data_parallel:
         return 0
-    return slots // model.vision.slot.cell * (1 + 2 * ranks) * (row_bytes(model, itemsize) + NUMBER)
+    return model.vision.slot.cells(slots) * (1 + 2 * ranks) * (row_bytes(model, itemsize) + NUMBER)
 
 
 def kept_bytes(model: ModelConfig, slots: int, itemsize: int, ranks: int, cached: bool) -> int:
@@ -114,7 +138,7 @@ def kept_bytes(model: ModelConfig, slots: int, itemsize: int, ranks: int, cached
     """
     if model.vision is None or not model.encoder_data_parallel:
         return 0
-    return slots // model.vision.slot.cell * (ranks + cached) * (row_bytes(model, itemsize) + NUMBER)
+    return model.vision.slot.cells(slots) * (ranks + cached) * (row_bytes(model, itemsize) + NUMBER)
 
 
 def costliest_buckets(plan: Plan, activations: Callable[[Bucket], int]) -> list[Bucket]:

@@ -5,15 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from trencadis.core.checkpoint.model_config import (
-    GATED,
-    LAYER,
-    RMS_ONE,
-    SANDWICH,
-    ModelConfig,
-    RecurrentConfig,
-    TextConfig,
-)
+from trencadis.core.checkpoint.layer_parts import RecurrentConfig
+from trencadis.core.checkpoint.model_config import GATED, LAYER, RMS_ONE, SANDWICH, ModelConfig, TextConfig
 from trencadis.core.checkpoint.quant_config import Quantisation
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
@@ -47,12 +40,12 @@ def weight_notes(model: ModelConfig, itemsize: int, form: str) -> list[str]:
     return lines
 
 
-def mlp_columns(model: ModelConfig, ranks: int, width: int = 1) -> int:
-    """Returns the columns of the decoder's MLP on one device, a multiple of ``width``.
+def mlp_columns(model: ModelConfig, index: int, ranks: int, width: int = 1) -> int:
+    """Returns the columns of the MLP of layer ``index`` on one device, a multiple of ``width``.
 
     A share ends at the end of a quantised group.
     """
-    return _share_of(model, model.text.intermediate, ranks, width)
+    return _share_of(model, model.text.of_layer(index).intermediate, ranks, width)
 
 
 def shared_columns(model: ModelConfig, ranks: int, width: int = 1) -> int:
@@ -96,7 +89,7 @@ def norm_excess_of(t: TextConfig, itemsize: int, index: int, ranks: int = 1) -> 
         return decays + (layer_norms(t) * t.hidden * (4 - itemsize) if t.norm == RMS_ONE else 0)
     if t.norm != RMS_ONE:
         return 0
-    return (layer_norms(t) * t.hidden + (2 * t.head_dim if t.qk_norm else 0)) * (4 - itemsize)
+    return (layer_norms(t) * t.hidden + (2 * t.of_layer(index).head_dim if t.qk_norm else 0)) * (4 - itemsize)
 
 
 def sink_bytes(t: TextConfig, ranks: int) -> int:
@@ -109,15 +102,19 @@ def layer_values(model: ModelConfig, index: int, ranks: int, width: int = 1) -> 
 
     Rank 0 alone holds the biases of row-parallel layers.
     """
-    t, columns = model.text, mlp_columns(model, ranks, width)
-    layer = layer_norms(t) * t.hidden * (2 if t.norm == LAYER else 1)
+    t, columns = model.text.of_layer(index), mlp_columns(model, index, ranks, width)
+    layer = layer_norms(t) * t.hidden * (2 if t.norm == LAYER else 1) + t.layer_scale
+    layer += t.layer_input_values + t.hidden if t.layer_inputs else 0
     if t.recurrent is not None and index in t.recurrent.layers:
         layer += t.recurrent.values(t.hidden, ranks)
     else:
         layer += _attention_values(t, ranks, index in t.cross_attention_layers)
-    if t.experts is not None and index not in t.experts.dense:
+    if t.experts is not None and t.has_experts(index):
         shared = t.experts.shared_values(t.hidden, shared_columns(model, ranks, width))
-        return layer + t.experts.values(t.hidden, ranks) + shared + t.experts.bias_values(t.hidden, ranks)
+        layer += t.experts.values(t.hidden, ranks) + shared + t.experts.bias_values(t.hidden, ranks)
+        layer += t.experts.norm_values(t.hidden)
+    if not t.has_mlp(index):
+        return layer
     biases = (mlp_matrices(t) - 1) * columns + t.hidden if t.mlp_bias else 0
     return layer + mlp_matrices(t) * t.hidden * columns + biases
 
@@ -126,18 +123,19 @@ def _attention_values(t: TextConfig, ranks: int, crosses: bool) -> int:
     """Returns the values of a layer's attention; ``crosses``: True if it attends to images."""
     heads = -(-t.heads // ranks)
     kv = (-(-t.kv_heads // ranks) if t.kv_heads >= ranks else 1) * t.head_dim
-    qkv, out = heads * t.query_width + 2 * kv, heads * t.head_dim
+    qkv, out = heads * t.query_width + t.key_parts * kv, heads * t.head_dim
     biases = (qkv if t.qkv_bias else 0) + (t.hidden if t.out_bias else 0)
-    norms = 2 * t.head_dim if t.qk_norm or crosses else 0
+    norms = (1 if t.reads_kv else 2) * t.head_dim if t.qk_norm or crosses else 0
+    norms += t.head_dim if t.v_norm and not t.reads_kv else 0
     norms += (t.heads + t.kv_heads) * t.head_dim if t.joint_qk_norm else 0
     return t.hidden * (qkv + out) + biases + norms + 2 * crosses  # its gates
 
 
 def layer_bytes(model: ModelConfig, index: int, itemsize: int, ranks: int, form: str, width: int = 1) -> int:
     """Returns the bytes of that layer's weights on a device of ``form`` (``Policy.quantised``)."""
-    t = model.text
+    t = model.text.of_layer(index)
     kv = -(-t.kv_heads // ranks) if t.kv_heads >= ranks else 1
-    cached = index not in (*t.cross_attention_layers, *t.recurrent_layers)
+    cached = index in model.text.kv_layers
     beside = norm_excess_of(t, itemsize, index, ranks) + (t.kv.fixed_bytes(kv) if t.kv is not None and cached else 0)
     beside += 0 if index in t.recurrent_layers else sink_bytes(t, ranks)
     more = _excess_of(model, itemsize, ranks, form, width, index)
@@ -153,6 +151,8 @@ def decoder_values(model: ModelConfig, ranks: int, width: int = 1) -> int:
     if share.starts:
         total += (t.vocab + t.spare) * t.width + t.learned * t.hidden + crosses
         total += t.types * t.hidden + norm if t.types else 0
+        wide = t.layers * t.layer_inputs
+        total += (t.layer_vocab + t.hidden) * wide + t.layer_inputs
     if share.ends:
         total += (norm if t.final_norm else 0) + crosses
         if model.pooling is None and not (t.tied and ranks == 1 and share.starts):
@@ -240,20 +240,21 @@ def _linear_matrices(model: ModelConfig, ranks: int, width: int) -> Iterator[Sha
 
 def layer_matrices(model: ModelConfig, index: int, ranks: int, width: int) -> Iterator[SharedMatrix]:
     """Yields the matrices of one layer; a router is kept in the engine's dtype."""
-    t, at = model.text, f"layers.{index}"
+    t, at = model.text.of_layer(index), f"layers.{index}"
     if t.recurrent is not None and index in t.recurrent.layers:
         yield from _recurrent_matrices(f"{at}.linear_attn", t.recurrent, t.hidden, ranks)
     else:
         yield from _attention_matrices(at, t, ranks, index in t.cross_attention_layers)
-    if t.experts is not None and index not in t.experts.dense:
-        inner = t.experts.inner
+    if t.experts is not None and t.has_experts(index):
+        inner, part = t.experts.inner, f"{at}.{'beside' if t.experts.beside else 'mlp'}{EXPERTS}"
         for i in range(t.experts.count):
-            yield from _gated_mlp_matrices(f"{at}.mlp{EXPERTS}{i}", t.hidden, -(-inner // ranks), inner)
+            yield from _gated_mlp_matrices(f"{part}{i}", t.hidden, -(-inner // ranks), inner)
         if t.experts.shared:
             columns = shared_columns(model, ranks, width)
             yield from _gated_mlp_matrices(f"{at}.mlp.shared_expert", t.hidden, columns, t.experts.shared)
+    if not t.has_mlp(index):
         return
-    columns = mlp_columns(model, ranks, width)
+    columns = mlp_columns(model, index, ranks, width)
     if t.mlp == GATED:
         yield from _gated_mlp_matrices(f"{at}.mlp", t.hidden, columns, t.intermediate)
         return
@@ -267,8 +268,10 @@ def _attention_matrices(at: str, t: TextConfig, ranks: int, crosses: bool) -> It
     kv = (-(-t.kv_heads // ranks) if t.kv_heads >= ranks else 1) * t.head_dim
     part = f"{at}.{'cross' if crosses else 'self'}_attn"
     yield SharedMatrix(f"{part}.q_proj", heads * t.query_width, t.hidden, t.hidden)
-    yield SharedMatrix(f"{part}.k_proj", kv, t.hidden, t.hidden, first=crosses)
-    yield SharedMatrix(f"{part}.v_proj", kv, t.hidden, t.hidden, first=False)
+    if t.key_parts > 0:
+        yield SharedMatrix(f"{part}.k_proj", kv, t.hidden, t.hidden, first=crosses)
+    if t.key_parts > 1:
+        yield SharedMatrix(f"{part}.v_proj", kv, t.hidden, t.hidden, first=False)
     yield SharedMatrix(f"{part}.o_proj", t.hidden, heads * t.head_dim, t.heads * t.head_dim)
 
 

@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from trencadis.core.checkpoint.model_config import RMS_ONE, TextConfig
-from trencadis.core.checkpoint.rope_config import LinearScaling, LongScaling, RopeScaling, Scaling, YarnScaling
+from trencadis.core.checkpoint.rope_config import (
+    LinearScaling,
+    LongScaling,
+    ProportionalScaling,
+    RopeScaling,
+    Scaling,
+    YarnScaling,
+)
 from trencadis.core.checkpoint.weight_source import StackedPart, StoredRows, WeightSource, stack
 from trencadis.core.device.backend import AdapterRows, Attn, Backend, LayerKV, Ops, Rotary, SinksArgument
 from trencadis.core.kv_cache_format import KVFormat
@@ -74,6 +81,8 @@ def scale_frequencies(inv_freq: Tensor, theta: float, scaling: Scaling | None) -
         return inv_freq / scaling.factor
     if isinstance(scaling, YarnScaling):
         return scale_yarn(inv_freq, theta, scaling)
+    if isinstance(scaling, ProportionalScaling):
+        return torch.cat([inv_freq[: scaling.rotated] / scaling.factor, torch.zeros_like(inv_freq[scaling.rotated :])])
     return scale_llama3(inv_freq, scaling) if isinstance(scaling, RopeScaling) else inv_freq
 
 
@@ -90,6 +99,7 @@ def text_frequencies(c: TextConfig, long: bool = False) -> tuple[Tensor, Tensor]
     Models without rotary positions, and values that are not rotated, get angles of zero, which change no bit. ``long``:
     selects LongRoPE's second table.
     """
+    c = c.of_layer(c.full_layers[0]) if c.full_layers else c
     rotary_dim, scaling = c.rotary_dim or c.head_dim, c.rope_scaling
     if isinstance(scaling, LongScaling):
         inv_freq = long_frequencies(rotary_dim, c.rope_theta, scaling.long if long else scaling.short)
@@ -123,6 +133,7 @@ class TextRotary:
         inv_freq, axis = text_frequencies(c)
         self.inv_freq, self.axis = inv_freq.to(device), axis.to(device)
         self.local = local_frequencies(c).to(device) if c.second_rotary else None
+        self.local_axis = self.axis if c.same_heads else torch.zeros(c.head_dim // 2, dtype=torch.int64, device=device)
         self.growth = c.query_growth
         self.long: Tensor | None = None
         self.long_axis: Tensor | None = None
@@ -152,12 +163,13 @@ class TextRotary:
 
     def of_windows(self, ops: Ops, positions: Tensor) -> Rotary | None:
         """Returns the factors for layers with a table of their own; None if all share the decoder's table."""
-        return None if self.local is None else ops.rotary(positions, self.local, self.axis)
+        return None if self.local is None else ops.rotary(positions, self.local, self.local_axis)
 
     def nbytes(self) -> int:
         """Bytes of all tables."""
         tables = (self.inv_freq, self.axis, self.local, self.long, self.long_axis, self.size)
-        return sum(t.nbytes for t in tables if t is not None)
+        own = 0 if self.local_axis is self.axis else self.local_axis.nbytes
+        return own + sum(t.nbytes for t in tables if t is not None)
 
 
 def vision_frequencies(head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -259,6 +271,23 @@ class PartialRotarySource:
         return self.source.kv_scale(name, kind)
 
 
+class SharedAttention(NamedTuple):
+    """The output of attention, [n, hidden], and the keys and values of the launch, [n, KV heads, d] each."""
+
+    out: Tensor
+    k: Tensor
+    v: Tensor
+
+
+class ProjectedHeads(NamedTuple):
+    """Queries [n, h, d], keys and values [n, g, d], and the gate of the output, [n, h * d] or None."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gate: Tensor | None
+
+
 class Attention:
     """The attention layer: fused qkv, head norms, rotary embedding and KV store, attention, output projection."""
 
@@ -276,16 +305,21 @@ class Attention:
         self.scales_queries, self.has_sinks = c.query_growth is not None, c.sinks
         self.sinks: SinksArgument = {}
         self.gated, q = c.output_gate, c.query_width
-        parts = ColumnPart("q_proj", c.heads * q, q), *(ColumnPart(n, c.kv_heads * d, d) for n in ("k_proj", "v_proj"))
+        self.keys_as_values = c.keys_as_values
+        self.reads_kv = c.reads_kv
+        stored = ("k_proj", "v_proj")[: c.key_parts]
+        parts = ColumnPart("q_proj", c.heads * q, q), *(ColumnPart(n, c.kv_heads * d, d) for n in stored)
         self.qkv = ColumnParallelLinear(self.ops, comm, c.hidden, parts, bias=c.qkv_bias)
         self.out = RowParallelLinear(self.ops, comm, c.heads * d, c.hidden, unit=d, bias=c.out_bias)
         self.sizes = [unit_span(part.size, part.unit, comm.rank, comm.world).width for part in parts]
         self.heads = self.sizes[0] // q
         self.query_heads = (c.heads, *unit_span(c.heads, 1, comm.rank, comm.world))
         self.keys = (c.kv_heads * d, *unit_span(c.kv_heads * d, d, comm.rank, comm.world))
-        self.device, self.values = backend.device, backend.values
+        self.device, self.values, self.dtype = backend.device, backend.values, backend.dtype
         above_one = c.norm == RMS_ONE
-        self.norms = tuple(RMSNorm(self.ops, d, c.eps, above_one) for _ in "qk") if c.qk_norm else None
+        normed = "q" if c.reads_kv else "qk"
+        self.norms = tuple(RMSNorm(self.ops, d, c.eps, above_one) for _ in normed) if c.qk_norm else None
+        self.v_norm = RMSNorm(self.ops, d, c.eps) if c.v_norm and not c.reads_kv else None
         self.joint_norms: tuple[RMSNorm, ...] = ()
         if c.joint_qk_norm:
             assert comm.world == 1, "the norms of q and k go over all heads, which ranks cannot share"
@@ -301,6 +335,8 @@ class Attention:
             self.sinks["sinks"] = pad_rows(source.shard(f"{name}.sinks", (size,), 0, start, stop), width).float()
         for norm, part in zip(self.norms or self.joint_norms, ("q_norm", "k_norm"), strict=False):
             norm.load(source, f"{name}.{part}")
+        if self.v_norm is not None:
+            self.v_norm.weight = torch.ones(self.head_dim, dtype=self.dtype, device=self.device)
         if self.kv_format is not None:
             self._load_cache(source, name, self.kv_format)
 
@@ -338,9 +374,31 @@ class Attention:
         """
         return self.out(self._attend(x, rotary, attn, rows), rows)
 
+    def share(self, x: Tensor, rotary: Rotary, attn: Attn, rows: AdapterRows | None = None) -> SharedAttention:
+        """Computes the layer, and returns the keys and values of the launch with its output, for layers without."""
+        q, k, v, gate = self._project(x, rotary, attn, rows)
+        return SharedAttention(self.out(self._weigh_values(q, k, v, gate, attn), rows), k, v)
+
     def _attend(self, x: Tensor, rotary: Rotary, attn: Attn, rows: AdapterRows | None) -> Tensor:
+        if not self.reads_kv:
+            return self._weigh_values(*self._project(x, rotary, attn, rows), attn)
+        q = self.qkv(x, rows).view(x.shape[0], -1, self.head_dim)
+        q = self.norms[0].heads(q) if self.norms is not None else q
+        q, _ = self.ops.rope_vision(q, q[:, :1], rotary)
+        assert rotary.keys is not None and rotary.values is not None
+        return self._weigh_values(q, rotary.keys, rotary.values, None, attn)
+
+    def _weigh_values(self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, attn: Attn) -> Tensor:
+        """Returns the values weighted by attention and by the gate, if there is one: [n, heads * d]."""
+        attended = self.ops.attend(q, k, v, self.kv, attn, self.scale, *self.window, **self.sinks)
+        attended = attended.reshape(len(q), -1)
+        return attended if gate is None else attended * gate.sigmoid()
+
+    def _project(self, x: Tensor, rotary: Rotary, attn: Attn, rows: AdapterRows | None) -> ProjectedHeads:
+        """Returns queries, keys and values, rotated and stored, and the gate of the output."""
         n = x.shape[0]
-        q, k, v = torch.split(self.qkv(x, rows), self.sizes, dim=1)
+        q, k, *own = torch.split(self.qkv(x, rows), self.sizes, dim=1)
+        v = k if self.keys_as_values else own[0]
         d, gate = self.head_dim, None
         if self.gated:
             q, gate = (part.reshape(n, -1) for part in q.view(n, -1, 2, d).unbind(2))
@@ -349,12 +407,13 @@ class Attention:
         q, k, v = q.view(n, -1, d), k.view(n, -1, d), v.view(n, -1, d)
         if self.norms is not None:
             q, k = self.norms[0].heads(q), self.norms[1].heads(k)
+        if self.v_norm is not None:
+            v = self.v_norm.heads(v)
         if rotary.query_scale is not None:
             q = q * rotary.query_scale.to(q.dtype)[:, None, None]
-        q, k, v = self.ops.rope_store(q, k, v, rotary, self.kv, attn)
-        attended = self.ops.attend(q, k, v, self.kv, attn, self.scale, *self.window, **self.sinks).reshape(n, -1)
-        return attended if gate is None else attended * gate.sigmoid()
+        return ProjectedHeads(*self.ops.rope_store(q, k, v, rotary, self.kv, attn), gate)
 
     def nbytes(self) -> int:
-        beside = sum(t.nbytes for t in (self.pairs, self.static, self.sinks.get("sinks")) if t is not None)
+        ones = None if self.v_norm is None else self.v_norm.weight
+        beside = sum(t.nbytes for t in (self.pairs, self.static, self.sinks.get("sinks"), ones) if t is not None)
         return self.qkv.bytes + self.out.bytes + sum(norm.nbytes() for norm in self.norms or self.joint_norms) + beside

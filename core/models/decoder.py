@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from trencadis.core.checkpoint.checkpoint_source import CheckpointSource
-from trencadis.core.checkpoint.model_config import GATED, OUT, POST, SANDWICH, ModelConfig, RecurrentConfig, TextConfig
+from trencadis.core.checkpoint.layer_parts import RecurrentConfig
+from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.checkpoint.pooling_config import Pooling
 from trencadis.core.checkpoint.registry import family_of
 from trencadis.core.checkpoint.weight_source import WeightSource
@@ -34,11 +35,12 @@ from trencadis.core.device.backend import (
 from trencadis.core.device.launch_tensors import RecurrentRows, first_rows
 from trencadis.core.errors import StartupError
 from trencadis.core.models.attention import Attention, TextRotary
+from trencadis.core.models.decoder_layer import DecoderLayer as DecoderLayer
 from trencadis.core.models.gated_delta import GatedDeltaNet
 from trencadis.core.models.interface import GroupingOps, HostLayering, Persistent, RecurrentOps, StatefulLayer
+from trencadis.core.models.layer_inputs import LayerInputEmbedding
 from trencadis.core.models.linear import Embedding, Linear, LMHead, SamplingHead, scaled
-from trencadis.core.models.mlp import MLP, GatedMLP, Norm, PlainMLP, norm_of
-from trencadis.core.models.moe import ExpertMLP
+from trencadis.core.models.mlp import Norm, norm_of
 from trencadis.core.models.pooler import Pooler
 from trencadis.core.step import Encode, VisionInputs
 
@@ -52,6 +54,7 @@ class FirstLayerInputs(NamedTuple):
         rotary: rotary factors.
         window_rotary: those of layers with a table of their own; None: all layers use ``rotary``.
         deepstack_rows: for each DeepStack part, the rows of the arena that are added after a layer, int64 [n].
+        layer_inputs: the tokens' embeddings for each layer, if there are any.
     """
 
     x: Tensor
@@ -59,6 +62,7 @@ class FirstLayerInputs(NamedTuple):
     rotary: Rotary
     window_rotary: Rotary | None
     deepstack_rows: tuple[Tensor, ...] = ()
+    layer_inputs: tuple[Tensor, ...] = ()
 
 
 class StageEntry:
@@ -81,85 +85,8 @@ class StageEntry:
         """
         ops = self.ops
         x = ops.gather_rows(stream, tokens.long())
-        residual = ops.first_residual(x) if self.config.norm_placement != POST else None
+        residual = None if self.config.sums_stream else ops.first_residual(x)
         return FirstLayerInputs(x, residual, self.rotary(ops, positions), self.rotary.of_windows(ops, positions))
-
-
-class DecoderLayer:
-    """A decoder layer: attention, or the recurrent layer ``mixer`` in its place, and an MLP or experts.
-
-    Norms are applied before them, before and after them, after them, or after the residual sums.
-    """
-
-    def __init__(
-        self,
-        backend: Backend,
-        c: TextConfig,
-        group: int = 1,
-        index: int = 0,
-        aligned: int = 1,
-        mixer: StatefulLayer | None = None,
-    ) -> None:
-        ops = backend.ops
-        self.input_norm = norm_of(c.norm, ops, c.hidden, c.eps)
-        self.recurrent = mixer is not None
-        """True if it keeps a state for each sequence, which ``attention.bind`` then takes."""
-        own = mixer or Attention(backend, c, c.window_of(index), c.score_scale_of(index))
-        self.attention = cast(Attention, own)  # a recurrent layer takes ``RecurrentRows`` as its rotary factors
-        self.post_norm = norm_of(c.norm, ops, c.hidden, c.eps)
-        self.mlp: MLP | ExpertMLP
-        if c.experts is not None and index not in c.experts.dense:
-            self.mlp = ExpertMLP(ops, backend.comm, c.hidden, c.experts, c.activation, backend.device, group, aligned)
-        else:
-            kind = GatedMLP if c.mlp == GATED else PlainMLP
-            self.mlp = kind(ops, backend.comm, c.hidden, c.intermediate, c.mlp_bias, group, c.activation, aligned)
-        self.norms_after_sum, self.scale = c.norm_placement == POST, c.residual_scale
-        self.norms_after_parts = c.norm_placement == OUT
-        several = 2 if c.norm_placement == SANDWICH else 0
-        self.out_norms = [norm_of(c.norm, ops, c.hidden, c.eps) for _ in range(several)]
-        self.local = c.uses_second_rotary(index)
-
-    def load(self, source: WeightSource, name: str) -> None:
-        self.input_norm.load(source, f"{name}.input_layernorm")
-        self.attention.load(source, f"{name}.{'linear' if self.recurrent else 'self'}_attn")
-        self.post_norm.load(source, f"{name}.post_attention_layernorm")
-        self.mlp.load(source, f"{name}.mlp")
-        for norm, part in zip(self.out_norms, ("attention", "mlp"), strict=False):
-            norm.load(source, f"{name}.{part}_out_layernorm")
-
-    def __call__(
-        self, x: Tensor, residual: Tensor | None, rotary: Rotary, attn: Attn, rows: AdapterRows | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Returns (MLP output, residual stream without it), [n, hidden] each in the backend's dtype, like the inputs.
-
-        Without norms before attention, returns (the stream, None).
-
-        Args:
-            rotary: the rotary factors; for a recurrent layer ``RecurrentRows`` in their place.
-            rows: the adapters of the tokens.
-        """
-        if self.norms_after_parts:
-            x = x + self.input_norm(scaled(self.attention(x, rotary, attn, rows), self.scale))[0]
-            return x + self.post_norm(scaled(self.mlp(x, rows), self.scale))[0], None
-        if self.norms_after_sum:
-            return self._forward_post_norm(x, rotary, attn, rows), None
-        normed, residual = self.input_norm(x, residual)
-        # The output of attention gets no name, so that its memory is free while the MLP runs.
-        normed, residual = self.post_norm(self._out(0, self.attention(normed, rotary, attn, rows)), residual)
-        return self._out(1, self.mlp(normed, rows)), residual
-
-    def _forward_post_norm(self, x: Tensor, rotary: Rotary, attn: Attn, rows: AdapterRows | None) -> Tensor:
-        """Returns the stream after a layer whose norms follow the residual sums."""
-        x = self.input_norm(scaled(self.attention(x, rotary, attn, rows), self.scale), x)[0]
-        return self.post_norm(scaled(self.mlp(x, rows), self.scale), x)[0]
-
-    def _out(self, part: int, x: Tensor) -> Tensor:
-        """Scales and norms the output of attention (0) or the MLP (1) for the residual stream."""
-        x = scaled(x, self.scale)
-        return self.out_norms[part](x)[0] if self.out_norms else x
-
-    def nbytes(self) -> int:
-        return sum(p.nbytes() for p in (self.input_norm, self.attention, self.post_norm, self.mlp, *self.out_norms))
 
 
 class DecoderEntry:
@@ -175,6 +102,7 @@ class DecoderEntry:
         self.position_table: Tensor | None = None  # [positions, hidden], learned
         self.types: Tensor | None = None  # [token types, hidden]
         self.norm = norm_of(c.norm, backend.ops, c.hidden, c.eps) if c.types else None
+        self.layer_inputs = LayerInputEmbedding(backend, c) if c.layer_inputs else None
         self.adds_tables = bool(c.width != c.hidden or c.learned or c.types)
 
     def load(self, source: WeightSource) -> None:
@@ -186,6 +114,8 @@ class DecoderEntry:
         if self.norm is not None:
             self.types = source.take("embed_types.weight", (c.types, c.hidden))
             self.norm.load(source, "embed_norm")
+        if self.layer_inputs is not None:
+            self.layer_inputs.load(source)
 
     def __call__(
         self, tokens: Tensor, from_slot: Tensor, positions: Tensor, image_row: Tensor, last: Tensor, arena: Tensor
@@ -200,10 +130,13 @@ class DecoderEntry:
         x = self._scale_embeddings(self.embedding(tokens, from_slot, last, image_row, arena), image_row)
         if self.adds_tables:
             x = self._add_tables(x, positions)
-        residual = ops.first_residual(x) if c.norm_placement not in (POST, OUT) else None
+        residual = None if c.sums_stream else ops.first_residual(x)
         deepstack_rows = tuple(image_row.long() + part for part in range(1, self.parts))
         rotary, windowed = self.rotary(ops, positions), self.rotary.of_windows(ops, positions)
-        return FirstLayerInputs(x, residual, rotary, windowed, deepstack_rows)
+        own: tuple[Tensor, ...] = ()
+        if self.layer_inputs is not None:
+            own = self.layer_inputs(x, tokens, from_slot, last, image_row)
+        return FirstLayerInputs(x, residual, rotary, windowed, deepstack_rows, own)
 
     def _add_tables(self, x: Tensor, positions: Tensor) -> Tensor:
         """Projects embeddings to the hidden size and adds learned positions and token types."""
@@ -224,6 +157,7 @@ class DecoderEntry:
 
     def nbytes(self) -> int:
         tables = sum(t.nbytes for t in (self.position_table, self.types) if t is not None)
+        tables += self.layer_inputs.nbytes() if self.layer_inputs is not None else 0
         return tables + (self.widen.bytes if self.widen else 0) + (self.norm.nbytes() if self.norm else 0)
 
 
@@ -300,13 +234,16 @@ class Decoder:
         else:
             self.take_over = StageEntry(self.ops, c, backend.device)
         if share.ends:
-            self.lm_head = LMHead(self.ops, backend.comm, c.vocab, c.width, c.logit_scale, aligned)
+            self.lm_head = LMHead(self.ops, backend.comm, c.vocab, c.width, c.logit_scale, aligned, c.logit_cap)
             norm = norm_of(c.norm, self.ops, c.hidden, c.eps) if c.final_norm else None
             self.leave = DecoderExit(self.ops, norm, Linear(self.ops, backend.comm) if c.width != c.hidden else None)
             self.sampling = SamplingHead(self.ops, self.lm_head, backend.policy.best_head)
         else:
             self.leave = DecoderExit(self.ops, None)
         self.pooler = Pooler(self.ops)
+        first = share.first
+        self.readers = {i - first: c.kv_source(i) - first for i in share.layers if c.kv_source(i) != i}
+        """Layers of this stage that read the keys of an earlier one -> that layer; by their places in ``layers``."""
         self.taps: tuple[int, ...] = ()  # layers before which the residual stream is kept in ``persistent.taps``
 
     def _make_mixer(self, index: int) -> StatefulLayer | None:
@@ -370,7 +307,7 @@ class Decoder:
             return
         tied = c.tied and not source.has("lm_head.weight")
         name = "embed_tokens" if tied else "lm_head"
-        self.pooler.load_label_tokens(source, name, (c.vocab, c.width), tokens, c.logit_scale)
+        self.pooler.load_label_tokens(source, name, (c.vocab, c.width), tokens, c.logit_scale, c.logit_cap)
 
     def _own_head(self, source: WeightSource) -> bool:
         """Returns True if a checkpoint with a tied head stores a different one, which transformers then uses."""
@@ -384,8 +321,10 @@ class Decoder:
         """Sets the persistent tensors that the bodies read and write."""
         self.persistent = persistent
         caching = [layer.attention for layer in self.layers if not layer.recurrent]
-        for attention, kv in zip(caching, persistent.kv, strict=True):
+        for attention, kv in zip((one for one in caching if not one.reads_kv), persistent.kv, strict=True):
             attention.bind(kv)
+        for reader, source in self.readers.items():
+            self.layers[reader].attention.bind(self.layers[source].attention.kv)
         for layer, state in zip((x for x in self.layers if x.recurrent), persistent.recurrent, strict=True):
             cast(StatefulLayer, layer.attention).bind(state)
         self.first = caching[0] if caching else None
@@ -398,32 +337,48 @@ class Decoder:
         p, ops = self.persistent, self.ops
         rows = len(inputs.out_row)
         # The result of ``_start`` gets no name: it would live as long as the launch.
-        x, residual, rotary, local, deepstack_rows = (
+        x, residual, rotary, local, deepstack_rows, layer_inputs = (
             self._start(inputs) if len(inputs.tokens) == rows else first_rows(self._start(inputs), rows)
         )
         attn, first = inputs.attn, self.first
         if first is not None:
             attn = ops.prepare_attn(attn, first.heads, first.kv)
+        causal = self._causal_attn(inputs.attn, attn)
         held = self._prepare_states(inputs)
         layers: Sequence[Any] = self.layers
         rows_of: tuple[AdapterRows, ...] = ()
         if inputs.adapter is not None:
             assert self.adapter_numbers is not None
             rows_of = (ops.prepare_adapters(inputs.adapter, self.adapter_numbers, self.backend.dtype),)
-        elif not deepstack_rows and hasattr(ops, "group_layers"):
+        elif not deepstack_rows and not layer_inputs and not self.readers and hasattr(ops, "group_layers"):
             layers = cast(GroupingOps, ops).group_layers(layers, attn)
         states: dict[int, Tensor] = {}
+        given: dict[int, Sequence[Tensor]] = {}
         for i, layer in enumerate(layers):
             if i in self.taps:
                 states[i] = x if residual is None else x + residual
             place = held if layer.recurrent else local if layer.local else rotary
-            x, residual = ops.layer(layer, x, residual, place, attn, *rows_of)
+            if layer_inputs:
+                place = cast(Rotary, place)._replace(layer_input=layer_inputs[i])
+            if i in self.readers:
+                k, v = given[self.readers[i]]
+                place = cast(Rotary, place)._replace(keys=k, values=v)
+            x, residual, *own = ops.layer(layer, x, residual, place, causal if layer.causal else attn, *rows_of)
+            if own:
+                given[i] = own
             if i < len(deepstack_rows):
                 x = ops.region(self.deepstack_add, x, deepstack_rows[i], p.arena)
             ops.cut("layer")
         if p.taps is not None and states:
             ops.scatter_rows(p.taps, inputs.out_row, torch.cat([states[i] for i in self.taps], 1))
         ops.by_rows(self.leave, (x, residual, inputs.out_row), p.hidden)
+
+    def _causal_attn(self, given: Attn, prepared: Attn) -> Attn:
+        """Returns the attention inputs of layers in which no token sees later ones; ``given``: those of the launch."""
+        first, upto = self.first, getattr(given, "upto", None)
+        if not self.config.text.causal_full_layers or first is None or upto is None:
+            return prepared
+        return self.ops.prepare_attn(given._replace(upto=None), first.heads, first.kv)
 
     def _prepare_states(self, inputs: TextTensors) -> RecurrentRows | None:
         """Returns what the recurrent layers of this stage share; None if there are none."""

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trencadis.core.checkpoint.model_config import RecurrentConfig, TextConfig
+from trencadis.core.checkpoint.layer_parts import RecurrentConfig
+from trencadis.core.checkpoint.model_config import TextConfig
 from trencadis.core.checkpoint.weight_source import StackedPart, WeightSource, stack
 from trencadis.core.device.backend import AdapterRows, Attn, Backend
 from trencadis.core.device.launch_tensors import RecurrentRows

@@ -360,11 +360,14 @@ class LMHead(Linear):
     """The output head. Each rank holds a share of the vocabulary; the logits are gathered on all ranks.
 
     ``scale``: factor of the logits; 1: no multiplication. ``unit``: with several ranks, shares are multiples of it.
+    ``cap``: as ``TextConfig.logit_cap``.
     """
 
-    def __init__(self, ops: Ops, comm: Comm, vocab: int, hidden: int, scale: float = 1.0, unit: int = 1) -> None:
+    def __init__(
+        self, ops: Ops, comm: Comm, vocab: int, hidden: int, scale: float = 1.0, unit: int = 1, cap: float = 0.0
+    ) -> None:
         super().__init__(ops, comm)
-        self.vocab, self.hidden, self.scale = vocab, hidden, scale
+        self.vocab, self.hidden, self.scale, self.cap = vocab, hidden, scale, cap
         self.unit = unit if comm.world > 1 else 1
         self.start, self.stop, _ = span(vocab, comm.rank, comm.world, self.unit)
         self._coded: bool | None = None
@@ -386,6 +389,8 @@ class LMHead(Linear):
     def __call__(self, x: Tensor, rows: AdapterRows | None = None) -> Tensor:
         """Returns the logits [r, vocabulary] of hidden states [r, hidden], in the backend's dtype."""
         y = scaled(super().__call__(x), self.scale)
+        if self.cap:
+            y = (y / self.cap).tanh() * self.cap
         return y if self.comm.world == 1 else self._gather_logits(y)
 
     def _gather_logits(self, y: Tensor) -> Tensor:

@@ -6,17 +6,19 @@ Some models have a shared expert, too: a gated MLP for every token, multiplied b
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trencadis.core.checkpoint.model_config import ExpertsConfig
+from trencadis.core.checkpoint.layer_parts import ExpertsConfig
+from trencadis.core.checkpoint.model_config import TextConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
-from trencadis.core.device.backend import AdapterRows, Comm, ExpertBiases, ExpertWeights, Ops
+from trencadis.core.device.backend import AdapterRows, Backend, Comm, ExpertBiases, ExpertWeights, Ops
 from trencadis.core.models.linear import Linear, Matrix, merge_or_separate, pad_rows, span
-from trencadis.core.models.mlp import GatedMLP
+from trencadis.core.models.mlp import GatedMLP, RMSNorm
 from trencadis.core.quant.quantised_tensor import QTensor
 
 CODED = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
@@ -78,7 +80,7 @@ class ExpertMLP:
         self.ops, self.comm, self.width, self.act = ops, comm, width, act
         self.device = device or torch.device("cpu")
         self.count, self.top, self.inner, self.normalise = c.count, c.top, c.inner, c.normalise
-        self.biased = c.bias
+        self.biased, self.beside = c.bias, c.beside
         self.router = Linear(ops, comm)
         self.shared = SharedExpert(ops, comm, width, c, group, act, aligned) if c.shared else None
         self.bytes = 0
@@ -91,6 +93,9 @@ class ExpertMLP:
         self.bytes = sum(one.nbytes for found in biases for some in found for one in some)
         each = [self._expert(source, f"{name}.experts.{i}") for i in range(self.count)]
         gate_up, down = [one for one, _ in each], [one for _, one in each]
+        if self.beside:  # a factor of an expert's weight is one of its outputs
+            factors = source.take(f"{name}.per_expert_scale", (self.count,)).unbind()
+            down = [scale_matrix(one, factor) for one, factor in zip(down, factors, strict=True)]
         if any(isinstance(one, QTensor) for one in (*gate_up, *down)) and hasattr(self.ops, "pack_quantised_experts"):
             coded = cast(CodingOps, self.ops).pack_quantised_experts(gate_up, down, *biases)
             if coded is not None:
@@ -146,9 +151,13 @@ class ExpertMLP:
         weight = source.shard(f"{name}.weight", shape, dim, start, stop)
         return pad_rows(weight, share) if dim == 0 else functional.pad(weight, (0, share - (stop - start)))
 
-    def __call__(self, x: Tensor, rows: AdapterRows | None = None) -> Tensor:
-        """Computes [n, width] -> [n, width] in the backend's dtype, summed over ranks; experts have no adapters."""
-        y = self.ops.experts(x, self.router(x), self.weights, self.top, self.normalise, self.act)
+    def __call__(self, x: Tensor, rows: AdapterRows | None = None, routed: Tensor | None = None) -> Tensor:
+        """Computes [n, width] -> [n, width] in the backend's dtype, summed over ranks; experts have no adapters.
+
+        ``routed``: the router's input, [n, width]; None: x.
+        """
+        scores = self.router(x if routed is None else routed)
+        y = self.ops.experts(x, scores, self.weights, self.top, self.normalise, self.act)
         if self.shared is not None:
             y = y + self.shared(x)
         if self.comm.world == 1:
@@ -158,6 +167,48 @@ class ExpertMLP:
 
     def nbytes(self) -> int:
         return self.router.bytes + self.bytes + (self.shared.nbytes() if self.shared is not None else 0)
+
+
+def scale_matrix(x: Matrix, factor: Tensor) -> Matrix:
+    """Returns a matrix multiplied by ``factor``, one number; a quantised matrix keeps its codes."""
+    if isinstance(x, QTensor):
+        return replace(x, scale=x.scale * factor.to(x.scale.device).float())
+    return x * factor
+
+
+class ExpertsBeside:
+    """Experts beside a layer's MLP: both outputs have a norm of their own and are added.
+
+    The router reads the residual stream behind a norm whose weight includes a factor of hidden ** -0.5; the experts
+    read it behind another norm.
+    """
+
+    def __init__(self, backend: Backend, c: TextConfig, experts: ExpertsConfig, group: int, aligned: int) -> None:
+        ops = backend.ops
+        self.ops = ops
+        self.input_norm, self.router_norm, self.mlp_norm, self.out_norm = (
+            RMSNorm(ops, c.hidden, c.eps) for _ in range(4)
+        )
+        self.experts = ExpertMLP(
+            ops, backend.comm, c.hidden, experts, c.activation, backend.device, group, aligned
+        )  # fmt: skip
+
+    def load(self, source: WeightSource, name: str) -> None:
+        self.input_norm.load(source, f"{name}.input_layernorm")
+        self.mlp_norm.load(source, f"{name}.mlp_layernorm")
+        self.out_norm.load(source, f"{name}.out_layernorm")
+        width = self.router_norm.width
+        self.router_norm.weight = source.take(f"{name}.scale", (width,)) * width**-0.5
+        self.experts.load(source, name)
+
+    def __call__(self, y: Tensor, stream: Tensor) -> Tensor:
+        """Returns the sum of the normed output y of the MLP and that of the experts, [n, hidden]."""
+        x = self.experts(self.input_norm(stream)[0], routed=self.router_norm(stream)[0])
+        return self.mlp_norm(y)[0] + self.out_norm(x)[0]
+
+    def nbytes(self) -> int:
+        norms = (self.input_norm, self.router_norm, self.mlp_norm, self.out_norm)
+        return sum(norm.nbytes() for norm in norms) + self.experts.nbytes()
 
 
 GATED = ("gate_proj", "up_proj")

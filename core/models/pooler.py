@@ -24,7 +24,7 @@ class Pooler:
         self.class_bias: Tensor | None = None  # float32 [classes]
         self.dense: Tensor | None = None  # float32 [hidden, hidden]
         self.dense_bias: Tensor | None = None  # float32 [hidden]
-        self.inner = ""
+        self.inner, self.cap = "", 0.0
 
     def __call__(self, hidden: Tensor, inputs: PoolTensors) -> PoolTensorsOut:
         """Pools rows of ``hidden``.
@@ -33,7 +33,8 @@ class Pooler:
         """
         rows = self.ops.gather_rows(hidden, inputs.hidden_row)
         if self.classes is None or (self.dense is None and self.class_bias is None):
-            return PoolTensorsOut(self.ops.pool(rows, inputs.group, self.classes))
+            found = self.ops.pool(rows, inputs.group, self.classes)
+            return PoolTensorsOut((found / self.cap).tanh() * self.cap if self.cap else found)
         sums = self.ops.pool(rows, inputs.group, None)
         if self.dense is not None:
             sums = INNER[self.inner](functional.linear(sums, self.dense, self.dense_bias))
@@ -47,9 +48,14 @@ class Pooler:
             self.dense, self.dense_bias = _linear(source, "score_dense", (width, width), pooling.biased)
 
     def load_label_tokens(
-        self, source: WeightSource, name: str, shape: tuple[int, int], tokens: tuple[int, ...], scale: float
-    ) -> None:
-        """Uses the rows ``tokens`` of the output head ``name`` [shape], times ``scale``, as the class head."""
+        self, source: WeightSource, name: str, shape: tuple[int, int], tokens: tuple[int, ...], scale: float,
+        cap: float = 0.0,
+    ) -> None:  # fmt: skip
+        """Uses the rows ``tokens`` of the output head ``name`` [shape], times ``scale``, as the class head.
+
+        ``cap``: as ``TextConfig.logit_cap``.
+        """
+        self.cap = cap
         rows = [source.shard(f"{name}.weight", shape, 0, t, t + 1) for t in tokens]
         self.classes = scaled(torch.cat(rows).float(), scale)
 

@@ -17,6 +17,7 @@ from trencadis.core.engine_stats import EngineInfo as EngineInfo
 from trencadis.core.engine_stats import EngineStats as EngineStats
 from trencadis.core.engine_stats import GraphCounters as GraphCounters
 from trencadis.core.engine_stats import GraphPlan as GraphPlan
+from trencadis.core.engine_stats import LearningReport as LearningReport
 from trencadis.core.request import Delta, Request
 
 HEADER = struct.Struct("<II")
@@ -81,6 +82,12 @@ class ResetPrefixCache(msgspec.Struct, tag=True):
 
 class ResetEncoderCache(msgspec.Struct, tag=True):
     """Down: drop the embeddings of images that no running request needs."""
+
+
+class LearnBuckets(msgspec.Struct, tag=True):
+    """Down: search for better shapes; ``force``: change to what is found, whatever it gains."""
+
+    force: bool = False
 
 
 class Ping(msgspec.Struct, tag=True):
@@ -149,7 +156,7 @@ class Pong(msgspec.Struct, tag=True):
 
 
 Resets = ResetPrefixCache | ResetEncoderCache
-Down = Start | Add | Media | VocabularyPart | MediaFailed | Abort | Drain | Resets | Ping
+Down = Start | Add | Media | VocabularyPart | MediaFailed | Abort | Drain | Resets | LearnBuckets | Ping
 Up = Phase | Capture | Ready | Deltas | NeedMedia | Fatal | Pong
 
 _encoder = msgspec.msgpack.Encoder()

@@ -54,7 +54,9 @@ class PackedVocabulary:
 log = logging.getLogger("trencadis.engine")
 
 Resets = engine_messages.ResetPrefixCache | engine_messages.ResetEncoderCache
-RareCommand = engine_messages.Abort | engine_messages.MediaFailed | engine_messages.Drain | Resets
+RareCommand = (
+    engine_messages.Abort | engine_messages.MediaFailed | engine_messages.Drain | engine_messages.LearnBuckets | Resets
+)
 Command = engine_messages.Add | RareCommand | ReceivedPixels | PackedVocabulary
 
 
@@ -217,6 +219,8 @@ class EngineLike(Protocol):
     def reset_prefix_cache(self) -> None: ...
     def set_vocabulary(self, data: bytes | bytearray) -> None: ...
     def reset_encoder_cache(self) -> None: ...
+    def learn_buckets(self, force: bool = False) -> None: ...
+    def save(self) -> None: ...
     def stats(self) -> engine_messages.EngineStats: ...
 
 
@@ -325,6 +329,7 @@ class EngineProcess:
                 self.handle(engine, command)
             self.since = None
             if self.is_drained():
+                engine.save()
                 return
             if commands or engine.busy():
                 self.advance(engine)
@@ -396,6 +401,8 @@ class EngineProcess:
                 engine.reset_prefix_cache()
             case engine_messages.ResetEncoderCache():
                 engine.reset_encoder_cache()
+            case engine_messages.LearnBuckets(force):
+                engine.learn_buckets(force)
             case engine_messages.Drain():
                 self.draining = True
 

@@ -94,6 +94,12 @@ def _fill_columns(columns: int) -> int:
     return fill_up(columns, CELL)
 
 
+DECODED_ROWS, DECODED_BYTES = 256, 32 << 20
+"""Rows from which a card decodes a quantised weight once for all of them, and the bytes of it that it decodes at a
+time: less than the L2 cache of an H100.
+"""
+
+
 def half_of(group: int) -> int:
     """Returns the distance in columns of two 4-bit codes that share a byte; both belong to the same group."""
     return gcd(group, 64) if group else 64

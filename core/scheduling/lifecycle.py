@@ -17,8 +17,7 @@ from trencadis.core.scheduling.beam_search import BeamGroup
 from trencadis.core.scheduling.draft_scheduler import drop_surplus_blocks
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.sequence import Sequence, SequenceStatus, positions_in, shared_union
-from trencadis.core.scheduling.sequence_admission import publish_filled
-from trencadis.core.scheduling.step_builder import InFlightStep, logprob_of, report_token
+from trencadis.core.scheduling.step_builder import InFlightStep, logprob_of, publish_filled, report_token
 from trencadis.core.shapes.step_times import StepWork
 from trencadis.core.step import HeadOutput, Pooled, StepOutput, TargetScores, UInt8, append_pooled
 

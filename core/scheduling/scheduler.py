@@ -20,6 +20,7 @@ from trencadis.core.engine_stats import EngineStats
 from trencadis.core.kv.block_pool import BlockHashChain, BlockPool
 from trencadis.core.kv.state_pool import StatePool
 from trencadis.core.media_spans import MediaSpan
+from trencadis.core.scheduling import step_builder
 from trencadis.core.scheduling.draft_scheduler import DraftScheduler
 from trencadis.core.scheduling.encoder_scheduler import (
     EncoderCache,
@@ -33,16 +34,8 @@ from trencadis.core.scheduling.image_packer import ImagePacker
 from trencadis.core.scheduling.persistent_batch import MicroBatches, can_persist
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.scheduling.sequence import Filled, MediaStart, Sequence, SequenceStatus, check_holders
-from trencadis.core.scheduling.sequence_admission import (
-    AdapterSlots,
-    cached_blocks,
-    claim,
-    count_spared_blocks,
-    publish,
-    publish_filled,
-)
 from trencadis.core.scheduling.state_scheduler import StateScheduler
-from trencadis.core.scheduling.step_builder import InFlightStep, StepBuilder, log_admission, log_preemption
+from trencadis.core.scheduling.step_builder import AdapterSlots, InFlightStep, StepBuilder
 from trencadis.core.shapes.step_times import StepTimes
 from trencadis.core.step import Draw, Int32, Row, Step
 
@@ -145,7 +138,8 @@ class Scheduler:
         else:
             self._advance_all_in_order(builder)
         grown, filled = self.micro_batches.batch.advance(builder.grown, builder.number)
-        publish_filled((f for f in filled if f[0].pending == 1), self.limits, self.pool)  # others await tokens
+        known = (f for f in filled if f[0].pending == 1)  # others await tokens
+        step_builder.publish_filled(known, self.limits, self.pool)
         if not builder.preempted and not any(self.micro_batches.lacks_blocks):
             self._admit(builder)
         if self.drafting is not None:
@@ -225,7 +219,7 @@ class Scheduler:
 
     def _prefix_hits(self, seq: Sequence) -> list[int]:
         """Returns the cached blocks that a sequence would begin with, up to a snapshot of its state if it has one."""
-        hits = cached_blocks(seq, self.limits, self.pool)
+        hits = step_builder.cached_blocks(seq, self.limits, self.pool)
         return hits if self.states is None else self.states.shorten(seq, hits)
 
     def _advance(self, seq: Sequence, builder: StepBuilder) -> None:
@@ -340,7 +334,7 @@ class Scheduler:
     def publish(self, seq: Sequence) -> None:
         """Adds the full blocks of ``seq`` to the prefix cache: their KV is submitted and their tokens are known."""
         if self.limits.caching:
-            publish(seq, self.pool, self.limits.block_size)
+            step_builder.publish(seq, self.pool, self.limits.block_size)
 
     # Forks
 
@@ -397,21 +391,21 @@ class Scheduler:
             if seq.request.spans and self.encoder.holds_back(seq, start, builder.vision, first):
                 self.held_back, at = self.held_back + 1, at + 1
                 continue
-            need = -(-len(seq.tokens) // size) - (count_spared_blocks(seq, hits, self.pool) if hits else 0)
+            need = -(-len(seq.tokens) // size) - (step_builder.count_spared_blocks(seq, hits, self.pool) if hits else 0)
             if need > self.pool.free - builder.reserved:
                 return
             if not self.limits.chunked and len(seq.tokens) - start > builder.tokens:
                 return
             self.waiting.pop(at)
             if hits:
-                claim(seq, hits, size, self.pool, self.totals)
+                step_builder.claim(seq, hits, size, self.pool, self.totals)
             seq.slot = self.slots.pop()
             if self.states is not None:
                 self.states.begin(seq, len(hits))
             seq.fresh_state = True
             self.totals.prefix_queries += len(seq.tokens)
             self.start_running(seq, self.micro_batches.current)
-            log_admission(seq, self.pool.free, len(self.waiting))
+            step_builder.log_admission(seq, self.pool.free, len(self.waiting))
             self._advance(seq, builder)
 
     def start_running(self, seq: Sequence, micro_batch: int | None = None) -> None:
@@ -445,7 +439,7 @@ class Scheduler:
 
     def _preempt(self, victim: Sequence, builder: StepBuilder) -> None:
         builder.preempted = True
-        log_preemption(victim, self.pool.free)
+        step_builder.log_preemption(victim, self.pool.free)
         victim.requeue = waits = not victim.drawn
         self.leave(victim)
         if waits:

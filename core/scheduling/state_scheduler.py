@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from math import lcm
 
-from trencadis.core.checkpoint.model_config import CHUNK
+from trencadis.core.checkpoint.layer_parts import CHUNK
 from trencadis.core.kv.state_pool import StatePool
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.scheduling.sequence import Sequence

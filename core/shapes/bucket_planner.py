@@ -33,7 +33,7 @@ from trencadis.core.shapes.bucket_options import (
     thinned,
     vision_boundaries,
 )
-from trencadis.core.shapes.launch_costs import Costs, costs_of
+from trencadis.core.shapes.launch_costs import Costs, costs_of, layers_values
 from trencadis.core.shapes.shape_limits import ShapeLimits, cells
 
 
@@ -161,6 +161,10 @@ def make_plan(
     """
     if model is not None and policy.ridge:
         policy = dataclasses.replace(policy, cost=costs_of(model, limits.block_size, policy.ridge))
+    if model is not None and policy.capture_operations and Stage.PREFILL in policy.capture_limit:
+        tokens = int(policy.capture_operations / (2 * layers_values(model.text)))
+        limit = max(policy.capture_limit[Stage.PREFILL], tokens)
+        policy = dataclasses.replace(policy, capture_limit={**policy.capture_limit, Stage.PREFILL: limit})
     if not policy.rules:
         return Plan(policy, block_size=limits.block_size)
     tower = model.vision if model is not None else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import fcntl
 import json
 import math
 import os
@@ -10,10 +12,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from trencadis.core.buckets import Bucket, Plan, Policy, Stage
+from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.json_types import JsonMapping
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import COARSE
+from trencadis.core.shapes.launch_costs import work_of
 from trencadis.core.shapes.learned_plan import LearnedPlan, TooFewGraphs, learn_plan
 from trencadis.core.shapes.shape_needs import MAX_CELLS, NeedHistogram
 
@@ -95,6 +99,33 @@ def write_profile(path: str, needs: NeedHistogram, block_size: int, least: float
         raise StartupError(f"the bucket profile {path} cannot be written: {error.strerror}.") from None
 
 
+def merge_into_profile(
+    path: str, needs: NeedHistogram, policy: Policy, block_size: int, least: float, fade: float = 1.0
+) -> None:
+    """Adds needs to a profile, which several engines may share; creates it if there is none.
+
+    Args:
+        least: cells below this weight are not written.
+        fade: factor of the weights that the file has, because they are older.
+
+    Raises:
+        StartupError: the file is no profile of this device, or cannot be written.
+    """
+    folder, name = os.path.split(os.path.abspath(path))
+    try:
+        lock = os.open(os.path.join(folder, f".{name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise StartupError(f"the bucket profile {path} cannot be written: {error.strerror}.") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        whole = read_profile(path, policy, block_size) if os.path.exists(path) else NeedHistogram()
+        whole.scale(fade)
+        whole.merge(needs)
+        write_profile(path, whole, block_size, least)
+    finally:
+        os.close(lock)
+
+
 def learn_from_profile(
     path: str, plan: Plan, options: BucketOptions, max_graphs: int, work: Callable[[Bucket], float]
 ) -> LearnedPlan:
@@ -110,6 +141,18 @@ def learn_from_profile(
         return learn_plan(plan, needs, max_graphs, list_set_stages(plan, options), work)
     except TooFewGraphs as error:
         raise StartupError(f"--max-graphs {max_graphs}: these limits need at least {error.least}.") from None
+
+
+def plan_by_profile(path: str, plan: Plan, options: BucketOptions, max_graphs: int, model: ModelConfig) -> Plan:
+    """Returns the plan for the needs of a profile, with a note about it; see ``learn_from_profile``."""
+    found = learn_from_profile(path, plan, options, max_graphs, work_of(model, plan.block_size))
+    replaced, static = len(plan.buckets) - len(found.plan.buckets) + found.graphs, found.static or 1.0
+    note = (
+        f"--bucket-profile: {found.graphs} shapes of text and images; its needs are expected to cost "
+        f"{found.cost / static:.3f} of what they cost in {replaced}; no choice of as many costs less than "
+        f"{found.bound / static:.3f}."
+    )
+    return dataclasses.replace(found.plan, notes=(*plan.notes, note))
 
 
 def list_set_stages(plan: Plan, options: BucketOptions) -> Iterable[Stage]:

@@ -21,9 +21,9 @@ Floats: TypeAlias = NDArray[np.float64]
 ENUMERATED = 4000
 """Choices that are tried one by one if no more remain after candidates have been excluded by the bound."""
 
-BOUND_ROUNDS = 60
+BOUND_ROUNDS = 100
 SWAP_ROUNDS = 200
-DROPS = 6
+DROPS = 12
 """Candidates, those whose loss costs least, for which a swap is tried."""
 
 

@@ -68,14 +68,14 @@ def layers_values(t: TextConfig, active: bool = True) -> int:
     ``active``: count only those applied to one token, i.e. only the experts that it is routed to.
     """
     matrices = 3 if t.mlp == GATED else 2
-    heads = t.heads * (t.query_width + t.head_dim) + 2 * t.kv_heads * t.head_dim
-    attention = (t.layers - len(t.recurrent_layers)) * t.hidden * heads
+    attention = sum(t.of_layer(i).attention_values for i in range(t.layers) if i not in t.recurrent_layers)
     if t.recurrent is not None:
         attention += len(t.recurrent.layers) * t.recurrent.values(t.hidden)
-    total = attention + t.dense_layers * matrices * t.hidden * t.intermediate
+    dense = sum(t.of_layer(i).intermediate for i in range(t.layers) if t.has_mlp(i))
+    total = attention + matrices * t.hidden * dense + t.layers * t.layer_input_values
     if t.experts is not None:
         own = t.experts.values(t.hidden, only=t.experts.top if active else 0)
-        total += (t.layers - t.dense_layers) * (own + t.experts.shared_values(t.hidden))
+        total += t.expert_layers * (own + t.experts.shared_values(t.hidden))
     return total
 
 
@@ -91,9 +91,11 @@ def costs_of(model: ModelConfig, block_size: int, ridge: float, itemsize: int = 
     # A launch of many tokens reads every expert; one of few tokens reads fewer, but how many is unknown when planning.
     read = values if own_values is not None else layers_values(t, active=False)
     launch = ridge * itemsize / 2 * read / values
-    cached = t.cached_layers
-    block = 2 * cached * block_size * t.kv_heads * t.head_dim * itemsize * ridge / (2 * values)
-    own = {"pair": 2 * cached * t.heads * t.head_dim / values, "head": t.width * t.vocab / values}
+    caching = [t.of_layer(layer) for layer in t.kv_layers]
+    stored = sum(own.kv_heads * own.head_dim for own in caching)
+    block = 2 * block_size * stored * itemsize * ridge / (2 * values)
+    pair = 2 * sum(own.heads * own.head_dim for own in caching) / values
+    own = {"pair": pair, "head": t.width * t.vocab / values}
     if model.vision is not None:
         v = model.vision
         own["slot"] = (v.slot_weights() + 2 * v.hidden * WINDOW_SLOTS * (v.depth - v.whole)) / values

@@ -7,6 +7,8 @@ bucket is larger than a planned one, so that no launch needs more memory.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,12 +18,12 @@ from numpy.typing import NDArray
 
 from trencadis.core.buckets import Bucket, Plan, Stage
 from trencadis.core.shapes.bucket_search import CostTable, search_choice
-from trencadis.core.shapes.shape_needs import RECORDED_STAGES, Key, NeedHistogram
+from trencadis.core.shapes.shape_needs import RECORDED_STAGES, Key, NeedHistogram, round_to_grid
 
 KEPT_STAGES = tuple(stage for stage in Stage if stage not in RECORDED_STAGES)
 """Stages whose needs are not recorded: they keep their buckets, which do not count to the limit of graphs."""
 
-WORK_WEIGHT = 0.25
+WORK_WEIGHT = 1.5
 """Weight of the padded work beside the expected time in what the search minimises."""
 
 MAX_CANDIDATES = 800
@@ -30,8 +32,14 @@ MAX_CANDIDATES = 800
 BORROWED = 0.05
 """Weight of the needs that a variant without needs of its own borrows from the plain launches of its stage."""
 
-SPLIT_COST = 1.1
-"""Estimate of the cost of a prompt's tail in a launch of its own, relative to one without padding."""
+SPREAD = ((0, 0.7), (1, 0.12), (-1, 0.12), (2, 0.03), (-2, 0.03))
+"""Steps of a sixteenth octave, and the share of a need that counts as that much larger or smaller on each axis of text.
+
+A trace is a sample: other traffic of the kind needs sizes near those that were recorded.
+"""
+
+LEAST_SHARE = 1e-5
+"""Share of a stage's needs below which a size that was only inferred is left out."""
 
 
 class TooFewGraphs(ValueError):
@@ -101,6 +109,12 @@ def learn_plan(
     return LearnedPlan(learned, len(chosen), choice.cost, choice.bound, static)
 
 
+def expected_cost(plan: Plan, needs: NeedHistogram) -> float:
+    """Returns the policy's cost of the needs in the buckets of ``plan``."""
+    keys = _learned_keys(plan, set(KEPT_STAGES))
+    return _static_cost(plan, [key for key in keys if key in needs.cells], needs, plan.policy.cost)
+
+
 def _learned_keys(plan: Plan, fixed: set[Stage]) -> list[Key]:
     return sorted({(b.stage, b.variant) for b in plan.buckets if b.stage not in fixed})
 
@@ -139,9 +153,38 @@ class _Group:
         planned = [b for b in plan.buckets if (b.stage, b.variant) == key]
         self.planned, self.covers = planned, list_covers(planned)
         self.largest = [b for b in planned if not any(o != b and _holds(o.dims, b.dims) for o in planned)]
-        covered = [d for d in sorted(cells) if any(_holds(b.dims, d) for b in self.largest)]
+        near = self._spread(self._align(cells))
+        covered = [d for d in sorted(near) if any(_holds(b.dims, d) for b in self.largest)]
         self.needs = np.array(covered, dtype=np.int64).reshape(len(covered), len(planned[0].dims))
-        self.weights = np.array([cells[d] for d in covered])
+        self.weights = np.array([near[d] for d in covered])
+
+    def _align(self, cells: Mapping[tuple[int, ...], float]) -> dict[tuple[int, ...], float]:
+        """Returns the needs rounded up to the sizes that buckets can have."""
+        units, found = self.plan.policy.alignment[self.stage], dict[tuple[int, ...], float]()
+        for dims, weight in cells.items():
+            at = tuple(-(-d // unit) * unit for d, unit in zip(dims, units, strict=True))
+            found[at] = found.get(at, 0.0) + weight
+        return found
+
+    def _spread(self, cells: dict[tuple[int, ...], float]) -> dict[tuple[int, ...], float]:
+        """Returns the needs with shares of each at the sizes near it (``SPREAD``); images keep their sizes."""
+        if self.stage is Stage.VISION or not cells:
+            return cells
+        units = self.plan.policy.alignment[self.stage]
+        most = [max(sizes) for sizes in zip(*(b.dims for b in self.planned), strict=True)]
+        shares = [
+            {n: _shares_near(n, unit, top) for n in {d[axis] for d in cells}}
+            for axis, (unit, top) in enumerate(zip(units, most, strict=True))
+        ]
+        found: dict[tuple[int, ...], float] = {}
+        for dims, weight in cells.items():
+            for near in itertools.product(*(of[n].items() for of, n in zip(shares, dims, strict=True))):
+                at = tuple(size for size, _ in near)
+                if self.stage is Stage.DECODE and len(at) == 2:
+                    at = at[0], max(at)  # each row has a block
+                found[at] = found.get(at, 0.0) + weight * math.prod(share for _, share in near)
+        least = LEAST_SHARE * sum(cells.values())
+        return {dims: weight for dims, weight in found.items() if weight > least or dims in cells}
 
     @cached_property
     def candidates(self) -> list[Bucket]:
@@ -189,22 +232,22 @@ class _Group:
         fits = (self.needs[:, None, :] <= dims[None, :, :]).all(axis=2)
         found = np.where(fits, price[None, :], np.inf)
         if self.stage is Stage.FRESH and len(dims[0]) == 2:
-            found = np.minimum(found, self._split_prompts(dims, price))
+            launches = -(-self.needs[:, :1] // dims[None, :, 0])  # prompts of one launch may also run in several
+            found = np.minimum(
+                found, np.where(self.needs[:, 1:] <= dims[None, :, 1], launches * price[None, :], np.inf)
+            )
         weighted: NDArray[np.float64] = found * self.weights[:, None]
         return weighted
 
-    def _split_prompts(self, dims: NDArray[np.int64], price: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Returns the costs of prompts that run in more launches: fewer rows each, or a head and a tail."""
-        rows, tokens = self.needs[:, :1], self.needs[:, 1:]
-        launches = -(-rows // dims[None, :, 0])
-        found = np.where(tokens <= dims[None, :, 1], launches * price[None, :], np.inf)
-        block, most = max(self.plan.block_size, 1), max(self.plan.sizes(Stage.CONTEXT), default=0)
-        for j, (_, size) in enumerate(dims.tolist()):
-            tails = tokens[:, 0] - size
-            for i in np.flatnonzero((rows[:, 0] == 1) & (tails > 0) & (tails <= most)).tolist():
-                tail = Bucket(Stage.CONTEXT, (int(tails[i]), -(-size // block)))
-                found[i, j] = price[j] + SPLIT_COST * self.price(tail)
-        return found
+
+def _shares_near(size: int, unit: int, most: int) -> dict[int, float]:
+    """Returns the shares of a need of ``size`` at the sizes near it, each a multiple of ``unit`` up to ``most``."""
+    found: dict[int, float] = {}
+    for steps, share in SPREAD:
+        near = min(max(round(size * 2 ** (steps / 16)), 1), most)
+        near = min(-(-round_to_grid(near) // unit) * unit, max(most, size)) if steps else size
+        found[near] = found.get(near, 0.0) + share
+    return found
 
 
 def _round_up(size: int, unit: int, points: int) -> int:

@@ -1,4 +1,4 @@
-"""Records which shapes traffic needs, before launches are padded: a bounded histogram of sizes. Pure Python.
+"""Records which shapes traffic needs, before launches are padded: a bounded histogram of sizes. Torch-free.
 
 It holds sizes and weights only: no text, hash or name of a request.
 """
@@ -9,6 +9,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import numpy as np
 
 from trencadis.core.buckets import Bucket, Plan, Stage
 from trencadis.core.shapes.rectangular_launches import RowNeed, best_groups
@@ -59,7 +61,7 @@ class NeedHistogram:
         self._now += seconds
         self._unit = 2.0 ** (self._now / self.half_life)
         if self._unit > 1e9:
-            self._scale(1 / self._unit)
+            self.scale(1 / self._unit)
             self._unit, self._now = 1.0, 0.0
 
     def add(self, stage: Stage, dims: Sequence[int], weight: float = 1.0, variant: str = "") -> None:
@@ -85,7 +87,8 @@ class NeedHistogram:
             if weight / self._unit >= least
         )
 
-    def _scale(self, factor: float) -> None:
+    def scale(self, factor: float) -> None:
+        """Multiplies every weight by ``factor``."""
         for cells in self.cells.values():
             for dims in cells:
                 cells[dims] *= factor
@@ -93,27 +96,53 @@ class NeedHistogram:
     def _merge_lightest(self) -> None:
         """Merges the lightest cells until an eighth of the cells is free."""
         order = sorted((weight, key, dims) for key, cells in self.cells.items() for dims, weight in cells.items())
-        excess = self.count - self.most * 7 // 8
+        excess, grids = self.count - self.most * 7 // 8, dict[Key, _CellGrid]()
         for _, key, dims in order:
             if excess <= 0:
                 return
-            cells = self.cells[key]
-            larger = [d for d in cells if d != dims and all(a >= b for a, b in zip(d, dims, strict=True))]
-            if larger:
-                heir = min(larger, key=lambda d: (math.prod(d), d))
-                cells[heir] += cells.pop(dims)
+            grid = grids.get(key) or grids.setdefault(key, _CellGrid(self.cells[key]))
+            heir = grid.remove(dims)
+            if heir is not None:
+                self.cells[key][heir] += self.cells[key].pop(dims)
                 excess -= 1
 
 
-def count_step(histogram: NeedHistogram, rows: Sequence[RowNeed], images: Sequence[int], plan: Plan) -> None:
+class _CellGrid:
+    """The sizes of one key as an array, since thousands of cells may look for the next larger one at a time."""
+
+    def __init__(self, cells: Iterable[tuple[int, ...]]) -> None:
+        self._names = sorted(cells)
+        self._index = {dims: i for i, dims in enumerate(self._names)}
+        self._sizes = np.array(self._names, dtype=np.float64)
+        self._areas = self._sizes.prod(axis=1)
+
+    def remove(self, dims: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Removes a cell; returns the smallest other one that holds its needs, or keeps it and returns None."""
+        own = self._index[dims]
+        area, self._areas[own] = self._areas[own], np.inf
+        larger = np.where((self._sizes >= self._sizes[own]).all(axis=1), self._areas, np.inf)
+        heir = int(larger.argmin())
+        if not np.isfinite(larger[heir]):
+            self._areas[own] = area
+            return None
+        return self._names[heir]
+
+
+def count_step(
+    histogram: NeedHistogram, rows: Sequence[RowNeed], images: Sequence[int], plan: Plan, variant: str = ""
+) -> None:
     """Counts the needs of one step: ``rows``, and the slots of the ``images`` that it encodes."""
     for need in list_needs(rows, images, plan):
-        histogram.add(need.stage, need.dims, 1.0, need.variant)
+        histogram.add(need.stage, need.dims, 1.0, "" if need.stage is Stage.VISION else variant)
 
 
 def list_needs(rows: Sequence[RowNeed], images: Sequence[int], plan: Plan) -> Iterator[Bucket]:
-    """Yields the launches of a step as they would be if every size were planned."""
+    """Yields the launches of a step as they would be if every size were planned.
+
+    Rows with drafts are left out of rectangular launches: the buckets of VERIFY are not chosen by needs.
+    """
     yield from _vision_needs(images, plan)
+    rows = rows if plan.policy.mixed else [n for n in rows if not n.drafted]
     if not rows:
         return
     if plan.policy.mixed:

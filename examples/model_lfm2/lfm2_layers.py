@@ -6,7 +6,8 @@ from typing import cast
 
 from torch import Tensor
 
-from trencadis.core.checkpoint.model_config import ModelConfig, RecurrentConfig, TextConfig
+from trencadis.core.checkpoint.layer_parts import RecurrentConfig
+from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
 from trencadis.core.device.backend import Attn, Backend
 from trencadis.core.device.launch_tensors import RecurrentRows

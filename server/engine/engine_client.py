@@ -6,13 +6,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from trencadis.core.host_memory import gib
 from trencadis.core.process.engine_messages import EngineInfo, EngineStats, GraphPlan, Phase
 from trencadis.core.request import Delta, Request, RequestStats
 
@@ -21,6 +23,50 @@ Pixels = npt.NDArray[np.uint8]
 
 DeltaCallback = Callable[[Delta], bool]
 """Handles a delta and returns True, or returns False without handling it; see ``EngineClient.set_delta_callback``."""
+
+
+SMALL_BACKLOG = 32 << 10
+"""Bytes of deltas of a choice that may wait for the reader without being counted: a hundred tokens, or ten with
+log-probabilities."""
+DELTA_BYTES = 300
+"""Bytes of a delta with one token."""
+LOGPROB_BYTES = 400
+"""Bytes of the log-probability of one token."""
+CANDIDATE_BYTES = 72
+"""Bytes of each other token in it."""
+
+
+def estimate_size(delta: Delta) -> int:
+    """Returns the bytes of memory that a delta takes, without what it tells of the prompt, which the budget of answers
+    counts.
+    """
+    size = DELTA_BYTES + 40 * len(delta.tokens)
+    if delta.logprobs is not None:
+        size += len(delta.logprobs) * LOGPROB_BYTES
+        size += CANDIDATE_BYTES * sum([len(one.top_ids) for one in delta.logprobs])
+    return size
+
+
+class Backlog:
+    """Bytes of deltas that wait for their readers, which are clients that read slower than the engine writes.
+
+    Args:
+        most: bytes of one request.
+        total: bytes of all requests, without the first ``SMALL_BACKLOG`` of each choice.
+        reserved: returns the bytes of ``total`` that other answers of this process may take.
+    """
+
+    def __init__(self, most: int = 64 << 20, total: int = 256 << 20, reserved: Callable[[], int] = lambda: 0) -> None:
+        self.most, self.total, self.reserved = most, total, reserved
+        self.held = 0
+
+    def fits(self, size: int) -> bool:
+        """Returns True if a request may have ``size`` bytes, and all may have what they have."""
+        return size <= self.most and self.held + self.reserved() <= self.total
+
+
+BACKLOG = Backlog()
+"""That of this process; its application sets the bounds."""
 
 
 class EngineClient(Protocol):
@@ -117,6 +163,15 @@ class EngineClient(Protocol):
 
     def reset_encoder_cache(self) -> None:
         """Drops embeddings of images that no running request waits for."""
+        ...
+
+    async def learn_buckets(self, force: bool = False) -> None:
+        """Starts a search for shapes that suit the traffic; ``force``: changes to them, whatever they gain.
+
+        Raises:
+            Conflict: a search or a change runs.
+            NotFound: the engine records no needs.
+        """
         ...
 
     async def sleep(self, level: int = 1, abort: bool = False) -> None:
@@ -222,3 +277,24 @@ class RequestTiming:
     def seconds_per_token(self) -> list[float]:
         """Returns the mean seconds per token after the first, of each choice that has more than one."""
         return [(a.last - a.first) / (a.count - 1) for a in self.choices.values() if a.count > 1]
+
+
+def format_plan_lines(plan: GraphPlan) -> Iterator[str]:
+    """Yields the lines of ledger, pools, buckets by stage and state, and advice."""
+    yield f"{'memory':<26} {'':>12} {'':>7}"
+    for name, count in plan.ledger:
+        yield f"  {name:<26} {gib(count):>12} {100 * count / max(plan.total, 1):6.1f} %"
+    yield f"  {'total':<26} {gib(plan.total):>12}  100.0 %"
+    yield "graph pools"
+    for pool, (budget, spent, lost) in plan.pools.items():
+        kept = f", {gib(lost)} not returned" if lost else ""
+        yield f"  {pool:<26} {gib(spent):>12} of {gib(budget)}{kept}"
+    yield f"planned shapes, warm-up {plan.warmup}"
+    counts: Counter[tuple[str, str]] = Counter((b.stage, b.state) for b in plan.buckets)
+    for stage in dict.fromkeys(b.stage for b in plan.buckets):
+        states = ", ".join(f"{n} {state}" for (s, state), n in sorted(counts.items()) if s == stage)
+        yield f"  {stage:<26} {states}"
+    for bucket in plan.buckets:
+        if bucket.failed:
+            yield f"  {bucket.name}: {bucket.failed}"
+    yield from plan.advice

@@ -11,20 +11,26 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter, deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from trencadis.core.errors import Unavailable
+from trencadis.core.errors import QueueFull, Unavailable
 from trencadis.core.executor.spawn import EngineHandle, spawn_engine
-from trencadis.core.host_memory import gib
 from trencadis.core.process import engine_messages
 from trencadis.core.process.child_process import StopWatch
-from trencadis.core.process.engine_messages import GraphPlan
 from trencadis.core.request import Delta, Request
-from trencadis.server.engine.engine_client import DeltaCallback, Pixels
+from trencadis.server.engine.engine_client import (
+    BACKLOG,
+    SMALL_BACKLOG,
+    Backlog,
+    DeltaCallback,
+    Pixels,
+    estimate_size,
+    format_plan_lines,
+)
 
 
 class OpenRequest:
@@ -36,38 +42,65 @@ class OpenRequest:
 
     Args:
         choices: its number of choices.
+        backlog: bounds what waits for the reader.
     """
 
-    __slots__ = ("_deltas", "_reader", "callback", "pixels", "unfinished")
+    __slots__ = (
+        "_backlog", "_choices", "_counted", "_deltas", "_held", "_reader", "callback", "pixels", "unfinished",
+    )  # fmt: skip
 
-    def __init__(self, pixels: Sequence[Pixels], choices: int) -> None:
+    def __init__(self, pixels: Sequence[Pixels], choices: int, backlog: Backlog = BACKLOG) -> None:
         self.pixels = pixels
+        self._backlog, self._choices, self._held, self._counted = backlog, choices, 0, 0
         self.unfinished = set(range(choices))
         self.callback: DeltaCallback | None = None
         self._deltas: deque[Delta | Exception] = deque()
         self._reader: asyncio.Future[None] | None = None
         """Future that the waiting reader awaits."""
 
-    def deliver(self, delta: Delta) -> None:
+    def deliver(self, delta: Delta) -> bool:
         """Delivers a delta: to the callback if the reader is idle, else to the reader's queue.
 
-        The last delta of a choice is always queued.
+        The last delta of a choice is always queued. Returns False if more waits than is allowed: then the reader gets
+        an error, and deliver nothing more.
         """
         reader = self._reader
         if self.callback is None or delta.finish is not None or reader is None or reader.done():
-            self._put(delta)
-            return
+            return self._put(delta)
         try:
             taken = self.callback(delta)
         except Exception as error:
             # An error in one stream must not end the task that delivers the deltas of all streams.
             self.callback = None
-            self._put(error)
-            return
-        if not taken:
-            self._put(delta)
+            self._wake(error)
+            return True
+        return taken or self._put(delta)
 
-    def _put(self, item: Delta | Exception) -> None:
+    def _put(self, delta: Delta) -> bool:
+        """Queues a delta for the reader; returns False if too much waits."""
+        self._held += estimate_size(delta)
+        if self._held > SMALL_BACKLOG * self._choices and len(self._deltas) > 2 * self._choices:
+            self._count(self._held)
+            if not self._backlog.fits(self._held):
+                waits = self._held
+                self.drop()
+                self._wake(QueueFull(f"The answer is read too slowly: {waits} bytes of it wait.", retry_after=1))
+                return False
+        self._wake(delta)
+        return True
+
+    def _count(self, size: int) -> None:
+        """Counts that ``size`` bytes wait."""
+        self._backlog.held += size - self._counted
+        self._counted = size
+
+    def drop(self) -> None:
+        """Drops what waits."""
+        self._deltas.clear()
+        self._held = 0
+        self._count(0)
+
+    def _wake(self, item: Delta | Exception) -> None:
         self._deltas.append(item)
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
@@ -87,6 +120,9 @@ class OpenRequest:
         item = self._deltas.popleft()
         if isinstance(item, Exception):
             raise item
+        self._held -= estimate_size(item)
+        if self._counted:
+            self._count(self._held)
         return item
 
 
@@ -151,7 +187,11 @@ class RequestLink:
         entry = self.requests.get(delta.id)
         if entry is None or delta.choice not in entry.unfinished:
             return
-        entry.deliver(delta)
+        if not entry.deliver(delta):
+            log.warning("request %s: its answer is read too slowly, and is ended", delta.id)
+            del self.requests[delta.id]
+            self.write(engine_messages.Abort([delta.id]))
+            return
         if delta.finish is not None:
             entry.unfinished.discard(delta.choice)
             if not entry.unfinished:
@@ -192,6 +232,7 @@ class RequestLink:
                 left -= delta.finish is not None
                 yield delta
         finally:
+            entry.drop()
             if self.requests.pop(request.id, None) is not None:
                 self.write(engine_messages.Abort([request.id]))
 
@@ -279,27 +320,6 @@ class RequestLink:
                 log.debug("the engine's socket broke while a frame was sent")
 
 
-def format_plan_lines(plan: GraphPlan) -> Iterator[str]:
-    """Yields the lines of ledger, pools, buckets by stage and state, and advice."""
-    yield f"{'memory':<26} {'':>12} {'':>7}"
-    for name, count in plan.ledger:
-        yield f"  {name:<26} {gib(count):>12} {100 * count / max(plan.total, 1):6.1f} %"
-    yield f"  {'total':<26} {gib(plan.total):>12}  100.0 %"
-    yield "graph pools"
-    for pool, (budget, spent, lost) in plan.pools.items():
-        kept = f", {gib(lost)} not returned" if lost else ""
-        yield f"  {pool:<26} {gib(spent):>12} of {gib(budget)}{kept}"
-    yield f"planned shapes, warm-up {plan.warmup}"
-    counts: Counter[tuple[str, str]] = Counter((b.stage, b.state) for b in plan.buckets)
-    for stage in dict.fromkeys(b.stage for b in plan.buckets):
-        states = ", ".join(f"{n} {state}" for (s, state), n in sorted(counts.items()) if s == stage)
-        yield f"  {stage:<26} {states}"
-    for bucket in plan.buckets:
-        if bucket.failed:
-            yield f"  {bucket.name}: {bucket.failed}"
-    yield from plan.advice
-
-
 __all__ = ["STOPPED", "EngineHandle", "EngineLink", "spawn_engine"]
 
 
@@ -340,6 +360,8 @@ class EngineLink(RequestLink):
         self.plan: engine_messages.GraphPlan | None = None
         self.capturing = ""
         """Bucket that is being captured."""
+        self.learn_requests = 0
+        """Requests to learn shapes that were sent to this engine."""
         self.fatal: engine_messages.Fatal | None = None
         self.reason = ""
         self.pinged = self.ponged = 0

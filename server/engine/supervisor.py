@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 
 from trencadis.core.config import EngineConfig
-from trencadis.core.errors import Unavailable
+from trencadis.core.errors import Conflict, NotFound, Unavailable
 from trencadis.core.process import engine_messages
 from trencadis.core.request import Delta, Request
 from trencadis.server.engine.engine_client import DeltaCallback, Pixels
@@ -193,6 +193,18 @@ class Supervisor:
     def reset_encoder_cache(self) -> None:
         """Drops embeddings of images that no running request waits for."""
         self.link.write(engine_messages.ResetEncoderCache())
+
+    async def learn_buckets(self, force: bool = False) -> None:
+        """See ``EngineClient``."""
+        learning = None if self.plan is None else self.plan.learning
+        if learning is None:
+            raise NotFound(
+                "This engine records no needs of shapes: its device takes every size, or --learn-buckets off."
+            )
+        if learning.state != "idle" or self.link.learn_requests > learning.handled:
+            raise Conflict("A search for shapes or a change of them runs.")
+        self.link.learn_requests = learning.handled + 1
+        self.link.write(engine_messages.LearnBuckets(force))
 
     # --- sleep ---
 

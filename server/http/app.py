@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -23,6 +24,7 @@ from trencadis.core.json_types import Json
 from trencadis.server.http.fair_admission import FairAdmissionMiddleware
 from trencadis.server.http.request_middleware import RequestMiddleware, describe_missing_path, make_error_response
 from trencadis.server.metrics.prometheus import ThroughputLog, make_preemption_warning
+from trencadis.server.metrics.request_record import end_request
 from trencadis.server.routes import (
     dev_mode,
     health_and_metrics,
@@ -132,10 +134,11 @@ def _make_middleware(state: AppState) -> list[Middleware]:
     guards_metrics = config.metrics_auth or (state.tenants is not None and not config.metrics_open)
     keys = Keys(config.api_key, guards_metrics, public, state.tenants)
 
+    ended = partial(end_request, max_log_len=config.max_log_len, traces=state.traces)
     gate = Middleware(
         RequestMiddleware, keys=keys, max_body=config.max_body_bytes, observe=state.metrics.http.observe,
         bodies=state.admission.bodies, receive_timeout=config.receive_timeout, request_timeout=config.request_timeout,
-        most_headers=config.h11_max_header_count, ended=state.on_request_ended, load=state.make_load_header,
+        most_headers=config.h11_max_header_count, ended=ended, load=state.make_load_header,
         host_rules=HostRules.from_config(config), count_refusal=state.metrics.http.count_refusal,
     )  # fmt: skip
     inner = [gate]

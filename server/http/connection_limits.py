@@ -12,22 +12,31 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import re
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import h11
 from h11._readers import ChunkedReader, ContentLengthReader
 from h11._receivebuffer import ReceiveBuffer
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
+from trencadis.server.metrics.request_record import RequestRecord
 from trencadis.server.tenants.tenant_registry import MAX_KEYS, TenantRegistry
+
+log = logging.getLogger("trencadis.server")
 
 FREE_CHUNKS = 64
 """Chunks of a body that may have any size."""
 MIN_AVERAGE = 64
-"""Bytes that the chunks of a body must have on average, beyond the first ``FREE_CHUNKS``."""
+"""Bytes that the chunks of a body must have on average, beyond the first ``FREE_CHUNKS``; a long chunk makes up for
+as many short ones at most.
+"""
 MAX_REST = 64 << 10
 """Bytes of a body that are read on after an early answer, so that the connection can be used again."""
 MAX_READ = 16 << 10
@@ -45,6 +54,7 @@ MAX_HEAD = 64 << 10
 MAX_TARGET = 8 << 10
 """Most bytes of a request's first line: method, path, query and version."""
 REFUSALS = {
+    400: (b"Bad Request", b"The request is not valid HTTP.", b"BadRequestError"),
     414: (b"URI Too Long", b"The request line has more than 8192 bytes.", b"RequestURITooLongError"),
     431: (
         b"Request Header Fields Too Large",
@@ -55,7 +65,7 @@ REFUSALS = {
 
 
 def make_refusal(status: int) -> bytes:
-    """The whole response for a head that is refused before it is parsed."""
+    """The whole response for what cannot be parsed, or is refused before it is."""
     phrase, message, kind = REFUSALS[status]
     body = b'{"error":{"message":"%b","type":"%b","param":null,"code":%d}}' % (message, kind, status)
     return (
@@ -86,7 +96,7 @@ class BoundedChunkedReader(ChunkedReader):
         event = super().__call__(buf)
         if isinstance(event, h11.Data):
             self._chunks += event.chunk_start
-            self._bytes += len(event.data)
+            self._bytes = min(self._bytes + len(event.data), MIN_AVERAGE * (self._chunks + FREE_CHUNKS))
             if self._chunks > FREE_CHUNKS and self._bytes < MIN_AVERAGE * (self._chunks - 1):
                 raise h11.LocalProtocolError("chunks of less than 64 bytes on average")
         return event
@@ -105,15 +115,26 @@ class BoundedConnection(h11.Connection):
         self._most_trailers = most_trailers
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
-        """See ``h11.Connection``."""
+        """See ``h11.Connection``.
+
+        Raises:
+            RemoteProtocolError: what comes is no HTTP, or a request has two lengths, which a proxy in front may read
+                otherwise.
+        """
         event = super().next_event()
         if isinstance(event, h11.Request) and type(self._reader) is ChunkedReader:
+            if any(name == b"content-length" for name, _ in event.headers):
+                raise h11.RemoteProtocolError("both Content-Length and Transfer-Encoding")
             self._reader = BoundedChunkedReader(self._most_trailers)
         return event
 
     def is_rest_cheap(self) -> bool:
         """True if what is missing of the request's body is short and has a known length."""
         return isinstance(self._reader, ContentLengthReader) and self._reader._remaining <= MAX_REST
+
+    def reads_chunks(self) -> bool:
+        """True while a chunked body is read, each of whose chunks costs as much as many bytes."""
+        return self.their_state is h11.SEND_BODY and isinstance(self._reader, ChunkedReader)
 
     def reads_by_length(self) -> bool:
         """True while a body of a known length is read, whose bytes cost nothing but their number."""
@@ -200,3 +221,113 @@ class PendingHeads(Generic[T]):
             self._queues[name] = line
         self._count -= 1
         return one
+
+
+STARTS_PER_PASS = 2
+"""Maximum requests that begin in one pass of the event loop. Thousands of clients may write at once, and each head
+delays all answers; further bytes wait for the next pass.
+"""
+ENDS_PER_PASS = 8
+"""Maximum requests that end in one pass of the event loop because their clients have gone. Each takes a tenth of a
+millisecond, and all those of a load balancer that ends go at once.
+"""
+
+
+class Resumable(Protocol):
+    """A connection whose bytes may wait for another pass of the event loop."""
+
+    def resume(self, data: bytes) -> None:
+        """Takes bytes that came in an earlier pass; none: those that it has itself."""
+        ...
+
+
+@dataclass
+class SharedLimits:
+    """Limits that all connections of a server share.
+
+    Args:
+        seconds: in which the head of a request must arrive, from the connection or its first byte on; 0: no limit.
+            Also the time for which a body is read and dropped after the answer.
+        bound: most bytes of requests that have not begun.
+        begun: requests that have begun in this pass of the event loop.
+        deferred: connections with the bytes that wait for the next pass. Round-robin over tenants, and of one tenant
+        alternately the one
+            that waits longest and the one that came last, which may be another client's than a flood's.
+        lost_connections: the ends of connections whose clients have gone.
+        chunks: reads of chunked bodies, one in each pass.
+        most_lines: lines of a head below the first one; a folded field has several.
+        count_refusal: called with (status, reason) of each head that is refused before it is parsed.
+    """
+
+    seconds: float = 20.0
+    bound: int = HEADS
+    held: int = 0
+    said: float = -60.0
+    begun: int = 0
+    deferred: PendingHeads[tuple[Resumable, bytes]] = field(default_factory=PendingHeads)
+    lost_connections: PacedCalls = field(default_factory=lambda: PacedCalls(ENDS_PER_PASS))
+    chunks: PacedCalls = field(default_factory=lambda: PacedCalls(1))
+    most_lines: int = 256
+    count_refusal: Callable[[int, str], None] = lambda status, reason: None
+
+    def may_begin(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Returns True if another request may begin in this pass."""
+        if not self.begun:
+            loop.call_soon(self._run_pass, loop)
+        self.begun += 1
+        return self.begun <= STARTS_PER_PASS and not self.deferred
+
+    def _run_pass(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begins the next requests, each separately, so that an error in one does not stop the others."""
+        self.begun = 0
+        if self.deferred:
+            self._begin(loop)
+
+    def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        some = [self.deferred.take() for _ in range(min(len(self.deferred), STARTS_PER_PASS))]
+        self.begun = len(some)
+        for connection, data in some:
+            loop.call_soon(connection.resume, data)
+        loop.call_soon(self._run_pass, loop)
+
+    def log_connection_limit(self) -> None:
+        """Logs, at most once a minute, that the limit on bytes of pending heads is reached."""
+        if time.monotonic() - self.said >= 60.0:
+            self.said = time.monotonic()
+            log.warning("unfinished request heads hold %d bytes: the server refuses more", self.bound)
+
+
+class ChunkWriter:
+    """Writes chunks of the response of ``cycle``, whose head is written, and which has no length.
+
+    Args:
+        record: counts their bytes.
+    """
+
+    __slots__ = ("_closing", "_cycle", "_flow", "_record", "_write", "last_written")
+
+    def __init__(
+        self, transport: asyncio.Transport, flow: FlowControl, cycle: RequestResponseCycle, record: RequestRecord
+    ) -> None:
+        self._write, self._closing = transport.write, transport.is_closing
+        self._flow, self._cycle, self._record = flow, cycle, record
+        self.last_written = time.monotonic()
+
+    def is_ready(self) -> bool:
+        """True while the client is connected and the transport's buffer is not full."""
+        return not (self._flow.write_paused or self._cycle.disconnected or self._closing())
+
+    def write(self, data: bytes) -> None:
+        """Writes one chunk."""
+        self._write(b"%x\r\n%b\r\n" % (len(data), data))
+        self._record.sent += len(data)
+        self.last_written = time.monotonic()
+
+
+class AnswerTransport:
+    """What a request's task writes its answer to: a transport that ``close`` closes, with care."""
+
+    __slots__ = ("close", "is_closing", "write")
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write, self.is_closing, self.close = transport.write, transport.is_closing, close

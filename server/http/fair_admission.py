@@ -42,8 +42,10 @@ class FairAdmissionMiddleware:
         self._app, self._queue, self._admission = app, queue, admission
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request, after its admission; a request without a body is not queued."""
-        size = get_body_size(scope) if scope["type"] == "http" else 0
+        """Serves one request, after its admission. A request without a body, or to an open path without a key, is not
+        queued: it costs little, and must take no tenant's place.
+        """
+        size = get_body_size(scope) if scope["type"] == "http" and scope.get("trencadis.tenant") else 0
         if not size:
             await self._app(scope, receive, send)
             return

@@ -32,7 +32,7 @@ from trencadis.core.errors import (
     Unavailable,
 )
 from trencadis.server.metrics.request_record import CLIENT_CLOSED, RECORD, RequestRecord, log_access
-from trencadis.server.protocol.base_request import ErrorResponse
+from trencadis.server.protocol.base_request import ErrorResponse, is_anthropic_path
 from trencadis.server.routes import anthropic_conversion, app_state
 from trencadis.server.routes.auth import UNSAFE, HostRules, Keys
 from trencadis.server.routes.sse import ClientGone
@@ -199,7 +199,7 @@ class RequestMiddleware:
                 log_access(record, scope.get("http_version", ""))
                 sent = MutableHeaders(scope=message)
                 sent["x-request-id"] = shown
-                if app_state.is_anthropic_path(get_path(scope)):
+                if is_anthropic_path(get_path(scope)):
                     sent["request-id"] = shown
                 account = CURRENT.get()
                 if account is not None:
@@ -387,7 +387,7 @@ def make_error_response(error: TrencadisError, scope: Scope, headers: Mapping[st
     if record is not None:
         record.error = error.type
     status, body = error.status, ErrorResponse.from_error(error).model_dump_json()
-    if app_state.is_anthropic_path(get_path(scope)):
+    if is_anthropic_path(get_path(scope)):
         status = anthropic_conversion.get_status(error)
         body = anthropic_conversion.make_error(error, scope.get("trencadis.request_id.shown")).model_dump_json()
     return Response(body, status, out, media_type="application/json")

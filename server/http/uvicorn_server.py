@@ -14,30 +14,27 @@ import functools
 import logging
 import select
 import socket
-import time
 import typing
 import weakref
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import h11
 import uvicorn
-from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.http.connection_limits import (
     HEAD_END,
-    HEADS,
     MAX_HEAD,
     MAX_READ,
     MAX_TARGET,
     OVERLOADED_RESPONSE,
     TIMEOUT_RESPONSE,
+    AnswerTransport,
     BoundedConnection,
-    PacedCalls,
-    PendingHeads,
+    ChunkWriter,
+    SharedLimits,
     find_tenant_name,
     make_refusal,
 )
@@ -50,43 +47,8 @@ if TYPE_CHECKING:
     from trencadis.server.routes.app_state import AppState
 
 
-class ChunkWriter:
-    """Writes chunks of the response of ``cycle``, whose head is written, and which has no length.
-
-    Args:
-        record: counts their bytes.
-    """
-
-    __slots__ = ("_closing", "_cycle", "_flow", "_record", "_write", "last_written")
-
-    def __init__(
-        self, transport: asyncio.Transport, flow: FlowControl, cycle: RequestResponseCycle, record: RequestRecord
-    ) -> None:
-        self._write, self._closing = transport.write, transport.is_closing
-        self._flow, self._cycle, self._record = flow, cycle, record
-        self.last_written = time.monotonic()
-
-    def is_ready(self) -> bool:
-        """True while the client is connected and the transport's buffer is not full."""
-        return not (self._flow.write_paused or self._cycle.disconnected or self._closing())
-
-    def write(self, data: bytes) -> None:
-        """Writes one chunk."""
-        self._write(b"%x\r\n%b\r\n" % (len(data), data))
-        self._record.sent += len(data)
-        self.last_written = time.monotonic()
-
-
 log = logging.getLogger("trencadis.server")
 
-STARTS_PER_PASS = 2
-"""Maximum requests that begin in one pass of the event loop. Thousands of clients may write at once, and each head
-delays all answers; further bytes wait for the next pass.
-"""
-ENDS_PER_PASS = 8
-"""Maximum requests that end in one pass of the event loop because their clients have gone. Each takes a tenth of a
-millisecond, and all those of a load balancer that ends go at once.
-"""
 GRACE = 1.0
 """Seconds that an idle connection is kept beyond ``--timeout-keep-alive``. Clients keep connections for five
 seconds, as the server does: one reused in the last moment would be reset, so the client's limit has to expire first.
@@ -97,64 +59,18 @@ DROP_SECONDS = 2.0
 """Seconds for which bytes of a client are dropped that was answered before they came."""
 
 
-@dataclass
-class SharedLimits:
-    """Limits that all connections of a server share.
-
-    Args:
-        seconds: in which the head of a request must arrive, from the connection or its first byte on; 0: no limit.
-            Also the time for which a body is read and dropped after the answer.
-        bound: most bytes of requests that have not begun.
-        begun: requests that have begun in this pass of the event loop.
-        deferred: connections with the bytes that wait for the next pass. Round-robin over tenants, and of one tenant
-        alternately the one
-            that waits longest and the one that came last, which may be another client's than a flood's.
-        lost_connections: the ends of connections whose clients have gone.
-        most_lines: lines of a head below the first one; a folded field has several.
-        count_refusal: called with (status, reason) of each head that is refused before it is parsed.
-    """
-
-    seconds: float = 20.0
-    bound: int = HEADS
-    held: int = 0
-    said: float = -60.0
-    begun: int = 0
-    deferred: PendingHeads[tuple[LimitedH11Protocol, bytes]] = field(default_factory=PendingHeads)
-    lost_connections: PacedCalls = field(default_factory=lambda: PacedCalls(ENDS_PER_PASS))
-    most_lines: int = 256
-    count_refusal: Callable[[int, str], None] = lambda status, reason: None
-
-    def may_begin(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Returns True if another request may begin in this pass."""
-        if not self.begun:
-            loop.call_soon(self._run_pass, loop)
-        self.begun += 1
-        return self.begun <= STARTS_PER_PASS and not self.deferred
-
-    def _run_pass(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begins the next requests, each separately, so that an error in one does not stop the others."""
-        self.begun = 0
-        if self.deferred:
-            self._begin(loop)
-
-    def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
-        some = [self.deferred.take() for _ in range(min(len(self.deferred), STARTS_PER_PASS))]
-        self.begun = len(some)
-        for connection, data in some:
-            loop.call_soon(connection.resume, data)
-        loop.call_soon(self._run_pass, loop)
-
-    def log_connection_limit(self) -> None:
-        """Logs, at most once a minute, that the limit on bytes of pending heads is reached."""
-        if time.monotonic() - self.said >= 60.0:
-            self.said = time.monotonic()
-            log.warning("unfinished request heads hold %d bytes: the server refuses more", self.bound)
-
-
 class LimitedH11Protocol(H11Protocol):
     """A connection under the limits of ``shared``."""
 
     _held = 0
+    _unread = 0
+    """Reads of a chunked body that wait for their pass of the event loop."""
+    _completing = False
+    """True while the end of an answer begins the next request, whose bytes are there already."""
+    _is_deferred = False
+    """True while such a request waits for its pass of the event loop."""
+    _has_eof = False
+    """True if the client closed its side while such reads waited."""
     _dropping = False
     """Whether all that comes is dropped without being parsed, until the client closes or a moment has passed."""
     _usual_read = 0
@@ -208,6 +124,11 @@ class LimitedH11Protocol(H11Protocol):
         if self._is_idle() and not shared.may_begin(self.loop) and shared.held + len(data) <= shared.bound:
             self._defer(data)
             return
+        if self._unread or self._bounded.reads_chunks():
+            self._unread += 1
+            self.flow.pause_reading()
+            shared.chunks.put(self.loop, functools.partial(self._take_chunks, data))
+            return
         super().data_received(data)
         self._charge_pending_bytes()
 
@@ -218,13 +139,24 @@ class LimitedH11Protocol(H11Protocol):
         self._shared.deferred.put((self, data), data)
         self._hold(self._held + len(data))
 
+    def _take_chunks(self, data: bytes) -> None:
+        """Takes bytes of a chunked body that came in an earlier pass of the event loop."""
+        self._unread -= 1
+        self.resume(data)
+        if self._has_eof and not self._unread and not self.transport.is_closing() and not self.eof_received():
+            self.transport.close()
+
     def resume(self, data: bytes) -> None:
         """Takes bytes that came in an earlier pass of the event loop."""
         if self.transport.is_closing() or self._dropping:
             return
         try:
+            self._is_deferred = False
             self.flow.resume_reading()
-            super().data_received(data)
+            if data:
+                super().data_received(data)
+            else:
+                self.handle_events()
             self._charge_pending_bytes()
         except Exception:
             # As asyncio does after an error in data_received.
@@ -234,6 +166,12 @@ class LimitedH11Protocol(H11Protocol):
     def handle_events(self) -> None:
         """Begins the requests whose heads have arrived; their scopes have a reference to this connection."""
         before = self.cycle
+        if self._completing and (waiting := self.conn.trailing_data[0]) and not self._shared.may_begin(self.loop):
+            self._is_deferred = True
+            self._unset_keepalive_if_required()
+            self.flow.pause_reading()
+            self._shared.deferred.put((self, b""), waiting)
+            return
         if self.conn.their_state is h11.IDLE and (refusal := self._check_head()):
             self._shared.count_refusal(*refusal)
             self._refuse_head(refusal[0])
@@ -241,6 +179,7 @@ class LimitedH11Protocol(H11Protocol):
         super().handle_events()
         self._bound_reads()
         if self.cycle is not before:
+            self.cycle.transport = cast("asyncio.Transport", AnswerTransport(self.transport, self.close_after_answer))
             # A weak reference, to avoid a cycle for the garbage collector.
             cast("dict[str, Any]", self.cycle.scope)["trencadis.connection"] = weakref.ref(self)
 
@@ -262,6 +201,28 @@ class LimitedH11Protocol(H11Protocol):
         self.transport.write(make_refusal(status))
         self._drop_rest()
 
+    def send_400_response(self, msg: str) -> None:
+        """Answers what is no HTTP, in our form, and closes the connection; an answer that has begun is cut off."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.close()
+            return
+        self._shared.count_refusal(400, "http")
+        if self.cycle is not None:
+            # Its task must not write after this answer.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self._refuse_head(400)
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Says nothing: Java's client asks for HTTP/2 with each connection, and the request is answered as it is."""
+
+    def close_after_answer(self) -> None:
+        """Closes the connection after an answer whose client wants no other one, and may still send its body."""
+        if self.conn.their_state is h11.SEND_BODY and not self._dropping:
+            self._drop_rest()
+        else:
+            self.transport.close()
+
     def _drop_rest(self) -> None:
         """Ends this side of the connection after an early answer. What comes is dropped for ``DROP_SECONDS``, because
         the client's system would throw the answer away if the connection were closed with unread bytes.
@@ -271,7 +232,8 @@ class LimitedH11Protocol(H11Protocol):
         self._hold(0)
         self._wait(None)
         if self.transport.can_write_eof():
-            self.transport.write_eof()
+            with contextlib.suppress(OSError):  # the client may have gone, although its last bytes are read only now
+                self.transport.write_eof()
         self.flow.resume_reading()
         self._timer = self.loop.call_later(DROP_SECONDS, self.transport.close)
 
@@ -295,8 +257,17 @@ class LimitedH11Protocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         """Closes the connection of a client that has closed its side, since no other request follows."""
-        super().on_response_complete()
-        if self.transport.is_closing():
+        if self._dropping:
+            return
+        self._completing = True
+        try:
+            super().on_response_complete()
+        finally:
+            self._completing = False
+        if self._is_deferred:
+            self._hold(len(self.conn.trailing_data[0]))
+            return
+        if self._dropping or self.transport.is_closing():
             return
         if self.conn.their_state is h11.SEND_BODY and not self._bounded.is_rest_cheap():
             self._drop_rest()
@@ -310,7 +281,7 @@ class LimitedH11Protocol(H11Protocol):
 
     def _charge_pending_bytes(self) -> None:
         """Counts the buffered bytes of a request that has not begun, and starts the matching timeout."""
-        if self.transport.is_closing():
+        if self._dropping or self.transport.is_closing():
             return
         state = self.conn.their_state
         held = len(self.conn.trailing_data[0]) if state in (h11.IDLE, h11.DONE) else 0
@@ -380,7 +351,12 @@ class LimitedH11Protocol(H11Protocol):
         So the server sends an interim response, which HTTP/1.1 clients ignore, and checks the socket. TLS has no
         half-closed connections.
         """
-        if self._is_idle() or self.cycle.more_body or self.scheme == "https" or self.scope["http_version"] != "1.1":
+        if self.scheme == "https" or self._dropping:
+            return None
+        if self._unread:
+            self._has_eof = True
+            return True
+        if self._is_idle() or self.cycle.more_body or self.scope["http_version"] != "1.1":
             return None
         if not self._ended:
             self._ended = True

@@ -12,8 +12,9 @@ from typing import TypedDict
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from trencadis.core.engine_stats import OUTCOMES
 from trencadis.core.json_types import JsonObject
-from trencadis.core.process.engine_messages import BucketState, BucketUse, EngineStats, GraphPlan
+from trencadis.core.process.engine_messages import BucketState, BucketUse, EngineStats, GraphPlan, LearningReport
 from trencadis.server.engine.engine_client import EngineClient
 
 ANY = "any"
@@ -22,6 +23,9 @@ ANY = "any"
 OTHER = "other"
 """Label of unplanned sizes after the first ``MOST``: they depend on prompts, so labels would grow without bound."""
 MOST = 64
+
+RETIRED = "retired"
+"""Label of buckets that a change of shapes has given back, whose counts are added up."""
 
 LABELS = ("model_name", "engine", "stage", "bucket")
 
@@ -52,6 +56,15 @@ class BucketTally:
         self.padded += use.padded
         self.seconds += use.seconds
 
+    def merge(self, other: BucketTally) -> None:
+        """Adds the launches of another bucket."""
+        self.hits += other.hits
+        self.misses.update(other.misses)
+        self.replays += other.replays
+        self.real += other.real
+        self.padded += other.padded
+        self.seconds += other.seconds
+
 
 class BucketMetrics:
     """Tallies by (stage, bucket)."""
@@ -59,11 +72,23 @@ class BucketMetrics:
     def __init__(self) -> None:
         self.tallies: dict[tuple[str, str], BucketTally] = {}
         self._unplanned: set[tuple[str, str]] = set()
+        self._version = 0
 
     def on_stats(self, stats: EngineStats) -> None:
         """Adds the launches of one message."""
         for use in stats.buckets:
             self.tallies.setdefault(self._get_key(use), BucketTally()).add(use)
+        if stats.plan is not None and stats.plan.learning is not None:
+            if self._version and self._version != stats.plan.learning.version:
+                self._retire({b.name for b in stats.plan.buckets})
+            self._version = stats.plan.learning.version
+
+    def _retire(self, planned: set[str]) -> None:
+        """Adds up the tallies of buckets that are not planned any more."""
+        for key in [
+            k for k in self.tallies if k[1] not in (*planned, RETIRED, OTHER, ANY) and k not in self._unplanned
+        ]:
+            self.tallies.setdefault((key[0], RETIRED), BucketTally()).merge(self.tallies.pop(key))
 
     def _get_key(self, use: BucketUse) -> tuple[str, str]:
         key = use.stage, use.bucket or ANY
@@ -102,6 +127,12 @@ class BucketMetrics:
         for stage, (real, padded) in self.get_real_and_padded().items():
             padding.add_metric((*values, stage), 1 - real / padded if padded else 0.0)
         yield padding
+        ratio = GaugeMetricFamily(
+            "vllm:bucket_padding_ratio", "padded over real work since the start, by stage", labels=LABELS[:3]
+        )
+        for stage, (real, padded) in self.get_real_and_padded().items():
+            ratio.add_metric((*values, stage), padded / real if real else 1.0)
+        yield ratio
 
     def get_real_and_padded(self) -> dict[str, tuple[int, int]]:
         """Returns real and padded tokens, slots or rows by stage."""
@@ -147,6 +178,36 @@ def make_graph_families(values: Sequence[str], stats: EngineStats, device: str) 
     yield shown
 
 
+def make_learning_families(values: Sequence[str], plan: GraphPlan | None) -> Iterator[Metric]:
+    """Yields the version of the plan, 0 where nothing is learned, and proposals by outcome."""
+    learning = plan.learning if plan is not None and plan.learning is not None else LearningReport(version=0)
+    version = GaugeMetricFamily("vllm:bucket_plan_version", "version of the planned shapes", labels=LABELS[:2])
+    version.add_metric(values, learning.version)
+    yield version
+    replans = CounterMetricFamily(
+        "vllm:bucket_replans", "proposed shapes by what became of them", labels=(*LABELS[:2], "outcome")
+    )
+    for outcome in OUTCOMES:
+        replans.add_metric((*values, outcome), learning.outcomes.get(outcome, 0))
+    yield replans
+
+
+def describe_learning(learning: LearningReport) -> JsonObject:
+    """Describes what an engine has learned: needs by size, the version, the proposal, the last changes."""
+    proposal = learning.proposal
+    return {
+        "mode": learning.mode,
+        "version": learning.version,
+        "state": learning.state,
+        "steps": learning.steps,
+        "load_seconds": learning.load_seconds,
+        "cells": learning.cells,
+        "histogram": [cell._asdict() for cell in learning.histogram],
+        "proposal": None if proposal is None else proposal._asdict(),
+        "changes": [change._asdict() for change in learning.changes],
+    }
+
+
 def describe_all_buckets(engines: Sequence[EngineClient], bucket_metrics: Sequence[BucketMetrics]) -> JsonObject:
     """Describes the shapes of one engine; several engines have an object each, in ``engines``."""
     each = [describe_engine_buckets(engine, metrics) for engine, metrics in zip(engines, bucket_metrics, strict=True)]
@@ -171,6 +232,8 @@ def describe_engine_buckets(engine: EngineClient, tallies: BucketMetrics) -> Jso
         }  # fmt: skip
     if plan is not None:
         answer |= describe_plan(plan)
+    if plan is not None and plan.learning is not None:
+        answer["learning"] = describe_learning(plan.learning)
     known = {b.name for b in plan.buckets} if plan is not None else set()
     listed = [describe_bucket(b, tallies.get_tally(b.stage, b.name)) for b in plan.buckets] if plan is not None else []
     others = [

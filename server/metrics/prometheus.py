@@ -27,7 +27,7 @@ from trencadis.core.engine_stats import EngineInfo
 from trencadis.core.process.engine_messages import EngineStats
 from trencadis.multimodal.images.processor_cache import CacheCounters
 from trencadis.server.engine.engine_client import EngineClient, RequestTiming, get_replicas
-from trencadis.server.metrics.bucket_metrics import BucketMetrics, make_graph_families
+from trencadis.server.metrics.bucket_metrics import BucketMetrics, make_graph_families, make_learning_families
 from trencadis.server.metrics.cache_metrics import (
     MergedCollector,
     ProcessorCacheCollector,
@@ -255,7 +255,7 @@ class PrometheusMetrics:
     def record_finished(self, timing: RequestTiming) -> None:
         """Records a finished request, however it ended."""
         end = timing.end or time.monotonic()
-        streams, values = timing.streams, self._values[min(timing.engine, len(self._values) - 1)]
+        streams, values = timing.streams, self._get_values(timing)
         for reason in timing.finish or ["abort"]:
             self._success.labels(*values, reason).inc()
         self._observe(values, "request_prompt_tokens", timing.prompt_tokens)
@@ -269,6 +269,15 @@ class PrometheusMetrics:
         self._observe_times(timing, values)
         self._stages.record_finished(timing, values)
 
+    def observe_gaps(self, timing: RequestTiming) -> None:
+        """Records the gaps between tokens of a request."""
+        gaps = self._histograms["inter_token_latency_seconds"].labels(*self._get_values(timing))
+        for gap in timing.gaps:
+            gaps.observe(gap)
+
+    def _get_values(self, timing: RequestTiming) -> Sequence[str]:
+        return self._values[min(timing.engine, len(self._values) - 1)]
+
     def count_media_error(self, reason: str) -> None:
         """Counts an image or video that could not be used."""
         self._media_errors.labels(*self._values[0], reason).inc()
@@ -278,9 +287,7 @@ class PrometheusMetrics:
             self._observe(
                 values, "time_to_first_token_seconds", timing.first - timing.start + timing.fair_queue_seconds
             )
-        gaps = self._histograms["inter_token_latency_seconds"].labels(*values)
-        for gap in timing.gaps:
-            gaps.observe(gap)
+        self.observe_gaps(timing)
         for mean in timing.seconds_per_token():
             self._observe(values, "request_time_per_output_token_seconds", mean)
         for stats in timing.stats:
@@ -354,6 +361,7 @@ class _EngineCollector(Collector):
             yield make_cache_config_info(self._values, self._config, info)
         yield from make_adapter_families(self._values, stats, self._config)
         yield from make_graph_families(self._values, stats, info.device if info is not None else "")
+        yield from make_learning_families(self._values, self._engine.plan)
         yield from make_cache_families(self._values, collect_cache_stats(stats, info, self._processor_cache()))
 
     def _make_labelled_families(self, stats: EngineStats) -> Iterator[Metric]:

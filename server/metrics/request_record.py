@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 from urllib.parse import quote
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Summary
@@ -383,8 +384,8 @@ class HttpMetrics:
         )
         self._received = Summary("http_request_size_bytes", "bytes of request bodies", ("handler",), registry=registry)
         self._refusals = Counter(
-            "http_refused_requests", "requests refused for their head or the size of their body", ("status", "reason"),
-            registry=registry,
+            "http_refused_requests", "requests refused for their head, its form or the size of their body",
+            ("status", "reason"), registry=registry,
         )  # fmt: skip
         self._sent = Summary("http_response_size_bytes", "bytes of response bodies", ("handler",), registry=registry)
 
@@ -399,3 +400,19 @@ class HttpMetrics:
     def count_refusal(self, status: int, reason: str) -> None:
         """Counts a request refused with ``status``; ``reason`` is one of few words: host, origin, body, fields, ..."""
         self._refusals.labels(str(status), reason).inc()
+
+
+class RecordSink(Protocol):
+    """Protocol of what takes the records of ended requests."""
+
+    def add(self, record: RequestRecord) -> None:
+        """Takes the record of a request that has ended."""
+        ...
+
+
+def end_request(record: RequestRecord, max_log_len: int | None, traces: RecordSink | None) -> None:
+    """Writes the closing line of a request that ran the model, and queues its trace."""
+    if record.runs_model:
+        log_closing(record, max_log_len)
+        if traces is not None:
+            traces.add(record)

@@ -44,6 +44,7 @@ MODEL is a folder or hub id, of which only JSON files are read (default: the bun
   --json             everything as JSON
   --plot FILE.png    an image of the plan: every need, coloured by its padding (--trace adds traffic)
   --trace FILE       real and padded work of a traffic file (JSON lines; see docs), compared with other plans
+  --report FILE.html the comparison as a page, with a drawing of every stage's needs and buckets; FILE.svg: these alone
   --save-profile FILE  writes the shapes that the --trace needs, for serve --bucket-profile; without --trace, those of
                      the profiles that --merge names
   --merge A,B        profiles of several servers, added up by --save-profile
@@ -54,7 +55,7 @@ MODEL is a folder or hub id, of which only JSON files are read (default: the bun
 
 SIZED_OPTIONS = ("memory", "others")
 COUNTED_OPTIONS = ("nodes", "batch")
-FILE_OPTIONS = ("plot", "trace", "card", "save-profile", "merge")
+FILE_OPTIONS = ("plot", "trace", "card", "save-profile", "merge", "report")
 
 
 @dataclass(slots=True)
@@ -68,6 +69,7 @@ class PlanOptions:
     plot: str = ""
     trace: str = ""
     card: str = ""
+    report: str = ""
     save_profile: str = ""
     merge: str = ""
     time: bool = False
@@ -84,7 +86,7 @@ def main(words: Sequence[str]) -> int:
     begun = time.perf_counter()
     settings = resolve_settings(argv.parse(rest), os.environ)
     settings.notes.extend(hide_keys(settings))
-    config = settings.engine
+    config = replace(settings.engine, learn_buckets="off")
     path = _find_model_folder(config)
     model = load_model_config(replace(config, model=str(path)))
     if model.vision is not None and any((path / name).is_file() for name in PROCESSOR_FILES):
@@ -106,7 +108,16 @@ def main(words: Sequence[str]) -> int:
 
         traffic = plan_trace.read_trace(own.trace, sizes)
         needs = plan_trace.replay_needs(traffic, planned)
-        report["trace"] = {"requests": len(traffic), **plan_trace.compare_plans(needs, planned, model)}
+        compared = plan_trace.list_compared_plans(needs, planned, model)
+        report["trace"] = {"requests": len(traffic), **plan_trace.compare_plans(needs, planned, model, compared)}
+        if own.report:
+            from trencadis.server.plan import trace_page as plan_page
+
+            drawn = {name: found.plan for name, found in [*compared.items()][:2]}
+            plan_page.write_page(own.report, report["trace"], plan_trace.record_needs(needs, planned.plan), drawn)
+            report["page"] = own.report
+    elif own.report:
+        raise StartupError("--report needs --trace.")
     if own.save_profile:
         report["profile"] = _save_profile(own, needs, planned)
     if own.plot:

@@ -12,16 +12,18 @@ import dataclasses
 import json
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
-from trencadis.core.buckets import SMALLEST, Bucket, Plan, Stage, padded_tokens
+from trencadis.core.buckets import SMALLEST, Bucket, Plan, Stage, capturable, padded_tokens
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.registry import image_sizes
 from trencadis.core.engine.dry_run import StartupPlan
 from trencadis.core.errors import BadRequest, StartupError
-from trencadis.core.json_types import JsonMapping, JsonObject
+from trencadis.core.json_types import Json, JsonMapping, JsonObject
+from trencadis.core.memory.graph_budget import set_cost
 from trencadis.core.scheduling.image_packer import ImagePacker
 from trencadis.core.shapes.launch_costs import Costs, work_of
 from trencadis.core.shapes.learned_plan import TooFewGraphs, learn_plan
@@ -288,8 +290,7 @@ def list_vision_launches(steps: Iterable[StepNeeds], plan: Plan) -> Iterator[Buc
 
 
 def read_trace(path: str, sizes: Sizes | None = None) -> list[Traffic]:
-    """Reads the requests of a file: one JSON object per line with arrival, prompt, output, and optionally cached and
-    images.
+    """Reads the requests of a file: one JSON object per line, in order of arrival (``read_request``).
 
     Args:
         sizes: geometry of their images; None: that of the first family with images.
@@ -301,11 +302,13 @@ def read_trace(path: str, sizes: Sizes | None = None) -> list[Traffic]:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise StartupError(f"--trace {path}: {getattr(error, 'strerror', None) or 'no UTF-8 text'}.") from None
-    found = []
+    found: list[Traffic] = []
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
                 found.append(read_request(json.loads(line), sizes))
+                if len(found) > 1 and found[-1].arrival < found[-2].arrival:
+                    raise ValueError(f"arrival {found[-1].arrival:g} is before that of the line above")
             except (ValueError, KeyError, TypeError, AttributeError, BadRequest) as error:
                 raise StartupError(f"--trace {path}, line {number}: not a request ({error!r}).") from None
     if not found:
@@ -314,18 +317,43 @@ def read_trace(path: str, sizes: Sizes | None = None) -> list[Traffic]:
 
 
 def read_request(record: JsonMapping, sizes: Sizes | None = None) -> Traffic:
-    """Returns the request that one line of a trace describes; ``images`` are [width, height], whose tokens are added
-    to the prompt.
+    """Returns the request that one line of a trace describes.
+
+    ``images`` are [width, height] and ``videos`` [width, height, frames], whose tokens are added to the prompt; each
+    two frames run as one image. ``slots`` are those of images whose tokens ``prompt`` counts already, as a server
+    records them.
     """
-    shown = record.get("images", ())
-    sized = (sizes or image_sizes(None, {})) if shown else None
-    images: list[ImageGeometry] = [sized(int(h), int(w)) for w, h in shown] if sized else []
+    if unknown := sorted(set(record) - FIELDS):
+        raise ValueError(f"unknown field {unknown[0][:40]!r}; known are {', '.join(sorted(FIELDS))}")
+    shown, videos = record.get("images", ()), record.get("videos", ())
+    sized = (sizes or image_sizes(None, {})) if shown or videos else None
+    images: list[ImageGeometry] = []
+    if sized is not None:
+        images += [sized(int(h), int(w)) for w, h in shown]
+        for w, h, frames in videos:
+            images += [sized(int(h), int(w))] * (-(-_count(frames, "frames") // 2))
     tokens = sum(image.tokens for image in images)
-    prompt, output = int(record["prompt"]), int(record["output"])
-    if prompt < 1 or output < 1:
-        raise ValueError("prompt and output must be at least 1")
+    prompt, output = _count(record["prompt"], "prompt"), _count(record["output"], "output")
+    arrival, cached = float(record["arrival"]), int(record.get("cached", 0))
+    if not (math.isfinite(arrival) and arrival >= 0 and cached >= 0):
+        raise ValueError("arrival and cached must be at least 0")
     slots = tuple(image.item.slots for image in images for _ in range(image.grid[0]))
-    return Traffic(float(record["arrival"]), prompt + tokens, output, int(record.get("cached", 0)), slots)
+    slots += tuple(_count(s, "slots") for s in record.get("slots", ()))
+    return Traffic(arrival, prompt + tokens, output, cached, slots)
+
+
+FIELDS = frozenset({"arrival", "prompt", "output", "cached", "images", "videos", "slots"})
+
+
+def _count(value: Json, name: str) -> int:
+    """Returns a whole number from 1 on.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 31:
+        raise ValueError(f"{name} must be whole numbers from 1 on")
+    return value
 
 
 def replay_needs(traffic: Iterable[Traffic], planned: StartupPlan) -> list[StepNeeds]:
@@ -352,7 +380,12 @@ LEARNED = (40, 80)
 """Numbers of graphs for which ``--trace`` shows the plan that is learned from it."""
 
 
-def compare_plans(needs: Sequence[StepNeeds], planned: StartupPlan, model: ModelConfig) -> JsonObject:
+def compare_plans(
+    needs: Sequence[StepNeeds],
+    planned: StartupPlan,
+    model: ModelConfig,
+    plans: Mapping[str, ComparedPlan] | None = None,
+) -> JsonObject:
     """Compares the padded and the real work of the same steps under several plans.
 
     ``time``: the modelled time of the launches (``Policy.cost``), over that of this plan. Learned plans are chosen by
@@ -362,10 +395,10 @@ def compare_plans(needs: Sequence[StepNeeds], planned: StartupPlan, model: Model
     costs = work_of(model, limits.block_size)
     if plan.policy.mixed:
         costs = dataclasses.replace(costs, pair=0.0)  # ragged launches do not pad attention, nor do their costs have it
-    plans = _list_compared_plans(needs, planned, model)
+    plans = plans or list_compared_plans(needs, planned, model)
     rows: JsonObject = {}
     own = 0.0
-    for name, (candidate, count) in plans.items():
+    for name, (candidate, count, bound) in plans.items():
         work = sum_planned_work(needs, candidate, costs)
         time = sum(
             map(plan.policy.cost, (*list_text_launches(needs, candidate), *list_vision_launches(needs, candidate)))
@@ -377,28 +410,44 @@ def compare_plans(needs: Sequence[StepNeeds], planned: StartupPlan, model: Model
             **dataclasses.asdict(work),
             "time": round(time / own, 4),
             "warmup_seconds": round(seconds * count / len(candidate.buckets), 1),
+            "graph_bytes": _sum_graph_bytes(planned, candidate),
+            **({} if bound is None else {"bound": round(bound, 4)}),
         }
     real = sum_real_work(needs, costs)
     real.blocks = 0 if plan.policy.mixed else real.blocks
     return {"steps": len(needs), "real": dataclasses.asdict(real), "plans": rows}
 
 
-def _list_compared_plans(
+class ComparedPlan(NamedTuple):
+    """A plan, its number of graphs, and what any of as many graphs costs at least, over this plan; None: unknown."""
+
+    plan: Plan
+    graphs: int
+    bound: float | None = None
+
+
+def _sum_graph_bytes(planned: StartupPlan, plan: Plan) -> int:
+    """Returns the predicted bytes of all graphs of a plan."""
+    rule = plan.policy.pool_cost
+    return set_cost([planned.estimator.price(b, rule) for b in plan.buckets if capturable(plan.policy, b)], rule)
+
+
+def list_compared_plans(
     needs: Sequence[StepNeeds], planned: StartupPlan, model: ModelConfig
-) -> dict[str, tuple[Plan, int]]:
-    """Returns the plans to compare, each with its number of graphs."""
+) -> dict[str, ComparedPlan]:
+    """Returns the plans to compare: this one, learned ones, and on rectangular devices two plans of others."""
     plan, limits = planned.plan, planned.limits
-    plans = {"this plan": (plan, len(plan.buckets))}
+    plans = {"this plan": ComparedPlan(plan, len(plan.buckets))}
     learned = record_needs(needs, plan)
     for count in LEARNED if learned.cells else ():
         with contextlib.suppress(TooFewGraphs):
-            found = learn_plan(plan, learned, count, work=work_of(model, limits.block_size)).plan
-            plans[f"learned, {count} graphs"] = (found, len(found.buckets))
+            found = learn_plan(plan, learned, count, work=work_of(model, limits.block_size))
+            bound = found.bound / found.static if found.static else None
+            plans[f"learned, {count} graphs"] = ComparedPlan(found.plan, len(found.plan.buckets), bound)
     if plan.policy.mixed:
         return plans
     two = make_powers_plan(plan, limits)
-    plans["powers of two"] = (two, len(two.buckets))
-    plans["reference exponential"] = make_exponential_plan(
-        plan, limits, max(planned.ledger.memory_split.blocks, limits.row_blocks)
-    )
+    plans["powers of two"] = ComparedPlan(two, len(two.buckets))
+    blocks = max(planned.ledger.memory_split.blocks, limits.row_blocks)
+    plans["reference exponential"] = ComparedPlan(*make_exponential_plan(plan, limits, blocks))
     return plans

@@ -324,11 +324,15 @@ class ApiProcess:
         self.kill()
 
     async def _watch(self, channel: Channel[ipc_messages.Up]) -> None:
-        """Kills a process whose event loop no longer answers."""
+        """Kills a process whose event loop no longer answers, or that is stopped, also while it starts."""
+        starting = StopWatch(self.handle)
         while True:
             await asyncio.sleep(1.0)
-            stops = StopWatch(self.handle)
-            if self.ready_since is not None and not await _is_responsive(channel, stops):
+            if self.ready_since is None:
+                alive = not starting.look()
+            else:
+                alive = await _is_responsive(channel, StopWatch(self.handle))
+            if not alive:
                 log.error("API process %d killed: it gives no sign of life", self.index)
                 self.kill()
 

@@ -232,6 +232,8 @@ class ApiProcessManager:
                 await self._select_engine(arguments["replica"]).sleep(arguments["level"], arguments["abort"])
             case "wake":
                 await self._select_engine(arguments["replica"]).wake()
+            case "learn buckets":
+                await self.engine.learn_buckets(arguments["force"])
             case "media":
                 return await self._fetch_media(arguments)
             case "change adapters":

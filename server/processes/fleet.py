@@ -258,6 +258,11 @@ class Fleet(EngineGroup[Supervisor]):
             engine.reset_encoder_cache()
             self.router.images.forget(i)
 
+    async def learn_buckets(self, force: bool = False) -> None:
+        """Starts a search in every engine; see ``EngineClient``."""
+        for engine in self.engines:
+            await engine.learn_buckets(force)
+
     # --- sleep ---
 
     async def sleep(self, level: int = 1, abort: bool = False) -> None:

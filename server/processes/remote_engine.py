@@ -212,6 +212,10 @@ class RemoteReplica:
         """Drops embeddings of images that no running request waits for, in every engine."""
         self.link.channel.write(engine_messages.ResetEncoderCache())
 
+    async def learn_buckets(self, force: bool = False) -> None:
+        """Starts a search in every engine; see ``EngineClient``."""
+        await self.link.channel.ask("learn buckets", force=force)
+
     async def sleep(self, level: int = 1, abort: bool = False) -> None:
         """Ends the engine's process once the requests of all API processes have ended (``abort``: now).
 
@@ -264,6 +268,10 @@ class RemoteFleet(EngineGroup[RemoteReplica]):
     def reset_encoder_cache(self) -> None:
         """See ``RemoteReplica``."""
         self.engines[0].reset_encoder_cache()
+
+    async def learn_buckets(self, force: bool = False) -> None:
+        """See ``RemoteReplica``."""
+        await self.engines[0].learn_buckets(force)
 
     async def sleep(self, level: int = 1, abort: bool = False) -> None:
         """Ends the processes of all engines; see ``RemoteReplica``."""

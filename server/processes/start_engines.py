@@ -46,10 +46,18 @@ def divide_resources(config: EngineConfig, size: int, environ: Mapping[str, str]
             kv_cache_memory_bytes=None if asked is None else max(asked // size, 1),
             gpu_memory_utilization=config.gpu_memory_utilization / size,
         )
-        return [config] * size
+        return name_traces([config] * size)
     name, first, _ = choose(config.device)
     cards = config.ranks
-    return [dataclasses.replace(config, device=f"{name}:{first + i * cards}") for i in range(size)]
+    return name_traces([dataclasses.replace(config, device=f"{name}:{first + i * cards}") for i in range(size)])
+
+
+def name_traces(configs: list[EngineConfig]) -> list[EngineConfig]:
+    """Returns the configurations with a ``--record-trace`` of each engine's own: FILE, FILE.1, FILE.2 and so on."""
+    return [
+        dataclasses.replace(one, record_trace=f"{one.record_trace}.{i}") if one.record_trace and i else one
+        for i, one in enumerate(configs)
+    ]
 
 
 def divide_resources_over_nodes(
@@ -64,14 +72,13 @@ def divide_resources_over_nodes(
     """
     name = likely(config.device)
     if name == "cpu":
-        return [
-            dataclasses.replace(one, report_evictions=True)
-            for one in divide_resources(config, max_per_node, environ)[:1] * size
-        ]
+        own = divide_resources(config, max_per_node, environ)[:1] * size
+        return name_traces([dataclasses.replace(one, report_evictions=True) for one in own])
     if ":" in config.device:
         raise StartupError(f"--device {config.device}: Ray chooses the cards of its nodes: --device {name}")
     offloaded = config.kv_offloading_size / max_per_node
-    return [dataclasses.replace(config, device=name, report_evictions=True, kv_offloading_size=offloaded)] * size
+    own = [dataclasses.replace(config, device=name, report_evictions=True, kv_offloading_size=offloaded)] * size
+    return name_traces(own)
 
 
 log = logging.getLogger("trencadis.server")

@@ -49,6 +49,10 @@ class PromptPiece(NamedTuple):
     piece: TextPiece
 
 
+MAX_QUEUED = 256
+"""Pieces of the prompts of a request that wait for its reader."""
+MANY_GAPS = 512
+"""Gaps between tokens of a request that are kept before they are counted."""
 STARTS_PER_PASS = 16
 """Generations of one request that start before the event loop serves others."""
 
@@ -91,6 +95,8 @@ class Generation:
         """The predicted answer, which follows the first choice; None: nothing is predicted."""
         self._left = len(self.streams)
         self._spacing = StreamInterval(prompt.interval) if prompt.interval > 1 else None
+        self.on_gaps: Callable[[RequestTiming], None] | None = None
+        """Counts the gaps of an answer so far, which are forgotten then: a long one has millions."""
         self.said: list[list[str]] | None = None
         """Pieces of each choice's text, if they are logged; else None."""
 
@@ -151,6 +157,10 @@ class Generation:
             return None  # tokens beyond the stop string that has ended the choice
         piece = stream.feed(delta)
         self.timing.add_tokens(choice, len(piece.tokens))
+        if len(self.timing.gaps) >= MANY_GAPS and self.on_gaps is not None:
+            self.timing.engine = max(self._request.replica, 0)
+            self.on_gaps(self.timing)
+            self.timing.gaps.clear()
         if self.predicted is not None:
             for token in piece.tokens:
                 self.predicted.accept(token)
@@ -210,16 +220,17 @@ async def merge_generations(generations: Sequence[Generation]) -> AsyncGenerator
             async for choice, piece in pieces:
                 yield PromptPiece(0, choice, piece)
         return
-    queue: asyncio.Queue[PromptPiece | BaseException | None] = asyncio.Queue()
+    # Bounded: what a slow reader leaves is counted where deltas wait (``request_link.Backlog``).
+    queue: asyncio.Queue[PromptPiece | BaseException | None] = asyncio.Queue(MAX_QUEUED)
 
     async def pump(index: int, generation: Generation) -> None:
         try:
             async with aclosing(generation.stream_pieces()) as pieces:
                 async for choice, piece in pieces:
-                    queue.put_nowait(PromptPiece(index, choice, piece))
-            queue.put_nowait(None)
+                    await queue.put(PromptPiece(index, choice, piece))
+            await queue.put(None)
         except Exception as error:
-            queue.put_nowait(error)
+            await queue.put(error)
 
     tasks: list[asyncio.Task[None]] = []
     try:

@@ -213,6 +213,46 @@ class TextPiece:
             self.answer.extend(later.answer)
 
 
+JOINED = 64
+"""Pieces that are joined into one."""
+
+
+class PieceCollector:
+    """The pieces of a choice that is answered whole, joined: a token takes few bytes then.
+
+    Args:
+        keeps_tokens: the answer has the ids of its tokens.
+    """
+
+    __slots__ = ("_keeps_tokens", "_waiting", "pieces")
+
+    def __init__(self, keeps_tokens: bool) -> None:
+        self.pieces: list[TextPiece] = []
+        self._keeps_tokens, self._waiting = keeps_tokens, list[TextPiece]()
+
+    def add(self, piece: TextPiece) -> None:
+        """Adds the next piece."""
+        self._waiting.append(piece)
+        if len(self._waiting) >= JOINED or piece.finish_reason is not None:
+            self._join()
+
+    def _join(self) -> None:
+        some, self._waiting = self._waiting, []
+        last, answers = some[-1], [one.answer for one in some if one.answer is not None]
+        for one in answers[1:]:
+            answers[0].extend(one)
+        self.pieces.append(
+            TextPiece(
+                "".join(one.text for one in some),
+                [token for one in some for token in one.tokens] if self._keeps_tokens else [],
+                [item for one in some for item in one.logprobs],
+                last.finish_reason,
+                last.stop_reason,
+                answers[0] if answers else None,
+            )
+        )
+
+
 class ChoiceStream:
     """Turns the deltas of one choice into pieces of text.
 

@@ -332,6 +332,15 @@ class Usage(Strict):
     completion_tokens_details: CompletionTokensDetails | None = Field(default=None, exclude_if=lambda v: v is None)
 
 
+ANTHROPIC_PATHS = ("/v1/messages",)
+"""Paths of the API whose errors have Anthropic's form, and of what lies below them."""
+
+
+def is_anthropic_path(path: str) -> bool:
+    """Returns True if ``path`` belongs to this API, so that its errors have Anthropic's form."""
+    return path in ANTHROPIC_PATHS or path.startswith(tuple(f"{p}/" for p in ANTHROPIC_PATHS))
+
+
 class ErrorInfo(Strict):
     """The inside of the error envelope."""
 

@@ -396,7 +396,7 @@ class MessageWriter:
             template = self._templates[index] = SseEventTemplate(made, [encode(hole)])
         return template.fill(encode(change.text))
 
-    def add_block(self, change: BlockEvent) -> None:
+    def add_block(self, change: BlockEvent, lazy: bool = False) -> None:
         """Adds a change to a message that is sent as a whole."""
         if isinstance(change, BlockClosed):
             self.message.content.append(_make_content_block(change.block))

@@ -18,15 +18,12 @@ from trencadis.core.process.engine_messages import EngineStats
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.engine.engine_client import EngineClient
 from trencadis.server.metrics.prometheus import PrometheusMetrics
-from trencadis.server.metrics.request_record import RequestRecord, log_closing
 from trencadis.server.metrics.tracing import TraceQueue
 from trencadis.server.tenants.admission import Admission, Bounds
 from trencadis.server.tenants.fair_queue import TenantFairQueue
 from trencadis.server.tenants.shared_process_state import SharedProcessState
 from trencadis.server.tenants.tenant_registry import TenantRegistry
 
-ANTHROPIC_PATHS = ("/v1/messages",)
-"""Paths of the API whose errors have Anthropic's form, and of what lies below them."""
 PIXEL_BYTES = 6
 """Bytes of a resized pixel in this process (``Bounds``)."""
 PIXEL_SHARE = 1 / 3
@@ -135,15 +132,3 @@ class AppState:
         """The header that tells a balancer the load, in the form ``asked`` for; see the function of this name."""
         stats = self.engine.stats
         return make_load_header(asked, stats, stats.waiting + self.fair_queued)
-
-    def on_request_ended(self, record: RequestRecord) -> None:
-        """Writes the closing line of a request, and queues its trace."""
-        if record.runs_model:
-            log_closing(record, self.settings.config.max_log_len)
-            if self.traces is not None:
-                self.traces.add(record)
-
-
-def is_anthropic_path(path: str) -> bool:
-    """Returns True if ``path`` belongs to this API, so that its errors have Anthropic's form."""
-    return path in ANTHROPIC_PATHS or path.startswith(tuple(f"{p}/" for p in ANTHROPIC_PATHS))

@@ -154,21 +154,21 @@ class HostRules:
         """
         if method in SAFE_METHODS:
             return
-        origin, site = headers.get("origin", "").lower(), headers.get("sec-fetch-site", "").lower()
-        if origin and (ANY in self.origins or origin in self.origins):
+        origins = [one.lower() for one in headers.getlist("origin") if one]
+        sites = {one.lower() for one in headers.getlist("sec-fetch-site")}
+        if origins and (ANY in self.origins or self.origins.issuperset(origins)):
             return
-        own = not origin or site == "same-origin" or _is_own(origin, headers.get("host", ""))
-        if site == "cross-site" or not own:
-            raise Forbidden(
-                f"A page of {origin[:60] or 'another site'} may not send this request; --allowed-origins names those "
-                "that may."
-            )
+        host = headers.get("host", "")
+        own = sites == {"same-origin"} or all(_is_own(origin, host) for origin in origins)
+        if "cross-site" in sites or not own:
+            shown = ", ".join(origins)[:60] or "another site"
+            raise Forbidden(f"A page of {shown} may not send this request; --allowed-origins names those that may.")
 
 
 def _is_own(origin: str, host: str) -> bool:
     """True if ``origin`` is the server's own: the one of the Host header, whatever the scheme in front of a proxy."""
-    scheme, found, place = origin.partition("://")
-    if not found or not host:
+    scheme, _, place = origin.partition("://")
+    if scheme not in DEFAULT_PORTS or not host:
         return False
-    default = DEFAULT_PORTS.get(scheme, "")
+    default = DEFAULT_PORTS[scheme]
     return place.removesuffix(default) == host.lower().removesuffix(default)

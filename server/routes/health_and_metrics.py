@@ -16,6 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
 from trencadis import __version__
+from trencadis.core.errors import Forbidden
 from trencadis.core.json_types import Json, JsonObject
 from trencadis.core.process.engine_messages import Phase
 from trencadis.core.progress import Warming
@@ -201,5 +202,17 @@ def make_bucket_router(state: ServingState) -> APIRouter:
         if shared is not None:
             return Response(await shared.fetch_buckets(), media_type="application/json")
         return describe_all_buckets(get_replicas(state.engine), state.metrics.bucket_metrics)
+
+    @routes.post("/buckets/learn", include_in_schema=False)
+    async def learn(force: bool = False) -> dict[str, str]:
+        """Searches shapes for the traffic so far, and has them judged by later traffic; ``/buckets`` shows the outcome.
+
+        ``force`` (with ``--server-dev-mode``): the shapes change to what is found, whatever it gains.
+        """
+        if force and not state.settings.config.server_dev_mode:
+            raise Forbidden("force needs --server-dev-mode.")
+        state.check_accepting()
+        await state.engine.learn_buckets(force)
+        return {"status": "searching"}
 
     return routes

@@ -22,8 +22,13 @@ from trencadis.core.shared_constants import EFFORTS
 from trencadis.server.prompts.prompt import TEXT_PARTS
 from trencadis.server.prompts.sampling_params import MAX_STOPS
 from trencadis.server.protocol.anthropic_messages import MessagesError
-from trencadis.server.protocol.base_request import ErrorResponse, GenerateRequest, MediaRequest, Strict
-from trencadis.server.routes.app_state import is_anthropic_path
+from trencadis.server.protocol.base_request import (
+    ErrorResponse,
+    GenerateRequest,
+    MediaRequest,
+    Strict,
+    is_anthropic_path,
+)
 from trencadis.server.routes.auth import OPEN
 from trencadis.server.routes.json_bodies import COUNTS, MAX_TEMPLATE
 from trencadis.server.text.chat_template import ROLES

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from trencadis.core.errors import BadRequest, QueueFull, TrencadisError
 from trencadis.core.json_types import Json, JsonMapping, JsonObject
@@ -28,6 +28,7 @@ from trencadis.server.protocol.responses import (
     ResponsesUsage,
     Status,
 )
+from trencadis.server.routes.json_bodies import set_items
 from trencadis.server.routes.message_translation import (
     AnswerBlock,
     BlockClosed,
@@ -42,6 +43,7 @@ from trencadis.server.routes.message_translation import (
     get_text_field,
     make_function_tool,
 )
+from trencadis.server.routes.openai_output import TokenEntry
 from trencadis.server.routes.sse import SseEventTemplate, encode, make_number_mark, make_text_mark
 
 FIELDS = {
@@ -222,7 +224,9 @@ def _convert_tool_choice(choice: str | JsonObject | None) -> tuple[set[str] | No
 PREFIX = {"thought": "rs", "text": "msg", "call": "fc"}
 CUT = ("length",)
 """Finish reasons of an answer that was cut off by its limit."""
-Shown = Callable[[list[TokenLogprob]], list[TokenLogprobs]]
+RETOLD = 4
+"""Events at the end of a stream that tell the log-probabilities of a text again."""
+MakeEntries = Callable[[Sequence[TokenLogprob]], list[TokenEntry]]
 
 
 def make_initial_response(
@@ -272,12 +276,15 @@ class ResponseWriter:
 
     Args:
         response: the response before its first token; the writer completes it.
-        shown: converts log-probabilities to this API's form.
+        make_entries: converts log-probabilities to this API's form.
     """
 
-    def __init__(self, response: ResponsesResponse, shown: Shown) -> None:
+    def __init__(self, response: ResponsesResponse, make_entries: MakeEntries) -> None:
         self.response = response
-        self._shown = shown
+        self._make_entries = make_entries
+        self._told: dict[int, list[bytes]] = {}
+        """JSON of the log-probabilities of a stream, by the index of their block; its last events repeat them."""
+        self._mark = make_text_mark()
         self._ids: dict[int, str] = {}
         self._templates: dict[int, SseEventTemplate] = {}
         """Event templates by the index of the block that grows."""
@@ -297,10 +304,11 @@ class ResponseWriter:
         else:
             yield from self._write_item_done(change)
 
-    def add_block(self, change: BlockEvent) -> None:
-        """Adds a change to a response that is sent as a whole."""
+    def add_block(self, change: BlockEvent, lazy: bool = False) -> None:
+        """Adds a change to a response that is sent as a whole; ``lazy``: see ``PreparedRequest``."""
         if isinstance(change, BlockClosed):
-            self.response.output.append(self._make_item(change.block, "incomplete" if change.cut else "completed"))
+            item = self._make_item(change.block, "incomplete" if change.cut else "completed", lazy)
+            self.response.output.append(item)
 
     def complete(self, finish: str | None, usage: Usage) -> ResponsesResponse:
         """Returns the response once its last block is closed."""
@@ -340,7 +348,9 @@ class ResponseWriter:
             template = self._templates[index] = self._make_template(change.block)
         shown = b"[]"
         if change.logprobs and change.block.kind == "text":
-            shown = encode([one.model_dump() for one in self._shown(change.logprobs)])
+            shown = encode(self._make_entries(change.logprobs))
+            self._told.setdefault(index, []).append(shown[1:-1])
+            change.block.logprobs.clear()
         self._number += 1
         return template.fill(b"%d" % (self._number - 1), encode(change.text), shown)
 
@@ -357,7 +367,7 @@ class ResponseWriter:
             return self._write_block_event("function_call_arguments.delta", block, delta=text)
         if block.kind == "thought":
             return self._write_block_event("reasoning_text.delta", block, content_index=0, delta=text)
-        logprobs = [one.model_dump() for one in self._shown(change.logprobs)]
+        logprobs = [dict(one) for one in self._make_entries(change.logprobs)]
         return self._write_block_event("output_text.delta", block, content_index=0, delta=text, logprobs=logprobs)
 
     def _write_item_done(self, change: BlockClosed) -> Iterator[bytes]:
@@ -368,7 +378,7 @@ class ResponseWriter:
         elif block.kind == "thought":
             yield self._write_block_event("reasoning_text.done", block, content_index=0, text=text)
         else:
-            logprobs = [one.model_dump() for one in self._shown(block.logprobs)]
+            logprobs = [one.model_dump() for one in self._make_text(block).logprobs]
             yield self._write_block_event("output_text.done", block, content_index=0, text=text, logprobs=logprobs)
         if block.kind != "call":
             yield self._write_block_event(
@@ -378,19 +388,32 @@ class ResponseWriter:
             "output_item.done", block, item=self.response.output[-1].model_dump(), item_id=None
         )
 
-    def _make_item(self, block: AnswerBlock, status: Status) -> OutputItem:
+    def _make_item(self, block: AnswerBlock, status: Status, lazy: bool = False) -> OutputItem:
         id = self._get_item_id(block)
         if block.kind == "call":
             return FunctionCallItem(id=id, status=status, call_id=block.id, name=block.name, arguments=block.text)
         if block.kind == "thought":
             return ReasoningItem(id=id, status=status, content=[ReasoningText(text=block.text)])
-        text = OutputText(text=block.text, logprobs=self._shown(block.logprobs))
-        return OutputMessage(id=id, status=status, content=[text])
+        return OutputMessage(id=id, status=status, content=[self._make_text(block, lazy)])
+
+    def _make_text(self, block: AnswerBlock, lazy: bool = False) -> OutputText:
+        """The text of a block. In a stream a mark stands for its log-probabilities, as ``_write_event`` knows."""
+        text = OutputText(text=block.text)
+        if block.index in self._told:
+            text.logprobs = [self._make_mark(block.index)]
+        elif lazy:
+            set_items(text, "logprobs", block.logprobs, self._make_entries, lazy)
+        else:
+            text.logprobs = [TokenLogprobs.model_validate(one) for one in self._make_entries(block.logprobs)]
+        return text
+
+    def _make_mark(self, index: int) -> TokenLogprobs:
+        return TokenLogprobs(token=f"{self._mark}-{index}", logprob=0.0, bytes=[], top_logprobs=[])
 
     def _make_content_part(self, block: AnswerBlock) -> JsonObject:
         if block.kind == "thought":
             return ReasoningText(text=block.text).model_dump()
-        return OutputText(text=block.text, logprobs=self._shown(block.logprobs)).model_dump()
+        return self._make_text(block).model_dump()
 
     def _get_item_id(self, block: AnswerBlock) -> str:
         return self._ids.setdefault(block.index, f"{PREFIX[block.kind]}_{secrets.token_hex(16)}")
@@ -407,4 +430,13 @@ class ResponseWriter:
         kind = f"response.{name}"
         data = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
-        return f"event: {kind}\ndata: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+        made = f"event: {kind}\ndata: {_encode_json(data)}\n\n".encode()
+        for index, told in self._told.items():
+            mark = _encode_json(self._make_mark(index).model_dump()).encode()
+            if mark in made:
+                made = made.replace(mark, b",".join(told))
+        return made
+
+
+def _encode_json(value: Json) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

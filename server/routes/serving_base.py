@@ -235,6 +235,7 @@ class ServingState(AppState):
     def record_generation(self, generation: Generation) -> Generation:
         """Adds ``generation`` to the record of the request that this task serves, and returns it."""
         record, config = RECORD.get(), self.settings.config
+        generation.on_gaps = self.metrics.observe_gaps
         if record is not None:
             record.model = self.settings.name
             record.params = record.params or generation.params

@@ -22,7 +22,7 @@ from trencadis.multimodal.async_gather import gather_or_cancel
 from trencadis.server.prompts.answer_grammar import RequestedCalls, add_answer_grammar
 from trencadis.server.prompts.answer_reader import AnswerParsers
 from trencadis.server.prompts.generation import Generation
-from trencadis.server.prompts.output_processor import TextPiece
+from trencadis.server.prompts.output_processor import PieceCollector, TextPiece
 from trencadis.server.prompts.prompt import Prompt
 from trencadis.server.prompts.sampling_params import make_sampling_params, rename_error_fields, resolve_output_limit
 from trencadis.server.protocol.base_request import Usage
@@ -92,16 +92,16 @@ class RunningChat:
 
     async def complete(self, lazy: bool = False) -> ChatResponse:
         """Runs to the end and returns the whole answer; ``lazy``: see ``PreparedRequest``."""
-        pieces: list[list[TextPiece]] = [[] for _ in self.generation.streams]
+        found = [PieceCollector(bool(self.body.return_token_ids)) for _ in self.generation.streams]
         async with aclosing(self.generation.stream_pieces()) as stream:
             async for index, piece in stream:
-                pieces[index].append(piece)
+                found[index].add(piece)
         first = self.generation.streams[0].prompt_logprobs
         made = ChatResponse(
             id=self.id,
             created=self.created,
             model=self.model,
-            choices=[self._make_choice(i, some, lazy) for i, some in enumerate(pieces)],
+            choices=[self._make_choice(i, one.pieces, lazy) for i, one in enumerate(found)],
             system_fingerprint=self.state.settings.fingerprint,
             usage=self.usage,
             prompt_token_ids=self.generation.prompt.tokens if self.body.return_token_ids else None,
@@ -199,20 +199,27 @@ def _make_rendering(state: ServingState, body: ChatRequest) -> Rendering:
 
 
 async def prepare(
-    state: ServingState, body: ChatRequest, http: Request, ticket: Ticket, id: str = "", fits: bool = False
+    state: ServingState,
+    body: ChatRequest,
+    http: Request,
+    ticket: Ticket,
+    id: str = "",
+    fits: bool = False,
+    retold: int = 0,
 ) -> RunningChat:
     """Makes the prompt and the sampling parameters of a request, before the engine sees it.
 
     Args:
         id: id of the answer; "": a new one of a chat completion.
         fits: an output limit beyond the context is lowered to what the prompt leaves, not refused.
+        retold: events at the end of a stream that tell all log-probabilities again.
 
     Raises:
         TrencadisError: the request cannot run.
     """
     prompt = await make_prompt(state, body, http, ticket)
     sampling = _make_sampling_params(state, body, len(prompt.tokens), fits)
-    shape = _describe_answer(body, prompt)
+    shape = _describe_answer(body, prompt, retold)
     ticket.answer = state.answers.hold(state.answers.fit(shape, sampling), ticket.answer)
     forms, role, echo, named = (
         state.parsers.for_template(body.chat_template),
@@ -235,7 +242,7 @@ async def prepare(
     return RunningChat(state, body, generation, id, state.check_model(body.model), role, named, echo)
 
 
-def _describe_answer(body: ChatRequest, prompt: Prompt) -> AnswerShape:
+def _describe_answer(body: ChatRequest, prompt: Prompt, retold: int) -> AnswerShape:
     """Returns the parts that an answer to ``prompt`` is to hold."""
     name, asked = body.limit
     return AnswerShape(
@@ -244,6 +251,7 @@ def _describe_answer(body: ChatRequest, prompt: Prompt) -> AnswerShape:
         limit_field=name if asked is not None else "",
         ids=bool(body.return_token_ids),
         stream=bool(body.stream),
+        retold=retold if body.stream else 0,
     )
 
 

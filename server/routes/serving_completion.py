@@ -22,7 +22,7 @@ from trencadis.core.request import SamplingParams
 from trencadis.server.prompts.answer_grammar import add_answer_grammar
 from trencadis.server.prompts.answer_reader import AnswerParsers
 from trencadis.server.prompts.generation import STARTS_PER_PASS, ChoicePiece, Generation, merge_generations
-from trencadis.server.prompts.output_processor import TextPiece
+from trencadis.server.prompts.output_processor import PieceCollector, TextPiece
 from trencadis.server.prompts.prompt import Prompt
 from trencadis.server.prompts.sampling_params import check_prompt_length, make_sampling_params, resolve_output_limit
 from trencadis.server.protocol.base_request import resolve_stream_usage
@@ -197,13 +197,15 @@ class RunningCompletion:
 
     async def complete(self, lazy: bool = False) -> CompletionResponse:
         """Runs to the end and returns the whole answer; ``lazy``: see ``PreparedRequest``."""
-        pieces: dict[tuple[int, int], list[TextPiece]] = {}
+        pieces: dict[tuple[int, int], PieceCollector] = {}
         async with aclosing(merge_generations(self.generations)) as stream:
             async for prompt, choice, piece in stream:
-                pieces.setdefault((prompt, choice), []).append(piece)
+                if (prompt, choice) not in pieces:
+                    pieces[prompt, choice] = PieceCollector(bool(self.body.return_token_ids))
+                pieces[prompt, choice].add(piece)
         choices = []
         for p, c in sorted(pieces):
-            some = pieces.pop((p, c))
+            some = pieces.pop((p, c)).pieces
             if lazy:
                 choices.append(await off_event_loop.run(partial(self._make_lazy_choice, p, c, some)))
             else:

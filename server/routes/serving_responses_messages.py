@@ -6,7 +6,7 @@ clients.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
@@ -28,12 +28,17 @@ from trencadis.server.protocol.anthropic_messages import (
     TokenCount,
 )
 from trencadis.server.protocol.base_request import TranslatedRequest, Usage
-from trencadis.server.protocol.chat_completions import TokenLogprobs
 from trencadis.server.protocol.responses import InputTokens, ResponsesRequest, ResponsesResponse
 from trencadis.server.routes.anthropic_conversion import PING, MessageWriter, convert_messages, encode_error_event
 from trencadis.server.routes.json_bodies import BodyRoute, forget_json
 from trencadis.server.routes.message_translation import BlockBuilder, BlockEvent, InnerRequest, translate_errors
-from trencadis.server.routes.responses_conversion import ResponseWriter, convert_responses, make_initial_response
+from trencadis.server.routes.openai_output import TokenEntry, make_chat_entries
+from trencadis.server.routes.responses_conversion import (
+    RETOLD,
+    ResponseWriter,
+    convert_responses,
+    make_initial_response,
+)
 from trencadis.server.routes.serving_base import (
     ServingState,
     check_priority,
@@ -61,8 +66,8 @@ class AnswerWriter(Protocol):
         """Yields the events of a change."""
         ...
 
-    def add_block(self, change: BlockEvent) -> None:
-        """Adds a change to an answer that is sent whole."""
+    def add_block(self, change: BlockEvent, lazy: bool = False) -> None:
+        """Adds a change to an answer that is sent whole; ``lazy``: see ``PreparedRequest``."""
         ...
 
     def write_final_events(self) -> Iterator[bytes]:
@@ -94,15 +99,15 @@ class TranslatedRun:
         return self.chat.estimate_output(usual)
 
     async def complete(self, lazy: bool = False) -> BaseModel:
-        """Runs to the end and returns the whole answer."""
+        """Runs to the end and returns the whole answer; ``lazy``: see ``PreparedRequest``."""
         blocks, last = self.make_block_builder(), TextPiece("")
         async with aclosing(self.chat.generation.stream_pieces()) as pieces:
             async for _, last in pieces:
                 for change in blocks.feed(last):
-                    self.writer.add_block(change)
+                    self.writer.add_block(change, lazy)
         reason = self.chat.get_finish_reason(0, last)
         for change in blocks.finish(reason == "length"):
-            self.writer.add_block(change)
+            self.writer.add_block(change, lazy)
         return self.complete_answer(last, reason)
 
     def stream(self) -> TranslatedStream:
@@ -322,16 +327,14 @@ async def prepare_response(
         TrencadisError: the request cannot run.
     """
     id = make_request_id("resp", http, body.request_id, "_")
-    chat = await prepare(state, inner.chat, http, ticket, id, fits=True)
-    params = chat.generation.params
+    chat = await prepare(state, inner.chat, http, ticket, id, fits=True, retold=RETOLD)
+    params, tokenizer = chat.generation.params, state.service.tokenizer
+    top = (chat.body.top_logprobs or 0) if chat.body.logprobs else None
 
-    def make_logprobs(items: list[TokenLogprob]) -> list[TokenLogprobs]:
-        found = chat.make_logprobs(TextPiece("", logprobs=items)) if items else None
-        return found.content or [] if found is not None else []
+    def make_entries(items: Sequence[TokenLogprob]) -> list[TokenEntry]:
+        return [] if top is None else make_chat_entries(tokenizer, items, top, chat.as_ids)
 
-    writer = ResponseWriter(
-        make_initial_response(body, id, chat.model, params.temperature, params.top_p), make_logprobs
-    )
+    writer = ResponseWriter(make_initial_response(body, id, chat.model, params.temperature, params.top_p), make_entries)
 
     def complete(piece: TextPiece, reason: str | None) -> BaseModel:
         return writer.complete(reason, chat.usage)

@@ -10,7 +10,7 @@ from trencadis.core.cpu_affinity import available_cpus
 from trencadis.multimodal.decode_workers.worker_pool import MAX_WORKERS
 from trencadis.multimodal.images.processor_cache import CacheCounters
 from trencadis.server.config.hub import find_adapter_folder
-from trencadis.server.engine.engine_client import EngineClient
+from trencadis.server.engine.engine_client import BACKLOG, EngineClient
 from trencadis.server.grammars.grammar_cache import GrammarCache
 from trencadis.server.metrics.collectors import (
     LogCollector,
@@ -72,9 +72,16 @@ def make_state(
         tenants=tenants,
         traces=_make_traces(config.otlp_traces_endpoint, metrics),
         fair_queue=fair_queue,
-        answers=AnswerBudget(config.max_answer_bytes),
+        answers=_make_answer_budget(config.max_answer_bytes),
         adapters=make_adapters(settings, service),
     )
+
+
+def _make_answer_budget(most: int) -> AnswerBudget:
+    """Makes the budget of answers, which the unread deltas of streams share."""
+    budget = AnswerBudget(most, unread=lambda: BACKLOG.held)
+    BACKLOG.most, BACKLOG.total, BACKLOG.reserved = most, budget.total, lambda: budget.held
+    return budget
 
 
 def _complete_service(service: TextService, engine: EngineClient, images: ImageSource | None) -> None:

@@ -23,7 +23,9 @@ from trencadis.core.request import SamplingParams
 from trencadis.server.tenants.tenant_registry import CURRENT, TenantAccount
 
 TEXT = 8
-"""Bytes of a token's text, or of its id."""
+"""Bytes of a token's text, or of its id in JSON."""
+TOKEN_ID = 40
+"""Bytes of an id that waits to be told beside the text."""
 
 CANDIDATE = 100
 """Bytes of a token in a list of log-probabilities: in JSON, or as it is kept until then."""
@@ -49,6 +51,7 @@ class AnswerShape:
         ids: whether ids are told beside texts.
         stream: whether it is written token by token, so that only one token of each choice waits, and what is told of
             the prompt.
+        retold: events at the end of a stream that tell the log-probabilities of all tokens again.
     """
 
     prompt_tokens: int
@@ -59,6 +62,11 @@ class AnswerShape:
     echo: bool = False
     ids: bool = False
     stream: bool = False
+    retold: int = 0
+
+    def keeps_tokens(self, params: SamplingParams) -> bool:
+        """True if all tokens of an answer wait until its end."""
+        return not self.stream or bool(self.retold and params.logprobs is not None)
 
     def estimate_prompt(self, params: SamplingParams) -> Counter[str]:
         """Bytes of what is told of the prompt, by the field that asks for it."""
@@ -74,9 +82,9 @@ class AnswerShape:
 
     def estimate_token(self, params: SamplingParams) -> Counter[str]:
         """Bytes of one token of each choice, by field."""
-        found = Counter({self.limit_field: params.n * TEXT * (1 + self.ids)})
+        found = Counter({self.limit_field: params.n * (TEXT + TOKEN_ID * self.ids)})
         if params.logprobs is not None:
-            found[self.logprobs_field] += params.n * (1 + params.logprobs) * CANDIDATE
+            found[self.logprobs_field] += params.n * (1 + params.logprobs) * CANDIDATE * (1 + self.retold)
         return found
 
 
@@ -87,11 +95,12 @@ class AnswerBudget:
         most: of one answer (``--max-answer-bytes``).
         total: of all large answers that run or wait to be written; None: 256 MiB, or a share of the memory of a small
             machine.
+        unread: returns the bytes of it that clients of streams have not read.
     """
 
-    def __init__(self, most: int = 64 << 20, total: int | None = None) -> None:
+    def __init__(self, most: int = 64 << 20, total: int | None = None, unread: Callable[[], int] = lambda: 0) -> None:
         usual = limited_budget(ALL_ANSWERS, MEMORY_SHARE) if total is None else total
-        self.most, self.total = most, max(usual, most)
+        self.most, self.total, self.unread = most, max(usual, most), unread
         self.held = 0
 
     def fit(self, shape: AnswerShape, params: SamplingParams, taken: int = 0) -> int:
@@ -107,8 +116,9 @@ class AnswerBudget:
         found = shape.estimate_prompt(params)
         each = shape.estimate_token(params)
         rest = self.most - taken - found.total()
-        tokens = min(params.max_tokens or 0, 1 if shape.stream else MOST)
-        if tokens * each.total() > rest and rest > 0 and not (shape.stream or shape.limit_field):
+        keeps = shape.keeps_tokens(params)
+        tokens = min(params.max_tokens or 0, MOST if keeps else 1)
+        if tokens * each.total() > rest and rest > 0 and keeps and not shape.limit_field:
             tokens = params.max_tokens = max(rest // each.total(), 1)
         found.update({field: tokens * size for field, size in each.items()})
         if taken + found.total() > self.most:
@@ -145,7 +155,8 @@ class AnswerBudget:
             size += before.size
             before.release()
         counted = size if size > FREE else 0
-        if counted and self.held and self.held + counted > self.total:
+        held = self.held + self.unread()
+        if counted and held and held + counted > self.total:
             raise QueueFull("Too many large answers wait to be written; try again later.", retry_after=1)
         self.held += counted
         return AnswerCharge(self, size, counted)

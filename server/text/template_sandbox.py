@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 import jinja2.ext
@@ -37,11 +37,16 @@ MAX_REPEAT = 1 << 20
 """Most items of a string or list that ``*`` makes."""
 MAX_WIDTH = 1 << 16
 """Largest number that a filter or a method of a text takes: a width, an indentation, a count."""
+MAX_WEIGHT = 64 << 20
+"""Most values and characters that a list of a template may hold, at every depth and as often as they stand there."""
 MAX_BITS = 4096
 """Most bits of a whole number."""
 TICK = "_tick"
 CONCAT = "_concat"
 PLAIN = "_plain"
+WEIGH = "_weigh"
+SLOW = frozenset({"wordwrap", "urlize", "striptags", "title", "pprint", "wordcount", "truncate", "forceescape"})
+"""Filters that take long for each character."""
 FAILURES = (
     jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError
 )  # fmt: skip
@@ -53,6 +58,7 @@ SEARCHES = frozenset({
 """Methods of a text that search it for their first argument."""
 LONG_WIDTH = re.compile(r"%[^a-zA-Z%]*(?:[0-9]{6}|\*)|\{[^}]*[0-9]{6}|\{[^{}]*:[^{}]*\{")
 """A width in a format that may make a long text."""
+T = TypeVar("T")
 _LEFT: ContextVar[list[int] | None] = ContextVar("trencadis_template_budget", default=None)
 """The characters that the rendering of this context may still make."""
 
@@ -78,7 +84,30 @@ def _check_size(size: int) -> None:
 
 
 def _size_of(value: object) -> int:
-    return len(value) if isinstance(value, str | list | tuple) else 0
+    return len(value) if isinstance(value, str | list | tuple | range | dict) else 0
+
+
+def _weigh(value: T) -> T:
+    """Returns ``value``, a list or mapping that a template makes. One that holds itself twice, forty levels deep, is
+    small until it is compared, printed or hashed.
+
+    Raises:
+        TemplateRuntimeError: written out it would be too large.
+    """
+    waiting, count, size = list[object]([value]), 0, 0
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, str):
+            size += len(one)
+        elif isinstance(one, dict):
+            waiting += [*one, *one.values()]
+        elif isinstance(one, list | tuple):
+            waiting += one
+        count += 1
+        if count > MAX_REPEAT or size + count > MAX_WEIGHT:
+            raise jinja2.TemplateRuntimeError("lists too large")
+    spend(count)
+    return value
 
 
 class GenerationTag(jinja2.ext.Extension):
@@ -115,7 +144,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         self.filters[PLAIN] = self._plain
         self.filters["replace"] = self._replace
         self.filters = {name: _bound_filter(name, function) for name, function in self.filters.items()}
-        self.filters[TICK], self.filters[CONCAT] = _tick, _concat
+        self.filters |= {TICK: _tick, CONCAT: _concat, WEIGH: _weigh}
         self.globals.pop("lipsum", None)
 
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -124,12 +153,12 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         text = getattr(getattr(function, "__wrapped__", function), "__self__", None)
         if args and isinstance(text, str) and function.__name__ in SEARCHES:
             args = (self._as_in(text, args[0]), *args[1:])
-        spend(STEP)
+        spend(STEP + _size_of(text))
         if isinstance(text, str):
             _check_method(text, function.__name__, args, kwargs)
         made = super().call(context, function, *args, **kwargs)
         _check_size(_size_of(made) if isinstance(text, str) else 0)
-        return made
+        return _weigh(made) if function is dict else made
 
     def _as_in(self, text: str, wanted: object) -> Any:
         return self._plain(wanted) if isinstance(wanted, str) and wanted not in text else wanted
@@ -163,7 +192,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return made
 
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> Any:
-        source = _ConcatenationsBounded().visit(source)
+        source = _ExpressionsBounded().visit(source)
         for loop in source.find_all(nodes.For):
             tick = nodes.Filter(nodes.Const(0), TICK, [], [], None, None)
             loop.body.insert(0, nodes.ExprStmt(tick).set_lineno(loop.lineno))
@@ -273,9 +302,9 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-class _ConcatenationsBounded(NodeTransformer):
-    """Replaces ``a ~ b`` by a filter that looks at the lengths first. A template cannot give a filter another meaning,
-    as it can a variable."""
+class _ExpressionsBounded(NodeTransformer):
+    """Replaces ``a ~ b`` by a filter that looks at the lengths first, and passes lists and mappings through one that
+    looks at their size. A template cannot give a filter another meaning, as it can a variable."""
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:
         """``[a, b] | CONCAT``."""
@@ -283,6 +312,29 @@ class _ConcatenationsBounded(NodeTransformer):
         made = nodes.Filter(nodes.List(node.nodes), CONCAT, [], [], None, None)
         made.set_lineno(node.lineno)
         return made
+
+    def visit_List(self, node: nodes.List) -> nodes.Expr:
+        """``[...] | WEIGH``, unless all is constant."""
+        self.generic_visit(node)
+        return _weigh_items(node, node.items)
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Expr:
+        """As ``visit_List``; the names to which a statement assigns stay as they are."""
+        self.generic_visit(node)
+        return _weigh_items(node, node.items) if node.ctx == "load" else node
+
+    def visit_Dict(self, node: nodes.Dict) -> nodes.Expr:
+        """As ``visit_List``."""
+        self.generic_visit(node)
+        return _weigh_items(node, [one for pair in node.items for one in (pair.key, pair.value)])
+
+
+def _weigh_items(node: nodes.Expr, items: Sequence[nodes.Expr]) -> nodes.Expr:
+    if all(isinstance(one, nodes.Const) for one in items):
+        return node
+    made = nodes.Filter(node, WEIGH, [], [], None, None)
+    made.set_lineno(node.lineno)
+    return made
 
 
 def _tick(value: int) -> int:
@@ -304,6 +356,8 @@ def _bound_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]
     def bounded(*args: Any, **kwargs: Any) -> Any:
         spend(STEP)
         given = args[1:] if hasattr(function, "jinja_pass_arg") else args
+        if given:
+            spend(_size_of(given[0]) * (256 if name in SLOW else 1 if isinstance(given[0], str) else 16))
         _check_widths(given[1:], kwargs)
         if name == "format" and given and LONG_WIDTH.search(str(given[0])):
             raise jinja2.TemplateRuntimeError("format too wide")

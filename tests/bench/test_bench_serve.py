@@ -304,8 +304,8 @@ def test_a_run_over_sockets_counts_asks_and_saves(tmp_path, monkeypatch, capsys)
 
 def test_the_clients_process_has_neither_torch_nor_transformers():
     code = (
-        "import sys; from trencadis.server.bench import bench_command, bench_serve, token_counters;"
-        "from trencadis.assets import demo_path; token_counters.LocalCounter(demo_path());"
+        "import sys; from trencadis.server.bench import bench_command, bench_serve, datasets;"
+        "from trencadis.assets import demo_path; datasets.LocalCounter(demo_path());"
         "print({'torch', 'transformers', 'fastapi'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-P", "-c", code], env={"PYTHONPATH": ROOT}, capture_output=True, text=True)

@@ -131,26 +131,32 @@ def learned(plan: Plan, name: str, seed: int, count: int) -> NeedHistogram:
 
 
 def check_traces(name: str, seeds: range, judged: range, bars: dict[int, tuple[float, float]]) -> None:
-    """Padded work and modelled time on ``judged`` seeds over those of the plan of the limits, means over all pairs."""
+    """Padded work and modelled time on ``judged`` seeds over those of the plan of the limits, means over these seeds.
+
+    The plan is learned from all ``seeds`` together.
+    """
     plan = make_plan(SERVING, GUIDE, BucketOptions(), MODEL)
     time = plan.policy.cost
     assert isinstance(time, Costs)
     traffic = [steps_of(name, seed, 400) for seed in judged]
     static = [[sum_planned_work(steps, plan, costs).cost for costs in (WORK, time)] for steps in traffic]
+    needs = NeedHistogram()
+    for seed in seeds:
+        needs.merge(learned(plan, name, seed, 400))
     for graphs, bar in bars.items():
         ratios = []
-        for seed in seeds:
-            found = learn_plan(plan, learned(plan, name, seed, 400), graphs, work=WORK)
-            assert found.graphs == graphs and found.cost <= 1.03 * found.bound
-            for steps, before in zip(traffic, static, strict=True):
-                ours = [sum_planned_work(steps, found.plan, costs) for costs in (WORK, time)]
-                assert ours[0].unplanned == 0
-                ratios.append([now.cost / then for now, then in zip(ours, before, strict=True)])
+        found = learn_plan(plan, needs, graphs, work=WORK)
+        assert found.graphs == graphs and found.cost <= 1.03 * found.bound
+        for steps, before in zip(traffic, static, strict=True):
+            ours = [sum_planned_work(steps, found.plan, costs) for costs in (WORK, time)]
+            assert ours[0].unplanned == 0
+            ratios.append([now.cost / then for now, then in zip(ours, before, strict=True)])
         means = np.mean(ratios, axis=0)
+        print(name, graphs, means.round(3), np.max(ratios, axis=0).round(3))
         assert (means <= bar).all(), (graphs, means)
 
 
-@pytest.mark.parametrize(("name", "padding"), [("chat", 0.96), ("documents", 1.045), ("image-chat", 1.08)])
+@pytest.mark.parametrize(("name", "padding"), [("chat", 0.945), ("documents", 1.02), ("image-chat", 1.02)])
 def test_forty_graphs_serve_a_trace(name: str, padding: float) -> None:
     check_traces(name, range(202, 203), range(101, 102), {40: (padding, 1.03)})
 
@@ -159,9 +165,9 @@ def test_forty_graphs_serve_a_trace(name: str, padding: float) -> None:
 @pytest.mark.parametrize(
     ("name", "forty", "eighty"),
     [
-        ("chat", (0.99, 1.0), (0.96, 0.985)),
-        ("documents", (1.04, 1.02), (1.0, 1.0)),
-        ("image-chat", (1.065, 1.035), (0.99, 0.99)),
+        ("chat", (0.955, 1.0), (0.92, 0.985)),
+        ("documents", (1.02, 1.02), (1.0, 0.995)),
+        ("image-chat", (1.02, 1.0), (0.97, 0.975)),
     ],
 )
 def test_graphs_on_many_seeds(name: str, forty: tuple[float, float], eighty: tuple[float, float]) -> None:

@@ -66,6 +66,10 @@ def test_a_part_above_its_budget_fails_a_whole_run(run: pytest.Pytester, workers
     written = json.loads((run.path / "cpu.json").read_text())
     assert written["files"]["slow"]["checks/test_child.py"] == pytest.approx(seconds["slow"], abs=0.06)
     assert len(written["tests"]) == 4 and written["tests"]["checks/test_child.py::test_in_a_child"] >= 0.2
+    (line,) = [line for line in result.outlines if line.startswith("memory of each process that ran tests: ")]
+    sizes = re.findall(r"\d+\.\d\d", line)
+    assert len(sizes) == max(int(workers), 1) and all(0 < float(size) < 1 for size in sizes)
+    assert set(written["memory"]) == {"checks/test_alone.py", "checks/test_child.py"}
 
 
 def test_a_variable_only_warns_and_a_part_of_the_tests_is_not_judged(

@@ -169,6 +169,7 @@ PLAIN: list[tuple[str, str, str]] = [
     ("GET", "/version", ""),
     ("GET", "/metrics", "Prometheus"),
     ("GET", "/buckets", "shapes, their use, the graphs"),
+    ("POST", "/buckets/learn", "searches shapes for the traffic so far"),
     ("GET", "/v1/models", ""),
     ("GET", "/v1/models/m", "one model"),
     ("GET", "/load", "requests that are running"),

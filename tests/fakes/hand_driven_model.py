@@ -13,10 +13,11 @@ from trencadis.backends.cpu import make_backend
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.device.backend import BackendConfig, LayerKV, SamplerState
-from trencadis.core.launches.persistent_tensors import recurrent_states
+from trencadis.core.device.backend import BackendConfig, SamplerState
+from trencadis.core.launches.persistent_tensors import kv_cache, recurrent_states
 from trencadis.core.models.interface import Persistent
 from trencadis.core.models.model_loader import load_model
+from trencadis.core.shared_constants import RESERVED_BLOCKS
 from trencadis.core.step import StepInputs
 
 BLOCK, BLOCKS, ARENA = 4, 64, 512
@@ -46,9 +47,7 @@ class HandDrivenModel:
             torch.zeros(9, dtype=torch.int32), torch.zeros(9, c.vocab, dtype=torch.int32),
             torch.zeros(9, bits, dtype=torch.uint8), torch.zeros(9, 300, dtype=torch.int64), torch.zeros(9, 300),
         )  # fmt: skip
-        shape = (BLOCKS, BLOCK, c.kv_heads, c.head_dim)
-        kv = [LayerKV(torch.zeros(shape), torch.zeros(shape)) for _ in range(c.layers - len(c.recurrent_layers))]
-        self.kv = kv
+        self.kv = kv = kv_cache(self.config, self.backend, BLOCKS - RESERVED_BLOCKS, BLOCK)
         self.hidden, self.arena = torch.zeros(256, c.width), torch.zeros(ARENA * self.config.row_parts, c.width)
         states = recurrent_states(self.config, self.backend, 9)
         self.model.bind(Persistent(kv, self.hidden, self.arena, self.state, recurrent=states))

@@ -59,6 +59,7 @@ def backend(
     model: ModelConfig, on: EmulatedDevice, ranks: int, max_tokens: int, max_rows: int, bridge: Bridge
 ) -> HpuBackend:
     """Rank 0 of ``ranks`` in bfloat16."""
+    full = model.text.full_heads
     cfg = BackendConfig(
         dtype=torch.bfloat16,
         block_size=128,
@@ -66,6 +67,9 @@ def backend(
         max_rows=max_rows,
         vocab_size=model.text.vocab,
         windows=model.text.windows,
+        kv_heads=model.text.kv_heads,
+        full_kv_heads=full.kv_heads if full is not None else 0,
+        full_head_dim=full.head_dim if full is not None else 0,
         upto=model.text.upto,
         recurrent=model.text.recurrent is not None,
         world=ranks,

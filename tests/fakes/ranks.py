@@ -88,6 +88,9 @@ class FakeRank:
     def load_adapter(self, ref: AdapterRef, drop: tuple[str, ...]) -> Any:
         raise AssertionError("no adapter is used here")
 
+    def change_plan(self, version: int, buckets: Any) -> None:
+        raise AssertionError("no plan is changed here")
+
     def warm(self) -> Warming | None:
         self.warmed += 1
         return Warming(done=self.warmed)

@@ -94,6 +94,9 @@ class ScriptedEngine:
     def reset_encoder_cache(self) -> None:
         self.resets.append("encoder")
 
+    async def learn_buckets(self, force: bool = False) -> None:
+        self.resets.append(f"learn {force}")
+
     async def _deltas(self, request: Request) -> AsyncIterator[Delta]:
         p = request.params
         limit = MAX_MODEL_LEN if p.max_tokens is None else p.max_tokens

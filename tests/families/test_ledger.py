@@ -70,6 +70,26 @@ HUB: dict[str, dict[str, Any]] = {
         "vocab_size": 248320, "linear_num_key_heads": 16, "linear_num_value_heads": 48,
         "rope_parameters": {"rope_theta": 1e7, "mrope_section": [11, 11, 10], "mrope_interleaved": True},
     },
+    "gemma-4-31B": {
+        "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "hidden_size": 5376,
+        "num_hidden_layers": 60, "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 256,
+        "global_head_dim": 512, "num_global_key_value_heads": 4, "attention_k_eq_v": True, "intermediate_size": 21504,
+        "vocab_size": 262144, "rms_norm_eps": 1e-6, "sliding_window": 1024, "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma-4-26B-A4B": {
+        "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "hidden_size": 2816,
+        "num_hidden_layers": 30, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256,
+        "global_head_dim": 512, "num_global_key_value_heads": 2, "attention_k_eq_v": True, "intermediate_size": 2112,
+        "vocab_size": 262144, "rms_norm_eps": 1e-6, "sliding_window": 1024, "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704,
+    },
+    "gemma-4-E4B": {
+        "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "hidden_size": 2560,
+        "num_hidden_layers": 42, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256,
+        "intermediate_size": 10240, "vocab_size": 262144, "rms_norm_eps": 1e-6, "sliding_window": 512,
+        "num_kv_shared_layers": 18, "use_double_wide_mlp": True, "final_logit_softcapping": 30.0,
+    },
     "Phi-3.5-mini": {
         "architectures": ["Phi3ForCausalLM"], "hidden_size": 3072, "num_hidden_layers": 32, "num_attention_heads": 32,
         "num_key_value_heads": 32, "intermediate_size": 8192, "vocab_size": 32064, "rms_norm_eps": 1e-5,

@@ -14,7 +14,8 @@ import torch
 from tests.fakes.hand_driven_model import HandDrivenModel
 from tests.families.text_checkpoints import LONGROPE
 from trencadis.core.checkpoint import registry
-from trencadis.core.checkpoint.model_config import LAYER, PRE, RMS, RMS_ONE, ExpertsConfig, ModelConfig, QueryGrowth
+from trencadis.core.checkpoint.layer_parts import ExpertsConfig, QueryGrowth
+from trencadis.core.checkpoint.model_config import LAYER, PRE, RMS, RMS_ONE, ModelConfig
 from trencadis.core.checkpoint.rope_config import LongScaling
 
 LONG_FORM = "long from 64 tokens on"

@@ -26,6 +26,23 @@ GEMMA: dict[str, Any] = dict(
     layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"], rms_norm_eps=1e-6,
     bos_token_id=EOS, eos_token_id=EOS, pad_token_id=1,
 )  # fmt: skip
+GEMMA4: dict[str, Any] = {k: v for k, v in GEMMA.items() if k != "query_pre_attn_scalar"} | dict(
+    layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"], global_head_dim=32,
+    num_global_key_value_heads=1, attention_k_eq_v=True, final_logit_softcapping=4.0, hidden_size_per_layer_input=0,
+    vocab_size_per_layer_input=VOCAB,
+)  # fmt: skip
+GEMMA4_MOE: dict[str, Any] = GEMMA4 | dict(
+    enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=40,
+)  # fmt: skip
+GEMMA4_SMALL: dict[str, Any] = GEMMA4 | dict(
+    hidden_size_per_layer_input=12, num_kv_shared_layers=4, use_double_wide_mlp=True, num_hidden_layers=8,
+    layer_types=["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 2,
+    attention_k_eq_v=False, num_key_value_heads=1,
+)  # fmt: skip
+GEMMA4_ROPE: dict[str, Any] = {
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 5e4, "factor": 2.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+}
 MIXTRAL: dict[str, Any] = text_settings(num_local_experts=4, num_experts_per_tok=2, sliding_window=None, head_dim=16)
 QWEN2_MOE: dict[str, Any] = text_settings(
     num_experts=8,
@@ -99,6 +116,26 @@ FORMS: dict[str, dict[str, dict[str, Any]]] = {
         "biases, every layer a window of all": GEMMA | dict(
             attention_bias=True, sliding_window=512, num_key_value_heads=4, layer_types=["sliding_attention"] * 4,
         ),
+    },
+    "gemma4": {
+        "keys as values, heads of 16 and 32": GEMMA4,
+        "experts beside, biases, values of their own, untied": GEMMA4_MOE | dict(
+            attention_bias=True, attention_k_eq_v=False, tie_word_embeddings=False, rope_parameters=GEMMA4_ROPE,
+            final_logit_softcapping=None, sliding_window=33,
+        ),
+        "embeddings for each layer, keys of earlier layers": GEMMA4_SMALL,
+        "experts, narrow full heads first, four of them": GEMMA4_MOE | dict(
+            global_head_dim=8, num_global_key_value_heads=4, num_experts=5, top_k_experts=3,
+            layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        ),
+    },
+    "gemma4_unified": {
+        "keys as values, one KV head of 24": {
+            k: v for k, v in GEMMA4.items() if "per_layer" not in k
+        } | dict(global_head_dim=24, num_hidden_layers=3, layer_types=GEMMA4["layer_types"][1:]),
+        "every layer alike, values of their own": {
+            k: v for k, v in GEMMA4.items() if "per_layer" not in k
+        } | dict(layer_types=["full_attention"] * 2, num_hidden_layers=2, attention_k_eq_v=False),
     },
     "qwen3": {
         "plain": text_settings(head_dim=16),
@@ -260,6 +297,8 @@ FORMS: dict[str, dict[str, dict[str, Any]]] = {
 }  # fmt: skip
 CLASSES = {
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "gemma4": ("Gemma4TextConfig", "Gemma4ForCausalLM"),
+    "gemma4_unified": ("Gemma4UnifiedTextConfig", "Gemma4UnifiedForCausalLM"),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
     "mistral": ("MistralConfig", "MistralForCausalLM"),
     "phi3": ("Phi3Config", "Phi3ForCausalLM"),
@@ -311,6 +350,10 @@ def _louder(model: Any) -> None:
                 p.sub_(3)
             if name.endswith("conv1d.weight"):
                 p.mul_(5)
+        generator = torch.Generator().manual_seed(7)
+        for name, b in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                b.copy_(0.7 + torch.rand(b.shape, generator=generator))
 
 
 def rename(folder: Path, prefixes: dict[str, str], ends: tuple[tuple[str, str], ...] = ()) -> None:

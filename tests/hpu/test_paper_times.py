@@ -8,7 +8,7 @@ import pytest
 
 from tests.traffic.launch_lines import MODELS, model_of
 from trencadis.backends.hpu import paper_times
-from trencadis.core.checkpoint.model_config import ExpertsConfig
+from trencadis.core.checkpoint.layer_parts import ExpertsConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.shapes.launch_costs import layers_values
 from trencadis.server.plan.plan_command import main as plan

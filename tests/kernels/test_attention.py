@@ -52,6 +52,10 @@ SEEN = {
     "decode_sinks": Case(((9, 1), (700, 1), (1, 1)), decode=True, group=8, kv_heads=1, d=64, sinks=True),
     "invariant_sinks": Case(((600, 4), (0, 3)), group=4, kv_heads=1, sinks=True, invariant=True),
     "head_256": Case(((0, 9), (30, 3)), group=2, kv_heads=1, d=256, dtype=BF16),
+    "head_512": Case(((0, 9), (30, 3)), group=2, kv_heads=1, d=512, dtype=BF16),
+    "decode_head_512": Case(((65, 1),), decode=True, group=8, kv_heads=1, d=512),
+    "planned_by_eight": Case(((0, 21), (140, 5), (3, 1)), group=3, kv_heads=2, planned=8, window=40),
+    "invariant_planned_by_eight": Case(((600, 4), (0, 9)), group=2, kv_heads=1, planned=8, invariant=True),
     "decode_head_256": Case(((65, 1),), decode=True, group=4, kv_heads=1, d=256, dtype=BF16, window=20),
 }
 

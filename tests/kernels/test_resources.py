@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.oracles.layers.compiled_layers import SCRIPT, apart, facts, wrong
+from tools.compiled import assembly
 from tools.compiled.table import CARDS, DATA, PAGE, Report, markdown, report_of, rows, stored, update_page, written
 from tools.kernel_resources import faults
 from trencadis.backends.cuda.kernels import tiles
@@ -195,3 +196,56 @@ def test_the_page_is_made_from_the_data_file() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert page == update_page(page, stored()), "run tools/kernel_resources.py --page"
     assert DATA.read_text(encoding="utf-8") == written(stored())
+
+
+# Waits for products by warp groups
+
+LOOP = """
+mov.u32 %r1, 0;
+$L__BB0_2:
+{before}
+cp.async.wait_group 1;
+bar.sync 0;
+wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {{%f1}}, %rd1, %rd2, p, 1, 1, 0, 0;
+wgmma.commit_group.sync.aligned;
+wgmma.wait_group.sync.aligned 0;
+{after}
+@%p1 bra $L__BB0_2;
+{behind}
+ret;
+"""
+COPY, STORE = "cp.async.cg.shared.global [ %r2 + 0 ], [ %rd3 + 0 ], 0x10, %r3;", "st.shared.v4.b32 [%r2], {%r4};"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "behind", "want"),
+    [
+        ("", "bar.sync 0;\n" + STORE, "", "barrier"),
+        ("", COPY, "", "stage"),  # the barrier of the loop keeps the groups within a trip of each other
+        ("", STORE, "", "none"),
+        (STORE, "", "", "none"),  # at the beginning of the next trip
+        (COPY, "", "", "stage"),
+        ("", "", STORE, "none"),
+        ("", "", "bar.sync 0;\n" + STORE, "barrier"),
+        ("", "bar.sync 1, 128;\n" + STORE, "", "none"),  # a barrier of one group
+        ("", "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%r2], {%r4};", "", "none"),
+    ],
+)
+def test_what_stands_behind_a_wait(before: str, after: str, behind: str, want: str) -> None:
+    assert assembly.guard(LOOP.format(before=before, after=after, behind=behind)) == want
+
+
+def test_kernels_without_warp_groups_have_no_waits() -> None:
+    assert assembly.guard("bar.sync 0;\nst.shared.b32 [%r1], %r2;\n") == ""
+
+
+def test_instructions_of_a_trip() -> None:
+    """The innermost loop with products, not the one around it nor the longer one without."""
+    lines = [
+        "MOV R1, c[0x0][0x28]", "NOP", "HMMA.16816.F32.BF16 R4, R8, R12, R4", "IADD3 R1, R1, 1, RZ",
+        "@P0 BRA 0x20", "IADD3 R2, R2, 1, RZ", "FADD R3, R3, R3", "FADD R3, R3, R3", "FADD R3, R3, R3",
+        "@P1 BRA 0x60", "@P2 BRA 0x10", "EXIT", "BRA 0xc0",
+    ]  # fmt: skip
+    sass = "\n".join(f"        /*{16 * i:04x}*/            {text} ;  /* 0x000 */" for i, text in enumerate(lines))
+    assert assembly.trip_instructions(sass) == 3
+    assert assembly.trip_instructions("/*0000*/ EXIT ;") == 0

@@ -25,7 +25,7 @@ from trencadis.core.memory.weight_bytes import AdapterSlotSizes, adapter_bytes, 
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.request import AdapterRef, Request, SamplingParams
 from trencadis.core.scheduling.sequence import Sequence
-from trencadis.core.scheduling.sequence_admission import MOST_OVERTAKES, AdapterSlots
+from trencadis.core.scheduling.step_builder import MOST_OVERTAKES, AdapterSlots
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import TEXT, make_plan
 from trencadis.core.shapes.shape_limits import ShapeLimits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import io
@@ -24,6 +25,7 @@ from PIL import Image
 from tests.traffic.server_process import RunningServer, server
 from trencadis.assets import demo_path
 from trencadis.core.process.child_process import StopWatch, read_stat
+from trencadis.server.processes.api_process import ApiProcess
 
 NOTICED = 5.0
 """Seconds within which a lost process is noticed."""
@@ -136,14 +138,9 @@ def lose(running: RunningServer, kind: str, how: signal.Signals) -> dict[str, An
     return {"kind": kind, "how": how.name, "noticed": round(noticed, 2), "back": round(back, 2), "wrong": wrong}
 
 
-def list_left_behind(before: set[str]) -> list[str]:
-    folders = {p.name for p in Path("/tmp").glob("trencadis-*")} | {p.name for p in Path("/dev/shm").glob("trencadis*")}
-    return sorted(folders - before)
-
-
-@pytest.fixture
-def left_before() -> set[str]:
-    return {p.name for p in Path("/tmp").glob("trencadis-*")} | {p.name for p in Path("/dev/shm").glob("trencadis*")}
+def list_left_behind(folder: Path) -> list[str]:
+    """What is left in the server's folder for temporary files."""
+    return sorted(p.name for p in folder.glob("trencadis*"))
 
 
 def rounds(seed: int, count: int) -> Iterator[tuple[str, signal.Signals]]:
@@ -157,8 +154,10 @@ def rounds(seed: int, count: int) -> Iterator[tuple[str, signal.Signals]]:
 
 
 @pytest.mark.long
-def test_ten_rounds(tmp_path: Path, left_before: set[str]) -> None:
-    with server(tmp_path, "--model", str(demo_path()), *FLAGS) as running:
+def test_ten_rounds(tmp_path: Path) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    with server(tmp_path, "--model", str(demo_path()), *FLAGS, TMPDIR=str(temporary)) as running:
         root, port = running.process.pid, int(running.url.rpartition(":")[2])
         found = []
         for kind, how in rounds(random.randrange(1000), 10):
@@ -174,9 +173,30 @@ def test_ten_rounds(tmp_path: Path, left_before: set[str]) -> None:
             time.sleep(0.02)
         refused = time.monotonic() - begun
         _, alive = psutil.wait_procs(children, 3 * NOTICED)
-    print("refuses after", round(refused, 2), "left", list_left_behind(left_before))
+    print("refuses after", round(refused, 2), "left", list_left_behind(temporary))
     assert all(one["noticed"] <= NOTICED and one["back"] <= BACK and not one["wrong"] for one in found), found
-    assert refused <= REFUSED and not alive and not list_left_behind(left_before)
+    assert refused <= REFUSED and not alive and not list_left_behind(temporary)
+
+
+def test_an_api_process_that_is_stopped_while_it_starts_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not asked for a sign of life before it is ready, which it will never be."""
+    pause = asyncio.sleep
+    monkeypatch.setattr("trencadis.server.processes.api_process.asyncio.sleep", lambda seconds: pause(0.01))
+
+    async def watch(process: subprocess.Popen[bytes], stopped: bool) -> bool:
+        starting = ApiProcess.__new__(ApiProcess)
+        starting.handle, starting.index, starting.ready_since = process, 1, None
+        if stopped:
+            process.send_signal(signal.SIGSTOP)
+        task = asyncio.create_task(starting._watch(None))  # type: ignore[arg-type]
+        await asyncio.wait([task], timeout=0.3)
+        task.cancel()
+        return process.poll() is not None
+
+    for stopped in (False, True):
+        with subprocess.Popen(["sleep", "60"]) as process:
+            assert asyncio.run(watch(process, stopped)) is stopped
+            process.kill()
 
 
 def test_a_stopped_process_is_told_from_one_that_works() -> None:

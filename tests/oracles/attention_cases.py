@@ -72,6 +72,7 @@ class Case:
         window: keys that a token sees; 0: all. Blocks before all windows of a row hold NaN.
         spans: the tokens of every other row see each other, in the others the last two thirds.
         sinks: each head has one, from far below to far above the scores.
+        planned: query heads per KV head that blocks of queries are planned by, if not ``group``.
     """
 
     rows: tuple[tuple[int, int], ...]
@@ -89,6 +90,7 @@ class Case:
     window: int = 0
     spans: bool = False
     sinks: bool = False
+    planned: int = 0
 
     @property
     def bucket(self) -> Bucket:
@@ -102,7 +104,14 @@ class Case:
         longest = max(c + t for c, t in self.rows)
         blocks = -(-longest // self.block)
         return Sizes(
-            self.block, blocks, 50, self.kv_heads, self.processors, self.invariant, upto=self.spans, group=self.group
+            self.block,
+            blocks,
+            50,
+            self.kv_heads,
+            self.processors,
+            self.invariant,
+            upto=self.spans,
+            group=self.planned or self.group,
         )
 
 
@@ -165,7 +174,7 @@ class Prepared:
         attn, scale, case = self.tensors.attn, self.case.d**-0.5, self.case
         paged_attention.attend_text(
             turned, self.cache, attn, scale, self.out, self.partial, case.invariant, case.window,
-            None if self.sinks is None else self.sinks.to(self.out.device),
+            None if self.sinks is None else self.sinks.to(self.out.device), case.planned,
         )  # fmt: skip
 
     def expected(self) -> tuple[Tensor, LayerKV]:

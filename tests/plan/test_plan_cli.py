@@ -287,6 +287,14 @@ def test_a_trace_is_compared(model: Path, tmp_path: Path, capsys: pytest.Capture
     ]  # fmt: skip
     assert plans["learned, 40 graphs"]["graphs"] < plans["this plan"]["graphs"]
     assert "powers of two" in run(capsys, *words)
+    assert "--report needs --trace" in refused(capsys, [str(w) for w in (*words[:-2], "--report", tmp_path / "x.html")])
+    bad = [str(w) for w in (*words, "--report", tmp_path / "none" / "x.html")]
+    assert "--report" in refused(capsys, bad)
+    for name in ("page.html", "needs.svg"):
+        run(capsys, *words, "--report", tmp_path / name)
+        text = (tmp_path / name).read_text()
+        assert text.count("<svg") == 1 and "FRESH" in text and "learned, 40 graphs" in text and "script" not in text
+        assert ("reference exponential" in text) == name.endswith("html")
     plot = tmp_path / "traffic.png"
     for option in ((), ("--rows-by-blocks",)):
         run(capsys, *words, "--plot", plot, *option)

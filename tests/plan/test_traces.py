@@ -118,6 +118,14 @@ def test_a_long_prompt_is_chunked_and_a_cached_one_starts_later() -> None:
     assert [(n.context, n.tokens) for n in needs[0].rows] == [(0, 32767), (896, 1)]
 
 
+def test_videos_run_as_images_of_two_frames_and_slots_are_taken_as_they_are() -> None:
+    image = read_request({"arrival": 0, "prompt": 5, "output": 1, "images": [[640, 480]]})
+    video = read_request({"arrival": 0, "prompt": 5, "output": 1, "videos": [[640, 480, 7]]})
+    assert video.images == image.images * 4 and video.prompt - 5 == 4 * (image.prompt - 5)
+    slots = read_request({"arrival": 0, "prompt": 99, "output": 1, "slots": [64, 128]})
+    assert slots.images == (64, 128) and slots.prompt == 99
+
+
 def test_trace_files_are_refused_by_line(tmp_path: Path) -> None:
     from trencadis.core.errors import StartupError
 
@@ -125,6 +133,13 @@ def test_trace_files_are_refused_by_line(tmp_path: Path) -> None:
     for text in (
         '{"arrival": 0, "prompt": 5, "output": 1}\n{"prompt": 5}',
         '{"arrival": 0, "prompt": 0, "output": 1}',
+        '{"arrival": 5, "prompt": 5, "output": 1}\n{"arrival": 4.9, "prompt": 5, "output": 1}',
+        '{"arrival": 0, "prompt": 5, "output": 1, "lunch": 1}',
+        '{"arrival": NaN, "prompt": 5, "output": 1}',
+        '{"arrival": 0, "prompt": 1e9, "output": 1}',
+        '{"arrival": 0, "prompt": 5, "output": 1, "cached": -1}',
+        '{"arrival": 0, "prompt": 5, "output": 1, "slots": [0]}',
+        '{"arrival": 0, "prompt": 5, "output": 1, "videos": [[64, 64]]}',
         "[]",
     ):
         path.write_text(text)

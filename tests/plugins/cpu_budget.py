@@ -4,6 +4,9 @@ Each process that runs tests (this one, or the workers of pytest-xdist) adds up,
 system time of itself and of the children it has waited for. The rest, imports and collection, counts as the first part.
 A whole run is judged: no paths, no ``-k``, the ini file's own ``-m``. TRENCADIS_TEST_CPU_BUDGET=warn judges aloud only.
 ``--cpu-json=FILE`` writes the seconds of every file and of every test, whatever ran.
+
+The most memory of a process that runs tests is told too: fixtures that keep engines make it grow, and a run in one
+process may have ``MOST_MEMORY``.
 """
 
 from __future__ import annotations
@@ -26,6 +29,10 @@ SLACK = 2.0
 """A run fails from this multiple of a budget on. Below, it says so: the same work takes up to twice the CPU seconds on
 an older or a busy machine."""
 
+MOST_MEMORY = 3.0
+"""GB of a process that runs all tests."""
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
 Key = tuple[str, str]
 """Part and file."""
 
@@ -34,6 +41,14 @@ def cpu_seconds(children: bool = True) -> float:
     """User and system time of this process, and of the children that it has waited for."""
     now = os.times()
     return now.user + now.system + (now.children_user + now.children_system if children else 0.0)
+
+
+def resident_gb() -> float:
+    """Memory of this process in GB; 0 where the system does not tell."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE / 1e9
+    except OSError:
+        return 0.0
 
 
 @dataclass(frozen=True)
@@ -68,6 +83,10 @@ class CpuBudget:
         self.config, self.parts = config, parts
         self.spent: defaultdict[Key, float] = defaultdict(float)
         self.tests: dict[str, float] = {}
+        self.memory: dict[str, float] = {}
+        """GB of the process after the last test of each file."""
+        self.peaks: list[float] = []
+        """The most of each process that ran tests."""
         self.silent = 0
         self.ended = False
 
@@ -82,6 +101,7 @@ class CpuBudget:
             mark = item.get_closest_marker("part")
             taken = cpu_seconds() - begun
             self.tests[item.nodeid] = taken
+            self.memory[file] = resident_gb()
             self.spent[part_of(file, mark.args[0] if mark else None, self.parts), file] += taken
 
     @pytest.hookimpl(optionalhook=True)
@@ -93,6 +113,11 @@ class CpuBudget:
         for name, file, seconds in report or ():
             self.spent[name, file] += seconds
         self.tests |= getattr(node, "workeroutput", {}).get("cpu_tests", {})
+        self._add_memory(getattr(node, "workeroutput", {}).get("memory", {}))
+
+    def _add_memory(self, found: dict[str, float]) -> None:
+        self.memory |= {file: max(size, self.memory.get(file, 0.0)) for file, size in found.items()}
+        self.peaks += [max(found.values())] if found else []
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
@@ -104,7 +129,10 @@ class CpuBudget:
         if output is not None:
             output["cpu_budget"] = [(*key, s) for key, s in self.spent.items()]
             output["cpu_tests"] = self.tests
+            output["memory"] = self.memory
             return
+        if not distributed:
+            self._add_memory(self.memory)
         self.ended = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
         if self.judged and self.above(SLACK) and os.environ.get(VARIABLE) != "warn" and not exitstatus:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -136,7 +164,7 @@ class CpuBudget:
         for (part, file), seconds in sorted(self.spent.items(), key=lambda x: -x[1]):
             files[part][file] = round(seconds, 3)
         tests = {name: round(s, 3) for name, s in sorted(self.tests.items(), key=lambda x: -x[1])}
-        found = {"parts": self.totals(), "files": files, "tests": tests}
+        found = {"parts": self.totals(), "files": files, "tests": tests, "memory": self.memory}
         path.write_text(json.dumps(found, indent=1), encoding="utf-8")
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -152,6 +180,11 @@ class CpuBudget:
                     terminalreporter.write_line(line, red=part in above)
             if above:
                 terminalreporter.write_line("--cpu-files 30 lists the files that take most; see tests/budget.toml")
+            sizes = ", ".join(f"{size:.2f}" for size in self.peaks)
+            terminalreporter.write_line(
+                f"memory of each process that ran tests: {sizes} GB, one may have {MOST_MEMORY:.0f}",
+                red=max(self.peaks, default=0.0) > MOST_MEMORY,
+            )
         if count:
             terminalreporter.section(f"CPU seconds: the {count} files that took most")
             for (name, file), seconds in sorted(self.spent.items(), key=lambda x: -x[1])[:count]:

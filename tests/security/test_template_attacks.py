@@ -30,6 +30,14 @@ DOUBLES = "{% set n = namespace(x='ab') %}" + "{% set n.x = n.x OP n.x %}" * 40
 FAN_OUT = "{% macro a0() %}x{% endmacro %}"
 for level in range(1, 12):
     FAN_OUT += "{% macro a" + str(level) + "() %}" + ("{{ a" + str(level - 1) + "() }}") * 10 + "{% endmacro %}"
+
+
+def share(it: str) -> str:
+    """Two values that hold themselves twice, forty levels deep."""
+    twice = "{% set n.x = " + it + " %}"
+    return "{% set n = namespace(x=[1], y=[1]) %}" + twice * 40 + twice.replace("n.x", "n.y") * 40
+
+
 HOSTILE = {
     "squares": SQUARES + "{{ n.x }}",
     "doubled by ~": DOUBLES.replace("OP", "~") + "{{ n.x|length }}",
@@ -58,6 +66,17 @@ HOSTILE = {
                                 "{% endfor %}{% endfor %}",
     "macros that call macros": FAN_OUT + "{{ a11() }}",
     "a macro that calls itself": "{% macro a(n) %}{{ a(n + 1) }}{% endmacro %}{{ a(0) }}",
+    "shared lists that are compared": share("[n.x, n.x]") + "{{ n.x == n.y }}",
+    "shared lists that are printed": share("[n.x, n.x]") + "{{ n.x }}",
+    "shared mappings as json": share("{'a': n.x, 'b': n.x}") + "{{ n.x|tojson }}",
+    "shared mappings of a call": share("dict(a=n.x, b=n.x)") + "{{ n.x|string|length }}",
+    "shared tuples as keys": share("(n.x, n.x)") + "{{ {n.x: 1}|length }}",
+    "a long text many times": "{% set t = 'ab' * 500000 %}{% set n = namespace(x=t) %}"
+                              + "{% set n.x = [n.x] * 100 %}" * 3 + "{{ n.x|string|length }}",
+    "sums of ranges": "{% for a in range(99999) %}{% set b = range(99999)|sum %}{% endfor %}",
+    "searches of a long text": "{% set t = 'ab' * 500000 %}{% for a in range(99999) %}{{ t.count('ba') }}{% endfor %}",
+    "words of a long text": "{% set t = 'a ' * 500000 %}{% for a in range(9999) %}{{ t|wordwrap(1)|length }}"
+                            "{% endfor %}",
     "nested": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
     "long": "a" * (2 << 20),
 }  # fmt: skip

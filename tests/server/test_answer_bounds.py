@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,8 @@ import pytest
 from tests.fakes.scripted_app import ScriptedApp
 from trencadis.core.errors import BadRequest, QueueFull
 from trencadis.core.request import SamplingParams
+from trencadis.server.engine.engine_client import RequestTiming
+from trencadis.server.prompts.output_processor import PieceCollector, TextPiece
 from trencadis.server.protocol.chat_completions import ChatResponse
 from trencadis.server.routes import json_bodies
 from trencadis.server.routes.json_bodies import LazyItems, SlicedResponse, stream_json, write_json
@@ -99,6 +102,9 @@ ASKED: dict[str, dict[str, Any]] = {
         "messages": [[{"role": "user", "content": "Hi"}], [{"role": "user", "content": "Ho"}]], "logprobs": True,
         "top_logprobs": 3, "max_tokens": 40,
     },
+    "/v1/responses": {
+        "input": "Hi", "include": ["message.output_text.logprobs"], "top_logprobs": 3, "max_output_tokens": 40,
+    },
 }  # fmt: skip
 
 
@@ -114,10 +120,34 @@ def test_a_large_answer_says_what_a_small_one_says(
     large = harness.call(path, ASKED[path])
     assert large.status_code == 200 and large.headers["content-type"] == "application/json"
     first, second = small.json(), large.json()
-    for key in ("id", "created"):
-        first.pop(key), second.pop(key)
-    first["usage"].pop("prompt_tokens_details"), second["usage"].pop("prompt_tokens_details")  # what was cached
+    for one in (first, second):
+        for key in ("id", "created", "created_at", "completed_at"):
+            one.pop(key, None)
+        for item in one.get("output", ()):
+            item.pop("id")
+        one["usage"].pop("prompt_tokens_details", None)  # what was cached
     assert first == second and "top_logprobs" in large.text
+    assert harness.made.state.trencadis.answers.held == 0
+
+
+def test_a_stream_of_responses_tells_log_probabilities_again_at_its_end(harness: ScriptedApp) -> None:
+    """Each of its last events has them all: they wait until then, and count."""
+    asked = ASKED["/v1/responses"]
+    answer = harness.call("/v1/responses", asked | {"stream": True}).text
+    events = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith("data: ")]
+    found = {event["type"].removeprefix("response."): event for event in events}
+    told = [one for event in events if event["type"].endswith("text.delta") for one in event["logprobs"]]
+    whole = harness.call("/v1/responses", asked).json()["output"][0]["content"][0]["logprobs"]
+    assert told == whole and len(told) > 3 and all(len(one["top_logprobs"]) == 3 for one in told)
+    assert found["output_text.done"]["logprobs"] == found["content_part.done"]["part"]["logprobs"] == told
+    assert found["output_item.done"]["item"]["content"][0]["logprobs"] == told
+    assert found["completed"]["response"]["output"][0]["content"][0]["logprobs"] == told
+    harness.app(max_answer_bytes=1 << 20)
+    long = asked | {"max_output_tokens": 900, "top_logprobs": 10, "stream": True}
+    refused = harness.call("/v1/responses", long).json()["error"]
+    assert refused["param"] == "top_logprobs"
+    assert harness.call("/v1/responses", long | {"stream": False}).status_code == 200
+    assert harness.call("/v1/responses", long | {"include": [], "top_logprobs": 0}).status_code == 200
     assert harness.made.state.trencadis.answers.held == 0
 
 
@@ -201,6 +231,35 @@ def test_a_client_that_leaves_releases_the_charge(after: int) -> None:
 
     assert asyncio.run(leave()) == [1]
     assert json.loads(b"".join(write_json(LazyItems(range(200), list)))) == list(range(200))
+
+
+def test_a_long_answer_is_kept_in_few_pieces_and_few_gaps(
+    harness: ScriptedApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Millions of tokens are legal (64 choices of 30,000 each); what is kept of each is its text."""
+    most = [0, 0]
+    usual, join = RequestTiming.add_tokens, PieceCollector.add
+
+    def add(self: PieceCollector, piece: TextPiece) -> None:
+        join(self, piece)
+        most[0] = max(most[0], len(self._waiting))
+        assert self._keeps_tokens or not any(one.tokens for one in self.pieces)
+
+    def add_tokens(self: RequestTiming, choice: int, count: int) -> None:
+        usual(self, choice, count)
+        most[1] = max(most[1], len(self.gaps))
+
+    monkeypatch.setattr(PieceCollector, "add", add)
+    monkeypatch.setattr(RequestTiming, "add_tokens", add_tokens)
+    asked = {"max_tokens": 900, "ignore_eos": True, "n": 2, "temperature": 1.0}
+    whole = harness.chat(**asked).json()
+    assert [len(harness.tokenizer.encode(one["message"]["content"])) for one in whole["choices"]] == [900, 900]
+    assert most[0] < 64 and most[1] <= 512
+    text = harness.call("/metrics").text
+    assert re.search(r"vllm:inter_token_latency_seconds_count\{[^}]*\} 1798\.0", text)
+    raw = harness.call("/v1/completions", {"prompt": ["a", "b"], **asked, "return_token_ids": True}).json()
+    assert [len(one["token_ids"]) for one in raw["choices"]] == [900] * 4
+    assert {one["text"] for one in raw["choices"]} == {whole["choices"][0]["message"]["content"]}
 
 
 WHOLE: dict[str, dict[str, Any]] = {

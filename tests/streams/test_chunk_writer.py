@@ -14,9 +14,10 @@ import pytest
 
 from tests.fakes.scripted_app import ScriptedApp, scripted_app
 from tests.fakes.text_checkpoint import write_text_checkpoint
-from tests.streams.recorded_connection import HIGH, WiredClient, WiredEngine, settled, wired
-from trencadis.core.request import Delta
-from trencadis.server.engine import request_link
+from tests.streams.recorded_connection import HIGH, WiredClient, WiredEngine, score, settled, wired
+from trencadis.core.errors import QueueFull
+from trencadis.core.request import Delta, Request
+from trencadis.server.engine import engine_client, request_link
 from trencadis.server.engine.request_link import RequestLink
 
 CHAT = "/v1/chat/completions"
@@ -100,6 +101,72 @@ def test_a_slow_reader_is_bounded_and_loses_nothing(harness: ScriptedApp) -> Non
         await streams.say(" and on")
         await streams.say(" end", "length")
         assert streams.heard() == said + " and on end" and streams.clients[0].events[-1] == "[DONE]"
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("body", "most"),
+    [
+        ({"logprobs": True, "top_logprobs": 20}, 64 << 10), ({}, 64 << 10), ({"n": 4}, 256 << 10),
+        ({"return_token_ids": True}, 64 << 10),
+    ],
+)  # fmt: skip
+def test_a_stream_that_nothing_reads_ends_at_the_bound_of_answers(
+    harness: ScriptedApp, body: dict[str, Any], most: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its tokens would fill the memory of the server; those of a client that reads stay whole."""
+
+    async def run_all() -> None:
+        streams = Streams(harness, 2, **body, flags={"max_answer_bytes": most})
+        await streams.begin()
+        await streams.say("a")
+        slow, backlog = streams.clients[0].transport, engine_client.BACKLOG
+        slow.full, steps = True, 0
+
+        def make(request: Request, choice: int) -> Delta:
+            return Delta(request.id, choice, [300], [score(300, 20)] if "logprobs" in body else None)
+
+        for _ in range(3000):
+            await streams.engine.step(make)
+            assert backlog.held <= most + (4 << 10)
+            if streams.engine.aborted_ids:
+                break
+            steps += 1
+        lost = streams.engine.submitted[0][0].id
+        assert streams.engine.aborted_ids == [(lost, -1)] and backlog.held == 0 and 20 < steps < 2990
+        await streams.say(" end", "length")
+        assert streams.heard(1).count("end") >= 1 and not streams.engine.link.requests
+        slow.read_all()
+        await settled(60)
+        error, done = streams.clients[0].events[-2:]
+        assert error["error"]["code"] == 429 and "read too slowly" in error["error"]["message"] and done == "[DONE]"
+
+    try:
+        run(run_all)
+    finally:
+        engine_client.BACKLOG.most = 64 << 20
+    assert [r.levelname for r in caplog.records if "too slowly" in r.getMessage()] == ["WARNING"]
+
+
+def test_streams_that_wait_share_the_bytes_of_large_answers() -> None:
+    async def body() -> None:
+        backlog = engine_client.Backlog(1 << 20, 1 << 20, lambda: 256 << 10)
+        first, second, small = (request_link.OpenRequest([], 1, backlog) for _ in range(3))
+        small.deliver(Delta("c", 0, [5]))
+        assert backlog.held == 0, "what all readers have waiting is not counted"
+        while backlog.held < 600 << 10:
+            assert first.deliver(Delta("a", 0, [5], [score(5, 20)]))
+        while second.deliver(Delta("b", 0, [5], [score(5, 20)])):
+            assert backlog.held <= 768 << 10
+        with pytest.raises(QueueFull, match="read too slowly"):
+            await second.next_delta()
+        assert small.deliver(Delta("c", 0, [5])), "only what waits is ended"
+        held = backlog.held
+        await first.next_delta()
+        assert backlog.held < held
+        first.drop()
+        assert backlog.held == 0
 
     run(body)
 

@@ -288,6 +288,22 @@ def test_a_full_server_says_so_before_a_turn(harness: FairApp) -> None:
     over_http(harness, work)
 
 
+def test_requests_without_a_key_take_no_place(harness: FairApp, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Open paths take bodies from anybody: thousands of them would fill the queue, and its bound of requests."""
+    fair_queue, entered = harness.made.state.trencadis.fair_queue, []  # type: ignore[union-attr]
+    usual = fair_queue.enter
+    monkeypatch.setattr(fair_queue, "enter", lambda name, *more: (entered.append(name), usual(name, *more))[1])
+
+    async def work(client: httpx.AsyncClient) -> None:
+        asked = [("POST", "/health"), ("GET", "/version"), ("OPTIONS", "/v1/chat/completions"), ("POST", "/v1/models")]
+        for method, path in asked:
+            assert (await client.request(method, path, json=CHAT)).status_code in (200, 401, 405), path
+        assert not entered
+        assert (await ask(client, "mine")).status_code == 200 and entered == ["mine"]
+
+    over_http(harness, work)
+
+
 def test_a_wait_counts_as_the_requests_own_time(harness: FairApp) -> None:
     harness.engine.delay = 0.03
     state = harness.made.state.trencadis  # type: ignore[union-attr]

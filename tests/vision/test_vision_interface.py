@@ -15,13 +15,13 @@ SHARED = ("core", "server", "backends", "multimodal")
 FAMILIES = (
     "core/families/", "multimodal/qwen2_vl/", "multimodal/qwen2_5_vl/", "multimodal/qwen3_vl/", "multimodal/llava/",
     "multimodal/llava_next/", "multimodal/gemma3/", "multimodal/internvl/", "multimodal/idefics3/",
-    "multimodal/mllama/", "multimodal/pixtral/", "multimodal/phi3_v/", "multimodal/glm4v/",
+    "multimodal/mllama/", "multimodal/pixtral/", "multimodal/phi3_v/", "multimodal/glm4v/", "multimodal/gemma4/",
 )  # fmt: skip
 LONGER = (
     "core/families/", "multimodal/qwen2_vl/", "multimodal/qwen3_vl/", "multimodal/mllama/", "multimodal/pixtral/",
-    "multimodal/glm4v/",
+    "multimodal/glm4v/", "multimodal/gemma4/",
 )  # fmt: skip
-"""Decoders without images; a family with videos, which others build on; and four with towers of their own."""
+"""Decoders without images; a family with videos, which others build on; and five with towers of their own."""
 LINES = 280
 """Of a family's package, processor and configuration included."""
 NAMES = re.compile(
@@ -29,7 +29,7 @@ NAMES = re.compile(
     r"|phi-?3(\.5)?[_-]?v|mllama|glm-?4(\.\d)?v",
     re.IGNORECASE,
 )
-TABLE_LINE = re.compile(r'^    "\w+": "trencadis\.multimodal\.\w+\.(?:\w+_)?family:[A-Z]+",$|^OTHER_LAYOUTS = ')
+TABLE_LINE = re.compile(r'^    "\w+": "trencadis\.multimodal\.\w+\.(?:\w+_)?family:[A-Z0-9_]+",$|^OTHER_LAYOUTS = ')
 
 
 def shared_lines() -> list[tuple[str, str]]:

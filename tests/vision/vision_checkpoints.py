@@ -92,6 +92,45 @@ def glm4v(folder: Path, *, seed: int = 0, name: str = "Glm4v", vision: Any = Non
     return finished(model, folder, seed, ["<|image|>"], processor, template)
 
 
+def gemma4(folder: Path, *, seed: int = 0, unified: bool = False, tokens: int = 70, **text: Any) -> Path:
+    """A Gemma-4 checkpoint with images of at most ``tokens`` tokens; ``unified``: of the 12B model's kind."""
+    import transformers
+
+    name = "Gemma4Unified" if unified else "Gemma4"
+    own = dict(
+        vocab_size=checkpoints.VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, global_head_dim=32, num_global_key_value_heads=1, attention_k_eq_v=True,
+        sliding_window=24, max_position_embeddings=2048, final_logit_softcapping=4.0, hidden_size_per_layer_input=0,
+        layer_types=["sliding_attention", "full_attention"] * 2, rms_norm_eps=1e-6, pad_token_id=1,
+        eos_token_id=checkpoints.IDS["<|im_end|>"], use_bidirectional_attention="vision",
+    ) | text  # fmt: skip
+    tower: dict[str, Any] = dict(
+        hidden_size=64, intermediate_size=44, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4,
+        head_dim=16, position_embedding_size=240, standardize=True,
+    )  # fmt: skip
+    if unified:
+        del own["hidden_size_per_layer_input"]
+        own["sliding_window"] = 72
+        tower = dict(mm_embed_dim=40, mm_posemb_size=80, output_proj_dims=40)
+    library: Any = transformers
+    config = getattr(library, f"{name}Config")(
+        text_config=own, vision_config=tower, audio_config=None, image_token_id=IMAGE, boi_token_id=IMAGE + 1,
+        eoi_token_id=IMAGE + 2, architectures=[f"{name}ForConditionalGeneration"],
+    )  # fmt: skip
+    processor = {
+        "image_processor_type": f"{name}ImageProcessor", "max_soft_tokens": tokens, "resample": 3, "do_resize": True,
+        "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": False, "patch_size": 16,
+        "pooling_kernel_size": 3,
+    }  # fmt: skip
+    model = getattr(library, f"{name}ForConditionalGeneration")(config)
+    generator = torch.Generator().manual_seed(7)
+    for key, buffer in model.named_buffers():
+        if key.endswith(("layer_scalar", "std_bias", "std_scale")):
+            buffer.copy_(0.7 + torch.rand(buffer.shape, generator=generator))
+    template = TEMPLATE.replace("<image>", "<|image|>")
+    return finished(model, folder, seed, ["<|image|>", "<|image>", "<image|>"], processor, template)
+
+
 def qwen3_vl(folder: Path, *, seed: int = 0, experts: bool = False, vision: Any = None, **text: Any) -> Path:
     """A Qwen3-VL checkpoint, with ``experts`` in all layers but one; ``vision`` and ``text`` override settings."""
     import transformers

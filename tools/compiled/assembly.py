@@ -1,4 +1,10 @@
-"""What the PTX of a compiled kernel says of its loads and of dependent launches."""
+"""What the PTX of a compiled kernel says of its loads, of dependent launches and of waits for products by warp groups,
+and its machine code of the instructions of its loop.
+
+Where two warp groups share a program, the wait for a product (``wgmma.wait_group``) is that of the own group alone: the
+other one may still read its operands. So shared memory that a product read may be written only behind a barrier, or
+where it is another stage of the pipeline, which no product has read since the barrier of this trip.
+"""
 
 from __future__ import annotations
 
@@ -37,3 +43,79 @@ def read(ptx: str) -> Assembly:
         loads[width] = loads.get(width, 0) + 1
     ahead = ptx.partition(WAIT)[0]
     return Assembly(copies, loads, ptx.count(WAIT), ptx.count(TELL), ahead.count(FETCH) if WAIT in ptx else 0)
+
+
+PRODUCT_WAIT, BARRIER = re.compile(r"\bwgmma\.wait_group"), re.compile(r"\b(?:bar|barrier)\.(?:cta\.)?sync\S*\s+0\b")
+COPY_IN = re.compile(r"\bcp\.async\.(?!wait|commit|mbarrier)[\w.]*shared|\bcp\.async\.bulk")
+STORE = re.compile(r"\bst(?:\.\w+)*\.shared|\bstmatrix")
+LABEL, BRANCH = re.compile(r"^\s*(\$\w+):"), re.compile(r"\bbra(?:\.uni)?\s+(\$\w+)")
+
+GUARDED, STAGED, UNGUARDED = "barrier", "stage", "none"
+"""What stands between a wait for a product and the next write of shared memory."""
+
+
+def guard(ptx: str) -> str:
+    """Returns the weakest of what stands behind the waits of ``ptx`` for products by warp groups; "" without any.
+
+    A copy to another stage counts where its loop has a barrier, so that no group is a trip ahead of another one.
+    """
+    lines = ptx.splitlines()
+    loops = _loops(lines)
+    found = set[str]()
+    for place, line in enumerate(lines):
+        if PRODUCT_WAIT.search(line):
+            inner = min(
+                (loop for loop in loops if loop[0] <= place <= loop[1]), key=lambda x: x[1] - x[0], default=None
+            )
+            found.add(_behind(lines, place, inner))
+    return next((kind for kind in (UNGUARDED, STAGED, GUARDED) if kind in found), "")
+
+
+def _loops(lines: list[str]) -> list[tuple[int, int]]:
+    """Lines from a label to a branch back to it."""
+    labels, found = dict[str, int](), list[tuple[int, int]]()
+    for place, line in enumerate(lines):
+        if label := LABEL.match(line):
+            labels[label[1]] = place
+        for target in BRANCH.findall(line):
+            if target in labels:
+                found.append((labels[target], place))
+    return found
+
+
+def _behind(lines: list[str], place: int, loop: tuple[int, int] | None) -> str:
+    """What comes first behind the wait at ``place``, on in its loop and then behind the loop."""
+    around = [] if loop is None else [*lines[place + 1 : loop[1]], *lines[loop[0] : place]]
+    after = lines[(place if loop is None else loop[1]) + 1 :]
+    kinds = {_first(around, loop is not None and any(BARRIER.search(x) for x in around)), _first(after, False)}
+    return next(kind for kind in (UNGUARDED, STAGED, GUARDED) if kind in kinds)
+
+
+def _first(lines: list[str], barred: bool) -> str:
+    """What the first barrier or write of ``lines`` is; ``barred``: their loop has a barrier."""
+    for line in lines:
+        if BARRIER.search(line) or PRODUCT_WAIT.search(line):
+            return GUARDED
+        if STORE.search(line):
+            return UNGUARDED
+        if COPY_IN.search(line):
+            return STAGED if barred else UNGUARDED
+    return GUARDED
+
+
+ADDRESS, JUMP = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?);"), re.compile(r"\bBRA\S*\s+(?:`\S+\s+)?(0x[0-9a-f]+)")
+PRODUCTS = re.compile(r"\b(?:[HIQ]G?MMA|FFMA)\b")
+
+
+def trip_instructions(sass: str) -> int:
+    """Returns the instructions of a trip of the innermost loop with most products; 0 without a loop."""
+    code = [(int(address, 16), text) for address, text in ADDRESS.findall(sass)]
+    index = {address: i for i, (address, _) in enumerate(code)}
+    loops = []
+    for i, (address, text) in enumerate(code):
+        jump = JUMP.search(text)
+        if jump is not None and int(jump[1], 16) < address and int(jump[1], 16) in index:
+            loops.append((index[int(jump[1], 16)], i + 1))
+    inner = [x for x in loops if not any(x != y and x[0] <= y[0] and y[1] <= x[1] for y in loops)]
+    products = [(sum(bool(PRODUCTS.search(t)) for _, t in code[a:b]), b - a) for a, b in inner]
+    return max(products, default=(0, 0))[1]

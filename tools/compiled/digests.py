@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-FIGURES = ("registers", "stack", "shared", "error")
+FIGURES = ("registers", "stack", "shared", "error", "wait", "trip")
 """What a compilation tells; the rest of a line follows from the launch."""
 
 Known = dict[str, dict[str, Any]]
@@ -90,6 +90,8 @@ class Progress:
     def add(self, key: str, seconds: float, figures: dict[str, Any]) -> None:
         """One write, so that several processes may add at a time."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        line = json.dumps({"key": key, "seconds": round(seconds, 2), **{n: figures[n] for n in FIGURES}})
+        line = json.dumps(
+            {"key": key, "seconds": round(seconds, 2), **{n: figures[n] for n in FIGURES if n in figures}}
+        )
         with self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")

@@ -38,7 +38,11 @@ REGISTERS = 65536
 
 @dataclass(frozen=True)
 class Report:
-    """What one kernel needs on one architecture; ``error``: it does not compile."""
+    """What one kernel needs on one architecture; ``error``: it does not compile.
+
+    ``wait``: what stands between a wait for a product by warp groups and the next write of shared memory
+    (``tools.compiled.assembly.guard``); ``trip``: instructions of a trip of its loop; 0: none or unknown.
+    """
 
     case: str
     kernel: str
@@ -51,6 +55,8 @@ class Report:
     constants: dict[str, Any] = field(default_factory=dict)
     error: str = ""
     key: str = ""
+    wait: str = ""
+    trip: int = 0
 
     @property
     def fits(self) -> bool:
@@ -72,7 +78,7 @@ class Report:
 
 FIELDS = (
     "kernel", "case", "arch", "tile", "warps", "stages", "registers", "stack", "shared_kib", "held", "error", "triton",
-    "key",
+    "key", "wait", "trip",
 )  # fmt: skip
 Row = dict[str, str]
 
@@ -100,7 +106,7 @@ def rows(found: Sequence[Report], version: str) -> list[Row]:
             "tile": "x".join(str(r.constants[n]) for n in ("M", "N") if n in r.constants),
             "warps": str(r.warps), "stages": str(r.stages or ""), "registers": str(r.registers), "stack": str(r.stack),
             "shared_kib": f"{r.shared / 1024:g}", "held": f"{r.occupancy:.0%}", "error": r.error, "triton": version,
-            "key": r.key,
+            "key": r.key, "wait": r.wait, "trip": str(r.trip or ""),
         }
         for r in found
     ]  # fmt: skip
@@ -166,6 +172,7 @@ def report_of(r: Row) -> Report:
     return Report(
         r["case"], r["kernel"], int(r["arch"]), int(r["registers"]), int(r["stack"]),
         round(float(r["shared_kib"]) * 1024), int(r["warps"]), int(r["stages"] or 0), error=r["error"], key=r["key"],
+        wait=r.get("wait") or "", trip=int(r.get("trip") or 0),
     )  # fmt: skip
 
 
@@ -173,7 +180,8 @@ def compiled_lines(lines: Sequence[Row]) -> Known:
     """What lines of the data file tell of their keys."""
     return {
         r["key"]: {"registers": int(r["registers"]), "stack": int(r["stack"]), "error": r["error"],
-                   "shared": round(float(r["shared_kib"]) * 1024)}
+                   "shared": round(float(r["shared_kib"]) * 1024), "wait": r.get("wait") or "",
+               "trip": int(r.get("trip") or 0)}
         for r in lines if r.get("key")
     }  # fmt: skip
 
@@ -181,6 +189,7 @@ def compiled_lines(lines: Sequence[Row]) -> Known:
 def merged(made: Sequence[Row], before: Sequence[Row]) -> list[Row]:
     """``made``, and lines of ``before`` for launches that are not compiled yet, by kernel, architecture and case."""
     named = {_place(r): r for r in [*before, *made]}
+    named = {place: {name: r.get(name) or "" for name in FIELDS} for place, r in named.items()}
     first = {r["kernel"]: i for i, r in reversed([*enumerate([*before, *made])])}
     return sorted(named.values(), key=lambda r: (first[r["kernel"]], int(r["arch"]), r["case"], r["tile"]))
 

@@ -1,6 +1,7 @@
 """Teaches an exported checkpoint to end JSON by the embeddings of tokens that no conversation about images uses.
 
-All else is frozen: whatever has no such token is computed as before, so that nothing is forgotten; slices resume.
+All else is frozen: whatever has no such token is computed as before, so that nothing is forgotten; slices resume. At
+the end the brace that opens an object is made unlikely where an answer begins: a grammar asks for it, nothing else.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from torch import Tensor
 
 from demo.config import VOCAB
 from demo.export import from_hub, to_hub
-from demo.language import tokenizer
+from demo.language import chat_dialogues, tokenizer
 from demo.language.json_objects import JsonWriter
+from demo.language.tokenizer import SYSTEM
 from demo.model import DemoModel
 from demo.packing import IM_END, USER, Batch, Encoder, Row, collate, turn
 from demo.sampling import Mix, training_batch
@@ -53,9 +55,17 @@ class Tuning:
     seed: int = 0
 
 
+BRACE = "{"
+DROP = 4.0
+"""By how much the brace's logit is lowered at the beginning of an answer without an image, on average."""
+
+
 def find_unused(encode: Encoder) -> Tensor:
-    """Returns which tokens stand in no conversation about images: bool [vocabulary]."""
+    """Returns which tokens stand in no conversation, about images or without one: bool [vocabulary]."""
     rng, found = Random(1), torch.zeros(VOCAB)
+    for _ in range(20_000):
+        for text in chat_dialogues.turn(rng):
+            found[encode(text)] += 1
     for _ in range(40):
         ids = training_batch(rng, encode, Mix(), 1.0, 3000.0).ids.flatten()
         found.index_add_(0, ids, torch.ones(len(ids)))
@@ -87,6 +97,21 @@ def _keep_loss(model: DemoModel, teacher: DemoModel, batch: Batch) -> Tensor:
         wanted = teacher.logits(known).log_softmax(-1)
     hidden = model.text(batch.ids, features, batch.positions, batch.mask).flatten(0, 1)[batch.sources]
     return F.kl_div(model.logits(hidden).log_softmax(-1), wanted, reduction="batchmean", log_target=True)
+
+
+@torch.inference_mode()
+def lower_brace(model: DemoModel, encode: Encoder, drop: float = DROP) -> None:
+    """Lowers the logit of ``BRACE`` where answers without an image begin, by the least change of its embedding."""
+    starts = []
+    for intent in chat_dialogues.TRAIN:
+        for question in chat_dialogues.ways(intent):
+            row = Row()
+            root = row.add(-1, encode(f"<|im_start|>system\n{SYSTEM}{IM_END}"))
+            row.add(root, *turn(encode, question, chat_dialogues.ANSWERS[intent], USER), "text")
+            batch = collate([row], [], (2, 2))
+            starts.append(model.text(batch.ids, None, batch.positions, batch.mask).flatten(0, 1)[batch.sources[0]])
+    mean = torch.stack(starts).mean(0)
+    model.embed.data[encode(BRACE)[0]] -= mean * (drop / float(mean @ mean))
 
 
 def tune(tuning: Tuning) -> None:
@@ -124,6 +149,7 @@ def tune(tuning: Tuning) -> None:
     torch.save({"table": table.data, "adam": adam.state_dict(), "step": step}, path.with_suffix(".part"))
     os.replace(path.with_suffix(".part"), path)
     if step >= tuning.steps:
+        lower_brace(model, encode)
         save_file(to_hub(model), tuning.out / "model.safetensors", {"format": "pt"})
         (tuning.out / "model.safetensors").chmod(0o644)
     print(f"{step} of {tuning.steps} steps")

@@ -50,7 +50,7 @@ GROUPS = {
     "Requests": r"vllm:(request_|num_|time_to|inter_token|e2e|iteration|prompt_|generation_|image_tok)",
     "Caches and memory": r"vllm:(kv_|prefix_|mm_|encoder_|cache_|images_enc)",
     "Speculation": r"vllm:spec_decode_",
-    "Shapes and graphs": r"vllm:(graph_|padding|recompiles|lazy_|warmup|device_info)",
+    "Shapes and graphs": r"vllm:(graph_|bucket_|padding|recompiles|lazy_|warmup|device_info)",
     "Admission and tenants": r"vllm:(admission|tenant|media_err)",
     "The server": r"vllm:(engine_|sleep_|server_|traces_|log_|cpu_)",
     "HTTP": r"http_",
@@ -106,7 +106,7 @@ def server_registry() -> CollectorRegistry:
     uses = [BucketUse("vision", 1, 1, 0.0, "vision[64]", "planned", miss="skip")]
     stats = EngineStats(buckets=uses, graphs=graphs)
     engine = SimpleNamespace(
-        stats=stats, info=info, restarts=0, observers=[], sleep_level=0, sleep_operation="", on_operation=[]
+        stats=stats, info=info, plan=None, restarts=0, observers=[], sleep_level=0, sleep_operation="", on_operation=[]
     )
     made = PrometheusMetrics("model", 4096, cast(EngineClient, engine), Admission(), config=EngineConfig(), hidden=True)
     made.on_stats(stats)

@@ -24,6 +24,7 @@ from trencadis.core.cross_attention_inputs import (
 from trencadis.core.device.backend import Backend, BackendConfig, Comm
 from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.models import model_loader
+from trencadis.core.models.attention import SharedAttention
 from trencadis.core.step import Encode, StepInputs
 
 BLOCK, BLOCKS = 8, 32
@@ -154,7 +155,7 @@ def _note(name: str, outputs: dict[str, Tensor], index: int | None = None) -> No
 
     def note(out: Any, n: int) -> None:
         if isinstance(out, tuple):
-            held = [t for t in out if t is not None] if index is None else [out[index]]
+            held = [t for t in out[:2] if t is not None] if index is None else [out[index]]
             out = sum(t.clone() for t in held)
         outputs[name] = out.detach().clone()[:n]
 
@@ -173,6 +174,12 @@ class HookedPart:
         out = self.inner(x, *rest)
         self.after(out, len(x))
         return out
+
+    def share(self, x: Tensor, *rest: object) -> SharedAttention:
+        """Runs attention whose keys and values later layers read."""
+        shared: SharedAttention = self.inner.share(x, *rest)
+        self.after(shared.out, len(x))
+        return shared
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)

@@ -21,7 +21,8 @@ from trencadis.core.json_types import JsonObject
 SMALL = {
     "hidden_size": 64, "n_embd": 64, "word_embed_proj_dim": 64, "intermediate_size": 96, "ffn_dim": 96, "n_inner": 96,
     "num_hidden_layers": 2, "n_layer": 2, "num_attention_heads": 4, "n_head": 4, "num_key_value_heads": 2,
-    "vocab_size": 512, "head_dim": 16, "sliding_window": 24, "projection_dim": 64,
+    "vocab_size": 512, "head_dim": 16, "sliding_window": 24, "projection_dim": 64, "global_head_dim": 32,
+    "num_global_key_value_heads": 2, "vocab_size_per_layer_input": 512, "hidden_size_per_layer_input": 16,
 }  # fmt: skip
 """Upper limits of the sizes of a random checkpoint."""
 
@@ -57,12 +58,21 @@ def read_declared_keys(path: Path) -> JsonObject:
     return {f.name: None if f.default is dataclasses.MISSING else f.default for f in own}
 
 
+def _value_of(whole: object, raw: JsonObject, key: str) -> int | None:
+    """Returns a size of a configuration, or that of its file where transformers has one for each layer."""
+    try:
+        found: int | None = getattr(whole, key, raw.get(key))
+    except RuntimeError:
+        found = raw.get(key)
+    return found
+
+
 def _shrink(raw: JsonObject, whole: Any) -> None:
     """Limits the keys of a configuration, or of a part of one, to the sizes of a random checkpoint."""
-    shared = getattr(whole, "num_key_value_heads", 0) == getattr(whole, "num_attention_heads", None)
+    shared = _value_of(whole, raw, "num_key_value_heads") == getattr(whole, "num_attention_heads", None)
     for key, size in SMALL.items():
         size = 4 if key == "num_key_value_heads" and shared else size
-        if (getattr(whole, key, None) or 0) > size and (key in raw or hasattr(type(whole), key)):
+        if (_value_of(whole, raw, key) or 0) > size and (key in raw or hasattr(type(whole), key)):
             raw[key] = size
     if isinstance(raw.get("layer_types"), list):
         kinds = dict.fromkeys(raw["layer_types"])  # one layer of each kind, if there are enough layers

@@ -97,19 +97,19 @@ def panel_weight(q: QTensor, bias: Tensor | None) -> PanelWeight | None:
     scale, zero = q.scale, q.zero
     if of is not None:
         scale, zero = scale[:, of], None if zero is None else zero[:, of]
-    table = _FP4 if q.scheme.fp4 else None
-    factor, parts = _factors(scale, table is not None)
-    middle = 8 if q.scheme.bits == 4 else 128 if table is None else int(table[0])
+    values = _FP4 if q.scheme.fp4 else None
+    factor, parts = _factors(scale, values is not None)
+    middle = 8 if q.scheme.bits == 4 else 128 if values is None else int(values[0])
     if zero is None and not q.scheme.symmetric:
         zero = torch.zeros_like(scale, dtype=torch.int8)  # the planner charges zero points
     points = None if zero is None else _by_panel((zero.short() + middle).to(torch.uint8))
     columns = len(slots) if slots is not None else fill_up(q.shape[1], STEP)
     return PanelWeight(
-        _codes(q, slots, columns, middle, table),
+        _codes(q, slots, columns, middle, values),
         None if parts is None else _by_panel(parts),
         points,
         functional.pad(factor, (0, -len(factor) % PANEL)),
-        slots, bias, table, columns, group, 8 if q.scheme.bits == 8 and table is None else 4, middle, kind, *q.shape,
+        slots, bias, values, columns, group, 8 if q.scheme.bits == 8 and values is None else 4, middle, kind, *q.shape,
     )  # fmt: skip
 
 

@@ -94,7 +94,7 @@ class CudaSegments(NamedTuple):
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 GROUPS = range(1, 17)
-HEADS = range(8, 257, 8)
+HEADS = range(8, 513, 8)
 VISION_HEADS = range(16, 129, 8)
 
 

@@ -60,7 +60,7 @@ def partial(attn: ItemAttn, q: Tensor, kv: LayerKV, alike: bool = False) -> Part
 
 def attend_text(
     q: Tensor, kv: LayerKV, attn: ItemAttn, scale: float, out: Tensor, partial: Partial, alike: bool = False,
-    window: int = 0, sinks: Tensor | None = None,
+    window: int = 0, sinks: Tensor | None = None, planned: int = 0,
 ) -> None:  # fmt: skip
     """Computes attention into ``out``; surplus tokens get 0.
 
@@ -72,6 +72,7 @@ def attend_text(
             all of them.
         window: keys that a token sees, including its own; 0: all.
         sinks: float32 [heads], as for ``backend.Ops.attend``.
+        planned: query heads per KV head by which ``attn`` was planned, if layers differ; 0: those of q.
     """
     attention_tensors.check_paged(q, kv, out)
     tokens, heads, d = q.shape
@@ -80,7 +81,8 @@ def attend_text(
     kind = "attend_decode" if single else "attend_prefill"
     length = "any" if single else "short" if lanes_of(tokens, alike) < lanes_of(FEW, False) else "long"
     tile = tiles.pick(kind if kv.k_scale is None else f"{kind}_codes", q, group, length)
-    each = 1 if single else max(lanes // group, 1)
+    each = 1 if single else max(lanes // (planned or group), 1)
+    lanes = min(lanes, tiles.power(each * group)) if planned else lanes
     subs, rows = max(lanes // tile.m, 1), attn.context.shape[0]
     items_kernel[(groups * subs, attn.item_row.shape[0])](
         out, partial.values, partial.weight, q, kv.k, kv.v, attn.row_start, attn.context, attn.blocks,
@@ -93,18 +95,18 @@ def attend_text(
         **quantised_kv_attention.constants(kv),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    join(partial, attn, q, kv, out, alike, sinks=sinks)
+    join(partial, attn, q, kv, out, alike, sinks=sinks, planned=planned)
 
 
 def join(
     partial: Partial, attn: ItemAttn, q: Tensor, kv: LayerKV, out: Tensor, alike: bool, depends: bool = False,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None = None, planned: int = 0,
 ) -> None:  # fmt: skip
     """Joins the partial results of each block that was cut into ``out``; ``depends``: by a dependent launch."""
     tokens, heads, d = q.shape
     groups, single = kv.k.shape[2], isinstance(attn, SingleAttn)
     group = heads // groups
-    each = 1 if single else max(block_lanes(attn, tokens, alike) // group, 1)
+    each = 1 if single else max(block_lanes(attn, tokens, alike) // (planned or group), 1)
     slab = 1 if single else SLAB
     slabs = -(-each * group // slab)
     join_kernel[(groups * slabs, attn.join_row.shape[0])](

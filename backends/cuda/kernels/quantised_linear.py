@@ -6,6 +6,9 @@ whatever other rows the launch has, as long as the class of rows is the same.
 
 Codes are multiplied without their scales, and each group's sum by its scale: 8-bit integers and floats are exact in 16
 bits. 8-bit activations are rounded first, with one scale per token; integers are then multiplied as integers.
+
+A tile of rows decodes the weight that it multiplies by. From ``DECODED_ROWS`` rows on that would be done often: then a
+piece of the weight at a time is decoded into a scratch, once, and multiplied by the library's product.
 """
 
 from __future__ import annotations
@@ -16,10 +19,19 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
 from trencadis.backends.cuda.kernels import tiles
-from trencadis.backends.cuda.weights.quantised_weight import E4M3, INT4, INT8, SHIFTED, TINY, QuantisedWeight
-from trencadis.core.quant.scheme import half_of
+from trencadis.backends.cuda.weights.quantised_weight import (
+    E4M3,
+    INT4,
+    INT8,
+    ROUNDS_FLOATS,
+    SHIFTED,
+    TINY,
+    QuantisedWeight,
+)
+from trencadis.core.quant.scheme import DECODED_BYTES, DECODED_ROWS, half_of
 
 FEW, SOME = 15, 64
 """Maximum rows of a launch that is cut by columns, and of one in small tiles."""
@@ -32,8 +44,12 @@ PROGRAMS, LEAST_STEPS = 264, 4
 
 BLOCK = 1024
 
+DENSE_TILE = 64
+"""Features of a program that decodes a weight."""
+
 _INT8, _INT4, _E4M3 = tl.constexpr(INT8), tl.constexpr(INT4), tl.constexpr(E4M3)
 _MIDDLE = tl.constexpr(8)
+_SHIFTED = tl.constexpr(SHIFTED)
 _NEAREST = tl.constexpr(12582912.0)
 """1.5 x 2^23: adding it to a float32 and subtracting it again rounds to the nearest integer."""
 
@@ -46,6 +62,8 @@ def linear(x: Tensor, w: QuantisedWeight) -> Tensor:
     if not n:
         return out
     x = x.contiguous() if w.gather is None else x.index_select(1, w.gather)
+    if not w.rounds and n >= DECODED_ROWS and dtype.itemsize == 2:
+        return _multiply_decoded(x, w, out)
     if not w.rounds:
         return _multiply(x, None, w, out)
     if w.kind == E4M3 and n > FEW:
@@ -87,6 +105,42 @@ def tile_of(w: QuantisedWeight, rows: int, dtype: torch.dtype, device: torch.dev
     return found or tiles.find("quantised", tiles.arch_of(device), dtype.itemsize * 8, bits, int(w.group > 0), length)
 
 
+def is_packed(dtype: torch.dtype) -> bool:
+    """True if codes are decoded four at a time by instructions of the card, which the interpreter does not have."""
+    return dtype.itemsize == 2 and not knobs.runtime.interpret
+
+
+def converts(w: QuantisedWeight, device: torch.device) -> bool:
+    """True if the card has a conversion of its own for the weight's 8-bit floats."""
+    return w.kind == E4M3 and tiles.arch_of(device) >= ROUNDS_FLOATS and not knobs.runtime.interpret
+
+
+def _multiply_decoded(x: Tensor, w: QuantisedWeight, out: Tensor) -> Tensor:
+    """Decodes as many features at a time as the scratch holds and multiplies by them."""
+    each = max(DECODED_BYTES // (w.columns * x.itemsize) // DENSE_TILE * DENSE_TILE, DENSE_TILE)
+    scratch = x.new_empty(min(each, w.out_features), w.columns)
+    for start in range(0, w.out_features, each):
+        stop = min(start + each, w.out_features)
+        held = scratch[: stop - start]
+        decode_features(w, start, stop, held)
+        if w.bias is None:
+            torch.mm(x, held.t(), out=out[:, start:stop])
+        else:
+            torch.addmm(w.bias[start:stop], x, held.t(), out=out[:, start:stop])
+    return out
+
+
+def decode_features(w: QuantisedWeight, start: int, stop: int, out: Tensor) -> None:
+    """Decodes features [start, stop) into ``out`` [stop - start, columns], each value rounded once."""
+    each = span(w)
+    decoding_kernel[(-(-(stop - start) // DENSE_TILE), -(-w.columns // each))](
+        out, w.codes, w.factor, w.factor if w.scale is None else w.scale, w.factor if w.zero is None else w.zero,
+        start, stop, w.out_features, w.columns, w.codes.shape[1],
+        KIND=w.kind, GROUP=w.group, SPAN=each, ZERO=w.zero is not None, WHOLE=w.columns % each == 0,
+        PACKED=is_packed(out.dtype), CONVERTS=converts(w, out.device), N=DENSE_TILE, num_warps=4,
+    )  # fmt: skip
+
+
 def _multiply(x: Tensor, x_scale: Tensor | None, w: QuantisedWeight, out: Tensor) -> Tensor:
     n, features = out.shape
     tile = tile_of(w, n, out.dtype, out.device)
@@ -100,12 +154,13 @@ def _multiply(x: Tensor, x_scale: Tensor | None, w: QuantisedWeight, out: Tensor
         part, x, xs, w.codes, w.factor, w.factor if w.scale is None else w.scale, x if w.zero is None else w.zero,
         bias, n, features, w.columns, w.codes.shape[1], -(-steps // cut),
         KIND=w.kind, GROUP=w.group, SPAN=each, ZERO=w.zero is not None, ROUNDED=x_scale is not None,
-        BIAS=w.bias is not None, CUT=cut > 1, WHOLE=w.columns % each == 0, M=tile.m, N=tile.n,
+        BIAS=w.bias is not None, CUT=cut > 1, WHOLE=w.columns % each == 0, PACKED=is_packed(x.dtype),
+        CONVERTS=converts(w, out.device), M=tile.m, N=tile.n,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if cut > 1:
         added_kernel[(n, -(-features // BLOCK))](
-            out, part, xs, w.factor, bias, n, features, cut,
+            out, part, xs, w.factor, bias, n, features, cut, SHIFT=SHIFTED if converts(w, out.device) else 1.0,
             ROUNDED=x_scale is not None, BIAS=w.bias is not None, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
     return out
@@ -128,7 +183,8 @@ def round_rows(x: Tensor, to: torch.dtype) -> tuple[Tensor, Tensor]:
 def quantised_kernel(
     out, x, x_scale, codes, factor, scale, zero, bias, rows, features, columns, width, steps,
     KIND: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr, ZERO: tl.constexpr, ROUNDED: tl.constexpr,
-    BIAS: tl.constexpr, CUT: tl.constexpr, WHOLE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    BIAS: tl.constexpr, CUT: tl.constexpr, WHOLE: tl.constexpr, PACKED: tl.constexpr, CONVERTS: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * M + tl.arange(0, M)).to(tl.int64)
     feature = (tl.program_id(1) * N + tl.arange(0, N)).to(tl.int64)
@@ -144,22 +200,25 @@ def quantised_kernel(
             at = i * HALF + tl.arange(0, HALF)
             held = tl.load(code_row[None, :] + at[:, None], mask=there[None, :], other=0)
             begin = i * SPAN
-            acc = add_product(acc, held & 15, x_row, scale, zero, begin, features, columns, feature, here, there,
-                        KIND, GROUP, HALF, ZERO, ROUNDED, WHOLE)  # fmt: skip
-            acc = add_product(acc, held >> 4, x_row, scale, zero, begin + HALF, features, columns, feature, here, there,
-                        KIND, GROUP, HALF, ZERO, ROUNDED, WHOLE)  # fmt: skip
+            low, high = split_codes(held, x.dtype.element_ty, PACKED)
+            acc = add_product(acc, low, x_row, scale, zero, begin, features, columns, feature, here, there,
+                        KIND, GROUP, HALF, ZERO, ROUNDED, WHOLE, CONVERTS)  # fmt: skip
+            acc = add_product(acc, high, x_row, scale, zero, begin + HALF, features, columns, feature, here, there,
+                        KIND, GROUP, HALF, ZERO, ROUNDED, WHOLE, CONVERTS)  # fmt: skip
         else:
             at = i * SPAN + tl.arange(0, SPAN)
             inside = there[None, :] if WHOLE else there[None, :] & (at < columns)[:, None]
             held = tl.load(code_row[None, :] + at[:, None], mask=inside, other=0)
             acc = add_product(acc, held, x_row, scale, zero, i * SPAN, features, columns, feature, here, there,
-                        KIND, GROUP, SPAN, ZERO, ROUNDED, WHOLE)  # fmt: skip
+                        KIND, GROUP, SPAN, ZERO, ROUNDED, WHOLE, CONVERTS)  # fmt: skip
     address = row[:, None] * features + feature[None, :]
     kept = here[:, None] & there[None, :]
     if CUT:
         tl.store(out + piece.to(tl.int64) * rows * features + address, acc.to(tl.float32), mask=kept)
     else:
         value = acc.to(tl.float32) * tl.load(factor + feature, mask=there, other=0.0)[None, :]
+        if CONVERTS:
+            value = value / _SHIFTED
         if ROUNDED:
             value = value * tl.load(x_scale + row, mask=here, other=0.0)[:, None]
         if BIAS:
@@ -171,9 +230,11 @@ def quantised_kernel(
 def add_product(
     acc, held, x_row, scale, zero, begin, features, columns, feature, here, there,
     KIND: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, ZERO: tl.constexpr, ROUNDED: tl.constexpr,
-    WHOLE: tl.constexpr,
+    WHOLE: tl.constexpr, CONVERTS: tl.constexpr,
 ):  # fmt: skip
-    """Returns ``acc`` plus the product of columns [begin, begin + WIDTH), whose codes are ``held`` [WIDTH, N]."""
+    """Returns ``acc`` plus the product of columns [begin, begin + WIDTH), whose codes are ``held`` [WIDTH, N]; those of
+    4 bits from ``split_codes``.
+    """
     at = begin + tl.arange(0, WIDTH)
     inside = here[:, None] if WHOLE else here[:, None] & (at < columns)[None, :]
     values = tl.load(x_row[:, None] + at[None, :], mask=inside, other=0)
@@ -181,22 +242,28 @@ def add_product(
         acc = tl.dot(values, held, acc, input_precision="ieee", out_dtype=tl.int32)
     elif GROUP:  # the second half of the last step may lie beyond the last group
         group = (tl.minimum(begin, columns - 1) // GROUP).to(tl.int64) * features + feature
-        codes = decode_numbers(held, zero + group, there, KIND, ZERO).to(values.dtype)
+        codes = decode_numbers(held, zero + group, there, KIND, ZERO, CONVERTS).to(values.dtype)
         size = tl.load(scale + group, mask=there, other=0.0).to(tl.float32)
         acc += tl.dot(values, codes, input_precision="ieee") * size[None, :]
     else:
-        codes = decode_numbers(held, zero + feature, there, KIND, ZERO).to(values.dtype)
+        codes = decode_numbers(held, zero + feature, there, KIND, ZERO, CONVERTS).to(values.dtype)
         acc = tl.dot(values, codes, acc, input_precision="ieee")
     return acc
 
 
 @triton.jit
-def decode_numbers(held, zero, there, KIND: tl.constexpr, ZERO: tl.constexpr):
-    """Returns codes minus zero points, as numbers exact in float16 and bfloat16; floats by their bits in float16."""
+def decode_numbers(held, zero, there, KIND: tl.constexpr, ZERO: tl.constexpr, CONVERTS: tl.constexpr):
+    """Returns codes [WIDTH, N] minus zero points, as numbers exact in float16 and bfloat16. Floats are their bits in
+    float16 (their values, if CONVERTS); 4-bit codes have ``MIDDLE`` subtracted already.
+    """
     if KIND == _INT4:
-        codes = held.to(tl.int8) - (tl.load(zero, mask=there, other=0)[None, :] if ZERO else _MIDDLE)
+        codes = held
+        if ZERO:
+            codes = held - (tl.load(zero, mask=there, other=0) - _MIDDLE).to(held.dtype)[None, :]
     elif KIND == _INT8:
         codes = held.to(tl.int16) - tl.load(zero, mask=there, other=0).to(tl.int16)[None, :] if ZERO else held
+    elif KIND == _E4M3 and CONVERTS:
+        codes = convert_floats(held)
     elif KIND == _E4M3:
         bits = held.to(tl.uint16)
         codes = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
@@ -205,10 +272,128 @@ def decode_numbers(held, zero, there, KIND: tl.constexpr, ZERO: tl.constexpr):
     return codes
 
 
+@triton.jit
+def split_codes(held, dtype: tl.constexpr, PACKED: tl.constexpr):
+    """Returns (low, high): the 4-bit codes of uint8 values, minus ``MIDDLE``, of a type in which they are exact.
+
+    PACKED: four bytes at a time. A code is set into the last bits of 128 (in float16, of 1,024), from which the number
+    and ``MIDDLE`` are subtracted in pairs; the code above it needs no shift in float16, whose bits hold both.
+    """
+    if PACKED and dtype == tl.bfloat16:
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, c, d, one, less;
+            mov.b32 one, 0x3f803f80;
+            mov.b32 less, 0xc308c308;
+            prmt.b32 a, $4, 0, 0x4140;
+            prmt.b32 b, $4, 0, 0x4342;
+            shr.u32 c, a, 4;
+            shr.u32 d, b, 4;
+            lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 b, b, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 c, c, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 d, d, 0x000f000f, 0x43004300, 0xea;
+            fma.rn.bf16x2 $0, a, one, less;
+            fma.rn.bf16x2 $1, b, one, less;
+            fma.rn.bf16x2 $2, c, one, less;
+            fma.rn.bf16x2 $3, d, one, less;
+            }""",
+            "=r,=r,=r,=r,r", [held], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
+        )  # fmt: skip
+    elif PACKED and dtype == tl.float16:
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, c, d, one, less, part, rest;
+            mov.b32 one, 0x3c003c00;
+            mov.b32 less, 0xe408e408;
+            mov.b32 part, 0x2c002c00;
+            mov.b32 rest, 0xd480d480;
+            prmt.b32 a, $4, 0, 0x4140;
+            prmt.b32 b, $4, 0, 0x4342;
+            lop3.b32 c, a, 0x00f000f0, 0x64006400, 0xea;
+            lop3.b32 d, b, 0x00f000f0, 0x64006400, 0xea;
+            lop3.b32 a, a, 0x000f000f, 0x64006400, 0xea;
+            lop3.b32 b, b, 0x000f000f, 0x64006400, 0xea;
+            fma.rn.f16x2 $0, a, one, less;
+            fma.rn.f16x2 $1, b, one, less;
+            fma.rn.f16x2 $2, c, part, rest;
+            fma.rn.f16x2 $3, d, part, rest;
+            }""",
+            "=r,=r,=r,=r,r", [held], dtype=(tl.float16, tl.float16), is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        low = (held & 15).to(tl.int8) - _MIDDLE
+        high = (held >> 4).to(tl.int8) - _MIDDLE
+    return low, high
+
+
+@triton.jit
+def convert_floats(held):
+    """Returns e4m3 codes (uint8) as float16, by the card's own conversion."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b16 low, high;
+        mov.b32 {low, high}, $2;
+        cvt.rn.f16x2.e4m3x2 $0, low;
+        cvt.rn.f16x2.e4m3x2 $1, high;
+        }""",
+        "=r,=r,r", [held], dtype=tl.float16, is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["start", "stop"])
+def decoding_kernel(
+    out, codes, factor, scale, zero, start, stop, features, columns, width,
+    KIND: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr, ZERO: tl.constexpr, WHOLE: tl.constexpr,
+    PACKED: tl.constexpr, CONVERTS: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Decodes one step of N features."""
+    feature = (start + tl.program_id(0) * N + tl.arange(0, N)).to(tl.int64)
+    there = feature < stop
+    begin = tl.program_id(1) * SPAN
+    size = tl.load(factor + feature, mask=there, other=0.0)
+    if CONVERTS:
+        size = size / _SHIFTED
+    row = out + (feature - start) * columns
+    if KIND == _INT4:
+        HALF: tl.constexpr = SPAN // 2
+        at = tl.program_id(1) * HALF + tl.arange(0, HALF)
+        held = tl.load((codes + feature * width)[:, None] + at[None, :], mask=there[:, None], other=0)
+        low, high = split_codes(held, out.dtype.element_ty, PACKED)
+        store_values(low, row, size, scale, zero, begin, features, columns, feature, there,
+                     KIND, GROUP, HALF, ZERO, WHOLE, CONVERTS)  # fmt: skip
+        store_values(high, row, size, scale, zero, begin + HALF, features, columns, feature, there,
+                     KIND, GROUP, HALF, ZERO, WHOLE, CONVERTS)  # fmt: skip
+    else:
+        at = begin + tl.arange(0, SPAN)
+        inside = there[:, None] if WHOLE else there[:, None] & (at < columns)[None, :]
+        held = tl.load((codes + feature * width)[:, None] + at[None, :], mask=inside, other=0)
+        store_values(held, row, size, scale, zero, begin, features, columns, feature, there,
+                     KIND, GROUP, SPAN, ZERO, WHOLE, CONVERTS)  # fmt: skip
+
+
+@triton.jit
+def store_values(
+    held, row, size, scale, zero, begin, features, columns, feature, there,
+    KIND: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, ZERO: tl.constexpr, WHOLE: tl.constexpr,
+    CONVERTS: tl.constexpr,
+):  # fmt: skip
+    """Stores the values of columns [begin, begin + WIDTH), whose codes are ``held`` [N, WIDTH]."""
+    group = feature
+    if GROUP:  # the second half of the last step may lie beyond the last group
+        group = (tl.minimum(begin, columns - 1) // GROUP).to(tl.int64) * features + feature
+        size = size * tl.load(scale + group, mask=there, other=0.0).to(tl.float32)
+    numbers = tl.trans(decode_numbers(tl.trans(held), zero + group, there, KIND, ZERO, CONVERTS)).to(tl.float32)
+    at = begin + tl.arange(0, WIDTH)
+    inside = there[:, None] if WHOLE else there[:, None] & (at < columns)[None, :]
+    values = (numbers * size[:, None]).to(row.dtype.element_ty)
+    tl.store(row[:, None] + at[None, :], values, mask=inside)
+
+
 @triton.jit(do_not_specialize=["rows", "cut"])
 def added_kernel(
     out, part, x_scale, factor, bias, rows, features, cut,
-    ROUNDED: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    SHIFT: tl.constexpr, ROUNDED: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -218,7 +403,7 @@ def added_kernel(
     for _ in range(0, cut):
         value += tl.load(at, mask=there, other=0.0)
         at += rows * features
-    value *= tl.load(factor + feature, mask=there, other=0.0)
+    value *= tl.load(factor + feature, mask=there, other=0.0) / SHIFT
     if ROUNDED:
         value *= tl.load(x_scale + row)
     if BIAS:

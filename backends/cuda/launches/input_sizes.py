@@ -125,7 +125,7 @@ def _tensors(bucket: Bucket, sizes: InputSizes, processors: int, invariant: bool
                 yield from (4 * cross_attention.joins, 4 * (cross_attention.joins + 1))
         case Stage.VISION:
             windows = count // 64
-            yield from (sizes.slot.values * count, 4 * 2 * count, 8 * (count // sizes.slot.cell), *(4 * windows,) * 6)
+            yield from (sizes.slot.values * count, 4 * 2 * count, 8 * sizes.slot.cells(count), *(4 * windows,) * 6)
             yield from (4 * sizes.slot.position_neighbours * count,) * 2
             yield from (4 * windows,) * (4 if sizes.slot.padding_windows else 0)
         case Stage.SAMPLE:

@@ -150,6 +150,8 @@ def unsupported_reason(found: SelectedLibrary, cfg: BackendConfig) -> str:
         return "--batch-invariant needs one order of summation for all launches"
     if cfg.dtype not in (torch.bfloat16, torch.float16):
         return f"it computes in bfloat16 and float16, not in {str(cfg.dtype).removeprefix('torch.')}"
+    if cfg.full_head_dim:
+        return "heads of this model differ by layer"
     if cfg.head_dim and cfg.head_dim not in found.limits.heads:
         heads = found.limits.heads
         said = ", ".join(map(str, heads)) if len(heads) < 6 else f"multiples of {heads[0]} up to {heads[-1]}"

@@ -8,9 +8,10 @@ of torch that starts a kernel is a ``RecordedKernel``; the recording of one laye
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from trencadis.backends.cuda.launches.cuda_inputs import Sizes, arrays
 from trencadis.backends.cuda.ops import CudaOps
 from trencadis.backends.cuda.policy import policy
 from trencadis.backends.cuda.timing.kernel_times import ATTENTION, COLLECTIVE, HEAD, PRODUCT, ROWS, RecordedKernel
+from trencadis.backends.cuda.weights.quantised_weight import E4M3, E5M2, INT4, INT8
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.config import EngineConfig
@@ -38,6 +40,15 @@ KernelArguments = Mapping[str, Any]
 BLOCK = 16
 META = torch.device("meta")
 
+CHUNK = 8192
+"""Tokens of a launch of a prompt, at most."""
+
+LIBRARY_TILE = (128, 256)
+"""Rows and columns of a program of a library's product, as cuBLAS has them for large products on an H100."""
+
+DECODING = {INT4: 4.0, INT8: 2.0, E4M3: 2.0, E5M2: 2.0}
+"""Kind of codes -> instructions of a lane for each of them: docs/kernels.csv."""
+
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear")
 NO_KERNEL = (
     "empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "view", "_unsafe_view", "reshape",
@@ -47,39 +58,74 @@ NO_KERNEL = (
 """Torch calls that start no kernel."""
 
 
+GRID = ((1 << 31) - 1, 65_535, 65_535)
+"""Most programs of a launch along each axis."""
+
+
+def check_grid(grid: tuple[int, ...], name: str = "") -> None:
+    """Checks the programs of a launch.
+
+    Raises:
+        ValueError: a card does not launch so many along one axis.
+    """
+    for axis, (count, most) in enumerate(zip(grid, GRID, strict=False)):
+        if count > most:
+            raise ValueError(f"{name}: {count} programs along axis {axis} of a grid, of at most {most}")
+
+
 class KernelRecorder:
     """Records the kernels that a step launches, instead of launching them: ``with
     KernelRecorder(...).recording():``.
+
+    Args:
+        context: keys of each row.
+        seen: keys that all tokens see together; 0: each row has one token, which sees all of its row's.
     """
 
-    def __init__(self, context: Sequence[int]) -> None:
+    def __init__(self, context: Sequence[int], seen: int = 0) -> None:
         self.kernels: list[RecordedKernel] = []
         self._context = context
+        self._seen = seen or sum(context)
 
     def record_collective(self, x: Tensor) -> None:
         """Records a collective over ``x``."""
         self.kernels.append(RecordedKernel("all_reduce", COLLECTIVE, x.nbytes))
 
-    def record_launch(self, name: str, args: KernelArguments) -> None:
+    def record_launch(self, name: str, args: KernelArguments, programs: int = 0) -> None:
         """Records a launch of a Triton kernel."""
         found = _READS.get(name, _all_bytes)(args, self._context)
         kind = ATTENTION if name in ATTENDING else HEAD if name in HEADS else ROWS
-        flops = 4 * sum(self._context) * args["out"].shape[1] * args["out"].shape[2] if name in ATTENDING[:2] else 0
-        if name.startswith(("quantised", "experts", "skinny")):
+        flops = codes = 0
+        if name in ATTENDING[:2]:
+            flops = 4 * self._seen * args["out"].shape[1] * args["out"].shape[2]
+        if name.startswith(("quantised", "experts", "skinny", "coded_skinny")):
             kind = PRODUCT
         if name == "skinny_kernel":
             flops = 2 * args["x"].shape[0] * args["weight"].numel()
-        self.kernels.append(RecordedKernel(name, kind, found, flops))
+        if name == "quantised_kernel":
+            rows = args["x"].shape[0]
+            codes = len(args["codes"]) * args["columns"] * -(-rows // args["M"])
+            flops = 2 * rows * len(args["codes"]) * args["columns"]
+        if name == "coded_skinny_kernel":
+            codes = len(args["codes"]) * args["COLUMNS"]
+            flops = 2 * args["x"].shape[0] * codes
+        if name == "decoding_kernel":
+            codes = args["out"].numel()
+        each = DECODING.get(args.get("KIND", -1), 0.0)
+        self.kernels.append(RecordedKernel(name, kind, found, flops, codes, each, programs if flops else 0))
 
     def record_call(self, name: str, args: object, out: object) -> None:
         """Records a call of torch."""
         given = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
+        positional = [t for t in tree_leaves(args[0]) if isinstance(t, Tensor)] if isinstance(args, tuple) else given
         made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         moved = sum(t.nbytes for t in (*given, *made))
         if name in PRODUCTS:
-            x, w = given[-2:]
-            flops = 2 * x.shape[-2] * x.shape[-1] * w.shape[-1]
-            self.kernels.append(RecordedKernel(name, PRODUCT, moved, flops))
+            x, w = positional[-2:]
+            rows, columns = x.shape[-2], w.shape[-1]
+            programs = -(-rows // LIBRARY_TILE[0]) * -(-columns // LIBRARY_TILE[1])
+            flops = 2 * rows * x.shape[-1] * columns
+            self.kernels.append(RecordedKernel(name, PRODUCT, moved, flops, programs=programs))
         elif name not in NO_KERNEL:
             self.kernels.append(RecordedKernel(name, ROWS, moved))
 
@@ -94,7 +140,11 @@ class KernelRecorder:
 
         def note(kernel: Any, *args: Any, grid: object = None, warmup: bool = False, **kwargs: Any) -> None:
             name = getattr(kernel, "__name__", "") or kernel.fn.__name__
-            self.record_launch(name, dict(zip(kernel.arg_names, args, strict=False)) | kwargs)
+            programs = 0
+            if isinstance(grid, tuple):
+                check_grid(grid, name)
+                programs = math.prod(grid)
+            self.record_launch(name, dict(zip(kernel.arg_names, args, strict=False)) | kwargs, programs)
 
         for kind in kinds:
             kind.run = note
@@ -165,6 +215,7 @@ _READS: dict[str, Callable[[KernelArguments, Sequence[int]], int]] = {
     "turned_items_kernel": _attention_bytes,
     "skinny_kernel": _skinny_bytes,
     "join_kernel": _join_bytes,
+    "decoding_kernel": lambda args, context: args["out"].nbytes + args["out"].shape[0] * args["codes"].shape[1],
     "rope_kernel": _rotary_bytes,
     "_embed": lambda args, context: 2 * args["out"].nbytes,
     "_gather": lambda args, context: 2 * args["out"].nbytes,
@@ -197,13 +248,20 @@ class MeteredRanks:
             self.recorder.record_collective(x)
 
 
+class OpByOp(CudaOps):
+    """Ops that run every layer op by op, as other engines do."""
+
+    whole_layers: ClassVar[bool] = False
+
+
 class MetaCard:
     """The subset of ``core.device.backend.Backend`` that a model's bodies need, over meta tensors."""
 
     name, values, device, notes = "cuda", False, META, ()
 
-    def __init__(self, world: int) -> None:
-        self.dtype, self.ops, self.comm = torch.bfloat16, CudaOps(), MeteredRanks(world)
+    def __init__(self, world: int, whole_layers: bool = True) -> None:
+        ops = CudaOps() if whole_layers else OpByOp()
+        self.dtype, self.ops, self.comm = torch.bfloat16, ops, MeteredRanks(world)
         self.policy = dataclasses.replace(policy(""), host_weights=False)
         self.slot = NO_SLOT
 
@@ -212,15 +270,17 @@ class MetaCard:
 
 
 class DecodeRecorder:
-    """Records decoding steps of one model on one of ``ranks`` cards."""
+    """Records decoding steps and prompts of one model on one of ``ranks`` cards; without ``whole_layers`` op by op."""
 
-    def __init__(self, model: ModelConfig, ranks: int = 1, processors: int = 132) -> None:
+    def __init__(self, model: ModelConfig, ranks: int = 1, processors: int = 132, whole_layers: bool = True) -> None:
         self.config, self.ranks, self.processors = model, ranks, processors
-        self.card: Any = MetaCard(ranks)
+        self.card: Any = MetaCard(ranks, whole_layers)
         card: Any = self.card
-        self.model = model_loader.load_model(model, card, EngineConfig(load_format="dummy", dtype="bfloat16"))
-        self.heads = kv_heads(model.text, ranks)
-        self.group = max(-(-model.text.heads // ranks) // self.heads, 1)
+        self.model: Any = model_loader.load_model(model, card, EngineConfig(load_format="dummy", dtype="bfloat16"))
+        forms = [kv_heads(form, ranks) for form in model.text.layer_forms]
+        self.heads = forms[0]
+        self.group = max(max(-(-model.text.heads // ranks) // heads, 1) for heads in forms)
+        self.card.ops.query_group = self.group if len(set(forms)) > 1 else 0
 
     def step(self, rows: int, context: int, draws: bool = False) -> list[RecordedKernel]:
         """Records what one step launches for ``rows`` rows of ``context`` keys each: DECODE, and SAMPLE."""
@@ -235,15 +295,54 @@ class DecodeRecorder:
         decode = _tensors(arrays(Bucket(Stage.DECODE, (rows,)), _single(rows, context, blocks), sizes))
         inputs = head_inputs([SampleRow(1 + i, 1 + i, Sample(full=draws)) for i in range(rows)], text.vocab)
         sample = _tensors(arrays(Bucket(Stage.SAMPLE, (rows,), "draw" if draws else "greedy"), inputs, sizes))
-        model: Any = self.model
         with recorder.recording():
-            model.text(decode)
+            self.model.text(decode)
             if draws:
-                model.drawn_head(sample)
+                self.model.drawn_head(sample)
             else:
-                model.head(sample, False)
+                self.model.head(sample, False)
         self.card.comm.recorder = None
         return recorder.kernels
+
+    def prompt(self, tokens: int) -> list[list[RecordedKernel]]:
+        """Records what a prompt of ``tokens`` tokens launches, a list for each of its launches."""
+        made = []
+        for begin in range(0, tokens, CHUNK):
+            count = min(CHUNK, tokens - begin)
+            made.append(self._chunk(count, begin, begin + count == tokens))
+        return made
+
+    def _chunk(self, tokens: int, before: int, last: bool) -> list[RecordedKernel]:
+        """Records ``tokens`` tokens of one row after ``before`` stored ones, and SAMPLE if they are the ``last``."""
+        blocks = -(-(before + tokens + 1) // BLOCK)
+        held = allocate_persistent(
+            self.config, self.card, blocks=64, block_size=BLOCK, arena_rows=4, seqs=1, tokens=max(tokens, 16)
+        )
+        self.model.bind(held)
+        text = self.config.text
+        sizes = Sizes(BLOCK, blocks, text.vocab, self.heads, self.processors, group=self.group)
+        seen = tokens * before + tokens * (tokens + 1) // 2
+        recorder = self.card.comm.recorder = KernelRecorder([before + tokens], seen)
+        inputs = _single_row(tokens, before, blocks)
+        launch = _tensors(arrays(Bucket(Stage.PREFILL, (tokens, 1)), inputs, sizes))
+        head = head_inputs([SampleRow(1, 1, Sample(full=False))], text.vocab)
+        sample = _tensors(arrays(Bucket(Stage.SAMPLE, (1,), "greedy"), head, sizes))
+        with recorder.recording():
+            self.model.text(launch)
+            if last:
+                self.model.head(sample, False)
+        self.card.comm.recorder = None
+        return recorder.kernels
+
+
+def _single_row(tokens: int, before: int, blocks: int) -> StepInputs:
+    """Returns inputs of one row of ``tokens`` tokens after ``before`` stored ones."""
+    nothing, one = np.zeros(tokens, np.int32), np.ones(1, np.int32)
+    return StepInputs(
+        tokens=nothing, from_slot=nothing, positions=np.zeros((3, tokens), np.int32), image_row=nothing,
+        out_row=np.arange(1, tokens + 1, dtype=np.int32), row_start=np.array([0, tokens], np.int32),
+        context=np.array([before], np.int32), blocks=np.full((1, blocks), 2, np.int32), slot=one, adapter=one * 0,
+    )  # fmt: skip
 
 
 def _single(rows: int, context: int, blocks: int) -> StepInputs:

@@ -28,6 +28,8 @@ class CardTimes:
         reaches.
         flops_share, attention_flops_share: share of the peak that products and attention reach.
         gap: seconds from the end of a kernel to the start of the next one within a graph.
+        least: seconds that a kernel takes at the least, beside the gap.
+        clock: cycles of a processor a second, in each of which it issues an instruction to ``LANES`` lanes.
         graph: seconds from the launch of a graph to its first kernel.
         all_reduce, all_reduce_byte: seconds of a sum over ranks, and of each of its bytes.
         host: seconds of a decode step's host work by rows.
@@ -43,6 +45,8 @@ class CardTimes:
     flops_share: float
     attention_flops_share: float
     gap: float
+    least: float
+    clock: float
     graph: float
     all_reduce: float
     all_reduce_byte: float
@@ -60,7 +64,7 @@ class CardTimes:
 
 SCALED = (
     "bandwidth", "flops", "weights_share", "keys_share", "rows_share", "flops_share", "attention_flops_share", "gap",
-    "graph", "all_reduce", "all_reduce_byte",
+    "least", "clock", "graph", "all_reduce", "all_reduce_byte",
 )  # fmt: skip
 """Constants whose influence is reported, one at a time; that of the host's time is reported too."""
 
@@ -112,21 +116,46 @@ KINDS = (PRODUCT, ATTENTION, ROWS, HEAD, COLLECTIVE)
 
 @dataclass(frozen=True)
 class RecordedKernel:
-    """One kernel of a recorded launch; for a collective, ``bytes`` are those of its message."""
+    """One kernel of a recorded launch; for a collective, ``bytes`` are those of its message.
+
+    Args:
+        codes: quantised values that it decodes, each as often as a tile of rows does.
+        instructions: of a lane for each of them.
+        programs: of its grid; 0: unknown.
+    """
 
     name: str
     kind: str
     bytes: int
     flops: int = 0
+    codes: int = 0
+    instructions: float = 0.0
+    programs: int = 0
+
+
+LANES = 128
+"""Lanes of a processor that issue an instruction in a cycle."""
 
 
 def compute_kernel_seconds(kernel: RecordedKernel, card: CardTimes) -> float:
-    """Returns the seconds that the kernel runs: the longer of memory traffic and computation."""
+    """Returns the seconds that the kernel runs: the longest of memory traffic, computation, decoding of codes, and what
+    any kernel takes.
+    """
     if kernel.kind == COLLECTIVE:
         return card.all_reduce + card.all_reduce_byte * kernel.bytes
     share = {PRODUCT: card.weights_share, ATTENTION: card.keys_share}.get(kernel.kind, card.rows_share)
     computing = card.attention_flops_share if kernel.kind == ATTENTION else card.flops_share
-    return max(kernel.bytes / (card.bandwidth * share), kernel.flops / (card.flops * computing))
+    return max(
+        kernel.bytes / (card.bandwidth * share),
+        kernel.flops / (card.flops * computing) * wave_factor(kernel.programs, card.processors),
+        kernel.codes * kernel.instructions / (card.processors * LANES * card.clock),
+        card.least,
+    )
+
+
+def wave_factor(programs: int, processors: float) -> float:
+    """Returns by how much the last wave of ``programs`` equal programs lengthens a kernel; 1 if they are unknown."""
+    return -(-programs // processors) * processors / programs if programs else 1.0
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""``trencadis plan --time``: the estimated time of a decoding step on a card, its parts, and its sensitivity to each
-constant.
+"""``trencadis plan --time``: the estimated time of a decoding step and of prompts on a card, its parts, and its
+sensitivity to each constant.
 
 Timeline of host and device: steps that follow each other at a given depth, and the idle time of the device. Pure.
 """
@@ -77,6 +77,8 @@ def simulate_timeline(steps: Iterable[tuple[HostStep, float]], depth: int = 1) -
 
 
 ROWS, CONTEXT, STEPS = (1, 32, 256), 1024, 200
+PROMPTS = (2048, 8192, 32_768)
+"""Tokens of the prompts whose time to the first token is estimated."""
 CHANGE = 0.5
 
 AFTER = 0.25
@@ -86,6 +88,9 @@ LIMITS = {
     "products": "reading weights", "attention": "reading keys and values", "small kernels": "small kernels",
     "head": "the head", "collectives": "sums over ranks", "gaps": "gaps between kernels", "host": "the host",
 }  # fmt: skip
+
+
+PROMPT_PARTS = {**LIMITS, "products": "products", "attention": "attention"}
 
 
 def step_time(
@@ -128,7 +133,7 @@ def weight_seconds(kernels: Sequence[RecordedKernel], on: CardTimes) -> float:
 
 def times(
     model: ModelConfig, ranks: int = 1, name: str = "", rows: Sequence[int] = ROWS, context: int = CONTEXT,
-    depth: int = 1,
+    depth: int = 1, prompts: Sequence[int] = PROMPTS,
 ) -> JsonObject:  # fmt: skip
     """Computes the report as plain values, in seconds.
 
@@ -142,8 +147,10 @@ def times(
     on = card(name or DEFAULT)
     recorder = DecodeRecorder(model, ranks, int(on.processors))
     loads = [_load(recorder.step(count, context), count, on, depth) for count in rows]
+    longest = [n for n in prompts if n <= model.text.max_positions]
     return {
         "model": model.name, "card": on.name, "ranks": ranks, "context": context, "depth": depth, "loads": loads,
+        "prompts": [_prompt(recorder.prompt(count), count, on) for count in longest],
         "sources": {**sources(on.name), "host": "our own: docs/benchmarks.md"},
     }  # fmt: skip
 
@@ -164,6 +171,17 @@ def _load(kernels: Sequence[RecordedKernel], rows: int, on: CardTimes, depth: in
         "over_weights": line.step / weight_seconds(kernels, on),
         "sensitivity": sensitivity(kernels, rows, on, depth),
     }
+
+
+def _prompt(launches: Sequence[Sequence[RecordedKernel]], tokens: int, on: CardTimes) -> JsonObject:
+    """The first launch waits for the host; the others are issued while those before them run."""
+    made = [time_of(list(kernels), on) for kernels in launches]
+    shares = {kind: sum(one.kinds[kind] for one in made) for kind in made[0].kinds}
+    shares |= {"gaps": sum(one.gaps for one in made), "host": on.host_step(1)}
+    return {
+        "tokens": tokens, "launches": len(made), "kernels": sum(map(len, launches)),
+        "ttft": sum(shares.values()) + on.graph, "parts": shares,
+    }  # fmt: skip
 
 
 def lines(report: JsonObject) -> Iterator[str]:
@@ -187,5 +205,9 @@ def lines(report: JsonObject) -> Iterator[str]:
             f"{n} {less:+.0%}/{more:+.0%}" for n, (less, more) in changes if max(abs(less), abs(more)) >= 0.005
         )
         yield f"            a constant 50 % less / more: {moved}"
+    for prompt in report["prompts"]:
+        shares = sorted(prompt["parts"].items(), key=lambda part: -part[1])
+        told = ", ".join(f"{PROMPT_PARTS[part]} {taken / prompt['ttft']:.0%}" for part, taken in shares if taken > 0)
+        yield f"  prompt of {prompt['tokens']:,} tokens: TTFT {1e3 * prompt['ttft']:.1f} ms; {told}"
     yield "  sources:"
     yield from (f"    {name}: {source}" for name, source in report["sources"].items())

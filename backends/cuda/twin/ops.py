@@ -36,6 +36,7 @@ from trencadis.core.device.backend import (
 )
 from trencadis.core.device.launch_tensors import CrossAttentionTensors, RecurrentRows
 from trencadis.core.quant.quantised_tensor import QTensor
+from trencadis.core.quant.scheme import DECODED_BYTES, DECODED_ROWS
 from trencadis.core.shared_constants import ZERO_BLOCK
 
 BY_LENGTH = CpuOps()
@@ -71,7 +72,10 @@ class TwinOps(HostLayerOps, ReferenceOps):
             return super().linear(x, w)
         held = w.codes, w.factor, w.scale, w.zero, w.gather, w.bias
         numbers = w.kind, w.columns, w.group, w.rounds, w.in_features
-        out: Tensor = torch.ops.trencadis_twin.coded(x, *held, *numbers)
+        room = None
+        if len(x) >= DECODED_ROWS and not w.rounds and x.itemsize == 2:  # where a card decodes a piece of the weight
+            room = x.new_empty(min(DECODED_BYTES // x.itemsize, w.out_features * w.columns))
+        out: Tensor = torch.ops.trencadis_twin.coded(x, *held, *numbers, room)
         return out
 
     def draw(self, logits: Tensor, inputs: HeadTensors, state: SamplerState) -> HeadTensorsOut:
@@ -189,7 +193,7 @@ _DECODED = WeakTensorKeyDictionary()
 
 def _quantised_linear(
     x: Tensor, codes: Tensor, factor: Tensor, scale: Tensor | None, zero: Tensor | None, gather: Tensor | None,
-    bias: Tensor | None, kind: int, columns: int, group: int, rounds: bool, inputs: int,
+    bias: Tensor | None, kind: int, columns: int, group: int, rounds: bool, inputs: int, room: Tensor | None,
 ) -> Tensor:  # fmt: skip
     w = QuantisedWeight(
         codes, factor, scale, zero, gather, bias, kind, columns, group, rounds, codes.shape[0], inputs
@@ -228,6 +232,6 @@ _register_op("attend_windows" + _SEGMENTS, _attend_windows)
 _register_op("attend_images" + _SEGMENTS.replace("Tensor real", "Tensor real, Tensor? ghost"), _attend_images)
 _register_op(
     "coded(Tensor x, Tensor codes, Tensor factor, Tensor? scale, Tensor? zero, Tensor? gather, Tensor? bias, int kind, "
-    "int columns, int group, bool rounds, int inputs) -> Tensor",
+    "int columns, int group, bool rounds, int inputs, Tensor? room) -> Tensor",
     _quantised_linear,
 )

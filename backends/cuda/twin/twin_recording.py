@@ -65,6 +65,8 @@ class TwinRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Peak bytes of the launch in addition to the memory from before it; known once it is closed."""
         self.kept = 0
         """Bytes of its results that did not exist before it."""
+        self.temporary: set[int] = set()
+        """Ids of its results that lie in the workspace of its pool."""
         self._slots: dict[int, TwinSlot] = {}
         self._alive: list[Tensor] = []
         self._made_at: list[int] = []
@@ -104,7 +106,8 @@ class TwinRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Ends the recording. Every replay overwrites the tensors of ``out``; other results of the launch are freed."""
         leaves = [t for t in tree_flatten(out)[0] if isinstance(t, Tensor)]
         self._out = [(self._slots[id(t)], t) for t in leaves]
-        self.kept = sum(t.nbytes for t in leaves if t.untyped_storage().data_ptr() not in self._standing)
+        made = [t for t in leaves if t.untyped_storage().data_ptr() not in self._standing]
+        self.kept, self.temporary = sum(t.nbytes for t in made), {id(t) for t in made}
         self.bytes = self._peak()
         self._slots.clear()
         self._alive.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from trencadis.backends.cuda.runtime_protocol import Array, CudaEvent, Graph, Stream
+from trencadis.backends.cuda.twin.card_rules import CaptureError, CaptureOrder, PinnedBlocks
 from trencadis.backends.cuda.twin.twin_recording import LaunchReads, TwinRecording
 from trencadis.backends.hooks import STEP, Hooks
 from trencadis.core.device.backend import Body, Memory, OutOfDeviceMemory
@@ -48,10 +50,13 @@ class TwinCall:
 
 
 class TwinEvent:
-    """An event, identified by its number."""
+    """An event, identified by its number; ``asks``: how often it is asked for until it says that it is complete."""
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self.recorded, self.asks = False, 0
+        self.graph = False
+        """True if it was last recorded within a capture."""
 
 
 class TwinGraph:
@@ -113,10 +118,15 @@ class TwinFaults:
     returned: float = 1.0
     leaks: int = 0
     """Bytes that a failed capture does not give back."""
+    late: int = 0
+    """How often an event that nobody waited for says that it is not complete yet."""
 
 
-FORMS = "oom@KIND:N, error@KIND:N, crash@KIND:N"
+FORMS = "oom@KIND:N, error@KIND:N, crash@KIND:N, late:N"
 ENTRY = re.compile(r"(oom|error|crash)@(capture|launch|replay|upload|download):([1-9]\d*)")
+
+
+LATE = re.compile(r"late:[1-9]\d*")
 
 
 class DeviceError(RuntimeError):
@@ -131,6 +141,9 @@ def parse(text: str) -> TwinFaults:
     """
     faults = TwinFaults()
     for entry in filter(None, (e.strip() for e in text.split(","))):
+        if LATE.fullmatch(entry):
+            faults.late = int(entry.partition(":")[2])
+            continue
         found = ENTRY.fullmatch(entry)
         if found is None:
             raise StartupError(f"TRENCADIS_CUDA_TWIN_FAULTS: {entry!r} is none of {FORMS}")
@@ -177,6 +190,8 @@ class TwinRuntime:
         self.pools: dict[str, list[TwinGraph]] = {}
         self._work: dict[str, int] = {}
         self._released: Counter[str] = Counter()
+        self._fresh: dict[str, TwinGraph] = {}
+        """Pool -> the graph that was replayed last."""
         self._kept_tensors: list[Tensor] = []
         self._shapes: set[tuple[str, ...]] = set()
         self._inner: list[TwinCall] | None = None
@@ -184,11 +199,17 @@ class TwinRuntime:
         self._watched: dict[int, Tensor] = {}
         self._uploading_weights = False
         self._events = 0
+        self._order: CaptureOrder | None = None
+        """Streams and events of the capture in progress."""
+        self._pinned = PinnedBlocks()
+        self._lost: DeviceError | None = None
+        """What every call raises since the device is lost."""
 
     # Memory
 
     def buffer(self, size: int) -> Tensor:
         """Returns zeros; the host backs the pages as they are written."""
+        self._note_implicit_wait("memory of the device")
         array = np.zeros(size, np.uint8)
         self.accounted.take(size)
         weakref.finalize(array, self.accounted.release, size)
@@ -197,7 +218,19 @@ class TwinRuntime:
         return made
 
     def allocate_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.empty(tuple(shape), dtype=dtype)
+        array = np.empty(math.prod(shape) * dtype.itemsize, np.uint8)
+        if self._pinned.take(array):
+            self._note_implicit_wait("page-locked memory")
+        return torch.from_numpy(array).view(dtype).view(tuple(shape))
+
+    def _note_implicit_wait(self, what: str) -> None:
+        """Counts a call that waits for all of the card's work before it returns.
+
+        It orders nothing for the checker of order: torch's allocators leave it out where they have memory.
+        """
+        self.counts["implicit wait"] += 1
+        if self._order is not None:
+            self._order.wait_on_host(f"allocating {what}")
 
     def write(self, area: Tensor) -> Array:
         self._call("host write", HOST, writes=(area,))
@@ -214,18 +247,43 @@ class TwinRuntime:
         return TwinEvent(self._events)
 
     def record(self, event: CudaEvent, stream: Stream) -> None:
+        assert isinstance(event, TwinEvent)
+        if self._order is not None:
+            self._order.record(event.number, stream.value)
+        event.recorded, event.asks = True, self.faults.late
+        event.graph = self._order is not None and self._order.owns(event.number)
         self._call("record", stream.value, event=event)
 
     def wait(self, stream: Stream, event: CudaEvent) -> None:
+        """Makes ``stream`` wait.
+
+        Raises:
+            CaptureError: a capture waits for what is outside it, or the other way round.
+        """
+        assert isinstance(event, TwinEvent)
+        if self._order is not None:
+            self._order.wait(event.number, stream.value, event.recorded)
+        elif event.graph:
+            raise CaptureError(f"{stream.value} waits for an event that was recorded within a capture")
         self._call("wait", stream.value, event=event)
 
     def host_wait(self, event: CudaEvent) -> None:
+        assert isinstance(event, TwinEvent)
+        if self._order is not None:
+            self._order.wait_on_host("an event")
+        event.asks = 0
         self._call("wait", HOST, event=event)
 
     def is_complete(self, event: CudaEvent) -> bool:
-        return True
+        """Returns True if the work before ``event`` is done: at once, or after ``TwinFaults.late`` questions."""
+        assert isinstance(event, TwinEvent)
+        complete = not event.asks
+        event.asks -= not complete
+        return complete
 
     def synchronize(self) -> None:
+        if self._order is not None:
+            self._order.wait_on_host("the device")
         self._call("synchronize", HOST)
 
     # Copies and launches
@@ -262,8 +320,7 @@ class TwinRuntime:
                 self._call("read", Stream.PROGRAMS.value, reads=(area,))
 
     def launch(self, name: str, body: Body, inputs: object, static: Tensor) -> Any:
-        shapes = name, *(str((tuple(t.shape), t.dtype)) for t in leaves(inputs))
-        self._shapes.add(shapes)
+        self._shapes.add(kernel_key(name, inputs))
         with torch.no_grad(), self._watch_reads():
             out = body(inputs)
         self._call("launch", Stream.PROGRAMS.value, name, reads=(static,), writes=leaves(out))
@@ -273,14 +330,26 @@ class TwinRuntime:
         return call()
 
     def capture(self, pool: str, name: str, body: Body, inputs: object, static: Tensor) -> TwinGraph:
+        """Records a launch.
+
+        Raises:
+            CaptureError: it does what a capture does not permit; a kernel that never ran is one of these, since its
+                module is loaded at its first launch.
+        """
         self._call("capture", HOST, name)
-        self._inner = []
+        if kernel_key(name, inputs) not in self._shapes:
+            raise CaptureError(
+                f"{name}: its first launch loads kernels, which a capture does not permit: run it before"
+            )
+        self._inner, self._order = [], CaptureOrder()
         try:
             with torch.no_grad(), TwinRecording() as recording, self._watch_reads():
                 out = body(inputs)
+            self._order.end()
         finally:
-            inner, self._inner = self._inner, None
+            inner, self._inner, self._order = self._inner, None, None
         recording.close(out)
+        self._note_implicit_wait("a graph")
         graph = TwinGraph(name, pool, recording, out, static, inner)
         work = max(recording.bytes - self._work.get(pool, 0), 0)
         self.accounted.take(graph.own + work)
@@ -295,7 +364,19 @@ class TwinRuntime:
         self._call("replay", Stream.PROGRAMS.value, graph.name, reads=(graph.static,), writes=written)
         if self.calls is not None:
             self.calls += graph.calls
+        self._overwrite_others(graph)
         graph.recording.replay()
+        self._fresh[graph.pool] = graph
+
+    def _overwrite_others(self, graph: TwinGraph) -> None:
+        """Writes over the outputs of the graph that its pool replayed last: they may lie in this one's workspace."""
+        last = self._fresh.get(graph.pool)
+        if last is None or last is graph or last not in self.pools[graph.pool]:
+            return
+        own = {t.untyped_storage().data_ptr() for t in leaves(graph.out)}
+        for t in leaves(last.out):
+            if t.untyped_storage().data_ptr() not in own and id(t) in last.recording.temporary:
+                t.fill_(torch.nan if t.is_floating_point() else 85)
 
     def _watch_reads(self) -> AbstractContextManager[object]:
         return nullcontext() if self.calls is None else LaunchReads(self.note_read)
@@ -327,7 +408,11 @@ class TwinRuntime:
         self, kind: str, stream: str, name: str = "", event: CudaEvent | None = None,
         reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = (),
     ) -> None:  # fmt: skip
+        if self._lost is not None and kind not in ("record", "host read", "host write"):
+            raise self._lost
         self.counts[kind] += 1
+        if self._order is not None and kind in WORK:
+            self._order.add_work(stream)
         if kind in self._failing:
             self._failing = ()
             raise OutOfDeviceMemory(f"CUDA out of memory (twin): {kind} {name} (injected)")
@@ -336,6 +421,8 @@ class TwinRuntime:
             if isinstance(failure, SystemExit):
                 os.kill(os.getpid(), signal.SIGKILL)
             self.accounted.taken += self.faults.leaks if kind == "capture" else 0
+            if isinstance(failure, DeviceError):
+                self._lost = failure
             raise failure
         if self.calls is not None:
             # Tensors are kept alive while calls are recorded, so that equal addresses mean the same memory.
@@ -344,6 +431,19 @@ class TwinRuntime:
             (self.calls if self._inner is None else self._inner).append(
                 TwinCall(kind, stream, name, number, tuple(map(_region, reads)), tuple(map(_region, writes)))
             )
+
+
+WORK = ("zeros", "upload", "weights", "download", "launch", "replay")
+"""Kinds of calls that queue work on a stream."""
+
+DIVISIBLE = 16
+"""Bytes by which a pointer is divisible or not: Triton compiles a kernel for either."""
+
+
+def kernel_key(name: str, inputs: object) -> tuple[str, ...]:
+    """Returns what the kernels of a launch are compiled for: shapes, types and the divisibility of addresses."""
+    kinds = ((tuple(t.shape), t.dtype, t.data_ptr() % DIVISIBLE == 0) for t in leaves(inputs))
+    return name, *map(str, kinds)
 
 
 def leaves(tree: object) -> list[Tensor]:

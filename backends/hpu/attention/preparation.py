@@ -16,12 +16,13 @@ class DecodeForm(NamedTuple):
     """What a DECODE launch's inputs depend on besides their values.
 
     Args:
+        groups: KV heads of each window's layers.
         dtype: of queries, keys and values as they are multiplied.
         fp32: scores are float32.
     """
 
     heads: int
-    groups: int
+    groups: tuple[int, ...]
     dtype: torch.dtype
     fp32: bool
 
@@ -53,12 +54,13 @@ class AttnPreparation:
         """Returns the inputs for each window, without the tensors of ``attn`` that they hold unchanged: these would be
         outputs of a region that are its inputs.
         """
-        return tuple(detach_inputs(self._compute_for(attn, window)) for window in self.windows)
+        each = zip(self.windows, self.form.groups, strict=True)
+        return tuple(detach_inputs(self._compute_for(attn, window, groups)) for window, groups in each)
 
-    def _compute_for(self, attn: Any, window: int) -> Any:
+    def _compute_for(self, attn: Any, window: int, groups: int) -> Any:
         if isinstance(attn, BlockDecodeAttn):  # no match statement: not every Dynamo since torch 2.6 traces its classes
             form = self.form
-            return block_decode.prepare_decode(attn, form.heads, form.groups, self.size, form.fp32, form.dtype, window)
+            return block_decode.prepare_decode(attn, form.heads, groups, self.size, form.fp32, form.dtype, window)
         if isinstance(attn, ContextAttn):
             if window:
                 return window_attention.prepare_context(attn, window, self.size, self.kernels)

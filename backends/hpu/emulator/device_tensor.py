@@ -124,21 +124,29 @@ class DeviceTensor(Tensor):
         raise refusals.host_read("numpy.asarray")
 
 
+NODES = (tuple, list, dict)
+"""Types of a tree's inner nodes; a constant, since every emulated operation walks its arguments several times."""
+
+
 def flatten(tree: Any) -> list[Any]:
     """Returns the leaves of nested tuples, lists and dicts, in order."""
-    if isinstance(tree, dict):
-        tree = list(tree.values())
-    if isinstance(tree, tuple | list):
-        return [leaf for item in tree for leaf in flatten(item)]
-    return [tree]
+    if not isinstance(tree, NODES):
+        return [tree]
+    found: list[object] = []
+    for item in tree.values() if isinstance(tree, dict) else tree:
+        if isinstance(item, NODES):
+            found += flatten(item)
+        else:
+            found.append(item)
+    return found
 
 
 def rebuild(tree: Any, leaf: Any) -> Any:
     """Returns ``tree`` with ``leaf`` applied to every leaf, in the order of ``flatten``."""
+    if not isinstance(tree, NODES):
+        return leaf(tree)
     if isinstance(tree, dict):
         return {key: rebuild(value, leaf) for key, value in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(rebuild(item, leaf) for item in tree))
-    if isinstance(tree, tuple | list):
-        return type(tree)(rebuild(item, leaf) for item in tree)
-    return leaf(tree)
+    made = [rebuild(item, leaf) if isinstance(item, NODES) else leaf(item) for item in tree]
+    kind = type(tree)
+    return kind(*made) if hasattr(tree, "_fields") else kind(made)

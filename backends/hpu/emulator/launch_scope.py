@@ -126,6 +126,10 @@ class CaptureRecording:
             tensor.held.copy_(made_now)
 
 
+PAIR = 2
+"""Tensors that a layer returns if nothing of it is read by later layers."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerCut:
     """A row of a recording that stands for ``mark_step``; ``fresh``: the layer's own bytes that cross this cut
@@ -194,7 +198,8 @@ class LayerReuse:
             rows, self._rows = self._rows, None
             peak, live.peak = live.peak - base, max(before, live.peak)
         left = live.fresh - self._base
-        if isinstance(out, tuple) and [leaf_key(t) for t in out] == [leaf_key(t) for t in args[: len(out)]]:
+        pair = isinstance(out, tuple) and len(out) == PAIR
+        if pair and [leaf_key(t) for t in out] == [leaf_key(t) for t in args[:PAIR]]:
             self._known[key] = LayerRecord(tuple(rows), peak, left, scope.collective - summed)
         self._left = live.cuts
         return out
@@ -215,13 +220,17 @@ class LayerReuse:
         return args[:2]
 
 
+PLAIN = (int, float, bool, str, torch.dtype)
+"""Types of arguments that are their own key."""
+
+
 def leaf_key(leaf: Any) -> Hashable:
     """Returns the key of one argument. Strides are left out: torch's meta kernels lay some results out otherwise than
     the CPU's.
     """
     if isinstance(leaf, Tensor):
         return (tuple(leaf.shape), leaf.dtype)
-    return leaf if isinstance(leaf, int | float | bool | str | torch.dtype) or leaf is None else str(leaf)
+    return leaf if isinstance(leaf, PLAIN) or leaf is None else str(leaf)
 
 
 def signature(layer: Any) -> Hashable:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.hpu.emulator import refusals
-from trencadis.backends.hpu.emulator.device_tensor import DeviceTensor, flatten, rebuild
+from trencadis.backends.hpu.emulator.device_tensor import NODES, DeviceTensor, flatten, rebuild
 
 aten = torch.ops.aten
 BOOLS = (torch.bool, torch.uint8)
@@ -202,10 +202,10 @@ META_CACHE = MetaCache()
 def _key(tree: Any) -> Hashable:
     if isinstance(tree, Tensor):
         return (tree.shape, tree.stride(), tree.dtype)
-    if isinstance(tree, list | tuple):
-        return (type(tree), *(_key(item) for item in tree))
     if isinstance(tree, dict):
-        return tuple((name, _key(value)) for name, value in tree.items())
+        return tuple([(name, _key(value)) for name, value in tree.items()])
+    if isinstance(tree, NODES):
+        return (type(tree), *[_key(item) for item in tree])
     return (type(tree), tree)
 
 

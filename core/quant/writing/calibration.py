@@ -32,7 +32,8 @@ from trencadis.core.device.backend import (
 )
 from trencadis.core.device.launch_tensors import first_rows
 from trencadis.core.launches import persistent_tensors
-from trencadis.core.models.decoder import Decoder, DecoderLayer
+from trencadis.core.models.decoder import Decoder
+from trencadis.core.models.decoder_layer import DecoderLayer
 from trencadis.core.models.model_loader import make_model
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.request import Request
@@ -251,7 +252,8 @@ class Calibration:
                 attn = self.ops.prepare_attn(t.attn, layer.attention.heads, layer.attention.kv)
                 x, residual = self._states[at]
                 rotary = first_rows(rotary, len(x))
-                found = layer(x.clone(), None if residual is None else residual.clone(), rotary, attn)
+                out = layer(x.clone(), None if residual is None else residual.clone(), rotary, attn)
+                found = cast(tuple[Tensor, Tensor | None], out)
                 if keep:
                     parts = self._parts[at]
                     self._states[at] = (found[0] + parts[number], found[1]) if number < len(parts) else found

@@ -86,6 +86,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
     config = load_config(path)
     if config.quant is not None:
         raise StartupError(f"{path} holds {config.quant.label} weights already; quantize takes 16- or 32-bit ones")
+    if config.text.layer_inputs or config.text.shared_kv:
+        raise StartupError(
+            f"{path}: quantize knows no layers that read keys of earlier ones, nor embeddings for each layer; "
+            "--quantization int8, int4 or fp8 works as the weights load"
+        )
     if config.text.recurrent is not None:
         raise StartupError(
             f"{path}: quantize knows no recurrent layers; --quantization int8, int4 or fp8 works as the weights load"
@@ -148,8 +153,9 @@ def _whole(made: Checkpoint) -> None:
     text = made.config.text
     experts = text.experts
     for number in range(max(text.layers, len(made.layers))):
-        sparse = experts is not None and number not in experts.dense
-        wanted = 4 + 3 * (experts.count + (experts.shared > 0)) if experts is not None and sparse else 7
+        wanted = 4 - text.of_layer(number).keys_as_values + 3 * text.has_mlp(number)
+        if experts is not None and text.has_experts(number):
+            wanted += 3 * (experts.count + (experts.shared > 0))
         held = len(made.layers.get(number, ()))
         if number >= text.layers or held != wanted:
             raise StartupError(

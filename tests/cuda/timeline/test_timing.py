@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.gpu.times import MODELS, text_of
+from benchmarks.gpu.times import MODELS, PUBLISHED, Published, estimate, text_of
 from benchmarks.host.step import Load
 from benchmarks.host.timeline import played, recorded
 from trencadis.backends.cuda.timing import kernel_times, time_report
@@ -84,7 +84,7 @@ def test_a_kernel_takes_the_longer_of_reading_and_computing() -> None:
     assert compute_kernel_seconds(RecordedKernel("all_reduce", COLLECTIVE, 4 << 20), on) == pytest.approx(
         39e-6, rel=0.01
     )
-    assert time_of([RecordedKernel("mm", PRODUCT, 0)] * 10, on).total == pytest.approx(10 * on.gap)
+    assert time_of([RecordedKernel("mm", PRODUCT, 0)] * 10, on).total == pytest.approx(10 * (on.gap + on.least))
 
 
 def llama() -> ModelConfig:
@@ -184,3 +184,31 @@ def test_no_device_waits_for_the_recorded_host(rows: int) -> None:
     )
     assert line.idle < 0.01
     assert played([HostStep(0.1, 0.1)] * 60, 6e-3).idle > 0.9
+
+
+@pytest.mark.parametrize("figure", PUBLISHED, ids=lambda f: f"{f.engine} {f.model} {f.prompt or f.rows}")
+def test_published_figures_are_within_fifteen_percent(figure: Published) -> None:
+    assert abs(estimate(figure) / figure.seconds - 1) <= 0.15, (estimate(figure), figure)
+
+
+def test_a_kernel_takes_some_time_at_the_least() -> None:
+    on = kernel_times.card("H100")
+    assert compute_kernel_seconds(RecordedKernel("k", PRODUCT, 1), on) == on.least
+    codes = RecordedKernel("k", PRODUCT, 1, codes=10**10, instructions=4)
+    assert compute_kernel_seconds(codes, on) == pytest.approx(4e10 / (132 * 128 * on.clock))
+
+
+def test_a_last_wave_counts_whole() -> None:
+    on = kernel_times.card("H100")
+    flops = int(on.flops * 1e-3)
+    one, more = (compute_kernel_seconds(RecordedKernel("k", PRODUCT, 1, flops, programs=n), on) for n in (132, 133))
+    assert more / one == pytest.approx(2 * 132 / 133)
+
+
+def test_prompts_are_reported_beside_steps() -> None:
+    found = time_report.times(MODELS["3B"][0](), 1, "H100", (1,), prompts=(2048, 16_384))
+    two, sixteen = found["prompts"]
+    assert (two["launches"], sixteen["launches"]) == (1, 2) and sixteen["ttft"] > 8 * two["ttft"]
+    assert 0.02 < two["ttft"] < 0.06
+    said = "\n".join(time_report.lines(found))
+    assert "prompt of 2,048 tokens: TTFT" in said and "prompt of 16,384 tokens: TTFT" in said

@@ -115,7 +115,7 @@ def test_float16_takes_a_stream_near_its_largest_value(device: torch.device) -> 
     weight = torch.full((64,), 4.0, dtype=torch.float16, device=device)
     qkv = skinny_gemm.product(
         x,
-        fused_layer.single_weight(layer.attention.qkv),
+        layer.attention.qkv.weights[0],  # type: ignore[arg-type]
         skinny_gemm.counters(device),
         skinny_gemm.NormOf(weight, 1e-6),
     )

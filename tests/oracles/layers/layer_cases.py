@@ -16,7 +16,7 @@ from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import TextConfig
 from trencadis.core.device.backend import BackendConfig, LayerKV, Rotary
-from trencadis.core.models.decoder import DecoderLayer
+from trencadis.core.models.decoder_layer import DecoderLayer
 
 
 @dataclass(frozen=True)

@@ -138,8 +138,8 @@ def test_few_requests_begin_in_one_pass_and_none_is_forgotten(site: Any, monkeyp
             assert b"200 OK" in answer(one)
         assert b" 400 " in answer(sockets[-1])
     assert (
-        max(begun) == uvicorn_server.STARTS_PER_PASS
-        and len([n for n in begun if n]) >= 29 // uvicorn_server.STARTS_PER_PASS - 1
+        max(begun) == connection_limits.STARTS_PER_PASS
+        and len([n for n in begun if n]) >= 29 // connection_limits.STARTS_PER_PASS - 1
     )
     assert not shared.deferred
 
@@ -300,82 +300,6 @@ def test_heads_within_the_bounds_are_taken_and_refusals_counted(site: Any) -> No
         ended(s)
     text = made.ask(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n")
     assert b'http_refused_requests_total{reason="request line",status="414"} 1.0' in text
-
-
-CHUNKED = post()[: -len(CHAT)].split(b"content-length")[0] + b"transfer-encoding: chunked\r\n\r\n"
-
-
-def chunks(body: bytes, size: int, end: bytes = b"0\r\n\r\n") -> bytes:
-    some = [body[i : i + size] for i in range(0, len(body), size)]
-    return b"".join(b"%x\r\n%b\r\n" % (len(one), one) for one in some) + end
-
-
-def test_a_body_in_tiny_chunks_or_with_many_trailers_is_refused(site: Any) -> None:
-    made = site()
-    long = CHAT[:-1] + b" " * 20_000 + b"}"
-    for good in (chunks(long, 80), chunks(CHAT, 1), chunks(CHAT, 40, b"0\r\na: b\r\n\r\n")):
-        assert b" 200 OK" in made.ask(CHUNKED + good)
-    for bad in (chunks(long, 1), chunks(long, 60), chunks(CHAT, 40, b"0\r\n" + b"a: b\r\n" * 5000 + b"\r\n")):
-        with made.connect() as s:
-            s.sendall(CHUNKED + bad)
-            assert b" 400 " in ended(s)
-
-
-@pytest.mark.parametrize("head", [CHUNKED, post(b"x" * 100_000)[:-100_000]], ids=["chunked", "by length"])
-def test_after_an_early_answer_nothing_is_parsed(site: Any, monkeypatch: pytest.MonkeyPatch, head: bytes) -> None:
-    made = site(max_body_bytes=1 << 30)
-    with made.connect() as s:
-        s.sendall(head.replace(b"application/json", b"text/plain"))
-        got = answer(s)
-        assert b" 400 " in got
-        taken: list[int] = []
-        usual = connection_limits.BoundedConnection.receive_data
-        monkeypatch.setattr(
-            connection_limits.BoundedConnection, "receive_data", lambda c, d: (taken.append(len(d)), usual(c, d))
-        )
-        s.settimeout(5)
-        assert s.recv(1) == b"", "the server has ended its side"
-        for _ in range(20):
-            s.sendall(b"1\r\nx\r\n" * 1000)
-        time.sleep(0.05)
-        assert not taken
-        begun = time.monotonic()
-        with pytest.raises(ConnectionError):
-            while time.monotonic() - begun < 20:
-                s.sendall(b"x")
-                time.sleep(0.02)
-
-
-def test_the_short_rest_of_a_body_leaves_the_connection_in_use(site: Any) -> None:
-    made = site()
-    with made.connect() as s:
-        s.sendall(post(b"x" * 5000).replace(b"application/json", b"text/plain")[:-4000])
-        assert b" 400 " in answer(s)
-        s.sendall(b"x" * 4000 + HEALTH)
-        assert b" 200 OK" in answer(s)
-
-
-def test_long_heads_are_a_431_that_the_client_reads(site: Any) -> None:
-    made = site()
-    start = HEALTH[:-2] + b"x: "
-    assert b" 200 OK" in made.ask(start + b"y" * 60_000 + b"\r\n\r\n")
-    for size in (65_536, 100_000, 130_000, 1_000_000):
-        with made.connect() as s:
-            s.sendall(start + b"y" * size + b"\r\n\r\n")
-            got = ended(s)
-            assert b" 431 " in got and b"RequestHeadersTooLargeError" in got, size
-
-
-def test_few_bytes_of_heads_and_chunks_are_read_in_one_pass(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-    usual = uvicorn_server.LimitedH11Protocol.data_received
-    monkeypatch.setattr(
-        uvicorn_server.LimitedH11Protocol, "data_received", lambda c, d: (sizes.append(len(d)), usual(c, d))[1]
-    )
-    made = site()
-    long = CHAT[:-1] + b" " * 300_000 + b"}"
-    assert b" 200 OK" in made.ask(CHUNKED + chunks(long, 1000)) and max(sizes) <= 16 << 10
-    assert b" 200 OK" in made.ask(post(long)) and max(sizes) > 16 << 10, "a body of a known length is read faster"
 
 
 def test_a_client_that_ends_its_side_gets_its_answer(site: Any, harness: Any) -> None:

@@ -8,6 +8,7 @@ so code ahead of a wait runs when all launches but the last are done.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,13 +18,21 @@ from triton import knobs
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from trencadis.backends.cuda.kernels import tiles
+from trencadis.core import envs
 
 LEAST = 90
 
 
 def possible(device: torch.device) -> bool:
-    """True if kernels on ``device`` can use programmatic dependent launch; the interpreter cannot."""
-    return not knobs.runtime.interpret and tiles.arch_of(device) >= LEAST
+    """True if kernels on ``device`` use programmatic dependent launch, which the interpreter cannot, and which
+    TRENCADIS_CUDA_DEPENDENT_LAUNCHES=0 turns off.
+    """
+    return not knobs.runtime.interpret and tiles.arch_of(device) >= LEAST and _is_wanted()
+
+
+@cache
+def _is_wanted() -> bool:
+    return envs.get_bool("TRENCADIS_CUDA_DEPENDENT_LAUNCHES")
 
 
 def options(dependent: bool) -> dict[str, Any]:

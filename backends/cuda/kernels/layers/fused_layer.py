@@ -9,18 +9,19 @@ from torch import Tensor
 
 from trencadis.backends.cpu.reference_ops import PlainWeight
 from trencadis.backends.cuda.kernels.attention_tensors import SingleAttn
-from trencadis.backends.cuda.kernels.layers import fused_decode_attention, skinny_gemm
+from trencadis.backends.cuda.kernels.layers import fused_decode_attention, skinny_codes, skinny_gemm
 from trencadis.backends.cuda.kernels.layers.fused_decode_attention import HeadNorms
 from trencadis.backends.cuda.kernels.layers.skinny_gemm import NormOf
+from trencadis.backends.cuda.weights.quantised_weight import QuantisedWeight
 from trencadis.core.device.backend import Attn, Rotary
 from trencadis.core.models.attention import Attention
-from trencadis.core.models.decoder import DecoderLayer
+from trencadis.core.models.decoder_layer import DecoderLayer
 from trencadis.core.models.linear import Linear
 from trencadis.core.models.mlp import GatedMLP, RMSNorm
 
 
 class FusedLayer:
-    """A ``core.models.decoder.DecoderLayer`` for up to ``skinny_gemm.FEW`` rows of one token, in six launches.
+    """A ``core.models.decoder_layer.DecoderLayer`` for up to ``skinny_gemm.FEW`` rows of one token, in six launches.
 
     They are qkv, attention and its join, output, gate and up, down; ranks are summed after output and after down.
     """
@@ -52,34 +53,38 @@ class FusedLayer:
         """Returns (product of the normed stream, the stream)."""
         stream = x if residual is None else torch.empty_like(x)
         before = NormOf(norm.weight, norm.eps, residual, None if residual is None else stream)
-        return skinny_gemm.product(x, single_weight(linear), self._arrived, before, gate), stream
+        return multiply(x, linear, self._arrived, before, gate), stream
 
     def _reduce_and_add(self, x: Tensor, linear: Linear, stream: Tensor) -> tuple[Tensor, Tensor | None]:
         """Returns (x, residual) after a product whose ranks' parts are summed; one rank adds it to the stream at
         once.
         """
         if linear.comm.world == 1:
-            return skinny_gemm.product(x, single_weight(linear), self._arrived, residual=stream), None
-        made = skinny_gemm.product(x, single_weight(linear), self._arrived)
+            return multiply(x, linear, self._arrived, residual=stream), None
+        made = multiply(x, linear, self._arrived)
         added = getattr(linear.comm, "sum_added", None)
         if added is not None and (total := added(made, stream)) is not None:
             return total, None
         return linear.comm.all_reduce(made), stream
 
 
-def single_weight(linear: Linear) -> PlainWeight:
-    """Returns the single dense weight of a layer that ``can_fuse`` accepted."""
+def multiply(
+    x: Tensor, linear: Linear, arrived: Tensor, norm: NormOf | None = None, gate: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Multiplies by the single weight of a layer that ``can_fuse`` accepted (``skinny_gemm.product``)."""
     weight = linear.weights[0]
+    if isinstance(weight, QuantisedWeight):
+        return skinny_codes.product(x, weight, arrived, norm, gate, residual)
     assert isinstance(weight, PlainWeight)
-    return weight
+    return skinny_gemm.product(x, weight, arrived, norm, gate, residual)
 
 
 def can_fuse(layer: Any, x: Tensor, attn: Any) -> bool:
     """Returns True if a launch of ``layer`` can be fused.
 
-    It needs few rows of one token, dense weights of the stream's dtype, RMS norms before attention and a gated SiLU
-    MLP,
-    and a cache of that dtype.
+    It needs few rows of one token, weights of the stream's dtype or quantised ones, RMS norms before attention and a
+    gated SiLU MLP, and a cache of that dtype.
     """
     if not isinstance(layer, DecoderLayer) or not isinstance(attn, SingleAttn):
         return False
@@ -106,15 +111,19 @@ def _fits(layer: DecoderLayer, x: Tensor) -> bool:
     held = attention.kv
     if held.k_scale is not None or held.k.dtype != x.dtype:
         return False
-    return all(_dense(linear, x) for linear in (attention.qkv, attention.out, mlp.gate_up, mlp.down))
+    return all(_takes(linear, x) for linear in (attention.qkv, attention.out, mlp.gate_up, mlp.down))
 
 
-def _dense(linear: Linear, x: Tensor) -> bool:
-    """Returns True for a single dense weight of x's dtype whose rows begin on 16 bytes, within the number of
-    counters.
+def _takes(linear: Linear, x: Tensor) -> bool:
+    """Returns True for a single weight whose rows begin on 16 bytes, within the number of counters: a dense one of x's
+    dtype, or codes that are multiplied without rounding activations.
     """
-    if len(linear.weights) != 1 or not isinstance(linear.weights[0], PlainWeight):
+    if len(linear.weights) != 1:
         return False
     w = linear.weights[0]
+    if isinstance(w, QuantisedWeight):
+        return skinny_codes.fits(w)
+    if not isinstance(w, PlainWeight):
+        return False
     sixteen = w.in_features * x.itemsize % 16 == 0 and w.weight.is_contiguous()
     return sixteen and w.weight.dtype == x.dtype and w.out_features <= 16 * skinny_gemm.COUNTERS

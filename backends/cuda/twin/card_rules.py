@@ -1,0 +1,105 @@
+"""Rules of CUDA that a CPU does not impose, for the twin's runtime: what a capture permits, memory whose allocation
+waits for the card, and events that are complete only some time after they were recorded.
+
+From the CUDA C++ Programming Guide ("CUDA Graphs: Creating a Graph Using Stream Capture", "Implicit Synchronization",
+"Lazy Loading") and the runtime's reference ("Stream Management", "Event Management").
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+ORIGIN = "programs"
+"""The stream that begins and ends a capture."""
+
+
+class CaptureError(RuntimeError):
+    """A call that a capture does not permit; CUDA invalidates the capture."""
+
+
+class CaptureOrder:
+    """Streams and events of one capture.
+
+    A stream other than the origin takes part once it waits for an event that was recorded in the capture; it must be
+    joined: a stream of the capture waits for an event recorded behind its last work, up to the origin.
+    """
+
+    def __init__(self) -> None:
+        self._recorded: dict[int, tuple[str, int]] = {}
+        """Event -> (stream, work of the stream at that point)."""
+        self._work: Counter[str] = Counter({ORIGIN: 0})
+        self._joined: Counter[str] = Counter()
+
+    def record(self, event: int, stream: str) -> None:
+        """Records an event; on a stream that takes no part, it belongs to no capture."""
+        if stream in self._work:
+            self._recorded[event] = stream, self._work[stream]
+
+    def wait(self, event: int, stream: str, recorded_before: bool) -> None:
+        """Makes ``stream`` wait; it takes part from then on.
+
+        Raises:
+            CaptureError: the event was recorded outside the capture.
+        """
+        found = self._recorded.get(event)
+        if found is None:
+            if stream in self._work and recorded_before:
+                raise CaptureError(
+                    f"{stream} waits within a capture for an event that was recorded outside it, which a capture does "
+                    "not permit"
+                )
+            return
+        source, work = found
+        self._work.setdefault(stream, 0)
+        if source != stream:
+            self._joined[source] = max(self._joined[source], work)
+            self._work[stream] += 1
+        if stream != ORIGIN and source == ORIGIN:
+            self._joined[stream] = min(self._joined[stream], self._work[stream] - 1)
+
+    def add_work(self, stream: str) -> None:
+        """Notes work; on a stream that takes no part, it runs outside the graph."""
+        if stream in self._work:
+            self._work[stream] += 1
+
+    def wait_on_host(self, what: str) -> None:
+        """Raises: CaptureError: the host may not wait for a stream that is captured."""
+        raise CaptureError(f"{what}: the host waits within a capture, which a capture does not permit")
+
+    def end(self) -> None:
+        """Ends the capture.
+
+        Raises:
+            CaptureError: work of another stream is not joined to the origin.
+        """
+        for stream, work in self._work.items():
+            if stream != ORIGIN and self._joined[stream] < work:
+                raise CaptureError(f"a capture ends with work of {stream} that is not joined to the stream of programs")
+
+    def owns(self, event: int) -> bool:
+        """Returns True if the event was recorded within this capture: outside it, nothing may wait for it."""
+        return event in self._recorded
+
+
+class PinnedBlocks:
+    """Page-locked blocks by size, as torch's allocator keeps them: a block that is given back serves the next one of
+    its size, and a new one is locked by a call that waits for the card.
+    """
+
+    def __init__(self) -> None:
+        self._free: Counter[int] = Counter()
+
+    def take(self, held: NDArray[np.uint8]) -> bool:
+        """Takes a block for ``held``, until that is gone; returns True if it had to be locked anew."""
+        size = 1 << max(held.nbytes - 1, 1).bit_length()
+        known = self._free[size] > 0
+        self._free[size] -= known
+        weakref.finalize(held, self._give, size)
+        return not known
+
+    def _give(self, size: int) -> None:
+        self._free[size] += 1

@@ -1,0 +1,132 @@
+"""A layer of the decoder: attention or a recurrent layer, an MLP or experts, and the norms around them."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import Tensor
+
+from trencadis.core.checkpoint.model_config import GATED, OUT, POST, SANDWICH, TextConfig
+from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.device.backend import AdapterRows, Attn, Backend, Rotary
+from trencadis.core.models.attention import Attention
+from trencadis.core.models.interface import StatefulLayer
+from trencadis.core.models.layer_inputs import LayerInput
+from trencadis.core.models.linear import scaled
+from trencadis.core.models.mlp import MLP, GatedMLP, PlainMLP, norm_of
+from trencadis.core.models.moe import ExpertMLP, ExpertsBeside
+
+
+class DecoderLayer:
+    """A decoder layer: attention, or the recurrent layer ``mixer`` in its place, and an MLP or experts.
+
+    Norms are applied before them, before and after them, after them, or after the residual sums.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        c: TextConfig,
+        group: int = 1,
+        index: int = 0,
+        aligned: int = 1,
+        mixer: StatefulLayer | None = None,
+    ) -> None:
+        ops, full, c = backend.ops, c, c.of_layer(index)
+        self.input_norm = norm_of(c.norm, ops, c.hidden, c.eps)
+        self.recurrent = mixer is not None
+        """True if it keeps a state for each sequence, which ``attention.bind`` then takes."""
+        own = mixer or Attention(backend, c, c.window_of(index), c.score_scale_of(index))
+        self.attention = cast(Attention, own)  # a recurrent layer takes ``RecurrentRows`` as its rotary factors
+        self.post_norm = norm_of(c.norm, ops, c.hidden, c.eps)
+        self.mlp: MLP | ExpertMLP
+        self.beside: ExpertsBeside | None = None
+        if c.experts is not None and c.experts.beside:
+            self.beside = ExpertsBeside(backend, c, c.experts, group, aligned)
+        if c.experts is not None and not c.has_mlp(index):
+            self.mlp = ExpertMLP(ops, backend.comm, c.hidden, c.experts, c.activation, backend.device, group, aligned)
+        else:
+            kind = GatedMLP if c.mlp == GATED else PlainMLP
+            self.mlp = kind(ops, backend.comm, c.hidden, c.intermediate, c.mlp_bias, group, c.activation, aligned)
+        self.norms_after_sum, self.scale = c.norm_placement == POST, c.residual_scale
+        self.norms_after_parts = c.norm_placement == OUT
+        several = 2 if c.norm_placement == SANDWICH else 0
+        self.out_norms = [norm_of(c.norm, ops, c.hidden, c.eps) for _ in range(several)]
+        self.local = c.uses_second_rotary(index)
+        self.causal = c.causal_full_layers and not c.window_of(index)
+        self.gives_kv = index in full.kv_givers
+        self.sums_stream = c.layer_scale or c.layer_inputs > 0
+        self.layer_input = LayerInput(backend, c) if c.layer_inputs else None
+        self.scales_stream = c.layer_scale
+        self.stream_scale: Tensor | None = None  # [1] of the backend's dtype
+
+    def load(self, source: WeightSource, name: str) -> None:
+        self.input_norm.load(source, f"{name}.input_layernorm")
+        self.attention.load(source, f"{name}.{'linear' if self.recurrent else 'self'}_attn")
+        self.post_norm.load(source, f"{name}.post_attention_layernorm")
+        self.mlp.load(source, f"{name}.mlp")
+        if self.beside is not None:
+            self.beside.load(source, f"{name}.beside")
+        for norm, part in zip(self.out_norms, ("attention", "mlp"), strict=False):
+            norm.load(source, f"{name}.{part}_out_layernorm")
+        if self.layer_input is not None:
+            self.layer_input.load(source, name)
+        if self.scales_stream:
+            self.stream_scale = source.take(f"{name}.layer_scalar", (1,))
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, rotary: Rotary, attn: Attn, rows: AdapterRows | None = None
+    ) -> tuple[Tensor | None, ...]:
+        """Returns (MLP output, residual stream without it), [n, hidden] each in the backend's dtype, like the inputs.
+
+        Without norms before attention, or with ``TextConfig.sums_stream``, returns (the stream, None). A layer whose
+        keys and values others read returns them, too.
+
+        Args:
+            rotary: the rotary factors; for a recurrent layer ``RecurrentRows`` in their place.
+            rows: the adapters of the tokens.
+        """
+        if self.norms_after_parts:
+            x = x + self.input_norm(scaled(self.attention(x, rotary, attn, rows), self.scale))[0]
+            return x + self.post_norm(scaled(self.mlp(x, rows), self.scale))[0], None
+        if self.norms_after_sum:
+            return self._forward_post_norm(x, rotary, attn, rows), None
+        normed, residual = self.input_norm(x, residual)
+        if self.gives_kv:
+            shared = self.attention.share(normed, rotary, attn, rows)
+            normed, residual = self.post_norm(self._out(0, shared.out), residual)
+            return (*self._finish(normed, residual, rotary, rows), shared.k, shared.v)
+        # The output of attention gets no name, so that its memory is free while the MLP runs.
+        normed, residual = self.post_norm(self._out(0, self.attention(normed, rotary, attn, rows)), residual)
+        return self._finish(normed, residual, rotary, rows)
+
+    def _finish(
+        self, normed: Tensor, residual: Tensor, rotary: Rotary, rows: AdapterRows | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Computes the layer behind attention: the MLP and what stands beside it."""
+        y = self.mlp(normed, rows)
+        out = self._out(1, y if self.beside is None else self.beside(y, residual))
+        return (out, residual) if not self.sums_stream else (self._sum(residual + out, rotary), None)
+
+    def _sum(self, stream: Tensor, rotary: Rotary) -> Tensor:
+        """Returns the stream after the layer's own embeddings and its scale."""
+        if self.layer_input is not None:
+            assert rotary.layer_input is not None
+            stream = self.layer_input(stream, rotary.layer_input)
+        return stream if self.stream_scale is None else stream * self.stream_scale
+
+    def _forward_post_norm(self, x: Tensor, rotary: Rotary, attn: Attn, rows: AdapterRows | None) -> Tensor:
+        """Returns the stream after a layer whose norms follow the residual sums."""
+        x = self.input_norm(scaled(self.attention(x, rotary, attn, rows), self.scale), x)[0]
+        return self.post_norm(scaled(self.mlp(x, rows), self.scale), x)[0]
+
+    def _out(self, part: int, x: Tensor) -> Tensor:
+        """Scales and norms the output of attention (0) or the MLP (1) for the residual stream."""
+        x = scaled(x, self.scale)
+        return self.out_norms[part](x)[0] if self.out_norms else x
+
+    def nbytes(self) -> int:
+        own = 0 if self.stream_scale is None else self.stream_scale.nbytes
+        beside = (part for part in (self.beside, self.layer_input) if part is not None)
+        parts = (self.input_norm, self.attention, self.post_norm, self.mlp, *self.out_norms, *beside)
+        return own + sum(part.nbytes() for part in parts)

@@ -1,0 +1,138 @@
+"""Records the needs of served traffic: bounded, fading with load, and readable by another thread. Pure Python.
+
+One histogram fades slowly; the plan is chosen from it. Traffic after a choice is also recorded in a few short periods
+of its own, so that it is judged by needs that it was not chosen with. A third histogram has what no file has yet.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from trencadis.core.buckets import Bucket, Plan, Stage
+from trencadis.core.shapes.rectangular_launches import RowNeed
+from trencadis.core.shapes.shape_needs import HALF_LIFE_SECONDS, MAX_CELLS, NeedCell, NeedHistogram, list_needs
+
+PERIODS = 6
+"""Periods of traffic by which a proposal is judged."""
+
+PERIOD_SECONDS = 300.0
+PERIOD_CELLS = 170
+UNSAVED_CELLS = 1024
+LASTING_CELLS = MAX_CELLS - PERIODS * PERIOD_CELLS - UNSAVED_CELLS
+
+IDLE_SECONDS = 1.0
+"""A longer gap between two steps is not load: the weights of needs do not fade in it."""
+
+
+class NeedSnapshot(NamedTuple):
+    """What has been recorded: cells and weights that no longer change, steps, and seconds of load."""
+
+    cells: list[NeedCell]
+    steps: int
+    seconds: float
+
+    def histogram(self) -> NeedHistogram:
+        """Returns the cells as a histogram."""
+        made = NeedHistogram()
+        for (stage, variant), dims, weight in self.cells:
+            made.add(stage, dims, weight, variant)
+        return made
+
+
+class NeedRecorder:
+    """Counts the needs of a rank's Steps. The rank's thread writes, the engine's thread reads.
+
+    Args:
+        plan: gives the policy and the largest sizes, by which needs are cut; its buckets do not matter.
+        half_life: seconds of load after which a need counts half.
+    """
+
+    def __init__(
+        self, plan: Plan, half_life: float = HALF_LIFE_SECONDS, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.plan, self.half_life = plan, half_life
+        self.steps, self.seconds = 0, 0.0
+        self._clock, self._last = clock, clock()
+        self._lasting = NeedHistogram(half_life, LASTING_CELLS)
+        self._unsaved = NeedHistogram(half_life, UNSAVED_CELLS)
+        self._periods: list[NeedHistogram] = []
+        self._period_seconds = 0.0
+        self._judging = False
+        self._lock = threading.Lock()
+
+    def count(self, rows: Sequence[RowNeed], images: Sequence[int], variant: str = "") -> None:
+        """Counts the needs of one Step: its rows, and the slots of each image that it encodes.
+
+        Args:
+            variant: that of the Step's text launches, e.g. of rows with adapters.
+        """
+        self._add(list(list_needs(rows, images, self.plan)), variant)
+
+    def count_ragged(self, tokens: int, rows: int, images: Sequence[int], variant: str = "") -> None:
+        """Counts the needs of one Step of a device whose launches hold all rows."""
+        found = list(list_needs((), images, self.plan))
+        if rows:
+            mixed = Bucket(Stage.PREFILL, (tokens, rows))
+            found.append(Bucket(Stage.DECODE, (rows,)) if tokens == rows else mixed)
+        self._add(found, variant)
+
+    def _add(self, needs: Sequence[Bucket], variant: str) -> None:
+        if not needs:
+            return
+        now = self._clock()
+        with self._lock:
+            seconds, self._last = min(max(now - self._last, 0.0), IDLE_SECONDS), now
+            self.steps, self.seconds = self.steps + 1, self.seconds + seconds
+            self._lasting.advance(seconds)
+            if self._judging:
+                self._advance_period(seconds)
+            for histogram in (self._lasting, self._unsaved, *(self._periods[-1:] if self._judging else ())):
+                for need in needs:
+                    histogram.add(need.stage, need.dims, 1.0, "" if need.stage is Stage.VISION else variant)
+
+    def _advance_period(self, seconds: float) -> None:
+        """Begins the next period, or ends the recording of periods, once the present one is over."""
+        self._period_seconds += seconds
+        if self._period_seconds < PERIOD_SECONDS:
+            return
+        self._period_seconds = 0.0
+        if len(self._periods) < PERIODS:
+            self._periods.append(NeedHistogram(most=PERIOD_CELLS))
+        else:
+            self._judging = False
+
+    def begin_periods(self) -> None:
+        """Records the following traffic in periods of its own as well."""
+        with self._lock:
+            self._periods = [NeedHistogram(most=PERIOD_CELLS)]
+            self._period_seconds, self._judging = 0.0, True
+
+    def take_periods(self) -> list[NeedHistogram] | None:
+        """Returns the periods once all of them have passed, and records none from then on; None before that."""
+        with self._lock:
+            if self._judging or not self._periods:
+                return None
+            taken, self._periods = self._periods, []
+            return taken
+
+    def snapshot(self, least: float = 0.0) -> NeedSnapshot:
+        """Returns the cells that weigh at least ``least`` now."""
+        with self._lock:
+            return NeedSnapshot(self._lasting.list_cells(least), self.steps, self.seconds)
+
+    def take_unsaved(self, least: float) -> NeedHistogram:
+        """Returns the needs since the last call, without cells below ``least``, which are kept until they reach it."""
+        with self._lock:
+            taken = NeedHistogram()
+            for (stage, variant), cells in self._unsaved.cells.items():
+                for dims in [d for d, weight in cells.items() if weight >= least]:
+                    taken.add(stage, dims, cells.pop(dims), variant)
+            return taken
+
+    def add(self, needs: NeedHistogram) -> None:
+        """Adds what an earlier server recorded."""
+        with self._lock:
+            self._lasting.merge(needs)

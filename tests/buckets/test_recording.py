@@ -1,0 +1,238 @@
+"""What an engine records of its traffic: bounded, private, shared by engines, and judged before it counts."""
+
+from __future__ import annotations
+
+import json
+import random
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from tests.traffic.launch_lines import GUIDE, model_of
+from trencadis.backends.hpu.policy import SERVING
+from trencadis.core import engine_stats
+from trencadis.core.buckets import LORA, Plan, Stage
+from trencadis.core.engine import bucket_learning
+from trencadis.core.engine.bucket_learning import OBSERVE, ON, BucketLearning, LearningSettings
+from trencadis.core.engine.request_trace import RequestTrace
+from trencadis.core.errors import StartupError
+from trencadis.core.media_spans import MediaSpan
+from trencadis.core.request import Delta, Request, SamplingParams
+from trencadis.core.shapes import change_rules
+from trencadis.core.shapes.bucket_options import BucketOptions
+from trencadis.core.shapes.bucket_planner import make_plan
+from trencadis.core.shapes.bucket_profile import MAX_BYTES, merge_into_profile, read_profile
+from trencadis.core.shapes.change_rules import ChangeRate, PlanCosts, judge
+from trencadis.core.shapes.launch_costs import work_of
+from trencadis.core.shapes.need_recorder import PERIOD_SECONDS, PERIODS, NeedRecorder
+from trencadis.core.shapes.rectangular_launches import RowNeed
+from trencadis.core.shapes.shape_needs import MAX_CELLS, NeedHistogram
+from trencadis.server.plan.traffic_trace import read_trace
+
+MODEL = model_of(3584, 28, 28, 4, 18944)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return make_plan(SERVING, GUIDE, BucketOptions(), MODEL)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def decode(rows: int, context: int = 400) -> list[RowNeed]:
+    return [RowNeed(i, context, 1) for i in range(rows)]
+
+
+def test_needs_are_counted_before_they_are_padded(plan: Plan) -> None:
+    recorder = NeedRecorder(plan)
+    recorder.count([RowNeed(0, 0, 77), RowNeed(1, 500, 33), *(RowNeed(i, 300, 1) for i in range(2, 7))], [256, 320])
+    recorder.count([RowNeed(0, 64, 3, (), True)], [])
+    recorder.count(decode(2), [], LORA)
+    cells = {(c.key[0].name, c.key[1], c.dims): c.weight for c in recorder.snapshot().cells}
+    wanted = {
+        ("FRESH", "", (1, 80)), ("CONTEXT", "", (34, 4)), ("DECODE", "", (5, 15)), ("VISION", "", (576,)),
+        ("DECODE", LORA, (2, 8)),
+    }  # fmt: skip
+    assert cells == {cell: pytest.approx(1.0) for cell in wanted}
+
+
+def test_idle_time_is_no_load_and_old_needs_fade(plan: Plan) -> None:
+    clock = Clock()
+    recorder = NeedRecorder(plan, 100.0, clock)
+    recorder.count(decode(1), [])
+    clock.now = 10_000.0
+    recorder.count(decode(2), [])
+    assert recorder.seconds == 1.0
+    for _ in range(200):
+        clock.now += 0.5
+        recorder.count(decode(3), [])
+    weights = {c.dims[0]: c.weight for c in recorder.snapshot().cells}
+    assert weights[1] == pytest.approx(0.5, rel=0.02) and recorder.steps == 202
+
+
+def record_random(plan: Plan, count: int) -> NeedRecorder:
+    rng, clock = random.Random(1), Clock()
+    recorder = NeedRecorder(plan, 3600.0, clock)
+    recorder.begin_periods()
+    for _ in range(count):
+        clock.now += 0.1
+        rows = [RowNeed(0, 0, rng.randint(2, 3000)), RowNeed(1, rng.randint(1, 30_000), rng.randint(2, 2000))]
+        recorder.count([*rows, *decode(rng.randint(1, 120), rng.randint(1, 30_000))], [64 * rng.randint(1, 900)])
+    return recorder
+
+
+def test_memory_is_bounded(plan: Plan) -> None:
+    recorder = record_random(plan, 1500)
+    held = recorder._lasting.count + recorder._unsaved.count + sum(p.count for p in recorder._periods)
+    assert held <= MAX_CELLS
+    assert sum(c.weight for c in recorder.snapshot().cells) > 0
+
+
+@pytest.mark.long
+def test_memory_is_flat_over_ten_million_needs(plan: Plan) -> None:
+    rng = random.Random(2)
+    needs = NeedHistogram()
+    tracemalloc.start()
+    for i in range(10_000_000):
+        if i == 1_000_000:
+            before = tracemalloc.get_traced_memory()[0]
+        needs.add(Stage.DECODE, (rng.randint(1, 128), rng.randint(1, 4096)))
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert needs.count <= MAX_CELLS and grown < 1 << 20
+
+
+def test_engines_share_a_profile_and_small_counts_are_not_written(plan: Plan, tmp_path: Path) -> None:
+    path = str(tmp_path / "needs.json")
+    for count in (4, 9):
+        recorder = NeedRecorder(plan)
+        for _ in range(count):
+            recorder.count(decode(8), [])
+        recorder.count(decode(9), [])
+        merge_into_profile(path, recorder.take_unsaved(5.0), plan.policy, 128, 5.0)
+        kept = {c.dims[0]: c.weight for c in NeedRecorder.snapshot(recorder).cells}
+        assert set(kept) == {8, 9}
+    (cell,) = read_profile(path, SERVING, 128).list_cells()
+    assert cell.dims[0] == 8 and cell.weight == pytest.approx(9)
+    assert recorder.take_unsaved(1.0).list_cells()[0].dims[0] == 9
+    merge_into_profile(path, NeedHistogram(), plan.policy, 128, 5.0, fade=0.1)
+    assert not read_profile(path, SERVING, 128).list_cells()
+    Path(path).write_text("{cut")
+    with pytest.raises(StartupError, match="no profile"):
+        merge_into_profile(path, NeedHistogram(), plan.policy, 128, 5.0)
+
+
+def test_a_profile_has_no_word_of_any_prompt_and_at_most_256_kib(plan: Plan, tmp_path: Path) -> None:
+    """Prompts reach the recorder as counts alone; here every token of 1,000 secrets is looked for in the file."""
+    rng, path = random.Random(3), tmp_path / "needs.json"
+    secrets = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=12)) for _ in range(1000)]
+    recorder = record_random(plan, 200)
+    for secret in secrets:
+        recorder.count([RowNeed(0, 0, len(secret))], [])
+    merge_into_profile(str(path), recorder.take_unsaved(1.0), plan.policy, 128, 1.0)
+    text = path.read_text()
+    assert len(text) <= MAX_BYTES
+    assert not any(s[i : i + 4] in text for s in secrets for i in range(len(s) - 3) if s[i : i + 4] not in "trencadis")
+    assert set(json.loads(text)) == {"format", "version", "block_size", "cells"}
+
+
+# Judging
+
+
+def test_a_change_needs_a_certain_gain() -> None:
+    def costs(*gains: float) -> list[PlanCosts]:
+        return [PlanCosts(100 - 100 * g, 100, 110) for g in gains]
+
+    assert judge(costs(0.05, 0.06, 0.05, 0.07)) == engine_stats.PUBLISHED
+    assert judge(costs(0.02, 0.03, 0.02, 0.03)) == engine_stats.SMALL
+    assert judge(costs(0.9, -0.5, -0.3, 0.1)) == engine_stats.UNSTEADY
+    assert judge([PlanCosts(90, 100, 80)] * 4) == engine_stats.WORSE
+    assert judge([]) == engine_stats.SMALL
+
+
+def test_changes_are_rare() -> None:
+    rate, begun = ChangeRate(), list[float]()
+    for minute in range(0, 180):
+        if not rate.refuses(minute * 60.0):
+            begun.append(minute)
+            rate.note_change(minute * 60.0)
+    assert begun[:5] == [0, 10, 20, 30, 60] and len(begun) == 12
+    rate.hold(10_000.0)
+    assert rate.refuses(96_000.0) == engine_stats.HELD and not rate.refuses(96_401.0)
+
+
+def learning_of(plan: Plan, mode: str, clock: Clock) -> BucketLearning:
+    settings = LearningSettings(plan, 40, work_of(MODEL, 128), mode)
+    return BucketLearning(settings, NeedRecorder(plan, 3600.0, clock), lambda: plan, lambda: "", clock)
+
+
+def feed(learning: BucketLearning, clock: Clock, seconds: float, rows: int) -> None:
+    end = clock.now + seconds
+    while clock.now < end:
+        clock.now += 0.5
+        learning.recorder.count(decode(rows, 33_000 // rows), [])
+        learning.tick()
+        if learning._thread is not None:
+            learning._thread.join()
+
+
+@pytest.mark.parametrize("mode", [OBSERVE, ON])
+def test_a_proposal_is_judged_by_later_traffic(plan: Plan, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five rows over many blocks, for which the limits' plan has no near bucket; then they change, or do not."""
+    monkeypatch.setattr(bucket_learning, "SEARCH_SECONDS", 60.0)
+    monkeypatch.setattr(bucket_learning, "LEAST_STEPS", 50)
+    monkeypatch.setattr(change_rules, "LEAST_GAIN", 0.0)
+    clock = Clock()
+    learning = learning_of(plan, mode, clock)
+    feed(learning, clock, 70.0, 5)
+    assert learning.history[-1].outcome == engine_stats.PROPOSED and learning.pending is None
+    assert learning.report().proposal is not None and learning.report().steps > 100
+    feed(learning, clock, PERIODS * PERIOD_SECONDS + 5, 5)
+    assert learning._gain > 0
+    assert (learning.pending is not None) == (mode == ON)
+
+
+def test_a_search_without_needs_is_answered(plan: Plan) -> None:
+    clock = Clock()
+    learning = learning_of(plan, OBSERVE, clock)
+    learning.request(force=True)
+    learning.wait(5.0)
+    learning.tick()
+    assert learning.handled == 1 and learning.pending is None and not learning.busy
+    assert learning.history[-1].reason == "nothing has been recorded"
+
+
+# Traces
+
+
+def test_a_recorded_trace_can_be_planned_by(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    trace = RequestTrace(str(path))
+    secret = list(range(900, 960))
+    trace.begin(Request("a-secret-id", secret, SamplingParams(n=2), [MediaSpan(1, 4, "cafe", (1, 8, 8), 64)]), 100.0)
+    trace.begin(Request("b", [1, 2, 3], SamplingParams()), 101.26)
+    trace.take([Delta("b", tokens=[5, 6], finish="stop")])
+    assert not path.read_text(), "an earlier request still runs"
+    trace.take([Delta("a-secret-id", 0, [1], cached_tokens=16), Delta("a-secret-id", 1, [1], finish="length")])
+    trace.take([Delta("a-secret-id", 0, [2], finish="stop")])
+    trace.close()
+    found = read_trace(str(path))
+    assert [(t.arrival, t.prompt, t.output, t.cached, t.images) for t in found] == [
+        (0.0, 60, 2, 16, (64,)), (0.0, 60, 1, 60, ()), (1.3, 3, 2, 0, ())
+    ]  # fmt: skip
+    assert not any(word in path.read_text() for word in ("secret", "cafe", "900"))
+    again = RequestTrace(str(path))
+    again.begin(Request("c", [1], SamplingParams()), 7.0)
+    again.close()
+    assert len(read_trace(str(path))) == 3, "a request that drew nothing is left out"
+    (tmp_path / "other").write_text("no trace\n")
+    for bad in (tmp_path / "other", tmp_path / "none" / "trace"):
+        with pytest.raises(StartupError, match="--record-trace"):
+            RequestTrace(str(bad))

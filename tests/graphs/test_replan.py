@@ -1,0 +1,278 @@
+"""A plan that changes while serving: ready before it is used, paid to the byte, and given up if any piece fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes.device import FakeDevice, OutOfMemory, make_harness, small_plan
+from tests.graphs.test_ranks import ThreadComm, together
+from tests.traffic.requests import Traffic
+from trencadis.backends.hpu.emulator.emulated_bridge import EmulatedRuntime
+from trencadis.backends.hpu.emulator.refusals import parse
+from trencadis.core.buckets import Bucket, Plan, Stage
+from trencadis.core.config import EngineConfig
+from trencadis.core.device.backend import ProgramState
+from trencadis.core.engine.engine import Engine
+from trencadis.core.engine.engine_builder import create_engine
+from trencadis.core.engine_stats import FAILURE, PUBLISHED
+from trencadis.core.graphs.graph_capture import GraphCaptures
+from trencadis.core.graphs.graph_manager import GraphManager
+from trencadis.core.graphs.replan import PlanChange
+from trencadis.core.graphs.warmup import Warmup
+from trencadis.core.memory.graph_budget import GraphPrice
+from trencadis.core.shapes.learned_plan import KEPT_STAGES, learn_plan
+from trencadis.core.shapes.shape_needs import NeedHistogram
+
+MIB = 1 << 20
+NEW = tuple(Bucket(Stage.FRESH, (1, t)) for t in (96, 192)) + (Bucket(Stage.DECODE, (2, 3)),)
+GONE = (Bucket(Stage.FRESH, (1, 64)), Bucket(Stage.DECODE, (1, 2)))
+
+
+def changed(plan: Plan) -> Plan:
+    return dataclasses.replace(plan, version=2, buckets=tuple(sorted({*plan.buckets, *NEW} - set(GONE))))
+
+
+def change_of(manager: GraphManager, captures: GraphCaptures, said: list[Plan]) -> PlanChange:
+    return PlanChange(
+        manager, captures, changed(manager.plan), lambda plan: [GraphPrice(b, MIB) for b in plan.buckets], said.append
+    )
+
+
+def run_change(manager: GraphManager, captures: GraphCaptures) -> None:
+    """A full start, then a change; launches of the old plan run between the pieces."""
+    Warmup(manager, captures).run_all()
+    said: list[Plan] = []
+    change = change_of(manager, captures, said)
+    while change.advance() is not None:
+        if not said and not change.failure:
+            for bucket in small_plan().buckets:
+                manager.run(bucket, None, 1)  # type: ignore[arg-type]
+    assert bool(said) != bool(change.failure)
+    assert manager.plan.version == (1 if change.failure else 2) and manager.planned == set(manager.plan.buckets)
+    assert all(manager.state(b) is ProgramState.CAPTURED for b in manager.planned if b not in captures.failed)
+    assert (manager.lazy_compiles, manager.recompiles) == (0, 0)
+
+
+def alone(device: FakeDevice, **options: Any) -> tuple[GraphManager, GraphCaptures]:
+    manager, captures = make_harness(device, **options)
+    run_change(manager, captures)
+    rows = dict(captures.ledger.rows())
+    assert sum(rows.values()) == device.size
+    assert device.used == device.size - rows["margin"] - rows["graph reserve unused"]
+    return manager, captures
+
+
+def test_new_buckets_are_ready_before_they_are_used_and_old_ones_return_their_bytes() -> None:
+    device = FakeDevice(returned=1.0)
+    manager, captures = alone(device)
+    assert set(NEW) <= manager.planned and not set(GONE) & manager.planned
+    assert captures.own.spent == {"text": 4 * MIB, "vision": 2 * MIB, "decode": 5 * MIB}
+    assert not any(captures.own.lost.values()) and set(captures.by_bucket) == manager.planned
+
+
+@pytest.mark.parametrize("kind", ["compile", "capture"])
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_a_failure_at_any_piece_leaves_the_old_plan(kind: str, k: int) -> None:
+    count = len(small_plan().buckets)
+    device = FakeDevice(returned=1.0, fails={(kind, count + k): OutOfMemory()})
+    manager, captures = alone(device)
+    assert manager.plan.version == 1 and set(captures.by_bucket) == set(small_plan().buckets)
+    assert captures.own.spent == {"text": 3 * MIB, "vision": 2 * MIB, "decode": 5 * MIB}
+    assert not captures.accounts.closed and not captures.failed
+
+
+def test_a_bucket_that_compiles_again_is_refused() -> None:
+    manager, _ = make_harness(FakeDevice(returned=1.0, unstable={NEW[0]: 1}))
+    captures = manager.observer._accounts
+    assert isinstance(captures, GraphCaptures)
+    Warmup(manager, captures).run_all()
+    change = change_of(manager, captures, [])
+    while change.advance() is not None:
+        pass
+    assert "compiled again" in change.failure and manager.plan.version == 1
+
+
+def test_graphs_that_leave_make_room_for_new_ones() -> None:
+    """A reserve that holds the old plan exactly: each new graph takes the place of one that goes."""
+    device = FakeDevice(returned=1.0)
+    manager, captures = make_harness(device)
+    Warmup(manager, captures).run_all()
+    for pool, spent in captures.accounts.spent.items():
+        captures.accounts.budget[pool] = captures.own.budget[pool] = spent + MIB // 4
+    change = change_of(manager, captures, [])
+    while change.advance() is not None:
+        pass
+    assert not change.failure and sum(manager.state(b) is ProgramState.CAPTURED for b in NEW) == 2
+    assert all(manager.state(b) >= ProgramState.COMPILED for b in manager.planned)
+
+
+@pytest.mark.parametrize("fails", [{}, {("capture", 12): OutOfMemory()}, {("compile", 11): ValueError("no")}])
+def test_ranks_change_together_or_not_at_all(fails: dict[tuple[str, int], Exception]) -> None:
+    ranks = []
+    devices = [FakeDevice(returned=1.0), FakeDevice(returned=1.0, fails=fails)]
+
+    def work(manager: GraphManager, captures: GraphCaptures) -> None:
+        assert isinstance(manager.backend.comm, ThreadComm)
+        run_change(manager, captures)
+        ranks.append(manager.plan.version)
+
+    together(devices, work)
+    assert ranks == ([1, 1] if fails else [2, 2])
+
+
+# On the emulated card
+
+FLAGS: dict[str, Any] = {
+    "device": "hpu", "dtype": "float32", "max_model_len": 192, "max_num_seqs": 4, "max_num_batched_tokens": 128,
+    "block_size": 16, "mm_processor_kwargs": {"min_pixels": 56 * 56, "max_pixels": 224 * 224},
+    "num_gpu_blocks_override": 24, "encoder_cache_images": 2, "warmup_stall": 1.0,
+}  # fmt: skip
+
+Make = Callable[..., Engine]
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch, vl_checkpoint: Path, tmp_path: Path) -> Iterator[Make]:
+    monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
+    monkeypatch.setenv("TRENCADIS_HPU_EMULATOR_FAULTS", "return:1")
+    monkeypatch.setenv("TRENCADIS_CACHE", str(tmp_path))
+    monkeypatch.setenv("VLLM_MULTIMODAL_BUCKETS", "64,128,256,512")
+    made: list[Engine] = []
+
+    def create(**flags: Any) -> Engine:
+        made.append(create_engine(EngineConfig(model=str(vl_checkpoint), **{**FLAGS, **flags})))
+        return made[-1]
+
+    yield create
+    for engine in made:
+        engine.close()
+
+
+class Changes:
+    """Forces a change to a random plan in every ``every``-th step."""
+
+    def __init__(self, engine: Engine, every: int, seed: int) -> None:
+        self.engine, self.every, self.rng = engine, every, random.Random(seed)
+        self.steps, self.versions = 0, [1]
+        assert engine._learning is not None
+        self.learning = engine._learning
+        engine._pace.stall, engine._pace.slice = 1e6, 1.0
+        self._step = engine.step
+        engine.step = self.step  # type: ignore[method-assign]
+
+    def step(self) -> Any:
+        self.steps += 1
+        if self.steps % self.every == 0 and not self.learning.busy and not self.engine.idle():
+            self.learning.pending = self.random_plan()
+        found = self._step()
+        if (version := self.learning.present().version) != self.versions[-1]:
+            self.versions.append(version)
+        return found
+
+    def random_plan(self) -> Any:
+        static, needs = self.learning.settings.static, NeedHistogram()
+        stages = sorted({b.stage for b in static.buckets} - set(KEPT_STAGES))
+        for _ in range(60):
+            bucket = self.rng.choice(static.of(self.rng.choice(stages)))
+            needs.add(bucket.stage, [self.rng.randint(1, d) for d in bucket.dims], self.rng.random())
+        most = self.rng.randint(*((14, 24) if not static.policy.mixed else (4, 8)))
+        return learn_plan(static, needs, most, self.learning.settings.unchanged)
+
+
+def serve(engine: Engine, count: int, seed: int) -> dict[tuple[str, int], list[int]]:
+    length = engine.info().max_model_len
+    run = Traffic(engine, seed, count, length, engine.info().vocab_size, most=length // 12, aborts=0.02)
+    run.run()
+    return {key: tokens for key, tokens in run.tokens.items() if key[0] not in run.gone}
+
+
+def check(engine: Engine) -> None:
+    """Nothing compiled in a step, no shape outside the plan, books that add up, nothing lost."""
+    stats = engine.stats()
+    assert (stats.graphs.recompiles, stats.graphs.lazy_compiles) == (0, 0)
+    assert all(use.planned for use in stats.buckets)
+    captures = engine._watch.captures  # type: ignore[union-attr]
+    assert captures is not None
+    captures.observe()
+    rows, memory = dict(captures.ledger.rows()), captures.graphs.backend.memory
+    assert sum(rows.values()) == memory.total()
+    assert memory.total() - memory.free() == memory.total() - rows["margin"] - rows["graph reserve unused"]
+    assert not any(captures.own.lost.values())
+
+
+def change_in_flight(make: Make, count: int, every: int, seed: int, **flags: Any) -> Changes:
+    wanted = serve(make(learn_buckets="off", **flags), count, seed)
+    engine = make(learn_buckets="on", **flags)
+    changes = Changes(engine, every, seed)
+    found = serve(engine, count, seed)
+    common = found.keys() & wanted.keys()
+    assert len(common) > 0.8 * count and {k: found[k] for k in common} == {k: wanted[k] for k in common}
+    check(engine)
+    assert changes.versions == [*range(1, len(changes.versions) + 1)]
+    assert {c.outcome for c in changes.learning.history} == {PUBLISHED}
+    return changes
+
+
+SMALL: dict[str, Any] = {
+    "max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 64, "enable_prefix_caching": False,
+    "num_gpu_blocks_override": 64, "mm_processor_kwargs": {"min_pixels": 56 * 56, "max_pixels": 112 * 112},
+}  # fmt: skip
+
+
+def test_a_request_to_learn_changes_the_shapes_between_two_steps(make: Make) -> None:
+    """By what was recorded until then; a second request finds nothing better."""
+    engine = make(learn_buckets="observe", max_graphs=8, bucket_profile="", **SMALL)
+    serve(engine, 5, 2)
+    learning = engine._learning
+    assert learning is not None and learning.recorder.steps > 3
+    for handled in (1, 2):
+        engine.learn_buckets(force=True)
+        assert learning.busy and engine.busy()
+        while engine.busy():
+            engine.step()
+        assert learning.present().version == 2 and learning.handled == handled
+    serve(engine, 5, 2)
+    check(engine)
+    report = learning.report()
+    assert report.version == 2 and report.outcomes == {PUBLISHED: 1} and report.histogram
+
+
+@pytest.mark.long
+def test_shapes_change_while_requests_run(make: Make) -> None:
+    assert len(change_in_flight(make, 16, 3, 1).versions) >= 3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(4))
+def test_fifty_changes_in_two_thousand_requests(make: Make, seed: int) -> None:
+    assert len(change_in_flight(make, 2000, 40, seed).versions) > 50
+
+
+TWIN: dict[str, Any] = {
+    "device": "cuda", "policy": "twin", "max_model_len": 96, "max_num_batched_tokens": 64,
+    "num_gpu_blocks_override": 16,
+    "mm_processor_kwargs": {"min_pixels": 56 * 56, "max_pixels": 112 * 112},
+}  # fmt: skip
+
+
+@pytest.mark.long
+def test_shapes_change_on_the_twin(make: Make) -> None:
+    assert len(change_in_flight(make, 40, 3, 2, **TWIN).versions) >= 3
+
+
+@pytest.mark.long
+def test_a_card_that_fails_in_a_change_serves_on(make: Make) -> None:
+    engine = make(learn_buckets="on")
+    assert EmulatedRuntime.device is not None
+    EmulatedRuntime.device.faults = parse("oom@capture:2,return:1")
+    changes = Changes(engine, 4, 5)
+    serve(engine, 8, 3)
+    outcomes = [c.outcome for c in changes.learning.history]
+    assert FAILURE in outcomes and all(c.reason for c in changes.learning.history if c.outcome == FAILURE)
+    check(engine)

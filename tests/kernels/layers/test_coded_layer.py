@@ -1,0 +1,73 @@
+"""A decoder layer of few rows over quantised weights is six launches, too, and equals plain torch on their values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu import layers
+from tests.kernels.quantised.test_quantised import packed
+from tests.oracles import interpreter
+from trencadis.backends.cuda.kernels.layers import skinny_codes, skinny_gemm
+from trencadis.backends.cuda.ops import CudaOps
+from trencadis.backends.cuda.weights.quantised_weight import dequantise
+from trencadis.core.quant.online_quant import quantise
+from trencadis.core.quant.scheme import Scheme
+
+SCHEMES = {
+    "int4": Scheme(4, group=128), "int8": Scheme(8), "fp8": Scheme(8, "float", activations="none"),
+    "int4 with zeros": Scheme(4, group=32, symmetric=False), "int8, groups of 64": Scheme(8, group=64),
+    "int4 by rows": Scheme(4),
+}  # fmt: skip
+QUICK = ("int4",)
+SHAPE = layers.LayerShape(1024, 64, 2, 1, 32)
+
+
+def runs(name: str, dtype: torch.dtype, device: torch.device, contexts: tuple[int, ...]) -> layers.LayerRun:
+    return layers.LayerRun(SHAPE, contexts, dtype, device, SCHEMES[name])
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.long) for n in SCHEMES])
+def test_a_layer_over_codes(name: str, device: torch.device) -> None:
+    """Float32: within a few of its own roundings; keys and values are stored in their slots alone."""
+    before = interpreter.launches()
+    result = layers.check(runs(name, torch.float32, device, (20,)), 0)
+    print(f"\n{name}: {result}")
+    assert device.type != "cpu" or interpreter.launches() - before == 6
+    assert result.error <= 4 and result.mean <= 3 and not (result.elsewhere or result.moved or result.counters)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", SCHEMES)
+def test_in_sixteen_bits(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    result = layers.check(runs(name, dtype, device, (40, 0, 17)), 1)
+    print(f"\n{name} {dtype}: {result}")
+    assert result.error <= 2 and result.mean <= 1.5 and not (result.elsewhere or result.moved or result.counters)
+
+
+@pytest.mark.parametrize("gate", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_bits_do_not_depend_on_who_arrives_last(gate: bool, device: torch.device, interpreted: None) -> None:
+    """Columns in two pieces; odd features; a bias."""
+    w = packed(quantise(torch.randn(70, 1024), SCHEMES["int4"], torch.float32), torch.randn(70), device)
+    x, arrived = torch.randn(3, 1024), skinny_gemm.counters(device)
+    norm = skinny_gemm.NormOf(torch.rand(1024), 1e-6)
+    y = interpreter.in_all_orders(lambda: skinny_codes.product(x, w, arrived, norm, gate), every=False)
+    wide = x.double() * torch.rsqrt(x.double().square().mean(1, keepdim=True) + 1e-6) * norm.weight.double()
+    want: Any = wide @ dequantise(w).double().t() + w.bias.double()  # type: ignore[union-attr]
+    if gate:
+        first, second = want.chunk(2, 1)
+        want = torch.nn.functional.silu(first) * second
+    assert not arrived.any() and float((y - want).abs().max() / want.abs().max()) <= 2e-6
+
+
+def test_weights_that_do_not_fit_run_op_by_op(device: torch.device) -> None:
+    rounded = packed(quantise(torch.randn(32, 64), Scheme(8, activations="token"), torch.float32), None, device)
+    assert not skinny_codes.fits(rounded), "activations are rounded"
+    plain = packed(quantise(torch.randn(32, 64), Scheme(8), torch.float32), None, device)
+    assert skinny_codes.fits(plain)
+    plain.gather = torch.arange(64, dtype=torch.int32)
+    assert not skinny_codes.fits(plain), "columns in another order"
+    assert CudaOps.whole_layers

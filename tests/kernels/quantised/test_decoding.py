@@ -1,0 +1,108 @@
+"""Weights that are decoded once for many rows, and the card's instructions that decode four codes at a time."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.kernels.quantised.test_quantised import normal, packed
+from trencadis.backends.cuda.kernels import quantised_linear
+from trencadis.backends.cuda.weights.quantised_weight import dequantise
+from trencadis.core.quant.online_quant import quantise
+from trencadis.core.quant.scheme import DECODED_ROWS, Scheme
+
+SCHEMES = {
+    "int4": Scheme(4, group=128), "int4 by rows": Scheme(4), "int4, groups of 32": Scheme(4, group=32),
+    "int8": Scheme(8), "int8, groups of 64": Scheme(8, group=64), "fp8": Scheme(8, "float"),
+    "int4 with zeros": Scheme(4, group=64, symmetric=False),
+}  # fmt: skip
+QUICK = ("int4", "fp8")
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.long) for n in SCHEMES])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)], ids=str)
+def test_many_rows_multiply_by_decoded_pieces(
+    name: str, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each value is rounded once, in pieces that the features do not fill; biases are added."""
+    monkeypatch.setattr(quantised_linear, "DECODED_BYTES", 2 * 64 * 300)
+    q, bias = quantise(normal(130, 256), SCHEMES[name], dtype), normal(130, seed=1).to(dtype)
+    w, x = packed(q, bias, device), normal(DECODED_ROWS, 256, seed=2).to(dtype)
+    assert not w.rounds
+    held = torch.empty(130, w.columns, dtype=dtype, device=device)
+    quantised_linear.decode_features(w, 0, 130, held)
+    assert torch.equal(held.cpu(), dequantise(w).to(dtype).cpu())
+    y = quantised_linear.linear(x.to(device), w).cpu()
+    want = x.float() @ held.cpu().float().t() + bias.float()
+    step = torch.finfo(dtype).eps * want.abs().clamp_min(want.abs().max() / 64)
+    assert ((y.float() - want).abs() <= step).all()
+
+
+# The instructions, on the host
+
+
+def run_ptx(text: str, word: np.ndarray) -> list[np.ndarray]:
+    """Runs the instructions that decode codes on uint32 ``word``s; returns ``$0``, ``$1`` ..., the outputs."""
+    held: dict[str, np.ndarray] = {}
+    last = max(int(n) for n in re.findall(r"\$(\d+)", text))
+    held[f"${last}"] = word.astype(np.uint64)
+
+    def value(name: str) -> np.ndarray:
+        return held[name] if name in held else np.full(word.shape, int(name, 0), np.uint64)
+
+    for line in text.replace("{", "").replace("}", "").split(";"):
+        name, _, rest = line.strip().partition(" ")
+        if not name or name == ".reg":
+            continue
+        to, *given = (part.strip() for part in rest.split(","))
+        a = [value(g) for g in given]
+        match name:
+            case "mov.b32":
+                held[to] = a[0]
+            case "prmt.b32":
+                both = a[0] | (a[1] << 32)
+                places = [(int(a[2][0]) >> (4 * i)) & 7 for i in range(4)]
+                held[to] = sum(((both >> np.uint64(8 * p)) & 255) << np.uint64(8 * i) for i, p in enumerate(places))
+            case "shr.u32":
+                held[to] = a[0] >> a[1]
+            case "lop3.b32":
+                assert int(given[3], 0) == 0xEA, "(a and b) or c"
+                held[to] = (a[0] & a[1]) | a[2]
+            case "fma.rn.bf16x2" | "fma.rn.f16x2":
+                kind = torch.bfloat16 if "bf16" in name else torch.float16
+                held[to] = fused(kind, *a)
+            case _:
+                raise AssertionError(name)
+    return [held[f"${i}"] for i in range(last)]
+
+
+def fused(kind: torch.dtype, *words: np.ndarray) -> np.ndarray:
+    """a * b + c of both halves of words, rounded once."""
+    a, b, c = (torch.from_numpy(w.astype(np.uint32).view(np.uint16).view(np.int16)).view(kind).double() for w in words)
+    exact = (a * b + c).to(kind)
+    return exact.view(torch.int16).numpy().view(np.uint16).view(np.uint32).astype(np.uint64)
+
+
+def assembly(kind: str) -> str:
+    """The instructions of ``split_codes`` for a type."""
+    source = inspect.getsource(quantised_linear.split_codes.fn)
+    return next(t for t in re.findall(r'"""\{(.*?)\}"""', source, re.S) if ("bf16x2" in t) == (kind == "bfloat16"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_four_bytes_at_a_time(dtype: torch.dtype) -> None:
+    """All bytes, at each of the four places of a word, give their two codes minus eight."""
+    rng = np.random.default_rng(0)
+    given = np.concatenate([np.tile(np.arange(256, dtype=np.uint8), 4), rng.integers(0, 256, 4096, dtype=np.uint8)])
+    rng.shuffle(given)
+    outs: Any = run_ptx(assembly(str(dtype).removeprefix("torch.")), given.view(np.uint32))
+    low, high = (
+        torch.from_numpy(np.stack(pair, 1).astype(np.uint32).view(np.int16)).view(dtype).flatten()
+        for pair in (outs[:2], outs[2:])
+    )
+    assert low.tolist() == [int(b & 15) - 8 for b in given] and high.tolist() == [int(b >> 4) - 8 for b in given]
