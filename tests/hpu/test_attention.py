@@ -267,7 +267,8 @@ def test_a_kernel_that_is_asked_for_and_missing_is_one_line(name: str) -> None:
     bridge = make_bridge(EmulatedDevice(profile("gaudi3")), lazy=False)
     HpuBackend(BackendConfig(), policy(""), bridge, settings({name: "1"}))
     for value, field in (("1", SYMBOLS[name][0]), ("0", SYMBOLS[name][0])):
-        lacking = dataclasses.replace(bridge, **{field: None})
+        without: dict[str, Any] = {field: None}
+        lacking = dataclasses.replace(bridge, **without)
         if value == "0":
             HpuBackend(BackendConfig(), policy(""), lacking, settings({name: value}))
             continue

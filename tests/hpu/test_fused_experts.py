@@ -100,7 +100,7 @@ def test_experts_of_8_bit_floats_give_the_dense_forms_values(hpu: Any, lazy: boo
     assert packed.nbytes == COUNT * (3 * HIDDEN * INNER + 4 * (2 * INNER + HIDDEN)), "a byte a weight, a scale a row"
     assert all(float(c.cpu().float().abs().max()) <= 240 for c in (*packed.gate_up, *packed.down)), "of a Gaudi 2"
     reference = ReferenceOps()
-    joined = reference.pack_experts(*([q.dequantised() for q in some] for some in (gate_up, down)))
+    joined = reference.pack_experts([q.dequantised() for q in gate_up], [q.dequantised() for q in down])
     g = torch.Generator().manual_seed(4)
     x, scores = torch.randn(7, HIDDEN, generator=g).bfloat16(), torch.randn(7, COUNT, generator=g)
     want = reference.experts(x.float(), scores, joined, TOP, True, kind)
@@ -128,13 +128,13 @@ def test_experts_that_cannot_stay_8_bit_floats_are_dequantised(wrong: str, caplo
         return found
 
     bridge = dataclasses.replace(bridge, fp8_experts=None if wrong == "missing" else spoiled)
-    backend = HpuBackend(BackendConfig(), policy(""), bridge, HpuSettings())
+    ops: Any = HpuBackend(BackendConfig(), policy(""), bridge, HpuSettings()).ops
     gate_up, down = fp8_experts()
     if wrong == "int8":
         down = [quantise(q.dequantised(), Scheme(8), torch.bfloat16) for q in down]
     with caplog.at_level(logging.WARNING, "trencadis.engine"):
         for _ in range(2):
-            assert backend.ops.pack_quantised_experts(gate_up, down) is None
+            assert ops.pack_quantised_experts(gate_up, down) is None
     assert len(caplog.records) == (1 if wrong in ("values", "error") else 0)
 
 
