@@ -202,8 +202,9 @@ EXPORT void trencadis_panels_rows(int op, void *x, const void *residual, const v
 
 /* Writes the norms of n rows of `width` values, times silu of their gates: gate [n / heads][heads][width], `stride`
    values from token to token. */
-EXPORT void trencadis_gated_norm(const void *x, const void *weight, const void *gate, void *out, int64_t n, int64_t width,
-                                 int64_t heads, int64_t stride, float eps, int type, int kind, int threads) {
+EXPORT void trencadis_gated_norm(const void *x, const void *weight, const void *gate, void *out, int64_t n,
+                                 int64_t width, int64_t heads, int64_t stride, float eps, int type, int kind,
+                                 int threads) {
     panels_count(ROWS_OPS, kind);
     const Rows rows = {GATED_NORM, (void *)(uintptr_t)x, NULL, weight, out, width, eps, type, gate, heads, stride};
     RowCall call = {&rows, panels_kernels(kind)};
