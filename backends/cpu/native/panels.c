@@ -60,7 +60,8 @@ EXPORT int trencadis_features_of(const uint32_t *found, uint64_t saved, int tile
     if (!xsave || !fma || !half || !(wide >> 5 & 1) || (saved & 0x06) != 0x06) return 0;
     int bits = 1 << HAS_AVX2;
     bits |= (int)(last >> 4 & 1) << HAS_AVX_VNNI;
-    const unsigned avx512 = (wide >> 16 & 1) & (wide >> 17 & 1) & (wide >> 30 & 1) & (wide >> 31 & 1); /* F, DQ, BW, VL */
+    /* F, DQ, BW, VL */
+    const unsigned avx512 = (wide >> 16 & 1) & (wide >> 17 & 1) & (wide >> 30 & 1) & (wide >> 31 & 1);
     if (!avx512 || (saved & 0xe6) != 0xe6) return bits;
     bits |= 1 << HAS_AVX512 | (int)(narrow >> 11 & 1) << HAS_AVX512_VNNI | (int)(last >> 5 & 1) << HAS_AVX512_BF16;
     const unsigned amx = (more >> 22 & 1) & (more >> 24 & 1) & (more >> 25 & 1); /* BF16, TILE, INT8 */
