@@ -135,7 +135,7 @@ class CpuProgram:
 
 
 def torch_is_idle(bucket: Bucket) -> bool:
-    """Whether the large operations of a launch of few rows are the library's, none torch's."""
+    """Returns True if the library, not torch, computes all large operations of a launch of few rows."""
     return bucket.stage in TEXT or (bucket.stage == Stage.SAMPLE and bucket.variant == "greedy")
 
 

@@ -61,12 +61,12 @@ class Backlog:
         self.held = 0
 
     def fits(self, size: int) -> bool:
-        """Returns True if a request may have ``size`` bytes, and all may have what they have."""
+        """Returns True if ``size`` bytes of one request are allowed, and the bytes that are held of all requests."""
         return size <= self.most and self.held + self.reserved() <= self.total
 
 
 BACKLOG = Backlog()
-"""That of this process; its application sets the bounds."""
+"""The backlog of all requests of this process. ``routes.state_builder.make_state`` sets its bounds."""
 
 
 class EngineClient(Protocol):

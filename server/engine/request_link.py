@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from trencadis.core.errors import QueueFull, Unavailable
-from trencadis.core.executor.spawn import EngineHandle, spawn_engine
+from trencadis.core.executor.spawn import EngineHandle
 from trencadis.core.process import engine_messages
 from trencadis.core.process.child_process import StopWatch
 from trencadis.core.request import Delta, Request
@@ -316,9 +316,6 @@ class RequestLink:
                 await self.writer.drain()
             except OSError:
                 log.debug("the engine's socket broke while a frame was sent")
-
-
-__all__ = ["STOPPED", "EngineHandle", "EngineLink", "spawn_engine"]
 
 
 PING_INTERVAL = 1.0

@@ -11,10 +11,11 @@ from contextlib import aclosing, suppress
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import Conflict, NotFound, Unavailable
+from trencadis.core.executor.spawn import EngineHandle
 from trencadis.core.process import engine_messages
 from trencadis.core.request import Delta, Request
 from trencadis.server.engine.engine_client import DeltaCallback, Pixels
-from trencadis.server.engine.request_link import STOPPED, EngineHandle, EngineLink
+from trencadis.server.engine.request_link import STOPPED, EngineLink
 from trencadis.server.engine.sleep_state import SleepState
 
 log = logging.getLogger("trencadis.server")

@@ -251,8 +251,8 @@ class SharedLimits:
         bound: most bytes of requests that have not begun.
         begun: requests that have begun in this pass of the event loop.
         deferred: connections with the bytes that wait for the next pass. Round-robin over tenants, and of one tenant
-        alternately the one
-            that waits longest and the one that came last, which may be another client's than a flood's.
+            alternately the one that waits longest and the one that came last, which may be another client's than a
+            flood's.
         lost_connections: the ends of connections whose clients have gone.
         chunks: reads of chunked bodies, one in each pass.
         most_lines: lines of a head below the first one; a folded field has several.
@@ -325,7 +325,12 @@ class ChunkWriter:
 
 
 class AnswerTransport:
-    """What a request's task writes its answer to: a transport that ``close`` closes, with care."""
+    """The part of a transport that a request's task uses to write its answer.
+
+    Args:
+        transport: writes the bytes.
+        close: called instead of ``transport.close``.
+    """
 
     __slots__ = ("close", "is_closing", "write")
 

@@ -121,7 +121,9 @@ class LimitedH11Protocol(H11Protocol):
         shared = self._shared
         if self._dropping:
             return
-        if self._is_idle() and not shared.may_begin(self.loop) and shared.held + len(data) <= shared.bound:
+        # Bytes that follow reads which still wait must wait in the same queue: the other one may be served first.
+        is_new = not self._unread and self._is_idle()
+        if is_new and not shared.may_begin(self.loop) and shared.held + len(data) <= shared.bound:
             self._defer(data)
             return
         if self._unread or self._bounded.reads_chunks():

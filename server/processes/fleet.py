@@ -17,11 +17,12 @@ from functools import partial
 from trencadis.core.checkpoint.pooling_config import LAST
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest, Unavailable
+from trencadis.core.executor.spawn import EngineHandle
 from trencadis.core.kv.block_pool import SIZE, BlockHashChain, image_key
 from trencadis.core.process import engine_messages
 from trencadis.core.request import Delta, Request
 from trencadis.server.engine.engine_client import DeltaCallback, Pixels
-from trencadis.server.engine.request_link import STOPPED, EngineHandle
+from trencadis.server.engine.request_link import STOPPED
 from trencadis.server.engine.supervisor import Supervisor
 from trencadis.server.processes.engine_group import EngineGroup
 from trencadis.server.processes.replica_load import (

@@ -220,7 +220,7 @@ async def merge_generations(generations: Sequence[Generation]) -> AsyncGenerator
             async for choice, piece in pieces:
                 yield PromptPiece(0, choice, piece)
         return
-    # Bounded: what a slow reader leaves is counted where deltas wait (``request_link.Backlog``).
+    # Bounded: what a slow reader leaves is counted where deltas wait (``engine_client.Backlog``).
     queue: asyncio.Queue[PromptPiece | BaseException | None] = asyncio.Queue(MAX_QUEUED)
 
     async def pump(index: int, generation: Generation) -> None:

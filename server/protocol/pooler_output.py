@@ -88,8 +88,6 @@ ValueFormat = Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
 """vLLM's names of the formats."""
 ByteOrder = Literal["native", "little", "big"]
 """``native`` is little, whatever machine this runs on."""
-ENCODINGS = ("float", "base64", "bytes", "bytes_only")
-"""How a vector is sent: JSON numbers, a text, or a body of bytes, with or without a header that describes it."""
 
 
 def encode_values(values: Float32, dtype: ValueFormat, order: ByteOrder) -> bytes:

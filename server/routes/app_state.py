@@ -129,6 +129,6 @@ class AppState:
         return own if self.settings.shared is None else self.settings.shared.update_fair_queued(own)
 
     def make_load_header(self, asked: str) -> Mapping[str, str]:
-        """The header that tells a balancer the load, in the form ``asked`` for; see the function of this name."""
+        """The header that tells a balancer the load, in the form ``asked`` for; none if that is unknown."""
         stats = self.engine.stats
         return make_load_header(asked, stats, stats.waiting + self.fair_queued)

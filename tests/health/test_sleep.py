@@ -17,10 +17,10 @@ import pytest
 from tests.fakes.counting_engine import HELD, SLOW, STUCK, WORDS
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import Unavailable
+from trencadis.core.executor.spawn import spawn_engine
 from trencadis.core.request import Delta, Request, SamplingParams
 from trencadis.core.structured_outputs import Rule
 from trencadis.server.engine import request_link
-from trencadis.server.engine.request_link import spawn_engine
 from trencadis.server.engine.supervisor import Supervisor
 
 FACTORY = "tests.fakes.counting_engine:CountingEngine.create"

@@ -2,9 +2,9 @@
 
    fuzz CASES SEED
 
-   Shapes are odd, buffers end where their last value does, rows are views, values are extreme or no numbers, and threads
-   are 1 to 8. Beside what a sanitizer finds, a call must give the bits that it gives on one thread and for each row
-   alone, the best output must be that of the product, and packed values must lie in their places. */
+   Shapes are odd, buffers end where their last value does, rows are views, values are extreme or no numbers, and
+   threads are 1 to 8. Beside what a sanitizer finds, a call must give the bits that it gives on one thread and for each
+   row alone, the best output must be that of the product, and packed values must lie in their places. */
 
 #define _POSIX_C_SOURCE 200112L
 
@@ -61,7 +61,8 @@ static void *held[64];
 static int holding;
 static void *room(int64_t bytes, int lines) {
     void *made = NULL;
-    if (lines ? posix_memalign(&made, 64, (size_t)bytes) : !(made = malloc((size_t)(bytes ? bytes : 1)))) fail("no memory");
+    if (lines ? posix_memalign(&made, 64, (size_t)bytes) : !(made = malloc((size_t)(bytes ? bytes : 1))))
+        fail("no memory");
     return held[holding++] = made;
 }
 static void drop(void) {
@@ -79,7 +80,8 @@ static void *some(int64_t count, int64_t type, int wild) {
         else if (type == BFLOAT16)
             ((uint16_t *)made)[i] = (uint16_t)(bits >> 16);
         else if (type == FLOAT16)
-            ((uint16_t *)made)[i] = (uint16_t)(wild && !draw(40) ? draw(65536) : 0x3000 + draw(0xc00) + (draw(2) << 15));
+            ((uint16_t *)made)[i] =
+                (uint16_t)(wild && !draw(40) ? draw(65536) : 0x3000 + draw(0xc00) + (draw(2) << 15));
         else
             ((int8_t *)made)[i] = (int8_t)((int)draw(256) - 128);
     }
@@ -97,7 +99,8 @@ static int team(void) { return (int)between(1, TEAM); }
 static void fuzz_linear(void) {
     const int64_t bits = draw(2) ? 8 : 4, type = between(0, 2), rows = between(1, draw(4) ? 70 : 600);
     const int64_t columns = 8 * between(1, draw(4) ? 20 : 100), panels = (rows + PANEL - 1) / PANEL;
-    PanelWeight w = {.rows = rows, .columns = columns, .bits = bits, .group = draw(2) ? columns : 8 * between(1, columns / 8)};
+    PanelWeight w = {.rows = rows, .columns = columns, .bits = bits,
+                     .group = draw(2) ? columns : 8 * between(1, columns / 8)};
     const int64_t groups = groups_of(&w), n = between(1, draw(3) ? 9 : 40);
     w.inputs = between(columns - 7, columns);
     uint8_t *codes = room(panels * columns * PANEL * bits / 8, 0), *zero = room(panels * groups * PANEL, 0);
@@ -139,8 +142,8 @@ static void fuzz_rows(void) {
     memcpy(again, x, (size_t)(n * width * wide * size));
     trencadis_panels_rows(op, x, residual, weight, out, n, width, 1e-6f, (int)type, kind, team());
     for (int64_t r = 0; r < n; r++)
-        trencadis_panels_rows(op, again + r * width * wide * size, residual ? residual + r * width * size : NULL, weight,
-                              one + r * out_row, 1, width, 1e-6f, (int)type, kind, 1);
+        trencadis_panels_rows(op, again + r * width * wide * size, residual ? residual + r * width * size : NULL,
+                              weight, one + r * out_row, 1, width, 1e-6f, (int)type, kind, 1);
     equal(out, one, n * out_row, "a row between products depends on others");
     equal(x, again, n * width * wide * size, "a sum with a residual depends on others");
     for (int64_t r = 0; op == BEST && type != FLOAT16 && r < n; r++) {
@@ -156,8 +159,10 @@ static void fuzz_rows(void) {
 }
 
 static void fuzz_attend(void) {
-    const int64_t type = between(0, 2), groups = between(1, 3), each = between(1, 9), size = 16 * between(1, draw(5) ? 8 : 32);
-    const int64_t block = draw(2) ? 16 : 128, n = between(1, 5), width = between(1, draw(4) ? 3 : 6), blocks = between(1, 12);
+    const int64_t type = between(0, 2), groups = between(1, 3), each = between(1, 9);
+    const int64_t size = 16 * between(1, draw(5) ? 8 : 32);
+    const int64_t block = draw(2) ? 16 : 128, n = between(1, 5), width = between(1, draw(4) ? 3 : 6);
+    const int64_t blocks = between(1, 12);
     const int64_t heads = groups * each, slots = blocks * block, keys = width * block;
     Attend p = {.n = n, .heads = heads, .groups = groups, .size = size, .block = block, .width = width};
     p.type = (int)type, p.codes = draw(3) ? 0 : draw(2) ? INT8 : FLOAT8;
@@ -173,7 +178,8 @@ static void fuzz_attend(void) {
         for (int64_t i = 0; i < groups * p.kept_count; i++) pairs[i] = (int32_t)draw((uint32_t)size);
         p.kept = some(slots * groups * p.kept_count, type, 0), p.pairs = pairs;
     }
-    int32_t *numbers = room((n * width + 4 * n) * 4, 0), *token = numbers + n * width, *row = token + n, *first = row + n;
+    int32_t *numbers = room((n * width + 4 * n) * 4, 0), *token = numbers + n * width, *row = token + n;
+    int32_t *first = row + n;
     int32_t *length = first + n;
     for (int64_t i = 0; i < n * width; i++) numbers[i] = draw(30) ? (int32_t)draw((uint32_t)blocks) : -1;
     for (int64_t i = 0; i < n; i++) {
@@ -195,7 +201,8 @@ static void fuzz_attend(void) {
 }
 
 static void fuzz_flash(void) {
-    const int64_t type = between(0, 2), groups = between(1, 3), each = between(1, 4), size = between(1, draw(5) ? 80 : 512);
+    const int64_t type = between(0, 2), groups = between(1, 3), each = between(1, 4);
+    const int64_t size = between(1, draw(5) ? 80 : 512);
     const int64_t heads = groups * each, keys = between(0, draw(4) ? 90 : 400), n = between(1, 3), tail = 8 * draw(2);
     const int64_t slots = keys + 5, count = between(0, draw(4) ? 12 : 80), tokens = n * count;
     Flash p = {.heads = heads, .groups = groups, .size = size, .type = type, .n = n, .scale = 0.2f};
@@ -229,8 +236,10 @@ static void fuzz_flash(void) {
 }
 
 static void fuzz_rotary(void) {
-    const int64_t type = between(0, 2), groups = between(1, 3), heads = between(1, 6), size = 2 * between(16, draw(4) ? 40 : 128);
-    const int64_t n = between(1, draw(4) ? 6 : 40), slots = between(1, 50), line = (heads + groups) * size * size_of(type);
+    const int64_t type = between(0, 2), groups = between(1, 3), heads = between(1, 6);
+    const int64_t size = 2 * between(16, draw(4) ? 40 : 128);
+    const int64_t n = between(1, draw(4) ? 6 : 40), slots = between(1, 50);
+    const int64_t line = (heads + groups) * size * size_of(type);
     Rotary p = {.heads = heads, .groups = groups, .size = size, .type = type};
     p.q_head = p.k_head = size, p.q_row = heads * size + 8 * draw(2), p.k_row = p.v_row = groups * size + 8 * draw(2);
     p.q = some(n * p.q_row, type, 1), p.k = some(n * p.k_row, type, 1), p.v = some(n * p.v_row, type, 1);
@@ -281,7 +290,8 @@ static void *copied(const void *from, int64_t bytes) { return memcpy(room(bytes,
 static void fuzz_convolve(void) {
     const int64_t type = between(0, 2), channels = between(1, draw(4) ? 60 : 700), taps = between(2, TAPS), slots = 8;
     Convolution p = {.channels = channels, .taps = taps, .type = type, .silu = draw(2)};
-    const int64_t tokens = some_rows(&p.rows, slots, 40), line = channels * size_of(type), states = slots * (taps - 1) * line;
+    const int64_t tokens = some_rows(&p.rows, slots, 40), line = channels * size_of(type);
+    const int64_t states = slots * (taps - 1) * line;
     p.stride = channels + draw(3);
     p.x = some(tokens * p.stride, type, 1), p.weight = some(channels * taps, type, 0);
     p.bias = draw(2) ? some(channels, type, 1) : NULL;
@@ -327,19 +337,21 @@ static void fuzz_delta(void) {
 }
 
 static void fuzz_gated_norm(void) {
-    const int64_t type = between(0, 2), width = between(1, draw(5) ? 90 : 600), heads = between(1, 4), n = between(1, 20);
+    const int64_t type = between(0, 2), width = between(1, draw(5) ? 90 : 600), heads = between(1, 4);
+    const int64_t n = between(1, 20);
     const int64_t size = size_of(type), stride = heads * width + draw(9), bytes = width * size;
     char *x = some(n * heads * width, type, 1), *weight = some(width, type, 1), *gate = some(n * stride, type, 1);
     char *out = room(n * heads * bytes, 0), *one = room(n * heads * bytes, 0);
     trencadis_gated_norm(x, weight, gate, out, n * heads, width, heads, stride, 1e-6f, (int)type, kind, team());
     for (int64_t r = 0; r < n * heads; r++)
-        trencadis_gated_norm(x + r * bytes, weight, gate + r / heads * stride * size + r % heads * bytes, one + r * bytes, 1,
-                             width, 1, width, 1e-6f, (int)type, kind, 1);
+        trencadis_gated_norm(x + r * bytes, weight, gate + r / heads * stride * size + r % heads * bytes,
+                             one + r * bytes, 1, width, 1, width, 1e-6f, (int)type, kind, 1);
     equal(out, one, n * heads * bytes, "a norm with a gate depends on others");
 }
 
 static void fuzz_adapters(void) {
-    const int64_t type = between(0, 2), slots = between(1, 3), parts = between(1, 3), rank = 4 * between(1, draw(3) ? 4 : 16);
+    const int64_t type = between(0, 2), slots = between(1, 3), parts = between(1, 3);
+    const int64_t rank = 4 * between(1, draw(3) ? 4 : 16);
     const int64_t inputs = between(1, draw(4) ? 60 : 400), n = between(1, draw(3) ? 9 : 40), size = size_of(type);
     int64_t *places = room(3 * 3 * parts * 8, 0), *runs = room(3 * n * 8, 0), blocks = 0, outputs = 0, count = 0;
     for (int64_t part = 0; part < parts; part++) {
@@ -364,7 +376,8 @@ static void fuzz_adapters(void) {
     for (int64_t i = 0; i < count; i++)
         for (int64_t row = runs[3 * i]; row < runs[3 * i + 1]; row++) {
             const int64_t alone[3] = {0, 1, runs[3 * i + 2]};
-            trencadis_adapters(&p, x + row * x_row * size, x_row, other + row * y_row * size, y_row, 1, alone, 1, kind, 1);
+            trencadis_adapters(&p, x + row * x_row * size, x_row, other + row * y_row * size, y_row, 1, alone,
+                               1, kind, 1);
         }
     equal(mine, other, n * y_row * size, "a row with an adapter depends on others");
 }

@@ -24,6 +24,7 @@ from tests.fakes.counting_engine import CRASH, DIGEST, HANG, REFUSE, SLOW, WORDS
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import Unavailable
 from trencadis.core.executor import multiproc_executor
+from trencadis.core.executor.spawn import spawn_engine
 from trencadis.core.media_spans import MediaSpan
 from trencadis.core.process import child_process, engine_messages
 from trencadis.core.request import Request, SamplingParams
@@ -31,7 +32,7 @@ from trencadis.core.structured_outputs import Rule
 from trencadis.multimodal.decode_workers.worker_process import WorkerProcess
 from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
 from trencadis.server.engine import request_link, supervisor
-from trencadis.server.engine.request_link import EngineLink, spawn_engine
+from trencadis.server.engine.request_link import EngineLink
 from trencadis.server.engine.supervisor import Supervisor
 
 CONFIG = EngineConfig(engine="tests.fakes.counting_engine:CountingEngine.create", threads=1)

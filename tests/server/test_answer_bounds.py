@@ -115,7 +115,7 @@ def test_a_large_answer_says_what_a_small_one_says(
     small = harness.call(path, ASKED[path])
     assert small.status_code == 200, small.text
     monkeypatch.setattr("trencadis.server.tenants.admission.FREE", 0)
-    monkeypatch.setattr(json_bodies, "SLICE", 3)
+    monkeypatch.setattr(json_bodies, "JSON_SLICE", 3)
     monkeypatch.setattr(json_bodies, "WRITE", 100)
     large = harness.call(path, ASKED[path])
     assert large.status_code == 200 and large.headers["content-type"] == "application/json"

@@ -26,8 +26,9 @@ EXPORT int trencadis_panels_linear(const PanelWeight *w, const void *x, void *ou
                                    int threads);
 EXPORT void trencadis_panels_rows(int op, void *x, const void *residual, const void *weight, void *out, int64_t n,
                                   int64_t width, float eps, int type, int kind, int threads);
-EXPORT void trencadis_gated_norm(const void *x, const void *weight, const void *gate, void *out, int64_t n, int64_t width,
-                                 int64_t heads, int64_t stride, float eps, int type, int kind, int threads);
+EXPORT void trencadis_gated_norm(const void *x, const void *weight, const void *gate, void *out, int64_t n,
+                                 int64_t width, int64_t heads, int64_t stride, float eps, int type, int kind,
+                                 int threads);
 EXPORT int trencadis_panels_attend(const Attend *asked, int kind, int threads);
 EXPORT int trencadis_dense(const Dense *weight, const void *x, void *out, int64_t *best, int64_t n, int64_t stride,
                            int64_t outputs, float scale, int kind, int threads);

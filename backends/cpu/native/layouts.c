@@ -25,20 +25,24 @@ static const int64_t dense[] = {D(weight), D(bias), D(inputs), D(depth), D(outpu
 static const int64_t pack[] = {P(rows), P(out), P(inputs), P(depth), P(from), P(to), P(kind)};
 
 #define A(field) AT(Attend, field)
-static const int64_t attend[] = {A(q),      A(out),   A(k),         A(v),      A(k_scale), A(v_scale),   A(kept),
-                                 A(pairs),  A(blocks), A(token),    A(row),    A(first),   A(length),    A(sinks),
-                                 A(n),
-                                 A(heads),  A(groups), A(size),     A(block),  A(width),   A(stride),    A(kept_count),
-                                 A(scale),  A(type),   A(codes),    A(kept_type), A(bfloat16_pairs), A(starts), A(part)};
+static const int64_t attend[] = {A(q),              A(out),            A(k),              A(v),
+                                 A(k_scale),        A(v_scale),        A(kept),           A(pairs),
+                                 A(blocks),         A(token),          A(row),            A(first),
+                                 A(length),         A(sinks),          A(n),              A(heads),
+                                 A(groups),         A(size),           A(block),          A(width),
+                                 A(stride),         A(kept_count),     A(scale),          A(type),
+                                 A(codes),          A(kept_type),      A(bfloat16_pairs), A(starts),
+                                 A(part)};
 
 #define T(field) AT(Rotary, field)
-static const int64_t rotate[] = {T(q),     T(k),     T(v),      T(cos),   T(sin),    T(out),   T(keys),   T(values), T(slot),
-                               T(q_row), T(q_head), T(k_row), T(k_head), T(v_row), T(heads), T(groups), T(size),   T(type)};
+static const int64_t rotate[] = {T(q),      T(k),      T(v),      T(cos),    T(sin),    T(out),    T(keys),
+                                 T(values), T(slot),   T(q_row),  T(q_head), T(k_row),  T(k_head), T(v_row),
+                                 T(heads),  T(groups), T(size),   T(type)};
 
 #define F(field) AT(Flash, field)
-static const int64_t flash[] = {F(q),     F(k),      F(v),    F(out),   F(sinks), F(q_row),  F(q_head), F(k_row), F(k_head),
-                                F(v_row), F(v_head), F(heads), F(groups), F(size), F(window), F(spans), F(n),
-                                F(type),  F(scale),  F(pairs), F(starts), F(tokens), F(next), F(team)};
+static const int64_t flash[] = {F(q),      F(k),      F(v),      F(out),    F(sinks),  F(q_row),  F(q_head), F(k_row),
+                                F(k_head), F(v_row),  F(v_head), F(heads),  F(groups), F(size),   F(window), F(spans),
+                                F(n),      F(type),   F(scale),  F(pairs),  F(starts), F(tokens), F(next),   F(team)};
 
 #define S(field) AT(Span, field)
 static const int64_t span[] = {S(first), S(count), S(query_at), S(slot), S(keys),
@@ -51,11 +55,11 @@ static const int64_t convolution[] = {C(x),           C(weight),      C(bias),  
                                       C(silu)};
 
 #define E(field) AT(Delta, field)
-static const int64_t delta[] = {E(q),          E(k),           E(v),           E(g),          E(beta),       E(state),
-                                E(out),        E(rows.slot),   E(rows.source), E(rows.begins), E(rows.start), E(rows.count),
-                                E(rows.n),     E(q_row),       E(k_row),       E(v_row),      E(gate_row),   E(beta_row),
-                                E(heads),      E(groups),      E(dk),          E(dv),         E(type),       E(work),
-                                E(room)};
+static const int64_t delta[] = {E(q),           E(k),           E(v),           E(g),           E(beta),
+                                E(state),       E(out),         E(rows.slot),   E(rows.source), E(rows.begins),
+                                E(rows.start),  E(rows.count),  E(rows.n),      E(q_row),       E(k_row),
+                                E(v_row),       E(gate_row),    E(beta_row),    E(heads),       E(groups),
+                                E(dk),          E(dv),          E(type),        E(work),        E(room)};
 
 #define L(field) AT(Adapters, field)
 static const int64_t adapters[] = {L(a),    L(b), L(places), L(parts), L(rank),  L(inputs), L(blocks), L(type),

@@ -60,7 +60,8 @@ EXPORT int trencadis_features_of(const uint32_t *found, uint64_t saved, int tile
     if (!xsave || !fma || !half || !(wide >> 5 & 1) || (saved & 0x06) != 0x06) return 0;
     int bits = 1 << HAS_AVX2;
     bits |= (int)(last >> 4 & 1) << HAS_AVX_VNNI;
-    const unsigned avx512 = (wide >> 16 & 1) & (wide >> 17 & 1) & (wide >> 30 & 1) & (wide >> 31 & 1); /* F, DQ, BW, VL */
+    /* F, DQ, BW, VL */
+    const unsigned avx512 = (wide >> 16 & 1) & (wide >> 17 & 1) & (wide >> 30 & 1) & (wide >> 31 & 1);
     if (!avx512 || (saved & 0xe6) != 0xe6) return bits;
     bits |= 1 << HAS_AVX512 | (int)(narrow >> 11 & 1) << HAS_AVX512_VNNI | (int)(last >> 5 & 1) << HAS_AVX512_BF16;
     const unsigned amx = (more >> 22 & 1) & (more >> 24 & 1) & (more >> 25 & 1); /* BF16, TILE, INT8 */
@@ -202,8 +203,9 @@ EXPORT void trencadis_panels_rows(int op, void *x, const void *residual, const v
 
 /* Writes the norms of n rows of `width` values, times silu of their gates: gate [n / heads][heads][width], `stride`
    values from token to token. */
-EXPORT void trencadis_gated_norm(const void *x, const void *weight, const void *gate, void *out, int64_t n, int64_t width,
-                                 int64_t heads, int64_t stride, float eps, int type, int kind, int threads) {
+EXPORT void trencadis_gated_norm(const void *x, const void *weight, const void *gate, void *out, int64_t n,
+                                 int64_t width, int64_t heads, int64_t stride, float eps, int type, int kind,
+                                 int threads) {
     panels_count(ROWS_OPS, kind);
     const Rows rows = {GATED_NORM, (void *)(uintptr_t)x, NULL, weight, out, width, eps, type, gate, heads, stride};
     RowCall call = {&rows, panels_kernels(kind)};

@@ -25,8 +25,8 @@
 
 enum { FLOAT32, BFLOAT16, FLOAT16, INT8, FLOAT8 }; /* FLOAT8: 4 bits of exponent, without infinities */
 enum { SILU_MUL, RMS_NORM, BEST, WIDE_NORM, GATED_NORM }; /* WIDE_NORM: RMS_NORM with a weight in float32 */
-/* Kinds of kernels. AMX has products of bfloat16 and of codes by tiles, and uses the kernels of AVX512_VNNI for all else.
-   AMX_EMULATED is for tests: tiles in plain C, and the kernels of AVX2 for all else. */
+/* Kinds of kernels. AMX has products of bfloat16 and of codes by tiles, and uses the kernels of AVX512_VNNI for all
+   else. AMX_EMULATED is for tests: tiles in plain C, and the kernels of AVX2 for all else. */
 enum { LIBRARY, AVX2, AVX_VNNI, AVX512, AVX512_VNNI, AMX, AMX_EMULATED, KINDS };
 /* Features of the CPU that the system allows, one bit each. */
 enum { HAS_AVX2, HAS_AVX_VNNI, HAS_AVX512, HAS_AVX512_VNNI, HAS_AVX512_BF16, HAS_AMX };
@@ -76,8 +76,8 @@ typedef struct {
     int64_t width;
     float eps;
     int type;
-    const void *gate;            /* GATED_NORM: a norm, times silu of the gate: `heads` rows of a token are side by side, */
-    int64_t heads, gate_stride;  /* and tokens `gate_stride` values apart */
+    const void *gate;           /* GATED_NORM: a norm, times silu of the gate: `heads` rows of a token are side by */
+    int64_t heads, gate_stride; /* side, and tokens `gate_stride` values apart */
 } Rows;
 
 /* Attention of n rows of one token each; sizes in values. */
@@ -122,7 +122,7 @@ typedef struct {
     void (*flash_pairs)(Flash *, float *work);                   /* with pairs of bfloat16; NULL: not supported */
     void (*convolve)(const Convolution *, int64_t first, int64_t last);  /* blocks of channels */
     void (*delta)(const Delta *, int64_t first, int64_t last, float *work); /* (row, head) pairs */
-    void (*adapt)(const Adapters *, int64_t first, int64_t last, int expands); /* groups of A, or blocks of B, of runs */
+    void (*adapt)(const Adapters *, int64_t first, int64_t last, int expands); /* groups of A or blocks of B, of runs */
 } Kernels;
 
 extern const Kernels panels_avx2, panels_avx_vnni, panels_avx512, panels_avx512_vnni;

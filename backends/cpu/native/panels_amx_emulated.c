@@ -2,8 +2,8 @@
 
    The operations are those of Intel's manual: what a tile configuration forbids ends the process, as the instruction
    would. Sums of integers wrap. A product of bfloat16 sums the first values of all pairs and the second ones apart,
-   each product and sum rounded once, to nearest even, then adds both, then adds that to the tile; denormal numbers count
-   as zeros and become zeros. */
+   each product and sum rounded once, to nearest even, then adds both, then adds that to the tile; denormal numbers
+   count as zeros and become zeros. */
 
 #include "tiles.h"
 

@@ -1,8 +1,8 @@
 /* Products by tiles of activations and weights, as the instructions of AMX multiply them.
 
    A tile has up to 16 rows of 64 bytes. Weights are read where they lie: a panel of dense weights is four tiles of
-   bfloat16 side by side, and a panel of 8-bit codes is a column of tiles; codes of 4 bits are unpacked to tiles, once for
-   all rows. Activations are first arranged in tiles, [blocks of 16 rows][steps][height][64 bytes], each step with
+   bfloat16 side by side, and a panel of 8-bit codes is a column of tiles; codes of 4 bits are unpacked to tiles, once
+   for all rows. Activations are first arranged in tiles, [blocks of 16 rows][steps][height][64 bytes], each step with
    zeros behind its own columns. Sums run over the steps in order, so a row has the same bits whatever other rows there
    are. */
 
@@ -48,7 +48,8 @@ extern const TileKernels tiles_amx, tiles_amx_emulated;
 /* Returns the kernels with tiles of a kind; NULL: it has none. */
 const TileKernels *tiles_of(int64_t kind);
 
-/* Sets the sizes of a product from its weight and its rows, for up to `threads` threads; returns the bytes of `rows`. */
+/* Sets the sizes of a product from its weight and its rows, for up to `threads` threads; returns the bytes of
+   `rows`. */
 int64_t tiles_plan(TileProduct *t, int64_t n, int64_t threads);
 
 static inline int64_t tile_bytes(const TileProduct *t) { return t->height * TILE_BYTES; }

@@ -13,9 +13,12 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+import uvicorn
 from uvicorn.protocols.http.h11_impl import RequestResponseCycle
+from uvicorn.server import ServerState
 
 from tests.server.http.test_connection import CHAT, HEALTH, Site, answer, ended, post
 from trencadis.server.http import connection_limits, uvicorn_server
@@ -214,3 +217,27 @@ def test_pipelined_requests_begin_a_few_in_a_pass(site: Any, monkeypatch: pytest
             while got.count(b"200 OK") < 30:
                 got += one.recv(1 << 16)
     assert len(begun) == 361 and max(Counter(begun).values()) <= 2 * connection_limits.STARTS_PER_PASS
+
+
+def test_bytes_behind_a_waiting_read_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy loop defers new requests, which other tenants' may overtake: the next read of a connection may not."""
+    received: list[bytes] = []
+    monkeypatch.setattr(connection_limits.BoundedConnection, "receive_data", lambda c, data: received.append(data))
+
+    async def run() -> None:
+        shared = connection_limits.SharedLimits()
+        config = uvicorn.Config(lambda: None, lifespan="off", ws="none")
+        config.load()
+        made = uvicorn_server.LimitedH11Protocol(shared, config, ServerState(), {})
+        made.connection_made(MagicMock(spec=asyncio.Transport, is_closing=lambda: False))
+        made._unread = 1
+        shared.chunks.put(made.loop, lambda: made._take_chunks(b"first"))
+        shared.begun = connection_limits.STARTS_PER_PASS
+        made.data_received(b"second")
+        assert not shared.deferred and not received
+        while made._unread:
+            await asyncio.sleep(0)
+        made.connection_lost(None)
+
+    asyncio.run(run())
+    assert received == [b"first", b"second"]
