@@ -201,6 +201,7 @@ class LayerGroup:
 
     def __init__(self, layers: Sequence[Any]) -> None:
         self.local: bool = layers[0].local
+        self.causal: bool = layers[0].causal
         self.recurrent = False  # models with such layers are not grouped
         self.first, self.second, self.third, self.fourth = (*layers, None, None, None)[:4]
 
@@ -212,12 +213,12 @@ class LayerGroup:
 
 
 def group_layers(layers: Sequence[Any], size: int) -> list[Any]:
-    """Returns ``layers`` in groups of ``size`` neighbours that have the same window; those left over are alone."""
+    """Returns ``layers`` in groups of ``size`` neighbours that take the same inputs; those left over are alone."""
     groups: list[Any] = []
     start = 0
     while start < len(layers):
         some = layers[start : start + size]
-        if len(some) == size > 1 and all(layer.local == some[0].local for layer in some):
+        if len(some) == size > 1 and len({(layer.local, layer.causal) for layer in some}) == 1:
             groups.append(LayerGroup(some))
             start += size
         else:
