@@ -36,8 +36,8 @@ MEANINGS = {
 }
 
 
-PUBLISHED, FAILURE, SMALL, UNSTEADY, WORSE, SOON, HELD, PROPOSED = OUTCOMES = (
-    "published", "failed", "gain_too_small", "gain_uncertain", "worse_than_static", "too_soon", "held", "proposed"
+PUBLISHED, FAILURE, SMALL, UNSTEADY, WORSE, SOON, PROPOSED = OUTCOMES = (
+    "published", "failed", "gain_too_small", "gain_uncertain", "worse_than_static", "too_soon", "proposed"
 )  # fmt: skip
 """What became of proposed shapes: the ``outcome`` label of ``bucket_replans_total``."""
 

@@ -1,8 +1,8 @@
 """Learns the shapes of an engine from its traffic: records, proposes, has proposals judged, and keeps a profile.
 
-The engine's thread calls ``tick`` before each step. A search takes about a second and runs in a thread of its own. A
-proposal is judged by traffic that came after it, unless ``force`` is given; then ``pending`` has the plan that the
-engine is to change to.
+The engine's thread calls ``tick`` before each step. A search takes two seconds and the pricing of a proposal half of
+one; both run in a thread of their own. A proposal is judged by traffic that came after it, unless ``force`` is
+given; then ``pending`` has the plan that the engine is to change to.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ from trencadis.core.engine_stats import (
 from trencadis.core.errors import StartupError
 from trencadis.core.shapes import change_rules
 from trencadis.core.shapes.bucket_profile import merge_into_profile
-from trencadis.core.shapes.change_rules import ChangeRate
+from trencadis.core.shapes.change_rules import ChangeRate, PlanCosts
 from trencadis.core.shapes.learned_plan import KEPT_STAGES, LearnedPlan, TooFewGraphs, learn_plan
 from trencadis.core.shapes.need_recorder import NeedRecorder, NeedSnapshot
-from trencadis.core.shapes.shape_needs import NeedHistogram
 
 log = logging.getLogger("trencadis.engine")
 
@@ -47,6 +46,9 @@ LEAST_COUNT = 5.0
 """Cells that were counted less often are not written to the profile."""
 SHOWN_CELLS = 512
 SHOWN_CHANGES = 32
+
+Found = LearnedPlan | list[PlanCosts] | str
+"""What the thread returns: a plan, what the present proposal costs in each period, or why there is neither."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ class BucketLearning:
         self._proposal: LearnedPlan | None = None
         self._gain = 0.0
         self._thread: threading.Thread | None = None
-        self._found: LearnedPlan | str = ""
+        self._found: Found = ""
         self._force = self._asked = False
         self._warned = False
 
@@ -112,7 +114,7 @@ class BucketLearning:
 
     @property
     def busy(self) -> bool:
-        """True while a search or a change runs."""
+        """True while a search, the pricing of a proposal or a change runs."""
         return self._thread is not None or self.changing or self.pending is not None
 
     def request(self, force: bool = False) -> None:
@@ -135,7 +137,7 @@ class BucketLearning:
         self._next = now + TICK_SECONDS
         if self._thread is not None and not self._thread.is_alive():
             self._thread = None
-            self._take_found()
+            self._take_found(now)
         if not self.busy and self.settings.mode != OFF:
             self._judge_or_search(now)
         if now - self._reported >= REPORT_SECONDS:
@@ -176,6 +178,8 @@ class BucketLearning:
         try:
             merge_into_profile(self.settings.profile, needs, plan.policy, plan.block_size, LEAST_COUNT, fade)
         except StartupError as error:
+            self.recorder.return_unsaved(needs)
+            self._saved_load -= loaded
             if not self._warned:
                 log.warning("the needs of this traffic are not kept: %s", error)
             self._warned = True
@@ -205,7 +209,8 @@ class BucketLearning:
         if self._proposal is not None:
             periods = self.recorder.take_periods()
             if periods is not None:
-                self._judge(periods, now)
+                proposed, present, static = self._proposal.plan, self.present(), self.settings.static
+                self._run(lambda: change_rules.price_periods(periods, proposed, present, static))
             return
         due = self.recorder.seconds - self._searched_at >= SEARCH_SECONDS
         if due and self.recorder.steps >= LEAST_STEPS:
@@ -214,31 +219,40 @@ class BucketLearning:
     def _search(self) -> None:
         """Starts a search by all needs recorded so far."""
         self._searched_at = self.recorder.seconds
-        self._thread = threading.Thread(
-            target=self._learn, args=(self.recorder.snapshot(),), name="bucket search", daemon=True
-        )
+        needs = self.recorder.snapshot()
+        self._run(lambda: self._learn(needs))
+
+    def _run(self, work: Callable[[], Found]) -> None:
+        """Runs ``work`` in the thread; ``tick`` takes what it returns."""
+        self._thread = threading.Thread(target=self._work, args=(work,), name="bucket search", daemon=True)
         self._thread.start()
 
-    def _learn(self, needs: NeedSnapshot) -> None:
+    def _work(self, work: Callable[[], Found]) -> None:
         """Body of the thread."""
-        s = self.settings
         try:
-            if not needs.cells:
-                self._found = "nothing has been recorded"
-                return
-            self._found = learn_plan(s.static, needs.histogram(), s.most, s.unchanged, s.work)
-        except TooFewGraphs as error:
-            self._found = f"--max-graphs {s.most}: these limits need at least {error.least}"
+            self._found = work()
         except Exception as error:
             log.exception("the search for shapes failed")
             self._found = f"{type(error).__name__}: {error}"[:200]
 
-    def _take_found(self) -> None:
+    def _learn(self, needs: NeedSnapshot) -> LearnedPlan | str:
+        s = self.settings
+        if not needs.cells:
+            return "nothing has been recorded"
+        try:
+            return learn_plan(s.static, needs.histogram(), s.most, s.unchanged, s.work)
+        except TooFewGraphs as error:
+            return f"--max-graphs {s.most}: these limits need at least {error.least}"
+
+    def _take_found(self, now: float) -> None:
         found, force = self._found, self._force
         self._found, self._force = "", False
         present = self.present()
-        if isinstance(found, str):
+        if isinstance(found, list):
+            self._judge(found, now)
+        elif isinstance(found, str):
             self._note(FAILURE, present, present, found)
+            self._proposal = None
             self._answer()
         elif set(found.plan.buckets) == set(present.buckets):
             self._answer()
@@ -251,11 +265,10 @@ class BucketLearning:
             self._answer()
         self.revision += 1
 
-    def _judge(self, periods: Sequence[NeedHistogram], now: float) -> None:
-        """Decides about the proposal by the traffic since it was made."""
+    def _judge(self, costs: Sequence[PlanCosts], now: float) -> None:
+        """Decides about the proposal by what the traffic since it was made costs."""
         assert self._proposal is not None
         present = self.present()
-        costs = change_rules.price_periods(periods, self._proposal.plan, present, self.settings.static)
         self._gain = change_rules.gain_of(costs)
         verdict = change_rules.judge(costs)
         if verdict == PUBLISHED:

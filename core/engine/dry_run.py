@@ -240,7 +240,7 @@ class DryRun:
         static, plan = plan, self._learn(plan)
         ledger, states = self._ledger_without_graphs(plan, limits, settings), self._states(plan, limits)
         prices = self._prices(plan)
-        wanted = [p for p in prices if capturable(self.policy, p.bucket) and not settings.eager]
+        wanted = [p for p in prices if capturable(plan.policy, p.bucket) and not settings.eager]
         selection = budget.select_graphs(wanted, ledger.memory_split, settings, self.policy.pool_cost)
         ledger = dataclasses.replace(ledger, spent=dict(selection.spent))
         notes += mode_notes(self.model, plan, self.policy)
@@ -290,7 +290,7 @@ class DryRun:
         known = self.measured.graphs if self.measured else {}
         if self.config.graph_memory != "auto" or not known or settings.eager:
             return settings
-        prices = [p for p in self._prices(plan) if capturable(self.policy, p.bucket)]
+        prices = [p for p in self._prices(plan) if capturable(plan.policy, p.bucket)]
         by_pool = [[p for p in prices if pool_of(p.bucket.stage) == pool] for pool in POOLS]
         text, vision, decode = (-(-11 * budget.set_cost(found, self.policy.pool_cost) // 10) for found in by_pool)
         return dataclasses.replace(settings, requested=(text, vision, decode))

@@ -22,6 +22,9 @@ log = logging.getLogger("trencadis.engine")
 WAITING = 10_000
 """Ended requests that wait for an earlier one; above it, the earlier one is written as far as it is known."""
 
+MOST_LINE = 64 << 10
+"""Bytes at the end of an earlier file in which its last line is looked for."""
+
 MOST_BYTES = 256 << 20
 """A file of this size is not continued."""
 
@@ -62,6 +65,7 @@ class RequestTrace:
         self._requests: dict[str, _TracedRequest] = {}
         self._first: float | None = None
         try:
+            _drop_cut_line(path)
             self._last = _last_arrival(path)
             self._file: IO[str] | None = open(  # noqa: SIM115
                 path, "a", encoding="utf-8", buffering=1 << 16, opener=lambda name, flags: os.open(name, flags, 0o600)
@@ -106,15 +110,36 @@ class RequestTrace:
                 if self._file.tell() > MOST_BYTES:
                     raise OSError(0, f"larger than {MOST_BYTES >> 20} MiB")
             except OSError as error:
-                log.warning("--record-trace %s ends here: %s", self._path, error.strerror)
-                self._file = None
-                self._requests.clear()
+                self._end(error)
+
+    def _end(self, error: OSError) -> None:
+        """Stops recording."""
+        log.warning("--record-trace %s ends here: %s", self._path, error.strerror)
+        self._file = None
+        self._requests.clear()
 
     def close(self) -> None:
         """Writes what is left; a request that still runs counts with what it has so far."""
         self._write(everything=True)
-        if self._file is not None:
-            self._file.flush()
+        try:
+            if self._file is not None:
+                self._file.flush()
+        except OSError as error:
+            self._end(error)
+
+
+def _drop_cut_line(path: str) -> None:
+    """Drops a last line without an end, which a process that was killed has left."""
+    file = Path(path)
+    if not file.is_file() or not file.stat().st_size:
+        return
+    with file.open("rb+") as data:
+        begin = max(file.stat().st_size - MOST_LINE, 0)
+        data.seek(begin)
+        tail = data.read()
+        whole = tail.rfind(b"\n") + 1
+        if whole < len(tail) and tail[whole:].startswith(b'{"arrival"'):
+            data.truncate(begin + whole)
 
 
 def _last_arrival(path: str) -> float:
@@ -127,8 +152,10 @@ def _last_arrival(path: str) -> float:
     if not file.exists() or not file.stat().st_size:
         return 0.0
     with file.open("rb") as data:
-        data.seek(max(file.stat().st_size - 4096, 0))
+        data.seek(max(file.stat().st_size - MOST_LINE, 0))
         lines = data.read().splitlines()
+    if not lines:
+        return 0.0
     try:
         return float(json.loads(lines[-1])["arrival"])
     except (ValueError, KeyError, TypeError):

@@ -154,7 +154,7 @@ class GraphCaptures:
         self.prices = prices
         self.by_bucket = {p.bucket: p for p in prices}
         self._formulas.update(self.by_bucket)
-        self.wanted = [p for p in prices if capturable(self.graphs.backend.policy, p.bucket)]
+        self.wanted = [p for p in prices if capturable(self.graphs.plan.policy, p.bucket)]
         """Graphs that make launches faster."""
 
     def add_inputs(self, count: int) -> None:
@@ -315,7 +315,7 @@ class GraphCaptures:
 
     def is_worth_capturing(self, bucket: Bucket) -> bool:
         """Returns True if a graph makes launches of ``bucket`` faster."""
-        return capturable(self.graphs.backend.policy, bucket)
+        return capturable(self.graphs.plan.policy, bucket)
 
     def missing_reason(self, bucket: Bucket) -> str:
         """Returns why a compiled bucket has no graph, as named in core/engine_stats.py."""

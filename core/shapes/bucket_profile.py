@@ -117,13 +117,21 @@ def merge_into_profile(
     except OSError as error:
         raise StartupError(f"the bucket profile {path} cannot be written: {error.strerror}.") from None
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        _lock(lock, path)
         whole = read_profile(path, policy, block_size) if os.path.exists(path) else NeedHistogram()
         whole.scale(fade)
         whole.merge(needs)
         write_profile(path, whole, block_size, least)
     finally:
         os.close(lock)
+
+
+def _lock(descriptor: int, path: str) -> None:
+    """Waits for the lock of the profile ``path``, which other engines may hold."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError as error:  # some network file systems have no locks
+        raise StartupError(f"the bucket profile {path} cannot be locked: {error.strerror}.") from None
 
 
 def learn_from_profile(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from trencadis.core.buckets import Plan
-from trencadis.core.engine_stats import HELD, PUBLISHED, SMALL, SOON, UNSTEADY, WORSE
+from trencadis.core.engine_stats import PUBLISHED, SMALL, SOON, UNSTEADY, WORSE
 from trencadis.core.shapes.learned_plan import expected_cost
 from trencadis.core.shapes.shape_needs import NeedHistogram
 
@@ -23,8 +23,6 @@ DRAWS = 1000
 CHANGE_SECONDS = 600.0
 HOUR_SECONDS = 3600.0
 CHANGES_AN_HOUR = 4
-HOLD_SECONDS = 86_400.0
-"""No change is made for so long after one whose launches took longer than predicted."""
 
 
 class PlanCosts(NamedTuple):
@@ -71,12 +69,9 @@ class ChangeRate:
     """Bounds how often the plan changes; times in seconds of one clock."""
 
     changes: list[float] = field(default_factory=list)
-    held_until: float = float("-inf")
 
     def refuses(self, now: float) -> str:
         """Returns why no change may begin now; empty: one may."""
-        if now < self.held_until:
-            return HELD
         recent = [t for t in self.changes if t > now - HOUR_SECONDS]
         if len(recent) >= CHANGES_AN_HOUR or any(t > now - CHANGE_SECONDS for t in recent):
             return SOON
@@ -85,7 +80,3 @@ class ChangeRate:
     def note_change(self, now: float) -> None:
         """Records a change."""
         self.changes = [*self.changes[-CHANGES_AN_HOUR:], now]
-
-    def hold(self, now: float) -> None:
-        """Forbids changes for ``HOLD_SECONDS``."""
-        self.held_until = now + HOLD_SECONDS

@@ -132,6 +132,11 @@ class NeedRecorder:
                     taken.add(stage, dims, cells.pop(dims), variant)
             return taken
 
+    def return_unsaved(self, needs: NeedHistogram) -> None:
+        """Takes back what ``take_unsaved`` returned, since it could not be saved."""
+        with self._lock:
+            self._unsaved.merge(needs)
+
     def add(self, needs: NeedHistogram) -> None:
         """Adds what an earlier server recorded."""
         with self._lock:

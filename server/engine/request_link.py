@@ -353,10 +353,8 @@ class EngineLink(RequestLink):
         self.phase = "starting"
         self.progress: engine_messages.Phase | None = None
         self.plan: engine_messages.GraphPlan | None = None
-        self.capturing = ""
-        """Bucket that is being captured."""
-        self.learn_requests = 0
-        """Requests to learn shapes that were sent to this engine."""
+        self.capturing = ""  # the bucket that is being captured
+        self.learn_requests = 0  # requests to learn shapes that were sent to this engine
         self.fatal: engine_messages.Fatal | None = None
         self.reason = ""
         self.pinged = self.ponged = 0

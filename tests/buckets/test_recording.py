@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
+import fcntl
 import json
 import random
+import threading
 import tracemalloc
 from pathlib import Path
 
@@ -164,8 +168,6 @@ def test_changes_are_rare() -> None:
             begun.append(minute)
             rate.note_change(minute * 60.0)
     assert begun[:5] == [0, 10, 20, 30, 60] and len(begun) == 12
-    rate.hold(10_000.0)
-    assert rate.refuses(96_000.0) == engine_stats.HELD and not rate.refuses(96_401.0)
 
 
 def learning_of(plan: Plan, mode: str, clock: Clock) -> BucketLearning:
@@ -209,6 +211,44 @@ def test_a_search_without_needs_is_answered(plan: Plan) -> None:
     assert learning.history[-1].reason == "nothing has been recorded"
 
 
+def test_needs_that_cannot_be_saved_are_kept(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system without locks, then one with them."""
+    clock = Clock()
+    learning = learning_of(plan, OBSERVE, clock)
+    learning.settings = dataclasses.replace(learning.settings, profile=str(tmp_path / "needs.json"))
+    for _ in range(9):
+        learning.recorder.count(decode(8), [])
+
+    def refuse(*args: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", refuse)
+        learning.save()
+    assert not (tmp_path / "needs.json").exists()
+    learning.save()
+    (cell,) = read_profile(learning.settings.profile, SERVING, 128).list_cells()
+    assert cell.weight == pytest.approx(9)
+
+
+def test_a_proposal_is_priced_outside_the_engine_s_thread(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+
+    def price(*args: object) -> list[PlanCosts]:
+        threads.append(threading.current_thread())
+        raise ValueError("no price")
+
+    monkeypatch.setattr(change_rules, "price_periods", price)
+    monkeypatch.setattr(bucket_learning, "SEARCH_SECONDS", 60.0)
+    monkeypatch.setattr(bucket_learning, "LEAST_STEPS", 50)
+    clock = Clock()
+    learning = learning_of(plan, OBSERVE, clock)
+    feed(learning, clock, 70.0 + PERIODS * PERIOD_SECONDS, 5)
+    assert threads and threading.main_thread() not in threads
+    failed = [change.reason for change in learning.history if change.outcome == engine_stats.FAILURE]
+    assert failed == ["ValueError: no price"] * len(threads)
+
+
 # Traces
 
 
@@ -232,6 +272,10 @@ def test_a_recorded_trace_can_be_planned_by(tmp_path: Path) -> None:
     again.begin(Request("c", [1], SamplingParams()), 7.0)
     again.close()
     assert len(read_trace(str(path))) == 3, "a request that drew nothing is left out"
+    with path.open("a") as file:  # as a process that was killed leaves it
+        file.write('{"arrival": 7.0, "prom')
+    RequestTrace(str(path)).close()
+    assert len(read_trace(str(path))) == 3
     (tmp_path / "other").write_text("no trace\n")
     for bad in (tmp_path / "other", tmp_path / "none" / "trace"):
         with pytest.raises(StartupError, match="--record-trace"):

@@ -13,10 +13,15 @@ import torch
 from PIL import Image
 
 from tests.traffic.image_chats import wire
+from tests.traffic.launch_lines import GUIDE as LIMITS
+from tests.traffic.launch_lines import model_of
 from tests.traffic.server_process import server
 from trencadis.assets import demo_path
-from trencadis.core.buckets import Stage
+from trencadis.backends.cuda.policy import policy
+from trencadis.core.buckets import Stage, capturable
 from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.shapes.bucket_options import BucketOptions
+from trencadis.core.shapes.bucket_planner import make_plan as plan_buckets
 from trencadis.server.config import argv
 from trencadis.server.config.resolve_settings import resolve_settings
 from trencadis.server.plan.plan_command import make_plan
@@ -80,12 +85,18 @@ def test_a_crash_in_a_capture_is_skipped_after_the_restart(tmp_path: Path, monke
 
 
 def test_the_guides_launch_line_is_taken_and_planned() -> None:
-    """Verbatim with ``--device cuda``; every launch of 80 GiB's plan that gains gets a graph."""
+    """Verbatim with ``--device cuda``; every launch of 80 GiB's plan that gains gets a graph: all of so small a model,
+    prompts of up to 2,048 tokens of a 7B.
+    """
     config = resolve_settings(argv.parse(GUIDE), {"VLLM_SKIP_WARMUP": "true"}).engine
     assert (config.device, config.gpu_memory_utilization, config.warmup) == ("cuda", 0.9, "skip")
     planned = make_plan(config, load_config(demo_path()), 80 << 30)
     captured = {p.bucket for prices in planned.selection.taken.values() for p in prices}
-    assert captured == {b for b in planned.plan.buckets if b.stage is not Stage.PREFILL or b.dims[0] <= 2048}
+    assert captured == set(planned.plan.buckets)
+    assert max(b.dims[0] for b in captured if b.stage is Stage.PREFILL) == 32768
+    large = plan_buckets(policy(""), LIMITS, BucketOptions(), model_of(3584, 28, 28, 4, 18944))
+    prompts = [b for b in large.buckets if b.stage is Stage.PREFILL]
+    assert [b for b in prompts if capturable(large.policy, b)] == [b for b in prompts if b.dims[0] <= 2048]
     assert sum(dict(planned.ledger.rows()).values()) == 80 << 30
 
 

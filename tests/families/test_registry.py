@@ -69,10 +69,13 @@ def test_only_the_family_in_use_is_imported_and_none_needs_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_family_is_at_most_200_lines() -> None:
-    """A module may hold several families that are alike."""
+LONG = {"gemma4.py": 200, "qwen3_5.py": 160, "llama.py": 140, "bert.py": 130}
+"""Families whose checkpoints have several forms, or several that are alike -> most lines."""
+
+
+def test_a_family_is_at_most_120_lines() -> None:
     for file in [*(ROOT / "core" / "families").glob("*.py"), ROOT / "multimodal" / "qwen2_5_vl" / "family.py"]:
-        assert len(file.read_text(encoding="utf-8").splitlines()) <= 200, file.name
+        assert len(file.read_text(encoding="utf-8").splitlines()) <= LONG.get(file.name, 120), file.name
 
 
 NAMED = re.compile(r"qwen|llama|mistral|\bgpt.?2|\bopt.(?:125|350)|\bOPTFor|\bgemma|\bphi\b", re.IGNORECASE)

@@ -213,14 +213,12 @@ class LayerGroup:
 
 
 def group_layers(layers: Sequence[Any], size: int) -> list[Any]:
-    """Returns ``layers`` in groups of ``size`` neighbours with the same window and mask; those left over are alone."""
+    """Returns ``layers`` in groups of ``size`` neighbours that take the same inputs; those left over are alone."""
     groups: list[Any] = []
     start = 0
     while start < len(layers):
         some = layers[start : start + size]
-        if len(some) == size > 1 and all(
-            (layer.local, layer.causal) == (some[0].local, some[0].causal) for layer in some
-        ):
+        if len(some) == size > 1 and len({(layer.local, layer.causal) for layer in some}) == 1:
             groups.append(LayerGroup(some))
             start += size
         else:
