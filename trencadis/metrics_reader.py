@@ -56,6 +56,7 @@ class LocalMetrics:
         self.observers: list[Callable[[EngineStats], None]] = []
         self.restarts = self.sleep_level = 0
         self.info = info
+        self.plan = None
         self.stats = EngineStats()
         self._read = read
         self._metrics = make_metrics(model, service, cast(EngineClient, self))

@@ -103,7 +103,7 @@ MEMORY: tuple[FlagRow, ...] = (
     make_free_row("calculate_kv_scales", "bool", "8-bit K and V have scales of each token and head, found as they run"),
     make_refused_row("kv_cache_dtype_skip_layers", "list", "all layers keep K and V in the type of --kv-cache-dtype"),
     make_free_row("disable_hybrid_kv_cache_manager", "bool", _SHAPE),
-    make_absent_row("kv_sharing_fast_prefill", "bool", "shared keys and values"),
+    make_free_row("kv_sharing_fast_prefill", "bool", "layers with shared keys compute all tokens of a prompt"),
     make_free_row("swa_bounded_replay", "bool", _SHAPE, True),
     make_free_row("prefix_cache_retention_interval", "int", _SHAPE, 0),
     make_refused_row("prefix_match_unit", "int", "prefixes are shared by whole KV blocks (--block-size)"),

@@ -114,8 +114,7 @@ and no limit depends on it. MEANS: flags of ours do it. REFUSED: it would change
 """
 
 ABSENT = (
-    "n-gram embeddings", "hyper-connections", "shared keys and values", "late interaction",
-    "diffusion",
+    "n-gram embeddings", "hyper-connections", "late interaction", "diffusion",
 )  # fmt: skip
 """Parts of models that no family of the registry has; ``FlagRow.absent`` names one. tests/cli/test_reasons.py holds
 them against the registry."""

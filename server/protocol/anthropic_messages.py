@@ -9,9 +9,17 @@ from pydantic import Field
 
 from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import Json, JsonObject
-from trencadis.server.protocol.base_request import FieldContext, Int, Strict, Texts, TranslatedRequest
+from trencadis.server.protocol.base_request import (
+    FieldContext,
+    Int,
+    Object,
+    Objects,
+    Strict,
+    Text,
+    Texts,
+    TranslatedRequest,
+)
 from trencadis.server.protocol.chat_completions import ChatRequest
-from trencadis.server.protocol.json_checks import Object, Objects, Text
 
 THINKING = ("enabled", "disabled", "adaptive", "between_tools")
 BUDGET = "thinking_token_budget"

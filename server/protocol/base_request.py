@@ -10,14 +10,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from trencadis.core.errors import BadRequest, TrencadisError
 from trencadis.core.json_types import Json, JsonObject
 from trencadis.server.protocol.beam_search_fields import check_beams, list_unused_beam_fields
-from trencadis.server.protocol.json_checks import Object, Text
+from trencadis.server.protocol.json_checks import find_fault
+
+T = TypeVar("T")
+
+
+def _check_json_value(value: T) -> T:
+    found = find_fault(value)
+    if found is not None:
+        raise PydanticCustomError("json_value", "{fault}", {"fault": f"The value holds {found[1]}"})
+    return value
+
+
+Text = Annotated[str, AfterValidator(_check_json_value)]
+Object = Annotated[JsonObject, AfterValidator(_check_json_value)]
+Objects = Annotated[list[JsonObject], AfterValidator(_check_json_value)]
 
 EMPTY: tuple[Json, ...] = (None, False, [], {})
 """Values of a field that a client does not use."""

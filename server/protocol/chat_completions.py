@@ -15,8 +15,17 @@ from pydantic import Field
 from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import Json, JsonObject
 from trencadis.core.shared_constants import EFFORTS
-from trencadis.server.protocol.base_request import FieldContext, GenerateRequest, Int, Strict, Texts, Usage
-from trencadis.server.protocol.json_checks import Object, Objects, Text
+from trencadis.server.protocol.base_request import (
+    FieldContext,
+    GenerateRequest,
+    Int,
+    Object,
+    Objects,
+    Strict,
+    Text,
+    Texts,
+    Usage,
+)
 from trencadis.server.protocol.tool_definitions import check_tools, is_subset, select_allowed_tools
 
 FIELD = "prediction"

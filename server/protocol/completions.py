@@ -15,11 +15,11 @@ from trencadis.server.protocol.base_request import (
     Int,
     Ints,
     Strict,
+    Text,
     Texts,
     Usage,
     split_raw_prompts,
 )
-from trencadis.server.protocol.json_checks import Text
 
 
 class CompletionRequest(GenerateRequest):

@@ -14,13 +14,9 @@ from __future__ import annotations
 import re
 import secrets
 from dataclasses import dataclass, field
-from typing import Annotated, TypeVar
-
-from pydantic import AfterValidator
-from pydantic_core import PydanticCustomError
 
 from trencadis.core.errors import BadRequest, TooLarge
-from trencadis.core.json_types import Json, JsonObject
+from trencadis.core.json_types import Json
 
 MAX_DEPTH = 64
 """Levels of objects and lists within a field (a JSON schema of a tool has a dozen)."""
@@ -73,21 +69,6 @@ def find_fault(value: Json, left: int = MAX_DEPTH) -> tuple[str, str] | None:
         if found is not None:
             return (f".{key[:40]}" if isinstance(key, str) else f"[{key}]") + found[0], found[1]
     return None
-
-
-T = TypeVar("T")
-
-
-def _check_json_value(value: T) -> T:
-    found = find_fault(value)
-    if found is not None:
-        raise PydanticCustomError("json_value", "{fault}", {"fault": f"The value holds {found[1]}"})
-    return value
-
-
-Text = Annotated[str, AfterValidator(_check_json_value)]
-Object = Annotated[JsonObject, AfterValidator(_check_json_value)]
-Objects = Annotated[list[JsonObject], AfterValidator(_check_json_value)]
 
 
 SLICE = 1 << 16

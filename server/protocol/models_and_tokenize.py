@@ -14,11 +14,13 @@ from trencadis.server.protocol.base_request import (
     ImageDetails,
     Ints,
     MediaRequest,
+    Object,
+    Objects,
     Strict,
+    Text,
     VideoDetails,
 )
 from trencadis.server.protocol.chat_completions import list_unread_variables
-from trencadis.server.protocol.json_checks import Object, Objects, Text
 
 
 class Permission(Strict):

@@ -18,13 +18,14 @@ from trencadis.server.protocol.base_request import (
     Int,
     Ints,
     MediaRequest,
+    Object,
     Strict,
+    Text,
     Texts,
     Usage,
     split_raw_prompts,
 )
 from trencadis.server.protocol.chat_completions import list_unread_variables
-from trencadis.server.protocol.json_checks import Object, Text
 from trencadis.server.protocol.pooler_output import ByteOrder, ValueFormat
 from trencadis.server.protocol.pooling_params import PoolingParams
 

@@ -24,7 +24,7 @@ from trencadis.server.config.vllm_flag_table import EVERY, ROWS
 MODEL_TYPES = {"mixtral": "mixtral", "qwen3_moe": "qwen3_moe", "mistral": "mistral", "gemma3": "gemma3_text"}
 NAMES = {
     "n-gram embeddings": ("gram",),
-    "hyper-connections": ("hyper",), "shared keys and values": ("shared", "sharing"), "diffusion": ("diffusion",),
+    "hyper-connections": ("hyper",), "diffusion": ("diffusion",),
     "late interaction": ("late_",),
 }  # fmt: skip
 """How a field of a decoder's description would be called if a family had the part."""

@@ -21,7 +21,7 @@ GOOD: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"head_dim": 264}, ("264", "256", "--device cpu")),
+        ({"head_dim": 520}, ("520", "512", "--device cpu")),
         ({"head_dim": 20}, ("20", "multiples of 8", "--device cpu")),
         ({"vision_head_dim": 136}, ("136", "128")),
         ({"heads": 34}, ("17 query heads", "1 to 16")),

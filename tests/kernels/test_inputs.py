@@ -161,7 +161,7 @@ def test_limits_are_named() -> None:
     wrong: dict[str, tuple[Any, ...]] = {
         "68 values": (68, 1, 16, torch.float32),
         "76 values": (76, 1, 16, torch.float32, attention_tensors.VISION_HEADS),
-        "264 values": (264, 1, 16, torch.float32),
+        "520 values": (520, 1, 16, torch.float32),
         "17 query heads": (64, 17, 16, torch.float32),
         "--block-size 8": (64, 1, 8, torch.float32),
         "float64": (64, 1, 16, torch.float64),

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import signal
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -201,6 +202,7 @@ class TwinRuntime:
         self._events = 0
         self._order: CaptureOrder | None = None
         """Streams and events of the capture in progress."""
+        self._capturing_thread = 0
         self._pinned = PinnedBlocks()
         self._lost: DeviceError | None = None
         """What every call raises since the device is lost."""
@@ -229,8 +231,8 @@ class TwinRuntime:
         It orders nothing for the checker of order: torch's allocators leave it out where they have memory.
         """
         self.counts["implicit wait"] += 1
-        if self._order is not None:
-            self._order.wait_on_host(f"allocating {what}")
+        if self._captured is not None:
+            self._captured.wait_on_host(f"allocating {what}")
 
     def write(self, area: Tensor) -> Array:
         self._call("host write", HOST, writes=(area,))
@@ -248,10 +250,10 @@ class TwinRuntime:
 
     def record(self, event: CudaEvent, stream: Stream) -> None:
         assert isinstance(event, TwinEvent)
-        if self._order is not None:
-            self._order.record(event.number, stream.value)
+        if self._captured is not None:
+            self._captured.record(event.number, stream.value)
         event.recorded, event.asks = True, self.faults.late
-        event.graph = self._order is not None and self._order.owns(event.number)
+        event.graph = self._captured is not None and self._captured.owns(event.number)
         self._call("record", stream.value, event=event)
 
     def wait(self, stream: Stream, event: CudaEvent) -> None:
@@ -261,16 +263,23 @@ class TwinRuntime:
             CaptureError: a capture waits for what is outside it, or the other way round.
         """
         assert isinstance(event, TwinEvent)
-        if self._order is not None:
-            self._order.wait(event.number, stream.value, event.recorded)
+        if self._captured is not None:
+            self._captured.wait(event.number, stream.value, event.recorded)
         elif event.graph:
             raise CaptureError(f"{stream.value} waits for an event that was recorded within a capture")
         self._call("wait", stream.value, event=event)
 
+    @property
+    def _captured(self) -> CaptureOrder | None:
+        """The capture that binds the calling thread: a card captures in mode ``thread_local``, in which other threads
+        may wait.
+        """
+        return self._order if threading.get_ident() == self._capturing_thread else None
+
     def host_wait(self, event: CudaEvent) -> None:
         assert isinstance(event, TwinEvent)
-        if self._order is not None:
-            self._order.wait_on_host("an event")
+        if self._captured is not None:
+            self._captured.wait_on_host("an event")
         event.asks = 0
         self._call("wait", HOST, event=event)
 
@@ -282,8 +291,8 @@ class TwinRuntime:
         return complete
 
     def synchronize(self) -> None:
-        if self._order is not None:
-            self._order.wait_on_host("the device")
+        if self._captured is not None:
+            self._captured.wait_on_host("the device")
         self._call("synchronize", HOST)
 
     # Copies and launches
@@ -342,6 +351,7 @@ class TwinRuntime:
                 f"{name}: its first launch loads kernels, which a capture does not permit: run it before"
             )
         self._inner, self._order = [], CaptureOrder()
+        self._capturing_thread = threading.get_ident()
         try:
             with torch.no_grad(), TwinRecording() as recording, self._watch_reads():
                 out = body(inputs)
@@ -411,8 +421,8 @@ class TwinRuntime:
         if self._lost is not None and kind not in ("record", "host read", "host write"):
             raise self._lost
         self.counts[kind] += 1
-        if self._order is not None and kind in WORK:
-            self._order.add_work(stream)
+        if self._captured is not None and kind in WORK:
+            self._captured.add_work(stream)
         if kind in self._failing:
             self._failing = ()
             raise OutOfDeviceMemory(f"CUDA out of memory (twin): {kind} {name} (injected)")

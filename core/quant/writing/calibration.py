@@ -207,7 +207,7 @@ class Calibration:
             def enter(t: TextTensors) -> None:
                 count = len(t.out_row)
                 found = model.enter(t.tokens, t.from_slot, t.positions, t.image_row, held.state.last, held.arena)
-                x, residual, _, _, deepstack_rows = first_rows(found, count)
+                x, residual, _, _, deepstack_rows, *_ = first_rows(found, count)
                 self._states.append((x.clone(), residual))
                 self._parts.append(tuple(held.arena[rows] for rows in deepstack_rows))
 

@@ -151,8 +151,11 @@ def test_other_layers_run_op_by_op(changes: dict[str, Any], device: torch.device
     attn = run.ready.tensors.attn
     assert fused_layer.can_fuse(layer, run.x, attn)
     other = LayerRun.layer.__globals__["DecoderLayer"](
-        type("B", (), {"ops": ops, "comm": layer.attention.out.comm, "device": device, "values": True}), case.config
-    )
+        type("B", (), {
+            "ops": ops, "comm": layer.attention.out.comm, "device": device, "values": True, "dtype": torch.float32,
+        }),
+        case.config,
+    )  # fmt: skip
     other.attention.bind(run.ready.cache)
     assert not fused_layer.can_fuse(other, run.x, attn)
 

@@ -123,4 +123,5 @@ class LayerRun:
         rotary = ops.rotary(program.inputs.positions, *frequencies(case.d))
         residual = None if first else self.residual[:n].float()
         x, left = layer(self.x[:n].float(), residual, rotary, program.inputs.attn)
+        assert x is not None
         return x if left is None else x + left, kv

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import Message
 
 from trencadis.core.config import EngineConfig
-from trencadis.core.engine_stats import MEANINGS, UNPLANNED
+from trencadis.core.engine_stats import MEANINGS, OUTCOMES, UNPLANNED
 from trencadis.core.errors import BY_STATUS
 from trencadis.core.process.engine_messages import BucketUse, EngineInfo, EngineStats
 from trencadis.server.metrics.bucket_metrics import MOST
@@ -164,6 +164,7 @@ ALLOWED: dict[str, set[str]] = {
     "position": {str(place) for place in range(16)},
     "stage": {"turn", "queue", "encode", "prefill", "decode", "media_fetch", "media_decode", "media_resize"},
     "device": {"cpu"},
+    "outcome": set(OUTCOMES),
     "source": {
         "local_compute",
         "local_cache_hit",
