@@ -283,7 +283,6 @@ def tests(run: Run) -> None:
         return
     many = ("-n", "12") if importlib.util.find_spec("xdist") is not None else ()
     report = f"--junitxml={run.out / 'card.xml'}"
-    os.environ["TRITON_INTERPRET"] = "0"
     script(run, "tests", 400.0, "-m", "pytest", "-q", "-x", *many, "tests/kernels", report)
 
 
@@ -294,7 +293,7 @@ def script(run: Run, name: str, limit: float, *args: str) -> None:
         run.failures.append(f"{name}: no time was left")
         return
     try:
-        done = ended([sys.executable, *args], left)
+        done = ended([sys.executable, *args], left, {"TRITON_INTERPRET": "0"})
         if done.returncode:
             run.failures.append(f"{name}: ended with {done.returncode}: {done.stderr[-1000:]}")
     except subprocess.TimeoutExpired:

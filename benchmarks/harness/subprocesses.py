@@ -18,8 +18,10 @@ from benchmarks.harness.claims import Claim, judge
 from benchmarks.harness.reporting import RESULTS, ROOT, environment, machine
 
 
-def ended(command: Sequence[str], left: float) -> subprocess.CompletedProcess[str]:
-    """Runs ``command`` in the checkout; keeps what it says on stderr.
+def ended(
+    command: Sequence[str], left: float, variables: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs ``command`` in the checkout, with ``variables`` in its environment; keeps what it says on stderr.
 
     Its own children end with it: they would hold memory of the card, and compute beside the next part. They are a group
     of processes, not a session, which some machines let run on when this command is stopped.
@@ -27,7 +29,7 @@ def ended(command: Sequence[str], left: float) -> subprocess.CompletedProcess[st
     Raises:
         subprocess.TimeoutExpired: it ran for ``left`` seconds.
     """
-    env = environment() | {"HF_HUB_OFFLINE": "1"}
+    env = environment() | {"HF_HUB_OFFLINE": "1"} | dict(variables or {})
     with subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True, process_group=0) as child:
         try:
             said = child.communicate(timeout=left)[1]
