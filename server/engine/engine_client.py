@@ -9,14 +9,17 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from trencadis.core.engine_stats import EngineInfo, EngineStats, GraphPlan
 from trencadis.core.host_memory import gib
-from trencadis.core.process.engine_messages import EngineInfo, EngineStats, GraphPlan, Phase
 from trencadis.core.request import Delta, Request, RequestStats
+
+if TYPE_CHECKING:  # offline use works without msgspec
+    from trencadis.core.process.engine_messages import Phase
 
 Pixels = npt.NDArray[np.uint8]
 """uint8 [patches, PATCH_VALUES] of one image."""
