@@ -187,7 +187,7 @@ class Card:
             patch.setattr(module, "ended", self.child)
         patch.setattr(sys, "argv", ["gpu", "--out", str(self.out), "--docs", str(self.docs)])
 
-    def child(self, command: list[str], left: float) -> Any:
+    def child(self, command: list[str], left: float, variables: object = None) -> Any:
         if command[1] != "-P":  # the tuner and the tests
             return subprocess.CompletedProcess(command, 0, stderr="")
         module, *args = command[3].removeprefix("benchmarks."), *command[4:]
