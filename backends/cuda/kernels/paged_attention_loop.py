@@ -112,8 +112,8 @@ def attend_reach(
     run, queries, keys, reach, scale, ONCE: tl.constexpr, WINDOW: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
     KV_TOKEN: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Returns ``run: RunningAttention`` after all keys of ``reach: KeyRanges``; ONCE: from ``whole`` on there is at most
-    one tile.
+    """Returns ``run: RunningAttention`` after all keys of ``reach: KeyRanges``; ONCE: from ``whole`` on there is at
+    most one tile.
     """
     begin, edge, whole, stop, first, last = reach
     if WINDOW > 0:
