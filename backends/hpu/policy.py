@@ -195,7 +195,7 @@ SERVING = Policy(
 
 
 class CompiledParts(NamedTuple):
-    """What compile mode makes of a plan.
+    """The compiled functions of a plan in compile mode.
 
     Args:
         functions: compiled functions; buckets share those of equal shapes.
