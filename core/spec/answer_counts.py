@@ -107,7 +107,7 @@ class AnswerCounts:
         return -1, 0
 
 
-class SuffixSource:
+class SuffixProposer:
     """Implements ``DraftProposer`` over the text of one sequence and the recent answers of its owner.
 
     At each place the longer of two suffixes decides: the one that occurred in the sequence's own text, whose last

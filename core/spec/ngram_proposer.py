@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -61,27 +61,6 @@ class FirstProposal:
             if found.ids:
                 return found
         return NO_DRAFT
-
-
-Guess = Callable[[Sequence[int], int], int]
-"""(tokens, known): the id that follows; below 0: no proposal."""
-
-
-class ScriptedProposer:
-    """Proposes the ids that a function returns, one place after the other; for tests and measurements."""
-
-    def __init__(self, guess: Guess) -> None:
-        self._guess = guess
-
-    def propose(self, tokens: Sequence[int], known: int, count: int) -> DraftTokens:
-        """Returns the ids that the function gives for each place, up to the first below 0."""
-        text = [*tokens[:known]]
-        for _ in range(count):
-            token = self._guess(text, len(text))
-            if token < 0:
-                break
-            text.append(token)
-        return DraftTokens(tuple(text[known:]), "scripted")
 
 
 def cut_at(ids: Sequence[int], ends: frozenset[int], vocab: int) -> tuple[int, ...]:

@@ -94,7 +94,7 @@ class PredictedText:
         return self.predicted[self._at : self._at + count] if self.aligned else ()
 
 
-class PredictionSource:
+class PredictionProposer:
     """Implements ``DraftProposer`` over a predicted answer.
 
     Args:

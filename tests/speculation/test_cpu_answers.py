@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.speculation.scripted_proposer import ScriptedProposer
 from tests.traffic.requests import Traffic, pixels, random_request
 from tests.traffic.ruled_requests import ruled, vocabulary
 from trencadis.core.config import EngineConfig
@@ -19,7 +20,7 @@ from trencadis.core.errors import StartupError
 from trencadis.core.request import Delta, Request, SamplingParams
 from trencadis.core.scheduling.draft_scheduler import DraftScheduler
 from trencadis.core.scheduling.sequence import Sequence
-from trencadis.core.spec.ngram_proposer import DraftProposer, ScriptedProposer
+from trencadis.core.spec.ngram_proposer import DraftProposer
 from trencadis.core.spec.spec_config import SpeculationConfig
 
 LENGTH = 96

@@ -16,13 +16,14 @@ from tests.engine import test_schedules
 from tests.masks import test_late_masks
 from tests.oracles.shadow_engine import EOS, VOCAB, ScheduleDriver, shadow_engine
 from tests.oracles.shadow_model import ShadowRank, kv_value, oracle_end
+from tests.speculation.scripted_proposer import ScriptedProposer
 from tests.traffic.requests import searched
 from tests.traffic.rule_oracle import VOCABULARY
 from trencadis.core.engine.engine import Engine
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.sequence import Sequence
-from trencadis.core.spec.ngram_proposer import DraftProposer, ScriptedProposer
+from trencadis.core.spec.ngram_proposer import DraftProposer
 from trencadis.core.spec.spec_config import SpeculationConfig
 from trencadis.core.step import Step
 from trencadis.core.structured_outputs import Rule
