@@ -32,7 +32,6 @@ from trencadis.core.device.launch_tensors import TensorsOut as TensorsOut
 from trencadis.core.device.launch_tensors import TextTensors as TextTensors
 from trencadis.core.device.launch_tensors import VisionTensors as VisionTensors
 from trencadis.core.device.launch_tensors import host_output as host_output
-from trencadis.core.device.launch_tensors import put_slots as put_slots
 from trencadis.core.device.launch_tensors import slots_at as slots_at
 from trencadis.core.device.packed_weights import PackedFile
 from trencadis.core.device_policy import Policy
