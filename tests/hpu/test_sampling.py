@@ -14,7 +14,8 @@ from torch import Tensor
 from trencadis.backends.cpu import sampler
 from trencadis.backends.hpu.policy import SERVING
 from trencadis.backends.hpu.sampling import find_thresholds, largest_float
-from trencadis.core.buckets import Bucket, Plan, Stage
+from trencadis.core.bucket_plan import Plan
+from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.launches.launch_splitter import head_bucket
 
 pytestmark = pytest.mark.part("gaudi")
