@@ -12,6 +12,7 @@ from PIL import Image
 
 from trencadis.core.checkpoint.json_fields import JsonFields, read_json
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
+from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import JsonMapping, JsonObject
 from trencadis.core.shared_constants import WINDOW_SLOTS, align_up
 from trencadis.multimodal.lfm2_vl.config import Lfm2VisionConfig
@@ -104,6 +105,11 @@ class Lfm2VlImageProcessor(TileImageProcessor):
         """Pixels along a side of a cell."""
         return self.patch * self.merge
 
+    @property
+    def most_whole(self) -> int:
+        """Number of cells of the largest item."""
+        return max(self.most_tokens, self.rows_per_tile if self.most_tiles > 1 else 0)
+
     def compute_tile_geometry(self, height: int, width: int) -> ImageGeometry:
         whole = self._whole_geometry(height, width)
         if not self._is_large(height, width):
@@ -129,6 +135,8 @@ class Lfm2VlImageProcessor(TileImageProcessor):
         """Returns the geometry of an image that is not cut, or of a thumbnail."""
         rows, columns = resize_whole(height, width, self.unit, self.least_tokens, self.most_tokens)
         patches = rows * columns // self.patch**2
+        if patches > self.most_whole * self.merge**2:  # the limits alone do not bound a long image
+            raise BadRequest(f"An image of {width} x {height} pixels is too long for this model.")
         grid = (1, rows // self.patch, columns // self.patch)
         slots = align_up(patches, WINDOW_SLOTS)
         return ImageGeometry((rows, columns), grid, patches // self.merge**2, slots, rows * columns)
@@ -190,10 +198,9 @@ def image_needs(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "p
     """Returns slots of the largest and of the smallest item, and rows of the image with most tiles."""
     check_processor_kwargs(mm_kwargs)
     made = _build_processor(config)
-    whole, least = (align_up(n * made.merge**2, WINDOW_SLOTS) for n in (made.most_tokens, made.least_tokens))
-    if made.most_tiles == 1:
-        return ImageNeeds(whole, least, made.most_tokens)
-    return ImageNeeds(max(whole, made.slots), least, made.most_tiles * made.rows_per_tile + made.most_tokens)
+    largest, least = (align_up(n * made.merge**2, WINDOW_SLOTS) for n in (made.most_whole, made.least_tokens))
+    tiles = made.most_tiles * made.rows_per_tile if made.most_tiles > 1 else 0
+    return ImageNeeds(largest, least, tiles + made.most_whole)
 
 
 def from_checkpoint(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> Lfm2VlImageProcessor:
