@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.fakes import checkpoints
 
@@ -217,7 +218,7 @@ def lfm2_vl(folder: Path, *, seed: int = 0, vision: Any = None, own: Any = None,
     settings = checkpoints.text_settings(**{
         "vocab_size": IMAGE + len(tokens) + 2, "num_hidden_layers": 4, "intermediate_size": 120,
         "layer_types": ["conv", "conv", "full_attention", "conv"], "block_multiple_of": 16,
-        "tie_word_embeddings": True, "pad_token_id": 1, **text,
+        "pad_token_id": 1, **text,
     })  # fmt: skip
     settings["norm_eps"] = settings.pop("rms_norm_eps")
     tower = dict(
@@ -239,6 +240,12 @@ def lfm2_vl(folder: Path, *, seed: int = 0, vision: Any = None, own: Any = None,
         "image_mean": [0.5] * 3, "image_std": [0.5] * 3, **(images or {}),
     }  # fmt: skip
     finished(model, folder, seed, tokens, processor)
+    file = folder / "model.safetensors"
+    held = load_file(file)
+    louder = {"conv.conv.weight": 8.0, "conv.out_proj.weight": 3.0, "projector.linear_2.weight": 4.0}
+    for name in held:
+        held[name] = held[name] * next((by for end, by in louder.items() if name.endswith(end)), 1.0)
+    save_file(held, file, metadata={"format": "pt"})
     return folder
 
 

@@ -31,8 +31,8 @@ FORMS: dict[str, dict[str, Any]] = {
         "images": {"tile_size": 128, "max_image_tokens": 8, "use_thumbnail": False}, "num_key_value_heads": 1,
         "layer_types": ["conv", "full_attention", "conv", "full_attention"], "conv_L_cache": 4, "seed": 2,
     },
-    "whole, untied": {
-        "images": {"do_image_splitting": False}, "tie_word_embeddings": False, "seed": 3,
+    "whole, tied": {
+        "images": {"do_image_splitting": False}, "tie_word_embeddings": True, "seed": 3,
         "block_auto_adjust_ff_dim": False,
     },
 }  # fmt: skip
