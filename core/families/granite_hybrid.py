@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from trencadis.core.checkpoint.decoder_fields import (
@@ -40,16 +41,15 @@ def _recurrent(c: JsonFields) -> RecurrentConfig | None:
     width = c.integer("mamba_expand", most=64, default=2) * hidden
     if heads % groups:
         c.refuse("mamba_n_groups", f"it must divide mamba_n_heads, which is {heads}")
-    if width % heads or c.values.get("mamba_d_head", "auto") not in ("auto", None, width // heads):
-        c.refuse(
-            "mamba_d_head", f"it must be mamba_expand * hidden_size / mamba_n_heads, and the first two make {width}"
-        )
-    limits = c.values.get("time_step_limit")
-    if c.is_given("time_step_limit") and not _is_unlimited(limits):
+    given = c.is_given("mamba_d_head") and c.values["mamba_d_head"] != "auto"
+    size = c.integer("mamba_d_head") if given else width // heads
+    if size * heads != width:
+        c.refuse("mamba_d_head", f"heads of it must make mamba_expand * hidden_size, which is {width}")
+    if c.is_given("time_step_limit") and not _is_unlimited(c.values["time_step_limit"]):
         c.refuse("time_step_limit", "implemented: steps without a limit, [0.0, Infinity]")
     found = RecurrentConfig(
         layers, kernel=c.integer("mamba_d_conv", least=2, most=MOST_TAPS, default=4), key_heads=groups,
-        value_heads=heads, key_dim=c.integer("mamba_d_state", most=WIDEST, default=256), value_dim=width // heads,
+        value_heads=heads, key_dim=c.integer("mamba_d_state", most=WIDEST, default=256), value_dim=size,
         scan=True, conv_bias=c.boolean("mamba_conv_bias", True), projection_bias=c.boolean("mamba_proj_bias", False),
     )  # fmt: skip
     return found if layers else None
@@ -59,8 +59,8 @@ def _is_unlimited(limits: object) -> bool:
     """Returns True for [0, infinity], in the forms that JSON files have."""
     if not isinstance(limits, list | tuple) or len(limits) != 2:
         return False
-    ends = [one.get("__float__") if isinstance(one, dict) else one for one in limits]
-    return float(ends[0]) == 0 and float(ends[1]) == float("inf")
+    most = limits[1].get("__float__") if isinstance(limits[1], dict) else limits[1]
+    return limits[0] == 0 and most in (math.inf, "Infinity")
 
 
 def read_decoder(c: JsonFields, tied: bool) -> TextConfig:
@@ -78,6 +78,7 @@ def read_decoder(c: JsonFields, tied: bool) -> TextConfig:
     )  # fmt: skip
     rotary = text.score_scale * text.head_dim**0.5 if text.rotary else 1.0  # as in ``llama.describe_granite``
     experts = None
+    c.integer("num_experts_per_tok", 0, default=2)
     if c.integer("num_local_experts", 0, default=8):
         inner = c.integer("intermediate_size", most=WIDEST, default=11008)
         experts = experts_of(

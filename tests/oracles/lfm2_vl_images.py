@@ -61,9 +61,7 @@ def split(settings: dict[str, Any], image: np.ndarray[Any, Any]) -> tuple[list[t
     if not settings["do_image_splitting"]:
         given |= {"min_tiles": 1, "max_tiles": 1}
     patch = pytest.MonkeyPatch()
-    patch.setattr(
-        base, "resize", lambda self, x, size, **kw: resize(x, (size.height, size.width)), raising=False
-    )
+    patch.setattr(base, "resize", lambda self, x, size, **kw: resize(x, (size.height, size.width)), raising=False)
     try:
         x = torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1)))[None]
         images, rows, columns, sizes = made.resize_and_split(x, resample=2, **given)

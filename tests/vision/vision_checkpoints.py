@@ -209,7 +209,9 @@ def qwen3_5(folder: Path, *, seed: int = 0, experts: bool = False, vision: Any =
     return folder
 
 
-def lfm2_vl(folder: Path, *, seed: int = 0, vision: Any = None, own: Any = None, images: Any = None, **text: Any) -> Path:
+def lfm2_vl(
+    folder: Path, *, seed: int = 0, vision: Any = None, own: Any = None, images: Any = None, **text: Any
+) -> Path:
     """An LFM2-VL checkpoint with tiles of 96 pixels; ``own``, ``vision``, ``images`` and ``text`` override settings."""
     import transformers
 
