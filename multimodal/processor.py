@@ -133,15 +133,17 @@ class ImageGeometry(NamedTuple):
         else:
             cut = np.split(pixels, np.cumsum([one.patches for one in each])[:-1])
             items = tuple(
-                PreparedImage(tile_digest(p), p, one.grid, one.tokens, one.slots, one.resized)
+                PreparedImage(tile_digest(p, one.grid[1:]), p, one.grid, one.tokens, one.slots, one.resized)
                 for one, p in zip(each, cut, strict=True)
             )
         return replace(whole, items=items, layout=self.layout)
 
 
-def tile_digest(pixels: npt.NDArray[np.uint8]) -> str:
-    """Returns a 256-bit hex digest of a tile: equal tiles share arena rows, whatever images they come from."""
-    digest = hashlib.blake2b(b"tile\0", digest_size=32)
+def tile_digest(pixels: npt.NDArray[np.uint8], grid: tuple[int, int]) -> str:
+    """Returns a 256-bit hex digest of a tile of ``grid`` patches (h, w): equal tiles share arena rows, whatever images
+    they come from.
+    """
+    digest = hashlib.blake2b(f"tile {grid[0]}x{grid[1]}\0".encode(), digest_size=32)
     digest.update(np.ascontiguousarray(pixels).data)
     return digest.hexdigest()
 

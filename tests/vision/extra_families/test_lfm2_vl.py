@@ -155,6 +155,15 @@ def test_answers_long(form: str, variant: str, made: Any, oracle: Any, monkeypat
     chats(made(form), oracle(made(form)), range(100), **VARIANTS[variant])
 
 
+def test_blank_thumbnails_of_other_shapes_are_other_items(made: Any) -> None:
+    """They have the same bytes, but other positions."""
+    config = load_config(made("tiles"))
+    some = [image_processor(config, {}).prepare(Image.new("RGB", size), "d") for size in ((480, 320), (320, 480))]
+    first, second = (one.items[-1] for one in some)
+    assert first.grid == (1, *second.grid[:0:-1]) and first.digest != second.digest
+    assert some[0].items[0].digest == some[1].items[0].digest
+
+
 def test_needs_hold_the_largest_image(made: Any) -> None:
     config = load_config(made("tiles"))
     needs, rule = image_needs(config, {}), image_sizes(config, {})
