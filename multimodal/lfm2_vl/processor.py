@@ -113,8 +113,8 @@ class Lfm2VlImageProcessor(TileImageProcessor):
     def compute_tile_geometry(self, height: int, width: int) -> ImageGeometry:
         whole = self._whole_geometry(height, width)
         if not self._is_large(height, width):
-            layout = (BEGIN, PlaceholderRun(0, 0, whole.tokens), END)
-            return whole._replace(area=max(height * width, whole.area), rows=whole.tokens, layout=layout)
+            plain = (BEGIN, PlaceholderRun(0, 0, whole.tokens), END)
+            return whole._replace(area=max(height * width, whole.area), rows=whole.tokens, layout=plain)
         grid = choose_grid(height, width, self.image, self.least_tiles, self.most_tiles)
         last = whole if self.thumbnail else None
         count, side, rows = grid[0] * grid[1], self.image // self.patch, self.rows_per_tile

@@ -89,7 +89,7 @@ def test_positions_are_resized_as_transformers_resizes_them(grid: tuple[int, int
     near, share = resized_positions(h, w, side, 2)
     assert near.shape == (h * w, 2 * side)
     got = (table.view(-1, 8)[torch.from_numpy(near).long()] * torch.from_numpy(share)[..., None]).sum(1)
-    resized = Siglip2VisionEmbeddings.resize_positional_embeddings(table, torch.tensor([[h, w]]), h * w)
+    resized = Siglip2VisionEmbeddings.resize_positional_embeddings(table, torch.tensor([[h, w]]).long(), h * w)  # type: ignore[arg-type]
     by_cell = resized[0].view(h // 2, 2, w // 2, 2, 8).permute(0, 2, 1, 3, 4).reshape(-1, 8)
     assert (got - by_cell).abs().max() < 1e-6
 
