@@ -55,7 +55,7 @@ if not _hands_out_tests():
     usable_torchvision()
 
 
-_freeze = gc.freeze
+_freeze, _thaw = gc.freeze, gc.unfreeze
 _known = 0
 
 
@@ -79,13 +79,14 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.enable()
-        _freeze_imports()
+        freeze_imports()
 
 
-def _freeze_imports() -> None:
+def freeze_imports() -> None:
     """Freezes what exists if modules were imported since: with transformers a collection takes 70 ms instead of 2."""
     global _known
     if len(sys.modules) > _known + 20:
+        gc.collect()
         _freeze()
         _known = len(sys.modules)
 
@@ -94,9 +95,19 @@ def _freeze_imports() -> None:
 def _collected() -> Iterator[None]:
     """Ends what earlier files left in cycles, and leaves imports out of later collections: start-ups collect often."""
     gc.collect()
-    _freeze_imports()
+    before = _known
     yield
+    if _known != before:  # what the file's fixtures made is frozen, too
+        _thaw()
     gc.collect()
+    if _known != before:
+        _freeze()
+
+
+@pytest.fixture(autouse=True)
+def _imports_are_frozen(_collected: None) -> None:
+    """Leaves out what the test before has imported, too."""
+    freeze_imports()
 
 
 @pytest.fixture(autouse=True)
