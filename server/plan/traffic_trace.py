@@ -339,7 +339,7 @@ def read_request(record: JsonMapping, sizes: Sizes | None = None) -> Traffic:
     arrival, cached = float(record["arrival"]), int(record.get("cached", 0))
     if not (math.isfinite(arrival) and arrival >= 0 and cached >= 0):
         raise ValueError("arrival and cached must be at least 0")
-    slots = tuple(image.item.slots for image in images for _ in range(image.grid[0]))
+    slots = tuple(item.slots for image in images for item in image.all_items)
     slots += tuple(_count(s, "slots") for s in record.get("slots", ()))
     return Traffic(arrival, prompt + tokens, output, cached, slots)
 

@@ -45,6 +45,16 @@ class Layer:
         return 2 * out.reshape(len(x), -1), residual  # a layer returns no view
 
 
+class ScanLayer(Layer):
+    """The same with a state space in place of the delta rule."""
+
+    def __call__(self, x: Tensor, residual: Tensor, rows: Any, attn: Any) -> tuple[Tensor, Tensor]:
+        q, k, v = (t.reshape(len(x), -1, SIZE) for t in torch.split(x, WIDTHS, dim=1))
+        g, steps = torch.split(residual, [HEADS, HEADS], dim=1)
+        out = self.ops.state_space(q, k, v, g, steps, self.state.state, rows, attn)
+        return 2 * out.reshape(len(x), -1), residual
+
+
 class Case:
     """Rows of a launch: tokens, gates, weights and states."""
 
@@ -59,12 +69,12 @@ class Case:
             torch.randn(SLOTS, HEADS, SIZE, SIZE, generator=random),
         )
 
-    def reference(self, **how: Any) -> tuple[Tensor, States]:
+    def reference(self, kind: type[Layer] = Layer, **how: Any) -> tuple[Tensor, States]:
         """Returns results and states after the launch, by the reference."""
         states = States(*(t.clone() for t in self.states))
         ops = ReferenceOps()
         rows, attn = rows_of(self.counts, **how)
-        return Layer(ops, self.weight, states)(self.x, self.gates, ops.prepare_recurrent(rows, attn), attn)[0], states
+        return kind(ops, self.weight, states)(self.x, self.gates, ops.prepare_recurrent(rows, attn), attn)[0], states
 
     def ran(self, backend: Any, layer: Layer, many: int, width: int, **how: Any) -> Tensor:
         """Runs ``layer`` on a launch of ``many`` rows of ``width`` tokens; padding is NaN."""
@@ -83,9 +93,9 @@ class Case:
         assert torch.isfinite(found).all()
         return found[at]
 
-    def layer(self, backend: Any) -> Layer:
+    def layer(self, backend: Any, kind: type[Layer] = Layer) -> Layer:
         states = States(*(t.to(backend.device) for t in self.states))
-        return Layer(backend.ops, self.weight.to(backend.device), states)
+        return kind(backend.ops, self.weight.to(backend.device), states)
 
 
 LAUNCHES = {
@@ -114,6 +124,20 @@ def test_launches_equal_the_reference(name: str, lazy: bool, hpu: Callable[..., 
     if not lazy:
         assert backend.card.clock.written_anew == 0, "a store wrote the states of every slot"
         assert not any("eager" in line for line in backend.card.clock.lines), backend.card.clock.lines
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+@pytest.mark.parametrize("name", ["fresh", "decode"])
+def test_state_spaces_equal_the_reference(name: str, lazy: bool, hpu: Callable[..., Any]) -> None:
+    counts, many, width = LAUNCHES[name]
+    case, backend, how = Case(counts), hpu(lazy=lazy), {"begins": [1]}
+    for t in case.states:
+        t[[0, 2]] = NAN
+    layer = case.layer(backend, ScanLayer)
+    found = case.ran(backend, layer, many, width, **how)
+    wanted, states = case.reference(ScanLayer, **how)
+    assert off(found, wanted) < 3e-6 and off(layer.state.state.cpu()[1:], states.state[1:]) < 3e-6
+    assert lazy or backend.card.clock.written_anew == 0, "a store wrote the states of every slot"
 
 
 @pytest.mark.parametrize("lazy", [True, False])

@@ -352,6 +352,8 @@ def ranks(model: CheckedModel) -> str:
         raise Skipped(f"{c.heads} query and {c.kv_heads} KV heads are not for {RANKS} ranks")
     if c.joint_qk_norm:
         raise Skipped("q and k have norms over all heads, which ranks cannot share")
+    if c.recurrent is not None and c.recurrent.units % RANKS:
+        raise Skipped(f"{c.recurrent.units} {c.recurrent.unit_name} of recurrent layers are not for {RANKS} ranks")
     assert model.recomputed.model
     want = model.expected_logits(model.ids)
     for rank, got in enumerate(tensor_parallel_logits(model.config, model.ids, RANKS)):
