@@ -195,9 +195,7 @@ class CpuOps(AdapterOps, ReferenceOps):
         Each product would cut its rows in the same way, so that no bit changes. Products by tiles take all rows of a
         call at once.
         """
-        if len(x) == 1:
-            return run(x)
-        sizes: Sequence[int] = pieces(len(x))
+        sizes: Sequence[int] = pieces(len(x)) if len(x) > 1 else ()
         if len(sizes) > 1 and dense.launches_tiles(self.table, x.dtype):
             sizes = [min(dense.TILE_ROWS, len(x) - start) for start in range(0, len(x), dense.TILE_ROWS)]
         return run(x) if len(sizes) < 2 else self._in_pieces(run, x, sizes)
