@@ -139,18 +139,15 @@ class GraphManager:
         return 0 if program is None else program.release()
 
     def program(self, bucket: Bucket) -> Program:
-        """Returns the program of ``bucket``, created on first use."""
-        return self._planned_program(bucket) if bucket in self.planned else self._unplanned_program(bucket)
+        """Returns the program of ``bucket``, created on first use.
 
-    def _planned_program(self, bucket: Bucket) -> Program:
-        """Returns the program of a planned bucket, created on first use."""
-        program = self._programs.get(bucket)
-        if program is None:
-            program = self._programs[bucket] = self.make(bucket)
-        return program
-
-    def _unplanned_program(self, bucket: Bucket) -> Program:
-        """Returns the program of a bucket outside the plan; releases the least recently used one above ``KEPT``."""
+        Of those outside the plan, the least recently used one above ``KEPT`` is released.
+        """
+        if bucket in self.planned:
+            program = self._programs.get(bucket)
+            if program is None:
+                program = self._programs[bucket] = self.make(bucket)
+            return program
         program = self._unplanned.get(bucket)
         if program is None:
             program = self._unplanned[bucket] = self.make(bucket)

@@ -74,9 +74,10 @@ def split_step(step: Step, plan: Plan, adapters: bool = False) -> tuple[Launch, 
     if step.images:
         launches.append(_vision(step, plan))
     if (step.rows or step.persistent_count) and plan.policy.mixed:
-        with_adapters = adapters or any(row.adapter for row in step.rows)
-        bucket = _ragged_bucket(step, plan, LORA if with_adapters else "")
-        if any(row.cross_attention.images for row in step.rows):
+        if step.rows and not adapters:
+            adapters = any(row.adapter for row in step.rows)
+        bucket = _ragged_bucket(step, plan, LORA if adapters else "")
+        if step.rows:
             bucket = _with_image_units(bucket, plan, step.rows)
         launches.append(Launch(bucket, tuple(range(len(step.rows)))))
     elif step.rows:
@@ -205,7 +206,7 @@ def head_bucket(rows: int, full: bool, best: bool, plan: Plan, told: bool = True
         return plan.fit(Stage.SAMPLE, (rows,), "penalised")
     if full and not told and plan.policy.drawn_head:
         return plan.fit(Stage.SAMPLE, (rows,), "draw")
-    return sample_bucket(rows, full, plan)
+    return plan.fit(Stage.SAMPLE, (rows,), "full" if full else "greedy")
 
 
 def ahead_bucket(rows: int, plan: Plan) -> Bucket:

@@ -44,7 +44,7 @@ from trencadis.core.lora.adapter_store import AdapterStore
 from trencadis.core.masks.manager import MatcherManager, PendingSample
 from trencadis.core.models.interface import Model, Persistent
 from trencadis.core.progress import Warming
-from trencadis.core.request import GREEDY_BELOW, AdapterRef
+from trencadis.core.request import AdapterRef
 from trencadis.core.shapes.need_recorder import NeedRecorder
 from trencadis.core.shared_constants import WINDOW_SLOTS
 from trencadis.core.step import (
@@ -130,11 +130,11 @@ class ModelRunner:
         bodies: dict[str, Callable[[Any], Any]] = {
             "text": model.text,
             "vision": self._vision,
-            "greedy": lambda t: model.head(t, False),
+            "greedy": partial(model.head, full=False),
             "masked": lambda t: model.masked_head(t),
             "draw": lambda t: model.drawn_head(t),
             "penalised": lambda t: model.penalised_head(t),
-            "full": lambda t: model.head(t, True),
+            "full": partial(model.head, full=True),
             "reset": model.reset,
             "pool": model.pool,
         }
@@ -199,7 +199,7 @@ class ModelRunner:
         if not self.share.ends:
             return
         self._sample(step, pending)
-        if any(row.targets is not None or row.pool is not None for row in step.rows):
+        if step.rows and any(row.targets is not None or row.pool is not None for row in step.rows):
             self._of_prompts(_last_rows(step), pending)
 
     def _of_prompts(self, last: list[tuple[Row, int]], pending: PendingStep) -> None:
@@ -348,51 +348,51 @@ class ModelRunner:
 
     def _sample(self, step: Step, pending: PendingStep) -> None:
         """Launches SAMPLE for all rows that sample, whichever launches computed them."""
-        rows: list[host.SampleRow] = []
         persistent = step.persistent_count
-        for row, last in _last_rows(step):
-            drafts = row.samples[0].tokens_after if row.samples else 0
-            for draw in row.samples:
-                pending.samples.setdefault(draw.key, persistent + len(rows))
-                ahead = _drafts_before(row, drafts, draw.tokens_after) if drafts else ()
-                rows.append(host.SampleRow(last - draw.tokens_after, draw.slot, draw.sample, ahead))
-        count = persistent + len(rows)
-        if not count:
+        rows = self._list_sample_rows(step, pending) if step.rows else []
+        if not persistent and not rows:
             return
-        full, needs = (
-            [r.sample.best for r in rows if r.sample.full],
-            self.batch.head_needs() if persistent else HeadNeeds(),
-        )
-        told = needs.logprobs or any(r.sample.logprobs >= 0 for r in rows)
-        some, best = needs.full or bool(full), needs.best and all(full)
-        cold = needs.cold and all(r.sample.temperature < GREEDY_BELOW for r in rows if r.sample.full)
+        needs = self.batch.head_needs() if persistent else HeadNeeds()
+        if rows:
+            needs = needs.add([row.sample for row in rows])
 
         def part(inputs: HeadInputs, full: bool) -> Pending[HeadOutput]:
             count = len(inputs.slot)
-            bucket = head_bucket(count, full, best, self.plan, told, cold)
+            bucket = head_bucket(count, full, needs.best, self.plan, needs.logprobs, needs.cold)
             if full and inputs.ahead is not None:
                 bucket = ahead_bucket(count, self.plan)
             return self.backend.fetch(self._run(bucket, inputs, count, pending), count)
 
         def apart(inputs: HeadInputs) -> Pending[HeadOutput]:
-            if needs.every and all(r.sample.full for r in rows):
+            if needs.every:
                 return part(inputs, True)
             wanting = [r.sample.full for r in rows]
             return launch_split(
                 inputs, np.array([*self.batch.rows_needing_full, *wanting] if persistent else wanting), part
             )
 
-        launch = apart if some and self.plan.policy.split_head else partial(part, full=some)
+        launch = apart if needs.full and self.plan.policy.split_head else partial(part, full=needs.full)
         own = self.batch.head(self._everything) if persistent else None
-        if any(r.sample.handle for r in rows):
+        if rows and any(r.sample.handle for r in rows):
             pending.head, pending.pending_sample = launch_masked(rows, self.vocab, self.matchers, launch, own)
         elif rows:
             inputs = host.head_inputs(rows, self.vocab)
             pending.head = launch(inputs if own is None else host.join_head_inputs(own, inputs))
         elif own is not None:
             pending.head = launch(own)
-        if any(r.sample.scored or r.sample.wide for r in rows):
+        if rows and any(r.sample.scored or r.sample.wide for r in rows):
             self._score_chosen(rows, pending, persistent)
+
+    def _list_sample_rows(self, step: Step, pending: PendingStep) -> list[host.SampleRow]:
+        """Returns the samples of the Step's own rows, and records in ``pending`` where the first of each choice is."""
+        rows: list[host.SampleRow] = []
+        for row, last in _last_rows(step):
+            drafts = row.samples[0].tokens_after if row.samples else 0
+            for draw in row.samples:
+                pending.samples.setdefault(draw.key, step.persistent_count + len(rows))
+                ahead = _drafts_before(row, drafts, draw.tokens_after) if drafts else ()
+                rows.append(host.SampleRow(last - draw.tokens_after, draw.slot, draw.sample, ahead))
+        return rows
 
     def _score_chosen(self, rows: list[host.SampleRow], pending: PendingStep, persistent: int) -> None:
         """Launches SAMPLE for logprob_token_ids: one row per requested id, all with the hidden row that was sampled.
