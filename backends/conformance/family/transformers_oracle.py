@@ -128,7 +128,8 @@ def open_image_processor(path: Path) -> Any:
     try:
         return library.AutoImageProcessor.from_pretrained(path, backend="pil")
     except (OSError, ValueError, ImportError) as error:
-        raise Skipped(f"transformers makes no image processor of it: {str(error).splitlines()[0][:100]}") from None
+        why = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise Skipped(f"transformers makes no image processor of it: {why[:100]}") from None
 
 
 def process_image(path: Path, image: object, token: int) -> ProcessedImage:
