@@ -64,6 +64,7 @@ from trencadis.core.device.backend import (
     host_output,
 )
 from trencadis.core.device.launch_tensors import CrossAttentionTensors, RecurrentRows
+from trencadis.core.graphs.graph_manager import WallStopwatch
 from trencadis.core.host_memory import free_host, total_host
 from trencadis.core.launches.host_inputs import token_adapters
 from trencadis.core.launches.rank_input_batch import PersistentHeadInputs, PersistentTextInputs
@@ -350,6 +351,7 @@ class CpuBackend:
         self.memory: Memory = CpuMemory()
         self.comm: Comm = make_comm(cfg)
         self.pipe = make_pipe(cfg)
+        self.start_stopwatch = WallStopwatch
         if isinstance(self.ops, CpuOps):
             self.ops.table = self._choose_table(self.ops.table)
             if cfg.rank == 0:

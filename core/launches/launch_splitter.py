@@ -60,7 +60,9 @@ class Launch:
         return sum(p.stop - p.start for p in self.parts(step))
 
 
-def split_step(step: Step, plan: Plan, adapters: bool = False) -> tuple[Launch, ...]:
+def split_step(
+    step: Step, plan: Plan, adapters: bool = False, needs: Sequence[RowNeed] | None = None
+) -> tuple[Launch, ...]:
     """Returns the launches of ``step`` in device order: RESET, VISION, text. The runner adds SAMPLE (``head_bucket``)
     or POOL.
 
@@ -69,6 +71,7 @@ def split_step(step: Step, plan: Plan, adapters: bool = False) -> tuple[Launch, 
 
     Args:
         adapters: some persistent row has an adapter.
+        needs: those of all rows where launches are rectangular; None: they are listed here.
     """
     launches = _resets(step, plan) if step.resets else []
     if step.images:
@@ -81,7 +84,7 @@ def split_step(step: Step, plan: Plan, adapters: bool = False) -> tuple[Launch, 
             bucket = _with_image_units(bucket, plan, step.rows)
         launches.append(Launch(bucket, tuple(range(len(step.rows)))))
     elif step.rows:
-        launches += _rectangles(step, plan)
+        launches += _rectangles(step, plan, list_row_needs(step) if needs is None else needs)
     return tuple(launches)
 
 
@@ -121,10 +124,16 @@ def is_drafted(row: Row) -> bool:
     return bool(row.samples) and row.samples[0].tokens_after > 0
 
 
-def record_step(recorder: NeedRecorder, step: Step, adapters: bool = False) -> None:
-    """Counts the needs of a Step, whose rows are all listed unless launches are ragged.
+def list_row_needs(step: Step) -> list[RowNeed]:
+    """Returns the needs of the Step's rows, for ``split_step`` on a device with rectangular launches."""
+    return [RowNeed(i, row.context, len(row.tokens), row.spans, is_drafted(row)) for i, row in enumerate(step.rows)]
+
+
+def record_step(recorder: NeedRecorder, step: Step, needs: Sequence[RowNeed], adapters: bool = False) -> None:
+    """Counts the needs of a Step.
 
     Args:
+        needs: those of all rows (``list_row_needs``); ragged launches need none.
         adapters: some persistent row has an adapter. One row with an adapter makes all needs of the Step count to the
             variant for adapters.
     """
@@ -134,18 +143,14 @@ def record_step(recorder: NeedRecorder, step: Step, adapters: bool = False) -> N
         if not any(map(is_drafted, step.rows)):
             recorder.count_ragged(step.tokens, step.persistent_count + len(step.rows), images, variant)
         return
-    rows = enumerate(step.rows)
-    needs = [RowNeed(i, row.context, len(row.tokens), row.spans, is_drafted(row)) for i, row in rows]
     recorder.count(needs, images, variant)
 
 
-def _rectangles(step: Step, plan: Plan) -> list[Launch]:
+def _rectangles(step: Step, plan: Plan, needs: Sequence[RowNeed]) -> list[Launch]:
     """Returns rectangular launches. The rows of a group may run in any order, so each group is split by cost alone."""
     found = []
     for group in _groups(step, plan.block_size):
-        rows = ((i, step.rows[i]) for i in group)
-        needs = [RowNeed(i, row.context, len(row.tokens), row.spans, is_drafted(row)) for i, row in rows]
-        for cut in split_rows(needs, plan):
+        for cut in split_rows([needs[i] for i in group], plan):
             items = tuple(p.row for p in cut.pieces)
             whole = all(p.start == 0 and p.stop == len(step.rows[p.row].tokens) for p in cut.pieces)
             bucket = _with_image_units(cut.bucket, plan, [step.rows[p.row] for p in cut.pieces], cut.pieces)

@@ -28,6 +28,7 @@ from trencadis.core.launches.launch_splitter import (
     Launch,
     ahead_bucket,
     head_bucket,
+    list_row_needs,
     list_wide_variants,
     part_of,
     pool_rows,
@@ -191,9 +192,10 @@ class ModelRunner:
         return pending
 
     def _run_step(self, step: Step, pending: PendingStep) -> None:
+        adapters, needs = self.ragged and self.batch.has_adapters, [] if self.ragged else list_row_needs(step)
         if self.recorder is not None:
-            record_step(self.recorder, step, self.ragged and self.batch.has_adapters)
-        for launch in split_step(step, self.plan, self.ragged and self.batch.has_adapters):
+            record_step(self.recorder, step, needs, adapters)
+        for launch in split_step(step, self.plan, adapters, needs):
             if self.share.stages == 1 or runs_on_stage(self.share, launch.bucket.stage):
                 self._launch(step, launch, pending)
         if not self.share.ends:

@@ -201,6 +201,8 @@ def describe_learning(learning: LearningReport) -> JsonObject:
         "steps": learning.steps,
         "load_seconds": learning.load_seconds,
         "cells": learning.cells,
+        "launches": learning.launches,
+        "residuals": learning.residuals,
         "histogram": [cell._asdict() for cell in learning.histogram],
         "proposal": None if proposal is None else proposal._asdict(),
         "changes": [change._asdict() for change in learning.changes],
