@@ -130,6 +130,8 @@ def can_draft(seq: Sequence, limits: SchedulerLimits) -> bool:
         return False
     if request.spans and request.spans[0].cross_attention_rows:
         return False
+    if request.adapter is not None and not limits.drafts_adapters:
+        return False
     return not limits.whole
 
 
