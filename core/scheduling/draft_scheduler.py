@@ -130,8 +130,6 @@ def can_draft(seq: Sequence, limits: SchedulerLimits) -> bool:
         return False
     if request.spans and request.spans[0].cross_attention_rows:
         return False
-    if request.adapter is not None and not limits.drafts_adapters:
-        return False
     return not limits.whole
 
 
@@ -235,6 +233,8 @@ class DraftScheduler:
 
     def _most(self, seq: Sequence, known: int) -> int:
         """Returns how many drafts may follow the ``known`` tokens of ``seq``."""
+        if seq.request.adapter is not None and not self._limits.drafts_adapters:
+            return 0
         # One draw follows the last draft, and the text fits the rotary table of its keys.
         most = min(self.config.drafts, seq.limit - (known - seq.prompt) - 1)
         if self._limits.long_from and not seq.long:
