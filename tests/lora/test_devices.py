@@ -87,7 +87,7 @@ MIXED: dict[str, Any] = dict(
     dtype="bfloat16", warmup="full", max_model_len=256, max_num_batched_tokens=128, max_num_seqs=4, enable_lora=True,
     max_loras=2, max_cpu_loras=4, limit_mm_per_prompt={"image": 1}, kv_cache_memory_bytes=8 << 20,
     mm_processor_kwargs={"min_pixels": 56 * 56, "max_pixels": 20_000},
-    speculative_config={"method": "ngram", "num_speculative_tokens": 3},
+    speculative_config={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}, spec_always=True,
 )  # fmt: skip
 
 
@@ -103,12 +103,12 @@ def test_many_requests_of_all_kinds(base: Base, adapter: Adapter, monkeypatch: p
     adapters = [adapter(checkpoint, seed=i, pattern=rf"{LANGUAGE}|{TOWER}" if i > 1 else LANGUAGE) for i in range(4)]
     images = [make_image(rng, low=60, high=140, aspect=1.5) for _ in range(12)]
     rules = [
-        {}, {"allowed_token_ids": [*range(20, 60)]}, {"temperature": 0.8, "top_k": 5, "seed": 1},
+        {}, {"allowed_token_ids": [30, 31], "max_tokens": 16}, {"temperature": 0.8, "top_k": 5, "seed": 1},
         {"structured_outputs": StructuredOutputsParams(regex="(ab|cd){2}")}, {"repetition_penalty": 1.2},
     ]  # fmt: skip
 
     def run() -> None:
-        for _ in range(int(os.environ.get("TRENCADIS_TEST_REQUESTS", "10000")) // 100):
+        for number in range(int(os.environ.get("TRENCADIS_TEST_REQUESTS", "10000")) // 100):
             chats, params, kinds = [], [], []
             for _ in range(100):
                 words = "aa bb " * int(rng.integers(1, 12))
@@ -116,10 +116,9 @@ def test_many_requests_of_all_kinds(base: Base, adapter: Adapter, monkeypatch: p
                 if rng.random() < 0.3:
                     parts.append({"type": "image", "image": images[int(rng.integers(len(images)))]})
                 chats.append([{"role": "user", "content": parts}])
-                params.append(
-                    SamplingParams(max_tokens=int(rng.integers(1, 9)), **rules[int(rng.integers(len(rules)))])
-                )
-                one = int(rng.integers(-2, 4))
+                rule = rules[int(rng.integers(len(rules)))]
+                params.append(SamplingParams(**{"max_tokens": int(rng.integers(1, 9)), **rule}))
+                one = int(rng.integers(-2, 4)) if number % 4 else -1
                 kinds.append(request_of(adapters[one]) if one >= 0 else None)
             made = llm.chat(chats, params, use_tqdm=False, lora_request=kinds)
             assert all(m.outputs[0].finish_reason in ("stop", "length") for m in made)
