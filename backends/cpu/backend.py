@@ -31,6 +31,7 @@ from trencadis.backends.cpu.padding import (
     last_slots,
     pad,
     pad_cross_attention,
+    pad_image_adapters,
     pad_interpolation,
     pad_recurrent,
     pool,
@@ -140,7 +141,11 @@ def make_tensors(bucket: Bucket, inputs: Inputs, block_size: int, upto: bool = F
                 made._replace(cross_attention=_make_cross_attention(inputs, count, bucket)) if bucket.variant else made
             )
         case VisionInputs():
-            return _vision(inputs, bucket.dims[0])
+            tensors = _vision(inputs, bucket.dims[0])
+            if bucket.variant != LORA:
+                return tensors
+            slot, cell = map(torch.from_numpy, pad_image_adapters(inputs, bucket.dims[0], len(tensors.rows)))
+            return tensors._replace(adapter=slot, cell_adapter=cell)
         case HeadInputs():
             # Copied, because a program holds its inputs until its next fill.
             made = head(inputs, bucket.dims[0], inputs.masks.copy())

@@ -148,7 +148,7 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
     executor, opened = _executor(config, layout, progress)
     backend, limits, plan, watch = opened.rank.backend, opened.limits, opened.plan, opened.watch
     scheduler = Scheduler(
-        _limits(config, model_config, plan, limits.max_tokens, limits.max_rows),
+        _limits(config, model_config, plan, limits.max_tokens, limits.max_rows, backend.policy.mixed),
         BlockPool(plan.num_blocks, HostBlockPool(plan.host_blocks) if plan.host_blocks else None),
         EncoderCache(plan.arena_rows, reserved_rows(model_config)),
         limits.max_rows + SPARE_SLOTS,
@@ -410,7 +410,9 @@ def _cache_plan(
     return dataclasses.replace(plan, notes=(*format_notes(model, size, backend.policy), *plan.notes))
 
 
-def _limits(config: EngineConfig, model: ModelConfig, plan: CachePlan, tokens: int, seqs: int) -> SchedulerLimits:
+def _limits(
+    config: EngineConfig, model: ModelConfig, plan: CachePlan, tokens: int, seqs: int, mixed: bool
+) -> SchedulerLimits:
     return SchedulerLimits(
         max_tokens=tokens,
         max_rows=seqs,
@@ -431,6 +433,7 @@ def _limits(config: EngineConfig, model: ModelConfig, plan: CachePlan, tokens: i
         slot_values=0 if model.vision is None else model.vision.slot.values,
         long_from=model.text.long_from,
         adapters=config.max_loras if config.enable_lora else 0,
+        drafts_adapters=mixed,
     )
 
 

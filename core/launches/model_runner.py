@@ -290,7 +290,7 @@ class ModelRunner:
             return
         images = [step.images[i] for i in launch.items]
         if self.gathered is not None:
-            self._encode_own(self.gathered, images, pending)
+            self._encode_own(self.gathered, images, launch.bucket.variant, pending)
         else:
             self._encode(images, launch.bucket, pending)
 
@@ -302,11 +302,13 @@ class ModelRunner:
 
     def _encode(self, images: Sequence[Encode], bucket: Bucket, pending: PendingStep) -> None:
         inputs = self.model.pack(images, bucket.dims[0]) if images else host.padding_vision_inputs(self.backend.slot)
+        if any(image.adapter for image in images):
+            host.add_image_adapters(inputs, images)
         needed = sum(image.slots for image in images)  # padding follows them
         self._run(bucket, inputs, int(inputs.count[: needed // WINDOW_SLOTS].sum()), pending)
         pending.stats[-1].items, pending.stats[-1].needed = len(images), needed
 
-    def _encode_own(self, gathered: GatheredRows, images: list[Encode], pending: PendingStep) -> None:
+    def _encode_own(self, gathered: GatheredRows, images: list[Encode], variant: str, pending: PendingStep) -> None:
         """Runs VISION if each rank has a tower: encodes this rank's images, then exchanges the rows of all ranks."""
         comm = self.backend.comm
         shares = assign_images(images, comm.world)
@@ -314,7 +316,7 @@ class ModelRunner:
         alike = self.graphs.counted
         if mine or alike:
             need = max(sum(i.slots for i in share) for share in (shares if alike else [mine]))
-            self._encode(mine, self.plan.fit(Stage.VISION, (need,)), pending)
+            self._encode(mine, self.plan.fit(Stage.VISION, (need,), variant), pending)
         if not alike:
             gathered.exchange(shares)
 

@@ -5,7 +5,7 @@ The start of text launches on every pipeline stage but the first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
 
@@ -38,7 +38,15 @@ from trencadis.core.models.attention import Attention, TextRotary
 from trencadis.core.models.decoder_layer import DecoderLayer as DecoderLayer
 from trencadis.core.models.interface import GroupingOps, HostLayering, Persistent, RecurrentOps, StatefulLayer
 from trencadis.core.models.layer_inputs import LayerInputEmbedding
-from trencadis.core.models.linear import Embedding, Linear, LMHead, SamplingHead
+from trencadis.core.models.linear import (
+    NO_ADAPTERS,
+    Embedding,
+    ImageAdapters,
+    Linear,
+    LMHead,
+    SamplingHead,
+    TowerLayer,
+)
 from trencadis.core.models.mlp import Norm, norm_of
 from trencadis.core.models.pooler import Pooler
 from trencadis.core.models.recurrent_layers import make_recurrent_layer
@@ -259,6 +267,19 @@ class Decoder:
         if c.recurrent is None or index not in c.recurrent.layers:
             return None
         return self.recurrent_layer(self.backend, c, c.recurrent)
+
+    def list_tower_layers(self) -> Iterator[TowerLayer]:
+        """Yields the layers of the vision tower that take adapters, as far as this stage holds them."""
+        yield from ()
+
+    def prepare_image_adapters(self, inputs: VisionTensors) -> ImageAdapters:
+        """Returns the adapters of a VISION launch."""
+        if inputs.adapter is None or inputs.cell_adapter is None:
+            return NO_ADAPTERS
+        assert self.adapter_numbers is not None
+        both = (inputs.adapter, inputs.cell_adapter)
+        made = (self.ops.prepare_adapters(one, self.adapter_numbers, self.backend.dtype) for one in both)
+        return ImageAdapters(*made)
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Loads checkpoint tensors by their stored names, in any order; raises StartupError if one is missing."""

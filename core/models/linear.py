@@ -103,6 +103,35 @@ class Linear:
         return y if rows is None or self.adapters is None else self.ops.add_adapters(y, x, self.adapters, rows)
 
 
+class TowerLayer(NamedTuple):
+    """A layer of a vision tower that takes adapters.
+
+    Args:
+        name: canonical name of its matrix, or of the module that its parts belong to if it has several.
+        inputs, outputs: features of a plain ``Linear``, which every rank holds whole; others know their own.
+    """
+
+    name: str
+    linear: Linear
+    inputs: int = 0
+    outputs: int = 0
+
+
+class ImageAdapters(NamedTuple):
+    """The adapters of a VISION launch: of its slots, and of its cells; None: no image has one."""
+
+    slots: AdapterRows | None = None
+    cells: AdapterRows | None = None
+
+    @property
+    def of_layers(self) -> tuple[AdapterRows, ...]:
+        """The last argument of a layer; empty if it has none."""
+        return () if self.slots is None else (self.slots,)
+
+
+NO_ADAPTERS = ImageAdapters()
+
+
 class Share(NamedTuple):
     """A rank's share [start, stop) of a dimension, padded to ``width``."""
 

@@ -237,6 +237,8 @@ class DraftScheduler:
 
     def _most(self, seq: Sequence, known: int) -> int:
         """Returns how many drafts may follow the ``known`` tokens of ``seq``."""
+        if seq.request.adapter is not None and not self._limits.drafts_adapters:
+            return 0
         # One draw follows the last draft, and the text fits the rotary table of its keys.
         most = min(self.config.drafts, seq.limit - (known - seq.prompt) - 1)
         if self._limits.long_from and not seq.long:

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Set
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -224,12 +224,29 @@ class VisionBuilder:
     """
 
 
+class TowerAdapters(Protocol):
+    """Which slots of the device hold the adapters that images are encoded with."""
+
+    def encodes(self, seq: Sequence) -> bool:
+        """Returns True if images of ``seq`` may be encoded once it runs: its adapter has a slot, or can get one."""
+        ...
+
+    def tower_slot(self, seq: Sequence) -> int:
+        """Returns the slot of the adapter that images of ``seq`` are encoded with, 0: none; -1: it has no slot yet."""
+        ...
+
+    def hold(self, slot: int) -> None:
+        """Keeps the adapter of a slot until the step that is built has been sent."""
+        ...
+
+
 class EncoderScheduler:
     """Manages encoder cache, pixels and counters of one engine's images."""
 
-    def __init__(self, arena: EncoderCache, packer: ImagePacker, totals: EngineStats) -> None:
+    def __init__(self, arena: EncoderCache, packer: ImagePacker, totals: EngineStats, adapters: TowerAdapters) -> None:
         self.arena = arena
         self.packer = packer
+        self.adapters = adapters
         self.pixel_queue = PixelQueue(arena, 2 * packer.budget)
         self._totals = totals
 
@@ -243,6 +260,7 @@ class EncoderScheduler:
         vision, waiting = VisionBuilder(), dict[str, WantedImage]()
         free_rows = self.arena.capacity
         for seq, start in order:
+            encodes = self.adapters.encodes(seq)
             for index, span in enumerate(seq.request.spans):
                 if span.end <= start:
                     continue
@@ -253,7 +271,7 @@ class EncoderScheduler:
                         vision.early.add(key)
                 if key in self.arena:
                     vision.kept.add(key)
-                elif key in self.pixel_queue.pixels and key not in waiting:
+                elif encodes and key in self.pixel_queue.pixels and key not in waiting:
                     waiting[key] = WantedImage(seq, index, span)
         if waiting and not closed:
             found = list(waiting.items())
@@ -270,10 +288,12 @@ class EncoderScheduler:
     def encode(self, key: str, vision: VisionBuilder, owner: int = THIS_STEP) -> bool:
         """Adds a chosen image to the VISION launch, pinned for ``owner``.
 
-        Returns False if the arena has no rows for it.
+        Returns False if the arena has no rows for it, or its adapter no slot.
         """
         wanted = vision.chosen[key]
-        span = wanted.span
+        span, adapter = wanted.span, self.adapters.tower_slot(wanted.sequence)
+        if adapter < 0:
+            return False
         rows = self.arena.put(key, span.arena_rows, owner, vision.kept)
         if rows is None and owner != THIS_STEP:
             # This image is needed now; the kept ones are needed later.
@@ -281,10 +301,11 @@ class EncoderScheduler:
         if rows is None:
             return False
         del vision.chosen[key]
+        self.adapters.hold(adapter)
         vision.kept.add(key)
         self.arena.pin(key, THIS_STEP)
         vision.unpins.append(Pin(key, THIS_STEP))
-        vision.images.append(Encode(key, span.grid, span.slots, self.pixel_queue.pixels[key], rows))
+        vision.images.append(Encode(key, span.grid, span.slots, self.pixel_queue.pixels[key], rows, adapter))
         vision.owners.append(wanted.sequence)
         self._totals.images_encoded += 1
         self.pixel_queue.forget(key)

@@ -62,7 +62,9 @@ class Scheduler:
         self.clock = clock
         self.totals = EngineStats(kv_total=pool.size, arena_total=arena.capacity)
         """Counters since the start; lists hold the events since the last report."""
-        self.encoder = EncoderScheduler(arena, packer or ImagePacker(budget=limits.encoder_slots), self.totals)
+        self.adapters = AdapterSlots(limits.adapters)
+        packer = packer or ImagePacker(budget=limits.encoder_slots)
+        self.encoder = EncoderScheduler(arena, packer, self.totals, self.adapters)
         self.pixel_queue = self.encoder.pixel_queue
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -80,7 +82,6 @@ class Scheduler:
         self._closings: list[int] = []  # keys of choices that have left since the last step
         self._biased: set[int] = set()  # slots whose sampler state holds a bias
         self._had_vision = self._starved_text = False  # last step: had VISION; starved a text-only request
-        self.adapters = AdapterSlots(limits.adapters)
         self.drafting: DraftScheduler | None = None
         """Set if sequences are drafted."""
 

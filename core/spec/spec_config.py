@@ -247,8 +247,6 @@ def resolve_speculation(
         return None
     if found is not None and found.model:
         _check_draft(config, model, policy, device)
-    if policy.rules and config.enable_lora:
-        raise StartupError(f"{_source(config)}: the {device} backend plans no launches of guesses beside --enable-lora")
     if policy.rules and model.text.cross_attention_layers:
         raise StartupError(f"{_source(config)}: {model.architecture} attends to images; --device cpu drafts its texts")
     if model.text.recurrent is not None:
