@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -87,7 +87,26 @@ def verify_variant(width: int) -> str:
 
 def verified_width(bucket: Bucket) -> int:
     """Returns the tokens of a row of a VERIFY bucket."""
-    return int(bucket.variant.removeprefix("w"))
+    return int(target_bucket(bucket).variant.removeprefix("w"))
+
+
+DRAFT = "draft"
+"""End of the variants of buckets that a draft model runs."""
+
+
+def drafting_bucket(bucket: Bucket) -> Bucket:
+    """Returns the bucket of the draft model's launches whose inputs have the sizes of ``bucket``."""
+    return replace(bucket, variant=f"{bucket.variant}-{DRAFT}".removeprefix("-"))
+
+
+def is_drafting(bucket: Bucket) -> bool:
+    """Returns True if a draft model runs the bucket."""
+    return bucket.variant.endswith(DRAFT)
+
+
+def target_bucket(bucket: Bucket) -> Bucket:
+    """Returns the bucket without the mark of a draft model; its inputs have the same sizes."""
+    return replace(bucket, variant=bucket.variant.removesuffix(DRAFT).removesuffix("-"))
 
 
 AHEAD = "ahead"

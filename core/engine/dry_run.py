@@ -28,6 +28,12 @@ from trencadis.core.memory.cache_plan import (
     plan_cpu,
     plan_states,
 )
+from trencadis.core.memory.draft_estimate import (
+    with_draft_keys,
+    with_draft_memory,
+    with_draft_sizes,
+    with_drafting_buckets,
+)
 from trencadis.core.memory.estimate import MemoryEstimator, estimate_memory_in_use
 from trencadis.core.memory.graph_budget import GraphPrice, GraphSelection
 from trencadis.core.memory.kv_cache_size import check_requested_kv, kv_flag, requested_kv_bytes
@@ -172,7 +178,7 @@ class DryRun:
         """The memory estimator of the model on one device; it keeps sizes that all buckets share."""
         device, policy, asked = self.device, self.policy, self.config
         block, inputs = asked.block_size or policy.block_sizes[0], attending(policy, asked.attention_backend)
-        return MemoryEstimator(
+        found = MemoryEstimator(
             self.model,
             device.itemsize,
             device.ranks,
@@ -185,6 +191,7 @@ class DryRun:
             slot_sizes(asked),
             policy.decoded,
         )
+        return found if self.draft is None or not policy.rules else with_draft_sizes(found, self.draft)
 
     @property
     def multimodal(self) -> bool:
@@ -275,7 +282,8 @@ class DryRun:
         check_chunking(self.config, self.model, limits.max_tokens, limits.max_rows, limits.max_model_len)
 
     def _plan(self, limits: ShapeLimits) -> Plan:
-        return own_plan(make_plan(self.policy, limits, self.bucket_options, self.model), self.model.share)
+        plan = own_plan(make_plan(self.policy, limits, self.bucket_options, self.model), self.model.share)
+        return plan if self.draft is None or not self.policy.rules else with_drafting_buckets(plan)
 
     def _learn(self, plan: Plan) -> Plan:
         """Returns the plan of ``--bucket-profile``; without one, or if it is still to be made, ``plan``."""
@@ -310,8 +318,8 @@ class DryRun:
         free = self.device.total - self.device.others
         form = self.policy.quantised
         images, ranks = self.images.tokens, self.device.ranks
-        itemsize, wanted_draft = self.device.itemsize, self._draft
-        found = plan_cpu(self.model, wanted, itemsize, free, images, ranks, form, self.config, wanted_draft)
+        itemsize, draft = self.device.itemsize, self.draft
+        found = plan_cpu(self.model, wanted, itemsize, free, images, ranks, form, self.config, draft)
         limits = dataclasses.replace(limits, max_model_len=found.max_model_len)
         self._check_chunking(limits)
         plan, settings = self._plan(limits), dataclasses.replace(graph_settings(self.config, self.policy), eager=True)
@@ -339,8 +347,8 @@ class DryRun:
             states=found.states,
         )
 
-    @property
-    def _draft(self) -> ModelConfig | None:
+    @cached_property
+    def draft(self) -> ModelConfig | None:
         """The model that drafts, if one does."""
         return draft_config(self.config, self.model)
 
@@ -353,8 +361,8 @@ class DryRun:
         taken = dataclasses.replace(taken, activations=self.estimator.activations(step, limits.block_size))
         held = found.num_blocks + RESERVED_BLOCKS
         kv = held * self.estimator.block_bytes(limits.block_size)
-        if self._draft is not None:
-            draft = dataclasses.replace(self.estimator, model=self._draft)
+        if self.draft is not None:
+            draft = dataclasses.replace(self.estimator, model=self.draft)
             keys = held * draft.block_bytes(limits.block_size)
             taken = dataclasses.replace(taken, draft_weights=draft.weights(), draft_kv=keys)
         shared = (self.device.ranks - 1) * (taken.taken - taken.others + kv)
@@ -376,7 +384,7 @@ class DryRun:
                     f"{flag} holds {memory_split.blocks} blocks; one request of --max-model-len {limits.max_model_len} "
                     f"needs {limits.row_blocks}, padding {RESERVED_BLOCKS} more."
                 )
-        return Ledger(taken, memory_split)
+        return Ledger(taken, with_draft_keys(memory_split, self.estimator, limits.block_size))
 
     def _holds(self, limits: ShapeLimits, settings: GraphSettings) -> bool:
         """Returns True if the KV cache holds one full-length request under ``limits``."""
@@ -415,6 +423,7 @@ class DryRun:
         )
         taken = dataclasses.replace(taken, weights=taken.weights - moved.bytes, copies=copies + moved.buffers)
         taken = dataclasses.replace(taken, activations=self._activations(plan, limits)[0])
+        taken = with_draft_memory(taken, self.estimator, plan, limits)
         return dataclasses.replace(taken, recurrent=self._plan_states(taken, limits).bytes)
 
     def _states(self, plan: Plan, limits: ShapeLimits) -> StatePlan:

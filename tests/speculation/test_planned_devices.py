@@ -25,12 +25,17 @@ from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.policy import input_bytes, policy
-from trencadis.core.buckets import Bucket, InputSizes, Stage, ahead_variant, verify_variant
+from trencadis.core.buckets import Bucket, InputSizes, Stage, ahead_variant, is_drafting, verify_variant
+from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import BackendConfig
+from trencadis.core.engine import graph_startup
+from trencadis.core.engine.dry_run import StartupPlan
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.engine_builder import create_engine
+from trencadis.core.errors import StartupError
 from trencadis.core.request import Request, SamplingParams
+from trencadis.core.shared_constants import RESERVED_BLOCKS
 
 LENGTH, DRAFTS = 96, 3
 FLAGS: dict[str, Any] = {
@@ -100,7 +105,7 @@ def count_different(a: Answers, b: Answers) -> int:
 @pytest.mark.parametrize("device", DEVICES)
 def test_answers_are_those_without_drafts_and_nothing_compiles(device: str, make: Make) -> None:
     warmup = {"warmup": "full"} if device == "twin" else {}
-    plain = answers_of(make(device, **warmup), 1, 14)
+    plain = answers_of(make(device, warmup="skip"), 1, 14)
     engine = make(device, speculative_config=SPECULATION, spec_always=True, **warmup)
     draft_by(engine, plain.tokens, "mixed", DRAFTS)
     before = graphs_of(engine).backend.compilations()
@@ -143,6 +148,88 @@ def test_a_prediction_needs_few_launches(device: str, make: Make) -> None:
     flags = {"max_num_seqs": 1, "warmup": "skip", "max_model_len": 192, "max_num_batched_tokens": 64}
     flags |= {"num_gpu_blocks_override": 16, "speculative_config": asked, "spec_always": True}
     assert scripted(make(device, **flags), 64) <= 0.45
+
+
+def drafting(draft: Path, drafts: int = DRAFTS) -> dict[str, Any]:
+    """Flags by which the model at ``draft`` drafts."""
+    asked = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": drafts}
+    return {"speculative_config": asked, "spec_always": True}
+
+
+FEW: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "warmup": "skip"}
+"""Flags by which the plan has few shapes, each compiled at its first use."""
+
+BOOKED = ("image arena", "sampler state", "hidden rows", "static inputs")
+"""Rows of the ledger that a plan knows to the byte; the twin of a card leaves some weights out."""
+
+
+def note_papers(monkeypatch: pytest.MonkeyPatch) -> list[StartupPlan]:
+    """The plans of later starts, made before anything is loaded."""
+    papers: list[StartupPlan] = []
+    plan = graph_startup._paper
+
+    def noted(*args: Any) -> StartupPlan:
+        papers.append(plan(*args))
+        return papers[-1]
+
+    monkeypatch.setattr(graph_startup, "_paper", noted)
+    return papers
+
+
+@pytest.mark.parametrize("device", ["twin", *(pytest.param(d, marks=pytest.mark.long) for d in ("lazy", "compiled"))])
+def test_a_model_drafts_and_the_plan_knows_it(
+    device: str, make: Make, checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft of other sizes than the target's: answers are those without it, and the ledger is the plan's."""
+    draft = checkpoint("qwen2", seed=9)
+    plain = answers_of(make(device, **FEW), 2, 5, most=4)
+    papers = note_papers(monkeypatch)
+    engine = make(device, **FEW, **drafting(draft))
+    drafted = answers_of(engine, 2, 5, most=4)
+    assert count_different(plain.tokens, drafted.tokens) <= 1, "a draw flips where its number is at an edge"
+    assert engine.scheduler.totals.spec_draft_tokens > 10
+    launched = [b for b in graphs_of(engine).hits if is_drafting(b)]
+    assert {Stage.SAMPLE, Stage.DECODE, Stage.VERIFY} <= {b.stage for b in launched}
+    assert set(graphs_of(engine).hits) <= graphs_of(engine).planned
+    check_ledger(engine)
+    booked, held = dict(papers[0].ledger.rows()), dict(engine._watch.captures.ledger.rows())  # type: ignore[union-attr]
+    known = BOOKED if device == "twin" else ("weights", "draft weights", *BOOKED)
+    assert {row: held[row] for row in known} == {row: booked[row] for row in known}
+    cells = (FLAGS["num_gpu_blocks_override"] + RESERVED_BLOCKS) * FLAGS["block_size"]
+    text = load_config(draft).text
+    assert held["draft KV"] == cells * text.layers * 2 * text.kv_heads * text.head_dim * 4
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("device", ["twin", "lazy", "compiled"])
+def test_a_model_accepts_its_own_drafts_and_nothing_compiles(device: str, make: Make, vl_checkpoint: Path) -> None:
+    """Whatever it is asked: images are their placeholders to the draft, so that some of its guesses are wrong."""
+    plain = answers_of(make(device, warmup="skip"), 3, 60)
+    engine = make(device, warmup="full", **drafting(vl_checkpoint))
+    before = graphs_of(engine).backend.compilations()
+    drafted = answers_of(engine, 3, 60)
+    assert count_different(plain.tokens, drafted.tokens) <= 1, "a draw flips where its number is at an edge"
+    totals = engine.scheduler.totals
+    assert totals.spec_accepted > 0.4 * totals.spec_draft_tokens > 0
+    assert graphs_of(engine).backend.compilations() == before and graphs_of(engine).lazy_compiles == 0
+    check_ledger(engine)
+    print(f"{device}: {totals.spec_accepted} of {totals.spec_draft_tokens} drafts accepted, 0 compiled")
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"kv_offloading_size": 1.0}, "does not go with --kv-offloading-size"),
+        ({"learn_buckets": "observe"}, "does not go with --learn-buckets"),
+        ({"tensor_parallel_size": 2}, "leave out -tp and -pp"),
+    ],
+)
+def test_what_does_not_go_with_a_draft_model_is_refused(
+    flags: dict[str, Any], says: str, make: Make, vl_checkpoint: Path
+) -> None:
+    with pytest.raises(StartupError, match=says) as error:
+        make("twin", **flags, **drafting(vl_checkpoint))
+    assert "\n" not in str(error.value)
 
 
 def gaudi(lazy: bool, windows: tuple[int, ...], kernels: bool = True) -> HpuBackend:
