@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.families.test_same_tokens import prompts
+from tests.families.text_checkpoints import family_checkpoint
 from tests.oracles.gaudi_launches import BLOCK, AttentionLayer, references, step_inputs
 from tests.speculation.test_cpu_answers import Answers, SampledTraffic, draft_by
 from tests.traffic.ruled_requests import vocabulary
@@ -65,7 +67,7 @@ def make(monkeypatch: pytest.MonkeyPatch, vl_checkpoint: Path, tmp_path: Path) -
             own = {"device": "hpu"}
             monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
             monkeypatch.setenv("PT_HPU_LAZY_MODE", "1" if device == "lazy" else "0")
-        made.append(create_engine(EngineConfig(model=str(vl_checkpoint), **{**FLAGS, **own, **flags})))
+        made.append(create_engine(EngineConfig(**{"model": str(vl_checkpoint), **FLAGS, **own, **flags})))
         return made[-1]
 
     yield create
@@ -216,6 +218,50 @@ def test_a_model_accepts_its_own_drafts_and_nothing_compiles(device: str, make: 
     print(f"{device}: {totals.spec_accepted} of {totals.spec_draft_tokens} drafts accepted, 0 compiled")
 
 
+TEXTS: dict[str, Any] = {
+    **FEW, "max_num_batched_tokens": 64, "encoder_cache_images": None, "mm_processor_kwargs": {},
+    "num_gpu_blocks_override": 20,
+}  # fmt: skip
+FORMS: list[tuple[str, str, dict[str, Any]]] = [
+    ("mistral", "no window", {}), ("gemma3", "windows of 8, four layers", {}), ("mixtral", "plain", {}),
+    ("mistral", "no window", {"kv_cache_dtype": "int8"}), ("mistral", "no window", {"quantization": "int8"}),
+]  # fmt: skip
+
+
+def greedy_answers(engine: Engine) -> dict[str, list[int]]:
+    """Greedy tokens of four prompts."""
+    found: dict[str, list[int]] = {}
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    for number, prompt in enumerate(prompts(4, 60)):
+        engine.add(Request(f"r{number}", list(prompt)[:60], params))
+    while not engine.idle():
+        for delta in engine.step():
+            found.setdefault(delta.id, []).extend(delta.tokens)
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("device", ["twin", "lazy"])
+@pytest.mark.parametrize(("family", "form", "flags"), FORMS)
+def test_each_family_accepts_its_own_drafts(
+    device: str, family: str, form: str, flags: dict[str, Any], make: Make, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """With windows, experts, 8-bit caches and weights: a card's ledger is the plan's."""
+    path = family_checkpoint(tmp_path / "m", family=family, form=form)
+    plain = greedy_answers(make(device, model=str(path), **TEXTS, **flags))
+    papers = note_papers(monkeypatch)
+    engine = make(device, model=str(path), **TEXTS, **flags, **drafting(path))
+    assert greedy_answers(engine) == plain
+    totals = engine.scheduler.totals
+    assert totals.spec_accepted == totals.spec_draft_tokens > 30
+    check_ledger(engine)
+    booked, held = dict(papers[0].ledger.rows()), dict(engine._watch.captures.ledger.rows())  # type: ignore[union-attr]
+    known = BOOKED if device == "twin" else ("weights", "draft weights", *BOOKED)
+    assert {row: held[row] for row in known} == {row: booked[row] for row in known}
+    assert held["draft KV"] == held["KV cache"]
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -269,22 +315,25 @@ def test_the_planner_counts_the_inputs_to_the_byte() -> None:
 
 
 MANY = int(os.environ.get("TRENCADIS_TEST_REQUESTS", "10000"))
-"""Requests of the long run."""
+SEED = int(os.environ.get("TRENCADIS_TEST_SEED", "11"))
+"""Requests of the long run, which may be made in pieces."""
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("source", ["ngram", "draft_model"])
 @pytest.mark.parametrize("device", ["twin", "lazy", "compiled"])
-def test_nothing_compiles_in_many_requests(device: str, make: Make) -> None:
-    """Verified, plain, ruled and image rows mixed, drafted by n-grams where a request repeats itself."""
-    engine = make(device, speculative_config=SPECULATION, spec_always=True)
+def test_nothing_compiles_in_many_requests(device: str, source: str, make: Make, vl_checkpoint: Path) -> None:
+    """Verified, plain, ruled and image rows mixed, drafted by n-grams where a request repeats itself, or by a model."""
+    own = {"speculative_config": SPECULATION, "spec_always": True}
+    engine = make(device, **(own if source == "ngram" else drafting(vl_checkpoint)))
     before = graphs_of(engine).backend.compilations()
-    answers_of(engine, 11, MANY)
+    answers_of(engine, SEED, MANY)
     hits, totals = graphs_of(engine).hits, engine.scheduler.totals
     assert graphs_of(engine).backend.compilations() == before and set(hits) <= graphs_of(engine).planned
     check_ledger(engine)
     verified = sum(count for bucket, count in hits.items() if bucket.stage is Stage.VERIFY)
     print(
-        f"{device}: {MANY} requests, {sum(hits.values())} launches, {verified} of them VERIFY, "
+        f"{device}, {source}: {MANY} requests, {sum(hits.values())} launches, {verified} of them VERIFY, "
         f"{totals.spec_accepted} of {totals.spec_draft_tokens} drafts accepted, 0 compiled"
     )
 
