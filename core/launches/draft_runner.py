@@ -16,7 +16,7 @@ from trencadis.core.buckets import Bucket, Plan, Stage, drafting_bucket
 from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.config import EngineConfig
-from trencadis.core.device.backend import Backend, BackendConfig, Body
+from trencadis.core.device.backend import Backend, BackendConfig, Body, HeadTensorsOut, Inputs
 from trencadis.core.graphs.graph_manager import GraphManager
 from trencadis.core.launches import host_inputs as host
 from trencadis.core.launches.launch_splitter import sample_bucket, split_step
@@ -27,7 +27,7 @@ from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.eagle3 import Eagle3Head, HeadState
 from trencadis.core.models.interface import Model, Persistent
 from trencadis.core.shared_constants import RESERVED_ROWS
-from trencadis.core.step import DraftRow, HeadOutput, Int32, Row, Sample, Step, StepInputs
+from trencadis.core.step import DraftRow, HeadOutput, Int32, Row, Sample, Step, StepInputs, StepStats
 
 
 class SharedDevice(Protocol):
@@ -114,14 +114,16 @@ class DraftRunner:
     def __init__(self, backend: Backend, model: Model, plan: Plan, graphs: GraphManager | None = None) -> None:
         self.backend, self.model, self.plan = backend, model, plan
         self._planned = graphs is not None
+        self._stats: list[StepStats] = []
         self.graphs = graphs or GraphManager(backend, list_bodies(model), plan)
         self._plain = model.config.text.mrope_section is None
         """True if the model takes a token's index as its position, also after images."""
 
-    def read(self, bucket: Bucket, inputs: StepInputs) -> None:
+    def read(self, bucket: Bucket, inputs: StepInputs) -> list[StepStats]:
         """Computes the tokens of one of the target's text launches, before the step samples.
 
-        Images are read as the ids of their placeholders.
+        Images are read as the ids of their placeholders. Returns what is known of the launches since the last call, on
+        devices with planned shapes.
         """
         positions = inputs.positions
         if self._plain:
@@ -143,11 +145,17 @@ class DraftRunner:
                 table=inputs.table,
                 last=inputs.last,
             )
-        self.graphs.run(self._own(bucket), inputs, len(inputs.tokens))
+        self._run(bucket, inputs, len(inputs.tokens))
+        found, self._stats = self._stats, []
+        return found
 
-    def _own(self, bucket: Bucket) -> Bucket:
-        """Returns the draft model's bucket for a launch that the target would run in ``bucket``."""
-        return drafting_bucket(bucket) if self._planned else bucket
+    def _run(self, bucket: Bucket, inputs: Inputs, real: int) -> HeadTensorsOut | None:
+        """Runs a launch that the target would run in ``bucket``; returns the outputs of SAMPLE."""
+        out: HeadTensorsOut | None
+        out, stats = self.graphs.run(drafting_bucket(bucket) if self._planned else bucket, inputs, real)
+        if self._planned:
+            self._stats.append(stats)
+        return out
 
     def propose(self, rows: Sequence[DraftRow]) -> list[tuple[int, ...]]:
         """Returns the drafts of each row, one after another; every launch continues all rows that need more."""
@@ -157,8 +165,8 @@ class DraftRunner:
             self._compute([self._row_at(rows[i], place, found[i]) for i in live])
             samples = [host.SampleRow(at, 0, rows[i].samples[place]) for at, i in enumerate(live, 1)]
             bucket = sample_bucket(len(live), any(one.sample.full for one in samples), self.plan)
-            inputs = host.head_inputs(samples, self.model.config.text.vocab)
-            out, _ = self.graphs.run(self._own(bucket), inputs, len(live))
+            out = self._run(bucket, host.head_inputs(samples, self.model.config.text.vocab), len(live))
+            assert out is not None
             tokens = self.backend.fetch(out, len(live)).result().token.tolist()
             for i, token in zip(live, tokens, strict=True):
                 found[i].append(token)
@@ -168,7 +176,7 @@ class DraftRunner:
         """Computes rows of one token; the hidden row of the first is 1, those of the others follow."""
         for launch in split_step(Step(0, tuple(rows)), self.plan):
             inputs = host.text_inputs([rows[i] for i in launch.items], [i + 1 for i in launch.items])
-            self.graphs.run(self._own(launch.bucket), inputs, len(inputs.tokens))
+            self._run(launch.bucket, inputs, len(inputs.tokens))
 
     def _row_at(self, row: DraftRow, place: int, drafts: Sequence[int]) -> Row:
         """Returns the row that computes the token before draft number ``place``."""

@@ -283,7 +283,7 @@ class ModelRunner:
             self._run(launch.bucket, inputs, len(inputs.tokens), pending)
             self._launched = inputs
             if self.draft is not None:
-                self.draft.read(launch.bucket, inputs)
+                pending.stats += self.draft.read(launch.bucket, inputs)
 
     def _launch_reset_or_vision(self, step: Step, launch: Launch, pending: PendingStep) -> None:
         """Runs a RESET or VISION launch."""

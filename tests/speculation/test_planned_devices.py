@@ -193,6 +193,7 @@ def test_a_model_drafts_and_the_plan_knows_it(
     launched = [b for b in graphs_of(engine).hits if is_drafting(b)]
     assert {Stage.SAMPLE, Stage.DECODE, Stage.VERIFY} <= {b.stage for b in launched}
     assert set(graphs_of(engine).hits) <= graphs_of(engine).planned
+    assert {str(b) for b in launched} <= {use.bucket for use in engine.stats().buckets}, "metrics count its launches"
     check_ledger(engine)
     booked, held = dict(papers[0].ledger.rows()), dict(engine._watch.captures.ledger.rows())  # type: ignore[union-attr]
     known = BOOKED if device == "twin" else ("weights", "draft weights", *BOOKED)
