@@ -151,8 +151,11 @@ class DraftRunner:
 
     def _run(self, bucket: Bucket, inputs: Inputs, real: int) -> HeadTensorsOut | None:
         """Runs a launch that the target would run in ``bucket``; returns the outputs of SAMPLE."""
+        if self._planned:
+            own = drafting_bucket(bucket)
+            bucket = self.plan.fit(own.stage, own.dims, own.variant)
         out: HeadTensorsOut | None
-        out, stats = self.graphs.run(drafting_bucket(bucket) if self._planned else bucket, inputs, real)
+        out, stats = self.graphs.run(bucket, inputs, real)
         if self._planned:
             self._stats.append(stats)
         return out

@@ -1,7 +1,7 @@
 """Memory and launches of a draft model beside its target, on a device with planned shapes.
 
-The draft model runs text launches of the same sizes as the target, so that it reads each of the target's launches, and
-its own SAMPLE launches. Its keys lie in the target's blocks. Pure; sizes in bytes.
+The draft model reads each of the target's text launches, at the same size or a larger one, and has SAMPLE launches of
+its own. Its keys lie in the target's blocks. Pure; sizes in bytes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,14 @@ from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.memory.estimate import MemoryEstimator, estimate_memory_in_use, state_slots
 from trencadis.core.memory.graph_budget import GraphPrice
 from trencadis.core.memory.ledger import MemoryInUse, MemorySplit
+from trencadis.core.shapes.bucket_planner import pruned, without_launch_cost
 from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.shared_constants import RESERVED_ROWS
+
+SHARE = 0.5
+"""Text launches of the draft model, as a share of the target's: it is small, so that more padding costs less than more
+programs at the start.
+"""
 
 READ = (Stage.PREFILL, Stage.DECODE, Stage.FRESH, Stage.CONTEXT, Stage.VERIFY)
 """Stages whose launches a draft model repeats."""
@@ -26,9 +32,12 @@ DRAWN = ("greedy", "full")
 
 
 def with_drafting_buckets(plan: Plan) -> Plan:
-    """Returns ``plan`` with the launches of a draft model."""
-    read = (b for b in plan.buckets if b.stage in READ or (b.stage is Stage.SAMPLE and b.variant in DRAWN))
-    return dataclasses.replace(plan, buckets=tuple(sorted([*plan.buckets, *map(drafting_bucket, read)])))
+    """Returns ``plan`` with the launches of a draft model; some of its text buckets hold the needs of several."""
+    text = [b for b in plan.buckets if b.stage in READ]
+    read = pruned(text, len(text) - int(SHARE * len(text)), without_launch_cost(plan.policy.cost))
+    drawn = (b for b in plan.buckets if b.stage is Stage.SAMPLE and b.variant in DRAWN)
+    own = map(drafting_bucket, (*read, *drawn))
+    return dataclasses.replace(plan, buckets=tuple(sorted([*plan.buckets, *own])))
 
 
 def _restrict(plan: Plan, buckets: Iterable[Bucket]) -> Plan:
