@@ -8,16 +8,18 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from trencadis.core.buckets import Bucket, Plan, Policy, Stage, capturable
+from trencadis.core.bucket_plan import Plan
+from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.config import EngineConfig
+from trencadis.core.device_policy import Policy, capturable
 from trencadis.core.engine.startup_checks import check_chunking, check_start, format_notes, list_remedies, mode_notes
 from trencadis.core.engine_stats import LedgerRow
 from trencadis.core.errors import StartupError
 from trencadis.core.host_memory import gib
 from trencadis.core.launches.stage_transfer import own_plan
+from trencadis.core.memory import draft_estimate, weight_offload
 from trencadis.core.memory import graph_budget as budget
-from trencadis.core.memory import weight_offload
 from trencadis.core.memory.cache_plan import (
     NO_STATES,
     CacheOptions,
@@ -27,12 +29,6 @@ from trencadis.core.memory.cache_plan import (
     arena_units,
     plan_cpu,
     plan_states,
-)
-from trencadis.core.memory.draft_estimate import (
-    with_draft_keys,
-    with_draft_memory,
-    with_draft_sizes,
-    with_drafting_buckets,
 )
 from trencadis.core.memory.estimate import MemoryEstimator, estimate_memory_in_use
 from trencadis.core.memory.graph_budget import GraphPrice, GraphSelection
@@ -191,7 +187,7 @@ class DryRun:
             slot_sizes(asked),
             policy.decoded,
         )
-        return found if self.draft is None or not policy.rules else with_draft_sizes(found, self.draft)
+        return found if self.draft is None or not policy.rules else draft_estimate.with_draft_sizes(found, self.draft)
 
     @property
     def multimodal(self) -> bool:
@@ -283,7 +279,7 @@ class DryRun:
 
     def _plan(self, limits: ShapeLimits) -> Plan:
         plan = own_plan(make_plan(self.policy, limits, self.bucket_options, self.model), self.model.share)
-        return plan if self.draft is None or not self.policy.rules else with_drafting_buckets(plan)
+        return plan if self.draft is None or not self.policy.rules else draft_estimate.with_drafting_buckets(plan)
 
     def _learn(self, plan: Plan) -> Plan:
         """Returns the plan of ``--bucket-profile``; without one, or if it is still to be made, ``plan``."""
@@ -384,7 +380,7 @@ class DryRun:
                     f"{flag} holds {memory_split.blocks} blocks; one request of --max-model-len {limits.max_model_len} "
                     f"needs {limits.row_blocks}, padding {RESERVED_BLOCKS} more."
                 )
-        return Ledger(taken, with_draft_keys(memory_split, self.estimator, limits.block_size))
+        return Ledger(taken, draft_estimate.with_draft_keys(memory_split, self.estimator, limits.block_size))
 
     def _holds(self, limits: ShapeLimits, settings: GraphSettings) -> bool:
         """Returns True if the KV cache holds one full-length request under ``limits``."""
@@ -423,7 +419,7 @@ class DryRun:
         )
         taken = dataclasses.replace(taken, weights=taken.weights - moved.bytes, copies=copies + moved.buffers)
         taken = dataclasses.replace(taken, activations=self._activations(plan, limits)[0])
-        taken = with_draft_memory(taken, self.estimator, plan, limits)
+        taken = draft_estimate.with_draft_memory(taken, self.estimator, plan, limits)
         return dataclasses.replace(taken, recurrent=self._plan_states(taken, limits).bytes)
 
     def _states(self, plan: Plan, limits: ShapeLimits) -> StatePlan:

@@ -12,7 +12,8 @@ from typing import Protocol, cast
 
 import numpy as np
 
-from trencadis.core.buckets import Bucket, Plan, Stage, drafting_bucket
+from trencadis.core.bucket_plan import Plan
+from trencadis.core.buckets import Bucket, Stage, drafting_bucket
 from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.config import EngineConfig

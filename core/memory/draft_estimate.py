@@ -10,7 +10,8 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from trencadis.core.buckets import Bucket, Plan, Stage, drafting_bucket, is_drafting, target_bucket
+from trencadis.core.bucket_plan import Plan
+from trencadis.core.buckets import Bucket, Stage, drafting_bucket, is_drafting, target_bucket
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.memory.estimate import MemoryEstimator, estimate_memory_in_use, state_slots
 from trencadis.core.memory.graph_budget import GraphPrice
