@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trencadis.core.bucket_plan import Plan
-from trencadis.core.buckets import Bucket, Stage, ahead_variant
+from trencadis.core.buckets import DRAFT, Bucket, Stage, ahead_variant
 from trencadis.core.device.backend import Backend, Inputs, Pending, Pipe, VisionTensors
 from trencadis.core.graphs.graph_manager import GraphManager, GraphObserver
 from trencadis.core.graphs.rank_agreement import RankAgreement
 from trencadis.core.graphs.replan import PlanChanges
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.launches import host_inputs as host
-from trencadis.core.launches.draft_runner import DraftRunner, EagleRunner
+from trencadis.core.launches.draft_runner import DraftRunner, EagleRunner, list_bodies
 from trencadis.core.launches.encoder_data_parallel import GatheredRows, assign_images
 from trencadis.core.launches.host_block_copies import BlockCopies
 from trencadis.core.launches.launch_splitter import (
@@ -43,6 +43,7 @@ from trencadis.core.launches.sample_launches import launch_masked, launch_split
 from trencadis.core.launches.stage_transfer import PipelineTransfer, runs_on_stage
 from trencadis.core.lora.adapter_store import AdapterStore
 from trencadis.core.masks.manager import MatcherManager, PendingSample
+from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.interface import Model, Persistent
 from trencadis.core.progress import Warming
 from trencadis.core.request import AdapterRef
@@ -121,7 +122,10 @@ class PendingStep:
 class ModelRunner:
     """Executes Steps of one rank on its backend, in order, on one stream."""
 
-    def __init__(self, backend: Backend, model: Model, plan: Plan, observer: GraphObserver | None = None) -> None:
+    def __init__(
+        self, backend: Backend, model: Model, plan: Plan, observer: GraphObserver | None = None,
+        draft: Decoder | None = None,
+    ) -> None:  # fmt: skip
         self.backend = backend
         self.model = model
         self.plan = plan
@@ -143,7 +147,9 @@ class ModelRunner:
             bodies[ahead_variant(plan.drafts)] = bodies["full"]
         for variant, size in list_wide_variants(self.vocab).items():
             bodies[variant] = partial(model.score_top, size)
-        self.graphs = GraphManager(backend, bodies, plan, observer)
+        if draft is not None:
+            bodies |= list_bodies(draft, f"-{DRAFT}")
+        self.graphs = GraphManager(backend, bodies, plan, observer, None if draft is None else draft.backend)
         self._warmup: Warmup | None = None
         self.host_kv: BlockCopies | None = None
         self.adapters: AdapterStore | None = None
@@ -154,7 +160,7 @@ class ModelRunner:
         """Set if each rank encodes a part of the images."""
         self.passage: PipelineTransfer | None = None
         """The transfer to and from other pipeline stages, if there are any."""
-        self.draft: DraftRunner | None = None
+        self.draft = None if draft is None else DraftRunner(backend, draft, plan, self.graphs)
         """The model that drafts, if one does."""
         self.eagle: EagleRunner | None = None
         """The head that drafts, if one does."""
@@ -280,7 +286,7 @@ class ModelRunner:
             self._run(launch.bucket, inputs, len(inputs.tokens), pending)
             self._launched = inputs
             if self.draft is not None:
-                self.draft.read(launch.bucket, inputs)
+                pending.stats += self.draft.read(launch.bucket, inputs)
 
     def _launch_reset_or_vision(self, step: Step, launch: Launch, pending: PendingStep) -> None:
         """Runs a RESET or VISION launch."""
