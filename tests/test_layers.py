@@ -269,7 +269,7 @@ NAMES_DEVICES = {
     "core/devices.py", "core/envs.py", "core/config.py", "server/plan/plan_command.py", "server/cli/main.py",
     "server/cli/collect_env.py",
     "server/config/vllm_engine_flags.py", "server/config/vllm_flag_table.py",
-    "server/config/vllm_env_variables.py",
+    "server/config/vllm_env_compatibility.py",
 }  # fmt: skip
 """The backends' string table, tables of variables, flags and packages, and two usage texts."""
 

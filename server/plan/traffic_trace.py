@@ -17,9 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from trencadis.core.buckets import SMALLEST, Bucket, Plan, Stage, capturable, padded_tokens
+from trencadis.core.bucket_plan import Plan
+from trencadis.core.buckets import Bucket, Stage, padded_tokens
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.registry import image_sizes
+from trencadis.core.device_policy import SMALLEST, capturable
 from trencadis.core.engine.dry_run import StartupPlan
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.json_types import Json, JsonMapping, JsonObject

@@ -16,7 +16,7 @@ from trencadis.backends.conformance import program_checks
 from trencadis.backends.conformance.answer_checks import ARGMAX, CheckedPrompt, PromptRunner
 from trencadis.backends.conformance.check_result import CheckFailed, Report, Result, Skipped
 from trencadis.backends.conformance.family import image_checks
-from trencadis.backends.conformance.family.recompute import RecomputedModel, tensor_parallel_logits
+from trencadis.backends.conformance.family.cpu_reference_model import CpuReferenceModel, tensor_parallel_logits
 from trencadis.backends.conformance.family.transformers_oracle import TransformersOracle, read_declared_keys
 from trencadis.backends.conformance.harness import SEQS
 from trencadis.backends.conformance.suite import run_check
@@ -78,9 +78,9 @@ class CheckedModel:
         return TransformersOracle(self.checkpoint, self.config.pooling is None)
 
     @cached_property
-    def recomputed(self) -> RecomputedModel:
+    def recomputed(self) -> CpuReferenceModel:
         try:
-            return RecomputedModel(self.config)
+            return CpuReferenceModel(self.config)
         except StartupError as error:
             raise self._failure(f"the model does not load: {error}") from None
 

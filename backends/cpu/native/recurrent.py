@@ -6,7 +6,7 @@ import ctypes
 
 from torch import Tensor
 
-from trencadis.backends.cpu.native import checks, threads
+from trencadis.backends.cpu.native import bounds_checks, threads
 from trencadis.backends.cpu.native.kernel_table import KernelTable, Op
 from trencadis.backends.cpu.native.layouts import ConvolutionLayout, DeltaLayout
 from trencadis.backends.cpu.native.panels import DTYPE_NAMES, TYPES
@@ -77,6 +77,6 @@ def _row_fields(rows: RecurrentRows, attn: Attn) -> tuple[int, ...]:
 
 
 def _check_slots(rows: RecurrentRows, slots: int) -> None:
-    if checks.enabled():
-        checks.check_range("slots of states", rows.slot, 0, slots)
-        checks.check_range("sources of states", rows.source, 0, slots)
+    if bounds_checks.enabled():
+        bounds_checks.check_range("slots of states", rows.slot, 0, slots)
+        bounds_checks.check_range("sources of states", rows.source, 0, slots)

@@ -239,11 +239,6 @@ def launch(
     )  # fmt: skip
 
 
-def working_bytes(chunks: int, heads: int, dv: int) -> int:
-    """Returns the bytes of working memory of a launch."""
-    return chunks * min(heads, heads_at_once(chunks, dv)) * _head_bytes(dv)
-
-
 def heads_at_once(chunks: int, dv: int) -> int:
     """Returns how many heads a launch computes at a time."""
     return max(MOST_BYTES // (max(chunks, 1) * _head_bytes(dv)), 1)
