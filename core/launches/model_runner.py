@@ -362,13 +362,13 @@ class ModelRunner:
             [r.sample.best for r in rows if r.sample.full],
             self.batch.head_needs() if persistent else HeadNeeds(),
         )
-        told = needs.logprobs or any(r.sample.logprobs >= 0 for r in rows)
+        logprobs = needs.logprobs or any(r.sample.logprobs >= 0 for r in rows)
         some, best = needs.full or bool(full), needs.best and all(full)
         cold = needs.cold and all(r.sample.temperature < GREEDY_BELOW for r in rows if r.sample.full)
 
         def part(inputs: HeadInputs, full: bool) -> Pending[HeadOutput]:
             count = len(inputs.slot)
-            bucket = head_bucket(count, full, best, self.plan, told, cold)
+            bucket = head_bucket(count, full, best, self.plan, logprobs, cold)
             if full and inputs.ahead is not None:
                 bucket = ahead_bucket(count, self.plan)
             return self.backend.fetch(self._run(bucket, inputs, count, pending), count)

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trencadis.core.buckets import ENCODER_SLOTS
+from trencadis.core.checkpoint.layer_parts import CHUNK
+
+SCORED_SHARE = 4
+"""Prompts with ``prompt_logprobs`` take at most one in this many tokens of a step."""
 
 
 @dataclass(frozen=True)
@@ -36,3 +40,11 @@ class SchedulerLimits:
     bidirectional_images: bool = False  # tokens of an image attend to each other: no chunk ends inside one
     adapters: int = 0  # slots of LoRA adapters
     chunk: int = 0  # tests: at most this many tokens of one sequence in a step
+
+    @property
+    def scored_tokens(self) -> int:
+        """Prompt tokens whose log-probabilities one step computes at most: other requests take the rest of the step.
+
+        It is no less than the chunk at whose multiples recurrent states are kept.
+        """
+        return max(self.max_tokens // SCORED_SHARE, CHUNK)
