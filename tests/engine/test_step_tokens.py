@@ -44,8 +44,8 @@ def test_prompts_with_log_probabilities_leave_the_rest_of_each_step_to_others() 
     engine.scheduler.schedule = count_tokens  # type: ignore[method-assign]
     for number in range(6):
         prompt = [1 + i % (VOCAB - 1) for i in range(300 + number)]
-        driver.add(Request(f"scored{number}", prompt, SamplingParams(max_tokens=1, prompt_logprobs=2)))
-    driver.add(Request("chat", [1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True)))
+        driver.add(Request(f"scored{number}", prompt, SamplingParams(max_tokens=1, prompt_logprobs=2, seed=number)))
+    driver.add(Request("chat", [1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True, seed=7)))
     driver.run_step()
     assert (scored, others) == ([128], [3]), "the chat starts in the first step, behind a quarter of it"
     driver.finish()
@@ -61,8 +61,8 @@ def test_a_prompt_that_cannot_be_cut_is_scored_whole_and_alone() -> None:
     )
     driver = ScheduleDriver(engine, random.Random(5), 400)
     for number in range(3):
-        driver.add(Request(f"scored{number}", [1] * 200, SamplingParams(max_tokens=1, prompt_logprobs=0)))
-    driver.add(Request("chat", [1, 2, 3], SamplingParams(max_tokens=1)))
+        driver.add(Request(f"scored{number}", [1] * 200, SamplingParams(max_tokens=1, prompt_logprobs=0, seed=number)))
+    driver.add(Request("chat", [1, 2, 3], SamplingParams(max_tokens=1, seed=7)))
     for left in (2, 1, 0):
         driver.run_step()
         assert len(engine.scheduler.waiting) == left
