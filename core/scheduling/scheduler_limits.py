@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from trencadis.core.buckets import ENCODER_SLOTS
 from trencadis.core.checkpoint.layer_parts import CHUNK
 
-SCORED_SHARE = 4
+SCORED_SHARE = 8
 """Prompts with ``prompt_logprobs`` take at most one in this many tokens of a step."""
 
 

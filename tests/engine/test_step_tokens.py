@@ -30,7 +30,7 @@ def test_steps_count_each_token_of_prompts_and_answers(depth: int, chunk: int) -
 
 def test_prompts_with_log_probabilities_leave_the_rest_of_each_step_to_others() -> None:
     """Forty prompts of 700 tokens with ``prompt_logprobs`` kept another chat waiting until all of them were scored."""
-    engine, _ = shadow_engine(blocks=2000, size=4, rows=20, depth=0, caching=False, tokens=512, length=400)
+    engine, _ = shadow_engine(blocks=2000, size=4, rows=20, depth=0, caching=False, tokens=1024, length=400)
     driver, scored, others = ScheduleDriver(engine, random.Random(5), 400), list[int](), list[int]()
     schedule = engine.scheduler.schedule
 
@@ -47,7 +47,7 @@ def test_prompts_with_log_probabilities_leave_the_rest_of_each_step_to_others() 
         driver.add(Request(f"scored{number}", prompt, SamplingParams(max_tokens=1, prompt_logprobs=2, seed=number)))
     driver.add(Request("chat", [1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True, seed=7)))
     driver.run_step()
-    assert (scored, others) == ([128], [3]), "the chat starts in the first step, behind a quarter of it"
+    assert (scored, others) == ([128], [3]), "the chat starts in the first step, behind an eighth of it"
     driver.finish()
     driver.verify()
     assert max(scored) == 128 and sum(scored) == sum(300 + number for number in range(6))
@@ -57,7 +57,7 @@ def test_prompts_with_log_probabilities_leave_the_rest_of_each_step_to_others() 
 def test_a_prompt_that_cannot_be_cut_is_scored_whole_and_alone() -> None:
     """Where chunks are off, the first such prompt of a step may pass the share; the next one waits for a step."""
     engine, _ = shadow_engine(
-        blocks=2000, size=4, rows=20, depth=0, caching=False, tokens=512, length=400, chunked=False
+        blocks=2000, size=4, rows=20, depth=0, caching=False, tokens=1024, length=400, chunked=False
     )
     driver = ScheduleDriver(engine, random.Random(5), 400)
     for number in range(3):
