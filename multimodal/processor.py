@@ -90,6 +90,7 @@ class ImageGeometry(NamedTuple):
         area: largest number of pixels that the image has at any point of processing.
         rows: arena rows of an item, if there are several items or a ``layout`` assigns tokens to them.
         layout: as in ``PreparedImage``.
+        thumbnail: geometry of a last item of another size, which ``grid`` and ``rows`` leave out.
     """
 
     resized: tuple[int, int]
@@ -99,18 +100,25 @@ class ImageGeometry(NamedTuple):
     area: int
     rows: int = 0
     layout: Layout = ()
+    thumbnail: ImageGeometry | None = None
 
     @property
     def patches(self) -> int:
         """Number of real slots of all items, without class tokens."""
-        return self.grid[0] * self.grid[1] * self.grid[2]
+        last = 0 if self.thumbnail is None else self.thumbnail.patches
+        return self.grid[0] * self.grid[1] * self.grid[2] + last
 
     @property
     def item(self) -> ImageGeometry:
         """Geometry of one of its items."""
-        count = self.grid[0]
+        last = 0 if self.thumbnail is None else self.thumbnail.slots
         held = self.rows or self.tokens
-        return ImageGeometry(self.resized, (1, *self.grid[1:]), held, self.slots // count, self.area)
+        return ImageGeometry(self.resized, (1, *self.grid[1:]), held, (self.slots - last) // self.grid[0], self.area)
+
+    @property
+    def all_items(self) -> list[ImageGeometry]:
+        """Geometry of each item, in order."""
+        return [self.item] * self.grid[0] + ([] if self.thumbnail is None else [self.thumbnail])
 
     def make_prepared(self, pixels: npt.NDArray[np.uint8], digest: str, original: tuple[int, int]) -> PreparedImage:
         """Combines this geometry with pixels, uint8 [patches of all items, values of a slot], into a prepared image."""
@@ -119,18 +127,23 @@ class ImageGeometry(NamedTuple):
 
     def _split_items(self, whole: PreparedImage, pixels: npt.NDArray[np.uint8]) -> PreparedImage:
         """Returns the image with items for its tiles, or with text between its placeholders."""
-        one, count = self.item, self.grid[0]
-        if count == 1:
-            items: tuple[PreparedImage, ...] = (replace(whole, tokens=one.tokens),)
+        each = self.all_items
+        if len(each) == 1:
+            items: tuple[PreparedImage, ...] = (replace(whole, tokens=each[0].tokens),)
         else:
-            cut = np.split(pixels, count)
-            items = tuple(PreparedImage(tile_digest(p), p, one.grid, one.tokens, one.slots, one.resized) for p in cut)
+            cut = np.split(pixels, np.cumsum([one.patches for one in each])[:-1])
+            items = tuple(
+                PreparedImage(tile_digest(p, one.grid[1:]), p, one.grid, one.tokens, one.slots, one.resized)
+                for one, p in zip(each, cut, strict=True)
+            )
         return replace(whole, items=items, layout=self.layout)
 
 
-def tile_digest(pixels: npt.NDArray[np.uint8]) -> str:
-    """Returns a 256-bit hex digest of a tile: equal tiles share arena rows, whatever images they come from."""
-    digest = hashlib.blake2b(b"tile\0", digest_size=32)
+def tile_digest(pixels: npt.NDArray[np.uint8], grid: tuple[int, int]) -> str:
+    """Returns a 256-bit hex digest of a tile of ``grid`` patches (h, w): equal tiles share arena rows, whatever images
+    they come from.
+    """
+    digest = hashlib.blake2b(f"tile {grid[0]}x{grid[1]}\0".encode(), digest_size=32)
     digest.update(np.ascontiguousarray(pixels).data)
     return digest.hexdigest()
 

@@ -31,6 +31,8 @@ MARKUP = set(
         "python_tag",
         "python_start",
         "python_end",
+        "tool_call_start",
+        "tool_call_end",
         "True",
         "False",
         "None",
@@ -149,6 +151,10 @@ GOLDEN: list[tuple[str, str, str | None, list[tuple[str, str]]]] = [
     ("pythonic", "[other(a=1)]", None, []),
     ("pythonic", "[now(), other(a=1)] so", ", other(a=1)] so", [("now", "{}")]),
     ("pythonic", "<|python_start|>[now()]<|python_end|>", "", [("now", "{}")]),
+    ("lfm2", "I look.\n<|tool_call_start|>[now(), f(a='b')]<|tool_call_end|> so", "I look.\nso",
+     [("now", "{}"), ("f", '{"a": "b"}')]),
+    ("lfm2", "[now()]", None, []),
+    ("lfm2", "<|tool_call_start|>now", None, []),
 ]  # fmt: skip
 """Style, answer, content (None: all of it), calls."""
 

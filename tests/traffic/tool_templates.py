@@ -45,7 +45,17 @@ PYTHONIC = template(
     "[{{ c.function.name }}({% for k, v in c.function.arguments.items() %}{{ k }}={{ v | tojson }}{% endfor %})]",
     "<|im_start|>ipython\n{{ m.content }}<|im_end|>\n",
 )
-TEMPLATES = {"hermes": HERMES, "qwen3": QWEN3, "llama3_json": LLAMA3, "mistral": MISTRAL, "pythonic": PYTHONIC}
+LFM2 = PYTHONIC.replace("[{{ c.function.name }}", "<|tool_call_start|>[{{ c.function.name }}").replace(
+    "{% endfor %})]", "{% endfor %})]<|tool_call_end|>"
+)
+TEMPLATES = {
+    "hermes": HERMES,
+    "qwen3": QWEN3,
+    "llama3_json": LLAMA3,
+    "mistral": MISTRAL,
+    "pythonic": PYTHONIC,
+    "lfm2": LFM2,
+}
 THINKING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n"
     "</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}{% if reasoning_effort %}E={{ reasoning_effort }}"

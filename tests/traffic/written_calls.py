@@ -126,14 +126,19 @@ def pythonic(calls: Calls, rng: random.Random) -> str:
     return "[" + rng.choice([", ", ","]).join(one(n, a) for n, a in calls) + "]"
 
 
+def lfm2(calls: Calls, rng: random.Random) -> str:
+    return f"<|tool_call_start|>{pythonic(calls, rng)}<|tool_call_end|>"
+
+
 STYLES: dict[str, Callable[[Calls, random.Random], str]] = {
     "hermes": hermes,
     "qwen3": qwen3,
     "llama3_json": llama3,
     "mistral": mistral,
     "pythonic": pythonic,
+    "lfm2": lfm2,
 }
-BEFORE = {"hermes", "qwen3", "mistral", "llama3_json"}
+BEFORE = {"hermes", "qwen3", "mistral", "llama3_json", "lfm2"}
 """Styles in which text may stand before a call."""
 
 
