@@ -301,7 +301,8 @@ class Step:
     @property
     def tokens(self) -> int:
         """Number of real text tokens computed in this step."""
-        return self.persistent_count + sum(len(r.tokens) for r in self.rows)
+        count = self.persistent_count
+        return count + sum(len(r.tokens) for r in self.rows) if self.rows else count
 
 
 @dataclass(slots=True)

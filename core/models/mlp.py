@@ -103,7 +103,7 @@ class GatedMLP:
 
     def __call__(self, x: Tensor, rows: AdapterRows | None = None) -> Tensor:
         """Computes [n, width] -> [n, width] in the backend's dtype; ``rows``: the adapters of the tokens."""
-        return self.down.reduce(self.rank_part(x) if rows is None else self._own(x, rows))
+        return self.down.reduce(self.ops.by_pieces(self._own, x) if rows is None else self._own(x, rows))
 
     def rank_part(self, x: Tensor) -> Tensor:
         """Computes this rank's part of the sum: [n, width] -> [n, width]."""

@@ -144,7 +144,8 @@ class PixelQueue:
         self.pixels: dict[str, UInt8] = {}
         self._slots: dict[str, int] = {}  # slots of requested or received images, by arena key
         self._requested: dict[str, PixelNeed] = {}
-        self._outbox: list[PixelNeed] = []
+        self.outbox: list[PixelNeed] = []
+        """Pixels to request, each once; emptied by the engine."""
 
     def ask(self, order: Iterable[MediaStart]) -> None:
         """Requests the pixels needed next, in ``order``."""
@@ -158,13 +159,8 @@ class PixelQueue:
                         return
                     self._slots[key] = span.slots
                     self._requested[key] = need = PixelNeed(seq.request.id, index)
-                    self._outbox.append(need)
+                    self.outbox.append(need)
                 first = False
-
-    def take_outbox(self) -> list[PixelNeed]:
-        """Returns the pixels to request, each once."""
-        out, self._outbox = self._outbox, []
-        return out
 
     def receive(self, key: str, pixels: UInt8) -> None:
         """Stores received pixels, uint8 [patches, values]; drops unrequested ones and those of cached images."""

@@ -297,7 +297,7 @@ class EvictionCounts:
 
     def log(self, step: int, blocks: int, images: int) -> None:
         """The caches have evicted so many ``blocks`` and ``images`` in all; logs what ``step`` added."""
-        if not log.isEnabledFor(logging.DEBUG) or (blocks, images) == (self._blocks, self._images):
+        if (blocks, images) == (self._blocks, self._images):
             return
         log.debug(
             "eviction: step %d takes %d KV blocks and %d images out of the caches", step, blocks - self._blocks,
@@ -308,12 +308,11 @@ class EvictionCounts:
 
 def log_launches(step: int, launches: Iterable[StepStats]) -> None:
     """The launches of a step that has ended: shape, how they ran, real and padded sizes, seconds."""
-    if log.isEnabledFor(logging.DEBUG):
-        for one in launches:
-            log.debug(
-                "launch: step %d %s, %s, %d of %d, %.2f ms%s", step, one.bucket, one.state, one.real, one.padded,
-                1000 * one.seconds, f", miss: {one.miss}" if one.miss else "",
-            )  # fmt: skip
+    for one in launches:
+        log.debug(
+            "launch: step %d %s, %s, %d of %d, %.2f ms%s", step, one.bucket, one.state, one.real, one.padded,
+            1000 * one.seconds, f", miss: {one.miss}" if one.miss else "",
+        )  # fmt: skip
 
 
 @dataclass(slots=True)

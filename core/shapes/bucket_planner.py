@@ -170,7 +170,9 @@ def make_plan(
     whole = model is not None and not model.text.causal
     buckets = _with_image_units(_prune_to_limit(builder, set(found)), limits.units)
     if limits.adapters:
-        buckets = _with_adapters(buckets, model is not None and any(adapted_tower(model)), _work(policy.cost))
+        buckets = _with_adapters(
+            buckets, model is not None and any(adapted_tower(model)), without_launch_cost(policy.cost)
+        )
     return Plan(policy, 1, buckets, limits.block_size, tuple(builder.notes), whole, limits.units, limits.drafts)
 
 
@@ -196,7 +198,7 @@ def _prune_to_limit(builder: PlanBuilder, found: set[Bucket]) -> tuple[Bucket, .
     if excess <= 0:
         return tuple(sorted(found))
     free = {stage for stage, names in COARSE.items() if all(builder.is_default(name) for name in names)}
-    kept = pruned([b for b in found if b.stage in free], excess, _work(builder.policy.cost))
+    kept = pruned([b for b in found if b.stage in free], excess, without_launch_cost(builder.policy.cost))
     return tuple(sorted([*kept, *(b for b in found if b.stage not in free)]))
 
 
@@ -222,7 +224,7 @@ def _with_adapters(buckets: Sequence[Bucket], images: bool, cost: Callable[[Buck
     return tuple(sorted([*buckets, *(dataclasses.replace(b, variant=LORA) for b in kept)]))
 
 
-def _work(cost: Callable[[Bucket], float]) -> Callable[[Bucket], float]:
+def without_launch_cost(cost: Callable[[Bucket], float]) -> Callable[[Bucket], float]:
     """Returns ``cost`` without the constant cost of a launch, so that pruning prefers little padding."""
     return dataclasses.replace(cost, launch=0.0, block=0.0, vision_launch=0.0) if isinstance(cost, Costs) else cost
 
