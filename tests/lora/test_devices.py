@@ -102,7 +102,7 @@ def test_many_requests_of_all_kinds(base: Base, adapter: Adapter, monkeypatch: p
     llm = LLM(str(checkpoint), **{**CARDS[card], **MIXED})
     adapters = [adapter(checkpoint, seed=i, pattern=rf"{LANGUAGE}|{TOWER}" if i > 1 else LANGUAGE) for i in range(4)]
     images = [make_image(rng, low=60, high=140, aspect=1.5) for _ in range(12)]
-    rules = [
+    rules: list[dict[str, Any]] = [
         {}, {"allowed_token_ids": [30, 31], "max_tokens": 16}, {"temperature": 0.8, "top_k": 5, "seed": 1},
         {"structured_outputs": StructuredOutputsParams(regex="(ab|cd){2}")}, {"repetition_penalty": 1.2},
     ]  # fmt: skip
