@@ -221,6 +221,12 @@ class HpuBackend:
             values=emulator.values, window_groups=groups,
         )  # fmt: skip
 
+    def beside(self, cfg: BackendConfig) -> HpuBackend:
+        """Returns a backend for a second model on the same card (``core.launches.draft_runner.SharedDevice``)."""
+        made = HpuBackend(cfg, self.policy, self.bridge, self.settings)
+        made._staging, made._landing = self._staging, self._landing
+        return made
+
     def kv_blocks(self, wanted: int, block_bytes: int) -> int:
         """Returns the number of KV blocks to allocate: ``wanted``, but on an emulated card no more than the host's
         memory allows.

@@ -49,7 +49,7 @@ from trencadis.core.graphs.rank_agreement import RankAgreement
 from trencadis.core.host_memory import free_host, gib
 from trencadis.core.kv.block_pool import BlockPool, EvictionLog, HostBlockPool
 from trencadis.core.kv.state_pool import StatePool
-from trencadis.core.launches.draft_runner import DraftRunner, EagleRunner, allocate_draft, allocate_head
+from trencadis.core.launches.draft_runner import DraftRunner, EagleRunner, allocate_draft, allocate_head, load_draft
 from trencadis.core.launches.model_runner import ModelRunner
 from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.links.topology import RAY, Topology, topology
@@ -148,7 +148,7 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
     executor, opened = _executor(config, layout, progress)
     backend, limits, plan, watch = opened.rank.backend, opened.limits, opened.plan, opened.watch
     scheduler = Scheduler(
-        _limits(config, model_config, plan, limits.max_tokens, limits.max_rows),
+        _limits(config, model_config, plan, limits.max_tokens, limits.max_rows, backend.policy.mixed),
         BlockPool(plan.num_blocks, HostBlockPool(plan.host_blocks) if plan.host_blocks else None),
         EncoderCache(plan.arena_rows, reserved_rows(model_config)),
         limits.max_rows + SPARE_SLOTS,
@@ -177,9 +177,13 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
 
 
 def _open_learning(config: EngineConfig, model: ModelConfig, opened: OpenedRank) -> BucketLearning | None:
-    """Records the needs of the traffic on rank 0; None: the device takes every size, or nothing is to be recorded."""
+    """Records the needs of the traffic on rank 0.
+
+    None: the device takes every size, nothing is to be recorded, or a draft model has launches of its own, which
+    are not counted.
+    """
     runner, static = opened.rank, opened.static
-    if config.learn_buckets == OFF or static is None or not static.buckets or runner.changes is None:
+    if config.learn_buckets == OFF or static is None or not static.buckets or runner.changes is None or runner.draft:
         return None
     time, changes, graphs = static.policy.cost, runner.changes, runner.graphs
     if not isinstance(time, Costs):
@@ -364,8 +368,7 @@ def _open_draft(
 ) -> DraftRunner:
     """Loads the draft model and allocates its tensors."""
     backend = runner.backend
-    own = dataclasses.replace(config, model=str(draft.path), packed_weights_dir="")
-    model = model_loader.load_model(draft, backend, own, Decoder(draft, backend))
+    model = load_draft(config, draft, backend)
     model.bind(allocate_draft(model, backend, target, plan.num_blocks, plan.block_size))
     return DraftRunner(backend, model, runner.plan)
 
@@ -410,7 +413,9 @@ def _cache_plan(
     return dataclasses.replace(plan, notes=(*format_notes(model, size, backend.policy), *plan.notes))
 
 
-def _limits(config: EngineConfig, model: ModelConfig, plan: CachePlan, tokens: int, seqs: int) -> SchedulerLimits:
+def _limits(
+    config: EngineConfig, model: ModelConfig, plan: CachePlan, tokens: int, seqs: int, mixed: bool
+) -> SchedulerLimits:
     return SchedulerLimits(
         max_tokens=tokens,
         max_rows=seqs,
@@ -431,6 +436,7 @@ def _limits(config: EngineConfig, model: ModelConfig, plan: CachePlan, tokens: i
         slot_values=0 if model.vision is None else model.vision.slot.values,
         long_from=model.text.long_from,
         adapters=config.max_loras if config.enable_lora else 0,
+        drafts_adapters=mixed,
     )
 
 

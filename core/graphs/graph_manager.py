@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from trencadis.core.bucket_plan import Plan
-from trencadis.core.buckets import Bucket, Stage, padded_tokens
+from trencadis.core.buckets import DRAFT, Bucket, Stage, is_drafting, padded_tokens
 from trencadis.core.device.backend import Backend, Body, Inputs, Program, ProgramState
 from trencadis.core.engine_stats import SKIP, UNPLANNED
 from trencadis.core.errors import format_error, is_out_of_memory
@@ -183,16 +183,25 @@ BODIES = {Stage.VISION: "vision", Stage.RESET: "reset", Stage.POOL: "pool"}
 
 def body_of(bucket: Bucket) -> str:
     """Returns the key in ``bodies`` of the body that a bucket runs."""
-    return bucket.variant if bucket.stage is Stage.SAMPLE else BODIES.get(bucket.stage, "text")
+    text = f"text-{DRAFT}" if is_drafting(bucket) else "text"
+    return bucket.variant if bucket.stage is Stage.SAMPLE else BODIES.get(bucket.stage, text)
 
 
 class GraphManager:
-    """One Program per bucket of one backend."""
+    """One Program per bucket of one backend; buckets of a draft model have a backend of their own, ``drafting``, on
+    the same device.
+    """
 
     def __init__(
-        self, backend: Backend, bodies: Mapping[str, Body], plan: Plan, observer: GraphObserver | None = None
+        self,
+        backend: Backend,
+        bodies: Mapping[str, Body],
+        plan: Plan,
+        observer: GraphObserver | None = None,
+        drafting: Backend | None = None,
     ) -> None:
         self.backend, self.plan = backend, plan
+        self._drafting = drafting or backend
         self.observer = observer or GraphObserver()
         self.counted = backend.policy.captures
         self.planned = frozenset(plan.buckets)
@@ -241,18 +250,15 @@ class GraphManager:
         return 0 if program is None else program.release()
 
     def program(self, bucket: Bucket) -> Program:
-        """Returns the program of ``bucket``, created on first use."""
-        return self._planned_program(bucket) if bucket in self.planned else self._unplanned_program(bucket)
+        """Returns the program of ``bucket``, created on first use.
 
-    def _planned_program(self, bucket: Bucket) -> Program:
-        """Returns the program of a planned bucket, created on first use."""
-        program = self._programs.get(bucket)
-        if program is None:
-            program = self._programs[bucket] = self.make(bucket)
-        return program
-
-    def _unplanned_program(self, bucket: Bucket) -> Program:
-        """Returns the program of a bucket outside the plan; releases the least recently used one above ``KEPT``."""
+        Of those outside the plan, the least recently used one above ``KEPT`` is released.
+        """
+        if bucket in self.planned:
+            program = self._programs.get(bucket)
+            if program is None:
+                program = self._programs[bucket] = self.make(bucket)
+            return program
         program = self._unplanned.get(bucket)
         if program is None:
             program = self._unplanned[bucket] = self.make(bucket)
@@ -264,7 +270,8 @@ class GraphManager:
 
     def make(self, bucket: Bucket) -> Program:
         """Creates a program for ``bucket`` that the manager does not keep."""
-        return self.backend.program(bucket, self._bodies[body_of(bucket)])
+        backend = self._drafting if is_drafting(bucket) else self.backend
+        return backend.program(bucket, self._bodies[body_of(bucket)])
 
     def state(self, bucket: Bucket) -> ProgramState:
         """The state of a planned bucket's program."""

@@ -50,13 +50,18 @@ class Measurements:
     launches: Mapping[Bucket, float] = field(default_factory=dict)
 
 
-def fingerprint(model: ModelConfig) -> str:
-    """Returns a digest of the model's sizes: checkpoints of equal shape share measurements, pipeline stages do not."""
+def fingerprint(model: ModelConfig, draft: ModelConfig | None = None) -> str:
+    """Returns a digest of the model's sizes: checkpoints of equal shape share measurements, pipeline stages do not.
+
+    ``draft``: a model that drafts for it, if one does.
+    """
     parts = {"text": asdict(model.text), "vision": asdict(model.vision) if model.vision else None}
     if model.part is not None:
         parts["part"] = asdict(model.part)
     if model.encoder_data_parallel:
         parts["own towers"] = {}
+    if draft is not None:
+        parts["draft"] = asdict(draft.text)
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
