@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import random
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -285,80 +281,6 @@ def test_a_card_that_fails_in_a_change_serves_on(make: Make) -> None:
     serve(engine, 8, 3)
     outcomes = [c.outcome for c in changes.learning.history]
     assert FAILURE in outcomes and all(c.reason for c in changes.learning.history if c.outcome == FAILURE)
-    check(engine)
-
-
-@pytest.mark.long
-def test_shapes_change_on_two_ranks(make: Make) -> None:
-    """Both publish at the same Step: otherwise a collective would meet another shape."""
-    assert len(change_in_flight(make, 16, 3, 4, tensor_parallel_size=2, **SMALL).versions) >= 3
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("twin", [False, True])
-def test_fifty_changes_in_ten_thousand_requests(make: Make, twin: bool) -> None:
-    assert len(change_in_flight(make, 10_000, 200, 7, **(TWIN if twin else SMALL)).versions) > 50
-
-
-@pytest.mark.long
-def test_bytes_come_back_after_two_hundred_changes(make: Make) -> None:
-    engine = make(learn_buckets="on", **SMALL)
-    changes, before = Changes(engine, 1, 8), engine._watch.captures.graphs.backend.memory.free()  # type: ignore
-    static = changes.learning.present().buckets
-    while len(changes.versions) <= 200:
-        serve(engine, 20, len(changes.versions))
-    engine.step = changes._step  # type: ignore[method-assign]
-    changes.learning.pending = FoundBuckets(static, len(static), 0, 0, 0)
-    while changes.learning.pending is not None:
-        engine.step()
-    check(engine)
-    captures = engine._watch.captures  # type: ignore[union-attr]
-    assert captures is not None and changes.learning.present().buckets == static
-    assert captures.graphs.backend.memory.free() == before
-
-
-KILLED = """
-import os, signal, sys, threading
-from trencadis.core.config import EngineConfig
-from trencadis.core.engine.engine_builder import create_engine
-from trencadis.core.graphs.replan import PlanChange
-from tests.graphs.test_replan import FLAGS, SMALL, serve
-
-flags = {**FLAGS, **SMALL, "learn_buckets": "on", "max_graphs": 9, "bucket_profile": sys.argv[2]}
-engine = create_engine(EngineConfig(model=sys.argv[1], **flags))
-attempt, left = PlanChange._attempt, [int(sys.argv[3])]
-def die(self, work, bucket):
-    left[0] -= 1
-    if not left[0]:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return attempt(self, work, bucket)
-PlanChange._attempt = die
-serve(engine, 5, 2)
-def save():
-    while True:
-        engine._learning._save()
-        for _ in range(6):
-            engine._learning.recorder.count([], [64, 128])
-threading.Thread(target=save, daemon=True).start()
-engine.learn_buckets(force=True)
-while engine.busy():
-    engine.step()
-os._exit(3)
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("piece", [1, 2, 3, 5])
-def test_a_kill_at_a_piece_of_a_change_leaves_a_whole_profile(
-    make: Make, vl_checkpoint: Path, tmp_path: Path, piece: int
-) -> None:
-    """The process dies while it also writes its profile; the next one starts by what is there, and serves."""
-    profile = tmp_path / "needs.json"
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    command = [sys.executable, "-c", KILLED, str(vl_checkpoint), str(profile), str(piece)]
-    assert subprocess.run(command, env=environ, timeout=300).returncode == -signal.SIGKILL
-    engine = make(learn_buckets="on", max_graphs=9, bucket_profile=str(profile), **SMALL)
-    serve(engine, 5, 3)
     check(engine)
 
 
