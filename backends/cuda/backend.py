@@ -248,6 +248,7 @@ class CudaBackend:
         if cfg.host_layers:
             cast(HostLayerOps, ops).host_layers = self.host_layers
         self._rooms, self._fetched = StageBuffers(runtime), runtime.event()
+        self.start_stopwatch = runtime.start_stopwatch
         self._no_inputs = torch.empty(0, dtype=torch.uint8, device=self.device)
 
     @property

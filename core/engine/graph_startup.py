@@ -390,6 +390,7 @@ class DeviceStart:
         self, fixed: FixedMemory, in_use: MemoryInUse, limits: ShapeLimits, memory_split: MemorySplit
     ) -> GraphCaptures:
         block = self.paper.estimator.block_bytes(limits.block_size)
+        known = measurement_cache.load(self.key, measurement_cache.folder())
         return GraphCaptures(
             fixed.runner.graphs,
             in_use,
@@ -401,6 +402,7 @@ class DeviceStart:
             block_bytes=block,
             journal=CaptureJournal(self.config.skip_captures, self.progress.capture, self.model_config.share.stage),
             keep=lambda captures: self._keep(captures, fixed.activations),
+            launches=dict(known.launches) if known is not None else {},
         )
 
     def _change(self, runner: ModelRunner, captures: GraphCaptures, plan: Plan) -> PlanChange:
@@ -439,7 +441,8 @@ class DeviceStart:
         full = self.config.warmup == "full"
         settled, most = captures.ledger.memory_in_use.activations, max(profiled.values(), default=0)
         held = {b: settled if full and count == most else count for b, count in profiled.items()}
-        new = measurement_cache.Measurements(dict(captures.measured), dict(captures.graphs.took), held)
+        seconds, launches = dict(captures.graphs.took), dict(captures.launches)
+        new = measurement_cache.Measurements(dict(captures.measured), seconds, held, launches)
         measurement_cache.add_measurements(self.key, new, measurement_cache.folder(), complete=full)
 
 

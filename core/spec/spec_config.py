@@ -205,7 +205,8 @@ def _check_planned(config: EngineConfig, flag: str, device: str) -> None:
     refused = {
         "--kv-offloading-size": config.kv_offloading_size,
         "--cpu-offload-gb": config.cpu_offload_gb,
-        "--learn-buckets": config.learn_buckets != "off",
+        "--enable-lora": config.enable_lora,
+        "--learn-buckets on": config.learn_buckets == "on",
         "--bucket-profile": config.bucket_profile,
     }
     named = [name for name, value in refused.items() if value]
@@ -262,8 +263,6 @@ def resolve_speculation(
         return None
     if found is not None and found.model:
         _check_draft(config, model, policy, device, found.method)
-    if policy.rules and config.enable_lora:
-        raise StartupError(f"{_source(config)}: the {device} backend plans no launches of guesses beside --enable-lora")
     if policy.rules and model.text.cross_attention_layers:
         raise StartupError(f"{_source(config)}: {model.architecture} attends to images; --device cpu drafts its texts")
     if model.text.recurrent is not None:

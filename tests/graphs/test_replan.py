@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +17,9 @@ import pytest
 from tests.fakes.device import FakeDevice, OutOfMemory, make_harness, small_plan
 from tests.graphs.test_ranks import ThreadComm, together
 from tests.traffic.requests import Traffic
+from trencadis.backends.hpu.emulator import emulated_recipe_cache
 from trencadis.backends.hpu.emulator.emulated_bridge import EmulatedRuntime
+from trencadis.backends.hpu.emulator.emulated_recipe_cache import LaunchRates
 from trencadis.backends.hpu.emulator.refusals import parse
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import Bucket, Stage
@@ -21,12 +27,14 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import ProgramState
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.engine_builder import create_engine
+from trencadis.core.engine.search_process import FoundBuckets
 from trencadis.core.engine_stats import FAILURE, PUBLISHED
 from trencadis.core.graphs.graph_capture import GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager
 from trencadis.core.graphs.replan import PlanChange
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.memory.graph_budget import GraphPrice
+from trencadis.core.shapes.cost_model import LaunchTime, LaunchTimes, MeasuredCosts, residuals_of
 from trencadis.core.shapes.learned_plan import KEPT_STAGES, learn_plan
 from trencadis.core.shapes.shape_needs import NeedHistogram
 
@@ -176,14 +184,15 @@ class Changes:
             self.versions.append(version)
         return found
 
-    def random_plan(self) -> Any:
+    def random_plan(self) -> FoundBuckets:
         static, needs = self.learning.settings.static, NeedHistogram()
         stages = sorted({b.stage for b in static.buckets} - set(KEPT_STAGES))
         for _ in range(60):
             bucket = self.rng.choice(static.of(self.rng.choice(stages)))
             needs.add(bucket.stage, [self.rng.randint(1, d) for d in bucket.dims], self.rng.random())
         most = self.rng.randint(*((14, 24) if not static.policy.mixed else (4, 8)))
-        return learn_plan(static, needs, most, self.learning.settings.unchanged)
+        found = learn_plan(static, needs, most, self.learning.settings.unchanged)
+        return FoundBuckets(found.plan.buckets, found.graphs, found.cost, found.bound, found.static)
 
 
 def serve(engine: Engine, count: int, seed: int) -> dict[tuple[str, int], list[int]]:
@@ -277,3 +286,113 @@ def test_a_card_that_fails_in_a_change_serves_on(make: Make) -> None:
     outcomes = [c.outcome for c in changes.learning.history]
     assert FAILURE in outcomes and all(c.reason for c in changes.learning.history if c.outcome == FAILURE)
     check(engine)
+
+
+@pytest.mark.long
+def test_shapes_change_on_two_ranks(make: Make) -> None:
+    """Both publish at the same Step: otherwise a collective would meet another shape."""
+    assert len(change_in_flight(make, 16, 3, 4, tensor_parallel_size=2, **SMALL).versions) >= 3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("twin", [False, True])
+def test_fifty_changes_in_ten_thousand_requests(make: Make, twin: bool) -> None:
+    assert len(change_in_flight(make, 10_000, 200, 7, **(TWIN if twin else SMALL)).versions) > 50
+
+
+@pytest.mark.long
+def test_bytes_come_back_after_two_hundred_changes(make: Make) -> None:
+    engine = make(learn_buckets="on", **SMALL)
+    changes, before = Changes(engine, 1, 8), engine._watch.captures.graphs.backend.memory.free()  # type: ignore
+    static = changes.learning.present().buckets
+    while len(changes.versions) <= 200:
+        serve(engine, 20, len(changes.versions))
+    engine.step = changes._step  # type: ignore[method-assign]
+    changes.learning.pending = FoundBuckets(static, len(static), 0, 0, 0)
+    while changes.learning.pending is not None:
+        engine.step()
+    check(engine)
+    captures = engine._watch.captures  # type: ignore[union-attr]
+    assert captures is not None and changes.learning.present().buckets == static
+    assert captures.graphs.backend.memory.free() == before
+
+
+KILLED = """
+import os, signal, sys, threading
+from trencadis.core.config import EngineConfig
+from trencadis.core.engine.engine_builder import create_engine
+from trencadis.core.graphs.replan import PlanChange
+from tests.graphs.test_replan import FLAGS, SMALL, serve
+
+flags = {**FLAGS, **SMALL, "learn_buckets": "on", "max_graphs": 9, "bucket_profile": sys.argv[2]}
+engine = create_engine(EngineConfig(model=sys.argv[1], **flags))
+attempt, left = PlanChange._attempt, [int(sys.argv[3])]
+def die(self, work, bucket):
+    left[0] -= 1
+    if not left[0]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return attempt(self, work, bucket)
+PlanChange._attempt = die
+serve(engine, 5, 2)
+def save():
+    while True:
+        engine._learning._save()
+        for _ in range(6):
+            engine._learning.recorder.count([], [64, 128])
+threading.Thread(target=save, daemon=True).start()
+engine.learn_buckets(force=True)
+while engine.busy():
+    engine.step()
+os._exit(3)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("piece", [1, 2, 3, 5])
+def test_a_kill_at_a_piece_of_a_change_leaves_a_whole_profile(
+    make: Make, vl_checkpoint: Path, tmp_path: Path, piece: int
+) -> None:
+    """The process dies while it also writes its profile; the next one starts by what is there, and serves."""
+    profile = tmp_path / "needs.json"
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    command = [sys.executable, "-c", KILLED, str(vl_checkpoint), str(profile), str(piece)]
+    assert subprocess.run(command, env=environ, timeout=300).returncode == -signal.SIGKILL
+    engine = make(learn_buckets="on", max_graphs=9, bucket_profile=str(profile), **SMALL)
+    serve(engine, 5, 3)
+    check(engine)
+
+
+# What launches take
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(4))
+def test_launch_times_are_learned_on_the_emulator(make: Make, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Its clock counts operations, products and bytes, with constants that the model does not see."""
+    rng = random.Random(seed)
+    rates = LaunchRates(*(10 ** rng.uniform(*ends) for ends in ((-5, -4), (-8, -6), (-12, -10), (-12, -10))))
+    monkeypatch.setattr(emulated_recipe_cache, "LaunchRates", lambda: rates)
+    engine = make(learn_buckets="observe")
+    learning, runner = engine._learning, engine.executor._rank  # type: ignore[attr-defined]
+    assert learning is not None and runner.graphs.timer is not None
+    runner.graphs.timer.every = 1
+    serve(engine, 150, seed)
+    for _ in range(3):
+        learning._next = 0.0
+        learning.tick()
+    halves: tuple[list[LaunchTime], list[LaunchTime]] = [], []
+    for bucket, seconds in learning.times.list_seconds():
+        for each in seconds:
+            halves[rng.random() < 0.5].append(LaunchTime(bucket, each))
+    half, held = LaunchTimes(learning.settings.time), halves[1]
+    for launch in halves[0]:
+        half.add(*launch)
+    fitted = half.fit()
+    assert fitted is not None
+    paper = MeasuredCosts(fitted.paper, fitted.scale)
+    found, before = residuals_of(fitted, held), residuals_of(paper, held)
+    for stage, residual in found.items():
+        print(f"{stage.name}: {residual.buckets} held out, {residual.median:.3f}, {residual.high:.3f}; "
+              f"paper {before[stage].median:.3f}, {before[stage].high:.3f}")  # fmt: skip
+    errors = sorted(abs(fitted(b) / seconds - 1) for b, seconds in held)
+    assert errors[len(errors) // 2] <= 0.1 and errors[len(errors) * 95 // 100] <= 0.25
