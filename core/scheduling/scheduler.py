@@ -208,9 +208,8 @@ class Scheduler:
 
     def _skips_vision(self) -> bool:
         """Returns True if this step has no VISION launch, so that a text-only request waits for at most one."""
-        return self._starved_text or (
-            self._had_vision and self.admits and any(not s.request.spans for s in self.waiting)
-        )
+        had = self._had_vision and self.admits
+        return self._starved_text or (had and any(not seq.request.spans for seq in self.waiting))
 
     def _end_vision(self, builder: StepBuilder) -> None:
         """Encodes images ahead, requests pixels, and records the facts that the next step needs."""
@@ -221,8 +220,7 @@ class Scheduler:
     def _media_in_order(self) -> Iterable[MediaStart]:
         """Yields sequences with media in the total order; those in the persistent batch have passed theirs."""
         running = (seq for seq in self.running if seq.batch_row < 0)
-        waiting = self.waiting[: self.limits.max_rows]
-        return media_order(running, waiting, self.limits, self.pool, self._prefix_hits)
+        return media_order(running, self.waiting[: self.limits.max_rows], self.limits, self.pool, self._prefix_hits)
 
     def _prefix_hits(self, seq: Sequence) -> list[int]:
         """Returns the cached blocks that a sequence would begin with, up to a snapshot of its state if it has one."""
