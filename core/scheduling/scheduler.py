@@ -57,9 +57,7 @@ class Scheduler:
         self.limits, self.times = limits, times
         self.states = None if states is None else StateScheduler(states, limits)
         """Set if the model keeps a recurrent state for each sequence."""
-        self.pool = pool
-        self.arena = arena
-        self.clock = clock
+        self.pool, self.arena, self.clock = pool, arena, clock
         self.totals = EngineStats(kv_total=pool.size, arena_total=arena.capacity)
         """Counters since the start; lists hold the events since the last report."""
         self.adapters = AdapterSlots(limits.adapters)
