@@ -376,8 +376,8 @@ class CpuBackend:
         if cfg.ranks == 1:
             return table
         own = choice_of(table, name)
-        told = own if cfg.number == 0 else tuple(UNCHANGED for _ in own)
-        least = (self.comm if self.pipe is None else self.pipe).least((*told, table.measured if cfg.number == 0 else 1))
+        rows = own if cfg.number == 0 else tuple(UNCHANGED for _ in own)
+        least = (self.comm if self.pipe is None else self.pipe).least((*rows, table.measured if cfg.number == 0 else 1))
         return with_choice(table, name, *least[:-1]) if least[-1] else table
 
     def kv_blocks(self, wanted: int, block_bytes: int) -> int:

@@ -286,7 +286,8 @@ class ReferenceOps(RecurrentReference):
 
     def sample(self, logits: Tensor, head: HeadTensors, state: SamplerState, full: bool) -> HeadTensorsOut:
         if full:
-            return sample_full(logits, head, state, self.thresholds, self.update)
+            targets_only = logits.is_cpu and bool((head.target >= 0).all())
+            return sample_full(logits, head, state, self.thresholds, self.update, targets_only)
         return self.take(self.best(logits), head, state)
 
     def take(self, token: Tensor, head: HeadTensors, state: SamplerState) -> HeadTensorsOut:

@@ -38,7 +38,7 @@ PATIENCE = 120.0
 
 NICE = 10
 
-HEDGE = 0.1
+HEDGE = 0.2
 """Cost of needs that were not recorded, beside that of those that were, for plans that change while serving."""
 
 Cells = Sequence[NeedCell]

@@ -207,20 +207,20 @@ def sample_bucket(rows: int, full: bool, plan: Plan) -> Bucket:
     return plan.fit(Stage.SAMPLE, (rows,), "full" if full else "greedy")
 
 
-def head_bucket(rows: int, full: bool, best: bool, plan: Plan, told: bool = True, cold: bool = False) -> Bucket:
+def head_bucket(rows: int, full: bool, best: bool, plan: Plan, logprobs: bool = True, cold: bool = False) -> Bucket:
     """Returns the cheapest SAMPLE bucket of ``rows`` rows that covers everything they request.
 
     Args:
         full: True if any row is ``Sample.full``.
         best: True if all ``full`` rows are ``Sample.best``.
-        told: True if any row requests log-probabilities.
+        logprobs: True if any row requests log-probabilities.
         cold: True if all ``full`` rows have temperature 0.
     """
     if full and best and plan.policy.masked_head:
         return plan.fit(Stage.SAMPLE, (rows,), "masked")
-    if full and cold and not told and plan.policy.penalised_head:
+    if full and cold and not logprobs and plan.policy.penalised_head:
         return plan.fit(Stage.SAMPLE, (rows,), "penalised")
-    if full and not told and plan.policy.drawn_head:
+    if full and not logprobs and plan.policy.drawn_head:
         return plan.fit(Stage.SAMPLE, (rows,), "draw")
     return plan.fit(Stage.SAMPLE, (rows,), "full" if full else "greedy")
 

@@ -32,8 +32,8 @@ from trencadis.core.step import (
 
 FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition", "uniform")
 UNIFORM = FLOATS.index("uniform")
-NUMBERS = ("slot", "context", "delta", "adapter", "held", "last", "top_k", "full", "best", "told", "state")
-SLOT, CONTEXT, DELTA, ADAPTER, HELD, LAST, TOP_K, FULL, BEST, TOLD, STATE = range(len(NUMBERS))
+NUMBERS = ("slot", "context", "delta", "adapter", "held", "last", "top_k", "full", "best", "logprobs", "state")
+SLOT, CONTEXT, DELTA, ADAPTER, HELD, LAST, TOP_K, FULL, BEST, LOGPROBS, STATE = range(len(NUMBERS))
 
 
 NO_TOKENS = np.zeros(0, np.int32)
@@ -311,7 +311,7 @@ class RankInputBatch:
             hidden_row=np.arange(1, count + 1, dtype=np.int32),
             slot=numbers[SLOT],
             top_k=numbers[TOP_K],
-            target=np.where(numbers[TOLD] > 0, np.int32(-1), np.int32(NO_LOGPROB)),
+            target=np.where(numbers[LOGPROBS] > 0, np.int32(-1), np.int32(NO_LOGPROB)),
             mask_row=np.zeros(count, np.int32),
             masks=everything,
             place=None,
@@ -332,7 +332,7 @@ class RankInputBatch:
             full, best = flags[FULL], bool((flags[BEST] >= flags[FULL]).all())
             warm = self._floats[FLOATS.index("temperature"), : self.count] >= GREEDY_BELOW
             cold = not bool((warm & (full > 0)).any())
-            self._needs = HeadNeeds(bool(full.any()), best, bool(flags[TOLD].any()), bool(full.all()), cold)
+            self._needs = HeadNeeds(bool(full.any()), best, bool(flags[LOGPROBS].any()), bool(full.all()), cold)
         return self._needs
 
     # Conversion to rows

@@ -242,8 +242,8 @@ class MemoryEstimator:
             return 4 * bucket.dims[0] * (self.classes or self.text.width)
         if bucket.stage is not Stage.SAMPLE:
             return 0
-        told = bucket.variant == "full" or drafts_ahead(bucket) > 0
-        return 4 * bucket.dims[0] * (3 + 2 * MAX_LOGPROBS if told else 1)
+        has_logprobs = bucket.variant == "full" or drafts_ahead(bucket) > 0
+        return 4 * bucket.dims[0] * (3 + 2 * MAX_LOGPROBS if has_logprobs else 1)
 
     def all_inputs(self, plan: Plan) -> int:
         """Returns the bytes of the inputs of all programs, which are allocated at the start.

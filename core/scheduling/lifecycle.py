@@ -344,8 +344,8 @@ class Lifecycle:
             self.totals.generation_tokens += len(items)
             seq.entered, seq.first = prompt.entered, prompt.first
             stop = None if found is None else found.stop
-            told = None if stop in self.scheduler.limits.eos else stop
-            self._finish(seq, "length" if stop is None else "stop", stop_token=told)
+            stop_token = None if stop in self.scheduler.limits.eos else stop
+            self._finish(seq, "length" if stop is None else "stop", stop_token=stop_token)
 
     def _delta(self, seq: Sequence) -> Delta:
         if seq.delta is None:

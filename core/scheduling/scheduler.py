@@ -135,7 +135,7 @@ class Scheduler:
         vision = (
             self.encoder.begin(self._media_in_order(), self._skips_vision()) if self.with_media else VisionBuilder()
         )
-        builder = StepBuilder(self.steps + 1, self.limits.max_tokens, vision)
+        builder = StepBuilder(self.steps + 1, self.limits.max_tokens, self.limits.scored_tokens, vision)
         builder.decoding = persistent + sum(seq.due == 1 for seq in others) if others else persistent
         if self.times is not None:
             builder.bound_prompts(self.times)
@@ -305,6 +305,7 @@ class Scheduler:
         targets = None if seq.prompt_scores is None else seq.targets(start, count)
         seq.computed = end
         builder.tokens -= count
+        builder.scored -= 0 if targets is None else count
         builder.image_prompts |= count > 1 and bool(seq.request.spans)
         builder.prompts |= start < seq.prompt
         builder.scheduled.append(seq)
@@ -384,7 +385,7 @@ class Scheduler:
             if self.fair is not None and self.fair.keeps_rows_from(seq):
                 at = self.fair.find_other(self.waiting, at)
                 continue
-            if not self.adapters.admits(seq):
+            if not builder.can_score(seq, self.limits) or not self.adapters.admits(seq):
                 at += 1
                 continue
             if self.limits.long_from and seq.outgrows(self.limits.long_from):

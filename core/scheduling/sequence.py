@@ -202,6 +202,11 @@ class Sequence:
         return running and self.limit == 0 and self.computed == self.prompt and self.inflight == 0
 
     @property
+    def awaits_scores(self) -> bool:
+        """True if its next chunk has tokens of a prompt with prompt_logprobs."""
+        return self.prompt_scores is not None and self.computed < self.prompt - 1
+
+    @property
     def resting(self) -> bool:
         """True if it is a beam that holds blocks and a slot while it waits for its group."""
         return self.drawn and self.status is SequenceStatus.RUNNING

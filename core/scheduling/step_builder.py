@@ -321,6 +321,7 @@ class StepBuilder:
 
     number: int  # number of the step
     tokens: int  # remaining budget
+    scored: int  # of these, remaining budget of prompt tokens with log-probabilities
     vision: VisionBuilder
     decoding: int = 0  # running sequences, not reached yet, that need one token
     image_prompts: bool = False  # a prompt with images took tokens
@@ -352,6 +353,8 @@ class StepBuilder:
         # Prompts leave one token for each decoding sequence, so that none waits for a second VISION launch.
         left = self.tokens if seq.due == 1 or not limits.chunked else max(self.tokens - self.decoding, 1)
         count = min(seq.due, left, limits.chunk or left)
+        if seq.awaits_scores:
+            count = self._fit_scored(seq, count, limits)
         if not limits.chunked and seq.computed < seq.prompt and count < seq.due:
             return 0
         return (
@@ -359,6 +362,26 @@ class StepBuilder:
             if self.chunk_budget is None or seq.due == 1
             else self._within(self.chunk_budget, seq, count, limits.bidirectional_images)
         )
+
+    def can_score(self, seq: Sequence, limits: SchedulerLimits) -> bool:
+        """Returns False if ``seq``, which waits, needs log-probabilities of its prompt and this step has no more of
+        them.
+        """
+        return seq.prompt_scores is None or self._fit_scored(seq, seq.due, limits) > 0
+
+    def _fit_scored(self, seq: Sequence, count: int, limits: SchedulerLimits) -> int:
+        """Returns how many of ``count`` tokens of a prompt with log-probabilities the step can compute.
+
+        The first such prompt of a step gets at least what cannot be split: a whole prompt, or an image whose tokens
+        attend to each other.
+        """
+        if count <= self.scored:
+            return count
+        first, start = self.scored == limits.scored_tokens, seq.computed
+        if not limits.chunked:
+            return count if first else 0
+        split = (s.end - start for s in seq.request.spans if limits.bidirectional_images and s.offset <= start < s.end)
+        return min(count, max(self.scored, next(split, 0) if first else 0))
 
     def _within(self, chunk_budget: ChunkBudget, seq: Sequence, count: int, joined: bool) -> int:
         """Returns how many of ``count`` tokens the latency bound of decoding rows allows."""

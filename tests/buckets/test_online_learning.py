@@ -17,7 +17,7 @@ from tests.traffic.launch_lines import GUIDE, LINES, model_of, plan_of
 from trencadis.backends.hpu.policy import SERVING
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.engine import bucket_learning, search_process
+from trencadis.core.engine import search_process
 from trencadis.core.engine.bucket_learning import ON, BucketLearning, LearningSettings, PlanAccess
 from trencadis.core.shapes import need_recorder
 from trencadis.core.shapes.bucket_options import BucketOptions
@@ -44,7 +44,7 @@ FLOOD = StepNeeds((RowNeed(0, 0, 611), RowNeed(1, 0, 611), *(RowNeed(i, 700, 1) 
 """One user sends the same prompt again and again."""
 
 
-STEP_SECONDS = 12.0
+STEP_SECONDS = 4.0
 """Seconds of load for which each simulated step stands."""
 
 
@@ -132,7 +132,6 @@ def change(learning: BucketLearning, plan: Plan) -> Plan:
 @pytest.fixture(autouse=True)
 def steps_are_load(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(need_recorder, "IDLE_SECONDS", STEP_SECONDS)
-    monkeypatch.setattr(bucket_learning, "LEAST_STEPS", 50)
 
 
 @pytest.mark.long
