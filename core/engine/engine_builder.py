@@ -179,8 +179,8 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
 def _open_learning(config: EngineConfig, model: ModelConfig, opened: OpenedRank) -> BucketLearning | None:
     """Records the needs of the traffic on rank 0.
 
-    None: the device takes every size, nothing is to be recorded, or a draft model has launches of its own, which are not
-    counted.
+    None: the device takes every size, nothing is to be recorded, or a draft model has launches of its own, which
+    are not counted.
     """
     runner, static = opened.rank, opened.static
     if config.learn_buckets == OFF or static is None or not static.buckets or runner.changes is None or runner.draft:

@@ -39,7 +39,7 @@ from trencadis.core.launches.launch_splitter import (
     wide_bucket,
 )
 from trencadis.core.launches.rank_input_batch import HeadNeeds, RankInputBatch
-from trencadis.core.launches.sample_launches import launch_masked, launch_split
+from trencadis.core.launches.sample_launches import join_scores, launch_masked, launch_split
 from trencadis.core.launches.stage_transfer import PipelineTransfer, runs_on_stage
 from trencadis.core.lora.adapter_store import AdapterStore
 from trencadis.core.masks.manager import MatcherManager, PendingSample
@@ -109,7 +109,7 @@ class PendingStep:
         for some, fetches in ((out.targets, self.targets), (out.scored, self.scored)):
             for key, positions, pending in fetches:
                 scores = TargetScores(positions, pending.result())
-                some[key] = scores if key not in some else _join_scores(some[key], scores)
+                some[key] = scores if key not in some else join_scores(some[key], scores)
         for part in self.pools:
             values, at = part.rows.result().values, 0
             for key, run in groupby(part.keys):
@@ -486,19 +486,3 @@ def _drafts_before(row: Row, drafts: int, after: int) -> tuple[int, ...]:
     """Returns the ids of a row's ``drafts`` drafts up to the one with ``after`` tokens after it."""
     count = len(row.tokens)
     return row.tokens[count - drafts : count - after]
-
-
-def _join_scores(a: TargetScores, b: TargetScores) -> TargetScores:
-    """Joins the scores of two slices of one chunk."""
-
-    def cat(x: Any, y: Any) -> Any:
-        return None if x is None or y is None else np.concatenate([x, y])
-
-    head = HeadOutput(
-        cat(a.head.token, b.head.token),
-        cat(a.head.logprob, b.head.logprob),
-        cat(a.head.rank, b.head.rank),
-        cat(a.head.top_id, b.head.top_id),
-        cat(a.head.top_logprob, b.head.top_logprob),
-    )
-    return TargetScores(a.positions + b.positions, head)

@@ -132,11 +132,11 @@ class Scheduler:
             self.drafting.prepare(mine, batch, self.pool)
         persistent = len(batch.sequences)
         others = [] if persistent == micro_batches.sizes[micro_batches.current] else self._list_unbatched()
-        vision = (
-            self.encoder.begin(self._media_in_order(), self._skips_vision()) if self.with_media else VisionBuilder()
-        )
+        vision = VisionBuilder()
+        if self.with_media:
+            vision = self.encoder.begin(self._media_in_order(), self._skips_vision())
         builder = StepBuilder(self.steps + 1, self.limits.max_tokens, self.limits.scored_tokens, vision)
-        builder.decoding = persistent + sum(seq.due == 1 for seq in others) if others else persistent
+        builder.decoding = persistent + sum(seq.due == 1 for seq in others)
         if self.times is not None:
             builder.bound_prompts(self.times)
         if batch.grant_all(builder, others, self.limits, self.pool):
@@ -161,7 +161,7 @@ class Scheduler:
     def _step(self, builder: StepBuilder, grown: Int32, filled: list[Filled]) -> Step | None:
         """Returns the Step that ``builder`` describes, which is now in flight."""
         images, persistent = tuple(builder.vision.images), [*self.micro_batches.batch.sequences]
-        if not builder.rows and not images and not persistent:
+        if not (builder.rows or images or persistent):
             return None
         self.steps += 1
         micro_batch, chunk_budget, owners = self.micro_batches.current, builder.chunk_budget, builder.vision.owners
@@ -208,9 +208,8 @@ class Scheduler:
 
     def _skips_vision(self) -> bool:
         """Returns True if this step has no VISION launch, so that a text-only request waits for at most one."""
-        if self._starved_text:
-            return True
-        return self._had_vision and self.admits and any(not seq.request.spans for seq in self.waiting)
+        had = self._had_vision and self.admits
+        return self._starved_text or (had and any(not seq.request.spans for seq in self.waiting))
 
     def _end_vision(self, builder: StepBuilder) -> None:
         """Encodes images ahead, requests pixels, and records the facts that the next step needs."""
@@ -221,8 +220,7 @@ class Scheduler:
     def _media_in_order(self) -> Iterable[MediaStart]:
         """Yields sequences with media in the total order; those in the persistent batch have passed theirs."""
         running = (seq for seq in self.running if seq.batch_row < 0)
-        waiting = self.waiting[: self.limits.max_rows]
-        return media_order(running, waiting, self.limits, self.pool, self._prefix_hits)
+        return media_order(running, self.waiting[: self.limits.max_rows], self.limits, self.pool, self._prefix_hits)
 
     def _prefix_hits(self, seq: Sequence) -> list[int]:
         """Returns the cached blocks that a sequence would begin with, up to a snapshot of its state if it has one."""
