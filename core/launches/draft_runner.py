@@ -13,7 +13,7 @@ from typing import Protocol, cast
 import numpy as np
 
 from trencadis.core.bucket_plan import Plan
-from trencadis.core.buckets import Bucket, Stage, drafting_bucket
+from trencadis.core.buckets import LORA, Bucket, Stage, drafting_bucket
 from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.config import EngineConfig
@@ -146,6 +146,8 @@ class DraftRunner:
                 table=inputs.table,
                 last=inputs.last,
             )
+        if bucket.variant == LORA:  # the draft model has no adapters
+            bucket = dataclasses.replace(bucket, variant="")
         self._run(bucket, inputs, len(inputs.tokens))
         found, self._stats = self._stats, []
         return found

@@ -162,6 +162,19 @@ def test_an_engine_is_stepped_by_hand(base: Base, adapter: Adapter) -> None:
     assert found[:3] == found[3:] and len(set(found)) == 3
 
 
+def test_a_draft_model_drafts_as_the_base_and_the_adapter_verifies(base: Base, adapter: Adapter) -> None:
+    checkpoint = base("llama")
+    asked = [None, *(request_of(adapter(checkpoint, seed=seed)) for seed in (1, 2))] * 2
+    params, found = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), []
+    for drafts in ({}, {"speculative_config": {"model": str(checkpoint), "num_speculative_tokens": 2}}):
+        llm = LLM(str(checkpoint), **{**BASE, "max_loras": 2, **drafts})
+        made = llm.generate([list(p) for p in prompts(6, 40)], params, use_tqdm=False, lora_request=asked)
+        found.append([one.outputs[0].token_ids for one in made])
+        accepted = llm.engine.stats().spec_accepted
+        llm.close()
+    assert found[0] == found[1] and accepted > 0
+
+
 def test_all_values_of_an_adapter_are_read(base: Base, tmp_path: Path) -> None:
     """16-bit files, and files whose tensors lie at odd places."""
     config = load_config(base("llama"))
