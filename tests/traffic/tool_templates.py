@@ -45,7 +45,15 @@ PYTHONIC = template(
     "[{{ c.function.name }}({% for k, v in c.function.arguments.items() %}{{ k }}={{ v | tojson }}{% endfor %})]",
     "<|im_start|>ipython\n{{ m.content }}<|im_end|>\n",
 )
-TEMPLATES = {"hermes": HERMES, "qwen3": QWEN3, "llama3_json": LLAMA3, "mistral": MISTRAL, "pythonic": PYTHONIC}
+GEMMA4 = template(
+    "Call.",
+    "<|tool_call>call:{{ c.function.name }}{% raw %}{{% endraw %}{% for k, v in c.function.arguments.items() %}{{ k }}:"
+    '<|"|>{{ v }}<|"|>{% endfor %}{% raw %}}{% endraw %}<tool_call|>',
+    "<|tool_response>{{ m.content }}<tool_response|>",
+)
+TEMPLATES = {
+    "hermes": HERMES, "qwen3": QWEN3, "llama3_json": LLAMA3, "mistral": MISTRAL, "pythonic": PYTHONIC, "gemma4": GEMMA4,
+}  # fmt: skip
 THINKING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n"
     "</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}{% if reasoning_effort %}E={{ reasoning_effort }}"
