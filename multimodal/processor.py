@@ -17,7 +17,7 @@ import numpy.typing as npt
 from trencadis.core.json_types import Json, JsonMapping, JsonObject
 from trencadis.core.media_spans import MediaSpan
 from trencadis.multimodal.media_options import MediaOptions
-from trencadis.multimodal.patch_packing import Grid
+from trencadis.multimodal.patch_packing import Grid, count_slots
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -90,6 +90,7 @@ class ImageGeometry(NamedTuple):
         area: largest number of pixels that the image has at any point of processing.
         rows: arena rows of an item, if there are several items or a ``layout`` assigns tokens to them.
         layout: as in ``PreparedImage``.
+        first: patches (h, w) of the first item, if they are not those of the others; rows of items are in proportion.
     """
 
     resized: tuple[int, int]
@@ -99,11 +100,13 @@ class ImageGeometry(NamedTuple):
     area: int
     rows: int = 0
     layout: Layout = ()
+    first: tuple[int, int] | None = None
 
     @property
     def patches(self) -> int:
         """Number of real slots of all items, without class tokens."""
-        return self.grid[0] * self.grid[1] * self.grid[2]
+        count, h, w = self.grid
+        return count * h * w if self.first is None else self.first[0] * self.first[1] + (count - 1) * h * w
 
     @property
     def item(self) -> ImageGeometry:
@@ -123,14 +126,25 @@ class ImageGeometry(NamedTuple):
         if count == 1:
             items: tuple[PreparedImage, ...] = (replace(whole, tokens=one.tokens),)
         else:
-            cut = np.split(pixels, count)
-            items = tuple(PreparedImage(tile_digest(p), p, one.grid, one.tokens, one.slots, one.resized) for p in cut)
+            _, h, w = one.grid
+            grids = [self.first or (h, w)] + [(h, w)] * (count - 1)
+            cut = np.split(pixels, np.cumsum([high * wide for high, wide in grids])[:-1])
+            items = tuple(self._make_item(p, grid) for p, grid in zip(cut, grids, strict=True))
         return replace(whole, items=items, layout=self.layout)
 
+    def _make_item(self, pixels: npt.NDArray[np.uint8], grid: tuple[int, int]) -> PreparedImage:
+        """Returns one of several items, of ``grid`` patches (h, w)."""
+        one = self.item
+        rows = one.tokens * len(pixels) // (one.grid[1] * one.grid[2])
+        slots = one.slots if self.first is None else count_slots((1, *grid), windows=False)
+        return PreparedImage(tile_digest(pixels, grid), pixels, (1, *grid), rows, slots, self.resized)
 
-def tile_digest(pixels: npt.NDArray[np.uint8]) -> str:
-    """Returns a 256-bit hex digest of a tile: equal tiles share arena rows, whatever images they come from."""
-    digest = hashlib.blake2b(b"tile\0", digest_size=32)
+
+def tile_digest(pixels: npt.NDArray[np.uint8], grid: tuple[int, int]) -> str:
+    """Returns a 256-bit hex digest of a tile of ``grid`` patches (h, w): equal tiles share arena rows, whatever images
+    they come from.
+    """
+    digest = hashlib.blake2b(f"tile {grid[0]}x{grid[1]}\0".encode(), digest_size=32)
     digest.update(np.ascontiguousarray(pixels).data)
     return digest.hexdigest()
 

@@ -23,7 +23,7 @@ from trencadis.multimodal.patch_packing import pack_whole_images
 from trencadis.multimodal.pixtral.config import EPS, PixtralVisionConfig
 from trencadis.multimodal.pixtral.processor import load_normalisation
 from trencadis.multimodal.vit.config import CHANNELS
-from trencadis.multimodal.vit.vit_block import TowerInputs, ViTBlock, scale_and_shift
+from trencadis.multimodal.vit.vit_block import TowerInputs, ViTBlock, run_blocks, scale_and_shift
 
 
 def axial_frequencies(head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -126,12 +126,9 @@ class PixtralModel(Decoder):
     def vision(self, inputs: VisionTensors) -> None:
         """Encodes packed images and writes their tokens to ``arena[rows]``."""
         ops = self.ops
-        x, residual, rotary = ops.region(self.patch_embed, inputs.pixels, inputs.position, self.backend.dtype)
+        *stream, rotary = ops.region(self.patch_embed, inputs.pixels, inputs.position, self.backend.dtype)
         segments = ops.prepare_segments(inputs.segments)
-        for block in self.blocks:
-            x, residual = ops.layer(block, x, residual, rotary, segments)
-            ops.cut("layer")
-        assert residual is not None  # a tower has at least one layer
+        x, residual = run_blocks(ops, self.blocks, stream, rotary, segments)
         count = len(inputs.rows)
         ops.by_rows(self.projector, (x.view(count, -1), residual.view(count, -1), inputs.rows), self.persistent.arena)
 

@@ -22,7 +22,7 @@ from trencadis.core.shared_constants import RESERVED_ROWS, SINK_ROW, WINDOW_SLOT
 from trencadis.core.step import Encode, VisionInputs
 from trencadis.multimodal.normalisation import OFFSET, PLANE_WEIGHTS, PLANES, PixelNormalisation
 from trencadis.multimodal.vit.config import CHANNELS, TileVisionConfig
-from trencadis.multimodal.vit.vit_block import ViTBlock, scale_and_shift
+from trencadis.multimodal.vit.vit_block import ViTBlock, run_blocks, scale_and_shift
 
 CELL_EPS = 1e-5
 """Epsilon of the norm over a whole cell: torch's default, since no configuration has a key for it."""
@@ -217,12 +217,9 @@ class TileVisionModel(Decoder):
     def vision(self, inputs: VisionTensors) -> None:
         """Encodes packed tiles and writes their tokens to ``arena[rows]``."""
         ops, c = self.ops, self.tower
-        x, residual = ops.region(self.patch_embed, inputs.pixels, inputs.position, self.backend.dtype)
+        stream = [*ops.region(self.patch_embed, inputs.pixels, inputs.position, self.backend.dtype)]
         segments = ops.prepare_segments(inputs.segments)
-        for block in self.blocks:
-            x, residual = ops.layer(block, x, residual, None, segments)
-            ops.cut("layer")
-        assert residual is not None  # a tower has at least one layer
+        x, residual = run_blocks(ops, self.blocks, stream, None, segments)
         count = len(x) // c.slots_per_tile
 
         def cells(t: Tensor) -> Tensor:
