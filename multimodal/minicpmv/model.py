@@ -84,7 +84,7 @@ class WindowMerger:
         q, k, v = (t.reshape(-1, WINDOW, c.heads, c.head_dim) for t in torch.split(self.qkv(x), c.hidden, dim=1))
         scores = [(q * k[:, i : i + 1]).float().sum(-1) for i in range(WINDOW)]
         weights = (torch.stack(scores, -1) * c.head_dim**-0.5).softmax(-1).to(x.dtype)
-        out = weights[..., :1] * v[:, :1]
+        out: Tensor = weights[..., :1] * v[:, :1]
         for i in range(1, WINDOW):
             out = out + weights[..., i : i + 1] * v[:, i : i + 1]
         return out.reshape(-1, c.hidden)

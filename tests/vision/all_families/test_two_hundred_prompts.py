@@ -97,10 +97,11 @@ def _text_answers(path: Path) -> Answers:
     """The same without an image processor."""
     from transformers import AutoModelForCausalLM
 
-    made = Answers.__new__(Answers)
+    made: Any = Answers.__new__(Answers)
     made._token, made._known = -1, {}
     made._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    return made
+    answers: Answers = made
+    return answers
 
 
 @pytest.mark.long
