@@ -19,7 +19,8 @@ import numpy as np
 from benchmarks.harness.reporting import report, table
 from benchmarks.traces.generate import image_chat
 from trencadis.backends.hpu.policy import SERVING
-from trencadis.core.buckets import Plan, Stage
+from trencadis.core.bucket_plan import Plan
+from trencadis.core.buckets import Stage
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.engine.engine import Engine
 from trencadis.core.executor.uniproc_executor import UniprocExecutor

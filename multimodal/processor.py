@@ -91,6 +91,7 @@ class ImageGeometry(NamedTuple):
         rows: arena rows of an item, if there are several items or a ``layout`` assigns tokens to them.
         layout: as in ``PreparedImage``.
         first: patches (h, w) of the first item, if they are not those of the others; rows of items are in proportion.
+        thumbnail: geometry of a last item of another size, which ``grid`` and ``rows`` leave out.
     """
 
     resized: tuple[int, int]
@@ -101,19 +102,35 @@ class ImageGeometry(NamedTuple):
     rows: int = 0
     layout: Layout = ()
     first: tuple[int, int] | None = None
+    thumbnail: ImageGeometry | None = None
 
     @property
     def patches(self) -> int:
         """Number of real slots of all items, without class tokens."""
         count, h, w = self.grid
-        return count * h * w if self.first is None else self.first[0] * self.first[1] + (count - 1) * h * w
+        first = h * w if self.first is None else self.first[0] * self.first[1]
+        last = 0 if self.thumbnail is None else self.thumbnail.patches
+        return first + (count - 1) * h * w + last
 
     @property
     def item(self) -> ImageGeometry:
         """Geometry of one of its items."""
-        count = self.grid[0]
+        last = 0 if self.thumbnail is None else self.thumbnail.slots
         held = self.rows or self.tokens
-        return ImageGeometry(self.resized, (1, *self.grid[1:]), held, self.slots // count, self.area)
+        return ImageGeometry(self.resized, (1, *self.grid[1:]), held, (self.slots - last) // self.grid[0], self.area)
+
+    @property
+    def all_items(self) -> list[ImageGeometry]:
+        """Geometry of each item, in order."""
+        last = [] if self.thumbnail is None else [self.thumbnail]
+        if self.first is None:
+            return [self.item] * self.grid[0] + last
+        return [self._make_item(self.first)] + [self._make_item(self.grid[1:])] * (self.grid[0] - 1) + last
+
+    def _make_item(self, grid: tuple[int, int]) -> ImageGeometry:
+        """Returns the geometry of an item of ``grid`` patches (h, w), where the first has a grid of its own."""
+        tokens = self.item.tokens * grid[0] * grid[1] // (self.grid[1] * self.grid[2])
+        return ImageGeometry(self.resized, (1, *grid), tokens, count_slots((1, *grid), windows=False), self.area)
 
     def make_prepared(self, pixels: npt.NDArray[np.uint8], digest: str, original: tuple[int, int]) -> PreparedImage:
         """Combines this geometry with pixels, uint8 [patches of all items, values of a slot], into a prepared image."""
@@ -122,22 +139,16 @@ class ImageGeometry(NamedTuple):
 
     def _split_items(self, whole: PreparedImage, pixels: npt.NDArray[np.uint8]) -> PreparedImage:
         """Returns the image with items for its tiles, or with text between its placeholders."""
-        one, count = self.item, self.grid[0]
-        if count == 1:
-            items: tuple[PreparedImage, ...] = (replace(whole, tokens=one.tokens),)
+        each = self.all_items
+        if len(each) == 1:
+            items: tuple[PreparedImage, ...] = (replace(whole, tokens=each[0].tokens),)
         else:
-            _, h, w = one.grid
-            grids = [self.first or (h, w)] + [(h, w)] * (count - 1)
-            cut = np.split(pixels, np.cumsum([high * wide for high, wide in grids])[:-1])
-            items = tuple(self._make_item(p, grid) for p, grid in zip(cut, grids, strict=True))
+            cut = np.split(pixels, np.cumsum([one.patches for one in each])[:-1])
+            items = tuple(
+                PreparedImage(tile_digest(p, one.grid[1:]), p, one.grid, one.tokens, one.slots, one.resized)
+                for one, p in zip(each, cut, strict=True)
+            )
         return replace(whole, items=items, layout=self.layout)
-
-    def _make_item(self, pixels: npt.NDArray[np.uint8], grid: tuple[int, int]) -> PreparedImage:
-        """Returns one of several items, of ``grid`` patches (h, w)."""
-        one = self.item
-        rows = one.tokens * len(pixels) // (one.grid[1] * one.grid[2])
-        slots = one.slots if self.first is None else count_slots((1, *grid), windows=False)
-        return PreparedImage(tile_digest(pixels, grid), pixels, (1, *grid), rows, slots, self.resized)
 
 
 def tile_digest(pixels: npt.NDArray[np.uint8], grid: tuple[int, int]) -> str:

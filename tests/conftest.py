@@ -57,19 +57,20 @@ if not _hands_out_tests():
 _freeze, _unfreeze = gc.freeze, gc.unfreeze
 FEW_OBJECTS = 100_000
 """A collection walks so many objects in about 5 ms."""
-FILES_BETWEEN_SWEEPS = 50
-_files = 0
+_frozen = 0
 
 
 def _freeze_many() -> None:
     """Stands for ``gc.freeze``: freezes what exists if it is much, such as the modules that a test imported.
 
     Each start-up collects garbage ten to twenty times; with transformers' modules among the objects that it walks, a
-    collection takes 150 ms instead of 2. Little is not frozen: a frozen engine that is held by cycles alone is found by
-    the next sweep only.
+    collection takes 150 ms instead of 2. Little is not frozen: a frozen engine that is held by cycles alone is found
+    after the file's last test only.
     """
+    global _frozen
     if len(gc.get_objects()) > FEW_OBJECTS:
         _freeze()
+        _frozen += 1
 
 
 def _leave_frozen() -> None:
@@ -94,14 +95,15 @@ def pytest_collection() -> Generator[None, object, object]:
 @pytest.fixture(scope="module", autouse=True)
 def _collected() -> Iterator[None]:
     """Ends what earlier files left in cycles, and leaves imports out of later collections: start-ups collect often."""
-    global _files
-    _files += 1
-    if _files % FILES_BETWEEN_SWEEPS == 0:
-        _unfreeze()
     gc.collect()
     _freeze_many()
+    before = _frozen
     yield
+    if _frozen != before:  # what the file's fixtures made is frozen, too
+        _unfreeze()
     gc.collect()
+    if _frozen != before:
+        _freeze()
 
 
 @pytest.fixture(autouse=True)

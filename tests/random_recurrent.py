@@ -94,6 +94,17 @@ def exact_rule(case: DeltaCase, state: Tensor) -> tuple[Tensor, Tensor]:
     return out, held
 
 
+def exact_scan(case: DeltaCase, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes the state space of one row in float64 as ``exact_rule`` does; q, k, v and beta are c, b, x and steps."""
+    c, b, x, g, step = (t.double() for t in case[:5])
+    ratio, held, out = x.shape[1] // b.shape[1], state.double().clone(), torch.empty_like(x)
+    c, b = (t.repeat_interleave(ratio, dim=1) for t in (c, b))
+    for i in range(len(x)):
+        held = held * g[i].exp()[:, None, None] + torch.einsum("hk,hv->hkv", b[i], step[i][:, None] * x[i])
+        out[i] = torch.einsum("hkv,hk->hv", held, c[i])
+    return out, held
+
+
 def off(found: Tensor, wanted: Tensor) -> float:
     """Returns the largest error as a share of the largest magnitude; infinite if a value is not finite."""
     error = float((found.double() - wanted.double()).abs().max()) / float(wanted.double().abs().max())

@@ -16,7 +16,8 @@ from trencadis.backends.conformance.program_checks import (
 )
 from trencadis.backends.conformance.target import CheckTarget
 from trencadis.backends.hooks import CAPTURE, STEP, hooks_of
-from trencadis.core.buckets import Bucket, Plan
+from trencadis.core.bucket_plan import Plan
+from trencadis.core.buckets import Bucket
 from trencadis.core.device.backend import Backend, Program, ProgramState
 from trencadis.core.errors import format_error, is_out_of_memory
 from trencadis.core.graphs.graph_capture import GraphCaptures

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trencadis.backends.conformance.check_result import CheckFailed
-from trencadis.core.buckets import Bucket, Plan, Stage, ahead_variant, drafts_ahead, verified_width
+from trencadis.core.bucket_plan import Plan
+from trencadis.core.buckets import Bucket, Stage, ahead_variant, drafts_ahead, verified_width
 from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.model_config import ModelConfig, reserved_rows
 from trencadis.core.device.backend import (

@@ -44,14 +44,15 @@ SIZES = (DeltaSizes(1, 2, 32, 16, 4), DeltaSizes(2, 2, 16, 64, 3), DeltaSizes(1,
 
 
 class CheckStates(NamedTuple):
-    """A pool of states: the last inputs of the convolution, and the delta rule's."""
+    """A pool of states: the last inputs of the convolution, those of the delta rule, and those of a state space."""
 
     conv: Tensor  # [slots, taps - 1, columns] of the backend's dtype
     state: Tensor  # float32 [slots, heads, dk, dv]
+    scanned: Tensor  # float32 [slots, heads, dk, dv]
 
 
 class RecurrentLayer:
-    """Both ops over the same inputs, called as a model calls a layer: x are queries, keys and values, the residual
+    """All ops over the same inputs, called as a model calls a layer: x are queries, keys and values, the residual
     gates.
     """
 
@@ -63,11 +64,10 @@ class RecurrentLayer:
         mixed = ops.causal_conv(x, self.weight, self.bias, self.state.conv, rows, attn, "silu")
         q, k, v = torch.split(x, s.parts, dim=1)
         g, beta = torch.split(residual, [s.heads, s.heads], dim=1)
-        out = ops.delta_rule(
-            q.reshape(n, -1, s.dk), k.reshape(n, -1, s.dk), v.reshape(n, -1, s.dv), g, beta, self.state.state, rows,
-            attn,
-        )  # fmt: skip
-        return torch.cat([mixed, out.reshape(n, -1)], dim=1), residual + 0
+        heads = q.reshape(n, -1, s.dk), k.reshape(n, -1, s.dk), v.reshape(n, -1, s.dv)
+        out = ops.delta_rule(*heads, g, beta, self.state.state, rows, attn)
+        scanned = ops.state_space(*heads, g, beta, self.state.scanned, rows, attn)
+        return torch.cat([mixed, out.reshape(n, -1), scanned.reshape(n, -1)], dim=1), residual + 0
 
 
 class RecurrentBody:
@@ -75,7 +75,7 @@ class RecurrentBody:
 
     def __init__(self, backend: Backend, layer: RecurrentLayer, tables: list[Tensor], rows: RecurrentRows) -> None:
         self.ops, self.layer, self.tables, self.rows = backend.ops, layer, tables, rows
-        width = tables[0].shape[1] + layer.sizes.parts[2]
+        width = tables[0].shape[1] + 2 * layer.sizes.parts[2]
         self.out = backend.zeros((400, width), tables[0].dtype)
 
     def __call__(self, x: TextTensors) -> None:
@@ -131,7 +131,7 @@ def _check_bucket(
     used = torch.zeros(len(states.conv), dtype=torch.bool)
     used[1 : real + 1] = True
     found = CheckStates(*(t.cpu() for t in there))
-    for part, own, before in zip(("inputs", "states"), found, states, strict=True):
+    for part, own, before in zip(("inputs", "states", "scanned states"), found, states, strict=True):
         if not torch.equal(own[~used][1:].nan_to_num(7), before[~used][1:].nan_to_num(7)):
             raise CheckFailed(f"{name}{part} of slots that are not in the launch were written")
         if not torch.isfinite(own[used].float()).all():
@@ -140,6 +140,7 @@ def _check_bucket(
         check_close(f"{name}results", mine.out.cpu()[1 : n + 1], wanted, target.dtype),
         check_close(f"{name}stored inputs", found.conv[used], after.conv[used], torch.float32),
         check_close(f"{name}stored states", found.state[used], after.state[used], torch.float32),
+        check_close(f"{name}scanned states", found.scanned[used], after.scanned[used], torch.float32),
     ]
 
 
@@ -158,10 +159,10 @@ def _rows(inputs: StepInputs, many: int) -> RecurrentRows:
 def _states(inputs: StepInputs, slots: int, sizes: DeltaSizes, dtype: torch.dtype) -> CheckStates:
     """Returns random states; those of slot 0 and of rows that begin are NaN."""
     conv = randn(slots, sizes.taps - 1, sum(sizes.parts), seed=13).to(dtype)
-    state = randn(slots, sizes.heads, sizes.dk, sizes.dv, seed=14)
+    state, scanned = (randn(slots, sizes.heads, sizes.dk, sizes.dv, seed=seed) for seed in (14, 17))
     spoiled = [0, *(1 + row for row, context in enumerate(inputs.context) if context == 0)]
-    conv[spoiled], state[spoiled] = NAN, NAN
-    return CheckStates(conv, state)
+    conv[spoiled], state[spoiled], scanned[spoiled] = NAN, NAN, NAN
+    return CheckStates(conv, state, scanned)
 
 
 def _tables(vocab: int, sizes: DeltaSizes) -> list[Tensor]:
@@ -182,7 +183,7 @@ def _reference(
         return t.to(target.dtype).float()
 
     n, real = len(inputs.tokens), len(inputs.context)
-    after = CheckStates(states.conv.float(), states.state.clone())
+    after = CheckStates(states.conv.float(), states.state.clone(), states.scanned.clone())
     layer = RecurrentLayer(cast(RecurrentOps, ReferenceOps()), sizes, wide(weight), wide(bias), after)
     rows = _rows(inputs, len(states.conv) - 4)
     rows = RecurrentRows(*(torch.cat([t[:real], t[-1:]]) for t in rows))

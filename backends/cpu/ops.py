@@ -297,9 +297,8 @@ class CpuOps(AdapterOps, ReferenceOps):
                 held = [span.to_flash_span(slice(0, len(keys)))]
                 row_kernels.attend_spans(q, keys, values, held, scale, out, self.table, window, sinks)
         elif spans:
-            keys, values = kv.k.flatten(0, 1), kv.v.flatten(0, 1)
-            held = [span.to_flash_span(span.where) for span in spans]
-            row_kernels.attend_spans(q, keys, values, held, scale, out, self.table, window, sinks)
+            held, keys = [span.to_flash_span(span.where) for span in spans], kv.k.flatten(0, 1)
+            row_kernels.attend_spans(q, keys, kv.v.flatten(0, 1), held, scale, out, self.table, window, sinks)
 
     def causal_conv(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: RecurrentRows, attn: Attn,
@@ -313,6 +312,12 @@ class CpuOps(AdapterOps, ReferenceOps):
     ) -> Tensor:
         made = recurrent.delta_rule(q, k, v, g, beta, state, rows, attn, self.table)
         return super().delta_rule(q, k, v, g, beta, state, rows, attn) if made is None else made
+
+    def state_space(
+        self, c: Tensor, b: Tensor, x: Tensor, g: Tensor, step: Tensor, state: Tensor, rows: RecurrentRows, attn: Attn
+    ) -> Tensor:
+        made = recurrent.delta_rule(c, b, x, g, step, state, rows, attn, self.table, True)
+        return super().state_space(c, b, x, g, step, state, rows, attn) if made is None else made
 
     def gated_norm(self, y: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Tensor:
         made = gated_norm(y, weight, eps, gate, self.table)
@@ -480,9 +485,8 @@ def _group(q: Tensor, kv: LayerKV, group: Group, scale: float) -> Tensor:
     repeated.
     """
     rows, heads, d = q.shape
-    groups = kv.k.shape[2]
+    groups, stored = kv.k.shape[2], stored_at(kv, group.where, q.dtype)
     queries = q.view(rows, groups, heads // groups, d)
-    stored = stored_at(kv, group.where, q.dtype)
     keys, values = (t.view(rows, group.length, groups, d).transpose(1, 2) for t in stored)
     mask = group.mask.expand(-1, groups, heads // groups, -1) if group.mask is not None else None
     out = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)

@@ -6,7 +6,8 @@ from dataclasses import replace
 from platform import machine
 
 from trencadis.backends.cpu.native import kernel_table
-from trencadis.core.buckets import DEFAULT_VISION_SLOTS, MIXED_AXES, Policy, Stage
+from trencadis.core.buckets import DEFAULT_VISION_SLOTS, MIXED_AXES, Stage
+from trencadis.core.device_policy import Policy
 from trencadis.core.errors import StartupError
 from trencadis.core.kv_cache_format import FP8, INT8
 from trencadis.core.quant.scheme import PANELS, ROWS8

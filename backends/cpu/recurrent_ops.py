@@ -5,6 +5,7 @@ Shapes are static, and no tensor is read on the host unless ``reads_rows`` says 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, cast
 
 import torch
@@ -22,13 +23,20 @@ EPS = 1e-6
 
 
 class DeltaInputs(NamedTuple):
-    """Normalised inputs of the delta rule, float32; letters as in ``RecurrentOps.delta_rule``, t tokens in any form."""
+    """Normalised inputs of the delta rule, float32; letters as in ``RecurrentOps.delta_rule``, t tokens in any form.
+
+    Of ``RecurrentOps.state_space``: c, b, x, g and step.
+    """
 
     q: Tensor  # [t, Hv, Dk]
     k: Tensor  # [t, Hv, Dk]
     v: Tensor  # [t, Hv, Dv]
     g: Tensor  # [t, Hv]
     beta: Tensor  # [t, Hv]
+
+
+Advance = Callable[[DeltaInputs, Tensor], tuple[Tensor, Tensor]]
+"""Computes some tokens: (inputs, state before them) -> (results, state after them)."""
 
 
 class TokenPlaces(NamedTuple):
@@ -78,24 +86,46 @@ class RecurrentReference:
     def delta_rule(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, rows: RecurrentRows, attn: Attn
     ) -> Tensor:
-        start, row, offset = locate_tokens(len(v), attn)
-        x = normalise(q, k, v, g, beta, offset < rows.count[row])
-        single = rows.count % CHUNK == 1
-        out = torch.zeros((len(v) + 1, *v.shape[1:]), device=v.device)  # the last row takes what belongs to no token
-        held = self._run_chunks(x, state, rows, start, rows.count - single.int(), out)
+        places = locate_tokens(len(v), attn)
+        x = normalise(q, k, v, g, beta, places.offset < rows.count[places.row])
+        return self._run_rows(x, state, rows, places.start, run_chunk, step_rows).to(v.dtype)
+
+    def state_space(
+        self, c: Tensor, b: Tensor, x: Tensor, g: Tensor, step: Tensor, state: Tensor, rows: RecurrentRows, attn: Attn
+    ) -> Tensor:
+        places = locate_tokens(len(x), attn)
+        real = places.offset < rows.count[places.row]
+        made = DeltaInputs(*(
+            torch.where(real.view(-1, *[1] * (t.dim() - 1)), t.float(), 0.0) for t in (c, b, x, g, step)
+        ))  # fmt: skip
+        ratio = x.shape[1] // b.shape[1]
+        made = made._replace(q=made.q.repeat_interleave(ratio, 1), k=made.k.repeat_interleave(ratio, 1))
+        return self._run_rows(made, state, rows, places.start, scan_chunk, scan_rows).to(x.dtype)
+
+    def _run_rows(
+        self, x: DeltaInputs, state: Tensor, rows: RecurrentRows, start: Tensor, chunk: Advance, step: Advance
+    ) -> Tensor:
+        """Computes all rows into float32 [n, Hv, Dv] and writes their states.
+
+        ``chunk`` computes CHUNK tokens of one row, ``step`` one token of each row.
+        """
+        n, single = len(x.v), rows.count % CHUNK == 1
+        out = torch.zeros((n + 1, *x.v.shape[1:]), device=x.v.device)  # the last row takes what belongs to no token
+        held = self._run_chunks(x, state, rows, start, rows.count - single.int(), out, chunk)
         last = (start + rows.count - 1).clamp(min=0)
-        made, new = step_rows(DeltaInputs(*(t.index_select(0, last) for t in x)), held)
-        out.index_copy_(0, torch.where(single, last, len(v)), made)
+        made, new = step(DeltaInputs(*(t.index_select(0, last) for t in x)), held)
+        out.index_copy_(0, torch.where(single, last, n), made)
         state.index_copy_(0, rows.slot, torch.where(single[:, None, None, None], new, held))
-        return out[:-1].to(v.dtype)
+        return out[:-1]
 
     def gated_norm(self, y: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Tensor:
         normed = cast(Ops, self).rms_norm(y.reshape(-1, y.shape[2]), weight, eps)[0]
         return (normed.view(len(y), -1) * functional.silu(gate.float())).to(y.dtype)
 
     def _run_chunks(
-        self, x: DeltaInputs, state: Tensor, rows: RecurrentRows, start: Tensor, count: Tensor, out: Tensor
-    ) -> Tensor:
+        self, x: DeltaInputs, state: Tensor, rows: RecurrentRows, start: Tensor, count: Tensor, out: Tensor,
+        chunk: Advance,
+    ) -> Tensor:  # fmt: skip
         """Computes the first ``count`` tokens of each row, chunk by chunk, into ``out``.
 
         Returns:
@@ -114,7 +144,7 @@ class RecurrentReference:
         for i in range(total):
             at, own = token[i].clamp(max=n - 1), real[i]
             part = (torch.where(own.view(-1, *[1] * (t.dim() - 1)), t.index_select(0, at), 0.0) for t in x)
-            made, new = run_chunk(DeltaInputs(*part), held.index_select(0, row[i : i + 1])[0])
+            made, new = chunk(DeltaInputs(*part), held.index_select(0, row[i : i + 1])[0])
             out.index_copy_(0, torch.where(own, at, n), made)
             held.index_copy_(0, row[i : i + 1], new[None])
         return held
@@ -177,6 +207,25 @@ def run_chunk(x: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
         [v.shape[-1], k.shape[-1]], dim=-1
     )
     change = values - keys @ state
+    out = (q * total.exp()[..., None]) @ state + (q @ k.transpose(1, 2) * decay) @ change
+    end = total[:, -1:]
+    new = state * end.exp()[..., None] + (k * (end - total).exp()[..., None]).transpose(1, 2) @ change
+    return out.transpose(0, 1), new
+
+
+def scan_rows(x: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes one token of each row of a state space, as ``step_rows`` does."""
+    value = x.v * x.beta[..., None]
+    state = state * x.g.exp()[..., None, None] + x.k[..., None] * value[..., None, :]
+    return (x.q[..., None, :] @ state)[..., 0, :], state
+
+
+def scan_chunk(x: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes CHUNK tokens of one row of a state space by products, as ``run_chunk`` does."""
+    q, k, v = (t.transpose(0, 1) for t in x[:3])  # [Hv, CHUNK, D]
+    total, change = x.g.t().cumsum(-1), v * x.beta.t()[..., None]
+    upper = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).triu(1)
+    decay = (total[:, :, None] - total[:, None, :]).masked_fill(upper, float("-inf")).exp()
     out = (q * total.exp()[..., None]) @ state + (q @ k.transpose(1, 2) * decay) @ change
     end = total[:, -1:]
     new = state * end.exp()[..., None] + (k * (end - total).exp()[..., None]).transpose(1, 2) @ change

@@ -32,9 +32,8 @@ from trencadis.core.device.backend import (
     SamplerState,
     Segments,
     Weight,
-    put_slots,
 )
-from trencadis.core.device.launch_tensors import CrossAttentionTensors
+from trencadis.core.device.launch_tensors import CrossAttentionTensors, put_slots
 from trencadis.core.models import kv_cache_codes
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.shared_constants import WINDOW_SLOTS

@@ -280,6 +280,16 @@ class CudaOps(HostLayerOps, ReferenceOps):
         delta_rule.launch(q, k, v, g, beta, state, rows, out, EPS)
         return out
 
+    def state_space(
+        self, c: Tensor, b: Tensor, x: Tensor, g: Tensor, step: Tensor, state: Tensor, rows: object, attn: Attn
+    ) -> Tensor:
+        assert isinstance(rows, RecurrentRows | ItemRows)
+        if not delta_rule.is_supported(b.shape[2], x.shape[2]):
+            return super().state_space(c, b, x, g, step, state, RecurrentRows(*rows[:4]), attn)
+        out = x.new_empty(x.shape) if isinstance(rows, RecurrentRows) else x.new_zeros(x.shape)
+        delta_rule.launch(c, b, x, g, step, state, rows, out, EPS, delta=False)
+        return out
+
     def patches(self, pixels: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
         out = torch.empty(pixels.shape[0], scale.numel(), dtype=dtype, device=pixels.device)
         pixel_kernels.launch(pixels, scale, shift, out)

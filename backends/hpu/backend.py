@@ -25,7 +25,7 @@ from trencadis.backends.hpu.ops import HpuOps
 from trencadis.backends.hpu.policy import without_fp8
 from trencadis.backends.hpu.recurrent_check import check_recurrent
 from trencadis.backends.hpu.start.bridge_loader import open_bridge
-from trencadis.core.buckets import Bucket, Policy, Stage
+from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import (
     BackendConfig,
     Body,
@@ -38,6 +38,7 @@ from trencadis.core.device.backend import (
     Program,
     TensorsOut,
 )
+from trencadis.core.device_policy import Policy
 from trencadis.core.envs import get_bool
 from trencadis.core.executor.process_groups import join_group
 from trencadis.core.vision_config import NO_SLOT, SlotForm

@@ -44,9 +44,8 @@ from trencadis.backends.hpu.sampling import HEAD_TYPES, RESET_TYPES, convert_fie
 from trencadis.backends.hpu.static_recurrence import (
     KeptLayer,
     KeptStates,
+    StaticRecurrentOps,
     StaticRows,
-    convolve,
-    delta_rule,
     prepare,
     store_states,
 )
@@ -94,7 +93,7 @@ class SlotMask:
         return mask_slots(slot, numbers, self.dtype)
 
 
-class HpuOps(ReferenceOps):
+class HpuOps(StaticRecurrentOps, ReferenceOps):
     """``core.device.backend.Ops`` over a bridge.
 
     Args:
@@ -463,19 +462,6 @@ class HpuOps(ReferenceOps):
         """Computes once a launch what all recurrent layers share; in compile mode in a region of its own."""
         tokens = len(cast(FreshAttn, attn).slot)  # every type that this backend fills has the slots of its tokens
         return cast(RecurrentRows, self.region(prepare, rows, tokens))
-
-    def causal_conv(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: object, attn: object,
-        activation: str,
-    ) -> Tensor:  # fmt: skip
-        assert isinstance(rows, StaticRows)
-        return convolve(x, weight, bias, state, rows, activation)
-
-    def delta_rule(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, rows: object, attn: object
-    ) -> Tensor:
-        assert isinstance(rows, StaticRows)
-        return delta_rule(q, k, v, g, beta, state, rows)
 
     def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         cos, sin = rotary.cos[:, None], rotary.sin[:, None]

@@ -1,6 +1,6 @@
 """Launch shapes for Gaudi as data: rectangles for prompts without context, prompts with context, and decoding.
 
-Torch-free; ``core.buckets.Policy`` explains the numbers. The ridge is Gaudi 2's 432 TFLOP/s in bfloat16
+Torch-free; ``core.device_policy.Policy`` explains the numbers. The ridge is Gaudi 2's 432 TFLOP/s in bfloat16
 over 2.45 TB/s (its data sheet), scaled by the half of the peak that large products reach.
 """
 
@@ -13,22 +13,9 @@ from typing import NamedTuple
 
 from trencadis.backends.hpu.hpu_settings import settings
 from trencadis.backends.hpu.start.environment import will_be_lazy
-from trencadis.core.buckets import (
-    LARGEST,
-    LORA,
-    SMALLEST,
-    AxisRule,
-    Bucket,
-    Density,
-    GraphMemory,
-    InputSizes,
-    Policy,
-    Stage,
-    drafts_ahead,
-    padded_tokens,
-    verified_width,
-)
+from trencadis.core.buckets import LORA, Bucket, Stage, drafts_ahead, padded_tokens, verified_width
 from trencadis.core.cross_attention_inputs import planned_units
+from trencadis.core.device_policy import LARGEST, SMALLEST, AxisRule, Density, GraphMemory, InputSizes, Policy
 from trencadis.core.errors import StartupError
 from trencadis.core.kv_cache_format import FP8, INT8
 from trencadis.core.quant.scheme import FLOATS8
@@ -208,7 +195,7 @@ SERVING = Policy(
 
 
 class CompiledParts(NamedTuple):
-    """What compile mode makes of a plan.
+    """The compiled functions of a plan in compile mode.
 
     Args:
         functions: compiled functions; buckets share those of equal shapes.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trencadis.backends.cpu.recurrent_ops import CHUNK, EPS, DeltaInputs, step_rows
+from trencadis.backends.cpu.recurrent_ops import CHUNK, EPS, Advance, DeltaInputs, scan_rows, step_rows
 from trencadis.core.device.launch_tensors import RecurrentRows
 
 SLAB = 8
@@ -124,24 +124,73 @@ def delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, rows: StaticRows
 ) -> Tensor:  # fmt: skip
     """Computes ``RecurrentOps.delta_rule``: decoding rows by the formula, others by chunks."""
-    (many, width), heads = rows.real.shape, v.shape[1]
+    heads = v.shape[1]
     x = DeltaInputs(
         _unit(q, heads, rows) * q.shape[-1] ** -0.5, _unit(k, heads, rows), *_split_values(v, g, beta, rows)
     )
-    held = read_state(state, rows)
+    return _run_rows(x, state, rows, _run_slab, step_rows).to(v.dtype)
+
+
+def state_space(
+    c: Tensor, b: Tensor, x: Tensor, g: Tensor, step: Tensor, state: Tensor, rows: StaticRows
+) -> Tensor:  # fmt: skip
+    """Computes ``RecurrentOps.state_space``: decoding rows by the formula, others by chunks."""
+    many, width = rows.real.shape
+    groups, size = b.shape[1:]
+    heads = x.shape[1]
+
+    def keys(t: Tensor) -> Tensor:
+        wide = torch.where(rows.real[..., None, None], t.reshape(many, width, groups, size).float(), 0.0)
+        return wide[:, :, :, None].expand(many, width, groups, heads // groups, size).reshape(many, width, heads, size)
+
+    made = DeltaInputs(keys(c), keys(b), *_split_values(x, g, step, rows))
+    return _run_rows(made, state, rows, _scan_slab, scan_rows).to(x.dtype)
+
+
+Slab = Callable[[DeltaInputs, Tensor, Tensor], tuple[list[Tensor], Tensor]]
+"""Computes a few chunks: (inputs, state before them, ``StaticRows.pairs``) -> (results of each, state after them)."""
+
+
+def _run_rows(x: DeltaInputs, state: Tensor, rows: StaticRows, slab: Slab, step: Advance) -> Tensor:
+    """Computes all rows into float32 [R x T, Hv, Dv] and writes their states, or has them written after the layer."""
+    many, width = rows.real.shape
+    shape, held = (many * width, *x.v.shape[2:]), read_state(state, rows)
     if width == 1:
-        out, new = step_rows(DeltaInputs(*(t[:, 0] for t in x)), held)
+        out, new = step(DeltaInputs(*(t[:, 0] for t in x)), held)
         write_state(state, rows, new)
-        return out.view(v.shape).to(v.dtype)
-    place = torch.arange(width, device=v.device)
+        return out.view(shape)
+    place = torch.arange(width, device=x.v.device)
     tail = rows.single[:, None] & (place == rows.count[:, None] - 1)
     body = DeltaInputs(*(torch.where(_wide(tail, t), 0.0, t) for t in x))
-    out, held = run_chunks(body, held, rows.pairs)
-    line = torch.arange(many, device=v.device) * width
+    out, held = run_chunks(body, held, rows.pairs, slab)
+    line = torch.arange(many, device=x.v.device) * width
     last = line + (rows.count - 1).clamp(min=0)
-    made, new = step_rows(DeltaInputs(*(t.flatten(0, 1).index_select(0, last) for t in x)), held)
+    made, new = step(DeltaInputs(*(t.flatten(0, 1).index_select(0, last) for t in x)), held)
     write_state(state, rows, torch.where(rows.single.view(-1, 1, 1, 1), new, held))
-    return torch.where(tail[..., None, None], made[:, None], out).reshape(v.shape).to(v.dtype)
+    return torch.where(tail[..., None, None], made[:, None], out).reshape(shape)
+
+
+class StaticRecurrentOps:
+    """The methods of ``RecurrentOps`` over ``StaticRows``."""
+
+    def causal_conv(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: object, attn: object,
+        activation: str,
+    ) -> Tensor:  # fmt: skip
+        assert isinstance(rows, StaticRows)
+        return convolve(x, weight, bias, state, rows, activation)
+
+    def delta_rule(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, rows: object, attn: object
+    ) -> Tensor:
+        assert isinstance(rows, StaticRows)
+        return delta_rule(q, k, v, g, beta, state, rows)
+
+    def state_space(
+        self, c: Tensor, b: Tensor, x: Tensor, g: Tensor, step: Tensor, state: Tensor, rows: object, attn: object
+    ) -> Tensor:
+        assert isinstance(rows, StaticRows)
+        return state_space(c, b, x, g, step, state, rows)
 
 
 def _wide(flags: Tensor, t: Tensor) -> Tensor:
@@ -166,7 +215,7 @@ def _split_values(v: Tensor, g: Tensor, beta: Tensor, rows: StaticRows) -> Seque
     return values, gate, share
 
 
-def run_chunks(x: DeltaInputs, state: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
+def run_chunks(x: DeltaInputs, state: Tensor, pairs: Tensor, slab: Slab) -> tuple[Tensor, Tensor]:
     """Computes R rows of T tokens chunk by chunk.
 
     Args:
@@ -188,7 +237,7 @@ def run_chunks(x: DeltaInputs, state: Tensor, pairs: Tensor) -> tuple[Tensor, Te
         some = DeltaInputs(
             *(t[:, part].reshape(many, size, CHUNK, heads, -1).permute(1, 0, 3, 2, 4) for t in x)
         )  # [size, R, Hv, CHUNK, ...]
-        made, state = _run_slab(some, state, pairs)
+        made, state = slab(some, state, pairs)
         out += made
     found = torch.stack(out).permute(1, 0, 3, 2, 4)  # [R, chunks, CHUNK, Hv, Dv]
     return found.reshape(many, chunks * CHUNK, heads, -1)[:, :width], state
@@ -213,6 +262,23 @@ def _run_slab(x: DeltaInputs, state: Tensor, pairs: Tensor) -> tuple[list[Tensor
         change = values[i] - keys[i] @ state
         out.append(queries[i] @ state + own[i] @ change)
         state = state * faded[i] + left[i] @ change
+    return out, state
+
+
+def _scan_slab(x: DeltaInputs, state: Tensor, pairs: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Computes a few chunks of a state space, as ``_run_slab`` does."""
+    c, b, v, gate, step = x
+    total = gate[..., 0].cumsum(-1)
+    at = torch.arange(CHUNK, device=v.device)
+    apart = total[..., :, None] - total[..., None, :]
+    decay = torch.where(at[:, None] >= at, apart, torch.finfo(torch.float32).min).exp()
+    own, queries, change = (c @ b.transpose(-1, -2)) * decay, c * total.exp()[..., None], v * step
+    end = total[..., -1:]
+    left, faded = (b * (end - total).exp()[..., None]).transpose(-1, -2), end.exp()[..., None]
+    out = []
+    for i in range(len(v)):
+        out.append(queries[i] @ state + own[i] @ change[i])
+        state = state * faded[i] + left[i] @ change[i]
     return out, state
 
 

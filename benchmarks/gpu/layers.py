@@ -189,7 +189,7 @@ class LayerResult(NamedTuple):
     moved: int
     counters: int
     digest: str = ""
-    """Of the stream's bits."""
+    """Digest of the bits of the residual stream."""
 
 
 def check(run: LayerRun, times: int) -> LayerResult:

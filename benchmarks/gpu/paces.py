@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks.gpu.probe import card_bandwidth, synchronizer
 from benchmarks.harness.checkpoints import SHAPES, Shape, text_bytes
 from benchmarks.harness.compared_engines import Ours, Setup, Work, run
+from benchmarks.harness.engine_measurements import record_figure
 from benchmarks.harness.reporting import median
 
 ROWS, PROMPTS = (1, 16, 17, 32, 64, 256), (2048, 8192, 32_768)
@@ -125,13 +126,8 @@ def measure(setup: Setup, rows: Sequence[int], prompts: Sequence[int], profiles:
         loads |= {f"prompt {n}": Work(1, 1, words=n - TEMPLATE, seed=n) for n in prompts}
         figures |= {n: lambda n=n, w=w: profiled(n, w) for n, w in loads.items()}  # type: ignore[misc]
     for name, take in figures.items():
-        begun = time.perf_counter()
-        try:
+        with record_figure(name, found, file):
             take()
-        except Exception as error:
-            found["failed"][name] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        print(f"  {name}: {time.perf_counter() - begun:.1f} s {found['failed'].get(name, '')}", flush=True)
-        file.write_text(json.dumps(found))
     side.llm.close()
 
 

@@ -15,7 +15,15 @@ from typing import Any
 
 from benchmarks.accuracy import forced
 from benchmarks.harness.compared_engines import Ours, Setup
-from benchmarks.harness.engine_measurements import UNUSED, answers, copy_bandwidth, encoder, graph_memory, tpot
+from benchmarks.harness.engine_measurements import (
+    UNUSED,
+    answers,
+    copy_bandwidth,
+    encoder,
+    graph_memory,
+    record_figure,
+    tpot,
+)
 
 
 def synchronizer(setup: Setup) -> Callable[[], None]:
@@ -64,13 +72,8 @@ def probe(setup: Setup, samples: int, out: int, conversations: int, own_answers:
     if not setup.eager:
         figures["forced"] = lambda: forced(side, conversations, not own_answers)
     for name, measure in figures.items():
-        begun = time.perf_counter()
-        try:
+        with record_figure(name, found, file):
             found[name] = measure()
-        except Exception as error:
-            found["failed"][name] = f"{type(error).__name__}: {error}"
-        print(f"  {name}: {time.perf_counter() - begun:.1f} s {found['failed'].get(name, '')}", flush=True)
-        file.write_text(json.dumps(found))
     side.llm.close()
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -22,6 +24,21 @@ from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
 
 MOST_TOKENS = 512
 """Image tokens of the largest image whose encoding is timed."""
+
+
+@contextmanager
+def record_figure(name: str, found: dict[str, Any], file: Path) -> Iterator[None]:
+    """Runs the block that measures ``name``, prints its seconds and writes ``found`` to ``file``.
+
+    An exception of the block becomes an entry of ``found["failed"]``.
+    """
+    begun = time.perf_counter()
+    try:
+        yield
+    except Exception as error:
+        found["failed"][name] = f"{type(error).__name__}: {error}"
+    print(f"  {name}: {time.perf_counter() - begun:.1f} s {found['failed'].get(name, '')}", flush=True)
+    file.write_text(json.dumps(found))
 
 
 UNUSED = ("margin", "graph reserve unused")

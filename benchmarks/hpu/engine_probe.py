@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.accuracy import forced
 from benchmarks.harness.compared_engines import Ours, Setup, Work, run
-from benchmarks.harness.engine_measurements import UNUSED, answers, copy_bandwidth, formulas, tpot
+from benchmarks.harness.engine_measurements import UNUSED, answers, copy_bandwidth, formulas, record_figure, tpot
 from benchmarks.harness.reporting import median
 from trencadis.core.buckets import Stage
 from trencadis.core.device.backend import Backend
@@ -93,13 +93,8 @@ def probe(setup: Setup, figures: list[str], file: Path, samples: int, conversati
         "fallbacks": lambda: getattr(backend, "fallbacks", int)(),
     }  # fmt: skip
     for name in figures:
-        begun = time.perf_counter()
-        try:
+        with record_figure(name, found, file):
             found[name] = known[name]()
-        except Exception as error:
-            found["failed"][name] = f"{type(error).__name__}: {error}"
-        print(f"  {name}: {time.perf_counter() - begun:.1f} s {found['failed'].get(name, '')}", flush=True)
-        file.write_text(json.dumps(found))
     file.write_text(json.dumps(found))
     side.llm.close()
 

@@ -143,7 +143,11 @@ RECURRENT: dict[str, Any] = SPECIAL | dict(
 )  # fmt: skip
 """Qwen3.5-0.8B's."""
 FEW_HEADS: dict[str, Any] = dict(
-    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16, head_dim=32,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+    head_dim=32,
     layer_types=["linear_attention", "full_attention"],
 )
 

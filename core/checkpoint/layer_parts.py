@@ -18,6 +18,7 @@ class ExpertsConfig:
         dense: layers that have one MLP of ``TextConfig.intermediate`` columns instead.
         shared: intermediate size of the shared expert, which every token gets; 0: there is none.
         shared_gate: True if the shared expert's output is multiplied by the sigmoid of a score of the token.
+        shared_name: part of the names of the shared expert's weights behind ``mlp``.
         bias: True if the router and the experts have biases.
         beside: True if layers have their MLP, too: the sum of both, behind a norm each, is added to the stream. The
             router and the experts read the stream behind norms of their own.
@@ -30,6 +31,7 @@ class ExpertsConfig:
     dense: tuple[int, ...] = ()
     shared: int = 0
     shared_gate: bool = False
+    shared_name: str = ".shared_expert"
     bias: bool = False
     beside: bool = False
 
@@ -84,16 +86,19 @@ CHUNK = 64
 class RecurrentConfig:
     """Layers that keep a state of fixed size for each sequence, in place of keys and values.
 
-    In gated DeltaNet, a causal convolution over queries, keys and values is followed by the gated delta rule. Other
-    layers are a convolution alone, between two projections.
+    In gated DeltaNet, a causal convolution over queries, keys and values is followed by the gated delta rule; in
+    Mamba-2, one over values, keys and queries (x, B and C there) by a scan. Other layers are a convolution alone,
+    between two projections.
 
     Args:
         layers: the layers that are recurrent.
         kernel: tokens that an output of the convolution sees; the state keeps the last ``kernel`` - 1 inputs.
-        key_heads: heads of queries and keys; ``key_dim``: their size.
+        key_heads: heads of queries and keys (groups in Mamba-2); ``key_dim``: their size.
         value_heads: heads of values, a multiple of ``key_heads``; ``value_dim``: their size.
         interleaved: True if the projections are stored as two matrices, interleaved by key head.
-        width: channels of a convolution alone, whose state has no matrices; 0: the layers are gated DeltaNet.
+        width: channels of a convolution alone, whose state has no matrices; 0: there is more.
+        scan: True if the layers are Mamba-2.
+        conv_bias, projection_bias: True if the convolution, and the projections, of Mamba-2 have biases.
     """
 
     layers: tuple[int, ...]
@@ -104,6 +109,9 @@ class RecurrentConfig:
     value_dim: int = 0
     interleaved: bool = False
     width: int = 0
+    scan: bool = False
+    conv_bias: bool = False
+    projection_bias: bool = False
 
     @property
     def key_width(self) -> int:
@@ -120,6 +128,11 @@ class RecurrentConfig:
         """Number of parts that ranks can share: key heads, or channels."""
         return self.width or self.key_heads
 
+    @property
+    def unit_name(self) -> str:
+        """What ``units`` counts, in the plural."""
+        return "channels" if self.width else "groups of heads" if self.scan else "key heads"
+
     def channels(self, ranks: int = 1) -> int:
         """Returns the channels of the convolution on one of ``ranks`` devices."""
         return (self.width or 2 * self.key_width + self.value_width) // ranks
@@ -127,14 +140,22 @@ class RecurrentConfig:
     def slot_bytes(self, itemsize: int, ranks: int = 1) -> int:
         """Returns the bytes of one sequence's state in one layer; ``itemsize``: of the engine's dtype.
 
-        The matrices of the delta rule are float32, since errors of 16 bits would add up.
+        The matrices are float32, since errors of 16 bits would add up.
         """
         return (self.kernel - 1) * self.channels(ranks) * itemsize + 4 * self.key_dim * self.value_width // ranks
 
+    def float_values(self, ranks: int) -> int:
+        """Returns how many weights of one layer on one of ``ranks`` devices are float32 in any case: the decays."""
+        return (3 if self.scan else 2) * (self.value_heads // ranks)
+
     def values(self, hidden: int, ranks: int = 1) -> int:
-        """Returns the number of weights of one layer on one of ``ranks`` devices."""
+        """Returns the number of weights of one layer on one of ``ranks`` devices; the first has biases of sums."""
         channels = self.channels(ranks)
         if self.width:
             return hidden * 4 * channels + channels * self.kernel
         heads, width = self.value_heads // ranks, self.value_width // ranks
+        if self.scan:
+            outputs = channels + width + heads
+            biases = self.conv_bias * channels + self.projection_bias * (outputs + hidden)
+            return hidden * (outputs + width) + channels * self.kernel + 3 * heads + width + biases
         return hidden * (channels + 2 * width + 2 * heads) + channels * self.kernel + 2 * heads + self.value_dim

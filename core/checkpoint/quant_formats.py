@@ -260,7 +260,7 @@ MXFP4_BLOCK = 32
 """Values of a block, and the group of the scheme; two values share a byte, the first one in its low half."""
 
 MXFP4_BIAS = 127
-"""What is subtracted from a stored exponent."""
+"""Bias of the stored exponents: 2 ** (stored - 127) is a block's scale."""
 
 
 def read_mxfp4(raw: RawWeight) -> QTensor:

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
-from trencadis.core.buckets import Bucket, Policy
+from trencadis.core.buckets import Bucket
 from trencadis.core.device.communicators import Comm as Comm
 from trencadis.core.device.communicators import Pipe as Pipe
 from trencadis.core.device.launch_tensors import AdapterWeights as AdapterWeights
@@ -32,9 +32,9 @@ from trencadis.core.device.launch_tensors import TensorsOut as TensorsOut
 from trencadis.core.device.launch_tensors import TextTensors as TextTensors
 from trencadis.core.device.launch_tensors import VisionTensors as VisionTensors
 from trencadis.core.device.launch_tensors import host_output as host_output
-from trencadis.core.device.launch_tensors import put_slots as put_slots
 from trencadis.core.device.launch_tensors import slots_at as slots_at
 from trencadis.core.device.packed_weights import PackedFile
+from trencadis.core.device_policy import Policy
 from trencadis.core.devices import BUILT, TABLE, find_installed_backend, import_backend, list_devices
 from trencadis.core.errors import StartupError
 from trencadis.core.quant.quantised_tensor import QTensor

@@ -14,7 +14,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from trencadis.core.buckets import Bucket, Plan, Stage
+from trencadis.core.bucket_plan import Plan
+from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.engine_stats import (
     FAILURE,
     PROPOSED,
@@ -48,12 +49,12 @@ SHOWN_CELLS = 512
 SHOWN_CHANGES = 32
 
 Found = LearnedPlan | list[PlanCosts] | str
-"""What the thread returns: a plan, what the present proposal costs in each period, or why there is neither."""
+"""Result of the search thread: a plan; or the costs of the present proposal by period; or why there is neither."""
 
 
 @dataclass(frozen=True)
 class LearningSettings:
-    """What the engine may do with what it learns.
+    """Settings of one engine's learning.
 
     Args:
         mode: ``observe``: report proposals; ``on``: change to those that pay.

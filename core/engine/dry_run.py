@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from trencadis.core.buckets import Bucket, Plan, Policy, Stage, capturable
+from trencadis.core.bucket_plan import Plan
+from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.config import EngineConfig
+from trencadis.core.device_policy import Policy, capturable
 from trencadis.core.engine.startup_checks import check_chunking, check_start, format_notes, list_remedies, mode_notes
 from trencadis.core.engine_stats import LedgerRow
 from trencadis.core.errors import StartupError

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from trencadis.core.buckets import Plan, Policy
+from trencadis.core.bucket_plan import Plan
 from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig, reserved_rows
 from trencadis.core.checkpoint.pooler_config import load_model_config
@@ -26,6 +26,7 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.device import backend as seam
 from trencadis.core.device.backend import Backend, BackendConfig
 from trencadis.core.device.packed_weights import packed_file
+from trencadis.core.device_policy import Policy
 from trencadis.core.devices import choose
 from trencadis.core.engine.bucket_learning import OFF, BucketLearning, LearningSettings
 from trencadis.core.engine.dry_run import shape_limits

@@ -11,13 +11,15 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, ClassVar, Protocol, TypeVar
 
-from trencadis.core.buckets import Plan, Policy, Stage
+from trencadis.core.bucket_plan import Plan
+from trencadis.core.buckets import Stage
 from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.pooling_config import MEAN
 from trencadis.core.checkpoint.quant_config import ONLINE, online
 from trencadis.core.checkpoint.registry import family_of
 from trencadis.core.config import EngineConfig
+from trencadis.core.device_policy import Policy
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.rank_info import can_share
 from trencadis.core.kv_cache_format import kv_notes

@@ -24,7 +24,7 @@ from trencadis.core.links.byte_stream import ByteStream, PlainStream, TlsStream
 from trencadis.core.links.group_key import GroupKey
 from trencadis.core.links.handshake import LIMIT, HandshakeFailed, handshake_as_rank
 from trencadis.core.links.keyed_link import KeyedLink
-from trencadis.core.links.link import LinkClosed, PlainLink
+from trencadis.core.links.message_link import LinkClosed, PlainLink
 from trencadis.core.links.topology import Topology
 
 log = logging.getLogger("trencadis.engine")

@@ -31,7 +31,7 @@ from trencadis.core.executor.serial_thread import SerialThread
 from trencadis.core.executor.uniproc_executor import SubmittedWork
 from trencadis.core.launches.stage_transfer import StageOutputs
 from trencadis.core.links.keyed_link import HeartbeatThread
-from trencadis.core.links.link import Link, LinkClosed
+from trencadis.core.links.message_link import Link, LinkClosed
 from trencadis.core.links.topology import world_of
 from trencadis.core.progress import Warming
 from trencadis.core.request import AdapterRef

@@ -117,7 +117,7 @@ def check_size(model: ModelConfig, world: int) -> None:
     t, v = model.text, model.vision
     heads = f"{t.heads} query heads and {t.kv_heads} KV heads"
     if t.recurrent is not None:
-        heads += f", {t.recurrent.units} {'channels' if t.recurrent.width else 'key heads'} of recurrent layers"
+        heads += f", {t.recurrent.units} {t.recurrent.unit_name} of recurrent layers"
     if t.joint_qk_norm:
         heads += ", and norms over all of them"
     if v is not None:

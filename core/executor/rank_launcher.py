@@ -19,7 +19,7 @@ from typing import Protocol
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.executor.rank_info import RankFingerprint, RankInfo, threads_of
-from trencadis.core.links.link import Link, PlainLink
+from trencadis.core.links.message_link import Link, PlainLink
 from trencadis.core.process.child_process import CLEANUPS, RANK_FOLDER, environment
 
 LEFT_SECONDS = 3600.0

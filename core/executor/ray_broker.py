@@ -17,7 +17,7 @@ import msgspec
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.ray_launcher import EnginePlacement, MultiNodePlacement
-from trencadis.core.links.link import LinkClosed, PlainLink
+from trencadis.core.links.message_link import LinkClosed, PlainLink
 from trencadis.core.process.child_process import run
 
 WRONG_CLUSTER = "WrongClusterID"

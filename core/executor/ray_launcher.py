@@ -23,14 +23,14 @@ from trencadis.core.devices import CARD_VARIABLES, RESOURCES, likely
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import rank_messages, ray_cluster
 from trencadis.core.executor.engine_connection import HeadlessRanks, connect_to_engine
+from trencadis.core.executor.engine_launcher import EngineHandle, spawn_engine
 from trencadis.core.executor.nodes_launcher import RemoteRank, tls_files
 from trencadis.core.executor.rank_info import RankFingerprint, RankInfo, compute_rank_fingerprint, describe_differences
 from trencadis.core.executor.rank_launcher import RemoteRankState
 from trencadis.core.executor.ray_cluster import ClusterNode
-from trencadis.core.executor.spawn import EngineHandle, spawn_engine
 from trencadis.core.links.group_key import GroupKey
 from trencadis.core.links.handshake import AuthListener
-from trencadis.core.links.link import Link
+from trencadis.core.links.message_link import Link
 from trencadis.core.links.socket_relay import Relay
 from trencadis.core.links.topology import Topology
 from trencadis.core.process import engine_messages

@@ -24,8 +24,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from trencadis.core.buckets import Bucket, Stage, capturable, padded_tokens
+from trencadis.core.buckets import Bucket, Stage, padded_tokens
 from trencadis.core.device.backend import ProgramState
+from trencadis.core.device_policy import capturable
 from trencadis.core.engine_stats import EAGER, FAILED, LARGE, NO_GRAPHS, POOL_FULL, RELEASED, WARMING
 from trencadis.core.errors import format_error, is_out_of_memory
 from trencadis.core.graphs.graph_manager import GraphManager

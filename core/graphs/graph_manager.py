@@ -13,7 +13,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
-from trencadis.core.buckets import Bucket, Plan, Stage, padded_tokens
+from trencadis.core.bucket_plan import Plan
+from trencadis.core.buckets import Bucket, Stage, padded_tokens
 from trencadis.core.device.backend import Backend, Body, Inputs, Program, ProgramState
 from trencadis.core.engine_stats import SKIP, UNPLANNED
 from trencadis.core.errors import format_error, is_out_of_memory

@@ -12,7 +12,8 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 
-from trencadis.core.buckets import Bucket, Plan, padded_tokens
+from trencadis.core.bucket_plan import Plan
+from trencadis.core.buckets import Bucket, padded_tokens
 from trencadis.core.errors import format_error
 from trencadis.core.graphs.graph_capture import GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager

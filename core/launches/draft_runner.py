@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from trencadis.core.buckets import Bucket, Plan, Stage
+from trencadis.core.bucket_plan import Plan
+from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.device.backend import Backend, Body
 from trencadis.core.graphs.graph_manager import GraphManager

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from trencadis.core.buckets import LORA, POOL_ROWS, Bucket, Plan, Stage, ahead_variant, verify_variant
+from trencadis.core.bucket_plan import Plan
+from trencadis.core.buckets import LORA, POOL_ROWS, Bucket, Stage, ahead_variant, verify_variant
 from trencadis.core.cross_attention_inputs import count_units, variant_of
 from trencadis.core.request import MAX_LOGPROBS
 from trencadis.core.shapes.need_recorder import NeedRecorder

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trencadis.core.buckets import Bucket, Plan, Stage, ahead_variant
+from trencadis.core.bucket_plan import Plan
+from trencadis.core.buckets import Bucket, Stage, ahead_variant
 from trencadis.core.device.backend import Backend, Inputs, Pending, Pipe, VisionTensors
 from trencadis.core.graphs.graph_manager import GraphManager, GraphObserver
 from trencadis.core.graphs.rank_agreement import RankAgreement

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trencadis.core.buckets import Bucket, Plan, Stage, padded_tokens
+from trencadis.core.bucket_plan import Plan
+from trencadis.core.buckets import Bucket, Stage, padded_tokens
 from trencadis.core.checkpoint.model_config import StageShare
 from trencadis.core.step import StepInputs, StepOutput
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from trencadis.core.links.link import shut_socket
+from trencadis.core.links.message_link import shut_socket
 
 USER_TIMEOUT = 5_000
 """Milliseconds after which the kernel drops a peer that acknowledges nothing.

@@ -26,7 +26,7 @@ from trencadis.core.errors import StartupError
 from trencadis.core.links.byte_stream import ByteStream, PlainStream, TlsStream
 from trencadis.core.links.group_key import GroupKey
 from trencadis.core.links.keyed_link import MOST, KeyedLink, tagger
-from trencadis.core.links.link import LinkClosed, shut_socket
+from trencadis.core.links.message_link import LinkClosed, shut_socket
 
 MARK = b"TRNCDS\x00\x01"
 NONCE = 32

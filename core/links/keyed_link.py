@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 
 from trencadis.core.links.byte_stream import ByteStream
-from trencadis.core.links.link import BEAT, LinkClosed, Outbox, Pieces
+from trencadis.core.links.message_link import BEAT, LinkClosed, Pieces, SendQueue
 
 HEADER = struct.Struct("<IB3xQ")
 TAG = 16
@@ -46,7 +46,7 @@ MOST = 1 << 30
 
 
 class KeyedLink:
-    """A ``core.links.link.Link`` over a stream whose two ends have completed the handshake.
+    """A ``core.links.message_link.Link`` over a stream whose two ends have completed the handshake.
 
     Args:
         seal, check: taggers of the two directions (``tagger``), which do not reveal their keys.
@@ -59,22 +59,22 @@ class KeyedLink:
         self._sent = self._received = 0
         self._steady = self._promised = self._heard = False
         self._deaf = 0
-        self._outbox = Outbox(stream.send_now, stream.send_all)
+        self._send_queue = SendQueue(stream.send_now, stream.send_all)
 
     def send(self, body: bytes) -> None:
         """Sends one message."""
         if len(body) > MOST:
             raise ValueError(f"a message of {len(body)} bytes; a link takes {MOST}")
-        if not self._outbox.put(lambda: self._seal(MESSAGE, body), len(body)):
+        if not self._send_queue.put(lambda: self._seal(MESSAGE, body), len(body)):
             raise LinkClosed("the connection is closed")
 
     def beat(self, steady: bool) -> None:
         """Sends a heartbeat, unless messages are waiting to be sent, which serve as one."""
         self._promised = steady
-        if self._outbox.idle:
+        if self._send_queue.idle:
             kind = (BEAT_STEADY if steady else BEAT_LOADING) + (0 if self._heard else BEATS_WITHOUT_READER)
             self._heard = False
-            self._outbox.put(lambda: self._seal(kind, b""), 0)
+            self._send_queue.put(lambda: self._seal(kind, b""), 0)
 
     def receive(self) -> bytearray:
         """Returns the next message.
@@ -99,11 +99,11 @@ class KeyedLink:
     @property
     def backlog(self) -> int:
         """Number of frames that wait to be sent."""
-        return self._outbox.backlog
+        return self._send_queue.backlog
 
     def close(self) -> None:
         """Closes both directions."""
-        self._outbox.end()
+        self._send_queue.end()
         self.stream.close()
 
     # Frames

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from trencadis.core.links.keyed_link import HeartbeatThread, KeyedLink
-from trencadis.core.links.link import LinkClosed, shut_socket
+from trencadis.core.links.message_link import LinkClosed, shut_socket
 
 PIECE = 256 << 10
 """Largest message in bytes."""

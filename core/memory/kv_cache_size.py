@@ -7,9 +7,9 @@ The size of the KV cache that the user requests. Pure; sizes in bytes.
 
 from __future__ import annotations
 
-from trencadis.core.buckets import Policy
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.config import EngineConfig
+from trencadis.core.device_policy import Policy
 from trencadis.core.errors import StartupError
 from trencadis.core.host_memory import gib
 from trencadis.core.memory.ledger import MemorySplit

@@ -85,7 +85,7 @@ def norm_excess(model: ModelConfig, itemsize: int, ranks: int = 1) -> int:
 def norm_excess_of(t: TextConfig, itemsize: int, index: int, ranks: int = 1) -> int:
     """Returns ``norm_excess`` of one layer, with the decays of a recurrent one, which are float32 in any case."""
     if t.recurrent is not None and index in t.recurrent.layers:
-        decays = 2 * (t.recurrent.value_heads // ranks) * (4 - itemsize)  # of gated DeltaNet
+        decays = t.recurrent.float_values(ranks) * (4 - itemsize)
         return decays + (layer_norms(t) * t.hidden * (4 - itemsize) if t.norm == RMS_ONE else 0)
     if t.norm != RMS_ONE:
         return 0
@@ -251,7 +251,7 @@ def layer_matrices(model: ModelConfig, index: int, ranks: int, width: int) -> It
             yield from _gated_mlp_matrices(f"{part}{i}", t.hidden, -(-inner // ranks), inner)
         if t.experts.shared:
             columns = shared_columns(model, ranks, width)
-            yield from _gated_mlp_matrices(f"{at}.mlp.shared_expert", t.hidden, columns, t.experts.shared)
+            yield from _gated_mlp_matrices(f"{at}.mlp{t.experts.shared_name}", t.hidden, columns, t.experts.shared)
     if not t.has_mlp(index):
         return
     columns = mlp_columns(model, index, ranks, width)
@@ -280,6 +280,11 @@ def _recurrent_matrices(part: str, r: RecurrentConfig, hidden: int, ranks: int) 
     if r.width:
         yield SharedMatrix(f"{part}.in_proj", 3 * r.channels(ranks), hidden, hidden)
         yield SharedMatrix(f"{part}.out_proj", hidden, r.channels(ranks), r.width)
+        return
+    if r.scan:
+        outputs = r.channels(ranks) + (r.value_width + r.value_heads) // ranks
+        yield SharedMatrix(f"{part}.in_proj", outputs, hidden, hidden)
+        yield SharedMatrix(f"{part}.out_proj", hidden, r.value_width // ranks, r.value_width)
         return
     yield SharedMatrix(f"{part}.in_proj_qkv", r.channels(ranks), hidden, hidden)
     yield SharedMatrix(f"{part}.in_proj_z", r.value_width // ranks, hidden, hidden)

@@ -36,12 +36,12 @@ from trencadis.core.device.launch_tensors import RecurrentRows, first_rows
 from trencadis.core.errors import StartupError
 from trencadis.core.models.attention import Attention, TextRotary
 from trencadis.core.models.decoder_layer import DecoderLayer as DecoderLayer
-from trencadis.core.models.gated_delta import GatedDeltaNet
 from trencadis.core.models.interface import GroupingOps, HostLayering, Persistent, RecurrentOps, StatefulLayer
 from trencadis.core.models.layer_inputs import LayerInputEmbedding
 from trencadis.core.models.linear import Embedding, Linear, LMHead, SamplingHead, scaled
 from trencadis.core.models.mlp import Norm, norm_of
 from trencadis.core.models.pooler import Pooler
+from trencadis.core.models.recurrent_layers import make_recurrent_layer
 from trencadis.core.step import Encode, VisionInputs
 
 
@@ -208,7 +208,9 @@ class Decoder:
     lm_head: LMHead
     first: Attention | None = None
     """Attention of the stage's first layer with a KV cache; None: no layer has one."""
-    recurrent_layer: Callable[[Backend, TextConfig, RecurrentConfig], StatefulLayer] = GatedDeltaNet
+    recurrent_layer: Callable[[Backend, TextConfig, RecurrentConfig], StatefulLayer] = staticmethod(
+        make_recurrent_layer
+    )
     """Makes the layer in the place of attention where ``TextConfig.recurrent`` says so; families may have others."""
     adapter_numbers: Tensor | None = None
     """int32 [slots]: the numbers of the slots of LoRA adapters (``core.lora.adapter_store``), from 1 on."""

@@ -152,7 +152,7 @@ class CrossAttentionOps(Protocol):
 
 
 class RecurrentOps(Protocol):
-    """Additional methods of ``Ops`` for layers with a recurrent state (gated DeltaNet, short convolutions).
+    """Additional methods of ``Ops`` for layers with a recurrent state (gated DeltaNet, Mamba-2, short convolutions).
 
     n tokens; row r has the tokens from ``attn.row_start[r]`` on, ``rows.count[r]`` of them. Values of other tokens are
     padding and may be NaN: they change neither the results of real tokens nor a slot other than 0. The results of
@@ -202,6 +202,27 @@ class RecurrentOps(Protocol):
 
         Returns:
             [n, Hv, Dv] of v's dtype.
+        """
+        ...
+
+    def state_space(
+        self, c: Tensor, b: Tensor, x: Tensor, g: Tensor, step: Tensor, state: Tensor, rows: RecurrentRows, attn: Attn
+    ) -> Tensor:
+        """Computes the state space of Mamba-2 (arXiv 2405.21060) in float32 along the tokens of each row.
+
+        For each token, with S the state [Dk, Dv] of a head: S = exp(g) S + b (step x)^T; the result is S^T c. Chunks,
+        rows and their bits are those of ``delta_rule``.
+
+        Args:
+            c: [n, Hk, Dk]; head i of b and c serves Hv / Hk heads of x from i * Hv / Hk on.
+            b: [n, Hk, Dk].
+            x: [n, Hv, Dv].
+            g: float32 [n, Hv], at most 0.
+            step: float32 [n, Hv], at least 0.
+            state: float32 [slots, Hv, Dk, Dv]. Read at ``rows.source``, written at ``rows.slot``.
+
+        Returns:
+            [n, Hv, Dv] of x's dtype.
         """
         ...
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trencadis.core.device.backend import LayerKV, put_slots, slots_at
+from trencadis.core.device.backend import LayerKV, slots_at
+from trencadis.core.device.launch_tensors import put_slots
 from trencadis.core.kv_cache_format import CHECKPOINT_TOPS, FP8, INT8, LEAST_SCALES, TOPS, KVFormat
 
 MOST = 65504.0

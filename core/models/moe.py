@@ -47,12 +47,12 @@ class SharedExpert:
     def __init__(
         self, ops: Ops, comm: Comm, width: int, c: ExpertsConfig, group: int = 1, act: str = "silu", aligned: int = 1
     ) -> None:
-        self.width = width
+        self.width, self.name = width, c.shared_name
         self.mlp = GatedMLP(ops, comm, width, c.shared, group=group, act=act, aligned=aligned)
         self.gate = Linear(ops, comm) if c.shared_gate else None
 
     def load(self, source: WeightSource, name: str) -> None:
-        self.mlp.load(source, f"{name}.shared_expert")
+        self.mlp.load(source, f"{name}{self.name}")
         if self.gate is not None:
             self.gate.pack(source.take(f"{name}.shared_expert_gate.weight", (1, self.width)), None)
 

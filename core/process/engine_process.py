@@ -2,9 +2,6 @@
 
 A reader thread decodes messages, receives pixels directly into their buffers and answers pings; the main thread loads
 the engine and steps it. Torch is imported by the engine's factory, which the configuration names.
-
-The engine process's reader thread: decodes frames into commands, and receives pixels directly into their final
-buffers.
 """
 
 from __future__ import annotations

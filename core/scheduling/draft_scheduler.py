@@ -21,18 +21,18 @@ from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.scheduling.sequence import Sequence, SequenceDrafter, SequenceStatus
 from trencadis.core.scheduling.step_builder import InFlightStep, StepBuilder
 from trencadis.core.shared_constants import DRAFTED_ROWS
-from trencadis.core.spec.answer_counts import AnswerCounts, Owner, SuffixSource
-from trencadis.core.spec.draft_source import (
+from trencadis.core.spec.answer_counts import AnswerCounts, Owner, SuffixProposer
+from trencadis.core.spec.ngram_proposer import (
     AcceptanceRates,
     DraftModes,
-    DraftSource,
-    FirstOf,
-    NgramSource,
+    DraftProposer,
+    FirstProposal,
+    NgramProposer,
     StepSeconds,
     choose_count,
     cut_at,
 )
-from trencadis.core.spec.predicted_text import PredictionSource
+from trencadis.core.spec.predicted_text import PredictionProposer
 from trencadis.core.spec.spec_config import DRAFT_MODEL, SpeculationConfig
 from trencadis.core.step import DraftRow, Draw, Row, Sample
 
@@ -116,7 +116,7 @@ def draw_alone(sample: Sample) -> Sample:
     )
 
 
-MakeSource = Callable[[Sequence], DraftSource]
+MakeProposer = Callable[[Sequence], DraftProposer]
 
 
 def can_draft(seq: Sequence, limits: SchedulerLimits) -> bool:
@@ -147,7 +147,7 @@ class DraftScheduler:
         config: SpeculationConfig,
         limits: SchedulerLimits,
         totals: EngineStats,
-        make_source: MakeSource | None = None,
+        make_source: MakeProposer | None = None,
     ) -> None:
         self.config, self._limits, self._stats = config, limits, totals
         self._make = make_source or self._make_source
@@ -158,18 +158,18 @@ class DraftScheduler:
         self._last = 0.0
         totals.spec_accepted_at = [0] * config.drafts
 
-    def _make_source(self, seq: Sequence) -> DraftSource:
+    def _make_source(self, seq: Sequence) -> DraftProposer:
         """Returns the source that the configuration names, after the request's own prediction."""
         config, request = self.config, seq.request
-        sources: list[DraftSource] = []
+        sources: list[DraftProposer] = []
         if request.prediction:
-            sources.append(PredictionSource(request.prediction, seq.prompt))
+            sources.append(PredictionProposer(request.prediction, seq.prompt))
         if config.method == "suffix":
             owner = Owner(request.tenant, request.salt)
-            sources.append(SuffixSource(self._counts, owner, seq.prompt, config.skipped))
+            sources.append(SuffixProposer(self._counts, owner, seq.prompt, config.skipped))
         elif config.method == "ngram":
-            sources.append(NgramSource(config.shortest, config.longest, config.skipped))
-        return sources[0] if len(sources) == 1 else FirstOf(sources)
+            sources.append(NgramProposer(config.shortest, config.longest, config.skipped))
+        return sources[0] if len(sources) == 1 else FirstProposal(sources)
 
     # Before a step
 

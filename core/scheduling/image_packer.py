@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from trencadis.core.buckets import ENCODER_SLOTS, Plan, Stage
+from trencadis.core.bucket_plan import Plan
+from trencadis.core.buckets import ENCODER_SLOTS, Stage
 
 
 @dataclass(frozen=True)

@@ -139,9 +139,6 @@ class PersistentBatch:
         This happens only if all running sequences, in the batch or in ``others``, can get the tokens and blocks that
         they could use. Then the order is irrelevant, and True is returned; otherwise nothing is reserved, and False is
         returned.
-
-        Only if all that run, in the batch or ``others``, can get the tokens and blocks that they could take. Then order
-        decides nothing between those in the batch and the others, and True is returned.
         """
         count, full = len(self.sequences), self.sequences_needing_block()
         if count + len(others) > limits.max_tokens or (others and not limits.chunked):

@@ -21,7 +21,7 @@ from trencadis.core.checkpoint.pooling_config import ALL, FIRST, LAST, MEAN
 from trencadis.core.kv.block_pool import BlockHashChain
 from trencadis.core.media_spans import MediaSpan
 from trencadis.core.request import MAX_LOGPROBS, Delta, Request, RequestStats, TokenLogprob
-from trencadis.core.spec.draft_source import AcceptanceRates, DraftModes, DraftSource
+from trencadis.core.spec.ngram_proposer import AcceptanceRates, DraftModes, DraftProposer
 from trencadis.core.step import PENDING, Float32, Int32, Opening, Pooled, PoolSpan, Sample
 from trencadis.core.structured_outputs import Repetition, repeats
 
@@ -106,7 +106,7 @@ NOTHING_FOUND = PrefixFound(-1)
 class SequenceDrafter:
     """What is kept for each sequence that is drafted: its source, and how often drafts were accepted."""
 
-    source: DraftSource
+    source: DraftProposer
     rates: AcceptanceRates
     modes: DraftModes | None = None  # None: a model's likeliest ids are drafted
 

@@ -13,18 +13,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from trencadis.core import cross_attention_inputs
-from trencadis.core.buckets import (
-    LORA,
-    POOL_ROWS,
-    AxisRule,
-    Bucket,
-    Plan,
-    Policy,
-    Stage,
-    ahead_variant,
-    verify_variant,
-)
+from trencadis.core.bucket_plan import Plan
+from trencadis.core.buckets import LORA, POOL_ROWS, Bucket, Stage, ahead_variant, verify_variant
 from trencadis.core.checkpoint.model_config import ModelConfig, SquareImage
+from trencadis.core.device_policy import AxisRule, Policy
 from trencadis.core.shapes.bucket_options import (
     AxisSettings,
     AxisSpan,

@@ -11,8 +11,10 @@ import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from trencadis.core.buckets import Bucket, Plan, Policy, Stage
+from trencadis.core.bucket_plan import Plan
+from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.device_policy import Policy
 from trencadis.core.errors import StartupError
 from trencadis.core.json_types import JsonMapping
 from trencadis.core.shapes.bucket_options import BucketOptions

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from trencadis.core.buckets import Plan
+from trencadis.core.bucket_plan import Plan
 from trencadis.core.engine_stats import PUBLISHED, SMALL, SOON, UNSTEADY, WORSE
 from trencadis.core.shapes.learned_plan import expected_cost
 from trencadis.core.shapes.shape_needs import NeedHistogram

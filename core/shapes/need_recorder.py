@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from trencadis.core.buckets import Bucket, Plan, Stage
+from trencadis.core.bucket_plan import Plan
+from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.shapes.rectangular_launches import RowNeed
 from trencadis.core.shapes.shape_needs import HALF_LIFE_SECONDS, MAX_CELLS, NeedCell, NeedHistogram, list_needs
 

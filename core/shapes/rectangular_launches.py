@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from trencadis.core.buckets import Bucket, Plan, Stage, verify_variant
+from trencadis.core.bucket_plan import Plan
+from trencadis.core.buckets import Bucket, Stage, verify_variant
 
 Spans = Sequence[tuple[int, int]]
 """Tokens [start, stop) that must stay in one launch, ascending."""

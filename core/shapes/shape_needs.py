@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trencadis.core.buckets import Bucket, Plan, Stage
+from trencadis.core.bucket_plan import Plan
+from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.shapes.rectangular_launches import RowNeed, best_groups
 
 MAX_CELLS = 4096

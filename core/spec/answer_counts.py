@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from trencadis.core.spec.draft_source import NO_DRAFT, DraftTokens, NgramIndex, hash_ids
+from trencadis.core.spec.ngram_proposer import NO_DRAFT, DraftTokens, NgramIndex, hash_ids
 from trencadis.core.spec.spec_config import LONGEST, SHORTEST
 
 LIMIT = 64 << 20
@@ -107,8 +107,8 @@ class AnswerCounts:
         return -1, 0
 
 
-class SuffixSource:
-    """Implements ``DraftSource`` over the text of one sequence and the recent answers of its owner.
+class SuffixProposer:
+    """Implements ``DraftProposer`` over the text of one sequence and the recent answers of its owner.
 
     At each place the longer of two suffixes decides: the one that occurred in the sequence's own text, whose last
     continuation is proposed, or the one with counts. The sequence's answer is counted as it grows.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from trencadis.core.spec.draft_source import NO_DRAFT, DraftTokens
+from trencadis.core.spec.ngram_proposer import NO_DRAFT, DraftTokens
 
 SUFFIX, LONGEST_SUFFIX = 2, 8
 """Lengths of suffixes of the answer that are searched for in the prediction, in ids."""
@@ -94,8 +94,8 @@ class PredictedText:
         return self.predicted[self._at : self._at + count] if self.aligned else ()
 
 
-class PredictionSource:
-    """Implements ``DraftSource`` over a predicted answer.
+class PredictionProposer:
+    """Implements ``DraftProposer`` over a predicted answer.
 
     Args:
         predicted: its ids; ``prompt``: number of tokens of the prompt.

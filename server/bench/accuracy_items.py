@@ -315,8 +315,3 @@ def find_languages(tokenizer: Tokenizer) -> list[str]:
     """Returns the languages of ``WORDS`` whose words take at most ``FEW_TOKENS`` tokens on average."""
     counts = {name: sum(len(tokenizer.encode(f" {word}")) for word in words) for name, words in WORDS.items()}
     return [name for name, words in WORDS.items() if counts[name] <= FEW_TOKENS * len(words)]
-
-
-def box_text(box: Box) -> str:
-    """Returns the answer that names a box in pixels, for examples and tests."""
-    return f'{{"bbox_2d": {list(box)}}}'

@@ -12,7 +12,9 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 
@@ -96,38 +98,70 @@ def make_data_url(path: Path) -> str:
 
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
-    """Parses the command line."""
-    parser = argparse.ArgumentParser("trencadis chat", description="Talk to a running server. " + HELP)
-    parser.add_argument("prompt", nargs="*", help="ask this, print the answer and exit")
+    """Parses the command line of ``chat``."""
+    parser = make_parser("trencadis chat", "Talk to a running server. " + HELP)
+    parser.add_argument("--image", action="append", default=[], type=Path, help="image file for the first message")
+    parser.add_argument("--system", "--system-prompt", default="", help="system message")
+    return parser.parse_args(list(words))
+
+
+def make_parser(program: str, description: str) -> argparse.ArgumentParser:
+    """Makes a parser with the options that both commands share."""
+    parser = argparse.ArgumentParser(program, description=description)
+    parser.add_argument("prompt", nargs="*", help="send this, print the answer and exit")
     parser.add_argument("-q", "--quick", metavar="PROMPT", help="the same")
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="where the server listens")
-    parser.add_argument("--image", action="append", default=[], type=Path, help="image file for the first message")
     parser.add_argument("--model", "--model-name", default="", help="served name (default: the server's first)")
     parser.add_argument("--api-key", default=os.environ.get("VLLM_API_KEY", ""), help="also VLLM_API_KEY")
-    parser.add_argument("--system", "--system-prompt", default="", help="system message")
     parser.add_argument("--max-tokens", type=int, help="longest answer")
     parser.add_argument("--temperature", type=float, help="0: greedy sampling")
-    return parser.parse_args(list(words))
+    return parser
+
+
+class ServerSession(NamedTuple):
+    """A connection to a server.
+
+    Args:
+        model: served name.
+        options: sampling options of a request's body.
+        prompt: the prompt of the command line; "" if there is none.
+    """
+
+    client: httpx.Client
+    model: str
+    options: JsonObject
+    prompt: str
+
+
+@contextmanager
+def connect_to_server(args: argparse.Namespace) -> Iterator[ServerSession]:
+    """Opens a connection as the arguments say.
+
+    Raises:
+        StartupError: no server answers, or it refuses.
+    """
+    mask([args.api_key])
+    headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
+    options = {k: v for k in ("max_tokens", "temperature") if (v := getattr(args, k)) is not None}
+    url = args.url.rstrip("/").removesuffix("/v1")
+    prompt = args.quick if args.quick is not None else " ".join(args.prompt)
+    with httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(10.0, read=None)) as client:
+        try:
+            yield ServerSession(client, args.model or get_first_model(client), options, prompt)
+        except httpx.TransportError as error:
+            raise StartupError(f"no server answers at {url} ({error}).") from None
 
 
 def main(words: Sequence[str]) -> int:
     """Runs a conversation; returns the exit code."""
     args = parse_arguments(words)
-    mask([args.api_key])
-    headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
-    options = {k: v for k in ("max_tokens", "temperature") if (v := getattr(args, k)) is not None}
-    url = args.url.rstrip("/").removesuffix("/v1")
-    with httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(10.0, read=None)) as client:
-        try:
-            chat = ChatSession(client, args.model or get_first_model(client), options, args.system)
-            chat.images = list(args.image)
-            given = args.quick if args.quick is not None else " ".join(args.prompt)
-            if given:
-                print_answer(chat, given)
-            else:
-                converse(chat)
-        except httpx.TransportError as error:
-            raise StartupError(f"no server answers at {url} ({error}).") from None
+    with connect_to_server(args) as server:
+        chat = ChatSession(server.client, server.model, server.options, args.system)
+        chat.images = list(args.image)
+        if server.prompt:
+            print_answer(chat, server.prompt)
+        else:
+            converse(chat)
     return 0
 
 
@@ -183,42 +217,19 @@ def print_answer(chat: ChatSession, text: str) -> None:
 COMPLETE_HELP = "Each line is continued on its own; Ctrl-D ends."
 
 
-def parse_complete_arguments(words: Sequence[str]) -> argparse.Namespace:
-    """Parses the command line."""
-    parser = argparse.ArgumentParser(
-        "trencadis complete", description="Continue texts with a running server. " + COMPLETE_HELP
-    )
-    parser.add_argument("prompt", nargs="*", help="continue this, print the text and exit")
-    parser.add_argument("-q", "--quick", metavar="PROMPT", help="the same")
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="where the server listens")
-    parser.add_argument("--model", "--model-name", default="", help="served name (default: the server's first)")
-    parser.add_argument("--api-key", default=os.environ.get("VLLM_API_KEY", ""), help="also VLLM_API_KEY")
-    parser.add_argument("--max-tokens", type=int, help="longest text")
-    parser.add_argument("--temperature", type=float, help="0: greedy sampling")
-    return parser.parse_args(list(words))
-
-
 def complete_main(words: Sequence[str]) -> int:
     """Continues texts; returns the exit code.
 
     Raises:
         StartupError: no server answers, or it refuses.
     """
-    args = parse_complete_arguments(words)
-    mask([args.api_key])
-    headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
-    options = {k: v for k in ("max_tokens", "temperature") if (v := getattr(args, k)) is not None}
-    url = args.url.rstrip("/").removesuffix("/v1")
-    with httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(10.0, read=None)) as client:
-        try:
-            body = {"model": args.model or get_first_model(client), "stream": True, **options}
-            given = args.quick if args.quick is not None else " ".join(args.prompt)
-            for prompt in [given] if given else _read_lines():
-                for choice in stream_choices(client, "/v1/completions", {**body, "prompt": prompt}):
-                    print(choice["text"] or "", end="", flush=True)
-                print()
-        except httpx.TransportError as error:
-            raise StartupError(f"no server answers at {url} ({error}).") from None
+    parser = make_parser("trencadis complete", "Continue texts with a running server. " + COMPLETE_HELP)
+    with connect_to_server(parser.parse_args(list(words))) as server:
+        body = {"model": server.model, "stream": True, **server.options}
+        for prompt in [server.prompt] if server.prompt else _read_lines():
+            for choice in stream_choices(server.client, "/v1/completions", {**body, "prompt": prompt}):
+                print(choice["text"] or "", end="", flush=True)
+            print()
     return 0
 
 

@@ -26,6 +26,7 @@ from trencadis.server.bench.accuracy_scores import (
     paired_difference,
     score_rows,
 )
+from trencadis.server.cli.command_options import parse_options, print_help_if_asked
 from trencadis.server.config import hub
 from trencadis.server.processes import process_setup
 
@@ -76,8 +77,7 @@ class AccuracyOptions:
 
 def main(words: Sequence[str]) -> int:
     """Runs the ``check-accuracy`` command; returns the exit code."""
-    if any(word in ("-h", "--help") for word in words):
-        print(USAGE, end="")
+    if print_help_if_asked(words, USAGE):
         return 0
     asked = parse(words)
     process_setup.raise_early_stop()
@@ -101,20 +101,10 @@ def main(words: Sequence[str]) -> int:
 
 def parse(words: Sequence[str]) -> AccuracyOptions:
     """Parses the words; raises a StartupError that names the first wrong one."""
-    asked, queue = AccuracyOptions(), list(words)
-    while queue:
-        word = queue.pop(0)
-        name, sign, value = word.removeprefix("--").partition("=")
-        if not word.startswith("-") and not asked.model:
-            asked.model = word
-        elif word == "--json":
-            asked.as_json = True
-        elif word.startswith("--") and name in VALUED:
-            if not sign and not queue:
-                raise StartupError(f"--{name} needs a value.")
-            _set_option(asked, name, value if sign else queue.pop(0))
-        else:
-            raise StartupError(f"check-accuracy does not know {word}; --help says what it takes.")
+    given = parse_options("check-accuracy", words, VALUED, ("json",), most_names=1)
+    asked = AccuracyOptions("".join(given.names), as_json="json" in given.flags)
+    for name, value in given.values.items():
+        _set_option(asked, name, value)
     return asked
 
 

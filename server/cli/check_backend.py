@@ -10,7 +10,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +20,7 @@ from trencadis.core import devices
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.errors import StartupError
 from trencadis.core.process import torch_env
+from trencadis.server.cli.command_options import CommandOptions, parse_options, print_help_if_asked
 from trencadis.server.processes import process_setup
 
 USAGE = """\
@@ -40,20 +41,9 @@ The model is the bundled demo. Exit code 0: no check failed; 1: one failed; 2: t
 VALUED = ("only", "dtype", "policy", "model")
 
 
-@dataclass(slots=True)
-class CheckOptions:
-    """The options of the command line."""
-
-    names: list[str] = field(default_factory=list)
-    as_json: bool = False
-    quick: bool = False
-    values: dict[str, str] = field(default_factory=dict)
-
-
 def main(words: Sequence[str]) -> int:
     """Runs the ``check-backend`` command; returns the exit code."""
-    if any(word in ("-h", "--help") for word in words):
-        print(USAGE, end="")
+    if print_help_if_asked(words, USAGE):
         return 0
     asked = parse(words)
     if len(asked.names) != 1:
@@ -65,14 +55,14 @@ def main(words: Sequence[str]) -> int:
     subjects = import_module(f"{devices.CONFORMANCE}.target")
     subject = subjects.make_target(
         asked.names[0], _find_model_folder(asked), dtype=asked.values.get("dtype", "auto"),
-        policy=asked.values.get("policy", ""), quick=asked.quick,
+        policy=asked.values.get("policy", ""), quick="quick" in asked.flags,
     )  # fmt: skip
     only = [o for o in asked.values.get("only", "").split(",") if o]
     unknown = [o for o in only if not any(name.startswith(o) for name in suite.CHECKS)]
     if unknown:
         known = ", ".join(suite.CHECKS)
         raise StartupError(f"--only {unknown[0]}: no check has a name that begins with it; checks: {known}.")
-    return _run(suite, subject, only, asked.as_json)
+    return _run(suite, subject, only, "json" in asked.flags)
 
 
 def _run(suite: ModuleType, subject: object, only: list[str], as_json: bool) -> int:
@@ -94,7 +84,7 @@ def _run(suite: ModuleType, subject: object, only: list[str], as_json: bool) -> 
     return 0 if report.passed else 1
 
 
-def _find_model_folder(asked: CheckOptions) -> Path:
+def _find_model_folder(asked: CommandOptions) -> Path:
     if "model" in asked.values:
         return Path(asked.values["model"])
     from trencadis.assets import demo_path
@@ -102,25 +92,9 @@ def _find_model_folder(asked: CheckOptions) -> Path:
     return Path(demo_path())
 
 
-def parse(words: Sequence[str]) -> CheckOptions:
+def parse(words: Sequence[str]) -> CommandOptions:
     """Parses the words; raises a StartupError that names the first unknown one."""
-    asked, queue = CheckOptions(), list(words)
-    while queue:
-        word = queue.pop(0)
-        name, sign, value = word.removeprefix("--").partition("=")
-        if not word.startswith("-"):
-            asked.names.append(word)
-        elif name == "json" and not sign:
-            asked.as_json = True
-        elif name == "quick" and not sign:
-            asked.quick = True
-        elif name in VALUED:
-            if not sign and not queue:
-                raise StartupError(f"--{name} needs a value.")
-            asked.values[name] = value if sign else queue.pop(0)
-        else:
-            raise StartupError(f"check-backend does not know {word}; --help says what it takes.")
-    return asked
+    return parse_options("check-backend", words, VALUED, ("json", "quick"))
 
 
 if __name__ == "__main__":
@@ -155,8 +129,7 @@ class ModelCheckOptions:
 
 def check_model_main(words: Sequence[str]) -> int:
     """Runs the ``check-model`` command; returns the exit code."""
-    if any(word in ("-h", "--help") for word in words):
-        print(MODEL_USAGE, end="")
+    if print_help_if_asked(words, MODEL_USAGE):
         return 0
     asked = parse_model_options(words)
     path = Path(asked.path)
@@ -206,30 +179,12 @@ def _run_model_checks(suite: ModuleType, model: object, asked: ModelCheckOptions
 
 def parse_model_options(words: Sequence[str]) -> ModelCheckOptions:
     """Parses the words; raises a StartupError that names the first wrong one."""
-    asked, queue = ModelCheckOptions(), list(words)
-    while queue:
-        word = queue.pop(0)
-        name, sign, value = word.removeprefix("--").partition("=")
-        if not word.startswith("-") and not asked.path:
-            asked.path = word
-        elif word in ("--json", "--dummy"):
-            asked.as_json, asked.dummy = asked.as_json or name == "json", asked.dummy or name == "dummy"
-        elif word.startswith("--") and name in ("only", "seed"):
-            if not sign and not queue:
-                raise StartupError(f"--{name} needs a value.")
-            _set(asked, name, value if sign else queue.pop(0))
-        else:
-            raise StartupError(f"check-model does not know {word}; --help says what it takes.")
-    return asked
-
-
-def _set(asked: ModelCheckOptions, name: str, value: str) -> None:
-    if name == "only":
-        asked.only = tuple(one for one in value.split(",") if one)
-        return
-    if not value.isdecimal() or int(value) >= 2**63:
-        raise StartupError(f"--seed {value[:40]}: it must be a whole number from 0 to {2**63 - 1}.")
-    asked.seed = int(value)
+    given = parse_options("check-model", words, ("only", "seed"), ("json", "dummy"), most_names=1)
+    seed = given.values.get("seed", "0")
+    if not seed.isdecimal() or int(seed) >= 2**63:
+        raise StartupError(f"--seed {seed[:40]}: it must be a whole number from 0 to {2**63 - 1}.")
+    only = tuple(one for one in given.values.get("only", "").split(",") if one)
+    return ModelCheckOptions("".join(given.names), "json" in given.flags, "dummy" in given.flags, only, int(seed))
 
 
 if __name__ == "__main__":

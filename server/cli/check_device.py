@@ -15,6 +15,7 @@ from pathlib import Path
 from trencadis.core import devices
 from trencadis.core.errors import StartupError
 from trencadis.core.process import torch_env
+from trencadis.server.cli.command_options import print_help_if_asked
 from trencadis.server.processes import process_setup
 
 USAGE = """\
@@ -36,8 +37,7 @@ def list_devices() -> list[str]:
 
 def main(words: Sequence[str], device: str = "") -> int:
     """Runs ``check-device``, or ``check-NAME`` of ``device``; returns the exit code."""
-    if any(word in ("-h", "--help") for word in words):
-        print(USAGE.format(names=", ".join(list_devices())), end="")
+    if print_help_if_asked(words, USAGE.format(names=", ".join(list_devices()))):
         return 0
     asked, as_json = parse(words, device)
     process_setup.raise_early_stop()

@@ -8,6 +8,7 @@ from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.family import CLASSIFY, GENERATE, Family
 from trencadis.core.checkpoint.pooling_config import ALL
 from trencadis.core.errors import StartupError
+from trencadis.server.cli.command_options import print_help_if_asked
 
 USAGE = """\
 usage: trencadis models
@@ -19,8 +20,7 @@ from. A package offers its own by the entry-point group trencadis.models.
 
 def main(words: Sequence[str]) -> int:
     """Runs the ``models`` command; returns the exit code."""
-    if any(word in ("-h", "--help") for word in words):
-        print(USAGE, end="")
+    if print_help_if_asked(words, USAGE):
         return 0
     if words:
         raise StartupError(f"models does not know {words[0]}; it takes nothing.")

@@ -19,6 +19,7 @@ from trencadis.core.errors import StartupError, TrencadisError
 from trencadis.core.json_types import Json, JsonMapping
 from trencadis.core.process import torch_env
 from trencadis.core.request import SamplingParams
+from trencadis.server.cli.command_options import CommandOptions, parse_options, print_help_if_asked
 from trencadis.server.config import hub
 from trencadis.server.processes import process_setup
 from trencadis.server.prompts import text_service_builder
@@ -49,10 +50,10 @@ LONGEST = 2048
 
 def main(words: Sequence[str]) -> int:
     """Runs the ``quantize`` command; returns the exit code."""
-    if any(word in ("-h", "--help") for word in words):
-        print(USAGE, end="")
+    if print_help_if_asked(words, USAGE):
         return 0
-    names, values = parse(words)
+    given = parse(words)
+    names, values = given.names, given.values
     if len(names) != 2:
         raise StartupError("quantize needs a checkpoint and a new folder: trencadis quantize MODEL OUT --to int4.")
     to, group, longest = check_options(values)
@@ -81,22 +82,9 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-def parse(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Returns (positional words, option -> value); raises a StartupError that names the first unknown one."""
-    names, values, queue = list[str](), dict[str, str](), list(words)
-    while queue:
-        word = queue.pop(0)
-        name, sign, value = word.removeprefix("--").partition("=")
-        name = name.replace("_", "-")
-        if not word.startswith("-"):
-            names.append(word)
-        elif name not in VALUED:
-            raise StartupError(f"quantize does not know {word}; --help says what it takes.")
-        elif not sign and not queue:
-            raise StartupError(f"--{name} needs a value.")
-        else:
-            values[name] = value if sign else queue.pop(0)
-    return names, values
+def parse(words: Sequence[str]) -> CommandOptions:
+    """Parses the words; raises a StartupError that names the first unknown one."""
+    return parse_options("quantize", words, VALUED)
 
 
 class QuantizeOptions(NamedTuple):
@@ -231,8 +219,7 @@ beside one model without merging.
 
 def merge_lora_main(words: Sequence[str]) -> int:
     """Runs the ``merge-lora`` command; returns the exit code."""
-    if any(word in ("-h", "--help") for word in words):
-        print(MERGE_USAGE, end="")
+    if print_help_if_asked(words, MERGE_USAGE):
         return 0
     unknown = next((word for word in words if word.startswith("-")), None)
     if unknown is not None:

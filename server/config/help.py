@@ -12,7 +12,7 @@ from dataclasses import replace
 from trencadis.core import envs
 from trencadis.core.errors import StartupError
 from trencadis.core.flag_options import MOST, YEAR
-from trencadis.server.config import vllm_env_variables as variables_of_vllm
+from trencadis.server.config import vllm_env_compatibility as variables_of_vllm
 from trencadis.server.config.flags import Flag, find_flag, get_flag_table, get_flag_variables
 from trencadis.server.config.vllm_flag_row import FREE, MEANS, REFUSED, FlagRow
 from trencadis.server.config.vllm_flag_table import ROWS, SHORT

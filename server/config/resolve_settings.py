@@ -26,7 +26,7 @@ from trencadis.server.config import argv as command_line
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.config.flags import NUMBERS, WHOLE, Flag, find_flag, get_flag_table, get_flag_variables
 from trencadis.server.config.value_parsers import check_allowed_hosts
-from trencadis.server.config.vllm_env_variables import find_variable
+from trencadis.server.config.vllm_env_compatibility import find_variable
 from trencadis.server.config.vllm_flag_row import convert_flags
 from trencadis.server.config.vllm_flag_table import ROWS
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from trencadis.core.errors import QueueFull, Unavailable
-from trencadis.core.executor.spawn import EngineHandle
+from trencadis.core.executor.engine_launcher import EngineHandle
 from trencadis.core.process import engine_messages
 from trencadis.core.process.child_process import StopWatch
 from trencadis.core.request import Delta, Request

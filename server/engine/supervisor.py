@@ -11,7 +11,7 @@ from contextlib import aclosing, suppress
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import Conflict, NotFound, Unavailable
-from trencadis.core.executor.spawn import EngineHandle
+from trencadis.core.executor.engine_launcher import EngineHandle
 from trencadis.core.process import engine_messages
 from trencadis.core.request import Delta, Request
 from trencadis.server.engine.engine_client import DeltaCallback, Pixels

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import Json, JsonMapping, JsonObject
-from trencadis.server.grammars.json_schema import normalise_schema
+from trencadis.server.grammars.json_schema_normaliser import normalise_schema
 from trencadis.server.grammars.regex_translation import escaped
 
 ANY = "(?s:.*)"

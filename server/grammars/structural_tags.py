@@ -11,7 +11,7 @@ from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import Json, JsonMapping
 from trencadis.server.grammars import gbnf, grammar_writer
 from trencadis.server.grammars.grammar_writer import GrammarWriter, WhitespaceRule
-from trencadis.server.grammars.json_schema import normalise_schema, parse_if_text, parse_schema
+from trencadis.server.grammars.json_schema_normaliser import normalise_schema, parse_if_text, parse_schema
 from trencadis.server.grammars.regex_translation import translate_regex
 
 LEVELS = 32

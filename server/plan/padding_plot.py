@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from PIL import Image, ImageDraw
 
-from trencadis.core.buckets import Bucket, Plan, Stage
+from trencadis.core.bucket_plan import Plan
+from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.errors import StartupError
 from trencadis.core.shapes.rectangular_launches import RowNeed, split_rows
 from trencadis.core.shapes.shape_limits import ShapeLimits

@@ -77,7 +77,7 @@ def describe_images(planned: StartupPlan, sizes: Sizes) -> Iterator[JsonObject]:
         made = sizes(height, width)
         # Tiles of one image may run in several launches.
         most = max(planned.plan.sizes(Stage.VISION), default=made.slots)
-        need = made.slots if made.grid[0] == 1 else min(made.slots, most)
+        need = made.slots if len(made.all_items) == 1 else min(made.slots, most)
         yield {
             "size": f"{width}x{height}",
             "resized": f"{made.resized[1]}x{made.resized[0]}",

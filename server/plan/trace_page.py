@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from trencadis.core.buckets import Plan, Stage
+from trencadis.core.bucket_plan import Plan
+from trencadis.core.buckets import Stage
 from trencadis.core.errors import StartupError
 from trencadis.core.json_types import JsonMapping, JsonObject
 from trencadis.core.shapes.learned_plan import KEPT_STAGES

@@ -17,9 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from trencadis.core.buckets import SMALLEST, Bucket, Plan, Stage, capturable, padded_tokens
+from trencadis.core.bucket_plan import Plan
+from trencadis.core.buckets import Bucket, Stage, padded_tokens
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.registry import image_sizes
+from trencadis.core.device_policy import SMALLEST, capturable
 from trencadis.core.engine.dry_run import StartupPlan
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.json_types import Json, JsonMapping, JsonObject
@@ -337,7 +339,7 @@ def read_request(record: JsonMapping, sizes: Sizes | None = None) -> Traffic:
     arrival, cached = float(record["arrival"]), int(record.get("cached", 0))
     if not (math.isfinite(arrival) and arrival >= 0 and cached >= 0):
         raise ValueError("arrival and cached must be at least 0")
-    slots = tuple(image.item.slots for image in images for _ in range(image.grid[0]))
+    slots = tuple(item.slots for image in images for item in image.all_items)
     slots += tuple(_count(s, "slots") for s in record.get("slots", ()))
     return Traffic(arrival, prompt + tokens, output, cached, slots)
 

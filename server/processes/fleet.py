@@ -17,7 +17,7 @@ from functools import partial
 from trencadis.core.checkpoint.pooling_config import LAST
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest, Unavailable
-from trencadis.core.executor.spawn import EngineHandle
+from trencadis.core.executor.engine_launcher import EngineHandle
 from trencadis.core.kv.block_pool import SIZE, BlockHashChain, image_key
 from trencadis.core.process import engine_messages
 from trencadis.core.request import Delta, Request

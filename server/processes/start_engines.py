@@ -16,8 +16,8 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.cpu_affinity import computing_cpus
 from trencadis.core.devices import choose, likely
 from trencadis.core.errors import StartupError
+from trencadis.core.executor.engine_launcher import EngineHandle, spawn_engine
 from trencadis.core.executor.rank_info import requested_threads
-from trencadis.core.executor.spawn import EngineHandle, spawn_engine
 from trencadis.core.links import topology
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from trencadis.core.structured_outputs import Repetition, RepetitionDetectionPar
 from trencadis.server.grammars import gbnf, grammar_writer
 from trencadis.server.grammars.grammar_cache import GrammarCache
 from trencadis.server.grammars.grammar_writer import BETWEEN, GrammarWriter, ToolFunction, WhitespaceRule
-from trencadis.server.grammars.json_schema import normalise_schema, parse_schema
+from trencadis.server.grammars.json_schema_normaliser import normalise_schema, parse_schema
 from trencadis.server.grammars.regex_translation import escaped, translate_regex
 from trencadis.server.grammars.response_format import LARGEST, RequestedFormat
 from trencadis.server.grammars.structural_tags import TagReader

@@ -17,7 +17,6 @@ from trencadis.core.request import Delta, RequestStats, SamplingParams, TokenLog
 from trencadis.server.prompts.answer_reader import AnswerPart, AnswerReader
 from trencadis.server.text.checkpoint_tokenizer import TokenBytes, Tokenizer
 
-NO_IDS: Set[int] = frozenset()
 REPLACEMENT = "�"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from fastapi import APIRouter
 from pydantic import BaseModel, ValidationError
@@ -53,6 +53,7 @@ from trencadis.server.tenants.admission import Ticket
 from trencadis.server.text.off_event_loop import OffEventLoop, is_small
 
 _OFF_LOOP = OffEventLoop("dialect")
+Body = TypeVar("Body", bound=TranslatedRequest)
 
 
 class AnswerWriter(Protocol):
@@ -148,28 +149,39 @@ class TranslatedStream(PieceStream):
         return b"".join([*made, *run.writer.write_final_events()])
 
 
+Translate = Callable[[Body, Request], Awaitable[tuple[InnerRequest, dict[str, str]]]]
+"""Makes the chat request of a body, and the response's headers, by ``translate_request``."""
+
+
 async def respond_translated(
-    state: ServingState, http: Request, inner: InnerRequest, headers: dict[str, str],
-    run: Callable[[Ticket], Awaitable[TranslatedRun]], stream: bool,
+    state: ServingState, body: Body, http: Request, translate: Translate[Body],
+    prepare: Callable[[ServingState, Body, InnerRequest, Request, Ticket], Awaitable[TranslatedRun]], stream: bool,
 ) -> Response:  # fmt: skip
-    """Makes the response of a translated request; errors name the fields that were sent.
+    """Makes the response of a request of another API; errors name the fields that were sent.
 
     Args:
-        run: makes the run, which is charged to the ticket.
+        prepare: makes the run, which is charged to the ticket.
     """
+    state.check_accepting()
+    inner, headers = await translate(body, http)
     mark_runs_model()
     ticket = state.admission.enter()
     keep_alive = state.settings.config.sse_keep_alive_interval
     with translate_errors(inner.names):
-        return await run_request(http, ticket, run(ticket), stream, keep_alive, headers)
+        run = prepare(state, body, inner, http, ticket)
+        return await run_request(http, ticket, run, stream, keep_alive, headers)
 
 
-async def count_prompt_tokens(state: ServingState, http: Request, inner: InnerRequest) -> int:
-    """Counts the tokens of a translated request's prompt, images included."""
+async def respond_with_count(
+    state: ServingState, body: Body, http: Request, translate: Translate[Body], make: Callable[[int], BaseModel]
+) -> Response:
+    """Makes the response that ``make`` makes of the number of tokens of the prompt, images included."""
+    inner, headers = await translate(body, http)
     ticket = state.admission.enter()
     with translate_errors(inner.names):
         prompt = make_prompt(state, inner.chat, http, ticket, state.service.max_counted_tokens)
-        return len((await run_with_ticket(http, ticket, prompt)).tokens)
+        count = len((await run_with_ticket(http, ticket, prompt)).tokens)
+    return Response(make(count).model_dump_json(), headers=headers, media_type="application/json")
 
 
 async def translate_request(
@@ -203,30 +215,22 @@ def make_messages_router(state: ServingState) -> APIRouter:
     """Makes the routes over ``state``."""
     routes = APIRouter(tags=["messages"], route_class=BodyRoute)
 
-    async def inner_of(body: CountTokensRequest, http: Request) -> tuple[InnerRequest, dict[str, str]]:
-        def translate() -> InnerRequest:
+    async def translate(body: CountTokensRequest, http: Request) -> tuple[InnerRequest, dict[str, str]]:
+        def convert() -> InnerRequest:
             reasons = state.parsers.for_template(body.chat_template).reasoning is not None
             return convert_messages(body, lambda name: state.mentions(body.chat_template, name), reasons)
 
-        return await translate_request(state, body, http, translate, body.messages, body.system, body.tools)
+        return await translate_request(state, body, http, convert, body.messages, body.system, body.tools)
 
     @routes.post("/v1/messages", response_model=MessagesResponse)
     async def create(body: MessagesRequest, http: Request) -> Response:
         """Continues a conversation."""
-        state.check_accepting()
-        inner, headers = await inner_of(body, http)
-
-        def run(ticket: Ticket) -> Awaitable[TranslatedRun]:
-            return prepare_message(state, body, inner, http, ticket)
-
-        return await respond_translated(state, http, inner, headers, run, bool(body.stream))
+        return await respond_translated(state, body, http, translate, prepare_message, bool(body.stream))
 
     @routes.post("/v1/messages/count_tokens", response_model=TokenCount)
     async def count_tokens(body: CountTokensRequest, http: Request) -> Response:
         """The tokens of a conversation, images included."""
-        inner, headers = await inner_of(body, http)
-        made = TokenCount(input_tokens=await count_prompt_tokens(state, http, inner))
-        return Response(made.model_dump_json(), headers=headers, media_type="application/json")
+        return await respond_with_count(state, body, http, translate, lambda n: TokenCount(input_tokens=n))
 
     return routes
 
@@ -279,7 +283,7 @@ def make_responses_router(state: ServingState) -> APIRouter:
     """Makes the routes over ``state``."""
     routes = APIRouter(tags=["responses"], route_class=BodyRoute)
 
-    async def inner_of(body: ResponsesRequest, http: Request) -> tuple[InnerRequest, dict[str, str]]:
+    async def translate(body: ResponsesRequest, http: Request) -> tuple[InnerRequest, dict[str, str]]:
         return await translate_request(
             state, body, http, lambda: convert_responses(body, state.service.max_model_len), body.input
         )
@@ -287,20 +291,12 @@ def make_responses_router(state: ServingState) -> APIRouter:
     @routes.post("/v1/responses", response_model=ResponsesResponse)
     async def create(body: ResponsesRequest, http: Request) -> Response:
         """Continues a conversation."""
-        state.check_accepting()
-        inner, headers = await inner_of(body, http)
-
-        def run(ticket: Ticket) -> Awaitable[TranslatedRun]:
-            return prepare_response(state, body, inner, http, ticket)
-
-        return await respond_translated(state, http, inner, headers, run, bool(body.stream))
+        return await respond_translated(state, body, http, translate, prepare_response, bool(body.stream))
 
     @routes.post("/v1/responses/input_tokens", response_model=InputTokens)
     async def input_tokens(body: ResponsesRequest, http: Request) -> Response:
         """The tokens of a conversation, images included."""
-        inner, headers = await inner_of(body, http)
-        made = InputTokens(input_tokens=await count_prompt_tokens(state, http, inner))
-        return Response(made.model_dump_json(), headers=headers, media_type="application/json")
+        return await respond_with_count(state, body, http, translate, lambda n: InputTokens(input_tokens=n))
 
     @routes.post("/v1/responses/compact", include_in_schema=False)
     async def compact() -> None:

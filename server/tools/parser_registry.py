@@ -10,7 +10,7 @@ from trencadis.core.old_names import find_old_members, find_successors
 from trencadis.server.tools.gemma4_parser import GEMMA4, Gemma4ToolParser
 from trencadis.server.tools.harmony_parser import CHANNEL, HARMONY, HarmonyToolParser
 from trencadis.server.tools.json_tool_parsers import HermesToolParser, Llama3ToolParser, MistralToolParser
-from trencadis.server.tools.pythonic_tool_parser import PythonicToolParser
+from trencadis.server.tools.pythonic_tool_parser import Lfm2ToolParser, PythonicToolParser
 from trencadis.server.tools.qwen3_tool_parser import Qwen3ToolParser
 from trencadis.server.tools.reasoning_parser import THINK, ReasoningFormat
 from trencadis.server.tools.tool_parser import ToolParser
@@ -66,6 +66,7 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "llama3_json": Llama3ToolParser,
     "mistral": MistralToolParser,
     "pythonic": PythonicToolParser,
+    "lfm2": Lfm2ToolParser,
     "openai": HarmonyToolParser,
     "gemma4": Gemma4ToolParser,
 }
@@ -82,6 +83,7 @@ SIGNS: tuple[tuple[re.Pattern[str], type[ToolParser]], ...] = (
     (re.compile(r"\[TOOL_CALLS\]"), MistralToolParser),
     (re.compile(r"<function="), Qwen3ToolParser),
     (re.compile(r"<tool_call>"), HermesToolParser),
+    (re.compile(r"<\|tool_(call|list)_start\|>"), Lfm2ToolParser),
     (re.compile(r"\[\w+\(\w+="), PythonicToolParser),
     (re.compile(r"<\|python_tag\|>|\bipython\b"), Llama3ToolParser),
 )

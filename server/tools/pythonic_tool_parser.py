@@ -1,4 +1,4 @@
-"""Parser of the calls of Llama 4 and others, in Python: ``[f(a=1, b="x"), g()]``."""
+"""Parsers of calls in Python, ``[f(a=1, b="x"), g()]``: those of Llama 4 and others, and LFM2's between tags."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class PythonicToolParser(ToolParser):
         if head:
             yield from self.try_calls(self._read_calls, head, 1)
         while True:
-            mark = yield from self.read_content_until(OPEN)
+            mark = yield from self.read_content_until(self.tags[0])
             if not mark:
                 return
             yield from self.try_calls(self._read_calls, mark)
@@ -93,7 +93,7 @@ class PythonicToolParser(ToolParser):
                 break
         yield from self.take_literal("]")
         yield from self.read_run()
-        yield from self.take_literal(CLOSE)
+        yield from self.take_literal(self.tags[1])
         return True
 
     def _read_call(self, name: str) -> Wait[bool]:
@@ -167,6 +167,35 @@ class PythonicToolParser(ToolParser):
                 out += self.text[self.at :]
                 self.at = len(self.text)
                 return out
+
+
+class Lfm2ToolParser(PythonicToolParser):
+    """Reads a list of calls between tags, anywhere in an answer."""
+
+    tags = ("<|tool_call_start|>", "<|tool_call_end|>")
+    mark = tags[0]
+    checks_names = False
+
+    @classmethod
+    def calls_rule(cls, writer: GrammarWriter, functions: Sequence[ToolFunction], many: bool) -> str:
+        """Writes a list of calls between the tags."""
+        return writer.add_rule(f"{writer.write_text(cls.mark)} {cls._list_rule(writer, functions, many)}")
+
+    @classmethod
+    def free_text_rule(cls, writer: GrammarWriter, functions: Sequence[ToolFunction], many: bool) -> str:
+        """Writes free text in which the first tag begins a list of calls."""
+        calls = cls._list_rule(writer, functions, many)
+        return writer.add_rule(f"({writer.write_until(cls.mark)} {calls})? {writer.write_free_text(cls.mark)}")
+
+    @classmethod
+    def _list_rule(cls, writer: GrammarWriter, functions: Sequence[ToolFunction], many: bool) -> str:
+        """Writes a list of calls and the tag behind it."""
+        return f"{super().calls_rule(writer, functions, many)} {writer.write_text(cls.tags[1])}"
+
+    def parse(self) -> Wait[None]:
+        """Reads content, with calls after tags."""
+        while mark := (yield from self.read_content_until(self.mark)):
+            yield from self.try_calls(self._read_calls, mark)
 
 
 def convert_literal(raw: str) -> str:

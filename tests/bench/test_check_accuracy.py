@@ -15,7 +15,7 @@ from tests.vision import vision_checkpoints
 from tests.vision.extra_families.minicpmv import minicpmv
 from trencadis.assets import demo_path
 from trencadis.core.models.attention import TextRotary
-from trencadis.server.bench.accuracy_items import Box, ItemMaker, box_text
+from trencadis.server.bench.accuracy_items import Box, ItemMaker
 from trencadis.server.bench.accuracy_scores import paired_difference, wilson_interval
 from trencadis.server.cli.main import main
 
@@ -45,7 +45,7 @@ def test_right_answers_are_told_from_wrong_ones() -> None:
     assert colour.accepts(own.title()) and not colour.accepts(other) and not colour.accepts(f"{own} or {other}")
     box = item("box")
     place = box.scenes[0].shapes[0].box
-    assert box.accepts(f"```json\n{box_text(place)}\n```")
+    assert box.accepts(f'```json\n{{"bbox_2d": {list(place)}}}\n```')
     width, height = box.scenes[0].width, box.scenes[0].height
     thousandths = [1000 * v // s for v, s in zip(place, (width, height) * 2, strict=True)]
     assert box.accepts(str(thousandths)) and not box.accepts("[0, 0, 1, 1]") and not box.accepts("no box")

@@ -12,7 +12,8 @@ import pytest
 
 from tests.traffic.launch_lines import GUIDE, LINES, MODELS, model_of, plan_of
 from trencadis.backends.hpu.policy import SERVING
-from trencadis.core.buckets import Bucket, Plan, Stage
+from trencadis.core.bucket_plan import Plan
+from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.shapes.bucket_options import BucketOptions, read_bucket_options
 from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.rectangular_launches import RowNeed, split_rows

@@ -13,7 +13,8 @@ import pytest
 from benchmarks.traces.generate import TRACES
 from tests.traffic.launch_lines import GUIDE, LINES, model_of, plan_of
 from trencadis.backends.hpu.policy import SERVING
-from trencadis.core.buckets import Plan, Stage
+from trencadis.core.bucket_plan import Plan
+from trencadis.core.buckets import Stage
 from trencadis.core.errors import StartupError
 from trencadis.core.shapes.bucket_options import BucketOptions, read_bucket_options
 from trencadis.core.shapes.bucket_planner import make_plan

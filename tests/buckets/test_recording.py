@@ -16,7 +16,8 @@ import pytest
 from tests.traffic.launch_lines import GUIDE, model_of
 from trencadis.backends.hpu.policy import SERVING
 from trencadis.core import engine_stats
-from trencadis.core.buckets import LORA, Plan, Stage
+from trencadis.core.bucket_plan import Plan
+from trencadis.core.buckets import LORA, Stage
 from trencadis.core.engine import bucket_learning
 from trencadis.core.engine.bucket_learning import OBSERVE, ON, BucketLearning, LearningSettings
 from trencadis.core.engine.request_trace import RequestTrace

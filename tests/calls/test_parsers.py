@@ -32,6 +32,8 @@ MARKUP = set(
         "python_tag",
         "python_start",
         "python_end",
+        "tool_call_start",
+        "tool_call_end",
         "True",
         "False",
         "None",
@@ -162,6 +164,10 @@ GOLDEN: list[tuple[str, str, str | None, list[tuple[str, str]]]] = [
     ("gemma4", "<|tool_call>call:f{a:[1,{b:2<tool_call|>so", "so", [("f", '{"a": [1, {"b": 2')]),
     ("gemma4", "<|tool_call>call f{}<tool_call|>", None, []),
     ("gemma4", "<tool_call>call:f{}", None, []),
+    ("lfm2", "I look.\n<|tool_call_start|>[now(), f(a='b')]<|tool_call_end|> so", "I look.\nso",
+     [("now", "{}"), ("f", '{"a": "b"}')]),
+    ("lfm2", "[now()]", None, []),
+    ("lfm2", "<|tool_call_start|>now", None, []),
 ]  # fmt: skip
 """Style, answer, content (None: all of it), calls."""
 

@@ -11,7 +11,8 @@ import torch
 
 from trencadis.backends.cpu import make_backend
 from trencadis.backends.cpu.padding import empty_inputs
-from trencadis.core.buckets import Bucket, Plan, Stage
+from trencadis.core.bucket_plan import Plan
+from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.graphs.graph_manager import KEPT, GraphManager
 from trencadis.core.scheduling.sequence import _numbers, uniform

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from trencadis.core.buckets import Bucket, Plan, Policy, Stage
+from trencadis.core.bucket_plan import Plan
+from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import ProgramState
+from trencadis.core.device_policy import Policy
 from trencadis.core.graphs.graph_capture import CaptureJournal, GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager, GraphObserver
 from trencadis.core.memory.graph_budget import GraphPrice

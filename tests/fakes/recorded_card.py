@@ -21,8 +21,9 @@ from trencadis.backends.hpu.emulator.refusals import EmulatedOutOfMemory
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.launches.hpu_program import GraphProgram
 from trencadis.backends.hpu.policy import SERVING
-from trencadis.core.buckets import Bucket, InputSizes
+from trencadis.core.buckets import Bucket
 from trencadis.core.device.backend import BackendConfig, OutOfDeviceMemory, ProgramState
+from trencadis.core.device_policy import InputSizes
 from trencadis.core.memory.measurement_cache import bucket_of
 from trencadis.core.vision_config import SlotForm
 

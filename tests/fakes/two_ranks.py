@@ -19,7 +19,8 @@ from trencadis.backends.hpu.emulator.refusals import parse
 from trencadis.backends.hpu.hccl_comm import HpuComm
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.policy import policy
-from trencadis.core.buckets import Bucket, Plan, Stage
+from trencadis.core.bucket_plan import Plan
+from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.graphs.graph_capture import GraphCaptures

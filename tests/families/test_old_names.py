@@ -15,7 +15,7 @@ import pytest
 from trencadis.core import devices
 from trencadis.core.checkpoint import registry
 from trencadis.core.errors import StartupError
-from trencadis.core.old_names import MEMBERS, MODULES, NAMES, find_successors
+from trencadis.core.old_names import MEMBERS, MODULES, MOVED, NAMES, find_successors
 from trencadis.server.tools import parser_registry
 
 PLUGIN = "plugin_of_before"
@@ -57,6 +57,7 @@ def test_every_name_and_member_has_a_successor_in_the_source() -> None:
     words = {word for found in defined for word in found}
     new = {*NAMES.values(), *MEMBERS, *(name for members in MEMBERS.values() for name in members.values())}
     assert new - words == set()
+    assert all(hasattr(import_module(f"trencadis.{module}"), name) for name, module in MOVED.items())
 
 
 @pytest.mark.parametrize(
@@ -70,6 +71,10 @@ def test_every_name_and_member_has_a_successor_in_the_source() -> None:
             "from trencadis.multimodal.tiles.model import (\n    TileModel,\n)",
             "trencadis.multimodal.tiles.model is called trencadis.multimodal.vit.model now; "
             "TileModel is called TileVisionModel now",
+        ),
+        (
+            "from trencadis.core.buckets import Plan, Stage",
+            "trencadis.core.buckets.Plan is called trencadis.core.bucket_plan.Plan now",
         ),
         ("from trencadis.multimodal.processor import Prepared", "Prepared is called PreparedImage now"),
         (

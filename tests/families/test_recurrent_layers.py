@@ -18,7 +18,10 @@ from trencadis import LLM, SamplingParams
 FAMILY = "qwen3_5"
 NAMES = tuple(FORMS[FAMILY])
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-each_name = pytest.mark.parametrize("name", NAMES, ids=lambda value: value.replace(" ", "-"))
+CASES = [(FAMILY, name) for name in NAMES] + [
+    (family, next(iter(FORMS[family]))) for family in ("granite_hybrid", "lfm2")
+]
+each_case = pytest.mark.parametrize(("family", "name"), CASES, ids=lambda value: value.replace(" ", "-"))
 
 
 def random_ids(count: int, seed: int = 0) -> list[int]:
@@ -26,12 +29,12 @@ def random_ids(count: int, seed: int = 0) -> list[int]:
     return ids
 
 
-@each_name
+@each_case
 @pytest.mark.parametrize("ops", ["fast", "reference"])
 def test_chunks_of_64_have_the_bits_of_the_whole_and_others_its_values(
-    form: Any, oracle: Any, name: str, ops: str
+    form: Any, oracle: Any, family: str, name: str, ops: str
 ) -> None:
-    path, ids = form(FAMILY, name), random_ids(200)
+    path, ids = form(family, name), random_ids(200)
     with torch.no_grad():
         want = oracle(path)(input_ids=torch.tensor([ids])).logits[0]
     harness = HandDrivenModel(path, "serving", ops)
@@ -43,8 +46,9 @@ def test_chunks_of_64_have_the_bits_of_the_whole_and_others_its_values(
         close(harness.prefill(ids, chunk), want)
 
 
-def test_a_slot_may_hold_anything_before_a_prompt_begins(form: Any) -> None:
-    harness = HandDrivenModel(form(FAMILY, NAMES[0]), "padded")
+@pytest.mark.parametrize(("family", "name"), [(FAMILY, NAMES[0]), CASES[-2]], ids=[FAMILY, CASES[-2][0]])
+def test_a_slot_may_hold_anything_before_a_prompt_begins(form: Any, family: str, name: str) -> None:
+    harness = HandDrivenModel(form(family, name), "padded")
     ids = random_ids(90)
     want = harness.prefill(ids, 64)
     for layer in harness.model.persistent.recurrent:
@@ -67,9 +71,11 @@ def answers(llm: LLM, prompts: list[list[int]]) -> list[tuple[tuple[int, ...], i
     return [(tuple(one.outputs[0].token_ids), one.num_cached_tokens) for one in made]
 
 
-@pytest.mark.parametrize("flags", [{}, CARDS["cuda twin"]], ids=["cpu", "cuda twin"])
-def test_prefixes_are_shared_by_snapshots(form: Any, flags: dict[str, Any]) -> None:
-    path, shared, flags = form(FAMILY, NAMES[0]), random_ids(270), {**flags, "max_model_len": 512}
+@pytest.mark.parametrize(("case", "flags"), [
+    (CASES[0], {}), (CASES[0], CARDS["cuda twin"]), (CASES[-2], {}),
+], ids=["cpu", "cuda twin", "granite"])  # fmt: skip
+def test_prefixes_are_shared_by_snapshots(form: Any, case: tuple[str, str], flags: dict[str, Any]) -> None:
+    path, shared, flags = form(*case), random_ids(270), {**flags, "max_model_len": 512}
     prompts = [[*shared, *random_ids(150, 1 + i)] for i in range(3)]
     cold, llm = LLM(str(path), **{**BASE, **flags, "enable_prefix_caching": False}), LLM(str(path), **{**BASE, **flags})
     try:
@@ -121,28 +127,44 @@ def test_what_does_not_go_with_a_state_is_refused_in_one_line(form: Any, flags: 
     assert "\n" not in str(found.value)
 
 
+SCANNED = tuple(FORMS["granite_hybrid"])
+
+
+def test_one_group_of_heads_is_not_divided(form: Any) -> None:
+    from trencadis.core.errors import StartupError
+
+    with pytest.raises(StartupError, match="1 groups of heads of recurrent layers; use 1") as found:
+        LLM(str(form("granite_hybrid", SCANNED[0])), **BASE, tensor_parallel_size=2)
+    assert "\n" not in str(found.value)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "flags"), [
-    (NAMES[1], {"pipeline_parallel_size": 2}), (NAMES[0], {"tensor_parallel_size": 2}),
-    (NAMES[1], {"tensor_parallel_size": 2}),
-], ids=["stages", "ranks", "ranks-tied"])  # fmt: skip
-def test_ranks_and_stages_keep_their_states(form: Any, greedy: Any, name: str, flags: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("family", "name", "flags"), [
+    (FAMILY, NAMES[1], {"pipeline_parallel_size": 2}), (FAMILY, NAMES[0], {"tensor_parallel_size": 2}),
+    (FAMILY, NAMES[1], {"tensor_parallel_size": 2}), ("granite_hybrid", SCANNED[1], {"tensor_parallel_size": 2}),
+    (*CASES[-1], {"tensor_parallel_size": 2}),
+], ids=["stages", "ranks", "ranks-tied", "granite-ranks", "lfm2-ranks"])  # fmt: skip
+def test_ranks_and_stages_keep_their_states(
+    form: Any, greedy: Any, family: str, name: str, flags: dict[str, Any]
+) -> None:
     requested = [tuple(random_ids(20 + 30 * i, i)) for i in range(6)]
-    assert_same(pairs(greedy, form(FAMILY, name), requested, 8, **flags))
+    assert_same(pairs(greedy, form(family, name), requested, 8, **flags))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
-def test_quantised_weights_answer(form: Any, kind: str) -> None:
-    llm = LLM(str(form(FAMILY, NAMES[0])), **BASE, quantization=kind)
+@pytest.mark.parametrize("case", [CASES[0], *CASES[-2:], ("granite_hybrid", SCANNED[1])], ids=lambda case: case[1])
+def test_quantised_weights_answer(form: Any, kind: str, case: tuple[str, str]) -> None:
+    llm = LLM(str(form(*case)), **BASE, quantization=kind)
     try:
         assert len(answers(llm, [random_ids(100)])[0][0]) == 8
     finally:
         llm.close()
 
 
-def test_a_state_is_a_row_of_the_ledger(form: Any) -> None:
-    path: Path = form(FAMILY, NAMES[0])
+@pytest.mark.parametrize("case", [CASES[0], CASES[-2]], ids=lambda case: case[0])
+def test_a_state_is_a_row_of_the_ledger(form: Any, case: tuple[str, str]) -> None:
+    path: Path = form(*case)
     llm = LLM(str(path), **{**BASE, **CARDS["cuda twin"]})
     try:
         plan = llm.engine.info().graphs

@@ -103,6 +103,17 @@ QWEN3_5_MOE.pop("intermediate_size")
 QWEN3_NEXT: dict[str, Any] = QWEN3_5_MOE | dict(
     intermediate_size=96, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
 )  # fmt: skip
+LFM2: dict[str, Any] = text_settings(
+    num_hidden_layers=4, layer_types=["conv", "conv", "full_attention", "conv"], intermediate_size=120,
+    block_multiple_of=16, pad_token_id=1,
+)  # fmt: skip
+LFM2["norm_eps"] = LFM2.pop("rms_norm_eps")
+GRANITE_HYBRID: dict[str, Any] = GRANITE | dict(
+    num_hidden_layers=4, layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    num_local_experts=0, num_experts_per_tok=0, shared_intermediate_size=96, position_embedding_type="nope",
+    mamba_n_heads=8, mamba_n_groups=1, mamba_d_state=32, mamba_expand=2, mamba_d_head="auto", mamba_d_conv=4,
+    mamba_chunk_size=64, pad_token_id=1,
+)  # fmt: skip
 FORMS: dict[str, dict[str, dict[str, Any]]] = {
     "gemma3": {
         "windows of 8, four layers": GEMMA,
@@ -276,6 +287,24 @@ FORMS: dict[str, dict[str, dict[str, Any]]] = {
         ),
         "yarn": GRANITE | dict(rope_parameters=YARN, num_key_value_heads=4),
     },
+    "granite_hybrid": {
+        "a shared MLP alone, no positions": GRANITE_HYBRID,
+        "experts, two groups, rotary, biases": GRANITE_HYBRID | dict(
+            num_local_experts=6, num_experts_per_tok=2, intermediate_size=40, position_embedding_type="rope",
+            mamba_n_groups=2, mamba_d_state=16, mamba_proj_bias=True, attention_bias=True, num_key_value_heads=1,
+        ),
+        "attention alone, tied": GRANITE_HYBRID | dict(
+            layer_types=["full_attention"] * 4, position_embedding_type="rope", tie_word_embeddings=True,
+        ),
+    },
+    "lfm2": {
+        "convolutions of 3": LFM2,
+        "of 4, tied, one KV head, sizes as they are": LFM2 | dict(
+            conv_L_cache=4, num_key_value_heads=1, block_auto_adjust_ff_dim=False, tie_word_embeddings=True,
+            layer_types=["conv", "full_attention", "full_attention", "conv"],
+        ),
+        "layers by number": LFM2 | dict(layer_types=None, full_attn_idxs=[1, 3], block_ffn_dim_multiplier=1.3),
+    },
     "gpt_oss": {
         "windows of 20 in every second layer": GPT_OSS,
         "three of eight, one KV head, wide heads, tied": GPT_OSS | dict(
@@ -315,6 +344,8 @@ CLASSES = {
     "olmo3": ("Olmo3Config", "Olmo3ForCausalLM"),
     "ministral3": ("Ministral3Config", "Ministral3ForCausalLM"),
     "granite": ("GraniteConfig", "GraniteForCausalLM"),
+    "granite_hybrid": ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM"),
+    "lfm2": ("Lfm2Config", "Lfm2ForCausalLM"),
     "gpt_oss": ("GptOssConfig", "GptOssForCausalLM"),
     "opt": ("OPTConfig", "OPTForCausalLM"),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel"),
@@ -348,7 +379,7 @@ def _louder(model: Any) -> None:
                 p.mul_(2)
             if name.endswith("A_log"):  # states that last for tens of tokens
                 p.sub_(3)
-            if name.endswith("conv1d.weight"):
+            if name.endswith(("conv1d.weight", "conv.conv.weight")):
                 p.mul_(5)
         generator = torch.Generator().manual_seed(7)
         for name, b in model.named_buffers():

@@ -21,7 +21,7 @@ from tests.fakes.text_checkpoint import write_text_checkpoint
 from tests.health.test_sleep import FACTORY, until
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import Unavailable
-from trencadis.core.executor.spawn import spawn_engine
+from trencadis.core.executor.engine_launcher import spawn_engine
 from trencadis.core.request import Request, SamplingParams
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.http.app import create_app

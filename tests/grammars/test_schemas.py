@@ -15,7 +15,7 @@ from tests.random_inputs.random_schemas import REAL, random_schema
 from tests.random_inputs.schema_instances import damaged, exact, fits, instances, validator
 from trencadis.core.errors import BadRequest
 from trencadis.server.grammars.grammar_writer import WhitespaceRule
-from trencadis.server.grammars.json_schema import LEVELS
+from trencadis.server.grammars.json_schema_normaliser import LEVELS
 from trencadis.server.grammars.response_format import RequestedFormat
 from trencadis.server.grammars.schema_rewrite import REFUSED
 

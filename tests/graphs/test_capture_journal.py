@@ -7,7 +7,7 @@ import socket
 from typing import Any
 
 from trencadis.core.config import EngineConfig
-from trencadis.core.executor.spawn import EngineHandle
+from trencadis.core.executor.engine_launcher import EngineHandle
 from trencadis.core.graphs.graph_capture import CaptureJournal
 from trencadis.core.process import engine_messages
 from trencadis.server.engine.supervisor import Supervisor

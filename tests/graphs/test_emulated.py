@@ -14,6 +14,7 @@ from tests.traffic.requests import Traffic
 from trencadis.backends.hpu.emulator.emulated_bridge import EmulatedRuntime
 from trencadis.backends.hpu.emulator.refusals import parse
 from trencadis.core.buckets import Stage
+from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import ProgramState
 from trencadis.core.engine.engine import Engine
@@ -22,6 +23,7 @@ from trencadis.core.errors import StartupError
 from trencadis.core.shapes.bucket_profile import write_profile
 from trencadis.core.shapes.learned_plan import KEPT_STAGES
 from trencadis.core.shapes.shape_needs import NeedHistogram
+from trencadis.server.plan.plan_command import make_plan
 
 LENGTH = 192
 FLAGS: dict[str, Any] = {
@@ -41,14 +43,15 @@ Make = Callable[..., Engine]
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch, vl_checkpoint: Path, tmp_path: Path) -> Iterator[Make]:
-    """``make(faults="oom@capture:2", warmup="skip")``: an engine; ended with the test."""
+    """``make(faults="oom@capture:2", warmup="skip")``: an engine; ended with the test. ``kind="meta"``: no values."""
     monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
     monkeypatch.setenv("TRENCADIS_CACHE", str(tmp_path))
     monkeypatch.setenv("VLLM_MULTIMODAL_BUCKETS", "64,128,256,512")
     made: list[Engine] = []
 
-    def create(faults: str = "", **flags: Any) -> Engine:
+    def create(faults: str = "", kind: str = "compute", **flags: Any) -> Engine:
         monkeypatch.setenv("TRENCADIS_HPU_EMULATOR_FAULTS", faults)
+        monkeypatch.setenv("TRENCADIS_HPU_EMULATOR_KIND", kind)
         made.append(create_engine(EngineConfig(model=str(vl_checkpoint), **{**FLAGS, **flags})))
         return made[-1]
 
@@ -89,7 +92,7 @@ def test_nothing_compiles_after_a_full_warmup(make: Make) -> None:
     engine = make(num_gpu_blocks_override=24, encoder_cache_images=2)
     graphs = engine.executor._rank.graphs  # type: ignore[attr-defined]
     assert len(graphs.list_captured()) == len(graphs.planned) > 30
-    traffic(engine, 120)
+    traffic(engine, 80)
     totals = engine.scheduler.totals
     assert totals.preemptions and totals.prefix_hits and totals.images_encoded
     check(engine)
@@ -218,7 +221,7 @@ def test_a_tiny_reserve_captures_some_and_says_what_would_hold_the_plan(
         }
     found = re.search(r"VLLM_GRAPH_RESERVED_MEM=([\d.]+) holds the plan", said)
     assert found is not None
-    held = make(graph_reserved_mem=float(found[1]), **SMALL)
+    held = make(kind="meta", graph_reserved_mem=float(found[1]), **SMALL)
     graphs = held.executor._rank.graphs  # type: ignore[attr-defined]
     assert len(graphs.list_captured()) == len(graphs.planned)
 
@@ -278,9 +281,9 @@ def test_background_takes_the_hottest_first_and_no_step_waits_for_more_than_one_
 
 
 def test_measured_graphs_are_used_by_the_next_start(make: Make) -> None:
-    first = make(**SMALL)
+    first = make(kind="meta", **SMALL)
     assert first.info().graphs is not None
-    second = make(graph_memory="auto", **SMALL)
+    second = make(kind="meta", graph_memory="auto", **SMALL)
     pools = second.info().graphs.pools  # type: ignore[union-attr]
     assert all(spent <= budget for budget, spent, _ in pools.values())
     reserve = dict(second.info().graphs.ledger)["graph reserve unused"]  # type: ignore[union-attr]
@@ -293,15 +296,18 @@ def test_what_cannot_fit_is_refused_before_loading(make: Make, monkeypatch: pyte
         make(gpu_memory_utilization=0.000001)
 
 
-def test_a_start_by_profile_has_fewer_graphs_and_compiles_nothing_later(make: Make, tmp_path: Path) -> None:
+def test_a_start_by_profile_has_fewer_graphs_and_compiles_nothing_later(
+    make: Make, vl_checkpoint: Path, tmp_path: Path
+) -> None:
     """Needs of decoding alone: prompts run in the covers. Every launch is planned."""
     needs = NeedHistogram()
     for rows in range(1, 5):
         needs.add(Stage.DECODE, (rows, 4 * rows), 100)
     write_profile(str(tmp_path / "needs.json"), needs, 16)
-    all_sizes = make()
     fewer = make(bucket_profile=str(tmp_path / "needs.json"), max_graphs=16)
-    counts = [len(e.executor._rank.graphs.planned) for e in (all_sizes, fewer)]  # type: ignore[attr-defined]
+    config = EngineConfig(model=str(vl_checkpoint), **FLAGS)
+    all_sizes = make_plan(config, load_config(vl_checkpoint), 96 << 30).plan
+    counts = len(all_sizes.buckets), len(fewer.executor._rank.graphs.planned)  # type: ignore[attr-defined]
     kept = {*KEPT_STAGES, Stage.VISION}  # sizes of images are set (VLLM_MULTIMODAL_BUCKETS)
     heads = len([b for b in fewer.executor._rank.plan.buckets if b.stage in kept])  # type: ignore[attr-defined]
     assert counts[1] - heads <= 16 < counts[0] - heads

@@ -15,7 +15,8 @@ from tests.graphs.test_ranks import ThreadComm, together
 from tests.traffic.requests import Traffic
 from trencadis.backends.hpu.emulator.emulated_bridge import EmulatedRuntime
 from trencadis.backends.hpu.emulator.refusals import parse
-from trencadis.core.buckets import Bucket, Plan, Stage
+from trencadis.core.bucket_plan import Plan
+from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import ProgramState
 from trencadis.core.engine.engine import Engine

@@ -24,7 +24,7 @@ from tests.health.test_sleep import FACTORY, until
 from tests.operations.fake_server import FakeServer
 from tests.traffic.server_process import free_port
 from trencadis.core.config import EngineConfig
-from trencadis.core.executor.spawn import spawn_engine
+from trencadis.core.executor.engine_launcher import spawn_engine
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.engine.supervisor import Supervisor
 from trencadis.server.http.app import create_app

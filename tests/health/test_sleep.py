@@ -17,7 +17,7 @@ import pytest
 from tests.fakes.counting_engine import HELD, SLOW, STUCK, WORDS
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import Unavailable
-from trencadis.core.executor.spawn import spawn_engine
+from trencadis.core.executor.engine_launcher import spawn_engine
 from trencadis.core.request import Delta, Request, SamplingParams
 from trencadis.core.structured_outputs import Rule
 from trencadis.server.engine import request_link

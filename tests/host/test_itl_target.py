@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 
 from tests.engine.test_schedules import random_request
 from tests.oracles.shadow_engine import VOCAB, Clock, ScheduleDriver, shadow_engine
-from trencadis.core.buckets import MIXED_AXES, Bucket, Plan, Policy, Stage
+from trencadis.core.bucket_plan import Plan
+from trencadis.core.buckets import MIXED_AXES, Bucket, Stage
 from trencadis.core.checkpoint.pooler_config import load_model_config
 from trencadis.core.config import EngineConfig
+from trencadis.core.device_policy import Policy
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.engine_builder import _times
 from trencadis.core.engine.startup_checks import check_start

@@ -1,8 +1,13 @@
-"""An emulated card, and the backend on it."""
+"""An emulated card, and the backend on it; processes over the stub of the plug-in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +20,64 @@ from trencadis.backends.hpu.emulator.refusals import parse
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.policy import policy
 from trencadis.core.device.backend import BackendConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+
+FORKS = """
+import json, os, sys, traceback
+import numpy, torch
+
+def play(code, args, env, folder):
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.argv[1:] = args
+    try:
+        exec(compile(code, "-c", "exec"), {"__name__": "__main__"})
+        return 0
+    except BaseException:
+        traceback.print_exc()
+        return 1
+
+for line in sys.stdin:
+    child = os.fork()
+    if not child:
+        status = play(*json.loads(line))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+"""Imports torch once, then runs each piece of code in a process of its own, forked before the plug-in is imported."""
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="session")
+def over_stub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """``over_stub(code, *args, **env)``: what ``code`` ends in, in a process over the stub of the plug-in."""
+    folder = tmp_path_factory.mktemp("forks")
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests/stubs")])
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PT_HPU", "TRENCADIS_", "HLS_", "OMPI_"))}
+    clean |= {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    server = subprocess.Popen(
+        [sys.executable, "-P", "-c", FORKS], env=clean, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert server.stdin is not None and server.stdout is not None
+
+    def run(code: str, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+        assert server.stdin is not None and server.stdout is not None
+        server.stdin.write(json.dumps([code, args, {**clean, **env}, str(folder)]) + "\n")
+        server.stdin.flush()
+        status = int(server.stdout.readline())
+        out, err = ((folder / name).read_text() for name in ("out", "err"))
+        return subprocess.CompletedProcess(args, status, out, err)
+
+    yield run
+    server.stdin.close()
+    server.wait()
+    server.stdout.close()
 
 
 @pytest.fixture

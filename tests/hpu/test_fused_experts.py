@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.hpu.start.test_bridge import run
+from tests.hpu.conftest import Run
 from tests.hpu.start.test_symbols import OPEN
 from trencadis.backends.cpu.expert_mlp import JoinedExperts
 from trencadis.backends.cpu.reference_ops import ReferenceOps
@@ -158,6 +158,6 @@ print(type(packed).__name__, type(ops.pack_quantised_experts(up, down)).__name__
 @pytest.mark.parametrize(
     ("stub", "form"), [("", "ListedExperts ListedFp8Experts"), ("wrong", "JoinedExperts NoneType")]
 )
-def test_the_real_branch_checks_the_stubs_operation(stub: str, form: str) -> None:
-    done = run(CHECK, "GAUDI2", HABANA_STUB_EXPERTS=stub)
+def test_the_real_branch_checks_the_stubs_operation(stub: str, form: str, over_stub: Run) -> None:
+    done = over_stub(CHECK, "GAUDI2", HABANA_STUB_EXPERTS=stub)
     assert done.returncode == 0 and done.stdout.strip() == form, done.stderr

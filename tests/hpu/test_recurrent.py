@@ -45,6 +45,16 @@ class Layer:
         return 2 * out.reshape(len(x), -1), residual  # a layer returns no view
 
 
+class ScanLayer(Layer):
+    """The same with a state space in place of the delta rule."""
+
+    def __call__(self, x: Tensor, residual: Tensor, rows: Any, attn: Any) -> tuple[Tensor, Tensor]:
+        q, k, v = (t.reshape(len(x), -1, SIZE) for t in torch.split(x, WIDTHS, dim=1))
+        g, steps = torch.split(residual, [HEADS, HEADS], dim=1)
+        out = self.ops.state_space(q, k, v, g, steps, self.state.state, rows, attn)
+        return 2 * out.reshape(len(x), -1), residual
+
+
 class Case:
     """Rows of a launch: tokens, gates, weights and states."""
 
@@ -59,12 +69,12 @@ class Case:
             torch.randn(SLOTS, HEADS, SIZE, SIZE, generator=random),
         )
 
-    def reference(self, **how: Any) -> tuple[Tensor, States]:
+    def reference(self, kind: type[Layer] = Layer, **how: Any) -> tuple[Tensor, States]:
         """Returns results and states after the launch, by the reference."""
         states = States(*(t.clone() for t in self.states))
         ops = ReferenceOps()
         rows, attn = rows_of(self.counts, **how)
-        return Layer(ops, self.weight, states)(self.x, self.gates, ops.prepare_recurrent(rows, attn), attn)[0], states
+        return kind(ops, self.weight, states)(self.x, self.gates, ops.prepare_recurrent(rows, attn), attn)[0], states
 
     def ran(self, backend: Any, layer: Layer, many: int, width: int, **how: Any) -> Tensor:
         """Runs ``layer`` on a launch of ``many`` rows of ``width`` tokens; padding is NaN."""
@@ -83,9 +93,9 @@ class Case:
         assert torch.isfinite(found).all()
         return found[at]
 
-    def layer(self, backend: Any) -> Layer:
+    def layer(self, backend: Any, kind: type[Layer] = Layer) -> Layer:
         states = States(*(t.to(backend.device) for t in self.states))
-        return Layer(backend.ops, self.weight.to(backend.device), states)
+        return kind(backend.ops, self.weight.to(backend.device), states)
 
 
 LAUNCHES = {
@@ -96,8 +106,10 @@ LAUNCHES = {
 }
 
 
-@pytest.mark.parametrize("lazy", [True, False])
-@pytest.mark.parametrize("name", LAUNCHES)
+@pytest.mark.parametrize(("name", "lazy"), [
+    pytest.param(name, lazy, marks=[pytest.mark.long] if "multiple" in name and not lazy else [])
+    for name in LAUNCHES for lazy in (True, False)
+])  # fmt: skip
 def test_launches_equal_the_reference(name: str, lazy: bool, hpu: Callable[..., Any]) -> None:
     counts, many, width = LAUNCHES[name]
     case, backend = Case(counts), hpu(lazy=lazy)
@@ -117,13 +129,34 @@ def test_launches_equal_the_reference(name: str, lazy: bool, hpu: Callable[..., 
 
 
 @pytest.mark.parametrize("lazy", [True, False])
-def test_cuts_at_multiples_of_64_give_the_same_bits(lazy: bool, hpu: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("name", ["fresh", "decode"])
+def test_state_spaces_equal_the_reference(name: str, lazy: bool, hpu: Callable[..., Any]) -> None:
+    counts, many, width = LAUNCHES[name]
+    case, backend, how = Case(counts), hpu(lazy=lazy), {"begins": [1]}
+    for t in case.states:
+        t[[0, 2]] = NAN
+    layer = case.layer(backend, ScanLayer)
+    found = case.ran(backend, layer, many, width, **how)
+    wanted, states = case.reference(ScanLayer, **how)
+    assert off(found, wanted) < 3e-6 and off(layer.state.state.cpu()[1:], states.state[1:]) < 3e-6
+    assert lazy or backend.card.clock.written_anew == 0, "a store wrote the states of every slot"
+
+
+CUTS = ((64, 64), (128, 192), (1, 1))
+"""Tokens of each launch, and its width."""
+
+
+@pytest.mark.parametrize(("lazy", "cuts"), [
+    (True, CUTS), (False, ((64, 64), (64, 64), (1, 1))), pytest.param(False, CUTS, marks=pytest.mark.long),
+])  # fmt: skip
+def test_cuts_at_multiples_of_64_give_the_same_bits(lazy: bool, cuts: Any, hpu: Callable[..., Any]) -> None:
     """A prompt whole, and in launches of other shapes, the last of which decodes one token."""
-    case, backend = Case([193]), hpu(lazy=lazy)
+    total = sum(count for count, _ in cuts)
+    case, backend = Case([total]), hpu(lazy=lazy)
     layer = case.layer(backend)
-    whole = case.ran(backend, layer, 1, 256, begins=[0])
+    whole = case.ran(backend, layer, 1, total + 63, begins=[0])
     other, parts, start = case.layer(backend), [], 0
-    for count, width in ((64, 64), (128, 192), (1, 1)):
+    for count, width in cuts:
         some = Case([count])
         part = slice(start, start + count)
         some.x, some.gates = case.x[part], case.gates[part]
@@ -152,9 +185,12 @@ def test_inverse_is_as_exact_as_a_triangular_solve(alike: float, beta: float) ->
 def test_opening_checks_one_launch_and_says_what_is_wrong(
     lazy: bool, hpu: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_recurrent(hpu(lazy=lazy).ops)
-    dropped = "store_states" if not lazy else "write_state"
-    faults: tuple[tuple[str, Any], ...] = ((dropped, lambda *args: None), ("EPS", 1.0))
+    """A right launch and a wrong result are those of the test below, in both modes."""
+    if lazy:
+        check_recurrent(hpu(lazy=lazy).ops)
+    faults: tuple[tuple[str, Any], ...] = (("store_states", lambda *args: None),)
+    if lazy:
+        faults = (("write_state", lambda *args: None), ("EPS", 1.0))
     for name, fault in faults:
         for module in (static_recurrence, hpu_ops):
             if hasattr(module, name):

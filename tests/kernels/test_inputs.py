@@ -18,8 +18,9 @@ from trencadis.backends.cuda.launches.cuda_inputs import Sizes
 from trencadis.backends.cuda.launches.input_buffers import InputBuffers, StageBuffer, buffer_bytes
 from trencadis.backends.cuda.launches.input_sizes import input_bytes
 from trencadis.backends.cuda.launches.work_items import END, STEP
-from trencadis.core.buckets import Bucket, InputSizes, Stage
+from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import BackendConfig
+from trencadis.core.device_policy import InputSizes
 from trencadis.core.errors import StartupError
 from trencadis.core.step import HeadInputs, ResetInputs, VisionInputs
 from trencadis.core.vision_config import SlotForm

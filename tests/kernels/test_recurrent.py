@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.oracles import interpreter
-from tests.random_recurrent import NAN, DeltaCase, delta_case, exact_rule, off, rows_of, seeded
+from tests.random_recurrent import NAN, DeltaCase, delta_case, exact_rule, exact_scan, off, rows_of, seeded
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cuda.kernels import delta_rule
 from trencadis.backends.cuda.kernels.attention_tensors import ItemAttn, SingleAttn
@@ -60,6 +60,32 @@ def test_ragged_rows_equal_float64(dtype: torch.dtype, heads: tuple[int, int], d
         assert off(host.state[row + 1], state) < 3e-6, row
         start += count
     assert torch.equal(host.state[5:], before[5:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_state_spaces_equal_float64(dtype: torch.dtype, device: torch.device) -> None:
+    """Ragged rows and decoding rows, with padding and slots of NaN, in sizes of heads that differ."""
+    counts, begins, sources, ops = [70, 1, 65, 3], [0, 2], [1, 2, 3, 6], CudaOps()
+    case = delta_case(sum(counts) + 5, (1, 2), 32, slots=7, dtype=dtype)
+    case = case._replace(v=case.v[..., :16].contiguous(), state=case.state[..., :16].contiguous())
+    case.state[[0, 1, 3]], case.q[-5:], case.k[-5:], case.v[-5:], case.g[-5:], case.beta[-5:] = (NAN,) * 6
+    before, mine = case.state.clone(), DeltaCase(*(t.clone().to(device) for t in case))
+    rows, attn = on_device(*rows_of(counts, begins=begins, sources=sources, padding=5, padding_rows=1), device)
+    found, start = ops.state_space(*mine, ops.prepare_recurrent(rows, attn), attn).cpu(), 0
+    assert not found[-5:].any()
+    for row, count in enumerate(counts):
+        part, held = slice(start, start + count), before[sources[row]]
+        wanted, state = exact_scan(case.tokens(part), torch.zeros_like(held) if row in begins else held)
+        assert off(found[part], wanted) < BOUND[dtype] and off(mine.state.cpu()[row + 1], state) < 3e-6, row
+        start += count
+    assert torch.equal(mine.state.cpu()[5:], before[5:])
+    last = case.tokens(slice(4))._replace(state=before.nan_to_num(0.5))
+    mine = DeltaCase(*(t.clone().to(device) for t in last))
+    rows, attn = on_device(*rows_of([1] * 4), device, single=True)
+    found = ops.state_space(*mine, ops.prepare_recurrent(rows, attn), attn).cpu()
+    for row in range(4):
+        wanted, state = exact_scan(last.tokens(slice(row, row + 1)), last.state[row + 1])
+        assert off(found[row], wanted[0]) < BOUND[dtype] and off(mine.state.cpu()[row + 1], state) < 3e-6
 
 
 @dtypes

@@ -20,7 +20,7 @@ from trencadis.core.executor.rank_info import RankFingerprint, RankInfo, compute
 from trencadis.core.links.group_key import GroupKey, TlsFiles
 from trencadis.core.links.handshake import AuthListener
 from trencadis.core.links.keyed_link import HeartbeatThread, KeyedLink
-from trencadis.core.links.link import LinkClosed
+from trencadis.core.links.message_link import LinkClosed
 from trencadis.core.links.topology import Topology
 
 FACTORY = "tests.fakes.ranks:make"

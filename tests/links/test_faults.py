@@ -18,7 +18,7 @@ from trencadis.core.links import keyed_link
 from trencadis.core.links.group_key import GroupKey
 from trencadis.core.links.handshake import AuthListener
 from trencadis.core.links.keyed_link import KeyedLink
-from trencadis.core.links.link import BEAT, LinkClosed
+from trencadis.core.links.message_link import BEAT, LinkClosed
 
 SOON = 6.0
 """Seconds in which open requests must have ended: silence counts as death after 5."""

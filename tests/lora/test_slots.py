@@ -16,7 +16,8 @@ from tests.fakes import checkpoints
 from trencadis.backends.cpu.adapter_products import add_masked_adapters, group_rows
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference_ops import ReferenceOps
-from trencadis.core.buckets import LORA, Plan, Stage
+from trencadis.core.bucket_plan import Plan
+from trencadis.core.buckets import LORA, Stage
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.device.backend import AdapterWeights, BackendConfig, load
 from trencadis.core.launches.launch_splitter import split_step

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests import kernel_kinds
-from trencadis.backends.cpu.native import checks, row_kernels
+from trencadis.backends.cpu.native import bounds_checks, row_kernels
 from trencadis.backends.cpu.native.row_kernels import StoredKeys, rotate
 from trencadis.core.device.backend import LayerKV
 
@@ -18,10 +18,10 @@ pytestmark = pytest.mark.skipif(not kernel_kinds.OWN, reason="own kernels are no
 
 @pytest.fixture(autouse=True)
 def checking(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(checks.VARIABLE, "1")
-    checks.enabled.cache_clear()
+    monkeypatch.setenv(bounds_checks.VARIABLE, "1")
+    bounds_checks.enabled.cache_clear()
     yield
-    checks.enabled.cache_clear()
+    bounds_checks.enabled.cache_clear()
 
 
 def cache() -> LayerKV:

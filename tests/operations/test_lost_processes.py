@@ -24,7 +24,7 @@ from PIL import Image
 
 from tests.traffic.server_process import RunningServer, server
 from trencadis.assets import demo_path
-from trencadis.core.executor.spawn import EngineHandle
+from trencadis.core.executor.engine_launcher import EngineHandle
 from trencadis.core.process.child_process import StopWatch, read_stat
 from trencadis.server.processes.api_process import ApiProcess
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tests.random_recurrent import NAN, DeltaCase, delta_case, exact_rule, off, rows_of, seeded
+from tests.random_recurrent import NAN, DeltaCase, delta_case, exact_rule, exact_scan, off, rows_of, seeded
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.core.device.backend import Attn
@@ -132,6 +132,65 @@ def test_20000_steps_stay_near_float64(make: type[ReferenceOps]) -> None:
     ops = make()
     found = [ran(ops, case.tokens(slice(i, i + 1)), *rows_of([1])) for i in range(20000)]
     assert off(torch.cat(found), wanted) < 1e-4 and off(case.state[1], state) < 1e-4
+
+
+# The state space
+
+
+def scanned(ops: ReferenceOps, case: DeltaCase, rows: RecurrentRows, attn: Attn) -> Tensor:
+    """Runs the state space as a launch does; changes the state of ``case``."""
+    out = ops.state_space(*case, ops.prepare_recurrent(rows, attn), attn)
+    assert out.dtype == case.v.dtype and out.shape == case.v.shape and torch.isfinite(out.float()).all()
+    return out
+
+
+@OPS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_space_equals_float64(make: type[ReferenceOps], dtype: torch.dtype) -> None:
+    """Ragged rows in one launch, NaN in padding and in the slots of rows that begin; other slots keep their bits."""
+    counts, slots, begins = [1, 70, 1, 130, 2, 65], [5, 1, 7, 3, 2, 9], [1, 2]
+    for heads, size in (((1, 3), 16), ((2, 4), 128), ((1, 2), 24)):
+        case = delta_case(sum(counts) + 9, heads, size, slots=10, dtype=dtype)
+        case.state[[0, 1, 7]], before, start = NAN, case.state.clone(), 0
+        for t in case[:5]:
+            t[sum(counts) :] = NAN
+        found = scanned(make(), case, *rows_of(counts, slots, begins, padding=9, padding_rows=3))
+        for row, (count, slot) in enumerate(zip(counts, slots, strict=True)):
+            part = slice(start, start + count)
+            held = torch.zeros_like(before[0]) if row in begins else before[slot]
+            wanted, state = exact_scan(case.tokens(part), held)
+            assert off(found[part], wanted) < (3e-6 if dtype == torch.float32 else 4e-3), (row, size)
+            assert off(case.state[slot], state) < 3e-6, (row, size)
+            start += count
+        assert torch.equal(case.state[[4, 6, 8]], before[[4, 6, 8]])
+
+
+@OPS
+def test_state_space_equals_transformers(make: type[ReferenceOps]) -> None:
+    theirs = pytest.importorskip(
+        "transformers.models.granitemoehybrid.modeling_granitemoehybrid", reason="this transformers has no Granite 4"
+    )
+    case, a = delta_case(150, (1, 4), 32), -torch.rand(4) - 0.1
+    case = case._replace(g=a * case.beta)
+    wanted, state = theirs.mamba2_chunk_scan(
+        case.v[None], case.beta[None], a, case.k[None], case.q[None], chunk_size=64, return_final_states=True,
+        initial_states=case.state[1:2].transpose(2, 3),
+    )  # fmt: skip
+    found = scanned(make(), case, *rows_of([150]))
+    assert off(found, wanted[0]) < 3e-6 and off(case.state[1], state[0].transpose(1, 2)) < 3e-6
+
+
+@OPS
+def test_cuts_of_the_state_space_at_multiples_of_64_give_the_same_bits(make: type[ReferenceOps]) -> None:
+    for cuts, n in (((64,), 65), ((64, 128), 236), ((128,), 192)):
+        case, ops, parts, start = delta_case(n), make(), [], 0
+        other = case.copied()
+        whole = scanned(ops, case, *rows_of([n], begins=[0]))
+        for count in (*cuts, n - sum(cuts)):
+            rows = rows_of([count], begins=() if start else (0,))
+            parts.append(scanned(ops, other.tokens(slice(start, start + count)), *rows))
+            start += count
+        assert torch.equal(torch.cat(parts), whole) and torch.equal(other.state, case.state)
 
 
 # The convolution

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests import kernel_kinds
-from tests.random_recurrent import NAN, delta_case, exact_rule, off, rows_of, seeded
+from tests.random_recurrent import NAN, delta_case, exact_rule, exact_scan, off, rows_of, seeded
 from trencadis.backends.cpu.native import recurrent
 from trencadis.backends.cpu.native.kernel_table import TORCH
 from trencadis.backends.cpu.reference_ops import ReferenceOps
@@ -18,7 +18,8 @@ BOUND = {torch.float32: 3e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 
 @KINDS
 @TYPES
-def test_delta_rule_equals_float64(kind: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("plain", [False, True], ids=["delta rule", "state space"])
+def test_delta_rule_equals_float64(kind: str, dtype: torch.dtype, plain: bool) -> None:
     table, counts, begins = kernel_kinds.table(kind), [1, 3, 64, 130, 17, 1, 65], [2, 4, 5]
     for heads, size in (((1, 3), 16), ((2, 4), 128)):
         case = delta_case(sum(counts) + 5, heads, size, slots=len(counts) + 2, dtype=dtype)
@@ -26,13 +27,13 @@ def test_delta_rule_equals_float64(kind: str, dtype: torch.dtype) -> None:
         before = case.state.clone()
         rows, attn = rows_of(counts, begins=begins, padding=5, padding_rows=2)
         with kernel_kinds.served("delta_rule", table):
-            found = recurrent.delta_rule(*case, rows, attn, table)
+            found = recurrent.delta_rule(*case, rows, attn, table, plain)
         assert found is not None and found.dtype == dtype and not found[-5:].any()
         start = 0
         for row, count in enumerate(counts):
             part = case.tokens(slice(start, start + count))
             held = torch.zeros_like(before[0]) if row in begins else before[row + 1]
-            wanted, state = exact_rule(part, held)
+            wanted, state = (exact_scan if plain else exact_rule)(part, held)
             assert off(found[start : start + count], wanted) < BOUND[dtype], (row, size)
             assert off(case.state[row + 1], state) < 3e-6, (row, size)
             start += count

@@ -28,7 +28,7 @@ from trencadis.core.errors import StartupError
 from trencadis.core.executor.multiproc_executor import MultiprocExecutor, RankDied, RankFailed
 from trencadis.core.executor.rank_info import can_share, check_size, threads_of
 from trencadis.core.executor.rank_launcher import LocalLauncher
-from trencadis.core.links import link
+from trencadis.core.links import message_link
 from trencadis.core.process import child_process
 from trencadis.core.process.child_process import RANK_FOLDER
 
@@ -137,8 +137,8 @@ def test_a_stopped_rank_is_dead_after_seconds_and_a_busy_one_is_not(
     group: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stopped process keeps its socket; its beats stop, while those of one that is within a step go on."""
-    monkeypatch.setattr(link, "BEAT", 0.25)
-    silence = link.MISSED_LOCALLY * link.BEAT
+    monkeypatch.setattr(message_link, "BEAT", 0.25)
+    silence = message_link.MISSED_LOCALLY * message_link.BEAT
     ranks = group("sleep@1")
     for number in (0, 3):
         ranks.submit(full_step(number)).result()
@@ -176,7 +176,7 @@ import time
 from tests.fakes import ranks as fake_ranks
 from trencadis.core.config import EngineConfig
 from trencadis.core.executor.rank_launcher import LocalLauncher
-from trencadis.core.links import link
+from trencadis.core.links import message_link
 from trencadis.core.process import child_process
 from trencadis.core.executor import rank_launcher
 from trencadis.core.executor.multiproc_executor import MultiprocExecutor

@@ -16,8 +16,9 @@ from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.launches.host_copies import make_packing
 from trencadis.backends.hpu.launches.hpu_inputs import LaunchForm, arrays, leaves
 from trencadis.backends.hpu.policy import policy
-from trencadis.core.buckets import Bucket, GraphMemory, InputSizes, Stage
+from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import ImageNeeds
+from trencadis.core.device_policy import GraphMemory, InputSizes
 from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.memory.estimate import MemoryEstimator
 from trencadis.core.models import model_loader

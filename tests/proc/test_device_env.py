@@ -15,7 +15,7 @@ from trencadis.backends.hpu.start.machine import Stack
 from trencadis.core import devices
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.executor import multiproc_executor, rank_messages, rank_process, spawn
+from trencadis.core.executor import engine_launcher, multiproc_executor, rank_messages, rank_process
 from trencadis.core.executor.rank_info import RankInfo
 from trencadis.core.process import engine_process, torch_env
 from trencadis.server.cli import check_backend
@@ -84,9 +84,9 @@ def test_the_checks(order: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_server_for_its_engine(order: list[Any], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "trencadis.server"):
-        spawn.make_child_environment(CONFIG, {})
+        engine_launcher.make_child_environment(CONFIG, {})
     assert order == [("settle", "hpu", 0, 2)] and caplog.messages == ["a line"]
-    spawn.make_child_environment(EngineConfig(engine="tests.fakes.scripted:make"), {})
+    engine_launcher.make_child_environment(EngineConfig(engine="tests.fakes.scripted:make"), {})
     assert len(order) == 1, "a scripted engine has no device"
 
 
@@ -96,7 +96,7 @@ def test_a_start_that_cannot_succeed_ends_before_the_engine(monkeypatch: pytest.
     monkeypatch.setattr(machine, "find_stack", lambda: Stack("1.24.2.31", "2.11.0+cpu", "2.13.0", True))
     monkeypatch.setattr("subprocess.Popen", lambda *args, **kwargs: pytest.fail("an engine was started"))
     with pytest.raises(StartupError, match=r"was built for torch 2\.13\.0 and torch 2\.11\.0\+cpu is installed"):
-        spawn.spawn_engine(EngineConfig(device="hpu"))
+        engine_launcher.spawn_engine(EngineConfig(device="hpu"))
 
 
 def test_a_torch_that_does_not_load_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

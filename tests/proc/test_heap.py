@@ -21,7 +21,7 @@ from trencadis.core.process.heap_trimmer import LATEST, OFTEN, QUIET, HeapTrimme
 
 def trimmer() -> tuple[HeapTrimmer, list[float], list[float]]:
     now, trims = [0.0], []
-    return HeapTrimmer(lambda: trims.append(now[0]), lambda: now[0]), now, trims
+    return HeapTrimmer(lambda: trims.append(now[0]), lambda: now[0], lambda generation: None), now, trims
 
 
 def test_nothing_ran_nothing_to_do() -> None:

@@ -24,7 +24,7 @@ from tests.fakes.counting_engine import CRASH, DIGEST, HANG, REFUSE, SLOW, WORDS
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import Unavailable
 from trencadis.core.executor import multiproc_executor
-from trencadis.core.executor.spawn import spawn_engine
+from trencadis.core.executor.engine_launcher import spawn_engine
 from trencadis.core.media_spans import MediaSpan
 from trencadis.core.process import child_process, engine_messages
 from trencadis.core.request import Request, SamplingParams
@@ -347,7 +347,7 @@ def test_parent_death_ends_the_engine_from_another_folder(tmp_path):
     """Also: the engine starts from an uninstalled checkout with another working directory."""
     code = (
         "import sys, time; from trencadis.core.config import EngineConfig\n"
-        "from trencadis.core.executor.spawn import spawn_engine\n"
+        "from trencadis.core.executor.engine_launcher import spawn_engine\n"
         f"h = spawn_engine(EngineConfig(engine={CONFIG.engine!r}, threads=1)); print(h.process.pid, flush=True)\n"
         "print(len(h.sock.recv(4096)) > 8, flush=True); time.sleep(60)"
     )

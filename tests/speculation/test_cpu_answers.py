@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.speculation.scripted_proposer import ScriptedProposer
 from tests.traffic.requests import Traffic, pixels, random_request
 from tests.traffic.ruled_requests import ruled, vocabulary
 from trencadis.core.config import EngineConfig
@@ -19,7 +20,7 @@ from trencadis.core.errors import StartupError
 from trencadis.core.request import Delta, Request, SamplingParams
 from trencadis.core.scheduling.draft_scheduler import DraftScheduler
 from trencadis.core.scheduling.sequence import Sequence
-from trencadis.core.spec.draft_source import DraftSource, ScriptedSource
+from trencadis.core.spec.ngram_proposer import DraftProposer
 from trencadis.core.spec.spec_config import SpeculationConfig
 
 LENGTH = 96
@@ -74,10 +75,10 @@ def run(engine: Engine, seed: int, count: int) -> SampledTraffic:
     return traffic
 
 
-def scripted(answers: Answers, kind: str, vocab: int) -> Callable[[Sequence], DraftSource]:
+def scripted(answers: Answers, kind: str, vocab: int) -> Callable[[Sequence], DraftProposer]:
     """Drafts of known answers: right, wrong, or wrong in every third place."""
 
-    def make(seq: Sequence) -> DraftSource:
+    def make(seq: Sequence) -> DraftProposer:
         answer = answers.get((seq.request.id, seq.index), [])
 
         def guess(tokens: Any, known: int) -> int:
@@ -87,7 +88,7 @@ def scripted(answers: Answers, kind: str, vocab: int) -> Callable[[Sequence], Dr
             wrong = kind == "wrong" or (kind == "mixed" and at % 3 == 2)
             return (answer[at] + 1) % vocab if wrong else answer[at]
 
-        return ScriptedSource(guess)
+        return ScriptedProposer(guess)
 
     return make
 

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from tests.oracles.chi_square import chi_square_limit
+from tests.speculation.scripted_proposer import ScriptedProposer
 from tests.speculation.test_cpu_answers import engine_of
 from trencadis.core.engine.engine import Engine
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.scheduling.draft_scheduler import DraftScheduler
 from trencadis.core.scheduling.sequence import Sequence
-from trencadis.core.spec.draft_source import DraftSource, ScriptedSource
+from trencadis.core.spec.ngram_proposer import DraftProposer
 from trencadis.core.spec.spec_config import SpeculationConfig
 
 PROMPT = [5, 6, 7]
@@ -62,8 +63,8 @@ def drawn(path: Path, count: int, ids: list[int], seed: int) -> tuple[Counter[Tr
     engine = engine_of(path, **FLAGS)
     rng = random.Random(seed)
 
-    def make(seq: Sequence) -> DraftSource:
-        return ScriptedSource(lambda tokens, known: ids[0] if rng.random() < 0.5 else rng.choice(ids))
+    def make(seq: Sequence) -> DraftProposer:
+        return ScriptedProposer(lambda tokens, known: ids[0] if rng.random() < 0.5 else rng.choice(ids))
 
     scheduler = engine.scheduler
     config = SpeculationConfig("ngram", 2, always=True)

@@ -16,13 +16,14 @@ from tests.engine import test_schedules
 from tests.masks import test_late_masks
 from tests.oracles.shadow_engine import EOS, VOCAB, ScheduleDriver, shadow_engine
 from tests.oracles.shadow_model import ShadowRank, kv_value, oracle_end
+from tests.speculation.scripted_proposer import ScriptedProposer
 from tests.traffic.requests import searched
 from tests.traffic.rule_oracle import VOCABULARY
 from trencadis.core.engine.engine import Engine
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.sequence import Sequence
-from trencadis.core.spec.draft_source import DraftSource, ScriptedSource
+from trencadis.core.spec.ngram_proposer import DraftProposer
 from trencadis.core.spec.spec_config import SpeculationConfig
 from trencadis.core.step import Step
 from trencadis.core.structured_outputs import Rule
@@ -39,11 +40,11 @@ def right(seq: Sequence) -> list[int]:
     return oracle_end(request, seq.index, request.params.seed or 0, EOS, VOCAB, LENGTH)[0]
 
 
-def scripted(kind: str, seed: int = 0) -> Callable[[Sequence], DraftSource]:
+def scripted(kind: str, seed: int = 0) -> Callable[[Sequence], DraftProposer]:
     """A source that is always right, always wrong, right or wrong by chance, or random."""
     rng = random.Random(seed)
 
-    def make(seq: Sequence) -> DraftSource:
+    def make(seq: Sequence) -> DraftProposer:
         answer = [] if kind == "random" else right(seq)
 
         def guess(tokens: Any, known: int) -> int:
@@ -55,7 +56,7 @@ def scripted(kind: str, seed: int = 0) -> Callable[[Sequence], DraftSource]:
             wrong = kind == "wrong" or (kind == "mixed" and rng.random() < 0.4)
             return (answer[at] + 1) % VOCAB if wrong else answer[at]
 
-        return ScriptedSource(guess)
+        return ScriptedProposer(guess)
 
     return make
 

@@ -10,21 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trencadis.core.spec.answer_counts import CONTEXT_BYTES, LEAST_SHARE, AnswerCounts, Owner, SuffixSource
-from trencadis.core.spec.draft_source import (
+from tests.speculation.scripted_proposer import ScriptedProposer
+from trencadis.core.spec.answer_counts import CONTEXT_BYTES, LEAST_SHARE, AnswerCounts, Owner, SuffixProposer
+from trencadis.core.spec.ngram_proposer import (
     BULK,
     NO_DRAFT,
     AcceptanceRates,
     DraftTokens,
-    FirstOf,
+    FirstProposal,
     NgramIndex,
-    NgramSource,
-    ScriptedSource,
+    NgramProposer,
     StepSeconds,
     choose_count,
     cut_at,
 )
-from trencadis.core.spec.predicted_text import PredictedText, PredictionSource
+from trencadis.core.spec.predicted_text import PredictedText, PredictionProposer
 
 PAD = 9
 TEXTS = st.lists(st.integers(0, 9), max_size=60)
@@ -61,7 +61,7 @@ def plain_ngram(text: list[int], shortest: int, longest: int, count: int, skippe
 def test_ngram_finds_what_a_search_of_the_whole_text_finds(
     text: list[int], prompt: int, longest: int, count: int
 ) -> None:
-    source = NgramSource(2, longest, {PAD})
+    source = NgramProposer(2, longest, {PAD})
     for known in range(min(prompt, len(text)), len(text) + 1):
         expected = plain_ngram(text[:known], 2, longest, count, PAD)
         assert source.propose([*text, -1, -1], known, count).ids == expected
@@ -71,7 +71,7 @@ def test_ngram_finds_what_a_search_of_the_whole_text_finds(
 def test_a_prompt_indexed_in_one_pass_is_found_like_one_indexed_token_by_token(seed: int) -> None:
     rng = random.Random(seed)
     text = [rng.randrange(6) if rng.random() < 0.97 else PAD for _ in range(BULK + 400)]
-    source = NgramSource(2, 4, {PAD})
+    source = NgramProposer(2, 4, {PAD})
     for known in range(BULK + 100 * seed + 1, len(text)):
         assert source.propose(text, known, 4).ids == plain_ngram(text[:known], 2, 4, 4, PAD)
 
@@ -82,18 +82,18 @@ def test_placeholders_of_images_are_neither_matched_nor_proposed() -> None:
     index.extend(text, len(text))
     assert index.find(text, len(text)) == (-1, 0)
     again = [5, 6, 7, PAD, 1, 5, 6]
-    assert NgramSource(2, 4, {PAD}).propose(again, 7, 4).ids == (7,)
+    assert NgramProposer(2, 4, {PAD}).propose(again, 7, 4).ids == (7,)
 
 
 def test_a_text_that_repeats_itself_is_continued_past_its_end() -> None:
-    assert NgramSource().propose([1, 2, 3, 1, 2, 3, 1, 2], 8, 7).ids == (3, 1, 2, 3, 1, 2, 3)
+    assert NgramProposer().propose([1, 2, 3, 1, 2, 3, 1, 2], 8, 7).ids == (3, 1, 2, 3, 1, 2, 3)
 
 
 def test_an_index_costs_little_for_each_token_of_a_long_text() -> None:
     """20 us are allowed; a slow machine that other processes share gets five times that."""
     rng = random.Random(0)
     text = [rng.randrange(150_000) for _ in range(32_768)]
-    source, start = NgramSource(), time.perf_counter()
+    source, start = NgramProposer(), time.perf_counter()
     source.propose(text, len(text) - 500, 4)
     assert (time.perf_counter() - start) / len(text) < 100e-6
     taken = []
@@ -146,19 +146,19 @@ def test_counts_stay_below_their_limit_and_keep_the_recent_half() -> None:
 
 def test_suffix_learns_from_answers_of_other_requests_of_its_owner() -> None:
     counts = AnswerCounts()
-    first = SuffixSource(counts, Owner("t"), 2)
+    first = SuffixProposer(counts, Owner("t"), 2)
     first.propose([8, 9, 1, 2, 3, 4, 5, 6], 8, 4)
-    second = SuffixSource(counts, Owner("t"), 1)
+    second = SuffixProposer(counts, Owner("t"), 1)
     assert second.propose([7, 2, 3], 3, 3).ids == (4, 5, 6)
-    assert SuffixSource(counts, Owner("u"), 1).propose([7, 2, 3], 3, 3) == NO_DRAFT
+    assert SuffixProposer(counts, Owner("u"), 1).propose([7, 2, 3], 3, 3) == NO_DRAFT
 
 
 def test_suffix_prefers_the_longer_of_both_matches() -> None:
     counts = AnswerCounts()
     counts.add(Owner(), [1, 2, 3, 4], 0, 4)
     own = [1, 2, 3, 5, 0, 2, 3]
-    assert SuffixSource(counts, Owner(), 7).propose(own, 7, 1).ids == (5,)
-    assert SuffixSource(counts, Owner(), 8).propose([0, 2, 3, 5, 1, 2, 3, 0, 1, 2, 3][:7], 7, 1).ids == (4,)
+    assert SuffixProposer(counts, Owner(), 7).propose(own, 7, 1).ids == (5,)
+    assert SuffixProposer(counts, Owner(), 8).propose([0, 2, 3, 5, 1, 2, 3, 0, 1, 2, 3][:7], 7, 1).ids == (4,)
 
 
 @given(text=st.lists(st.integers(0, 50), min_size=1, max_size=80), every=st.integers(3, 12))
@@ -166,7 +166,7 @@ def test_suffix_prefers_the_longer_of_both_matches() -> None:
 def test_a_prediction_with_replaced_tokens_is_followed(text: list[int], every: int) -> None:
     """After a replaced token the place moves on by one, so that all others are proposed."""
     predicted = [100 + token if at % every == every - 1 else token for at, token in enumerate(text)]
-    source = PredictionSource(predicted, 1)
+    source = PredictionProposer(predicted, 1)
     for at in range(len(text)):
         ids = source.propose([7, *text], 1 + at, 1).ids
         assert ids == (predicted[at],)
@@ -189,7 +189,7 @@ def test_a_prediction_is_found_again_after_insertions_and_deletions(data: st.Dat
 
 
 def test_a_lost_place_proposes_nothing() -> None:
-    source = PredictionSource([1, 2, 3, 4, 5], 0)
+    source = PredictionProposer([1, 2, 3, 4, 5], 0)
     assert source.propose([], 0, 2).ids == (1, 2)
     assert source.propose([9, 9], 2, 2) == NO_DRAFT
     assert source.propose([9, 9, 2, 3], 4, 9).ids == (4, 5)
@@ -197,7 +197,9 @@ def test_a_lost_place_proposes_nothing() -> None:
 
 
 def test_the_first_source_with_a_proposal_answers() -> None:
-    source = FirstOf([PredictionSource([1], 0), ScriptedSource(lambda text, known: known if known < 3 else -1)])
+    source = FirstProposal(
+        [PredictionProposer([1], 0), ScriptedProposer(lambda text, known: known if known < 3 else -1)]
+    )
     assert source.propose([], 0, 4) == DraftTokens((1,), "prediction")
     assert source.propose([5], 1, 4) == DraftTokens((1, 2), "scripted")
     assert source.propose([5, 5, 5], 3, 4) == NO_DRAFT

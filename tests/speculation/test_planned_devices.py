@@ -25,9 +25,10 @@ from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.policy import input_bytes, policy
-from trencadis.core.buckets import Bucket, InputSizes, Stage, ahead_variant, verify_variant
+from trencadis.core.buckets import Bucket, Stage, ahead_variant, verify_variant
 from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import BackendConfig
+from trencadis.core.device_policy import InputSizes
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.engine_builder import create_engine
 from trencadis.core.request import Request, SamplingParams

@@ -34,7 +34,6 @@ from trencadis.core.shapes.pipeline_partition import check_ranks, split_model
 from trencadis.server.plan.plan_command import main
 from trencadis.server.plan.plan_report import make_pipeline_report
 
-
 PARTLY = {"16 of 72B's 80 layers": ((8192, 16, 64, 8, 29568), 8)}
 """Sizes as ``SIZES`` has them; a start's time grows with its layers."""
 

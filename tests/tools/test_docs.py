@@ -168,8 +168,8 @@ def own_flags(command: Command) -> None:
     elif name == "chat":
         chat_command.parse_arguments(words)
     elif name == "quantize":
-        names, values = quantize.parse(words)
-        assert len(names) == 2 and quantize.check_options(values), command
+        given = quantize.parse(words)
+        assert len(given.names) == 2 and quantize.check_options(given.values), command
     elif name == "merge-lora":
         assert len(words) == 3 or not (words or command.typed), command
     elif name == "check-backend":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trencadis.backends.hpu.policy import SERVING
-from trencadis.core.buckets import Plan
+from trencadis.core.bucket_plan import Plan
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.shapes.bucket_options import BucketOptions, read_bucket_options
 from trencadis.core.shapes.bucket_planner import make_plan

@@ -51,9 +51,18 @@ GEMMA4 = template(
     '<|"|>{{ v }}<|"|>{% endfor %}{% raw %}}{% endraw %}<tool_call|>',
     "<|tool_response>{{ m.content }}<tool_response|>",
 )
+LFM2 = PYTHONIC.replace("[{{ c.function.name }}", "<|tool_call_start|>[{{ c.function.name }}").replace(
+    "{% endfor %})]", "{% endfor %})]<|tool_call_end|>"
+)
 TEMPLATES = {
-    "hermes": HERMES, "qwen3": QWEN3, "llama3_json": LLAMA3, "mistral": MISTRAL, "pythonic": PYTHONIC, "gemma4": GEMMA4,
-}  # fmt: skip
+    "hermes": HERMES,
+    "qwen3": QWEN3,
+    "llama3_json": LLAMA3,
+    "mistral": MISTRAL,
+    "pythonic": PYTHONIC,
+    "lfm2": LFM2,
+    "gemma4": GEMMA4,
+}
 THINKING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n"
     "</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}{% if reasoning_effort %}E={{ reasoning_effort }}"

@@ -148,15 +148,20 @@ def gemma4(calls: Calls, rng: random.Random) -> str:
     return rng.choice(["", "\n"]).join(f"<|tool_call>call:{n}{shown(a)}<tool_call|>" for n, a in calls)
 
 
+def lfm2(calls: Calls, rng: random.Random) -> str:
+    return f"<|tool_call_start|>{pythonic(calls, rng)}<|tool_call_end|>"
+
+
 STYLES: dict[str, Callable[[Calls, random.Random], str]] = {
     "hermes": hermes,
     "qwen3": qwen3,
     "llama3_json": llama3,
     "mistral": mistral,
     "pythonic": pythonic,
+    "lfm2": lfm2,
     "gemma4": gemma4,
 }
-BEFORE = {"hermes", "qwen3", "mistral", "llama3_json", "gemma4"}
+BEFORE = {"hermes", "qwen3", "mistral", "llama3_json", "lfm2", "gemma4"}
 """Styles in which text may stand before a call."""
 
 

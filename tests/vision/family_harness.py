@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from tests.oracles.transformers_model import make_image
-from trencadis.core.buckets import Bucket, Plan, Stage
+from trencadis.core.bucket_plan import Plan
+from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_config import reserved_rows
 from trencadis.core.checkpoint.registry import image_processor

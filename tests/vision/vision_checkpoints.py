@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.fakes import checkpoints
 
@@ -208,6 +209,48 @@ def qwen3_5(folder: Path, *, seed: int = 0, experts: bool = False, vision: Any =
         "image_std": [0.5] * 3,
     }  # fmt: skip
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    return folder
+
+
+def lfm2_vl(
+    folder: Path, *, seed: int = 0, vision: Any = None, own: Any = None, images: Any = None, **text: Any
+) -> Path:
+    """An LFM2-VL checkpoint with tiles of 96 pixels; ``own``, ``vision``, ``images`` and ``text`` override settings."""
+    import transformers
+
+    tokens = ["<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"]
+    tokens += [f"<|img_row_{r}_col_{c}|>" for r in range(1, 5) for c in range(1, 5)]
+    settings = checkpoints.text_settings(**{
+        "vocab_size": IMAGE + len(tokens) + 2, "num_hidden_layers": 4, "intermediate_size": 120,
+        "layer_types": ["conv", "conv", "full_attention", "conv"], "block_multiple_of": 16,
+        "pad_token_id": 1, **text,
+    })  # fmt: skip
+    settings["norm_eps"] = settings.pop("rms_norm_eps")
+    tower = dict(
+        model_type="siglip2_vision_model", hidden_size=32, intermediate_size=44, num_hidden_layers=3,
+        num_attention_heads=2, num_patches=16, vision_use_head=False, **(vision or {}),
+    )  # fmt: skip
+    library: Any = transformers
+    config = library.Lfm2VlConfig(
+        text_config={"model_type": "lfm2", **settings}, vision_config=tower, image_token_id=IMAGE,
+        **{"projector_hidden_size": 40, **(own or {})}, architectures=["Lfm2VlForConditionalGeneration"],
+        tie_word_embeddings=settings["tie_word_embeddings"],
+    )  # fmt: skip
+    model = library.Lfm2VlForConditionalGeneration(config)
+    processor = {
+        "image_processor_type": "Lfm2VlImageProcessorFast", "downsample_factor": config.downsample_factor,
+        "do_image_splitting": True, "min_tiles": 2, "max_tiles": 4, "use_thumbnail": True, "min_image_tokens": 4,
+        "max_image_tokens": 9, "encoder_patch_size": 16, "tile_size": 96, "max_pixels_tolerance": 2.0, "do_pad": True,
+        "do_resize": True, "do_rescale": True, "do_normalize": True, "resample": 2, "rescale_factor": 1 / 255,
+        "image_mean": [0.5] * 3, "image_std": [0.5] * 3, **(images or {}),
+    }  # fmt: skip
+    finished(model, folder, seed, tokens, processor)
+    file = folder / "model.safetensors"
+    held = load_file(file)
+    louder = {"conv.conv.weight": 8.0, "conv.out_proj.weight": 3.0, "projector.linear_2.weight": 4.0}
+    for name in held:
+        held[name] = held[name] * next((by for end, by in louder.items() if name.endswith(end)), 1.0)
+    save_file(held, file, metadata={"format": "pt"})
     return folder
 
 

@@ -16,7 +16,7 @@ from trencadis.backends.conformance import program_checks
 from trencadis.backends.conformance.answer_checks import ARGMAX, CheckedPrompt, PromptRunner
 from trencadis.backends.conformance.check_result import CheckFailed, Report, Result, Skipped
 from trencadis.backends.conformance.family import image_checks
-from trencadis.backends.conformance.family.recompute import RecomputedModel, tensor_parallel_logits
+from trencadis.backends.conformance.family.cpu_reference_model import CpuReferenceModel, tensor_parallel_logits
 from trencadis.backends.conformance.family.transformers_oracle import TransformersOracle, read_declared_keys
 from trencadis.backends.conformance.harness import SEQS
 from trencadis.backends.conformance.suite import run_check
@@ -78,9 +78,9 @@ class CheckedModel:
         return TransformersOracle(self.checkpoint, self.config.pooling is None)
 
     @cached_property
-    def recomputed(self) -> RecomputedModel:
+    def recomputed(self) -> CpuReferenceModel:
         try:
-            return RecomputedModel(self.config)
+            return CpuReferenceModel(self.config)
         except StartupError as error:
             raise self._failure(f"the model does not load: {error}") from None
 
@@ -352,6 +352,8 @@ def ranks(model: CheckedModel) -> str:
         raise Skipped(f"{c.heads} query and {c.kv_heads} KV heads are not for {RANKS} ranks")
     if c.joint_qk_norm:
         raise Skipped("q and k have norms over all heads, which ranks cannot share")
+    if c.recurrent is not None and c.recurrent.units % RANKS:
+        raise Skipped(f"{c.recurrent.units} {c.recurrent.unit_name} of recurrent layers are not for {RANKS} ranks")
     assert model.recomputed.model
     want = model.expected_logits(model.ids)
     for rank, got in enumerate(tensor_parallel_logits(model.config, model.ids, RANKS)):

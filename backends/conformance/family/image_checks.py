@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from trencadis.backends.conformance.check_result import Skipped
-from trencadis.backends.conformance.family.recompute import BLOCK, PromptArrays, RecomputedModel
+from trencadis.backends.conformance.family.cpu_reference_model import BLOCK, CpuReferenceModel, PromptArrays
 from trencadis.backends.conformance.family.transformers_oracle import ProcessedImage, TransformersOracle, process_image
 from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.model_config import ModelConfig, reserved_rows
@@ -152,7 +152,7 @@ def compare_images(config: ModelConfig, folder: Path, seed: int, oracle: Transfo
     """Computes the rows and logits of each test image on both sides."""
     images = make_images(config, folder, seed)
     arena = max(int(p.encoded[-1].rows[-1]) + 1 for p in images)
-    ours = RecomputedModel(config, blocks=max(p.blocks for p in images), arena=arena)
+    ours = CpuReferenceModel(config, blocks=max(p.blocks for p in images), arena=arena)
     found = []
     for one in images:
         rows = ours.encode(one.encoded)[torch.tensor(one.rows)]

@@ -203,14 +203,14 @@ class TransformersAnswers:
         return answer[:-1] if answer and answer[-1] in self._eos else answer
 
 
-MIXERS = ("Attention", "GatedDeltaNet")
+MIXERS = ("Attention", "GatedDeltaNet", "MambaLayer", "Mixer", "ShortConv")
 """Ends of the names of modules that mix tokens."""
 
 
-READERS = ("pre_feedforward_layernorm", "post_attention_layernorm")
+READERS = ("pre_feedforward_layernorm", "post_attention_layernorm", "ffn_norm", "pre_ff_layernorm")
 """transformers' names of the norm before an MLP, whose input is the sum after attention."""
 
-MLP_NAMES = ("MLP", "MoeBlock", "MoeMoE")
+MLP_NAMES = ("MLP", "MoeBlock", "MoeMoE", "HybridMoE")
 """Parts of the names of transformers' classes of MLPs and of experts with their router."""
 
 POST_MLP_NORM = "post_feedforward_layernorm"
@@ -296,11 +296,12 @@ class TransformersOracle:
             # none does.
             alone = hasattr(layer, POST_MLP_NORM) and not hasattr(layer, READERS[0])
             reader = "" if alone else next((n for n in READERS if hasattr(layer, n)), "")
+            mlps = [m for m in layer.children() if any(part in type(m).__name__ for part in MLP_NAMES)]
             for name, child in layer.named_children():
                 # modules with ``output`` include a sum and a norm
                 if type(child).__name__.endswith(MIXERS) and not hasattr(child, "output"):
                     hooks.append(child.register_forward_hook(_note_output(f"attention of layer {i}", outputs)))
-                elif any(part in type(child).__name__ for part in MLP_NAMES):
+                elif [child] == mlps:  # of several, only the sum is comparable
                     hooks.append(child.register_forward_hook(_note_output(f"MLP of layer {i}", outputs)))
                 elif name == reader:
                     hook = _note_input(f"sum behind attention of layer {i}", outputs)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from trencadis.backends.cpu.native import checks, threads, weight_packing
+from trencadis.backends.cpu.native import bounds_checks, threads, weight_packing
 from trencadis.backends.cpu.native.kernel_table import KernelTable, Op
 from trencadis.backends.cpu.native.layouts import AdaptersLayout
 from trencadis.backends.cpu.native.panels import DTYPE_NAMES, TYPES
@@ -97,9 +97,9 @@ def add(y: Tensor, x: Tensor, w: SlotAdapters, pieces: Tensor) -> None:
     """Adds to the rows of y [n, out] that ``pieces`` names their products x A B, rounded once. A row's bits do not
     depend on the others.
     """
-    if checks.enabled():
-        checks.check_range("slots of adapters", pieces[:, 2], 0, len(w.a))
-        checks.check_range("rows with adapters", pieces[:, :2], 0, len(x) + 1)
+    if bounds_checks.enabled():
+        bounds_checks.check_range("slots of adapters", pieces[:, 2], 0, len(w.a))
+        bounds_checks.check_range("rows with adapters", pieces[:, :2], 0, len(x) + 1)
     failed = threads.calls().adapters(
         ctypes.addressof(w.layout), x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0), len(x), pieces.data_ptr(),
         len(pieces), w.kind, threads.launch_threads(),

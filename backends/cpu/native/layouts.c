@@ -59,7 +59,8 @@ static const int64_t delta[] = {E(q),           E(k),           E(v),           
                                 E(state),       E(out),         E(rows.slot),   E(rows.source), E(rows.begins),
                                 E(rows.start),  E(rows.count),  E(rows.n),      E(q_row),       E(k_row),
                                 E(v_row),       E(gate_row),    E(beta_row),    E(heads),       E(groups),
-                                E(dk),          E(dv),          E(type),        E(work),        E(room)};
+                                E(dk),          E(dv),          E(type),        E(plain),       E(work),
+                                E(room)};
 
 #define L(field) AT(Adapters, field)
 static const int64_t adapters[] = {L(a),    L(b), L(places), L(parts), L(rank),  L(inputs), L(blocks), L(type),

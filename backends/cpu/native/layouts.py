@@ -111,7 +111,7 @@ class DeltaLayout(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "g", "beta", "state", "out")),
         *((name, ctypes.c_void_p) for name in ROWS),
         *((name, ctypes.c_int64) for name in ("rows", "q_row", "k_row", "v_row", "gate_row", "beta_row")),
-        *((name, ctypes.c_int64) for name in ("heads", "groups", "dk", "dv", "type")),
+        *((name, ctypes.c_int64) for name in ("heads", "groups", "dk", "dv", "type", "plain")),
         ("work", ctypes.c_void_p),
         ("room", ctypes.c_int64),
     ]

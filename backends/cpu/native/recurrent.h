@@ -25,7 +25,8 @@ typedef struct {
     int64_t channels, taps, stride, type, silu;
 } Convolution;
 
-/* The gated delta rule; sizes and strides in values, and the values of a head lie together. */
+/* The gated delta rule, or a state space (`plain`): keys and queries stay as they are, and what the state already holds
+   is not subtracted. Sizes and strides in values, and the values of a head lie together. */
 typedef struct {
     const void *q, *k, *v;  /* [tokens][groups][dk] twice, [tokens][heads][dv]; of `type` */
     const float *g, *beta;  /* [tokens][heads], `gate_row` from token to token */
@@ -33,7 +34,7 @@ typedef struct {
     void *out;              /* [tokens][heads][dv] of `type` */
     StateRows rows;
     int64_t q_row, k_row, v_row, gate_row, beta_row; /* heads of q, k and v lie one after the other */
-    int64_t heads, groups, dk, dv, type;
+    int64_t heads, groups, dk, dv, type, plain;
     float *work; /* set by the library: memory of each thread, `room` values */
     int64_t room;
 } Delta;

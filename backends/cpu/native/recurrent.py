@@ -1,4 +1,4 @@
-"""The recurrent ops by the library's kernels: a causal convolution and the gated delta rule."""
+"""The recurrent ops by the library's kernels: a causal convolution, the gated delta rule, and a state space."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 
 from torch import Tensor
 
-from trencadis.backends.cpu.native import checks, threads
+from trencadis.backends.cpu.native import bounds_checks, threads
 from trencadis.backends.cpu.native.kernel_table import KernelTable, Op
 from trencadis.backends.cpu.native.layouts import ConvolutionLayout, DeltaLayout
 from trencadis.backends.cpu.native.panels import DTYPE_NAMES, TYPES
@@ -43,9 +43,9 @@ def causal_conv(
 
 def delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, rows: RecurrentRows, attn: Attn,
-    table: KernelTable,
+    table: KernelTable, plain: bool = False,
 ) -> Tensor | None:  # fmt: skip
-    """Computes ``RecurrentOps.delta_rule``; None if torch must do it."""
+    """Computes ``RecurrentOps.delta_rule``, or ``RecurrentOps.state_space`` if ``plain``; None if torch must do it."""
     (_, heads, dv), (_, groups, dk) = v.shape, k.shape
     served = table.serves(Op.DELTA_RULE, DTYPE_NAMES.get(v.dtype, ""))
     if not served or dk % LANES or dv % LANES or not q.dtype == k.dtype == v.dtype or not state.is_contiguous():
@@ -56,7 +56,7 @@ def delta_rule(
     out = _new_output(v, rows)
     layout = DeltaLayout(
         *(t.data_ptr() for t in (q, k, v, g, beta, state, out)), *_row_fields(rows, attn),
-        *(t.stride(0) for t in (q, k, v, g, beta)), heads, groups, dk, dv, TYPES[v.dtype],
+        *(t.stride(0) for t in (q, k, v, g, beta)), heads, groups, dk, dv, TYPES[v.dtype], plain,
     )  # fmt: skip
     if threads.calls().delta_rule(ctypes.addressof(layout), table.number, threads.launch_threads()):
         raise MemoryError(f"no memory for chunks of {len(v)} tokens")
@@ -77,6 +77,6 @@ def _row_fields(rows: RecurrentRows, attn: Attn) -> tuple[int, ...]:
 
 
 def _check_slots(rows: RecurrentRows, slots: int) -> None:
-    if checks.enabled():
-        checks.check_range("slots of states", rows.slot, 0, slots)
-        checks.check_range("sources of states", rows.source, 0, slots)
+    if bounds_checks.enabled():
+        bounds_checks.check_range("slots of states", rows.slot, 0, slots)
+        bounds_checks.check_range("sources of states", rows.source, 0, slots)

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trencadis.backends.cpu.native import checks, threads
+from trencadis.backends.cpu.native import bounds_checks, threads
 from trencadis.backends.cpu.native.kernel_table import KernelTable, Op
 from trencadis.backends.cpu.native.layouts import AttendLayout, FlashLayout, RotaryLayout
 from trencadis.backends.cpu.native.panels import DTYPE_NAMES, TYPES
@@ -130,8 +130,8 @@ def rotate(
         return None
     out = q.new_empty((n, heads + k.shape[1], size))
     v, keys, values, slot = (None,) * 4 if into is None else (into.v, into.kv.k, into.kv.v, into.slot)
-    if into is not None and checks.enabled():
-        checks.check_range("slots of keys", into.slot, -1, into.kv.k.shape[0] * into.kv.k.shape[1])
+    if into is not None and bounds_checks.enabled():
+        bounds_checks.check_range("slots of keys", into.slot, -1, into.kv.k.shape[0] * into.kv.k.shape[1])
     at = [None if t is None else t.data_ptr() for t in (q, k, v, cos, sin, out, keys, values, slot)]
     layout = RotaryLayout(
         *at, *q.stride()[:2], *k.stride()[:2], 0 if v is None else v.stride(0), heads, k.shape[1], size, TYPES[q.dtype]
@@ -205,9 +205,9 @@ def attend_decode(
     if q.stride(2) != 1 or q.stride(1) != size:
         q = q.contiguous()
     assert out.is_contiguous() and rows.blocks.stride(1) == 1
-    if checks.enabled():
-        checks.check_range("rows of queries", rows.token, 0, len(q))
-        checks.check_blocks(rows.blocks, rows.row, rows.first, rows.length, kv.k.shape[1], kv.k.shape[0])
+    if bounds_checks.enabled():
+        bounds_checks.check_range("rows of queries", rows.token, 0, len(q))
+        bounds_checks.check_blocks(rows.blocks, rows.row, rows.first, rows.length, kv.k.shape[1], kv.k.shape[0])
     kept = 0 if kv.kept is None else kv.kept.shape[-1]
     at = [None if t is None else t.data_ptr() for t in (q, out, kv.k, kv.v, kv.k_scale, kv.v_scale, kv.kept, kv.pairs)]
     layout = AttendLayout(
@@ -292,12 +292,12 @@ def attend_spans(
     q, k, v = (t if t.stride(2) == 1 else t.contiguous() for t in (q, k, v))
     assert out.is_contiguous() and k.dtype == v.dtype == q.dtype == out.dtype
     made = spans if isinstance(spans, np.ndarray) else np.array([span.numbers() for span in spans], np.int64)
-    if checks.enabled():
-        checks.check_spans(made, len(q), len(k))
+    if bounds_checks.enabled():
+        bounds_checks.check_spans(made, len(q), len(k))
         for span in spans if not isinstance(spans, np.ndarray) else ():
             for what, where, most in (("queries", span.queries, len(q)), ("slots", span.keys, len(k))):
                 if isinstance(where, Tensor):
-                    checks.check_range(f"{what} of a span", where, 0, most)
+                    bounds_checks.check_range(f"{what} of a span", where, 0, most)
     _, heads, size = q.shape
     layout = FlashLayout(
         *(t.data_ptr() for t in (q, k, v, out)), None if sinks is None else sinks.data_ptr(),

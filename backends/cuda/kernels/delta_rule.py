@@ -5,6 +5,9 @@ triangular system, row by row, and the products of queries and keys. ``scan_kern
 with a few columns of a head's state, which stay in the L2 cache. ``step_kernel`` computes rows of one token, and the
 last token of a row that would be alone in its chunk.
 
+A state space is the same without the triangular system: keys and queries stay as they are, and what the state holds
+already is not subtracted (``DELTA`` False).
+
 Operands of products are read in pieces of 16 columns: a product of float32 holds all columns of its operands in
 registers. What a program stores and reads again is separated by barriers, since other threads read it.
 """
@@ -30,7 +33,7 @@ SIZES = range(16, 257, 16)
 def step_kernel(
     q, k, v, g, beta, state, out, row_start, slot, source, begins, count, Q_ROW, K_ROW, V_ROW, G_ROW, BETA_ROW, scale,
     SINGLE: tl.constexpr, RATIO: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    CHUNK: tl.constexpr, EPS: tl.constexpr,
+    CHUNK: tl.constexpr, EPS: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
     head, row = tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1)
@@ -49,8 +52,9 @@ def step_kernel(
         inside = lane < DK
         query = tl.load(q + token * Q_ROW + head // RATIO * DK + lane, mask=inside, other=0.0).to(tl.float32)
         key = tl.load(k + token * K_ROW + head // RATIO * DK + lane, mask=inside, other=0.0).to(tl.float32)
-        query = query * (scale / tl.sqrt(tl.sum(query * query, 0) + EPS))
-        key = key / tl.sqrt(tl.sum(key * key, 0) + EPS)
+        if DELTA:
+            query = query * (scale / tl.sqrt(tl.sum(query * query, 0) + EPS))
+            key = key / tl.sqrt(tl.sum(key * key, 0) + EPS)
         value = tl.load(v + token * V_ROW + head * DV + column).to(tl.float32)
         share = tl.load(beta + token * BETA_ROW + head)
         fade = tl.exp(tl.load(g + token * G_ROW + head))
@@ -60,7 +64,9 @@ def step_kernel(
             begin, kept = tl.load(source + row), DK * (1 - tl.load(begins + row))
         at = lane[:, None] * DV + column[None, :]
         held = tl.load(state + (begin * heads + head) * DK * DV + at, mask=lane[:, None] < kept, other=0.0) * fade
-        change = share * (value - tl.sum(held * key[:, None], 0))
+        if DELTA:
+            value -= tl.sum(held * key[:, None], 0)
+        change = share * value
         held += key[:, None] * change[None, :]
         tl.store(state + (own * heads + head) * DK * DV + at, held, mask=inside[:, None])
         result = tl.sum(held * query[:, None], 0)
@@ -71,6 +77,7 @@ def step_kernel(
 def squares_kernel(
     q, k, g, beta, squares, facts, row_start, count, row_chunk, chunk_row, Q_ROW, K_ROW, G_ROW, BETA_ROW, scale, first,
     RATIO: tl.constexpr, DK: tl.constexpr, C: tl.constexpr, PIECE: tl.constexpr, EPS: tl.constexpr,
+    DELTA: tl.constexpr,
 ):  # fmt: skip
     chunk, place = tl.program_id(0), tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     head = first + tl.program_id(1)
@@ -87,14 +94,17 @@ def squares_kernel(
         system, own = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
         k_squares, q_squares = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
         for d in range(0, DK, PIECE):
-            key = tl.load(keys[:, None] + d + part[None, :], mask=real[:, None], other=0.0).to(tl.float32)
             query = tl.load(queries[:, None] + d + part[None, :], mask=real[:, None], other=0.0).to(tl.float32)
             across = tl.load(keys[None, :] + d + part[:, None], mask=real[None, :], other=0.0).to(tl.float32)
-            k_squares += tl.sum(key * key, 1)
-            q_squares += tl.sum(query * query, 1)
-            system += tl.dot(key, across, input_precision="ieee")
             own += tl.dot(query, across, input_precision="ieee")
-        k_norm, q_norm = 1.0 / tl.sqrt(k_squares + EPS), scale / tl.sqrt(q_squares + EPS)
+            if DELTA:
+                key = tl.load(keys[:, None] + d + part[None, :], mask=real[:, None], other=0.0).to(tl.float32)
+                k_squares += tl.sum(key * key, 1)
+                q_squares += tl.sum(query * query, 1)
+                system += tl.dot(key, across, input_precision="ieee")
+        k_norm, q_norm = tl.zeros([C], tl.float32) + 1.0, tl.zeros([C], tl.float32) + 1.0
+        if DELTA:
+            k_norm, q_norm = 1.0 / tl.sqrt(k_squares + EPS), scale / tl.sqrt(q_squares + EPS)
         share = tl.load(beta + token * BETA_ROW + head, mask=real, other=0.0)
         total = tl.cumsum(tl.load(g + token * G_ROW + head, mask=real, other=0.0), 0)
         known = facts + place.to(tl.int64) * 4 * C
@@ -108,22 +118,23 @@ def squares_kernel(
         at = lane[:, None] * C + lane[None, :]
         inverse_at = squares + place.to(tl.int64) * 2 * C * C
         tl.store(inverse_at + C * C + at, tl.where(below, own * apart * q_norm[:, None], 0.0))
-        tl.store(inverse_at + at, system)
-        tl.debug_barrier()
-        inverse = tl.where(lane[:, None] == lane[None, :], 1.0, 0.0)
-        for i in range(1, tl.minimum(left, C)):
-            factors = tl.load(inverse_at + i * C + lane)
-            found = tl.sum(factors[:, None] * inverse, 0)
-            inverse += tl.where(lane[:, None] == i, found[None, :], 0.0)
-        tl.debug_barrier()
-        tl.store(inverse_at + at, inverse)
+        if DELTA:
+            tl.store(inverse_at + at, system)
+            tl.debug_barrier()
+            inverse = tl.where(lane[:, None] == lane[None, :], 1.0, 0.0)
+            for i in range(1, tl.minimum(left, C)):
+                factors = tl.load(inverse_at + i * C + lane)
+                found = tl.sum(factors[:, None] * inverse, 0)
+                inverse += tl.where(lane[:, None] == i, found[None, :], 0.0)
+            tl.debug_barrier()
+            tl.store(inverse_at + at, inverse)
 
 
 @triton.jit
 def scan_kernel(
     q, k, v, state, out, squares, facts, changes, row_start, slot, source, begins, count, row_chunk, Q_ROW, K_ROW,
     V_ROW, first, heads, RATIO: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    PIECE: tl.constexpr,
+    PIECE: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(2), first + tl.program_id(1)
     column, lane, part = tl.program_id(0) * V + tl.arange(0, V), tl.arange(0, C), tl.arange(0, PIECE)
@@ -149,23 +160,25 @@ def scan_kernel(
             for d in range(0, DK, PIECE):
                 some = tl.load(held + (d + part)[:, None] * DV)
                 at = (group + d + part)[None, :]
-                key = tl.load(k + token[:, None] * K_ROW + at, mask=real[:, None], other=0.0).to(tl.float32)
                 query = tl.load(q + token[:, None] * Q_ROW + at, mask=real[:, None], other=0.0).to(tl.float32)
-                by_key += tl.dot(key, some, input_precision="ieee")
+                if DELTA:
+                    key = tl.load(k + token[:, None] * K_ROW + at, mask=real[:, None], other=0.0).to(tl.float32)
+                    by_key += tl.dot(key, some, input_precision="ieee")
                 by_query += tl.dot(query, some, input_precision="ieee")
             values = v + token[:, None] * V_ROW + head * DV + column[None, :]
             value = tl.load(values, mask=real[:, None], other=0.0).to(tl.float32)
             wanted = value - by_key * (grown * tl.load(known + C + lane))[:, None]
             tl.store(change_at + lane[:, None] * DV, wanted * tl.load(known + 3 * C + lane)[:, None])
             tl.debug_barrier()
-            change = tl.zeros([C, V], tl.float32)
-            for j in range(0, C, PIECE):
-                some = tl.load(change_at + (j + part)[:, None] * DV)
-                factor = tl.load(inverse + lane[:, None] * C + (j + part)[None, :])
-                change += tl.dot(factor, some, input_precision="ieee")
-            tl.debug_barrier()
-            tl.store(change_at + lane[:, None] * DV, change)
-            tl.debug_barrier()
+            if DELTA:
+                change = tl.zeros([C, V], tl.float32)
+                for j in range(0, C, PIECE):
+                    some = tl.load(change_at + (j + part)[:, None] * DV)
+                    factor = tl.load(inverse + lane[:, None] * C + (j + part)[None, :])
+                    change += tl.dot(factor, some, input_precision="ieee")
+                tl.debug_barrier()
+                tl.store(change_at + lane[:, None] * DV, change)
+                tl.debug_barrier()
             result = by_query * (grown * tl.load(known + 2 * C + lane))[:, None]
             for j in range(0, C, PIECE):
                 some = tl.load(change_at + (j + part)[:, None] * DV)
@@ -202,9 +215,10 @@ def check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tenso
 
 
 def launch(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, rows: LaunchRows, out: Tensor, eps: float
-) -> None:
-    """Computes ``RecurrentOps.delta_rule`` into ``out`` [n, Hv, Dv].
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, rows: LaunchRows, out: Tensor, eps: float,
+    delta: bool = True,
+) -> None:  # fmt: skip
+    """Computes ``RecurrentOps.delta_rule`` into ``out`` [n, Hv, Dv], or ``state_space`` without ``delta``.
 
     With ``ItemRows``, ``out`` has zeros where the launch has padding, which is not written.
     """
@@ -216,18 +230,13 @@ def launch(
     strides, scale = [t.stride(0) for t in (q, k, v, g, beta)], dk**-0.5
     ragged = isinstance(rows, ItemRows)
     if isinstance(rows, ItemRows) and len(rows.chunk_row):
-        _launch_chunks(q, k, v, g, beta, state, rows, out, eps)
+        _launch_chunks(q, k, v, g, beta, state, rows, out, eps, delta)
     start = rows.row_start if isinstance(rows, ItemRows) else rows.count
     step_kernel[(dv // columns, heads, len(rows.count) if ragged else n)](
         q, k, v, g, beta, state, out, start, rows.slot, rows.source, rows.begins, rows.count, *strides, scale,
         SINGLE=not ragged, RATIO=heads // groups, DK=dk, DV=dv, K=triton.next_power_of_2(dk), V=columns, CHUNK=CHUNK,
-        EPS=eps, num_warps=8,
+        EPS=eps, DELTA=delta, num_warps=8,
     )  # fmt: skip
-
-
-def working_bytes(chunks: int, heads: int, dv: int) -> int:
-    """Returns the bytes of working memory of a launch."""
-    return chunks * min(heads, heads_at_once(chunks, dv)) * _head_bytes(dv)
 
 
 def heads_at_once(chunks: int, dv: int) -> int:
@@ -240,8 +249,9 @@ def _head_bytes(dv: int) -> int:
 
 
 def _launch_chunks(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, rows: ItemRows, out: Tensor, eps: float
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, rows: ItemRows, out: Tensor, eps: float,
+    delta: bool,
+) -> None:  # fmt: skip
     (_, heads, dv), (groups, dk) = v.shape, k.shape[1:]
     chunks, columns = len(rows.chunk_row), 32 if dv % 32 == 0 else 16
     some = min(heads, heads_at_once(chunks, dv))
@@ -253,10 +263,10 @@ def _launch_chunks(
         squares_kernel[(chunks, many)](
             q, k, g, beta, squares, facts, rows.row_start, rows.count, rows.row_chunk, rows.chunk_row, q.stride(0),
             k.stride(0), g.stride(0), beta.stride(0), dk**-0.5, first, RATIO=heads // groups, DK=dk, C=CHUNK,
-            PIECE=PIECE, EPS=eps, num_warps=8,
+            PIECE=PIECE, EPS=eps, DELTA=delta, num_warps=8,
         )  # fmt: skip
         scan_kernel[(dv // columns, many, len(rows.count))](
             q, k, v, state, out, squares, facts, changes, rows.row_start, rows.slot, rows.source, rows.begins,
             rows.count, rows.row_chunk, q.stride(0), k.stride(0), v.stride(0), first, heads, RATIO=heads // groups,
-            DK=dk, DV=dv, V=columns, C=CHUNK, PIECE=PIECE, num_warps=4, num_stages=2,
+            DK=dk, DV=dv, V=columns, C=CHUNK, PIECE=PIECE, DELTA=delta, num_warps=4, num_stages=2,
         )  # fmt: skip

@@ -22,7 +22,7 @@ from torch import Tensor
 from trencadis.backends.cuda.kernels import attention_tensors, online_softmax, quantised_kv_attention, tiles
 from trencadis.backends.cuda.kernels.attention_tensors import ItemAttn, SingleAttn
 from trencadis.backends.cuda.kernels.layers import dependent_launch
-from trencadis.backends.cuda.kernels.paged_keys import PagedKeys, Reach, attend_reach, start_run
+from trencadis.backends.cuda.kernels.paged_attention_loop import KeyRanges, PagedKeys, attend_reach, start_run
 from trencadis.backends.cuda.kernels.quantised_kv_attention import CodedKeys, attend_coded_reach, few_of
 from trencadis.backends.cuda.kernels.query_blocks import FEW, SINGLE, SPAN, lanes_of
 from trencadis.core.device.backend import LayerKV
@@ -223,8 +223,8 @@ def _queries(
 def _reach(
     tile, upto, before, begin, limit, N: tl.constexpr, WINDOW: tl.constexpr, UPTO: tl.constexpr, ONE: tl.constexpr
 ):
-    """Returns the ``Reach`` of a tile of queries among the keys from ``begin`` to ``limit``, after ``before`` stored
-    ones.
+    """Returns the ``KeyRanges`` of a tile of queries among the keys from ``begin`` to ``limit``, after ``before``
+    stored ones.
     """
     stop = tl.minimum(before + tile.below, limit)
     whole = tl.minimum(before + tile.top + 1, limit)
@@ -240,7 +240,7 @@ def _reach(
         last = ends[:, None]
         stop = tl.minimum(tl.max(ends, 0) + 1, limit)
         whole = tl.minimum(tl.min(tl.where(tile.live, ends, stop), 0) + 1, limit)
-    return Reach(begin, edge, whole, stop, first, last)
+    return KeyRanges(begin, edge, whole, stop, first, last)
 
 
 @triton.jit
@@ -248,7 +248,7 @@ def _within(reach, keys, span, SPAN: tl.constexpr):
     """Returns (``reach``, ``keys``) limited to the SPAN keys from ``span`` on."""
     begin, edge, whole, stop, first, last = reach
     end = tl.minimum(span + SPAN, stop)
-    inner = Reach(tl.maximum(begin, span), tl.maximum(edge, span), tl.minimum(whole, end), end, first, last)
+    inner = KeyRanges(tl.maximum(begin, span), tl.maximum(edge, span), tl.minimum(whole, end), end, first, last)
     return inner, PagedKeys(keys.k, keys.v, keys.table, end)
 
 
@@ -265,13 +265,13 @@ def attend_part(
     D: tl.constexpr, LANES: tl.constexpr, WINDOW: tl.constexpr, ONE: tl.constexpr, FORM: tl.constexpr,
     KEPT: tl.constexpr,
 ):  # fmt: skip
-    """Returns ``Running`` over the keys of ``reach``, whose ``edge`` and ``whole`` may lie outside its range."""
+    """Returns ``RunningAttention`` over the keys of ``reach``; its ``edge`` and ``whole`` may lie outside."""
     begin, edge, whole, stop, first, last = reach
     if WINDOW > 0:
         edge = tl.maximum(tl.minimum(edge, (stop + N - 1) // N * N), begin)
     whole = tl.maximum(begin + (whole - begin) // N * N, edge)
     run = start_run(keys, begin, M, LANES, N, BLOCK)
-    reach = Reach(begin, edge, whole, stop, first, last)
+    reach = KeyRanges(begin, edge, whole, stop, first, last)
     if FORM == 0:
         run = attend_reach(run, queries, keys, reach, scale, ONE, WINDOW, N, BLOCK, KV_TOKEN, D, LANES)
     else:

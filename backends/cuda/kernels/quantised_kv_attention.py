@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trencadis.backends.cuda.kernels import online_softmax, tiles
-from trencadis.backends.cuda.kernels.paged_keys import Running, ids_of, slots_of
+from trencadis.backends.cuda.kernels.paged_attention_loop import RunningAttention, ids_of, slots_of
 from trencadis.core.device.backend import LayerKV
 from trencadis.core.kv_cache_format import FP8, INT8, LEAST_SCALES, TOPS
 
@@ -180,7 +180,7 @@ def attend_codes(
     WINDOW: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr,
     LANES: tl.constexpr, FORM: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
-    """Does the same as ``paged_keys.attend_keys`` over codes; ``code_params: CodedKeys``."""
+    """Does the same as ``paged_attention_loop.attend_keys`` over codes; ``code_params: CodedKeys``."""
     acc, peak, total, ids = run
     dim = tl.arange(0, LANES)
     lane = tl.arange(0, FEW)
@@ -210,7 +210,7 @@ def attend_codes(
         v = decode(tl.load(keys.v + at, mask=stored, other=0), FORM).to(tl.float32)
         v = (v * scales_of(code_params.v_scale, slots, GROUPS, there, FORM)[:, None]).to(queries.dtype)
         acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
-    return Running(acc, peak, total, ids)
+    return RunningAttention(acc, peak, total, ids)
 
 
 @triton.jit
@@ -219,7 +219,7 @@ def attend_coded_reach(
     BLOCK: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, FORM: tl.constexpr,
     KEPT: tl.constexpr,
 ):  # fmt: skip
-    """Does the same as ``paged_keys.attend_reach`` over codes; ``code_params: CodedKeys``."""
+    """Does the same as ``paged_attention_loop.attend_reach`` over codes; ``code_params: CodedKeys``."""
     begin, edge, whole, stop, first, last = reach
     if WINDOW > 0:
         run = attend_codes(

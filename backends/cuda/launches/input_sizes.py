@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from trencadis.backends.cuda.kernels.query_blocks import IMAGE_SPAN, LONG, SPAN, cross_attention_lanes, lanes_of
-from trencadis.core.buckets import LORA, Bucket, InputSizes, Stage, drafts_ahead, padded_tokens
+from trencadis.core.buckets import LORA, Bucket, Stage, drafts_ahead, padded_tokens
 from trencadis.core.cross_attention_inputs import planned_units
+from trencadis.core.device_policy import InputSizes
 from trencadis.core.request import MAX_BIAS
 
 ALIGNMENT = 256

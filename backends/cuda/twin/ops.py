@@ -115,6 +115,12 @@ class TwinOps(HostLayerOps, ReferenceOps):
         out: Tensor = torch.ops.trencadis_twin.delta_rule(q, k, v, g, beta, state, *rows, attn.row_start)
         return out
 
+    def state_space(
+        self, c: Tensor, b: Tensor, x: Tensor, g: Tensor, step: Tensor, state: Tensor, rows: RecurrentRows, attn: Attn
+    ) -> Tensor:
+        out: Tensor = torch.ops.trencadis_twin.state_space(c, b, x, g, step, state, *rows, attn.row_start)
+        return out
+
     def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
         out: Tensor = torch.ops.trencadis_twin.attend_windows(q, k, v, seg.segment, seg.real, scale)
         return out
@@ -163,6 +169,14 @@ def _delta_rule(
 ) -> Tensor:  # fmt: skip
     rows = RecurrentRows(slot, begins, source, count)
     return BY_LENGTH.delta_rule(q, k, v, g, beta, state, rows, _attn_of(row_start))
+
+
+def _state_space(
+    c: Tensor, b: Tensor, x: Tensor, g: Tensor, step: Tensor, state: Tensor, slot: Tensor, begins: Tensor,
+    source: Tensor, count: Tensor, row_start: Tensor,
+) -> Tensor:  # fmt: skip
+    rows = RecurrentRows(slot, begins, source, count)
+    return BY_LENGTH.state_space(c, b, x, g, step, state, rows, _attn_of(row_start))
 
 
 def rectangle(blocks: Tensor, start: Tensor) -> Tensor:
@@ -226,6 +240,10 @@ _register_op(
 )
 _register_op(
     f"delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, {_ROWS}) -> Tensor", _delta_rule
+)
+_register_op(
+    f"state_space(Tensor c, Tensor b, Tensor x, Tensor g, Tensor step, Tensor(a!) state, {_ROWS}) -> Tensor",
+    _state_space,
 )
 _SEGMENTS = "(Tensor q, Tensor k, Tensor v, Tensor segment, Tensor real, float scale) -> Tensor"
 _register_op("attend_windows" + _SEGMENTS, _attend_windows)

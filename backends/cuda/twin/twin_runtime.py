@@ -120,7 +120,7 @@ class TwinFaults:
     leaks: int = 0
     """Bytes that a failed capture does not give back."""
     late: int = 0
-    """How often an event that nobody waited for says that it is not complete yet."""
+    """Number of times that ``is_complete`` answers False for an event that the host has not waited for."""
 
 
 FORMS = "oom@KIND:N, error@KIND:N, crash@KIND:N, late:N"
@@ -205,7 +205,7 @@ class TwinRuntime:
         self._capturing_thread = 0
         self._pinned = PinnedBlocks()
         self._lost: DeviceError | None = None
-        """What every call raises since the device is lost."""
+        """The error that lost the device; from then on every call raises it."""
 
     # Memory
 

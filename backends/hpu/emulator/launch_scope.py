@@ -17,7 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trencadis.backends.hpu.emulator import refusals
 from trencadis.backends.hpu.emulator.allocator import LiveBytes
-from trencadis.backends.hpu.emulator.device_tensor import DeviceTensor, LaunchHost, RecipeScope, flatten, rebuild
+from trencadis.backends.hpu.emulator.device_tensor import (
+    NODES,
+    DeviceTensor,
+    LaunchHost,
+    RecipeScope,
+    flatten,
+    rebuild,
+)
 
 Function = Callable[..., Any]
 
@@ -34,7 +41,10 @@ class RecordedSlot:
 class RecordedCall:
     """One operation: ``args`` and ``kwargs`` hold RecordedSlots, outside tensors and constants; ``made`` its outputs.
 
-    ``line``: the line of code that called it.
+    Args:
+        line: the line of code that called it.
+        last: slots that nothing reads after this call.
+        slots: positions in ``args`` -> slots; None: some stand inside of lists or ``kwargs``.
     """
 
     function: Function
@@ -42,7 +52,28 @@ class RecordedCall:
     kwargs: Any
     made: list[int | None]
     line: str
-    last: list[int] = field(default_factory=list)  # slots that nothing reads after this call
+    last: list[int] = field(default_factory=list)
+    slots: dict[int, int] | None = None
+
+    def run(self, values: list[Tensor | None]) -> object:
+        """Calls the operation on the ``values`` of slots."""
+
+        def value(leaf: Any) -> Any:
+            return values[leaf.index] if isinstance(leaf, RecordedSlot) else leaf
+
+        if self.slots is None:
+            return self.function(*rebuild(self.args, value), **rebuild(self.kwargs, value))
+        args = list(self.args)
+        for position, slot in self.slots.items():
+            args[position] = values[slot]
+        return self.function(*args, **self.kwargs)
+
+    def find_slots(self) -> dict[int, int] | None:
+        """Returns ``slots``."""
+        nested = [item for item in self.args if isinstance(item, NODES)]
+        if any(isinstance(leaf, RecordedSlot) for leaf in flatten((nested, self.kwargs))):
+            return None
+        return {i: item.index for i, item in enumerate(self.args) if isinstance(item, RecordedSlot)}
 
 
 class CaptureRecording:
@@ -100,22 +131,19 @@ class CaptureRecording:
             read = {leaf.index for leaf in flatten((call.args, call.kwargs)) if isinstance(leaf, RecordedSlot)}
             made = {index for index in call.made if index is not None}
             call.last = sorted((read | made) - seen - kept)
+            call.slots = call.find_slots()
             seen |= read | made
         return total
 
     def replay(self) -> None:
         """Runs the calls on the current contents of the outside tensors; outputs are overwritten in place."""
         values: list[Tensor | None] = [None] * self.count
-
-        def value(leaf: Any) -> Any:
-            return values[leaf.index] if isinstance(leaf, RecordedSlot) else leaf
-
         for call in self.calls:
             try:
-                out = flatten(call.function(*rebuild(call.args, value), **rebuild(call.kwargs, value)))
+                out = call.run(values)
             except refusals.Refused as refused:
                 raise refused.at(call.line) from None
-            for index, made in zip(call.made, out, strict=True):
+            for index, made in zip(call.made, flatten(out), strict=True):
                 if index is not None:
                     values[index] = made
             for index in call.last:

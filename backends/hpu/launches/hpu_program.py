@@ -47,7 +47,15 @@ class LaunchContexts(NamedTuple):
 class HpuProgram:
     """The part of ``core.device.backend.Program`` that both modes share."""
 
-    def __init__(self, bucket: Bucket, bridge: Bridge, form: LaunchForm, contexts: LaunchContexts) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        body: Body,
+        bridge: Bridge,
+        ops: HpuOps,
+        form: LaunchForm,
+        contexts: LaunchContexts,
+    ) -> None:
         self.bucket, self.bridge, self.contexts = bucket, bridge, contexts
         self.state = ProgramState.PLANNED
         self.static = StaticInputs(bucket, bridge, form)
@@ -56,6 +64,11 @@ class HpuProgram:
         self.landing: HostOutputPool | None = None
         self.compiles_for_real = False
         """True: launches run while they are compiled and captured, outside of the plug-in's compile-only mode."""
+        self._prepare(body, ops)
+
+    def _prepare(self, body: Body, ops: HpuOps) -> None:
+        """Makes what launches ``body``: a graph's wrapper or a compiled function."""
+        raise NotImplementedError
 
     @property
     def inputs(self) -> Any:
@@ -129,17 +142,8 @@ class GraphProgram(HpuProgram):
     Each bucket has a wrapper object of its own, so that releasing it frees one graph.
     """
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        body: Body,
-        bridge: Bridge,
-        ops: HpuOps,
-        form: LaunchForm,
-        contexts: LaunchContexts,
-    ) -> None:
-        super().__init__(bucket, bridge, form, contexts)
-        self._module: Any = bridge.wrap_in_hpu_graph(BodyModule(cast_inputs(self.static.types, body), ops))
+    def _prepare(self, body: Body, ops: HpuOps) -> None:
+        self._module: Any = self.bridge.wrap_in_hpu_graph(BodyModule(cast_inputs(self.static.types, body), ops))
 
     def run(self) -> Any:
         """Runs one launch without the graph."""
@@ -195,18 +199,9 @@ class CompiledProgram(HpuProgram):
     that no conversion runs outside of compiled regions.
     """
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        body: Body,
-        bridge: Bridge,
-        ops: HpuOps,
-        form: LaunchForm,
-        contexts: LaunchContexts,
-    ) -> None:
-        super().__init__(bucket, bridge, form, contexts)
+    def _prepare(self, body: Body, ops: HpuOps) -> None:
         regional = ops.regions is not None
-        whole: Any = part if regional else ops.compiler.compile(partial(own_code, part), str(bucket))
+        whole: Any = part if regional else ops.compiler.compile(partial(own_code, part), str(self.bucket))
         self._launch = partial(whole, body)
 
     def run(self) -> Any:

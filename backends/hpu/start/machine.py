@@ -1,4 +1,4 @@
-"""What this machine has: its Gaudis, which of them this process may use, and the installed plug-in and torch.
+"""Detects the Gaudis of this machine, which of them this process may use, and the installed plug-in and torch.
 
 Torch-free. Everything is read from files, so that nothing is imported before its variables are set. The rules that say
 whether plug-in and torch match are those of the plug-in's own ``__init__`` (docs/hpu-internals.md), which would end in

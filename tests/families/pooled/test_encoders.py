@@ -16,8 +16,8 @@ from tests.families.pooled.pooled_case import loaded
 from tests.hostile.altered_config import GONE, altered, verdict
 from tests.pooling.oracle import LEAST_COSINE, cosine
 from trencadis import LLM
+from trencadis.backends.conformance.family.cpu_reference_model import CpuReferenceModel
 from trencadis.backends.conformance.family.family_checks import CheckedModel, run
-from trencadis.backends.conformance.family.recompute import RecomputedModel
 from trencadis.backends.cpu import pick_policy
 from trencadis.core.checkpoint.checkpoint_source import CheckpointSource
 from trencadis.core.checkpoint.model_config import PRE, RMS, ImageNeeds, ModelConfig
@@ -136,7 +136,7 @@ def test_a_step_holds_the_longest_prompt_unless_a_flag_says_otherwise(made: Any)
 
 
 def rows(config: ModelConfig, ids: Sequence[int]) -> torch.Tensor:
-    return RecomputedModel(config).logits(list(ids), len(ids))
+    return CpuReferenceModel(config).logits(list(ids), len(ids))
 
 
 def wanted(path: Path, ids: Sequence[int]) -> torch.Tensor:
@@ -203,7 +203,7 @@ def test_a_norm_of_the_embeddings_that_is_dropped_shows(made: Any, monkeypatch: 
 @pytest.mark.parametrize("name", ENCODERS)
 def test_weights_by_formula_are_the_models_bytes(name: str, made: Any) -> None:
     config = load_model_config(EngineConfig(str(made(name))))
-    model = RecomputedModel(config).model
+    model = CpuReferenceModel(config).model
     frequencies = model.enter.rotary.nbytes()
     assert MemoryEstimator(config, itemsize=4).weights() == model.nbytes() + frequencies
 

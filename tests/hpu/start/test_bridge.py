@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.hpu.conftest import Run
 from trencadis.backends.hpu.bridge import Bridge, EmulatorHooks
 from trencadis.backends.hpu.start import environment, machine
 from trencadis.backends.hpu.start.bridge_loader import open_bridge
@@ -68,16 +66,9 @@ print("fine")
 """
 
 
-def run(code: str, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests/stubs")])
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PT_HPU", "TRENCADIS_", "HLS_", "OMPI_"))}
-    full = {**clean, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **env}
-    return subprocess.run([sys.executable, "-P", "-c", code, *args], env=full, capture_output=True, text=True)
-
-
 @pytest.mark.parametrize(("lazy", "env"), [("1", {}), ("0", {"PT_HPU_LAZY_MODE": "0"})])
-def test_real_branch_over_the_stub(lazy: str, env: dict[str, str]) -> None:
-    done = run(CODE, lazy, **env)
+def test_real_branch_over_the_stub(lazy: str, env: dict[str, str], over_stub: Run) -> None:
+    done = over_stub(CODE, lazy, **env)
     assert done.returncode == 0 and done.stdout == "fine\n", done.stderr
 
 
@@ -121,12 +112,12 @@ OPENED: list[tuple[int, int, dict[str, str], str]] = [
 """Card, ranks, variables, and what is said: the opened card and its ``LOCAL_RANK``, or the refusal."""
 
 
-def test_the_card_that_is_asked_for_is_opened() -> None:
+def test_the_card_that_is_asked_for_is_opened(over_stub: Run) -> None:
     """The plug-in numbers cards by what torchrun, MPI or an earlier opening left in the environment.
 
     Each case opens its card in a process of its own, forked before the plug-in is imported.
     """
-    done = run(NUMBERED, json.dumps([case[:3] for case in OPENED]), HABANA_STUB_CARDS="8")
+    done = over_stub(NUMBERED, json.dumps([case[:3] for case in OPENED]), HABANA_STUB_CARDS="8")
     said = done.stdout.splitlines()
     assert done.returncode == 0 and len(said) == len(OPENED), done.stderr
     for case, line in zip(OPENED, said, strict=True):
@@ -138,7 +129,9 @@ def test_the_card_that_is_asked_for_is_opened() -> None:
     pytest.param("1", {}, "0 None", marks=pytest.mark.long),
     pytest.param("2", {"WORLD_SIZE": "2"}, "384 2", marks=pytest.mark.long),
 ])  # fmt: skip
-def test_a_card_of_several_ranks_leaves_memory_to_hccl(world: str, env: dict[str, str], says: str) -> None:
+def test_a_card_of_several_ranks_leaves_memory_to_hccl(
+    world: str, env: dict[str, str], says: str, over_stub: Run
+) -> None:
     """The pool takes all memory but an allowance, which it leaves where ``WORLD_SIZE`` names several ranks."""
     shown = """
         from habana_frameworks.torch.hpu import POOL
@@ -146,7 +139,7 @@ def test_a_card_of_several_ranks_leaves_memory_to_hccl(world: str, env: dict[str
     code = NUMBERED.replace('\n        print(CHOSEN, os.environ.get("LOCAL_RANK"), flush=True)', shown)
     assert "POOL" in code
     case = (1 if world == "2" else 0, int(world), env)
-    done = run(code, json.dumps([case]), HABANA_STUB_CARDS="8")
+    done = over_stub(code, json.dumps([case]), HABANA_STUB_CARDS="8")
     assert done.stdout.strip() == says, (done.stdout, done.stderr)
 
 
@@ -161,13 +154,13 @@ def test_an_emulated_card_of_several_ranks_leaves_memory_to_hccl() -> None:
     assert open_bridge(0, {"TRENCADIS_HPU_EMULATOR": "1"}, world=2).mem_get_info() == one_of_two.mem_get_info()
 
 
-def test_cpu_imports_neither_bridge_nor_emulator() -> None:
+def test_cpu_imports_neither_bridge_nor_emulator(over_stub: Run) -> None:
     code = (
         "import sys; from trencadis.core.device.backend import BackendConfig, load\n"
         "load('cpu')(BackendConfig(options={'threads': '1'}))\n"
         "print([m for m in sys.modules if 'habana' in m or 'backends.hpu' in m])"
     )
-    done = run(code)
+    done = over_stub(code)
     assert done.stdout == "[]\n", done.stderr
 
 

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.hpu.start.test_bridge import run
-from tests.hpu.start.test_container import CHAT, SMALL, TOKENS
-from tests.hpu.start.test_container import run as run_in
+from tests.hpu.conftest import Run
+from tests.hpu.start.test_container import CHAT, SMALL, TOKENS, run
 from tests.stubs.gaudi_container import PUBLISHED, make
 from trencadis.backends.hpu.start.bridge_loader import find_pinning
 
@@ -28,8 +27,8 @@ for name in ("pinned_upload", "fetch_beside_launch", "events"):
 
 
 @pytest.mark.parametrize("way", ["", "plain", "refused"])
-def test_each_way_is_tried_and_probed(way: str) -> None:
-    done = run(PROBES, HABANA_STUB_PIN=way)
+def test_each_way_is_tried_and_probed(way: str, over_stub: Run) -> None:
+    done = over_stub(PROBES, HABANA_STUB_PIN=way)
     assert done.returncode == 0, done.stderr
     found = done.stdout.splitlines()
     assert found[0] == ("False 1" if way == "refused" else "True 0")
@@ -49,7 +48,7 @@ def test_without_any_way_copies_are_of_ordinary_memory(monkeypatch: pytest.Monke
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["2.9.0+hpu_1.23.1-25.git8598e6d"])
 def test_a_start_without_pinned_memory_answers(mode: str, tmp_path: Path) -> None:
-    done = run_in(
+    done = run(
         make(tmp_path / "c", mode, PUBLISHED[mode]),
         CHAT + "print(llm.engine.info().notes)\n",
         **SMALL,

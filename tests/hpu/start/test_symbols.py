@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.hpu.start.test_bridge import run
+from tests.hpu.conftest import Run
 from trencadis.backends.hpu.emulator.card_profiles import profile
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
@@ -88,8 +88,8 @@ print("fine")
 
 @pytest.mark.parametrize("code", [CALLS, PRODUCTS], ids=["each", "products"])
 @pytest.mark.parametrize("card", ["GAUDI2", "GAUDI3"])
-def test_the_plug_ins_operations_are_called_as_published(code: str, card: str) -> None:
-    done = run(code, card, HABANA_STUB_CARD=card)
+def test_the_plug_ins_operations_are_called_as_published(code: str, card: str, over_stub: Run) -> None:
+    done = over_stub(code, card, HABANA_STUB_CARD=card)
     assert done.returncode == 0 and done.stdout == "fine\n", done.stderr
 
 
@@ -117,16 +117,16 @@ q = put(torch.ones(1, 2, 8, 4))
 
 
 @pytest.fixture(scope="module")
-def over_the_stub() -> str:
+def said_by_stub(over_stub: Run) -> str:
     """What each wrong call ends in."""
     loop = "for name, call in eval(sys.argv[2]).items():\n    try:\n        eval(call)\n        print('passed', name)\n"
     loop += "    except Exception as error:\n        print('refused', name)\n"
-    return run(OPEN + "put = lambda t: t\n" + GIVEN + loop, "GAUDI2", repr(WRONG)).stdout
+    return over_stub(OPEN + "put = lambda t: t\n" + GIVEN + loop, "GAUDI2", repr(WRONG)).stdout
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_calls_are_refused_by_the_stub_and_by_the_emulator(name: str, over_the_stub: str) -> None:
-    assert f"refused {name}\n" in over_the_stub
+def test_wrong_calls_are_refused_by_the_stub_and_by_the_emulator(name: str, said_by_stub: str) -> None:
+    assert f"refused {name}\n" in said_by_stub
     bridge = make_bridge(EmulatedDevice(profile("")))
     names = {"torch": torch, "bridge": bridge, "put": lambda t: t.to(bridge.device)}
     exec(GIVEN, names)

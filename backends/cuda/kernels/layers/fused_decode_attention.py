@@ -18,7 +18,7 @@ from trencadis.backends.cuda.kernels.attention_tensors import SingleAttn
 from trencadis.backends.cuda.kernels.layers import dependent_launch
 from trencadis.backends.cuda.kernels.layers.dependent_launch import wait
 from trencadis.backends.cuda.kernels.paged_attention import QueryTile, attend_part, leave_part
-from trencadis.backends.cuda.kernels.paged_keys import PagedKeys, Reach
+from trencadis.backends.cuda.kernels.paged_attention_loop import KeyRanges, PagedKeys
 from trencadis.core.device.backend import LayerKV, Rotary
 
 
@@ -162,7 +162,7 @@ def _norm_and_rotate(
 
 @triton.jit
 def _stored_reach(before, begin, limit, N: tl.constexpr, WINDOW: tl.constexpr):
-    """Returns the ``Reach`` of one token among the ``before`` stored keys, from ``begin`` to ``limit``."""
+    """Returns the ``KeyRanges`` of one token among the ``before`` stored keys, from ``begin`` to ``limit``."""
     stop = tl.minimum(before, limit)
     first = 0
     edge = begin
@@ -170,4 +170,4 @@ def _stored_reach(before, begin, limit, N: tl.constexpr, WINDOW: tl.constexpr):
         first = before - WINDOW + 1
         begin = tl.maximum(begin, tl.maximum(first, 0) // N * N)
         edge = tl.maximum(begin, (tl.maximum(first, 0) + N - 1) // N * N)
-    return Reach(begin, edge, stop, stop, first, stop - 1)
+    return KeyRanges(begin, edge, stop, stop, first, stop - 1)

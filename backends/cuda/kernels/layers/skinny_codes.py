@@ -39,18 +39,10 @@ def product(
     """Multiplies as ``skinny_gemm.product`` does, by codes."""
     n, features = x.shape[0], w.out_features // (2 if gate else 1)
     assert fits(w) and x.ndim == 2 and 0 < n <= skinny_gemm.FEW and x.shape[1] == w.in_features and x.is_contiguous()
-    out = x.new_empty(n, features)
-    tile, step = skinny_gemm.tile_of(x, gate), quantised_linear.span(w)
-    count, steps = -(-features // tile.n), -(-w.columns // step)
-    each = -(-steps // skinny_gemm.pieces(features, steps, tile.n))
-    cut = -(-steps // each)
-    assert count <= len(arrived), (count, len(arrived))
-    sums, squares = out, out
-    if cut > 1:
-        sums = torch.empty(((1 + gate) * count * cut, n, tile.n), dtype=torch.float32, device=x.device)
-        squares = torch.empty((count * cut, n), dtype=torch.float32, device=x.device) if norm is not None else sums
-    added = norm.residual if norm is not None and norm.residual is not None else x
-    total = norm.total if norm is not None and norm.total is not None else x
+    step = quantised_linear.span(w)
+    tile, cut, each, count, out, sums, squares, added, total = skinny_gemm.make_parts(
+        x, features, w.columns, step, arrived, norm, gate
+    )
     depends = dependent_launch.possible(x.device)
     coded_skinny_kernel[(count, cut)](
         out, total, sums, squares, arrived, x, added, x if norm is None else norm.weight, w.codes, w.factor,

@@ -68,6 +68,46 @@ def pieces(features: int, steps: int, n: int) -> int:
     return max(min(-(-PROGRAMS // -(-features // n)), steps // LEAST_STEPS), 1)
 
 
+class LaunchParts(NamedTuple):
+    """How one launch is cut, and its tensors besides weights.
+
+    Args:
+        cut, steps: pieces of the columns, and the steps of each.
+        count: tiles of features.
+        sums, squares: float32 results of pieces; ``out`` where there is one piece.
+        added, total: the norm's residual and its sum; ``x`` where there is none.
+    """
+
+    tile: tiles.Tile
+    cut: int
+    steps: int
+    count: int
+    out: Tensor
+    sums: Tensor
+    squares: Tensor
+    added: Tensor
+    total: Tensor
+
+
+def make_parts(
+    x: Tensor, features: int, columns: int, step: int, arrived: Tensor, norm: NormOf | None, gate: bool
+) -> LaunchParts:
+    """Makes the parts of a launch that multiplies x [n, in] by ``columns`` columns, ``step`` at a time."""
+    n, tile = x.shape[0], tile_of(x, gate)
+    out = x.new_empty(n, features)
+    count, steps = -(-features // tile.n), -(-columns // step)
+    each = -(-steps // pieces(features, steps, tile.n))
+    cut = -(-steps // each)
+    assert count <= len(arrived), (count, len(arrived))
+    sums, squares = out, out
+    if cut > 1:
+        sums = torch.empty(((1 + gate) * count * cut, n, tile.n), dtype=torch.float32, device=x.device)
+        squares = torch.empty((count * cut, n), dtype=torch.float32, device=x.device) if norm is not None else sums
+    added = norm.residual if norm is not None and norm.residual is not None else x
+    total = norm.total if norm is not None and norm.total is not None else x
+    return LaunchParts(tile, cut, each, count, out, sums, squares, added, total)
+
+
 def product(
     x: Tensor, w: PlainWeight, arrived: Tensor, norm: NormOf | None = None, gate: bool = False,
     residual: Tensor | None = None,
@@ -79,27 +119,17 @@ def product(
         arrived: from ``counters``.
         residual: [n, out], added last, before the one rounding.
     """
-    n, features = x.shape[0], w.out_features // (2 if gate else 1)
+    n, features, step = x.shape[0], w.out_features // (2 if gate else 1), step_of(x)
     check(x, w, norm, residual)
-    out = x.new_empty(n, features)
-    tile, step = tile_of(x, gate), step_of(x)
-    columns, count = w.in_features, -(-features // tile.n)
-    steps = -(-columns // step)
-    each = -(-steps // pieces(features, steps, tile.n))
-    cut = -(-steps // each)
-    assert count <= len(arrived), (count, len(arrived))
-    sums, squares = out, out
-    if cut > 1:
-        sums = torch.empty(((1 + gate) * count * cut, n, tile.n), dtype=torch.float32, device=x.device)
-        squares = torch.empty((count * cut, n), dtype=torch.float32, device=x.device) if norm is not None else sums
-    added = norm.residual if norm is not None and norm.residual is not None else x
-    total = norm.total if norm is not None and norm.total is not None else x
+    tile, cut, each, count, out, sums, squares, added, total = make_parts(
+        x, features, w.in_features, step, arrived, norm, gate
+    )
     depends = dependent_launch.possible(x.device)
     options: dict[str, Any] = dependent_launch.options(depends)
     skinny_kernel[(count, cut)](
         out, total, sums, squares, arrived, x, added, x if norm is None else norm.weight, w.weight,
         out if w.bias is None else w.bias, x if residual is None else residual, n, 0.0 if norm is None else norm.eps,
-        COLUMNS=columns, FEATURES=features, PIECES=cut, STEPS=each, NORM=norm is not None,
+        COLUMNS=w.in_features, FEATURES=features, PIECES=cut, STEPS=each, NORM=norm is not None,
         ADD=norm is not None and norm.residual is not None, GATE=gate, BIAS=w.bias is not None,
         RESIDUAL=residual is not None, NARROW=x.dtype == torch.float16, DEPENDENT=depends, M=tile.m, N=tile.n,
         STEP=step, num_warps=tile.warps, num_stages=tile.stages, **options,

@@ -17,17 +17,17 @@ from tests.oracles.transformers_model import assert_same
 from trencadis import LLM
 from trencadis.server.cli.main import main
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "model_lfm2"
-MODULES = ("model_lfm2", "lfm2_layers")
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "model_bamba"
+MODULES = ("model_bamba", "bamba_layers")
 
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As after ``pip install ./examples/model_lfm2``."""
+    """As after ``pip install ./examples/model_bamba``."""
     folder = tmp_path / "site"
-    info = folder / "trencadis_model_lfm2-0.1.0.dist-info"
+    info = folder / "trencadis_model_bamba-0.1.0.dist-info"
     info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: trencadis-model-lfm2\nVersion: 0.1.0\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: trencadis-model-bamba\nVersion: 0.1.0\n")
     points = (EXAMPLE / "pyproject.toml").read_text().partition('"trencadis.models"]\n')[2].partition("\n\n")[0]
     (info / "entry_points.txt").write_text("[trencadis.models]\n" + points.replace('"', "") + "\n")
     for name in MODULES:
@@ -45,17 +45,18 @@ def checkpoint(tmp_path: Path) -> Path:
     import transformers
 
     settings: dict[str, Any] = text_settings(
-        num_hidden_layers=4, layer_types=["conv", "conv", "full_attention", "conv"], intermediate_size=120,
-        block_multiple_of=16, tie_word_embeddings=True,
+        num_hidden_layers=4, attn_layer_indices=[2], mamba_n_heads=8, mamba_d_state=32, mamba_d_head="auto",
+        mamba_chunk_size=64, pad_token_id=1,
     )  # fmt: skip
-    settings["norm_eps"] = settings.pop("rms_norm_eps")
-    model = transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**settings))
+    model = transformers.BambaForCausalLM(transformers.BambaConfig(**settings))
     randomise(model, 0)
     for name, p in model.named_parameters():
-        if name.endswith("conv.weight"):
+        if name.endswith("conv1d.weight"):
             p.data.mul_(5)
+        if name.endswith("A_log"):
+            p.data.sub_(3)
     model.generation_config = transformers.GenerationConfig(eos_token_id=IDS["<|im_end|>"], do_sample=False)
-    folder = tmp_path / "lfm2"
+    folder = tmp_path / "bamba"
     model.float().eval().save_pretrained(folder)
     write_tokenizer(folder)
     return folder

@@ -20,7 +20,7 @@ SMALL = 64 << 10
 Pieces = Sequence[bytes | bytearray | memoryview]
 
 
-class Outbox:
+class SendQueue:
     """Queue of the frames of one link, sent in order.
 
     Args:
@@ -86,7 +86,7 @@ class Outbox:
     def _later(self, make: Callable[[], Pieces]) -> None:
         self._waiting.append(make)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="send_queue", daemon=True)
             self._thread.start()
         self._changed.notify()
 
@@ -161,11 +161,11 @@ class PlainLink:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self._steady = False  # the other process has promised beats
-        self._outbox = Outbox(sock.send, sock.sendall)
+        self._send_queue = SendQueue(sock.send, sock.sendall)
 
     def send(self, body: bytes) -> None:
         """Sends one message."""
-        if not self._outbox.put(lambda: (HEADER.pack(len(body)), body), len(body)):
+        if not self._send_queue.put(lambda: (HEADER.pack(len(body)), body), len(body)):
             raise LinkClosed
 
     def receive(self) -> bytearray:
@@ -178,12 +178,12 @@ class PlainLink:
 
     def beat(self, steady: bool) -> None:
         """Sends a sign of life, unless something waits to be sent, which is one."""
-        if self._outbox.idle:
-            self._outbox.put(lambda: (HEADER.pack(BEAT_STEADY if steady else BEAT_LOADING),), 0)
+        if self._send_queue.idle:
+            self._send_queue.put(lambda: (HEADER.pack(BEAT_STEADY if steady else BEAT_LOADING),), 0)
 
     def close(self) -> None:
         """Shuts the socket down; close() alone would wake neither a receiving thread nor the other process."""
-        self._outbox.end()
+        self._send_queue.end()
         shut_socket(self.sock)
 
     def _receive_exactly(self, size: int) -> bytearray:

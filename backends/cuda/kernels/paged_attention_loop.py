@@ -23,7 +23,7 @@ class PagedKeys(NamedTuple):
     stop: tl.tensor  # int32: keys from here on are not read
 
 
-class Reach(NamedTuple):
+class KeyRanges(NamedTuple):
     """The stored keys that a tile of queries sees, in three ranges: seen by some queries, by all, and by some again."""
 
     begin: tl.tensor  # int32, a multiple of N: start of the first query window
@@ -34,7 +34,7 @@ class Reach(NamedTuple):
     last: tl.tensor  # the last key that a query sees
 
 
-class Running(NamedTuple):
+class RunningAttention(NamedTuple):
     """Attention over the keys so far, and the block ids of the next tile."""
 
     acc: tl.tensor  # float32 [M, LANES]
@@ -64,11 +64,11 @@ def slots_of(ids, start, N: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def start_run(keys, start, M: tl.constexpr, LANES: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns ``Running`` before the key ``start``."""
+    """Returns ``RunningAttention`` before the key ``start``."""
     acc = tl.zeros([M, LANES], tl.float32)
     peak = tl.full([M], online_softmax.LOWEST, tl.float32)
     total = tl.zeros([M], tl.float32)
-    return Running(acc, peak, total, ids_of(keys.table, start, keys.stop, N, BLOCK))
+    return RunningAttention(acc, peak, total, ids_of(keys.table, start, keys.stop, N, BLOCK))
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def attend_keys(
     run, queries, keys, start, stop, first, last, scale, MASKED: tl.constexpr, ONCE: tl.constexpr, WINDOW: tl.constexpr,
     N: tl.constexpr, BLOCK: tl.constexpr, KV_TOKEN: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Returns ``run: Running`` after the tiles of N keys from ``start`` to ``stop``.
+    """Returns ``run: RunningAttention`` after the tiles of N keys from ``start`` to ``stop``.
 
     Args:
         queries: [M, LANES].
@@ -104,7 +104,7 @@ def attend_keys(
         k = tl.load(keys.k + slots, mask=stored, other=0.0)
         v = tl.load(keys.v + slots, mask=stored, other=0.0)
         acc, peak, total = online_softmax.attend_tile(acc, peak, total, queries, tl.trans(k), v, keep, scale, MASKED)
-    return Running(acc, peak, total, ids)
+    return RunningAttention(acc, peak, total, ids)
 
 
 @triton.jit
@@ -112,8 +112,8 @@ def attend_reach(
     run, queries, keys, reach, scale, ONCE: tl.constexpr, WINDOW: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
     KV_TOKEN: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Returns ``run: Running`` after all keys of ``reach: Reach``; ONCE: from ``whole`` on there is at most one
-    tile.
+    """Returns ``run: RunningAttention`` after all keys of ``reach: KeyRanges``; ONCE: from ``whole`` on there is at
+    most one tile.
     """
     begin, edge, whole, stop, first, last = reach
     if WINDOW > 0:

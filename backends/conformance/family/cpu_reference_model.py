@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trencadis.backends.cpu import make_backend
-from trencadis.core.buckets import Bucket, Plan, Stage
+from trencadis.core.bucket_plan import Plan
+from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import OUT, POST, ModelConfig
 from trencadis.core.cross_attention_inputs import (
     CrossAttentionSpans,
@@ -50,7 +51,7 @@ class PromptArrays:
     cross_attention: CrossAttentionSpans | None = None
 
 
-class RecomputedModel:
+class CpuReferenceModel:
     """Recomputes a model on the CPU step by step, with blocks for one row; ``comm``: communicator of the ranks that
     share it.
     """
@@ -224,7 +225,7 @@ def tensor_parallel_logits(config: ModelConfig, ids: list[int], world: int) -> l
 
     def run(rank: int) -> None:
         try:
-            found[rank] = RecomputedModel(config, ThreadComm(exchange, rank, world)).logits(ids, len(ids))
+            found[rank] = CpuReferenceModel(config, ThreadComm(exchange, rank, world)).logits(ids, len(ids))
         except Exception as error:  # raised again by the calling thread
             errors.append(error)
             exchange.barrier.abort()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -36,7 +36,7 @@ class DraftTokens(NamedTuple):
 NO_DRAFT = DraftTokens()
 
 
-class DraftSource(Protocol):
+class DraftProposer(Protocol):
     """Proposes the next tokens of one sequence.
 
     ``tokens[:known]`` are the ids of prompt and answer. Between two calls ``known`` never decreases and known ids do
@@ -48,10 +48,10 @@ class DraftSource(Protocol):
         ...
 
 
-class FirstOf:
+class FirstProposal:
     """Asks sources in turn and returns the first proposal that is not empty."""
 
-    def __init__(self, sources: Sequence[DraftSource]) -> None:
+    def __init__(self, sources: Sequence[DraftProposer]) -> None:
         self._sources = tuple(sources)
 
     def propose(self, tokens: Sequence[int], known: int, count: int) -> DraftTokens:
@@ -61,27 +61,6 @@ class FirstOf:
             if found.ids:
                 return found
         return NO_DRAFT
-
-
-Guess = Callable[[Sequence[int], int], int]
-"""(tokens, known): the id that follows; below 0: no proposal."""
-
-
-class ScriptedSource:
-    """Proposes the ids that a function returns, one place after the other; for tests and measurements."""
-
-    def __init__(self, guess: Guess) -> None:
-        self._guess = guess
-
-    def propose(self, tokens: Sequence[int], known: int, count: int) -> DraftTokens:
-        """Returns the ids that the function gives for each place, up to the first below 0."""
-        text = [*tokens[:known]]
-        for _ in range(count):
-            token = self._guess(text, len(text))
-            if token < 0:
-                break
-            text.append(token)
-        return DraftTokens(tuple(text[known:]), "scripted")
 
 
 def cut_at(ids: Sequence[int], ends: frozenset[int], vocab: int) -> tuple[int, ...]:
@@ -219,8 +198,8 @@ class NgramIndex:
         return tuple(found)
 
 
-class NgramSource:
-    """Implements ``DraftSource`` over prompt and answer of one sequence."""
+class NgramProposer:
+    """Implements ``DraftProposer`` over prompt and answer of one sequence."""
 
     def __init__(self, shortest: int = SHORTEST, longest: int = LONGEST, skipped: Collection[int] = ()) -> None:
         self._index = NgramIndex(shortest, longest, skipped)

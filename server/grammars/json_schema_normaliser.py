@@ -48,10 +48,10 @@ def normalise_schema(schema: Json, where: str, closed: bool = False) -> Schema:
     Raises:
         BadRequest: a keyword is wrong or cannot be enforced; ``param`` is its path.
     """
-    return SchemaReader(schema, where, closed).read()
+    return SchemaNormaliser(schema, where, closed).read()
 
 
-class SchemaReader:
+class SchemaNormaliser:
     """Reads one schema document; references are followed in the library's order."""
 
     def __init__(self, root: Json, where: str, closed: bool = False) -> None:
