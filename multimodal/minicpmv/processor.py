@@ -108,7 +108,7 @@ class MiniCPMImageProcessor(TileImageProcessor):
         cell = SIDE * SIDE
         return ImageGeometry(
             resized, (len(sizes), *sizes[-1]), sum(counts) // cell, slots, area, counts[-1] // cell,
-            self._layout(grid, counts[0] // cell, counts[-1] // cell), first if grid is not None else None,
+            self._layout(grid, counts[0] // cell, counts[-1] // cell), first=first if grid is not None else None,
         )  # fmt: skip
 
     def _patches(self, size: tuple[int, int]) -> tuple[int, int]:
