@@ -28,6 +28,7 @@ if "TRENCADIS_CACHE" not in os.environ:
 
 from benchmarks.harness.vision_ops import usable_torchvision  # noqa: E402
 from trencadis.core.process import log_setup  # noqa: E402
+from trencadis.core.process.heap_trimmer import trim  # noqa: E402
 
 pytest_plugins = ["tests.plugins.cpu_budget", "pytester"]
 
@@ -53,6 +54,9 @@ if not _hands_out_tests():
     _interpret_kernels()
     usable_torchvision()
 
+
+TRIMMED_ABOVE = 1.2
+"""GB of this process above which unused pages are returned after each file, which takes some 20 ms."""
 
 _freeze, _unfreeze = gc.freeze, gc.unfreeze
 FEW_OBJECTS = 100_000
@@ -94,7 +98,10 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _collected() -> Iterator[None]:
-    """Ends what earlier files left in cycles, and leaves imports out of later collections: start-ups collect often."""
+    """Ends what earlier files left in cycles, and leaves imports out of later collections: start-ups collect often.
+
+    Pages between small objects that live on go back to the system: a process of many files would grow by them.
+    """
     gc.collect()
     _freeze_many()
     before = _frozen
@@ -104,6 +111,10 @@ def _collected() -> Iterator[None]:
     gc.collect()
     if _frozen != before:
         _freeze()
+    from tests.plugins.cpu_budget import resident_gb  # after pytest has registered it as a plug-in
+
+    if resident_gb() > TRIMMED_ABOVE:
+        trim()
 
 
 @pytest.fixture(autouse=True)

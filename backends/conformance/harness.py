@@ -317,8 +317,8 @@ class Harness:
             return made, 0
         real = max(bucket.dims[0] - 1, 1)
         if bucket.stage is Stage.SAMPLE:
-            told, chained = 1 if bucket.variant == "full" else -1, drafts_ahead(bucket) > 0
-            drawn = Sample(0.8, 5, 0.9, 0.01, 0.3, 0.1, 1.2, 0.3, (), told)
+            logprobs, chained = 1 if bucket.variant == "full" else -1, drafts_ahead(bucket) > 0
+            drawn = Sample(0.8, 5, 0.9, 0.01, 0.3, 0.1, 1.2, 0.3, (), logprobs)
             sample = Sample() if bucket.variant == "greedy" else drawn
             first = int(rng.integers(1, 60))
             rows_of = [host.SampleRow(first + i, 1 + i, sample) for i in range(real)]

@@ -286,7 +286,8 @@ class ReferenceOps(RecurrentReference):
 
     def sample(self, logits: Tensor, head: HeadTensors, state: SamplerState, full: bool) -> HeadTensorsOut:
         if full:
-            return sample_full(logits, head, state, self.thresholds, self.update)
+            targets_only = logits.is_cpu and bool((head.target >= 0).all())
+            return sample_full(logits, head, state, self.thresholds, self.update, targets_only)
         return self.take(self.best(logits), head, state)
 
     def take(self, token: Tensor, head: HeadTensors, state: SamplerState) -> HeadTensorsOut:
@@ -320,9 +321,7 @@ class ReferenceOps(RecurrentReference):
         out = sums if head is None else functional.linear(sums, head)
         return torch.where(spoiled > 0, float("nan"), out)
 
-    def update(self, token: Tensor, head: HeadTensors, state: SamplerState, full: bool) -> None:
-        """Stores the drawn ids, int64 [r], in the sampler state."""
-        update(token, head, state, full)
+    update = staticmethod(update)
 
     def thresholds(self, probs: Tensor, head: HeadTensors) -> Tensor:
         """Returns [r, 1]: the least probability that top-k, top-p and min-p let through; 0 without filters."""

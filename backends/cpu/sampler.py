@@ -25,16 +25,20 @@ def sample_full(
     state: SamplerState,
     limit: Callable[[Tensor, HeadTensors], Tensor],
     note: Callable[[Tensor, HeadTensors, SamplerState, bool], None],
+    targets_only: bool = False,
 ) -> HeadTensorsOut:
     """Samples with all features: [r, V] logits -> tokens and logprobs.
 
     Args:
         limit, note: the backend's ``thresholds`` and ``update``.
+        targets_only: every row has a target, so that nothing is drawn: as prompts are scored.
     """
     raw = logits.float()
     logprobs = raw.log_softmax(-1)
-    scores, allowed = apply_penalties(raw, head, state)
-    token = torch.where(head.target >= 0, head.target, draw(scores, allowed, head, limit))
+    token = head.target.long()
+    if not targets_only:
+        scores, allowed = apply_penalties(raw, head, state)
+        token = torch.where(head.target >= 0, head.target, draw(scores, allowed, head, limit))
     own = logprobs.gather(1, token[:, None])
     rank = (logprobs > own).int().sum(-1) + 1
     top = logprobs.topk(min(MAX_LOGPROBS, logprobs.shape[1]), dim=-1)
@@ -97,7 +101,7 @@ def update(token: Tensor, head: HeadTensors, state: SamplerState, full: bool) ->
 
     Rows after a draft that was not drawn write to slot 0. Of the rows of one slot, the last other one sets ``last``.
     """
-    slot, final = accepted_slots(token, head)
+    slot, final = (head.slot, head.slot) if head.ahead is None else accepted_slots(token, head)
     state.last.index_copy_(0, final, token.int())
     if full:
         ones = torch.ones_like(slot, dtype=state.counts.dtype)

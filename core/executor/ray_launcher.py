@@ -48,9 +48,9 @@ class RankActor:
 
     def start(self, target: bytes) -> None:
         """Starts the rank's process, which ends together with this actor."""
-        told = rank_messages.decode_down(target)
-        assert isinstance(told, rank_messages.ConnectInfo)
-        self._ranks = HeadlessRanks([told])
+        info = rank_messages.decode_down(target)
+        assert isinstance(info, rank_messages.ConnectInfo)
+        self._ranks = HeadlessRanks([info])
 
 
 class RayLauncher:
@@ -127,12 +127,12 @@ class RayLauncher:
         """Starts an actor, which starts the rank's process, which connects to this engine."""
         rank_info, (address, port) = self.describe_rank(number), self._listener.address
         threads = self._config.threads or (computing_cpus() if self.nodes[number].here else None)
-        told = rank_messages.ConnectInfo(
+        info = rank_messages.ConnectInfo(
             address=address, port=port, rank=number, local=rank_info.local_rank, local_world=rank_info.local_world,
             key=self._key.export_bytes(), tls=tls_files(self._config), patience=60.0, threads=threads,
         )  # fmt: skip
         actor = self._actor(number)
-        actor.start.remote(rank_messages.encode(told))
+        actor.start.remote(rank_messages.encode(info))
         linked = cast("Future[Link]", self._listener.links[number])
         return RemoteRankState(rank_info, RayRankHandle(linked, self._ray, actor), linked, remote=True)
 

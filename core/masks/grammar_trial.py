@@ -134,5 +134,5 @@ def _pick(mask: bytes, ends: Sequence[int], step: int) -> int | None:
 def shorten_message(text: str) -> str:
     """Returns the library's message in one line, cut to ``SHOWN`` characters."""
     lines = text.split("<state>")[0].split("\n")
-    told = " ".join(part for part in (line.strip() for line in lines) if part and not set(part) <= set("^ |"))
-    return told[:SHOWN]
+    message = " ".join(part for part in (line.strip() for line in lines) if part and not set(part) <= set("^ |"))
+    return message[:SHOWN]

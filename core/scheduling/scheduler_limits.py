@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trencadis.core.buckets import ENCODER_SLOTS
+from trencadis.core.checkpoint.layer_parts import CHUNK
+
+SCORED_SHARE = 8
+"""Prompts with ``prompt_logprobs`` take at most one in this many tokens of a step."""
 
 
 @dataclass(frozen=True)
@@ -35,4 +39,13 @@ class SchedulerLimits:
     whole: bool = False  # an encoder: a prompt is one row of one step, and its tokens attend to each other
     bidirectional_images: bool = False  # tokens of an image attend to each other: no chunk ends inside one
     adapters: int = 0  # slots of LoRA adapters
+    drafts_adapters: bool = True  # sequences with adapters are drafted, too
     chunk: int = 0  # tests: at most this many tokens of one sequence in a step
+
+    @property
+    def scored_tokens(self) -> int:
+        """Prompt tokens whose log-probabilities one step computes at most: other requests take the rest of the step.
+
+        It is no less than the chunk at whose multiples recurrent states are kept.
+        """
+        return max(self.max_tokens // SCORED_SHARE, CHUNK)

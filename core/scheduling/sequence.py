@@ -173,10 +173,10 @@ class Sequence:
     source: int = 0  # slot that its next launch reads it from: ``state``, a snapshot that it has claimed, or 0 (zeros)
     branch_at: int = 0  # tokens of its prompt after which a snapshot is taken, because other prompts branch there
 
-    @property
-    def prompt(self) -> int:
-        """Number of prompt tokens."""
-        return len(self.request.tokens)
+    prompt: int = field(init=False)  # number of prompt tokens
+
+    def __post_init__(self) -> None:
+        self.prompt = len(self.request.tokens)
 
     @property
     def outputs(self) -> int:
@@ -200,6 +200,11 @@ class Sequence:
         """True if a request for prompt_logprobs without any output has all its scores."""
         running = self.status is SequenceStatus.RUNNING
         return running and self.limit == 0 and self.computed == self.prompt and self.inflight == 0
+
+    @property
+    def awaits_scores(self) -> bool:
+        """True if its next chunk has tokens of a prompt with prompt_logprobs."""
+        return self.prompt_scores is not None and self.computed < self.prompt - 1
 
     @property
     def resting(self) -> bool:

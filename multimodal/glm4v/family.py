@@ -16,7 +16,7 @@ from trencadis.core.checkpoint.decoder_fields import (
     gated_decoder,
     heads_of,
 )
-from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
+from trencadis.core.checkpoint.family import EVERY_PART, GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.model_config import SANDWICH, TextConfig
 from trencadis.core.families.glm4 import NORM_NAMES
@@ -147,6 +147,7 @@ FAMILY = Family(
     make="trencadis.multimodal.glm4v.model:make",
     vision=VISION_SIDE,
     ignored=MEDIA_KEYS,
+    adapters=EVERY_PART,
 )
 FLASH = replace(
     FAMILY,

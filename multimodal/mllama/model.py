@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trencadis.core.checkpoint.model_config import LAYER, ModelConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
-from trencadis.core.device.backend import Backend, Ops, Rotary, Segments, VisionTensors
+from trencadis.core.device.backend import AdapterRows, Backend, Ops, Rotary, Segments, VisionTensors
 from trencadis.core.models.cross_attention import CrossAttentionDecoder
 from trencadis.core.models.linear import Linear, RowParallelLinear
 from trencadis.core.models.mlp import Norm, norm_of
@@ -93,13 +93,19 @@ class MllamaVisionBlock(ViTBlock):
             self.gates = torch.cat([source.take(f"{name}.gate_{part}", (1,)).tanh() for part in ("attn", "ffn")])
 
     def __call__(
-        self, x: Tensor, residual: Tensor | None, rotary: Rotary | None, segments: Segments
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        rotary: Rotary | None,
+        segments: Segments,
+        rows: AdapterRows | None = None,
     ) -> tuple[Tensor, Tensor]:
         if self.gates is None:
-            return super().__call__(x, residual, rotary, segments)
+            return super().__call__(x, residual, rotary, segments, rows)
         normed, residual = self.norm1(x, residual)
-        normed, residual = self.norm2(self.out(self._attend(normed, rotary, segments)) * self.gates[0], residual)
-        return self.mlp(normed) * self.gates[1], residual
+        attended = self.out(self._attend(normed, rotary, segments, rows), rows) * self.gates[0]
+        normed, residual = self.norm2(attended, residual)
+        return self.mlp(normed, rows) * self.gates[1], residual
 
     def nbytes(self) -> int:
         return super().nbytes() + (0 if self.gates is None else self.gates.nbytes)
@@ -178,7 +184,7 @@ class MllamaModel(CrossAttentionDecoder):
                 intermediate[number] = ops.region(sum_residual, x, residual)
 
         if local:
-            stream = [*run_blocks(ops, self.blocks[:local], stream, None, segments, keep)]
+            stream = [*run_blocks(ops, self.blocks[:local], stream, None, segments, after=keep)]
         if c.global_layers:
             stream = [*ops.region(self.post_tile_embedding, *stream, inputs.position)]
             stream = [*run_blocks(ops, self.blocks[local:], stream, None, segments)]

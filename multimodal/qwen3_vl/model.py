@@ -5,7 +5,7 @@ The tower has interpolated positions, and a part of each row comes from several 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,10 +14,19 @@ from torch.nn import functional
 
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
-from trencadis.core.device.backend import Backend, Ops, Rotary, VisionTensors
+from trencadis.core.device.backend import AdapterRows, Backend, Ops, Rotary, VisionTensors
 from trencadis.core.models.attention import vision_frequencies
 from trencadis.core.models.decoder import Decoder
-from trencadis.core.models.linear import ColumnParallelLinear, ColumnPart, Linear, RowParallelLinear, replicate_layers
+from trencadis.core.models.linear import (
+    NO_ADAPTERS,
+    ColumnParallelLinear,
+    ColumnPart,
+    ImageAdapters,
+    Linear,
+    RowParallelLinear,
+    TowerLayer,
+    replicate_layers,
+)
 from trencadis.core.models.mlp import LayerNorm
 from trencadis.core.shared_constants import align_up
 from trencadis.core.step import Encode, VisionInputs
@@ -98,14 +107,15 @@ class DeepStackMerger:
         self.fc1.load(source, name)
         self.fc2.load(source, f"{name}.linear_fc2")
 
-    def __call__(self, x: Tensor, residual: Tensor, rows: Tensor, arena: Tensor) -> None:
+    def __call__(self, x: Tensor, residual: Tensor, rows: Tensor, adapters: AdapterRows | None, arena: Tensor) -> None:
         """Stores [cells, out_hidden] in ``arena[rows]``; x and residual are [cells, slots of a cell, hidden].
 
-        The sum is a new tensor: a norm may store its sum in x, which later layers still read.
+        ``adapters``: those of the cells. The sum is a new tensor: a norm may store its sum in x, which later layers
+        still read.
         """
         wide = (len(rows), -1) if self.norms_cell else (-1, x.shape[-1])
         normed = self.norm((x + residual).view(wide))[0].view(len(rows), -1)
-        self.ops.scatter_rows(arena, rows, self.fc2(self.ops.act(self.fc1(normed), "gelu")))
+        self.ops.scatter_rows(arena, rows, self.fc2(self.ops.act(self.fc1(normed, adapters), "gelu"), adapters))
 
     def nbytes(self) -> int:
         return self.norm.nbytes() + self.fc1.bytes + self.fc2.bytes
@@ -145,7 +155,15 @@ class DeepStackTower:
         for merger, at in zip(self.mergers, c.merger_names, strict=True):
             merger.load(source, at)
 
-    def __call__(self, inputs: VisionTensors, arena: Tensor) -> None:
+    def list_layers(self) -> Iterator[TowerLayer]:
+        """Yields the matrices that take adapters."""
+        for i, block in enumerate(self.blocks):
+            yield from block.list_layers(f"visual.blocks.{i}")
+        for merger, at in zip(self.mergers, self.config.merger_names, strict=True):
+            yield TowerLayer(at, merger.fc1)
+            yield TowerLayer(f"{at}.linear_fc2", merger.fc2)
+
+    def __call__(self, inputs: VisionTensors, arena: Tensor, adapters: ImageAdapters = NO_ADAPTERS) -> None:
         """Writes every part of ``inputs.rows``, each [out_hidden] of the backend's dtype, to the arena."""
         ops, i = self.ops, inputs
         assert i.position_rows is not None and i.position_weights is not None
@@ -156,13 +174,13 @@ class DeepStackTower:
         cells = (len(i.rows), -1, self.config.hidden)
 
         def store(part: int, x: Tensor, residual: Tensor) -> None:
-            ops.by_rows(self.mergers[part], (x.view(cells), residual.view(cells), rows[part]), arena)
+            ops.by_rows(self.mergers[part], (x.view(cells), residual.view(cells), rows[part], adapters.cells), arena)
 
         def store_deepstack(number: int, x: Tensor, residual: Tensor) -> None:
             if number in self.config.deepstack_layers:
                 store(1 + self.config.deepstack_layers.index(number), x, residual)
 
-        store(0, *run_blocks(ops, self.blocks, stream, rotary, segments, store_deepstack))
+        store(0, *run_blocks(ops, self.blocks, stream, rotary, segments, adapters, store_deepstack))
 
     def nbytes(self) -> int:
         own = (
@@ -189,7 +207,10 @@ class Qwen3VL(Decoder):
 
     def vision(self, inputs: VisionTensors) -> None:
         """Encodes packed images and writes the parts of their rows to the arena."""
-        self.tower(inputs, self.persistent.arena)
+        self.tower(inputs, self.persistent.arena, self.prepare_image_adapters(inputs))
+
+    def list_tower_layers(self) -> Iterator[TowerLayer]:
+        yield from self.tower.list_layers()
 
     def pack(self, images: Sequence[Encode], slots: int) -> VisionInputs:
         """Packs images cell by cell; the rest of ``slots`` is padding."""

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol, cast
 
@@ -68,7 +68,12 @@ class RelayedRequest(RemotePixels):
         self.task: asyncio.Task[None] | None = None
 
     def forward(self, delta: Delta) -> bool:
-        """Sends a delta to the API process, with the request's id there; returns True."""
+        """Sends a delta to the API process, with the request's id there.
+
+        Returns False if the process reads too slowly: the delta then waits in the request's queue, which is bounded.
+        """
+        if self.relay.is_full():
+            return False
         delta.id = self.local_id
         self.relay.forward(delta)
         return True
@@ -86,6 +91,8 @@ class RequestRelay:
         write: sends a message to the API process.
         several: True if it is sent the engine of each request.
         on_vocabulary: called with the packed vocabulary, which it sends before its first grammar.
+        is_full: True if the API process reads too slowly for more to be written.
+        wait_for_room: returns once it is not full any more, or the process has ended.
     """
 
     def __init__(
@@ -95,7 +102,10 @@ class RequestRelay:
         write: Callable[[msgspec.Struct], None],
         several: bool,
         on_vocabulary: Callable[[bytes], None],
+        is_full: Callable[[], bool] = lambda: False,
+        wait_for_room: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0),
     ) -> None:
+        self.is_full, self._wait_for_room = is_full, wait_for_room
         self._engine, self._index, self._has_replicas, self._on_vocabulary = engine, index, several, on_vocabulary
         self.write = write
         self.requests: dict[str, RelayedRequest] = {}
@@ -170,7 +180,10 @@ class RequestRelay:
                         if self._has_replicas:
                             self.write(RequestRouted(found.local_id, found.request.replica))
                         self._engine.set_delta_callback(found.request.id, found.forward)
-                    found.forward(delta)
+                    if self.is_full():
+                        await self._wait_for_room()
+                    delta.id = found.local_id
+                    self.forward(delta)
         except TrencadisError as error:
             self._fail(found, error.status, error.message)
         except Exception:
@@ -257,7 +270,7 @@ class ApiProcess:
     # --- life ---
 
     async def run(self) -> None:
-        """Supervises one API process; restarts it unless told to stop."""
+        """Supervises one API process; restarts it unless it is to stop."""
         self._running = True
         try:
             await self._run()

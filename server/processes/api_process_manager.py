@@ -126,7 +126,9 @@ class ApiProcessManager:
     def make_relay(self, index: int, channel: Channel[ipc_messages.Up]) -> RequestRelay:
         """Makes the relay that runs the requests of a process."""
         assert self.engine is not None
-        return RequestRelay(self.engine, index, channel.write, len(get_replicas(self.engine)) > 1, self._set_vocabulary)
+        several = len(get_replicas(self.engine)) > 1
+        full, room = channel.is_full, channel.wait_for_room
+        return RequestRelay(self.engine, index, channel.write, several, self._set_vocabulary, full, room)
 
     def on_connected(self, process: ApiProcess) -> None:
         """Sends the current engine infos and states to a process that has just connected."""

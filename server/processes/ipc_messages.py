@@ -168,6 +168,8 @@ log = logging.getLogger("trencadis.server")
 
 M = TypeVar("M", bound=msgspec.Struct)
 GONE = "A process of this server ended; please retry."
+MOST_UNSENT = 1 << 20
+"""Bytes that may wait to be sent before a sender waits."""
 
 
 class Channel(Generic[M]):
@@ -196,6 +198,7 @@ class Channel(Generic[M]):
     async def connect(self) -> None:
         """Connects the socket to this event loop; frames can be written from now on."""
         self._reader, self.writer = await asyncio.open_connection(sock=self._sock)
+        self.writer.transport.set_write_buffer_limits(MOST_UNSENT)
 
     async def run(self) -> None:
         """Reads until the other end has closed."""
@@ -287,11 +290,19 @@ class Channel(Generic[M]):
         if payload:
             self.writer.write(payload)
 
-    async def send(self, message: msgspec.Struct, payload: bytes | memoryview = b"") -> None:
-        """Writes one frame and waits while the socket is full."""
-        self.write(message, payload)
+    def is_full(self) -> bool:
+        """Returns True if more than ``MOST_UNSENT`` bytes wait to be sent, since the other end does not read."""
+        return self.writer is not None and self.writer.transport.get_write_buffer_size() > MOST_UNSENT
+
+    async def wait_for_room(self) -> None:
+        """Waits while the socket is full; returns if it is closed."""
         if self.writer is not None:
             try:
                 await self.writer.drain()
             except OSError:
                 log.debug("the other end broke while a frame was sent")
+
+    async def send(self, message: msgspec.Struct, payload: bytes | memoryview = b"") -> None:
+        """Writes one frame and waits while the socket is full."""
+        self.write(message, payload)
+        await self.wait_for_room()

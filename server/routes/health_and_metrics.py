@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TypedDict
 
@@ -26,7 +27,9 @@ from trencadis.server.routes.serving_base import ServingState
 
 CACHE_SECONDS = 1.0
 FRESH_PAGES = 4
-"""Pages of /metrics made in a second; whoever asks more often gets the last one."""
+"""Pages of /metrics made in a second at most; requests beyond that get the last one."""
+RENDER_SHARE = 0.05
+"""Share of a second after which no further page is made in it: with many tenants a page takes long."""
 
 
 def router(state: ServingState) -> APIRouter:
@@ -89,22 +92,37 @@ async def _render_metrics(state: ServingState) -> bytes:
     return state.metrics.format_text() if shared is None else await shared.fetch_metrics()
 
 
+@dataclass(slots=True)
+class MadePage:
+    """When a page was begun, and how many seconds it took to make."""
+
+    began: float
+    seconds: float = 0.0
+
+
 class PageCache:
-    """Text that is expensive to make and may be asked for by anybody: after ``FRESH_PAGES`` of them within a second
-    the last one is sent again, until a second has passed since it was made.
+    """Text that is expensive to make and that anybody may request.
+
+    Once ``FRESH_PAGES`` of them were made within a second, or took ``RENDER_SHARE`` of it, the last one is sent again
+    until a second has passed since the first of them.
     """
 
     def __init__(self, make: Callable[[], Awaitable[bytes]], clock: Callable[[], float] = time.monotonic) -> None:
         self._make, self._clock = make, clock
-        self._made: deque[float] = deque(maxlen=FRESH_PAGES)
+        self._made: deque[MadePage] = deque()
         self._last = b""
 
     async def get(self) -> bytes:
         """The text, at most a second old."""
         now = self._clock()
-        if len(self._made) < FRESH_PAGES or now - self._made[0] >= CACHE_SECONDS:
-            self._made.append(now)
+        while self._made and now - self._made[0].began >= CACHE_SECONDS:
+            self._made.popleft()
+        taken = sum(page.seconds for page in self._made)
+        if len(self._made) < FRESH_PAGES and taken <= RENDER_SHARE * CACHE_SECONDS:
+            page = MadePage(now)
+            self._made.append(page)
             self._last = await self._make()
+            page.seconds = self._clock() - now
         return self._last or await self._make()
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 import json
+import time
 from collections.abc import (
     AsyncGenerator,
     AsyncIterable,
@@ -274,7 +275,13 @@ def mark_prepared(http: Request) -> None:
 
 
 JSON_SLICE = 64
-"""Items of a list that are made and written at once."""
+"""Most items of a list that are made and written at once."""
+
+SLICE_CANDIDATES = 256
+"""Most log-probabilities of such items, unless a single item has more: their JSON takes about half a millisecond."""
+
+PASS = 0.001
+"""Seconds of making JSON after which the event loop serves others, so that a large answer takes short turns."""
 
 WIDE = 1000
 """Log-probabilities of one token from which its JSON is made in a thread."""
@@ -297,13 +304,12 @@ class LazyItems:
 
     def __init__(self, items: Sequence[Any], make: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
         self._items, self._make = list(items), make
-        self.is_wide = any(is_wide(_count_candidates(item)) for item in self._items[-2:])
+        self._candidates = max((_count_candidates(item) for item in self._items[-2:]), default=0)
+        self.is_wide = is_wide(self._candidates)
 
     def write(self) -> Iterator[bytes]:
         """The JSON text of the list."""
-        comma, size = b"[", JSON_SLICE
-        if self.is_wide:
-            size = 1
+        comma, size = b"[", max(min(JSON_SLICE, SLICE_CANDIDATES // (1 + self._candidates)), 1)
         for start in range(0, len(self._items), size):
             made = self._make(self._items[start : start + size])
             self._items[start : start + size] = [None] * len(made)
@@ -376,8 +382,8 @@ def _is_long(value: object) -> bool:
 
 
 async def stream_json(value: BaseModel) -> AsyncGenerator[bytes]:
-    """``write_json`` in writes of ``WRITE`` bytes."""
-    waiting, pieces, apart = bytearray(), write_json(value), _is_any_wide(value)
+    """``write_json`` in writes of ``WRITE`` bytes; the event loop serves others at least every ``PASS`` seconds."""
+    waiting, pieces, apart, begun = bytearray(), write_json(value), _is_any_wide(value), time.monotonic()
     while True:
         piece = await off_event_loop.run(lambda check: next(pieces, None)) if apart else next(pieces, None)
         if piece is None:
@@ -386,7 +392,10 @@ async def stream_json(value: BaseModel) -> AsyncGenerator[bytes]:
         if len(waiting) >= WRITE:
             yield bytes(waiting)
             waiting.clear()
-            await asyncio.sleep(0)
+        elif time.monotonic() - begun < PASS:
+            continue
+        await asyncio.sleep(0)
+        begun = time.monotonic()
     yield bytes(waiting)
 
 

@@ -224,8 +224,8 @@ def _convert_tool_choice(choice: str | JsonObject | None) -> tuple[set[str] | No
 PREFIX = {"thought": "rs", "text": "msg", "call": "fc"}
 CUT = ("length",)
 """Finish reasons of an answer that was cut off by its limit."""
-RETOLD = 4
-"""Events at the end of a stream that tell the log-probabilities of a text again."""
+LOGPROB_REPEATS = 4
+"""Events at the end of a stream that repeat the log-probabilities of a text."""
 MakeEntries = Callable[[Sequence[TokenLogprob]], list[TokenEntry]]
 
 
@@ -282,7 +282,7 @@ class ResponseWriter:
     def __init__(self, response: ResponsesResponse, make_entries: MakeEntries) -> None:
         self.response = response
         self._make_entries = make_entries
-        self._told: dict[int, list[bytes]] = {}
+        self._streamed_logprobs: dict[int, list[bytes]] = {}
         """JSON of the log-probabilities of a stream, by the index of their block; its last events repeat them."""
         self._mark = make_text_mark()
         self._ids: dict[int, str] = {}
@@ -349,7 +349,7 @@ class ResponseWriter:
         shown = b"[]"
         if change.logprobs and change.block.kind == "text":
             shown = encode(self._make_entries(change.logprobs))
-            self._told.setdefault(index, []).append(shown[1:-1])
+            self._streamed_logprobs.setdefault(index, []).append(shown[1:-1])
             change.block.logprobs.clear()
         self._number += 1
         return template.fill(b"%d" % (self._number - 1), encode(change.text), shown)
@@ -399,7 +399,7 @@ class ResponseWriter:
     def _make_text(self, block: AnswerBlock, lazy: bool = False) -> OutputText:
         """The text of a block. In a stream a mark stands for its log-probabilities, as ``_write_event`` knows."""
         text = OutputText(text=block.text)
-        if block.index in self._told:
+        if block.index in self._streamed_logprobs:
             text.logprobs = [self._make_mark(block.index)]
         elif lazy:
             set_items(text, "logprobs", block.logprobs, self._make_entries, lazy)
@@ -431,10 +431,10 @@ class ResponseWriter:
         data = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
         made = f"event: {kind}\ndata: {_encode_json(data)}\n\n".encode()
-        for index, told in self._told.items():
+        for index, entries in self._streamed_logprobs.items():
             mark = _encode_json(self._make_mark(index).model_dump()).encode()
             if mark in made:
-                made = made.replace(mark, b",".join(told))
+                made = made.replace(mark, b",".join(entries))
         return made
 
 

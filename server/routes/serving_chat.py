@@ -205,21 +205,21 @@ async def prepare(
     ticket: Ticket,
     id: str = "",
     fits: bool = False,
-    retold: int = 0,
+    logprob_repeats: int = 0,
 ) -> RunningChat:
     """Makes the prompt and the sampling parameters of a request, before the engine sees it.
 
     Args:
         id: id of the answer; "": a new one of a chat completion.
         fits: an output limit beyond the context is lowered to what the prompt leaves, not refused.
-        retold: events at the end of a stream that tell all log-probabilities again.
+        logprob_repeats: events at the end of a stream that repeat all log-probabilities.
 
     Raises:
         TrencadisError: the request cannot run.
     """
     prompt = await make_prompt(state, body, http, ticket)
     sampling = _make_sampling_params(state, body, len(prompt.tokens), fits)
-    shape = _describe_answer(body, prompt, retold)
+    shape = _describe_answer(body, prompt, logprob_repeats)
     ticket.answer = state.answers.hold(state.answers.fit(shape, sampling), ticket.answer)
     forms, role, echo, named = (
         state.parsers.for_template(body.chat_template),
@@ -242,7 +242,7 @@ async def prepare(
     return RunningChat(state, body, generation, id, state.check_model(body.model), role, named, echo)
 
 
-def _describe_answer(body: ChatRequest, prompt: Prompt, retold: int) -> AnswerShape:
+def _describe_answer(body: ChatRequest, prompt: Prompt, logprob_repeats: int) -> AnswerShape:
     """Returns the parts that an answer to ``prompt`` is to hold."""
     name, asked = body.limit
     return AnswerShape(
@@ -251,7 +251,7 @@ def _describe_answer(body: ChatRequest, prompt: Prompt, retold: int) -> AnswerSh
         limit_field=name if asked is not None else "",
         ids=bool(body.return_token_ids),
         stream=bool(body.stream),
-        retold=retold if body.stream else 0,
+        logprob_repeats=logprob_repeats if body.stream else 0,
     )
 
 

@@ -34,7 +34,7 @@ from trencadis.server.routes.json_bodies import BodyRoute, forget_json
 from trencadis.server.routes.message_translation import BlockBuilder, BlockEvent, InnerRequest, translate_errors
 from trencadis.server.routes.openai_output import TokenEntry, make_chat_entries
 from trencadis.server.routes.responses_conversion import (
-    RETOLD,
+    LOGPROB_REPEATS,
     ResponseWriter,
     convert_responses,
     make_initial_response,
@@ -323,7 +323,7 @@ async def prepare_response(
         TrencadisError: the request cannot run.
     """
     id = make_request_id("resp", http, body.request_id, "_")
-    chat = await prepare(state, inner.chat, http, ticket, id, fits=True, retold=RETOLD)
+    chat = await prepare(state, inner.chat, http, ticket, id, fits=True, logprob_repeats=LOGPROB_REPEATS)
     params, tokenizer = chat.generation.params, state.service.tokenizer
     top = (chat.body.top_logprobs or 0) if chat.body.logprobs else None
 

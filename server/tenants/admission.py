@@ -46,12 +46,12 @@ class AnswerShape:
         logprobs_field: the field that asks for other tokens at each place of an answer.
         limit_field: the field that limits an answer's tokens; "": the request leaves it to the server.
         table_field: the field that asks for the log-probabilities of the prompt.
-        repeats_prompt: whether each choice has what is told of the prompt, as in completions.
+        repeats_prompt: whether each choice has the log-probabilities of its prompt, as in completions.
         echo: whether an answer begins with its prompt.
-        ids: whether ids are told beside texts.
-        stream: whether it is written token by token, so that only one token of each choice waits, and what is told of
+        ids: whether an answer has the ids of its tokens.
+        stream: whether it is written token by token, so that only one token of each choice waits, and what it says of
             the prompt.
-        retold: events at the end of a stream that tell the log-probabilities of all tokens again.
+        logprob_repeats: events at the end of a stream that repeat the log-probabilities of all tokens.
     """
 
     prompt_tokens: int
@@ -62,14 +62,14 @@ class AnswerShape:
     echo: bool = False
     ids: bool = False
     stream: bool = False
-    retold: int = 0
+    logprob_repeats: int = 0
 
     def keeps_tokens(self, params: SamplingParams) -> bool:
         """True if all tokens of an answer wait until its end."""
-        return not self.stream or bool(self.retold and params.logprobs is not None)
+        return not self.stream or bool(self.logprob_repeats and params.logprobs is not None)
 
     def estimate_prompt(self, params: SamplingParams) -> Counter[str]:
-        """Bytes of what is told of the prompt, by the field that asks for it."""
+        """Bytes of what an answer says of the prompt, by the field that asks for it."""
         found, copies = Counter[str](), params.n if self.repeats_prompt else 1
         if params.prompt_logprobs is not None:
             found[self.table_field] += copies * self.prompt_tokens * (1 + params.prompt_logprobs) * CANDIDATE
@@ -84,7 +84,7 @@ class AnswerShape:
         """Bytes of one token of each choice, by field."""
         found = Counter({self.limit_field: params.n * (TEXT + TOKEN_ID * self.ids)})
         if params.logprobs is not None:
-            found[self.logprobs_field] += params.n * (1 + params.logprobs) * CANDIDATE * (1 + self.retold)
+            found[self.logprobs_field] += params.n * (1 + params.logprobs) * CANDIDATE * (1 + self.logprob_repeats)
         return found
 
 

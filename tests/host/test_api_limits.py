@@ -327,8 +327,9 @@ async def take_turns(count: int = 6) -> None:
         await asyncio.sleep(0)
 
 
-def test_deltas_keep_their_order_whether_they_wait_or_pass_straight_through() -> None:
-    rng = random.Random(7)
+@pytest.mark.parametrize("full", [0.0, 0.5], ids=["reads", "reads slowly"])
+def test_deltas_keep_their_order_whether_they_wait_or_pass_straight_through(full: float) -> None:
+    rng, reader = random.Random(7), random.Random(8)
 
     async def body() -> tuple[list[tuple[str, int, int]], int]:
         got: list[tuple[str, int, int]] = []
@@ -341,7 +342,7 @@ def test_deltas_keep_their_order_whether_they_wait_or_pass_straight_through() ->
                 got.extend((d.id, d.choice, d.tokens[0]) for d in message.items)
 
         engine = HandDriven()
-        relay = RequestRelay(engine, 1, write, False, lambda data: None)
+        relay = RequestRelay(engine, 1, write, False, lambda data: None, lambda: reader.random() < full)
         for i in range(8):
             await relay.receive(engine_messages.Add(Request(f"r{i}", [1], SamplingParams(n=2, max_tokens=9))), b"")
         await take_turns()
@@ -366,6 +367,34 @@ def test_deltas_keep_their_order_whether_they_wait_or_pass_straight_through() ->
     for i in range(8):
         for choice in (0, 1):
             assert [n for id, c, n in got if (id, c) == (f"r{i}", choice)] == [*range(30)]
+
+
+def test_an_api_process_that_does_not_read_makes_the_front_hold_back_what_it_writes() -> None:
+    """What waits is in the queues of requests then, which end a request whose answer is read too slowly."""
+
+    async def body() -> None:
+        engine, frames, room = HandDriven(), list[msgspec.Struct](), asyncio.Event()
+
+        async def wait_for_room() -> None:
+            await room.wait()
+
+        relay = RequestRelay(
+            engine, 1, frames.append, False, lambda data: None, lambda: not room.is_set(), wait_for_room
+        )
+        await relay.receive(engine_messages.Add(Request("r", [1], SamplingParams(max_tokens=900))), b"")
+        await take_turns()
+        entry = engine.open["1-r"]
+        for number in range(500):
+            assert entry.deliver(Delta("1-r", 0, [number]))
+            await take_turns(2)
+        assert not frames
+        entry.deliver(Delta("1-r", 0, [500], finish="length"))
+        room.set()
+        await take_turns(20)
+        sent = [d.tokens[0] for frame in frames if isinstance(frame, DeltaBatch) for d in frame.items]
+        assert sent == [*range(501)] and not relay.requests
+
+    asyncio.run(body())
 
 
 def test_an_abort_reaches_a_request_in_every_state_and_a_dead_process_leaves_none() -> None:

@@ -100,9 +100,9 @@ def test_each_step_takes_the_cheapest_variant() -> None:
     buckets = [Bucket(Stage.SAMPLE, (4,), v) for v in ("greedy", "full", "draw", "penalised")]
     plan = Plan(SERVING, buckets=tuple(buckets))
     cases = {
-        "greedy": {"full": False, "best": True}, "full": {"full": True, "best": False, "told": True},
-        "draw": {"full": True, "best": False, "told": False},
-        "penalised": {"full": True, "best": False, "told": False, "cold": True},
+        "greedy": {"full": False, "best": True}, "full": {"full": True, "best": False, "logprobs": True},
+        "draw": {"full": True, "best": False, "logprobs": False},
+        "penalised": {"full": True, "best": False, "logprobs": False, "cold": True},
     }  # fmt: skip
     for variant, needs in cases.items():
         assert head_bucket(3, plan=plan, **needs).variant == variant

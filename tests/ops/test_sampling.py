@@ -145,6 +145,25 @@ def test_fast_equals_reference() -> None:
             assert (a.token[::17] == 5).all()
 
 
+def test_rows_that_are_only_scored_draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They equal rows with a target in a launch that draws others, without penalties, filters and random numbers."""
+    rng = np.random.default_rng(8)
+    first = state(rng)
+    second, x = SamplerState(*(t.clone() for t in first)), rows(rng, 65)
+    x.target[:], x.slot[:] = rng.integers(0, VOCAB, 65), 0
+    logits = torch.from_numpy(rng.normal(0, 3, (65, VOCAB)).astype(np.float32))
+    inputs = filled(x)
+    x.target[64] = -1
+    mixed = ReferenceOps().sample(logits, filled(x), second, True)
+    monkeypatch.setattr("trencadis.backends.cpu.sampler.apply_penalties", None)
+    monkeypatch.setattr("trencadis.backends.cpu.sampler.draw", None)
+    scored = CpuOps().sample(logits, inputs, first, True)
+    for left, right in zip(scored, mixed, strict=True):
+        assert left is not None and right is not None and torch.equal(left[:64], right[:64])
+    with pytest.raises(TypeError):
+        CpuOps().sample(logits, filled(x), second, True)
+
+
 def test_padding_changes_no_row() -> None:
     rng = np.random.default_rng(5)
     s, x = state(rng), rows(rng, 7)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -174,6 +175,20 @@ def test_slices_are_the_text_of_the_model() -> None:
     written = b"".join(write_json(made))
     assert json.loads(written) == json.loads(made.model_dump_json())
     assert b"".join(write_json(LazyItems([], list))) == b"[]"
+
+
+def test_slices_are_shorter_the_more_candidates_their_items_have() -> None:
+    """64 tokens with 20 candidates each hold the event loop for milliseconds; a chat needs some twenty turns."""
+    for candidates, size in ((0, 64), (20, 12), (600, 1)):
+        made = list[int]()
+        items = [{str(i): i for i in range(candidates)}] * 130
+
+        def make(some: Sequence[Any], made: list[int] = made) -> Sequence[Any]:
+            made.append(len(some))
+            return some
+
+        assert json.loads(b"".join(LazyItems(items, make).write())) == items
+        assert max(made) == size and sum(made) == 130
 
 
 def test_other_tasks_run_between_slices() -> None:

@@ -125,10 +125,11 @@ def test_metrics_of_tenants_need_a_key_unless_they_are_open(harness: Any, tmp_pa
 
 
 def test_metrics_are_made_a_few_times_a_second() -> None:
-    now, made = [0.0], []
+    now, made, slow = [0.0], [], False
 
     async def make() -> bytes:
         made.append(now[0])
+        now[0] += 0.1 * slow
         return b"%d" % len(made)
 
     async def ask(count: int) -> list[bytes]:
@@ -140,6 +141,12 @@ def test_metrics_are_made_a_few_times_a_second() -> None:
     assert asyncio.run(ask(9)) == [b"4"] * 9
     now[0] = 1.0
     assert asyncio.run(ask(9)) == [b"5", b"6", b"7", *[b"8"] * 6]
+    slow, now[0] = True, 2.0
+    assert asyncio.run(ask(9)) == [b"9"] * 9, "a page that takes 0.1 s is made once a second"
+    now[0] = 2.9
+    assert asyncio.run(ask(9)) == [b"9"] * 9
+    now[0] = 3.0
+    assert asyncio.run(ask(1)) == [b"10"]
 
 
 def test_cors(harness: Any) -> None:

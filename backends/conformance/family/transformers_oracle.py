@@ -23,6 +23,7 @@ SMALL = {
     "num_hidden_layers": 2, "n_layer": 2, "num_attention_heads": 4, "n_head": 4, "num_key_value_heads": 2,
     "vocab_size": 512, "head_dim": 16, "sliding_window": 24, "projection_dim": 64, "global_head_dim": 32,
     "num_global_key_value_heads": 2, "vocab_size_per_layer_input": 512, "hidden_size_per_layer_input": 16,
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 32, "shared_intermediate_size": 96,
 }  # fmt: skip
 """Upper limits of the sizes of a random checkpoint."""
 
@@ -128,7 +129,8 @@ def open_image_processor(path: Path) -> Any:
     try:
         return library.AutoImageProcessor.from_pretrained(path, backend="pil")
     except (OSError, ValueError, ImportError) as error:
-        raise Skipped(f"transformers makes no image processor of it: {str(error).splitlines()[0][:100]}") from None
+        why = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise Skipped(f"transformers makes no image processor of it: {why[:100]}") from None
 
 
 def process_image(path: Path, image: object, token: int) -> ProcessedImage:

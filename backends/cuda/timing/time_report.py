@@ -193,13 +193,13 @@ def lines(report: JsonObject) -> Iterator[str]:
     )
     for load in report["loads"]:
         shares = sorted(load["parts"].items(), key=lambda part: -part[1])
-        told = ", ".join(f"{LIMITS[part]} {taken / load['tpot']:.0%}" for part, taken in shares if taken > 0)
+        shares_text = ", ".join(f"{LIMITS[part]} {taken / load['tpot']:.0%}" for part, taken in shares if taken > 0)
         yield (
             f"  {load['rows']:>3} rows: TPOT {1e3 * load['tpot']:.2f} ms ({load['over_weights']:.2f} x reading the "
             f"weights), {load['tokens_per_second']:,.0f} tokens/s, {load['kernels']} kernels, device idle "
             f"{load['idle']:.1%}; limit: {load['limit']}"
         )
-        yield f"            {told}"
+        yield f"            {shares_text}"
         changes = sorted(load["sensitivity"].items(), key=lambda one: -max(map(abs, one[1])))
         moved = ", ".join(
             f"{n} {less:+.0%}/{more:+.0%}" for n, (less, more) in changes if max(abs(less), abs(more)) >= 0.005
@@ -207,7 +207,9 @@ def lines(report: JsonObject) -> Iterator[str]:
         yield f"            a constant 50 % less / more: {moved}"
     for prompt in report["prompts"]:
         shares = sorted(prompt["parts"].items(), key=lambda part: -part[1])
-        told = ", ".join(f"{PROMPT_PARTS[part]} {taken / prompt['ttft']:.0%}" for part, taken in shares if taken > 0)
-        yield f"  prompt of {prompt['tokens']:,} tokens: TTFT {1e3 * prompt['ttft']:.1f} ms; {told}"
+        shares_text = ", ".join(
+            f"{PROMPT_PARTS[part]} {taken / prompt['ttft']:.0%}" for part, taken in shares if taken > 0
+        )
+        yield f"  prompt of {prompt['tokens']:,} tokens: TTFT {1e3 * prompt['ttft']:.1f} ms; {shares_text}"
     yield "  sources:"
     yield from (f"    {name}: {source}" for name, source in report["sources"].items())

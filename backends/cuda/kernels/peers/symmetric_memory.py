@@ -76,9 +76,9 @@ def open_peer_memory(
     Args:
         group, host: process groups of the ranks, for cards and for hosts.
     """
-    told: list[Any] = [None] * world
-    torch.distributed.all_gather_object(told, (socket.gethostname(), device.index or 0), group=host)
-    names, devices = zip(*told, strict=True)
+    places: list[Any] = [None] * world
+    torch.distributed.all_gather_object(places, (socket.gethostname(), device.index or 0), group=host)
+    names, devices = zip(*places, strict=True)
     why = unreachable_reason(names, devices, rank, in_use().module.can_device_access_peer)
     if not (why := _agree_reason(why, host, world)):
         made, why = _allocate_buffers(group, rank, world, device)
@@ -89,9 +89,9 @@ def open_peer_memory(
 
 def _agree_reason(why: str, host: ProcessGroup | None, world: int) -> str:
     """Returns the reason of the lowest rank that has one; the same string on all ranks."""
-    told: list[Any] = [None] * world
-    torch.distributed.all_gather_object(told, why, group=host)
-    return next(filter(None, told), "")
+    reasons: list[Any] = [None] * world
+    torch.distributed.all_gather_object(reasons, why, group=host)
+    return next(filter(None, reasons), "")
 
 
 def _allocate_buffers(
