@@ -221,8 +221,8 @@ class ReferenceOps(RecurrentReference):
             pixels = functional.pad(pixels, (0, missing))
         return torch.addcmul(shift, pixels.float(), scale).to(dtype)
 
-    def prepare_segments(self, seg: Segments) -> Segments:
-        return seg
+    def prepare_segments(self, seg: Segments, merged: int = 1) -> Segments:
+        return seg if merged == 1 else seg._replace(real=seg.real // merged)
 
     def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         return (

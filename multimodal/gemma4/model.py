@@ -21,7 +21,7 @@ from trencadis.multimodal.gemma4.family import MERGE, Gemma4VisionConfig, PatchE
 from trencadis.multimodal.gemma4.processor import PIXELS, UNIT_PIXELS
 from trencadis.multimodal.patch_packing import pack_whole_images, patch_coordinates
 from trencadis.multimodal.vit.config import CHANNELS
-from trencadis.multimodal.vit.vit_block import TowerInputs, ViTBlock, scale_and_shift
+from trencadis.multimodal.vit.vit_block import TowerInputs, ViTBlock, run_blocks, scale_and_shift
 
 CELL = MERGE**2
 FULL_CELLS = WINDOW_SLOTS // CELL
@@ -224,12 +224,9 @@ class Gemma4Tower:
 
     def __call__(self, inputs: VisionTensors, arena: Tensor) -> None:
         ops = self.ops
-        x, residual, rotary = ops.region(self.patch_embed, inputs.pixels, inputs.position, self.dtype)
+        *stream, rotary = ops.region(self.patch_embed, inputs.pixels, inputs.position, self.dtype)
         segments = ops.prepare_segments(inputs.segments)
-        for block in self.blocks:
-            x, residual = ops.layer(block, x, residual, rotary, segments)
-            ops.cut("layer")
-        assert residual is not None  # a tower has at least one layer
+        x, residual = run_blocks(ops, self.blocks, stream, rotary, segments)
         cells = ops.region(self.gather, x, residual)
         ops.by_rows(self.projector, (cells, inputs.rows), arena)
 

@@ -22,7 +22,7 @@ from trencadis.multimodal.glm4v.config import CHANNELS, FRAMES, RULES, Glm4vVisi
 from trencadis.multimodal.normalisation import CLIP, PixelNormalisation
 from trencadis.multimodal.patch_packing import pack_whole_images
 from trencadis.multimodal.qwen2_vl.preprocessor_config import read_preprocessor_config
-from trencadis.multimodal.vit.vit_block import TowerInputs, ViTBlock, scale_and_shift
+from trencadis.multimodal.vit.vit_block import TowerInputs, ViTBlock, run_blocks, scale_and_shift
 
 MERGER_EPS = 1e-5
 """Epsilon of the merger's layer norm; no checkpoint has another value."""
@@ -131,14 +131,11 @@ class Glm4vTower:
     def __call__(self, inputs: VisionTensors, arena: Tensor, adapters: ImageAdapters = NO_ADAPTERS) -> None:
         """Writes image tokens, [s / 4, out_hidden] of the backend's dtype, to ``arena[inputs.rows]``."""
         ops, i = self.ops, inputs
-        x, residual, rotary = ops.region(
+        *stream, rotary = ops.region(
             self.patch_embed, i.pixels, i.position, i.position_rows, i.position_weights, self.dtype
         )
         segments = ops.prepare_segments(i.segments)
-        for block in self.blocks:
-            x, residual = ops.layer(block, x, residual, rotary, segments, *adapters.of_layers)
-            ops.cut("layer")
-        assert residual is not None  # a tower has at least one layer
+        x, residual = run_blocks(ops, self.blocks, stream, rotary, segments, adapters)
         cells = (len(i.rows), -1, x.shape[-1])
         ops.by_rows(self.merger, (x.view(cells), residual.view(cells), i.rows, adapters.cells), arena)
 

@@ -23,7 +23,7 @@ from trencadis.multimodal.mllama.config import MllamaVisionConfig, supported_asp
 from trencadis.multimodal.mllama.processor import read_normalisation_settings
 from trencadis.multimodal.normalisation import PixelNormalisation
 from trencadis.multimodal.vit.config import CHANNELS
-from trencadis.multimodal.vit.vit_block import ViTBlock, scale_and_shift
+from trencadis.multimodal.vit.vit_block import ViTBlock, run_blocks, scale_and_shift
 
 NORM_EPS = 1e-5
 """Epsilon of the norms before and after the first stack: torch's default, since no configuration has a key for it."""
@@ -175,17 +175,20 @@ class MllamaModel(CrossAttentionDecoder):
     def vision(self, inputs: VisionTensors) -> None:
         """Encodes packed images and writes their keys and values to ``arena[rows]``."""
         ops, c = self.ops, self.tower
-        x, residual = ops.region(self.patch_embed, inputs.pixels, inputs.position, self.backend.dtype)
-        segments, intermediate = ops.prepare_segments(inputs.segments), {}
-        for i, block in enumerate(self.blocks):
-            if i == c.depth - c.global_layers:
-                x, residual = ops.region(self.post_tile_embedding, x, residual, inputs.position)
-            x, residual = ops.layer(block, x, residual, None, segments)
-            assert residual is not None
-            if i in c.intermediate_layers and i < c.depth - c.global_layers:
-                intermediate[i] = ops.region(sum_residual, x, residual)
-            ops.cut("layer")
-        rows = (x, residual, inputs.rows, *(intermediate[i] for i in c.intermediate_layers))
+        stream = [*ops.region(self.patch_embed, inputs.pixels, inputs.position, self.backend.dtype)]
+        segments, local = ops.prepare_segments(inputs.segments), c.depth - c.global_layers
+        intermediate: dict[int, Tensor] = {}
+
+        def keep(number: int, x: Tensor, residual: Tensor) -> None:
+            if number in c.intermediate_layers:
+                intermediate[number] = ops.region(sum_residual, x, residual)
+
+        if local:
+            stream = [*run_blocks(ops, self.blocks[:local], stream, None, segments, after=keep)]
+        if c.global_layers:
+            stream = [*ops.region(self.post_tile_embedding, *stream, inputs.position)]
+            stream = [*run_blocks(ops, self.blocks[local:], stream, None, segments)]
+        rows = (*stream, inputs.rows, *(intermediate[i] for i in c.intermediate_layers))
         ops.by_rows(self.store_rows, rows, self.persistent.arena)
 
     def store_rows(self, x: Tensor, residual: Tensor, rows: Tensor, *rest: Tensor) -> None:

@@ -30,7 +30,7 @@ from trencadis.multimodal.patch_packing import pack_whole_images
 from trencadis.multimodal.pixtral.config import EPS, PixtralVisionConfig
 from trencadis.multimodal.pixtral.processor import load_normalisation
 from trencadis.multimodal.vit.config import CHANNELS
-from trencadis.multimodal.vit.vit_block import TowerInputs, ViTBlock, scale_and_shift
+from trencadis.multimodal.vit.vit_block import TowerInputs, ViTBlock, run_blocks, scale_and_shift
 
 
 def axial_frequencies(head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -142,12 +142,9 @@ class PixtralModel(Decoder):
     def vision(self, inputs: VisionTensors) -> None:
         """Encodes packed images and writes their tokens to ``arena[rows]``."""
         ops, adapters = self.ops, self.prepare_image_adapters(inputs)
-        x, residual, rotary = ops.region(self.patch_embed, inputs.pixels, inputs.position, self.backend.dtype)
+        *stream, rotary = ops.region(self.patch_embed, inputs.pixels, inputs.position, self.backend.dtype)
         segments = ops.prepare_segments(inputs.segments)
-        for block in self.blocks:
-            x, residual = ops.layer(block, x, residual, rotary, segments, *adapters.of_layers)
-            ops.cut("layer")
-        assert residual is not None  # a tower has at least one layer
+        x, residual = run_blocks(ops, self.blocks, stream, rotary, segments, adapters)
         count = len(inputs.rows)
         cells = x.view(count, -1), residual.view(count, -1), inputs.rows, adapters.cells
         ops.by_rows(self.projector, cells, self.persistent.arena)

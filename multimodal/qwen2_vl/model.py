@@ -33,7 +33,7 @@ from trencadis.multimodal.normalisation import CLIP, PixelNormalisation
 from trencadis.multimodal.patch_packing import pack_whole_images
 from trencadis.multimodal.qwen2_vl.config import Qwen25VisionConfig
 from trencadis.multimodal.qwen2_vl.preprocessor_config import read_preprocessor_config
-from trencadis.multimodal.vit.vit_block import TowerInputs, ViTBlock, scale_and_shift
+from trencadis.multimodal.vit.vit_block import TowerInputs, ViTBlock, run_blocks, scale_and_shift
 
 EPS = 1e-6
 """Epsilon of every norm of the tower; no checkpoint has another value."""
@@ -126,14 +126,11 @@ class Qwen2VLVisionTower:
     def __call__(self, inputs: VisionTensors, arena: Tensor, adapters: ImageAdapters = NO_ADAPTERS) -> None:
         """Writes image tokens, [s / 4, out_hidden] of the backend's dtype, to ``arena[inputs.rows]``."""
         ops = self.ops
-        x, residual, rotary = ops.region(self.patch_embed, inputs.pixels, inputs.position, self.dtype)
+        *stream, rotary = ops.region(self.patch_embed, inputs.pixels, inputs.position, self.dtype)
         segments = ops.prepare_segments(inputs.segments)
-        for block in self.blocks:
-            x, residual = ops.layer(block, x, residual, rotary, segments, *adapters.of_layers)
-            ops.cut("layer")
+        x, residual = run_blocks(ops, self.blocks, stream, rotary, segments, adapters)
         cells = (len(inputs.rows), -1, x.shape[-1])
-        summed = None if residual is None else residual.view(cells)
-        ops.by_rows(self.patch_merger, (x.view(cells), summed, inputs.rows, adapters.cells), arena)
+        ops.by_rows(self.patch_merger, (x.view(cells), residual.view(cells), inputs.rows, adapters.cells), arena)
 
     def nbytes(self) -> int:
         parts = [self.patch.bytes, self.norm.nbytes(), self.merge_in.bytes, self.merge_out.bytes]

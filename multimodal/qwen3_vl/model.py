@@ -34,7 +34,7 @@ from trencadis.multimodal.normalisation import IMAGENET_STANDARD, PixelNormalisa
 from trencadis.multimodal.patch_packing import pack_whole_images
 from trencadis.multimodal.qwen2_vl.preprocessor_config import read_preprocessor_config
 from trencadis.multimodal.qwen3_vl.config import CHANNELS, FRAMES, DeepStackVisionConfig, add_interpolated_positions
-from trencadis.multimodal.vit.vit_block import ViTBlock, scale_and_shift
+from trencadis.multimodal.vit.vit_block import ViTBlock, run_blocks, scale_and_shift
 
 EPS = 1e-6
 """Epsilon of every norm of the tower; no checkpoint has another value."""
@@ -167,20 +167,20 @@ class DeepStackTower:
         """Writes every part of ``inputs.rows``, each [out_hidden] of the backend's dtype, to the arena."""
         ops, i = self.ops, inputs
         assert i.position_rows is not None and i.position_weights is not None
-        x, residual, rotary, rows = ops.region(
+        *stream, rotary, rows = ops.region(
             self.patch_embed, i.pixels, i.position, i.position_rows, i.position_weights, i.rows, self.dtype
         )
         segments = ops.prepare_segments(i.segments)
-        cells = (len(i.rows), -1, x.shape[-1])
-        for number, block in enumerate(self.blocks):
-            x, residual = ops.layer(block, x, residual, rotary, segments, *adapters.of_layers)
+        cells = (len(i.rows), -1, self.config.hidden)
+
+        def store(part: int, x: Tensor, residual: Tensor) -> None:
+            ops.by_rows(self.mergers[part], (x.view(cells), residual.view(cells), rows[part], adapters.cells), arena)
+
+        def store_deepstack(number: int, x: Tensor, residual: Tensor) -> None:
             if number in self.config.deepstack_layers:
-                part = 1 + self.config.deepstack_layers.index(number)
-                taken = x.view(cells), residual.view(cells), rows[part], adapters.cells
-                ops.by_rows(self.mergers[part], taken, arena)
-            ops.cut("layer")
-        assert residual is not None  # a tower has at least one layer
-        ops.by_rows(self.mergers[0], (x.view(cells), residual.view(cells), rows[0], adapters.cells), arena)
+                store(1 + self.config.deepstack_layers.index(number), x, residual)
+
+        store(0, *run_blocks(ops, self.blocks, stream, rotary, segments, adapters, store_deepstack))
 
     def nbytes(self) -> int:
         own = (

@@ -29,7 +29,7 @@ from trencadis.core.shared_constants import RESERVED_ROWS, SINK_ROW, WINDOW_SLOT
 from trencadis.core.step import Encode, VisionInputs
 from trencadis.multimodal.normalisation import OFFSET, PLANE_WEIGHTS, PLANES, PixelNormalisation
 from trencadis.multimodal.vit.config import CHANNELS, TileVisionConfig
-from trencadis.multimodal.vit.vit_block import ViTBlock, scale_and_shift
+from trencadis.multimodal.vit.vit_block import ViTBlock, run_blocks, scale_and_shift
 
 CELL_EPS = 1e-5
 """Epsilon of the norm over a whole cell: torch's default, since no configuration has a key for it."""
@@ -246,12 +246,9 @@ class TileVisionModel(Decoder):
         adapters = self.prepare_image_adapters(
             inputs if inputs.cell_adapter is None else inputs._replace(cell_adapter=inputs.cell_adapter[: len(rows)])
         )
-        x, residual = ops.region(self.patch_embed, inputs.pixels, inputs.position, self.backend.dtype)
+        stream = [*ops.region(self.patch_embed, inputs.pixels, inputs.position, self.backend.dtype)]
         segments = ops.prepare_segments(inputs.segments)
-        for block in self.blocks:
-            x, residual = ops.layer(block, x, residual, None, segments, *adapters.of_layers)
-            ops.cut("layer")
-        assert residual is not None  # a tower has at least one layer
+        x, residual = run_blocks(ops, self.blocks, stream, None, segments, adapters)
         count = len(x) // c.slots_per_tile
 
         def cells(t: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,10 +10,12 @@ from torch import Tensor
 
 from trencadis.core.checkpoint.model_config import LAYER, RMS
 from trencadis.core.checkpoint.weight_source import WeightSource
-from trencadis.core.device.backend import AdapterRows, Backend, Rotary, Segments
+from trencadis.core.device.backend import AdapterRows, Backend, Ops, Rotary, Segments
 from trencadis.core.models.linear import (
+    NO_ADAPTERS,
     ColumnParallelLinear,
     ColumnPart,
+    ImageAdapters,
     RowParallelLinear,
     TowerLayer,
     check_heads,
@@ -39,6 +41,32 @@ class TowerInputs(NamedTuple):
     x: Tensor
     residual: Tensor | None
     rotary: Rotary
+
+
+def run_blocks(
+    ops: Ops, blocks: Sequence[Callable[..., tuple[Tensor, Tensor]]], stream: list[Tensor | None],
+    rotary: Rotary | None, segments: Segments, adapters: ImageAdapters = NO_ADAPTERS,
+    after: Callable[[int, Tensor, Tensor], None] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Runs the layers of a tower, at least one, one after another, and marks where a device may cut its graph.
+
+    Args:
+        stream: x and the residual stream before the first layer. They are taken out of the list, so that they are freed
+            as soon as that layer has read them.
+        after: called with the number of each layer, from 0 on, and what it has returned.
+
+    Returns:
+        What the last layer has returned: the output of its MLP, and the residual stream without it.
+    """
+    x, residual = stream
+    stream.clear()
+    for number, block in enumerate(blocks):
+        x, residual = ops.layer(block, x, residual, rotary, segments, *adapters.of_layers)
+        if after is not None and x is not None and residual is not None:
+            after(number, x, residual)
+        ops.cut("layer")
+    assert x is not None and residual is not None  # there is at least one layer
+    return x, residual
 
 
 class ViTBlock:

@@ -154,6 +154,7 @@ def processor_arguments(path: Path, images: Any) -> dict[str, Any]:
         asked = dict(getattr(kind, "images_kwargs", None) or {})
     except ImportError:  # the module of the class lacks a library
         asked = {}
+    asked.pop("return_tensors", None)  # callers ask for tensors themselves
     merge: int = getattr(config, "spatial_merge_size", 1)
     patch: Any = getattr(images, "patch_size", None)
     if merge > 1 and hasattr(patch, "keys"):
@@ -262,6 +263,8 @@ class TransformersOracle:
         if cross_layers:
             return self._project_keys_values(image, cross_layers)
         known = inspect.signature(self.model.get_image_features).parameters
+        if "pixel_values" not in known:  # it passes everything on
+            known = inspect.signature(self.model.model.get_image_features).parameters
         with torch.inference_mode():
             found = self.model.get_image_features(**{k: v for k, v in image.inputs.items() if k in known})
         found = getattr(found, "pooler_output", found)
