@@ -102,7 +102,7 @@ def test_many_requests_of_all_kinds(base: Base, adapter: Adapter, monkeypatch: p
     llm = LLM(str(checkpoint), **{**CARDS[card], **MIXED})
     adapters = [adapter(checkpoint, seed=i, pattern=rf"{LANGUAGE}|{TOWER}" if i > 1 else LANGUAGE) for i in range(4)]
     images = [make_image(rng, low=60, high=140, aspect=1.5) for _ in range(12)]
-    rules = [
+    rules: list[dict[str, Any]] = [
         {}, {"allowed_token_ids": [30, 31], "max_tokens": 16}, {"temperature": 0.8, "top_k": 5, "seed": 1},
         {"structured_outputs": StructuredOutputsParams(regex="(ab|cd){2}")}, {"repetition_penalty": 1.2},
     ]  # fmt: skip
@@ -116,8 +116,8 @@ def test_many_requests_of_all_kinds(base: Base, adapter: Adapter, monkeypatch: p
                 if rng.random() < 0.3:
                     parts.append({"type": "image", "image": images[int(rng.integers(len(images)))]})
                 chats.append([{"role": "user", "content": parts}])
-                rule = rules[int(rng.integers(len(rules)))]
-                params.append(SamplingParams(**{"max_tokens": int(rng.integers(1, 9)), **rule}))
+                rule: dict[str, Any] = {"max_tokens": int(rng.integers(1, 9)), **rules[int(rng.integers(len(rules)))]}
+                params.append(SamplingParams(**rule))
                 one = int(rng.integers(-2, 4)) if number % 4 else -1
                 kinds.append(request_of(adapters[one]) if one >= 0 else None)
             made = llm.chat(chats, params, use_tqdm=False, lora_request=kinds)
