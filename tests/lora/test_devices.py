@@ -116,8 +116,8 @@ def test_many_requests_of_all_kinds(base: Base, adapter: Adapter, monkeypatch: p
                 if rng.random() < 0.3:
                     parts.append({"type": "image", "image": images[int(rng.integers(len(images)))]})
                 chats.append([{"role": "user", "content": parts}])
-                rule = rules[int(rng.integers(len(rules)))]
-                params.append(SamplingParams(**{"max_tokens": int(rng.integers(1, 9)), **rule}))
+                rule: dict[str, Any] = {"max_tokens": int(rng.integers(1, 9)), **rules[int(rng.integers(len(rules)))]}
+                params.append(SamplingParams(**rule))
                 one = int(rng.integers(-2, 4)) if number % 4 else -1
                 kinds.append(request_of(adapters[one]) if one >= 0 else None)
             made = llm.chat(chats, params, use_tqdm=False, lora_request=kinds)
