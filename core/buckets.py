@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 DEFAULT_VISION_SLOTS = (256, 576, 1024, 1600, 3136, 4096, 6400, 7744, 9216, 12544)
@@ -72,7 +72,26 @@ def verify_variant(width: int) -> str:
 
 def verified_width(bucket: Bucket) -> int:
     """Returns the tokens of a row of a VERIFY bucket."""
-    return int(bucket.variant.removeprefix("w"))
+    return int(target_bucket(bucket).variant.removeprefix("w"))
+
+
+DRAFT = "draft"
+"""End of the variants of buckets that a draft model runs."""
+
+
+def drafting_bucket(bucket: Bucket) -> Bucket:
+    """Returns the bucket of the draft model's launches whose inputs have the sizes of ``bucket``."""
+    return replace(bucket, variant=f"{bucket.variant}-{DRAFT}".removeprefix("-"))
+
+
+def is_drafting(bucket: Bucket) -> bool:
+    """Returns True if a draft model runs the bucket."""
+    return bucket.variant.endswith(DRAFT)
+
+
+def target_bucket(bucket: Bucket) -> Bucket:
+    """Returns the bucket without the mark of a draft model; its inputs have the same sizes."""
+    return replace(bucket, variant=bucket.variant.removesuffix(DRAFT).removesuffix("-"))
 
 
 AHEAD = "ahead"

@@ -162,7 +162,7 @@ class EngineConfig:
         bound=Bound(1, 4096),
     )
     learn_buckets: str = opt(
-        "off", "shapes from the traffic that is served: observe: record which sizes it needs and report better "
+        "observe", "shapes from the traffic that is served: observe: record which sizes it needs and report better "
         "shapes; on: also change to them while serving; off: record nothing (cuda, hpu)",
         choices=("off", "observe", "on"),
     )  # fmt: skip

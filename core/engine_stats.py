@@ -36,8 +36,9 @@ MEANINGS = {
 }
 
 
-PUBLISHED, FAILURE, SMALL, UNSTEADY, WORSE, SOON, PROPOSED = OUTCOMES = (
-    "published", "failed", "gain_too_small", "gain_uncertain", "worse_than_static", "too_soon", "proposed"
+PUBLISHED, FAILURE, SMALL, UNSTEADY, WORSE, SOON, PROPOSED, REVERTED, HELD = OUTCOMES = (
+    "published", "failed", "gain_too_small", "gain_uncertain", "worse_than_static", "too_soon", "proposed", "reverted",
+    "held",
 )  # fmt: skip
 """What became of proposed shapes: the ``outcome`` label of ``bucket_replans_total``."""
 
@@ -127,6 +128,10 @@ class LearningReport:
     """Requests to learn (``POST /buckets/learn``) that have been answered."""
     outcomes: dict[str, int] = field(default_factory=dict)
     """Proposals by what became of them (``OUTCOMES``)."""
+    launches: int = 0
+    """Launches whose seconds on the device were measured."""
+    residuals: dict[str, list[float]] = field(default_factory=dict)
+    """Stage -> median and 95th percentile of the relative errors of predicted seconds; empty: too few launches."""
 
 
 @dataclass(slots=True)

@@ -168,6 +168,7 @@ class Encode:
     slots: int
     pixels: UInt8  # [real slots, values of a slot] in the processor's order
     rows: Int32  # [tokens] arena rows in token order
+    adapter: int = 0  # slot of the adapter that changes the tower for it, from 1; 0: none
 
 
 class Bias(NamedTuple):
@@ -300,7 +301,8 @@ class Step:
     @property
     def tokens(self) -> int:
         """Number of real text tokens computed in this step."""
-        return self.persistent_count + sum(len(r.tokens) for r in self.rows)
+        count = self.persistent_count
+        return count + sum(len(r.tokens) for r in self.rows) if self.rows else count
 
 
 @dataclass(slots=True)
@@ -361,6 +363,8 @@ class VisionInputs:
     position_rows: Int32 | None = None  # [s, near] rows of the position table; None: no interpolation
     position_weights: Float32 | None = None  # [s, near] weights of these rows; 0 in padding
     padding_window: Int32 | None = None  # [s / WINDOW_SLOTS] ``Segments.padding_window``
+    adapter: Int32 | None = None  # [s] ``Encode.adapter`` of each slot's image; None: no image has one
+    cell_adapter: Int32 | None = None  # [s / cell] the same for each cell
 
 
 @dataclass(slots=True)

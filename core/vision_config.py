@@ -60,11 +60,12 @@ class VisionConfig(ABC):
 
     A family derives from it, adds the fields that its parser reads, and implements the sizes that planning needs; they
     count one layer. ``ranks`` devices share heads and columns. ``constants``: arena rows with the same content for
-    every image (``media_spans.TokenRun``), which the model writes when it is bound. ``rotary``: heads are rotated by
-    the position of their slot.
+    every image (``media_spans.TokenRun``), which the model writes when it is bound. ``without_adapters``: beginnings of
+    the names of matrices that take no LoRA adapters. ``rotary``: heads are rotated by the position of their slot.
     """
 
     constants: ClassVar[int] = 0
+    without_adapters: ClassVar[tuple[str, ...]] = ()
     rotary: ClassVar[bool] = True
 
     depth: int
@@ -82,6 +83,11 @@ class VisionConfig(ABC):
     @abstractmethod
     def whole(self) -> int:
         """Number of layers that attend over a whole item; the others attend inside windows."""
+
+    @property
+    def unused_layers(self) -> int:
+        """Layers of the checkpoint after the first ``depth``, whose outputs nothing reads."""
+        return 0
 
     @property
     def deepstack(self) -> int:

@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 STAGES = ("fetch", "decode", "resize")
+_ZEROS: dict[str, float] = dict.fromkeys(STAGES, 0.0)
 
 
 @dataclass(slots=True)
@@ -26,7 +27,7 @@ class MediaTimes:
         started: time when the first of them was started; ``ended``: when all were ready (``time.monotonic``).
     """
 
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    seconds: dict[str, float] = field(default_factory=_ZEROS.copy)
     num_prepared: int = 0
     started: float = 0.0
     ended: float = 0.0

@@ -140,6 +140,7 @@ def expand_with_timestamps(
     encode: Encode | None = None,
     times: Sequence[Sequence[int]] = (),
     marks: tuple[int, int] = (-1, -1),
+    behind: bool = False,
 ) -> tuple[list[int], list[MediaSpan]]:
     """Expands placeholders as ``placeholders.expand_placeholders``, but each temporal patch of a video separately.
 
@@ -147,6 +148,7 @@ def expand_with_timestamps(
         times: ids of the timestamp text before each temporal patch of all videos, in order.
         marks: ids before and after each temporal patch. If they surround a video's placeholder in ``tokens``, those are
             dropped.
+        behind: timestamps stand after their patches, which have tokens of images.
 
     Raises:
         ValueError: as ``expand_placeholders``.
@@ -167,9 +169,10 @@ def expand_with_timestamps(
         out += tokens[done : position - 1 if marked else position]
         if isinstance(one, PreparedVideo):
             for patch in one.patches:
-                out += [*next(timestamps), marks[0]]
-                put(patch, video_token)
-                out.append(marks[1])
+                words = next(timestamps)
+                out += [marks[0]] if behind else [*words, marks[0]]
+                put(patch, image_token if behind else video_token)
+                out += [marks[1], *words] if behind else [marks[1]]
         else:
             put(one, image_token)
         done = position + (2 if marked else 1)

@@ -39,7 +39,8 @@ FLOORS = {
         ("multimodal/videos", "multimodal/vit"),
         (
             "multimodal/gemma3", "multimodal/gemma4", "multimodal/idefics3", "multimodal/internvl",
-            "multimodal/lfm2_vl", "multimodal/mllama", "multimodal/pixtral", "multimodal/qwen2_vl",
+            "multimodal/lfm2_vl", "multimodal/minicpmv", "multimodal/mllama", "multimodal/pixtral",
+            "multimodal/qwen2_vl",
         ),
         ("multimodal/glm4v", "multimodal/llava", "multimodal/qwen2_5_vl", "multimodal/qwen3_vl"),
         ("multimodal/llava_next", "multimodal/phi3_v"),
@@ -127,6 +128,7 @@ TORCH: dict[str, frozenset[str]] = {
     "multimodal/internvl": frozenset({"model"}),
     "multimodal/llava": frozenset({"model"}),
     "multimodal/llava_next": frozenset({"model"}),
+    "multimodal/minicpmv": frozenset({"model"}),
     "multimodal/mllama": frozenset({"model"}),
     "multimodal/phi3_v": frozenset({"model"}),
     "multimodal/pixtral": frozenset({"model"}),

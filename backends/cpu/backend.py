@@ -31,6 +31,7 @@ from trencadis.backends.cpu.padding import (
     last_slots,
     pad,
     pad_cross_attention,
+    pad_image_adapters,
     pad_interpolation,
     pad_recurrent,
     pool,
@@ -63,7 +64,8 @@ from trencadis.core.device.backend import (
     VisionTensors,
     host_output,
 )
-from trencadis.core.device.launch_tensors import CrossAttentionTensors, RecurrentRows, first_rows
+from trencadis.core.device.launch_tensors import CrossAttentionTensors, RecurrentRows
+from trencadis.core.graphs.graph_manager import WallStopwatch
 from trencadis.core.host_memory import free_host, total_host
 from trencadis.core.launches.host_inputs import token_adapters
 from trencadis.core.launches.rank_input_batch import PersistentHeadInputs, PersistentTextInputs
@@ -93,20 +95,8 @@ class CpuProgram:
     source: Inputs | None = None
     """The arrays that ``inputs`` were made of, if they may be filled in again."""
 
-    def fill(self, inputs: Inputs, block_size: int, upto: bool, recurrent: bool = False) -> None:
-        """Makes the tensors of a launch from its arrays; ``upto``, ``recurrent``: as in ``BackendConfig``."""
-        if inputs is self.source:
-            self.inputs = _refresh(self.inputs, inputs, block_size)
-            return
-        self.inputs = make_tensors(self.bucket, inputs, block_size, upto)
-        if recurrent and isinstance(inputs, StepInputs):
-            rows = len(self.inputs.attn.context) - 1
-            held = RecurrentRows(*map(torch.from_numpy, pad_recurrent(inputs, rows)))
-            self.inputs = self.inputs._replace(recurrent=held)
-        comes_again = isinstance(inputs, PersistentHeadInputs) or (
-            isinstance(inputs, PersistentTextInputs) and not upto
-        )
-        self.source = inputs if comes_again else None
+    def __post_init__(self) -> None:
+        self._leaves_torch_idle = torch_is_idle(self.bucket)
 
     def compile(self) -> None:
         """Compiles nothing; only changes the state."""
@@ -117,7 +107,7 @@ class CpuProgram:
 
     def run(self) -> Any:
         use = self.thread_use
-        threads = nullcontext() if use is None else use.launch(self.bucket.dims[0], torch_is_idle(self.bucket))
+        threads = nullcontext() if use is None else use.launch(self.bucket.dims[0], self._leaves_torch_idle)
         with threads, torch.inference_mode():
             out = self.body(self.inputs)
         self.state = max(self.state, ProgramState.COMPILED)
@@ -151,7 +141,11 @@ def make_tensors(bucket: Bucket, inputs: Inputs, block_size: int, upto: bool = F
                 made._replace(cross_attention=_make_cross_attention(inputs, count, bucket)) if bucket.variant else made
             )
         case VisionInputs():
-            return _vision(inputs, bucket.dims[0])
+            tensors = _vision(inputs, bucket.dims[0])
+            if bucket.variant != LORA:
+                return tensors
+            slot, cell = map(torch.from_numpy, pad_image_adapters(inputs, bucket.dims[0], len(tensors.rows)))
+            return tensors._replace(adapter=slot, cell_adapter=cell)
         case HeadInputs():
             # Copied, because a program holds its inputs until its next fill.
             made = head(inputs, bucket.dims[0], inputs.masks.copy())
@@ -210,7 +204,7 @@ def _text(x: StepInputs, count: int, rows: int, block_size: int, upto: bool) -> 
 def _attn(block_size: int, *parts: Tensor | None) -> CpuAttn:
     """Builds ``CpuAttn`` from the fields of ``Attn`` in order, without a plan yet."""
     made = CpuAttn(*parts)  # type: ignore[arg-type]
-    made.block_size = block_size
+    made.block_size, made.plans = block_size, {}
     return made
 
 
@@ -262,7 +256,7 @@ class CpuPending:
     """A result that is already on the host; ``core.device.backend.Pending``."""
 
     def __init__(self, out: TensorsOut, rows: int) -> None:
-        self._out: Any = host_output(out, [None if t is None else first_rows(t, rows).numpy() for t in out])
+        self._out: Any = host_output(out, [None if t is None else t[:rows].numpy() for t in out])
 
     def done(self) -> bool:
         return True
@@ -362,6 +356,7 @@ class CpuBackend:
         self.memory: Memory = CpuMemory()
         self.comm: Comm = make_comm(cfg)
         self.pipe = make_pipe(cfg)
+        self.start_stopwatch = WallStopwatch
         if isinstance(self.ops, CpuOps):
             self.ops.table = self._choose_table(self.ops.table)
             if cfg.rank == 0:
@@ -418,7 +413,19 @@ class CpuBackend:
 
     def fill(self, program: Program, inputs: Inputs) -> None:
         assert isinstance(program, CpuProgram)
-        program.fill(inputs, self.cfg.block_size, self.cfg.upto, self.cfg.recurrent)
+        block_size, upto = self.cfg.block_size, self.cfg.upto
+        if inputs is program.source:
+            program.inputs = _refresh(program.inputs, inputs, block_size)
+            return
+        program.inputs = make_tensors(program.bucket, inputs, block_size, upto)
+        if self.cfg.recurrent and isinstance(inputs, StepInputs):
+            rows = len(program.inputs.attn.context) - 1
+            held = RecurrentRows(*map(torch.from_numpy, pad_recurrent(inputs, rows)))
+            program.inputs = program.inputs._replace(recurrent=held)
+        comes_again = isinstance(inputs, PersistentHeadInputs) or (
+            isinstance(inputs, PersistentTextInputs) and not upto
+        )
+        program.source = inputs if comes_again else None
 
     def fetch(self, out: TensorsOut, rows: int) -> CpuPending:
         return CpuPending(out, rows)

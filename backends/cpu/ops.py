@@ -195,7 +195,7 @@ class CpuOps(AdapterOps, ReferenceOps):
         Each product would cut its rows in the same way, so that no bit changes. Products by tiles take all rows of a
         call at once.
         """
-        sizes: Sequence[int] = pieces(len(x))
+        sizes: Sequence[int] = pieces(len(x)) if len(x) > 1 else ()
         if len(sizes) > 1 and dense.launches_tiles(self.table, x.dtype):
             sizes = [min(dense.TILE_ROWS, len(x) - start) for start in range(0, len(x), dense.TILE_ROWS)]
         return run(x) if len(sizes) < 2 else self._in_pieces(run, x, sizes)
@@ -275,7 +275,7 @@ class CpuOps(AdapterOps, ReferenceOps):
     ) -> Tensor:
         """Computes ``attend`` span by span and group by group."""
         out = torch.zeros(q.shape, dtype=q.dtype) if plan.surplus else torch.empty(q.shape, dtype=q.dtype)
-        if row_kernels.can_attend(q, self.table):
+        if plan.spans and row_kernels.can_attend(q, self.table):
             self._flash(q, kv, plan.spans, scale, window, out, sinks)
         else:
             for span in plan.spans:
@@ -296,7 +296,7 @@ class CpuOps(AdapterOps, ReferenceOps):
                 keys, values = stored_at(kv, span.where, q.dtype)
                 held = [span.to_flash_span(slice(0, len(keys)))]
                 row_kernels.attend_spans(q, keys, values, held, scale, out, self.table, window, sinks)
-        elif spans:
+        else:
             held, keys = [span.to_flash_span(span.where) for span in spans], kv.k.flatten(0, 1)
             row_kernels.attend_spans(q, keys, kv.v.flatten(0, 1), held, scale, out, self.table, window, sinks)
 

@@ -49,6 +49,13 @@ def pad(x: Array, shape: tuple[int, ...], dtype: type = np.float32, value: float
     return out
 
 
+def pad_image_adapters(x: VisionInputs, slots: int, cells: int) -> tuple[Array, Array]:
+    """Returns the adapter of each slot and of each cell of a bucket, int32 [slots] and [cells]; padding has none."""
+    none = np.zeros(0, np.int32)
+    found = (none, none) if x.adapter is None or x.cell_adapter is None else (x.adapter, x.cell_adapter)
+    return pad(found[0], (slots,), np.int32), pad(found[1], (cells,), np.int32)
+
+
 def slot_map(x: StepInputs, count: int, block_size: int) -> Array:
     """Returns int64 [count]: the cache slot of each token's K and V; surplus tokens go to SINK."""
     real = len(x.tokens)

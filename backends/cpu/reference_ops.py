@@ -221,8 +221,8 @@ class ReferenceOps(RecurrentReference):
             pixels = functional.pad(pixels, (0, missing))
         return torch.addcmul(shift, pixels.float(), scale).to(dtype)
 
-    def prepare_segments(self, seg: Segments) -> Segments:
-        return seg
+    def prepare_segments(self, seg: Segments, merged: int = 1) -> Segments:
+        return seg if merged == 1 else seg._replace(real=seg.real // merged)
 
     def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         return (
@@ -321,9 +321,7 @@ class ReferenceOps(RecurrentReference):
         out = sums if head is None else functional.linear(sums, head)
         return torch.where(spoiled > 0, float("nan"), out)
 
-    def update(self, token: Tensor, head: HeadTensors, state: SamplerState, full: bool) -> None:
-        """Stores the drawn ids, int64 [r], in the sampler state."""
-        update(token, head, state, full)
+    update = staticmethod(update)
 
     def thresholds(self, probs: Tensor, head: HeadTensors) -> Tensor:
         """Returns [r, 1]: the least probability that top-k, top-p and min-p let through; 0 without filters."""

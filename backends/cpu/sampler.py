@@ -101,7 +101,7 @@ def update(token: Tensor, head: HeadTensors, state: SamplerState, full: bool) ->
 
     Rows after a draft that was not drawn write to slot 0. Of the rows of one slot, the last other one sets ``last``.
     """
-    slot, final = accepted_slots(token, head)
+    slot, final = (head.slot, head.slot) if head.ahead is None else accepted_slots(token, head)
     state.last.index_copy_(0, final, token.int())
     if full:
         ones = torch.ones_like(slot, dtype=state.counts.dtype)

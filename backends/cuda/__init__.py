@@ -56,9 +56,17 @@ def make_backend(cfg: BackendConfig, cards: Accelerator | None = None) -> Backen
     from trencadis.backends.cuda.ops import CudaOps, InvariantCudaOps
 
     support_checks.require_exact_float32(cfg.dtype)
-    asked = RequestedAttention.of(cfg, tiles.arch_of(device))
-    ops = InvariantCudaOps() if cfg.batch_invariant else asked.ops(CudaOps)()
-    return asked.attach(_with_pipe(CudaBackend(cfg, runtime_of(device), ops, _comm(cfg, device))))
+    runtime, comm = runtime_of(device), _comm(cfg, device)
+
+    def reopen(cfg: BackendConfig) -> CudaBackend:
+        support_checks.check_model(cfg)
+        asked = RequestedAttention.of(cfg, tiles.arch_of(device))
+        ops = InvariantCudaOps() if cfg.batch_invariant else asked.ops(CudaOps)()
+        return asked.attach(CudaBackend(cfg, runtime, ops, comm))
+
+    made = _with_pipe(reopen(cfg))
+    made.reopen = reopen
+    return made
 
 
 def _card(cards: Accelerator, cfg: BackendConfig) -> torch.device:
@@ -82,9 +90,15 @@ def _twin(cfg: BackendConfig) -> Backend:
     if cfg.batch_invariant:
         raise StartupError("--batch-invariant: the twin of a card does not promise it; --device cpu does")
     runtime = TwinRuntime(label=f"{accelerator.in_use().name} (twin)")
-    asked = RequestedAttention.of(cfg, NEWEST)
-    ops = asked.ops(TwinOps)(runtime.accounted)
-    return asked.attach(_with_pipe(CudaBackend(cfg, runtime, ops, _comm(cfg, runtime.device))))
+    comm = _comm(cfg, runtime.device)
+
+    def reopen(cfg: BackendConfig) -> CudaBackend:
+        asked = RequestedAttention.of(cfg, NEWEST)
+        return asked.attach(CudaBackend(cfg, runtime, asked.ops(TwinOps)(runtime.accounted), comm))
+
+    made = _with_pipe(reopen(cfg))
+    made.reopen = reopen
+    return made
 
 
 def _with_pipe(backend: CudaBackend) -> CudaBackend:

@@ -19,7 +19,7 @@ from trencadis.backends.cuda.launches.input_buffers import InputBuffers, StageBu
 from trencadis.backends.cuda.launches.input_sizes import cross_attention_bytes, input_bytes
 from trencadis.backends.cuda.policy import policy
 from trencadis.backends.cuda.runtime_protocol import CudaEvent, Graph, Runtime, Stream
-from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.buckets import Bucket, Stage, target_bucket
 from trencadis.core.device.backend import (
     BackendConfig,
     Body,
@@ -68,7 +68,8 @@ class CudaProgram:
         self.bucket, self.body, self.runtime = bucket, body, runtime
         self.state = ProgramState.PLANNED
         try:
-            self.buffers = InputBuffers(bucket, sizes, runtime, buffers.of(bucket.stage, buffer_bytes(bucket, sizes)))
+            form = target_bucket(bucket)
+            self.buffers = InputBuffers(form, sizes, runtime, buffers.of(form.stage, buffer_bytes(form, sizes)))
             if library is not None:
                 self.body = library.wrap_body(self.buffers, body)
         except torch.OutOfMemoryError as error:
@@ -208,10 +209,12 @@ class CudaBackend:
 
     Attributes:
         library: attention library in place of this engine's kernels, set before programs are made.
+        reopen: makes a backend for another model on the same runtime.
     """
 
     values = True
     library: AttentionLibrary | None = None
+    reopen: Callable[[BackendConfig], CudaBackend]
 
     def __init__(self, cfg: BackendConfig, runtime: Runtime, ops: Ops, comm: Comm | None = None) -> None:
         options = cfg.options or {}
@@ -245,6 +248,7 @@ class CudaBackend:
         if cfg.host_layers:
             cast(HostLayerOps, ops).host_layers = self.host_layers
         self._rooms, self._fetched = StageBuffers(runtime), runtime.event()
+        self.start_stopwatch = runtime.start_stopwatch
         self._no_inputs = torch.empty(0, dtype=torch.uint8, device=self.device)
 
     @property
@@ -255,6 +259,15 @@ class CudaBackend:
     @slot.setter
     def slot(self, form: SlotForm) -> None:
         self.sizes = dataclasses.replace(self.sizes, slot=form)
+
+    def beside(self, cfg: BackendConfig) -> CudaBackend:
+        """Returns a backend for a second model on the same runtime (``core.launches.draft_runner.SharedDevice``).
+
+        Graphs of both share memory by stage, outputs included, so that both wait for copies of either's.
+        """
+        made = self.reopen(cfg)
+        made._fetched = self._fetched
+        return made
 
     def kv_blocks(self, wanted: int, block_bytes: int) -> int:
         return wanted

@@ -29,6 +29,7 @@ from trencadis.backends.cuda.kernels.accelerator import Accelerator, TorchGraph,
 from trencadis.backends.cuda.runtime_protocol import Array, Graph, Stream
 from trencadis.backends.hooks import Hooks
 from trencadis.core.device.backend import Body, Memory, OutOfDeviceMemory
+from trencadis.core.graphs.graph_manager import EventStopwatch
 
 
 class CompileCounter:
@@ -156,6 +157,9 @@ class CudaRuntime:
 
     def event(self) -> Any:
         return self._torch.Event()
+
+    def start_stopwatch(self) -> EventStopwatch:
+        return EventStopwatch(lambda: self._torch.Event(enable_timing=True), self._streams[Stream.PROGRAMS])
 
     def record(self, event: Any, stream: Stream) -> None:
         event.record(self._streams[stream])

@@ -300,6 +300,11 @@ class CudaOps(HostLayerOps, ReferenceOps):
         rotary_kernels.rope_vision(q, k, rotary.cos, rotary.sin, q_out, k_out)
         return q_out, k_out
 
+    def prepare_segments(self, seg: Segments, merged: int = 1) -> Segments:
+        """Returns ``seg``, with fewer real slots in each window and thus no whole one if rows are ``merged``."""
+        few = super().prepare_segments(seg, merged)
+        return few if merged == 1 or not isinstance(few, CudaSegments) else few._replace(whole=few.first)
+
     def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
         assert isinstance(seg, CudaSegments)
         out = q.new_empty(q.shape)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from trencadis.backends.hooks import Hooks
 from trencadis.core.device.backend import Body, Memory
+from trencadis.core.graphs.graph_manager import Stopwatch
 
 Array = NDArray[Any]
 T = TypeVar("T")
@@ -64,6 +65,10 @@ class Runtime(Protocol):
         ...
 
     def event(self) -> CudaEvent: ...
+
+    def start_stopwatch(self) -> Stopwatch:
+        """Starts a stopwatch on PROGRAMS."""
+        ...
 
     def record(self, event: CudaEvent, stream: Stream) -> None: ...
 

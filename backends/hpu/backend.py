@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ from trencadis.core.device.backend import (
 from trencadis.core.device_policy import Policy
 from trencadis.core.envs import get_bool
 from trencadis.core.executor.process_groups import join_group
+from trencadis.core.graphs.graph_manager import EventStopwatch, Stopwatch
 from trencadis.core.vision_config import NO_SLOT, SlotForm
 
 
@@ -135,6 +137,24 @@ EMULATED = (
 )
 
 
+class EmulatedStopwatch:
+    """Measures launches of an emulated card in virtual seconds.
+
+    Args:
+        launched: virtual seconds that launches have taken so far.
+    """
+
+    def __init__(self, launched: Callable[[], float]) -> None:
+        self._launched = launched
+        self._begun = self._ended = launched()
+
+    def stop(self) -> None:
+        self._ended = self._launched()
+
+    def read(self) -> float | None:
+        return self._ended - self._begun
+
+
 class HpuBackend:
     """``core.device.backend.Backend``.
 
@@ -177,6 +197,10 @@ class HpuBackend:
         self._contexts = (
             LaunchContexts() if emulator is None else LaunchContexts(emulator.launch, self.bridge.compile_only)
         )
+        timed = self.bridge.timed_event
+        self.start_stopwatch: Callable[[], Stopwatch] | None = None if timed is None else partial(EventStopwatch, timed)
+        if emulator is not None:
+            self.start_stopwatch = partial(EmulatedStopwatch, emulator.launched)
         self._compiled = self.bridge.metric_localcontext("graph_compilation")
         self._metric = self._compiled.__enter__()
         self._fallen = self.bridge.metric_localcontext("cpu_fallback")
@@ -196,6 +220,12 @@ class HpuBackend:
             *args, run_layer=layer, dtype=self.dtype, windows=self.cfg.windows, check_context=emulator.launch,
             values=emulator.values, window_groups=groups,
         )  # fmt: skip
+
+    def beside(self, cfg: BackendConfig) -> HpuBackend:
+        """Returns a backend for a second model on the same card (``core.launches.draft_runner.SharedDevice``)."""
+        made = HpuBackend(cfg, self.policy, self.bridge, self.settings)
+        made._staging, made._landing = self._staging, self._landing
+        return made
 
     def kv_blocks(self, wanted: int, block_bytes: int) -> int:
         """Returns the number of KV blocks to allocate: ``wanted``, but on an emulated card no more than the host's

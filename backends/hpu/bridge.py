@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from trencadis.backends.hpu.collectives import register_opaque
+from trencadis.core.graphs.graph_manager import TimedEvent
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Bridge:
         pinned: False: the plug-in refuses pinned memory, and every copy blocks.
         notes: lines for the user about what the card or the plug-in lacks.
         event: a marker with ``record`` and ``synchronize``; the latter waits for all copies and launches before it.
+        timed_event: the same, with ``elapsed_time`` in milliseconds; None: launches cannot be measured.
         fused_sdpa, fused_rms_norm, apply_rotary: fused kernels, None where the plug-in lacks them.
         sdpa_parts: (q, k, v, mask, causal, scale, mode) -> attention over some keys, with the statistics to merge it
         (``start.bridge_loader``).
@@ -78,6 +80,7 @@ class Bridge:
     apply_rotary: Callable[[Tensor, Tensor, Tensor], Tensor] | None
     pin: Callable[[Tensor], Tensor]
     event: Callable[[], Any]
+    timed_event: Callable[[], TimedEvent] | None = None
     sdpa_parts: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
     product: Callable[[Tensor, Tensor], Tensor] | None = None
     block_adjustment: Callable[..., Tensor] | None = None
@@ -115,6 +118,7 @@ class EmulatorHooks:
         layer: runs one layer of a stack; a card without values repeats the figures of an equal layer.
         run_out: makes the next ``capture`` or ``step`` run out of memory.
         no_sync: context manager inside which a launch that waits raises; an emulated card refuses that at all times.
+        launched: virtual seconds that launches have taken so far.
     """
 
     values: bool
@@ -124,6 +128,7 @@ class EmulatorHooks:
     layer: Callable[..., Any]
     run_out: Callable[[str], None]
     no_sync: Callable[[], AbstractContextManager[Any]]
+    launched: Callable[[], float]
 
     def hold_blocks(self, wanted: int, block_bytes: int) -> int:
         """Returns how many of the ``wanted`` KV blocks get host memory; the bytes of the others are only reserved."""

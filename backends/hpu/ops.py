@@ -410,8 +410,8 @@ class HpuOps(StaticRecurrentOps, ReferenceOps):
             return attn
         return preparation.attach(attn, self.region(preparation.compute, attn))
 
-    def prepare_segments(self, seg: Segments) -> Any:
-        return self._segments.attach(seg, self.region(self._segments.compute, seg))
+    def prepare_segments(self, seg: Segments, merged: int = 1) -> Any:
+        return self._segments.attach(seg, self.region(self._segments.compute, seg, merged))
 
     def rope_store(
         self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn

@@ -123,9 +123,9 @@ def input_bytes(bucket: Bucket, sizes: InputSizes) -> int:
             width = verified_width(bucket)
             return 32 * dims[0] * width + (8 + (8 if sizes.windows else 4) * width) * dims[1]
         case Stage.VISION:
-            each = sizes.slot.values + 8 + 8 * sizes.slot.position_neighbours
+            each = sizes.slot.values + 8 + 8 * sizes.slot.position_neighbours + slot
             windows = dims[0] // WINDOW_SLOTS * (12 if sizes.slot.padding_windows else 8)
-            return dims[0] * each + 4 * sizes.slot.cells(dims[0]) + windows
+            return dims[0] * each + (4 + slot) * sizes.slot.cells(dims[0]) + windows
         case Stage.SAMPLE:
             ahead = drafts_ahead(bucket)
             each = 48 + (4 + 4 * ahead if ahead else 0)
@@ -236,15 +236,21 @@ def count_compiled(buckets: Sequence[Bucket], cell: int, layers: int, kinds: int
                 found.add(("masks", str(bucket)))
             store("end", tokens, padded_start(tokens))
         elif stage is Stage.VISION:
-            found.update((part, rows) for part in ("patches", "masks of images", "windows", "images"))
-            store("merger", rows // cell, rows)
+            found.update((part, rows) for part in ("patches", "masks of images"))
+            found.update((part, rows, bucket.variant) for part in ("windows", "images"))
+            store(f"merger {bucket.variant}", rows // cell, rows)
         elif stage is Stage.RESET:
             store("reset", rows, rows)
         else:
             found.add(("head", str(bucket)))
             if bucket.variant in ("full", "draw", "penalised"):
                 store("counts", rows)
-    functions = {one[:2] if one[0] in ("end", "merger", "reset", "counts") else one for one in found}
+        if bucket.variant == LORA:  # the masks of slots
+            found.update(
+                ("slots", n) for n in ((rows, rows // cell) if stage is Stage.VISION else (padded_tokens(bucket),))
+            )
+    stored = ("end", "merger ", f"merger {LORA}", "reset", "counts")
+    functions = {one[:2] if one[0] in stored else one for one in found}
     return CompiledParts(len(functions), len(found))
 
 

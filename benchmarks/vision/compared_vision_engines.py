@@ -159,7 +159,7 @@ class Pair:
             return 0.0, -1  # its decoder is not composed
         ids = torch.tensor([self.ids])
         more: dict[str, Any] = {}
-        if self.kind.name.startswith("Qwen"):
+        if self.kind.name.startswith(("Qwen", "Glm", "Gemma4")):
             more["mm_token_type_ids"] = (ids == self.kind.token).int()
         elif self.kind.name == "Gemma3":
             more["token_type_ids"] = (ids == self.kind.token).int()

@@ -136,6 +136,30 @@ def _tiled_siglip(name: str, vision: dict[str, Any], scale: int) -> Kind:
     )  # fmt: skip
 
 
+RECURRENT: dict[str, Any] = SPECIAL | dict(
+    vocab_size=32000, hidden_size=1024, intermediate_size=3584, num_hidden_layers=24, num_attention_heads=8,
+    num_key_value_heads=2, head_dim=256, max_position_embeddings=8192, rms_norm_eps=1e-6, linear_num_key_heads=16,
+    linear_num_value_heads=16, linear_key_head_dim=128, linear_value_head_dim=128,
+)  # fmt: skip
+"""Qwen3.5-0.8B's."""
+FEW_HEADS: dict[str, Any] = dict(
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+    head_dim=32,
+    layer_types=["linear_attention", "full_attention"],
+)
+
+
+def _interleaved(sections: list[int]) -> dict[str, Any]:
+    """Rotary positions of Qwen3.5."""
+    return {
+        "rope_type": "default", "mrope_section": sections, "rope_theta": 1e7, "mrope_interleaved": True,
+        "partial_rotary_factor": 0.25,
+    }  # fmt: skip
+
+
 OF_QWEN2: dict[str, Any] = dict(depth=8, num_heads=16, patch_size=14)
 OF_QWEN3: dict[str, Any] = dict(
     depth=8, hidden_size=1152, intermediate_size=4304, num_heads=16, out_hidden_size=1024, patch_size=16,
@@ -223,5 +247,55 @@ KINDS: dict[str, Kind] = {
         ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask"), ("<|image|>",), "<|image|>",
         small=dict(hidden_size=32, intermediate_size=44, attention_heads=2, vision_output_dim=3 * 32, image_size=560),
         small_text={"cross_attention_layers": [1]},
+    ),
+    "qwen3_5": _qwen("Qwen3_5", RECURRENT | {"sections": [11, 11, 10]}, {
+        k: v for k, v in OF_QWEN3.items() if k != "deepstack_visual_indexes"
+    }, QWEN3_TINY, rope=_interleaved([11, 11, 10]), small_text=FEW_HEADS | {
+        "rope_parameters": _interleaved([2, 1, 1])}),
+    "glm4v": Kind(
+        "Glm4v", TEXT | {"model_type": "glm4v_text", "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [4, 6, 6]}},
+        dict(
+            model_type="glm4v_vision", depth=8, hidden_size=1536, intermediate_size=4864, num_heads=12, image_size=336,
+            out_hidden_size=896,
+        ), {name: ADDED + i for i, name in enumerate((
+            "image_token_id", "video_token_id", "image_start_token_id", "image_end_token_id", "video_start_token_id",
+            "video_end_token_id"))},
+        {"image_processor_type": "Glm4vImageProcessor", "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2,
+         "size": {"shortest_edge": 12544, "longest_edge": 2_007_040}, "resample": 3, **OF_CLIP},
+        "glm4v.image_processing_pil_glm4v.Glm4vImageProcessorPil", ("pixel_values", "image_grid_thw"),
+        ("<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>"), "<|image|>",
+        small=dict(hidden_size=32, intermediate_size=44, num_heads=2, out_hidden_size=64),
+        small_text={"rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}},
+    ),
+    "gemma4": Kind(
+        "Gemma4", SPECIAL | dict(
+            model_type="gemma4_text", vocab_size=32000, hidden_size=1152, intermediate_size=6912, num_hidden_layers=18,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=256, global_head_dim=512,
+            num_global_key_value_heads=1, attention_k_eq_v=True, sliding_window=512, hidden_size_per_layer_input=0,
+            max_position_embeddings=8192, use_bidirectional_attention="vision",
+        ), dict(
+            hidden_size=1152, intermediate_size=4304, num_hidden_layers=8, num_attention_heads=16,
+            num_key_value_heads=16, head_dim=72,
+        ), {"image_token_id": ADDED, "boi_token_id": ADDED + 1, "eoi_token_id": ADDED + 2},
+        {"image_processor_type": "Gemma4ImageProcessor", "max_soft_tokens": 280, "resample": 3, "do_resize": True,
+         "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": False, "patch_size": 16,
+         "pooling_kernel_size": 3},
+        "gemma4.image_processing_pil_gemma4.Gemma4ImageProcessorPil", ("pixel_values", "image_position_ids"),
+        ("<|image|>", "<|image>", "<image|>"), "<|image|>",
+        small=TINY | {"num_key_value_heads": 2, "head_dim": 16},
+        small_text={"sliding_window": 24, "global_head_dim": 32},
+    ),
+    "minicpmv": Kind(
+        "MiniCPMV4_6", RECURRENT | {
+            "model_type": "qwen3_5_text", "rope_parameters": _interleaved([11, 11, 10])},
+        SIGLIP | dict(image_size=980, num_hidden_layers=12),
+        {"image_token_id": PAD, "video_token_id": VIDEO, "insert_layer_id": 3},
+        {"image_processor_type": "MiniCPMV4_6ImageProcessor", "scale_resolution": 448, "max_slice_nums": 9,
+         "patch_size": 14, "use_image_id": True, "slice_mode": True, **HALF},
+        "minicpmv4_6.image_processing_pil_minicpmv4_6.MiniCPMV4_6ImageProcessorPil", ("pixel_values", "target_sizes"),
+        ("<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>"), "<|image_pad|>", PAD,
+        small=TINY | {"num_hidden_layers": 5}, small_text=FEW_HEADS | {"rope_parameters": _interleaved([2, 1, 1])},
     ),
 }  # fmt: skip

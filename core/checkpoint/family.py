@@ -117,6 +117,11 @@ class DeviceShare:
     quantised: str = ""
 
 
+ATTENTION, MLPS, TOWER = "attention", "MLPs", "vision tower"
+"""Parts of a model that take LoRA adapters, as ``trencadis models`` names them."""
+EVERY_PART = (ATTENTION, MLPS, TOWER)
+
+
 @dataclass(frozen=True)
 class Family:
     """A family of models.
@@ -138,7 +143,8 @@ class Family:
         tied: default of ``tie_word_embeddings``.
         ignored: keys of config.json that change no result here.
         skipped: prefixes of stored weights that are not loaded, such as those of a draft layer; a log line counts them.
-        adapters: parts of the decoder whose LoRA adapters can be kept beside the model; empty: none.
+        adapters: parts of the model whose LoRA adapters can be kept beside it (``ATTENTION``, ``MLPS``, ``TOWER``);
+            empty: none.
         defaults: device options for which this family has other defaults: ``fp32_softmax`` (softmax of text in
             float32), ``block_adjustment`` (blocks of a decoding row joined by a fused kernel).
     """
@@ -157,5 +163,5 @@ class Family:
     tied: bool = False
     ignored: frozenset[str] = frozenset()
     skipped: tuple[str, ...] = ()
-    adapters: tuple[str, ...] = ("attention", "MLPs")
+    adapters: tuple[str, ...] = (ATTENTION, MLPS)
     defaults: Mapping[str, bool] = field(default_factory=dict)

@@ -7,17 +7,18 @@ whose object is a ``Family``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from trencadis.core.checkpoint.family import Family
+from trencadis.core.checkpoint.family import TOWER, Family
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.json_types import JsonMapping
 from trencadis.core.old_names import find_successors
+from trencadis.core.vision_config import SharedMatrix
 
 log = logging.getLogger("trencadis.engine")
 
@@ -43,6 +44,7 @@ TABLE = {
     "InternVLForConditionalGeneration": "trencadis.multimodal.internvl.family:FAMILY",
     "Idefics3ForConditionalGeneration": "trencadis.multimodal.idefics3.family:FAMILY",
     "Mistral3ForConditionalGeneration": "trencadis.multimodal.pixtral.family:FAMILY",
+    "MiniCPMV4_6ForConditionalGeneration": "trencadis.multimodal.minicpmv.family:FAMILY",
     "Lfm2VlForConditionalGeneration": "trencadis.multimodal.lfm2_vl.family:FAMILY",
     "MllamaForConditionalGeneration": "trencadis.multimodal.mllama.family:FAMILY",
     "Glm4vForConditionalGeneration": "trencadis.multimodal.glm4v.family:FAMILY",
@@ -186,6 +188,16 @@ def family_of(architecture: str) -> Family:
     if not isinstance(family, Family) or architecture not in family.architectures:
         raise StartupError(f"{source(point)}: {point.value} is no family with {architecture}")
     return family
+
+
+def adapted_tower(config: ModelConfig, ranks: int = 1, unit: int = 1) -> Iterator[SharedMatrix]:
+    """Yields the matrices of the vision tower whose LoRA adapters can be kept beside the model.
+
+    ``ranks``, ``unit``: as in ``VisionConfig.matrices``.
+    """
+    v = config.vision
+    if v is not None and TOWER in family_of(config.architecture).adapters:
+        yield from (one for one in v.matrices(ranks, unit) if not one.name.startswith(v.without_adapters))
 
 
 def family_options(architecture: str) -> dict[str, str]:

@@ -121,6 +121,20 @@ class WeightSource(Protocol):
         ...
 
 
+CODED = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
+"""Tensors by which a stored weight is recognised as quantised."""
+
+
+def take_values(source: WeightSource, name: str, shape: tuple[int, int], device: torch.device) -> Tensor:
+    """Returns the weight [out, in] of module ``name`` in the backend's dtype, even if it is stored quantised.
+
+    For small matrices that are not kept as codes, and that ``--quantization`` leaves as they are.
+    """
+    coded = any(source.has(f"{name}.{mark}") for mark in CODED)
+    found = source.take_quantised(name, shape, 0, 0, shape[0]) if coded else None
+    return source.take(f"{name}.weight", shape) if found is None else found.values().to(device)
+
+
 def stack(source: WeightSource, parts: Sequence[StackedPart], inputs: int) -> Tensor:
     """Implements ``WeightSource.take_stacked`` with ``shard``; the result has its own memory."""
     found = []

@@ -219,8 +219,8 @@ class Ops(Protocol):
         If ``Policy.aligned`` is above 1, ``scale`` and ``shift`` may be longer than a slot: missing pixels count as 0.
         """
 
-    def prepare_segments(self, seg: Segments) -> Segments:
-        """Computes once a launch what the attention of all tower layers shares; may return ``seg`` itself."""
+    def prepare_segments(self, seg: Segments, merged: int = 1) -> Segments:
+        """Computes once a launch what tower layers share that have a row for ``merged`` slots; may return ``seg``."""
 
     def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         """Rotates q and k, [s, heads, d] each."""

@@ -158,6 +158,8 @@ class VisionTensors(NamedTuple):
         None  # int32 [slots, near] rows of the table of positions; None: the model mixes none
     )
     position_weights: Tensor | None = None  # float32 [slots, near]
+    adapter: Tensor | None = None  # int32 [slots] slot of the adapter of each slot's image, 0: none; None: no image's
+    cell_adapter: Tensor | None = None  # int32 [slots / cell] the same for each cell
 
 
 class HeadTensors(NamedTuple):

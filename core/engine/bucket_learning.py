@@ -1,25 +1,38 @@
 """Learns the shapes of an engine from its traffic: records, proposes, has proposals judged, and keeps a profile.
 
 The engine's thread calls ``tick`` before each step. A search takes two seconds and the pricing of a proposal half of
-one; both run in a thread of their own. A proposal is judged by traffic that came after it, unless ``force`` is
-given; then ``pending`` has the plan that the engine is to change to.
+one; both run in a process of their own (``search_process``), for which a thread waits, and files are written by a
+thread. A proposal is judged by traffic that came after it, unless ``force`` is given; then ``pending`` has the buckets
+that the engine is to change to. A change whose launches take longer than predicted is taken back.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import mean
 
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.engine.search_process import (
+    Answer,
+    FoundBuckets,
+    LearnTask,
+    PriceTask,
+    SearchFailed,
+    Task,
+    solve_apart,
+)
 from trencadis.core.engine_stats import (
     FAILURE,
     PROPOSED,
     PUBLISHED,
+    REVERTED,
     LearnedChange,
     LearningReport,
     NeedReport,
@@ -28,9 +41,18 @@ from trencadis.core.engine_stats import (
 from trencadis.core.errors import StartupError
 from trencadis.core.shapes import change_rules
 from trencadis.core.shapes.bucket_profile import merge_into_profile
-from trencadis.core.shapes.change_rules import ChangeRate, PlanCosts
-from trencadis.core.shapes.learned_plan import KEPT_STAGES, LearnedPlan, TooFewGraphs, learn_plan
-from trencadis.core.shapes.need_recorder import NeedRecorder, NeedSnapshot
+from trencadis.core.shapes.change_rules import ChangeGuard, ChangeRate, PlanCosts
+from trencadis.core.shapes.cost_model import (
+    LEAST_LAUNCHES,
+    BucketTimes,
+    LaunchTime,
+    LaunchTimes,
+    MeasuredCosts,
+    Residual,
+)
+from trencadis.core.shapes.launch_costs import Costs
+from trencadis.core.shapes.learned_plan import KEPT_STAGES
+from trencadis.core.shapes.need_recorder import NeedRecorder
 
 log = logging.getLogger("trencadis.engine")
 
@@ -47,9 +69,11 @@ LEAST_COUNT = 5.0
 """Cells that were counted less often are not written to the profile."""
 SHOWN_CELLS = 512
 SHOWN_CHANGES = 32
+CLOSING_SECONDS = 10.0
+"""Seconds that the end of an engine waits for a profile that is being written."""
 
-Found = LearnedPlan | list[PlanCosts] | str
-"""Result of the search thread: a plan; or the costs of the present proposal by period; or why there is neither."""
+HORIZON_SECONDS = 24 * 3600.0
+"""Seconds of load over which the compilation of a new shape must pay."""
 
 
 @dataclass(frozen=True)
@@ -61,16 +85,43 @@ class LearningSettings:
         most: most shapes of text and images of a learned plan.
         profile: file that keeps the needs; empty: none.
         unchanged: stages whose sizes the user has set.
-        work: operations of a launch (``launch_costs.work_of``).
+        time: the policy's cost of a launch, until launches have been measured.
         static: the plan of the limits.
     """
 
     static: Plan
     most: int
-    work: Callable[[Bucket], float]
+    time: Costs
     mode: str = OBSERVE
     profile: str = ""
     unchanged: tuple[Stage, ...] = ()
+
+
+@dataclass
+class PlanAccess:
+    """What the learning knows of the rank that launches.
+
+    Args:
+        present: returns the plan that launches use now.
+        failure: returns why the last change kept the plan; empty: it was published.
+        take_times: returns the launches that were measured since the last call.
+        launches: returns the launches so far.
+        compile_seconds: returns the seconds that making each bucket took.
+        graph_bytes: returns the bytes of graphs, measured or predicted.
+        pools: returns the stages that share a pool, and the bytes that it has for their graphs.
+        launch_times: median seconds of launches that an earlier server has kept.
+        keep_launches: stores median seconds of launches for the next start.
+    """
+
+    present: Callable[[], Plan]
+    failure: Callable[[], str] = lambda: ""
+    take_times: Callable[[], Sequence[LaunchTime]] = lambda: ()
+    launches: Callable[[], int] = lambda: 0
+    compile_seconds: Callable[[], Mapping[Bucket, float]] = lambda: {}
+    graph_bytes: Callable[[], Mapping[Bucket, int]] = lambda: {}
+    pools: Callable[[], Sequence[tuple[frozenset[Stage], float]]] = lambda: ()
+    launch_times: Mapping[Bucket, float] = field(default_factory=dict)
+    keep_launches: Callable[[Mapping[Bucket, float]], None] = lambda seconds: None
 
 
 @dataclass
@@ -78,11 +129,11 @@ class BucketLearning:
     """The learning of one engine. Only ``tick`` and what it calls change its state.
 
     Args:
-        present: returns the plan that launches use now.
-        failure: returns why the last change kept the plan; empty: it was published.
+        rank: the rank that launches.
+        solve: runs a task of the search and waits for its answer; called in a thread.
 
     Attributes:
-        pending: a plan that the engine is to change to.
+        pending: buckets that the engine is to change to.
         changing: the engine is changing to ``pending``.
         revision: grows whenever the report has changed.
         handled: requests to learn that have been answered.
@@ -90,10 +141,10 @@ class BucketLearning:
 
     settings: LearningSettings
     recorder: NeedRecorder
-    present: Callable[[], Plan]
-    failure: Callable[[], str]
+    rank: PlanAccess
     clock: Callable[[], float] = time.monotonic
-    pending: LearnedPlan | None = None
+    solve: Callable[[Task], Answer] = solve_apart
+    pending: FoundBuckets | None = None
     changing: bool = False
     revision: int = 0
     handled: int = 0
@@ -104,12 +155,20 @@ class BucketLearning:
     def __post_init__(self) -> None:
         self._born = self._next = self._reported = self._saved = self.clock()
         self._searched_at = self._saved_load = 0.0
-        self._proposal: LearnedPlan | None = None
+        self._proposal: FoundBuckets | None = None
         self._gain = 0.0
         self._thread: threading.Thread | None = None
-        self._found: Found = ""
-        self._force = self._asked = False
+        self._saver: threading.Thread | None = None
+        self._found: Answer | str = ""
+        self._force = self._asked = self._reverting = False
         self._warned = False
+        known = [BucketTimes(bucket, [seconds]) for bucket, seconds in self.rank.launch_times.items()]
+        self.times = LaunchTimes(self.settings.time).restore(LEAST_LAUNCHES if known else 0, known)
+        self._measured: MeasuredCosts | None = None
+        self._residuals: dict[Stage, Residual] = {}
+        self._guard: ChangeGuard | None = None
+        self._before: tuple[Bucket, ...] = ()
+        self._launches = 0
 
     # What the engine calls
 
@@ -136,6 +195,8 @@ class BucketLearning:
         if now < self._next:
             return
         self._next = now + TICK_SECONDS
+        self.recorder.collect()
+        self._take_times(now)
         if self._thread is not None and not self._thread.is_alive():
             self._thread = None
             self._take_found(now)
@@ -143,8 +204,10 @@ class BucketLearning:
             self._judge_or_search(now)
         if now - self._reported >= REPORT_SECONDS:
             self._reported, self.revision = now, self.revision + 1
-        if now - self._saved >= SAVE_SECONDS:
-            self.save()
+        if now - self._saved >= SAVE_SECONDS and (self._saver is None or not self._saver.is_alive()):
+            self._saved = now
+            self._saver = threading.Thread(target=self._save, name="bucket profile", daemon=True)
+            self._saver.start()
 
     def wait(self, seconds: float) -> None:
         """Waits for the search, at most ``seconds``; for an engine that has nothing else to do."""
@@ -155,23 +218,37 @@ class BucketLearning:
     def begin_change(self) -> list[Bucket]:
         """Marks the change to ``pending`` as begun; returns the buckets of the stages that change."""
         assert self.pending is not None
-        self.changing = True
-        return [b for b in self.pending.plan.buckets if b.stage not in KEPT_STAGES]
+        self.changing, self._before = True, self.present().buckets
+        return [b for b in self.pending.buckets if b.stage not in KEPT_STAGES]
 
     def end_change(self, before: Plan) -> None:
         """Records the outcome of a change from the plan ``before``."""
         assert self.pending is not None
-        failure = self.failure()
-        outcome = FAILURE if failure else PUBLISHED
-        self._note(outcome, before, self.present(), failure)
+        failure = self.rank.failure()
+        outcome = FAILURE if failure else REVERTED if self._reverting else PUBLISHED
+        overrun = f"launches took {self._guard.overrun:.3f} of what was predicted" if self._guard else ""
+        self._note(outcome, before.buckets, self.present(), before.version, failure or overrun)
         self.rate.note_change(self.clock())
-        self.pending, self._proposal, self.changing = None, None, False
+        guarded = outcome == PUBLISHED and self._measured is not None
+        self._guard = self._make_guard(self._measured) if guarded and self._measured is not None else None
+        self.pending, self._proposal, self.changing, self._reverting = None, None, False, False
         self._answer()
 
+    def present(self) -> Plan:
+        """Returns the plan that launches use now."""
+        return self.rank.present()
+
     def save(self) -> None:
+        """Adds what was recorded since the last call to the profile, and waits for it."""
+        if self._saver is not None:
+            self._saver.join(CLOSING_SECONDS)
+        self._save()
+
+    def _save(self) -> None:
         """Adds what was recorded since the last call to the profile; a file that cannot be written costs one line."""
+        if self.times.count >= LEAST_LAUNCHES:
+            self.rank.keep_launches(self.times.medians())
         loaded, self._saved_load = self.recorder.seconds - self._saved_load, self.recorder.seconds
-        self._saved = self.clock()
         if not self.settings.profile:
             return
         plan, needs = self.settings.static, self.recorder.take_unsaved(LEAST_COUNT)
@@ -202,6 +279,8 @@ class BucketLearning:
             state="changing" if self.changing else "searching" if self.busy else "idle",
             handled=self.handled,
             outcomes=dict(self.outcomes),
+            launches=self.times.count,
+            residuals=self._describe_residuals(),
         )
 
     # Searching and judging
@@ -210,8 +289,9 @@ class BucketLearning:
         if self._proposal is not None:
             periods = self.recorder.take_periods()
             if periods is not None:
-                proposed, present, static = self._proposal.plan, self.present(), self.settings.static
-                self._run(lambda: change_rules.price_periods(periods, proposed, present, static))
+                static, cells = self.settings.static, [period.list_cells() for period in periods]
+                proposed = dataclasses.replace(static, buckets=self._proposal.buckets)
+                self._run(PriceTask(cells, proposed, self.present(), static, self._measured or self.settings.time))
             return
         due = self.recorder.seconds - self._searched_at >= SEARCH_SECONDS
         if due and self.recorder.steps >= LEAST_STEPS:
@@ -220,49 +300,82 @@ class BucketLearning:
     def _search(self) -> None:
         """Starts a search by all needs recorded so far."""
         self._searched_at = self.recorder.seconds
-        needs = self.recorder.snapshot()
-        self._run(lambda: self._learn(needs))
+        s, charges = self.settings, dict[Stage, float]()
+        took = self.rank.compile_seconds()
+        for stage in {bucket.stage for bucket in took}:
+            charges[stage] = mean(seconds for b, seconds in took.items() if b.stage is stage) / HORIZON_SECONDS
+        self._run(
+            LearnTask(
+                s.static, self.recorder.snapshot().cells, s.most, s.time, s.unchanged,
+                self.present().buckets, charges, self.times.count, self.times.list_seconds(),
+                self.rank.graph_bytes(), self.rank.pools(),
+            )
+        )  # fmt: skip
 
-    def _run(self, work: Callable[[], Found]) -> None:
-        """Runs ``work`` in the thread; ``tick`` takes what it returns."""
-        self._thread = threading.Thread(target=self._work, args=(work,), name="bucket search", daemon=True)
+    def _run(self, task: Task) -> None:
+        """Runs a task apart; ``tick`` takes its answer."""
+        self._thread = threading.Thread(target=self._work, args=(task,), name="bucket search", daemon=True)
         self._thread.start()
 
-    def _work(self, work: Callable[[], Found]) -> None:
+    def _work(self, task: Task) -> None:
         """Body of the thread."""
         try:
-            self._found = work()
+            self._found = self.solve(task)
+        except SearchFailed as error:
+            self._found = str(error)
         except Exception as error:
             log.exception("the search for shapes failed")
             self._found = f"{type(error).__name__}: {error}"[:200]
 
-    def _learn(self, needs: NeedSnapshot) -> LearnedPlan | str:
-        s = self.settings
-        if not needs.cells:
-            return "nothing has been recorded"
-        try:
-            return learn_plan(s.static, needs.histogram(), s.most, s.unchanged, s.work)
-        except TooFewGraphs as error:
-            return f"--max-graphs {s.most}: these limits need at least {error.least}"
+    # After a change
+
+    def _take_times(self, now: float) -> None:
+        """Takes the launches that were measured, and goes back to the old shapes if the last change did not pay."""
+        for launch in self.rank.take_times():
+            self.times.add(*launch)
+            if self._guard is not None:
+                self._guard.add(*launch)
+        if self._guard is None or self.busy:
+            return
+        self._guard.launches = self.rank.launches() - self._launches
+        verdict = self._guard.verdict()
+        if verdict == REVERTED:
+            self.pending, self._reverting = FoundBuckets(self._guard.before, len(self._guard.before), 0, 0, 0), True
+            self.rate.hold(now)
+        elif verdict:
+            self._guard = None
+
+    def _make_guard(self, predict: MeasuredCosts) -> ChangeGuard:
+        """Returns the guard of the change that has just been published."""
+        self._launches = self.rank.launches()
+        medians = self.times.medians()
+        predicted = sum(map(predict, medians))
+        return ChangeGuard(self._before, predict, sum(medians.values()) / predicted if predicted else 1.0)
+
+    def _describe_residuals(self) -> dict[str, list[float]]:
+        """Returns, by stage, the median and the 95th percentile of the relative errors of predicted seconds."""
+        return {stage.name.lower(): [round(r.median, 4), round(r.high, 4)] for stage, r in self._residuals.items()}
 
     def _take_found(self, now: float) -> None:
         found, force = self._found, self._force
         self._found, self._force = "", False
         present = self.present()
+        if isinstance(found, FoundBuckets):
+            self._measured, self._residuals = found.time, found.residuals
         if isinstance(found, list):
             self._judge(found, now)
         elif isinstance(found, str):
-            self._note(FAILURE, present, present, found)
+            self._note(FAILURE, present.buckets, present, present.version, found)
             self._proposal = None
             self._answer()
-        elif set(found.plan.buckets) == set(present.buckets):
+        elif set(found.buckets) == set(present.buckets):
             self._answer()
         elif force:
             self.pending = found
         else:
             self._proposal, self._gain = found, 0.0
             self.recorder.begin_periods()
-            self._note(PROPOSED, present, found.plan, "")
+            self._note(PROPOSED, present.buckets, dataclasses.replace(present, buckets=found.buckets))
             self._answer()
         self.revision += 1
 
@@ -277,7 +390,7 @@ class BucketLearning:
         if verdict == PUBLISHED and self.settings.mode == ON:
             self.pending = self._proposal
         elif verdict != PUBLISHED:
-            self._note(verdict, present, self._proposal.plan, "")
+            self._note(verdict, present.buckets, dataclasses.replace(present, buckets=self._proposal.buckets))
         if verdict != PUBLISHED or self.settings.mode == ON:
             self._proposal = None
         else:
@@ -291,12 +404,12 @@ class BucketLearning:
             self._asked, self.handled = False, self.handled + 1
         self.revision += 1
 
-    def _note(self, outcome: str, before: Plan, after: Plan, why: str) -> None:
-        old, new = set(before.buckets), set(after.buckets)
+    def _note(self, outcome: str, before: Sequence[Bucket], after: Plan, version: int = 0, why: str = "") -> None:
+        old, new = set(before), set(after.buckets)
         self.outcomes[outcome] += 1
         self.history.append(
             LearnedChange(
-                round(self.clock() - self._born, 1), outcome, before.version, after.version, len(new - old),
+                round(self.clock() - self._born, 1), outcome, version or after.version, after.version, len(new - old),
                 len(old - new), round(self._gain, 4), why,
             )
         )  # fmt: skip
@@ -306,7 +419,7 @@ class BucketLearning:
         found = self.pending or self._proposal
         if found is None:
             return None
-        old, new, static = set(self.present().buckets), set(found.plan.buckets), found.static or 1.0
+        old, new, static = set(self.present().buckets), set(found.buckets), found.static or 1.0
         return ProposedPlan(
             found.graphs, round(found.cost / static, 4), round(found.bound / static, 4), round(self._gain, 4),
             sorted(map(str, new - old)), sorted(map(str, old - new)),

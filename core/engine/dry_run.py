@@ -18,8 +18,8 @@ from trencadis.core.engine_stats import LedgerRow
 from trencadis.core.errors import StartupError
 from trencadis.core.host_memory import gib
 from trencadis.core.launches.stage_transfer import own_plan
+from trencadis.core.memory import draft_estimate, weight_offload
 from trencadis.core.memory import graph_budget as budget
-from trencadis.core.memory import weight_offload
 from trencadis.core.memory.cache_plan import (
     NO_STATES,
     CacheOptions,
@@ -174,7 +174,7 @@ class DryRun:
         """The memory estimator of the model on one device; it keeps sizes that all buckets share."""
         device, policy, asked = self.device, self.policy, self.config
         block, inputs = asked.block_size or policy.block_sizes[0], attending(policy, asked.attention_backend)
-        return MemoryEstimator(
+        found = MemoryEstimator(
             self.model,
             device.itemsize,
             device.ranks,
@@ -187,6 +187,7 @@ class DryRun:
             slot_sizes(asked),
             policy.decoded,
         )
+        return found if self.draft is None or not policy.rules else draft_estimate.with_draft_sizes(found, self.draft)
 
     @property
     def multimodal(self) -> bool:
@@ -277,7 +278,8 @@ class DryRun:
         check_chunking(self.config, self.model, limits.max_tokens, limits.max_rows, limits.max_model_len)
 
     def _plan(self, limits: ShapeLimits) -> Plan:
-        return own_plan(make_plan(self.policy, limits, self.bucket_options, self.model), self.model.share)
+        plan = own_plan(make_plan(self.policy, limits, self.bucket_options, self.model), self.model.share)
+        return plan if self.draft is None or not self.policy.rules else draft_estimate.with_drafting_buckets(plan)
 
     def _learn(self, plan: Plan) -> Plan:
         """Returns the plan of ``--bucket-profile``; without one, or if it is still to be made, ``plan``."""
@@ -312,8 +314,8 @@ class DryRun:
         free = self.device.total - self.device.others
         form = self.policy.quantised
         images, ranks = self.images.tokens, self.device.ranks
-        itemsize, wanted_draft = self.device.itemsize, self._draft
-        found = plan_cpu(self.model, wanted, itemsize, free, images, ranks, form, self.config, wanted_draft)
+        itemsize, draft = self.device.itemsize, self.draft
+        found = plan_cpu(self.model, wanted, itemsize, free, images, ranks, form, self.config, draft)
         limits = dataclasses.replace(limits, max_model_len=found.max_model_len)
         self._check_chunking(limits)
         plan, settings = self._plan(limits), dataclasses.replace(graph_settings(self.config, self.policy), eager=True)
@@ -341,8 +343,8 @@ class DryRun:
             states=found.states,
         )
 
-    @property
-    def _draft(self) -> ModelConfig | None:
+    @cached_property
+    def draft(self) -> ModelConfig | None:
         """The model that drafts, if one does."""
         return draft_config(self.config, self.model)
 
@@ -355,8 +357,8 @@ class DryRun:
         taken = dataclasses.replace(taken, activations=self.estimator.activations(step, limits.block_size))
         held = found.num_blocks + RESERVED_BLOCKS
         kv = held * self.estimator.block_bytes(limits.block_size)
-        if self._draft is not None:
-            draft = dataclasses.replace(self.estimator, model=self._draft)
+        if self.draft is not None:
+            draft = dataclasses.replace(self.estimator, model=self.draft)
             keys = held * draft.block_bytes(limits.block_size)
             taken = dataclasses.replace(taken, draft_weights=draft.weights(), draft_kv=keys)
         shared = (self.device.ranks - 1) * (taken.taken - taken.others + kv)
@@ -378,7 +380,7 @@ class DryRun:
                     f"{flag} holds {memory_split.blocks} blocks; one request of --max-model-len {limits.max_model_len} "
                     f"needs {limits.row_blocks}, padding {RESERVED_BLOCKS} more."
                 )
-        return Ledger(taken, memory_split)
+        return Ledger(taken, draft_estimate.with_draft_keys(memory_split, self.estimator, limits.block_size))
 
     def _holds(self, limits: ShapeLimits, settings: GraphSettings) -> bool:
         """Returns True if the KV cache holds one full-length request under ``limits``."""
@@ -417,6 +419,7 @@ class DryRun:
         )
         taken = dataclasses.replace(taken, weights=taken.weights - moved.bytes, copies=copies + moved.buffers)
         taken = dataclasses.replace(taken, activations=self._activations(plan, limits)[0])
+        taken = draft_estimate.with_draft_memory(taken, self.estimator, plan, limits)
         return dataclasses.replace(taken, recurrent=self._plan_states(taken, limits).bytes)
 
     def _states(self, plan: Plan, limits: ShapeLimits) -> StatePlan:

@@ -5,6 +5,7 @@ It takes requests and returns Deltas; the executor abstracts devices.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from trencadis.core.scheduling.image_packer import ImagePacker
 from trencadis.core.scheduling.lifecycle import Lifecycle
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.step_builder import AdapterLoads, EvictionCounts, log_launches
+from trencadis.core.scheduling.step_builder import log as decisions
 from trencadis.core.shapes.step_times import chunk_sizes
 from trencadis.core.step import PixelNeed, Step, StepOutput, UInt8
 
@@ -167,7 +169,9 @@ class Engine:
 
     def needs(self) -> list[PixelNeed]:
         """Returns the pixels that have become needed since the last call."""
-        return self.scheduler.pixel_queue.take_outbox()
+        queue = self.scheduler.pixel_queue
+        needs, queue.outbox = queue.outbox, []
+        return needs
 
     # The loop
 
@@ -267,7 +271,8 @@ class Engine:
         scheduler = self.scheduler
         scheduler.totals.step_tokens.append(step.tokens + scheduler.first_draws)
         scheduler.first_draws = 0
-        self._evictions.log(step.number, scheduler.pool.evictions, scheduler.arena.evictions)
+        if decisions.isEnabledFor(logging.DEBUG):
+            self._evictions.log(step.number, scheduler.pool.evictions, scheduler.arena.evictions)
         self._flying.append(self.executor.submit(step))
 
     def _take(self, output: StepOutput) -> None:
@@ -276,7 +281,8 @@ class Engine:
             state = s.state.lower()
             use = BucketUse(stage, s.real, s.padded, s.seconds, name, state, s.planned, s.miss, s.items, s.needed)
             self.scheduler.totals.buckets.append(use)
-        log_launches(output.number, output.stats)
+        if decisions.isEnabledFor(logging.DEBUG):
+            log_launches(output.number, output.stats)
         self.life.update(output)
 
     def busy(self) -> bool:

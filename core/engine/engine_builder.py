@@ -28,7 +28,7 @@ from trencadis.core.device.backend import Backend, BackendConfig
 from trencadis.core.device.packed_weights import packed_file
 from trencadis.core.device_policy import Policy
 from trencadis.core.devices import choose
-from trencadis.core.engine.bucket_learning import OFF, BucketLearning, LearningSettings
+from trencadis.core.engine.bucket_learning import OFF, BucketLearning, LearningSettings, PlanAccess
 from trencadis.core.engine.dry_run import shape_limits
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.graph_startup import DeviceStart
@@ -43,12 +43,13 @@ from trencadis.core.executor.process_groups import serve_store
 from trencadis.core.executor.rank_info import RankInfo, check_size, requested_threads, threads_of
 from trencadis.core.executor.rank_launcher import Launcher, LocalLauncher
 from trencadis.core.executor.uniproc_executor import UniprocExecutor
+from trencadis.core.graphs.graph_manager import LaunchTimer
 from trencadis.core.graphs.graph_reporter import GraphReporter
 from trencadis.core.graphs.rank_agreement import RankAgreement
 from trencadis.core.host_memory import free_host, gib
 from trencadis.core.kv.block_pool import BlockPool, EvictionLog, HostBlockPool
 from trencadis.core.kv.state_pool import StatePool
-from trencadis.core.launches.draft_runner import DraftRunner, EagleRunner, allocate_draft, allocate_head
+from trencadis.core.launches.draft_runner import DraftRunner, EagleRunner, allocate_draft, allocate_head, load_draft
 from trencadis.core.launches.model_runner import ModelRunner
 from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.links.topology import RAY, Topology, topology
@@ -70,7 +71,7 @@ from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.shapes.bucket_options import read_bucket_options
 from trencadis.core.shapes.bucket_profile import list_set_stages, read_profile
-from trencadis.core.shapes.launch_costs import work_of
+from trencadis.core.shapes.launch_costs import Costs, work_of
 from trencadis.core.shapes.learned_plan import KEPT_STAGES
 from trencadis.core.shapes.need_recorder import NeedRecorder
 from trencadis.core.shapes.pipeline_partition import split_model
@@ -147,7 +148,7 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
     executor, opened = _executor(config, layout, progress)
     backend, limits, plan, watch = opened.rank.backend, opened.limits, opened.plan, opened.watch
     scheduler = Scheduler(
-        _limits(config, model_config, plan, limits.max_tokens, limits.max_rows),
+        _limits(config, model_config, plan, limits.max_tokens, limits.max_rows, backend.policy.mixed),
         BlockPool(plan.num_blocks, HostBlockPool(plan.host_blocks) if plan.host_blocks else None),
         EncoderCache(plan.arena_rows, reserved_rows(model_config)),
         limits.max_rows + SPARE_SLOTS,
@@ -176,11 +177,17 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
 
 
 def _open_learning(config: EngineConfig, model: ModelConfig, opened: OpenedRank) -> BucketLearning | None:
-    """Records the needs of the traffic on rank 0; None: the device takes every size, or nothing is to be recorded."""
+    """Records the needs of the traffic on rank 0.
+
+    None: the device takes every size, nothing is to be recorded, or a draft model has launches of its own, which
+    are not counted.
+    """
     runner, static = opened.rank, opened.static
-    if config.learn_buckets == OFF or static is None or not static.buckets or runner.changes is None:
+    if config.learn_buckets == OFF or static is None or not static.buckets or runner.changes is None or runner.draft:
         return None
-    changes, options = runner.changes, read_bucket_options(os.environ)
+    time, changes, graphs = static.policy.cost, runner.changes, runner.graphs
+    if not isinstance(time, Costs):
+        return None
     runner.recorder = NeedRecorder(static, config.bucket_half_life)
     profile = Path(config.bucket_profile)
     if config.bucket_profile and not profile.exists() and not os.access(profile.absolute().parent, os.W_OK):
@@ -191,12 +198,24 @@ def _open_learning(config: EngineConfig, model: ModelConfig, opened: OpenedRank)
     settings = LearningSettings(
         static,
         config.max_graphs if config.bucket_profile else present,
-        work_of(model, static.block_size),
+        time,
         config.learn_buckets,
         config.bucket_profile,
-        tuple(list_set_stages(static, options)),
+        tuple(list_set_stages(static, read_bucket_options(os.environ))),
     )
-    return BucketLearning(settings, runner.recorder, lambda: runner.plan, lambda: changes.failure)
+    graphs.timer = LaunchTimer.of(graphs.backend)
+    access = PlanAccess(
+        lambda: runner.plan,
+        lambda: changes.failure,
+        lambda: graphs.timer.take() if graphs.timer is not None else [],
+        graphs.hits.total,
+        lambda: dict(graphs.took),
+    )
+    if opened.watch is not None and opened.watch.captures is not None:
+        captures = opened.watch.captures
+        access.graph_bytes, access.pools = captures.list_bytes, captures.list_learned_pools
+        access.launch_times, access.keep_launches = captures.launches, captures.keep_launches
+    return BucketLearning(settings, runner.recorder, access)
 
 
 def _executor(config: EngineConfig, layout: Topology, progress: Progress) -> tuple[Executor, OpenedRank]:
@@ -349,8 +368,7 @@ def _open_draft(
 ) -> DraftRunner:
     """Loads the draft model and allocates its tensors."""
     backend = runner.backend
-    own = dataclasses.replace(config, model=str(draft.path), packed_weights_dir="")
-    model = model_loader.load_model(draft, backend, own, Decoder(draft, backend))
+    model = load_draft(config, draft, backend)
     model.bind(allocate_draft(model, backend, target, plan.num_blocks, plan.block_size))
     return DraftRunner(backend, model, runner.plan)
 
@@ -395,7 +413,9 @@ def _cache_plan(
     return dataclasses.replace(plan, notes=(*format_notes(model, size, backend.policy), *plan.notes))
 
 
-def _limits(config: EngineConfig, model: ModelConfig, plan: CachePlan, tokens: int, seqs: int) -> SchedulerLimits:
+def _limits(
+    config: EngineConfig, model: ModelConfig, plan: CachePlan, tokens: int, seqs: int, mixed: bool
+) -> SchedulerLimits:
     return SchedulerLimits(
         max_tokens=tokens,
         max_rows=seqs,
@@ -416,6 +436,7 @@ def _limits(config: EngineConfig, model: ModelConfig, plan: CachePlan, tokens: i
         slot_values=0 if model.vision is None else model.vision.slot.values,
         long_from=model.text.long_from,
         adapters=config.max_loras if config.enable_lora else 0,
+        drafts_adapters=mixed,
     )
 
 

@@ -38,6 +38,7 @@ from trencadis.core.graphs.rank_agreement import RankAgreement
 from trencadis.core.graphs.replan import PlanChange, PlanChanges
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.host_memory import gib
+from trencadis.core.launches.draft_runner import allocate_draft, load_draft, open_beside
 from trencadis.core.launches.host_block_copies import PlannedCopies
 from trencadis.core.launches.model_runner import ModelRunner
 from trencadis.core.launches.persistent_tensors import (
@@ -52,17 +53,20 @@ from trencadis.core.launches.stage_transfer import LAST
 from trencadis.core.lora.adapter_store import open_store
 from trencadis.core.memory import measurement_cache
 from trencadis.core.memory.cache_plan import CachePlan
+from trencadis.core.memory.draft_estimate import with_draft_keys
 from trencadis.core.memory.graph_budget import GraphPrice, prices_by
 from trencadis.core.memory.kv_cache_size import requested_kv_bytes
 from trencadis.core.memory.launch_memory import costliest_buckets
 from trencadis.core.memory.ledger import MemoryInUse, MemorySplit, check_capacity, divide_memory
 from trencadis.core.memory.weight_bytes import slot_sizes
 from trencadis.core.models import model_loader
+from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.interface import HostLayering, Model, Persistent
 from trencadis.core.progress import Progress, Throttle
 from trencadis.core.shapes import bucket_options as bucket_env
 from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.shared_constants import RESERVED_BLOCKS
+from trencadis.core.spec.draft_checkpoint import draft_config
 
 if TYPE_CHECKING:
     from trencadis.core.device.backend import Backend
@@ -90,7 +94,7 @@ class MemoryMeter:
         """Returns the bytes in use before the KV cache is allocated."""
         names = (
             *("others", "weights", "arena", "state", "hidden", "inputs", "activations", "copies"),
-            *("recurrent", "adapters"),
+            *("recurrent", "adapters", "draft_weights"),
         )
         return MemoryInUse(self.total, *(self.rows.get(name, 0) for name in names))
 
@@ -151,6 +155,20 @@ class FixedMemory:
     tensors: Persistent
     activations: Mapping[Bucket, int]
     copies: PlannedCopies | None = None
+    draft: Persistent | None = None
+
+    def set_kv(self, backend: Backend, blocks: int, block_size: int) -> None:
+        """Allocates the KV cache of the model, and of one that drafts, in place of earlier ones.
+
+        The bodies hold a cache through their model.
+        """
+        drafter = self.runner.draft
+        bound = [(self.runner.model, self.tensors)]
+        if drafter is not None and self.draft is not None:
+            bound.append((drafter.model, self.draft))
+        for model, tensors in bound:
+            tensors.kv = kv_cache(model.config, backend, blocks, block_size)
+            model.bind(tensors)
 
 
 class DividedMemory(NamedTuple):
@@ -228,19 +246,26 @@ class DeviceStart:
         meter.charge("weights")
         adapters = open_store(slot_sizes(self.config), model, self.backend)
         meter.charge("adapters")
+        draft = self._load_draft()
+        meter.charge("draft_weights")
         self.progress("profiling", f"{len(self.paper.plan.buckets)} planned shapes", 0.6)
-        fixed = self._allocate_fixed(model, meter)
+        fixed = self._allocate_fixed(model, draft, meter)
         fixed.runner.adapters = adapters
         limits, memory_split = self._divide(meter.memory_in_use())
-        cache = self._allocate_kv(model, fixed.tensors, meter, limits, memory_split)
+        cache = self._allocate_kv(fixed, meter, limits, memory_split)
         cache = with_host_blocks(self.config, fixed.runner, fixed.tensors, cache, fixed.copies, not self._eager)
         meter.charge("copies")
         captures = self._captures(fixed, meter.memory_in_use(), limits, memory_split)
-        if self.model_config.share.stages == 1:
+        if self.model_config.share.stages == 1 and draft is None:
             fixed.runner.changes = PlanChanges(lambda plan: self._change(fixed.runner, captures, plan))
         return StartedDevice(fixed.runner, cache, limits, self._warm(fixed.runner, captures), captures)
 
-    def _allocate_fixed(self, model: Model, meter: MemoryMeter) -> FixedMemory:
+    def _load_draft(self) -> Decoder | None:
+        """Loads the draft model, if one drafts; it gets a backend of its own on the same device."""
+        draft = draft_config(self.config, self.model_config)
+        return None if draft is None else load_draft(self.config, draft, open_beside(self.backend, draft))
+
+    def _allocate_fixed(self, model: Model, draft: Decoder | None, meter: MemoryMeter) -> FixedMemory:
         """Allocates the tensors of fixed size and all programs' inputs, and profiles with a KV cache of three
         blocks.
         """
@@ -258,7 +283,9 @@ class DeviceStart:
         meter.charge("profile")
         tensors = Persistent(small, hidden, arena, state, stream, recurrent)
         model.bind(tensors)
-        runner = ModelRunner(b, model, plan, GraphObserver(self.progress.enter, lazy=self.config.warmup == "skip"))
+        own = None if draft is None else self._bind_draft(draft, tensors, meter)
+        observer = GraphObserver(self.progress.enter, lazy=self.config.warmup == "skip")
+        runner = ModelRunner(b, model, plan, observer, draft)
         runner.connect_ranks(tensors)
         for bucket in sorted(plan.buckets, key=lambda b: (-math.prod(b.dims), -planned_units(b.variant), b.variant)):
             runner.graphs.program(bucket)  # largest first, so that programs that share inputs allocate them once
@@ -272,7 +299,14 @@ class DeviceStart:
         if copies is not None:
             copies.rehearse(small)
         meter.charge("activations")
-        return FixedMemory(runner, tensors, held, copies)
+        return FixedMemory(runner, tensors, held, copies, own)
+
+    def _bind_draft(self, draft: Decoder, target: Persistent, meter: MemoryMeter) -> Persistent:
+        """Allocates the fixed tensors of the draft model, and a KV cache as small as the target's."""
+        count, size = PROFILE_BLOCKS - RESERVED_BLOCKS, self.paper.limits.block_size
+        made = allocate_draft(draft, self.backend, target, count, size, meter.charge)
+        draft.bind(made)
+        return made
 
     @property
     def _eager(self) -> bool:
@@ -303,23 +337,21 @@ class DeviceStart:
         (count,) = agreement.over_stages(memory_split.blocks)
         if count < memory_split.blocks:
             memory_split = divide_memory(*args, kv_bytes=(count + RESERVED_BLOCKS) * block)
-        return DividedMemory(limits, memory_split)
+        return DividedMemory(limits, with_draft_keys(memory_split, self.paper.estimator, limits.block_size))
 
     def _allocate_kv(
-        self, model: Model, tensors: Persistent, meter: MemoryMeter, limits: ShapeLimits, memory_split: MemorySplit
+        self, fixed: FixedMemory, meter: MemoryMeter, limits: ShapeLimits, memory_split: MemorySplit
     ) -> CachePlan:
         """Allocates the KV cache, replacing the small one."""
         block = self.paper.estimator.block_bytes(limits.block_size)
         self.progress("caches", f"{memory_split.blocks} blocks, {gib(memory_split.kv)} of KV cache", 0.7)
-        tensors.kv = kv_cache(self.model_config, self.backend, -RESERVED_BLOCKS, limits.block_size)
-        model.bind(tensors)  # empty tensors: the bodies hold the small cache through the model
+        fixed.set_kv(self.backend, -RESERVED_BLOCKS, limits.block_size)
         meter.charge("profile")
         (held,) = RankAgreement(self.backend).over_stages(
             self.backend.kv_blocks(memory_split.blocks + RESERVED_BLOCKS, block)
         )
         held -= RESERVED_BLOCKS
-        tensors.kv = kv_cache(self.model_config, self.backend, held, limits.block_size)
-        model.bind(tensors)
+        fixed.set_kv(self.backend, held, limits.block_size)
         meter.charge("kv")
         if held < limits.row_blocks:
             raise StartupError(
@@ -358,6 +390,7 @@ class DeviceStart:
         self, fixed: FixedMemory, in_use: MemoryInUse, limits: ShapeLimits, memory_split: MemorySplit
     ) -> GraphCaptures:
         block = self.paper.estimator.block_bytes(limits.block_size)
+        known = measurement_cache.load(self.key, measurement_cache.folder())
         return GraphCaptures(
             fixed.runner.graphs,
             in_use,
@@ -369,6 +402,7 @@ class DeviceStart:
             block_bytes=block,
             journal=CaptureJournal(self.config.skip_captures, self.progress.capture, self.model_config.share.stage),
             keep=lambda captures: self._keep(captures, fixed.activations),
+            launches=dict(known.launches) if known is not None else {},
         )
 
     def _change(self, runner: ModelRunner, captures: GraphCaptures, plan: Plan) -> PlanChange:
@@ -407,13 +441,14 @@ class DeviceStart:
         full = self.config.warmup == "full"
         settled, most = captures.ledger.memory_in_use.activations, max(profiled.values(), default=0)
         held = {b: settled if full and count == most else count for b, count in profiled.items()}
-        new = measurement_cache.Measurements(dict(captures.measured), dict(captures.graphs.took), held)
+        seconds, launches = dict(captures.graphs.took), dict(captures.launches)
+        new = measurement_cache.Measurements(dict(captures.measured), seconds, held, launches)
         measurement_cache.add_measurements(self.key, new, measurement_cache.folder(), complete=full)
 
 
 def _key(config: EngineConfig, model_config: ModelConfig, backend: Backend) -> measurement_cache.MeasurementKey:
     return measurement_cache.MeasurementKey(
-        measurement_cache.fingerprint(model_config),
+        measurement_cache.fingerprint(model_config, draft_config(config, model_config)),
         backend.label,
         f"{8 * backend.dtype.itemsize} bit",
         backend.comm.world,

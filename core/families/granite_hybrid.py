@@ -44,7 +44,7 @@ def _recurrent(c: JsonFields) -> RecurrentConfig | None:
     given = c.is_given("mamba_d_head") and c.values["mamba_d_head"] != "auto"
     size = c.integer("mamba_d_head") if given else width // heads
     if size * heads != width:
-        c.refuse("mamba_d_head", f"heads of it must make mamba_expand * hidden_size, which is {width}")
+        c.refuse("mamba_d_head", f"mamba_n_heads of it must make mamba_expand * hidden_size, which is {width}")
     if c.is_given("time_step_limit") and not _is_unlimited(c.values["time_step_limit"]):
         c.refuse("time_step_limit", "implemented: steps without a limit, [0.0, Infinity]")
     found = RecurrentConfig(

@@ -19,7 +19,7 @@ import gc
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -35,7 +35,10 @@ from trencadis.core.host_memory import gib
 from trencadis.core.memory import graph_budget as budget
 from trencadis.core.memory.graph_budget import GraphPrice
 from trencadis.core.memory.ledger import (
+    DECODE,
     POOLS,
+    TEXT,
+    VISION,
     GraphSettings,
     Ledger,
     MemoryInUse,
@@ -45,6 +48,7 @@ from trencadis.core.memory.ledger import (
     pool_of,
     unused_line,
 )
+from trencadis.core.shapes.shape_needs import RECORDED_STAGES
 
 ReportCapture = Callable[[str, bool], None]
 """Called with the bucket, and True before its capture, False after it."""
@@ -123,6 +127,8 @@ class GraphCaptures:
     journal: CaptureJournal = field(default_factory=CaptureJournal)
     keep: Callable[[GraphCaptures], None] = lambda captures: None
     measured: dict[Bucket, int] = field(default_factory=dict)
+    launches: dict[Bucket, float] = field(default_factory=dict)
+    """Median seconds of launches on the device, of this and of earlier servers."""
     failed: dict[Bucket, str] = field(default_factory=dict)
     unavailable: bool = False
     """True if the device has no graphs in this mode, so that buckets stay compiled."""
@@ -157,6 +163,26 @@ class GraphCaptures:
         self._formulas.update(self.by_bucket)
         self.wanted = [p for p in prices if capturable(self.graphs.plan.policy, p.bucket)]
         """Graphs that make launches faster."""
+
+    def list_bytes(self) -> dict[Bucket, int]:
+        """Returns the bytes of each planned graph, measured or predicted; none where graphs share their workspace."""
+        return {} if self.rule == "max" else {p.bucket: self.measured.get(p.bucket, p.alone) for p in self.wanted}
+
+    def list_learned_pools(self) -> list[tuple[frozenset[Stage], float]]:
+        """Returns the bytes of the pools for the stages whose buckets are learned, less what other graphs take."""
+        if self.settings.eager or self.unavailable:
+            return []
+        sizes, budgets, found = self.list_bytes(), self.accounts.budget, list[tuple[frozenset[Stage], float]]()
+        for pools in ((TEXT, VISION), (DECODE,)) if self.multimodal else ((TEXT,), (VISION,), (DECODE,)):
+            learned = frozenset(stage for stage in RECORDED_STAGES if pool_of(stage) in pools)
+            others = sum(n for b, n in sizes.items() if pool_of(b.stage) in pools and b.stage not in learned)
+            found.append((learned, float(max(sum(budgets[pool] for pool in pools) - others, 0))))
+        return found
+
+    def keep_launches(self, seconds: Mapping[Bucket, float]) -> None:
+        """Stores median seconds of launches beside the other measurements."""
+        self.launches = {**self.launches, **seconds}
+        self.keep(self)
 
     def add_inputs(self, count: int) -> None:
         """Charges ``count`` bytes to the inputs of programs; negative: they were freed."""

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from trencadis.core.bucket_plan import Plan
-from trencadis.core.buckets import Bucket, Stage, padded_tokens
+from trencadis.core.buckets import DRAFT, Bucket, Stage, is_drafting, padded_tokens
 from trencadis.core.device.backend import Backend, Body, Inputs, Program, ProgramState
 from trencadis.core.engine_stats import SKIP, UNPLANNED
 from trencadis.core.errors import format_error, is_out_of_memory
+from trencadis.core.shapes.cost_model import LaunchTime
 from trencadis.core.step import StepStats
 
 
@@ -71,6 +72,105 @@ class GraphObserver:
         return "" if self._accounts is None else self._accounts.missing_reason(bucket)
 
 
+class Stopwatch(Protocol):
+    """Measures the seconds from its creation to ``stop`` in the order of a device's launches; waits for nothing."""
+
+    def stop(self) -> None:
+        """Marks the end, after everything that has been launched so far."""
+        ...
+
+    def read(self) -> float | None:
+        """Returns the seconds; None: the device has not come to the end yet."""
+        ...
+
+
+class TimedEvent(Protocol):
+    """An event of a device's runtime that knows its time."""
+
+    def record(self, *stream: object) -> None: ...
+
+    def query(self) -> bool: ...
+
+    def elapsed_time(self, end: TimedEvent) -> float: ...
+
+
+class EventStopwatch:
+    """The stopwatch of a device with events.
+
+    Args:
+        event: makes an event; its ``elapsed_time`` is in milliseconds.
+        stream: the stream of the launches; none: the current one.
+    """
+
+    def __init__(self, event: Callable[[], TimedEvent], *stream: object) -> None:
+        self._begun, self._ended, self._stream = event(), event(), stream
+        self._begun.record(*stream)
+
+    def stop(self) -> None:
+        self._ended.record(*self._stream)
+
+    def read(self) -> float | None:
+        return self._begun.elapsed_time(self._ended) / 1000 if self._ended.query() else None
+
+
+class WallStopwatch:
+    """The stopwatch of a device whose launches have ended when they return."""
+
+    def __init__(self) -> None:
+        self._begun = self._ended = time.perf_counter()
+
+    def stop(self) -> None:
+        self._ended = time.perf_counter()
+
+    def read(self) -> float | None:
+        return self._ended - self._begun
+
+
+TIMED = 61
+"""One of so many launches is measured: a prime, so that the stages of a step take turns."""
+
+OPEN_WATCHES = 256
+
+
+class LaunchTimer:
+    """Measures the seconds on the device of one launch in ``every``. The rank's thread marks, another one may take."""
+
+    def __init__(self, start: Callable[[], Stopwatch], every: int = TIMED) -> None:
+        self._start, self.every, self._left = start, every, every
+        self._open: deque[tuple[Bucket, Stopwatch]] = deque(maxlen=OPEN_WATCHES)
+
+    @classmethod
+    def of(cls, backend: Backend) -> LaunchTimer | None:
+        """Returns the timer of a backend; None if its launches cannot be measured."""
+        start: Callable[[], Stopwatch] | None = getattr(backend, "start_stopwatch", None)
+        return None if start is None else cls(start)
+
+    def begin(self) -> Stopwatch | None:
+        """Starts a stopwatch before a launch that is to be measured; None: it is not."""
+        self._left -= 1
+        if self._left > 0:
+            return None
+        self._left = self.every
+        return self._start()
+
+    def end(self, bucket: Bucket, begun: Stopwatch) -> None:
+        """Notes the end of the launch before which ``begin`` was called."""
+        begun.stop()
+        self._open.append((bucket, begun))
+
+    def take(self) -> list[LaunchTime]:
+        """Returns the launches that have ended since the last call."""
+        found: list[LaunchTime] = []
+        while self._open:
+            bucket, watch = self._open[0]
+            seconds = watch.read()
+            if seconds is None:
+                break
+            self._open.popleft()
+            found.append(LaunchTime(bucket, seconds))
+        return found
+
+
 log = logging.getLogger("trencadis.engine")
 
 T = TypeVar("T")
@@ -83,20 +183,31 @@ BODIES = {Stage.VISION: "vision", Stage.RESET: "reset", Stage.POOL: "pool"}
 
 def body_of(bucket: Bucket) -> str:
     """Returns the key in ``bodies`` of the body that a bucket runs."""
-    return bucket.variant if bucket.stage is Stage.SAMPLE else BODIES.get(bucket.stage, "text")
+    text = f"text-{DRAFT}" if is_drafting(bucket) else "text"
+    return bucket.variant if bucket.stage is Stage.SAMPLE else BODIES.get(bucket.stage, text)
 
 
 class GraphManager:
-    """One Program per bucket of one backend."""
+    """One Program per bucket of one backend; buckets of a draft model have a backend of their own, ``drafting``, on
+    the same device.
+    """
 
     def __init__(
-        self, backend: Backend, bodies: Mapping[str, Body], plan: Plan, observer: GraphObserver | None = None
+        self,
+        backend: Backend,
+        bodies: Mapping[str, Body],
+        plan: Plan,
+        observer: GraphObserver | None = None,
+        drafting: Backend | None = None,
     ) -> None:
         self.backend, self.plan = backend, plan
+        self._drafting = drafting or backend
         self.observer = observer or GraphObserver()
         self.counted = backend.policy.captures
         self.planned = frozenset(plan.buckets)
         self.hits: Counter[Bucket] = Counter()
+        self.timer: LaunchTimer | None = None
+        """Measures some of the planned launches, if anyone reads the figures."""
         self.took: dict[Bucket, float] = {}
         """Compile time of each bucket in seconds."""
         self.lazy_compiles = 0
@@ -139,18 +250,15 @@ class GraphManager:
         return 0 if program is None else program.release()
 
     def program(self, bucket: Bucket) -> Program:
-        """Returns the program of ``bucket``, created on first use."""
-        return self._planned_program(bucket) if bucket in self.planned else self._unplanned_program(bucket)
+        """Returns the program of ``bucket``, created on first use.
 
-    def _planned_program(self, bucket: Bucket) -> Program:
-        """Returns the program of a planned bucket, created on first use."""
-        program = self._programs.get(bucket)
-        if program is None:
-            program = self._programs[bucket] = self.make(bucket)
-        return program
-
-    def _unplanned_program(self, bucket: Bucket) -> Program:
-        """Returns the program of a bucket outside the plan; releases the least recently used one above ``KEPT``."""
+        Of those outside the plan, the least recently used one above ``KEPT`` is released.
+        """
+        if bucket in self.planned:
+            program = self._programs.get(bucket)
+            if program is None:
+                program = self._programs[bucket] = self.make(bucket)
+            return program
         program = self._unplanned.get(bucket)
         if program is None:
             program = self._unplanned[bucket] = self.make(bucket)
@@ -162,7 +270,8 @@ class GraphManager:
 
     def make(self, bucket: Bucket) -> Program:
         """Creates a program for ``bucket`` that the manager does not keep."""
-        return self.backend.program(bucket, self._bodies[body_of(bucket)])
+        backend = self._drafting if is_drafting(bucket) else self.backend
+        return backend.program(bucket, self._bodies[body_of(bucket)])
 
     def state(self, bucket: Bucket) -> ProgramState:
         """The state of a planned bucket's program."""
@@ -184,7 +293,10 @@ class GraphManager:
         if first:
             self._prepare(bucket)
         self.backend.fill(program, inputs)
+        begun = None if self.timer is None or first else self.timer.begin()
         out = self._launch(program) if self.counted else program.run()
+        if begun is not None and self.timer is not None:
+            self.timer.end(bucket, begun)
         planned = not self.planned or bucket in self.planned
         miss = self._miss(bucket, program, first) if self.counted else ""
         seconds = time.perf_counter() - start

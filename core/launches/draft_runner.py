@@ -6,60 +6,125 @@ hidden states once its tokens are drawn, and drafts from them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Protocol, cast
 
 import numpy as np
 
 from trencadis.core.bucket_plan import Plan
-from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.buckets import LORA, Bucket, Stage, drafting_bucket
+from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.device.backend import Backend, Body
+from trencadis.core.config import EngineConfig
+from trencadis.core.device.backend import Backend, BackendConfig, Body, HeadTensorsOut, Inputs
 from trencadis.core.graphs.graph_manager import GraphManager
 from trencadis.core.launches import host_inputs as host
-from trencadis.core.launches.launch_splitter import sample_bucket
+from trencadis.core.launches.launch_splitter import sample_bucket, split_step
 from trencadis.core.launches.persistent_tensors import kv_cache, sampler_state
+from trencadis.core.memory.estimate import row_blocks
+from trencadis.core.models import model_loader
+from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.eagle3 import Eagle3Head, HeadState
 from trencadis.core.models.interface import Model, Persistent
 from trencadis.core.shared_constants import RESERVED_ROWS
-from trencadis.core.step import DraftRow, HeadOutput, Int32, Row, Sample, Step, StepInputs
+from trencadis.core.step import DraftRow, HeadOutput, Int32, Row, Sample, Step, StepInputs, StepStats
 
 
-def allocate_draft(model: Model, backend: Backend, target: Persistent, blocks: int, block_size: int) -> Persistent:
+class SharedDevice(Protocol):
+    """Additional attributes of a backend with planned shapes, on whose device a second model can run."""
+
+    cfg: BackendConfig
+
+    def beside(self, cfg: BackendConfig) -> Backend:
+        """Returns a backend for a second model, which shares the device's memory, its order of launches and its count
+        of compilations.
+        """
+        ...
+
+
+def open_beside(backend: Backend, draft: ModelConfig) -> Backend:
+    """Returns a backend for a draft model on the device of the target's ``backend``."""
+    shared, text = cast(SharedDevice, backend), draft.text
+    full = text.full_heads
+    return shared.beside(dataclasses.replace(
+        shared.cfg,
+        max_blocks_per_row=row_blocks(text, shared.cfg.block_size),
+        vocab_size=text.vocab,
+        heads=text.heads,
+        kv_heads=text.kv_heads,
+        head_dim=text.head_dim,
+        full_kv_heads=full.kv_heads if full is not None else 0,
+        full_head_dim=full.head_dim if full is not None else 0,
+        vision_head_dim=0,
+        windows=text.windows,
+        upto=text.upto,
+        recurrent=False,
+        sinks=text.sinks,
+        options={**(shared.cfg.options or {}), **registry.family_options(draft.architecture)},
+    ))  # fmt: skip
+
+
+def load_draft(config: EngineConfig, draft: ModelConfig, backend: Backend) -> Decoder:
+    """Loads the weights of a draft model."""
+    own = dataclasses.replace(config, model=str(draft.path), packed_weights_dir="")
+    model = Decoder(draft, backend)
+    model_loader.load_model(draft, backend, own, model)
+    return model
+
+
+def allocate_draft(
+    model: Model, backend: Backend, target: Persistent, blocks: int, block_size: int,
+    charge: Callable[[str], object] = lambda row: None,
+) -> Persistent:  # fmt: skip
     """Allocates a draft model's tensors: KV of its own in as many blocks, hidden rows, and state that nothing reads.
 
-    Sampled tokens of the target are read from the target's state.
+    Sampled tokens of the target are read from the target's state. ``charge`` is called after each allocation with the
+    ledger's row for it.
     """
     text = model.config.text
-    state = sampler_state(model.config, backend, 0)
-    return Persistent(
-        kv=kv_cache(model.config, backend, blocks, block_size),
-        hidden=backend.zeros((len(target.hidden), text.width), backend.dtype),
-        arena=backend.zeros((RESERVED_ROWS, text.width), backend.dtype),
-        state=state._replace(last=target.state.last),
-    )
+    kv = kv_cache(model.config, backend, blocks, block_size)
+    charge("profile")
+    hidden = backend.zeros((len(target.hidden), text.width), backend.dtype)
+    charge("hidden")
+    arena = backend.zeros((RESERVED_ROWS, text.width), backend.dtype)
+    charge("arena")
+    state = sampler_state(model.config, backend, 0)._replace(last=target.state.last)
+    charge("state")
+    return Persistent(kv=kv, hidden=hidden, arena=arena, state=state)
+
+
+def list_bodies(model: Model, end: str = "") -> dict[str, Body]:
+    """Returns the bodies of a draft model's launches by their keys, which get ``end``."""
+    return {
+        f"text{end}": model.text,
+        f"greedy{end}": lambda t: model.head(t, False),
+        f"full{end}": lambda t: model.head(t, True),
+    }
 
 
 class DraftRunner:
     """A draft model with KV of its own over the target's block tables.
 
     It computes every token that the target computes, in the same step, so that a block holds the keys of both.
+
+    Args:
+        graphs: programs of the whole plan, which has buckets for the draft model; None: every size is a bucket.
     """
 
-    def __init__(self, backend: Backend, model: Model, plan: Plan) -> None:
+    def __init__(self, backend: Backend, model: Model, plan: Plan, graphs: GraphManager | None = None) -> None:
         self.backend, self.model, self.plan = backend, model, plan
-        bodies: dict[str, Body] = {
-            "text": model.text,
-            "greedy": lambda t: model.head(t, False),
-            "full": lambda t: model.head(t, True),
-        }
-        self.graphs = GraphManager(backend, bodies, plan)
+        self._planned = graphs is not None
+        self._stats: list[StepStats] = []
+        self.graphs = graphs or GraphManager(backend, list_bodies(model), plan)
         self._plain = model.config.text.mrope_section is None
         """True if the model takes a token's index as its position, also after images."""
 
-    def read(self, bucket: Bucket, inputs: StepInputs) -> None:
+    def read(self, bucket: Bucket, inputs: StepInputs) -> list[StepStats]:
         """Computes the tokens of one of the target's text launches, before the step samples.
 
-        Images are read as the ids of their placeholders.
+        Images are read as the ids of their placeholders. Returns what is known of the launches since the last call, on
+        devices with planned shapes.
         """
         positions = inputs.positions
         if self._plain:
@@ -81,23 +146,43 @@ class DraftRunner:
                 table=inputs.table,
                 last=inputs.last,
             )
-        self.graphs.run(bucket, inputs, len(inputs.tokens))
+        if bucket.variant == LORA:  # the draft model has no adapters
+            bucket = dataclasses.replace(bucket, variant="")
+        self._run(bucket, inputs, len(inputs.tokens))
+        found, self._stats = self._stats, []
+        return found
+
+    def _run(self, bucket: Bucket, inputs: Inputs, real: int) -> HeadTensorsOut | None:
+        """Runs a launch that the target would run in ``bucket``; returns the outputs of SAMPLE."""
+        if self._planned:
+            own = drafting_bucket(bucket)
+            bucket = self.plan.fit(own.stage, own.dims, own.variant)
+        out: HeadTensorsOut | None
+        out, stats = self.graphs.run(bucket, inputs, real)
+        if self._planned:
+            self._stats.append(stats)
+        return out
 
     def propose(self, rows: Sequence[DraftRow]) -> list[tuple[int, ...]]:
         """Returns the drafts of each row, one after another; every launch continues all rows that need more."""
         found: list[list[int]] = [[] for _ in rows]
         for place in range(max(len(row.samples) for row in rows)):
             live = [i for i, row in enumerate(rows) if len(row.samples) > place]
-            launched = [self._row_at(rows[i], place, found[i]) for i in live]
-            inputs = host.text_inputs(launched)
-            self.graphs.run(self.plan.fit(Stage.DECODE, (len(live),)), inputs, len(live))
+            self._compute([self._row_at(rows[i], place, found[i]) for i in live])
             samples = [host.SampleRow(at, 0, rows[i].samples[place]) for at, i in enumerate(live, 1)]
             bucket = sample_bucket(len(live), any(one.sample.full for one in samples), self.plan)
-            out, _ = self.graphs.run(bucket, host.head_inputs(samples, self.model.config.text.vocab), len(live))
+            out = self._run(bucket, host.head_inputs(samples, self.model.config.text.vocab), len(live))
+            assert out is not None
             tokens = self.backend.fetch(out, len(live)).result().token.tolist()
             for i, token in zip(live, tokens, strict=True):
                 found[i].append(token)
         return [tuple(ids) for ids in found]
+
+    def _compute(self, rows: Sequence[Row]) -> None:
+        """Computes rows of one token; the hidden row of the first is 1, those of the others follow."""
+        for launch in split_step(Step(0, tuple(rows)), self.plan):
+            inputs = host.text_inputs([rows[i] for i in launch.items], [i + 1 for i in launch.items])
+            self._run(launch.bucket, inputs, len(inputs.tokens))
 
     def _row_at(self, row: DraftRow, place: int, drafts: Sequence[int]) -> Row:
         """Returns the row that computes the token before draft number ``place``."""

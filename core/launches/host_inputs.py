@@ -13,6 +13,7 @@ from trencadis.core.launches.rank_input_batch import FLOATS
 from trencadis.core.request import MAX_BIAS, NO_LOGPROB
 from trencadis.core.step import (
     PENDING,
+    Encode,
     HeadInputs,
     Int32,
     PoolInputs,
@@ -226,6 +227,17 @@ def padding_vision_inputs(slot: SlotForm) -> VisionInputs:
             np.zeros((0, slot.position_neighbours), np.float32),
         )
     made.padding_window = ids if slot.padding_windows else None
+    return made
+
+
+def add_image_adapters(made: VisionInputs, images: Sequence[Encode]) -> VisionInputs:
+    """Adds to the packed inputs of ``images`` which adapter each slot and each cell has."""
+    slots, size = np.zeros(len(made.pixels), np.int32), 1 + max((int(i.rows.max()) for i in images), default=0)
+    cells, start = np.zeros(max(size, int(made.rows.max(initial=0)) + 1), np.int32), 0
+    for image in images:
+        slots[start : start + image.slots] = cells[image.rows] = image.adapter
+        start += image.slots
+    made.adapter, made.cell_adapter = slots, cells[made.rows]
     return made
 
 

@@ -60,7 +60,9 @@ class Launch:
         return sum(p.stop - p.start for p in self.parts(step))
 
 
-def split_step(step: Step, plan: Plan, adapters: bool = False) -> tuple[Launch, ...]:
+def split_step(
+    step: Step, plan: Plan, adapters: bool = False, needs: Sequence[RowNeed] | None = None
+) -> tuple[Launch, ...]:
     """Returns the launches of ``step`` in device order: RESET, VISION, text. The runner adds SAMPLE (``head_bucket``)
     or POOL.
 
@@ -69,18 +71,20 @@ def split_step(step: Step, plan: Plan, adapters: bool = False) -> tuple[Launch, 
 
     Args:
         adapters: some persistent row has an adapter.
+        needs: those of all rows where launches are rectangular; None: they are listed here.
     """
     launches = _resets(step, plan) if step.resets else []
     if step.images:
         launches.append(_vision(step, plan))
     if (step.rows or step.persistent_count) and plan.policy.mixed:
-        with_adapters = adapters or any(row.adapter for row in step.rows)
-        bucket = _ragged_bucket(step, plan, LORA if with_adapters else "")
-        if any(row.cross_attention.images for row in step.rows):
+        if step.rows and not adapters:
+            adapters = any(row.adapter for row in step.rows)
+        bucket = _ragged_bucket(step, plan, LORA if adapters else "")
+        if step.rows:
             bucket = _with_image_units(bucket, plan, step.rows)
         launches.append(Launch(bucket, tuple(range(len(step.rows)))))
     elif step.rows:
-        launches += _rectangles(step, plan)
+        launches += _rectangles(step, plan, list_row_needs(step) if needs is None else needs)
     return tuple(launches)
 
 
@@ -97,8 +101,8 @@ def _resets(step: Step, plan: Plan) -> list[Launch]:
 
 def _vision(step: Step, plan: Plan) -> Launch:
     """Returns one launch for all images; ``ImagePacker`` has chosen images that fit."""
-    need = sum(i.slots for i in step.images)
-    return Launch(plan.fit(Stage.VISION, (need,)), tuple(range(len(step.images))))
+    need, variant = sum(i.slots for i in step.images), LORA if any(i.adapter for i in step.images) else ""
+    return Launch(plan.fit(Stage.VISION, (need,), variant), tuple(range(len(step.images))))
 
 
 def _ragged_bucket(step: Step, plan: Plan, variant: str) -> Bucket:
@@ -106,7 +110,7 @@ def _ragged_bucket(step: Step, plan: Plan, variant: str) -> Bucket:
     rows, tokens = step.persistent_count + len(step.rows), step.tokens
     if tokens == rows:
         return plan.fit(Stage.DECODE, (rows,), variant)
-    if plan.drafts and max(len(row.tokens) for row in step.rows) <= plan.drafts + 1:
+    if plan.drafts and not variant and max(len(row.tokens) for row in step.rows) <= plan.drafts + 1:
         verify = plan.find(Stage.VERIFY, (rows,), verify_variant(plan.drafts + 1))
         mixed = plan.find(Stage.PREFILL, (tokens, rows))
         cost = plan.policy.cost
@@ -120,10 +124,16 @@ def is_drafted(row: Row) -> bool:
     return bool(row.samples) and row.samples[0].tokens_after > 0
 
 
-def record_step(recorder: NeedRecorder, step: Step, adapters: bool = False) -> None:
-    """Counts the needs of a Step, whose rows are all listed unless launches are ragged.
+def list_row_needs(step: Step) -> list[RowNeed]:
+    """Returns the needs of the Step's rows, for ``split_step`` on a device with rectangular launches."""
+    return [RowNeed(i, row.context, len(row.tokens), row.spans, is_drafted(row)) for i, row in enumerate(step.rows)]
+
+
+def record_step(recorder: NeedRecorder, step: Step, needs: Sequence[RowNeed], adapters: bool = False) -> None:
+    """Counts the needs of a Step.
 
     Args:
+        needs: those of all rows (``list_row_needs``); ragged launches need none.
         adapters: some persistent row has an adapter. One row with an adapter makes all needs of the Step count to the
             variant for adapters.
     """
@@ -133,18 +143,15 @@ def record_step(recorder: NeedRecorder, step: Step, adapters: bool = False) -> N
         if not any(map(is_drafted, step.rows)):
             recorder.count_ragged(step.tokens, step.persistent_count + len(step.rows), images, variant)
         return
-    rows = enumerate(step.rows)
-    needs = [RowNeed(i, row.context, len(row.tokens), row.spans, is_drafted(row)) for i, row in rows]
     recorder.count(needs, images, variant)
 
 
-def _rectangles(step: Step, plan: Plan) -> list[Launch]:
+def _rectangles(step: Step, plan: Plan, needs: Sequence[RowNeed]) -> list[Launch]:
     """Returns rectangular launches. The rows of a group may run in any order, so each group is split by cost alone."""
     found = []
     for group in _groups(step, plan.block_size):
-        rows = ((i, step.rows[i]) for i in group)
-        needs = [RowNeed(i, row.context, len(row.tokens), row.spans, is_drafted(row)) for i, row in rows]
-        for cut in split_rows(needs, plan):
+        of_group = [needs[i] for i in group]
+        for cut in (one for half in _split_by_adapter(of_group, step) for one in split_rows(half, plan)):
             items = tuple(p.row for p in cut.pieces)
             whole = all(p.start == 0 and p.stop == len(step.rows[p.row].tokens) for p in cut.pieces)
             bucket = _with_image_units(cut.bucket, plan, [step.rows[p.row] for p in cut.pieces], cut.pieces)
@@ -152,6 +159,16 @@ def _rectangles(step: Step, plan: Plan) -> list[Launch]:
                 bucket = plan.fit(bucket.stage, bucket.dims, LORA)
             found.append(Launch(bucket, items, () if whole else tuple(TokenRange(p.start, p.stop) for p in cut.pieces)))
     return found
+
+
+def _split_by_adapter(needs: list[RowNeed], step: Step) -> list[list[RowNeed]]:
+    """Returns the rows as one list; as two if some verify drafts and others have adapters, since launches that verify
+    have no variant for adapters.
+    """
+    with_adapter = [need for need in needs if step.rows[need.row].adapter]
+    if not with_adapter or not any(need.drafted for need in needs):
+        return [needs]
+    return [[need for need in needs if not step.rows[need.row].adapter], with_adapter]
 
 
 def _with_image_units(bucket: Bucket, plan: Plan, rows: Sequence[Row], pieces: Sequence[Any] = ()) -> Bucket:
@@ -205,7 +222,7 @@ def head_bucket(rows: int, full: bool, best: bool, plan: Plan, logprobs: bool = 
         return plan.fit(Stage.SAMPLE, (rows,), "penalised")
     if full and not logprobs and plan.policy.drawn_head:
         return plan.fit(Stage.SAMPLE, (rows,), "draw")
-    return sample_bucket(rows, full, plan)
+    return plan.fit(Stage.SAMPLE, (rows,), "full" if full else "greedy")
 
 
 def ahead_bucket(rows: int, plan: Plan) -> Bucket:

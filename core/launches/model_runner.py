@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trencadis.core.bucket_plan import Plan
-from trencadis.core.buckets import Bucket, Stage, ahead_variant
+from trencadis.core.buckets import DRAFT, Bucket, Stage, ahead_variant
 from trencadis.core.device.backend import Backend, Inputs, Pending, Pipe, VisionTensors
 from trencadis.core.graphs.graph_manager import GraphManager, GraphObserver
 from trencadis.core.graphs.rank_agreement import RankAgreement
 from trencadis.core.graphs.replan import PlanChanges
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.launches import host_inputs as host
-from trencadis.core.launches.draft_runner import DraftRunner, EagleRunner
+from trencadis.core.launches.draft_runner import DraftRunner, EagleRunner, list_bodies
 from trencadis.core.launches.encoder_data_parallel import GatheredRows, assign_images
 from trencadis.core.launches.host_block_copies import BlockCopies
 from trencadis.core.launches.launch_splitter import (
@@ -28,6 +28,7 @@ from trencadis.core.launches.launch_splitter import (
     Launch,
     ahead_bucket,
     head_bucket,
+    list_row_needs,
     list_wide_variants,
     part_of,
     pool_rows,
@@ -38,13 +39,14 @@ from trencadis.core.launches.launch_splitter import (
     wide_bucket,
 )
 from trencadis.core.launches.rank_input_batch import HeadNeeds, RankInputBatch
-from trencadis.core.launches.sample_launches import launch_masked, launch_split
+from trencadis.core.launches.sample_launches import join_scores, launch_masked, launch_split
 from trencadis.core.launches.stage_transfer import PipelineTransfer, runs_on_stage
 from trencadis.core.lora.adapter_store import AdapterStore
 from trencadis.core.masks.manager import MatcherManager, PendingSample
+from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.interface import Model, Persistent
 from trencadis.core.progress import Warming
-from trencadis.core.request import GREEDY_BELOW, AdapterRef
+from trencadis.core.request import AdapterRef
 from trencadis.core.shapes.need_recorder import NeedRecorder
 from trencadis.core.shared_constants import WINDOW_SLOTS
 from trencadis.core.step import (
@@ -107,7 +109,7 @@ class PendingStep:
         for some, fetches in ((out.targets, self.targets), (out.scored, self.scored)):
             for key, positions, pending in fetches:
                 scores = TargetScores(positions, pending.result())
-                some[key] = scores if key not in some else _join_scores(some[key], scores)
+                some[key] = scores if key not in some else join_scores(some[key], scores)
         for part in self.pools:
             values, at = part.rows.result().values, 0
             for key, run in groupby(part.keys):
@@ -120,7 +122,10 @@ class PendingStep:
 class ModelRunner:
     """Executes Steps of one rank on its backend, in order, on one stream."""
 
-    def __init__(self, backend: Backend, model: Model, plan: Plan, observer: GraphObserver | None = None) -> None:
+    def __init__(
+        self, backend: Backend, model: Model, plan: Plan, observer: GraphObserver | None = None,
+        draft: Decoder | None = None,
+    ) -> None:  # fmt: skip
         self.backend = backend
         self.model = model
         self.plan = plan
@@ -130,11 +135,11 @@ class ModelRunner:
         bodies: dict[str, Callable[[Any], Any]] = {
             "text": model.text,
             "vision": self._vision,
-            "greedy": lambda t: model.head(t, False),
+            "greedy": partial(model.head, full=False),
             "masked": lambda t: model.masked_head(t),
             "draw": lambda t: model.drawn_head(t),
             "penalised": lambda t: model.penalised_head(t),
-            "full": lambda t: model.head(t, True),
+            "full": partial(model.head, full=True),
             "reset": model.reset,
             "pool": model.pool,
         }
@@ -142,7 +147,9 @@ class ModelRunner:
             bodies[ahead_variant(plan.drafts)] = bodies["full"]
         for variant, size in list_wide_variants(self.vocab).items():
             bodies[variant] = partial(model.score_top, size)
-        self.graphs = GraphManager(backend, bodies, plan, observer)
+        if draft is not None:
+            bodies |= list_bodies(draft, f"-{DRAFT}")
+        self.graphs = GraphManager(backend, bodies, plan, observer, None if draft is None else draft.backend)
         self._warmup: Warmup | None = None
         self.host_kv: BlockCopies | None = None
         self.adapters: AdapterStore | None = None
@@ -153,7 +160,7 @@ class ModelRunner:
         """Set if each rank encodes a part of the images."""
         self.passage: PipelineTransfer | None = None
         """The transfer to and from other pipeline stages, if there are any."""
-        self.draft: DraftRunner | None = None
+        self.draft = None if draft is None else DraftRunner(backend, draft, plan, self.graphs)
         """The model that drafts, if one does."""
         self.eagle: EagleRunner | None = None
         """The head that drafts, if one does."""
@@ -191,15 +198,16 @@ class ModelRunner:
         return pending
 
     def _run_step(self, step: Step, pending: PendingStep) -> None:
+        adapters, needs = self.ragged and self.batch.has_adapters, [] if self.ragged else list_row_needs(step)
         if self.recorder is not None:
-            record_step(self.recorder, step, self.ragged and self.batch.has_adapters)
-        for launch in split_step(step, self.plan, self.ragged and self.batch.has_adapters):
+            record_step(self.recorder, step, needs, adapters)
+        for launch in split_step(step, self.plan, adapters, needs):
             if self.share.stages == 1 or runs_on_stage(self.share, launch.bucket.stage):
                 self._launch(step, launch, pending)
         if not self.share.ends:
             return
         self._sample(step, pending)
-        if any(row.targets is not None or row.pool is not None for row in step.rows):
+        if step.rows and any(row.targets is not None or row.pool is not None for row in step.rows):
             self._of_prompts(_last_rows(step), pending)
 
     def _of_prompts(self, last: list[tuple[Row, int]], pending: PendingStep) -> None:
@@ -278,7 +286,7 @@ class ModelRunner:
             self._run(launch.bucket, inputs, len(inputs.tokens), pending)
             self._launched = inputs
             if self.draft is not None:
-                self.draft.read(launch.bucket, inputs)
+                pending.stats += self.draft.read(launch.bucket, inputs)
 
     def _launch_reset_or_vision(self, step: Step, launch: Launch, pending: PendingStep) -> None:
         """Runs a RESET or VISION launch."""
@@ -288,7 +296,7 @@ class ModelRunner:
             return
         images = [step.images[i] for i in launch.items]
         if self.gathered is not None:
-            self._encode_own(self.gathered, images, pending)
+            self._encode_own(self.gathered, images, launch.bucket.variant, pending)
         else:
             self._encode(images, launch.bucket, pending)
 
@@ -300,11 +308,13 @@ class ModelRunner:
 
     def _encode(self, images: Sequence[Encode], bucket: Bucket, pending: PendingStep) -> None:
         inputs = self.model.pack(images, bucket.dims[0]) if images else host.padding_vision_inputs(self.backend.slot)
+        if any(image.adapter for image in images):
+            host.add_image_adapters(inputs, images)
         needed = sum(image.slots for image in images)  # padding follows them
         self._run(bucket, inputs, int(inputs.count[: needed // WINDOW_SLOTS].sum()), pending)
         pending.stats[-1].items, pending.stats[-1].needed = len(images), needed
 
-    def _encode_own(self, gathered: GatheredRows, images: list[Encode], pending: PendingStep) -> None:
+    def _encode_own(self, gathered: GatheredRows, images: list[Encode], variant: str, pending: PendingStep) -> None:
         """Runs VISION if each rank has a tower: encodes this rank's images, then exchanges the rows of all ranks."""
         comm = self.backend.comm
         shares = assign_images(images, comm.world)
@@ -312,7 +322,7 @@ class ModelRunner:
         alike = self.graphs.counted
         if mine or alike:
             need = max(sum(i.slots for i in share) for share in (shares if alike else [mine]))
-            self._encode(mine, self.plan.fit(Stage.VISION, (need,)), pending)
+            self._encode(mine, self.plan.fit(Stage.VISION, (need,), variant), pending)
         if not alike:
             gathered.exchange(shares)
 
@@ -348,51 +358,51 @@ class ModelRunner:
 
     def _sample(self, step: Step, pending: PendingStep) -> None:
         """Launches SAMPLE for all rows that sample, whichever launches computed them."""
-        rows: list[host.SampleRow] = []
         persistent = step.persistent_count
-        for row, last in _last_rows(step):
-            drafts = row.samples[0].tokens_after if row.samples else 0
-            for draw in row.samples:
-                pending.samples.setdefault(draw.key, persistent + len(rows))
-                ahead = _drafts_before(row, drafts, draw.tokens_after) if drafts else ()
-                rows.append(host.SampleRow(last - draw.tokens_after, draw.slot, draw.sample, ahead))
-        count = persistent + len(rows)
-        if not count:
+        rows = self._list_sample_rows(step, pending) if step.rows else []
+        if not persistent and not rows:
             return
-        full, needs = (
-            [r.sample.best for r in rows if r.sample.full],
-            self.batch.head_needs() if persistent else HeadNeeds(),
-        )
-        logprobs = needs.logprobs or any(r.sample.logprobs >= 0 for r in rows)
-        some, best = needs.full or bool(full), needs.best and all(full)
-        cold = needs.cold and all(r.sample.temperature < GREEDY_BELOW for r in rows if r.sample.full)
+        needs = self.batch.head_needs() if persistent else HeadNeeds()
+        if rows:
+            needs = needs.add([row.sample for row in rows])
 
         def part(inputs: HeadInputs, full: bool) -> Pending[HeadOutput]:
             count = len(inputs.slot)
-            bucket = head_bucket(count, full, best, self.plan, logprobs, cold)
+            bucket = head_bucket(count, full, needs.best, self.plan, needs.logprobs, needs.cold)
             if full and inputs.ahead is not None:
                 bucket = ahead_bucket(count, self.plan)
             return self.backend.fetch(self._run(bucket, inputs, count, pending), count)
 
         def apart(inputs: HeadInputs) -> Pending[HeadOutput]:
-            if needs.every and all(r.sample.full for r in rows):
+            if needs.every:
                 return part(inputs, True)
             wanting = [r.sample.full for r in rows]
             return launch_split(
                 inputs, np.array([*self.batch.rows_needing_full, *wanting] if persistent else wanting), part
             )
 
-        launch = apart if some and self.plan.policy.split_head else partial(part, full=some)
+        launch = apart if needs.full and self.plan.policy.split_head else partial(part, full=needs.full)
         own = self.batch.head(self._everything) if persistent else None
-        if any(r.sample.handle for r in rows):
+        if rows and any(r.sample.handle for r in rows):
             pending.head, pending.pending_sample = launch_masked(rows, self.vocab, self.matchers, launch, own)
         elif rows:
             inputs = host.head_inputs(rows, self.vocab)
             pending.head = launch(inputs if own is None else host.join_head_inputs(own, inputs))
         elif own is not None:
             pending.head = launch(own)
-        if any(r.sample.scored or r.sample.wide for r in rows):
+        if rows and any(r.sample.scored or r.sample.wide for r in rows):
             self._score_chosen(rows, pending, persistent)
+
+    def _list_sample_rows(self, step: Step, pending: PendingStep) -> list[host.SampleRow]:
+        """Returns the samples of the Step's own rows, and records in ``pending`` where the first of each choice is."""
+        rows: list[host.SampleRow] = []
+        for row, last in _last_rows(step):
+            drafts = row.samples[0].tokens_after if row.samples else 0
+            for draw in row.samples:
+                pending.samples.setdefault(draw.key, step.persistent_count + len(rows))
+                ahead = _drafts_before(row, drafts, draw.tokens_after) if drafts else ()
+                rows.append(host.SampleRow(last - draw.tokens_after, draw.slot, draw.sample, ahead))
+        return rows
 
     def _score_chosen(self, rows: list[host.SampleRow], pending: PendingStep, persistent: int) -> None:
         """Launches SAMPLE for logprob_token_ids: one row per requested id, all with the hidden row that was sampled.
@@ -476,19 +486,3 @@ def _drafts_before(row: Row, drafts: int, after: int) -> tuple[int, ...]:
     """Returns the ids of a row's ``drafts`` drafts up to the one with ``after`` tokens after it."""
     count = len(row.tokens)
     return row.tokens[count - drafts : count - after]
-
-
-def _join_scores(a: TargetScores, b: TargetScores) -> TargetScores:
-    """Joins the scores of two slices of one chunk."""
-
-    def cat(x: Any, y: Any) -> Any:
-        return None if x is None or y is None else np.concatenate([x, y])
-
-    head = HeadOutput(
-        cat(a.head.token, b.head.token),
-        cat(a.head.logprob, b.head.logprob),
-        cat(a.head.rank, b.head.rank),
-        cat(a.head.top_id, b.head.top_id),
-        cat(a.head.top_logprob, b.head.top_logprob),
-    )
-    return TargetScores(a.positions + b.positions, head)

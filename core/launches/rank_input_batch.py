@@ -76,6 +76,17 @@ class HeadNeeds(NamedTuple):
     every: bool = True
     cold: bool = True
 
+    def add(self, samples: Sequence[Sample]) -> HeadNeeds:
+        """Returns what these rows and further ones with ``samples`` need."""
+        full = [sample for sample in samples if sample.full]
+        return HeadNeeds(
+            self.full or bool(full),
+            self.best and all(sample.best for sample in full),
+            self.logprobs or any(sample.logprobs >= 0 for sample in samples),
+            self.every and len(full) == len(samples),
+            self.cold and all(sample.temperature < GREEDY_BELOW for sample in full),
+        )
+
 
 class BatchOutOfStep(RuntimeError):
     """Raised if a rank missed a Step, so that its copy of the batch is invalid."""
@@ -116,7 +127,8 @@ class RankInputBatch:
         Raises:
             BatchOutOfStep: a change is missing.
         """
-        self._release_borrowed_rows()
+        if self._borrowed_rows:
+            self._release_borrowed_rows()
         if change is None:
             return
         if change.version != self.version + 1:
@@ -144,7 +156,8 @@ class RankInputBatch:
 
     def advance(self, rows: Sequence[Row], joins: Sequence[Joining]) -> None:
         """Advances every row by one token after a Step's launches, then adds the rows of ``joins``."""
-        self._release_borrowed_rows()
+        if self._borrowed_rows:
+            self._release_borrowed_rows()
         self._numbers[CONTEXT, : self.count] += 1
         for join in joins:
             self._join(rows[join.row], join.delta)
@@ -278,9 +291,8 @@ class RankInputBatch:
 
     def _release_borrowed_rows(self) -> None:
         """Clears the block-table rows that the last launch borrowed."""
-        if self._borrowed_rows:
-            self._table[self.count : self.count + self._borrowed_rows, : self._borrowed_width] = 0
-            self._borrowed_rows = 0
+        self._table[self.count : self.count + self._borrowed_rows, : self._borrowed_width] = 0
+        self._borrowed_rows = 0
 
     def head(self, everything: UInt8) -> HeadInputs:
         """Returns the sampling inputs of the rows, as views; hidden rows count from 1.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from trencadis.core.launches.host_inputs import SampleRow, head_inputs, join_head_inputs
 from trencadis.core.masks.draft_masks import ChoiceRows
 from trencadis.core.masks.manager import MatcherManager, PendingSample
-from trencadis.core.step import HeadInputs, HeadOutput
+from trencadis.core.step import HeadInputs, HeadOutput, TargetScores
 
 if TYPE_CHECKING:
     from trencadis.core.device.backend import Pending
@@ -111,3 +111,19 @@ def select_rows(inputs: HeadInputs, indices: RowIndices, masks: bool) -> HeadInp
     if not masks:
         held = {name: values for name, values in held.items() if name not in ("place", "ahead")}
     return HeadInputs(**held, masks=inputs.masks if masks else inputs.masks[:1])
+
+
+def join_scores(a: TargetScores, b: TargetScores) -> TargetScores:
+    """Joins the scores of two slices of one chunk."""
+
+    def cat(x: Any, y: Any) -> Any:
+        return None if x is None or y is None else np.concatenate([x, y])
+
+    head = HeadOutput(
+        cat(a.head.token, b.head.token),
+        cat(a.head.logprob, b.head.logprob),
+        cat(a.head.rank, b.head.rank),
+        cat(a.head.top_id, b.head.top_id),
+        cat(a.head.top_logprob, b.head.top_logprob),
+    )
+    return TargetScores(a.positions + b.positions, head)

@@ -22,7 +22,7 @@ from trencadis.core.checkpoint.family import StoredNames
 from trencadis.core.checkpoint.json_fields import JsonFields, read_json
 from trencadis.core.checkpoint.model_config import GATED, ModelConfig, TextConfig
 from trencadis.core.checkpoint.quant_config import canonical_name
-from trencadis.core.checkpoint.registry import family_of
+from trencadis.core.checkpoint.registry import adapted_tower, family_of
 from trencadis.core.errors import StartupError
 from trencadis.core.json_types import Json
 
@@ -144,6 +144,7 @@ EXPONENT = {"F32": (np.uint32, 0x7F800000), "F16": (np.uint16, 0x7C00), "BF16": 
 PEFT_PREFIX = "base_model.model."
 TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 LAYER = re.compile(r"layers\.(\d{1,6})\.(.+)")
+BLOCK = re.compile(r"visual\.blocks\.(\d{1,6})\.(.+)")
 TOWER = "visual."
 """Prefix of the canonical names of a vision tower and of the layers after it."""
 
@@ -346,6 +347,33 @@ def matrix_shape(c: TextConfig, name: str) -> tuple[int, int] | None:
         if c.mlp == GATED:
             shapes |= {"mlp.gate_proj": (inner, c.hidden), "mlp.gate_up_proj": (2 * inner, c.hidden)}
     return shapes.get(match[2])
+
+
+def check_tower(adapter: Adapter, config: ModelConfig) -> None:
+    """Checks that matrices of the vision tower can have their adapters beside the model.
+
+    Those of layers whose outputs nothing reads are ignored, as the layers are.
+
+    Raises:
+        StartupError: one of them is merged only, or has another shape; one line.
+    """
+    shapes = {one.name: (one.rows, one.columns) for one in adapted_tower(config)} if adapter.in_tower else {}
+    for name, module in adapter.modules.items():
+        if not name.startswith(TOWER):
+            continue
+        if name not in shapes and (match := BLOCK.fullmatch(name)) is not None and config.vision is not None:
+            shift = config.vision.unused_layers if int(match[1]) >= config.vision.depth else 0
+            name = f"visual.blocks.{int(match[1]) - shift}.{match[2]}"
+        if name not in shapes:
+            raise StartupError(
+                f"{adapter.folder}: adapters of {name[:120]} are not kept beside {config.name}; trencadis merge-lora "
+                "merges them"
+            )
+        if (module.b.rows, module.a.columns) != shapes[name]:
+            raise StartupError(
+                f"{adapter.folder} is for another model: {name[:120]} is [{module.b.rows}, {module.a.columns}], "
+                f"{config.name} has {list(shapes[name])}"
+            )
 
 
 def _is_finite(data: np.ndarray, tensor: AdapterTensor) -> bool:

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from trencadis.core.checkpoint.checkpoint_source import fused_parts
 from trencadis.core.checkpoint.model_config import TextConfig
+from trencadis.core.checkpoint.registry import adapted_tower
 from trencadis.core.device.backend import AdapterWeights, Backend, PackedAdapters
 from trencadis.core.errors import StartupError
-from trencadis.core.lora.adapter_files import WEIGHTS, Adapter, AdapterTensor, read_adapter, read_matrix
+from trencadis.core.lora.adapter_files import WEIGHTS, Adapter, AdapterTensor, check_tower, read_adapter, read_matrix
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.decoder_layer import DecoderLayer
 from trencadis.core.models.interface import Model
-from trencadis.core.models.linear import ColumnParallelLinear, RowParallelLinear
+from trencadis.core.models.linear import ColumnParallelLinear, Linear, RowParallelLinear, Share, pad_rows
 from trencadis.core.models.mlp import GatedMLP, PlainMLP
 from trencadis.core.request import AdapterRef
 from trencadis.core.step import AdapterUpload
@@ -70,24 +71,27 @@ class LayerPart(NamedTuple):
 
     Args:
         name: canonical name of the matrix.
-        start, stop: its inputs on this rank (``by_inputs``), or its outputs.
+        spans: its inputs on this rank (``by_inputs``), or its outputs; several of the latter if ranks divide each of
+            the parts that the checkpoint stores as one matrix.
         width: its outputs on this rank, padding included.
     """
 
     name: str
-    start: int
-    stop: int
+    spans: tuple[Share, ...]
     width: int
     by_inputs: bool
 
 
 class AdaptedLayer(NamedTuple):
-    """A fused layer, its parts, its inputs on this rank (padding included), and the decoder layer that it is in."""
+    """A fused layer, its parts, its inputs on this rank (padding included), and the decoder layer that it is in.
 
-    linear: ColumnParallelLinear | RowParallelLinear
+    ``layer``: None in a vision tower.
+    """
+
+    linear: Linear
     parts: tuple[LayerPart, ...]
     inputs: int
-    layer: DecoderLayer
+    layer: DecoderLayer | None = None
 
 
 @runtime_checkable
@@ -163,7 +167,8 @@ class AdapterStore:
             adapter = read_adapter(Path(ref.path), self.config)
             if adapter.digest != ref.digest:
                 return f"the files in {ref.path} have changed since the adapter was loaded; load it again"
-            if adapter.rank > self.rank or adapter.in_tower:
+            check_tower(adapter, self.config)
+            if adapter.rank > self.rank:
                 return f"the adapter in {ref.path} does not fit this server"
             self._held[ref.digest] = self._cut(load_matrices(adapter, self.config.text))
         except StartupError as error:
@@ -182,9 +187,11 @@ class AdapterStore:
     def _cut_part(self, one: AdaptedLayer, part: LayerPart, whole: MatrixAdapter) -> MatrixAdapter:
         a, b = whole
         if part.by_inputs:
-            a = a[:, part.start : part.stop]
+            a = a[:, part.spans[0].start : part.spans[0].stop]
+        elif one.layer is not None:
+            b = one.layer.attention.order_rows(part.name, b[part.spans[0].start : part.spans[0].stop])
         else:
-            b = one.layer.attention.order_rows(part.name, b[part.start : part.stop])
+            b = torch.cat([pad_rows(b[start:stop], width) for start, stop, width in part.spans])
         return MatrixAdapter(*(t.to(self.backend.dtype).contiguous() for t in (a, b.t())))
 
     def upload(self, uploads: Sequence[AdapterUpload]) -> None:
@@ -238,7 +245,21 @@ def _mirror(w: AdapterWeights | PackedAdapters | None) -> AdapterWeights:
 
 
 def find_layers(model: Decoder) -> Iterator[AdaptedLayer]:
-    """Yields the layers of a decoder that take adapters, as loaded on this rank."""
+    """Yields the layers of a model that take adapters, as loaded on this rank."""
+    yield from _find_decoder_layers(model)
+    taken = {one.name for one in adapted_tower(model.config)}
+    for name, linear, inputs, outputs in model.list_tower_layers():
+        if isinstance(linear, ColumnParallelLinear):
+            one = _columns(None, linear, name)
+        elif isinstance(linear, RowParallelLinear):
+            one = _rows(None, linear, name)
+        else:
+            one = AdaptedLayer(linear, (LayerPart(name, (Share(0, outputs, outputs),), outputs, False),), inputs)
+        if taken.issuperset(part.name for part in one.parts):
+            yield one
+
+
+def _find_decoder_layers(model: Decoder) -> Iterator[AdaptedLayer]:
     for index, layer in zip(model.share.layers, model.layers, strict=True):
         if not isinstance(layer, DecoderLayer):
             continue
@@ -250,19 +271,23 @@ def find_layers(model: Decoder) -> Iterator[AdaptedLayer]:
             yield _rows(layer, mlp.down, f"{name}.mlp.down_proj")
 
 
-def _columns(layer: DecoderLayer, linear: ColumnParallelLinear, name: str) -> AdaptedLayer:
-    """Returns a layer that is divided by outputs; ``name``: of the module that its parts belong to."""
-    parts = tuple(
-        LayerPart(f"{name}.{part.name}", at.start, at.stop, at.width, False)
-        for part, at in zip(linear.parts, linear.spans(), strict=True)
-    )
+def _columns(layer: DecoderLayer | None, linear: ColumnParallelLinear, name: str) -> AdaptedLayer:
+    """Returns a layer that is divided by outputs; ``name``: of the module that its parts belong to, or, in a tower, of
+    the matrix that the checkpoint stores for all of them.
+    """
+    shares = tuple(Share(at.start, at.stop, at.width) for at in linear.spans())
+    if linear.fused and layer is None:
+        whole = LayerPart(name, shares, sum(share.width for share in shares), False)
+        return AdaptedLayer(linear, (whole,), linear.inputs)
+    named = zip(linear.parts, shares, strict=True)
+    parts = tuple(LayerPart(f"{name}.{part.name}", (share,), share.width, False) for part, share in named)
     return AdaptedLayer(linear, parts, linear.inputs, layer)
 
 
-def _rows(layer: DecoderLayer, linear: RowParallelLinear, name: str) -> AdaptedLayer:
+def _rows(layer: DecoderLayer | None, linear: RowParallelLinear, name: str) -> AdaptedLayer:
     """Returns a layer that is divided by inputs."""
     share = linear.span()
-    part = LayerPart(name, share.start, share.stop, linear.outputs, True)
+    part = LayerPart(name, (share,), linear.outputs, True)
     return AdaptedLayer(linear, (part,), share.width, layer)
 
 

@@ -303,7 +303,8 @@ class MemoryEstimator:
             if v is None:
                 return 0
             tower = v.activations(size, self.itemsize, self.towers, self.model.alignment_unit(self.unit))
-            return max(tower, launch_memory.held_bytes(self.model, size, self.itemsize, self.ranks))
+            held = launch_memory.held_bytes(self.model, size, self.itemsize, self.ranks)
+            return max(tower, held) + self._adapter_work(bucket)
         if stage is Stage.SAMPLE:
             each = 4 if bucket.variant == "greedy" else 48 if drafts_ahead(bucket) else 40
             return t.vocab * (each * size + (0 if each == 4 else 7)) + self._opened[1] + pieces
@@ -338,10 +339,8 @@ class MemoryEstimator:
     def _adapter_work(self, bucket: Bucket) -> int:
         if self.adapters is None or bucket.variant != LORA:
             return 0
-        t = self.text
-        qkv = max(self._share(form.heads + 2 * form.kv_heads) * form.head_dim for form in t.layer_forms)
-        widest = max(qkv, 2 * self._columns(max(form.intermediate for form in t.layer_forms)), t.hidden)
-        return launch_memory.adapter_work_bytes(padded_tokens(bucket), self.adapters, widest, self.itemsize)
+        unit = self.model.alignment_unit(self.unit)
+        return launch_memory.adapter_work_bytes(self.model, bucket, self.adapters, self.itemsize, self.ranks, unit)
 
     @cached_property
     def _opened(self) -> tuple[int, int]:

@@ -12,8 +12,9 @@ from trencadis.core.checkpoint.layer_parts import CHUNK
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.cross_attention_inputs import planned_units
 from trencadis.core.device_policy import DecodedPieces, InputSizes, Policy
-from trencadis.core.memory.weight_bytes import AdapterSlotSizes
+from trencadis.core.memory.weight_bytes import AdapterSlotSizes, adapted_tower_matrices
 from trencadis.core.request import MAX_BIAS
+from trencadis.core.shared_constants import align_up
 
 
 def any_inputs(bucket: Bucket, sizes: InputSizes) -> int:
@@ -103,11 +104,20 @@ def kept_by_cuts(tokens: int, each: int, cuts: int, once: int = 0) -> int:
     return tokens * (each * cuts + (once if cuts else 0))
 
 
-def adapter_work_bytes(tokens: int, adapters: AdapterSlotSizes, widest: int, itemsize: int) -> int:
+def adapter_work_bytes(
+    model: ModelConfig, bucket: Bucket, adapters: AdapterSlotSizes, itemsize: int, ranks: int, unit: int
+) -> int:
     """Returns the bytes of products with adapters: x A of all slots twice, x A B, and the sum; and the mask.
 
-    ``widest``: outputs of the widest matrix.
+    ``unit``: the multiple that widths are padded to.
     """
+    t, tokens = model.text, padded_tokens(bucket)
+    if bucket.stage is Stage.VISION:
+        widest = 2 * max((one.rows for one in adapted_tower_matrices(model, ranks, unit)), default=0)
+    else:
+        qkv = max(-(-(form.heads + 2 * form.kv_heads) // ranks) * form.head_dim for form in t.layer_forms)
+        inner = max(form.intermediate for form in t.layer_forms)
+        widest = max(qkv, 2 * align_up(-(-inner // ranks), unit), t.hidden)
     return tokens * itemsize * (6 * adapters.slots * adapters.rank + 3 * widest + adapters.slots) + (
         5 * tokens * adapters.slots
     )

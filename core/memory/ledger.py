@@ -97,7 +97,10 @@ class MemoryInUse:
 
 @dataclass(frozen=True)
 class MemorySplit:
-    """The division of ``usable`` bytes into KV cache and graph pools; ``blocks`` excludes the reserved ones."""
+    """The division of ``usable`` bytes into KV cache and graph pools; ``blocks`` excludes the reserved ones.
+
+    ``draft``: the bytes of ``kv`` that hold the keys of a draft model, on devices with planned shapes.
+    """
 
     usable: int
     graphs: int
@@ -106,6 +109,7 @@ class MemorySplit:
     text: int
     vision: int
     decode: int
+    draft: int = 0
 
     def pools(self) -> dict[str, int]:
         """Returns the bytes of each graph pool."""
@@ -232,7 +236,7 @@ class Ledger:
             ("used by others", b.others),
             ("weights", b.weights),
             *([("adapters", b.adapters)] if b.adapters else []),
-            *([("draft weights", b.draft_weights), ("draft KV", b.draft_kv)] if b.draft_weights else []),
+            *([("draft weights", b.draft_weights), ("draft KV", b.draft_kv + d.draft)] if b.draft_weights else []),
             ("image arena", b.arena),
             ("sampler state", b.state),
             ("hidden rows", b.hidden),
@@ -240,7 +244,7 @@ class Ledger:
             *([("copies of host memory", b.copies)] if b.copies else []),
             *([("recurrent state", b.recurrent)] if b.recurrent else []),
             ("activations and workspace", b.activations),
-            ("KV cache", d.kv),
+            ("KV cache", d.kv - d.draft),
             ("text graphs", self.spent[TEXT]),
             ("vision graphs", self.spent[VISION]),
             ("decode graphs", self.spent[DECODE]),

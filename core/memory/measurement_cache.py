@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -39,20 +40,28 @@ class MeasurementKey:
 
 @dataclass(frozen=True)
 class Measurements:
-    """Measured values by bucket: a graph's bytes without its inputs, seconds of compiling, peak bytes of a launch."""
+    """Measured values by bucket: a graph's bytes without its inputs, seconds of compiling, peak bytes of a launch, and
+    median seconds of a launch on the device.
+    """
 
     graphs: Mapping[Bucket, int] = field(default_factory=dict)
     seconds: Mapping[Bucket, float] = field(default_factory=dict)
     activations: Mapping[Bucket, int] = field(default_factory=dict)
+    launches: Mapping[Bucket, float] = field(default_factory=dict)
 
 
-def fingerprint(model: ModelConfig) -> str:
-    """Returns a digest of the model's sizes: checkpoints of equal shape share measurements, pipeline stages do not."""
+def fingerprint(model: ModelConfig, draft: ModelConfig | None = None) -> str:
+    """Returns a digest of the model's sizes: checkpoints of equal shape share measurements, pipeline stages do not.
+
+    ``draft``: a model that drafts for it, if one does.
+    """
     parts = {"text": asdict(model.text), "vision": asdict(model.vision) if model.vision else None}
     if model.part is not None:
         parts["part"] = asdict(model.part)
     if model.encoder_data_parallel:
         parts["own towers"] = {}
+    if draft is not None:
+        parts["draft"] = asdict(draft.text)
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
@@ -110,7 +119,9 @@ def _read(file: Path) -> tuple[MeasurementKey, Measurements] | None:
         if raw["version"] != VERSION:
             return None
         graphs, held = ({bucket_of(n): int(v) for n, v in raw[k].items()} for k in ("graphs", "activations"))
-        content = Measurements(graphs, {bucket_of(n): float(s) for n, s in raw["seconds"].items()}, held)
+        times = ({bucket_of(n): float(s) for n, s in raw.get(k, {}).items()} for k in ("seconds", "launches"))
+        seconds, launches = times
+        content = Measurements(graphs, seconds, held, launches)
         return MeasurementKey(**raw["key"]), content
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
@@ -129,7 +140,7 @@ def merge_measurements(known: Measurements | None, new: Measurements, complete: 
         return {**old, **{b: count if complete else max(count, old.get(b, 0)) for b, count in found.items()}}
 
     graphs, held = larger(known.graphs, new.graphs), larger(known.activations, new.activations)
-    return Measurements(graphs, {**known.seconds, **new.seconds}, held)
+    return Measurements(graphs, {**known.seconds, **new.seconds}, held, {**known.launches, **new.launches})
 
 
 def add_measurements(key: MeasurementKey, new: Measurements, directory: Path, complete: bool) -> None:
@@ -147,9 +158,10 @@ def store(key: MeasurementKey, measured: Measurements, directory: Path) -> Path:
         "graphs": {name_of(b): n for b, n in sorted(measured.graphs.items())},
         "seconds": {name_of(b): round(s, 4) for b, s in sorted(measured.seconds.items())},
         "activations": {name_of(b): n for b, n in sorted(measured.activations.items())},
+        "launches": {name_of(b): float(f"{s:.4g}") for b, s in sorted(measured.launches.items())},
     }
     path = directory / key.file
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.tmp")
     temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
     temporary.replace(path)
     return path

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from trencadis.core.checkpoint.layer_parts import RecurrentConfig
 from trencadis.core.checkpoint.model_config import GATED, LAYER, RMS_ONE, SANDWICH, ModelConfig, TextConfig
 from trencadis.core.checkpoint.quant_config import Quantisation
+from trencadis.core.checkpoint.registry import adapted_tower
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.quant.scheme import FLOATS8, PANELS, ROWS8, Scheme, held_bytes, mlp_unit, notes_of, packs4
@@ -334,10 +335,11 @@ def host_adapters(config: EngineConfig) -> int:
 
 def adapter_bytes(model: ModelConfig, itemsize: int, ranks: int, sizes: AdapterSlotSizes, width: int = 1) -> int:
     """Returns the bytes of A, B and the number of each slot; ``width``: as in ``layer_values``."""
+    tower = adapted_tower_matrices(model, ranks, width)
     values = 0
-    for index in model.share.layers:
+    for matrices in (*(layer_matrices(model, i, ranks, width) for i in model.share.layers), tower):
         groups = list[list[SharedMatrix]]()
-        for matrix in layer_matrices(model, index, ranks, width):
+        for matrix in matrices:
             if EXPERT in matrix.name:
                 continue
             if matrix.first or not groups:
@@ -345,3 +347,9 @@ def adapter_bytes(model: ModelConfig, itemsize: int, ranks: int, sizes: AdapterS
             groups[-1].append(matrix)
         values += sum(len(group) * group[0].columns + sum(one.rows for one in group) for group in groups)
     return sizes.slots * (sizes.rank * values * itemsize + NUMBER)
+
+
+def adapted_tower_matrices(model: ModelConfig, ranks: int, width: int = 1) -> tuple[SharedMatrix, ...]:
+    """Returns the matrices of a rank's vision tower that take adapters; empty if this stage holds no tower."""
+    shared = 1 if model.encoder_data_parallel else ranks
+    return tuple(adapted_tower(model, shared, width)) if model.encodes_images else ()

@@ -369,24 +369,15 @@ class Attention:
     def __call__(self, x: Tensor, rotary: Rotary, attn: Attn, rows: AdapterRows | None = None) -> Tensor:
         """Computes the layer, [n, hidden] -> [n, hidden] of the backend's dtype.
 
-        The attention is a separate function, so that q, k and v are freed before the all-reduce; a graph would keep
-        them. ``rows``: the adapters of the tokens.
+        q, k and v have no names here, so that they are freed before the all-reduce; a graph would keep them.
+        ``rows``: the adapters of the tokens.
         """
-        return self.out(self._attend(x, rotary, attn, rows), rows)
+        return self.out(self._weigh_values(*self._project(x, rotary, attn, rows), attn), rows)
 
     def share(self, x: Tensor, rotary: Rotary, attn: Attn, rows: AdapterRows | None = None) -> SharedAttention:
         """Computes the layer, and returns the keys and values of the launch with its output, for layers without."""
         q, k, v, gate = self._project(x, rotary, attn, rows)
         return SharedAttention(self.out(self._weigh_values(q, k, v, gate, attn), rows), k, v)
-
-    def _attend(self, x: Tensor, rotary: Rotary, attn: Attn, rows: AdapterRows | None) -> Tensor:
-        if not self.reads_kv:
-            return self._weigh_values(*self._project(x, rotary, attn, rows), attn)
-        q = self.qkv(x, rows).view(x.shape[0], -1, self.head_dim)
-        q = self.norms[0].heads(q) if self.norms is not None else q
-        q, _ = self.ops.rope_vision(q, q[:, :1], rotary)
-        assert rotary.keys is not None and rotary.values is not None
-        return self._weigh_values(q, rotary.keys, rotary.values, None, attn)
 
     def _weigh_values(self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, attn: Attn) -> Tensor:
         """Returns the values weighted by attention and by the gate, if there is one: [n, heads * d]."""
@@ -396,6 +387,8 @@ class Attention:
 
     def _project(self, x: Tensor, rotary: Rotary, attn: Attn, rows: AdapterRows | None) -> ProjectedHeads:
         """Returns queries, keys and values, rotated and stored, and the gate of the output."""
+        if self.reads_kv:
+            return self._project_queries(x, rotary, rows)
         n = x.shape[0]
         q, k, *own = torch.split(self.qkv(x, rows), self.sizes, dim=1)
         v = k if self.keys_as_values else own[0]
@@ -412,6 +405,14 @@ class Attention:
         if rotary.query_scale is not None:
             q = q * rotary.query_scale.to(q.dtype)[:, None, None]
         return ProjectedHeads(*self.ops.rope_store(q, k, v, rotary, self.kv, attn), gate)
+
+    def _project_queries(self, x: Tensor, rotary: Rotary, rows: AdapterRows | None) -> ProjectedHeads:
+        """Returns rotated queries, with the keys and values of an earlier layer."""
+        q = self.qkv(x, rows).view(x.shape[0], -1, self.head_dim)
+        q = self.norms[0].heads(q) if self.norms is not None else q
+        q, _ = self.ops.rope_vision(q, q[:, :1], rotary)
+        assert rotary.keys is not None and rotary.values is not None
+        return ProjectedHeads(q, rotary.keys, rotary.values, None)
 
     def nbytes(self) -> int:
         ones = None if self.v_norm is None else self.v_norm.weight

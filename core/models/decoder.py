@@ -5,7 +5,7 @@ The start of text launches on every pipeline stage but the first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
 
@@ -38,7 +38,15 @@ from trencadis.core.models.attention import Attention, TextRotary
 from trencadis.core.models.decoder_layer import DecoderLayer as DecoderLayer
 from trencadis.core.models.interface import GroupingOps, HostLayering, Persistent, RecurrentOps, StatefulLayer
 from trencadis.core.models.layer_inputs import LayerInputEmbedding
-from trencadis.core.models.linear import Embedding, Linear, LMHead, SamplingHead, scaled
+from trencadis.core.models.linear import (
+    NO_ADAPTERS,
+    Embedding,
+    ImageAdapters,
+    Linear,
+    LMHead,
+    SamplingHead,
+    TowerLayer,
+)
 from trencadis.core.models.mlp import Norm, norm_of
 from trencadis.core.models.pooler import Pooler
 from trencadis.core.models.recurrent_layers import make_recurrent_layer
@@ -94,7 +102,7 @@ class DecoderEntry:
 
     def __init__(self, backend: Backend, c: TextConfig, embedding: Embedding, parts: int = 0) -> None:
         self.ops, self.embedding, self.config, self.parts = backend.ops, embedding, c, max(parts, 1)
-        self.takes_images = parts > 0
+        self.takes_images, self.sums_stream = parts > 0, c.sums_stream
         self.rotary = TextRotary(c, backend.device)
         # Rounded to the dtype of the embeddings, as in the original 16-bit models.
         self.scale = float(torch.tensor(c.embedding_scale, dtype=backend.dtype))
@@ -124,15 +132,20 @@ class DecoderEntry:
 
         The arguments are fields of ``TextTensors``. Tokens without an image have row 0, whose parts are all zeros.
         """
-        c, ops = self.config, self.ops
+        ops = self.ops
         if self.parts > 1:
             image_row = image_row * self.parts
-        x = self._scale_embeddings(self.embedding(tokens, from_slot, last, image_row, arena), image_row)
+        x = self.embedding(tokens, from_slot, last, image_row, arena)
+        if self.scale != 1:
+            x = self._scale_embeddings(x, image_row)
         if self.adds_tables:
             x = self._add_tables(x, positions)
-        residual = None if c.sums_stream else ops.first_residual(x)
-        deepstack_rows = tuple(image_row.long() + part for part in range(1, self.parts))
-        rotary, windowed = self.rotary(ops, positions), self.rotary.of_windows(ops, positions)
+        residual = None if self.sums_stream else ops.first_residual(x)
+        rotary = self.rotary(ops, positions)
+        windowed = None if self.rotary.local is None else self.rotary.of_windows(ops, positions)
+        deepstack_rows: tuple[Tensor, ...] = ()
+        if self.parts > 1:
+            deepstack_rows = tuple(image_row.long() + part for part in range(1, self.parts))
         own: tuple[Tensor, ...] = ()
         if self.layer_inputs is not None:
             own = self.layer_inputs(x, tokens, from_slot, last, image_row)
@@ -151,8 +164,8 @@ class DecoderEntry:
 
     def _scale_embeddings(self, x: Tensor, image_row: Tensor) -> Tensor:
         """Multiplies embeddings by their scale; image rows, if the model takes any, are not scaled."""
-        if self.scale == 1 or not self.takes_images:
-            return scaled(x, self.scale)
+        if not self.takes_images:
+            return x * self.scale
         return x * torch.where(image_row > 0, 1.0, self.scale).to(x.dtype)[:, None]
 
     def nbytes(self) -> int:
@@ -255,6 +268,19 @@ class Decoder:
             return None
         return self.recurrent_layer(self.backend, c, c.recurrent)
 
+    def list_tower_layers(self) -> Iterator[TowerLayer]:
+        """Yields the layers of the vision tower that take adapters, as far as this stage holds them."""
+        yield from ()
+
+    def prepare_image_adapters(self, inputs: VisionTensors) -> ImageAdapters:
+        """Returns the adapters of a VISION launch."""
+        if inputs.adapter is None or inputs.cell_adapter is None:
+            return NO_ADAPTERS
+        assert self.adapter_numbers is not None
+        both = (inputs.adapter, inputs.cell_adapter)
+        made = (self.ops.prepare_adapters(one, self.adapter_numbers, self.backend.dtype) for one in both)
+        return ImageAdapters(*made)
+
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Loads checkpoint tensors by their stored names, in any order; raises StartupError if one is missing."""
         family = family_of(self.config.architecture)
@@ -345,8 +371,8 @@ class Decoder:
         attn, first = inputs.attn, self.first
         if first is not None:
             attn = ops.prepare_attn(attn, first.heads, first.kv)
-        causal = self._causal_attn(inputs.attn, attn)
-        held = self._prepare_states(inputs)
+        causal = self._causal_attn(inputs.attn, attn) if self.config.text.causal_full_layers else attn
+        held = None if inputs.recurrent is None else self._prepare_states(inputs.recurrent, inputs.attn)
         layers: Sequence[Any] = self.layers
         rows_of: tuple[AdapterRows, ...] = ()
         if inputs.adapter is not None:
@@ -378,15 +404,13 @@ class Decoder:
     def _causal_attn(self, given: Attn, prepared: Attn) -> Attn:
         """Returns the attention inputs of layers in which no token sees later ones; ``given``: those of the launch."""
         first, upto = self.first, getattr(given, "upto", None)
-        if not self.config.text.causal_full_layers or first is None or upto is None:
+        if first is None or upto is None:
             return prepared
         return self.ops.prepare_attn(given._replace(upto=None), first.heads, first.kv)
 
-    def _prepare_states(self, inputs: TextTensors) -> RecurrentRows | None:
+    def _prepare_states(self, rows: RecurrentRows, attn: Attn) -> RecurrentRows | None:
         """Returns what the recurrent layers of this stage share; None if there are none."""
-        if inputs.recurrent is None or not self.persistent.recurrent:
-            return None
-        return cast(RecurrentOps, self.ops).prepare_recurrent(inputs.recurrent, inputs.attn)
+        return cast(RecurrentOps, self.ops).prepare_recurrent(rows, attn) if self.persistent.recurrent else None
 
     def _start(self, inputs: TextTensors) -> FirstLayerInputs:
         """Returns the inputs of this stage's first layer, [m, hidden] each, m at least n."""

@@ -52,6 +52,7 @@ class DecoderLayer:
         self.norms_after_parts = c.norm_placement == OUT
         several = 2 if c.norm_placement == SANDWICH else 0
         self.out_norms = [norm_of(c.norm, ops, c.hidden, c.eps) for _ in range(several)]
+        self.shapes_outputs = self.scale != 1 or several > 0
         self.local = c.uses_second_rotary(index)
         self.causal = c.causal_full_layers and not c.window_of(index)
         self.gives_kv = index in full.kv_givers
@@ -92,21 +93,23 @@ class DecoderLayer:
         if self.norms_after_sum:
             return self._forward_post_norm(x, rotary, attn, rows), None
         normed, residual = self.input_norm(x, residual)
+        given: list[Tensor] = []
+        # The outputs of attention and of the norm share a name, so that the former's memory is free for the MLP.
         if self.gives_kv:
-            shared = self.attention.share(normed, rotary, attn, rows)
-            normed, residual = self.post_norm(self._out(0, shared.out), residual)
-            return (*self._finish(normed, residual, rotary, rows), shared.k, shared.v)
-        # The output of attention gets no name, so that its memory is free while the MLP runs.
-        normed, residual = self.post_norm(self._out(0, self.attention(normed, rotary, attn, rows)), residual)
-        return self._finish(normed, residual, rotary, rows)
-
-    def _finish(
-        self, normed: Tensor, residual: Tensor, rotary: Rotary, rows: AdapterRows | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Computes the layer behind attention: the MLP and what stands beside it."""
-        y = self.mlp(normed, rows)
-        out = self._out(1, y if self.beside is None else self.beside(y, residual))
-        return (out, residual) if not self.sums_stream else (self._sum(residual + out, rotary), None)
+            normed, *given = self.attention.share(normed, rotary, attn, rows)
+        else:
+            normed = self.attention(normed, rotary, attn, rows)
+        if self.shapes_outputs:
+            normed = self._out(0, normed)
+        normed, residual = self.post_norm(normed, residual)
+        out = self.mlp(normed, rows)
+        if self.beside is not None:
+            out = self.beside(out, residual)
+        if self.shapes_outputs:
+            out = self._out(1, out)
+        if self.sums_stream:
+            return self._sum(residual + out, rotary), None, *given
+        return out, residual, *given
 
     def _sum(self, stream: Tensor, rotary: Rotary) -> Tensor:
         """Returns the stream after the layer's own embeddings and its scale."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trencadis.core.checkpoint.model_config import TextConfig
-from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.checkpoint.weight_source import WeightSource, take_values
 from trencadis.core.device.backend import Backend
 from trencadis.core.models.linear import Linear
 from trencadis.core.models.mlp import RMSNorm
@@ -16,11 +16,11 @@ class LayerInputEmbedding:
     """Makes the embeddings of all layers at the start of a launch.
 
     Each is the mean, scaled by the root of 2, of a row of a table and of a normed projection of the token's input.
-    Every rank has all of it.
+    Every rank has all of it, in the engine's dtype even where it is stored quantised.
     """
 
     def __init__(self, backend: Backend, c: TextConfig) -> None:
-        self.ops, self.config, self.dtype = backend.ops, c, backend.dtype
+        self.ops, self.config, self.device = backend.ops, c, backend.device
         self.projection = Linear(backend.ops, backend.comm)
         self.norm = RMSNorm(backend.ops, c.layer_inputs, c.eps)
         self.table: Tensor  # [layer_vocab, layers * layer_inputs]
@@ -31,7 +31,7 @@ class LayerInputEmbedding:
         c = self.config
         wide = c.layers * c.layer_inputs
         self.table = source.take("embed_tokens_per_layer.weight", (c.layer_vocab, wide))
-        self.projection.pack(source.take("per_layer_model_projection.weight", (wide, c.hidden)), None)
+        self.projection.pack(take_values(source, "per_layer_model_projection", (wide, c.hidden), self.device), None)
         self.norm.load(source, "per_layer_projection_norm")
 
     def __call__(
@@ -59,14 +59,15 @@ class LayerInput:
     """
 
     def __init__(self, backend: Backend, c: TextConfig) -> None:
-        self.ops, self.config = backend.ops, c
+        self.ops, self.config, self.device = backend.ops, c, backend.device
         self.gate, self.projection = Linear(backend.ops, backend.comm), Linear(backend.ops, backend.comm)
         self.norm = RMSNorm(backend.ops, c.hidden, c.eps)
 
     def load(self, source: WeightSource, name: str) -> None:
         c = self.config
-        self.gate.pack(source.take(f"{name}.per_layer_input_gate.weight", (c.layer_inputs, c.hidden)), None)
-        self.projection.pack(source.take(f"{name}.per_layer_projection.weight", (c.hidden, c.layer_inputs)), None)
+        gate, projection = (c.layer_inputs, c.hidden), (c.hidden, c.layer_inputs)
+        self.gate.pack(take_values(source, f"{name}.per_layer_input_gate", gate, self.device), None)
+        self.projection.pack(take_values(source, f"{name}.per_layer_projection", projection, self.device), None)
         self.norm.load(source, f"{name}.post_per_layer_input_norm")
 
     def __call__(self, stream: Tensor, own: Tensor) -> Tensor:

@@ -103,6 +103,35 @@ class Linear:
         return y if rows is None or self.adapters is None else self.ops.add_adapters(y, x, self.adapters, rows)
 
 
+class TowerLayer(NamedTuple):
+    """A layer of a vision tower that takes adapters.
+
+    Args:
+        name: canonical name of its matrix, or of the module that its parts belong to if it has several.
+        inputs, outputs: features of a plain ``Linear``, which every rank holds whole; others know their own.
+    """
+
+    name: str
+    linear: Linear
+    inputs: int = 0
+    outputs: int = 0
+
+
+class ImageAdapters(NamedTuple):
+    """The adapters of a VISION launch: of its slots, and of its cells; None: no image has one."""
+
+    slots: AdapterRows | None = None
+    cells: AdapterRows | None = None
+
+    @property
+    def of_layers(self) -> tuple[AdapterRows, ...]:
+        """The last argument of a layer; empty if it has none."""
+        return () if self.slots is None else (self.slots,)
+
+
+NO_ADAPTERS = ImageAdapters()
+
+
 class Share(NamedTuple):
     """A rank's share [start, stop) of a dimension, padded to ``width``."""
 
@@ -236,16 +265,13 @@ class RowParallelLinear(Linear):
         """Computes [n, in of this rank] -> [n, out], summed over ranks, in the backend's dtype."""
         return self.reduce(self.product(x, rows))
 
-    def product(self, x: Tensor, rows: AdapterRows | None = None) -> Tensor:
-        """Returns this rank's part of the sum."""
-        return super().__call__(x, rows)
+    product = Linear.__call__
+    """Returns this rank's part of the sum."""
 
     def reduce(self, y: Tensor) -> Tensor:
         """Returns the sum of the ranks' parts."""
-        return y if self.comm.world == 1 else self._all_reduce(y)
-
-    def _all_reduce(self, y: Tensor) -> Tensor:
-        """Sums over several ranks."""
+        if self.comm.world == 1:
+            return y
         self.ops.cut("collective")
         return self.comm.all_reduce(y)
 
@@ -388,7 +414,9 @@ class LMHead(Linear):
 
     def __call__(self, x: Tensor, rows: AdapterRows | None = None) -> Tensor:
         """Returns the logits [r, vocabulary] of hidden states [r, hidden], in the backend's dtype."""
-        y = scaled(super().__call__(x), self.scale)
+        y = super().__call__(x)
+        if self.scale != 1:
+            y = y * self.scale
         if self.cap:
             y = (y / self.cap).tanh() * self.cap
         return y if self.comm.world == 1 else self._gather_logits(y)

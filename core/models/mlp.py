@@ -5,12 +5,14 @@ MLPs are gated, down(act(gate) * up) with gate and up fused, or plain, down(act(
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import Tensor
 
 from trencadis.core.checkpoint.model_config import LAYER, RMS_ONE
 from trencadis.core.checkpoint.weight_source import WeightSource
 from trencadis.core.device.backend import AdapterRows, Comm, Ops
-from trencadis.core.models.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear
+from trencadis.core.models.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear, TowerLayer
 from trencadis.core.quant.scheme import mlp_unit
 
 
@@ -94,9 +96,14 @@ class GatedMLP:
         self.gate_up.load(source, name)
         self.down.load(source, f"{name}.down_proj")
 
+    def list_layers(self, name: str) -> Iterator[TowerLayer]:
+        """Yields the matrices that take adapters; ``name``: canonical name of the MLP."""
+        yield TowerLayer(name, self.gate_up)
+        yield TowerLayer(f"{name}.down_proj", self.down)
+
     def __call__(self, x: Tensor, rows: AdapterRows | None = None) -> Tensor:
         """Computes [n, width] -> [n, width] in the backend's dtype; ``rows``: the adapters of the tokens."""
-        return self.down.reduce(self.rank_part(x) if rows is None else self._own(x, rows))
+        return self.down.reduce(self.ops.by_pieces(self._own, x) if rows is None else self._own(x, rows))
 
     def rank_part(self, x: Tensor) -> Tensor:
         """Computes this rank's part of the sum: [n, width] -> [n, width]."""
@@ -125,6 +132,11 @@ class PlainMLP:
     def load(self, source: WeightSource, name: str) -> None:
         self.up.load(source, name)
         self.down.load(source, f"{name}.down_proj")
+
+    def list_layers(self, name: str) -> Iterator[TowerLayer]:
+        """Yields the matrices that take adapters; ``name``: canonical name of the MLP."""
+        yield TowerLayer(name, self.up)
+        yield TowerLayer(f"{name}.down_proj", self.down)
 
     def __call__(self, x: Tensor, rows: AdapterRows | None = None) -> Tensor:
         """Computes [n, width] -> [n, width] in the backend's dtype; ``rows``: the adapters of the tokens."""

@@ -15,14 +15,11 @@ from torch.nn import functional
 
 from trencadis.core.checkpoint.layer_parts import ExpertsConfig
 from trencadis.core.checkpoint.model_config import TextConfig
-from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.checkpoint.weight_source import WeightSource, take_values
 from trencadis.core.device.backend import AdapterRows, Backend, Comm, ExpertBiases, ExpertWeights, Ops
 from trencadis.core.models.linear import Linear, Matrix, merge_or_separate, pad_rows, span
 from trencadis.core.models.mlp import GatedMLP, RMSNorm
 from trencadis.core.quant.quantised_tensor import QTensor
-
-CODED = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
-"""Tensors by which a router is recognised as quantised."""
 
 
 class CodedExperts(ExpertWeights, Protocol):
@@ -115,13 +112,8 @@ class ExpertMLP:
         """Loads the router in the engine's dtype even if it is stored quantised, since expert weights follow from
         its scores.
         """
-        shape = self.count, self.width
-        coded = any(source.has(f"{name}.{mark}") for mark in CODED)
-        found = source.take_quantised(name, shape, 0, 0, self.count) if coded else None
         bias = source.take(f"{name}.bias", (self.count,)) if self.biased else None
-        self.router.pack(
-            source.take(f"{name}.weight", shape) if found is None else found.values().to(self.device), bias
-        )
+        self.router.pack(take_values(source, name, (self.count, self.width), self.device), bias)
 
     def _expert(self, source: WeightSource, name: str) -> tuple[Matrix, Matrix]:
         """Returns this rank's gate_up [2 x share, width] and down [width, share]."""

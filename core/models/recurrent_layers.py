@@ -125,10 +125,10 @@ class Mamba2:
             c.reshape(n, -1, r.key_dim), b.reshape(n, -1, r.key_dim), values, self.decay * step, step,
             self.state.state, rows, attn,
         )  # fmt: skip
-        gated = (y.float() + values.float() * self.skip[:, None]).view(n, -1) * functional.silu(z.float())
-        grouped = gated.view(n, r.key_heads // self.world, -1)
+        gated = (y.float() + values.float() * self.skip[:, None]).reshape(n, -1) * functional.silu(z.float())
+        grouped = gated.reshape(n, r.key_heads // self.world, -1)
         normed = grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + self.eps)
-        return normed.view(n, -1).to(x.dtype) * self.norm
+        return normed.reshape(n, -1).to(x.dtype) * self.norm
 
     def nbytes(self) -> int:
         tensors = self.filters, self.bias, self.norm, self.decay, self.shift, self.skip

@@ -317,7 +317,7 @@ class EngineProcess:
         """Steps the engine until it is drained."""
         while True:
             waiting = not engine.busy() and not self.is_drained()
-            commands = self.inbox.take(waiting, self.heap_trimmer.wait())
+            commands = self.inbox.take(waiting, self.heap_trimmer.wait() if waiting else None)
             if waiting and not commands:
                 self.heap_trimmer.collect_and_trim()
             if commands:

@@ -156,6 +156,8 @@ class DraftScheduler:
         self.model: ModelDrafts | None = None
         """Set if a model drafts."""
         self._last = 0.0
+        self.proposed = False
+        """True if ``prepare`` has proposed drafts for the step that is being built."""
         totals.spec_accepted_at = [0] * config.drafts
 
     def _make_source(self, seq: Sequence) -> DraftProposer:
@@ -203,6 +205,7 @@ class DraftScheduler:
         tokens = len(running)
         expected = float(tokens)
         wanted: list[WantedDrafts] = []
+        self.proposed = False
         for seq in running:
             seq.proposal = ()
             if seq.pending or not seq.outputs or seq.due == 0 or not can_draft(seq, self._limits):
@@ -214,6 +217,7 @@ class DraftScheduler:
                 if count:
                     wanted.append(WantedDrafts(seq, count))
             if count:
+                self.proposed = True
                 tokens += count
                 if seq.drafter is not None:
                     expected += seq.drafter.rates.gains(count)[-1]
@@ -228,22 +232,24 @@ class DraftScheduler:
         config, most = self.config, self._most(seq, seq.count_known())
         if most <= 0 or (config.rows and running > config.rows):
             return 0
-        rates = self._drafter_of(seq).rates
+        rates = (seq.drafter or self._make_drafter(seq)).rates
         return most if config.always else choose_count(rates, self.seconds, most, tokens, expected, self.model.seconds)
 
     def _most(self, seq: Sequence, known: int) -> int:
         """Returns how many drafts may follow the ``known`` tokens of ``seq``."""
+        if seq.request.adapter is not None and not self._limits.drafts_adapters:
+            return 0
         # One draw follows the last draft, and the text fits the rotary table of its keys.
         most = min(self.config.drafts, seq.limit - (known - seq.prompt) - 1)
         if self._limits.long_from and not seq.long:
             most = min(most, self._limits.long_from - len(seq.tokens))
         return most
 
-    def _drafter_of(self, seq: Sequence) -> SequenceDrafter:
-        if seq.drafter is None:
-            draws = self.config.method == DRAFT_MODEL and not seq.request.params.greedy
-            modes = DraftModes() if draws else None
-            seq.drafter = SequenceDrafter(self._make(seq), AcceptanceRates(self.config.drafts), modes)
+    def _make_drafter(self, seq: Sequence) -> SequenceDrafter:
+        """Sets and returns the drafter of ``seq``."""
+        draws = self.config.method == DRAFT_MODEL and not seq.request.params.greedy
+        modes = DraftModes() if draws else None
+        seq.drafter = SequenceDrafter(self._make(seq), AcceptanceRates(self.config.drafts), modes)
         return seq.drafter
 
     def _propose(self, seq: Sequence, running: int, tokens: int, expected: float) -> tuple[int, ...]:
@@ -256,8 +262,10 @@ class DraftScheduler:
         most = self._most(seq, known)
         if most <= 0:
             return ()
-        drafter = self._drafter_of(seq)
-        ids = cut_at(drafter.source.propose(seq.tokens, known, most).ids, seq.stops, self._limits.vocab)
+        drafter = seq.drafter or self._make_drafter(seq)
+        ids = drafter.source.propose(seq.tokens, known, most).ids
+        if ids:
+            ids = cut_at(ids, seq.stops, self._limits.vocab)
         if not ids or config.always:
             return ids
         return ids[: choose_count(drafter.rates, self.seconds, len(ids), tokens, expected)]

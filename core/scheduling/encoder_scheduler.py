@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Set
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -144,7 +144,8 @@ class PixelQueue:
         self.pixels: dict[str, UInt8] = {}
         self._slots: dict[str, int] = {}  # slots of requested or received images, by arena key
         self._requested: dict[str, PixelNeed] = {}
-        self._outbox: list[PixelNeed] = []
+        self.outbox: list[PixelNeed] = []
+        """Pixels to request, each once; emptied by the engine."""
 
     def ask(self, order: Iterable[MediaStart]) -> None:
         """Requests the pixels needed next, in ``order``."""
@@ -158,13 +159,8 @@ class PixelQueue:
                         return
                     self._slots[key] = span.slots
                     self._requested[key] = need = PixelNeed(seq.request.id, index)
-                    self._outbox.append(need)
+                    self.outbox.append(need)
                 first = False
-
-    def take_outbox(self) -> list[PixelNeed]:
-        """Returns the pixels to request, each once."""
-        out, self._outbox = self._outbox, []
-        return out
 
     def receive(self, key: str, pixels: UInt8) -> None:
         """Stores received pixels, uint8 [patches, values]; drops unrequested ones and those of cached images."""
@@ -228,12 +224,29 @@ class VisionBuilder:
     """
 
 
+class TowerAdapters(Protocol):
+    """Which slots of the device hold the adapters that images are encoded with."""
+
+    def encodes(self, seq: Sequence) -> bool:
+        """Returns True if images of ``seq`` may be encoded once it runs: its adapter has a slot, or can get one."""
+        ...
+
+    def tower_slot(self, seq: Sequence) -> int:
+        """Returns the slot of the adapter that images of ``seq`` are encoded with, 0: none; -1: it has no slot yet."""
+        ...
+
+    def hold(self, slot: int) -> None:
+        """Keeps the adapter of a slot until the step that is built has been sent."""
+        ...
+
+
 class EncoderScheduler:
     """Manages encoder cache, pixels and counters of one engine's images."""
 
-    def __init__(self, arena: EncoderCache, packer: ImagePacker, totals: EngineStats) -> None:
+    def __init__(self, arena: EncoderCache, packer: ImagePacker, totals: EngineStats, adapters: TowerAdapters) -> None:
         self.arena = arena
         self.packer = packer
+        self.adapters = adapters
         self.pixel_queue = PixelQueue(arena, 2 * packer.budget)
         self._totals = totals
 
@@ -247,6 +260,7 @@ class EncoderScheduler:
         vision, waiting = VisionBuilder(), dict[str, WantedImage]()
         free_rows = self.arena.capacity
         for seq, start in order:
+            encodes = self.adapters.encodes(seq)
             for index, span in enumerate(seq.request.spans):
                 if span.end <= start:
                     continue
@@ -257,7 +271,7 @@ class EncoderScheduler:
                         vision.early.add(key)
                 if key in self.arena:
                     vision.kept.add(key)
-                elif key in self.pixel_queue.pixels and key not in waiting:
+                elif encodes and key in self.pixel_queue.pixels and key not in waiting:
                     waiting[key] = WantedImage(seq, index, span)
         if waiting and not closed:
             found = list(waiting.items())
@@ -274,10 +288,12 @@ class EncoderScheduler:
     def encode(self, key: str, vision: VisionBuilder, owner: int = THIS_STEP) -> bool:
         """Adds a chosen image to the VISION launch, pinned for ``owner``.
 
-        Returns False if the arena has no rows for it.
+        Returns False if the arena has no rows for it, or its adapter no slot.
         """
         wanted = vision.chosen[key]
-        span = wanted.span
+        span, adapter = wanted.span, self.adapters.tower_slot(wanted.sequence)
+        if adapter < 0:
+            return False
         rows = self.arena.put(key, span.arena_rows, owner, vision.kept)
         if rows is None and owner != THIS_STEP:
             # This image is needed now; the kept ones are needed later.
@@ -285,10 +301,11 @@ class EncoderScheduler:
         if rows is None:
             return False
         del vision.chosen[key]
+        self.adapters.hold(adapter)
         vision.kept.add(key)
         self.arena.pin(key, THIS_STEP)
         vision.unpins.append(Pin(key, THIS_STEP))
-        vision.images.append(Encode(key, span.grid, span.slots, self.pixel_queue.pixels[key], rows))
+        vision.images.append(Encode(key, span.grid, span.slots, self.pixel_queue.pixels[key], rows, adapter))
         vision.owners.append(wanted.sequence)
         self._totals.images_encoded += 1
         self.pixel_queue.forget(key)

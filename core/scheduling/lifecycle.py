@@ -168,7 +168,8 @@ class Lifecycle:
                 self.scheduler.release(seq)
         if self._drew:
             self._advance_beams()
-        self._settle()
+        if self._touched or self._ended:
+            self._settle()
 
     def _learn(self, work: StepWork, output: StepOutput) -> None:
         """Records how long a step took."""
@@ -217,8 +218,12 @@ class Lifecycle:
 
     def _account(self, step: InFlightStep, output: StepOutput) -> tuple[Bucket, ...]:
         """Adds the step's launches to the statistics of its sequences, but not of those in the persistent batch."""
-        buckets = tuple(s.bucket for s in output.stats)
-        launches, misses = len(buckets), sum(not s.planned for s in output.stats)
+        held: list[Bucket] = []
+        misses = 0
+        for launch in output.stats:
+            held.append(launch.bucket)
+            misses += not launch.planned
+        buckets, launches = tuple(held), len(held)
         for seq in step.scheduled:
             seq.stats.launches += launches
             seq.stats.misses += misses

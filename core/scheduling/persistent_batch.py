@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from trencadis.core.kv.block_pool import BlockPool
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.scheduling.sequence import AHEAD, Filled, Sequence, numbers
-from trencadis.core.scheduling.step_builder import StepBuilder
+from trencadis.core.scheduling.step_builder import InFlightStep, StepBuilder
 from trencadis.core.step import PENDING, BatchChange, Draw, Float32, Int32, Joining
 
 NEVER = 1 << 62
@@ -63,11 +63,14 @@ class PersistentBatch:
         self._tokens = NO_TOKENS
         self.sequences: list[Sequence] = []
         self._size = block_size
-        self._age = 0  # number of steps of the batch
+        self.age = 0
+        """Number of steps of the batch."""
         self._last = np.zeros(rows, np.int32)  # the row's last block
         self._full_at = np.zeros(rows, np.int64)  # the age at which the row's blocks are full
         self._spent_at = np.zeros(rows, np.int64)  # the age at which the row has sampled its last output
-        self._next_full = self._next_spent = NEVER  # minimum of each over the rows
+        self._next_full = NEVER  # minimum over the rows, as is ``next_spent``
+        self.next_spent = NEVER
+        """The age from which on some row has sampled its last output."""
         self._numbers = np.full((rows, AHEAD), 0.5, np.float32)  # column age % AHEAD is used; 0.5: argmax
         self._phase = np.full(rows, -1, np.int32)  # the column in which the row's numbers begin; -1: argmax
         self._phase_counts = [0] * AHEAD  # rows by their phase
@@ -108,23 +111,19 @@ class PersistentBatch:
             self.leave(seq)
 
     def leave_spent(self) -> None:
-        """Removes the sequences that have sampled their last output token."""
-        if self._age >= self._next_spent:
-            spent = np.flatnonzero(self._spent_at[: len(self.sequences)] <= self._age)
-            self.leave_all([self.sequences[i] for i in spent])
-            self._next_spent = int(self._spent_at[: len(self.sequences)].min(initial=NEVER))
-
-    def sequences_needing_block(self) -> list[Sequence]:
-        """Returns the sequences whose next token needs another block."""
-        return self._list_needing_block() if self._age >= self._next_full else []
+        """Removes the sequences that have sampled their last output token; does nothing before ``next_spent``."""
+        spent = np.flatnonzero(self._spent_at[: len(self.sequences)] <= self.age)
+        self.leave_all([self.sequences[i] for i in spent])
+        self.next_spent = int(self._spent_at[: len(self.sequences)].min(initial=NEVER))
 
     def _list_needing_block(self) -> list[Sequence]:
+        """Returns the sequences whose next token needs another block."""
         return [self.sequences[i] for i in self._full_rows().tolist()]
 
     def _full_rows(self) -> NDArray[np.int64]:
         dates = self._full_at[: len(self.sequences)]
         self._next_full = int(dates.min(initial=NEVER))
-        return np.flatnonzero(dates <= self._age)
+        return np.flatnonzero(dates <= self.age)
 
     def _list_filled(self) -> list[Filled]:
         """Returns the sequences that have filled a block, with that block."""
@@ -140,7 +139,7 @@ class PersistentBatch:
         they could use. Then the order is irrelevant, and True is returned; otherwise nothing is reserved, and False is
         returned.
         """
-        count, full = len(self.sequences), self.sequences_needing_block()
+        count, full = len(self.sequences), self._list_needing_block() if self.age >= self._next_full else []
         if count + len(others) > limits.max_tokens or (others and not limits.chunked):
             return False
         need = len(full) + sum(_blocks_for(seq, limits) for seq in others) if full or others else 0
@@ -178,7 +177,7 @@ class PersistentBatch:
             blocks = np.array(([seq.batch_row for seq in grown], [seq.blocks[-1] for seq in grown]), np.int32)
             self._full_at[blocks[0]] += self._size
             self._last[blocks[0]] = blocks[1]
-        self._age += 1
+        self.age += 1
         if self._names_tokens:
             self._tokens = self._last_tokens()
         token = PENDING
@@ -188,7 +187,7 @@ class PersistentBatch:
             seq.pending += 1
             seq.inflight += 1
             seq.scheduled = number
-        return blocks, self._list_filled() if self._age >= self._next_full else []
+        return blocks, self._list_filled() if self.age >= self._next_full else []
 
     def _last_tokens(self) -> Int32:
         """Returns int32 [count]: the token that each row computes now."""
@@ -207,7 +206,7 @@ class PersistentBatch:
             count,
             tuple(self._left),
             grown,
-            self._numbers_of_step(count),
+            self._numbers_of_step(count) if self._drawing and count else NO_NUMBERS,
             tuple(self._joins),
             self._tokens,
         )
@@ -223,13 +222,13 @@ class PersistentBatch:
         free_tokens, draws = len(seq.blocks) * self._size - seq.computed, seq.limit - seq.outputs
         assert free_tokens < self._size, "a row begins with a block more than it needs"
         self._last[index] = seq.blocks[-1]
-        self._full_at[index], self._spent_at[index] = self._age + free_tokens, self._age + draws
-        self._next_full = min(self._next_full, self._age + free_tokens)
-        self._next_spent = min(self._next_spent, self._age + draws)
+        self._full_at[index], self._spent_at[index] = self.age + free_tokens, self.age + draws
+        self._next_full = min(self._next_full, self.age + free_tokens)
+        self.next_spent = min(self.next_spent, self.age + draws)
         if seq.request.params.greedy:
             self._phase[index], self._numbers[index] = -1, 0.5
         else:
-            self._phase[index] = (self._age + 1 - seq.outputs) % AHEAD  # its next output is sampled at the next age
+            self._phase[index] = (self.age + 1 - seq.outputs) % AHEAD  # its next output is sampled at the next age
             self._put_numbers(index, seq.outputs)
         self._count_phase(index, 1)
 
@@ -247,10 +246,8 @@ class PersistentBatch:
         self._numbers[index, phase:], self._numbers[index, :phase] = made[: AHEAD - phase], made[AHEAD - phase :]
 
     def _numbers_of_step(self, count: int) -> Float32:
-        """Returns float32 [count]: the random number of each row in this step; empty if all rows take the argmax."""
-        if not (self._drawing and count):
-            return NO_NUMBERS
-        column = self._age % AHEAD
+        """Returns float32 [count]: the random number of each row in this step."""
+        column = self.age % AHEAD
         if self._phase_counts[column]:
             for index in np.flatnonzero(self._phase[:count] == column).tolist():
                 self._put_numbers(index, self.sequences[index].outputs - 1)  # this step samples its last output
@@ -262,9 +259,9 @@ class PersistentBatch:
         for index, seq in enumerate(self.sequences):
             assert seq.batch_row == index and seq.computed + 1 == len(seq.tokens), "a row holds another sequence"
             free_tokens, draws = len(seq.blocks) * self._size - seq.computed, seq.limit - seq.outputs
-            assert self._full_at[index] - self._age == free_tokens and self._spent_at[index] - self._age == draws
+            assert self._full_at[index] - self.age == free_tokens and self._spent_at[index] - self.age == draws
             assert self._last[index] == seq.blocks[-1]
-            assert self._next_full <= self._full_at[index] and self._next_spent <= self._spent_at[index]
+            assert self._next_full <= self._full_at[index] and self.next_spent <= self._spent_at[index]
         assert self._drawing == sum(not seq.request.params.greedy for seq in self.sequences) == sum(self._phase_counts)
 
     def checksum(self) -> int:
@@ -296,29 +293,25 @@ class MicroBatches:
         self.lacks_blocks = [False] * count
         """Per micro-batch: True if a sequence waits for blocks. New sequences must not take those blocks."""
         self.current = 0
+        """The micro-batch whose step is being built."""
+        self.batch = self.batches[0]
+        """The persistent batch of ``current``."""
 
     def __len__(self) -> int:
         return len(self.batches)
 
-    @property
-    def batch(self) -> PersistentBatch:
-        """The persistent batch of the micro-batch whose step is being built."""
-        return self.batches[self.current]
+    def select(self, micro_batch: int) -> None:
+        """Sets the micro-batch whose step is built next."""
+        self.current, self.batch = micro_batch, self.batches[micro_batch]
 
-    @property
-    def is_all_persistent(self) -> bool:
-        """True if all running sequences of this micro-batch are in its persistent batch."""
-        return len(self.batch.sequences) == self.sizes[self.current]
+    def members(self, running: Iterable[Sequence]) -> list[Sequence]:
+        """Returns those of the ``running`` sequences that are in the current micro-batch."""
+        return [seq for seq in running if seq.micro_batch == self.current]
 
-    def list_free(self, busy: Iterable[int]) -> list[int]:
-        """Returns the micro-batches that may have a step now, longest waiting first.
-
-        ``busy``: those of steps in flight.
-        """
+    def list_free(self, in_flight: Iterable[InFlightStep]) -> list[int]:
+        """Returns the micro-batches that have no step in flight, longest waiting first."""
         count = len(self.batches)
-        if count == 1:
-            return [0]
-        taken = set(busy)
+        taken = {step.micro_batch for step in in_flight}
         return [
             micro_batch
             for micro_batch in ((self.current + 1 + i) % count for i in range(count))
@@ -354,7 +347,7 @@ class MicroBatches:
 
     def _rebalance(self, running: Iterable[Sequence], more: int) -> None:
         """Moves half of the ``more`` surplus sequences of this micro-batch to the smallest ones."""
-        mine = [seq for seq in running if seq.micro_batch == self.current and seq.inflight == 0 and not seq.resting]
+        mine = [seq for seq in self.members(running) if seq.inflight == 0 and not seq.resting]
         for seq in mine[len(mine) - more // 2 :]:
             micro_batch = self.smallest
             self.remove(seq)

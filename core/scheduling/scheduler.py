@@ -57,12 +57,12 @@ class Scheduler:
         self.limits, self.times = limits, times
         self.states = None if states is None else StateScheduler(states, limits)
         """Set if the model keeps a recurrent state for each sequence."""
-        self.pool = pool
-        self.arena = arena
-        self.clock = clock
+        self.pool, self.arena, self.clock = pool, arena, clock
         self.totals = EngineStats(kv_total=pool.size, arena_total=arena.capacity)
         """Counters since the start; lists hold the events since the last report."""
-        self.encoder = EncoderScheduler(arena, packer or ImagePacker(budget=limits.encoder_slots), self.totals)
+        self.adapters = AdapterSlots(limits.adapters)
+        packer = packer or ImagePacker(budget=limits.encoder_slots)
+        self.encoder = EncoderScheduler(arena, packer, self.totals, self.adapters)
         self.pixel_queue = self.encoder.pixel_queue
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -80,7 +80,6 @@ class Scheduler:
         self._closings: list[int] = []  # keys of choices that have left since the last step
         self._biased: set[int] = set()  # slots whose sampler state holds a bias
         self._had_vision = self._starved_text = False  # last step: had VISION; starved a text-only request
-        self.adapters = AdapterSlots(limits.adapters)
         self.drafting: DraftScheduler | None = None
         """Set if sequences are drafted."""
 
@@ -103,47 +102,55 @@ class Scheduler:
         """Returns the next Step, or None if nothing can run. Every Step encodes or advances something."""
         if self.drafting is not None and self.in_flight and self.drafting.waits(self.in_flight, self.running):
             return None
-        for seq in self.order.choose_displaced(self.running):
+        for seq in self.order.choose_displaced(self.running) if self.fair is not None else ():
             self.leave(seq)
         if self.order.moves and (self.with_media or self.admits):
             self.order.sort(self.waiting)
-        for micro_batch in self.micro_batches.list_free(step.micro_batch for step in self.in_flight):
-            before, self.micro_batches.current = self.micro_batches.current, micro_batch
+        if len(self.micro_batches.batches) == 1:
+            return self._schedule()
+        for micro_batch in self.micro_batches.list_free(self.in_flight):
+            before = self.micro_batches.current
+            self.micro_batches.select(micro_batch)
             step = self._schedule()
             if step is not None:
                 return step
-            self.micro_batches.current = before
+            self.micro_batches.select(before)
         return None
 
     def _schedule(self) -> Step | None:
         """Returns the next Step of the current micro-batch."""
-        self.micro_batches.begin_step(self.running)
-        self.micro_batches.batch.leave_spent()
+        micro_batches, batch = self.micro_batches, self.micro_batches.batch
+        micro_batches.begin_step(self.running)
+        if batch.age >= batch.next_spent:
+            batch.leave_spent()
         if self.states is not None:
             self.states.pool.begin_step()
         if self.drafting is not None:
-            mine = [seq for seq in self.running if seq.micro_batch == self.micro_batches.current]
-            self.drafting.prepare(mine, self.micro_batches.batch, self.pool)
-        others = [] if self.micro_batches.is_all_persistent else self._list_unbatched()
-        vision = (
-            self.encoder.begin(self._media_in_order(), self._skips_vision()) if self.with_media else VisionBuilder()
-        )
+            mine = self.running if len(micro_batches.batches) == 1 else micro_batches.members(self.running)
+            self.drafting.prepare(mine, batch, self.pool)
+        persistent = len(batch.sequences)
+        others = [] if persistent == micro_batches.sizes[micro_batches.current] else self._list_unbatched()
+        vision = VisionBuilder()
+        if self.with_media:
+            vision = self.encoder.begin(self._media_in_order(), self._skips_vision())
         builder = StepBuilder(self.steps + 1, self.limits.max_tokens, self.limits.scored_tokens, vision)
-        builder.decoding = len(self.micro_batches.batch.sequences) + sum(seq.due == 1 for seq in others)
+        builder.decoding = persistent + sum(seq.due == 1 for seq in others)
         if self.times is not None:
             builder.bound_prompts(self.times)
-        if self.micro_batches.batch.grant_all(builder, others, self.limits, self.pool):
+        if batch.grant_all(builder, others, self.limits, self.pool):
             if others:
                 self._advance_sequences(others, builder)
         else:
             self._advance_all_in_order(builder)
-        grown, filled = self.micro_batches.batch.advance(builder.grown, builder.number)
-        known = (f for f in filled if f[0].pending == 1)  # others await tokens
-        step_builder.publish_filled(known, self.limits, self.pool)
-        if not builder.preempted and not any(self.micro_batches.lacks_blocks):
-            self._admit(builder)
-        if self.drafting is not None:
-            self.drafting.extend_rows(builder, self.pool, len(self.micro_batches.batch.sequences))
+        grown, filled = batch.advance(builder.grown, builder.number)
+        if filled:  # those with several pending tokens await some of the block
+            step_builder.publish_filled((f for f in filled if f[0].pending == 1), self.limits, self.pool)
+        if not builder.preempted and not any(micro_batches.lacks_blocks):
+            self.held_back = 0
+            if self.waiting and len(self.running) < self.limits.max_rows:
+                self._admit(builder)
+        if self.drafting is not None and self.drafting.proposed:
+            self.drafting.extend_rows(builder, self.pool, len(batch.sequences))
         self._had_vision = self._starved_text = False
         if self.with_media:
             self._end_vision(builder)
@@ -152,7 +159,7 @@ class Scheduler:
     def _step(self, builder: StepBuilder, grown: Int32, filled: list[Filled]) -> Step | None:
         """Returns the Step that ``builder`` describes, which is now in flight."""
         images, persistent = tuple(builder.vision.images), [*self.micro_batches.batch.sequences]
-        if not builder.rows and not images and not persistent:
+        if not (builder.rows or images or persistent):
             return None
         self.steps += 1
         micro_batch, chunk_budget, owners = self.micro_batches.current, builder.chunk_budget, builder.vision.owners
@@ -162,17 +169,16 @@ class Scheduler:
         flying = InFlightStep(self.steps, persistent, filled, builder.scheduled, owners, micro_batch, work)
         flying.snapshots = builder.snapshots
         self.in_flight.append(flying)
-        if self.drafting is not None:
-            flying.drafted, flying.began = builder.drafted, self.clock()
-            plain = not builder.prompts and not images
-            flying.tokens = len(persistent) + sum(len(row.tokens) for row in builder.rows) if plain else 0
         closings, self._closings = tuple(self._closings), []
         moves = () if self.pool.host is None else self.pool.host.take_moves()
         change = self.micro_batches.batch.take_change(grown)
-        rows, resets = tuple(builder.rows), tuple(builder.resets)
-        uploads = self.adapters.take_uploads()
-        openings = tuple(builder.openings)
-        return Step(self.steps, rows, images, resets, openings, closings, moves, change, micro_batch, uploads)
+        rows, resets, openings = tuple(builder.rows), tuple(builder.resets), tuple(builder.openings)
+        uploads = self.adapters.take_uploads() if self.limits.adapters else ()
+        step = Step(self.steps, rows, images, resets, openings, closings, moves, change, micro_batch, uploads)
+        if self.drafting is not None:
+            flying.drafted, flying.began = builder.drafted, self.clock()
+            flying.tokens = 0 if builder.prompts or images else step.tokens
+        return step
 
     def _advance_sequences(self, sequences: Iterable[Sequence], builder: StepBuilder) -> None:
         """Advances running sequences, in order, while tokens are left."""
@@ -189,33 +195,30 @@ class Scheduler:
         Sequences that are not reached leave the persistent batch.
         """
         self.order.sort(self.running)
-        self._advance_sequences([seq for seq in self.running if seq.micro_batch == self.micro_batches.current], builder)
-        self.micro_batches.batch.leave_all(
-            [s for s in self.micro_batches.batch.sequences if s.scheduled != builder.number]
-        )
+        self._advance_sequences(self.micro_batches.members(self.running), builder)
+        batch = self.micro_batches.batch
+        batch.leave_all([seq for seq in batch.sequences if seq.scheduled != builder.number])
 
     def _list_unbatched(self) -> list[Sequence]:
         """Returns the running sequences outside the persistent batch, in order."""
         self.order.sort(self.running)
-        return [seq for seq in self.running if seq.batch_row < 0 and seq.micro_batch == self.micro_batches.current]
+        return [seq for seq in self.micro_batches.members(self.running) if seq.batch_row < 0]
 
     def _skips_vision(self) -> bool:
         """Returns True if this step has no VISION launch, so that a text-only request waits for at most one."""
-        if self._starved_text:
-            return True
-        return self._had_vision and self.admits and any(not seq.request.spans for seq in self.waiting)
+        had = self._had_vision and self.admits
+        return self._starved_text or (had and any(not seq.request.spans for seq in self.waiting))
 
     def _end_vision(self, builder: StepBuilder) -> None:
         """Encodes images ahead, requests pixels, and records the facts that the next step needs."""
         self.encoder.end(builder.vision, self._media_in_order())
-        mine = (seq for seq in self.running if seq.micro_batch == self.micro_batches.current)
+        mine = self.micro_batches.members(self.running)
         self._had_vision, self._starved_text = bool(builder.vision.images), builder.starves(chain(mine, self.waiting))
 
     def _media_in_order(self) -> Iterable[MediaStart]:
         """Yields sequences with media in the total order; those in the persistent batch have passed theirs."""
         running = (seq for seq in self.running if seq.batch_row < 0)
-        waiting = self.waiting[: self.limits.max_rows]
-        return media_order(running, waiting, self.limits, self.pool, self._prefix_hits)
+        return media_order(running, self.waiting[: self.limits.max_rows], self.limits, self.pool, self._prefix_hits)
 
     def _prefix_hits(self, seq: Sequence) -> list[int]:
         """Returns the cached blocks that a sequence would begin with, up to a snapshot of its state if it has one."""
@@ -369,7 +372,7 @@ class Scheduler:
 
         A sequence that can compute only little before an image is encoded stays in the queue, and others overtake it.
         """
-        size, at, self.held_back = self.limits.block_size, 0, 0
+        size, at = self.limits.block_size, 0
         self.adapters.begin_admission()
         while at < len(self.waiting) and builder.open and self.admits:
             if not self.micro_batches.can_admit(len(self.waiting) - at):

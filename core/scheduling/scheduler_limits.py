@@ -39,6 +39,7 @@ class SchedulerLimits:
     whole: bool = False  # an encoder: a prompt is one row of one step, and its tokens attend to each other
     bidirectional_images: bool = False  # tokens of an image attend to each other: no chunk ends inside one
     adapters: int = 0  # slots of LoRA adapters
+    drafts_adapters: bool = True  # sequences with adapters are drafted, too
     chunk: int = 0  # tests: at most this many tokens of one sequence in a step
 
     @property

@@ -173,10 +173,10 @@ class Sequence:
     source: int = 0  # slot that its next launch reads it from: ``state``, a snapshot that it has claimed, or 0 (zeros)
     branch_at: int = 0  # tokens of its prompt after which a snapshot is taken, because other prompts branch there
 
-    @property
-    def prompt(self) -> int:
-        """Number of prompt tokens."""
-        return len(self.request.tokens)
+    prompt: int = field(init=False)  # number of prompt tokens
+
+    def __post_init__(self) -> None:
+        self.prompt = len(self.request.tokens)
 
     @property
     def outputs(self) -> int:

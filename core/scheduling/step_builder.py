@@ -130,6 +130,7 @@ class AdapterSlots:
         self._used_at = [0] * (count + 1)
         self._clock = 0
         self._uploads: list[AdapterUpload] = []
+        self._held: set[int] = set()  # slots that the step which is built encodes images with
         self._first_denied = 0  # the first sequence of this pass that got no slot
         self._waiting_key = 0  # the first sequence that waits for a slot
         self._overtakes = 0
@@ -184,8 +185,24 @@ class AdapterSlots:
             self._used_at[seq.adapter_slot] = self._clock
             seq.adapter_slot = 0
 
+    def encodes(self, seq: Sequence) -> bool:
+        """Implements ``encoder_scheduler.TowerAdapters``."""
+        return self.tower_slot(seq) >= 0 or bool(self._free())
+
+    def tower_slot(self, seq: Sequence) -> int:
+        """Implements ``encoder_scheduler.TowerAdapters``."""
+        adapter = seq.request.adapter
+        if adapter is None or not adapter.tower:
+            return 0
+        return self._find(adapter.digest) or -1
+
+    def hold(self, slot: int) -> None:
+        """Implements ``encoder_scheduler.TowerAdapters``."""
+        self._held.add(slot)
+
     def take_uploads(self) -> tuple[AdapterUpload, ...]:
-        """Returns the uploads of the step that is built."""
+        """Returns the uploads of the step that is built, which ends what ``hold`` began."""
+        self._held.clear()
         if not self._uploads:
             return ()
         made, self._uploads = tuple(self._uploads), []
@@ -197,7 +214,7 @@ class AdapterSlots:
 
     def _free(self) -> int:
         """Returns the slot that an adapter can get: one that was never used, or else the least recent; 0: none."""
-        unused = (slot for slot in range(1, self.count + 1) if not self._users[slot])
+        unused = (slot for slot in range(1, self.count + 1) if not self._users[slot] and slot not in self._held)
         return min(unused, key=lambda slot: (self.digests[slot] != "", self._used_at[slot]), default=0)
 
     def check(self, running: list[Sequence]) -> None:
@@ -280,7 +297,7 @@ class EvictionCounts:
 
     def log(self, step: int, blocks: int, images: int) -> None:
         """The caches have evicted so many ``blocks`` and ``images`` in all; logs what ``step`` added."""
-        if not log.isEnabledFor(logging.DEBUG) or (blocks, images) == (self._blocks, self._images):
+        if (blocks, images) == (self._blocks, self._images):
             return
         log.debug(
             "eviction: step %d takes %d KV blocks and %d images out of the caches", step, blocks - self._blocks,
@@ -291,12 +308,11 @@ class EvictionCounts:
 
 def log_launches(step: int, launches: Iterable[StepStats]) -> None:
     """The launches of a step that has ended: shape, how they ran, real and padded sizes, seconds."""
-    if log.isEnabledFor(logging.DEBUG):
-        for one in launches:
-            log.debug(
-                "launch: step %d %s, %s, %d of %d, %.2f ms%s", step, one.bucket, one.state, one.real, one.padded,
-                1000 * one.seconds, f", miss: {one.miss}" if one.miss else "",
-            )  # fmt: skip
+    for one in launches:
+        log.debug(
+            "launch: step %d %s, %s, %d of %d, %.2f ms%s", step, one.bucket, one.state, one.real, one.padded,
+            1000 * one.seconds, f", miss: {one.miss}" if one.miss else "",
+        )  # fmt: skip
 
 
 @dataclass(slots=True)

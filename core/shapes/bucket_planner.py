@@ -16,6 +16,7 @@ from trencadis.core import cross_attention_inputs
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import LORA, POOL_ROWS, Bucket, Stage, ahead_variant, verify_variant
 from trencadis.core.checkpoint.model_config import ModelConfig, SquareImage
+from trencadis.core.checkpoint.registry import adapted_tower
 from trencadis.core.device_policy import AxisRule, Policy
 from trencadis.core.shapes.bucket_options import (
     AxisSettings,
@@ -169,7 +170,9 @@ def make_plan(
     whole = model is not None and not model.text.causal
     buckets = _with_image_units(_prune_to_limit(builder, set(found)), limits.units)
     if limits.adapters:
-        buckets = _with_adapters(buckets, _work(policy.cost))
+        buckets = _with_adapters(
+            buckets, model is not None and any(adapted_tower(model)), without_launch_cost(policy.cost)
+        )
     return Plan(policy, 1, buckets, limits.block_size, tuple(builder.notes), whole, limits.units, limits.drafts)
 
 
@@ -195,7 +198,7 @@ def _prune_to_limit(builder: PlanBuilder, found: set[Bucket]) -> tuple[Bucket, .
     if excess <= 0:
         return tuple(sorted(found))
     free = {stage for stage, names in COARSE.items() if all(builder.is_default(name) for name in names)}
-    kept = pruned([b for b in found if b.stage in free], excess, _work(builder.policy.cost))
+    kept = pruned([b for b in found if b.stage in free], excess, without_launch_cost(builder.policy.cost))
     return tuple(sorted([*kept, *(b for b in found if b.stage not in free)]))
 
 
@@ -214,14 +217,14 @@ ADAPTER_SHARE = 0.3
 """Buckets for launches with adapters, as a share of all others; needs between two of them are padded further."""
 
 
-def _with_adapters(buckets: tuple[Bucket, ...], cost: Callable[[Bucket], float]) -> tuple[Bucket, ...]:
-    """Returns ``buckets`` and the variant of some text buckets for rows with adapters, which holds all their needs."""
-    text = [b for b in buckets if b.stage in TEXT]
-    kept = pruned(text, max(len(text) - int(ADAPTER_SHARE * len(buckets)), 0), cost)
+def _with_adapters(buckets: Sequence[Bucket], images: bool, cost: Callable[[Bucket], float]) -> tuple[Bucket, ...]:
+    """Returns ``buckets`` and the variant of some for adapters, which holds all needs of text (and of ``images``)."""
+    found = [b for b in buckets if b.stage in TEXT or (images and b.stage is Stage.VISION)]
+    kept = pruned(found, max(len(found) - int(ADAPTER_SHARE * len(buckets)), 0), cost)
     return tuple(sorted([*buckets, *(dataclasses.replace(b, variant=LORA) for b in kept)]))
 
 
-def _work(cost: Callable[[Bucket], float]) -> Callable[[Bucket], float]:
+def without_launch_cost(cost: Callable[[Bucket], float]) -> Callable[[Bucket], float]:
     """Returns ``cost`` without the constant cost of a launch, so that pruning prefers little padding."""
     return dataclasses.replace(cost, launch=0.0, block=0.0, vision_launch=0.0) if isinstance(cost, Costs) else cost
 

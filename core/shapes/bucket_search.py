@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -34,10 +34,30 @@ class CostTable:
     Args:
         costs: [needs, candidates]; infinite where a candidate does not hold a need.
         forced: [candidates]: candidates that are always chosen. Together they hold every need.
+        charges: [candidates]: what choosing a candidate costs once; None: nothing.
     """
 
     costs: Floats
     forced: NDArray[np.bool_]
+    charges: Floats | None = None
+
+    @property
+    def fees(self) -> Floats:
+        """``charges``, or zeros."""
+        return np.zeros(self.costs.shape[1]) if self.charges is None else self.charges
+
+
+@dataclass(frozen=True)
+class PoolLimit:
+    """A limit of the bytes of the chosen candidates of some groups together.
+
+    Args:
+        bytes: by number of the group, the bytes of its candidates [candidates].
+        limit: most bytes; forced candidates are chosen even above it.
+    """
+
+    bytes: Mapping[int, Floats]
+    limit: float
 
 
 @dataclass(frozen=True)
@@ -49,8 +69,11 @@ class SearchResult:
     bound: float
 
 
-def search_choice(tables: Sequence[CostTable], count: int) -> SearchResult:
+def search_choice(tables: Sequence[CostTable], count: int, pools: Sequence[PoolLimit] = ()) -> SearchResult:
     """Chooses at most ``count`` candidates of all groups together, the forced ones included, with the least cost.
+
+    Where they take more bytes than a pool has, those go whose loss costs least for their bytes; the bound is that of a
+    choice without such limits.
 
     Raises:
         ValueError: more than ``count`` candidates are forced.
@@ -65,24 +88,39 @@ def search_choice(tables: Sequence[CostTable], count: int) -> SearchResult:
     if better.cost() < best.cost():
         better.swap()
         best = better if better.cost() < best.cost() else best
+    if any([best.shrink(pool) for pool in pools]):
+        return SearchResult(tuple(tuple(sorted(c)) for c in best.chosen), best.cost(), min(bound, best.cost()))
     chosen, cost = _enumerate(tables, best, bound, price, count)
+    if any(_bytes(pool, chosen) > pool.limit for pool in pools):
+        return SearchResult(tuple(tuple(sorted(c)) for c in best.chosen), best.cost(), min(bound, best.cost()))
     exact = cost is not None
     final = best.cost() if cost is None else cost
     return SearchResult(tuple(tuple(sorted(c)) for c in chosen), final, final if exact else min(bound, final))
 
 
 def cost_of(tables: Sequence[CostTable], chosen: Sequence[Sequence[int]]) -> float:
-    """Returns the cost of all needs, each in its cheapest chosen candidate."""
-    return float(sum(_least(t, c).sum() for t, c in zip(tables, chosen, strict=True)))
+    """Returns the cost of all needs, each in its cheapest chosen candidate, and the charges of these."""
+    return float(sum(_least(t, c).sum() + _charges(t, c) for t, c in zip(tables, chosen, strict=True)))
+
+
+def _bytes(pool: PoolLimit, chosen: Sequence[Collection[int]]) -> float:
+    return sum(float(sizes[sorted(chosen[g])].sum()) for g, sizes in pool.bytes.items())
+
+
+def _charges(table: CostTable, chosen: Collection[int]) -> float:
+    return 0.0 if table.charges is None else float(table.charges[sorted(chosen)].sum())
 
 
 def _least(table: CostTable, chosen: Sequence[int]) -> Floats:
     return table.costs[:, sorted(chosen)].min(axis=1) if chosen else np.full(len(table.costs), np.inf)
 
 
-def _gains(costs: Floats, prices: Floats) -> Floats:
-    """Returns for each candidate by how much it undercuts ``prices`` of the needs, summed."""
-    return np.maximum(prices[:, None] - costs, 0.0).sum(axis=0) if len(costs) else np.zeros(costs.shape[1])
+def _gains(table: CostTable, prices: Floats) -> Floats:
+    """Returns for each candidate by how much it undercuts ``prices`` of the needs, summed, less its charge."""
+    if not len(table.costs):
+        return -table.fees
+    gains: Floats = np.maximum(prices[:, None] - table.costs, 0.0).sum(axis=0) - table.fees
+    return gains
 
 
 class _Loss(NamedTuple):
@@ -109,17 +147,18 @@ class _Selection:
         start = [np.flatnonzero(t.forced).tolist() for t in tables] if chosen is None else chosen
         self.chosen: list[set[int]] = [set(c) for c in start]
         self.least = [_least(t, sorted(c)) for t, c in zip(tables, self.chosen, strict=True)]
-        self.gains = [_gains(t.costs, costs) for t, costs in zip(tables, self.least, strict=True)]
+        self.gains = [_gains(t, costs) for t, costs in zip(tables, self.least, strict=True)]
 
     def cost(self) -> float:
-        return float(sum(costs.sum() for costs in self.least))
+        charges = sum(_charges(t, c) for t, c in zip(self.tables, self.chosen, strict=True))
+        return float(sum(costs.sum() for costs in self.least)) + charges
 
     def count(self) -> int:
         return sum(map(len, self.chosen))
 
     def _update(self, g: int) -> None:
         self.least[g] = _least(self.tables[g], sorted(self.chosen[g]))
-        self.gains[g] = _gains(self.tables[g].costs, self.least[g])
+        self.gains[g] = _gains(self.tables[g], self.least[g])
 
     def add_best(self) -> bool:
         """Adds the candidate that saves most; False if none saves anything."""
@@ -137,25 +176,39 @@ class _Selection:
             pass
 
     def losses(self) -> list[_Loss]:
-        """Returns the loss of each chosen candidate that is not forced, ascending."""
+        """Returns the loss of each chosen candidate that is not forced, less its charge, ascending."""
         found: list[_Loss] = []
         for g, table in enumerate(self.tables):
-            order = sorted(self.chosen[g])
+            order, fees = sorted(self.chosen[g]), table.fees
             if len(order) < 2 or not len(table.costs):
-                found += [_Loss(0.0, g, j) for j in order if not table.forced[j]] if not len(table.costs) else []
+                found += [_Loss(-fees[j], g, j) for j in order if not table.forced[j]] if not len(table.costs) else []
                 continue
             part = table.costs[:, order]
             two = np.partition(part, 1, axis=1)[:, :2]
             own = part.argmin(axis=1)
             lost = np.bincount(own, weights=two[:, 1] - two[:, 0], minlength=len(order))
-            found += [_Loss(float(lost[k]), g, j) for k, j in enumerate(order) if not table.forced[j]]
+            found += [_Loss(float(lost[k] - fees[j]), g, j) for k, j in enumerate(order) if not table.forced[j]]
         return sorted(found)
 
     def swap(self) -> None:
-        """Replaces candidates one at a time as long as that lowers the cost."""
+        """Replaces candidates one at a time, or drops them, as long as that lowers the cost."""
         for _ in range(SWAP_ROUNDS):
             if not any(self._try_swap(g, j) for _, g, j in self.losses()[:DROPS]):
                 return
+
+    def shrink(self, pool: PoolLimit) -> bool:
+        """Drops candidates until the others fit a pool; True if any was dropped."""
+        dropped = False
+        while (total := _bytes(pool, self.chosen)) > pool.limit:
+            losses = [loss for loss in self.losses() if loss.group in pool.bytes]
+            sized = [(loss.cost / max(pool.bytes[loss.group][loss.candidate], 1.0), loss) for loss in losses]
+            if not sized:
+                return dropped
+            loss = min(sized)[1]
+            self.chosen[loss.group].remove(loss.candidate)
+            self._update(loss.group)
+            dropped = total > 0
+        return dropped
 
     def _try_swap(self, g: int, j: int) -> bool:
         before, sets = self.cost(), [set(c) for c in self.chosen]
@@ -179,7 +232,7 @@ def _raise_bound(tables: Sequence[CostTable], best: _Selection, count: int) -> _
     kept, top, met, step = [p.copy() for p in prices], -math.inf, best, 1.0
     upper, stale = best.cost(), 0
     for _ in range(BOUND_ROUNDS):
-        gains = [_gains(t.costs, p) for t, p in zip(tables, prices, strict=True)]
+        gains = [_gains(t, p) for t, p in zip(tables, prices, strict=True)]
         chosen = _most_gain(tables, gains, count)
         bound = float(sum(p.sum() for p in prices)) - sum(float(g[c].sum()) for g, c in zip(gains, chosen, strict=True))
         if bound > top + 1e-6 * abs(upper):
@@ -222,26 +275,29 @@ def _enumerate(
 ) -> tuple[list[set[int]], float | None]:
     """Returns the best choice and its cost, if few choices remain that the bound does not exclude; else ``best``, None.
 
-    A choice with a candidate of less gain than the last one taken costs at least the bound plus the difference.
+    A choice with a candidate of less gain than the last one taken costs at least the bound plus the difference. With
+    charges, fewer candidates than ``count`` may be best; one that gains less than its charge is then not taken.
     """
     cost = best.cost()
-    gains = [_gains(t.costs, p) for t, p in zip(tables, prices, strict=True)]
+    charged = any(t.charges is not None for t in tables)
+    gains = [_gains(t, p) for t, p in zip(tables, prices, strict=True)]
     free = sorted((-float(gains[g][j]), g, int(j)) for g, t in enumerate(tables) for j in np.flatnonzero(~t.forced))
     left = count - sum(int(t.forced.sum()) for t in tables)
-    if left >= len(free):
+    if left >= len(free) and not charged:
         everything = [set(range(t.costs.shape[1])) for t in tables]
         return everything, cost_of(tables, [sorted(c) for c in everything])
     if not left:
         return best.chosen, cost
-    last, following = -free[left - 1][0], -free[left][0]
+    last, following = (max(-free[at][0], 0.0) if at < len(free) else 0.0 for at in (left - 1, left))
     slack = 1e-9 * max(abs(cost), 1.0)
     fixed = [f for f in free[:left] if bound + (-f[0] - following) > cost + slack]
     open_ = [f for f in free[:left] if f not in fixed]
     open_ += [f for f in free[left:] if bound + (last + f[0]) <= cost + slack]
-    if math.comb(len(open_), left - len(fixed)) > ENUMERATED:
+    sizes = range(left - len(fixed) + 1) if charged else (left - len(fixed),)
+    if sum(math.comb(len(open_), size) for size in sizes) > ENUMERATED:
         return best.chosen, None
     found = best.chosen
-    for some in itertools.combinations(open_, left - len(fixed)):
+    for some in itertools.chain.from_iterable(itertools.combinations(open_, size) for size in sizes):
         chosen = [set(np.flatnonzero(t.forced).tolist()) for t in tables]
         for _, g, j in (*fixed, *some):
             chosen[g].add(j)

@@ -6,13 +6,15 @@ A change costs compilations and captures, so it must pay: by needs that the prop
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from trencadis.core.bucket_plan import Plan
-from trencadis.core.engine_stats import PUBLISHED, SMALL, SOON, UNSTEADY, WORSE
+from trencadis.core.buckets import Bucket
+from trencadis.core.engine_stats import HELD, PUBLISHED, REVERTED, SMALL, SOON, UNSTEADY, WORSE
 from trencadis.core.shapes.learned_plan import expected_cost
 from trencadis.core.shapes.shape_needs import NeedHistogram
 
@@ -23,6 +25,17 @@ DRAWS = 1000
 CHANGE_SECONDS = 600.0
 HOUR_SECONDS = 3600.0
 CHANGES_AN_HOUR = 4
+HOLD_SECONDS = 24 * 3600.0
+"""After a change that did not pay, seconds without another one."""
+
+GUARDED_LAUNCHES = 1000
+"""Launches after a change by which it is judged again."""
+
+LEAST_MEASURED = 30
+"""Measured launches without which no judgement is made: there is no clock, or it measures too few."""
+
+MOST_OVERRUN = 1.05
+"""Measured over predicted seconds above which a change is taken back."""
 
 
 class PlanCosts(NamedTuple):
@@ -33,10 +46,16 @@ class PlanCosts(NamedTuple):
     static: float
 
 
-def price_periods(periods: Sequence[NeedHistogram], proposed: Plan, present: Plan, static: Plan) -> list[PlanCosts]:
-    """Returns the costs of each period that has any needs."""
+def price_periods(
+    periods: Sequence[NeedHistogram],
+    proposed: Plan,
+    present: Plan,
+    static: Plan,
+    time: Callable[[Bucket], float] | None = None,
+) -> list[PlanCosts]:
+    """Returns the costs of each period that has any needs; ``time``: that of a launch, by default the policy's cost."""
     plans = (proposed, present, static)
-    return [PlanCosts(*(expected_cost(plan, period) for plan in plans)) for period in periods if period.cells]
+    return [PlanCosts(*(expected_cost(plan, period, time) for plan in plans)) for period in periods if period.cells]
 
 
 def gain_of(costs: Sequence[PlanCosts]) -> float:
@@ -69,9 +88,12 @@ class ChangeRate:
     """Bounds how often the plan changes; times in seconds of one clock."""
 
     changes: list[float] = field(default_factory=list)
+    held_until: float = -math.inf
 
     def refuses(self, now: float) -> str:
         """Returns why no change may begin now; empty: one may."""
+        if now < self.held_until:
+            return HELD
         recent = [t for t in self.changes if t > now - HOUR_SECONDS]
         if len(recent) >= CHANGES_AN_HOUR or any(t > now - CHANGE_SECONDS for t in recent):
             return SOON
@@ -80,3 +102,43 @@ class ChangeRate:
     def note_change(self, now: float) -> None:
         """Records a change."""
         self.changes = [*self.changes[-CHANGES_AN_HOUR:], now]
+
+    def hold(self, now: float) -> None:
+        """Refuses changes for ``HOLD_SECONDS``."""
+        self.held_until = now + HOLD_SECONDS
+
+
+@dataclass
+class ChangeGuard:
+    """Compares what launches take after a change with what the cost model predicted before it.
+
+    Args:
+        before: the buckets to which the plan goes back if the change does not pay.
+        predict: seconds of one launch, as known before the change.
+        scale: measured over predicted seconds of the launches before the change.
+    """
+
+    before: tuple[Bucket, ...]
+    predict: Callable[[Bucket], float]
+    scale: float = 1.0
+    launches: int = 0
+    measured: int = 0
+    seconds: float = 0.0
+    predicted: float = 0.0
+
+    def add(self, bucket: Bucket, seconds: float) -> None:
+        """Adds a measured launch."""
+        self.measured += 1
+        self.seconds += seconds
+        self.predicted += self.scale * self.predict(bucket)
+
+    @property
+    def overrun(self) -> float:
+        """Measured over predicted seconds."""
+        return self.seconds / self.predicted if self.predicted > 0 else 1.0
+
+    def verdict(self) -> str:
+        """Returns ``REVERTED`` if the change is to be taken back, ``PUBLISHED`` if it stays, empty if it is open."""
+        if self.launches < GUARDED_LAUNCHES or self.measured < LEAST_MEASURED:
+            return ""
+        return REVERTED if self.overrun > MOST_OVERRUN else PUBLISHED

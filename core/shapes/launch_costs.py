@@ -40,26 +40,30 @@ class Costs:
 
     def __call__(self, bucket: Bucket) -> float:
         """Returns the cost of one launch of ``bucket``."""
+        return sum(self.terms(bucket))
+
+    def terms(self, bucket: Bucket) -> tuple[float, ...]:
+        """Returns the summands of the cost, the constant one first; their number depends on stage and axes only."""
         stage, dims = bucket.stage, bucket.dims
         if stage is Stage.FRESH:
             rows, tokens = dims
-            return self.launch + rows * tokens + self.pair * rows * tokens * (tokens + 1) / 2
+            return self.launch, rows * tokens, self.pair * rows * tokens * (tokens + 1) / 2
         if stage is Stage.CONTEXT:
             tokens, blocks = dims
             pairs = tokens * (blocks * self.block_size + tokens)
-            return self.launch + tokens + self.pair * pairs + self.block * blocks
+            return self.launch, tokens, self.pair * pairs, self.block * blocks
         if stage is Stage.DECODE and len(dims) == 2:
             rows, blocks = dims
-            return self.launch + rows + (self.pair * self.block_size + self.block) * blocks
+            return self.launch, rows, (self.pair * self.block_size + self.block) * blocks
         if stage is Stage.VERIFY:
             tokens, blocks = padded_tokens(bucket), dims[1] if len(dims) == 2 else 0
             pairs = verified_width(bucket) * self.block_size * blocks
-            return self.launch + tokens + self.pair * pairs + self.block * blocks
+            return self.launch, tokens, self.pair * pairs, self.block * blocks
         if stage is Stage.VISION:
-            return self.vision_launch + self.slot * dims[0] + self.slot_pair * dims[0] ** 2
+            return self.vision_launch, self.slot * dims[0], self.slot_pair * dims[0] ** 2
         if stage in (Stage.SAMPLE, Stage.RESET, Stage.POOL):
-            return self.launch * self.head + self.head * dims[0]
-        return self.launch + dims[0]
+            return self.launch * self.head, self.head * dims[0]
+        return self.launch, dims[0]
 
 
 def layers_values(t: TextConfig, active: bool = True) -> int:

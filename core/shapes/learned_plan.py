@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.shapes.bucket_search import CostTable, search_choice
+from trencadis.core.shapes.bucket_search import CostTable, PoolLimit, search_choice
 from trencadis.core.shapes.shape_needs import RECORDED_STAGES, Key, NeedHistogram, round_to_grid
 
 KEPT_STAGES = tuple(stage for stage in Stage if stage not in RECORDED_STAGES)
@@ -69,40 +69,68 @@ class LearnedPlan:
     static: float
 
 
+@dataclass(frozen=True)
+class GraphMemoryLimits:
+    """Bytes of graphs.
+
+    Args:
+        bytes_of: bytes of the graph of a bucket.
+        pools: stages that share a pool, and the bytes that it has for them.
+    """
+
+    bytes_of: Callable[[Bucket], float]
+    pools: tuple[tuple[frozenset[Stage], float], ...]
+
+
 def learn_plan(
     plan: Plan,
     needs: NeedHistogram,
     max_graphs: int,
     unchanged: Iterable[Stage] = (),
     work: Callable[[Bucket], float] | None = None,
+    time: Callable[[Bucket], float] | None = None,
+    charges: Mapping[Stage, float] | None = None,
+    present: Collection[Bucket] = (),
+    memory: GraphMemoryLimits | None = None,
+    hedge: float = 0.0,
 ) -> LearnedPlan:
     """Returns the plan of at most ``max_graphs`` buckets with which ``needs`` cost least.
 
-    The cost is the policy's, in units of that of all needs in ``plan``, plus ``WORK_WEIGHT`` times the padded work in
-    such units, so that neither gets far worse where the other one hardly matters.
+    The cost is the time of the launches, in units of that of all needs in ``plan``, plus ``WORK_WEIGHT`` times the
+    padded work in such units, so that neither gets far worse where the other one hardly matters.
 
     Args:
         plan: the plan of the limits.
         unchanged: stages that keep their buckets, because the user has set their sizes.
-        work: operations of a launch (``launch_costs.work_of``); None: only the policy's cost counts.
+        work: operations of a launch (``launch_costs.work_of``); None: only the time counts.
+        time: the time of a launch, in any unit; None: the policy's cost.
+        charges: by stage, the share of the device's time that one more bucket costs, e.g. for its compilation.
+        present: buckets that cost no charge, because they have been made already.
+        memory: bytes of graphs and of their pools; None: there is no limit.
+        hedge: cost of needs that were not recorded, over that of those that were: each bucket of ``plan`` is needed
+            for an equal share of it, so that other traffic than the recorded one does not cost far more.
 
     Raises:
         TooFewGraphs: ``max_graphs`` is below the buckets that every plan needs.
     """
     fixed = {*KEPT_STAGES, *unchanged}
     keys = _learned_keys(plan, fixed)
-    parts = [(1.0, plan.policy.cost)] + ([(WORK_WEIGHT, work)] if work is not None else [])
+    parts = [(1.0, time or plan.policy.cost)] + ([(WORK_WEIGHT, work)] if work is not None else [])
     shares = [(weight / (_static_cost(plan, keys, needs, cost) or 1.0), cost) for weight, cost in parts]
 
     def price(bucket: Bucket) -> float:
         return sum(share * cost(bucket) for share, cost in shares)
 
     groups = [_Group(key, plan, _needs_of(key, needs), price) for key in keys]
-    tables = [g.table() for g in groups]
+    if hedge:
+        share = hedge * _static_cost(plan, keys, needs, price) / sum(len(g.planned) for g in groups)
+        for group in groups:
+            group.add_planned(share)
+    tables = [g.table((charges or {}).get(g.stage, 0.0), present) for g in groups]
     least = sum(int(t.forced.sum()) for t in tables)
     if max_graphs < least:
         raise TooFewGraphs(least)
-    choice = search_choice(tables, max_graphs)
+    choice = search_choice(tables, max_graphs, [] if memory is None else _list_pools(groups, memory))
     chosen = [g.candidates[j] for g, found in zip(groups, choice.chosen, strict=True) for j in found]
     kept = [b for b in plan.buckets if b.stage in fixed]
     learned = dataclasses.replace(plan, buckets=tuple(sorted([*kept, *chosen])))
@@ -110,10 +138,25 @@ def learn_plan(
     return LearnedPlan(learned, len(chosen), choice.cost, choice.bound, static)
 
 
-def expected_cost(plan: Plan, needs: NeedHistogram) -> float:
-    """Returns the policy's cost of the needs in the buckets of ``plan``."""
+def _list_pools(groups: Sequence[_Group], memory: GraphMemoryLimits) -> list[PoolLimit]:
+    """Returns the limits of the pools for the candidates of the groups."""
+    return [
+        PoolLimit(
+            {
+                g: np.array([memory.bytes_of(b) for b in group.candidates])
+                for g, group in enumerate(groups)
+                if group.stage in stages
+            },
+            limit,
+        )
+        for stages, limit in memory.pools
+    ]
+
+
+def expected_cost(plan: Plan, needs: NeedHistogram, time: Callable[[Bucket], float] | None = None) -> float:
+    """Returns the time of the needs in the buckets of ``plan``, by default the policy's cost."""
     keys = _learned_keys(plan, set(KEPT_STAGES))
-    return _static_cost(plan, [key for key in keys if key in needs.cells], needs, plan.policy.cost)
+    return _static_cost(plan, [key for key in keys if key in needs.cells], needs, time or plan.policy.cost)
 
 
 def _learned_keys(plan: Plan, fixed: set[Stage]) -> list[Key]:
@@ -158,6 +201,12 @@ class _Group:
         covered = [d for d in sorted(near) if any(_holds(b.dims, d) for b in self.largest)]
         self.needs = np.array(covered, dtype=np.int64).reshape(len(covered), len(planned[0].dims))
         self.weights = np.array([near[d] for d in covered])
+
+    def add_planned(self, cost: float) -> None:
+        """Adds a need of the size of each planned bucket, which costs ``cost`` there."""
+        sizes = np.array([b.dims for b in self.planned], dtype=np.int64)
+        self.needs = np.concatenate([self.needs, sizes])
+        self.weights = np.concatenate([self.weights, [cost / (self.price(b) or 1.0) for b in self.planned]])
 
     def _align(self, cells: Mapping[tuple[int, ...], float]) -> dict[tuple[int, ...], float]:
         """Returns the needs rounded up to the sizes that buckets can have."""
@@ -214,10 +263,13 @@ class _Group:
         columns = np.maximum.accumulate(used, axis=0)
         return [(axes[0][i], axes[1][j]) for i, j in zip(*np.nonzero(rows & columns), strict=True)]
 
-    def table(self) -> CostTable:
-        forced = np.array([b in set(self.covers) for b in self.candidates])
+    def table(self, charge: float = 0.0, present: Collection[Bucket] = ()) -> CostTable:
+        """Returns the costs of the needs in the candidates; those that are not ``present`` cost ``charge``."""
+        covers, known = set(self.covers), set(present)
+        forced = np.array([b in covers for b in self.candidates])
         dims = np.array([b.dims for b in self.candidates], dtype=np.int64)
-        return CostTable(self._costs(dims, [self.price(b) for b in self.candidates]), forced)
+        charges = np.array([charge * (b not in known) for b in self.candidates]) if charge else None
+        return CostTable(self._costs(dims, [self.price(b) for b in self.candidates]), forced, charges)
 
     def static_cost(self) -> float:
         """Returns the cost of the needs in the plan of the limits."""

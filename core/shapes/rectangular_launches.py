@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import Bucket, Stage, verify_variant
@@ -23,8 +24,7 @@ ALL_GROUPS = 16
 """All group sizes up to this one are tried, above it only those in the plan."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowNeed:
+class RowNeed(NamedTuple):
     """One row: its index in the Step, the tokens already in the cache, and the tokens to compute.
 
     ``spans``: which of these tokens, (start, stop) ascending, must stay in one launch. ``drafted``: all tokens but the

@@ -165,14 +165,12 @@ class NgramIndex:
         self._end = known - 1
         self._clear = int(np.flatnonzero(gaps)[-1]) + 1 if gaps.any() else 0
 
-    def find(self, tokens: Sequence[int], known: int) -> tuple[int, int]:
-        """Returns (index, length): the id after the last occurrence of the longest suffix that occurred before, and
-        the suffix's length; (-1, 0): none occurred.
-        """
-        return self.find_suffix(tokens, tokens, known)
-
     def find_suffix(self, tokens: Sequence[int], text: Sequence[int], known: int) -> tuple[int, int]:
-        """Returns ``find`` for the suffix of another text, ``text[:known]``; ``tokens`` are those of the index."""
+        """Finds the longest suffix of ``text[:known]`` that occurs in ``tokens``, which are those of the index.
+
+        Returns:
+            The index of the id after its last occurrence, and its length; (-1, 0): none occurs.
+        """
         for length in self._lengths:
             if length > known:
                 continue
@@ -207,7 +205,7 @@ class NgramProposer:
     def propose(self, tokens: Sequence[int], known: int, count: int) -> DraftTokens:
         """Returns the ids that followed the longest suffix where it occurred last."""
         self._index.extend(tokens, known)
-        start, _ = self._index.find(tokens, known)
+        start, _ = self._index.find_suffix(tokens, tokens, known)
         if start < 0:
             return NO_DRAFT
         return DraftTokens(self._index.read(tokens, known, start, count), "ngram")

@@ -200,11 +200,27 @@ def _method(config: EngineConfig, values: Mapping[str, Any]) -> tuple[str, str]:
     return str(method), model or ""
 
 
-def _check_draft(config: EngineConfig, model: ModelConfig, policy: Policy, device: str) -> None:
+def _check_planned(config: EngineConfig, flag: str, device: str) -> None:
+    """Raises StartupError where a flag does not go with a draft model on a device with planned shapes; one line."""
+    refused = {
+        "--kv-offloading-size": config.kv_offloading_size,
+        "--cpu-offload-gb": config.cpu_offload_gb,
+        "--enable-lora": config.enable_lora,
+        "--learn-buckets on": config.learn_buckets == "on",
+        "--bucket-profile": config.bucket_profile,
+    }
+    named = [name for name, value in refused.items() if value]
+    if named:
+        raise StartupError(f"{flag}: on {device} a draft model does not go with {named[0]}; leave one of them out")
+
+
+def _check_draft(config: EngineConfig, model: ModelConfig, policy: Policy, device: str, method: str) -> None:
     """Raises StartupError where the device or another flag does not go with a draft model; one line."""
     flag = _source(config)
+    if policy.rules and method == EAGLE3:
+        raise StartupError(f"{flag}: the {device} backend runs no heads of eagle3; a draft_model drafts there")
     if policy.rules:
-        raise StartupError(f"{flag}: the {device} backend drafts from texts; --device cpu runs draft models")
+        _check_planned(config, flag, device)
     if config.tensor_parallel_size * config.pipeline_parallel_size > 1:
         raise StartupError(f"{flag}: a draft model runs beside one rank; leave out -tp and -pp")
     if config.packed_weights_dir:
@@ -246,9 +262,7 @@ def resolve_speculation(
     if policy.rules and not asked:
         return None
     if found is not None and found.model:
-        _check_draft(config, model, policy, device)
-    if policy.rules and config.enable_lora:
-        raise StartupError(f"{_source(config)}: the {device} backend plans no launches of guesses beside --enable-lora")
+        _check_draft(config, model, policy, device, found.method)
     if policy.rules and model.text.cross_attention_layers:
         raise StartupError(f"{_source(config)}: {model.architecture} attends to images; --device cpu drafts its texts")
     if model.text.recurrent is not None:

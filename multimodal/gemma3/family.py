@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
+from trencadis.core.checkpoint.family import EVERY_PART, GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.families import gemma3
 from trencadis.core.json_types import JsonMapping
@@ -113,4 +113,5 @@ FAMILY = Family(
     ),
     tied=True,
     ignored=gemma3.FAMILY.ignored | {"eoi_token_index", "eoi_token_id"},
+    adapters=EVERY_PART,
 )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import Tensor
 
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
-from trencadis.core.device.backend import Backend
-from trencadis.core.models.linear import Linear
+from trencadis.core.device.backend import AdapterRows, Backend
+from trencadis.core.models.linear import Linear, TowerLayer
 from trencadis.core.models.mlp import LayerNorm, RMSNorm
 from trencadis.multimodal.gemma3.family import Gemma3VisionConfig
 from trencadis.multimodal.gemma3.processor import read_settings
@@ -32,8 +34,15 @@ class Gemma3Projector:
         stored = source.take(f"{at}.mm_input_projection_weight", (self.hidden, self.width))
         self.projection.pack(stored.t().contiguous(), None)
 
-    def __call__(self, x: Tensor, residual: Tensor, rows: Tensor, arena: Tensor) -> None:
-        """Stores the projected means in ``arena[rows]``; x and residual are [cells, values of a cell]."""
+    def list_layers(self) -> Iterator[TowerLayer]:
+        """Yields nothing: the projector is a parameter, which no adapter is trained for."""
+        yield from ()
+
+    def __call__(self, x: Tensor, residual: Tensor, rows: Tensor, adapters: AdapterRows | None, arena: Tensor) -> None:
+        """Stores the projected means in ``arena[rows]``; x and residual are [cells, values of a cell].
+
+        ``adapters``: those of the cells, which change nothing here.
+        """
         slots = self.norm(x.reshape(-1, self.hidden), residual.reshape(-1, self.hidden))[0]
         mean = slots.view(len(rows), -1, self.hidden).float().mean(1).to(slots.dtype)
         self.ops.scatter_rows(arena, rows, self.projection(self.cell_norm(mean)[0]))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trencadis.core.checkpoint.model_config import LAYER, RMS, ModelConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
-from trencadis.core.device.backend import Backend, Rotary, Segments, VisionTensors
+from trencadis.core.device.backend import AdapterRows, Backend, Rotary, Segments, VisionTensors
 from trencadis.core.models.attention import HeadSpan, PartialRotarySource, inverse_frequencies
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.linear import Linear, replicate_layers
@@ -21,7 +21,7 @@ from trencadis.multimodal.gemma4.family import MERGE, Gemma4VisionConfig, PatchE
 from trencadis.multimodal.gemma4.processor import PIXELS, UNIT_PIXELS
 from trencadis.multimodal.patch_packing import pack_whole_images, patch_coordinates
 from trencadis.multimodal.vit.config import CHANNELS
-from trencadis.multimodal.vit.vit_block import TowerInputs, ViTBlock, scale_and_shift
+from trencadis.multimodal.vit.vit_block import TowerInputs, ViTBlock, run_blocks, scale_and_shift
 
 CELL = MERGE**2
 FULL_CELLS = WINDOW_SLOTS // CELL
@@ -65,17 +65,22 @@ class Gemma4Block(ViTBlock):
         self.mlp.load(source, f"{name}.mlp")
 
     def __call__(
-        self, x: Tensor, residual: Tensor | None, rotary: Rotary | None, segments: Segments
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        rotary: Rotary | None,
+        segments: Segments,
+        rows: AdapterRows | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Maps [s, hidden] to (MLP output behind its norm, residual stream without it), [s, hidden] each."""
         normed, residual = self.norm1(x, residual)
-        attended = self.out_norms[0](self.out(self._attend(normed, rotary, segments)))[0]
+        attended = self.out_norms[0](self.out(self._attend(normed, rotary, segments, rows), rows))[0]
         normed, residual = self.norm2(attended, residual)
-        return self.out_norms[1](self.mlp(normed))[0], residual
+        return self.out_norms[1](self.mlp(normed, rows))[0], residual
 
-    def _attend(self, x: Tensor, rotary: Rotary | None, segments: Segments) -> Tensor:
+    def _attend(self, x: Tensor, rotary: Rotary | None, segments: Segments, rows: AdapterRows | None = None) -> Tensor:
         s, d = x.shape[0], self.head_dim
-        q, k, v = (t.view(s, -1, d) for t in torch.split(self.qkv(x), self.width, dim=1))
+        q, k, v = (t.view(s, -1, d) for t in torch.split(self.qkv(x, rows), self.width, dim=1))
         assert self.head_norms is not None and rotary is not None
         q, k, v = self.head_norms[0].heads(q), self.head_norms[1].heads(k), self.v_norm.heads(v)
         q, k = self.ops.rope_vision(q, k, rotary)
@@ -219,12 +224,9 @@ class Gemma4Tower:
 
     def __call__(self, inputs: VisionTensors, arena: Tensor) -> None:
         ops = self.ops
-        x, residual, rotary = ops.region(self.patch_embed, inputs.pixels, inputs.position, self.dtype)
+        *stream, rotary = ops.region(self.patch_embed, inputs.pixels, inputs.position, self.dtype)
         segments = ops.prepare_segments(inputs.segments)
-        for block in self.blocks:
-            x, residual = ops.layer(block, x, residual, rotary, segments)
-            ops.cut("layer")
-        assert residual is not None  # a tower has at least one layer
+        x, residual = run_blocks(ops, self.blocks, stream, rotary, segments)
         cells = ops.region(self.gather, x, residual)
         ops.by_rows(self.projector, (cells, inputs.rows), arena)
 

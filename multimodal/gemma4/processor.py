@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -21,6 +21,7 @@ from trencadis.multimodal.vit.processor import (
     UInt8,
     check_processor_kwargs,
     has_processor_settings,
+    make_processor_functions,
     read_processor_settings,
 )
 
@@ -99,7 +100,8 @@ def vision_config(config: ModelConfig) -> Gemma4VisionConfig:
     return config.vision
 
 
-def _build_processor(config: ModelConfig) -> Gemma4ImageProcessor:
+def _build_processor(config: ModelConfig, mm_kwargs: JsonMapping) -> Gemma4ImageProcessor:
+    check_processor_kwargs(mm_kwargs)
     v = vision_config(config)
     pixels = UNIT_PIXELS if isinstance(v, PatchEmbedConfig) else PIXELS
     own = {f.name: getattr(pixels, f.name) for f in fields(PixelNormalisation)}
@@ -110,23 +112,10 @@ def _build_processor(config: ModelConfig) -> Gemma4ImageProcessor:
 
 def image_needs(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> ImageNeeds:
     """Returns slots and rows of the largest image, and slots of the smallest: a line of half as many cells."""
-    check_processor_kwargs(mm_kwargs)
-    made = _build_processor(config)
+    made = _build_processor(config, mm_kwargs)
     each = WINDOW_SLOTS // made.merge**2
     largest, least = (-(-count // each) * WINDOW_SLOTS for count in (made.tokens, made.tokens // 2))
     return ImageNeeds(largest, least, made.tokens)
 
 
-def from_checkpoint(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> Gemma4ImageProcessor:
-    """Creates the processor of a checkpoint folder.
-
-    Raises StartupError without a processor file or for unsupported settings.
-    """
-    check_processor_kwargs(mm_kwargs)
-    read_processor_settings(config.path)
-    return _build_processor(config)
-
-
-def image_sizes(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> Callable[..., ImageGeometry]:
-    """Returns a function that computes an image's geometry from its height and width."""
-    return _build_processor(config).compute_geometry
+from_checkpoint, image_sizes = make_processor_functions(_build_processor)

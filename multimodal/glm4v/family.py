@@ -4,6 +4,7 @@ tower.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from trencadis.core.checkpoint.decoder_fields import (
@@ -15,7 +16,7 @@ from trencadis.core.checkpoint.decoder_fields import (
     gated_decoder,
     heads_of,
 )
-from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
+from trencadis.core.checkpoint.family import EVERY_PART, GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.model_config import SANDWICH, TextConfig
 from trencadis.core.families.glm4 import NORM_NAMES
@@ -25,26 +26,40 @@ from trencadis.multimodal.qwen2_vl.qwen_vl_hf_config import PREFIXES, check_alia
 
 POSITIONS = 32768
 SECTION = (8, 12, 12)
-IMAGE_TOKEN, OCR_IMAGE_TOKEN = 151343, 59280
+MEDIA_IDS = {
+    "image_token_id": 151343, "video_token_id": 151344, "image_start_token_id": 151339, "image_end_token_id": 151340,
+}  # fmt: skip
+"""Defaults of transformers' Glm4vConfig."""
+
+KEYS = {"image_start_token_id": "vision_start_token_id", "image_end_token_id": "vision_end_token_id"}
+"""Keys of its files -> those of other families for the same tokens."""
+
+OCR_MEDIA_IDS = {"image_token_id": 59280}
+"""Those of GlmOcrConfig; its videos are not served."""
 
 
 def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
     """Reads transformers' Glm4vConfig and Glm46VConfig."""
     text = _read_text(root, c, tied, "glm4v_text", bias=True)
-    return _describe_config(root, text, _read_vision(root.within("vision_config"), text.hidden), IMAGE_TOKEN)
+    return _describe_config(root, text, _read_vision(root.within("vision_config"), text.hidden), MEDIA_IDS)
 
 
 def describe_ocr(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
     """Reads transformers' GlmOcrConfig."""
     text = _read_text(root, c, tied, "glm_ocr_text", bias=False)
     vision = _read_ocr_vision(root.within("vision_config"), text.hidden)
-    return _describe_config(root, text, vision, OCR_IMAGE_TOKEN)
+    return _describe_config(root, text, vision, OCR_MEDIA_IDS)
 
 
-def _describe_config(root: JsonFields, text: TextConfig, vision: Glm4vVisionConfig, token: int) -> ParsedConfig:
-    default = token if text.vocab > token else -1
-    image = root.integer("image_token_id", 0, text.vocab - 1) if "image_token_id" in root.values else default
-    return ParsedConfig(text, vision, {"image_token_id": image})
+def _describe_config(
+    root: JsonFields, text: TextConfig, vision: Glm4vVisionConfig, ids: Mapping[str, int]
+) -> ParsedConfig:
+    """Returns the parsed parts; the marks around an image are those around each temporal patch of a video."""
+    found = {
+        key: root.integer(key, 0, text.vocab - 1) if key in root.values else (default if default < text.vocab else -1)
+        for key, default in ids.items()
+    }
+    return ParsedConfig(text, vision, {KEYS.get(key, key): id for key, id in found.items()})
 
 
 def _read_text(root: JsonFields, c: JsonFields, tied: bool, kind: str, bias: bool) -> TextConfig:
@@ -112,9 +127,14 @@ VISION_SIDE = VisionSide(
     needs="trencadis.multimodal.glm4v.processor:load_image_needs",
     sizes="trencadis.multimodal.glm4v.processor:load_image_sizes",
     processor="trencadis.multimodal.glm4v.processor:load_processor",
-    tokens={"image_token_id": "<|image|>"},
+    tokens={
+        "image_token_id": "<|image|>", "video_token_id": "<|video|>", "image_start_token_id": "<|begin_of_image|>",
+        "image_end_token_id": "<|end_of_image|>",
+    },
+    expand="trencadis.multimodal.glm4v.processor:expand_frames",
     positions="trencadis.multimodal.glm4v.processor:mrope_positions_of_images",
-)
+    times="trencadis.multimodal.glm4v.processor:format_whole_seconds",
+)  # fmt: skip
 MEDIA_KEYS = frozenset(
     {"image_start_token_id", "image_end_token_id", "video_start_token_id", "video_end_token_id", "attention_bias"}
 )
@@ -127,9 +147,14 @@ FAMILY = Family(
     make="trencadis.multimodal.glm4v.model:make",
     vision=VISION_SIDE,
     ignored=MEDIA_KEYS,
+    adapters=EVERY_PART,
 )
 FLASH = replace(
-    FAMILY, name="GLM-4.6V-Flash", model_type="glm46v", architectures={"Glm46VForConditionalGeneration": GENERATE}
+    FAMILY,
+    name="GLM-4.6V-Flash",
+    model_type="glm46v",
+    architectures={"Glm46VForConditionalGeneration": GENERATE},
+    vision=replace(VISION_SIDE, times="trencadis.multimodal.glm4v.processor:format_seconds"),
 )
 OCR = replace(
     FAMILY,
@@ -137,4 +162,5 @@ OCR = replace(
     model_type="glm_ocr",
     architectures={"GlmOcrForConditionalGeneration": GENERATE},
     config=describe_ocr,
+    vision=replace(VISION_SIDE, tokens={"image_token_id": "<|image|>"}, times=""),
 )

@@ -5,24 +5,24 @@ The tower has sampled positions, and cells that a convolution joins.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from trencadis.core.checkpoint.model_config import RMS, ModelConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
-from trencadis.core.device.backend import Backend, Ops, VisionTensors
+from trencadis.core.device.backend import AdapterRows, Backend, Ops, VisionTensors
 from trencadis.core.models.attention import vision_frequencies
 from trencadis.core.models.decoder import Decoder
-from trencadis.core.models.linear import Linear, replicate_layers
+from trencadis.core.models.linear import NO_ADAPTERS, ImageAdapters, Linear, TowerLayer, replicate_layers
 from trencadis.core.models.mlp import GatedMLP, LayerNorm, Norm, norm_of
 from trencadis.core.step import Encode, VisionInputs
 from trencadis.multimodal.glm4v.config import CHANNELS, FRAMES, RULES, Glm4vVisionConfig, add_sampled_positions
 from trencadis.multimodal.normalisation import CLIP, PixelNormalisation
 from trencadis.multimodal.patch_packing import pack_whole_images
 from trencadis.multimodal.qwen2_vl.preprocessor_config import read_preprocessor_config
-from trencadis.multimodal.vit.vit_block import TowerInputs, ViTBlock, scale_and_shift
+from trencadis.multimodal.vit.vit_block import TowerInputs, ViTBlock, run_blocks, scale_and_shift
 
 MERGER_EPS = 1e-5
 """Epsilon of the merger's layer norm; no checkpoint has another value."""
@@ -75,12 +75,20 @@ class Glm4vMerger:
         self.proj_norm.load(source, f"{name}.merger.post_projection_norm")
         self.mlp.load(source, f"{name}.merger")
 
-    def __call__(self, x: Tensor, residual: Tensor, rows: Tensor, arena: Tensor) -> None:
-        """Stores [cells, out_hidden] in ``arena[rows]``; x and residual are [cells, slots of a cell, hidden]."""
+    def list_layers(self, name: str) -> Iterator[TowerLayer]:
+        """Yields the matrices that take adapters; ``name``: as in ``load``."""
+        yield TowerLayer(f"{name}.merger.proj", self.proj, self.config.out_hidden, self.config.out_hidden)
+        yield from self.mlp.list_layers(f"{name}.merger")
+
+    def __call__(self, x: Tensor, residual: Tensor, rows: Tensor, adapters: AdapterRows | None, arena: Tensor) -> None:
+        """Stores [cells, out_hidden] in ``arena[rows]``; x and residual are [cells, slots of a cell, hidden].
+
+        ``adapters``: those of the cells.
+        """
         normed = self.norm(x.flatten(0, 1), residual.flatten(0, 1))[0]
-        projected = self.proj(self.join(normed.view(len(rows), -1)))
+        projected = self.proj(self.join(normed.view(len(rows), -1)), adapters)
         inner = self.ops.act(self.proj_norm(projected)[0], "gelu")
-        self.ops.scatter_rows(arena, rows, self.mlp(inner))
+        self.ops.scatter_rows(arena, rows, self.mlp(inner, adapters))
 
     def nbytes(self) -> int:
         norms = self.norm.nbytes() + self.proj_norm.nbytes()
@@ -114,19 +122,22 @@ class Glm4vTower:
             block.load(source, f"{name}.blocks.{i}")
         self.merger.load(source, name)
 
-    def __call__(self, inputs: VisionTensors, arena: Tensor) -> None:
+    def list_layers(self) -> Iterator[TowerLayer]:
+        """Yields the matrices that take adapters."""
+        for i, block in enumerate(self.blocks):
+            yield from block.list_layers(f"visual.blocks.{i}")
+        yield from self.merger.list_layers("visual")
+
+    def __call__(self, inputs: VisionTensors, arena: Tensor, adapters: ImageAdapters = NO_ADAPTERS) -> None:
         """Writes image tokens, [s / 4, out_hidden] of the backend's dtype, to ``arena[inputs.rows]``."""
         ops, i = self.ops, inputs
-        x, residual, rotary = ops.region(
+        *stream, rotary = ops.region(
             self.patch_embed, i.pixels, i.position, i.position_rows, i.position_weights, self.dtype
         )
         segments = ops.prepare_segments(i.segments)
-        for block in self.blocks:
-            x, residual = ops.layer(block, x, residual, rotary, segments)
-            ops.cut("layer")
-        assert residual is not None  # a tower has at least one layer
+        x, residual = run_blocks(ops, self.blocks, stream, rotary, segments, adapters)
         cells = (len(i.rows), -1, x.shape[-1])
-        ops.by_rows(self.merger, (x.view(cells), residual.view(cells), i.rows), arena)
+        ops.by_rows(self.merger, (x.view(cells), residual.view(cells), i.rows, adapters.cells), arena)
 
     def nbytes(self) -> int:
         table = self.patch_embed.position_table
@@ -156,7 +167,11 @@ class Glm4v(Decoder):
 
     def vision(self, inputs: VisionTensors) -> None:
         """Encodes packed images and writes their tokens to ``arena[rows]``."""
-        self.tower(inputs, self.persistent.arena)
+        self.tower(inputs, self.persistent.arena, self.prepare_image_adapters(inputs))
+
+    def list_tower_layers(self) -> Iterator[TowerLayer]:
+        if self.share.starts:
+            yield from self.tower.list_layers()
 
     def pack(self, images: Sequence[Encode], slots: int) -> VisionInputs:
         """Packs images cell by cell; the rest of ``slots`` is padding."""

@@ -1,8 +1,12 @@
-"""GLM-4.1V's images: Qwen2-VL's processor with limits that count the pixels of both frames of a patch. Torch-free."""
+"""GLM-4.1V's images: Qwen2-VL's processor with limits that count the pixels of both frames of a patch. Videos: each
+temporal patch is followed by its time. Torch-free.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,7 +15,10 @@ import numpy.typing as npt
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.json_types import JsonMapping
 from trencadis.multimodal.glm4v.config import EDGES, RULES
+from trencadis.multimodal.placeholders import expand_with_timestamps
+from trencadis.multimodal.processor import PreparedVideo
 from trencadis.multimodal.qwen2_vl.mrope import GridSpan, Seconds, mrope_positions
+from trencadis.multimodal.qwen2_vl.preprocessor_config import read_clip_pixels
 from trencadis.multimodal.qwen2_vl.processor import Qwen2VLImageProcessor
 from trencadis.multimodal.qwen2_vl.smart_resize import PatchScheme, ResizeRule, image_needs, load_resize_rule
 
@@ -32,8 +39,41 @@ def load_image_sizes(config: ModelConfig | None, mm_kwargs: JsonMapping, alignme
 
 
 def load_processor(config: ModelConfig, kwargs: JsonMapping, alignment: str = "pad") -> Qwen2VLImageProcessor:
-    """Creates the processor with ``Qwen2VLImageProcessor.from_checkpoint``."""
-    return Qwen2VLImageProcessor.from_checkpoint(config.path, kwargs, alignment, windows=False, rules=RULES)
+    """Creates the processor with ``Qwen2VLImageProcessor.from_checkpoint``.
+
+    Raises StartupError also for a video processor that is not implemented.
+    """
+    made = Qwen2VLImageProcessor.from_checkpoint(config.path, kwargs, alignment, windows=False, rules=RULES)
+    if config.video_token < 0:
+        return made
+    name, rule = VIDEOS[config.architecture]
+    clip = read_clip_pixels(config.path, f"{name}VideoProcessor", CLIP_VALUES, CLIP_PIXELS)
+    return replace(made, clip=clip, clip_rule=rule)
+
+
+VIDEOS = {
+    "Glm4vForConditionalGeneration": ("Glm4v", "seconds"), "Glm46VForConditionalGeneration": ("Glm46V", "dense"),
+}  # fmt: skip
+"""Architecture -> what its video processor is called, and the rule by which it chooses frames."""
+
+CLIP_PIXELS = 112 * 112, 28 * 28 * 2 * 30000
+"""Default minimum and maximum pixels of all frames of a video."""
+
+CLIP_VALUES = (("fps", (2, 2.0)), ("max_duration", (300,)), ("num_frames", (16, None)))
+"""Implemented values of the video processor's own keys."""
+
+expand_frames = partial(expand_with_timestamps, behind=True)
+"""Expands placeholders; each temporal patch of a video stands like an image, and its time follows."""
+
+
+def format_whole_seconds(video: PreparedVideo) -> list[str]:
+    """Returns the text behind each temporal patch: whole seconds."""
+    return [str(int(index / video.rate)) for index in video.indices[::2]]
+
+
+def format_seconds(video: PreparedVideo) -> list[str]:
+    """Returns the text behind each temporal patch: tenths of seconds."""
+    return [f"{index / video.rate:.1f} seconds" for index in video.indices[::2]]
 
 
 def mrope_positions_of_images(

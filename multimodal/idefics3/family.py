@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
+from trencadis.core.checkpoint.family import EVERY_PART, GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.multimodal.vit.config import SiglipVisionConfig
 from trencadis.multimodal.vit.hf_config import (
@@ -65,6 +65,7 @@ FAMILY = Family(
     ),
     pooling=None,
     ignored=frozenset({"vocab_size", "pad_token_id"}),
+    adapters=EVERY_PART,
 )
 
 

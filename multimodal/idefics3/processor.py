@@ -7,7 +7,7 @@ An image is resampled twice before it is cut, as in transformers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +24,7 @@ from trencadis.multimodal.vit.processor import (
     cut_squares,
     get_vision_config,
     has_processor_settings,
+    make_processor_functions,
     read_processor_settings,
     shared_processor_fields,
 )
@@ -128,26 +129,21 @@ def _read_settings(config: ModelConfig) -> JsonObject:
     }
 
 
+def _build_processor(config: ModelConfig, mm_kwargs: JsonMapping) -> Idefics3ImageProcessor:
+    check_processor_kwargs(mm_kwargs)
+    return Idefics3ImageProcessor(**_read_settings(config))
+
+
 def image_needs(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> ImageNeeds:
     """Returns the limits of images. Every item is one tile; the arena holds the tiles of the largest image."""
-    check_processor_kwargs(mm_kwargs)
-    v, made = get_vision_config(config), Idefics3ImageProcessor(**_read_settings(config))
+    v, made = get_vision_config(config), _build_processor(config, mm_kwargs)
     side = math.ceil((made.longest + 1) / v.image) if made.split else 1
     return ImageNeeds(
         v.slots_per_tile, v.slots_per_tile, v.rows_per_tile * (side * side + (side > 1)), tile=v.slots_per_tile
     )
 
 
-def from_checkpoint(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> Idefics3ImageProcessor:
-    """Creates the processor of a checkpoint folder; raises StartupError for unsupported settings."""
-    check_processor_kwargs(mm_kwargs)
-    read_processor_settings(config.path)
-    return Idefics3ImageProcessor(**_read_settings(config))
-
-
-def image_sizes(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> Callable[..., ImageGeometry]:
-    """Returns a function that computes an image's geometry from its height and width."""
-    return Idefics3ImageProcessor(**_read_settings(config)).compute_geometry
+from_checkpoint, image_sizes = make_processor_functions(_build_processor)
 
 
 def load_normalisation(config: ModelConfig) -> PixelNormalisation:

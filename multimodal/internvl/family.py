@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from trencadis.core.checkpoint.decoder_fields import activation_of
-from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
+from trencadis.core.checkpoint.family import EVERY_PART, GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.multimodal.vit.config import TileVisionConfig
 from trencadis.multimodal.vit.hf_config import (
@@ -84,4 +84,5 @@ FAMILY = Family(
     pooling=None,
     tied=True,
     ignored=frozenset({"vocab_size"}),
+    adapters=EVERY_PART,
 )

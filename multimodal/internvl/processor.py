@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -23,6 +23,7 @@ from trencadis.multimodal.vit.processor import (
     get_vision_config,
     has_processor_settings,
     layout_tiles,
+    make_processor_functions,
     read_processor_settings,
     shared_processor_fields,
 )
@@ -105,6 +106,14 @@ def _read_settings(config: ModelConfig) -> _TileSettings:
     return _TileSettings(read_normalisation(c), c.integer("min_patches", 1, most, 1), most)
 
 
+def _build_processor(config: ModelConfig, mm_kwargs: JsonMapping) -> InternVLImageProcessor:
+    check_processor_kwargs(mm_kwargs)
+    normalisation, least, most = _read_settings(config)
+    return InternVLImageProcessor(
+        **shared_processor_fields(get_vision_config(config), normalisation), min_patches=least, max_patches=most
+    )
+
+
 def image_needs(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> ImageNeeds:
     """Returns the limits of images. Every item is one tile; the arena holds the tiles of the largest image."""
     check_processor_kwargs(mm_kwargs)
@@ -112,22 +121,7 @@ def image_needs(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "p
     return ImageNeeds(v.slots_per_tile, v.slots_per_tile, v.rows_per_tile * (most + (most > 1)), tile=v.slots_per_tile)
 
 
-def from_checkpoint(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> InternVLImageProcessor:
-    """Creates the processor of a checkpoint folder; raises StartupError for unsupported settings."""
-    check_processor_kwargs(mm_kwargs)
-    read_processor_settings(config.path)
-    normalisation, least, most = _read_settings(config)
-    return InternVLImageProcessor(
-        **shared_processor_fields(get_vision_config(config), normalisation), min_patches=least, max_patches=most
-    )
-
-
-def image_sizes(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> Callable[..., ImageGeometry]:
-    """Returns a function that computes an image's geometry from its height and width."""
-    normalisation, least, most = _read_settings(config)
-    return InternVLImageProcessor(
-        **shared_processor_fields(get_vision_config(config), normalisation), min_patches=least, max_patches=most
-    ).compute_geometry
+from_checkpoint, image_sizes = make_processor_functions(_build_processor)
 
 
 def load_normalisation(path: Path) -> PixelNormalisation:

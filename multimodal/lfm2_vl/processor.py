@@ -123,8 +123,9 @@ class Lfm2VlImageProcessor(TileImageProcessor):
         area = max(height * width, resized[0] * resized[1] + whole.area)
         layout = layout_items(grid, rows, shown)
         return ImageGeometry(
-            resized, (count, side, side), count * rows + shown, count * self.slots + more, area, rows, layout, last
-        )
+            resized, (count, side, side), count * rows + shown, count * self.slots + more, area, rows, layout,
+            thumbnail=last,
+        )  # fmt: skip
 
     def _is_large(self, height: int, width: int) -> bool:
         """Returns True if an image is cut."""

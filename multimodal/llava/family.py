@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from trencadis.core.checkpoint.decoder_fields import activation_of
-from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
+from trencadis.core.checkpoint.family import EVERY_PART, GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.json_types import JsonObject
 from trencadis.multimodal.normalisation import PixelNormalisation, read_normalisation
@@ -31,9 +31,14 @@ BICUBIC = 3
 
 @dataclass(frozen=True)
 class ClipVisionConfig(TileVisionConfig):
-    """CLIP's vision tower up to the layer whose output is used (``depth`` layers)."""
+    """CLIP's vision tower up to the layer whose output is used (``depth`` layers); ``more_layers`` follow them."""
 
     first_norm: ClassVar[bool] = True
+    more_layers: int = 0
+
+    @property
+    def unused_layers(self) -> int:
+        return self.more_layers
 
 
 def read_settings(path: Path, image: int, kinds: tuple[str, ...]) -> PixelNormalisation:
@@ -95,7 +100,7 @@ def read_clip_fields(root: JsonFields, c: JsonFields, width: int) -> JsonObject:
         root.refuse("vision_feature_layer", f"implemented: the output of one of the {layers} layers")
     projector = activation_of(root, "projector_hidden_act", "gelu")
     biased = root.boolean("multimodal_projector_bias", True)
-    return {**fields, "depth": depth, "projector": projector, "projector_bias": biased}
+    return {**fields, "depth": depth, "more_layers": layers - depth, "projector": projector, "projector_bias": biased}
 
 
 CLIP_NAMES = (*BLOCK_NAMES, (".pre_layrnorm.", ".first_norm."))
@@ -115,4 +120,5 @@ FAMILY = Family(
     ),
     pooling=None,
     ignored=frozenset({"ignore_index", "vocab_size"}),
+    adapters=EVERY_PART,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
+from trencadis.core.checkpoint.family import EVERY_PART, GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.multimodal.llava.family import CLIP_NAMES, IMAGE_TOKEN, ClipVisionConfig, read_clip_fields
 from trencadis.multimodal.vit.hf_config import PREFIXES, read_image_token, read_text_config
@@ -77,4 +77,5 @@ FAMILY = Family(
     ),
     pooling=None,
     ignored=frozenset({"ignore_index", "vocab_size", "use_image_newline_parameter"}),
+    adapters=EVERY_PART,
 )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trencadis.core.checkpoint.model_config import LAYER, ModelConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
-from trencadis.core.device.backend import Backend, Ops, Rotary, Segments, VisionTensors
+from trencadis.core.device.backend import AdapterRows, Backend, Ops, Rotary, Segments, VisionTensors
 from trencadis.core.models.cross_attention import CrossAttentionDecoder
 from trencadis.core.models.linear import Linear, RowParallelLinear
 from trencadis.core.models.mlp import Norm, norm_of
@@ -23,7 +23,7 @@ from trencadis.multimodal.mllama.config import MllamaVisionConfig, supported_asp
 from trencadis.multimodal.mllama.processor import read_normalisation_settings
 from trencadis.multimodal.normalisation import PixelNormalisation
 from trencadis.multimodal.vit.config import CHANNELS
-from trencadis.multimodal.vit.vit_block import ViTBlock, scale_and_shift
+from trencadis.multimodal.vit.vit_block import ViTBlock, run_blocks, scale_and_shift
 
 NORM_EPS = 1e-5
 """Epsilon of the norms before and after the first stack: torch's default, since no configuration has a key for it."""
@@ -93,13 +93,19 @@ class MllamaVisionBlock(ViTBlock):
             self.gates = torch.cat([source.take(f"{name}.gate_{part}", (1,)).tanh() for part in ("attn", "ffn")])
 
     def __call__(
-        self, x: Tensor, residual: Tensor | None, rotary: Rotary | None, segments: Segments
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        rotary: Rotary | None,
+        segments: Segments,
+        rows: AdapterRows | None = None,
     ) -> tuple[Tensor, Tensor]:
         if self.gates is None:
-            return super().__call__(x, residual, rotary, segments)
+            return super().__call__(x, residual, rotary, segments, rows)
         normed, residual = self.norm1(x, residual)
-        normed, residual = self.norm2(self.out(self._attend(normed, rotary, segments)) * self.gates[0], residual)
-        return self.mlp(normed) * self.gates[1], residual
+        attended = self.out(self._attend(normed, rotary, segments, rows), rows) * self.gates[0]
+        normed, residual = self.norm2(attended, residual)
+        return self.mlp(normed, rows) * self.gates[1], residual
 
     def nbytes(self) -> int:
         return super().nbytes() + (0 if self.gates is None else self.gates.nbytes)
@@ -169,17 +175,20 @@ class MllamaModel(CrossAttentionDecoder):
     def vision(self, inputs: VisionTensors) -> None:
         """Encodes packed images and writes their keys and values to ``arena[rows]``."""
         ops, c = self.ops, self.tower
-        x, residual = ops.region(self.patch_embed, inputs.pixels, inputs.position, self.backend.dtype)
-        segments, intermediate = ops.prepare_segments(inputs.segments), {}
-        for i, block in enumerate(self.blocks):
-            if i == c.depth - c.global_layers:
-                x, residual = ops.region(self.post_tile_embedding, x, residual, inputs.position)
-            x, residual = ops.layer(block, x, residual, None, segments)
-            assert residual is not None
-            if i in c.intermediate_layers and i < c.depth - c.global_layers:
-                intermediate[i] = ops.region(sum_residual, x, residual)
-            ops.cut("layer")
-        rows = (x, residual, inputs.rows, *(intermediate[i] for i in c.intermediate_layers))
+        stream = [*ops.region(self.patch_embed, inputs.pixels, inputs.position, self.backend.dtype)]
+        segments, local = ops.prepare_segments(inputs.segments), c.depth - c.global_layers
+        intermediate: dict[int, Tensor] = {}
+
+        def keep(number: int, x: Tensor, residual: Tensor) -> None:
+            if number in c.intermediate_layers:
+                intermediate[number] = ops.region(sum_residual, x, residual)
+
+        if local:
+            stream = [*run_blocks(ops, self.blocks[:local], stream, None, segments, after=keep)]
+        if c.global_layers:
+            stream = [*ops.region(self.post_tile_embedding, *stream, inputs.position)]
+            stream = [*run_blocks(ops, self.blocks[local:], stream, None, segments)]
+        rows = (*stream, inputs.rows, *(intermediate[i] for i in c.intermediate_layers))
         ops.by_rows(self.store_rows, rows, self.persistent.arena)
 
     def store_rows(self, x: Tensor, residual: Tensor, rows: Tensor, *rest: Tensor) -> None:

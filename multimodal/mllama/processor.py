@@ -4,7 +4,7 @@ canvas with black on the right and at the bottom.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import floor
 
@@ -21,6 +21,7 @@ from trencadis.multimodal.vit.processor import (
     check_processor_kwargs,
     cut_squares,
     has_processor_settings,
+    make_processor_functions,
     read_processor_settings,
     shared_processor_fields,
 )
@@ -119,15 +120,4 @@ def image_needs(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "p
     return ImageNeeds(v.slots_per_tile, v.slots_per_tile, v.cross_attention_rows, tile=v.slots_per_tile)
 
 
-def from_checkpoint(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> MllamaImageProcessor:
-    """Creates the processor of a checkpoint folder.
-
-    Raises StartupError without a processor file or for unsupported settings.
-    """
-    read_processor_settings(config.path)
-    return _build_processor(config, mm_kwargs)
-
-
-def image_sizes(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> Callable[..., ImageGeometry]:
-    """Returns a function that computes an image's geometry from its height and width."""
-    return _build_processor(config, mm_kwargs).compute_geometry
+from_checkpoint, image_sizes = make_processor_functions(_build_processor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
+from trencadis.core.checkpoint.family import EVERY_PART, GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.families import phi3
 from trencadis.multimodal.llava.family import CLIP_NAMES, ClipVisionConfig
@@ -27,6 +27,7 @@ class Phi3VVisionConfig(ClipVisionConfig):
     """CLIP over tiles whose values have three bytes each (``bytes_per_value``)."""
 
     constants: ClassVar[int] = 2
+    without_adapters: ClassVar[tuple[str, ...]] = ("visual.projector",)  # which the constant rows pass, too
     bytes_per_value: ClassVar[int] = PLANES
 
 
@@ -46,7 +47,7 @@ def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
     fields = read_vit_fields(p, ("clip_vision_model",), VIT_DEFAULTS, text.hidden, MERGE)
     layers = fields["depth"]
     depth = layers + 1 + p.integer("layer_idx", -layers, -1, -2)
-    vision = Phi3VVisionConfig(**{**fields, "depth": depth})
+    vision = Phi3VVisionConfig(**{**fields, "depth": depth, "more_layers": layers - depth})
     p.only("image_dim_out", (vision.hidden,))
     p.only("num_img_tokens", (vision.rows_per_tile,))
     return ParsedConfig(text, vision, {"image_token_id": read_image_token(root, text.vocab, 0, IMAGE_TOKEN)})
@@ -80,4 +81,5 @@ FAMILY = Family(
         numbered=("<|image_", "|>"),
     ),
     ignored=phi3.FAMILY.ignored | {"image_token_index"},
+    adapters=EVERY_PART,
 )

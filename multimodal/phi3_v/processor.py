@@ -4,7 +4,7 @@ one more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
@@ -33,6 +33,7 @@ from trencadis.multimodal.vit.processor import (
     cut_squares,
     get_vision_config,
     has_processor_settings,
+    make_processor_functions,
     read_processor_settings,
     shared_processor_fields,
 )
@@ -151,15 +152,4 @@ def image_needs(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "p
     )
 
 
-def from_checkpoint(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> Phi3VImageProcessor:
-    """Creates the processor of a checkpoint folder.
-
-    Raises StartupError without a processor file or for unsupported settings.
-    """
-    read_processor_settings(config.path)
-    return load_processor(config, mm_kwargs)
-
-
-def image_sizes(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> Callable[..., ImageGeometry]:
-    """Returns a function that computes an image's geometry from its height and width."""
-    return load_processor(config, mm_kwargs).compute_geometry
+from_checkpoint, image_sizes = make_processor_functions(load_processor)

@@ -44,6 +44,7 @@ class PixtralVisionConfig(ViTConfig):
     has_merger: bool = False
     merge_eps: float = EPS
     layer_norm: ClassVar[bool] = False
+    without_adapters: ClassVar[tuple[str, ...]] = ("visual.merger",)  # its columns are reordered while loading
     qkv: ClassVar[tuple[str, ...]] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     attention_out: ClassVar[str] = "self_attn.o_proj"
     mlp_in: ClassVar[tuple[str, ...]] = ("mlp.gate_proj", "mlp.up_proj")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
+from trencadis.core.checkpoint.family import EVERY_PART, GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.multimodal.pixtral.config import (
     MERGE_SIZES,
@@ -41,4 +41,5 @@ FAMILY = Family(
     pooling=None,
     tied=True,
     ignored=frozenset({"vocab_size"}),
+    adapters=EVERY_PART,
 )

@@ -5,17 +5,24 @@ A model over images of any size: a tower with rotary positions by row and column
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from trencadis.core.checkpoint.model_config import RMS, ModelConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
-from trencadis.core.device.backend import Backend, Ops, VisionTensors
+from trencadis.core.device.backend import AdapterRows, Backend, Ops, VisionTensors
 from trencadis.core.models.attention import inverse_frequencies
 from trencadis.core.models.decoder import Decoder
-from trencadis.core.models.linear import ColumnParallelLinear, ColumnPart, Linear, RowParallelLinear, replicate_layers
+from trencadis.core.models.linear import (
+    ColumnParallelLinear,
+    ColumnPart,
+    Linear,
+    RowParallelLinear,
+    TowerLayer,
+    replicate_layers,
+)
 from trencadis.core.models.mlp import Norm, norm_of
 from trencadis.core.step import Encode, VisionInputs
 from trencadis.multimodal.normalisation import PixelNormalisation
@@ -23,7 +30,7 @@ from trencadis.multimodal.patch_packing import pack_whole_images
 from trencadis.multimodal.pixtral.config import EPS, PixtralVisionConfig
 from trencadis.multimodal.pixtral.processor import load_normalisation
 from trencadis.multimodal.vit.config import CHANNELS
-from trencadis.multimodal.vit.vit_block import TowerInputs, ViTBlock, scale_and_shift
+from trencadis.multimodal.vit.vit_block import TowerInputs, ViTBlock, run_blocks, scale_and_shift
 
 
 def axial_frequencies(head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -78,15 +85,24 @@ class PixtralProjector:
         self.linear_1.load(source, "visual.projector")
         self.linear_2.load(source, "visual.projector.linear_2")
 
-    def __call__(self, x: Tensor, residual: Tensor, rows: Tensor, arena: Tensor) -> None:
-        """Stores tokens in ``arena[rows]``; x and residual are [cells, values of a cell]."""
+    def list_layers(self) -> Iterator[TowerLayer]:
+        """Yields the matrices that take adapters."""
+        yield TowerLayer("visual.projector", self.linear_1)
+        yield TowerLayer("visual.projector.linear_2", self.linear_2)
+
+    def __call__(self, x: Tensor, residual: Tensor, rows: Tensor, adapters: AdapterRows | None, arena: Tensor) -> None:
+        """Stores tokens in ``arena[rows]``; x and residual are [cells, values of a cell].
+
+        ``adapters``: those of the cells.
+        """
         width = self.config.hidden
         if self.norm is not None and self.merger is not None:
             normed = self.norm(x.reshape(-1, width), residual.reshape(-1, width))[0]
             x = self.merger(normed.view(len(rows), -1))
         else:
             x = x + residual
-        self.ops.scatter_rows(arena, rows, self.linear_2(self.ops.act(self.linear_1(x), self.config.projector)))
+        inner = self.ops.act(self.linear_1(x, adapters), self.config.projector)
+        self.ops.scatter_rows(arena, rows, self.linear_2(inner, adapters))
 
     def nbytes(self) -> int:
         merging = 0 if self.norm is None or self.merger is None else self.norm.nbytes() + self.merger.bytes
@@ -125,15 +141,20 @@ class PixtralModel(Decoder):
 
     def vision(self, inputs: VisionTensors) -> None:
         """Encodes packed images and writes their tokens to ``arena[rows]``."""
-        ops = self.ops
-        x, residual, rotary = ops.region(self.patch_embed, inputs.pixels, inputs.position, self.backend.dtype)
+        ops, adapters = self.ops, self.prepare_image_adapters(inputs)
+        *stream, rotary = ops.region(self.patch_embed, inputs.pixels, inputs.position, self.backend.dtype)
         segments = ops.prepare_segments(inputs.segments)
-        for block in self.blocks:
-            x, residual = ops.layer(block, x, residual, rotary, segments)
-            ops.cut("layer")
-        assert residual is not None  # a tower has at least one layer
+        x, residual = run_blocks(ops, self.blocks, stream, rotary, segments, adapters)
         count = len(inputs.rows)
-        ops.by_rows(self.projector, (x.view(count, -1), residual.view(count, -1), inputs.rows), self.persistent.arena)
+        cells = x.view(count, -1), residual.view(count, -1), inputs.rows, adapters.cells
+        ops.by_rows(self.projector, cells, self.persistent.arena)
+
+    def list_tower_layers(self) -> Iterator[TowerLayer]:
+        if not self.share.starts:
+            return
+        for i, block in enumerate(self.blocks):
+            yield from block.list_layers(f"visual.blocks.{i}")
+        yield from self.projector.list_layers()
 
     def pack(self, images: Sequence[Encode], slots: int) -> VisionInputs:
         """Packs images one after the other, each from a window's start on; the rest of ``slots`` is padding."""

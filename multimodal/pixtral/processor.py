@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import floor
@@ -21,6 +21,7 @@ from trencadis.multimodal.vit.processor import (
     UInt8,
     check_processor_kwargs,
     has_processor_settings,
+    make_processor_functions,
     read_processor_settings,
 )
 
@@ -88,7 +89,8 @@ def pixtral_config(config: ModelConfig) -> PixtralVisionConfig:
     return config.vision
 
 
-def _build_processor(config: ModelConfig) -> PixtralImageProcessor:
+def _build_processor(config: ModelConfig, mm_kwargs: JsonMapping) -> PixtralImageProcessor:
+    check_processor_kwargs(mm_kwargs)
     normalisation, longest = _read_settings(config)
     v = pixtral_config(config)
     return PixtralImageProcessor(
@@ -98,25 +100,12 @@ def _build_processor(config: ModelConfig) -> PixtralImageProcessor:
 
 def image_needs(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> ImageNeeds:
     """Returns slots and rows of the largest image, a square of the longest side, and slots of the smallest."""
-    check_processor_kwargs(mm_kwargs)
-    made = _build_processor(config)
+    made = _build_processor(config, mm_kwargs)
     largest = made.compute_tile_geometry(made.image, made.image)
     return ImageNeeds(largest.slots, made.compute_tile_geometry(1, 1).slots, largest.tokens)
 
 
-def from_checkpoint(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> PixtralImageProcessor:
-    """Creates the processor of a checkpoint folder.
-
-    Raises StartupError without a processor file or for unsupported settings.
-    """
-    check_processor_kwargs(mm_kwargs)
-    read_processor_settings(config.path)
-    return _build_processor(config)
-
-
-def image_sizes(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> Callable[..., ImageGeometry]:
-    """Returns a function that computes an image's geometry from its height and width."""
-    return _build_processor(config).compute_geometry
+from_checkpoint, image_sizes = make_processor_functions(_build_processor)
 
 
 def load_normalisation(config: ModelConfig) -> PixelNormalisation:

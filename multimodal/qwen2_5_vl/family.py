@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trencadis.core.checkpoint.decoder_fields import MOST_LAYERS, WIDEST
-from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
+from trencadis.core.checkpoint.family import EVERY_PART, GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.multimodal.qwen2_vl.config import FACTOR, WINDOW_CELLS, Qwen25VisionConfig
 from trencadis.multimodal.qwen2_vl.qwen_vl_hf_config import (
@@ -61,4 +61,5 @@ FAMILY = Family(
         windows=True,
     ),
     defaults={"fp32_softmax": True},
+    adapters=EVERY_PART,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trencadis.core.checkpoint.decoder_fields import MOST_LAYERS, activation_of
-from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
+from trencadis.core.checkpoint.family import EVERY_PART, GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.multimodal.qwen2_vl.config import CHANNELS, PATCH, Qwen2VisionConfig
 from trencadis.multimodal.qwen2_vl.qwen_vl_hf_config import (
@@ -59,4 +59,5 @@ FAMILY = Family(
         positions="trencadis.multimodal.qwen2_vl.mrope:mrope_positions_by_frames",
     ),
     defaults={"fp32_softmax": True},
+    adapters=EVERY_PART,
 )

@@ -5,7 +5,7 @@ The tower, which Qwen2.5-VL shares, works on packed slots: static shapes, patch 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -13,10 +13,19 @@ from torch.nn import functional
 
 from trencadis.core.checkpoint.model_config import LAYER, RMS, ModelConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
-from trencadis.core.device.backend import Backend, Ops, VisionTensors
+from trencadis.core.device.backend import AdapterRows, Backend, Ops, VisionTensors
 from trencadis.core.models.attention import vision_frequencies
 from trencadis.core.models.decoder import Decoder
-from trencadis.core.models.linear import ColumnParallelLinear, ColumnPart, Linear, RowParallelLinear, replicate_layers
+from trencadis.core.models.linear import (
+    NO_ADAPTERS,
+    ColumnParallelLinear,
+    ColumnPart,
+    ImageAdapters,
+    Linear,
+    RowParallelLinear,
+    TowerLayer,
+    replicate_layers,
+)
 from trencadis.core.models.mlp import Norm, norm_of
 from trencadis.core.shared_constants import align_up
 from trencadis.core.step import Encode, VisionInputs
@@ -24,7 +33,7 @@ from trencadis.multimodal.normalisation import CLIP, PixelNormalisation
 from trencadis.multimodal.patch_packing import pack_whole_images
 from trencadis.multimodal.qwen2_vl.config import Qwen25VisionConfig
 from trencadis.multimodal.qwen2_vl.preprocessor_config import read_preprocessor_config
-from trencadis.multimodal.vit.vit_block import TowerInputs, ViTBlock, scale_and_shift
+from trencadis.multimodal.vit.vit_block import TowerInputs, ViTBlock, run_blocks, scale_and_shift
 
 EPS = 1e-6
 """Epsilon of every norm of the tower; no checkpoint has another value."""
@@ -53,11 +62,18 @@ class Qwen2VLPatchMerger:
     def __init__(self, ops: Ops, norm: Norm, merge_in: ColumnParallelLinear, merge_out: RowParallelLinear) -> None:
         self.ops, self.norm, self.merge_in, self.merge_out = ops, norm, merge_in, merge_out
 
-    def __call__(self, x: Tensor, residual: Tensor | None, rows: Tensor, arena: Tensor) -> None:
-        """Stores image tokens in ``arena[rows]``; x is [merge cells, slots of a cell, hidden], as is the residual."""
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, rows: Tensor, adapters: AdapterRows | None, arena: Tensor
+    ) -> None:
+        """Stores image tokens in ``arena[rows]``; x is [merge cells, slots of a cell, hidden], as is the residual.
+
+        ``adapters``: those of the cells.
+        """
         added = None if residual is None else residual.flatten(0, 1)
         merged = self.norm(x.flatten(0, 1), added)[0].view(len(rows), -1)
-        self.ops.scatter_rows(arena, rows, self.merge_out(self.ops.act(self.merge_in(merged), "gelu")))
+        self.ops.scatter_rows(
+            arena, rows, self.merge_out(self.ops.act(self.merge_in(merged, adapters), "gelu"), adapters)
+        )
 
 
 class Qwen2VLVisionTower:
@@ -100,18 +116,21 @@ class Qwen2VLVisionTower:
         self.merge_in.load(source, f"{name}.merger.mlp")
         self.merge_out.load(source, f"{name}.merger.mlp.2")
 
-    def __call__(self, inputs: VisionTensors, arena: Tensor) -> None:
+    def list_layers(self) -> Iterator[TowerLayer]:
+        """Yields the matrices that take adapters."""
+        for i, block in enumerate(self.blocks):
+            yield from block.list_layers(f"visual.blocks.{i}")
+        yield TowerLayer("visual.merger.mlp", self.merge_in)
+        yield TowerLayer("visual.merger.mlp.2", self.merge_out)
+
+    def __call__(self, inputs: VisionTensors, arena: Tensor, adapters: ImageAdapters = NO_ADAPTERS) -> None:
         """Writes image tokens, [s / 4, out_hidden] of the backend's dtype, to ``arena[inputs.rows]``."""
         ops = self.ops
-        x, residual, rotary = ops.region(self.patch_embed, inputs.pixels, inputs.position, self.dtype)
+        *stream, rotary = ops.region(self.patch_embed, inputs.pixels, inputs.position, self.dtype)
         segments = ops.prepare_segments(inputs.segments)
-        for block in self.blocks:
-            x, residual = ops.layer(block, x, residual, rotary, segments)
-            ops.cut("layer")
+        x, residual = run_blocks(ops, self.blocks, stream, rotary, segments, adapters)
         cells = (len(inputs.rows), -1, x.shape[-1])
-        ops.by_rows(
-            self.patch_merger, (x.view(cells), None if residual is None else residual.view(cells), inputs.rows), arena
-        )
+        ops.by_rows(self.patch_merger, (x.view(cells), residual.view(cells), inputs.rows, adapters.cells), arena)
 
     def nbytes(self) -> int:
         parts = [self.patch.bytes, self.norm.nbytes(), self.merge_in.bytes, self.merge_out.bytes]
@@ -140,7 +159,11 @@ class Qwen2VL(Decoder):
 
     def vision(self, inputs: VisionTensors) -> None:
         """Encodes packed images and writes their tokens to ``arena[rows]``."""
-        self.tower(inputs, self.persistent.arena)
+        self.tower(inputs, self.persistent.arena, self.prepare_image_adapters(inputs))
+
+    def list_tower_layers(self) -> Iterator[TowerLayer]:
+        if self.share.starts:
+            yield from self.tower.list_layers()
 
     def pack(self, images: Sequence[Encode], slots: int) -> VisionInputs:
         """Packs images cell by cell; the rest of ``slots`` is padding."""

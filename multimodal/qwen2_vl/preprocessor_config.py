@@ -6,12 +6,13 @@ missing key has transformers' default; a null is not accepted in its place.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from trencadis.core.checkpoint.json_fields import JsonFields, read_json
-from trencadis.core.json_types import JsonMapping
+from trencadis.core.json_types import Json, JsonMapping
 from trencadis.multimodal.normalisation import CLIP, PixelNormalisation, read_normalisation
 from trencadis.multimodal.qwen2_vl.config import MERGE, PATCH, TEMPORAL
 
@@ -108,6 +109,31 @@ def read_processor_file(path: Path, part: str, legacy: str) -> JsonFields | None
         return JsonFields(whole, where).within(part)
     values = read_json(path / legacy)
     return None if values is None else JsonFields(values, path / legacy)
+
+
+def read_clip_pixels(
+    path: Path, kind: str, keys: Sequence[tuple[str, Sequence[Json]]], default: tuple[int, int]
+) -> tuple[int, int]:
+    """Reads the minimum and maximum pixels of all frames of a video.
+
+    Args:
+        kind: type of the family's video processor.
+        keys: its own keys, each with the implemented values, the default first.
+        default: the limits of a processor without settings.
+
+    Raises:
+        StartupError: the file names rules that are not implemented.
+    """
+    found = read_processor_file(path, "video_processor", "video_preprocessor_config.json")
+    if found is None:
+        return default
+    found.only("video_processor_type", (kind,), kind)
+    for key, values in (*keys, ("resample", (BICUBIC,)), ("do_sample_frames", (True,)), ("do_resize", (True,))):
+        found.only(key, values, values[0])
+    size = found.within("size", {"shortest_edge": default[0], "longest_edge": default[1]})
+    if set(size.values) - {"shortest_edge", "longest_edge"}:
+        found.refuse("size", "implemented: shortest_edge and longest_edge, which count the pixels of all frames")
+    return size.integer("shortest_edge"), size.integer("longest_edge")
 
 
 def _read_normalisation(c: JsonFields, base: PixelNormalisation, patch: int, default: int) -> PixelNormalisation:

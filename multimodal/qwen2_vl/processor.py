@@ -13,7 +13,6 @@ from PIL import Image
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.errors import BadRequest, StartupError, attach_param
 from trencadis.core.json_types import JsonMapping, JsonObject
-from trencadis.multimodal.images.pil_decode import to_rgb
 from trencadis.multimodal.media_options import (
     LOW_DETAIL_PIXELS,
     MediaOptions,
@@ -27,6 +26,7 @@ from trencadis.multimodal.processor import ImageGeometry, PreparedImage
 from trencadis.multimodal.qwen2_vl.config import MERGE, PATCH, TEMPORAL, WINDOW_PATCHES
 from trencadis.multimodal.qwen2_vl.preprocessor_config import QWEN_RULES, ProcessorRules, read_preprocessor_config
 from trencadis.multimodal.qwen2_vl.smart_resize import enlarge_small, largest_slots, largest_tokens, smart_resize
+from trencadis.multimodal.rgb_images import to_rgb
 
 ALIGNMENTS = ("pad", "resize")
 MIN_FIXED_PIXELS = 3136
@@ -62,6 +62,8 @@ class Qwen2VLImageProcessor:
     """True if slots stand in windows of 8 x 8 patches, False if cell by cell."""
     clip: tuple[int, int] | None = None
     """``FrameLimits.clip``."""
+    clip_rule: str = ""
+    """``FrameLimits.rule``."""
     grows_small: bool = False
     """``ProcessorRules.grows_small``."""
     kind: str = "trencadis.multimodal.qwen2_vl.processor:Qwen2VLImageProcessor"
@@ -221,7 +223,7 @@ class Qwen2VLImageProcessor:
         return {
             "least": self.min_pixels, "most": self.max_pixels, "factor": self.factor, "cell": self.patch * self.merge,
             "slots": self.largest_slots, "tokens": self.largest_tokens, "windows": self.windows,
-            "clip": self.clip,
+            "clip": self.clip, "rule": self.clip_rule,
         }  # fmt: skip
 
     @property

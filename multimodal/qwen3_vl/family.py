@@ -18,7 +18,16 @@ from trencadis.core.checkpoint.decoder_fields import (
     gated_decoder,
     heads_of,
 )
-from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
+from trencadis.core.checkpoint.family import (
+    ATTENTION,
+    EVERY_PART,
+    GENERATE,
+    TOWER,
+    Family,
+    ParsedConfig,
+    StoredNames,
+    VisionSide,
+)
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.model_config import TextConfig
 from trencadis.core.families.qwen3 import dense_layers
@@ -134,6 +143,7 @@ DENSE = Family(
     names=StoredNames(PREFIXES, WEIGHT_NAMES),
     make="trencadis.multimodal.qwen3_vl.model:make",
     vision=VISION_SIDE,
+    adapters=EVERY_PART,
 )
 EXPERTS = Family(
     name="Qwen3-VL with experts",
@@ -144,7 +154,7 @@ EXPERTS = Family(
     make="trencadis.multimodal.qwen3_vl.model:make",
     vision=VISION_SIDE,
     ignored=frozenset({"norm_topk_prob", "output_router_logits", "router_aux_loss_coef"}),
-    adapters=("attention",),
+    adapters=(ATTENTION, TOWER),
 )
 
 

@@ -5,7 +5,7 @@ The tower has interpolated positions, and a part of each row comes from several 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,10 +14,19 @@ from torch.nn import functional
 
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
-from trencadis.core.device.backend import Backend, Ops, Rotary, VisionTensors
+from trencadis.core.device.backend import AdapterRows, Backend, Ops, Rotary, VisionTensors
 from trencadis.core.models.attention import vision_frequencies
 from trencadis.core.models.decoder import Decoder
-from trencadis.core.models.linear import ColumnParallelLinear, ColumnPart, Linear, RowParallelLinear, replicate_layers
+from trencadis.core.models.linear import (
+    NO_ADAPTERS,
+    ColumnParallelLinear,
+    ColumnPart,
+    ImageAdapters,
+    Linear,
+    RowParallelLinear,
+    TowerLayer,
+    replicate_layers,
+)
 from trencadis.core.models.mlp import LayerNorm
 from trencadis.core.shared_constants import align_up
 from trencadis.core.step import Encode, VisionInputs
@@ -25,7 +34,7 @@ from trencadis.multimodal.normalisation import IMAGENET_STANDARD, PixelNormalisa
 from trencadis.multimodal.patch_packing import pack_whole_images
 from trencadis.multimodal.qwen2_vl.preprocessor_config import read_preprocessor_config
 from trencadis.multimodal.qwen3_vl.config import CHANNELS, FRAMES, DeepStackVisionConfig, add_interpolated_positions
-from trencadis.multimodal.vit.vit_block import ViTBlock, scale_and_shift
+from trencadis.multimodal.vit.vit_block import ViTBlock, run_blocks, scale_and_shift
 
 EPS = 1e-6
 """Epsilon of every norm of the tower; no checkpoint has another value."""
@@ -98,14 +107,15 @@ class DeepStackMerger:
         self.fc1.load(source, name)
         self.fc2.load(source, f"{name}.linear_fc2")
 
-    def __call__(self, x: Tensor, residual: Tensor, rows: Tensor, arena: Tensor) -> None:
+    def __call__(self, x: Tensor, residual: Tensor, rows: Tensor, adapters: AdapterRows | None, arena: Tensor) -> None:
         """Stores [cells, out_hidden] in ``arena[rows]``; x and residual are [cells, slots of a cell, hidden].
 
-        The sum is a new tensor: a norm may store its sum in x, which later layers still read.
+        ``adapters``: those of the cells. The sum is a new tensor: a norm may store its sum in x, which later layers
+        still read.
         """
         wide = (len(rows), -1) if self.norms_cell else (-1, x.shape[-1])
         normed = self.norm((x + residual).view(wide))[0].view(len(rows), -1)
-        self.ops.scatter_rows(arena, rows, self.fc2(self.ops.act(self.fc1(normed), "gelu")))
+        self.ops.scatter_rows(arena, rows, self.fc2(self.ops.act(self.fc1(normed, adapters), "gelu"), adapters))
 
     def nbytes(self) -> int:
         return self.norm.nbytes() + self.fc1.bytes + self.fc2.bytes
@@ -145,23 +155,32 @@ class DeepStackTower:
         for merger, at in zip(self.mergers, c.merger_names, strict=True):
             merger.load(source, at)
 
-    def __call__(self, inputs: VisionTensors, arena: Tensor) -> None:
+    def list_layers(self) -> Iterator[TowerLayer]:
+        """Yields the matrices that take adapters."""
+        for i, block in enumerate(self.blocks):
+            yield from block.list_layers(f"visual.blocks.{i}")
+        for merger, at in zip(self.mergers, self.config.merger_names, strict=True):
+            yield TowerLayer(at, merger.fc1)
+            yield TowerLayer(f"{at}.linear_fc2", merger.fc2)
+
+    def __call__(self, inputs: VisionTensors, arena: Tensor, adapters: ImageAdapters = NO_ADAPTERS) -> None:
         """Writes every part of ``inputs.rows``, each [out_hidden] of the backend's dtype, to the arena."""
         ops, i = self.ops, inputs
         assert i.position_rows is not None and i.position_weights is not None
-        x, residual, rotary, rows = ops.region(
+        *stream, rotary, rows = ops.region(
             self.patch_embed, i.pixels, i.position, i.position_rows, i.position_weights, i.rows, self.dtype
         )
         segments = ops.prepare_segments(i.segments)
-        cells = (len(i.rows), -1, x.shape[-1])
-        for number, block in enumerate(self.blocks):
-            x, residual = ops.layer(block, x, residual, rotary, segments)
+        cells = (len(i.rows), -1, self.config.hidden)
+
+        def store(part: int, x: Tensor, residual: Tensor) -> None:
+            ops.by_rows(self.mergers[part], (x.view(cells), residual.view(cells), rows[part], adapters.cells), arena)
+
+        def store_deepstack(number: int, x: Tensor, residual: Tensor) -> None:
             if number in self.config.deepstack_layers:
-                part = 1 + self.config.deepstack_layers.index(number)
-                ops.by_rows(self.mergers[part], (x.view(cells), residual.view(cells), rows[part]), arena)
-            ops.cut("layer")
-        assert residual is not None  # a tower has at least one layer
-        ops.by_rows(self.mergers[0], (x.view(cells), residual.view(cells), rows[0]), arena)
+                store(1 + self.config.deepstack_layers.index(number), x, residual)
+
+        store(0, *run_blocks(ops, self.blocks, stream, rotary, segments, adapters, store_deepstack))
 
     def nbytes(self) -> int:
         own = (
@@ -188,7 +207,10 @@ class Qwen3VL(Decoder):
 
     def vision(self, inputs: VisionTensors) -> None:
         """Encodes packed images and writes the parts of their rows to the arena."""
-        self.tower(inputs, self.persistent.arena)
+        self.tower(inputs, self.persistent.arena, self.prepare_image_adapters(inputs))
+
+    def list_tower_layers(self) -> Iterator[TowerLayer]:
+        yield from self.tower.list_layers()
 
     def pack(self, images: Sequence[Encode], slots: int) -> VisionInputs:
         """Packs images cell by cell; the rest of ``slots`` is padding."""

@@ -81,8 +81,10 @@ class FrameLimits:
     """True if the tower's slots stand in windows of 8 x 8 patches."""
     clip: tuple[int, int] | None = None
     """Minimum and maximum pixels of all frames together, if the model's own video processor sets them, which then
-    also chooses frames (videos/hf_frame_sampling.py); None: qwen-vl-utils' rules.
+    also chooses frames (``sample_clip_frames``); None: qwen-vl-utils' rules.
     """
+    rule: str = ""
+    """With ``clip``: the rule by which frames are chosen, a key of ``CLIP_RULES``; "": they are evenly spaced."""
 
     @property
     def patch(self) -> int:
@@ -270,10 +272,65 @@ def fit_pixels(height: int, width: int, factor: int, least: float, most: float) 
     return max(rows, factor), max(columns, factor)
 
 
+MAX_RULE_SECONDS = 300
+"""Seconds of a video of which each is sampled at ``FPS`` by the rule ``seconds``; of a longer one as many frames."""
+
+DENSE_RATES = ((30, 3.0), (300, 1.0), (2400, 0.5))
+"""(seconds of a video at most, temporal patches a second) of the rule ``dense``."""
+
+MOST_DENSE_FRAMES = 640
+
+
+def sample_seconds(total: int, fps: float) -> tuple[int, ...]:
+    """Samples ``FPS`` frames of each second, none of them twice; an odd number repeats the last one."""
+    seconds = total / fps
+    if seconds <= MAX_RULE_SECONDS:
+        found = [min(total - 1, math.ceil(i * fps / FPS)) for i in range(max(math.floor(seconds * FPS), 1))]
+    elif (count := int(MAX_RULE_SECONDS * FPS)) >= total:
+        found = list(range(total))
+    else:
+        found = [min(total - 1, math.ceil(t * fps)) for t in np.linspace(0, seconds, count)]
+    return pad_to_pairs(list(dict.fromkeys(found)))
+
+
+def sample_dense(total: int, fps: float) -> tuple[int, ...]:
+    """Samples two to six frames of each second, at most 640; a short video has some of them twice."""
+    seconds = total / fps
+    counted = min(seconds, DENSE_RATES[-1][0])
+    rate = next(rate for most, rate in DENSE_RATES if counted <= most)
+    count = min(int(counted * rate * FRAMES_PER_PATCH), MOST_DENSE_FRAMES)
+    found: list[int] = []
+    if total < count:
+        found = np.linspace(0, total - 1, count, dtype=int).tolist()
+    else:
+        due, duration = 0.0, 1 / fps
+        for index in range(total):
+            if index * duration >= due:
+                due += 1 / (FRAMES_PER_PATCH * rate)
+                found.append(index)
+                if due >= int(seconds):
+                    break
+    if len(found) < count:
+        found = np.linspace(found[0] if found else 0, found[-1] if found else total - 1, count, dtype=int).tolist()
+    elif len(found) > count:
+        found = np.linspace(0, total - 1, count, dtype=int).tolist()
+    return pad_to_pairs(list(dict.fromkeys(found)))
+
+
+def pad_to_pairs(indices: list[int]) -> tuple[int, ...]:
+    """Returns an even number of indices, at least two; the last one may be repeated."""
+    found = indices or [0]
+    return (*found, *found[-1:] * (len(found) % FRAMES_PER_PATCH))
+
+
+CLIP_RULES = {"seconds": sample_seconds, "dense": sample_dense}
+
+
 def sample_clip_frames(
     frames: int, fps: float, limits: FrameLimits, options: MediaOptions = NO_OPTIONS
 ) -> FrameSampling:
-    """Samples a video of ``frames`` frames at ``fps``, evenly spaced; an odd number repeats the last one.
+    """Samples a video of ``frames`` frames at ``fps``, evenly spaced, or by the limits' rule if ``options`` ask for no
+    number of frames; an odd number repeats the last one.
 
     Raises:
         BadRequest: as ``sample_frames``.
@@ -284,6 +341,9 @@ def sample_clip_frames(
         raise BadRequest("The video has no frames.")
     first, last = time_range(frames, fps, options) if frames > 1 else (0, 0)
     total = last - first + 1
+    if limits.rule and options.nframes is options.min_frames is options.max_frames is options.fps is None:
+        found = tuple(first + i for i in CLIP_RULES[limits.rule](total, fps))
+        return FrameSampling(found, len(found) / total * fps, fps)
     if options.nframes is not None:
         count = options.nframes
         if count > total:
@@ -306,7 +366,8 @@ def clip_frame_size(
     """
     if limits.clip is None or options.resized_height is not None:
         return frame_size(height, width, len(chosen.indices), limits, options)
-    frames = max(len(set(chosen.indices)), FRAMES_PER_PATCH)  # without the one that is repeated
+    # Where frames are evenly spaced, the one that is repeated is not counted.
+    frames = len(chosen.indices) if limits.rule else max(len(set(chosen.indices)), FRAMES_PER_PATCH)
     check_aspect(height, width)
     least, most = limits.clip
     if options.total_pixels is not None:

@@ -4,7 +4,7 @@ in the arena.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -13,16 +13,23 @@ from torch.nn import functional
 
 from trencadis.core.checkpoint.model_config import LAYER, ModelConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
-from trencadis.core.device.backend import Backend, Ops, Rotary, Segments, VisionTensors
+from trencadis.core.device.backend import AdapterRows, Backend, Ops, Rotary, Segments, VisionTensors
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.interface import Persistent
-from trencadis.core.models.linear import ColumnParallelLinear, ColumnPart, Linear, RowParallelLinear, replicate_layers
+from trencadis.core.models.linear import (
+    ColumnParallelLinear,
+    ColumnPart,
+    Linear,
+    RowParallelLinear,
+    TowerLayer,
+    replicate_layers,
+)
 from trencadis.core.models.mlp import Norm, norm_of
 from trencadis.core.shared_constants import RESERVED_ROWS, SINK_ROW, WINDOW_SLOTS
 from trencadis.core.step import Encode, VisionInputs
 from trencadis.multimodal.normalisation import OFFSET, PLANE_WEIGHTS, PLANES, PixelNormalisation
 from trencadis.multimodal.vit.config import CHANNELS, TileVisionConfig
-from trencadis.multimodal.vit.vit_block import ViTBlock, scale_and_shift
+from trencadis.multimodal.vit.vit_block import ViTBlock, run_blocks, scale_and_shift
 
 CELL_EPS = 1e-5
 """Epsilon of the norm over a whole cell: torch's default, since no configuration has a key for it."""
@@ -77,11 +84,17 @@ class LayerScaleBlock(ViTBlock):
         self.attention_scale, self.mlp_scale = (source.take(f"{name}.lambda_{i}", width) for i in (1, 2))
 
     def __call__(
-        self, x: Tensor, residual: Tensor | None, rotary: Rotary | None, segments: Segments
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        rotary: Rotary | None,
+        segments: Segments,
+        rows: AdapterRows | None = None,
     ) -> tuple[Tensor, Tensor]:
         normed, residual = self.norm1(x, residual)
-        normed, residual = self.norm2(self.out(self._attend(normed, rotary, segments)) * self.attention_scale, residual)
-        return self.mlp(normed) * self.mlp_scale, residual
+        attended = self.out(self._attend(normed, rotary, segments, rows), rows) * self.attention_scale
+        normed, residual = self.norm2(attended, residual)
+        return self.mlp(normed, rows) * self.mlp_scale, residual
 
     def nbytes(self) -> int:
         return super().nbytes() + self.attention_scale.nbytes + self.mlp_scale.nbytes
@@ -118,8 +131,20 @@ class TileProjector:
         found = source.take_quantised(f"{at}.linear_1", self.shape, 0, 0, self.shape[0])
         self.linear_1.pack(source.take(f"{at}.linear_1.weight", self.shape) if found is None else found, bias)
 
-    def __call__(self, x: Tensor, residual: Tensor, rows: Tensor, arena: Tensor) -> None:
-        """Stores tokens in ``arena[rows]``; x and residual are [cells, values of a cell]."""
+    def list_layers(self) -> Iterator[TowerLayer]:
+        """Yields the matrices that take adapters."""
+        at, (outputs, inputs) = "visual.projector", self.shape
+        if self.linear_2 is None:
+            yield TowerLayer(f"{at}.linear_1", self.linear_1, inputs, outputs)
+            return
+        yield TowerLayer(at, self.linear_1)
+        yield TowerLayer(f"{at}.linear_2", self.linear_2)
+
+    def __call__(self, x: Tensor, residual: Tensor, rows: Tensor, adapters: AdapterRows | None, arena: Tensor) -> None:
+        """Stores tokens in ``arena[rows]``; x and residual are [cells, values of a cell].
+
+        ``adapters``: those of the cells.
+        """
         shape = x.shape
         if self.norm is not None:
             x = self.norm(x.reshape(-1, self.hidden), residual.reshape(-1, self.hidden))[0].view(shape)
@@ -127,9 +152,9 @@ class TileProjector:
             x = x + residual
         if self.cell_norm is not None:
             x = self.cell_norm(x)[0]
-        x = self.linear_1(x)
+        x = self.linear_1(x, adapters)
         if self.linear_2 is not None:
-            x = self.linear_2(self.ops.act(x, self.act))
+            x = self.linear_2(self.ops.act(x, self.act), adapters)
         self.ops.scatter_rows(arena, rows, x)
 
     def nbytes(self) -> int:
@@ -217,12 +242,13 @@ class TileVisionModel(Decoder):
     def vision(self, inputs: VisionTensors) -> None:
         """Encodes packed tiles and writes their tokens to ``arena[rows]``."""
         ops, c = self.ops, self.tower
-        x, residual = ops.region(self.patch_embed, inputs.pixels, inputs.position, self.backend.dtype)
+        rows = inputs.rows[: len(inputs.pixels) // c.slots_per_tile * c.rows_per_tile]
+        adapters = self.prepare_image_adapters(
+            inputs if inputs.cell_adapter is None else inputs._replace(cell_adapter=inputs.cell_adapter[: len(rows)])
+        )
+        stream = [*ops.region(self.patch_embed, inputs.pixels, inputs.position, self.backend.dtype)]
         segments = ops.prepare_segments(inputs.segments)
-        for block in self.blocks:
-            x, residual = ops.layer(block, x, residual, None, segments)
-            ops.cut("layer")
-        assert residual is not None  # a tower has at least one layer
+        x, residual = run_blocks(ops, self.blocks, stream, None, segments, adapters)
         count = len(x) // c.slots_per_tile
 
         def cells(t: Tensor) -> Tensor:
@@ -230,7 +256,14 @@ class TileVisionModel(Decoder):
             return tiles.reshape(count * c.rows_per_tile, c.cell_width)
 
         x, residual = cells(x), cells(residual)
-        ops.by_rows(self.projector, (x, residual, inputs.rows[: count * c.rows_per_tile]), self.persistent.arena)
+        ops.by_rows(self.projector, (x, residual, rows, adapters.cells), self.persistent.arena)
+
+    def list_tower_layers(self) -> Iterator[TowerLayer]:
+        if not self.share.starts:
+            return
+        for i, block in enumerate(self.blocks):
+            yield from block.list_layers(f"visual.blocks.{i}")
+        yield from self.projector.list_layers()
 
     def pack(self, images: Sequence[Encode], slots: int) -> VisionInputs:
         """Packs tiles one after the other; the rest of ``slots`` is padding.

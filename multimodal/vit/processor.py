@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,11 +16,11 @@ from trencadis.core.checkpoint.json_fields import JsonFields, read_json
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.json_types import JsonMapping, JsonObject
-from trencadis.multimodal.images.pil_decode import to_rgb
 from trencadis.multimodal.media_options import MediaOptions, refuse_num_crops, server_options
 from trencadis.multimodal.normalisation import CLIP, PixelNormalisation
 from trencadis.multimodal.patch_packing import check_aspect
 from trencadis.multimodal.processor import PROCESSOR_FILES, ImageGeometry, Layout, PlaceholderRun, PreparedImage
+from trencadis.multimodal.rgb_images import to_rgb
 from trencadis.multimodal.vit.config import CHANNELS, TileVisionConfig
 
 UInt8 = npt.NDArray[np.uint8]
@@ -164,6 +164,35 @@ def has_processor_settings(path: Path) -> bool:
     """
     newer = read_json(path / PROCESSOR_FILES[0]) or {}
     return (path / PROCESSOR_FILES[1]).is_file() or newer.get("image_processor") is not None
+
+
+class ProcessorFunctions(NamedTuple):
+    """A family's functions that ``VisionSide.processor`` and ``VisionSide.sizes`` name."""
+
+    from_checkpoint: Callable[..., TileImageProcessor]
+    image_sizes: Callable[..., Callable[..., ImageGeometry]]
+
+
+def make_processor_functions(build: Callable[[ModelConfig, JsonMapping], TileImageProcessor]) -> ProcessorFunctions:
+    """Returns the two functions of a family.
+
+    Args:
+        build: (ModelConfig, ``--mm-processor-kwargs``) -> the processor; without a processor's file one for planning.
+            Raises StartupError for unsupported settings.
+    """
+
+    def from_checkpoint(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> TileImageProcessor:
+        """Creates the processor of a checkpoint folder; raises StartupError if it has no processor's file."""
+        read_processor_settings(config.path)
+        return build(config, mm_kwargs)
+
+    def image_sizes(
+        config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad"
+    ) -> Callable[..., ImageGeometry]:
+        """Returns a function that computes an image's geometry from its height and width."""
+        return build(config, mm_kwargs).compute_geometry
+
+    return ProcessorFunctions(from_checkpoint, image_sizes)
 
 
 def get_vision_config(config: ModelConfig) -> TileVisionConfig:

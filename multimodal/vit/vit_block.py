@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -9,8 +10,17 @@ from torch import Tensor
 
 from trencadis.core.checkpoint.model_config import LAYER, RMS
 from trencadis.core.checkpoint.weight_source import WeightSource
-from trencadis.core.device.backend import Backend, Rotary, Segments
-from trencadis.core.models.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear, check_heads, unit_span
+from trencadis.core.device.backend import AdapterRows, Backend, Ops, Rotary, Segments
+from trencadis.core.models.linear import (
+    NO_ADAPTERS,
+    ColumnParallelLinear,
+    ColumnPart,
+    ImageAdapters,
+    RowParallelLinear,
+    TowerLayer,
+    check_heads,
+    unit_span,
+)
 from trencadis.core.models.mlp import MLP, GatedMLP, PlainMLP, RMSNorm, norm_of
 from trencadis.multimodal.normalisation import PixelNormalisation
 from trencadis.multimodal.vit.base_config import ViTConfig
@@ -31,6 +41,32 @@ class TowerInputs(NamedTuple):
     x: Tensor
     residual: Tensor | None
     rotary: Rotary
+
+
+def run_blocks(
+    ops: Ops, blocks: Sequence[Callable[..., tuple[Tensor, Tensor]]], stream: list[Tensor | None],
+    rotary: Rotary | None, segments: Segments, adapters: ImageAdapters = NO_ADAPTERS,
+    after: Callable[[int, Tensor, Tensor], None] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Runs the layers of a tower, at least one, one after another, and marks where a device may cut its graph.
+
+    Args:
+        stream: x and the residual stream before the first layer. They are taken out of the list, so that they are freed
+            as soon as that layer has read them.
+        after: called with the number of each layer, from 0 on, and what it has returned.
+
+    Returns:
+        What the last layer has returned: the output of its MLP, and the residual stream without it.
+    """
+    x, residual = stream
+    stream.clear()
+    for number, block in enumerate(blocks):
+        x, residual = ops.layer(block, x, residual, rotary, segments, *adapters.of_layers)
+        if after is not None and x is not None and residual is not None:
+            after(number, x, residual)
+        ops.cut("layer")
+    assert x is not None and residual is not None  # there is at least one layer
+    return x, residual
 
 
 class ViTBlock:
@@ -74,21 +110,35 @@ class ViTBlock:
             norm.load(source, f"{name}.{self.qkv_prefix.rpartition('.')[0] or self.qkv_prefix}.{part}")
         self.mlp.load(source, f"{name}.mlp")
 
-    def __call__(
-        self, x: Tensor, residual: Tensor | None, rotary: Rotary | None, segments: Segments
-    ) -> tuple[Tensor, Tensor]:
-        """Maps [s, hidden] to (MLP output, residual stream without it), [s, hidden] each."""
-        normed, residual = self.norm1(x, residual)
-        normed, residual = self.norm2(self.out(self._attend(normed, rotary, segments)), residual)
-        return self.mlp(normed), residual
+    def list_layers(self, name: str) -> Iterator[TowerLayer]:
+        """Yields the matrices that take adapters; ``name``: canonical name of the block."""
+        yield TowerLayer(f"{name}.{self.qkv_prefix}", self.qkv)
+        yield TowerLayer(f"{name}.{self.config.attention_out}", self.out)
+        yield from self.mlp.list_layers(f"{name}.mlp")
 
-    def _attend(self, x: Tensor, rotary: Rotary | None, segments: Segments) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        rotary: Rotary | None,
+        segments: Segments,
+        rows: AdapterRows | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Maps [s, hidden] to (MLP output, residual stream without it), [s, hidden] each.
+
+        ``rows``: the adapters of the slots.
+        """
+        normed, residual = self.norm1(x, residual)
+        normed, residual = self.norm2(self.out(self._attend(normed, rotary, segments, rows), rows), residual)
+        return self.mlp(normed, rows), residual
+
+    def _attend(self, x: Tensor, rotary: Rotary | None, segments: Segments, rows: AdapterRows | None = None) -> Tensor:
         """Returns the attention of ``x``, [s, heads * d].
 
         A function of its own, so that a graph frees q, k and v early.
         """
         s, d = x.shape[0], self.head_dim
-        q, k, v = (t.view(s, -1, d) for t in torch.split(self.qkv(x), self.width, dim=1))
+        q, k, v = (t.view(s, -1, d) for t in torch.split(self.qkv(x, rows), self.width, dim=1))
         if self.head_norms is not None:
             q, k = self.head_norms[0].heads(q), self.head_norms[1].heads(k)
         if rotary is not None:

@@ -45,13 +45,13 @@ class ServerConfig:
     trust_request_chat_template: bool = opt(False, "let requests bring a chat template")
     tool_call_parser: str = opt(
         "auto",
-        "form in which the model writes tool calls: hermes, qwen3, llama3_json, mistral, pythonic, lfm2, the name of a "
-        "parser of an installed package, or auto: as the chat template shows",
+        "form in which the model writes tool calls: hermes, qwen3, llama3_json, mistral, pythonic, lfm2, openai, "
+        "gemma4, the name of a parser of an installed package, or auto: as the chat template shows",
     )
     reasoning_parser: str = opt(
         "auto",
-        "how the model marks its reasoning: qwen3, deepseek_r1, two tags as in '<think>,</think>', the name of a "
-        "parser of an installed package, none, or auto: as the chat template shows",
+        "how the model marks its reasoning: qwen3, deepseek_r1, openai_gptoss, gemma4, two tags as in "
+        "'<think>,</think>', the name of a parser of an installed package, none, or auto: as the chat template shows",
     )
     tool_strict_level: str = opt(
         "auto",

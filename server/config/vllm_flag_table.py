@@ -116,7 +116,6 @@ SERVING_ROWS = (*HTTP, *LOGS, *METRICS, *ANSWERS)
 
 
 EXPERT_REASON = "adapters of experts are not implemented; merge them into the checkpoint (peft: merge_and_unload)"
-TOWER_REASON = "adapters of the vision tower are merged: trencadis merge-lora MODEL ADAPTER OUT"
 _TEXTS = "a draft model has the format of its checkpoint and runs beside one rank"
 _ACCEPTED = "a guess is accepted where it equals the token that is sampled without it, so that answers are the same"
 _DATA = "one server has all engines, also those that --data-parallel-backend ray has elsewhere; leave it out"
@@ -243,12 +242,12 @@ LORA: tuple[FlagRow, ...] = (
     make_free_row("lora_dtype", "str", "adapters have the type of the model's activations", "auto"),
     make_free_row("fully_sharded_loras", "bool", "each rank holds the part of A or B that its weights need"),
     make_free_row("specialize_active_lora", "bool", "it would change speed alone"),
+    make_free_row("enable_tower_connector_lora", "bool", "--enable-lora has slots for the vision tower, too"),
     make_refused_row("lora_target_modules", "list", "an adapter applies to all matrices that it was trained for"),
     make_refused_row("lora_extra_vocab_size", "int", "adapters add no tokens", 0, 256),
     make_refused_row("long_lora_scaling_factors", "list", "adapters do not change rotary tables"),
     make_refused_row("qlora_adapter_name_or_path", "str", "--lora-modules NAME=PATH names adapters"),
     make_refused_row("enable_lora_bias", "bool", "adapters have no biases; merge such a one with peft"),
-    make_refused_row("enable_tower_connector_lora", "bool", TOWER_REASON),
     make_refused_row("enable_mixed_moe_lora_format", "bool", EXPERT_REASON),
     make_refused_row("enable_moe_shared_loras", "bool", EXPERT_REASON),
     make_refused_row(

@@ -195,8 +195,13 @@ class Supervisor:
         """Drops embeddings of images that no running request waits for."""
         self.link.write(engine_messages.ResetEncoderCache())
 
-    async def learn_buckets(self, force: bool = False) -> None:
-        """See ``EngineClient``."""
+    def check_learning(self) -> None:
+        """Checks that a search for shapes can begin.
+
+        Raises:
+            NotFound: this engine records no needs.
+            Conflict: a search or a change runs.
+        """
         learning = None if self.plan is None else self.plan.learning
         if learning is None:
             raise NotFound(
@@ -205,7 +210,12 @@ class Supervisor:
             )
         if learning.state != "idle" or self.link.learn_requests > learning.handled:
             raise Conflict("A search for shapes or a change of them runs.")
-        self.link.learn_requests = learning.handled + 1
+
+    async def learn_buckets(self, force: bool = False) -> None:
+        """See ``EngineClient``."""
+        self.check_learning()
+        if self.plan is not None and self.plan.learning is not None:
+            self.link.learn_requests = self.plan.learning.handled + 1
         self.link.write(engine_messages.LearnBuckets(force))
 
     # --- sleep ---

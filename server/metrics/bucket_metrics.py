@@ -77,7 +77,10 @@ class BucketMetrics:
     def on_stats(self, stats: EngineStats) -> None:
         """Adds the launches of one message."""
         for use in stats.buckets:
-            self.tallies.setdefault(self._get_key(use), BucketTally()).add(use)
+            key = use.stage, use.bucket or ANY
+            if not use.planned and use.bucket and key not in self._unplanned:
+                key = self._limit_key(key)
+            self.tallies.setdefault(key, BucketTally()).add(use)
         if stats.plan is not None and stats.plan.learning is not None:
             if self._version and self._version != stats.plan.learning.version:
                 self._retire({b.name for b in stats.plan.buckets})
@@ -89,10 +92,6 @@ class BucketMetrics:
             k for k in self.tallies if k[1] not in (*planned, RETIRED, OTHER, ANY) and k not in self._unplanned
         ]:
             self.tallies.setdefault((key[0], RETIRED), BucketTally()).merge(self.tallies.pop(key))
-
-    def _get_key(self, use: BucketUse) -> tuple[str, str]:
-        key = use.stage, use.bucket or ANY
-        return key if use.planned or not use.bucket or key in self._unplanned else self._limit_key(key)
 
     def _limit_key(self, key: tuple[str, str]) -> tuple[str, str]:
         """Returns the key of a bucket that is not planned and was not used before."""
@@ -202,6 +201,8 @@ def describe_learning(learning: LearningReport) -> JsonObject:
         "steps": learning.steps,
         "load_seconds": learning.load_seconds,
         "cells": learning.cells,
+        "launches": learning.launches,
+        "residuals": learning.residuals,
         "histogram": [cell._asdict() for cell in learning.histogram],
         "proposal": None if proposal is None else proposal._asdict(),
         "changes": [change._asdict() for change in learning.changes],

@@ -24,6 +24,7 @@ from trencadis.core.memory import measurement_cache
 from trencadis.core.shapes import bucket_options as bucket_env
 from trencadis.core.shapes.bucket_profile import read_profile, write_profile
 from trencadis.core.shapes.pipeline_partition import split_model
+from trencadis.core.spec.draft_checkpoint import draft_config
 from trencadis.multimodal.processor import PROCESSOR_FILES
 from trencadis.server.config import argv, hub, value_parsers
 from trencadis.server.config.resolve_settings import hide_keys, resolve_settings
@@ -217,7 +218,7 @@ def make_stage_plans(config: EngineConfig, model: ModelConfig, memory: int, othe
         check_start(config, part, policy, name)
         block = config.block_size or policy.block_sizes[0]
         key = measurement_cache.MeasurementKey(
-            measurement_cache.fingerprint(part), name, f"{8 * itemsize} bit", ranks, block
+            measurement_cache.fingerprint(part, draft_config(config, part)), name, f"{8 * itemsize} bit", ranks, block
         )
         known = measurement_cache.load_nearest(key, measurement_cache.folder())
         starts.append(DryRun(config, part, policy, asked, images, device, known))

@@ -260,7 +260,9 @@ class Fleet(EngineGroup[Supervisor]):
             self.router.images.forget(i)
 
     async def learn_buckets(self, force: bool = False) -> None:
-        """Starts a search in every engine; see ``EngineClient``."""
+        """Starts a search in every engine, or in none if one of them cannot begin; see ``EngineClient``."""
+        for engine in self.engines:
+            engine.check_learning()
         for engine in self.engines:
             await engine.learn_buckets(force)
 

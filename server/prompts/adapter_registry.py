@@ -13,7 +13,7 @@ from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest, NotFound, StartupError
 from trencadis.core.json_types import JsonObject
-from trencadis.core.lora.adapter_files import read_adapter, resolve_folder
+from trencadis.core.lora.adapter_files import check_tower, read_adapter, resolve_folder
 from trencadis.core.request import AdapterRef
 
 FetchAdapter = Callable[[str], Path]
@@ -116,12 +116,8 @@ class AdapterRegistry:
         adapter = read_adapter(folder, self._model)
         if adapter.rank > self._engine.max_lora_rank:
             raise StartupError(f"{path[:80]} has rank {adapter.rank}; --max-lora-rank {adapter.rank} would admit it")
-        if adapter.in_tower:
-            raise StartupError(
-                f"{path[:80]} changes the vision tower, which adapters beside a model do not; trencadis merge-lora "
-                "merges it"
-            )
-        ref = AdapterRef(adapter.digest, str(folder), name)
+        check_tower(adapter, self._model)
+        ref = AdapterRef(adapter.digest, str(folder), name, adapter.in_tower)
         return ServedAdapter(ref, path, parent or self._names[0], int(time.time()))
 
     def _find_folder(self, path: str, runtime: bool) -> Path:

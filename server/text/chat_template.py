@@ -29,6 +29,7 @@ NAMES = {
     "tool_chat_template_mistral.jinja": "mistral.jinja",
     "tool_chat_template_mistral3.jinja": "mistral.jinja",
     "tool_chat_template_mistral_parallel.jinja": "mistral.jinja",
+    "tool_chat_template_gemma4.jinja": "gemma4.jinja",
     "template_vlm2vec.jinja": "vlm2vec.jinja",
     "template_vlm2vec_qwen2vl.jinja": "vlm2vec.jinja",
     "template_vlm2vec_phi3v.jinja": "vlm2vec_full.jinja",

@@ -75,9 +75,11 @@ class TokenBytes:
         if text is None:
             return b""
         if self.byte_level:
-            values = [self._alphabet.get(c) for c in text]
-            # If an added token has a character outside the alphabet, the library takes the whole token literally.
-            return text.encode() if None in values else bytes(v for v in values if v is not None)
+            try:
+                return bytes(map(self._alphabet.__getitem__, text))
+            except KeyError:
+                # If an added token has a character outside the alphabet, the library takes the whole token literally.
+                return text.encode()
         return text.encode() if token in self._special else decode_sentencepiece(text)
 
     def _text(self, token: int) -> str | None:

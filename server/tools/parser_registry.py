@@ -7,6 +7,7 @@ from importlib.metadata import entry_points
 
 from trencadis.core.errors import StartupError
 from trencadis.core.old_names import find_old_members, find_successors
+from trencadis.server.tools.gemma4_parser import GEMMA4, Gemma4ToolParser
 from trencadis.server.tools.harmony_parser import CHANNEL, HARMONY, HarmonyToolParser
 from trencadis.server.tools.json_tool_parsers import HermesToolParser, Llama3ToolParser, MistralToolParser
 from trencadis.server.tools.pythonic_tool_parser import Lfm2ToolParser, PythonicToolParser
@@ -20,8 +21,9 @@ REASONING_FORMATS = {
     "qwen3": THINK,
     "deepseek_r1": ReasoningFormat("<think>", "</think>", always=True),
     "openai_gptoss": HARMONY,
+    "gemma4": GEMMA4,
 }
-KNOWN = (THINK, ReasoningFormat("[THINK]", "[/THINK]"), ReasoningFormat("<thought>", "</thought>"))
+KNOWN = (THINK, ReasoningFormat("[THINK]", "[/THINK]"), ReasoningFormat("<thought>", "</thought>"), GEMMA4)
 """Pairs of tags that are searched for in a template."""
 
 
@@ -66,6 +68,7 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "pythonic": PythonicToolParser,
     "lfm2": Lfm2ToolParser,
     "openai": HarmonyToolParser,
+    "gemma4": Gemma4ToolParser,
 }
 ALIASES = {
     "qwen3_xml": "qwen3",
@@ -76,6 +79,7 @@ ALIASES = {
 """Names of vLLM's parsers for the same forms."""
 SIGNS: tuple[tuple[re.Pattern[str], type[ToolParser]], ...] = (
     (re.compile(r"<\|channel\|>"), HarmonyToolParser),
+    (re.compile(r"<\|tool_call>"), Gemma4ToolParser),
     (re.compile(r"\[TOOL_CALLS\]"), MistralToolParser),
     (re.compile(r"<function="), Qwen3ToolParser),
     (re.compile(r"<tool_call>"), HermesToolParser),

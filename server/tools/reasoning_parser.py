@@ -126,7 +126,7 @@ class ReasoningFormat:
             inside = tail.rfind(self.start) > tail.rfind(self.end)
             return inside, not inside
         over = tail.endswith(self.end)
-        return tail.endswith(self.start) or self.always, over
+        return tail.endswith(self.start.rstrip()) or self.always, over
 
     def _get_tail(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> Sequence[int]:
         """Returns the ids after the last special token that is no tag."""

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tests.vision import vision_checkpoints
+from tests.vision.extra_families.minicpmv import minicpmv
 from trencadis.assets import demo_path
 from trencadis.core.models.attention import TextRotary
 from trencadis.server.bench.accuracy_items import Box, ItemMaker
@@ -101,6 +103,23 @@ def test_a_planted_error_lies_below_the_baseline_and_the_same_model_does_not(tmp
     broken = demo_with(tmp_path / "broken", zero_a_norm)
     code, worse = run(capsys, str(broken), *words, "--baseline", str(file))
     assert code == 1 and worse["verdicts"][0].startswith("below ") and not worse["passed"]
+
+
+FAMILIES: dict[str, Callable[[Path], Path]] = {
+    "gemma4": vision_checkpoints.gemma4, "glm4v": vision_checkpoints.glm4v, "minicpmv": minicpmv,
+}  # fmt: skip
+"""Families of 2026 whose image processor transformers opens with Pillow."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_answers_as_transformers(family: str, tmp_path: Path, capsys: Any) -> None:
+    """A random model has nothing right; each of its answers is transformers' word for word."""
+    words = (str(FAMILIES[family](tmp_path / family)), "--sizes", "96", "--device", "cpu", "--dtype", "float32")
+    file = tmp_path / "run.json"
+    code, report = run(capsys, *words, "--kinds", "number,compare", "--items", "4", "--save", str(file))
+    assert code == 0 and report["verdicts"][0].startswith("within chance of transformers: 0 items"), report
+    assert report["rows"][-1]["items"] == 4 and len(set(json.loads(file.read_text())["answers"].values())) > 1
 
 
 @pytest.mark.parametrize(

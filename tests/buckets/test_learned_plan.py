@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -14,16 +15,18 @@ from benchmarks.traces.generate import TRACES
 from tests.traffic.launch_lines import GUIDE, LINES, model_of, plan_of
 from trencadis.backends.hpu.policy import SERVING
 from trencadis.core.bucket_plan import Plan
-from trencadis.core.buckets import Stage
+from trencadis.core.buckets import Bucket, Stage, padded_tokens
+from trencadis.core.engine.search_process import HEDGE
 from trencadis.core.errors import StartupError
 from trencadis.core.shapes.bucket_options import BucketOptions, read_bucket_options
 from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.bucket_profile import learn_from_profile, list_set_stages, read_profile, write_profile
 from trencadis.core.shapes.bucket_search import CostTable, search_choice
+from trencadis.core.shapes.cost_model import fit_bytes
 from trencadis.core.shapes.launch_costs import Costs, work_of
-from trencadis.core.shapes.learned_plan import KEPT_STAGES, TooFewGraphs, learn_plan
+from trencadis.core.shapes.learned_plan import KEPT_STAGES, GraphMemoryLimits, TooFewGraphs, expected_cost, learn_plan
 from trencadis.core.shapes.rectangular_launches import RowNeed, split_rows
-from trencadis.core.shapes.shape_needs import NeedHistogram, count_step, round_to_grid
+from trencadis.core.shapes.shape_needs import RECORDED_STAGES, NeedHistogram, count_step, round_to_grid
 from trencadis.server.plan.traffic_trace import StepNeeds, read_request, replay_steps, sum_planned_work
 
 MODEL = model_of(3584, 28, 28, 4, 18944)
@@ -31,8 +34,11 @@ WORK = work_of(MODEL, 128)
 
 
 def random_tables(rng: random.Random) -> list[CostTable]:
-    """One or two groups of at most six needs in at most six candidates, the last of which is forced and holds all."""
-    tables = []
+    """One or two groups of at most six needs in at most six candidates, the last of which is forced and holds all.
+
+    In every other instance, choosing some candidates costs a charge.
+    """
+    tables, charged = [], rng.random() < 0.5
     for _ in range(rng.randint(1, 2)):
         needs, count = rng.randint(0, 6), rng.randint(2, 6)
         sizes = sorted((rng.randint(1, 9), rng.randint(1, 9)) for _ in range(count - 1)) + [(9, 9)]
@@ -40,18 +46,22 @@ def random_tables(rng: random.Random) -> list[CostTable]:
             [weight * (a * b + 3) if a >= x and b >= y else np.inf for a, b in sizes]
             for x, y, weight in ((rng.randint(1, 9), rng.randint(1, 9), rng.random()) for _ in range(needs))
         ]
-        tables.append(CostTable(np.array(costs).reshape(needs, count), np.array([False] * (count - 1) + [True])))
+        charges = np.array([rng.choice((0.0, 10 * rng.random())) for _ in range(count)]) if charged else None
+        forced = np.array([False] * (count - 1) + [True])
+        tables.append(CostTable(np.array(costs).reshape(needs, count), forced, charges))
     return tables
 
 
 def brute_force(tables: list[CostTable], count: int) -> float:
-    """The least cost of all choices, in plain loops."""
+    """The least cost of all choices of at most ``count``, in plain loops."""
     every = [(g, j) for g, t in enumerate(tables) for j in range(t.costs.shape[1])]
     forced = {(g, j) for g, j in every if tables[g].forced[j]}
     best = float("inf")
-    for some in itertools.combinations(sorted(set(every) - forced), min(count, len(every)) - len(forced)):
+    free = sorted(set(every) - forced)
+    sizes = range(min(count, len(every)) - len(forced) + 1)
+    for some in itertools.chain.from_iterable(itertools.combinations(free, size) for size in sizes):
         taken = forced | set(some)
-        total = 0.0
+        total = sum(float(tables[g].fees[j]) for g, j in taken)
         for g, t in enumerate(tables):
             total += sum(min(row[j] for h, j in taken if h == g) for row in t.costs.tolist())
         best = min(best, total)
@@ -75,6 +85,47 @@ def test_the_search_equals_brute_force() -> None:
 @pytest.mark.long
 def test_the_search_equals_brute_force_1000_times() -> None:
     check_search(1000, 2)
+
+
+def test_graphs_fit_their_pools_and_cost_what_their_loss_is_worth() -> None:
+    """Half of the bytes of a free choice beside the covers, which stay; the bound holds, and sizes are inferred."""
+    plan = make_plan(SERVING, GUIDE, BucketOptions(), MODEL)
+    needs = learned(plan, "chat", 7, 25)
+
+    def bytes_of(bucket: Bucket) -> float:
+        return 1000.0 + 10 * padded_tokens(bucket)
+
+    def total(buckets: Iterable[Bucket]) -> float:
+        return sum(bytes_of(b) for b in buckets if b.stage in RECORDED_STAGES)
+
+    free = learn_plan(plan, needs, 60, work=WORK)
+    covers = learn_plan(plan, NeedHistogram(), 60).plan.buckets
+    limit = total(covers) + (total(free.plan.buckets) - total(covers)) / 2
+    limits = GraphMemoryLimits(bytes_of, ((frozenset(RECORDED_STAGES), limit),))
+    found = learn_plan(plan, needs, 60, work=WORK, memory=limits)
+    assert total(found.plan.buckets) <= limit < total(free.plan.buckets)
+    assert free.cost <= found.cost and found.bound <= found.cost and found.graphs < free.graphs
+    known = {b: round(bytes_of(b)) for b in plan.buckets}
+    assert all(fit_bytes(known)(b) == pytest.approx(bytes_of(b), rel=0.05) for b in found.plan.buckets)
+
+
+def test_a_hedged_plan_costs_other_traffic_little_more() -> None:
+    """As many graphs as the limits give, learned from chat alone, and then documents come."""
+    plan = make_plan(SERVING, GUIDE, BucketOptions(), MODEL)
+    chat, other = learned(plan, "chat", 7, 25), learned(plan, "documents", 8, 25)
+    most, static = sum(b.stage in RECORDED_STAGES for b in plan.buckets), expected_cost(plan, other)
+    free, hedged = (learn_plan(plan, chat, most, work=WORK, hedge=hedge) for hedge in (0.0, HEDGE))
+    assert expected_cost(free.plan, other) > 1.2 * static
+    assert expected_cost(hedged.plan, other) < 1.05 * static
+    assert expected_cost(hedged.plan, chat) < expected_cost(plan, chat)
+
+
+def test_shapes_that_take_long_to_compile_are_fewer() -> None:
+    plan = make_plan(SERVING, GUIDE, BucketOptions(), MODEL)
+    needs = learned(plan, "chat", 7, 25)
+    free, charged = (learn_plan(plan, needs, 60, charges={s: c for s in RECORDED_STAGES}) for c in (0.0, 0.002))
+    made = learn_plan(plan, needs, 60, charges=dict.fromkeys(RECORDED_STAGES, 0.002), present=free.plan.buckets)
+    assert charged.graphs < free.graphs == made.graphs
 
 
 def random_needs(plan: Plan, rng: random.Random, count: int) -> NeedHistogram:

@@ -20,6 +20,7 @@ ANSWERS = {
     "llama3_json": '<|python_tag|>{"name": "get_weather", "parameters": {"city": "Köln", "days": 2}}',
     "mistral": '[TOOL_CALLS]get_weather{"city": "Köln", "days": 2}',
     "pythonic": '[get_weather(city="Köln", days=2)]',
+    "gemma4": '<|tool_call>call:get_weather{city:<|"|>Köln<|"|>,days:2}<tool_call|>',
     "lfm2": '<|tool_call_start|>[get_weather(city="Köln", days=2)]<|tool_call_end|>',
 }
 TWO = ANSWERS["hermes"] + '\n<tool_call>{"name": "now", "arguments": {}}</tool_call>'

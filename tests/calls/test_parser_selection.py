@@ -66,7 +66,8 @@ def test_flags_name_forms_and_vllm_s_names_mean_the_same() -> None:
         find_tool_parser("kimi", None)
     for wrong in ("glm45", "<a>,", ",", "<a>,<a>"):
         with pytest.raises(
-            StartupError, match=r"--reasoning-parser .*: use auto, none, qwen3, deepseek_r1, openai_gptoss, or two tags"
+            StartupError,
+            match=r"--reasoning-parser .*: use auto, none, qwen3, deepseek_r1, openai_gptoss, gemma4, or two tags",
         ):
             find_reasoning_format(wrong, None)
 

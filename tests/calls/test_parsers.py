@@ -18,6 +18,7 @@ from trencadis.server.tools.tool_parser import AnswerText, CallArguments, CallEn
 MARKUP = set(
     [
         "tool_call",
+        "call",
         "name",
         "arguments",
         "parameters",
@@ -151,6 +152,18 @@ GOLDEN: list[tuple[str, str, str | None, list[tuple[str, str]]]] = [
     ("pythonic", "[other(a=1)]", None, []),
     ("pythonic", "[now(), other(a=1)] so", ", other(a=1)] so", [("now", "{}")]),
     ("pythonic", "<|python_start|>[now()]<|python_end|>", "", [("now", "{}")]),
+    ("gemma4", '<|tool_call>call:f{a:<|"|>x, {"y"}: <b><|"|>,b:[1,-2.5,true,null],c:{d:<|"|><|"|>}}<tool_call|>', "",
+     [("f", '{"a": "x, {\\"y\\"}: <b>", "b": [1, -2.5, true, null], "c": {"d": ""}}')]),
+    ("gemma4", '<|tool_call>call:f{}<tool_call|><|tool_call>call:g.h-1{a:None,}<tool_call|> so', "so",
+     [("f", "{}"), ("g.h-1", '{"a": null}')]),
+    ("gemma4", "<|tool_call>call:f{city:New York,n:007,x:NaN}<tool_call|>", "",
+     [("f", '{"city": "New York", "n": "007", "x": "NaN"}')]),
+    ("gemma4", '<|tool_call>call:f{<|"|>a b<|"|>:1,"c":2', "", [("f", '{"a b": 1, "\\"c\\"": 2')]),
+    ("gemma4", '<|tool_call>call:f{city:<|"|>Par', "", [("f", '{"city": "Par')]),
+    ("gemma4", "<|tool_call>call:f{ci", "", [("f", '{"ci')]),
+    ("gemma4", "<|tool_call>call:f{a:[1,{b:2<tool_call|>so", "so", [("f", '{"a": [1, {"b": 2')]),
+    ("gemma4", "<|tool_call>call f{}<tool_call|>", None, []),
+    ("gemma4", "<tool_call>call:f{}", None, []),
     ("lfm2", "I look.\n<|tool_call_start|>[now(), f(a='b')]<|tool_call_end|> so", "I look.\nso",
      [("now", "{}"), ("f", '{"a": "b"}')]),
     ("lfm2", "[now()]", None, []),
@@ -193,6 +206,8 @@ BOMBS = (
     "(",
     "-",
     ".x",
+    "<|tool_call>call:f{a:[{b:",
+    '<|"|>',
     " ",
     "\\",
     "<",
@@ -203,7 +218,11 @@ BOMBS = (
 def test_no_answer_takes_long_to_read(style: str) -> None:
     """The bar is 2 s for an answer; the deadline five times that, against hangs."""
     tools = {"f": {"properties": {"a": {"type": "array"}}}}
-    begin = {"qwen3": "<tool_call><function=f><parameter=a>", "pythonic": "[f(a=1"}.get(style, "")
+    begin = {
+        "qwen3": "<tool_call><function=f><parameter=a>",
+        "pythonic": "[f(a=1",
+        "gemma4": "<|tool_call>call:f{a:",
+    }.get(style, "")
     for bomb in BOMBS:
         text = begin + bomb * (SIZE // len(bomb))
         start = time.process_time()

@@ -34,7 +34,6 @@ def refused(line):
         ("--convert mm_encoder_only", "the vision tower alone"),
         ("--data-parallel-rank 1", "all engines"),
         ("--quantization gguf", "quantised"),
-        ("--enable-tower-connector-lora", "merge-lora"),
         ("--enable-moe-shared-loras", "adapters of experts"),
         ("--decode-context-parallel-size 2", "whole sequences"),
     ],

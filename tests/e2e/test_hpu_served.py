@@ -39,8 +39,12 @@ FLAGS = (
 EMULATED: dict[str, Any] = {"TRENCADIS_HPU_EMULATOR": "1", "VLLM_MULTIMODAL_BUCKETS": "256,576,1024"}
 COARSE: dict[str, Any] = {
     **EMULATED, "VLLM_PROMPT_QUERY_BUCKET_MIN": "256", "VLLM_DECODE_BLOCK_BUCKET_MIN": "32",
+    "VLLM_MULTIMODAL_BUCKETS": "576,1024",
 }  # fmt: skip
-"""A plan of 20 buckets in place of 42, where a start captures all of them; the long tests take the 42."""
+"""A plan of fewer than half the buckets, where a start captures all of them; the long tests take every one."""
+
+TWO = ("--max-num-seqs", "2")
+"""Goes with ``COARSE``."""
 
 
 def chats(count: int) -> list[Chat]:
@@ -86,7 +90,7 @@ def many(cpu: LLM) -> list[Answer]:
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder = tmp_path_factory.mktemp("hpu")
-    with server(folder, *FLAGS, **COARSE, TRENCADIS_CACHE=str(folder)) as running:
+    with server(folder, *FLAGS, *TWO, **COARSE, TRENCADIS_CACHE=str(folder)) as running:
         yield running
 
 
@@ -157,7 +161,7 @@ def until(fine: Callable[[], bool], seconds: float = 450) -> None:
 
 @pytest.mark.parametrize("plan", [COARSE, pytest.param(EMULATED, marks=pytest.mark.long)], ids=["coarse", "fine"])
 def test_in_the_background(plan: dict[str, Any], few: list[Answer], tmp_path: Path) -> None:
-    with started(tmp_path, "--warmup", "background", **plan) as (running, _):
+    with started(tmp_path, "--warmup", "background", *(TWO if plan is COARSE else ()), **plan) as (running, _):
         phase = running.http.get("/health").json()["progress"]["phase"]
         assert phase in ("planned", "compiling", "capturing", "validating")
         same(running, few[:2])
@@ -232,8 +236,11 @@ def test_three_hundred_chats_without_warmup(many: list[Answer], tmp_path: Path) 
         assert plan["recompiles"] == 0 and set(misses(running)) == {"skip"}
 
 
-def test_the_guides_launch_line_starts_on_hpu_and_skips_warm_up_by_the_variable(tmp_path: Path) -> None:
-    """tests/hpu/test_serving.py holds the tokens of a start without warm-up to the CPU's."""
+@pytest.mark.parametrize("kind", ["meta", pytest.param("compute", marks=pytest.mark.long)])
+def test_the_guides_launch_line_starts_on_hpu_and_skips_warm_up_by_the_variable(kind: str, tmp_path: Path) -> None:
+    """tests/hpu/test_serving.py holds the tokens of a start without warm-up to the CPU's; a card without values makes
+    the same plan and launches.
+    """
     line = (
         f"--model {demo_path()} --tensor-parallel-size 1 --max-num-seqs 128 --dtype bfloat16 --gpu-memory-util 0.9 "
         "--max-num-batched-tokens 32768 --max-model-len 32768 --block-size 128 --device hpu"
@@ -242,13 +249,15 @@ def test_the_guides_launch_line_starts_on_hpu_and_skips_warm_up_by_the_variable(
         "TRENCADIS_HPU_EMULATOR": "1",
         "TRENCADIS_CACHE": str(tmp_path),
         "VLLM_SKIP_WARMUP": "true",
+        "TRENCADIS_HPU_EMULATOR_KIND": kind,
     }
     with server(tmp_path, *line, "--served-model-name", "demo", **environ) as running:
         plan = running.http.get("/buckets").json()
         assert 100 < len(plan["buckets"]) < 220 and plan["mode"] == "skip"
         body = {"messages": wire(chats(1)[0]), "max_tokens": 8, "temperature": 0, "model": "demo"}
         reply = running.http.post("/v1/chat/completions", json=body)
-        assert reply.status_code == 200 and reply.json()["choices"][0]["message"]["content"].strip()
+        assert reply.status_code == 200
+        assert kind == "meta" or reply.json()["choices"][0]["message"]["content"].strip()
         until(lambda: misses(running).get("skip", 0) > 0)
         time.sleep(0.6)
         plan = running.http.get("/buckets").json()

@@ -45,7 +45,7 @@ def test_the_same_answers_whatever_the_launches(vl_checkpoint: Path, monkeypatch
     chats = [[{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "What?"}]}]]
     seen: Counter[Stage] = Counter()
 
-    def cut(step: Step, plan: Plan, adapters: bool) -> tuple[Launch, ...]:
+    def cut(step: Step, plan: Plan, adapters: bool, *needs: object) -> tuple[Launch, ...]:
         assert not adapters
         found = []
         for launch in split_step(step, PLAN):

@@ -15,15 +15,18 @@ from safetensors.torch import save_file
 LANGUAGE = r".*layers\.\d+\.(self_attn|mlp)\.\w+_proj"
 """The matrices of a decoder that ``target_modules: all-linear`` gives."""
 
+TOWER = r"(?!.*(embed|patch)).*(visual|vision|projector|connector).*"
+"""The matrices of a vision tower and of the layers after it."""
+
 
 def matrices(checkpoint: Path, pattern: str = LANGUAGE) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Name and shape [out, in] of each matrix of a checkpoint whose module matches."""
+    """Name and shape [out, in] of each matrix of a checkpoint whose module matches; of towers only for ``TOWER``."""
     for file in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118
                 shape = opened.get_slice(name).get_shape()
                 module = name.removesuffix(".weight")
-                tower = "visual" in module or "vision" in module
+                tower = ("visual" in module or "vision" in module) and pattern == LANGUAGE
                 if name.endswith(".weight") and len(shape) == 2 and re.fullmatch(pattern, module) and not tower:
                     yield module, (shape[0], shape[1])
 

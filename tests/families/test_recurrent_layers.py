@@ -138,6 +138,23 @@ def test_one_group_of_heads_is_not_divided(form: Any) -> None:
     assert "\n" not in str(found.value)
 
 
+@pytest.mark.parametrize(("key", "value"), [
+    ("mamba_n_groups", 3), ("mamba_n_heads", 7), ("mamba_d_head", 20), ("mamba_d_head", "wide"), ("mamba_d_conv", 1),
+    ("time_step_limit", [0.0, 4.0]), ("time_step_limit", "none"), ("time_step_limit", [0.0, {}]),
+    ("hidden_act", "gelu"),
+    ("layer_types", ["linear_attention"] * 4), ("layer_types", ["conv"] * 4), ("layer_types", "all"),
+    ("position_embedding_type", "learned"), ("num_local_experts", -1), ("mamba_conv_bias", 1),
+    ("normalization_function", "layernorm"), ("shared_intermediate_size", 0), ("attention_multiplier", None),
+])  # fmt: skip
+def test_a_key_of_granite_that_is_not_served_is_named(form: Any, key: str, value: object) -> None:
+    from trencadis.core.checkpoint.config_reader import load_config
+    from trencadis.core.errors import StartupError
+
+    with pytest.raises(StartupError, match=key) as found:
+        load_config(form("granite_hybrid", SCANNED[0]), overrides={key: value})
+    assert "\n" not in str(found.value)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("family", "name", "flags"), [
     (FAMILY, NAMES[1], {"pipeline_parallel_size": 2}), (FAMILY, NAMES[0], {"tensor_parallel_size": 2}),

@@ -90,7 +90,9 @@ def test_tokens_on_the_cpu(form: Any, greedy: Any, family: str, name: str) -> No
 
 
 @pytest.mark.parametrize("device", CARDS)
-@pytest.mark.parametrize("family", FORMS)
+@pytest.mark.parametrize("family", [
+    pytest.param(family, marks=[pytest.mark.long] * (family == "lfm2")) for family in FORMS
+])  # fmt: skip
 def test_tokens_on_cards(form: Any, greedy: Any, monkeypatch: Any, family: str, device: str) -> None:
     """A share: one form of each family, another one on each card."""
     monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")

@@ -17,14 +17,16 @@ from trencadis.server.plan.plan_command import make_plan
 GAUDI3 = int(126.5 * (1 << 30))
 
 
-def test_as_many_graphs_as_planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("length", "rows"), [(512, 2), pytest.param(1024, 4, marks=pytest.mark.long)])
+def test_as_many_graphs_as_planned(length: int, rows: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value in {"KIND": "meta", "PROFILE": "gaudi3"}.items():
         monkeypatch.setenv(f"TRENCADIS_HPU_EMULATOR_{name}", value)
     monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
     monkeypatch.setenv("TRENCADIS_CACHE", str(tmp_path))
     config = EngineConfig(
-        model=str(demo_path()), device="hpu", max_model_len=1024, max_num_seqs=4, max_num_batched_tokens=512
-    )
+        model=str(demo_path()), device="hpu", max_model_len=length, max_num_seqs=rows,
+        max_num_batched_tokens=length // 2,
+    )  # fmt: skip
     planned = make_plan(config, load_config(demo_path()), GAUDI3)
     begun = time.perf_counter()
     engine = create_engine(config)

@@ -13,7 +13,9 @@ import pytest
 from tests.fakes.device import FakeDevice, OutOfMemory, make_harness, small_plan
 from tests.graphs.test_ranks import ThreadComm, together
 from tests.traffic.requests import Traffic
+from trencadis.backends.hpu.emulator import emulated_recipe_cache
 from trencadis.backends.hpu.emulator.emulated_bridge import EmulatedRuntime
+from trencadis.backends.hpu.emulator.emulated_recipe_cache import LaunchRates
 from trencadis.backends.hpu.emulator.refusals import parse
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import Bucket, Stage
@@ -21,12 +23,14 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import ProgramState
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.engine_builder import create_engine
+from trencadis.core.engine.search_process import FoundBuckets
 from trencadis.core.engine_stats import FAILURE, PUBLISHED
 from trencadis.core.graphs.graph_capture import GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager
 from trencadis.core.graphs.replan import PlanChange
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.memory.graph_budget import GraphPrice
+from trencadis.core.shapes.cost_model import LaunchTime, LaunchTimes, MeasuredCosts, residuals_of
 from trencadis.core.shapes.learned_plan import KEPT_STAGES, learn_plan
 from trencadis.core.shapes.shape_needs import NeedHistogram
 
@@ -176,14 +180,15 @@ class Changes:
             self.versions.append(version)
         return found
 
-    def random_plan(self) -> Any:
+    def random_plan(self) -> FoundBuckets:
         static, needs = self.learning.settings.static, NeedHistogram()
         stages = sorted({b.stage for b in static.buckets} - set(KEPT_STAGES))
         for _ in range(60):
             bucket = self.rng.choice(static.of(self.rng.choice(stages)))
             needs.add(bucket.stage, [self.rng.randint(1, d) for d in bucket.dims], self.rng.random())
         most = self.rng.randint(*((14, 24) if not static.policy.mixed else (4, 8)))
-        return learn_plan(static, needs, most, self.learning.settings.unchanged)
+        found = learn_plan(static, needs, most, self.learning.settings.unchanged)
+        return FoundBuckets(found.plan.buckets, found.graphs, found.cost, found.bound, found.static)
 
 
 def serve(engine: Engine, count: int, seed: int) -> dict[tuple[str, int], list[int]]:
@@ -277,3 +282,39 @@ def test_a_card_that_fails_in_a_change_serves_on(make: Make) -> None:
     outcomes = [c.outcome for c in changes.learning.history]
     assert FAILURE in outcomes and all(c.reason for c in changes.learning.history if c.outcome == FAILURE)
     check(engine)
+
+
+# What launches take
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(4))
+def test_launch_times_are_learned_on_the_emulator(make: Make, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Its clock counts operations, products and bytes, with constants that the model does not see."""
+    rng = random.Random(seed)
+    rates = LaunchRates(*(10 ** rng.uniform(*ends) for ends in ((-5, -4), (-8, -6), (-12, -10), (-12, -10))))
+    monkeypatch.setattr(emulated_recipe_cache, "LaunchRates", lambda: rates)
+    engine = make(learn_buckets="observe")
+    learning, runner = engine._learning, engine.executor._rank  # type: ignore[attr-defined]
+    assert learning is not None and runner.graphs.timer is not None
+    runner.graphs.timer.every = 1
+    serve(engine, 150, seed)
+    for _ in range(3):
+        learning._next = 0.0
+        learning.tick()
+    halves: tuple[list[LaunchTime], list[LaunchTime]] = [], []
+    for bucket, seconds in learning.times.list_seconds():
+        for each in seconds:
+            halves[rng.random() < 0.5].append(LaunchTime(bucket, each))
+    half, held = LaunchTimes(learning.settings.time), halves[1]
+    for launch in halves[0]:
+        half.add(*launch)
+    fitted = half.fit()
+    assert fitted is not None
+    paper = MeasuredCosts(fitted.paper, fitted.scale)
+    found, before = residuals_of(fitted, held), residuals_of(paper, held)
+    for stage, residual in found.items():
+        print(f"{stage.name}: {residual.buckets} held out, {residual.median:.3f}, {residual.high:.3f}; "
+              f"paper {before[stage].median:.3f}, {before[stage].high:.3f}")  # fmt: skip
+    errors = sorted(abs(fitted(b) / seconds - 1) for b, seconds in held)
+    assert errors[len(errors) // 2] <= 0.1 and errors[len(errors) * 95 // 100] <= 0.25

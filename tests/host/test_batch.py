@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import sys
 import tracemalloc
 from dataclasses import fields, replace
+from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
@@ -265,6 +267,33 @@ def test_a_step_of_one_row_that_goes_on_looks_at_little() -> None:
     one = work_of(Load(1, 64), 128)
     print(f"{one:.0f} instructions")
     assert one < 4200
+
+
+MOST_FUNCTIONS = 60
+"""Functions from schedule to update for a row that goes on, without drafts and the model: what a reader follows."""
+
+
+def functions_of_a_step(host: HostSteps) -> int:
+    """How many functions of this package a step calls, each counted once."""
+    called: set[CodeType] = set()
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and str(frame.f_globals.get("__name__")).startswith("trencadis."):
+            called.add(frame.f_code)
+
+    sys.setprofile(note)
+    try:
+        host.step()
+    finally:
+        sys.setprofile(None)
+    return len(called)
+
+
+def test_a_step_of_one_row_calls_few_functions() -> None:
+    host = HostSteps(Load(1, 64, greedy=True, depth=0))
+    for _ in range(20):
+        host.step()
+    assert 20 < min(functions_of_a_step(host) for _ in range(8)) <= MOST_FUNCTIONS
 
 
 def waiting_for_blocks(context: int, shared: int) -> HostSteps:

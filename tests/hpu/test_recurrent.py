@@ -128,8 +128,9 @@ def test_launches_equal_the_reference(name: str, lazy: bool, hpu: Callable[..., 
         assert not any("eager" in line for line in backend.card.clock.lines), backend.card.clock.lines
 
 
-@pytest.mark.parametrize("lazy", [True, False])
-@pytest.mark.parametrize("name", ["fresh", "decode"])
+@pytest.mark.parametrize(("name", "lazy"), [
+    ("fresh", True), ("decode", True), ("decode", False), pytest.param("fresh", False, marks=pytest.mark.long),
+])  # fmt: skip
 def test_state_spaces_equal_the_reference(name: str, lazy: bool, hpu: Callable[..., Any]) -> None:
     counts, many, width = LAUNCHES[name]
     case, backend, how = Case(counts), hpu(lazy=lazy), {"begins": [1]}

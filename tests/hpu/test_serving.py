@@ -43,7 +43,8 @@ def wanted() -> list[Any]:
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
-    monkeypatch.setenv("VLLM_MULTIMODAL_BUCKETS", "256,576,1024")
+    monkeypatch.setenv("VLLM_MULTIMODAL_BUCKETS", "256,576")
+    monkeypatch.setenv("VLLM_DECODE_BLOCK_BUCKET_MIN", "16")
     made: list[LLM] = []
 
     def start(**flags: Any) -> LLM:

@@ -22,6 +22,7 @@ Merged = Callable[[Path, Path, tuple[int, ...], int], Answer]
 
 FORMS = {
     "mistral": "window of 20", "gemma3": "windows of 8, four layers", "qwen3": "plain", "phi3": "half of a head turns",
+    "gemma4": "keys as values, heads of 16 and 32",
 }  # fmt: skip
 
 

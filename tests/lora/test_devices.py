@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.fakes.adapters import LANGUAGE, TOWER
 from tests.lora.conftest import Adapter, Base
 from tests.lora.test_same_tokens import Greedy, Merged, compare, mixed, request_of
-from trencadis import LLM, SamplingParams
+from tests.oracles.transformers_model import make_image
+from trencadis import LLM, SamplingParams, StructuredOutputsParams
 from trencadis.core.buckets import LORA
 
 CARDS: dict[str, dict[str, Any]] = {
@@ -56,14 +60,74 @@ def test_nothing_compiles_after_warm_up(
 
 def drive(llm: LLM, adapters: list[Path], count: int) -> None:
     """Runs ``count`` requests and asserts that every launch was planned and nothing was compiled."""
-    store = llm.engine.executor._rank.adapters  # type: ignore[attr-defined]
-    assert ledger_of(llm)["adapters"] == store.nbytes
-    rng, counters = np.random.default_rng(0), llm.engine.stats().graphs
+    rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 300, int(rng.integers(1, 200))).tolist() for _ in range(count)]
     kinds = [request_of(adapters[i]) if (i := int(rng.integers(-2, 4))) >= 0 else None for _ in range(count)]
-    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=6), use_tqdm=False, lora_request=kinds)
+
+    def run() -> None:
+        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=6), use_tqdm=False, lora_request=kinds)
+
+    used = planned_launches(llm, run)
+    assert any(name.endswith(f"/{LORA}") for name in used) and not all(name.endswith(f"/{LORA}") for name in used)
+
+
+def planned_launches(llm: LLM, run: Callable[[], None]) -> set[str]:
+    """Buckets that ``run`` used; asserts that all were planned, that nothing was compiled, and the ledger's row."""
+    store = llm.engine.executor._rank.adapters  # type: ignore[attr-defined]
+    assert ledger_of(llm)["adapters"] == store.nbytes
+    counters = llm.engine.stats().graphs
+    run()
     stats = llm.engine.stats()
     assert stats.graphs.recompiles == counters.recompiles and stats.graphs.lazy_compiles == counters.lazy_compiles
-    used = [use.bucket for use in stats.buckets]
-    assert all(use.planned for use in stats.buckets)
-    assert any(name.endswith(f"/{LORA}") for name in used) and not all(name.endswith(f"/{LORA}") for name in used)
+    assert all(use.planned for use in stats.buckets), [use.bucket for use in stats.buckets if not use.planned]
+    return {use.bucket for use in stats.buckets}
+
+
+MIXED: dict[str, Any] = dict(
+    dtype="bfloat16", warmup="full", max_model_len=256, max_num_batched_tokens=128, max_num_seqs=4, enable_lora=True,
+    max_loras=2, max_cpu_loras=4, limit_mm_per_prompt={"image": 1}, kv_cache_memory_bytes=8 << 20,
+    mm_processor_kwargs={"min_pixels": 56 * 56, "max_pixels": 20_000},
+    speculative_config={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}, spec_always=True,
+)  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("card", CARDS)
+def test_many_requests_of_all_kinds(base: Base, adapter: Adapter, monkeypatch: pytest.MonkeyPatch, card: str) -> None:
+    """Plain, ruled and verified rows and rows with images, of the base and of adapters of decoder and tower."""
+    monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
+    if card == "compiled hpu":
+        monkeypatch.setenv("PT_HPU_LAZY_MODE", "0")
+    checkpoint, rng = base("qwen2_5_vl"), np.random.default_rng(1)
+    llm = LLM(str(checkpoint), **{**CARDS[card], **MIXED})
+    adapters = [adapter(checkpoint, seed=i, pattern=rf"{LANGUAGE}|{TOWER}" if i > 1 else LANGUAGE) for i in range(4)]
+    images = [make_image(rng, low=60, high=140, aspect=1.5) for _ in range(12)]
+    rules: list[dict[str, Any]] = [
+        {}, {"allowed_token_ids": [30, 31], "max_tokens": 16}, {"temperature": 0.8, "top_k": 5, "seed": 1},
+        {"structured_outputs": StructuredOutputsParams(regex="(ab|cd){2}")}, {"repetition_penalty": 1.2},
+    ]  # fmt: skip
+
+    def run() -> None:
+        for number in range(int(os.environ.get("TRENCADIS_TEST_REQUESTS", "10000")) // 100):
+            chats, params, kinds = [], [], []
+            for _ in range(100):
+                words = "aa bb " * int(rng.integers(1, 12))
+                parts: list[Any] = [{"type": "text", "text": words}]
+                if rng.random() < 0.3:
+                    parts.append({"type": "image", "image": images[int(rng.integers(len(images)))]})
+                chats.append([{"role": "user", "content": parts}])
+                rule = rules[int(rng.integers(len(rules)))]
+                params.append(SamplingParams(**{"max_tokens": int(rng.integers(1, 9)), **rule}))
+                one = int(rng.integers(-2, 4)) if number % 4 else -1
+                kinds.append(request_of(adapters[one]) if one >= 0 else None)
+            made = llm.chat(chats, params, use_tqdm=False, lora_request=kinds)
+            assert all(m.outputs[0].finish_reason in ("stop", "length") for m in made)
+
+    try:
+        used = planned_launches(llm, run)
+        llm.engine.scheduler.check()
+        stages = {name.partition("[")[0] for name in used}
+        assert {"vision", "verify"} <= stages and llm.engine.stats().spec_accepted > 0, used
+        assert any(name.startswith("vision") and name.endswith(LORA) for name in used), used
+    finally:
+        llm.close()

@@ -10,12 +10,15 @@ import pytest
 import torch
 
 from tests.fakes import checkpoints
-from tests.fakes.adapters import adapter_of
-from tests.families.text_checkpoints import family_checkpoint
+from tests.fakes.adapters import LANGUAGE, adapter_of
+from tests.families.text_checkpoints import CASES, family_checkpoint
 from tests.lora.conftest import Adapter, Base
 from tests.lora.test_same_tokens import BASE, Merged, prompts, request_of
-from trencadis import LLM, BeamSearchParams, SamplingParams
+from trencadis import LLM, BeamSearchParams, EngineArgs, LLMEngine, LoRARequest, SamplingParams
 from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.checkpoint.family import MLPS
+from trencadis.core.checkpoint.registry import family_of
+from trencadis.core.errors import StartupError
 from trencadis.core.lora.adapter_files import read_adapter
 from trencadis.core.lora.adapter_store import load_matrices
 from trencadis.server.cli import main
@@ -99,6 +102,27 @@ def test_attention_of_models_with_experts(tmp_path: Path, merged: Merged) -> Non
     assert (found[0] - found[1]).abs().max() < 1e-4
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(("family", "form"), [case for case in CASES if case[0] not in ("gpt2", "opt")])
+def test_every_text_family(tmp_path: Path, merged: Merged, family: str, form: str) -> None:
+    """Adapters of the parts that the family's record names; families without such parts are refused by name."""
+    checkpoint = family_checkpoint(tmp_path / "base", family=family, form=form)
+    architecture = load_config(checkpoint).architecture
+    parts = family_of(architecture).adapters
+    if not parts:
+        with pytest.raises(StartupError, match=f"adapters of {architecture} are merged"):
+            LLM(str(checkpoint), **BASE)
+        return
+    one = adapter_of(checkpoint, tmp_path / "a", LANGUAGE if MLPS in parts else r".*self_attn\.\w+_proj", seed=1)
+    found = []
+    for path, asked in ((checkpoint, one), (merged(checkpoint, one), None), (checkpoint, None)):
+        llm = LLM(str(path), **BASE)
+        found.append(logprobs_of(llm, prompts(3, 50)[2], asked))
+        llm.close()
+    assert (found[0] - found[1]).abs().max() < 1e-4
+    assert (found[0] - found[2]).abs().max() > 1e-2, "the adapter changes the answers"
+
+
 def test_choices_and_beams_share_their_adapter(base: Base, adapter: Adapter, merged: Merged) -> None:
     checkpoint = base("llama")
     one, prompt = adapter(checkpoint, seed=1), list(prompts(3, 40)[2])
@@ -114,6 +138,41 @@ def test_choices_and_beams_share_their_adapter(base: Base, adapter: Adapter, mer
         found.append(([c.token_ids for c in made.outputs], [s.tokens for s in searched.sequences]))
         llm.close()
     assert found[0] == found[1]
+
+
+def test_an_engine_is_stepped_by_hand(base: Base, adapter: Adapter) -> None:
+    """As vLLM's example of many adapters does it: one slot, requests of two adapters and of the base in turn."""
+    checkpoint = base("llama")
+    engine = LLMEngine.from_engine_args(
+        EngineArgs(
+            model=str(checkpoint), enable_lora=True, max_loras=1, max_lora_rank=8, max_cpu_loras=2, max_num_seqs=256,
+            dtype="float32", max_model_len=384, kv_cache_memory_bytes=16 << 20,
+        )
+    )  # fmt: skip
+    kinds = [None, *(LoRARequest(f"lora{i}", i, str(adapter(checkpoint, seed=i))) for i in (1, 2))]
+    params, answers, waiting = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True), {}, [*kinds, *kinds]
+    count = 0
+    while waiting or engine.has_unfinished_requests():
+        if waiting:
+            engine.add_request(str(count), "A robot may not", params, lora_request=waiting.pop(0))
+            count += 1
+        answers |= {made.request_id: made.outputs[0].token_ids for made in engine.step() if made.finished}
+    engine.close()
+    found = [tuple(answers[str(i)]) for i in range(6)]
+    assert found[:3] == found[3:] and len(set(found)) == 3
+
+
+def test_a_draft_model_drafts_as_the_base_and_the_adapter_verifies(base: Base, adapter: Adapter) -> None:
+    checkpoint = base("llama")
+    asked = [None, *(request_of(adapter(checkpoint, seed=seed)) for seed in (1, 2))] * 2
+    params, found = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), []
+    for drafts in ({}, {"speculative_config": {"model": str(checkpoint), "num_speculative_tokens": 2}}):
+        llm = LLM(str(checkpoint), **{**BASE, "max_loras": 2, **drafts})
+        made = llm.generate([list(p) for p in prompts(6, 40)], params, use_tqdm=False, lora_request=asked)
+        found.append([one.outputs[0].token_ids for one in made])
+        accepted = llm.engine.stats().spec_accepted
+        llm.close()
+    assert found[0] == found[1] and accepted > 0
 
 
 def test_all_values_of_an_adapter_are_read(base: Base, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ BASE: dict[str, Any] = dict(
     dtype="float32", max_model_len=384, max_num_seqs=8, kv_cache_memory_bytes=16 << 20, enable_lora=True
 )
 ATTENTION = r".*layers\.\d+\.self_attn\.[qo]_proj"
-FAMILIES = ("llama", "qwen2_5_vl", "qwen3", "mistral", "gemma3", "phi3")
+FAMILIES = ("llama", "qwen2_5_vl", "qwen3", "mistral", "gemma3", "phi3", "gemma4")
 VARIANTS: dict[str, dict[str, Any]] = {
     "chunks of 7, padded, depth 1": {"max_num_batched_tokens": 7, "policy": "padded", "async_depth": 1},
     "preemption": {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,14 +137,16 @@ def checkpoint(
     symmetric: bool = True,
     ordered: bool = False,
     apart: bool = True,
+    chosen: Callable[[str, Tensor], bool] = linear,
 ) -> tuple[Path, Path]:
     """(a quantised copy of ``source``, its twin in float32), folders below ``out``.
 
-    ``apart``: orders differ where weights are over one input, too, as in no file of GPTQ's.
+    ``apart``: orders differ where weights are over one input, too, as in no file of GPTQ's. ``chosen``: whether the
+    tensor with this name is quantised.
     """
     stored, twin = {}, {}
     for i, (name, tensor) in enumerate(load_file(str(source / "model.safetensors")).items()):
-        if not linear(name, tensor):
+        if not chosen(name, tensor):
             stored[name] = twin[name] = tensor
             continue
         m = made(tensor, bits, group, symmetric, ordered, seed=i if apart else tensor.shape[1])
@@ -155,11 +158,14 @@ def checkpoint(
     )
 
 
-def fp8(source: Path, out: Path, kind: str, rows: int = 0, columns: int = 0) -> tuple[Path, Path]:
+def fp8(
+    source: Path, out: Path, kind: str, rows: int = 0, columns: int = 0,
+    chosen: Callable[[str, Tensor], bool] = linear,
+) -> tuple[Path, Path]:  # fmt: skip
     """As ``checkpoint``, in 8-bit floats: ``fp8`` or ``float-quantized``; one scale for ``rows`` x ``columns``."""
     stored, twin = {}, {}
     for name, tensor in load_file(str(source / "model.safetensors")).items():
-        if not linear(name, tensor):
+        if not chosen(name, tensor):
             stored[name] = twin[name] = tensor
             continue
         height, width = rows or tensor.shape[0], columns or tensor.shape[1]

@@ -83,6 +83,7 @@ def test_a_search_that_runs_refuses_another_and_an_engine_that_records_nothing_a
     learning, sent = LearningReport("observe"), list[object]()
     plan = GraphPlan(1, learning=learning)
     client = SimpleNamespace(plan=plan, link=SimpleNamespace(learn_requests=0, write=sent.append))
+    client.check_learning = lambda: Supervisor.check_learning(cast(Supervisor, client))
 
     def ask() -> None:
         asyncio.run(Supervisor.learn_buckets(cast(Supervisor, client)))

@@ -110,7 +110,6 @@ def test_what_cannot_draft_is_refused_in_one_line(vl_checkpoint: Path, checkpoin
         (str(broken(checkpoint("qwen2"), tmp_path / "short", max_position_embeddings=64)), {}, "--max-model-len 64"),
         (str(other), {}, "the tokenizers of other and"),
         (str(checkpoint("qwen2")), {"tensor_parallel_size": 2}, "leave out -tp and -pp"),
-        (str(checkpoint("qwen2")), {"device": "hpu", "batch_invariant": False}, "--device cpu runs draft models"),
         (str(checkpoint("qwen2")), {"packed_weights_dir": "p"}, "leave out --packed-weights-dir"),
     ]
     for draft, flags, words in cases:

@@ -19,7 +19,7 @@ FLAGS: dict[str, Any] = {
     "batch_invariant": False, "max_model_len": 384, "num_gpu_blocks_override": 200, "max_num_batched_tokens": 256,
     "encoder_cache_images": None, "mm_processor_kwargs": {},
 }  # fmt: skip
-SOME = [("mistral", "window"), ("mixtral", ""), ("gemma3", ""), ("phi3", "long")]
+SOME = [("mistral", "window"), ("mixtral", ""), ("gemma3", ""), ("gemma4", "earlier"), ("phi3", "long")]
 FORMATS: list[dict[str, Any]] = [
     {"quantization": "int8"}, {"quantization": "int4"}, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8"},
     {"dtype": "bfloat16"},

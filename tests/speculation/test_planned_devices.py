@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.families.test_same_tokens import prompts
+from tests.families.text_checkpoints import family_checkpoint
 from tests.oracles.gaudi_launches import BLOCK, AttentionLayer, references, step_inputs
 from tests.speculation.test_cpu_answers import Answers, SampledTraffic, draft_by
 from tests.traffic.ruled_requests import vocabulary
@@ -25,13 +27,18 @@ from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.policy import input_bytes, policy
-from trencadis.core.buckets import Bucket, Stage, ahead_variant, verify_variant
+from trencadis.core.buckets import Bucket, Stage, ahead_variant, is_drafting, verify_variant
+from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.device_policy import InputSizes
+from trencadis.core.engine import graph_startup
+from trencadis.core.engine.dry_run import StartupPlan
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.engine_builder import create_engine
+from trencadis.core.errors import StartupError
 from trencadis.core.request import Request, SamplingParams
+from trencadis.core.shared_constants import RESERVED_BLOCKS
 
 LENGTH, DRAFTS = 96, 3
 FLAGS: dict[str, Any] = {
@@ -61,7 +68,7 @@ def make(monkeypatch: pytest.MonkeyPatch, vl_checkpoint: Path, tmp_path: Path) -
             own = {"device": "hpu"}
             monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
             monkeypatch.setenv("PT_HPU_LAZY_MODE", "1" if device == "lazy" else "0")
-        made.append(create_engine(EngineConfig(model=str(vl_checkpoint), **{**FLAGS, **own, **flags})))
+        made.append(create_engine(EngineConfig(**{"model": str(vl_checkpoint), **FLAGS, **own, **flags})))
         return made[-1]
 
     yield create
@@ -101,7 +108,7 @@ def count_different(a: Answers, b: Answers) -> int:
 @pytest.mark.parametrize("device", DEVICES)
 def test_answers_are_those_without_drafts_and_nothing_compiles(device: str, make: Make) -> None:
     warmup = {"warmup": "full"} if device == "twin" else {}
-    plain = answers_of(make(device, **warmup), 1, 14)
+    plain = answers_of(make(device, warmup="skip"), 1, 14)
     engine = make(device, speculative_config=SPECULATION, spec_always=True, **warmup)
     draft_by(engine, plain.tokens, "mixed", DRAFTS)
     before = graphs_of(engine).backend.compilations()
@@ -146,6 +153,134 @@ def test_a_prediction_needs_few_launches(device: str, make: Make) -> None:
     assert scripted(make(device, **flags), 64) <= 0.45
 
 
+def drafting(draft: Path, drafts: int = DRAFTS) -> dict[str, Any]:
+    """Flags by which the model at ``draft`` drafts."""
+    asked = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": drafts}
+    return {"speculative_config": asked, "spec_always": True}
+
+
+FEW: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "warmup": "skip"}
+"""Flags by which the plan has few shapes, each compiled at its first use."""
+
+BOOKED = ("image arena", "sampler state", "hidden rows", "static inputs")
+"""Rows of the ledger that a plan knows to the byte; the twin of a card leaves some weights out."""
+
+
+def note_papers(monkeypatch: pytest.MonkeyPatch) -> list[StartupPlan]:
+    """The plans of later starts, made before anything is loaded."""
+    papers: list[StartupPlan] = []
+    plan = graph_startup._paper
+
+    def noted(*args: Any) -> StartupPlan:
+        papers.append(plan(*args))
+        return papers[-1]
+
+    monkeypatch.setattr(graph_startup, "_paper", noted)
+    return papers
+
+
+@pytest.mark.parametrize("device", ["twin", *(pytest.param(d, marks=pytest.mark.long) for d in ("lazy", "compiled"))])
+def test_a_model_drafts_and_the_plan_knows_it(
+    device: str, make: Make, checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft of other sizes than the target's: answers are those without it, and the ledger is the plan's."""
+    draft = checkpoint("qwen2", seed=9)
+    plain = answers_of(make(device, **FEW), 2, 5, most=4)
+    papers = note_papers(monkeypatch)
+    engine = make(device, **FEW, **drafting(draft))
+    drafted = answers_of(engine, 2, 5, most=4)
+    assert count_different(plain.tokens, drafted.tokens) <= 1, "a draw flips where its number is at an edge"
+    assert engine.scheduler.totals.spec_draft_tokens > 10
+    launched = [b for b in graphs_of(engine).hits if is_drafting(b)]
+    assert {Stage.SAMPLE, Stage.DECODE, Stage.VERIFY} <= {b.stage for b in launched}
+    assert set(graphs_of(engine).hits) <= graphs_of(engine).planned
+    assert {str(b) for b in launched} <= {use.bucket for use in engine.stats().buckets}, "metrics count its launches"
+    check_ledger(engine)
+    booked, held = dict(papers[0].ledger.rows()), dict(engine._watch.captures.ledger.rows())  # type: ignore[union-attr]
+    known = BOOKED if device == "twin" else ("weights", "draft weights", *BOOKED)
+    assert {row: held[row] for row in known} == {row: booked[row] for row in known}
+    cells = (FLAGS["num_gpu_blocks_override"] + RESERVED_BLOCKS) * FLAGS["block_size"]
+    text = load_config(draft).text
+    assert held["draft KV"] == cells * text.layers * 2 * text.kv_heads * text.head_dim * 4
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("device", ["twin", "lazy", "compiled"])
+def test_a_model_drafts_for_itself_and_nothing_compiles(device: str, make: Make, vl_checkpoint: Path) -> None:
+    """Most guesses are wrong: the draft knows no penalties, grammars and images, and these models know no text."""
+    plain = answers_of(make(device, warmup="skip"), 3, 60)
+    engine = make(device, warmup="full", **drafting(vl_checkpoint))
+    before = graphs_of(engine).backend.compilations()
+    drafted = answers_of(engine, 3, 60)
+    assert count_different(plain.tokens, drafted.tokens) <= 1, "a draw flips where its number is at an edge"
+    totals = engine.scheduler.totals
+    assert 0 < totals.spec_accepted < totals.spec_draft_tokens
+    assert graphs_of(engine).backend.compilations() == before and graphs_of(engine).lazy_compiles == 0
+    check_ledger(engine)
+    print(f"{device}: {totals.spec_accepted} of {totals.spec_draft_tokens} drafts accepted, 0 compiled")
+
+
+TEXTS: dict[str, Any] = {
+    **FEW, "max_num_batched_tokens": 64, "encoder_cache_images": None, "mm_processor_kwargs": {},
+    "num_gpu_blocks_override": 20,
+}  # fmt: skip
+FORMS: list[tuple[str, str, dict[str, Any]]] = [
+    ("mistral", "no window", {}), ("gemma3", "windows of 8, four layers", {}), ("mixtral", "plain", {}),
+    ("mistral", "no window", {"kv_cache_dtype": "int8"}), ("mistral", "no window", {"quantization": "int8"}),
+]  # fmt: skip
+
+
+def greedy_answers(engine: Engine) -> dict[str, list[int]]:
+    """Greedy tokens of four prompts."""
+    found: dict[str, list[int]] = {}
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    for number, prompt in enumerate(prompts(4, 60)):
+        engine.add(Request(f"r{number}", list(prompt)[:60], params))
+    while not engine.idle():
+        for delta in engine.step():
+            found.setdefault(delta.id, []).extend(delta.tokens)
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("device", ["twin", "lazy"])
+@pytest.mark.parametrize(("family", "form", "flags"), FORMS)
+def test_each_family_accepts_its_own_drafts(
+    device: str, family: str, form: str, flags: dict[str, Any], make: Make, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """With windows, experts, 8-bit caches and weights: a card's ledger is the plan's."""
+    path = family_checkpoint(tmp_path / "m", family=family, form=form)
+    plain = greedy_answers(make(device, model=str(path), **TEXTS, **flags))
+    papers = note_papers(monkeypatch)
+    engine = make(device, model=str(path), **TEXTS, **flags, **drafting(path))
+    assert greedy_answers(engine) == plain
+    totals = engine.scheduler.totals
+    assert totals.spec_accepted == totals.spec_draft_tokens > 30
+    check_ledger(engine)
+    booked, held = dict(papers[0].ledger.rows()), dict(engine._watch.captures.ledger.rows())  # type: ignore[union-attr]
+    known = BOOKED if device == "twin" else ("weights", "draft weights", *BOOKED)
+    assert {row: held[row] for row in known} == {row: booked[row] for row in known}
+    assert held["draft KV"] == held["KV cache"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"kv_offloading_size": 1.0}, "does not go with --kv-offloading-size"),
+        ({"learn_buckets": "on"}, "does not go with --learn-buckets on"),
+        ({"enable_lora": True}, "does not go with --enable-lora"),
+        ({"tensor_parallel_size": 2}, "leave out -tp and -pp"),
+    ],
+)
+def test_what_does_not_go_with_a_draft_model_is_refused(
+    flags: dict[str, Any], says: str, make: Make, vl_checkpoint: Path
+) -> None:
+    with pytest.raises(StartupError, match=says) as error:
+        make("twin", **flags, **drafting(vl_checkpoint))
+    assert "\n" not in str(error.value)
+
+
 def gaudi(lazy: bool, windows: tuple[int, ...], kernels: bool = True) -> HpuBackend:
     bridge = make_bridge(EmulatedDevice(profile("")), lazy)
     if not kernels:
@@ -183,22 +318,25 @@ def test_the_planner_counts_the_inputs_to_the_byte() -> None:
 
 
 MANY = int(os.environ.get("TRENCADIS_TEST_REQUESTS", "10000"))
-"""Requests of the long run."""
+SEED = int(os.environ.get("TRENCADIS_TEST_SEED", "11"))
+"""Requests of the long run, which may be made in pieces."""
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("source", ["ngram", "draft_model"])
 @pytest.mark.parametrize("device", ["twin", "lazy", "compiled"])
-def test_nothing_compiles_in_many_requests(device: str, make: Make) -> None:
-    """Verified, plain, ruled and image rows mixed, drafted by n-grams where a request repeats itself."""
-    engine = make(device, speculative_config=SPECULATION, spec_always=True)
+def test_nothing_compiles_in_many_requests(device: str, source: str, make: Make, vl_checkpoint: Path) -> None:
+    """Verified, plain, ruled and image rows mixed, drafted by n-grams where a request repeats itself, or by a model."""
+    own = {"speculative_config": SPECULATION, "spec_always": True}
+    engine = make(device, **(own if source == "ngram" else drafting(vl_checkpoint)))
     before = graphs_of(engine).backend.compilations()
-    answers_of(engine, 11, MANY)
+    answers_of(engine, SEED, MANY)
     hits, totals = graphs_of(engine).hits, engine.scheduler.totals
     assert graphs_of(engine).backend.compilations() == before and set(hits) <= graphs_of(engine).planned
     check_ledger(engine)
     verified = sum(count for bucket, count in hits.items() if bucket.stage is Stage.VERIFY)
     print(
-        f"{device}: {MANY} requests, {sum(hits.values())} launches, {verified} of them VERIFY, "
+        f"{device}, {source}: {MANY} requests, {sum(hits.values())} launches, {verified} of them VERIFY, "
         f"{totals.spec_accepted} of {totals.spec_draft_tokens} drafts accepted, 0 compiled"
     )
 

@@ -45,6 +45,12 @@ PYTHONIC = template(
     "[{{ c.function.name }}({% for k, v in c.function.arguments.items() %}{{ k }}={{ v | tojson }}{% endfor %})]",
     "<|im_start|>ipython\n{{ m.content }}<|im_end|>\n",
 )
+GEMMA4 = template(
+    "Call.",
+    "<|tool_call>call:{{ c.function.name }}{% raw %}{{% endraw %}{% for k, v in c.function.arguments.items() %}{{ k }}:"
+    '<|"|>{{ v }}<|"|>{% endfor %}{% raw %}}{% endraw %}<tool_call|>',
+    "<|tool_response>{{ m.content }}<tool_response|>",
+)
 LFM2 = PYTHONIC.replace("[{{ c.function.name }}", "<|tool_call_start|>[{{ c.function.name }}").replace(
     "{% endfor %})]", "{% endfor %})]<|tool_call_end|>"
 )
@@ -55,6 +61,7 @@ TEMPLATES = {
     "mistral": MISTRAL,
     "pythonic": PYTHONIC,
     "lfm2": LFM2,
+    "gemma4": GEMMA4,
 }
 THINKING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n"

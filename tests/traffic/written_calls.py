@@ -126,6 +126,28 @@ def pythonic(calls: Calls, rng: random.Random) -> str:
     return "[" + rng.choice([", ", ","]).join(one(n, a) for n, a in calls) + "]"
 
 
+def gemma4(calls: Calls, rng: random.Random) -> str:
+    def quoted(text: str) -> str:
+        return f'<|"|>{text}<|"|>'
+
+    def shown(value: Any) -> str:
+        blank = rng.choice(["", "", " "])
+        if isinstance(value, str):
+            return quoted(value)
+        if isinstance(value, dict):
+            names = (k if k.isidentifier() and k.isascii() else quoted(k) for k in value)
+            return (
+                "{"
+                + f",{blank}".join(f"{k}:{blank}{shown(v)}" for k, v in zip(names, value.values(), strict=True))
+                + "}"
+            )
+        if isinstance(value, list):
+            return "[" + f",{blank}".join(map(shown, value)) + "]"
+        return json.dumps(value)
+
+    return rng.choice(["", "\n"]).join(f"<|tool_call>call:{n}{shown(a)}<tool_call|>" for n, a in calls)
+
+
 def lfm2(calls: Calls, rng: random.Random) -> str:
     return f"<|tool_call_start|>{pythonic(calls, rng)}<|tool_call_end|>"
 
@@ -137,8 +159,9 @@ STYLES: dict[str, Callable[[Calls, random.Random], str]] = {
     "mistral": mistral,
     "pythonic": pythonic,
     "lfm2": lfm2,
+    "gemma4": gemma4,
 }
-BEFORE = {"hermes", "qwen3", "mistral", "llama3_json", "lfm2"}
+BEFORE = {"hermes", "qwen3", "mistral", "llama3_json", "lfm2", "gemma4"}
 """Styles in which text may stand before a call."""
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.fakes.meta_start import GIB, card, config_of, on_paper, run
 from tests.oracles.transformers_model import conversation
-from tests.vision.vision_checkpoints import gemma3, llava, qwen3_vl
+from tests.vision.vision_checkpoints import gemma3, gemma4, glm4v, llava, qwen3_vl
 from trencadis import LLM, SamplingParams
 from trencadis.backends.cpu import make_backend
 from trencadis.core.buckets import Bucket, Stage
@@ -92,7 +92,7 @@ HUB: dict[str, dict[str, Any]] = {
 SMALL: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": 2, "max_num_batched_tokens": 256}
 KINDS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {}, "qwen2_vl": {"tie_word_embeddings": True}, "llava": {"image": 56}, "qwen3_vl": {},
-    "qwen3_vl_moe": {"experts": True}, "gemma3": {},
+    "qwen3_vl_moe": {"experts": True}, "gemma3": {}, "gemma4": {}, "glm4v": {},
 }  # fmt: skip
 
 
@@ -105,7 +105,9 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def written(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     @cache
     def write(kind: str) -> Path:
-        for name, form in (("llava", llava), ("qwen3_vl", qwen3_vl), ("gemma3", gemma3)):
+        for name, form in (
+            ("llava", llava), ("qwen3_vl", qwen3_vl), ("gemma3", gemma3), ("gemma4", gemma4), ("glm4v", glm4v),
+        ):  # fmt: skip
             if kind.startswith(name):
                 return form(tmp_path_factory.mktemp(kind), **KINDS[kind])
         return checkpoint(kind, **KINDS[kind])
@@ -180,10 +182,11 @@ def served(path: Path, kind: str, count: int, length: int = 384) -> int:
 
     A launch at any new shape would be one.
     """
-    limits: dict[str, Any] = {} if kind in ("llava", "gemma3") else {"mm_processor_kwargs": {"max_pixels": 12_544}}
+    fixed = kind.startswith(("llava", "gemma"))
+    limits: dict[str, Any] = {} if fixed else {"mm_processor_kwargs": {"max_pixels": 12_544}}
     llm = LLM(
-        str(path), device="hpu", dtype="float32", max_model_len=length, max_num_seqs=2, max_num_batched_tokens=64,
-        block_size=64, **limits,
+        str(path), device="hpu", dtype="float32", max_model_len=length, max_num_seqs=2,
+        max_num_batched_tokens=96 if kind == "gemma4" else 64, block_size=64, **limits,
     )  # fmt: skip
     requested = [conversation(np.random.default_rng(i), most=2, high=200)[0] for i in range(count)]
     rank = llm.engine.executor._rank  # type: ignore[attr-defined]

@@ -48,6 +48,24 @@ HUB: dict[str, dict[str, Any]] = {
             "num_attention_heads": 16, "num_hidden_layers": 27, "patch_size": 14,
         },
     },
+    "MiniCPM-V-4.6": {
+        "architectures": ["MiniCPMV4_6ForConditionalGeneration"], "model_type": "minicpmv4_6",
+        "image_token_id": 248056, "insert_layer_id": 6, "tie_word_embeddings": True,
+        "text_config": {
+            "model_type": "qwen3_5_text", "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24,
+            "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16,
+            "linear_num_value_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+            "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "vocab_size": 248320,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_interleaved": True,
+                "mrope_section": [11, 11, 10],
+            },
+        },
+        "vision_config": {
+            "model_type": "minicpmv4_6_vision", "hidden_size": 1152, "image_size": 980, "intermediate_size": 4304,
+            "num_attention_heads": 16, "num_hidden_layers": 27, "patch_size": 14,
+        },
+    },
     "Mistral-Small-3.1": {
         "architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "image_token_index": 10,
         "spatial_merge_size": 2, "vision_feature_layer": -1, "multimodal_projector_bias": False,

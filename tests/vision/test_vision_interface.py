@@ -16,18 +16,18 @@ FAMILIES = (
     "core/families/", "multimodal/qwen2_vl/", "multimodal/qwen2_5_vl/", "multimodal/qwen3_vl/", "multimodal/llava/",
     "multimodal/llava_next/", "multimodal/gemma3/", "multimodal/internvl/", "multimodal/idefics3/",
     "multimodal/mllama/", "multimodal/pixtral/", "multimodal/phi3_v/", "multimodal/glm4v/", "multimodal/gemma4/",
-    "multimodal/lfm2_vl/",
+    "multimodal/lfm2_vl/", "multimodal/minicpmv/",
 )  # fmt: skip
 LONGER = (
     "core/families/", "multimodal/qwen2_vl/", "multimodal/qwen3_vl/", "multimodal/mllama/", "multimodal/pixtral/",
-    "multimodal/glm4v/", "multimodal/gemma4/", "multimodal/lfm2_vl/",
+    "multimodal/glm4v/", "multimodal/gemma4/", "multimodal/lfm2_vl/", "multimodal/minicpmv/",
 )  # fmt: skip
-"""Decoders without images; a family with videos, which others build on; and six with towers of their own."""
+"""Decoders without images; a family with videos, which others build on; and seven with towers of their own."""
 LINES = 280
 """Of a family's package, processor and configuration included."""
 NAMES = re.compile(
     r"1_?176\b|image_pad\b|video_pad\b|qwen[23](_5|\.5)?[_-]?vl|llava|clipvision|internvl|idefics|smolvlm|pixtral|mistral3"
-    r"|phi-?3(\.5)?[_-]?v|mllama|glm-?4(\.\d)?v|lfm2_?vl",
+    r"|phi-?3(\.5)?[_-]?v|mllama|glm-?4(\.\d)?v|lfm2_?vl|minicpm",
     re.IGNORECASE,
 )
 TABLE_LINE = re.compile(r'^    "\w+": "trencadis\.multimodal\.\w+\.(?:\w+_)?family:[A-Z0-9_]+",$|^OTHER_LAYOUTS = ')

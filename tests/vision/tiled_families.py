@@ -16,7 +16,7 @@ from PIL import Image
 
 from tests.oracles.transformers_model import Answer
 from tests.vision import vision_checkpoints
-from tests.vision.extra_families import phi3_v
+from tests.vision.extra_families import minicpmv, phi3_v
 from tests.vision.family_harness import FamilyHarness
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.registry import image_processor
@@ -333,6 +333,36 @@ COMPARED = {
         "<|image_1|>",
         "<|image_2|>",
         phi3_v.same_values,
+    ),
+    "minicpmv": Compared(
+        minicpmv.minicpmv,
+        {"merger behind the second layer": {}, "behind the last": {"scale": 168, "insert": 2, "most": 9, "seed": 2},
+         "behind the first, no slices": {"insert": 0, "settings": {"slice_mode": False, "use_image_id": False},
+                                         "tie_word_embeddings": True, "seed": 3}},
+        minicpmv.open_processor,
+        ("pixel_values", "target_sizes"),
+        minicpmv.count_tokens,
+        {
+            "slots in another order": _reversed,
+            "one layer too few": lambda model, ops: (model.tower, "merged", []),
+            "two tiles changed": _changed,
+            "attention of no window": lambda model, ops: (model.tower.merger, "_attend", lambda x: x),
+        },
+        (
+            ("downsample_mode", "4x", "downsample_mode"), ("merger_times", 2, "merger_times"),
+            ("merge_kernel_size", [1, 2], "merge_kernel_size"), ("insert_layer_id", 3, "insert_layer_id"),
+            ("drop_vision_last_layer", True, "drop_vision_last_layer"), ("image_token_id", 10**6, "image_token_id"),
+            ("vision_config.window_kernel_size", [4, 4], "window_kernel_size"),
+            ("vision_config.num_attention_heads", 3, "num_attention_heads"),
+            ("text_config.model_type", "llama", "model_type"),
+        ),
+        (
+            ("downsample_mode", "4x", "downsample_mode"), ("patch_size", 16, "patch_size"),
+            ("max_slice_nums", 0, "max_slice_nums"), ("scale_resolution", 20, "scale_resolution"),
+            ("resample", 2, "resample"), ("image_processor_type", "CLIPImageProcessor", "image_processor_type"),
+        ),
+        minicpmv.PAD,
+        values=minicpmv.same_values,
     ),
 }  # fmt: skip
 

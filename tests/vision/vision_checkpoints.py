@@ -80,7 +80,8 @@ def glm4v(folder: Path, *, seed: int = 0, name: str = "Glm4v", vision: Any = Non
     )  # fmt: skip
     config = getattr(transformers, f"{name}Config")(
         text_config={"model_type": kind, **settings}, vision_config=tower, image_token_id=IMAGE,
-        video_token_id=2, image_start_token_id=3, image_end_token_id=4, video_start_token_id=5, video_end_token_id=6,
+        video_token_id=IMAGE + 1, image_start_token_id=IMAGE + 2, image_end_token_id=IMAGE + 3,
+        video_start_token_id=IMAGE + 4, video_end_token_id=IMAGE + 5,
         tie_word_embeddings=settings["tie_word_embeddings"], architectures=[f"{name}ForConditionalGeneration"],
     )  # fmt: skip
     cell = 28 * 28
@@ -88,9 +89,11 @@ def glm4v(folder: Path, *, seed: int = 0, name: str = "Glm4v", vision: Any = Non
         "image_processor_type": f"{images}ImageProcessor", "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2,
         "size": {"shortest_edge": 2 * 2 * cell, "longest_edge": 2 * 40 * cell}, "resample": 3,
     }  # fmt: skip
-    template = TEMPLATE.replace("<image>", "<|image|>")
+    shown = "{%- elif part['type'] == 'video' %}{{- '<|begin_of_video|><|video|><|end_of_video|>' }}{%- else %}"
+    template = TEMPLATE.replace("<image>", "<|image|>").replace("{%- else %}{{- part", f"{shown}{{{{- part")
     model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
-    return finished(model, folder, seed, ["<|image|>"], processor, template)
+    kinds = [f"<|{end}_of_{kind}|>" for kind in ("image", "video") for end in ("begin", "end")]
+    return finished(model, folder, seed, ["<|image|>", "<|video|>", *kinds], processor, template)
 
 
 def gemma4(folder: Path, *, seed: int = 0, unified: bool = False, tokens: int = 70, **text: Any) -> Path:

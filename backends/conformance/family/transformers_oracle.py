@@ -23,6 +23,7 @@ SMALL = {
     "num_hidden_layers": 2, "n_layer": 2, "num_attention_heads": 4, "n_head": 4, "num_key_value_heads": 2,
     "vocab_size": 512, "head_dim": 16, "sliding_window": 24, "projection_dim": 64, "global_head_dim": 32,
     "num_global_key_value_heads": 2, "vocab_size_per_layer_input": 512, "hidden_size_per_layer_input": 16,
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 32, "shared_intermediate_size": 96,
 }  # fmt: skip
 """Upper limits of the sizes of a random checkpoint."""
 
@@ -128,7 +129,8 @@ def open_image_processor(path: Path) -> Any:
     try:
         return library.AutoImageProcessor.from_pretrained(path, backend="pil")
     except (OSError, ValueError, ImportError) as error:
-        raise Skipped(f"transformers makes no image processor of it: {str(error).splitlines()[0][:100]}") from None
+        why = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise Skipped(f"transformers makes no image processor of it: {why[:100]}") from None
 
 
 def process_image(path: Path, image: object, token: int) -> ProcessedImage:
@@ -152,6 +154,7 @@ def processor_arguments(path: Path, images: Any) -> dict[str, Any]:
         asked = dict(getattr(kind, "images_kwargs", None) or {})
     except ImportError:  # the module of the class lacks a library
         asked = {}
+    asked.pop("return_tensors", None)  # callers ask for tensors themselves
     merge: int = getattr(config, "spatial_merge_size", 1)
     patch: Any = getattr(images, "patch_size", None)
     if merge > 1 and hasattr(patch, "keys"):
@@ -260,6 +263,8 @@ class TransformersOracle:
         if cross_layers:
             return self._project_keys_values(image, cross_layers)
         known = inspect.signature(self.model.get_image_features).parameters
+        if "pixel_values" not in known:  # it passes everything on
+            known = inspect.signature(self.model.model.get_image_features).parameters
         with torch.inference_mode():
             found = self.model.get_image_features(**{k: v for k, v in image.inputs.items() if k in known})
         found = getattr(found, "pooler_output", found)

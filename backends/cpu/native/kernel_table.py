@@ -11,7 +11,7 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cache
+from functools import cache, cached_property
 from types import MappingProxyType
 
 from trencadis.backends.cpu.native import library
@@ -96,7 +96,7 @@ class KernelTable:
     why: str
     measured: bool = False
 
-    @property
+    @cached_property
     def number(self) -> int:
         """Number of the kind in panels.h; 0: torch."""
         return NUMBERS[self.kind]

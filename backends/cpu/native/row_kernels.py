@@ -32,7 +32,7 @@ def silu_mul(gate_up: Tensor, table: KernelTable) -> Tensor | None:
     """Computes silu of the first half of each row times the second: [n, 2 width] -> [n, width]. None: torch must do
     it.
     """
-    if not table.serves(Op.ROWWISE, DTYPE_NAMES.get(gate_up.dtype, "")) or not gate_up.is_contiguous():
+    if (Op.ROWWISE, DTYPE_NAMES.get(gate_up.dtype, "")) not in table.rows or not gate_up.is_contiguous():
         return None
     n, width = len(gate_up), gate_up.shape[1] // 2
     out = gate_up.new_empty((n, width))
@@ -45,7 +45,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, tab
     rounded; a residual is first added to ``x`` in place. None: torch must do it.
     """
     wide = weight.dtype != x.dtype
-    if not table.serves(Op.ROWWISE, DTYPE_NAMES.get(x.dtype, "")) or (wide and weight.dtype != torch.float32):
+    if (Op.ROWWISE, DTYPE_NAMES.get(x.dtype, "")) not in table.rows or (wide and weight.dtype != torch.float32):
         return None
     if not x.is_contiguous() or (residual is not None and not residual.is_contiguous()):
         return None
@@ -58,7 +58,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, tab
 def gated_norm(y: Tensor, weight: Tensor, eps: float, gate: Tensor, table: KernelTable) -> Tensor | None:
     """Computes ``RecurrentOps.gated_norm``; None: torch must do it."""
     n, heads, width = y.shape
-    if not table.serves(Op.ROWWISE, DTYPE_NAMES.get(y.dtype, "")) or not y.dtype == weight.dtype == gate.dtype:
+    if (Op.ROWWISE, DTYPE_NAMES.get(y.dtype, "")) not in table.rows or not y.dtype == weight.dtype == gate.dtype:
         return None
     if not y.is_contiguous() or gate.stride(1) != 1:
         return None
@@ -72,7 +72,7 @@ def gated_norm(y: Tensor, weight: Tensor, eps: float, gate: Tensor, table: Kerne
 
 def best(logits: Tensor, table: KernelTable) -> Tensor | None:
     """Returns int64 [n]: the index of the first largest value of each row [n, width]. None: torch must find it."""
-    served = table.serves(Op.ARGMAX, DTYPE_NAMES.get(logits.dtype, ""))
+    served = (Op.ARGMAX, DTYPE_NAMES.get(logits.dtype, "")) in table.rows
     if not served or not logits.is_contiguous() or logits.shape[1] == 0:
         return None
     n, width = logits.shape
@@ -123,19 +123,22 @@ def rotate(
         into: where k, rotated, and v are stored; see ``can_store``.
     """
     n, heads, size = q.shape
-    served = table.serves(Op.ROTARY, DTYPE_NAMES.get(q.dtype, ""))
+    served = (Op.ROTARY, DTYPE_NAMES.get(q.dtype, "")) in table.rows
     if not served or q.dtype != k.dtype or size % 2 or size < 2 * LANES:
         return None
     if q.stride(2) != 1 or k.stride(2) != 1 or not cos.is_contiguous() or not sin.is_contiguous():
         return None
     out = q.new_empty((n, heads + k.shape[1], size))
-    v, keys, values, slot = (None,) * 4 if into is None else (into.v, into.kv.k, into.kv.v, into.slot)
-    if into is not None and bounds_checks.enabled():
-        bounds_checks.check_range("slots of keys", into.slot, -1, into.kv.k.shape[0] * into.kv.k.shape[1])
-    at = [None if t is None else t.data_ptr() for t in (q, k, v, cos, sin, out, keys, values, slot)]
+    v, stride, keys, values, slot = None, 0, None, None, None
+    if into is not None:
+        if bounds_checks.enabled():
+            bounds_checks.check_range("slots of keys", into.slot, -1, into.kv.k.shape[0] * into.kv.k.shape[1])
+        v, stride = into.v.data_ptr(), into.v.stride(0)
+        keys, values, slot = into.kv.k.data_ptr(), into.kv.v.data_ptr(), into.slot.data_ptr()
     layout = RotaryLayout(
-        *at, *q.stride()[:2], *k.stride()[:2], 0 if v is None else v.stride(0), heads, k.shape[1], size, TYPES[q.dtype]
-    )
+        q.data_ptr(), k.data_ptr(), v, cos.data_ptr(), sin.data_ptr(), out.data_ptr(), keys, values, slot,
+        *q.stride()[:2], *k.stride()[:2], stride, heads, k.shape[1], size, TYPES[q.dtype],
+    )  # fmt: skip
     threads.calls().rotate(ctypes.addressof(layout), n, table.number, threads.launch_threads())
     return out
 
@@ -187,7 +190,7 @@ class SingleTokenRows:
 def can_decode(q: Tensor, kv: LayerKV, table: KernelTable) -> bool:
     """Returns True if the kernel supports the cache: values of ``q``'s dtype, or 8-bit codes with scales."""
     size = kv.k.shape[-1]
-    if size % LANES or size > WIDEST_DECODE or not table.serves(Op.DECODE_ATTENTION, DTYPE_NAMES.get(q.dtype, "")):
+    if size % LANES or size > WIDEST_DECODE or (Op.DECODE_ATTENTION, DTYPE_NAMES.get(q.dtype, "")) not in table.rows:
         return False
     coded = kv.k_scale is not None and kv.k.dtype in CODES
     return (coded or kv.k.dtype == q.dtype) and kv.k.is_contiguous() and kv.v.is_contiguous()
@@ -209,11 +212,14 @@ def attend_decode(
         bounds_checks.check_range("rows of queries", rows.token, 0, len(q))
         bounds_checks.check_blocks(rows.blocks, rows.row, rows.first, rows.length, kv.k.shape[1], kv.k.shape[0])
     kept = 0 if kv.kept is None else kv.kept.shape[-1]
-    at = [None if t is None else t.data_ptr() for t in (q, out, kv.k, kv.v, kv.k_scale, kv.v_scale, kv.kept, kv.pairs)]
     layout = AttendLayout(
-        *at,
+        q.data_ptr(), out.data_ptr(), kv.k.data_ptr(), kv.v.data_ptr(),
+        None if kv.k_scale is None else kv.k_scale.data_ptr(),
+        None if kv.v_scale is None else kv.v_scale.data_ptr(),
+        None if kv.kept is None else kv.kept.data_ptr(),
+        None if kv.pairs is None else kv.pairs.data_ptr(),
         rows.blocks.data_ptr(),
-        *(a.ctypes.data for a in (rows.token, rows.row, rows.first, rows.length)),
+        rows.token.ctypes.data, rows.row.ctypes.data, rows.first.ctypes.data, rows.length.ctypes.data,
         None if sinks is None else sinks.data_ptr(),
         len(rows.token), heads, kv.k.shape[2], size, kv.k.shape[1], rows.blocks.stride(0), q.stride(0), kept,
         scale, TYPES[q.dtype], CODES.get(kv.k.dtype, 0), 0 if kv.kept is None else TYPES[kv.kept.dtype],
@@ -265,7 +271,7 @@ def _lies(where: Where) -> tuple[int, int, int]:
 
 def can_attend(q: Tensor, table: KernelTable, op: Op = Op.ATTENTION) -> bool:
     """Returns True if the kernel supports ``q``'s dtype and head size, and ``table`` chooses it for ``op``."""
-    return q.shape[-1] <= WIDEST and table.serves(op, DTYPE_NAMES.get(q.dtype, ""))
+    return q.shape[-1] <= WIDEST and (op, DTYPE_NAMES.get(q.dtype, "")) in table.rows
 
 
 def window_spans(real: Tensor, size: int) -> NDArray[np.int64]:

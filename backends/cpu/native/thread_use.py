@@ -123,7 +123,7 @@ class ThreadUse:
                 self._set(self.in_use, 0)
 
     def _set(self, of_torch: int, of_library: int) -> None:
-        threads.set_launch_threads(of_library)
+        threads.launches.threads = of_library
         if torch.get_num_threads() != of_torch:
             torch.set_num_threads(of_torch)
 

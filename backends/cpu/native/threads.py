@@ -64,23 +64,18 @@ class Calls(NamedTuple):
     pool: PoolCalls
 
 
-class _Launches(threading.local):
+class LaunchThreads(threading.local):
     """Threads of this thread's launches; 0: as many as torch uses."""
 
     threads = 0
 
 
-_launches = _Launches()
+launches = LaunchThreads()
 
 
 def launch_threads() -> int:
     """Returns how many threads the calling thread's launches request."""
-    return _launches.threads or torch.get_num_threads()
-
-
-def set_launch_threads(count: int) -> None:
-    """Sets how many threads the calling thread's launches request; 0: as many as torch uses."""
-    _launches.threads = count
+    return launches.threads or torch.get_num_threads()
 
 
 @cache

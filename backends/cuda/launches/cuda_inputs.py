@@ -20,6 +20,7 @@ from trencadis.backends.cpu.padding import (
     head,
     pad,
     pad_cross_attention,
+    pad_image_adapters,
     pad_interpolation,
     pad_recurrent,
     pool,
@@ -101,7 +102,7 @@ def arrays(bucket: Bucket, inputs: Inputs | None, sizes: Sizes, plans: LaunchPla
         case StepInputs() as x:
             return text(bucket, x, sizes, plans or LaunchPlans())
         case VisionInputs() as x:
-            return _vision(x, bucket.dims[0], sizes.slot)
+            return _vision(x, bucket.dims[0], sizes.slot, bucket.variant == LORA)
         case HeadInputs() as x:
             return head(x, bucket.dims[0], x.masks, drafts_ahead(bucket))
         case ResetInputs() as x:
@@ -205,16 +206,20 @@ def _rows(x: StepInputs, count: int, rows: int, block_size: int) -> _RowArrays:
     return _RowArrays(row_start, pad(x.context, (rows + 1,), np.int32), counts, blocks, block_start)
 
 
-def _vision(x: VisionInputs, slots: int, slot: SlotForm) -> Any:
+def _vision(x: VisionInputs, slots: int, slot: SlotForm, adapters: bool) -> Any:
     """Builds the arrays of a VISION launch. Padding windows write to the SINK row."""
     near, share = pad_interpolation(x, slots)
+    count = cells(x, slots, slot)
+    adapter, cell_adapter = pad_image_adapters(x, slots, count) if adapters else (None, None)
     return VisionTensors(
         pixels=_any(x.pixels)[0],
         position=pad(x.position, (slots, 2), np.int32),
-        rows=pad(x.rows, (cells(x, slots, slot),), np.int64, SINK_ROW),
+        rows=pad(x.rows, (count,), np.int64, SINK_ROW),
         segments=_any(CudaSegments(*_any(*_segments(x, slots, slot))))[0],
         position_rows=_any(near)[0],
         position_weights=_any(share)[0],
+        adapter=_any(adapter)[0],
+        cell_adapter=_any(cell_adapter)[0],
     )
 
 

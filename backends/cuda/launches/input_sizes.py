@@ -129,6 +129,8 @@ def _tensors(bucket: Bucket, sizes: InputSizes, processors: int, invariant: bool
             yield from (sizes.slot.values * count, 4 * 2 * count, 8 * sizes.slot.cells(count), *(4 * windows,) * 6)
             yield from (4 * sizes.slot.position_neighbours * count,) * 2
             yield from (4 * windows,) * (4 if sizes.slot.padding_windows else 0)
+            if bucket.variant == LORA:
+                yield from (4 * count, 4 * sizes.slot.cells(count))
         case Stage.SAMPLE:
             yield from (*(8 * count,) * 4, *(4 * count,) * 8)
             if ahead := drafts_ahead(bucket):

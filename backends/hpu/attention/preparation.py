@@ -90,9 +90,10 @@ def attach_inputs(computed: Any, attn: Any) -> Any:
 class SegmentPreparation:
     """Builds the masks of a VISION launch."""
 
-    def compute(self, seg: Segments) -> MaskedSegments:
-        """Returns the masks, without the tensors of ``seg``."""
-        return vision.prepare_segments(seg)._replace(segment=None, real=None)  # type: ignore[arg-type]
+    def compute(self, seg: Segments, merged: int = 1) -> MaskedSegments:
+        """Returns the masks of layers with a row for ``merged`` slots, without the tensors of ``seg``."""
+        few = seg if merged == 1 else seg._replace(real=seg.real // merged)
+        return vision.prepare_segments(few)._replace(segment=None, real=None)  # type: ignore[arg-type]
 
     def attach(self, seg: Segments, computed: MaskedSegments) -> MaskedSegments:
         """Returns the masks with the tensors of ``seg``."""

@@ -195,6 +195,7 @@ def _hooks(device: EmulatedDevice, lazy: bool, backed: int) -> EmulatorHooks:
         layer=device.layer,
         run_out=device.faults.next,
         no_sync=nullcontext,
+        launched=lambda: device.clock.launched,
     )
 
 

@@ -182,6 +182,9 @@ class EmulatedDevice:
             return DeviceTensor(leaf, owned, self, is_view=store is not None)
 
         out = rebuild(raw, outer)
+        if scope is not None and self.computes:
+            made = [leaf for leaf in flatten(out) if isinstance(leaf, DeviceTensor)]
+            scope.measure(name, list(inputs.values()), made)
         if scope is not None and scope.recording is not None:
             scope.recording.record(function, _host_devices(args), _host_devices(kwargs), out)
         return out

@@ -14,6 +14,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from trencadis.backends.hpu.emulator.card_profiles import Profile
 from trencadis.core.errors import StartupError
@@ -167,11 +168,35 @@ class Metric:
         return [("TotalNumber", self.count), ("TotalTime", int(self.seconds * 1e6)), ("AvgTime", mean * 1e6)]
 
 
+class LaunchRates(NamedTuple):
+    """What launches take on the virtual clock: seconds of each launch, operation, multiplication and byte moved."""
+
+    launch: float = 2e-5
+    operation: float = 1e-6
+    product: float = 5e-15
+    byte: float = 8e-13
+
+    def seconds(self, work: LaunchCounts) -> float:
+        """Returns the seconds of a launch."""
+        return self.launch + work.ops * self.operation + work.products * self.product + work.bytes * self.byte
+
+
+class LaunchCounts(NamedTuple):
+    """Operations of a launch, multiplications of its matrix products, and bytes that its operations read and write."""
+
+    ops: int
+    products: int
+    bytes: int
+
+
 class Clock:
     """Recipes that were compiled, and the virtual seconds so far."""
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
+        self.rates = LaunchRates()
+        self.launched = 0.0
+        """Virtual seconds of all launches, apart from ``seconds``."""
         self.seconds = 0.0
         self.compiles = 0
         self.lines: Counter[str] = Counter()

@@ -22,6 +22,8 @@ class EmulatedGraph:
     recording: CaptureRecording
     bytes: int
     piece: int
+    seconds: float = 0.0
+    """Virtual seconds of a replay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,7 @@ class HpuGraphs:
         else:
             self.device.faults.reach("step", self.device.allocator.free)
             copy_inputs(found.inputs, (args, kwargs))
+            self.device.clock.launched += found.seconds
         if self.device.computes and not self.device.compile_only:
             self.device.queue.push(found.recording.replay)
         return found.outputs
@@ -131,10 +134,11 @@ class HpuGraphs:
 
     def capture(self, args: Any, kwargs: Any) -> EmulatedGraph:
         """Records the body on tensors without values."""
-        device, recording = self.device, CaptureRecording()
+        device, recording, seconds = self.device, CaptureRecording(), 0.0
         if device.computes:
             with device.launch(recording) as scope:
                 outputs = self.original(*args, **kwargs)
+            seconds = device.clock.rates.seconds(scope.work)
             trace = LaunchTrace.of(outputs, scope)
         else:
             trace = self._trace("capture", args, kwargs)
@@ -143,7 +147,7 @@ class HpuGraphs:
         own = sum(t.numel() * t.dtype.itemsize for t in made) + kept + device.profile.graph_bytes
         piece = device.allocator.allocate("graphs", own, "a graph")
         recording.finish(made)
-        return EmulatedGraph((args, kwargs), trace.outputs, recording, own, piece)
+        return EmulatedGraph((args, kwargs), trace.outputs, recording, own, piece, seconds)
 
     def clear_cache(self) -> None:
         """Drops all graphs; bytes that are not given back stay charged."""

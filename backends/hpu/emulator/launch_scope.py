@@ -7,7 +7,7 @@ figures repeat, so it needs no run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from trencadis.backends.hpu.emulator.device_tensor import (
     flatten,
     rebuild,
 )
+from trencadis.backends.hpu.emulator.emulated_recipe_cache import LaunchCounts
 
 Function = Callable[..., Any]
 
@@ -248,6 +249,9 @@ class LayerReuse:
         return args[:2]
 
 
+PRODUCTS = ("mm", "linear", "matmul", "sdpa", "parts", "gemm", "experts")
+"""Parts of the names of operations that multiply matrices."""
+
 PLAIN = (int, float, bool, str, torch.dtype)
 """Types of arguments that are their own key."""
 
@@ -295,6 +299,10 @@ class Scope(TorchDispatchMode):
         self.collective = 0
         """Bytes of results of collectives: a graph keeps them even where it keeps no other tensor."""
         self.ops = 0
+        self.products = 0
+        """Multiplications of matrix products."""
+        self.moved = 0
+        """Bytes that operations read and write."""
         self.compiled = 0
         self.silent = False
         """True inside a compiled graph, whose recipes are counted when it is compiled."""
@@ -332,6 +340,18 @@ class Scope(TorchDispatchMode):
         if len(self._recipe) > limit:
             raise refusals.too_many_ops(len(self._recipe), limit)
 
+    def measure(self, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """Adds the work of one operation on tensors of the device."""
+        made = sum(t.numel() * t.element_size() for t in outputs)
+        self.moved += made + sum(t.numel() * t.element_size() for t in inputs)
+        if inputs and any(part in name for part in PRODUCTS):
+            self.products += sum(t.numel() for t in outputs) * inputs[0].shape[-1]
+
+    @property
+    def work(self) -> LaunchCounts:
+        """The work of the launch so far."""
+        return LaunchCounts(self.ops, self.products, self.moved)
+
     def cut(self) -> None:
         """Ends the recipe at a ``mark_step``: tensors that are alive now pass from one recipe to the next."""
         self.layer_reuse.cut(self.live.fresh)
@@ -349,6 +369,8 @@ class Scope(TorchDispatchMode):
         self.device.scope = None
         if exc_type is None:
             self._end()
+            if self.recording is None and not self.on_meta:
+                self.device.clock.launched += self.device.clock.rates.seconds(self.work)
             self.device.allocator.grow_workspace(self.live.peak)
             if self.live.held > self.device.allocator.free:
                 self.device.clock.count_event("memory_wait", f"{self.live.held} bytes of recipes in flight")

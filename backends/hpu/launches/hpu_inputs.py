@@ -21,6 +21,7 @@ from trencadis.backends.cpu.padding import (
     head,
     pad,
     pad_cross_attention,
+    pad_image_adapters,
     pad_interpolation,
     pad_recurrent,
     pool,
@@ -88,7 +89,7 @@ def arrays(bucket: Bucket, inputs: Inputs | None, form: LaunchForm) -> Any:
         case StepInputs() as x:
             return text(bucket, x, form)
         case VisionInputs() as x:
-            return _vision(x, bucket.dims[0], form.slot)
+            return _vision(x, bucket.dims[0], form.slot, bucket.variant == LORA)
         case HeadInputs() as x:
             return head(x, bucket.dims[0], _masks(x, bucket, form.vocab), drafts_ahead(bucket))
         case ResetInputs() as x:
@@ -206,16 +207,20 @@ def _list_verified_blocks(x: StepInputs, size: int, listed: Array, group: Array,
     usage[:total] = np.clip(rest[:total], 0, size)
 
 
-def _vision(x: VisionInputs, slots: int, slot: SlotForm) -> Any:
+def _vision(x: VisionInputs, slots: int, slot: SlotForm, adapters: bool) -> Any:
     """Builds the arrays of a VISION launch. Padding windows write to the SINK row."""
     (segment, real), (near, share) = windows(x, slots), pad_interpolation(x, slots)
+    count = cells(x, slots, slot)
+    adapter, cell_adapter = pad_image_adapters(x, slots, count) if adapters else (None, None)
     return VisionTensors(
         pixels=pad(x.pixels, (slots, x.pixels.shape[1]), np.uint8),
         position=pad(x.position, (slots, 2), np.int32),
-        rows=pad(x.rows, (cells(x, slots, slot),), np.int64, SINK_ROW),
+        rows=pad(x.rows, (count,), np.int64, SINK_ROW),
         segments=Segments(_any(segment), _any(real), _any(flag_padding_windows(x, slots, slot.padding_windows))),
         position_rows=_any(near),
         position_weights=_any(share),
+        adapter=_any(adapter),
+        cell_adapter=_any(cell_adapter),
     )
 
 

@@ -16,7 +16,7 @@ from trencadis.backends.hpu.launches.host_copies import HostOutputPool, StaticIn
 from trencadis.backends.hpu.launches.hpu_inputs import LaunchForm
 from trencadis.backends.hpu.launches.region_compiler import is_dynamos, own_code, part
 from trencadis.backends.hpu.ops import HpuOps
-from trencadis.core.buckets import Bucket
+from trencadis.core.buckets import Bucket, target_bucket
 from trencadis.core.device.backend import Body, Inputs, OutOfDeviceMemory, ProgramState
 from trencadis.core.errors import format_error
 
@@ -58,7 +58,7 @@ class HpuProgram:
     ) -> None:
         self.bucket, self.bridge, self.contexts = bucket, bridge, contexts
         self.state = ProgramState.PLANNED
-        self.static = StaticInputs(bucket, bridge, form)
+        self.static = StaticInputs(target_bucket(bucket), bridge, form)
         self.bytes = self.static.bytes
         self.proven, self.compiling = False, False
         self.landing: HostOutputPool | None = None

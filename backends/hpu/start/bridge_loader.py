@@ -433,6 +433,7 @@ def _open_plugin(environ: MutableMapping[str, str], index: int, world: int, name
         fp8_top=optional.fp8_top,
         pin=pinning.pin,
         event=hpu.Event,
+        timed_event=lambda: hpu.Event(enable_timing=True),
         pinned=pinning.pinned,
         notes=(pinning.note,) if pinning.note else (),
     )

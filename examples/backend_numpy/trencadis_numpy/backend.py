@@ -34,8 +34,7 @@ class Fetched:
     """A result on the host, copied, because the next launch may write the same memory."""
 
     def __init__(self, out: TensorsOut, rows: int) -> None:
-        parts = [None if t is None else t[:rows].clone().numpy() for t in out]
-        self._out: Any = host_output(out, parts)
+        self._out: Any = host_output(out, [None if t is None else t[:rows].clone().numpy() for t in out])
 
     def done(self) -> bool:
         return True

@@ -19,7 +19,7 @@ from PIL import Image
 from benchmarks.vision.vision_models import KINDS
 from tests.hostile.mutated_files import FILES, mutate
 from tests.vision.all_families.family_list import WRITERS
-from tests.vision.extra_families import phi3_v
+from tests.vision.extra_families import minicpmv, phi3_v
 from trencadis.backends.hpu.policy import policy
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.registry import family_of, image_needs, image_processor
@@ -77,11 +77,14 @@ def mutated(family: str, source: Path, target: Path, seed: int, others: list[Pat
 def unlike(family: str, folder: Path, image: Image.Image, one: PreparedImage) -> str:
     """Where pixels are not those of transformers' processor with the same files; empty: nowhere."""
     config = load_config(folder)
-    if family_of(config.architecture).model_type != family.replace("pixtral", "llava"):
+    if family_of(config.architecture).model_type != {"pixtral": "llava", "minicpmv": "minicpmv4_6"}.get(family, family):
         return ""  # another family's config.json
     ours = image_processor(config, {})
     if family == "phi3_v":
         phi3_v.same_values(ours, phi3_v.Processor(folder), image)
+        return ""
+    if family == "minicpmv":
+        minicpmv.same_values(ours, minicpmv.open_processor(folder), image)
         return ""
     module, _, name = KINDS[family].processor.rpartition(".")
     more: dict[str, Any] = {"crop_to_patches": True} if family == "internvl" else {}  # as its processor asks

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +27,9 @@ RESERVES = (0.0, 0.1, 0.2, 0.4, 0.6)
 
 
 @pytest.fixture(autouse=True)
-def first_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every start is a model's first; the tests' own objects are not walked again by each of its collections."""
+def first_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every start is a model's first."""
     monkeypatch.setenv("TRENCADIS_CACHE", "/dev/null/none")
-    thaw = test_grid.gc.unfreeze
-    monkeypatch.setattr(test_grid.gc, "unfreeze", lambda: None)
-    yield
-    thaw()
 
 
 class Cards(test_grid.Grid):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.fakes.hand_driven_model import HandDrivenModel
 from tests.oracles import lfm2_vl_images
 from tests.oracles.transformers_model import make_image
 from tests.vision import vision_checkpoints
@@ -105,6 +106,25 @@ def test_rows_of_the_tower_equal_transformers(form: str, device: str, made: Any,
         with torch.no_grad():
             some.append((one, torch.cat(list(model.model.get_image_features(**given).pooler_output))))
     assert worst_row(harness, some, rng, 64) <= 1e-5
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_logits_about_an_image_in_chunks_equal_transformers(form: str, made: Any, oracle: Any) -> None:
+    path, rng = made(form), np.random.default_rng(4)
+    model, config, harness = oracle(path), load_config(path), HandDrivenModel(path)
+    one = image_processor(config, {}).prepare(make_image(rng).resize((219, 301)), "d")
+    given = lfm2_vl_images.model_inputs([one], config.vision.unit // 16)  # type: ignore[union-attr]
+    before, behind = rng.integers(0, 300, 40).tolist(), rng.integers(0, 300, 30).tolist()
+    ids = [*before, *[vision_checkpoints.IMAGE] * one.tokens, *behind]
+    with torch.no_grad():
+        rows = torch.cat(list(model.model.get_image_features(**given).pooler_output))
+        want = model(input_ids=torch.tensor([ids]), **given).logits[0]
+    places = np.zeros(len(ids), np.int32)
+    places[40 : 40 + one.tokens] = 2 + np.arange(one.tokens)
+    for chunk in (1, 7, 90, len(ids)):
+        harness.arena[2 : 2 + one.tokens] = rows
+        got = harness.prefill(ids, chunk, rows=places)
+        assert (got - want).abs().max() <= 1e-4 * want.abs().max()
 
 
 def chats(path: Path, model: Any, seeds: range, **flags: Any) -> None:

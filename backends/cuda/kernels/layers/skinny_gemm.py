@@ -73,7 +73,7 @@ class LaunchParts(NamedTuple):
 
     Args:
         cut, steps: pieces of the columns, and the steps of each.
-        count: tiles of features.
+        feature_tiles: tiles of features.
         sums, squares: float32 results of pieces; ``out`` where there is one piece.
         added, total: the norm's residual and its sum; ``x`` where there is none.
     """
@@ -81,7 +81,7 @@ class LaunchParts(NamedTuple):
     tile: tiles.Tile
     cut: int
     steps: int
-    count: int
+    feature_tiles: int
     out: Tensor
     sums: Tensor
     squares: Tensor

@@ -1,0 +1,180 @@
+"""The MiniCPM-V 4.6 family: Qwen3.5's decoder, and a SigLIP tower that merges windows of four patches between two
+layers.
+
+Configuration of the tower: sizes, weights, costs. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from trencadis.core.checkpoint.decoder_fields import MOST_HEADS, MOST_LAYERS, WIDEST, activation_of
+from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
+from trencadis.core.checkpoint.json_fields import JsonFields
+from trencadis.core.families.qwen3_5 import IGNORED, SKIPPED, read_decoder
+from trencadis.core.json_types import JsonMapping
+from trencadis.core.vision_config import SharedMatrix, SlotForm
+from trencadis.multimodal.vit.base_config import ViTConfig
+from trencadis.multimodal.vit.config import CHANNELS
+from trencadis.multimodal.vit.hf_config import BLOCK_NAMES, DECODER_PREFIXES, read_square_side
+
+WINDOW = 4
+"""Patches of a window that the tower merges to one row, 2 x 2; and rows that the projector merges to one token."""
+
+SIDE = 4
+"""Patches along a side of a cell, whose 16 patches make one token."""
+
+
+@dataclass(frozen=True)
+class MiniCPMVisionConfig(ViTConfig):
+    """The tower: layers over patches, a merger of windows, layers over what it leaves, and a projector.
+
+    Args:
+        patch: pixels along a side of a patch.
+        side: the table of positions has ``side`` x ``side`` entries.
+        eps: epsilon of all norms but the projector's; activation: of the layers' MLPs.
+        merged_from: layers over patches, those before the merger.
+    """
+
+    patch: int
+    side: int
+    eps: float
+    activation: str
+    merged_from: int
+    rotary: ClassVar[bool] = False
+    qkv: ClassVar[tuple[str, ...]] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    attention_out: ClassVar[str] = "self_attn.out_proj"
+
+    @property
+    def slot(self) -> SlotForm:
+        return SlotForm(CHANNELS * self.patch**2, SIDE**2)
+
+    @property
+    def unit(self) -> int:
+        """Pixels along a side of a cell."""
+        return self.patch * SIDE
+
+    @property
+    def whole(self) -> int:
+        return self.depth
+
+    @property
+    def window_width(self) -> int:
+        """Number of values of a window: those of its patches, concatenated."""
+        return WINDOW * self.hidden
+
+    def projector_matrices(self, ranks: int) -> Iterator[SharedMatrix]:
+        """Yields nothing: no checkpoint quantises the two mergers."""
+        yield from ()
+
+    def _merger_mlp(self) -> int:
+        """Counts the matrices of the merger's MLP, which takes whole windows."""
+        return WINDOW * self.intermediate * (self.window_width + self.hidden)
+
+    def _merger_weights(self) -> int:
+        """Counts the matrices of the merger between the layers: attention within windows, then the MLP."""
+        return 4 * self.hidden**2 + self._merger_mlp()
+
+    def _projector_weights(self) -> int:
+        return self.window_width**2 + self.window_width * self.out_hidden
+
+    def slot_weights(self) -> float:
+        later = self.depth - self.merged_from
+        layers = (self.merged_from + later / WINDOW) * self._layer_weights()
+        merging = 4 * self.hidden**2 + self._merger_mlp() / WINDOW
+        return layers + self.patch_embed_inputs * self.hidden + merging + self._projector_weights() / self.slot.cell
+
+    def count_weights(self) -> int:
+        return super().count_weights() + self._merger_weights()
+
+    def other_weights(self, ranks: int) -> int:
+        """Counts the table of positions, the norm behind the layers, and both mergers, which every rank holds whole."""
+        wide, inner = self.window_width, WINDOW * self.intermediate
+        biases = 4 * self.hidden + inner + self.hidden
+        norms = self.norm_weights + 2 * wide
+        merger = self._merger_weights() + biases + norms
+        projector = self._projector_weights() + wide + self.out_hidden + 2 * wide
+        return (self.side**2 + 1) * self.hidden + self.norm_weights + merger + projector
+
+    def activations(self, slots: int, itemsize: int, ranks: int, unit: int = 1) -> int:
+        """Includes the merger: queries, keys and values of all heads, their products in float32, and the MLP's columns
+        of a window.
+        """
+        attending = slots * self.hidden * (6 * itemsize + 16)
+        inner = slots * (3 * self.hidden + 3 * self.intermediate) * itemsize
+        leaving = slots // WINDOW * (3 * self.hidden + 4 * self.hidden) * itemsize
+        return max(super().activations(slots, itemsize, ranks, unit), attending, inner, leaving)
+
+    def exit_keeps(self, slots: int, itemsize: int, ranks: int, cached: bool) -> int:
+        return 0
+
+
+def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
+    """Reads transformers' MiniCPMV4_6Config. Only the root's key decides if the head is tied."""
+    if c is root:
+        root.refuse("text_config", "it must be an object")
+    c.only("model_type", ("qwen3_5_text",), "qwen3_5_text")
+    text = read_decoder(c, root.boolean("tie_word_embeddings", False))
+    root.only("downsample_mode", ("16x",), "16x")
+    root.only("drop_vision_last_layer", (False,), False)
+    root.only("merger_times", (1,), 1)
+    _check_pair(root, "merge_kernel_size")
+    token = root.integer("image_token_id", 0, text.vocab - 1)
+    return ParsedConfig(text, _read_tower(root, root.within("vision_config"), text.hidden), {"image_token_id": token})
+
+
+def _check_pair(c: JsonFields, key: str) -> None:
+    """Refuses kernels other than 2 x 2."""
+    if c.is_given(key) and c.integers(key, 1, WIDEST, length=2) != (2, 2):
+        c.refuse(key, "implemented: [2, 2]")
+
+
+def _read_tower(root: JsonFields, c: JsonFields, width: int) -> MiniCPMVisionConfig:
+    """Reads transformers' MiniCPMV4_6VisionConfig, whose ``insert_layer_id`` is that of the root."""
+    c.only("model_type", ("minicpmv4_6_vision",), "minicpmv4_6_vision")
+    c.only("num_channels", (CHANNELS,), CHANNELS)
+    _check_pair(c, "window_kernel_size")
+    c.is_given("insert_layer_id")
+    hidden = c.integer("hidden_size", most=WIDEST, default=768)
+    heads = c.integer("num_attention_heads", 1, MOST_HEADS, 12)
+    if hidden % heads or hidden // heads % 2:
+        c.refuse("num_attention_heads", f"implemented: heads of an even size, and hidden_size is {hidden}")
+    image, patch = read_square_side(c, "image_size", 224), read_square_side(c, "patch_size", 16)
+    if image < patch:
+        c.refuse("patch_size", f"it must be at most image_size, which is {image}")
+    depth = c.integer("num_hidden_layers", 1, MOST_LAYERS, 12)
+    return MiniCPMVisionConfig(
+        depth=depth, hidden=hidden, heads=heads, intermediate=c.integer("intermediate_size", most=WIDEST, default=3072),
+        out_hidden=width, patch=patch, side=image // patch, eps=c.number("layer_norm_eps", 0, 1, 1e-6, above=True),
+        activation=activation_of(c, "hidden_act", "gelu_pytorch_tanh"),
+        merged_from=1 + root.integer("insert_layer_id", 0, depth - 1, 6),
+    )  # fmt: skip
+
+
+PREFIXES: JsonMapping = {
+    "model.vision_tower.": "visual.",
+    "vision_tower.": "visual.",
+    "model.merger.": "visual.projector.",
+    "merger.": "visual.projector.",
+    **DECODER_PREFIXES,
+}
+FAMILY = Family(
+    name="MiniCPM-V 4.6",
+    model_type="minicpmv4_6",
+    architectures={"MiniCPMV4_6ForConditionalGeneration": GENERATE},
+    config=describe,
+    names=StoredNames(PREFIXES, BLOCK_NAMES),
+    make="trencadis.multimodal.minicpmv.model:make",
+    vision=VisionSide(
+        needs="trencadis.multimodal.minicpmv.processor:image_needs",
+        sizes="trencadis.multimodal.minicpmv.processor:image_sizes",
+        processor="trencadis.multimodal.minicpmv.processor:from_checkpoint",
+        tokens={"image_token_id": "<|image_pad|>"},
+        expand="trencadis.multimodal.minicpmv.processor:expand_numbered",
+    ),
+    ignored=IGNORED | {"image_size", "video_token_id", "patch_size"},
+    skipped=SKIPPED,
+    adapters=(),
+)

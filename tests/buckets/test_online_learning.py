@@ -1,0 +1,223 @@
+"""A day of simulated traffic with a plan that learns, beside the plan of the limits and the best ones in hindsight."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator
+from functools import cache
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from benchmarks.traces.generate import TRACES
+from tests.traffic.launch_lines import GUIDE, LINES, model_of, plan_of
+from trencadis.backends.hpu.policy import SERVING
+from trencadis.core.bucket_plan import Plan
+from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.engine import search_process
+from trencadis.core.engine.bucket_learning import ON, BucketLearning, LearningSettings, PlanAccess
+from trencadis.core.shapes import need_recorder
+from trencadis.core.shapes.bucket_options import BucketOptions
+from trencadis.core.shapes.bucket_planner import make_plan
+from trencadis.core.shapes.launch_costs import Costs
+from trencadis.core.shapes.learned_plan import KEPT_STAGES, learn_plan, list_covers
+from trencadis.core.shapes.need_recorder import NeedRecorder
+from trencadis.core.shapes.rectangular_launches import RowNeed, split_rows
+from trencadis.core.shapes.shape_needs import NeedHistogram, count_step, list_needs
+from trencadis.server.plan.traffic_trace import StepNeeds, read_request, replay_steps
+
+MODEL = model_of(3584, 28, 28, 4, 18944)
+HOUR = 3600
+SEEDS = range(401, 407)
+
+
+@cache
+def steps_of(name: str) -> list[StepNeeds]:
+    """The steps of six seeds of one kind of traffic."""
+    return [step for seed in SEEDS for step in replay_steps(map(read_request, TRACES[name](seed, 150)), GUIDE)]
+
+
+FLOOD = StepNeeds((RowNeed(0, 0, 611), RowNeed(1, 0, 611), *(RowNeed(i, 700, 1) for i in range(2, 20))))
+"""One user sends the same prompt again and again."""
+
+
+STEP_SECONDS = 4.0
+"""Seconds of load for which each simulated step stands."""
+
+
+class Phase(NamedTuple):
+    """Seconds of one kind of traffic."""
+
+    name: str
+    seconds: int
+
+
+def steps_of_phase(phase: Phase, rng: random.Random) -> Iterator[StepNeeds]:
+    """Pieces of 15 of the traffic's steps; in a flood every other step is the flood's."""
+    own = steps_of(phase.name.removesuffix(" flood"))
+    for _ in range(0, phase.seconds, 15 * round(STEP_SECONDS)):
+        start = rng.randrange(len(own) - 15)
+        for i, step in enumerate(own[start : start + 15]):
+            yield FLOOD if phase.name.endswith("flood") and i % 2 else step
+
+
+class StepPrices:
+    """The modelled time of steps in one plan, each computed once."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self._known = plan, dict[int, float]()
+
+    def __call__(self, step: StepNeeds) -> float:
+        found = self._known.get(id(step))
+        if found is None:
+            cost, plan = self.plan.policy.cost, self.plan
+            found = sum(cost(cut.bucket) for cut in split_rows(step.rows, plan))
+            found += sum(cost(plan.fit(n.stage, n.dims)) for n in list_needs((), step.images, plan))
+            self._known[id(step)] = found
+        return found
+
+
+class Totals(NamedTuple):
+    """Modelled time of a day: learning online, static, and with the best plan of each phase in hindsight."""
+
+    online: float
+    static: float
+    hindsight: float
+    changes: int
+
+
+def simulate(phases: list[Phase], seed: int, hindsight: bool = True) -> Totals:
+    """The real learning, with a clock that goes on by ``STEP_SECONDS`` a step, and searches that take no time."""
+    static = make_plan(SERVING, GUIDE, BucketOptions(), MODEL)
+    assert isinstance(static.policy.cost, Costs)
+    clock, rank, rng = SimpleNamespace(now=0.0), SimpleNamespace(plan=static), random.Random(seed)
+    most = sum(b.stage not in KEPT_STAGES for b in static.buckets)
+    learning = BucketLearning(
+        LearningSettings(static, most, static.policy.cost, ON),
+        NeedRecorder(static, clock=lambda: clock.now), PlanAccess(lambda: rank.plan), lambda: clock.now,
+        search_process.solve,
+    )  # fmt: skip
+    prices, fixed = StepPrices(static), StepPrices(static)
+    totals, changes = np.zeros(3), 0
+    for phase in phases:
+        steps = list(steps_of_phase(phase, rng))
+        needs = NeedHistogram()
+        for step in steps:
+            count_step(needs, step.rows, step.images, static)
+        best = StepPrices(learn_plan(static, needs, most).plan) if hindsight else fixed
+        for step in steps:
+            clock.now += STEP_SECONDS
+            learning.recorder.count(step.rows, step.images)
+            learning.tick()
+            if learning._thread is not None:
+                learning._thread.join()
+            if learning.pending is not None:
+                rank.plan, before = change(learning, rank.plan), rank.plan
+                learning.end_change(before)
+                prices, changes = StepPrices(rank.plan), changes + 1
+            totals += prices(step), fixed(step), best(step)
+    online, before, best_known = totals.tolist()
+    return Totals(online, before, best_known, changes)
+
+
+def change(learning: BucketLearning, plan: Plan) -> Plan:
+    """The plan that ranks would publish."""
+    kept = [b for b in plan.buckets if b.stage in KEPT_STAGES]
+    return dataclasses.replace(plan, version=plan.version + 1, buckets=tuple(sorted({*kept, *learning.begin_change()})))
+
+
+@pytest.fixture(autouse=True)
+def steps_are_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(need_recorder, "IDLE_SECONDS", STEP_SECONDS)
+
+
+@pytest.mark.long
+def test_traffic_that_shifts_twice_in_a_day() -> None:
+    """Eight hours of each kind: within 3 % of the best plans in hindsight, and not above the plan of the limits.
+
+    The aim of half of what hindsight gains is missed: most of it lies below the 3 % that a change must gain.
+    """
+    found = simulate([Phase(name, 8 * HOUR) for name in ("chat", "documents", "image-chat")], 1)
+    online, hindsight = found.online / found.static, found.hindsight / found.static
+    print(f"online {online:.4f}, hindsight {hindsight:.4f} of static, {found.changes} changes")
+    print(f"{(1 - online) / (1 - hindsight):.2f} of what hindsight gains")
+    assert found.online <= 1.03 * found.hindsight and online <= 1.0
+    assert 1 - online >= 0.15 * (1 - hindsight)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kinds", [("chat", "documents"), ("chat", "chat flood")])
+def test_traffic_that_alternates_costs_next_to_nothing(kinds: tuple[str, str]) -> None:
+    """Every 15 minutes for a day."""
+    found = simulate([Phase(kinds[i % 2], HOUR // 4) for i in range(96)], 2, hindsight=False)
+    print(f"{kinds}: online {found.online / found.static:.4f} of static, {found.changes} changes")
+    assert found.online <= 1.01 * found.static
+
+
+# Closure
+
+
+def random_traffic(plan: Plan, rng: random.Random) -> NeedHistogram:
+    """Few sizes of some stages, as one kind of traffic needs them."""
+    found = NeedHistogram()
+    stages = sorted({b.stage for b in plan.buckets} - set(KEPT_STAGES))
+    for stage in rng.sample(stages, rng.randint(1, len(stages))):
+        for _ in range(rng.randint(1, 60)):
+            bucket = rng.choice(plan.of(stage))
+            found.add(stage, [rng.randint(1, d) for d in bucket.dims], rng.expovariate(1))
+    return found
+
+
+def check_closure(name: str, traffics: int, count: int) -> None:
+    """``count`` random needs of each stage that the limits' plan holds: each is held after every change."""
+    static, _ = plan_of(name)
+    random_, rng = random.Random(name), np.random.default_rng(7)
+    least = sum(len(list_covers(static.of(s))) for s in {b.stage for b in static.buckets} - set(KEPT_STAGES))
+    for _ in range(traffics):
+        plan = learn_plan(static, random_traffic(static, random_), random_.randint(least, least + 60)).plan
+        for stage in {b.stage for b in static.buckets} - set(KEPT_STAGES):
+            before, after = (np.array([b.dims for b in p.of(stage)]) for p in (static, plan))
+            most = before.max(axis=0)
+            if stage is Stage.FRESH:
+                most[0] = 1  # prompts can always run one by one
+            for start in range(0, count, 100_000):
+                needs = np.exp(rng.uniform(0, np.log(most + 1), (min(count - start, 100_000), len(most)))).astype(int)
+                held = _held(needs, before)
+                assert (_held(needs, after) | ~held).all(), (name, stage)
+
+
+def _held(needs: np.ndarray, buckets: np.ndarray) -> np.ndarray:
+    found = np.zeros(len(needs), bool)
+    for dims in buckets[np.argsort(-buckets.prod(axis=1))]:
+        found |= (needs <= dims).all(axis=1)
+        if found.all():
+            break
+    return found
+
+
+@pytest.mark.parametrize("name", list(LINES)[:3])
+def test_needs_are_held_after_a_change(name: str) -> None:
+    check_closure(name, 1, 2000)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", LINES)
+def test_a_million_needs_are_held_after_changes_for_ten_traffics(name: str) -> None:
+    check_closure(name, 10, 1_000_000)
+
+
+def test_the_buckets_of_a_plan_are_those_that_a_need_finds() -> None:
+    """``check_closure`` looks for any bucket that holds a need; ``Plan.find`` finds one in the same cases."""
+    plan, rng = plan_of("4096")[0], random.Random(3)
+    for _ in range(2000):
+        bucket = rng.choice(plan.buckets)
+        need = tuple(rng.randint(1, d + 3) for d in bucket.dims)
+        holds = [b for b in plan.of(bucket.stage) if b.variant == bucket.variant and _holds(b, need)]
+        assert (plan.find(bucket.stage, need, bucket.variant) is not None) == bool(holds)
+
+
+def _holds(bucket: Bucket, need: tuple[int, ...]) -> bool:
+    return all(n <= d for n, d in zip(need, bucket.dims, strict=True))
