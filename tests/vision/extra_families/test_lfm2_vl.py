@@ -135,7 +135,7 @@ def chats(path: Path, model: Any, seeds: range, **flags: Any) -> None:
         limit_mm_per_prompt={"image": 2}, **{"max_num_batched_tokens": 96, "max_num_seqs": 4, **flags},
     )  # fmt: skip
     try:
-        asked = [[make_image(rng, high=500) for _ in range(seed % 3)] for seed in seeds]
+        asked = [[make_image(rng, high=500, aspect=4) for _ in range(seed % 3)] for seed in seeds]
         messages = [
             [{"role": "user", "content": [
                 *({"type": "image", "image": i} for i in some), {"type": "text", "text": "?"}]}]
