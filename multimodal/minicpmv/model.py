@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from trencadis.core.checkpoint.model_config import LAYER, ModelConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
-from trencadis.core.device.backend import Backend, Rotary, Segments, VisionTensors
+from trencadis.core.device.backend import AdapterRows, Backend, Rotary, Segments, VisionTensors
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.linear import Linear, replicate_layers
 from trencadis.core.models.mlp import norm_of
@@ -34,11 +34,11 @@ MERGED_SLOTS = WINDOW_SLOTS // WINDOW
 class MergedBlock(ViTBlock):
     """A layer behind the merger: each window of slots has 16 rows, which attend as the first slots of the window."""
 
-    def _attend(self, x: Tensor, rotary: Rotary | None, segments: Segments) -> Tensor:
+    def _attend(self, x: Tensor, rotary: Rotary | None, segments: Segments, rows: AdapterRows | None = None) -> Tensor:
         s, d = x.shape[0], self.head_dim
         shape = (s // MERGED_SLOTS, MERGED_SLOTS, -1)
         behind = (0, 0, 0, WINDOW_SLOTS - MERGED_SLOTS)
-        parts = torch.split(self.qkv(x), self.width, dim=1)
+        parts = torch.split(self.qkv(x, rows), self.width, dim=1)
         q, k, v = (functional.pad(t.reshape(shape), behind).view(s * WINDOW, -1, d) for t in parts)
         out = self.attend(q, k, v, segments, d**-0.5).reshape(shape[0], WINDOW_SLOTS, -1)
         return out[:, :MERGED_SLOTS].reshape(s, -1)
