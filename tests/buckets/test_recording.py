@@ -258,7 +258,7 @@ def test_a_search_runs_in_a_process_of_its_own(plan: Plan, monkeypatch: pytest.M
 
     def solve(task: search_process.Task) -> search_process.Answer:
         tasks.append(task)
-        return search_process.solve_apart(task)
+        return search_process.solve_in_child(task)
 
     learning.solve = solve
     learning.request(force=True)
