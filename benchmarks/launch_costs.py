@@ -1,10 +1,10 @@
-"""How well the seconds of launches are predicted by their shapes: the model that shapes are learned by, and paper.
+"""Measures how well the cost model of learned shapes, and the planner's polynomial, predict the seconds of launches.
 
 python -m benchmarks.launch_costs [--model demo|half] [--device cpu] [--requests 200] [--seeds 3] [--threads 2]
 
 An engine serves random requests; every launch is measured on the device (``core/graphs/graph_manager.LaunchTimer``).
 The model (``core/shapes/cost_model.py``) is fitted to a random half of the launches, and the other half is predicted.
-*Paper* is the polynomial of the planner, scaled by the same launches. Errors are relative, of single launches.
+*Polynomial* is that of the planner, scaled by the same launches. Errors are relative, of single launches.
 """
 
 from __future__ import annotations
@@ -28,16 +28,15 @@ from trencadis.core.shapes.launch_costs import Costs, costs_of
 RIDGE = 32.0
 """Operations that a CPU computes in the time to read one byte, where the policy does not say."""
 
-HEADER = ("seed", "stage", "held out", "median", "95 %", "paper's median", "paper's 95 %")
+HEADER = ("seed", "stage", "held out", "median", "95 %", "polynomial's median", "polynomial's 95 %")
 
 
 def measure(engine: Engine, requests: int, seed: int) -> list[LaunchTime]:
     """Serves ``requests`` random requests, up to 16 at a time; returns the seconds of every launch."""
     rank: Any = getattr(engine.executor, "_rank")  # noqa: B009
-    timer = LaunchTimer.of(rank.graphs.backend)
-    assert timer is not None, "this device cannot measure its launches"
-    timer.every = timer._left = 1
-    rank.graphs.timer = timer
+    start = getattr(rank.graphs.backend, "start_stopwatch", None)
+    assert start is not None, "this device cannot measure its launches"
+    rank.graphs.timer = timer = LaunchTimer(start, every=1)
     rng, vocab, found, sent = random.Random(seed), engine.info().vocab_size, list[LaunchTime](), 0
     while sent < requests or not engine.idle():
         few = len(engine.scheduler.running) + len(engine.scheduler.waiting) < 16
@@ -51,16 +50,16 @@ def measure(engine: Engine, requests: int, seed: int) -> list[LaunchTime]:
     return found
 
 
-def held_out(paper: Costs, launches: list[LaunchTime], seed: int) -> list[tuple[Stage, Residual, Residual]]:
-    """Returns, by stage, the errors of the model and of paper for the launches that were not learned from."""
+def predict_rest(polynomial: Costs, launches: list[LaunchTime], seed: int) -> list[tuple[Stage, Residual, Residual]]:
+    """Returns, by stage, the errors of the model and of the polynomial for the launches that were not learned from."""
     launches = random.Random(seed).sample(launches, len(launches))
-    half, times = len(launches) // 2, LaunchTimes(paper)
+    half, times = len(launches) // 2, LaunchTimes(polynomial)
     for launch in launches[:half]:
         times.add(*launch)
     fitted = times.fit()
     assert fitted is not None, "too few launches"
     found = residuals_of(fitted, launches[half:])
-    before = residuals_of(MeasuredCosts(paper, fitted.scale), launches[half:])
+    before = residuals_of(MeasuredCosts(polynomial, fitted.scale), launches[half:])
     return [(stage, residual, before[stage]) for stage, residual in found.items()]
 
 
@@ -82,11 +81,11 @@ def main() -> None:
     )  # fmt: skip
     rank: Any = getattr(engine.executor, "_rank")  # noqa: B009
     policy, model = rank.graphs.backend.policy, rank.model.config
-    paper = policy.cost if isinstance(policy.cost, Costs) else costs_of(model, 16, policy.ridge or RIDGE)
+    polynomial = policy.cost if isinstance(policy.cost, Costs) else costs_of(model, 16, policy.ridge or RIDGE)
     try:
         measure(engine, 20, 999)
         for seed in range(args.seeds):
-            for stage, ours, before in held_out(paper, measure(engine, args.requests, seed), seed):
+            for stage, ours, before in predict_rest(polynomial, measure(engine, args.requests, seed), seed):
                 rows.append((seed, stage.name.lower(), *ours, before.median, before.high))
     finally:
         engine.close()

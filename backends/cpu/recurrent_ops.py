@@ -51,7 +51,9 @@ class RecurrentReference:
     """Implements ``core.models.interface.RecurrentOps``."""
 
     reads_rows = False
-    """True: the number of tokens of each row is read on the host, so that no chunk without tokens is computed."""
+    """True: inputs may be read on the host, which a graph does not permit: the tokens of each row, so that no chunk
+    without tokens is computed, and whether all rows of a sampling launch have a target.
+    """
 
     def prepare_recurrent(self, rows: RecurrentRows, attn: Attn) -> RecurrentRows:
         return rows

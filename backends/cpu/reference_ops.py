@@ -286,7 +286,7 @@ class ReferenceOps(RecurrentReference):
 
     def sample(self, logits: Tensor, head: HeadTensors, state: SamplerState, full: bool) -> HeadTensorsOut:
         if full:
-            targets_only = logits.is_cpu and bool((head.target >= 0).all())
+            targets_only = self.reads_rows and bool((head.target >= 0).all())
             return sample_full(logits, head, state, self.thresholds, self.update, targets_only)
         return self.take(self.best(logits), head, state)
 

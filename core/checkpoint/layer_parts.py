@@ -96,7 +96,7 @@ class RecurrentConfig:
         key_heads: heads of queries and keys (groups in Mamba-2); ``key_dim``: their size.
         value_heads: heads of values, a multiple of ``key_heads``; ``value_dim``: their size.
         interleaved: True if the projections are stored as two matrices, interleaved by key head.
-        width: channels of a convolution alone, whose state has no matrices; 0: there is more.
+        width: channels of a layer that is a convolution alone, whose state has no matrices; 0: it is no such layer.
         scan: True if the layers are Mamba-2.
         conv_bias, projection_bias: True if the convolution, and the projections, of Mamba-2 have biases.
     """
@@ -149,7 +149,7 @@ class RecurrentConfig:
         return (3 if self.scan else 2) * (self.value_heads // ranks)
 
     def values(self, hidden: int, ranks: int = 1) -> int:
-        """Returns the number of weights of one layer on one of ``ranks`` devices; the first has biases of sums."""
+        """Returns the number of weights of one layer on the first of ``ranks`` devices, which adds biases to sums."""
         channels = self.channels(ranks)
         if self.width:
             return hidden * 4 * channels + channels * self.kernel

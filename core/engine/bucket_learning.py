@@ -26,7 +26,7 @@ from trencadis.core.engine.search_process import (
     PriceTask,
     SearchFailed,
     Task,
-    solve_apart,
+    solve_in_child,
 )
 from trencadis.core.engine_stats import (
     FAILURE,
@@ -143,7 +143,7 @@ class BucketLearning:
     recorder: NeedRecorder
     rank: PlanAccess
     clock: Callable[[], float] = time.monotonic
-    solve: Callable[[Task], Answer] = solve_apart
+    solve: Callable[[Task], Answer] = solve_in_child
     pending: FoundBuckets | None = None
     changing: bool = False
     revision: int = 0
@@ -226,8 +226,10 @@ class BucketLearning:
         assert self.pending is not None
         failure = self.rank.failure()
         outcome = FAILURE if failure else REVERTED if self._reverting else PUBLISHED
-        overrun = f"launches took {self._guard.overrun:.3f} of what was predicted" if self._guard else ""
-        self._note(outcome, before.buckets, self.present(), before.version, failure or overrun)
+        why = failure
+        if outcome == REVERTED and self._guard is not None:
+            why = f"launches took {self._guard.overrun:.3f} of what was predicted"
+        self._note(outcome, before.buckets, self.present(), before.version, why)
         self.rate.note_change(self.clock())
         guarded = outcome == PUBLISHED and self._measured is not None
         self._guard = self._make_guard(self._measured) if guarded and self._measured is not None else None
@@ -313,7 +315,7 @@ class BucketLearning:
         )  # fmt: skip
 
     def _run(self, task: Task) -> None:
-        """Runs a task apart; ``tick`` takes its answer."""
+        """Runs a task in a thread; ``tick`` takes its answer."""
         self._thread = threading.Thread(target=self._work, args=(task,), name="bucket search", daemon=True)
         self._thread.start()
 

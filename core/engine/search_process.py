@@ -1,13 +1,15 @@
 """Searches plans and prices proposals in a process of its own, so that no step of an engine waits for them.
 
-A task and its answer are JSON on the child's standard input and output; the child ends after one task. It imports
-numpy, but not torch, and gives way to the engine (``nice``).
+A task and its answer are JSON on the child's standard input and output; the child ends after one task, and after
+``PATIENCE`` seconds in any case. It imports numpy, but not torch, and runs at a lower priority (``nice``).
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -39,7 +41,7 @@ PATIENCE = 120.0
 NICE = 10
 
 HEDGE = 0.2
-"""Cost of needs that were not recorded, beside that of those that were, for plans that change while serving."""
+"""``hedge`` of ``learn_plan`` for plans that change while serving."""
 
 Cells = Sequence[NeedCell]
 
@@ -108,7 +110,7 @@ Task = LearnTask | PriceTask
 Answer = FoundBuckets | list[PlanCosts]
 
 
-def solve_apart(task: Task) -> Answer:
+def solve_in_child(task: Task) -> Answer:
     """Runs a task in a child process and waits for it.
 
     Raises:
@@ -117,16 +119,17 @@ def solve_apart(task: Task) -> Answer:
     command = [sys.executable, "-P", "-m", "trencadis.core.engine.search_process"]
     process = subprocess.Popen(
         command, env=environment(os.environ, 1, True), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
     )  # fmt: skip
     with process:
         try:
-            out, _ = process.communicate(json.dumps(describe_task(task)).encode(), PATIENCE)
+            out, errors = process.communicate(json.dumps(describe_task(task)).encode(), PATIENCE)
         except subprocess.TimeoutExpired:
             process.kill()
             raise SearchFailed(f"the search took longer than {PATIENCE:g} s") from None
     if process.returncode:
-        raise SearchFailed(f"the process of the search ended with code {process.returncode}")
+        last = errors.decode(errors="replace").strip().rpartition("\n")[2]
+        raise SearchFailed(f"the process of the search ended with code {process.returncode}: {last[:200]}")
     return parse_answer(json.loads(out))
 
 
@@ -273,6 +276,7 @@ def parse_answer(record: JsonMapping) -> Answer:
 def main() -> None:
     """Runs the task on standard input and writes its answer to standard output."""
     os.nice(NICE)
+    signal.alarm(math.ceil(PATIENCE))  # its parent may have ended
     try:
         answer = describe_answer(solve(parse_task(json.load(sys.stdin))))
     except SearchFailed as error:

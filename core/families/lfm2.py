@@ -32,6 +32,9 @@ def _convolutions(c: JsonFields) -> tuple[int, ...]:
     count = c.integer("num_hidden_layers", most=MOST_LAYERS)
     full = c.integers("full_attn_idxs", most=count - 1) if c.is_given("full_attn_idxs") else tuple(range(count))
     types = layer_types(c, (FULL, CONVOLUTION)) or [FULL if i in full else CONVOLUTION for i in range(count)]
+    if FULL not in types:
+        named = "layer_types" if c.is_given("layer_types") else "full_attn_idxs"
+        c.refuse(named, "implemented: attention in some layer")
     return tuple(i for i, kind in enumerate(types) if kind == CONVOLUTION)
 
 

@@ -207,7 +207,7 @@ class GraphManager:
         self.planned = frozenset(plan.buckets)
         self.hits: Counter[Bucket] = Counter()
         self.timer: LaunchTimer | None = None
-        """Measures some of the planned launches, if anyone reads the figures."""
+        """Measures some launches; None: none, because shapes are not learned here."""
         self.took: dict[Bucket, float] = {}
         """Compile time of each bucket in seconds."""
         self.lazy_compiles = 0

@@ -101,8 +101,13 @@ def _resets(step: Step, plan: Plan) -> list[Launch]:
 
 def _vision(step: Step, plan: Plan) -> Launch:
     """Returns one launch for all images; ``ImagePacker`` has chosen images that fit."""
-    need, variant = sum(i.slots for i in step.images), LORA if any(i.adapter for i in step.images) else ""
-    return Launch(plan.fit(Stage.VISION, (need,), variant), tuple(range(len(step.images))))
+    need = sum(i.slots for i in step.images)
+    return Launch(plan.fit(Stage.VISION, (need,), _vision_variant(step)), tuple(range(len(step.images))))
+
+
+def _vision_variant(step: Step) -> str:
+    """Returns the variant of the Step's VISION launch."""
+    return LORA if any(image.adapter for image in step.images) else ""
 
 
 def _ragged_bucket(step: Step, plan: Plan, variant: str) -> Bucket:
@@ -135,15 +140,16 @@ def record_step(recorder: NeedRecorder, step: Step, needs: Sequence[RowNeed], ad
     Args:
         needs: those of all rows (``list_row_needs``); ragged launches need none.
         adapters: some persistent row has an adapter. One row with an adapter makes all needs of the Step count to the
-            variant for adapters.
+            variant for adapters; one image with an adapter, those of all its images.
     """
     variant = LORA if adapters or any(row.adapter for row in step.rows) else ""
-    images = [image.slots for image in step.images]
+    images, image_variant = [image.slots for image in step.images], _vision_variant(step)
     if recorder.plan.policy.mixed:
         if not any(map(is_drafted, step.rows)):
-            recorder.count_ragged(step.tokens, step.persistent_count + len(step.rows), images, variant)
+            rows = step.persistent_count + len(step.rows)
+            recorder.count_ragged(step.tokens, rows, images, variant, image_variant)
         return
-    recorder.count(needs, images, variant)
+    recorder.count(needs, images, variant, image_variant)
 
 
 def _rectangles(step: Step, plan: Plan, needs: Sequence[RowNeed]) -> list[Launch]:

@@ -199,7 +199,7 @@ class _Selection:
     def shrink(self, pool: PoolLimit) -> bool:
         """Drops candidates until the others fit a pool; True if any was dropped."""
         dropped = False
-        while (total := _bytes(pool, self.chosen)) > pool.limit:
+        while _bytes(pool, self.chosen) > pool.limit:
             losses = [loss for loss in self.losses() if loss.group in pool.bytes]
             sized = [(loss.cost / max(pool.bytes[loss.group][loss.candidate], 1.0), loss) for loss in losses]
             if not sized:
@@ -207,7 +207,7 @@ class _Selection:
             loss = min(sized)[1]
             self.chosen[loss.group].remove(loss.candidate)
             self._update(loss.group)
-            dropped = total > 0
+            dropped = True
         return dropped
 
     def _try_swap(self, g: int, j: int) -> bool:

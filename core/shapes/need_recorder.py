@@ -76,31 +76,37 @@ class NeedRecorder:
         self._judging = False
         self._lock = threading.Lock()
 
-    def count(self, rows: Sequence[RowNeed], images: Sequence[int], variant: str = "") -> None:
+    def count(self, rows: Sequence[RowNeed], images: Sequence[int], variant: str = "", image_variant: str = "") -> None:
         """Counts the needs of one Step: its rows, and the slots of each image that it encodes.
 
         Args:
-            variant: that of the Step's text launches, e.g. of rows with adapters.
+            variant: that of the Step's text launches, e.g. of rows with adapters; ``image_variant``: that of its VISION
+                launch.
         """
         blocks = [n.context // self._block for n in rows if n.tokens == 1]
         alone, total = len(blocks), sum(blocks) + len(blocks)
         if not alone or (self._most_blocks and total > self._most_blocks):
-            self._add(list_needs(rows, images, self.plan), variant)
+            self._add(list_needs(rows, images, self.plan), variant, image_variant)
             return
         others = [n for n in rows if n.tokens != 1] if alone < len(rows) else ()
         needs = list(list_needs(others, images, self.plan)) if others or images else []
-        self._add([*needs, Bucket(Stage.DECODE, (alone, total))], variant)
+        self._add([*needs, Bucket(Stage.DECODE, (alone, total))], variant, image_variant)
 
-    def count_ragged(self, tokens: int, rows: int, images: Sequence[int], variant: str = "") -> None:
+    def count_ragged(
+        self, tokens: int, rows: int, images: Sequence[int], variant: str = "", image_variant: str = ""
+    ) -> None:
         """Counts the needs of one Step of a device whose launches hold all rows."""
         found = list(list_needs((), images, self.plan)) if images else []
         if rows:
             mixed = Bucket(Stage.PREFILL, (tokens, rows))
             found.append(Bucket(Stage.DECODE, (rows,)) if tokens == rows else mixed)
-        self._add(found, variant)
+        self._add(found, variant, image_variant)
 
-    def _add(self, needs: Iterable[Bucket], variant: str) -> None:
-        keys = [(n.stage, tuple(map(round_to_grid, n.dims)), "" if n.stage is Stage.VISION else variant) for n in needs]
+    def _add(self, needs: Iterable[Bucket], variant: str, image_variant: str) -> None:
+        keys = [
+            (n.stage, tuple(map(round_to_grid, n.dims)), image_variant if n.stage is Stage.VISION else variant)
+            for n in needs
+        ]
         if not keys:
             return
         now = self._clock()

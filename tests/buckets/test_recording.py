@@ -71,10 +71,11 @@ def test_needs_are_counted_before_they_are_padded(plan: Plan) -> None:
     recorder.count([RowNeed(0, 0, 77), RowNeed(1, 500, 33), *(RowNeed(i, 300, 1) for i in range(2, 7))], [256, 320])
     recorder.count([RowNeed(0, 64, 3, (), True)], [])
     recorder.count(decode(2), [], LORA)
+    recorder.count([], [128], "", LORA)
     cells = {(c.key[0].name, c.key[1], c.dims): c.weight for c in recorder.snapshot().cells}
     wanted = {
         ("FRESH", "", (1, 80)), ("CONTEXT", "", (34, 4)), ("DECODE", "", (5, 15)), ("VISION", "", (576,)),
-        ("DECODE", LORA, (2, 8)),
+        ("DECODE", LORA, (2, 8)), ("VISION", LORA, (128,)),
     }  # fmt: skip
     assert cells == {cell: pytest.approx(1.0) for cell in wanted}
 
@@ -257,7 +258,7 @@ def test_a_search_runs_in_a_process_of_its_own(plan: Plan, monkeypatch: pytest.M
 
     def solve(task: search_process.Task) -> search_process.Answer:
         tasks.append(task)
-        return search_process.solve_apart(task)
+        return search_process.solve_in_child(task)
 
     learning.solve = solve
     learning.request(force=True)

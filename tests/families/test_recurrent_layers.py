@@ -155,6 +155,20 @@ def test_a_key_of_granite_that_is_not_served_is_named(form: Any, key: str, value
     assert "\n" not in str(found.value)
 
 
+@pytest.mark.parametrize(("key", "value"), [
+    ("layer_types", ["conv"] * 4), ("full_attn_idxs", []), ("full_attn_idxs", [4]), ("conv_bias", True),
+    ("conv_L_cache", 1),
+])  # fmt: skip
+def test_a_key_of_lfm2_that_is_not_served_is_named(form: Any, key: str, value: object) -> None:
+    from trencadis.core.checkpoint.config_reader import load_config
+    from trencadis.core.errors import StartupError
+
+    given = {key: value} | ({"layer_types": None} if key == "full_attn_idxs" else {})
+    with pytest.raises(StartupError, match=key) as found:
+        load_config(form("lfm2", next(iter(FORMS["lfm2"]))), overrides=given)
+    assert "\n" not in str(found.value)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("family", "name", "flags"), [
     (FAMILY, NAMES[1], {"pipeline_parallel_size": 2}), (FAMILY, NAMES[0], {"tensor_parallel_size": 2}),

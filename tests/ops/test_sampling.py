@@ -11,6 +11,7 @@ import torch
 from trencadis.backends.cpu import make_backend
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference_ops import ReferenceOps
+from trencadis.backends.cuda.twin.twin_recording import TwinRecording
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import BackendConfig, HeadTensors, SamplerState
 from trencadis.core.step import HeadInputs, ResetInputs
@@ -162,6 +163,19 @@ def test_rows_that_are_only_scored_draw_nothing(monkeypatch: pytest.MonkeyPatch)
         assert left is not None and right is not None and torch.equal(left[:64], right[:64])
     with pytest.raises(TypeError):
         CpuOps().sample(logits, filled(x), second, True)
+
+
+def test_a_graph_can_hold_the_reference() -> None:
+    """It reads no value on the host, on CPU tensors either: the twin of a card captures it."""
+    rng = np.random.default_rng(9)
+    first = state(rng)
+    second, inputs = SamplerState(*(t.clone() for t in first)), filled(rows(rng, 8))
+    logits = torch.from_numpy(rng.normal(0, 3, (len(inputs.slot), VOCAB)).astype(np.float32))
+    wanted = ReferenceOps().sample(logits, inputs, first, True)
+    with TwinRecording() as recording:
+        out = ReferenceOps().sample(logits, inputs, second, True)
+    recording.close(out)
+    assert torch.equal(out.token, wanted.token)
 
 
 def test_padding_changes_no_row() -> None:
