@@ -271,13 +271,14 @@ class ValueRules:
         self._check_keys(one, schema, _OBJECT)
         required, defs = schema.get("required", ()), schema.get("$defs", {})
         others = schema.get("additionalProperties", True)
-        if others not in (True, False, {}) or (not schema.get("properties") and others is not False):
+        named = schema.get("properties", {})
+        if others not in (True, False, {}) or not set(required) <= set(named) or not (named or others is False):
             raise self._no_rule(one, "objects that name their properties")
         members = [
             ToolParameter(
                 name, self._with_definitions(one, inner, defs).schema, name in required, f"{one.where}.{name}"[:120]
             )
-            for name, inner in schema.get("properties", {}).items()
+            for name, inner in named.items()
         ]
         return self._writer.add_rule(f"{quoted('{')} {self.write_members(members, depth - 1)} {quoted('}')}")
 

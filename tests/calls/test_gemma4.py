@@ -189,7 +189,7 @@ def test_types_that_are_repeated_do_not_multiply_by_level(marked: Path) -> None:
 
 
 @pytest.mark.parametrize("schema", [
-    {"type": "object"},
+    {"type": "object"}, {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["b"]},
     {"type": "object", "properties": {"a": {"type": "null"}}, "additionalProperties": {"type": "null"}},
     {"anyOf": [{"type": "string"}, {"type": "null"}], "minLength": 3},
     {"type": "array", "items": {"type": "null"}, "minItems": 2, "maxItems": 1},
