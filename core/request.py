@@ -364,6 +364,12 @@ class Request:
     prediction: list[int] = field(default_factory=list)
     adapter: AdapterRef | None = None
 
+    def key_of(self, span: MediaSpan) -> str:
+        """Returns the arena key of one of its images: the digest combined with the salt and the tower's adapter."""
+        if self.adapter is not None and self.adapter.tower:
+            return f"{self.salt}\0{self.adapter.digest}\0{span.digest}"
+        return f"{self.salt}\0{span.digest}" if self.salt else span.digest
+
 
 @dataclass(slots=True)
 class TokenLogprob:

@@ -216,7 +216,7 @@ SIZE = 8
 
 
 def image_key(key: str) -> bytes:
-    """Returns the 8-byte key of an image in the arena, from its ``Sequence.key_of``."""
+    """Returns the 8-byte key of an image in the arena, from its ``Request.key_of``."""
     return sha256(key.encode()).digest()[:SIZE]
 
 

@@ -212,11 +212,8 @@ class Sequence:
         return self.drawn and self.status is SequenceStatus.RUNNING
 
     def key_of(self, span: MediaSpan) -> str:
-        """Returns the arena key of one of its images: the digest combined with the request's salt and adapter."""
-        adapter = self.request.adapter
-        if adapter is not None and adapter.tower:
-            return f"{self.request.salt}\0{adapter.digest}\0{span.digest}"
-        return f"{self.request.salt}\0{span.digest}" if self.request.salt else span.digest
+        """See ``Request``."""
+        return self.request.key_of(span)
 
     def outgrows(self, limit: int) -> bool:
         """Returns True if the sequence is too long for the rotary table of its keys.

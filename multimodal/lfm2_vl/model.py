@@ -20,7 +20,7 @@ from trencadis.multimodal.normalisation import PixelNormalisation
 from trencadis.multimodal.patch_packing import pack_whole_images
 from trencadis.multimodal.vit.config import CHANNELS
 from trencadis.multimodal.vit.model import CELL_EPS
-from trencadis.multimodal.vit.vit_block import ViTBlock, scale_and_shift
+from trencadis.multimodal.vit.vit_block import ViTBlock, run_blocks, scale_and_shift
 
 
 class ResizedPatchEmbed:
@@ -101,12 +101,8 @@ class Siglip2Tower:
     def __call__(self, inputs: VisionTensors, arena: Tensor) -> None:
         """Writes image tokens, [cells, out_hidden] of the backend's dtype, to ``arena[inputs.rows]``."""
         ops, i = self.ops, inputs
-        x, residual = ops.region(self.patch_embed, i.pixels, i.position_rows, i.position_weights, self.dtype)
-        segments = ops.prepare_segments(i.segments)
-        for block in self.blocks:
-            x, residual = ops.layer(block, x, residual, None, segments)
-            ops.cut("layer")
-        assert residual is not None  # a tower has at least one layer
+        stream = [*ops.region(self.patch_embed, i.pixels, i.position_rows, i.position_weights, self.dtype)]
+        x, residual = run_blocks(ops, self.blocks, stream, None, ops.prepare_segments(i.segments))
         cells = (len(i.rows), -1, x.shape[-1])
         ops.by_rows(self.projector, (x.view(cells), residual.view(cells), i.rows), arena)
 

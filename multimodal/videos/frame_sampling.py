@@ -294,7 +294,9 @@ def sample_seconds(total: int, fps: float) -> tuple[int, ...]:
 
 
 def sample_dense(total: int, fps: float) -> tuple[int, ...]:
-    """Samples two to six frames of each second, at most 640; a short video has some of them twice."""
+    """Samples one to six frames of each second, fewer the longer the video is, at most 640, none of them twice; an odd
+    number repeats the last one.
+    """
     seconds = total / fps
     counted = min(seconds, DENSE_RATES[-1][0])
     rate = next(rate for most, rate in DENSE_RATES if counted <= most)

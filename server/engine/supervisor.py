@@ -205,8 +205,8 @@ class Supervisor:
         learning = None if self.plan is None else self.plan.learning
         if learning is None:
             raise NotFound(
-                "This engine records no needs of shapes: its device takes every size, it has pipeline stages, or "
-                "--learn-buckets off."
+                "This engine records no needs of shapes: its device takes every size, it has pipeline stages or a "
+                "draft model, or --learn-buckets off."
             )
         if learning.state != "idle" or self.link.learn_requests > learning.handled:
             raise Conflict("A search for shapes or a change of them runs.")

@@ -178,7 +178,7 @@ class ApiProcessManager:
     def _set_vocabulary(self, data: bytes) -> None:
         self._vocabulary = data
 
-    # --- what processes are told ---
+    # --- messages to processes ---
 
     def notify_state_change(self) -> None:
         """Pushes the engines' states to all API processes without waiting for the next interval."""

@@ -62,13 +62,7 @@ def read_keys(data: bytes) -> array[int]:
 def make_request_cost(request: Request, block: int) -> RequestCost:
     """Computes the routing cost of a request; prefix keys are left out while the block size is unknown (0)."""
     count = len(request.tokens)
-    images = [
-        RoutedImage(
-            read_key(image_key(f"{request.salt}\0{s.digest}" if request.salt else s.digest)),
-            s.slots, s.offset + s.length,
-        )
-        for s in request.spans
-    ]  # fmt: skip
+    images = [RoutedImage(read_key(image_key(request.key_of(s))), s.slots, s.offset + s.length) for s in request.spans]
     if request.adapter is not None:
         images.insert(0, RoutedImage(int(request.adapter.digest[: 2 * SIZE], 16), ADAPTER_SLOTS, count + 1))
     output = request.params.max_tokens or 0

@@ -25,7 +25,7 @@ from trencadis.server.tenants.tenant_registry import CURRENT, TenantAccount
 TEXT = 8
 """Bytes of a token's text, or of its id in JSON."""
 TOKEN_ID = 40
-"""Bytes of an id that waits to be told beside the text."""
+"""Bytes of a token's id that waits beside its text."""
 
 CANDIDATE = 100
 """Bytes of a token in a list of log-probabilities: in JSON, or as it is kept until then."""

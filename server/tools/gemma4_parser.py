@@ -31,6 +31,7 @@ SEPARATORS = ", \t\r\n"
 DEPTH = 6
 """Most levels of objects, lists and references in a schema for which a grammar is written."""
 _WORDS = {"None": "null", "none": "null", "nil": "null", "NULL": "null"}
+_CONSTANT = frozenset({"type", "enum", "const", "$defs"})
 _TEXT = frozenset({"type", "enum", "const", "pattern", "minLength", "maxLength", "$defs"})
 _LIST = frozenset({"type", "items", "minItems", "maxItems", "$defs"})
 _OBJECT = frozenset({"type", "properties", "required", "additionalProperties", "$defs"})
@@ -185,10 +186,13 @@ class ValueRules:
             BadRequest: the schema has a part that this form has no grammar for.
         """
         schema = one.schema
-        if not isinstance(schema, Mapping) or not depth:
+        if not isinstance(schema, Mapping):
             raise self._no_rule(one, "a type")
+        if not depth:
+            raise self._no_rule(one, f"at most {DEPTH} levels of objects, lists and references")
         root = schema.get("$defs", {})
         if isinstance(schema.get("$ref"), str):
+            self._check_keys(one, schema, frozenset({"$ref", "$defs"}))
             name = schema["$ref"]
             if name not in self._referenced:
                 found = root.get(name.removeprefix("#/$defs/"))
@@ -196,16 +200,17 @@ class ValueRules:
             return self._referenced[name]
         for key in ("anyOf", "oneOf"):
             if isinstance(schema.get(key), list):
+                self._check_keys(one, schema, frozenset({key, "$defs"}))
                 some = [self.write_value(self._with_definitions(one, each, root), depth - 1) for each in schema[key]]
                 return self._writer.add_rule(" | ".join(some))
         if "enum" in schema or "const" in schema:
+            self._check_keys(one, schema, _CONSTANT)
             values = schema["enum"] if "enum" in schema else [schema["const"]]
             return self._writer.add_rule(" | ".join(self._write_constant(one, each) for each in values))
         kinds = schema.get("type")
         if isinstance(kinds, list):
-            some = [
-                self.write_value(self._with_definitions(one, {**schema, "type": kind}, root), depth) for kind in kinds
-            ]
+            each = [{**schema, "type": kind} for kind in dict.fromkeys(kinds)]  # repeated names would multiply by level
+            some = [self.write_value(self._with_definitions(one, alone, root), depth) for alone in each]
             return self._writer.add_rule(" | ".join(some))
         writers = {"string": self._write_text, "array": self._write_list, "object": self._write_object}
         if kinds in ("integer", "number", "boolean", "null"):
@@ -250,8 +255,8 @@ class ValueRules:
     def _write_list(self, one: ToolParameter, schema: JsonMapping, depth: int) -> str:
         self._check_keys(one, schema, _LIST)
         least, most = schema.get("minItems", 0), schema.get("maxItems")
-        if max(least, most or 0) > MOST_ITEMS:
-            raise self._no_rule(one, f"lists whose bounds are at most {MOST_ITEMS}")
+        if max(least, most or 0) > MOST_ITEMS or (most is not None and most < least):
+            raise self._no_rule(one, f"lists whose bounds agree and are at most {MOST_ITEMS}")
         item = self.write_value(self._with_definitions(one, schema.get("items"), schema.get("$defs", {})), depth - 1)
         more = "*" if most is None else f"{{{max(least - 1, 0)},{max(most - 1, 0)}}}"
         if most is None and least > 1:
@@ -265,11 +270,15 @@ class ValueRules:
     def _write_object(self, one: ToolParameter, schema: JsonMapping, depth: int) -> str:
         self._check_keys(one, schema, _OBJECT)
         required, defs = schema.get("required", ()), schema.get("$defs", {})
+        others = schema.get("additionalProperties", True)
+        named = schema.get("properties", {})
+        if others not in (True, False, {}) or not set(required) <= set(named) or not (named or others is False):
+            raise self._no_rule(one, "objects that name their properties")
         members = [
             ToolParameter(
                 name, self._with_definitions(one, inner, defs).schema, name in required, f"{one.where}.{name}"[:120]
             )
-            for name, inner in schema.get("properties", {}).items()
+            for name, inner in named.items()
         ]
         return self._writer.add_rule(f"{quoted('{')} {self.write_members(members, depth - 1)} {quoted('}')}")
 

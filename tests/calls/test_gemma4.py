@@ -167,3 +167,36 @@ def test_a_grammar_of_nested_arguments_takes_what_fits_and_nothing_else(marked: 
     asked = RequestedCalls([{"type": "function", "function": free}], "required")
     with pytest.raises(BadRequest, match="in this form of calls"):
         AnswerOutline(AnswerParsers(Gemma4ToolParser), None, asked, None).write(draws.writer())
+
+
+def write_required(function: dict[str, Any], draws: GrammarDraws) -> Any:
+    """The grammar of an answer that must call ``function``."""
+    calls = RequestedCalls([{"type": "function", "function": function}], "required")
+    return AnswerOutline(AnswerParsers(Gemma4ToolParser), None, calls, None).write(draws.writer())
+
+
+def test_types_that_are_repeated_do_not_multiply_by_level(marked: Path) -> None:
+    from trencadis.server.text.checkpoint_tokenizer import Tokenizer
+
+    draws, made = GrammarDraws(Tokenizer.from_checkpoint(marked)), []
+    for count in (1, 30):
+        inner: dict[str, Any] = {"type": "string"}
+        for _ in range(5):
+            inner = {"type": ["object"] * count, "properties": {"a": inner}}
+        parameters = {"type": "object", "properties": {"a": inner}}
+        made.append(write_required({"name": "f", "parameters": parameters}, draws))
+    assert made[0] == made[1]
+
+
+@pytest.mark.parametrize("schema", [
+    {"type": "object"}, {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["b"]},
+    {"type": "object", "properties": {"a": {"type": "null"}}, "additionalProperties": {"type": "null"}},
+    {"anyOf": [{"type": "string"}, {"type": "null"}], "minLength": 3},
+    {"type": "array", "items": {"type": "null"}, "minItems": 2, "maxItems": 1},
+])  # fmt: skip
+def test_a_schema_that_would_be_followed_in_part_is_refused(marked: Path, schema: dict[str, Any]) -> None:
+    from trencadis.server.text.checkpoint_tokenizer import Tokenizer
+
+    parameters = {"type": "object", "properties": {"a": schema}}
+    with pytest.raises(BadRequest, match="in this form of calls"):
+        write_required({"name": "f", "parameters": parameters}, GrammarDraws(Tokenizer.from_checkpoint(marked)))

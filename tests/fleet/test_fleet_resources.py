@@ -8,10 +8,10 @@ from tests.fakes.command_line import from_command_line
 from trencadis.core.config import EngineConfig
 from trencadis.core.engine_stats import GraphCounters
 from trencadis.core.errors import StartupError
-from trencadis.core.kv.block_pool import BlockHashChain, BlockPool, EvictionLog
+from trencadis.core.kv.block_pool import BlockHashChain, BlockPool, EvictionLog, image_key
 from trencadis.core.media_spans import MediaSpan
 from trencadis.core.process.engine_messages import EngineInfo, EngineStats
-from trencadis.core.request import Request, SamplingParams
+from trencadis.core.request import AdapterRef, Request, SamplingParams
 from trencadis.core.scheduling.encoder_scheduler import EncoderCache
 from trencadis.server.processes.engine_group import merge_infos, sum_stats
 from trencadis.server.processes.fleet import make_request_cost, read_keys
@@ -63,6 +63,14 @@ def test_the_router_names_blocks_as_the_engine_that_evicts_them(block):
     assert {p.key for p in cost.prefixes} <= set(gone) and len(gone) == len(chain.keys)
     assert [p.key for p in cost.images] == list(images)
     assert pool.log.take() == (b"", b"")
+
+
+def test_the_router_names_images_as_the_engine_that_encodes_them_with_an_adapter():
+    spans = [MediaSpan(20, 30, "ab", (1, 2, 2), 64)]
+    for tower, key in ((True, f"s\0{'f' * 64}\0ab"), (False, "s\0ab")):
+        adapter = AdapterRef("f" * 64, "/", "one", tower)
+        request = Request("a", [*range(100)], SamplingParams(), spans, salt="s", adapter=adapter)
+        assert make_request_cost(request, 16).images[1].key == read_keys(image_key(key))[0]
 
 
 def test_a_prompt_that_reads_no_prefix_has_none():

@@ -41,6 +41,7 @@ def launches() -> set[str]:
 
 def test_every_launched_kernel_is_listed() -> None:
     assert launches() == {f for k in hardware.KERNELS for f in k.functions}
+    assert [k.file for k in hardware.KERNELS if not (KERNELS / f"{k.file}.py").is_file()] == []
 
 
 def test_what_has_no_record_is_not_claimed() -> None:
