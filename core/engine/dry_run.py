@@ -284,7 +284,8 @@ class DryRun:
     def _learn(self, plan: Plan) -> Plan:
         """Returns the plan of ``--bucket-profile``; without one, or if it is still to be made, ``plan``."""
         config = self.config
-        if not config.bucket_profile or (config.learn_buckets != "off" and not Path(config.bucket_profile).exists()):
+        records = config.learn_buckets != "off" and config.pipeline_parallel_size == 1
+        if not config.bucket_profile or (records and not Path(config.bucket_profile).exists()):
             return plan
         return plan_by_profile(config.bucket_profile, plan, self.bucket_options, config.max_graphs, self.model)
 

@@ -190,10 +190,12 @@ def _open_learning(config: EngineConfig, model: ModelConfig, opened: OpenedRank)
         return None
     runner.recorder = NeedRecorder(static, config.bucket_half_life)
     profile = Path(config.bucket_profile)
-    if config.bucket_profile and not profile.exists() and not os.access(profile.absolute().parent, os.W_OK):
-        raise StartupError(f"--bucket-profile {profile}: there is no such file, and its folder cannot be written.")
     if config.bucket_profile and profile.exists():
         runner.recorder.add(read_profile(config.bucket_profile, static.policy, static.block_size))
+    elif config.bucket_profile:
+        if not os.access(profile.absolute().parent, os.W_OK):
+            raise StartupError(f"--bucket-profile {profile}: there is no such file, and its folder cannot be written.")
+        log.info("--bucket-profile %s: there is no such file yet; it is made from the traffic", profile)
     present = sum(b.stage not in KEPT_STAGES for b in runner.plan.buckets)
     settings = LearningSettings(
         static,

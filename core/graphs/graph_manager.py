@@ -8,6 +8,7 @@ The callbacks of a GraphManager: reports of events, and the query why a bucket h
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
@@ -133,7 +134,10 @@ OPEN_WATCHES = 256
 
 
 class LaunchTimer:
-    """Measures the seconds on the device of one launch in ``every``. The rank's thread marks, another one may take."""
+    """Measures the seconds on the device of one launch in ``every``. The rank's thread marks, another one may take.
+
+    A device that refuses is not asked again: serving goes on without measurements.
+    """
 
     def __init__(self, start: Callable[[], Stopwatch], every: int = TIMED) -> None:
         self._start, self.every, self._left = start, every, every
@@ -151,24 +155,41 @@ class LaunchTimer:
         if self._left > 0:
             return None
         self._left = self.every
-        return self._start()
+        try:
+            return self._start()
+        except RuntimeError as error:
+            self._give_up(error)
+        return None
 
     def end(self, bucket: Bucket, begun: Stopwatch) -> None:
         """Notes the end of the launch before which ``begin`` was called."""
-        begun.stop()
-        self._open.append((bucket, begun))
+        try:
+            begun.stop()
+        except RuntimeError as error:
+            self._give_up(error)
+        else:
+            self._open.append((bucket, begun))
 
     def take(self) -> list[LaunchTime]:
         """Returns the launches that have ended since the last call."""
         found: list[LaunchTime] = []
         while self._open:
             bucket, watch = self._open[0]
-            seconds = watch.read()
+            try:
+                seconds = watch.read()
+            except RuntimeError as error:
+                self._give_up(error)
+                break
             if seconds is None:
                 break
             self._open.popleft()
             found.append(LaunchTime(bucket, seconds))
         return found
+
+    def _give_up(self, error: Exception) -> None:
+        log.warning("launches are not measured any more: %s", format_error(error))
+        self._left = self.every = sys.maxsize
+        self._open.clear()
 
 
 log = logging.getLogger("trencadis.engine")

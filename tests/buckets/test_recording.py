@@ -17,11 +17,12 @@ from tests.traffic.launch_lines import GUIDE, model_of
 from trencadis.backends.hpu.policy import SERVING
 from trencadis.core import engine_stats
 from trencadis.core.bucket_plan import Plan
-from trencadis.core.buckets import LORA, Stage
+from trencadis.core.buckets import LORA, Bucket, Stage
 from trencadis.core.engine import bucket_learning, search_process
 from trencadis.core.engine.bucket_learning import OBSERVE, ON, BucketLearning, LearningSettings, PlanAccess
 from trencadis.core.engine.request_trace import RequestTrace
 from trencadis.core.errors import StartupError
+from trencadis.core.graphs.graph_manager import LaunchTimer
 from trencadis.core.media_spans import MediaSpan
 from trencadis.core.request import Delta, Request, SamplingParams
 from trencadis.core.shapes import change_rules
@@ -379,6 +380,35 @@ def test_seconds_of_launches_are_learned_from_some_of_them(plan: Plan, seed: int
 
 
 # Traces
+
+
+@pytest.mark.parametrize("fails", ["start", "stop", "read"])
+def test_a_device_that_cannot_measure_launches_serves_on(fails: str) -> None:
+    """Its events refuse once: the launch runs, and no later one asks them."""
+    asked: list[str] = []
+
+    class Watch:
+        def __init__(self) -> None:
+            self.note("start")
+
+        def note(self, what: str) -> None:
+            asked.append(what)
+            if what == fails:
+                raise RuntimeError("events without timing")
+
+        def stop(self) -> None:
+            self.note("stop")
+
+        def read(self) -> float | None:
+            self.note("read")
+            return 1.0
+
+    timer, bucket = LaunchTimer(Watch, every=1), Bucket(Stage.DECODE, (1, 16))
+    for _ in range(3):
+        if (begun := timer.begin()) is not None:
+            timer.end(bucket, begun)
+        assert timer.take() == []
+    assert asked.count(fails) == 1 and asked[-1] == fails
 
 
 def test_a_recorded_trace_can_be_planned_by(tmp_path: Path) -> None:
