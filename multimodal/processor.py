@@ -6,6 +6,7 @@ The engine encodes each temporal patch of a video separately; only positions con
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -17,7 +18,7 @@ import numpy.typing as npt
 from trencadis.core.json_types import Json, JsonMapping, JsonObject
 from trencadis.core.media_spans import MediaSpan
 from trencadis.multimodal.media_options import MediaOptions
-from trencadis.multimodal.patch_packing import Grid, count_slots
+from trencadis.multimodal.patch_packing import Grid
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -90,8 +91,7 @@ class ImageGeometry(NamedTuple):
         area: largest number of pixels that the image has at any point of processing.
         rows: arena rows of an item, if there are several items or a ``layout`` assigns tokens to them.
         layout: as in ``PreparedImage``.
-        first: patches (h, w) of the first item, if they are not those of the others; rows of items are in proportion.
-        thumbnail: geometry of a last item of another size, which ``grid`` and ``rows`` leave out.
+        parts: geometry of each item in order, if they are not all alike; ``grid`` and ``rows`` are then those of tiles.
     """
 
     resized: tuple[int, int]
@@ -101,36 +101,23 @@ class ImageGeometry(NamedTuple):
     area: int
     rows: int = 0
     layout: Layout = ()
-    first: tuple[int, int] | None = None
-    thumbnail: ImageGeometry | None = None
+    parts: tuple[ImageGeometry, ...] = ()
 
     @property
     def patches(self) -> int:
         """Number of real slots of all items, without class tokens."""
-        count, h, w = self.grid
-        first = h * w if self.first is None else self.first[0] * self.first[1]
-        last = 0 if self.thumbnail is None else self.thumbnail.patches
-        return first + (count - 1) * h * w + last
+        return sum(one.patches for one in self.parts) if self.parts else math.prod(self.grid)
 
     @property
     def item(self) -> ImageGeometry:
         """Geometry of one of its items."""
-        last = 0 if self.thumbnail is None else self.thumbnail.slots
-        held = self.rows or self.tokens
-        return ImageGeometry(self.resized, (1, *self.grid[1:]), held, (self.slots - last) // self.grid[0], self.area)
+        count, held = self.grid[0], self.rows or self.tokens
+        return ImageGeometry(self.resized, (1, *self.grid[1:]), held, self.slots // count, self.area)
 
     @property
-    def all_items(self) -> list[ImageGeometry]:
+    def all_items(self) -> tuple[ImageGeometry, ...]:
         """Geometry of each item, in order."""
-        last = [] if self.thumbnail is None else [self.thumbnail]
-        if self.first is None:
-            return [self.item] * self.grid[0] + last
-        return [self._make_item(self.first)] + [self._make_item(self.grid[1:])] * (self.grid[0] - 1) + last
-
-    def _make_item(self, grid: tuple[int, int]) -> ImageGeometry:
-        """Returns the geometry of an item of ``grid`` patches (h, w), where the first has a grid of its own."""
-        tokens = self.item.tokens * grid[0] * grid[1] // (self.grid[1] * self.grid[2])
-        return ImageGeometry(self.resized, (1, *grid), tokens, count_slots((1, *grid), windows=False), self.area)
+        return self.parts or (self.item,) * self.grid[0]
 
     def make_prepared(self, pixels: npt.NDArray[np.uint8], digest: str, original: tuple[int, int]) -> PreparedImage:
         """Combines this geometry with pixels, uint8 [patches of all items, values of a slot], into a prepared image."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
@@ -24,6 +24,7 @@ from trencadis.multimodal.vit.processor import (
     check_processor_kwargs,
     cut_squares,
     has_processor_settings,
+    make_processor_functions,
     read_processor_settings,
 )
 
@@ -116,15 +117,14 @@ class Lfm2VlImageProcessor(TileImageProcessor):
             plain = (BEGIN, PlaceholderRun(0, 0, whole.tokens), END)
             return whole._replace(area=max(height * width, whole.area), rows=whole.tokens, layout=plain)
         grid = choose_grid(height, width, self.image, self.least_tiles, self.most_tiles)
-        last = whole if self.thumbnail else None
+        last = (whole,) if self.thumbnail else ()
         count, side, rows = grid[0] * grid[1], self.image // self.patch, self.rows_per_tile
-        shown, more = (0, 0) if last is None else (last.tokens, last.slots)
         resized = (grid[0] * self.image, grid[1] * self.image)
         area = max(height * width, resized[0] * resized[1] + whole.area)
-        layout = layout_items(grid, rows, shown)
+        parts = (ImageGeometry(resized, (1, side, side), rows, self.slots, area),) * count + last
         return ImageGeometry(
-            resized, (count, side, side), count * rows + shown, count * self.slots + more, area, rows, layout,
-            thumbnail=last,
+            resized, (count, side, side), sum(one.tokens for one in parts), sum(one.slots for one in parts), area, rows,
+            layout_items(grid, rows, whole.tokens if last else 0), parts,
         )  # fmt: skip
 
     def _is_large(self, height: int, width: int) -> bool:
@@ -143,13 +143,11 @@ class Lfm2VlImageProcessor(TileImageProcessor):
         return ImageGeometry((rows, columns), grid, patches // self.merge**2, slots, rows * columns)
 
     def cut_tiles(self, image: Image.Image, height: int, width: int) -> Sequence[UInt8]:
-        made, tiles = self.compute_tile_geometry(height, width), list[UInt8]()
-        shown = made.thumbnail
-        if self._is_large(height, width):
-            tiles = cut_squares(_resize(image, made.resized), self.image)
-        else:
-            shown = made
-        return tiles if shown is None else [*tiles, np.asarray(_resize(image, shown.resized))]
+        made = self.compute_tile_geometry(height, width)
+        if not self._is_large(height, width):
+            return [np.asarray(_resize(image, made.resized))]
+        tiles = cut_squares(_resize(image, made.resized), self.image)
+        return [*tiles, *(np.asarray(_resize(image, one.resized)) for one in made.parts[len(tiles) :])]
 
 
 def _resize(image: Image.Image, size: Size) -> Image.Image:
@@ -181,8 +179,9 @@ def _read_limits(c: JsonFields, v: Lfm2VisionConfig) -> JsonObject:
     }  # fmt: skip
 
 
-def _build_processor(config: ModelConfig) -> Lfm2VlImageProcessor:
+def _build_processor(config: ModelConfig, mm_kwargs: JsonMapping) -> Lfm2VlImageProcessor:
     """Creates the processor; without a file that of the class, for plans."""
+    check_processor_kwargs(mm_kwargs)
     v, normalisation = config.vision, load_normalisation(config)
     assert isinstance(v, Lfm2VisionConfig)
     found: JsonObject = {"image": 512}
@@ -197,26 +196,10 @@ def _build_processor(config: ModelConfig) -> Lfm2VlImageProcessor:
 
 def image_needs(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> ImageNeeds:
     """Returns slots of the largest and of the smallest item, and rows of the image with most tiles."""
-    check_processor_kwargs(mm_kwargs)
-    made = _build_processor(config)
+    made = _build_processor(config, mm_kwargs)
     largest, least = (align_up(n * made.merge**2, WINDOW_SLOTS) for n in (made.most_whole, made.least_tokens))
     tiles = made.most_tiles * made.rows_per_tile if made.most_tiles > 1 else 0
     return ImageNeeds(largest, least, tiles + made.most_whole)
-
-
-def from_checkpoint(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> Lfm2VlImageProcessor:
-    """Creates the processor of a checkpoint folder.
-
-    Raises StartupError without a processor file or for unsupported settings.
-    """
-    check_processor_kwargs(mm_kwargs)
-    read_processor_settings(config.path)
-    return _build_processor(config)
-
-
-def image_sizes(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> Callable[..., ImageGeometry]:
-    """Returns a function that computes an image's geometry from its height and width."""
-    return _build_processor(config).compute_geometry
 
 
 def load_normalisation(config: ModelConfig) -> PixelNormalisation:
@@ -224,3 +207,6 @@ def load_normalisation(config: ModelConfig) -> PixelNormalisation:
     if not has_processor_settings(config.path):
         return IMAGENET_STANDARD
     return read_normalisation(read_processor_settings(config.path), IMAGENET_STANDARD)
+
+
+from_checkpoint, image_sizes = make_processor_functions(_build_processor)

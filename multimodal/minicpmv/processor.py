@@ -103,12 +103,13 @@ class MiniCPMImageProcessor(TileImageProcessor):
             resized = self._sliced_size(height, width, grid)
             each = self._patches((resized[0] // grid[0], resized[1] // grid[1]))
             sizes, area = [first] + [each] * (grid[0] * grid[1]), whole[0] * whole[1] + resized[0] * resized[1]
-        counts = [h * w for h, w in sizes]
-        slots = align_up(max(counts), WINDOW_SLOTS) * len(sizes)
-        cell = SIDE * SIDE
+        counts, cell = [h * w for h, w in sizes], SIDE * SIDE
+        parts = tuple(
+            ImageGeometry(resized, (1, h, w), h * w // cell, align_up(h * w, WINDOW_SLOTS), area) for h, w in sizes
+        )
         return ImageGeometry(
-            resized, (len(sizes), *sizes[-1]), sum(counts) // cell, slots, area, counts[-1] // cell,
-            self._layout(grid, counts[0] // cell, counts[-1] // cell), first=first if grid is not None else None,
+            resized, (len(sizes), *sizes[-1]), sum(counts) // cell, align_up(max(counts), WINDOW_SLOTS) * len(sizes),
+            area, counts[-1] // cell, self._layout(grid, counts[0] // cell, counts[-1] // cell), parts,
         )  # fmt: skip
 
     def _patches(self, size: tuple[int, int]) -> tuple[int, int]:
