@@ -1,4 +1,4 @@
-"""What a device can do and which shapes suit it, as data for the planner. Pure Python: no torch, no numpy."""
+"""Describes a device to the planner: its abilities and the rules of its shapes. Pure Python: no torch, no numpy."""
 
 from __future__ import annotations
 

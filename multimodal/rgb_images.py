@@ -8,7 +8,7 @@ from PIL import Image
 from trencadis.core.errors import BadRequest
 
 WHITE = (255, 255, 255, 255)
-"""What transparent pixels are laid on."""
+"""Background color of transparent pixels."""
 
 ORIENTATION = 0x0112
 """The EXIF tag that says how a camera was held."""

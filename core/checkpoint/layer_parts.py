@@ -130,7 +130,7 @@ class RecurrentConfig:
 
     @property
     def unit_name(self) -> str:
-        """What ``units`` counts, in the plural."""
+        """Plural noun for the parts that ``units`` counts, for messages."""
         return "channels" if self.width else "groups of heads" if self.scan else "key heads"
 
     def channels(self, ranks: int = 1) -> int:

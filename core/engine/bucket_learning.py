@@ -99,7 +99,7 @@ class LearningSettings:
 
 @dataclass
 class PlanAccess:
-    """What the learning knows of the rank that launches.
+    """Access to the plan, launch counts and timings of the rank that launches.
 
     Args:
         present: returns the plan that launches use now.

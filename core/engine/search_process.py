@@ -79,7 +79,7 @@ class LearnTask:
 
 @dataclass(frozen=True)
 class PriceTask:
-    """What the needs of each period cost in the proposed, the present and the static plan."""
+    """Task: compute the cost of each period's needs under the proposed, the present and the static plan."""
 
     periods: Sequence[Cells]
     proposed: Plan

@@ -10,9 +10,9 @@ from torch import Tensor
 from trencadis.core.checkpoint.model_config import LAYER, ModelConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
 from trencadis.core.device.backend import Backend, Ops, VisionTensors
-from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.linear import ColumnParallelLinear, ColumnPart, Linear, RowParallelLinear, replicate_layers
 from trencadis.core.models.mlp import norm_of
+from trencadis.core.models.tower_decoder import TowerDecoder
 from trencadis.core.step import Encode, VisionInputs
 from trencadis.multimodal.lfm2_vl.config import Lfm2VisionConfig, add_resized_positions
 from trencadis.multimodal.lfm2_vl.processor import load_normalisation
@@ -111,7 +111,7 @@ class Siglip2Tower:
         return own + sum(block.nbytes() for block in self.blocks)
 
 
-class Lfm2Vl(Decoder):
+class Lfm2Vl(TowerDecoder):
     """``core.models.interface.Model`` with images, which the first pipeline stage encodes."""
 
     tower: Siglip2Tower
@@ -124,23 +124,11 @@ class Lfm2Vl(Decoder):
             shared = replicate_layers(backend) if config.encoder_data_parallel else backend
             self.tower = Siglip2Tower(shared, config.vision, load_normalisation(config))
 
-    def load_from(self, source: WeightSource) -> None:
-        super().load_from(source)
-        if self.share.starts:
-            self.tower.load(source)
-
-    def vision(self, inputs: VisionTensors) -> None:
-        """Encodes packed images and writes their tokens to ``arena[rows]``."""
-        self.tower(inputs, self.persistent.arena)
-
     def pack(self, images: Sequence[Encode], slots: int) -> VisionInputs:
         """Packs images cell by cell; the rest of ``slots`` is padding."""
         c = self.vision_config
         packed = pack_whole_images(images, slots, c.slot.values, c.merge)
         return add_resized_positions(packed, images, c.side, c.merge)
-
-    def nbytes(self) -> int:
-        return super().nbytes() + (self.tower.nbytes() if self.share.starts else 0)
 
 
 def make(config: ModelConfig, backend: Backend) -> Lfm2Vl:

@@ -11,9 +11,9 @@ from torch.nn import functional
 from trencadis.core.checkpoint.model_config import LAYER, ModelConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
 from trencadis.core.device.backend import AdapterRows, Backend, Rotary, Segments, VisionTensors
-from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.linear import Linear, replicate_layers
 from trencadis.core.models.mlp import norm_of
+from trencadis.core.models.tower_decoder import TowerDecoder
 from trencadis.core.shared_constants import WINDOW_SLOTS
 from trencadis.core.step import Encode, VisionInputs
 from trencadis.multimodal.minicpmv.family import SIDE, WINDOW, MiniCPMVisionConfig
@@ -176,7 +176,7 @@ class MiniCPMTower:
         return own + sum(block.nbytes() for block in (*self.blocks, *self.merged))
 
 
-class MiniCPMModel(Decoder):
+class MiniCPMModel(TowerDecoder):
     """``VisionModel`` of MiniCPM-V 4.6; the first pipeline stage encodes images."""
 
     tower: MiniCPMTower
@@ -188,21 +188,9 @@ class MiniCPMModel(Decoder):
             shared = replicate_layers(backend) if config.encoder_data_parallel else backend
             self.tower = MiniCPMTower(shared, config.vision, load_normalisation(config))
 
-    def load_from(self, source: WeightSource) -> None:
-        super().load_from(source)
-        if self.share.starts:
-            self.tower.load(source)
-
-    def vision(self, inputs: VisionTensors) -> None:
-        """Encodes packed slices and writes their rows to ``arena[rows]``."""
-        self.tower(inputs, self.persistent.arena)
-
     def pack(self, images: Sequence[Encode], slots: int) -> VisionInputs:
         """Packs slices; the rest of ``slots`` is padding."""
         return self.tower.pack(images, slots)
-
-    def nbytes(self) -> int:
-        return super().nbytes() + (self.tower.nbytes() if self.share.starts else 0)
 
 
 def make(config: ModelConfig, backend: Backend) -> MiniCPMModel:

@@ -38,7 +38,7 @@ LARGEST_SCALE, MOST_SLICES = 2048, 100
 BEGIN, END, BEGIN_SLICE, END_SLICE = "<image>", "</image>", "<slice>", "</slice>"
 BEGIN_ID, END_ID = "<image_id>", "</image_id>"
 FIRST_ID = f"{BEGIN_ID}0{END_ID}"
-"""What begins an image's layout; ``expand_numbered`` writes its number among the images of the prompt."""
+"""First text of an image's layout, in which ``expand_numbered`` replaces 0 by the image's number in the prompt."""
 
 Size = tuple[float, float]
 

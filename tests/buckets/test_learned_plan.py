@@ -110,7 +110,7 @@ def test_graphs_fit_their_pools_and_cost_what_their_loss_is_worth() -> None:
 
 
 def test_a_hedged_plan_costs_other_traffic_little_more() -> None:
-    """As many graphs as the limits give, learned from chat alone, and then documents come."""
+    """A plan learned from chat, with as many graphs as the plan of the limits, then serves documents."""
     plan = make_plan(SERVING, GUIDE, BucketOptions(), MODEL)
     chat, other = learned(plan, "chat", 7, 25), learned(plan, "documents", 8, 25)
     most, static = sum(b.stage in RECORDED_STAGES for b in plan.buckets), expected_cost(plan, other)

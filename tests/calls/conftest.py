@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from tests.fakes.scripted_app import ScriptedApp, scripted_app
 from tests.fakes.text_checkpoint import write_text_checkpoint
+from trencadis.server.prompts.answer_reader import AnswerReader
 from trencadis.server.text.chat_template import ChatTemplate
 
 SPECIAL = ["[TOOL_CALLS]", "<|python_tag|>", "[THINK]", "[/THINK]"]
@@ -35,3 +37,16 @@ def templated_app(checkpoint: Path, template: str, answer: str = "", **flags: An
 def serve(tagged: Path) -> Callable[..., ScriptedApp]:
     """Makes an application: ``serve(template, answer, **flags)``."""
     return partial(templated_app, tagged)
+
+
+def read_answer(reader: AnswerReader, parts: Iterable[str]) -> tuple[str, str, list[tuple[str, Any]]]:
+    """Feeds an answer in ``parts``; returns its reasoning, its content, and its calls as (name, decoded arguments)."""
+    for part in parts:
+        reader.feed(part)
+    reader.finish()
+    made = reader.take_part()
+    calls: dict[int, list[str]] = {}
+    for call in made.calls:
+        held = calls.setdefault(call.index, ["", ""])
+        held[0], held[1] = held[0] + call.name, held[1] + call.arguments
+    return made.reasoning, made.content, [(name, json.loads(text)) for name, text in calls.values()]

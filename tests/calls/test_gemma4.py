@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.calls.conftest import templated_app
+from tests.calls.conftest import read_answer, templated_app
 from tests.calls.test_chat_tools import TOOLS, history, joined, whole
 from tests.fakes.scripted_app import ScriptedApp
 from tests.fakes.text_checkpoint import write_text_checkpoint
@@ -50,16 +50,9 @@ def serve(checkpoint: Path, answer: str) -> ScriptedApp:
 
 
 def read(parts: Any) -> tuple[str, str, list[tuple[str, Any]]]:
-    reader = AnswerReader(Gemma4ReasoningParser("<|channel>", "<channel|>"), Gemma4ToolParser(SCHEMAS))
-    for part in parts:
-        reader.feed(part)
-    reader.finish()
-    made = reader.take_part()
-    calls: dict[int, list[str]] = {}
-    for call in made.calls:
-        held = calls.setdefault(call.index, ["", ""])
-        held[0], held[1] = held[0] + call.name, held[1] + call.arguments
-    return made.reasoning, made.content, [(name, json.loads(text)) for name, text in calls.values()]
+    return read_answer(
+        AnswerReader(Gemma4ReasoningParser("<|channel>", "<channel|>"), Gemma4ToolParser(SCHEMAS)), parts
+    )
 
 
 @pytest.mark.parametrize("case", CASES)

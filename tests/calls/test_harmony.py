@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.calls.conftest import read_answer
 from tests.calls.test_chat_tools import SCHEMAS, TOOLS, joined, whole
 from tests.calls.test_openai_client import client as client
 from tests.fakes.scripted_app import ScriptedApp
@@ -42,16 +43,9 @@ CASES: dict[str, tuple[str, str, str | None, list[tuple[str, Any]]]] = {
 
 
 def read(parts: Sequence[str]) -> tuple[str, str, list[tuple[str, Any]]]:
-    reader = AnswerReader(HarmonyReasoningParser(HARMONY.start, HARMONY.end), HarmonyToolParser(SCHEMAS))
-    for part in parts:
-        reader.feed(part)
-    reader.finish()
-    made = reader.take_part()
-    calls: dict[int, list[str]] = {}
-    for call in made.calls:
-        held = calls.setdefault(call.index, ["", ""])
-        held[0], held[1] = held[0] + call.name, held[1] + call.arguments
-    return made.reasoning, made.content, [(name, json.loads(text)) for name, text in calls.values()]
+    return read_answer(
+        AnswerReader(HarmonyReasoningParser(HARMONY.start, HARMONY.end), HarmonyToolParser(SCHEMAS)), parts
+    )
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -169,7 +169,7 @@ class Metric:
 
 
 class LaunchRates(NamedTuple):
-    """What launches take on the virtual clock: seconds of each launch, operation, multiplication and byte moved."""
+    """Seconds that the virtual clock advances for each launch, operation, multiplication and byte moved."""
 
     launch: float = 2e-5
     operation: float = 1e-6

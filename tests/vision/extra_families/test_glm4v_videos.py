@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,11 +14,9 @@ import torch
 
 from tests.hostile.altered_config import altered
 from tests.oracles import qwen_vl_utils
-from tests.oracles.transformers_model import Oracle, assert_same
-from tests.oracles.video_chats import chat
-from tests.traffic import video_clips
+from tests.oracles.transformers_model import Oracle
+from tests.oracles.video_chats import chat, check_clip_answers
 from tests.vision.vision_checkpoints import IMAGE, glm4v
-from trencadis import LLM, SamplingParams
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.registry import family_of, image_processor, import_object
 from trencadis.core.errors import StartupError
@@ -124,23 +123,7 @@ def inputs_of(name: str, oracle: Oracle, array: np.ndarray, rate: float) -> dict
 
 
 def same_answers(name: str, path: Path, cases: list[tuple[int, float, int, int]], **flags: Any) -> None:
-    oracle, requested = Oracle(path), []
-    for seed, (count, rate, height, width) in enumerate(cases):
-        array = video_clips.frames(np.random.default_rng(seed), count, height, width)
-        inputs = inputs_of(name, oracle, array, rate)
-        requested.append((video_clips.animation(array, "WEBP", round(1000 / rate)), inputs, oracle.answer(inputs, 6)))
-    llm = LLM(
-        str(path), dtype="float32", max_model_len=2048, max_num_seqs=2, kv_cache_memory_bytes=32 << 20,
-        **{"max_num_batched_tokens": 256, **flags},
-    )  # fmt: skip
-    try:
-        messages = [chat(data) for data, _, _ in requested]
-        got = llm.chat(messages, SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)
-        for output, (_, inputs, _) in zip(got, requested, strict=True):
-            assert output.prompt_token_ids == inputs["input_ids"][0].tolist()
-        assert_same([(o.outputs[0].token_ids, answer) for o, (_, _, answer) in zip(got, requested, strict=True)])
-    finally:
-        llm.close()
+    check_clip_answers(path, cases, partial(inputs_of, name), **flags)
 
 
 CASES = [(9, 4.0, 70, 100), (20, 10.0, 120, 90)]
