@@ -231,8 +231,8 @@ class BucketLearning:
             why = f"launches took {self._guard.overrun:.3f} of what was predicted"
         self._note(outcome, before.buckets, self.present(), before.version, why)
         self.rate.note_change(self.clock())
-        guarded = outcome == PUBLISHED and self._measured is not None
-        self._guard = self._make_guard(self._measured) if guarded and self._measured is not None else None
+        predict = self._measured if outcome == PUBLISHED else None
+        self._guard = None if predict is None else self._make_guard(predict)
         self.pending, self._proposal, self.changing, self._reverting = None, None, False, False
         self._answer()
 
