@@ -14,13 +14,13 @@ from collections.abc import Iterator
 _FORMER_MODULES = {
     "backends.conformance.answer_checks": "backends.conformance.tokens",
     "backends.conformance.check_result": "backends.conformance.result",
-    "backends.conformance.family.cpu_reference_model": """
-        backends.conformance.family.by_hand backends.conformance.family.recompute""",
-    "backends.conformance.family.family_checks": "backends.conformance.family.suite",
-    "backends.conformance.family.image_checks": "backends.conformance.family.pictures",
-    "backends.conformance.family.transformers_oracle": "backends.conformance.family.oracle",
+    "backends.conformance.check_model.cpu_reference_model": """
+        backends.conformance.check_model.by_hand backends.conformance.check_model.recompute""",
+    "backends.conformance.check_model.checkpoint_checks": "backends.conformance.check_model.suite",
+    "backends.conformance.check_model.image_checks": "backends.conformance.check_model.pictures",
+    "backends.conformance.check_model.transformers_oracle": "backends.conformance.check_model.oracle",
     "backends.conformance.graph_checks": "backends.conformance.graphs",
-    "backends.conformance.harness": "backends.conformance.family.slots backends.conformance.rig",
+    "backends.conformance.harness": "backends.conformance.check_model.slots backends.conformance.rig",
     "backends.conformance.op_checks": "backends.conformance.ops",
     "backends.conformance.op_checks_layers": """
         backends.conformance.ops_parts backends.conformance.ops_pooling backends.conformance.ops_quantised""",
@@ -61,7 +61,7 @@ _FORMER_MODULES = {
     "core.device.backend": "core.backend",
     "core.device.communicators": "core.launches.communicators",
     "core.device.launch_tensors": "core.launches.launch_tensors core.launches.tensors",
-    "core.device.packed_weights": "core.models.packed_file core.models.packed_weights",
+    "core.device.packed_weights_file": "core.models.packed_file core.models.packed_weights",
     "core.errors": """
         core.graphs.oom_errors core.name_suggestions core.nearest multimodal.error_params multimodal.errors""",
     "core.executor.engine_launcher": "core.executor.spawn",
@@ -162,7 +162,7 @@ _FORMER_MODULES = {
     "multimodal.vit": "multimodal.tiles",
     "multimodal.vit.base_config": "multimodal.vit",
     "multimodal.vit.config": "multimodal.tiles.config",
-    "multimodal.vit.hf_config": """
+    "multimodal.vit.vision_language_config": """
         multimodal.hf_text_config multimodal.texts multimodal.tiles.fields multimodal.vit.hf_vision_config""",
     "multimodal.vit.model": "multimodal.tiles.model",
     "multimodal.vit.processor": "multimodal.tiles.processor",

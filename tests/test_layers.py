@@ -39,7 +39,7 @@ FLOORS = {
         ("multimodal/videos", "multimodal/vit"),
         (
             "multimodal/gemma3", "multimodal/gemma4", "multimodal/idefics3", "multimodal/internvl",
-            "multimodal/lfm2_vl", "multimodal/minicpmv", "multimodal/mllama", "multimodal/pixtral",
+            "multimodal/lfm2_vl", "multimodal/minicpmv4_6", "multimodal/mllama", "multimodal/pixtral",
             "multimodal/qwen2_vl",
         ),
         ("multimodal/glm4v", "multimodal/llava", "multimodal/qwen2_5_vl", "multimodal/qwen3_vl"),
@@ -79,7 +79,7 @@ IMPORTS_TRENCADIS = ("server/bench", "server/cli")
 BACKENDS = {
     "backends": (),
     "backends/conformance": ("core", "backends/.", "backends/cpu"),
-    "backends/conformance/family": ("core", "backends/cpu", "backends/conformance"),
+    "backends/conformance/check_model": ("core", "backends/cpu", "backends/conformance"),
     "backends/cpu": ("core",),
     "backends/cpu/native": ("core",),
     "backends/cuda": ("core", "backends/.", "backends/cpu"),
@@ -128,7 +128,7 @@ TORCH: dict[str, frozenset[str]] = {
     "multimodal/internvl": frozenset({"model"}),
     "multimodal/llava": frozenset({"model"}),
     "multimodal/llava_next": frozenset({"model"}),
-    "multimodal/minicpmv": frozenset({"model"}),
+    "multimodal/minicpmv4_6": frozenset({"model"}),
     "multimodal/mllama": frozenset({"model"}),
     "multimodal/phi3_v": frozenset({"model"}),
     "multimodal/pixtral": frozenset({"model"}),
@@ -137,7 +137,7 @@ TORCH: dict[str, frozenset[str]] = {
     "multimodal/qwen3_vl": frozenset({"model"}),
     "multimodal/vit": frozenset({"model", "vit_block"}),
     "backends/conformance": EVERY,
-    "backends/conformance/family": EVERY,
+    "backends/conformance/check_model": EVERY,
     "backends/cpu": EVERY,
     "backends/cpu/native": EVERY,
     "backends/cuda": EVERY,
@@ -338,7 +338,7 @@ def test_transformers_is_imported_only_where_a_checkpoint_needs_it() -> None:
     users = {n for n, p in FILES.items() if any(i.split(".")[0] == "transformers" for i in imports(p, lazy=True))}
     assert users <= {
         "trencadis.server.text.checkpoint_tokenizer",
-        "trencadis.backends.conformance.family.transformers_oracle",
+        "trencadis.backends.conformance.check_model.transformers_oracle",
     }
 
 

@@ -18,13 +18,7 @@ from torch import Tensor, nn
 from trencadis.backends.cpu.attention_plan import CpuAttn
 from trencadis.backends.cpu.batch_invariant import InvariantOps
 from trencadis.backends.cpu.gloo_comm import make_comm, make_pipe
-from trencadis.backends.cpu.kernel_trial import UNCHANGED, choice_of, choose_table
-from trencadis.backends.cpu.native import dense, threads
-from trencadis.backends.cpu.native.kernel_table import KernelTable, with_choice
-from trencadis.backends.cpu.native.thread_use import ThreadUse, thread_use
-from trencadis.backends.cpu.native.weight_packing import CachedPages
-from trencadis.backends.cpu.ops import CpuOps
-from trencadis.backends.cpu.padding import (
+from trencadis.backends.cpu.host_padding import (
     cells,
     flag_padding_windows,
     head,
@@ -40,6 +34,12 @@ from trencadis.backends.cpu.padding import (
     visible_ends,
     windows,
 )
+from trencadis.backends.cpu.kernel_trial import UNCHANGED, choice_of, choose_table
+from trencadis.backends.cpu.native import dense, threads
+from trencadis.backends.cpu.native.delayed_threads import ThreadUse, thread_use
+from trencadis.backends.cpu.native.kernel_table import KernelTable, with_choice
+from trencadis.backends.cpu.native.weight_packing import CachedPages
+from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.policy import policy
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.core import envs

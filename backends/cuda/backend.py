@@ -15,8 +15,8 @@ from trencadis.backends.cpu.gloo_comm import SingleRank
 from trencadis.backends.cuda.host_layers import HostLayerOps, HostLayers
 from trencadis.backends.cuda.kernels.accelerator import in_use
 from trencadis.backends.cuda.launches.cuda_inputs import Sizes
+from trencadis.backends.cuda.launches.input_buffer_bytes import cross_attention_bytes, input_bytes
 from trencadis.backends.cuda.launches.input_buffers import InputBuffers, StageBuffers, buffer_bytes
-from trencadis.backends.cuda.launches.input_sizes import cross_attention_bytes, input_bytes
 from trencadis.backends.cuda.policy import policy
 from trencadis.backends.cuda.runtime_protocol import CudaEvent, Graph, Runtime, Stream
 from trencadis.core.buckets import Bucket, Stage, target_bucket

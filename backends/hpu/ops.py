@@ -40,7 +40,13 @@ from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.launches.hpu_inputs import leaves, rebuild
 from trencadis.backends.hpu.launches.region_compiler import RegionCompiler, Regions, group_layers
 from trencadis.backends.hpu.policy import pieces
-from trencadis.backends.hpu.sampling import HEAD_TYPES, RESET_TYPES, convert_fields, count_tokens, find_thresholds
+from trencadis.backends.hpu.sampling_thresholds import (
+    HEAD_TYPES,
+    RESET_TYPES,
+    convert_fields,
+    count_tokens,
+    find_thresholds,
+)
 from trencadis.backends.hpu.static_recurrence import (
     KeptLayer,
     KeptStates,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trencadis.server.processes.replica_load import StepCosts
+from trencadis.server.processes.replica_wait_prediction import StepCosts
 
 
 @dataclass(frozen=True, slots=True)

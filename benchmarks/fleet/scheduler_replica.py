@@ -22,7 +22,7 @@ from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.step import HeadOutput, Step, StepOutput
 from trencadis.server.processes.fleet import make_request_cost, read_keys
-from trencadis.server.processes.replica_load import RequestCost
+from trencadis.server.processes.replica_wait_prediction import RequestCost
 
 ANSWER, IMAGE, FIRST = 1, 2, 10
 """Ids: of every answer's tokens, of placeholders; system prompts and messages have ids of their own from FIRST on."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.traces.sessions import Session, Turn
-from trencadis.server.processes.replica_load import (
+from trencadis.server.processes.replica_wait_prediction import (
     Assignment,
     RequestCost,
     RoutedImage,

@@ -101,7 +101,7 @@ def graph_memory(side: Ours) -> dict[str, float] | None:
     plan = side.llm.engine.info().graphs
     if plan is None or not plan.buckets:
         return None
-    from trencadis.core.memory import graph_budget as budget
+    from trencadis.core.memory import graph_selection as budget
 
     captured = {b.name for b in plan.buckets if b.state == "captured"}
     prices, rule = formulas(side)

@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.harness.reporting import median
 from trencadis.backends.hpu.fused_experts import check_experts, check_fp8_experts
-from trencadis.backends.hpu.sampling import find_thresholds
+from trencadis.backends.hpu.sampling_thresholds import find_thresholds
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import (
     Backend,

@@ -36,7 +36,7 @@ def runner_of(side: Ours) -> ModelRunner:
 
 def pools(side: Ours) -> dict[str, dict[str, float]]:
     """Bytes of the graphs of prompts and of decoding, as measured and by formula; empty without graphs."""
-    from trencadis.core.memory import graph_budget as budget
+    from trencadis.core.memory import graph_selection as budget
 
     plan = side.llm.engine.info().graphs
     if plan is None or not any(b.state == "captured" for b in plan.buckets):

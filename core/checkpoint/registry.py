@@ -44,7 +44,7 @@ TABLE = {
     "InternVLForConditionalGeneration": "trencadis.multimodal.internvl.family:FAMILY",
     "Idefics3ForConditionalGeneration": "trencadis.multimodal.idefics3.family:FAMILY",
     "Mistral3ForConditionalGeneration": "trencadis.multimodal.pixtral.family:FAMILY",
-    "MiniCPMV4_6ForConditionalGeneration": "trencadis.multimodal.minicpmv.family:FAMILY",
+    "MiniCPMV4_6ForConditionalGeneration": "trencadis.multimodal.minicpmv4_6.family:FAMILY",
     "Lfm2VlForConditionalGeneration": "trencadis.multimodal.lfm2_vl.family:FAMILY",
     "MllamaForConditionalGeneration": "trencadis.multimodal.mllama.family:FAMILY",
     "Glm4vForConditionalGeneration": "trencadis.multimodal.glm4v.family:FAMILY",

@@ -19,7 +19,7 @@ from trencadis.core.errors import StartupError
 from trencadis.core.host_memory import gib
 from trencadis.core.launches.stage_transfer import own_plan
 from trencadis.core.memory import draft_estimate, weight_offload
-from trencadis.core.memory import graph_budget as budget
+from trencadis.core.memory import graph_selection as budget
 from trencadis.core.memory.cache_plan import (
     NO_STATES,
     CacheOptions,
@@ -31,7 +31,8 @@ from trencadis.core.memory.cache_plan import (
     plan_states,
 )
 from trencadis.core.memory.estimate import MemoryEstimator, estimate_memory_in_use
-from trencadis.core.memory.graph_budget import GraphPrice, GraphSelection
+from trencadis.core.memory.graph_measurements import Measurements
+from trencadis.core.memory.graph_selection import GraphPrice, GraphSelection
 from trencadis.core.memory.kv_cache_size import check_requested_kv, kv_flag, requested_kv_bytes
 from trencadis.core.memory.launch_memory import attending, costliest_buckets
 from trencadis.core.memory.ledger import (
@@ -49,7 +50,6 @@ from trencadis.core.memory.ledger import (
     usable_bytes,
     utilisation_that_fits,
 )
-from trencadis.core.memory.measurement_cache import Measurements
 from trencadis.core.memory.weight_bytes import slot_sizes
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan

@@ -25,7 +25,7 @@ from trencadis.core.checkpoint.weight_loader import open_weights
 from trencadis.core.config import EngineConfig
 from trencadis.core.device import backend as seam
 from trencadis.core.device.backend import Backend, BackendConfig
-from trencadis.core.device.packed_weights import packed_file
+from trencadis.core.device.packed_weights_file import packed_file
 from trencadis.core.device_policy import Policy
 from trencadis.core.devices import choose
 from trencadis.core.engine.bucket_learning import OFF, BucketLearning, LearningSettings, PlanAccess
@@ -54,7 +54,7 @@ from trencadis.core.launches.model_runner import ModelRunner
 from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.links.topology import RAY, Topology, topology
 from trencadis.core.lora.adapter_store import open_store
-from trencadis.core.memory import measurement_cache, weight_offload
+from trencadis.core.memory import graph_measurements, weight_offload
 from trencadis.core.memory.cache_plan import CacheOptions, CachePlan, plan_cpu
 from trencadis.core.memory.estimate import SPARE_SLOTS, MemoryEstimator, arena_width, row_blocks
 from trencadis.core.memory.weight_bytes import adapter_bytes, host_adapters, slot_sizes
@@ -336,7 +336,7 @@ def trial_folder(config: EngineConfig) -> Path | None:
     """Returns the folder of measured kernels: that of packed weights, or of other measurements; None: none are used."""
     if not config.kernel_trial or config.batch_invariant:
         return None
-    return Path(config.packed_weights_dir).expanduser() if config.packed_weights_dir else measurement_cache.folder()
+    return Path(config.packed_weights_dir).expanduser() if config.packed_weights_dir else graph_measurements.folder()
 
 
 def _host(

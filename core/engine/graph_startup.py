@@ -51,10 +51,10 @@ from trencadis.core.launches.persistent_tensors import (
 )
 from trencadis.core.launches.stage_transfer import LAST
 from trencadis.core.lora.adapter_store import open_store
-from trencadis.core.memory import measurement_cache
+from trencadis.core.memory import graph_measurements
 from trencadis.core.memory.cache_plan import CachePlan
 from trencadis.core.memory.draft_estimate import with_draft_keys
-from trencadis.core.memory.graph_budget import GraphPrice, prices_by
+from trencadis.core.memory.graph_selection import GraphPrice, prices_by
 from trencadis.core.memory.kv_cache_size import requested_kv_bytes
 from trencadis.core.memory.launch_memory import costliest_buckets
 from trencadis.core.memory.ledger import MemoryInUse, MemorySplit, check_capacity, divide_memory
@@ -199,7 +199,7 @@ class DeviceStart:
     model_config: ModelConfig
     backend: Backend
     progress: Progress
-    key: measurement_cache.MeasurementKey
+    key: graph_measurements.MeasurementKey
     paper: StartupPlan
 
     @classmethod
@@ -390,7 +390,7 @@ class DeviceStart:
         self, fixed: FixedMemory, in_use: MemoryInUse, limits: ShapeLimits, memory_split: MemorySplit
     ) -> GraphCaptures:
         block = self.paper.estimator.block_bytes(limits.block_size)
-        known = measurement_cache.load(self.key, measurement_cache.folder())
+        known = graph_measurements.load(self.key, graph_measurements.folder())
         return GraphCaptures(
             fixed.runner.graphs,
             in_use,
@@ -442,13 +442,13 @@ class DeviceStart:
         settled, most = captures.ledger.memory_in_use.activations, max(profiled.values(), default=0)
         held = {b: settled if full and count == most else count for b, count in profiled.items()}
         seconds, launches = dict(captures.graphs.took), dict(captures.launches)
-        new = measurement_cache.Measurements(dict(captures.measured), seconds, held, launches)
-        measurement_cache.add_measurements(self.key, new, measurement_cache.folder(), complete=full)
+        new = graph_measurements.Measurements(dict(captures.measured), seconds, held, launches)
+        graph_measurements.add_measurements(self.key, new, graph_measurements.folder(), complete=full)
 
 
-def _key(config: EngineConfig, model_config: ModelConfig, backend: Backend) -> measurement_cache.MeasurementKey:
-    return measurement_cache.MeasurementKey(
-        measurement_cache.fingerprint(model_config, draft_config(config, model_config)),
+def _key(config: EngineConfig, model_config: ModelConfig, backend: Backend) -> graph_measurements.MeasurementKey:
+    return graph_measurements.MeasurementKey(
+        graph_measurements.fingerprint(model_config, draft_config(config, model_config)),
         backend.label,
         f"{8 * backend.dtype.itemsize} bit",
         backend.comm.world,
@@ -461,7 +461,7 @@ def _paper(
     model_config: ModelConfig,
     backend: Backend,
     images: ImageNeeds,
-    key: measurement_cache.MeasurementKey,
+    key: graph_measurements.MeasurementKey,
 ) -> StartupPlan:
     """Runs the dry run with the memory of the fullest rank of this stage.
 
@@ -470,7 +470,10 @@ def _paper(
     agreement, comm, memory = RankAgreement(backend), backend.comm, backend.memory
     total, free = agreement.least(memory.total(), memory.free())
     device = PlannedDevice(backend.name, total, total - free, comm.world, backend.dtype.itemsize)
-    asked, known = bucket_env.read_bucket_options(os.environ), measurement_cache.load(key, measurement_cache.folder())
+    asked, known = (
+        bucket_env.read_bucket_options(os.environ),
+        graph_measurements.load(key, graph_measurements.folder()),
+    )
     start = DryRun(config, model_config, backend.policy, asked, images, device, known)
     paper = planned_stage(start)
     (length,) = agreement.over_stages(paper.limits.max_model_len)

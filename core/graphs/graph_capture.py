@@ -32,8 +32,8 @@ from trencadis.core.errors import format_error, is_out_of_memory
 from trencadis.core.graphs.graph_manager import GraphManager
 from trencadis.core.graphs.rank_agreement import RankAgreement
 from trencadis.core.host_memory import gib
-from trencadis.core.memory import graph_budget as budget
-from trencadis.core.memory.graph_budget import GraphPrice
+from trencadis.core.memory import graph_selection as budget
+from trencadis.core.memory.graph_selection import GraphPrice
 from trencadis.core.memory.ledger import (
     DECODE,
     POOLS,

@@ -17,8 +17,8 @@ from trencadis.core.buckets import Bucket, padded_tokens
 from trencadis.core.errors import format_error
 from trencadis.core.graphs.graph_capture import GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager
-from trencadis.core.memory import graph_budget as budget
-from trencadis.core.memory.graph_budget import GraphPrice
+from trencadis.core.memory import graph_selection as budget
+from trencadis.core.memory.graph_selection import GraphPrice
 from trencadis.core.memory.ledger import pool_of
 from trencadis.core.progress import Warming
 from trencadis.core.shapes.learned_plan import KEPT_STAGES

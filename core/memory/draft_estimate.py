@@ -14,7 +14,7 @@ from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import Bucket, Stage, drafting_bucket, is_drafting, target_bucket
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.memory.estimate import MemoryEstimator, estimate_memory_in_use, state_slots
-from trencadis.core.memory.graph_budget import GraphPrice
+from trencadis.core.memory.graph_selection import GraphPrice
 from trencadis.core.memory.ledger import MemoryInUse, MemorySplit
 from trencadis.core.shapes.bucket_planner import pruned, without_launch_cost
 from trencadis.core.shapes.shape_limits import ShapeLimits

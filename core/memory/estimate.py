@@ -2,7 +2,7 @@
 
 ``ranks`` devices share the model: query heads, MLP columns and the vocabulary are divided; KV heads are divided too, or
 replicated if there are fewer of them than ranks. A formula counts what is held at the same time; measurements replace
-it (core/memory/measurement_cache.py).
+it (core/memory/graph_measurements.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trencadis.core.checkpoint.registry import family_of
 from trencadis.core.device_policy import DecodedPieces, GraphMemory, InputSizes
 from trencadis.core.kv_cache_format import head_bytes
 from trencadis.core.memory import launch_memory
-from trencadis.core.memory.graph_budget import GraphPrice
+from trencadis.core.memory.graph_selection import GraphPrice
 from trencadis.core.memory.ledger import MemoryInUse
 from trencadis.core.memory.weight_bytes import (
     AdapterSlotSizes,

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from trencadis.core.checkpoint import prefetch
 from trencadis.core.config import EngineConfig
-from trencadis.core.device.packed_weights import packed_file
+from trencadis.core.device.packed_weights_file import packed_file
 from trencadis.core.errors import StartupError, TrencadisError
 from trencadis.core.links.topology import topology
 from trencadis.core.process import child_process, engine_messages, function_trace, heap_trimmer, log_setup, torch_env

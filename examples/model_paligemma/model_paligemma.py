@@ -12,7 +12,13 @@ from trencadis.core.media_spans import MediaSpan
 from trencadis.multimodal.placeholders import expand_placeholders
 from trencadis.multimodal.processor import PreparedImage
 from trencadis.multimodal.vit.config import SiglipVisionConfig
-from trencadis.multimodal.vit.hf_config import BLOCK_NAMES, DECODER_PREFIXES, SIGLIP, read_image_token, read_vit_fields
+from trencadis.multimodal.vit.vision_language_config import (
+    BLOCK_NAMES,
+    DECODER_PREFIXES,
+    SIGLIP,
+    read_image_token,
+    read_vit_fields,
+)
 
 GEMMA = {
     "vocab_size": 257152, "hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 18,

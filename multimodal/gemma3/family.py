@@ -16,7 +16,7 @@ from trencadis.core.json_types import JsonMapping
 from trencadis.core.shared_constants import WINDOW_SLOTS
 from trencadis.core.vision_config import SharedMatrix
 from trencadis.multimodal.vit.config import SiglipVisionConfig
-from trencadis.multimodal.vit.hf_config import BLOCK_NAMES, PREFIXES, SIGLIP, read_vit_fields
+from trencadis.multimodal.vit.vision_language_config import BLOCK_NAMES, PREFIXES, SIGLIP, read_vit_fields
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from trencadis.core.json_types import JsonMapping
 from trencadis.core.vision_config import SharedMatrix, SlotForm
 from trencadis.multimodal.vit.base_config import ViTConfig
 from trencadis.multimodal.vit.config import CHANNELS
-from trencadis.multimodal.vit.hf_config import DECODER_PREFIXES
+from trencadis.multimodal.vit.vision_language_config import DECODER_PREFIXES
 
 MERGE = 3
 """Patches along a side of a cell: the mean of 9 patches is a row."""

@@ -12,7 +12,7 @@ from trencadis.core.checkpoint.decoder_fields import activation_of
 from trencadis.core.checkpoint.family import EVERY_PART, GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.multimodal.vit.config import TileVisionConfig
-from trencadis.multimodal.vit.hf_config import (
+from trencadis.multimodal.vit.vision_language_config import (
     PREFIXES,
     ViTDefaults,
     read_image_token,

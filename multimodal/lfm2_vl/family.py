@@ -9,7 +9,7 @@ from trencadis.core.families import lfm2
 from trencadis.core.json_types import JsonMapping
 from trencadis.multimodal.lfm2_vl.config import Lfm2VisionConfig
 from trencadis.multimodal.vit.config import CHANNELS
-from trencadis.multimodal.vit.hf_config import BLOCK_NAMES, read_image_token, read_square_side
+from trencadis.multimodal.vit.vision_language_config import BLOCK_NAMES, read_image_token, read_square_side
 
 IMAGE_TOKEN = 396
 MERGES = (1, 2, 4)

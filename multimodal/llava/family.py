@@ -16,7 +16,8 @@ from trencadis.core.json_types import JsonObject
 from trencadis.multimodal.normalisation import PixelNormalisation, read_normalisation
 from trencadis.multimodal.pixtral.config import VIT_DEFAULTS, WEIGHT_NAMES, PixtralVisionConfig, read_pixtral_fields
 from trencadis.multimodal.vit.config import TileVisionConfig
-from trencadis.multimodal.vit.hf_config import (
+from trencadis.multimodal.vit.processor import read_processor_settings
+from trencadis.multimodal.vit.vision_language_config import (
     BLOCK_NAMES,
     PREFIXES,
     ViTDefaults,
@@ -24,7 +25,6 @@ from trencadis.multimodal.vit.hf_config import (
     read_text_config,
     read_vit_fields,
 )
-from trencadis.multimodal.vit.processor import read_processor_settings
 
 BICUBIC = 3
 

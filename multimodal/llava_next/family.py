@@ -8,7 +8,7 @@ from typing import ClassVar
 from trencadis.core.checkpoint.family import EVERY_PART, GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.multimodal.llava.family import CLIP_NAMES, IMAGE_TOKEN, ClipVisionConfig, read_clip_fields
-from trencadis.multimodal.vit.hf_config import PREFIXES, read_image_token, read_text_config
+from trencadis.multimodal.vit.vision_language_config import PREFIXES, read_image_token, read_text_config
 
 MAX_TILES = 64
 DEFAULT_GRID_PINPOINTS = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))

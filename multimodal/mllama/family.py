@@ -9,7 +9,7 @@ from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, Sto
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.json_types import JsonMapping
 from trencadis.multimodal.mllama.config import read_vision_config
-from trencadis.multimodal.vit.hf_config import DECODER_PREFIXES
+from trencadis.multimodal.vit.vision_language_config import DECODER_PREFIXES
 
 IMAGE_TOKEN = 128256
 VISION_MODEL_TYPE = "mllama_vision_model"

@@ -10,7 +10,7 @@ from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.families import phi3
 from trencadis.multimodal.llava.family import CLIP_NAMES, ClipVisionConfig
 from trencadis.multimodal.normalisation import PLANES
-from trencadis.multimodal.vit.hf_config import ViTDefaults, read_image_token, read_vit_fields
+from trencadis.multimodal.vit.vision_language_config import ViTDefaults, read_image_token, read_vit_fields
 
 IMAGE_TOKEN = 32044
 CLIP_MODEL = "openai/clip-vit-large-patch14-336"

@@ -12,7 +12,7 @@ from trencadis.multimodal.pixtral.config import (
     PixtralVisionConfig,
     read_pixtral_fields,
 )
-from trencadis.multimodal.vit.hf_config import PREFIXES, read_image_token, read_text_config
+from trencadis.multimodal.vit.vision_language_config import PREFIXES, read_image_token, read_text_config
 
 IMAGE_TOKEN = 10
 

@@ -140,7 +140,7 @@ def check_model_main(words: Sequence[str]) -> int:
     process_setup.raise_early_stop()
     torch_env.prepare_device_env("cpu")
     torch_env.import_torch()
-    suite = import_module(f"{devices.CONFORMANCE}.family.family_checks")
+    suite = import_module(f"{devices.CONFORMANCE}.check_model.checkpoint_checks")
     unknown = [o for o in asked.only if not any(name.startswith(o) for name in suite.CHECKS)]
     if unknown:
         known = ", ".join(suite.CHECKS)

@@ -20,7 +20,7 @@ from trencadis.core.engine.pipeline_dry_run import planned_stages
 from trencadis.core.engine.startup_checks import check_start
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.rank_info import check_size
-from trencadis.core.memory import measurement_cache
+from trencadis.core.memory import graph_measurements
 from trencadis.core.shapes import bucket_options as bucket_env
 from trencadis.core.shapes.bucket_profile import read_profile, write_profile
 from trencadis.core.shapes.pipeline_partition import split_model
@@ -217,9 +217,13 @@ def make_stage_plans(config: EngineConfig, model: ModelConfig, memory: int, othe
     for part in parts:
         check_start(config, part, policy, name)
         block = config.block_size or policy.block_sizes[0]
-        key = measurement_cache.MeasurementKey(
-            measurement_cache.fingerprint(part, draft_config(config, part)), name, f"{8 * itemsize} bit", ranks, block
+        key = graph_measurements.MeasurementKey(
+            graph_measurements.fingerprint(part, draft_config(config, part)),
+            name,
+            f"{8 * itemsize} bit",
+            ranks,
+            block,
         )
-        known = measurement_cache.load_nearest(key, measurement_cache.folder())
+        known = graph_measurements.load_nearest(key, graph_measurements.folder())
         starts.append(DryRun(config, part, policy, asked, images, device, known))
     return planned_stages(starts)

@@ -25,7 +25,7 @@ from trencadis.core.device_policy import SMALLEST, capturable
 from trencadis.core.engine.dry_run import StartupPlan
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.json_types import Json, JsonMapping, JsonObject
-from trencadis.core.memory.graph_budget import set_cost
+from trencadis.core.memory.graph_selection import set_cost
 from trencadis.core.scheduling.image_packer import ImagePacker
 from trencadis.core.shapes.launch_costs import Costs, work_of
 from trencadis.core.shapes.learned_plan import TooFewGraphs, learn_plan

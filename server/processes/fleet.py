@@ -25,7 +25,7 @@ from trencadis.server.engine.engine_client import DeltaCallback, Pixels
 from trencadis.server.engine.request_link import STOPPED
 from trencadis.server.engine.supervisor import Supervisor
 from trencadis.server.processes.engine_group import EngineGroup
-from trencadis.server.processes.replica_load import (
+from trencadis.server.processes.replica_wait_prediction import (
     Assignment,
     Key,
     ReplicaCosts,

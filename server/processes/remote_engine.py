@@ -22,7 +22,7 @@ from trencadis.server.engine.request_link import RequestLink
 from trencadis.server.processes import engine_group, ipc_messages
 from trencadis.server.processes.engine_group import EngineGroup
 from trencadis.server.processes.ipc_messages import Channel
-from trencadis.server.tenants.shared_limits import SharedTable
+from trencadis.server.tenants.shared_counters import SharedTable
 from trencadis.server.tenants.shared_process_state import Answer, SharedProcessState
 
 log = logging.getLogger("trencadis.server")

@@ -26,7 +26,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from trencadis.server.processes.replica_load import (
+from trencadis.server.processes.replica_wait_prediction import (
     LINE_WORDS,
     SPARE,
     Assignment,

@@ -30,7 +30,7 @@ from trencadis.server.prompts.multimodal_inputs import (
     is_video,
     list_encoder_items,
 )
-from trencadis.server.protocol.json_checks import BodyLimits, BodyScan, check_json, scan_text
+from trencadis.server.protocol.json_body_limits import BodyLimits, BodyScan, check_json, scan_text
 from trencadis.server.text.chat_template import ROLES
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 

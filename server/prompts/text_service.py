@@ -29,7 +29,7 @@ from trencadis.server.prompts.multimodal_inputs import (
 from trencadis.server.prompts.output_processor import ChoiceStream, make_detokenizers
 from trencadis.server.prompts.prompt import PAIR_ROLES, Conversation, MessageRules, Prompt, parse_messages
 from trencadis.server.prompts.sampling_params import RequestLimits, SamplingDefaults
-from trencadis.server.protocol.json_checks import check_json
+from trencadis.server.protocol.json_body_limits import check_json
 from trencadis.server.text.chat_template import ROLES, ChatTemplate, Rendering
 from trencadis.server.text.checkpoint_tokenizer import COUNTED, LONGEST_TOKEN, Tokenizer, get_max_characters
 from trencadis.server.text.off_event_loop import Check, OffEventLoop, TemplateWorkers, is_small, no_check

@@ -18,7 +18,7 @@ from pydantic_core import PydanticCustomError
 from trencadis.core.errors import BadRequest, TrencadisError
 from trencadis.core.json_types import Json, JsonObject
 from trencadis.server.protocol.beam_search_fields import check_beams, list_unused_beam_fields
-from trencadis.server.protocol.json_checks import find_fault
+from trencadis.server.protocol.json_body_limits import find_fault
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ from trencadis.server.protocol.anthropic_messages import (
 )
 from trencadis.server.protocol.base_request import Usage
 from trencadis.server.protocol.chat_completions import ChatRequest
-from trencadis.server.protocol.json_checks import find_fault
+from trencadis.server.protocol.json_body_limits import find_fault
 from trencadis.server.routes.message_translation import (
     TEXT_SEPARATOR,
     AnswerBlock,

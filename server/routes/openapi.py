@@ -30,7 +30,7 @@ from trencadis.server.protocol.base_request import (
     is_anthropic_path,
 )
 from trencadis.server.routes.auth import OPEN
-from trencadis.server.routes.json_bodies import COUNTS, MAX_TEMPLATE
+from trencadis.server.routes.json_io import COUNTS, MAX_TEMPLATE
 from trencadis.server.text.chat_template import ROLES
 
 OBJECT = {"type": "object", "additionalProperties": True}

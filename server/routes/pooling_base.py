@@ -32,7 +32,7 @@ from trencadis.server.protocol.pooler_output import (
 )
 from trencadis.server.protocol.pooling import EmbeddingRequest, PoolingRequest, PromptedRequest
 from trencadis.server.protocol.pooling_params import PoolingParams
-from trencadis.server.routes.json_bodies import WRITE, ChargedResponse, forget_body
+from trencadis.server.routes.json_io import WRITE, ChargedResponse, forget_body
 from trencadis.server.routes.serving_base import ServingState, make_request_id, mark_runs_model
 from trencadis.server.routes.sse import run_until_disconnect
 from trencadis.server.tenants.admission import Ticket

@@ -28,7 +28,7 @@ from trencadis.server.protocol.responses import (
     ResponsesUsage,
     Status,
 )
-from trencadis.server.routes.json_bodies import set_items
+from trencadis.server.routes.json_io import set_items
 from trencadis.server.routes.message_translation import (
     AnswerBlock,
     BlockClosed,

@@ -38,7 +38,7 @@ from trencadis.server.protocol.base_request import (
 from trencadis.server.protocol.beam_search_fields import make_beam_rule
 from trencadis.server.routes.app_state import AppState
 from trencadis.server.routes.auth import UNSAFE
-from trencadis.server.routes.json_bodies import SlicedResponse, mark_prepared
+from trencadis.server.routes.json_io import SlicedResponse, mark_prepared
 from trencadis.server.routes.sse import EventStream, PieceStream, StreamFormat, run_until_disconnect
 from trencadis.server.tenants.admission import AnswerBudget, Ticket
 from trencadis.server.tenants.tenant_registry import CURRENT, TenantAccount

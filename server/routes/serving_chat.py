@@ -37,7 +37,7 @@ from trencadis.server.protocol.chat_completions import (
 )
 from trencadis.server.protocol.tool_definitions import get_named_function, get_schemas
 from trencadis.server.routes.chat_stream import ChatStream
-from trencadis.server.routes.json_bodies import BodyRoute, forget_body, set_items
+from trencadis.server.routes.json_io import BodyRoute, forget_body, set_items
 from trencadis.server.routes.openai_output import make_chat_logprobs, make_message, make_prompt_table, make_usage
 from trencadis.server.routes.serving_base import ServingState, make_request_id, run_request
 from trencadis.server.routes.sse import CHAT_STREAM_FORMAT, PieceStream, StreamFormat

@@ -32,7 +32,7 @@ from trencadis.server.protocol.completions import (
     CompletionRequest,
     CompletionResponse,
 )
-from trencadis.server.routes.json_bodies import BodyRoute, forget_body, off_event_loop, set_items
+from trencadis.server.routes.json_io import BodyRoute, forget_body, off_event_loop, set_items
 from trencadis.server.routes.openai_output import CompletionLogprobsBuilder, make_prompt_table, make_usage
 from trencadis.server.routes.serving_base import ServingState, make_request_id, run_request
 from trencadis.server.routes.sse import (

@@ -41,7 +41,7 @@ from trencadis.server.protocol.pooling import (
     PoolRequest,
 )
 from trencadis.server.protocol.pooling_params import PoolingParams
-from trencadis.server.routes.json_bodies import BodyRoute
+from trencadis.server.routes.json_io import BodyRoute
 from trencadis.server.routes.pooling_base import (
     PLACE,
     BytesAnswer,

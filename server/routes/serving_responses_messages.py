@@ -30,7 +30,7 @@ from trencadis.server.protocol.anthropic_messages import (
 from trencadis.server.protocol.base_request import TranslatedRequest, Usage
 from trencadis.server.protocol.responses import InputTokens, ResponsesRequest, ResponsesResponse
 from trencadis.server.routes.anthropic_conversion import PING, MessageWriter, convert_messages, encode_error_event
-from trencadis.server.routes.json_bodies import BodyRoute, forget_json
+from trencadis.server.routes.json_io import BodyRoute, forget_json
 from trencadis.server.routes.message_translation import BlockBuilder, BlockEvent, InnerRequest, translate_errors
 from trencadis.server.routes.openai_output import TokenEntry, make_chat_entries
 from trencadis.server.routes.responses_conversion import (

@@ -33,7 +33,7 @@ from trencadis.server.protocol.pooling import (
     ScoreResponse,
 )
 from trencadis.server.protocol.pooling_params import PoolingParams
-from trencadis.server.routes.json_bodies import BodyRoute
+from trencadis.server.routes.json_io import BodyRoute
 from trencadis.server.routes.pooling_base import (
     ItemList,
     PooledValues,

@@ -19,7 +19,7 @@ from trencadis.server.protocol.models_and_tokenize import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from trencadis.server.routes.json_bodies import BodyRoute
+from trencadis.server.routes.json_io import BodyRoute
 from trencadis.server.routes.openai_output import list_image_details, list_video_details
 from trencadis.server.routes.serving_base import ServingState
 from trencadis.server.routes.sse import run_until_disconnect

@@ -29,7 +29,7 @@ from trencadis.server.metrics.request_record import RequestRecord
 from trencadis.server.prompts.generation import ChoicePiece, Generation, StreamWriter
 from trencadis.server.prompts.output_processor import TextPiece
 from trencadis.server.protocol.base_request import ErrorResponse
-from trencadis.server.routes.json_bodies import is_wide, off_event_loop
+from trencadis.server.routes.json_io import is_wide, off_event_loop
 
 encode = msgspec.json.Encoder().encode
 """The JSON of a value, as models write it."""

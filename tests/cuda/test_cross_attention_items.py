@@ -12,14 +12,14 @@ from tests.kernels.cross_attention.cross_attention_cases import CrossAttentionCa
 from tests.traffic.ragged_rows import ragged_inputs
 from trencadis.backends.cuda import runtime_of
 from trencadis.backends.cuda.kernels import cross_attend
-from trencadis.backends.cuda.kernels.query_blocks import IMAGE_SPAN
-from trencadis.backends.cuda.launches.input_buffers import InputBuffers
-from trencadis.backends.cuda.launches.input_sizes import (
+from trencadis.backends.cuda.kernels.attention_block_sizes import IMAGE_SPAN
+from trencadis.backends.cuda.launches.input_buffer_bytes import (
     cross_attention_block_tokens,
     cross_attention_bytes,
     cross_attention_capacity,
     input_bytes,
 )
+from trencadis.backends.cuda.launches.input_buffers import InputBuffers
 from trencadis.backends.cuda.launches.work_items import CrossAttentionItemArrays, LaunchPlans, plan_cross_items
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.cross_attention_inputs import VARIANT

@@ -19,7 +19,7 @@ from tests.hostile import odd_bodies
 from tests.tenants.test_tenant_routes import key_file
 from tests.traffic.tool_templates import HERMES, THINKING
 from trencadis.core.errors import TooLarge
-from trencadis.server.protocol.json_checks import BodyLimits, BodyScan
+from trencadis.server.protocol.json_body_limits import BodyLimits, BodyScan
 from trencadis.server.tenants.admission import Bounds
 
 USER = {"role": "user", "content": "a"}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trencadis.backends.cpu import make_backend
-from trencadis.backends.cpu.padding import empty_inputs
+from trencadis.backends.cpu.host_padding import empty_inputs
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import BackendConfig

@@ -13,7 +13,7 @@ from trencadis.core.device.backend import ProgramState
 from trencadis.core.device_policy import Policy
 from trencadis.core.graphs.graph_capture import CaptureJournal, GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager, GraphObserver
-from trencadis.core.memory.graph_budget import GraphPrice
+from trencadis.core.memory.graph_selection import GraphPrice
 from trencadis.core.memory.ledger import GraphSettings, MemoryInUse, divide_memory
 
 GIB = 1 << 30

@@ -23,7 +23,7 @@ from trencadis.core.engine.graph_startup import DeviceStart
 from trencadis.core.graphs.graph_capture import GraphCaptures
 from trencadis.core.graphs.graph_reporter import GraphReporter
 from trencadis.core.launches.model_runner import ModelRunner
-from trencadis.core.memory import measurement_cache
+from trencadis.core.memory import graph_measurements
 from trencadis.core.memory.cache_plan import CachePlan
 from trencadis.core.progress import SilentProgress
 from trencadis.core.shapes.bucket_options import BucketOptions
@@ -96,8 +96,10 @@ def run(
 
 def on_paper(model: ModelConfig, config: EngineConfig, images: ImageNeeds, total: int, ranks: int = 1) -> StartupPlan:
     """What ``trencadis plan`` computes, with the measurements of an earlier start where there are some."""
-    key = measurement_cache.MeasurementKey(measurement_cache.fingerprint(model), "hpu (emulated)", "16 bit", ranks, 128)
-    known = measurement_cache.load(key, measurement_cache.folder())
+    key = graph_measurements.MeasurementKey(
+        graph_measurements.fingerprint(model), "hpu (emulated)", "16 bit", ranks, 128
+    )
+    known = graph_measurements.load(key, graph_measurements.folder())
     return DryRun(
         config, model, SERVING, BucketOptions(), images, Paper("hpu", total, 0, ranks, 2), known
     ).plan_startup()

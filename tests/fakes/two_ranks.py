@@ -28,7 +28,7 @@ from trencadis.core.graphs.graph_manager import GraphManager, GraphObserver
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.launches import host_inputs as host
 from trencadis.core.launches.persistent_tensors import allocate_persistent
-from trencadis.core.memory.graph_budget import GraphPrice
+from trencadis.core.memory.graph_selection import GraphPrice
 from trencadis.core.memory.ledger import GraphSettings, MemoryInUse, divide_memory
 from trencadis.core.models import model_loader
 from trencadis.core.step import Encode, ImageRows, Row, Sample

@@ -20,7 +20,7 @@ from tests.fakes.checkpoints import VOCAB, write_tokenizer
 from tests.families.test_same_tokens import CARDS, VARIANTS, pairs, prompts
 from tests.families.text_checkpoints import CASES, set_keys
 from tests.oracles.transformers_model import assert_same
-from trencadis.backends.conformance.family.transformers_oracle import TransformersOracle, write_dummy
+from trencadis.backends.conformance.check_model.transformers_oracle import TransformersOracle, write_dummy
 from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.family import ParsedConfig
 from trencadis.core.models.linear import scaled

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from trencadis.server.processes.replica_load import (
+from trencadis.server.processes.replica_wait_prediction import (
     Assignment,
     ReplicaCosts,
     ReplicaLoad,

@@ -29,7 +29,7 @@ from trencadis.core.graphs.graph_capture import GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager
 from trencadis.core.graphs.replan import PlanChange
 from trencadis.core.graphs.warmup import Warmup
-from trencadis.core.memory.graph_budget import GraphPrice
+from trencadis.core.memory.graph_selection import GraphPrice
 from trencadis.core.shapes.cost_model import LaunchTime, LaunchTimes, MeasuredCosts, residuals_of
 from trencadis.core.shapes.learned_plan import KEPT_STAGES, learn_plan
 from trencadis.core.shapes.shape_needs import NeedHistogram

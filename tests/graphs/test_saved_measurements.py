@@ -13,9 +13,9 @@ from tests.traffic.launch_lines import model_of
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import ImageNeeds
 from trencadis.core.engine.dry_run import StartupPlan
-from trencadis.core.memory import measurement_cache
-from trencadis.core.memory.graph_budget import GraphPrice, prices_by
-from trencadis.core.memory.measurement_cache import Measurements, merge_measurements
+from trencadis.core.memory import graph_measurements
+from trencadis.core.memory.graph_measurements import Measurements, merge_measurements
+from trencadis.core.memory.graph_selection import GraphPrice, prices_by
 
 MODEL = dataclasses.replace(model_of(1024, 1, 8, 2, 2048, vision=False), architecture="Qwen2ForCausalLM")
 IMAGES = ImageNeeds()
@@ -36,7 +36,7 @@ def plan(**flags: Any) -> StartupPlan:
 
 
 def known(started: Started) -> Measurements:
-    found = measurement_cache.load(started.start.key, measurement_cache.folder())
+    found = graph_measurements.load(started.start.key, graph_measurements.folder())
     assert found is not None
     return found
 

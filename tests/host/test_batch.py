@@ -18,7 +18,7 @@ from tests.engine.test_schedules import random_request
 from tests.host.instruction_counts import instructions
 from tests.oracles.shadow_engine import VOCAB, ScheduleDriver, shadow_engine
 from trencadis.backends.cpu.backend import make_tensors
-from trencadis.backends.cpu.padding import slot_map
+from trencadis.backends.cpu.host_padding import slot_map
 from trencadis.core.executor import rank_messages
 from trencadis.core.kv.block_pool import BlockHashChain
 from trencadis.core.launches.host_inputs import SampleRow, head_inputs, join_head_inputs, text_inputs

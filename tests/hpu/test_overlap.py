@@ -17,7 +17,7 @@ from benchmarks.hpu import device_probe
 from tests.hpu.emulator.test_staging import VOCAB, body, expected, inputs, vars_of
 from trencadis.backends.cuda.timing.time_report import HostStep, simulate_timeline
 from trencadis.backends.hpu.policy import SERVING
-from trencadis.backends.hpu.sampling import HEAD_TYPES, convert_fields
+from trencadis.backends.hpu.sampling_thresholds import HEAD_TYPES, convert_fields
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import HeadTensors, HeadTensorsOut
 

@@ -24,7 +24,7 @@ from trencadis.core.checkpoint import prefetch
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import BackendConfig
-from trencadis.core.device.packed_weights import FORMAT, PackedFile, packed_file
+from trencadis.core.device.packed_weights_file import FORMAT, PackedFile, packed_file
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.model_loader import load_model
 

@@ -27,7 +27,7 @@ from trencadis.backends.cpu.native.kernel_table import BFLOAT16, EMULATED, KINDS
 from trencadis.backends.cpu.native.weight_packing import CachedPages
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight
 from trencadis.core.device.backend import BackendConfig
-from trencadis.core.device.packed_weights import PackedFile
+from trencadis.core.device.packed_weights_file import PackedFile
 from trencadis.core.quant.online_quant import quantise
 from trencadis.core.quant.scheme import Scheme
 

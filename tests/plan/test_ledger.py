@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from trencadis.core.buckets import Bucket, Stage, padded_tokens
 from trencadis.core.errors import StartupError
-from trencadis.core.memory.graph_budget import (
+from trencadis.core.memory.graph_selection import (
     GraphPrice,
     affordable_graphs,
     can_pay,

@@ -18,8 +18,8 @@ from trencadis.core.request import SamplingParams
 from trencadis.server.engine.engine_client import RequestTiming
 from trencadis.server.prompts.output_processor import PieceCollector, TextPiece
 from trencadis.server.protocol.chat_completions import ChatResponse
-from trencadis.server.routes import json_bodies
-from trencadis.server.routes.json_bodies import LazyItems, SlicedResponse, stream_json, write_json
+from trencadis.server.routes import json_io
+from trencadis.server.routes.json_io import LazyItems, SlicedResponse, stream_json, write_json
 from trencadis.server.tenants.admission import FREE, AnswerBudget, AnswerShape
 
 CHAT = AnswerShape(100, "top_logprobs", "max_tokens")
@@ -116,8 +116,8 @@ def test_a_large_answer_says_what_a_small_one_says(
     small = harness.call(path, ASKED[path])
     assert small.status_code == 200, small.text
     monkeypatch.setattr("trencadis.server.tenants.admission.FREE", 0)
-    monkeypatch.setattr(json_bodies, "JSON_SLICE", 3)
-    monkeypatch.setattr(json_bodies, "WRITE", 100)
+    monkeypatch.setattr(json_io, "JSON_SLICE", 3)
+    monkeypatch.setattr(json_io, "WRITE", 100)
     large = harness.call(path, ASKED[path])
     assert large.status_code == 200 and large.headers["content-type"] == "application/json"
     first, second = small.json(), large.json()
@@ -207,7 +207,7 @@ def test_other_tasks_run_between_slices() -> None:
             {"id": "x", "created": 1, "model": "m", "choices": [], "usage": {"prompt_tokens": 1}}
         )
         entry = {str(i): {"logprob": -1.0, "rank": i, "decoded_token": "word"} for i in range(21)}
-        json_bodies.set_items(made, "prompt_logprobs", range(count), lambda some: [entry for _ in some], lazy=True)
+        json_io.set_items(made, "prompt_logprobs", range(count), lambda some: [entry for _ in some], lazy=True)
         begun, longest = time.monotonic(), 0.0
         async for piece in stream_json(made):
             longest, begun = max(longest, time.monotonic() - begun), time.monotonic()
@@ -229,7 +229,7 @@ def test_a_client_that_leaves_releases_the_charge(after: int) -> None:
         made = ChatResponse.model_validate(
             {"id": "x", "created": 1, "model": "m", "choices": [], "usage": {"prompt_tokens": 1}}
         )
-        json_bodies.set_items(made, "prompt_logprobs", range(100_000), list, lazy=True)
+        json_io.set_items(made, "prompt_logprobs", range(100_000), list, lazy=True)
 
         async def send(message: Any) -> None:
             if len(sent) == after:
@@ -295,7 +295,7 @@ def test_the_whole_vocabulary_is_reported(
     assert harness.call(path, body).status_code == 400, "the default stays at 20"
     limits = harness.service.limits
     monkeypatch.setattr(harness.service, "limits", replace(limits, max_logprobs=-1))
-    monkeypatch.setattr(json_bodies, "WIDE", wide)
+    monkeypatch.setattr(json_io, "WIDE", wide)
     first = harness.call(path, body)
     assert first.status_code == 200, first.text
     assert harness.engine.submitted[-1][0].params.logprobs == (500 if path.endswith("responses") else limits.vocab)

@@ -14,12 +14,12 @@ import pytest
 from tests.hostile import floods
 from trencadis.core.errors import BadRequest, TooLarge, TrencadisError
 from trencadis.server.http import app
-from trencadis.server.protocol import json_checks
+from trencadis.server.protocol import json_body_limits
 from trencadis.server.protocol.base_request import FieldContext
 from trencadis.server.protocol.chat_completions import ChatRequest
-from trencadis.server.protocol.json_checks import LONG, SLICE, BodyLimits, BodyScan
+from trencadis.server.protocol.json_body_limits import LONG, SLICE, BodyLimits, BodyScan
 from trencadis.server.protocol.models_and_tokenize import DetokenizeRequest, TokenizeRequest
-from trencadis.server.routes import json_bodies
+from trencadis.server.routes import json_io
 
 JSON = {"content-type": "application/json"}
 
@@ -34,7 +34,7 @@ def scanned(data: bytes, step: int = SLICE, limits: BodyLimits | None = None) ->
 
 def read(data: bytes, step: int = SLICE) -> Any:
     scan = scanned(data, step)
-    return json_bodies.parse_outline(scan.outline, [json_bodies.text_of(pieces) for pieces in scan.long])
+    return json_io.parse_outline(scan.outline, [json_io.text_of(pieces) for pieces in scan.long])
 
 
 def drawn(draw: random.Random, depth: int = 0) -> Any:
@@ -105,11 +105,11 @@ def test_each_bound_refuses_before_the_end(data: bytes, error: type[TrencadisErr
 
 @pytest.mark.parametrize("data", [b"[" * 100 + b"1,2" + b"]" * 99, b'["a', b"1" * (LONG - 1), b"," * (LONG - 1)])
 def test_a_body_that_is_not_scanned_is_one_that_the_scan_lets_pass(data: bytes) -> None:
-    assert json_checks.is_within_limits(data)
+    assert json_body_limits.is_within_limits(data)
     scan = scanned(data)
     assert not scan.long and scan.outline in (data, b'["')
     for larger in (b"[" * 101, b"[{" * 51, data + b" " * LONG):
-        assert not json_checks.is_within_limits(larger)
+        assert not json_body_limits.is_within_limits(larger)
 
 
 def test_what_stands_in_texts_is_not_counted_and_images_are_no_texts() -> None:
@@ -133,22 +133,22 @@ def test_a_flood_is_refused_by_the_scan(flood: floods.Flood, monkeypatch: pytest
     assert caught.value.status == flood.status
 
 
-@pytest.mark.parametrize("name", sorted(json_bodies.COUNTS))
+@pytest.mark.parametrize("name", sorted(json_io.COUNTS))
 def test_fields_have_a_most(harness: Any, name: str) -> None:
-    most = json_bodies.COUNTS[name]
+    most = json_io.COUNTS[name]
     few = {str(i): 1 for i in range(most)} if name.endswith(("s", "bias", "format")) else [1] * most
-    json_bodies.check_counts({name: few})
+    json_io.check_counts({name: few})
     many: Any = {**few, "x": 1} if isinstance(few, dict) else [*few, 1]
     with pytest.raises(BadRequest, match=str(most)) as caught:
-        json_bodies.check_counts({name: many})
+        json_io.check_counts({name: many})
     assert caught.value.param == name
 
 
 def test_fields_prompts_and_templates_have_a_most(harness: Any) -> None:
-    assert harness.chat(**{f"f{i}": 1 for i in range(json_bodies.MAX_FIELDS)}).status_code == 400
+    assert harness.chat(**{f"f{i}": 1 for i in range(json_io.MAX_FIELDS)}).status_code == 400
     assert harness.complete(["a"] * 1025).json()["error"]["param"] == "prompt"
     assert harness.complete([[1]] * 1025).json()["error"]["param"] == "prompt"
-    assert harness.chat(chat_template="a" * (json_bodies.MAX_TEMPLATE + 1)).json()["error"]["param"] == "chat_template"
+    assert harness.chat(chat_template="a" * (json_io.MAX_TEMPLATE + 1)).json()["error"]["param"] == "chat_template"
     call = {"function": {"name": "f", "arguments": "[" + "[]," * (1 << 14) + "[]]"}}
     messages = [{"role": "assistant", "tool_calls": [call]}, {"role": "user", "content": "x"}]
     answer = harness.call("/v1/chat/completions", {"messages": messages})
@@ -324,7 +324,7 @@ def test_a_long_text_is_counted_first_and_its_end_is_kept_where_it_is_cut(harnes
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "input_tokens"
     assert harness.complete(text, truncate_prompt_tokens=500, max_tokens=1).status_code == 200
     assert harness.engine.submitted[-1][0].tokens == whole[-500:]
-    assert json_checks.NONCE not in answer.text
+    assert json_body_limits.NONCE not in answer.text
 
 
 def test_an_image_in_a_body_arrives_as_it_was_sent(harness: Any) -> None:

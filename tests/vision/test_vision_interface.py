@@ -16,11 +16,11 @@ FAMILIES = (
     "core/families/", "multimodal/qwen2_vl/", "multimodal/qwen2_5_vl/", "multimodal/qwen3_vl/", "multimodal/llava/",
     "multimodal/llava_next/", "multimodal/gemma3/", "multimodal/internvl/", "multimodal/idefics3/",
     "multimodal/mllama/", "multimodal/pixtral/", "multimodal/phi3_v/", "multimodal/glm4v/", "multimodal/gemma4/",
-    "multimodal/lfm2_vl/", "multimodal/minicpmv/",
+    "multimodal/lfm2_vl/", "multimodal/minicpmv4_6/",
 )  # fmt: skip
 LONGER = (
     "core/families/", "multimodal/qwen2_vl/", "multimodal/qwen3_vl/", "multimodal/mllama/", "multimodal/pixtral/",
-    "multimodal/glm4v/", "multimodal/gemma4/", "multimodal/lfm2_vl/", "multimodal/minicpmv/",
+    "multimodal/glm4v/", "multimodal/gemma4/", "multimodal/lfm2_vl/", "multimodal/minicpmv4_6/",
 )  # fmt: skip
 """Decoders without images; a family with videos, which others build on; and seven with towers of their own."""
 LINES = 280

@@ -32,7 +32,7 @@ from trencadis.backends.cpu.native.panels import TYPES
 from trencadis.core import envs
 from trencadis.core.checkpoint import prefetch
 from trencadis.core.checkpoint.prefetch import READERS, PagePopulator
-from trencadis.core.device.packed_weights import KeptPiece, PackedFile
+from trencadis.core.device.packed_weights_file import KeptPiece, PackedFile
 from trencadis.core.shared_constants import align_up
 
 VARIABLE = "TRENCADIS_CPU_HUGE_PAGES"

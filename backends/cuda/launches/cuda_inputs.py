@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trencadis.backends.cpu.padding import (
+from trencadis.backends.cpu.host_padding import (
     cells,
     empty_inputs,
     flag_padding_windows,
@@ -36,7 +36,7 @@ from trencadis.backends.cuda.kernels.attention_tensors import (
     SingleAttn,
     SingleCrossAttention,
 )
-from trencadis.backends.cuda.launches.input_sizes import (
+from trencadis.backends.cuda.launches.input_buffer_bytes import (
     ItemCapacity,
     block_tokens,
     cross_attention_block_tokens,

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trencadis.backends.cpu.padding import (
+from trencadis.backends.cpu.host_padding import (
     cells,
     empty_inputs,
     flag_padding_windows,

@@ -15,7 +15,7 @@ from pathlib import Path
 from trencadis.backends.hpu.start import environment, machine
 from trencadis.core.devices import DeviceEnv
 from trencadis.core.errors import StartupError
-from trencadis.core.memory import measurement_cache
+from trencadis.core.memory import graph_measurements
 
 CONFIG = "PT_HPU_RECIPE_CACHE_CONFIG"
 CACHE = "TRENCADIS_CACHE"
@@ -61,7 +61,7 @@ def settle_recipe_cache(environ: Mapping[str, str], stack: str, rank: int = 0) -
     Raises:
         StartupError: a value for which the plug-in would end the process.
     """
-    home = measurement_cache.folder(environ).parent / "recipes"
+    home = graph_measurements.folder(environ).parent / "recipes"
     text = environ.get(CONFIG)
     # the default folder comes from the parent, which has another rank
     if text is not None and not text.startswith(f"{home}/"):

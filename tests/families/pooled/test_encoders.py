@@ -16,8 +16,8 @@ from tests.families.pooled.pooled_case import loaded
 from tests.hostile.altered_config import GONE, altered, verdict
 from tests.pooling.oracle import LEAST_COSINE, cosine
 from trencadis import LLM
-from trencadis.backends.conformance.family.cpu_reference_model import CpuReferenceModel
-from trencadis.backends.conformance.family.family_checks import CheckedModel, run
+from trencadis.backends.conformance.check_model.checkpoint_checks import CheckedModel, run
+from trencadis.backends.conformance.check_model.cpu_reference_model import CpuReferenceModel
 from trencadis.backends.cpu import pick_policy
 from trencadis.core.checkpoint.checkpoint_source import CheckpointSource
 from trencadis.core.checkpoint.model_config import PRE, RMS, ImageNeeds, ModelConfig

@@ -15,7 +15,7 @@ from tests.families.pooled.models import MODELS, STEP
 from tests.families.pooled.pooled_case import PoolingModel
 from tests.pooling.oracle import LEAST_COSINE, cosine
 from trencadis import LLM, PoolingParams
-from trencadis.backends.conformance.family.family_checks import CheckedModel, run
+from trencadis.backends.conformance.check_model.checkpoint_checks import CheckedModel, run
 from trencadis.core.checkpoint import pooler_config
 from trencadis.core.errors import BadRequest
 

@@ -16,7 +16,7 @@ from tests.oracles.transformers_model import Answer, assert_same, conversation, 
 from tests.vision import vision_checkpoints
 from tests.vision.extra_families.minicpmv import minicpmv
 from trencadis import LLM, SamplingParams
-from trencadis.backends.conformance.family.transformers_oracle import TransformersAnswers
+from trencadis.backends.conformance.check_model.transformers_oracle import TransformersAnswers
 from trencadis.core.checkpoint.config_reader import load_config
 
 LENGTH = 8

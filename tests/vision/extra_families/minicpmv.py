@@ -88,7 +88,7 @@ def count_tokens(reference: Any, ours: Any, height: int, width: int) -> int:
 
 def same_values(ours: Any, theirs: Any, image: Image.Image) -> None:
     """Holds an image's pixels, normalised as the device does, to transformers' bit for bit, slice by slice."""
-    from trencadis.multimodal.minicpmv.processor import nested_coordinates
+    from trencadis.multimodal.minicpmv4_6.processor import nested_coordinates
 
     made, one = theirs(images=[image], text=PAD, return_tensors="np"), ours.prepare(image, "d")
     values, left = np.asarray(made["pixel_values"])[0], 0

@@ -14,7 +14,7 @@ import pytest
 from tests.vision import vision_checkpoints
 from tests.vision.cross_attention import mllama_oracle
 from tests.vision.tiled_families import COMPARED
-from trencadis.backends.conformance.family import image_checks
+from trencadis.backends.conformance.check_model import image_checks
 from trencadis.core import cross_attention_inputs
 from trencadis.server.cli.main import main
 

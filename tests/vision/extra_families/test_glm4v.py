@@ -13,7 +13,7 @@ from PIL import Image
 
 from tests.vision import vision_checkpoints
 from trencadis import LLM, SamplingParams
-from trencadis.backends.conformance.family.transformers_oracle import TransformersAnswers
+from trencadis.backends.conformance.check_model.transformers_oracle import TransformersAnswers
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.registry import image_processor, image_sizes
 from trencadis.core.errors import StartupError

@@ -37,7 +37,7 @@ from trencadis.core.json_types import Json, JsonMapping
 from trencadis.core.request import MAX_BIAS, MAX_SCORED
 from trencadis.server.prompts.sampling_params import RequestLimits
 from trencadis.server.protocol.chat_completions import MAX_MESSAGES
-from trencadis.server.protocol.json_checks import LONG, SLICE, BodyScan, get_placeholder_index, is_within_limits
+from trencadis.server.protocol.json_body_limits import LONG, SLICE, BodyScan, get_placeholder_index, is_within_limits
 from trencadis.server.text.off_event_loop import Check, OffEventLoop, no_check
 
 MAX_FIELDS = 256

@@ -18,7 +18,7 @@ from trencadis.core.json_types import JsonMapping
 from trencadis.core.vision_config import SharedMatrix, SlotForm
 from trencadis.multimodal.vit.base_config import ViTConfig
 from trencadis.multimodal.vit.config import CHANNELS
-from trencadis.multimodal.vit.hf_config import BLOCK_NAMES, DECODER_PREFIXES, read_square_side
+from trencadis.multimodal.vit.vision_language_config import BLOCK_NAMES, DECODER_PREFIXES, read_square_side
 
 WINDOW = 4
 """Patches of a window that the tower merges to one row, 2 x 2; and rows that the projector merges to one token."""
@@ -166,13 +166,13 @@ FAMILY = Family(
     architectures={"MiniCPMV4_6ForConditionalGeneration": GENERATE},
     config=describe,
     names=StoredNames(PREFIXES, BLOCK_NAMES),
-    make="trencadis.multimodal.minicpmv.model:make",
+    make="trencadis.multimodal.minicpmv4_6.model:make",
     vision=VisionSide(
-        needs="trencadis.multimodal.minicpmv.processor:image_needs",
-        sizes="trencadis.multimodal.minicpmv.processor:image_sizes",
-        processor="trencadis.multimodal.minicpmv.processor:from_checkpoint",
+        needs="trencadis.multimodal.minicpmv4_6.processor:image_needs",
+        sizes="trencadis.multimodal.minicpmv4_6.processor:image_sizes",
+        processor="trencadis.multimodal.minicpmv4_6.processor:from_checkpoint",
         tokens={"image_token_id": "<|image_pad|>"},
-        expand="trencadis.multimodal.minicpmv.processor:expand_numbered",
+        expand="trencadis.multimodal.minicpmv4_6.processor:expand_numbered",
     ),
     ignored=IGNORED | {"image_size", "video_token_id", "patch_size"},
     skipped=SKIPPED,

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from trencadis.backends.cuda.kernels.query_blocks import IMAGE_SPAN, LONG, SPAN, cross_attention_lanes, lanes_of
+from trencadis.backends.cuda.kernels.attention_block_sizes import (
+    IMAGE_SPAN,
+    LONG,
+    SPAN,
+    cross_attention_lanes,
+    lanes_of,
+)
 from trencadis.core.buckets import LORA, Bucket, Stage, drafts_ahead, padded_tokens
 from trencadis.core.cross_attention_inputs import planned_units
 from trencadis.core.device_policy import InputSizes

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from trencadis.backends.conformance import program_checks
 from trencadis.backends.conformance.answer_checks import ARGMAX, CheckedPrompt, PromptRunner
+from trencadis.backends.conformance.check_model import image_checks
+from trencadis.backends.conformance.check_model.cpu_reference_model import CpuReferenceModel, tensor_parallel_logits
+from trencadis.backends.conformance.check_model.transformers_oracle import TransformersOracle, read_declared_keys
 from trencadis.backends.conformance.check_result import CheckFailed, Report, Result, Skipped
-from trencadis.backends.conformance.family import image_checks
-from trencadis.backends.conformance.family.cpu_reference_model import CpuReferenceModel, tensor_parallel_logits
-from trencadis.backends.conformance.family.transformers_oracle import TransformersOracle, read_declared_keys
 from trencadis.backends.conformance.harness import SEQS
 from trencadis.backends.conformance.suite import run_check
 from trencadis.backends.conformance.target import CheckTarget

@@ -14,9 +14,13 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+from trencadis.backends.conformance.check_model.cpu_reference_model import BLOCK, CpuReferenceModel, PromptArrays
+from trencadis.backends.conformance.check_model.transformers_oracle import (
+    ProcessedImage,
+    TransformersOracle,
+    process_image,
+)
 from trencadis.backends.conformance.check_result import Skipped
-from trencadis.backends.conformance.family.cpu_reference_model import BLOCK, CpuReferenceModel, PromptArrays
-from trencadis.backends.conformance.family.transformers_oracle import ProcessedImage, TransformersOracle, process_image
 from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.model_config import ModelConfig, reserved_rows
 from trencadis.core.cross_attention_inputs import ENDLESS, compute_cross_attention
