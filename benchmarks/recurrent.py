@@ -77,6 +77,7 @@ def load(folder: Path, name: str, sizes: dict[str, Any], dtype: str, threads: in
     llm = LLM(
         str(folder / name), dtype=dtype, threads=threads, max_model_len=4096, enable_prefix_caching=False,
         kv_cache_memory_bytes=512 << 20, max_num_seqs=8,
+        speculation=False,  # recurrent layers take no drafts, and a random model's loops would make the other side fast
     )  # fmt: skip
     return Side(llm, weights, states)
 
