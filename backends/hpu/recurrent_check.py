@@ -63,9 +63,11 @@ class RecurrentProbe:
     def __call__(self, x: Tensor, residual: Tensor, rows: RecurrentRows, attn: Attn) -> tuple[Tensor, Tensor]:
         g, beta = torch.split(residual, [HEADS, HEADS], dim=1)
         mixed = self.ops.causal_conv(x, self.weight, None, self.state.conv, rows, attn, "silu")
-        out = self.ops.delta_rule(*_split(mixed), g, beta, self.state.delta, rows, attn)
+        q, k, v = _split(mixed)
+        out = self.ops.delta_rule(q, k, v, g, beta, self.state.delta, rows, attn)
         plain = self.ops.causal_conv(x, self.weight, self.bias, self.state.plain_conv, rows, attn, "")
-        scanned = self.ops.state_space(*_split(plain), g, beta, self.state.space, rows, attn)
+        q, k, v = _split(plain)
+        scanned = self.ops.state_space(q, k, v, g, beta, self.state.space, rows, attn)
         return out.reshape(len(x), -1) * 2, scanned.reshape(len(x), -1) * 2
 
 

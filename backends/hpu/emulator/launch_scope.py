@@ -310,7 +310,7 @@ class RegionRecord:
 
     rows: tuple[Hashable, ...]
     peak: int
-    out: Any
+    out: object
 
 
 class RegionRecords:
@@ -321,7 +321,7 @@ class RegionRecords:
     def __init__(self) -> None:
         self._known: WeakKeyDictionary[Function, dict[Hashable, RegionRecord]] = WeakKeyDictionary()
 
-    def run(self, scope: Scope, function: Function, run: Function, args: tuple[Any, ...]) -> Any:
+    def run(self, scope: Scope, function: Function, run: Function, args: tuple[object, ...]) -> object:
         """Returns ``run(*args)``, the results of the region that is compiled as ``function``, or tensors like them."""
         records = self._known.setdefault(function, {})
         key = tuple(_region_key(leaf) for leaf in flatten(args))
@@ -337,12 +337,12 @@ class RegionRecords:
             records[key] = made
         return out
 
-    def _has_forms(self, made: RegionRecord, live: LiveBytes, args: tuple[Any, ...]) -> bool:
+    def _has_forms(self, made: RegionRecord, live: LiveBytes, args: tuple[object, ...]) -> bool:
         """Puts forms in place of the record's tensors; returns False if one of them shares memory with others."""
         given = {id(leaf): i for i, leaf in enumerate(flatten(args))}
         others = 0
 
-        def form(leaf: Any) -> Any:
+        def form(leaf: object) -> object:
             nonlocal others
             if not isinstance(leaf, DeviceTensor):
                 return leaf
@@ -354,13 +354,13 @@ class RegionRecords:
         made.out = rebuild(made.out, form)
         return not others
 
-    def _repeat(self, scope: Scope, known: RegionRecord, args: tuple[Any, ...]) -> Any:
+    def _repeat(self, scope: Scope, known: RegionRecord, args: tuple[object, ...]) -> object:
         """Adds the figures of a region that ran before; returns new results."""
         live, given = scope.live, flatten(args)
         live.peak = max(live.peak, live.now + known.peak)
         scope.collect_rows(known.rows)
 
-        def make(leaf: Any) -> Any:
+        def make(leaf: object) -> object:
             if isinstance(leaf, ArgumentIndex):
                 return given[leaf.index]
             if not isinstance(leaf, ResultForm):
@@ -371,11 +371,13 @@ class RegionRecords:
         return rebuild(known.out, make)
 
 
-def _region_key(leaf: Any) -> Hashable:
+def _region_key(leaf: object) -> Hashable:
     """Returns the key of an argument; of an object its type, since a region has one kind of part."""
     if isinstance(leaf, Tensor):
         return leaf_key(leaf)
-    return leaf if isinstance(leaf, int | float | str) or leaf is None else type(leaf)
+    if isinstance(leaf, int | float | str) or leaf is None:
+        return leaf
+    return type(leaf).__qualname__
 
 
 class Scope(TorchDispatchMode):

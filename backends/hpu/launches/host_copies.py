@@ -190,19 +190,22 @@ class OutputSets:
     """
 
     def __init__(self, forms: Sequence[OutputForm], rows: int, device: torch.device) -> None:
-        self.sets = [HeldOutput(*self._make(forms, rows, device)) for _ in range(2)]
+        self.sets = [self._make(forms, rows, device) for _ in range(2)]
         self.turn = 0
         """The set that the next launch writes."""
         self.bytes = 2 * rows * sum(form.bytes for form in forms)
 
-    def _make(self, forms: Sequence[OutputForm], rows: int, device: torch.device) -> list[Tensor | None]:
-        made = [torch.zeros(form.shape(rows), dtype=getattr(torch, form.dtype), device=device) for form in forms]
-        return [*made, *[None] * (len(HeadTensorsOut._fields) - len(made))]
+    def _make(self, forms: Sequence[OutputForm], rows: int, device: torch.device) -> HeldOutput:
+        token, *others = (
+            torch.zeros(form.shape(rows), dtype=getattr(torch, form.dtype), device=device) for form in forms
+        )
+        logprob, rank, top_id, top_logprob = others or (None,) * 4
+        return HeldOutput(token, logprob, rank, top_id, top_logprob)
 
-    def bind(self, body: Callable[[Any], HeadTensorsOut]) -> Callable[[Any, Tensor], None]:
+    def bind(self, body: Callable[[Any], HeadTensorsOut]) -> Callable[[object, Tensor], None]:
         """Returns ``body`` with a second argument, the number of the set [1] that it stores its outputs in."""
 
-        def run(inputs: Any, turn: Tensor) -> None:
+        def run(inputs: object, turn: Tensor) -> None:
             first = turn == 0
             for new, *held in zip(body(inputs), *self.sets, strict=True):
                 if new is None:

@@ -35,11 +35,11 @@ class BodyModule(nn.Module):
     else.
     """
 
-    def __init__(self, body: Callable[..., Any], ops: HpuOps) -> None:
+    def __init__(self, body: Callable[..., object], ops: HpuOps) -> None:
         super().__init__()
         self.body, self.ops = body, ops
 
-    def forward(self, *inputs: Any) -> Any:
+    def forward(self, *inputs: object) -> object:
         self.ops.begin()
         return self.body(*inputs)
 
@@ -152,12 +152,11 @@ class GraphProgram(HpuProgram):
     """
 
     def _prepare(self, body: Body, ops: HpuOps) -> None:
-        typed: Callable[..., Any] = cast_inputs(self.static.types, body)
-        if self.outputs is not None:
-            typed = self.outputs.bind(typed)
-        self._module: Any = self.bridge.wrap_in_hpu_graph(BodyModule(typed, ops))
+        typed = cast_inputs(self.static.types, body)
+        made = BodyModule(typed if self.outputs is None else self.outputs.bind(typed), ops)
+        self._module: Any = self.bridge.wrap_in_hpu_graph(made)
 
-    def _forward(self, **how: bool) -> Any:
+    def _forward(self, **how: bool) -> object:
         """Calls the wrapped module; returns the outputs of the launch."""
         if self.outputs is None:
             return self._module.forward(self.inputs, **how)

@@ -72,7 +72,11 @@ def results_in_turn(bridge: Bridge) -> str:
     """Runs a graph that stores its results in two sets in turn, and fetches each while the next launch runs."""
     x, turn = (torch.zeros(n, dtype=torch.int32, device=bridge.device) for n in (64, 1))
     outputs = OutputSets(DRAWN, 64, bridge.device)
-    module: Any = ProbeModule(outputs.bind(lambda x: HeadTensorsOut(x * 3, None, None, None, None)))
+
+    def triple(x: torch.Tensor) -> HeadTensorsOut:
+        return HeadTensorsOut(x * 3, None, None, None, None)
+
+    module: Any = ProbeModule(outputs.bind(triple))
     call, found = bridge.wrap_in_hpu_graph(module).forward, []
     with torch.no_grad():
         for number in range(4):
@@ -190,7 +194,7 @@ def events(bridge: Bridge) -> str:
     target.add_(1)
     bridge.mark_step()
     last.record()
-    last.synchronize()
+    bridge.synchronize()
     return f"{waited}, {first.elapsed_time(last) * 1e3:.0f} us between two events around a launch"
 
 

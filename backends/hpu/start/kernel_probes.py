@@ -39,7 +39,7 @@ class ProbeModule(nn.Module):
     would exceed that limit after the eighth probe.
     """
 
-    def __init__(self, run: Callable[..., Tensor]) -> None:
+    def __init__(self, run: Callable[..., object]) -> None:
         super().__init__()
         self.forward = run
 
@@ -64,8 +64,10 @@ def kernel_probes(bridge: Bridge) -> Iterator[Probe]:
         "convert_from_uint4": bridge.convert_from_uint4, "block_softmax_adjustment": bridge.block_adjustment,
     }  # fmt: skip
     for name, symbol in symbols.items():
-        check: Callable[[], str] = partial(check_fused_kernel, bridge, name)
-        yield f"kernel.{name}", check if symbol is not None else partial(LACKING.get, name, LACKING[""])
+        if symbol is not None:
+            yield f"kernel.{name}", partial(check_fused_kernel, bridge, name)
+        else:
+            yield f"kernel.{name}", partial(str, LACKING.get(name, LACKING[""]))
     yield "kernel.mixture_of_experts", lambda: experts(bridge, bridge.experts, check_experts)
     yield "kernel.mixture_of_experts.fp8", lambda: experts(bridge, bridge.fp8_experts, check_fp8_experts)
     yield "recurrent layers", lambda: f"error {check_recurrent(open_ops(bridge)):.0e}"
