@@ -242,7 +242,7 @@ def host_steps(backend: Any, count: int) -> list[tuple[HostStep, float]]:
     for program in (decode, sample):
         program.compile()
         program.capture()
-    one = empty_inputs(Stage.SAMPLE, 64)
+    one: Any = empty_inputs(Stage.SAMPLE, 64)
     head = dataclasses.replace(one, **{
         f.name: np.zeros(256, values.dtype) for f in dataclasses.fields(one)
         if f.name != "masks" and (values := getattr(one, f.name)) is not None

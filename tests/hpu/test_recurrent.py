@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.random_recurrent import NAN, off, rows_of, seeded
-from trencadis.backends.cpu.recurrent_ops import CHUNK
+from trencadis.backends.cpu.recurrent_ops import CHUNK, scan_rows
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.hpu import ops as hpu_ops
 from trencadis.backends.hpu import static_recurrence
@@ -189,7 +189,8 @@ def test_opening_checks_one_launch_and_says_what_is_wrong(
     """A right launch and a wrong result are those of the test below, in both modes."""
     if lazy:
         assert check_recurrent(hpu(lazy=lazy).ops) < 1e-5
-    conv, scan, step = static_recurrence.convolve, static_recurrence._scan_slab, static_recurrence.scan_rows
+    conv: Any = static_recurrence.convolve
+    scan = static_recurrence._scan_slab
 
     def off_by_a_chunk(x: Any, state: Tensor, pairs: Tensor) -> Any:
         out, kept = scan(x, state, pairs)
@@ -203,7 +204,7 @@ def test_opening_checks_one_launch_and_says_what_is_wrong(
             ("convolve", lambda *args: conv(*args[:5], "silu"), "the state space's"),
             ("convolve", lambda x, weight, bias, *args: conv(x, weight, None, *args), "the state space's"),
             ("_scan_slab", off_by_a_chunk, "the state space's state"),
-            ("scan_rows", lambda x, state: step(x._replace(g=x.g * 0), state), "the state space's"),
+            ("scan_rows", lambda x, state: scan_rows(x._replace(g=x.g * 0), state), "the state space's"),
         )
     for name, fault, said in faults:
         for module in (static_recurrence, hpu_ops):

@@ -26,7 +26,7 @@ from trencadis.backends.hpu.emulator.card_profiles import profile
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.hpu_settings import HpuSettings
-from trencadis.backends.hpu.policy import policy
+from trencadis.backends.hpu.policy import graph_input_bytes, policy
 from trencadis.core.buckets import Bucket, Stage, ahead_variant, is_drafting, verify_variant
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.registry import family_options
@@ -316,7 +316,8 @@ def test_the_planner_counts_the_inputs_to_the_byte() -> None:
         backend = gaudi(True, windows)
         for bucket in (Bucket(Stage.VERIFY, (4, 16), verify_variant(5)), Bucket(Stage.SAMPLE, (8,), ahead_variant(4))):
             made = backend.program(bucket, lambda x: None)
-            assert policy("", lazy=True).inputs(bucket, InputSizes(50, BLOCK, windows=any(windows))) == made.bytes
+            sizes = InputSizes(50, BLOCK, windows=any(windows))
+            assert graph_input_bytes(bucket, sizes) == made.bytes and policy("", lazy=True).inputs is graph_input_bytes
 
 
 def test_a_draft_models_backend_has_the_settings_of_its_own_family(vl_checkpoint: Path) -> None:
