@@ -12,6 +12,7 @@ import copy
 import hashlib
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -185,6 +186,8 @@ class HostTwins:
             return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
         if isinstance(value, list):
             return [self.of(item) for item in value]
+        if isinstance(value, partial):
+            return partial(self.of(value.func), *value.args, **value.keywords)
         if isinstance(value, MethodType):
             return MethodType(value.__func__, self.of(value.__self__))
         if isinstance(value, FunctionType):

@@ -317,9 +317,10 @@ class HostOutputPool:
         return kept
 
     def prepare(self, out: TensorsOut | None) -> None:
-        """Copies outputs once on the card, so that no later copy of their shapes compiles anything."""
+        """Copies tensors like the outputs once on the card, so that no later copy of their shapes compiles anything."""
         if self._copies and isinstance(out, tuple) and not isinstance(out, HeldOutput):
-            self.keep([t for t in out if isinstance(t, Tensor)])
+            device = self._bridge.device
+            self.keep([torch.zeros(t.shape, dtype=t.dtype, device=device) for t in out if isinstance(t, Tensor)])
 
     def release(self, host: list[Tensor]) -> None:
         """Returns memory to the pool; safe on any thread."""

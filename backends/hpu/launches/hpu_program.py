@@ -95,12 +95,15 @@ class HpuProgram:
         """
         try:
             with self.compile_mode():
-                self.run()
+                out = self.run()
         except RuntimeError as error:
             if isinstance(error, OutOfDeviceMemory) or self.compiles_for_real or is_dynamos(error):
                 raise
             log.warning("hpu: %s cannot be compiled without running (%s); it is run.", self.bucket, format_error(error))
-            self.run()
+            out = self.run()
+        if self.landing is not None:
+            with named_errors(self.bridge):
+                self.landing.prepare(out)
 
     @contextmanager
     def compile_mode(self) -> Iterator[None]:
@@ -116,9 +119,7 @@ class HpuProgram:
     def rehearse(self) -> None:
         """Runs a launch on the current contents of the buffers; an emulated card leaves the values out."""
         with self.contexts.rehearsal():
-            out = self.replay()
-        if self.landing is not None and self.contexts.rehearsal is nullcontext:
-            self.landing.prepare(out)
+            self.replay()
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
