@@ -95,7 +95,7 @@ BACKENDS = {
     "backends/hpu/attention": ("core", "backends/hpu/."),
     "backends/hpu/emulator": ("core", "backends/hpu/.", "backends/hpu/start"),
     "backends/hpu/launches": ("core", "backends/cpu", "backends/hpu/.", "backends/hpu/attention"),
-    "backends/hpu/start": ("core", "backends/hpu/.", "backends/hpu/emulator"),
+    "backends/hpu/start": ("core", "backends/hpu/.", "backends/hpu/emulator", "backends/hpu/launches"),
 }
 """Folder of a backend -> what it may import besides itself and what lies below it; ``x/.``: that folder's own files."""
 

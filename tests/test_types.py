@@ -28,7 +28,7 @@ FIXED_TUPLES = {
     "backends/hpu/emulator/fused_kernels.py": {"parts", "sdpa_recomp_parts"},
     "backends/hpu/ops.py": {"rope_store"},
     "backends/hpu/start/bridge_loader.py": {"sdpa_parts"},
-    "backends/hpu/start/card_probes.py": {"time_launch"},
+    "backends/hpu/start/kernel_probes.py": {"time_launch"},
     "backends/hpu/start/machine.py": {"point_release"},
     "core/device/backend.py": {"rope_store"},
     "core/launches/model_runner.py": {"_scores"},

@@ -319,7 +319,8 @@ class ReferenceOps(RecurrentReference):
         sums = member @ torch.where(fine, wide, 0.0)
         spoiled = member @ (~fine).float().amax(-1, keepdim=True)
         out = sums if head is None else functional.linear(sums, head)
-        return torch.where(spoiled > 0, float("nan"), out)
+        whole = (spoiled <= 0).float()
+        return out * (whole / whole)  # 0 / 0 is NaN; a literal NaN would be left out of a Gaudi's compiled graphs
 
     update = staticmethod(update)
 

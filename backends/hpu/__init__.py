@@ -6,6 +6,7 @@ backend is made.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
@@ -20,9 +21,11 @@ if TYPE_CHECKING:
 
 __all__ = ["cards", "describe", "listing", "make_backend", "pick_dtype", "pick_policy", "probes", "usable"]
 
-ALIASES = {"float": "float32"}
+ALIASES = {"float": "float32", "half": "float16"}
 TAKEN = ("bfloat16", "float32")
-"""The dtypes that a Gaudi computes in."""
+"""The dtypes that models are served in."""
+
+log = logging.getLogger("trencadis.engine")
 
 
 def make_backend(cfg: BackendConfig) -> Backend:
@@ -35,11 +38,18 @@ def make_backend(cfg: BackendConfig) -> Backend:
 def pick_dtype(asked: str, stored: str) -> torch.dtype:
     """Returns the dtype for ``asked`` (``--dtype``): ``auto`` is bfloat16, whatever the checkpoint stores.
 
-    Raises StartupError for float16: its range is too small for the activations of these models, and it is no faster.
+    float16 becomes bfloat16 too, with a line, as in vLLM's plugin: cards have it, for a part of the operations that
+    bodies need, and its range is too small for the activations of these models.
+
+    Raises:
+        StartupError: a dtype that is no such name.
     """
     import torch
 
     name = "bfloat16" if asked == "auto" else ALIASES.get(asked, asked)
+    if name == "float16":
+        log.warning("hpu: --dtype %s: bfloat16 is used instead, which takes as much memory and is as fast", asked)
+        name = "bfloat16"
     if name not in TAKEN:
         raise StartupError(f"--dtype {asked} is not supported on hpu; use {' or '.join(TAKEN)}")
     dtype: torch.dtype = getattr(torch, name)

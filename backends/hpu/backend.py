@@ -173,6 +173,7 @@ class HpuBackend:
         self.bridge = bridge or open_bridge(cfg.card, world=cfg.cards, rank=cfg.card - cfg.index, named=named)
         if self.bridge.cast_to_fp8_v2 is None:
             self.policy = without_fp8(policy)
+        self._switches = switches
         self.settings = switches or settings(os.environ, cfg.options)
         require_symbols(self.settings, self.bridge)
         if cfg.sinks:  # the fused kernel has none
@@ -222,8 +223,11 @@ class HpuBackend:
         )  # fmt: skip
 
     def beside(self, cfg: BackendConfig) -> HpuBackend:
-        """Returns a backend for a second model on the same card (``core.launches.draft_runner.SharedDevice``)."""
-        made = HpuBackend(cfg, self.policy, self.bridge, self.settings)
+        """Returns a backend for a second model on the same card (``core.launches.draft_runner.SharedDevice``).
+
+        Its settings are those of its own family and kind of attention.
+        """
+        made = HpuBackend(cfg, self.policy, self.bridge, self._switches)
         made._staging, made._landing = self._staging, self._landing
         return made
 

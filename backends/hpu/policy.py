@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 from trencadis.backends.hpu.hpu_settings import settings
 from trencadis.backends.hpu.start.environment import will_be_lazy
-from trencadis.core.buckets import LORA, Bucket, Stage, drafts_ahead, padded_tokens, verified_width
+from trencadis.core.buckets import LORA, Bucket, Stage, drafts_ahead, padded_tokens, target_bucket, verified_width
 from trencadis.core.cross_attention_inputs import planned_units
 from trencadis.core.device_policy import LARGEST, SMALLEST, AxisRule, Density, GraphMemory, InputSizes, Policy
 from trencadis.core.errors import StartupError
 from trencadis.core.kv_cache_format import FP8, INT8
 from trencadis.core.quant.scheme import FLOATS8
-from trencadis.core.request import MAX_BIAS
+from trencadis.core.request import MAX_BIAS, MAX_LOGPROBS
 from trencadis.core.shapes.launch_costs import Costs
 from trencadis.core.shared_constants import WINDOW_SLOTS
 
@@ -101,6 +101,48 @@ CORNERS = {
 }
 
 
+class OutputForm(NamedTuple):
+    """One output of a launch: 32-bit values of a ``dtype``, [rows], or [rows, columns] where there are columns."""
+
+    dtype: str
+    columns: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of a row."""
+        return 4 * max(self.columns, 1)
+
+    def shape(self, rows: int) -> tuple[int, ...]:
+        """Returns the shape of ``rows`` rows."""
+        return (rows, self.columns) if self.columns else (rows,)
+
+
+DRAWN = (OutputForm("int32"),)
+REPORTED = (
+    *DRAWN, OutputForm("float32"), OutputForm("int32"), OutputForm("int32", MAX_LOGPROBS),
+    OutputForm("float32", MAX_LOGPROBS),
+)  # fmt: skip
+
+
+def list_held_outputs(bucket: Bucket) -> tuple[OutputForm, ...]:
+    """Returns the outputs that launches of ``bucket`` store in two sets in turn where there are graphs.
+
+    Those are the drawn ids and what is reported of them. None: outputs of other launches are copied on the card.
+    """
+    if bucket.stage is not Stage.SAMPLE:
+        return ()
+    kind = target_bucket(bucket)
+    if kind.variant in ("greedy", "masked", "draw", "penalised"):
+        return DRAWN
+    return REPORTED if kind.variant == "full" or drafts_ahead(kind) else ()
+
+
+def graph_input_bytes(bucket: Bucket, sizes: InputSizes) -> int:
+    """Returns ``input_bytes`` in lazy mode, with the tensors that outputs are stored in, and which of them is next."""
+    held = list_held_outputs(bucket)
+    return input_bytes(bucket, sizes) + (4 + 2 * bucket.dims[0] * sum(form.bytes for form in held) if held else 0)
+
+
 def input_bytes(bucket: Bucket, sizes: InputSizes) -> int:
     """Returns the exact bytes of a bucket's input tensors: 32-bit words and bytes, as ``launches/host_copies.py``
     packs them.
@@ -179,7 +221,7 @@ SERVING = Policy(
     drawn_head=True,
     penalised_head=True,
     drafts=True,
-    inputs=input_bytes,
+    inputs=graph_input_bytes,
     quantised=FLOATS8,
     host_kv=True,
     host_blocks=(1, 4),

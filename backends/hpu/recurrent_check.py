@@ -30,26 +30,50 @@ WIDTHS = [GROUPS * SIZE, GROUPS * SIZE, HEADS * SIZE]
 LAUNCHES = ((128, 70, 2, 2), (1, 1, 2, 3))
 """Tokens, real tokens, source and slot of the two launches of one row, which goes on from slot 2 to slot 3."""
 
+RESULTS = ("the delta rule's result", "the state space's result")
+
 
 class ProbeStates(NamedTuple):
-    """The states of the probe: [slots, 3, C] and [slots, heads, size, size]."""
+    """The states of the probe: [slots, 3, C] of a convolution and [slots, heads, size, size], for either op."""
 
     conv: Tensor
-    state: Tensor
+    delta: Tensor
+    plain_conv: Tensor
+    space: Tensor
+
+
+STATES = (
+    "the convolution's state",
+    "the delta rule's state",
+    "the plain convolution's state",
+    "the state space's state",
+)
 
 
 class RecurrentProbe:
-    """A layer of the recurrent ops alone: x [n, C] are queries, keys and values, the residual [n, 2 heads] gates."""
+    """A layer of the recurrent ops alone: x [n, C] are queries, keys and values, the residual [n, 2 heads] gates.
 
-    def __init__(self, ops: RecurrentOps, weight: Tensor, state: ProbeStates) -> None:
-        self.ops, self.weight, self.state = ops, weight, state
+    The delta rule reads a convolution with SiLU, as in gated DeltaNet; the state space one with a bias and without an
+    activation, as in short convolutions.
+    """
+
+    def __init__(self, ops: RecurrentOps, weight: Tensor, bias: Tensor, state: ProbeStates) -> None:
+        self.ops, self.weight, self.bias, self.state = ops, weight, bias, state
 
     def __call__(self, x: Tensor, residual: Tensor, rows: RecurrentRows, attn: Attn) -> tuple[Tensor, Tensor]:
-        mixed = self.ops.causal_conv(x, self.weight, None, self.state.conv, rows, attn, "silu")
-        q, k, v = (t.reshape(len(x), -1, SIZE) for t in torch.split(mixed, WIDTHS, dim=1))
         g, beta = torch.split(residual, [HEADS, HEADS], dim=1)
-        out = self.ops.delta_rule(q, k, v, g, beta, self.state.state, rows, attn)
-        return out.reshape(len(x), -1) * 2, residual * 2
+        mixed = self.ops.causal_conv(x, self.weight, None, self.state.conv, rows, attn, "silu")
+        q, k, v = _split(mixed)
+        out = self.ops.delta_rule(q, k, v, g, beta, self.state.delta, rows, attn)
+        plain = self.ops.causal_conv(x, self.weight, self.bias, self.state.plain_conv, rows, attn, "")
+        q, k, v = _split(plain)
+        scanned = self.ops.state_space(q, k, v, g, beta, self.state.space, rows, attn)
+        return out.reshape(len(x), -1) * 2, scanned.reshape(len(x), -1) * 2
+
+
+def _split(mixed: Tensor) -> list[Tensor]:
+    """Returns queries, keys and values [n, heads, size]."""
+    return [t.reshape(len(mixed), -1, SIZE) for t in torch.split(mixed, WIDTHS, dim=1)]
 
 
 class ProbeLaunch(nn.Module):
@@ -59,14 +83,16 @@ class ProbeLaunch(nn.Module):
         super().__init__()
         self.ops, self.probe = ops, probe
 
-    def forward(self, x: Tensor, gates: Tensor, slots: Tensor, length: Tensor, *rows: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, gates: Tensor, slots: Tensor, length: Tensor, *rows: Tensor
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         attn = FreshAttn(slots, length)
         prepared = self.ops.prepare_recurrent(RecurrentRows(*rows), attn)
-        return self.ops.layer(self.probe, x, gates, prepared, attn)[0]
+        return self.ops.layer(self.probe, x, gates, prepared, attn)
 
 
-def check_recurrent(ops: HpuOps) -> None:
-    """Runs a prompt and a token on the card and on the reference.
+def check_recurrent(ops: HpuOps) -> float:
+    """Runs a prompt and a token on the card and on the reference; returns the largest difference as a share.
 
     Raises:
         StartupError: one line, if results or states differ, or the card cannot run them.
@@ -85,17 +111,18 @@ def check_recurrent(ops: HpuOps) -> None:
             f"(allowed: {CLOSE:.0e}), so this model cannot be served with it; try the other mode (PT_HPU_LAZY_MODE) or "
             "another release"
         )
+    return off
 
 
 def _largest_error(ops: HpuOps) -> tuple[str, float]:
     """Returns what differs most from the reference, and by how much."""
     g, device, plain = torch.Generator().manual_seed(7), ops.bridge.device, ReferenceOps()
-    weight = torch.randn(sum(WIDTHS), 4, generator=g) / 2
-    host = ProbeStates(
-        torch.randn(SLOTS, 3, sum(WIDTHS), generator=g), torch.randn(SLOTS, HEADS, SIZE, SIZE, generator=g)
-    )
+    weight, bias = torch.randn(sum(WIDTHS), 4, generator=g) / 2, torch.randn(sum(WIDTHS), generator=g) / 2
+    shapes = ((SLOTS, 3, sum(WIDTHS)), (SLOTS, HEADS, SIZE, SIZE)) * 2
+    host = ProbeStates(*(torch.randn(shape, generator=g) for shape in shapes))
     there = ProbeStates(*(t.to(device) for t in host))
-    mine, theirs = RecurrentProbe(ops, weight.to(device), there), RecurrentProbe(plain, weight, host)
+    mine = RecurrentProbe(ops, weight.to(device), bias.to(device), there)
+    theirs = RecurrentProbe(plain, weight, bias, host)
     errors = list[tuple[str, float]]()
     for tokens, real, source, slot in LAUNCHES:
         x, gates = torch.randn(tokens, sum(WIDTHS), generator=g), torch.rand(tokens, 2 * HEADS, generator=g)
@@ -103,7 +130,7 @@ def _largest_error(ops: HpuOps) -> tuple[str, float]:
         rows, slots = _rows(real, source, slot), torch.zeros(tokens, dtype=torch.int64)
         start = torch.tensor([0, real, tokens], dtype=torch.int32)
         attn = Attn(start, start[:2], start[:2, None], slots)
-        wanted, _ = theirs(x, gates, plain.prepare_recurrent(rows, attn), attn)
+        wanted = theirs(x, gates, plain.prepare_recurrent(rows, attn), attn)
         launch = ProbeLaunch(ops, mine)
         call = ops.bridge.wrap_in_hpu_graph(launch) if ops.lazy else launch
         inputs = [t.to(device) for t in (x, gates, slots, start[1:2], *rows)]
@@ -111,8 +138,9 @@ def _largest_error(ops: HpuOps) -> tuple[str, float]:
         with ops.check_context():
             out = call(*inputs, **how)
         ops.bridge.mark_step()
-        errors.append((f"the result of {real} tokens", _error(out.cpu()[:real], wanted[:real])))
-        for name, found, expected in zip(("the convolution's state", "the state"), there, host, strict=True):
+        for name, found, expected in zip(RESULTS, out, wanted, strict=True):
+            errors.append((f"{name} of {real} tokens", _error(found.cpu()[:real], expected[:real])))
+        for name, found, expected in zip(STATES, there, host, strict=True):
             errors.append((f"{name} after {real} tokens", _error(found.cpu()[1:], expected[1:])))
     return max(errors, key=lambda one: one[1] if one[1] == one[1] else float("inf"))
 

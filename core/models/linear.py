@@ -478,11 +478,11 @@ class SamplingHead:
     def score_top(self, hidden: Tensor, inputs: HeadTensors, count: int) -> HeadTensorsOut:
         """Returns the log-probabilities of the targets and of the ``count`` top ids; ``state`` does not change."""
         logprobs = self._logits(hidden, inputs).float().log_softmax(-1)
-        target = inputs.target.clamp_min(0)
+        target = inputs.target.long().clamp_min(0)
         own = logprobs.gather(1, target[:, None])
         rank = (logprobs > own).int().sum(-1) + 1
         top = logprobs.topk(count, dim=-1)
-        return HeadTensorsOut(target.int(), own[:, 0], rank.int(), top.indices.int(), top.values)
+        return HeadTensorsOut(target.int(), own[:, 0].clone(), rank.int(), top.indices.int(), top.values)
 
     def _logits(self, hidden: Tensor, inputs: HeadTensors) -> Tensor:
         return self.lm_head(self.ops.gather_rows(hidden, inputs.hidden_row))

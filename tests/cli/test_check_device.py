@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from tests.stubs.gaudi_container import PUBLISHED, put_cards
 from trencadis.backends import cuda, hpu
 from trencadis.backends.cuda import visible_devices
-from trencadis.backends.hpu.start import machine
+from trencadis.backends.hpu.start import bridge_loader, machine
 from trencadis.backends.hpu.start.machine import Stack
 from trencadis.core import devices
 from trencadis.core.errors import StartupError
@@ -30,17 +31,47 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trencadis.server.processes.process_setup.raise_early_stop", lambda: None)
 
 
-def test_an_emulated_card_passes_every_line(capsys: pytest.CaptureFixture[str]) -> None:
+NOT_PROBED = {
+    "opaque_collectives": "a switch asks for it", "send": "it takes two cards", "receive": "it takes two cards",
+    "out_of_memory": "it reads the text of an error",
+}  # fmt: skip
+"""Symbols that no line of ``check-hpu`` calls, and why."""
+
+
+@pytest.mark.parametrize("lazy", ["1", pytest.param("0", marks=pytest.mark.long)])
+def test_an_emulated_card_passes_every_line(
+    lazy: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And every symbol that a start may use has been called by one."""
+    monkeypatch.setenv("PT_HPU_LAZY_MODE", lazy)
+    called: set[str] = set()
+    callable_fields: set[str] = set()
+
+    def record(bridge: Any) -> Any:
+        def counted(name: str, run: Any) -> Any:
+            return lambda *args, **kwargs: (called.add(name), run(*args, **kwargs))[1]
+
+        own = {f.name: getattr(bridge, f.name) for f in dataclasses.fields(bridge) if f.name not in ("device", "hooks")}
+        changed = {name: counted(name, value) for name, value in own.items() if callable(value)}
+        callable_fields.update(changed)
+        return dataclasses.replace(bridge, **changed)
+
+    opened = bridge_loader.open_bridge
+    monkeypatch.setattr(bridge_loader, "open_bridge", lambda *args, **kwargs: record(opened(*args, **kwargs)))
     assert main.main(["check-hpu", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
+    other = "compile" if lazy == "1" else "wrap_in_hpu_graph"
+    assert callable_fields - called == {*NOT_PROBED, other}
     status = {what: state for state, what, _ in found["lines"]}
     assert found["exit"] == 0 and found["device"] == "hpu" and status["mode"] == "info"
     kernels = {what.removeprefix("kernel.") for what in status if what.startswith("kernel.")}
     assert {"FusedSDPA", "FusedRMSNorm", "apply_rotary_pos_emb", "index_copy", "index_select", "topk"} <= kernels
     assert {"sdpa_recomp_fwd", "product", "fp8_gemm_v2", "convert_from_uint4", "block_softmax_adjustment"} <= kernels
+    assert {"mixture_of_experts", "mixture_of_experts.fp8"} <= kernels
     beside = (
         "copies",
-        "graph",
+        "graph" if lazy == "1" else "compiled launch",
+        "recurrent layers",
         "collective",
         "card",
         "views of one upload",

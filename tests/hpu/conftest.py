@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,30 @@ for line in sys.stdin:
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 """Imports torch once, then runs each piece of code in a process of its own, forked before the plug-in is imported."""
+
+COUNTS, SECONDS = "TRENCADIS_TEST_COUNTS", "TRENCADIS_TEST_SECONDS"
+"""Folder that keeps how far long counts have come, and the seconds of one run; unset: each run is whole."""
+
+
+def run_in_pieces(name: str, total: int, piece: Callable[[int], int]) -> None:
+    """Calls ``piece`` with the count that is done, until ``total`` are; it returns how many more it has done.
+
+    With ``TRENCADIS_TEST_COUNTS`` a run goes on where an earlier one ended, and skips the test after
+    ``TRENCADIS_TEST_SECONDS`` seconds if it is not over.
+    """
+    folder = os.environ.get(COUNTS, "")
+    kept = Path(folder, "".join(c if c.isalnum() else "-" for c in name)) if folder else None
+    done = int(kept.read_text()) if kept is not None and kept.exists() else 0
+    end = time.monotonic() + float(os.environ.get(SECONDS, "inf"))
+    while done < total:
+        if kept is not None and time.monotonic() > end:
+            pytest.skip(f"{name}: {done} of {total} are done")
+        done += piece(done)
+        if kept is not None:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            kept.write_text(str(done))
+    print(f"{name}: {done} of {total}")
+
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.random_recurrent import NAN, off, rows_of, seeded
-from trencadis.backends.cpu.recurrent_ops import CHUNK
+from trencadis.backends.cpu.recurrent_ops import CHUNK, scan_rows
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.hpu import ops as hpu_ops
 from trencadis.backends.hpu import static_recurrence
@@ -188,15 +188,29 @@ def test_opening_checks_one_launch_and_says_what_is_wrong(
 ) -> None:
     """A right launch and a wrong result are those of the test below, in both modes."""
     if lazy:
-        check_recurrent(hpu(lazy=lazy).ops)
-    faults: tuple[tuple[str, Any], ...] = (("store_states", lambda *args: None),)
+        assert check_recurrent(hpu(lazy=lazy).ops) < 1e-5
+    conv: Any = static_recurrence.convolve
+    scan = static_recurrence._scan_slab
+
+    def off_by_a_chunk(x: Any, state: Tensor, pairs: Tensor) -> Any:
+        out, kept = scan(x, state, pairs)
+        return out, kept * 1.01
+
+    faults: tuple[tuple[str, Any, str], ...] = (("store_states", lambda *args: None, "the delta rule's"),)
     if lazy:
-        faults = (("write_state", lambda *args: None), ("EPS", 1.0))
-    for name, fault in faults:
+        faults = (
+            ("write_state", lambda *args: None, "the delta rule's"),
+            ("EPS", 1.0, "the delta rule's result"),
+            ("convolve", lambda *args: conv(*args[:5], "silu"), "the state space's"),
+            ("convolve", lambda x, weight, bias, *args: conv(x, weight, None, *args), "the state space's"),
+            ("_scan_slab", off_by_a_chunk, "the state space's state"),
+            ("scan_rows", lambda x, state: scan_rows(x._replace(g=x.g * 0), state), "the state space's"),
+        )
+    for name, fault, said in faults:
         for module in (static_recurrence, hpu_ops):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, fault)
-        with pytest.raises(StartupError, match=r"computes recurrent layers wrongly: the (state|result)"):
+        with pytest.raises(StartupError, match=f"computes recurrent layers wrongly: {said}"):
             check_recurrent(hpu(lazy=lazy).ops)
         monkeypatch.undo()
 

@@ -56,19 +56,60 @@ def test_50000_rows_draw_the_cpus_ids(vocab: int) -> None:
     assert rows == 50_000 and differ == 0
 
 
+def sort_values(values: Tensor, dim: int, descending: bool) -> SimpleNamespace:
+    """``Tensor.sort`` by numpy, several times as fast: sorted values do not depend on who sorts them."""
+    assert descending and dim == -1
+    return SimpleNamespace(values=torch.from_numpy(-np.sort(-values.numpy(), axis=-1)))
+
+
+def count_other_draws(logits: Tensor, allowed: Tensor, head: Any, ours: Callable[..., Tensor] = find_thresholds) -> int:
+    """Returns how many rows draw other ids than the CPU's.
+
+    A draw follows from its probabilities and its threshold, so it is made twice only where the thresholds differ.
+    """
+    found: list[Tensor] = []
+
+    def limit(probs: Tensor, head: Any) -> Tensor:
+        args = probs, head.top_k, head.top_p, head.min_p
+        found.extend(find(*args) for find in (sampler.thresholds, ours))
+        return found[0]
+
+    ids = sampler.draw(logits, allowed, head, limit)
+    if torch.equal(*found):
+        return 0
+    return int((ids != sampler.draw(logits, allowed, head, lambda *args: found[1])).sum())
+
+
+ROWS = 4
+"""Rows at a time: their probabilities stay in the processor's cache."""
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(20))
-def test_50000_rows_of_a_real_vocabulary_draw_the_cpus_ids(part: int) -> None:
+def test_50000_rows_of_a_real_vocabulary_draw_the_cpus_ids(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """2,500 of them: each part has rows, seeds and a forbidden id of its own, so that a run may be cut in pieces."""
+    monkeypatch.setattr(Tensor, "sort", sort_values)
     differ = rows = 0
     for seed in range(part * 79, (part + 1) * 79):
         logits, head = random_rows(seed, min(32, 2500 - rows), 151_936)
-        allowed = torch.ones_like(logits, dtype=torch.bool)
+        allowed = torch.ones(ROWS, logits.shape[1], dtype=torch.bool)
         allowed[:, seed] = False
-        ids = [drawn(find, logits, allowed, head) for find in (sampler.thresholds, find_thresholds)]
-        differ, rows = differ + int((ids[0] != ids[1]).sum()), rows + len(logits)
+        for start in range(0, len(logits), ROWS):
+            some = slice(start, start + ROWS)
+            few = SimpleNamespace(**{name: values[some] for name, values in vars(head).items()})
+            differ += count_other_draws(logits[some], allowed, few)
+        rows += len(logits)
     print(f"part {part}: {rows} rows, {differ} differ")
     assert rows == 2500 and differ == 0
+
+
+def test_a_threshold_that_is_off_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the way of comparing that the long run has."""
+    monkeypatch.setattr(Tensor, "sort", sort_values)
+    logits, head = random_rows(1, 200, 300)
+    allowed = torch.ones_like(logits, dtype=torch.bool)
+    assert count_other_draws(logits, allowed, head) == 0
+    assert count_other_draws(logits, allowed, head, lambda *args: find_thresholds(*args) * 1.02) > 0
 
 
 def test_the_largest_float_is_found_to_its_last_bit() -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks.harness.held_out_accuracy import BASE, LONGEST, ask
+from tests.hpu.conftest import COUNTS, run_in_pieces
 from tests.oracles.transformers_model import conversation
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
+from trencadis.backends.hpu.emulator.emulated_bridge import EmulatedRuntime
 from trencadis.core.device.backend import ProgramState
 
 LIMITS = {"min_pixels": 56 * 56, "max_pixels": 300 * 300}
@@ -73,10 +78,12 @@ def test_with_every_bucket_captured(wanted: list[Any], emulated: Any) -> None:
     llm = emulated(dtype="float32", async_depth=1)
     runner = llm.engine.executor._rank
     warm(runner)
-    bridge = runner.backend.bridge
+    bridge, clock = runner.backend.bridge, EmulatedRuntime.device.clock  # type: ignore[union-attr]
+    between = clock.between
     with bridge.metric_localcontext("graph_compilation") as metric:
         assert answers(llm) == wanted
     assert bridge.compilations(metric) == 0, "a shape was not planned"
+    assert clock.between == between, "something ran between the launches"
 
 
 def test_compiled_buckets_run_without_graphs(wanted: list[Any], emulated: Any) -> None:
@@ -95,6 +102,40 @@ def test_bfloat16(emulated: Any) -> None:
     assert llm.engine.info().dtype == "bfloat16"
     for output in llm.chat(make_conversations(), PARAMS[0], use_tqdm=False):
         assert output.outputs[0].text.strip()
+
+
+QUESTIONS = 2000
+
+
+@pytest.mark.long
+@pytest.mark.part("gaudi")
+@pytest.mark.parametrize("lazy", ["1", "0"])
+def test_held_out_questions_lose_no_more_than_a_fifth_of_a_point(
+    lazy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The demo's, in bfloat16, beside the CPU's own answers; with ``TRENCADIS_TEST_COUNTS`` 64 at a time."""
+    monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
+    monkeypatch.setenv("PT_HPU_LAZY_MODE", lazy)
+    lost: list[float] = []
+    questions = ask(QUESTIONS)
+    ways: dict[str, dict[str, Any]] = {"cpu": {}, f"hpu {lazy}": {"device": "hpu", "warmup": "skip"}}
+    for name, options in ways.items():
+        kept = Path(os.environ.get(COUNTS) or tmp_path, f"right-{name}")
+        with LLM(str(demo_path()), **BASE, **options) as llm:
+
+            def answer(done: int, llm: LLM = llm, kept: Path = kept) -> int:
+                part = questions[done : done + 64]
+                params = SamplingParams(temperature=0, max_tokens=LONGEST)
+                outs = llm.chat([chat for chat, _ in part], params, use_tqdm=False)
+                right = ["01"[out.outputs[0].text == wanted] for out, (_, wanted) in zip(outs, part, strict=True)]
+                kept.write_text((kept.read_text()[:done] if done else "") + "".join(right))
+                return len(part)
+
+            run_in_pieces(f"{QUESTIONS} questions, {name}", QUESTIONS, answer)
+        assert len(kept.read_text()) == QUESTIONS
+        lost.append(100 * kept.read_text().count("0") / QUESTIONS)
+    print(f"lazy {lazy}: {100 - lost[1]:.2f} % exact, {lost[1] - lost[0]:.2f} points lost")
+    assert lost[1] - lost[0] <= 0.2
 
 
 @pytest.mark.part("gaudi")

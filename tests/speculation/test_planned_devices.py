@@ -26,9 +26,10 @@ from trencadis.backends.hpu.emulator.card_profiles import profile
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.hpu_settings import HpuSettings
-from trencadis.backends.hpu.policy import input_bytes, policy
+from trencadis.backends.hpu.policy import graph_input_bytes, policy
 from trencadis.core.buckets import Bucket, Stage, ahead_variant, is_drafting, verify_variant
 from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.checkpoint.registry import family_options
 from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.device_policy import InputSizes
@@ -37,6 +38,7 @@ from trencadis.core.engine.dry_run import StartupPlan
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.engine_builder import create_engine
 from trencadis.core.errors import StartupError
+from trencadis.core.launches.draft_runner import open_beside
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.shared_constants import RESERVED_BLOCKS
 
@@ -314,7 +316,20 @@ def test_the_planner_counts_the_inputs_to_the_byte() -> None:
         backend = gaudi(True, windows)
         for bucket in (Bucket(Stage.VERIFY, (4, 16), verify_variant(5)), Bucket(Stage.SAMPLE, (8,), ahead_variant(4))):
             made = backend.program(bucket, lambda x: None)
-            assert input_bytes(bucket, InputSizes(50, BLOCK, windows=any(windows))) == made.bytes
+            sizes = InputSizes(50, BLOCK, windows=any(windows))
+            assert graph_input_bytes(bucket, sizes) == made.bytes and policy("", lazy=True).inputs is graph_input_bytes
+
+
+def test_a_draft_models_backend_has_the_settings_of_its_own_family(vl_checkpoint: Path) -> None:
+    """Those that the target's family sets, and those that follow from its attention, are the target's alone."""
+    target = BackendConfig(block_size=BLOCK, vocab_size=50, sinks=True, options=family_options("LlamaForCausalLM"))
+    draft = load_config(vl_checkpoint)
+    assert family_options(draft.architecture)["fp32_softmax"] == "1"
+    opened = HpuBackend(target, policy(""), make_bridge(EmulatedDevice(profile("")), True))
+    assert not opened.settings.fp32_softmax and not opened.settings.fused_sdpa
+    beside: Any = open_beside(opened, draft)
+    assert beside.settings.fp32_softmax and beside.settings.fused_sdpa
+    assert beside.hpu_ops.settings == beside.settings
 
 
 MANY = int(os.environ.get("TRENCADIS_TEST_REQUESTS", "10000"))

@@ -12,6 +12,7 @@ import copy
 import hashlib
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -29,6 +30,7 @@ from trencadis.backends.hpu.emulator import refusals
 from trencadis.backends.hpu.emulator.card_profiles import OpTable
 from trencadis.backends.hpu.emulator.device_tensor import DEVICE, DeviceTensor, TensorOwner, flatten, rebuild
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
+from trencadis.backends.hpu.emulator.launch_scope import RegionRecords
 from trencadis.backends.hpu.hccl_comm import HpuComm
 from trencadis.backends.hpu.ops import HpuOps
 
@@ -184,6 +186,8 @@ class HostTwins:
             return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
         if isinstance(value, list):
             return [self.of(item) for item in value]
+        if isinstance(value, partial):
+            return partial(self.of(value.func), *value.args, **value.keywords)
         if isinstance(value, MethodType):
             return MethodType(value.__func__, self.of(value.__self__))
         if isinstance(value, FunctionType):
@@ -279,6 +283,7 @@ class Compiler:
     def __init__(self, device: EmulatedDevice) -> None:
         self.device = device
         self._twins = HostTwins()
+        self._records = RegionRecords()
         self._backend = aot_autograd(
             fw_compiler=self._lower,
             inference_compiler=self._lower,
@@ -311,7 +316,9 @@ class Compiler:
             self._twins = before
 
     def _run_without_values(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Runs a region without values, as one recipe; equal layers run only once."""
+        """Runs a region without values, as one recipe; one that has run on arguments of these shapes is not run again:
+        its recorded figures are added.
+        """
         if self.device.scope is None:
             with self.device.launch():
                 return self._run_without_values(function, args)
@@ -319,7 +326,7 @@ class Compiler:
         self.device.clock.run_flavour((id(function), tuple(t.storage_offset() for t in _tensors(args))))
         scope.cut()
         scope.region = True
-        out = self.device.layer(*args)
+        out = self._records.run(scope, function, self.device.layer, args)
         scope.region = False
         scope.cut()
         scope.live.hold(_own_bytes(out))

@@ -91,6 +91,7 @@ class EmulatedDevice:
         if self.scope is None and func is aten.empty.memory_format:
             return self.empty(tuple(args[0]), kwargs.get("dtype") or torch.get_default_dtype())
         if self.scope is None and func is aten.zero_.default and args[0].store.untouched:
+            self.clock.run_alone(None)
             return args[0]
         capture = self.scope is not None and self.scope.recording is not None
         check_call(func, args, leaves, capture)
@@ -138,12 +139,11 @@ class EmulatedDevice:
         return self._apply(function, name, args, kwargs)
 
     def _run_alone(self, name: str, leaves: list[Any]) -> None:
-        """Counts an operation outside of launches: in lazy mode it is a recipe, per offset of the views that it
-        reads.
+        """Counts an operation outside of launches, copies on the card included: in lazy mode it is a recipe, per
+        offset of the views that it reads.
         """
-        if self.lazy:
-            offsets = tuple(t.storage_offset() for t in leaves if isinstance(t, DeviceTensor))
-            self.clock.run_recipe(("alone", name, offsets, *map(leaf_key, leaves)), 1)
+        offsets = tuple(t.storage_offset() for t in leaves if isinstance(t, DeviceTensor))
+        self.clock.run_alone(("alone", name, offsets, *map(leaf_key, leaves)) if self.lazy else None)
 
     def _apply(self, function: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
         """Runs ``function`` on inner tensors and wraps what comes out."""
@@ -210,13 +210,15 @@ class EmulatedDevice:
             return
         if target.store.captured:
             raise refusals.new_version(name)
-        self.clock.run_recipe(("inserted", name, target.storage_offset(), target.store.bytes, leaf_key(target)), 1)
+        self.clock.run_alone(("inserted", name, target.storage_offset(), target.store.bytes, leaf_key(target)))
         self.clock.charge_copy(target.store.bytes)
 
     def prepare_send(self, source: Any, name: str) -> None:
-        """Prepares ``source`` for a collective between launches: in lazy mode a view is first copied, by a recipe."""
+        """Prepares ``source`` for a collective or a fetch between launches: in lazy mode a view is first copied, by a
+        recipe.
+        """
         if self.scope is None and self.lazy and isinstance(source, DeviceTensor) and source.is_view:
-            self.clock.run_recipe(("taken out", name, source.storage_offset(), leaf_key(source)), 1)
+            self.clock.run_alone(("taken out", name, source.storage_offset(), leaf_key(source)))
 
     def cut(self) -> None:
         """``mark_step``: ends the recipe that is being collected."""
@@ -263,6 +265,7 @@ class EmulatedDevice:
         if isinstance(target, DeviceTensor) == isinstance(source, DeviceTensor):
             if self.scope is not None or not isinstance(target, DeviceTensor):
                 return None
+            self._run_alone(name, [target, source])
             self.transfers.copy_on_device(target, source, non_blocking)
             return target
         if self.scope is not None:
@@ -272,6 +275,7 @@ class EmulatedDevice:
         if isinstance(target, DeviceTensor):
             self.transfers.upload(target, source, non_blocking)
         else:
+            self.prepare_send(source, name)
             self.transfers.download(target, source, non_blocking)
         return target
 
@@ -281,6 +285,7 @@ class EmulatedDevice:
         if self.computes:
             self._values(source, name)
         target = torch.empty(source.shape, dtype=dtype)
+        self.prepare_send(source, name)
         self.transfers.download(target, source, non_blocking)
         return target
 

@@ -199,6 +199,8 @@ class Clock:
         """Virtual seconds of all launches, apart from ``seconds``."""
         self.seconds = 0.0
         self.compiles = 0
+        self.between = 0
+        """Operations outside of launches, each of which is a launch of its own."""
         self.lines: Counter[str] = Counter()
         """Events other than compilations, such as fall-backs, by name, operation and line of code."""
         self.flavours = 0
@@ -227,6 +229,16 @@ class Clock:
         if self.saved is not None:
             self.saved.keep(key, ops)
         return True
+
+    def run_alone(self, key: Hashable | None) -> None:
+        """Runs one operation outside of launches, which costs the host and the card a launch of its own.
+
+        ``key``: its recipe; None: it has none, because it only fills new memory or is an eager kernel.
+        """
+        self.between += 1
+        self.launched += self.rates.launch
+        if key is not None:
+            self.run_recipe(key, 1)
 
     def run_flavour(self, key: Hashable) -> bool:
         """Runs a compiled graph with inputs at certain offsets; returns True if it had no executable for them."""

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trencadis.backends.hpu.emulator import refusals
-from trencadis.backends.hpu.emulator.allocator import LiveBytes
+from trencadis.backends.hpu.emulator.allocator import LiveBytes, Store
 from trencadis.backends.hpu.emulator.device_tensor import (
     NODES,
     DeviceTensor,
@@ -284,6 +285,101 @@ def signature(layer: Any) -> Hashable:
     return tuple(found)
 
 
+@dataclass(frozen=True, slots=True)
+class ResultForm:
+    """A tensor that a region returns in memory of its own."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentIndex:
+    """A tensor that a region returns as it came: its index among the leaves of the arguments."""
+
+    index: int
+
+
+@dataclass(slots=True)
+class RegionRecord:
+    """A region that ran without values: the rows of its recipe, its peak bytes above those held before, and its
+    results, with ``ResultForm`` and ``ArgumentIndex`` in place of tensors.
+    """
+
+    rows: tuple[Hashable, ...]
+    peak: int
+    out: object
+
+
+class RegionRecords:
+    """The compiled regions that have run on a card without values: one that ran on arguments of the same shapes is not
+    run again, in no launch.
+    """
+
+    def __init__(self) -> None:
+        self._known: WeakKeyDictionary[Function, dict[Hashable, RegionRecord]] = WeakKeyDictionary()
+
+    def run(self, scope: Scope, function: Function, run: Function, args: tuple[object, ...]) -> object:
+        """Returns ``run(*args)``, the results of the region that is compiled as ``function``, or tensors like them."""
+        records = self._known.setdefault(function, {})
+        key = tuple(_region_key(leaf) for leaf in flatten(args))
+        known = records.get(key)
+        if known is not None:
+            return self._repeat(scope, known, args)
+        live, before, cuts = scope.live, scope.live.peak, scope.live.cuts
+        base = live.peak = live.now
+        out = run(*args)
+        peak, live.peak = live.peak - base, max(before, live.peak)
+        made = RegionRecord(scope.list_rows(), peak, out)
+        if live.cuts == cuts and self._has_forms(made, live, args):
+            records[key] = made
+        return out
+
+    def _has_forms(self, made: RegionRecord, live: LiveBytes, args: tuple[object, ...]) -> bool:
+        """Puts forms in place of the record's tensors; returns False if one of them shares memory with others."""
+        given = {id(leaf): i for i, leaf in enumerate(flatten(args))}
+        others = 0
+
+        def form(leaf: object) -> object:
+            nonlocal others
+            if not isinstance(leaf, DeviceTensor):
+                return leaf
+            if id(leaf) in given:
+                return ArgumentIndex(given[id(leaf)])
+            others += leaf.is_view or leaf.store.live is not live or leaf.store.born != live.cuts
+            return ResultForm(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.store.bytes)
+
+        made.out = rebuild(made.out, form)
+        return not others
+
+    def _repeat(self, scope: Scope, known: RegionRecord, args: tuple[object, ...]) -> object:
+        """Adds the figures of a region that ran before; returns new results."""
+        live, given = scope.live, flatten(args)
+        live.peak = max(live.peak, live.now + known.peak)
+        scope.collect_rows(known.rows)
+
+        def make(leaf: object) -> object:
+            if isinstance(leaf, ArgumentIndex):
+                return given[leaf.index]
+            if not isinstance(leaf, ResultForm):
+                return leaf
+            held = torch.empty_strided(leaf.shape, leaf.strides, dtype=leaf.dtype, device="meta")
+            return DeviceTensor(held, Store(scope.device.allocator, leaf.bytes, live), scope.device, is_view=False)
+
+        return rebuild(known.out, make)
+
+
+def _region_key(leaf: object) -> Hashable:
+    """Returns the key of an argument; of an object its type, since a region has one kind of part."""
+    if isinstance(leaf, Tensor):
+        return leaf_key(leaf)
+    if isinstance(leaf, int | float | str) or leaf is None:
+        return leaf
+    return type(leaf).__qualname__
+
+
 class Scope(TorchDispatchMode):
     """One launch: the recipe being collected, the memory it takes, and the recording if it is captured.
 
@@ -339,6 +435,17 @@ class Scope(TorchDispatchMode):
         limit = self.device.profile.max_ops
         if len(self._recipe) > limit:
             raise refusals.too_many_ops(len(self._recipe), limit)
+
+    def collect_rows(self, rows: Sequence[Hashable]) -> None:
+        """Adds the rows of a part that ran before to the recipe."""
+        for row in rows:
+            self.layer_reuse.note(row)
+        self._recipe.extend(rows)
+        self.ops += len(rows)
+
+    def list_rows(self) -> tuple[Hashable, ...]:
+        """Returns the rows of the recipe so far."""
+        return tuple(self._recipe)
 
     def measure(self, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Adds the work of one operation on tensors of the device."""

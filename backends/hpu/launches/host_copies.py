@@ -22,8 +22,9 @@ from torch import Tensor
 
 from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.launches.hpu_inputs import LaunchForm, arrays, leaves, rebuild
+from trencadis.backends.hpu.policy import OutputForm
 from trencadis.core.buckets import Bucket
-from trencadis.core.device.backend import Inputs, OutOfDeviceMemory, TensorsOut, host_output
+from trencadis.core.device.backend import HeadTensorsOut, Inputs, OutOfDeviceMemory, TensorsOut, host_output
 
 
 @contextmanager
@@ -170,25 +171,92 @@ class Staging:
         return self._areas[piece][self._current[piece]]
 
 
+class HeldOutput(HeadTensorsOut):
+    """Outputs of a launch in one of the two sets of its program (``OutputSets``)."""
+
+    fetching: HpuPending | None = None
+    """What copies them to the host: the set is written again once that has ended."""
+
+
+class OutputSets:
+    """Two sets of tensors for the outputs of a program, in turn: a launch writes one while the other is fetched.
+
+    A graph writes the same tensors in every replay, so which set it writes is an input of the launch. It writes both:
+    one the new values, the other those that it has. So outputs need no copy on the card between two launches, and none
+    is overwritten before it is fetched.
+
+    Args:
+        forms: the outputs of a launch of ``rows`` rows.
+    """
+
+    def __init__(self, forms: Sequence[OutputForm], rows: int, device: torch.device) -> None:
+        self.sets = [self._make(forms, rows, device) for _ in range(2)]
+        self.turn = 0
+        """The set that the next launch writes."""
+        self.bytes = 2 * rows * sum(form.bytes for form in forms)
+
+    def _make(self, forms: Sequence[OutputForm], rows: int, device: torch.device) -> HeldOutput:
+        token, *others = (
+            torch.zeros(form.shape(rows), dtype=getattr(torch, form.dtype), device=device) for form in forms
+        )
+        logprob, rank, top_id, top_logprob = others or (None,) * 4
+        return HeldOutput(token, logprob, rank, top_id, top_logprob)
+
+    def bind(self, body: Callable[[Any], HeadTensorsOut]) -> Callable[[object, Tensor], None]:
+        """Returns ``body`` with a second argument, the number of the set [1] that it stores its outputs in."""
+
+        def run(inputs: object, turn: Tensor) -> None:
+            first = turn == 0
+            for new, *held in zip(body(inputs), *self.sets, strict=True):
+                if new is None:
+                    assert held == [None, None]
+                    continue
+                one, two = held
+                assert (new.shape, new.dtype) == (one.shape, one.dtype), (new.shape, new.dtype, one.shape, one.dtype)
+                one.copy_(torch.where(first, new, one))
+                two.copy_(torch.where(first, two, new))
+
+        return run
+
+    def wait(self) -> HeldOutput:
+        """Returns the set that the next launch writes, once the fetch of what it holds has ended."""
+        found = self.sets[self.turn]
+        fetching, found.fetching = found.fetching, None
+        if fetching is not None:
+            fetching.wait()
+        return found
+
+
 class StaticInputs:
     """A bucket's inputs at fixed addresses on the card: views of one or two pieces (``make_packing``).
 
     A graph reads the views and never writes to them. A check may write to one from outside: that changes its piece.
+
+    Args:
+        outputs: where the launches store their outputs; None: they return new tensors, or the graph's own.
     """
 
-    def __init__(self, bucket: Bucket, bridge: Bridge, form: LaunchForm) -> None:
+    def __init__(self, bucket: Bucket, bridge: Bridge, form: LaunchForm, outputs: OutputSets | None = None) -> None:
         self.bucket, self.form = bucket, form
         self.staging = Staging(bridge)
         """Replaced by the backend with the one that its programs share."""
+        self.outputs = outputs
         blank = arrays(bucket, None, form)
-        self._sent: list[Array] = leaves(blank)
-        self.types = types_of(self._sent)
+        self.types = types_of(leaves(blank))
         """The dtype in which the body expects each array, whatever the dtype of its piece."""
+        self._sent: list[Array] = self.list_arrays(None)
         self.packing = make_packing(self._sent)
         self.pieces = [self._blank(piece).to(bridge.device) for piece in range(len(self.packing.types))]
         views = iter(self.packing.views(self.pieces))
         self.tensors: Any = rebuild(blank, lambda array: next(views))
-        self.bytes = self.packing.bytes
+        self.turn: Tensor | None = next(views, None)
+        """[1]: which set of ``outputs`` a launch writes."""
+        self.bytes = self.packing.bytes + (outputs.bytes if outputs is not None else 0)
+
+    def list_arrays(self, inputs: Inputs | None) -> list[Array]:
+        """Returns the host arrays of a launch in the order of the packing."""
+        found: list[Array] = leaves(arrays(self.bucket, inputs, self.form))
+        return found if self.outputs is None else [*found, np.array([self.outputs.turn], np.int32)]
 
     def _blank(self, piece: int) -> Tensor:
         made = np.empty(self.packing.sizes[piece], self.packing.types[piece])
@@ -197,7 +265,9 @@ class StaticInputs:
 
     def fill(self, inputs: Inputs | None) -> None:
         """Queues the copies of the pieces that differ from those sent last: at most two."""
-        filled: list[Array] = leaves(arrays(self.bucket, inputs, self.form))
+        if self.outputs is not None:
+            self.outputs.turn ^= 1
+        filled = self.list_arrays(inputs)
         changed = {
             slice_.piece
             for slice_, last, new in zip(self.packing.slices, self._sent, filled, strict=True)
@@ -221,7 +291,8 @@ class HostOutputPool:
     read.
 
     A replay of a graph overwrites the outputs of the one before, and waits for no fetch that reads them. So where there
-    are graphs, outputs are first copied on the card, behind their launch and before the next.
+    are graphs, outputs that have no ``OutputSets`` are first copied on the card, behind their launch and before the
+    next.
     """
 
     def __init__(self, bridge: Bridge) -> None:
@@ -246,9 +317,10 @@ class HostOutputPool:
         return kept
 
     def prepare(self, out: TensorsOut | None) -> None:
-        """Copies outputs once on the card, so that no later copy of their shapes compiles anything."""
-        if self._copies and isinstance(out, tuple):
-            self.keep([t for t in out if isinstance(t, Tensor)])
+        """Copies tensors like the outputs once on the card, so that no later copy of their shapes compiles anything."""
+        if self._copies and isinstance(out, tuple) and not isinstance(out, HeldOutput):
+            device = self._bridge.device
+            self.keep([torch.zeros(t.shape, dtype=t.dtype, device=device) for t in out if isinstance(t, Tensor)])
 
     def release(self, host: list[Tensor]) -> None:
         """Returns memory to the pool; safe on any thread."""
@@ -278,7 +350,7 @@ class HpuPending:
     def __init__(self, out: TensorsOut, rows: int, landing: HostOutputPool) -> None:
         given = [t for t in out if t is not None]
         self._out, self._rows, self._landing = out, rows, landing
-        self._kept = landing.keep(given)
+        self._kept = given if isinstance(out, HeldOutput) else landing.keep(given)
         self._host = [landing.take(t) for t in given]
         for target, source in zip(self._host, self._kept, strict=True):
             target.copy_(source, non_blocking=landing.pinned)
@@ -286,10 +358,14 @@ class HpuPending:
         if self._event is not None:
             self._event.record()
         self._found: Any = None
+        self._arrived = self._event is None
+        self._error: RuntimeError | None = None
+        if isinstance(out, HeldOutput):
+            out.fetching = self
 
     def done(self) -> bool:
         """Returns True if ``result`` would not wait."""
-        return self._event is None or bool(self._event.query())
+        return self._arrived or bool(self._event.query())
 
     def result(self) -> Any:
         """Waits for the copies and returns the outputs on the host."""
@@ -297,13 +373,24 @@ class HpuPending:
             self._found = self._read()
         return self._found
 
-    def _read(self) -> Any:
-        if self._event is not None:
+    def wait(self) -> None:
+        """Waits until the copies have arrived, or a launch has failed: ``result`` raises its error."""
+        if self._arrived:
+            return
+        try:
             with self._landing.named_errors():
                 # The plug-in holds its lock of events while it waits for one: another thread could record none.
                 while not self._event.query():
                     time.sleep(POLL)
-                self._event.synchronize()  # raises late errors of launches
+                self._event.synchronize()
+        except RuntimeError as error:
+            self._error = error
+        self._arrived = True
+
+    def _read(self) -> Any:
+        self.wait()
+        if self._error is not None:
+            raise self._error
         found = iter([t[: self._rows].numpy().copy() for t in self._host])
         read = host_output(self._out, [None if t is None else next(found) for t in self._out])
         self._landing.release(self._host)

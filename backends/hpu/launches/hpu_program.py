@@ -12,10 +12,17 @@ import torch
 from torch import nn
 
 from trencadis.backends.hpu.bridge import Bridge
-from trencadis.backends.hpu.launches.host_copies import HostOutputPool, StaticInputs, cast_inputs, named_errors
+from trencadis.backends.hpu.launches.host_copies import (
+    HostOutputPool,
+    OutputSets,
+    StaticInputs,
+    cast_inputs,
+    named_errors,
+)
 from trencadis.backends.hpu.launches.hpu_inputs import LaunchForm
 from trencadis.backends.hpu.launches.region_compiler import is_dynamos, own_code, part
 from trencadis.backends.hpu.ops import HpuOps
+from trencadis.backends.hpu.policy import list_held_outputs
 from trencadis.core.buckets import Bucket, target_bucket
 from trencadis.core.device.backend import Body, Inputs, OutOfDeviceMemory, ProgramState
 from trencadis.core.errors import format_error
@@ -28,13 +35,13 @@ class BodyModule(nn.Module):
     else.
     """
 
-    def __init__(self, body: Body, ops: HpuOps) -> None:
+    def __init__(self, body: Callable[..., object], ops: HpuOps) -> None:
         super().__init__()
         self.body, self.ops = body, ops
 
-    def forward(self, inputs: Any) -> Any:
+    def forward(self, *inputs: object) -> object:
         self.ops.begin()
-        return self.body(inputs)
+        return self.body(*inputs)
 
 
 class LaunchContexts(NamedTuple):
@@ -58,7 +65,9 @@ class HpuProgram:
     ) -> None:
         self.bucket, self.bridge, self.contexts = bucket, bridge, contexts
         self.state = ProgramState.PLANNED
-        self.static = StaticInputs(target_bucket(bucket), bridge, form)
+        forms = list_held_outputs(bucket) if bridge.is_lazy() else ()
+        self.outputs = OutputSets(forms, bucket.dims[0], bridge.device) if forms else None
+        self.static = StaticInputs(target_bucket(bucket), bridge, form, self.outputs)
         self.bytes = self.static.bytes
         self.proven, self.compiling = False, False
         self.landing: HostOutputPool | None = None
@@ -86,12 +95,15 @@ class HpuProgram:
         """
         try:
             with self.compile_mode():
-                self.run()
+                out = self.run()
         except RuntimeError as error:
             if isinstance(error, OutOfDeviceMemory) or self.compiles_for_real or is_dynamos(error):
                 raise
             log.warning("hpu: %s cannot be compiled without running (%s); it is run.", self.bucket, format_error(error))
-            self.run()
+            out = self.run()
+        if self.landing is not None:
+            with named_errors(self.bridge):
+                self.landing.prepare(out)
 
     @contextmanager
     def compile_mode(self) -> Iterator[None]:
@@ -107,9 +119,7 @@ class HpuProgram:
     def rehearse(self) -> None:
         """Runs a launch on the current contents of the buffers; an emulated card leaves the values out."""
         with self.contexts.rehearsal():
-            out = self.replay()
-        if self.landing is not None and self.contexts.rehearsal is nullcontext:
-            self.landing.prepare(out)
+            self.replay()
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
@@ -143,12 +153,22 @@ class GraphProgram(HpuProgram):
     """
 
     def _prepare(self, body: Body, ops: HpuOps) -> None:
-        self._module: Any = self.bridge.wrap_in_hpu_graph(BodyModule(cast_inputs(self.static.types, body), ops))
+        typed = cast_inputs(self.static.types, body)
+        made = BodyModule(typed if self.outputs is None else self.outputs.bind(typed), ops)
+        self._module: Any = self.bridge.wrap_in_hpu_graph(made)
+
+    def _forward(self, **how: bool) -> object:
+        """Calls the wrapped module; returns the outputs of the launch."""
+        if self.outputs is None:
+            return self._module.forward(self.inputs, **how)
+        held = self.outputs.wait()
+        self._module.forward(self.inputs, self.static.turn, **how)
+        return held
 
     def run(self) -> Any:
         """Runs one launch without the graph."""
         with self.on_device():
-            out = self._module.forward(self.inputs, bypass_hpu_graphs=True)
+            out = self._forward(bypass_hpu_graphs=True)
             self.bridge.mark_step()
             self.prove()
         self.state = max(self.state, ProgramState.COMPILED)
@@ -165,18 +185,18 @@ class GraphProgram(HpuProgram):
         before = self.bridge.mem_get_info()[0]
         with self.on_device():
             with self.compile_mode():
-                self._module.forward(self.inputs)
+                self._forward()
             self.bridge.synchronize()
         self.proven = False  # what runs from now on is the graph
         self.bytes = self.static.bytes + max(before - self.bridge.mem_get_info()[0], 0)
         self.state = ProgramState.CAPTURED
 
     def replay(self) -> Any:
-        """Replays the graph. Outputs are valid until the next replay of this bucket, which writes the same tensors."""
+        """Replays the graph. Outputs are valid until the next replay of this bucket, or the next but one."""
         if self.state is not ProgramState.CAPTURED:
             return self.run()
         with self.on_device():
-            out = self._module.forward(self.inputs)
+            out = self._forward()
             self.prove()
         return out
 

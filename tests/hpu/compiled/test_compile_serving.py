@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from tests.hpu.conftest import run_in_pieces
 from tests.oracles.transformers_model import conversation
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
@@ -263,14 +264,17 @@ def check_form(name: str, count: int, compiled: Any, monkeypatch: pytest.MonkeyP
     for variable, value in {**variables, "TRENCADIS_HPU_EMULATOR_KIND": kind}.items():
         monkeypatch.setenv(variable, value)
     llm = compiled(**{"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 256, **flags})
-    clock, begun = card().clock, time.perf_counter()
+    clock, rank = card().clock, llm.engine.executor._rank
     before = (clock.compiles, clock.flavours, graphs())
-    serve_random(llm, count, 3)
-    assert (clock.compiles, clock.flavours, graphs()) == before, name
-    rank = llm.engine.executor._rank
-    assert rank.graphs.recompiles == 0 and not clock.lines
-    print(f"{name}: {count} requests in {time.perf_counter() - begun:.0f} s, {before[0]} recipes and {before[1]} "
-          "executables before and after")  # fmt: skip
+
+    def serve(done: int) -> int:
+        serve_random(llm, min(100, count - done), 3 + done)
+        assert (clock.compiles, clock.flavours, graphs()) == before, name
+        assert rank.graphs.recompiles == 0 and not clock.lines
+        return min(100, count - done)
+
+    run_in_pieces(f"{count} requests, {kind}, {name}", count, serve)
+    print(f"{before[0]} recipes and {before[1]} executables before and after")
 
 
 def test_random_requests_make_no_executable(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +24,8 @@ from trencadis.backends.hpu.emulator.emulated_compiler import calls, is_view
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.policy import policy
-from trencadis.backends.hpu.start import card_probes
-from trencadis.core.buckets import Bucket, Stage
+from trencadis.backends.hpu.start import kernel_probes
+from trencadis.core.buckets import Bucket, Stage, verify_variant
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.quant_config import online
 from trencadis.core.config import EngineConfig
@@ -47,6 +47,9 @@ BODIES = {
     "draw": Bucket(Stage.SAMPLE, (2,), "draw"),
     "penalised": Bucket(Stage.SAMPLE, (2,), "penalised"),
     "reset": Bucket(Stage.RESET, (2,)),
+    "verify": Bucket(Stage.VERIFY, (2, 8), verify_variant(3)),
+    "top64": Bucket(Stage.SAMPLE, (2,), "top64"),
+    "pool": Bucket(Stage.POOL, (4,)),
 }
 
 pytestmark = pytest.mark.part("gaudi")
@@ -77,6 +80,7 @@ def body(model: Any, name: str) -> Callable[[Any], Any]:
     found: dict[str, Callable[[Any], Any]] = {
         "greedy": lambda t: model.head(t, False), "full": lambda t: model.head(t, True),
         "draw": model.drawn_head, "penalised": model.penalised_head, "vision": model.vision, "reset": model.reset,
+        "top64": partial(model.score_top, 64), "pool": model.pool,
     }  # fmt: skip
     return found.get(name, model.text)
 
@@ -100,7 +104,8 @@ def check(name: str, **how: Any) -> None:
     cache_shape = made.model.persistent.kv[0].k.shape
     stores = [n for n in calls(lowered.graph) if n.target is aten.index_copy_.default]
     kept = [n for n in stores if n.args[0].meta["val"].shape == cache_shape]
-    assert len(kept) == (2 * LAYERS if BODIES[name].stage in (Stage.FRESH, Stage.CONTEXT, Stage.DECODE) else 0)
+    stored = BODIES[name].stage in (Stage.FRESH, Stage.CONTEXT, Stage.DECODE, Stage.VERIFY)
+    assert len(kept) == (2 * LAYERS if stored else 0)
     assert not any("index_put" in str(n.target) for n in calls(lowered.graph))
     counts = made.model.persistent.state.counts
     counted = name in ("full", "draw", "penalised")
@@ -202,7 +207,7 @@ class Names(TorchDispatchMode):
 def probed() -> frozenset[str]:
     """Operations of the lines that ``check-hpu`` prints of plain torch, and the fused ones, which have their own."""
     with Names() as names:
-        for run, args in card_probes.kernels(make_bridge(EmulatedDevice(profile("")), lazy=False)).values():
+        for run, args in kernel_probes.kernels(make_bridge(EmulatedDevice(profile("")), lazy=False)).values():
             run(*args)
     fused = {"sdpa_recomp_fwd", "rms_norm", "rotary_pos_embedding", "cast_to_fp8_v2", "cast_from_fp8", "fp8_gemm_v2"}
     return frozenset(names.seen | fused)

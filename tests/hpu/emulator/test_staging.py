@@ -16,6 +16,7 @@ from trencadis.backends.hpu.launches.host_copies import cast_inputs, make_packin
 from trencadis.backends.hpu.launches.hpu_inputs import LaunchForm, arrays, leaves, rebuild
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import HeadTensors, HeadTensorsOut
+from trencadis.core.request import MAX_LOGPROBS
 from trencadis.core.step import HeadInputs, HeadOutput
 from trencadis.core.vision_config import SlotForm
 
@@ -32,8 +33,9 @@ MOST = 6
 def body(x: HeadTensors) -> HeadTensorsOut:
     """Outputs that name their inputs, of both pieces and of each type."""
     token = (3 * x.hidden_row + x.slot + x.masks.to(torch.int32).sum(1).index_select(0, x.mask_row)).to(torch.int32)
-    pairs = torch.stack([x.temperature, x.uniform], 1)
-    return HeadTensorsOut(token, x.temperature + x.target, x.top_k + 0, token[:, None] + x.top_k[:, None], pairs)
+    pairs = torch.stack([x.temperature, x.uniform], 1).repeat(1, MAX_LOGPROBS // 2)
+    many = (token + x.top_k)[:, None].repeat(1, MAX_LOGPROBS)
+    return HeadTensorsOut(token, x.temperature + x.target, x.top_k + 0, many, pairs)
 
 
 def inputs(rng: np.random.Generator, rows: int, first: int) -> HeadInputs:
@@ -53,10 +55,9 @@ def inputs(rng: np.random.Generator, rows: int, first: int) -> HeadInputs:
 
 def expected(x: HeadInputs) -> HeadOutput:
     token = 3 * x.hidden_row + x.slot + x.masks.sum(1, dtype=np.int64)[x.mask_row]
-    pairs = np.stack([x.temperature, x.uniform], 1)
-    return HeadOutput(
-        token, x.temperature + x.target.astype(np.float32), x.top_k, token[:, None] + x.top_k[:, None], pairs
-    )
+    pairs = np.tile(np.stack([x.temperature, x.uniform], 1), MAX_LOGPROBS // 2)
+    many = np.tile((token + x.top_k)[:, None], MAX_LOGPROBS)
+    return HeadOutput(token, x.temperature + x.target.astype(np.float32), x.top_k, many, pairs)
 
 
 def vars_of(out: HeadOutput) -> list[Any]:
@@ -71,9 +72,10 @@ class Loop:
     Args:
         fill: how inputs are sent in place of the program's own way.
         fetch: how a result is read in place of the backend's own way.
+        variant: of the programs; "": a replay overwrites the results of the one before.
     """
 
-    def __init__(self, hpu: Callable[..., Any], fill: Any = None, fetch: Any = None) -> None:
+    def __init__(self, hpu: Callable[..., Any], fill: Any = None, fetch: Any = None, variant: str = "full") -> None:
         self.backend = hpu(vocab_size=VOCAB)
         self.card = self.backend.card
         self.fill, self.fetch = fill or self.backend.fill, fetch or self.backend.fetch
@@ -84,7 +86,7 @@ class Loop:
             self.log.index_copy_(0, x.hidden_row, (out.token + x.temperature)[:, None])
             return out
 
-        self.programs = [self.backend.program(Bucket(Stage.SAMPLE, (n,), "full"), logged) for n in SIZES]
+        self.programs = [self.backend.program(Bucket(Stage.SAMPLE, (n,), variant), logged) for n in SIZES]
         for program in self.programs[1:]:
             program.compile()
             program.capture()
@@ -159,7 +161,7 @@ class OneArea:
 
     def __call__(self, program: Any, x: Any) -> None:
         static = program.static
-        filled = leaves(arrays(program.bucket, x, static.form))
+        filled = static.list_arrays(x)
         for piece, target in enumerate(static.pieces):
             area = self.areas.setdefault(id(target), program.bridge.pin(torch.empty(target.shape, dtype=target.dtype)))
             static.packing.write(piece, filled, area.numpy())
@@ -204,7 +206,7 @@ MISTAKES: dict[str, tuple[Any, str, str]] = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_are_caught(name: str, hpu: Callable[..., Any]) -> None:
     fill, kind, says = MISTAKES[name]
-    loop = Loop(hpu, fill)
+    loop = Loop(hpu, fill, variant="" if kind == "pinned" else "full")
     if kind == "blocking":
         loop.fetch = Blocking
     elif kind:

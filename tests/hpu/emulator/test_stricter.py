@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from trencadis.backends.hpu import pick_dtype
 from trencadis.backends.hpu.backend import HpuBackend
 from trencadis.backends.hpu.emulator.card_profiles import profile
 from trencadis.backends.hpu.emulator.device_tensor import DEVICE
@@ -20,6 +21,7 @@ from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.policy import policy
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import BackendConfig, HeadTensorsOut, TextTensors
+from trencadis.core.errors import StartupError
 
 pytestmark = pytest.mark.part("gaudi")
 
@@ -30,6 +32,29 @@ def test_a_type_that_the_card_has_not_is_refused(card: EmulatedDevice, dtype: to
         torch.zeros(3, dtype=dtype).to(DEVICE)
     with pytest.raises(Refused, match="which the card has not"), card.launch():
         torch.ones(3, device=DEVICE).to(dtype)
+
+
+def test_float16_is_a_type_of_the_card(card: EmulatedDevice) -> None:
+    """The release's list names it for operations of both cards; one whose types leave it out goes to the host."""
+    x = torch.ones(3, 4).half().to(DEVICE)
+    with card.launch():
+        total = x.sum(-1)
+    assert total.dtype is torch.float16 and total.cpu().tolist() == [4, 4, 4] and not card.clock.lines
+    with card.launch():
+        x.roll(1, 0)
+    assert any("cpu_fallback" in line and "float16" in line for line in card.clock.lines)
+
+
+def test_float16_is_served_as_bfloat16_with_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    for asked in ("float16", "half"):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "trencadis.engine"):
+            assert pick_dtype(asked, "float16") is torch.bfloat16
+        (record,) = caplog.records
+        assert f"--dtype {asked}: bfloat16 is used instead" in record.getMessage()
+    assert pick_dtype("auto", "float16") is torch.bfloat16 and len(caplog.records) == 1
+    with pytest.raises(StartupError, match="--dtype float8 is not supported on hpu"):
+        pick_dtype("float8", "float16")
 
 
 def test_of_duplicates_no_row_wins(card: EmulatedDevice) -> None:
@@ -68,6 +93,22 @@ def test_each_combination_of_offsets_is_an_executable_of_its_own() -> None:
         assert card.clock.flavours == flavours
 
 
+@pytest.mark.parametrize("lazy", [True, False])
+def test_what_runs_between_launches_is_counted_and_takes_a_launch(lazy: bool) -> None:
+    """A copy on the card, new memory that is filled, a fetch of a view: each is launched by itself."""
+    card = EmulatedDevice(profile(""))
+    make_bridge(card, lazy)
+    source = torch.arange(8.0).to(DEVICE)
+    for run, count, recipes in (
+        (lambda: torch.zeros(8, device=DEVICE), 1, 0), (lambda: torch.zeros(8, device=DEVICE).copy_(source), 2, lazy),
+        (lambda: source + 1, 1, lazy), (lambda: source.cpu(), 0, 0), (lambda: source[2:].cpu(), int(lazy), lazy),
+    ):  # fmt: skip
+        before, compiles, launched = card.clock.between, card.clock.compiles, card.clock.launched
+        run()
+        assert (card.clock.between - before, card.clock.compiles - compiles) == (count, int(recipes))
+        assert card.clock.launched - launched == pytest.approx(count * card.clock.rates.launch)
+
+
 def test_a_strided_input_costs_its_whole_storage() -> None:
     card = EmulatedDevice(profile(""))
     compiled = make_bridge(card, lazy=False).compile(add)
@@ -95,6 +136,37 @@ def test_executables_are_counted_without_values_as_with_them() -> None:
             backend.ops.by_rows(Kept().keep, (x, torch.arange(rows).to(DEVICE)), torch.zeros(9, 8).to(DEVICE))
         counts.append((card.clock.flavours, card.clock.compiles))
     assert counts[0] == counts[1] and counts[0][0] > counts[0][1] == 2, "two sizes of pieces, at many places"
+
+
+class Widened:
+    """Returns a wider tensor, its argument, and (``views``) a view."""
+
+    def __init__(self, views: bool) -> None:
+        self.views, self.runs = views, [0]
+
+    def forward(self, x: Tensor, factor: float) -> tuple[Tensor, ...]:
+        self.runs[0] += 1
+        wide = torch.cat([x * factor, (x + 1) * 2]).float()
+        return (wide, x, wide[1:]) if self.views else (wide, x)
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_a_region_without_values_runs_once_and_counts_each_time(views: bool) -> None:
+    """On a card without values; with another number or shape it is another one."""
+    card = EmulatedDevice(profile(""), computes=False)
+    backend = HpuBackend(BackendConfig(), policy("", lazy=False), make_bridge(card, lazy=False), HpuSettings())
+    part, found = Widened(views), []
+    for rows, factor in ((6, 2.0), (6, 2.0), (6, 3.0), (4, 2.0), (6, 2.0)):
+        x = torch.ones(rows, 8, dtype=torch.bfloat16).to(DEVICE)
+        with card.launch() as scope:
+            out = backend.ops.region(part.forward, x, factor)
+            held = scope.live.now
+        assert out[0].shape == (2 * rows, 8) and out[0].dtype == torch.float32 and out[1] is x
+        found.append((scope.ops, scope.live.peak, scope.live.held, scope.live.kept, held))
+        del out
+        assert scope.live.now == 0
+    assert found[0] == found[1] == found[2] == found[4] != found[3] and found[0][1] > found[0][4]
+    assert part.runs[0] == (5 if views else 3) and card.clock.compiles == 3
 
 
 class Kept:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import torch
 from habana_frameworks.torch.hpu import failures
@@ -64,7 +65,15 @@ def mem_get_info(device: int | None = None) -> tuple[int, int]:
 
 
 class Event:
-    def record(self, stream: object = None) -> None: ...
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.timing, self.at = enable_timing, 0.0
+
+    def record(self, stream: object = None) -> None:
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self.timing and end.timing
+        return 1e3 * (end.at - self.at)
 
     def query(self) -> bool:
         return True

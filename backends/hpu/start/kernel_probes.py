@@ -1,0 +1,317 @@
+"""Kernels of the card: each operation that model bodies use, and each fused one, compared with the CPU.
+
+Also the checks that a start makes of operations which a closed library decides about: experts and recurrent layers.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from trencadis.backends.hpu.bridge import Bridge, emulator_hooks, fused_attention
+from trencadis.backends.hpu.fused_experts import check_experts, check_fp8_experts
+from trencadis.backends.hpu.hpu_settings import settings
+from trencadis.backends.hpu.ops import HpuOps
+from trencadis.backends.hpu.recurrent_check import check_recurrent
+
+T = TypeVar("T")
+Probe = tuple[str, Callable[[], str]]
+CLOSE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+"""Largest allowed error as a share of the largest magnitude, by dtype."""
+
+
+class ProbeFailed(Exception):
+    """A kernel's or a copy's result is wrong; the message gives the error."""
+
+
+class ProbeModule(nn.Module):
+    """A function as a module, so that it can be compiled or captured.
+
+    It is the module's ``forward`` itself: torch keeps a few compiled variants for each code object, and a shared one
+    would exceed that limit after the eighth probe.
+    """
+
+    def __init__(self, run: Callable[..., object]) -> None:
+        super().__init__()
+        self.forward = run
+
+
+LACKING = {
+    "": "the plug-in lacks it: plain operations take its place",
+    "cast_to_fp8_v2": "the plug-in lacks it: no fp8 KV cache",
+    "fp8_gemm_v2": "the plug-in lacks it: weights of 8-bit floats become 16 bits",
+    "convert_from_uint4": "the plug-in lacks it: weights of 4 bits become 16 bits",
+    "product": "no form is exact here: bfloat16 products are widened",
+}
+
+
+def kernel_probes(bridge: Bridge) -> Iterator[Probe]:
+    """Yields (name, function to run) for every kernel; the function returns the figure of its line, or raises."""
+    for name, (run, args) in kernels(bridge).items():
+        yield f"kernel.{name}", partial(compare_with_cpu, bridge, run, args)
+    symbols = {
+        "FusedSDPA": bridge.fused_sdpa, "FusedRMSNorm": bridge.fused_rms_norm,
+        "apply_rotary_pos_emb": bridge.apply_rotary, "cast_to_fp8_v2": bridge.cast_to_fp8_v2,
+        "sdpa_recomp_fwd": bridge.sdpa_parts, "product": bridge.product, "fp8_gemm_v2": bridge.fp8_gemm_v2,
+        "convert_from_uint4": bridge.convert_from_uint4, "block_softmax_adjustment": bridge.block_adjustment,
+    }  # fmt: skip
+    for name, symbol in symbols.items():
+        if symbol is not None:
+            yield f"kernel.{name}", partial(check_fused_kernel, bridge, name)
+        else:
+            yield f"kernel.{name}", partial(str, LACKING.get(name, LACKING[""]))
+    yield "kernel.mixture_of_experts", lambda: experts(bridge, bridge.experts, check_experts)
+    yield "kernel.mixture_of_experts.fp8", lambda: experts(bridge, bridge.fp8_experts, check_fp8_experts)
+    yield "recurrent layers", lambda: f"error {check_recurrent(open_ops(bridge)):.0e}"
+
+
+def open_ops(bridge: Bridge) -> HpuOps:
+    """Returns the backend's ops, whose own checks at a start are probes too."""
+    emulator = emulator_hooks(bridge)
+    context = nullcontext if emulator is None else emulator.launch
+    return HpuOps(bridge, settings(os.environ), 128, check_context=context)
+
+
+def experts(bridge: Bridge, kernel: object, check: Callable[[HpuOps], bool]) -> str:
+    """Compares the plug-in's operation for experts with the product over all of them, as a start does."""
+    if kernel is None:
+        return LACKING[""]
+    return "as the product over all experts" if check(open_ops(bridge)) else "it differs, and is not used"
+
+
+def kernels(bridge: Bridge) -> dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]]:
+    """Returns plain operations that the model bodies use, with arguments of a few rows."""
+    g = torch.Generator().manual_seed(1)
+    x, w = torch.randn(8, 64, generator=g), torch.randn(64, 32, generator=g)
+    rows = torch.tensor([3, 1, 6], dtype=torch.int64)
+    ids = torch.randint(0, 8, (8, 5), generator=g)
+    bits = torch.randint(0, 256, (4, 8), generator=g, dtype=torch.uint8)
+    shifts = torch.arange(8, dtype=torch.uint8)
+    small = torch.randint(-90, 90, (8, 5), generator=g).to(torch.int8)
+    return {
+        **({} if bridge.is_lazy() else {"made there": (add_constants, (x,))}),
+        "matmul.bfloat16": (lambda a, b: a @ b, (x.bfloat16(), w.bfloat16())),
+        "matmul.float32": (lambda a, b: a @ b, (x, w)),
+        "softmax": (lambda a: torch.softmax(a.float(), -1), (x.bfloat16(),)),
+        "silu": (lambda a: torch.nn.functional.silu(a) * a, (x.bfloat16(),)),
+        "index_select": (lambda a, i: a.index_select(0, i), (x, rows)),
+        "index_copy": (lambda a, i, v: a.clone().index_copy_(0, i, v), (x, rows, x[:3] + 1)),
+        "index_copy.int8": (lambda a, i, v: a.clone().index_copy_(0, i, v), (small, rows, small[:3] + 1)),
+        "index_put": (lambda a, i, v: a.clone().index_put_((i, i), v), (x, rows, x[:3, 0])),
+        "index_reduce": (lambda a, i, v: a.clone().index_reduce_(0, i, v, "amax"), (x, rows, x[:3] + 1)),
+        "gather": (lambda a, i: a.gather(1, i), (x, ids)),
+        "scatter_add": (lambda a, i, v: a.clone().scatter_add_(1, i, v), (x, ids, x[:, :5])),
+        "sort": (lambda a: torch.sort(a, -1, descending=True).values, (x,)),
+        "topk": (lambda a: torch.topk(a, 4).values, (x,)),
+        "cumsum": (lambda a: torch.cumsum(a, -1), (x,)),
+        "argmax": (lambda a: torch.argmax(a, -1), (x,)),
+        "where": (lambda a: torch.where(a > 0, a, -a), (x,)),
+        "masked_fill": (lambda a: a.masked_fill(a < 0, -1e4), (x,)),
+        "uint8 shifts": (lambda a, s: (a[..., None] >> s) & 1, (bits, shifts)),
+        "bmm": (lambda a, b: torch.bmm(a[None], b[None]), (x.bfloat16(), w.bfloat16())),
+        "addmm": (lambda a, b, c: torch.addmm(c, a, b), (x, w, w[0])),
+        "log_softmax": (lambda a: torch.log_softmax(a, -1), (x,)),
+        "gelu": (lambda a: torch.nn.functional.gelu(a) + torch.sigmoid(a), (x,)),
+        "extremes": (lambda a: torch.maximum(a.amax(-1), -a.amin(-1)).clamp_min(0.5).clamp_max(2.0), (x,)),
+        "rms": (lambda a: a * torch.rsqrt(a.pow(2).mean(-1, keepdim=True) + 1e-6), (x,)),
+        "turn": (lambda a: torch.cat([a.sin(), a.cos(), a.exp() / (a.abs() + 1)], -1), (x,)),
+        "merge": (lambda a, b: torch.lerp(a, b, 0.3) + torch.logaddexp(a, b) + torch.log(a.abs() + 1), (x, x.flip(0))),
+        "comparisons": (lambda i: (i >= 2) & (i <= 6) | ~(i < 7) | (i == 1) | (i != 3) & (i > 0), (ids,)),
+        "scatter": (lambda a, i, v: a.scatter(1, i, v), (x, ids, x[:, :5])),
+        "rounding": (lambda a: (a * 9).round().clamp(-8, 8).to(torch.int8).float(), (x,)),
+        "masked minimum": (lambda a: torch.minimum(a, torch.where(a > 0, 1.0, 0.5)) - a.sub(1).sum(-1, True), (x,)),
+    }
+
+
+def add_constants(a: Tensor) -> Tensor:
+    """Adds tensors that a compiled launch makes on the card; outside one they are made on the host and copied."""
+    made = torch.arange(64, device=a.device) + torch.full((64,), 2.0, device=a.device)
+    return a + made + a.new_zeros(64)
+
+
+def time_launch(bridge: Bridge, run: Callable[..., Tensor], args: tuple[Tensor, ...]) -> tuple[Tensor, float, str]:
+    """Returns (result on the host, seconds of a second launch, operations that fell back to the host)."""
+    module: Any = ProbeModule(run)
+    call = module if bridge.is_lazy() else bridge.compile(module)
+    on_card = tuple(a.to(bridge.device) for a in args)
+    with torch.no_grad(), bridge.metric_localcontext("cpu_fallback") as metric:
+        call(*on_card)
+        bridge.mark_step()
+        bridge.synchronize()
+        begun = time.perf_counter()
+        out = call(*on_card)
+        bridge.mark_step()
+        bridge.synchronize()
+        took = time.perf_counter() - begun
+        stats = metric.stats()
+        fallen = stats[1][1] if stats[0][1] and len(stats) > 1 and isinstance(stats[1][1], dict) else {}
+        back = ", ".join(fallen) or (f"{stats[0][1]} operations" if stats[0][1] else "")
+        return out.cpu(), took, back
+
+
+def compare_with_cpu(bridge: Bridge, run: Callable[..., Tensor], args: tuple[Tensor, ...]) -> str:
+    """Runs an operation on the card and on the CPU; returns the figure of its line."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that its index_reduce is in beta
+        found, took, back = time_launch(bridge, run, args)
+        return format_figure(error(found, run(*args)), took, back)
+
+
+def format_figure(off: float, took: float, back: str) -> str:
+    """Formats the figure of a line: error, milliseconds, operations that fell back to the host."""
+    return f"error {off:.0e}, {took * 1e3:.2f} ms" + (f"; sent back to the host: {back}" if back else "")
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    """Returns the largest error as a share of the largest magnitude.
+
+    Raises:
+        ProbeFailed: another shape, a value that is not finite, or an error above ``CLOSE``.
+    """
+    if found.shape != wanted.shape:
+        raise ProbeFailed(f"shape {list(found.shape)}, the CPU gives {list(wanted.shape)}")
+    if not wanted.is_floating_point():
+        wrong = int((found.long() != wanted.long()).sum())
+        if wrong:
+            raise ProbeFailed(f"{wrong} of {wanted.numel()} values differ from the CPU's")
+        return 0.0
+    off = float((found.float() - wanted.float()).abs().max()) / max(float(wanted.float().abs().max()), 1e-6)
+    if not off <= CLOSE.get(wanted.dtype, 1e-4):
+        raise ProbeFailed(f"off by {off:.1e} of the largest value")
+    return off
+
+
+def check_fused_kernel(bridge: Bridge, name: str) -> str:
+    """Compares a fused kernel with its formula."""
+    g = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(1, 4, 128, 64, generator=g).bfloat16() for _ in range(3))
+    if name == "FusedSDPA":
+        sdpa: Any = bridge.fused_sdpa
+        scale = 64**-0.5
+        found, took, back = time_launch(
+            bridge, lambda q, k, v: fused_attention(sdpa, q, k, v, None, True, scale, "fp32"), (q, k, v)
+        )
+        wide = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True)
+        return format_figure(error(found, wide.bfloat16()), took, back)
+    if name == "FusedRMSNorm":
+        norm: Any = bridge.fused_rms_norm
+        x, weight = torch.randn(1, 8, 64, generator=g), torch.rand(64, generator=g)
+        found, took, back = time_launch(bridge, lambda x, w: norm(x, w, 1e-6), (x, weight))
+        return format_figure(error(found, weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)), took, back)
+    if name == "cast_to_fp8_v2":
+        return fp8_cache(bridge)
+    if name in LACKING or name in ("sdpa_recomp_fwd", "block_softmax_adjustment"):
+        return check_product_kernel(bridge, name)
+    rotary: Any = bridge.apply_rotary
+    x, angle = torch.randn(8, 4, 64, generator=g), torch.rand(8, 1, 64, generator=g)
+    cos, sin = angle.cos(), angle.sin()
+    first, second = x.chunk(2, dim=-1)
+    found, took, back = time_launch(bridge, lambda x, c, s: rotary(x, c, s), (x, cos, sin))
+    return format_figure(error(found, x * cos + torch.cat([-second, first], -1) * sin), took, back)
+
+
+def check_product_kernel(bridge: Bridge, name: str) -> str:
+    """Compares a kernel of a product, or of attention's statistics, with its formula."""
+    g = torch.Generator().manual_seed(5)
+    run, args, wanted = {
+        "sdpa_recomp_fwd": _statistics_case, "product": _wide_product_case, "fp8_gemm_v2": _fp8_product_case,
+        "convert_from_uint4": _unpack_case, "block_softmax_adjustment": _adjustment_case,
+    }[name](bridge, g)  # fmt: skip
+    found, took, back = time_launch(bridge, run, args)
+    return format_figure(error(found, wanted), took, back)
+
+
+class KernelCase(NamedTuple):
+    """A function to run on the card, its arguments, and the right result."""
+
+    run: Callable[..., Tensor]
+    args: tuple[Tensor, ...]
+    wanted: Tensor
+
+
+def _statistics_case(bridge: Bridge, g: torch.Generator) -> KernelCase:
+    """Attention over some keys, multiplied by its sum of exponentials: what merging parts needs of the statistics."""
+    parts, scale = _require(bridge.sdpa_parts), 64**-0.5
+    q = torch.randn(1, 4, 8, 64, generator=g).bfloat16()
+    k, v = (torch.randn(1, 2, 16, 64, generator=g).bfloat16() for _ in range(2))
+    mask = (torch.arange(16) < 11).view(1, 1, 1, 16)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        out, high, inverse = parts(q, k, v, mask, False, scale, "fp32")
+        return out.float() * high.float().exp() / inverse.float()
+
+    scores = q.float() @ k.float().repeat_interleave(2, 1).transpose(2, 3) * scale
+    share = scores.exp() * mask
+    return KernelCase(run, (q, k, v, mask), (share @ v.float().repeat_interleave(2, 1)).bfloat16())
+
+
+def _wide_product_case(bridge: Bridge, g: torch.Generator) -> KernelCase:
+    a, b = torch.randn(2, 4, 64, generator=g).bfloat16(), torch.randn(2, 64, 8, generator=g).bfloat16()
+    return KernelCase(_require(bridge.product), (a, b), a.float() @ b.float())
+
+
+def _fp8_product_case(bridge: Bridge, g: torch.Generator) -> KernelCase:
+    multiply, cast = _require(bridge.fp8_gemm_v2), _require(bridge.cast_to_fp8_v2)
+    x, w = (torch.randint(-8, 9, (n, 32), generator=g).float() for n in (5, 16))
+    scale, each = torch.rand(5, 1, generator=g) + 0.5, torch.rand(16, generator=g) + 0.5
+
+    def run(x: Tensor, w: Tensor, scale: Tensor, each: Tensor) -> Tensor:
+        return multiply(cast(x), cast(w), torch.float32, scale, each, None)
+
+    return KernelCase(run, (x, w, scale, each), (x * scale) @ (w * each[:, None]).t())
+
+
+def _unpack_case(bridge: Bridge, g: torch.Generator) -> KernelCase:
+    unpack = _require(bridge.convert_from_uint4)
+    codes = torch.randint(0, 16, (8, 16), generator=g)
+    words = sum(codes.view(8, 2, 8)[..., i] << (4 * i) for i in range(8))
+    assert isinstance(words, Tensor)
+    signed = torch.where(words >= 1 << 31, words - (1 << 32), words).int()
+    scale, zero = torch.rand(2, 16, generator=g).bfloat16(), torch.zeros(2, 2, dtype=torch.int32)
+
+    def run(words: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+        return unpack(words, scale, zero, torch.bfloat16)
+
+    wanted = (codes.float() * scale.float().repeat_interleave(4, 0)).bfloat16()
+    return KernelCase(run, (signed, scale, zero), wanted)
+
+
+def _adjustment_case(bridge: Bridge, g: torch.Generator) -> KernelCase:
+    adjust, shape = _require(bridge.block_adjustment), [3, 2, 2, 1, 1]
+    high, total = torch.randn(shape, generator=g), torch.rand(shape, generator=g) + 1
+    rows = torch.zeros(3, dtype=torch.int32)
+
+    def run(high: Tensor, total: Tensor, rows: Tensor) -> Tensor:
+        return adjust(high, total, rows, 1, shape)
+
+    factor = (high - high.amax(0)).exp()
+    return KernelCase(run, (high, total, rows), factor / (factor * total).sum(0))
+
+
+def _require(kernel: Callable[..., T] | None) -> Callable[..., T]:
+    assert kernel is not None, "only kernels that the bridge has are probed"
+    return kernel
+
+
+def fp8_cache(bridge: Bridge) -> str:
+    """Stores and reads 8-bit floats as an fp8 KV cache does, and checks the values."""
+    to, back = bridge.cast_to_fp8_v2, bridge.cast_from_fp8
+    assert to is not None and back is not None
+    x = (torch.randn(8, 64, generator=torch.Generator().manual_seed(3)) * 60).clamp(-240, 240)
+    rows = torch.tensor([3, 1, 6], dtype=torch.int64)
+
+    def store_and_read(x: Tensor, rows: Tensor) -> Tensor:
+        codes = to(x)
+        kept = codes.clone().index_copy_(0, rows, codes.index_select(0, rows))
+        return back(kept, torch.float32)
+
+    found, took, sent = time_launch(bridge, store_and_read, (x, rows))
+    return format_figure(error(found, x.to(torch.float8_e4m3fn).float()), took, sent)
