@@ -245,8 +245,11 @@ class ToolFunction:
     def list_parameters(self) -> list[ToolParameter]:
         """Returns the parameters one by one, for call formats that do not write them as one JSON text.
 
+        A required name that ``properties`` lacks has the schema of additional properties.
+
         Raises:
-            BadRequest: the schema has more than names, schemas and required names of parameters.
+            BadRequest: the schema has more than names, schemas and required names of parameters, or requires a name
+                that it does not allow.
         """
         if self.fault is not None:
             # A schema for any object has no list of parameters: none of them could be written.
@@ -262,11 +265,17 @@ class ToolFunction:
                 "concerns several at once.",
                 param=self.where,
             )
-        required = node.get("required", ())
+        required, named = node.get("required", ()), node.get("properties", {})
+        others = node.get("additionalProperties", {})
         made = []
-        for name, schema in node.get("properties", {}).items():
+        for name, schema in {**named, **{one: others for one in required if one not in named}}.items():
+            where = f"{self.where}.{'properties' if name in named else 'required'}.{name}"[:120]
+            if schema is False:
+                if name in required:
+                    raise BadRequest(f"{where}: the schema requires this name and allows no value of it.", param=where)
+                continue
             whole = {**schema, "$defs": defs} if isinstance(schema, dict) and defs else schema
-            made.append(ToolParameter(name, whole, name in required, f"{self.where}.properties.{name}"[:120]))
+            made.append(ToolParameter(name, whole, name in required, where))
         return made
 
 

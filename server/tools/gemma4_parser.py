@@ -21,7 +21,7 @@ from trencadis.server.grammars.grammar_writer import (
 from trencadis.server.grammars.regex_translation import escaped
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 from trencadis.server.text.incremental_parser import Wait
-from trencadis.server.tools.qwen3_tool_parser import make_search_regex
+from trencadis.server.tools.qwen3_tool_parser import find_types, list_text_regexes
 from trencadis.server.tools.reasoning_parser import ReasoningFormat, ReasoningParser
 from trencadis.server.tools.tool_parser import ToolParser
 
@@ -52,6 +52,16 @@ def convert_bare(raw: str) -> str:
 
 def _refuse_constant(name: str) -> Json:
     raise ValueError(name)
+
+
+def _has_type(value: Json, schema: JsonMapping) -> bool:
+    """Returns True if ``type`` of a schema, if there is one, allows a constant."""
+    found = find_types({"const": value})
+    return (
+        "type" not in schema
+        or bool(found & find_types(schema))
+        or (found == {"integer"} and "number" in find_types(schema))
+    )
 
 
 class Gemma4ToolParser(ToolParser):
@@ -206,6 +216,9 @@ class ValueRules:
         if "enum" in schema or "const" in schema:
             self._check_keys(one, schema, _CONSTANT)
             values = schema["enum"] if "enum" in schema else [schema["const"]]
+            values = [each for each in values if _has_type(each, schema)]
+            if not values:
+                raise self._no_rule(one, "constants of the schema's type")
             return self._writer.add_rule(" | ".join(self._write_constant(one, each) for each in values))
         kinds = schema.get("type")
         if isinstance(kinds, list):
@@ -233,7 +246,10 @@ class ValueRules:
 
     def _write_constant(self, one: ToolParameter, value: Json) -> str:
         if isinstance(value, str):
-            return self._writer.write_text(f"{QUOTE}{value}{QUOTE}")
+            if QUOTE in value:
+                raise self._no_rule(one, f"constants without {QUOTE}")
+            quote = self._writer.write_text(QUOTE)
+            return f"{quote} {quoted(value)} {quote}"
         if isinstance(value, (list, dict)):
             raise self._no_rule(one, "texts, numbers, true, false and null as constants")
         return self._writer.write_text(json.dumps(value))
@@ -242,10 +258,7 @@ class ValueRules:
         """Writes a text between quotes, which does not contain them."""
         self._check_keys(one, schema, _TEXT)
         parts = [f"~/{ANY}{escaped(QUOTE)}{ANY}/", f"/{ANY}/"]
-        if "pattern" in schema:
-            parts.append(f"/{make_search_regex(schema['pattern'])}/")
-        if "minLength" in schema or "maxLength" in schema:
-            parts.append(f"/(?s:.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}})/")
+        parts += list_text_regexes(schema, one.where)
         text, quote = self._writer.add_terminal(" & ".join(parts)), self._writer.write_text(QUOTE)
         if self._writer.is_token(QUOTE):
             return self._writer.add_rule(f"{quote} {text} {quote}")

@@ -94,12 +94,29 @@ def _add_text_terminal(writer: GrammarWriter, parameter: ToolParameter) -> str:
     parts = [f"~/{ANY}{escaped(END)}{ANY}/", f"/{ANY}/"]
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if values is not None:
-        parts.append(f"/{'|'.join(escaped(one) for one in values if isinstance(one, str))}/")
-    if "pattern" in schema:
-        parts.append(f"/{make_search_regex(schema['pattern'])}/")
+        texts = [escaped(one) for one in values if isinstance(one, str) and END not in one]
+        if not texts:
+            raise BadRequest(
+                f"{parameter.where}: in this form of calls a grammar takes texts without {END} as constants.",
+                param=parameter.where,
+            )
+        parts.append(f"/{'|'.join(texts)}/")
+    return writer.add_terminal(" & ".join([*parts, *list_text_regexes(schema, parameter.where)]))
+
+
+def list_text_regexes(schema: JsonMapping, where: str) -> list[str]:
+    """Returns the regexes, as terminals, of texts that ``pattern`` and the lengths of a schema allow.
+
+    Raises:
+        BadRequest: no text is that long.
+    """
+    made = [f"/{make_search_regex(schema['pattern'])}/"] if "pattern" in schema else []
     if "minLength" in schema or "maxLength" in schema:
-        parts.append(f"/(?s:.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}})/")
-    return writer.add_terminal(" & ".join(parts))
+        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+        if most != "" and most < least:
+            raise BadRequest(f"{where}: minLength ({least}) is greater than maxLength ({most}).", param=where)
+        made.append(f"/(?s:.{{{least},{most}}})/")
+    return made
 
 
 def make_search_regex(pattern: str) -> str:
@@ -141,7 +158,9 @@ class Qwen3ToolParser(ToolParser):
         """Writes each parameter between lines of its own, the form in which templates show it."""
         items = []
         for one in function.list_parameters():
-            head = writer.write_text(f"{PARAMETER}{one.name}>\n")
+            if set(one.name) & set(">\n"):
+                raise BadRequest(f"{one.where}: such a name has no place in this form of calls.", param=one.where)
+            head = f"{writer.write_text(PARAMETER)} {quoted(one.name + '>' + chr(10))}"
             rule = writer.add_rule(f"{head} {write_value_rule(writer, one)} {quoted(chr(10))}")
             items.append(rule + ("" if one.required else "?"))
         head = writer.write_text(f"\n{FUNCTION}{function.name}>\n")
@@ -207,8 +226,10 @@ class Qwen3ToolParser(ToolParser):
             self.held = None
             self.add_arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
             before = ", "
-            known = isinstance(properties, Mapping) and key in properties
-            types = find_types(properties[key], schema) if known and isinstance(properties, Mapping) else {"string"}
+            if isinstance(properties, Mapping) and key in properties:
+                types = find_types(properties[key], schema)
+            else:
+                types = find_types(schema.get("additionalProperties"), schema) or {"string"}
             if not (yield from self._read_parameter(types)):
                 return
 

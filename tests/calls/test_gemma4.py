@@ -186,6 +186,7 @@ def test_types_that_are_repeated_do_not_multiply_by_level(marked: Path) -> None:
     {"type": "object", "properties": {"a": {"type": "null"}}, "additionalProperties": {"type": "null"}},
     {"anyOf": [{"type": "string"}, {"type": "null"}], "minLength": 3},
     {"type": "array", "items": {"type": "null"}, "minItems": 2, "maxItems": 1},
+    {"enum": ["a", 'b<|"|>'], "type": "string"}, {"const": '<|"|>'}, {"type": "integer", "enum": ["a"]},
 ])  # fmt: skip
 def test_a_schema_that_would_be_followed_in_part_is_refused(marked: Path, schema: dict[str, Any]) -> None:
     from trencadis.server.text.checkpoint_tokenizer import Tokenizer
@@ -193,3 +194,22 @@ def test_a_schema_that_would_be_followed_in_part_is_refused(marked: Path, schema
     parameters = {"type": "object", "properties": {"a": schema}}
     with pytest.raises(BadRequest, match="in this form of calls"):
         write_required({"name": "f", "parameters": parameters}, GrammarDraws(Tokenizer.from_checkpoint(marked)))
+
+
+def test_a_constant_that_spells_a_mark_is_plain_text_and_of_its_type(marked: Path) -> None:
+    from trencadis.server.text.checkpoint_tokenizer import Tokenizer
+
+    draws, schema = (
+        GrammarDraws(Tokenizer.from_checkpoint(marked)),
+        {"type": ["number", "string"], "enum": ["<turn|>", 3]},
+    )
+    parameters = {"type": "object", "properties": {"a": schema | {"enum": [None, *schema["enum"]]}}, "required": ["a"]}
+    made = write_required({"name": "f", "parameters": parameters}, draws)
+
+    def accepts(value: str) -> bool:
+        return draws.accepts(made, f"<|tool_call>call:f{{a:{value}}}<tool_call|>")
+
+    # ``accepts`` takes marks for tokens: the token would end the answer.
+    assert accepts("3") and not accepts("null") and not accepts('<|"|><turn|><|"|>')
+    texts = {draws.draw(made, seed) for seed in range(8)}
+    assert '<|tool_call>call:f{a:<|"|><turn|><|"|>}<tool_call|>' in texts

@@ -151,6 +151,58 @@ def test_forms_that_write_parameters_one_by_one_refuse_what_concerns_several(dem
             grammar(demo, form, [tool], "required")
 
 
+ONE_BY_ONE = {
+    "qwen3": ("<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n", "<parameter=b>\n2\n</parameter>\n",
+              "</function>\n</tool_call>"),
+    "pythonic": ("[f(a=1", ", b=2", ")]"),
+    "lfm2": ("<|tool_call_start|>[f(a=1", ", b=2", ")]<|tool_call_end|>"),
+    "gemma4": ("<|tool_call>call:f{a:1", ",b:2", "}<tool_call|>"),
+}  # fmt: skip
+"""Form -> a call of two parameters in three pieces, of which the second is ``b``."""
+
+
+@pytest.mark.parametrize("form", ONE_BY_ONE)
+def test_a_required_name_that_no_property_describes_is_written_or_refused(form: str, demo: GrammarDraws) -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["b", "a"]}
+
+    def tools(**more: Any) -> list[Any]:
+        return [{"type": "function", "function": {"name": "f", "parameters": parameters | more, "strict": True}}]
+
+    head, item, end = ONE_BY_ONE[form]
+    for choice in ("required", "auto"):
+        given = tools(additionalProperties={"type": "integer"})
+        made = grammar(demo, form, given, choice)
+        assert demo.accepts(made, head + item + end)
+        assert choice == "auto" or not demo.accepts(made, head + end)
+        part = read(form, given, head + item + end)
+        assert json.loads(part.calls[0].arguments) == {"a": 1, "b": 2}
+        with pytest.raises(BadRequest, match=r"required\.b: the schema requires this name and allows no value"):
+            grammar(demo, form, tools(additionalProperties=False), choice)
+        if form in ("qwen3", "gemma4"):  # no text there would fit any type
+            with pytest.raises(BadRequest, match="in this form of calls a grammar takes"):
+                grammar(demo, form, tools(), choice)
+        else:
+            assert demo.accepts(grammar(demo, form, tools(), "required"), head + item.replace("2", '["x"]') + end)
+
+
+def test_a_name_that_its_form_cannot_spell_is_refused(demo: GrammarDraws) -> None:
+    for form, name in (("qwen3", "a>b"), ("qwen3", "a\nb"), ("pythonic", "a b"), ("gemma4", "a:b")):
+        parameters = {"type": "object", "properties": {name: {"type": "string"}}}
+        with pytest.raises(BadRequest, match="such a name has no place"):
+            grammar(demo, form, [{"type": "function", "function": {"name": "f", "parameters": parameters}}], "required")
+
+
+@pytest.mark.parametrize(("schema", "why"), [
+    ({"enum": ["a</parameter>"]}, "takes texts without </parameter>"), ({"type": "string", "const": 5}, "takes texts"),
+    ({"type": "string", "minLength": 3, "maxLength": 1}, "minLength .3. is greater than maxLength .1."),
+])  # fmt: skip
+def test_a_text_that_no_answer_can_hold_is_refused_in_one_line(schema: Any, why: str, demo: GrammarDraws) -> None:
+    parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    with pytest.raises(BadRequest, match=why) as caught:
+        grammar(demo, "qwen3", [{"type": "function", "function": {"name": "f", "parameters": parameters}}], "required")
+    assert "\n" not in str(caught.value)
+
+
 def test_a_thought_stands_before_the_calls(demo: GrammarDraws) -> None:
     tags = (THINK.start, THINK.end)
     call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
