@@ -216,6 +216,12 @@ def test_a_proposal_is_judged_by_later_traffic(plan: Plan, mode: str, monkeypatc
     feed(learning, clock, PERIODS * PERIOD_SECONDS + 5, 5)
     assert learning._gain > 0
     assert (learning.pending is not None) == (mode == ON)
+    if mode == ON:
+        return
+    shown, proposed = learning.report().proposal, learning.outcomes[engine_stats.PROPOSED]
+    assert shown is not None and shown.gain > 0, "a proposal that pays is shown, and shapes are searched again"
+    feed(learning, clock, 400.0, 11)
+    assert learning.outcomes[engine_stats.PROPOSED] == proposed + 1
 
 
 def test_a_search_without_needs_is_answered(plan: Plan) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,6 +94,37 @@ def test_less_never_replaces_more() -> None:
     assert after.graphs == whole.graphs and after.activations == whole.activations
 
 
+def test_seconds_of_launches_belong_to_the_code_that_took_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later release and other kernels begin anew; bytes of graphs are kept."""
+    first = start(warmup="full")
+    bucket = first.runner.plan.buckets[0]
+    first.captures.keep_launches({bucket: 0.5})
+    assert start(warmup="skip").captures.launches == {bucket: 0.5}
+    assert not start(warmup="skip", kv_cache_dtype="int8").captures.launches
+    monkeypatch.setattr(sys.modules["trencadis"], "__version__", "9.9")
+    measurement_cache._digest_files.cache_clear()
+    later, other = start(warmup="skip"), first.runner.plan.buckets[1]
+    assert not later.captures.launches and known(later).graphs == known(first).graphs
+    later.captures.keep_launches({other: 0.25})
+    assert known(later).launches == {other: 0.25}
+    measurement_cache._digest_files.cache_clear()
+
+
+def test_the_digest_of_the_code_reads_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {measurement_cache.digest_code(m) for m in ("trencadis.backends.hpu.x", "trencadis.backends.cuda", "", "o")}
+    assert len(found) == 3, "a backend of another package counts by its settings alone"
+    file = tmp_path / "kernel.py"
+    monkeypatch.setattr(measurement_cache, "find_spec", lambda name: SimpleNamespace(
+        submodule_search_locations=[str(tmp_path)] if name.endswith("hpu") else None))  # fmt: skip
+    digests = []
+    for text in ("a = 1", "a = 2", "a = 1"):
+        measurement_cache._digest_files.cache_clear()
+        file.write_text(text)
+        digests.append(measurement_cache.digest_code("trencadis.backends.hpu.backend", "int8"))
+    assert digests[0] == digests[2] != digests[1]
+    measurement_cache._digest_files.cache_clear()
+
+
 def test_what_is_merged() -> None:
     a, b, c = (Bucket(Stage.DECODE, (n, n)) for n in (1, 2, 4))
     old = Measurements({a: 10, b: 20}, {a: 1.0}, {a: 100})
@@ -100,6 +133,9 @@ def test_what_is_merged() -> None:
     assert some == Measurements({a: 10, b: 20, c: 40}, {a: 2.0, b: 3.0}, {a: 100})
     assert all_ == Measurements({a: 10, b: 15, c: 40}, {a: 2.0, b: 3.0}, {a: 50})
     assert merge_measurements(None, new, complete=False) == new
+    mine, theirs = Measurements(launches={a: 0.1, b: 0.2}, code="1"), Measurements(launches={a: 0.3}, code="2")
+    assert merge_measurements(mine, dataclasses.replace(theirs, code="1"), False).launches == {a: 0.3, b: 0.2}
+    assert merge_measurements(mine, theirs, complete=False) == theirs
 
 
 @pytest.mark.parametrize("which", [0, -1])
