@@ -163,6 +163,7 @@ class BucketLearning:
         self._saver: threading.Thread | None = None
         self._found: Answer | str = ""
         self._force = self._asked = self._reverting = False
+        self._recent = True
         self._warned = False
         known = [BucketTimes(bucket, [seconds]) for bucket, seconds in self.rank.launch_times.items()]
         self.times = LaunchTimes(self.settings.time).restore(LEAST_LAUNCHES if known else 0, known)
@@ -189,7 +190,7 @@ class BucketLearning:
             self.handled, self.revision = self.handled + 1, self.revision + 1
             return
         self._force, self._asked = force, True
-        self._search()
+        self._search(recent=False)
 
     def tick(self) -> None:
         """Does what is due; cheap if nothing is."""
@@ -299,10 +300,11 @@ class BucketLearning:
             return
         due = self.recorder.seconds - self._searched_at >= SEARCH_SECONDS
         if due and self.recorder.steps >= LEAST_STEPS:
-            self._search()
+            self._recent = not self._recent  # after a shift of the traffic, hours of other needs outweigh the new ones
+            self._search(self._recent)
 
-    def _search(self) -> None:
-        """Starts a search by all needs recorded so far."""
+    def _search(self, recent: bool) -> None:
+        """Starts a search by all needs recorded so far, of which those of the last hour count most if ``recent``."""
         self._searched_at = self.recorder.seconds
         s, charges = self.settings, dict[Stage, float]()
         took = self.rank.compile_seconds()
@@ -310,7 +312,7 @@ class BucketLearning:
             charges[stage] = mean(seconds for b, seconds in took.items() if b.stage is stage) / HORIZON_SECONDS
         self._run(
             LearnTask(
-                s.static, self.recorder.snapshot().cells, s.most, s.time, s.unchanged,
+                s.static, self.recorder.snapshot(recent).cells, s.most, s.time, s.unchanged,
                 self.present().buckets, charges, self.times.count, self.times.list_seconds(),
                 self.rank.graph_bytes(), self.rank.pools(),
             )

@@ -18,6 +18,8 @@ from trencadis.core.engine.dry_run import StartupPlan
 from trencadis.core.memory import measurement_cache
 from trencadis.core.memory.graph_budget import GraphPrice, prices_by
 from trencadis.core.memory.measurement_cache import Measurements, merge_measurements
+from trencadis.core.shapes.bucket_profile import write_profile
+from trencadis.core.shapes.shape_needs import NeedHistogram
 
 MODEL = dataclasses.replace(model_of(1024, 1, 8, 2, 2048, vision=False), architecture="Qwen2ForCausalLM")
 IMAGES = ImageNeeds()
@@ -96,17 +98,18 @@ def test_less_never_replaces_more() -> None:
 
 def test_seconds_of_launches_belong_to_the_code_that_took_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A later release and other kernels begin anew; bytes of graphs are kept."""
-    first = start(warmup="full")
-    bucket = first.runner.plan.buckets[0]
+    first = start(warmup="skip")
+    bucket, code, folder = need(first, 1)[0], first.start._code, measurement_cache.folder()
     first.captures.keep_launches({bucket: 0.5})
+    assert known(first).code == code and known(first).launches == {bucket: 0.5}
     assert start(warmup="skip").captures.launches == {bucket: 0.5}
-    assert not start(warmup="skip", kv_cache_dtype="int8").captures.launches
+    config = dataclasses.replace(first.start.config, kv_cache_dtype="int8")
+    assert dataclasses.replace(first.start, config=config)._code != code
     monkeypatch.setattr(sys.modules["trencadis"], "__version__", "9.9")
     measurement_cache._digest_files.cache_clear()
-    later, other = start(warmup="skip"), first.runner.plan.buckets[1]
-    assert not later.captures.launches and known(later).graphs == known(first).graphs
-    later.captures.keep_launches({other: 0.25})
-    assert known(later).launches == {other: 0.25}
+    assert first.start._code != code
+    measurement_cache.add_measurements(first.start.key, Measurements(code=first.start._code), folder, complete=False)
+    assert not known(first).launches and known(first).graphs
     measurement_cache._digest_files.cache_clear()
 
 
@@ -123,6 +126,28 @@ def test_the_digest_of_the_code_reads_its_files(tmp_path: Path, monkeypatch: pyt
         digests.append(measurement_cache.digest_code("trencadis.backends.hpu.backend", "int8"))
     assert digests[0] == digests[2] != digests[1]
     measurement_cache._digest_files.cache_clear()
+
+
+def test_memory_of_graphs_is_that_of_the_shapes_of_a_profile(tmp_path: Path) -> None:
+    """Not that of the plan of the limits: what fewer graphs do not take goes to the KV cache."""
+    needs = NeedHistogram()
+    needs.add(Stage.DECODE, (1, 1))
+    write_profile(str(tmp_path / "needs.json"), needs, 128)
+    key = measurement_cache.MeasurementKey(measurement_cache.fingerprint(MODEL), "hpu (emulated)", "16 bit", 1, 128)
+
+    def plan_line(**flags: Any) -> StartupPlan:
+        line = config_of(max_model_len=4096, max_num_seqs=16, max_num_batched_tokens=4096, **flags)
+        return on_paper(MODEL, line, IMAGES, 24 * GIB)
+
+    graphs = dict.fromkeys(plan_line().plan.buckets, 1 << 20)
+    measurement_cache.store(key, Measurements(graphs), measurement_cache.folder())
+    whole = plan_line(graph_memory="auto")
+    few = plan_line(graph_memory="auto", bucket_profile=str(tmp_path / "needs.json"), max_graphs=8)
+    for planned in (whole, few):
+        taken, requested = sum(p.alone for p in planned.prices), planned.settings.requested
+        assert requested is not None and sum(requested) == pytest.approx(1.1 * taken, rel=0.01)
+    assert 2 * len(few.plan.buckets) < len(whole.plan.buckets)
+    assert few.ledger.memory_split.kv > whole.ledger.memory_split.kv
 
 
 def test_what_is_merged() -> None:
