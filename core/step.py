@@ -457,6 +457,7 @@ class StepOutput:
         text: (key, draw) of choices that sampled a stop id as text, because their grammar may not end there.
         forced: key -> the ids after its last token that the masks forced (``Opening.forces``). They count as its next
             draws in ``text``.
+        plan: version of the plan from which the launches took their shapes.
     """
 
     number: int
@@ -470,3 +471,4 @@ class StepOutput:
     failed_at: dict[int, int] = field(default_factory=dict)
     text: set[tuple[int, int]] = field(default_factory=set)
     forced: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    plan: int = 1

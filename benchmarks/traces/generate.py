@@ -1,4 +1,5 @@
-"""Synthetic traffic: chat, documents, image chat. One JSON object per line, the same for the same seed.
+"""Synthetic traffic: chat, documents, image chat, scanned pages, a mix with video. One JSON object per line, the same
+for the same seed.
 
     python benchmarks/traces/generate.py chat --seed 7 --requests 400 > chat.jsonl
     trencadis plan MODEL --device hpu --memory 96GiB --trace chat.jsonl
@@ -82,6 +83,41 @@ def image_chat(seed: int, requests: int) -> Iterator[Record]:
         }  # fmt: skip
 
 
+PAGES = ((827, 1169), (1240, 1754), (1654, 2339))
+"""Width and height of a page of A4 at 100, 150 and 200 dots per inch."""
+
+
+def scans(seed: int, requests: int) -> Iterator[Record]:
+    """Documents that were scanned: one to six pages of one resolution as images, a short question, a short answer."""
+    rng = random.Random(f"scans {seed}")
+    times = _arrivals(rng, 0.5)
+    for _ in range(requests):
+        size = rng.choice(PAGES)
+        pages = min(rng.choice((1, 1, 1, 2, 2, 3, 4, 6)), 3 if size == PAGES[-1] else 6)
+        yield {
+            "arrival": next(times), "prompt": _lognormal(rng, 40, 0.7, 5, 400),
+            "output": _lognormal(rng, 220, 0.7, 10, 1200), "cached": 0, "images": [list(size)] * pages,
+        }  # fmt: skip
+
+
+CLIPS = ((320, 240), (480, 360), (640, 360), (854, 480), (1280, 720))
+
+
+def video_mix(seed: int, requests: int) -> Iterator[Record]:
+    """A third text, a third one or two images, a third a clip of 8 to 48 frames, of which a large one has fewer."""
+    rng = random.Random(f"video mix {seed}")
+    times = _arrivals(rng, 1.5)
+    for _ in range(requests):
+        kind, size = rng.randrange(3), rng.choice(CLIPS)
+        images = [list(rng.choice(IMAGES)) for _ in range(rng.choice((1, 1, 2)))] if kind == 1 else []
+        frames = rng.choice((8, 16, 24, 32, 48))
+        clip = [[*size, min(frames, 16 if size == CLIPS[-1] else frames)]] if kind == 2 else []
+        yield {
+            "arrival": next(times), "prompt": _lognormal(rng, 60, 0.9, 5, 3000),
+            "output": _lognormal(rng, 140, 0.8, 4, 1500), "cached": 0, "images": images, "videos": clip,
+        }  # fmt: skip
+
+
 TRACES: dict[str, Callable[[int, int], Iterator[Record]]] = {
     "chat": chat,
     "documents": documents,
@@ -89,15 +125,19 @@ TRACES: dict[str, Callable[[int, int], Iterator[Record]]] = {
 }
 """``prompt`` counts text tokens; an image's tokens come on top."""
 
+PICTURED: dict[str, Callable[[int, int], Iterator[Record]]] = {"scans": scans, "video-mix": video_mix}
+"""Traces whose work is that of images above all."""
+
 
 def main() -> None:
     """Writes one trace to the standard output, in order of arrival."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("trace", choices=sorted(TRACES))
+    traces = {**TRACES, **PICTURED}
+    parser.add_argument("trace", choices=sorted(traces))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--requests", type=int, default=400)
     args = parser.parse_args()
-    for record in sorted(TRACES[args.trace](args.seed, args.requests), key=lambda made: made["arrival"]):
+    for record in sorted(traces[args.trace](args.seed, args.requests), key=lambda made: made["arrival"]):
         sys.stdout.write(json.dumps(record) + "\n")
 
 

@@ -156,11 +156,14 @@ class BucketLearning:
         self._born = self._next = self._reported = self._saved = self.clock()
         self._searched_at = self._saved_load = 0.0
         self._proposal: FoundBuckets | None = None
+        self._judged = False
+        """True once the proposal was found to pay, and is only shown because shapes do not change here."""
         self._gain = 0.0
         self._thread: threading.Thread | None = None
         self._saver: threading.Thread | None = None
         self._found: Answer | str = ""
         self._force = self._asked = self._reverting = False
+        self._recent = True
         self._warned = False
         known = [BucketTimes(bucket, [seconds]) for bucket, seconds in self.rank.launch_times.items()]
         self.times = LaunchTimes(self.settings.time).restore(LEAST_LAUNCHES if known else 0, known)
@@ -187,7 +190,7 @@ class BucketLearning:
             self.handled, self.revision = self.handled + 1, self.revision + 1
             return
         self._force, self._asked = force, True
-        self._search()
+        self._search(recent=False)
 
     def tick(self) -> None:
         """Does what is due; cheap if nothing is."""
@@ -288,7 +291,7 @@ class BucketLearning:
     # Searching and judging
 
     def _judge_or_search(self, now: float) -> None:
-        if self._proposal is not None:
+        if self._proposal is not None and not self._judged:
             periods = self.recorder.take_periods()
             if periods is not None:
                 static, cells = self.settings.static, [period.list_cells() for period in periods]
@@ -297,10 +300,11 @@ class BucketLearning:
             return
         due = self.recorder.seconds - self._searched_at >= SEARCH_SECONDS
         if due and self.recorder.steps >= LEAST_STEPS:
-            self._search()
+            self._recent = not self._recent  # after a shift of the traffic, hours of other needs outweigh the new ones
+            self._search(self._recent)
 
-    def _search(self) -> None:
-        """Starts a search by all needs recorded so far."""
+    def _search(self, recent: bool) -> None:
+        """Starts a search by all needs recorded so far, of which those of the last hour count most if ``recent``."""
         self._searched_at = self.recorder.seconds
         s, charges = self.settings, dict[Stage, float]()
         took = self.rank.compile_seconds()
@@ -308,7 +312,7 @@ class BucketLearning:
             charges[stage] = mean(seconds for b, seconds in took.items() if b.stage is stage) / HORIZON_SECONDS
         self._run(
             LearnTask(
-                s.static, self.recorder.snapshot().cells, s.most, s.time, s.unchanged,
+                s.static, self.recorder.snapshot(recent).cells, s.most, s.time, s.unchanged,
                 self.present().buckets, charges, self.times.count, self.times.list_seconds(),
                 self.rank.graph_bytes(), self.rank.pools(),
             )
@@ -364,6 +368,9 @@ class BucketLearning:
         present = self.present()
         if isinstance(found, FoundBuckets):
             self._measured, self._residuals = found.time, found.residuals
+            kept = [b for b in present.buckets if b.stage in KEPT_STAGES]  # fewer than in the plan of the limits
+            learned = [b for b in found.buckets if b.stage not in KEPT_STAGES]
+            found = dataclasses.replace(found, buckets=tuple(sorted([*kept, *learned])))
         if isinstance(found, list):
             self._judge(found, now)
         elif isinstance(found, str):
@@ -371,11 +378,14 @@ class BucketLearning:
             self._proposal = None
             self._answer()
         elif set(found.buckets) == set(present.buckets):
+            self._proposal = None
             self._answer()
         elif force:
             self.pending = found
+        elif self._judged and self._proposal is not None and set(found.buckets) == set(self._proposal.buckets):
+            self._answer()
         else:
-            self._proposal, self._gain = found, 0.0
+            self._proposal, self._gain, self._judged = found, 0.0, False
             self.recorder.begin_periods()
             self._note(PROPOSED, present.buckets, dataclasses.replace(present, buckets=found.buckets))
             self._answer()
@@ -393,10 +403,9 @@ class BucketLearning:
             self.pending = self._proposal
         elif verdict != PUBLISHED:
             self._note(verdict, present.buckets, dataclasses.replace(present, buckets=self._proposal.buckets))
-        if verdict != PUBLISHED or self.settings.mode == ON:
+        self._judged = verdict == PUBLISHED and self.settings.mode != ON
+        if not self._judged:
             self._proposal = None
-        else:
-            self.recorder.begin_periods()
         self.revision += 1
 
     # Records

@@ -231,16 +231,17 @@ class DryRun:
             limits = dataclasses.replace(limits, max_model_len=min(self.at_most, limits.max_model_len))
         if not self.policy.rules:
             return self._plan_without_graphs(limits)
-        plan = self._plan(limits)
+        static = self._plan(limits)
+        plan = self._learn(static)
         settings = self._settings(plan)
         notes: list[str] = []
         if self.config.max_model_len is None:
             shorter = self._longest(limits, settings)
             if shorter.max_model_len < limits.max_model_len:
-                notes.append(self._note_lowered_length(limits, plan, settings, shorter.max_model_len))
-                limits, plan = shorter, self._plan(shorter)
+                notes.append(self._note_lowered_length(limits, static, settings, shorter.max_model_len))
+                limits, static = shorter, self._plan(shorter)
+                plan = self._learn(static)
         self._check_chunking(limits)
-        static, plan = plan, self._learn(plan)
         ledger, states = self._ledger_without_graphs(plan, limits, settings), self._states(plan, limits)
         prices = self._prices(plan)
         wanted = [p for p in prices if capturable(plan.policy, p.bucket) and not settings.eager]

@@ -5,8 +5,6 @@ A model that cannot fit is refused before its weights are loaded, by config.json
 free memory that it used up, so that the ledger's rows sum to the device's total.
 
 Measures activations: runs the costliest launch of each stage once, before the KV cache exists.
-
-Measures the ledger's rows: each phase of the start-up is charged with the free memory that it consumed.
 """
 
 from __future__ import annotations
@@ -309,6 +307,13 @@ class DeviceStart:
         return made
 
     @property
+    def _code(self) -> str:
+        """The version of what decides the seconds of launches."""
+        c, chosen = self.config, (type(self.backend).__module__, self.backend.policy.graphless)
+        kinds = c.quantization, c.kv_cache_dtype, c.attention_backend, c.enforce_eager
+        return graph_measurements.digest_code(*chosen, *kinds)
+
+    @property
     def _eager(self) -> bool:
         """True if nothing is captured."""
         return self.paper.settings.eager
@@ -390,7 +395,7 @@ class DeviceStart:
         self, fixed: FixedMemory, in_use: MemoryInUse, limits: ShapeLimits, memory_split: MemorySplit
     ) -> GraphCaptures:
         block = self.paper.estimator.block_bytes(limits.block_size)
-        known = graph_measurements.load(self.key, graph_measurements.folder())
+        known = graph_measurements.load(self.key, graph_measurements.folder()) or graph_measurements.Measurements()
         return GraphCaptures(
             fixed.runner.graphs,
             in_use,
@@ -402,7 +407,7 @@ class DeviceStart:
             block_bytes=block,
             journal=CaptureJournal(self.config.skip_captures, self.progress.capture, self.model_config.share.stage),
             keep=lambda captures: self._keep(captures, fixed.activations),
-            launches=dict(known.launches) if known is not None else {},
+            launches=dict(known.launches) if known.code == self._code else {},
         )
 
     def _change(self, runner: ModelRunner, captures: GraphCaptures, plan: Plan) -> PlanChange:
@@ -442,7 +447,7 @@ class DeviceStart:
         settled, most = captures.ledger.memory_in_use.activations, max(profiled.values(), default=0)
         held = {b: settled if full and count == most else count for b, count in profiled.items()}
         seconds, launches = dict(captures.graphs.took), dict(captures.launches)
-        new = graph_measurements.Measurements(dict(captures.measured), seconds, held, launches)
+        new = graph_measurements.Measurements(dict(captures.measured), seconds, held, launches, self._code)
         graph_measurements.add_measurements(self.key, new, graph_measurements.folder(), complete=full)
 
 

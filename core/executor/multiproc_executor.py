@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class RankFailed(RuntimeError):
-    """A rank died, raised, or sampled other tokens than rank 0."""
+    """A rank died, raised, or sampled other tokens or had another plan than rank 0."""
 
 
 class RankDied(RankFailed):
@@ -424,14 +424,15 @@ class MultiprocExecutor:
                     return self._note_failure(child.number, kind(f"rank {child.number}{child.at}: {message}"))
 
     def _compare(self, rank: int, number: int, digest: int) -> None:
-        """Checks that all ranks have sampled the same tokens, because the next step reads them on each device."""
+        """Checks that all ranks have sampled the same tokens, which the next step reads on each device, by one plan."""
         with self._lock:
             said, count = self._digests.get(number, (digest, 0))
             self._digests[number] = said, count + 1
             if count + 1 == self.world // self.stages:
                 del self._digests[number]
         if said != digest:
-            self._note_failure(rank, RankFailed(f"rank {rank} sampled other tokens in step {number} than other ranks"))
+            why = f"rank {rank} sampled other tokens in step {number} than other ranks, or by another plan"
+            self._note_failure(rank, RankFailed(why))
 
     # Failure
 

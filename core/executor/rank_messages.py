@@ -113,7 +113,7 @@ class RankReady(msgspec.Struct, tag=True):
 
 
 class StepDone(msgspec.Struct, tag=True):
-    """Up: a Step has run; ``digest`` covers the sampled tokens and must be equal on all ranks."""
+    """Up: a Step has run; ``digest`` covers what it sampled and its plan, and must be equal on all ranks."""
 
     number: int
     digest: int
@@ -137,18 +137,19 @@ class StepAnswer(msgspec.Struct, tag=True):
     text: list[tuple[int, int]]
     failed_at: dict[int, int] = {}
     forced: dict[int, tuple[int, ...]] = {}
+    plan: int = 1
 
     @classmethod
     def of(cls, output: StepOutput) -> StepAnswer:
         """Converts a step's output to a message."""
         o, pooled = output, cast(dict[int, Float64], output.pooled)
-        late = o.failures, [*o.text], o.failed_at, o.forced
+        late = o.failures, [*o.text], o.failed_at, o.forced, o.plan
         return cls(o.number, digest(o), o.samples, o.head, o.targets, o.scored, pooled, o.stats, *late)
 
     def output(self) -> StepOutput:
         """Converts the message back to a step's output."""
         pooled = cast(dict[int, Pooled], self.pooled)
-        late = self.failures, self.failed_at, set(self.text), self.forced
+        late = self.failures, self.failed_at, set(self.text), self.forced, self.plan
         return StepOutput(self.number, self.samples, self.head, self.targets, self.scored, pooled, self.stats, *late)
 
 
@@ -215,5 +216,6 @@ def without_pixels(step: Step) -> Step:
 
 
 def digest(output: StepOutput) -> int:
-    """Returns a digest of the tokens that a Step sampled; 0 if it sampled none."""
-    return 0 if output.head is None else zlib.crc32(np.ascontiguousarray(output.head.token).tobytes()) or 1
+    """Returns a digest of the tokens that a Step sampled and of the version of its plan."""
+    tokens = b"" if output.head is None else np.ascontiguousarray(output.head.token).tobytes()
+    return zlib.crc32(tokens, output.plan)

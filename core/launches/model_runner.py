@@ -80,6 +80,7 @@ class PendingStep:
 
     number: int
     samples: dict[int, int]
+    plan: int = 1
     head: Pending[HeadOutput] | None = None
     pending_sample: PendingSample | None = None
     targets: list[tuple[int, list[int], Pending[HeadOutput]]] = field(default_factory=list)
@@ -95,7 +96,7 @@ class PendingStep:
 
     def result(self) -> StepOutput:
         """Waits for the fetches."""
-        out = StepOutput(self.number, self.samples, stats=self.stats)
+        out = StepOutput(self.number, self.samples, stats=self.stats, plan=self.plan)
         out.head = self.head.result() if self.head is not None else None
         if self.pending_sample is not None:
             late = self.pending_sample
@@ -175,7 +176,7 @@ class ModelRunner:
 
     def execute(self, step: Step) -> PendingStep:
         """Launches ``step``; the device may still be running it on return."""
-        pending = PendingStep(step.number, {})
+        pending = PendingStep(step.number, {}, self.plan.version)
         if step.moves:
             assert self.host_kv is not None
             self.host_kv.run(step.moves)

@@ -8,10 +8,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 from trencadis.core import envs
@@ -42,12 +46,55 @@ class MeasurementKey:
 class Measurements:
     """Measured values by bucket: a graph's bytes without its inputs, seconds of compiling, peak bytes of a launch, and
     median seconds of a launch on the device.
+
+    ``code``: the version of the code whose launches took these seconds (``digest_code``).
     """
 
     graphs: Mapping[Bucket, int] = field(default_factory=dict)
     seconds: Mapping[Bucket, float] = field(default_factory=dict)
     activations: Mapping[Bucket, int] = field(default_factory=dict)
     launches: Mapping[Bucket, float] = field(default_factory=dict)
+    code: str = ""
+
+
+LIBRARIES = ("torch", "triton", "flash-attn", "flash-attn-3", "flashinfer-python", "habana-torch-plugin")
+"""Packages whose version decides how long a launch takes."""
+
+PARTS = ("core.device", "core.launches", "core.lora", "core.models", "core.quant", "multimodal")
+"""Parts of this package, beside the device's own, whose code runs in launches."""
+
+
+def digest_code(device_module: str, *settings: object) -> str:
+    """Returns a digest of all that decides how long a launch of a bucket takes, apart from a ``MeasurementKey``.
+
+    Seconds of launches that another release, other kernels or other libraries took say nothing about this one.
+
+    Args:
+        device_module: name of a module of the device's backend; its package's files count.
+        settings: settings that choose kernels, in a fixed order.
+    """
+    root = __name__.partition(".")[0]
+    own = device_module.partition(f"{root}.")[2]
+    device = ".".join(own.split(".")[:2]) if own else ""
+    text = json.dumps([_digest_files((*PARTS, *([device] if device else []))), *settings], default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@cache
+def _digest_files(parts: tuple[str, ...]) -> str:
+    """Returns a digest of the versions of the libraries and the contents of the files of ``parts``."""
+    root, found = __name__.partition(".")[0], hashlib.sha256()
+    found.update(str(getattr(sys.modules[root], "__version__", "")).encode())
+    for library in LIBRARIES:
+        with suppress(metadata.PackageNotFoundError):
+            found.update(f"{library} {metadata.version(library)}".encode())
+    for part in parts:
+        spec = find_spec(f"{root}.{part}")
+        for place in (spec.submodule_search_locations or ()) if spec is not None else ():
+            for file in sorted(f for f in Path(place).rglob("*") if f.suffix in (".py", ".so")):
+                found.update(file.name.encode())
+                found.update(file.read_bytes())
+    return found.hexdigest()
 
 
 def fingerprint(model: ModelConfig, draft: ModelConfig | None = None) -> str:
@@ -121,7 +168,7 @@ def _read(file: Path) -> tuple[MeasurementKey, Measurements] | None:
         graphs, held = ({bucket_of(n): int(v) for n, v in raw[k].items()} for k in ("graphs", "activations"))
         times = ({bucket_of(n): float(s) for n, s in raw.get(k, {}).items()} for k in ("seconds", "launches"))
         seconds, launches = times
-        content = Measurements(graphs, seconds, held, launches)
+        content = Measurements(graphs, seconds, held, launches, str(raw.get("code", "")))
         return MeasurementKey(**raw["key"]), content
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
@@ -131,7 +178,8 @@ def merge_measurements(known: Measurements | None, new: Measurements, complete: 
     """Returns ``known`` updated with ``new``.
 
     Unless ``new`` is ``complete``, the larger value of a bucket is kept: workspaces may not have grown to their full
-    size yet, and if graphs share memory, a graph costs less once its stage holds others.
+    size yet, and if graphs share memory, a graph costs less once its stage holds others. Seconds of launches of other
+    code are dropped.
     """
     if known is None:
         return new
@@ -140,7 +188,8 @@ def merge_measurements(known: Measurements | None, new: Measurements, complete: 
         return {**old, **{b: count if complete else max(count, old.get(b, 0)) for b, count in found.items()}}
 
     graphs, held = larger(known.graphs, new.graphs), larger(known.activations, new.activations)
-    return Measurements(graphs, {**known.seconds, **new.seconds}, held, {**known.launches, **new.launches})
+    launches = {**(known.launches if known.code == new.code else {}), **new.launches}
+    return Measurements(graphs, {**known.seconds, **new.seconds}, held, launches, new.code)
 
 
 def add_measurements(key: MeasurementKey, new: Measurements, directory: Path, complete: bool) -> None:
@@ -159,6 +208,7 @@ def store(key: MeasurementKey, measured: Measurements, directory: Path) -> Path:
         "seconds": {name_of(b): round(s, 4) for b, s in sorted(measured.seconds.items())},
         "activations": {name_of(b): n for b, n in sorted(measured.activations.items())},
         "launches": {name_of(b): float(f"{s:.4g}") for b, s in sorted(measured.launches.items())},
+        "code": measured.code,
     }
     path = directory / key.file
     temporary = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.tmp")

@@ -20,7 +20,7 @@ from trencadis.core.json_types import JsonMapping
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import COARSE
 from trencadis.core.shapes.launch_costs import work_of
-from trencadis.core.shapes.learned_plan import LearnedPlan, TooFewGraphs, learn_plan
+from trencadis.core.shapes.learned_plan import HEADS, LearnedPlan, TooFewGraphs, learn_plan, thin_heads
 from trencadis.core.shapes.shape_needs import MAX_CELLS, NeedHistogram
 
 FORMAT = "trencadis bucket profile"
@@ -141,22 +141,25 @@ def learn_from_profile(
 ) -> LearnedPlan:
     """Returns the plan of at most ``max_graphs`` graphs for the needs of a profile.
 
-    Stages whose sizes the user has set keep their buckets, in addition to ``max_graphs``.
+    Stages whose sizes the user has set keep their buckets, in addition to ``max_graphs``; so do SAMPLE and RESET, with
+    fewer sizes (``thin_heads``).
 
     Raises:
         StartupError: the profile is refused, or ``max_graphs`` is too small.
     """
     needs = read_profile(path, plan.policy, plan.block_size)
     try:
-        return learn_plan(plan, needs, max_graphs, list_set_stages(plan, options), work)
+        found = learn_plan(plan, needs, max_graphs, list_set_stages(plan, options), work)
     except TooFewGraphs as error:
         raise StartupError(f"--max-graphs {max_graphs}: these limits need at least {error.least}.") from None
+    return dataclasses.replace(found, plan=thin_heads(found.plan))
 
 
 def plan_by_profile(path: str, plan: Plan, options: BucketOptions, max_graphs: int, model: ModelConfig) -> Plan:
     """Returns the plan for the needs of a profile, with a note about it; see ``learn_from_profile``."""
     found = learn_from_profile(path, plan, options, max_graphs, work_of(model, plan.block_size))
-    replaced, static = len(plan.buckets) - len(found.plan.buckets) + found.graphs, found.static or 1.0
+    before, after = (sum(b.stage not in HEADS for b in p.buckets) for p in (plan, found.plan))
+    replaced, static = before - after + found.graphs, found.static or 1.0
     note = (
         f"--bucket-profile: {found.graphs} shapes of text and images; its needs are expected to cost "
         f"{found.cost / static:.3f} of what they cost in {replaced}; no choice of as many costs less than "

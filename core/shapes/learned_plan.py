@@ -27,6 +27,13 @@ KEPT_STAGES = tuple(stage for stage in Stage if stage not in RECORDED_STAGES)
 WORK_WEIGHT = 1.5
 """Weight of the padded work beside the expected time in what the search minimises."""
 
+HEADS = (Stage.SAMPLE, Stage.RESET)
+HEAD_TOLERANCE = 0.02
+"""Share of the cheapest decoding launch that padding may add to a launch of SAMPLE or RESET, to save a size."""
+
+RESET_PADDING = 4
+"""Most rows of a RESET launch over those of the size that it replaces: each row has the bytes of a vocabulary."""
+
 MAX_CANDIDATES = 800
 """Most candidates of one stage and variant; above it the grid of sizes is made coarser."""
 
@@ -136,6 +143,23 @@ def learn_plan(
     learned = dataclasses.replace(plan, buckets=tuple(sorted([*kept, *chosen])))
     static = _static_cost(plan, keys, needs, price)
     return LearnedPlan(learned, len(chosen), choice.cost, choice.bound, static)
+
+
+def thin_heads(plan: Plan) -> Plan:
+    """Returns ``plan`` with fewer sizes of SAMPLE and RESET, where padding costs next to nothing.
+
+    Each size costs a compilation and a graph. The largest one stays, so that every need is held.
+    """
+    cost, kept = plan.policy.cost, [b for b in plan.buckets if b.stage not in HEADS]
+    most = HEAD_TOLERANCE * min((cost(b) for b in plan.of(Stage.DECODE)), default=0.0)
+    for stage, variant in sorted({(b.stage, b.variant) for b in plan.buckets if b.stage in HEADS}):
+        left = [b for b in plan.of(stage) if b.variant == variant]
+        while left:
+            own, widest = left[0], RESET_PADDING * left[0].dims[0] if stage is Stage.RESET else math.inf
+            near = [b for b in left if cost(b) - cost(own) <= most and b.dims[0] <= widest]
+            kept.append(near[-1])
+            left = left[len(near) :]
+    return dataclasses.replace(plan, buckets=tuple(sorted(kept)))
 
 
 def _list_pools(groups: Sequence[_Group], memory: GraphMemoryLimits) -> list[PoolLimit]:

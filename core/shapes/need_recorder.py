@@ -1,9 +1,9 @@
 """Records the needs of served traffic: bounded, fading with load, and readable by another thread. Pure Python.
 
 A Step only adds to a table of counts, which takes some 15 us for 128 rows; the histograms take the table over every few
-seconds, between Steps. One histogram fades slowly; the plan is chosen from it. Traffic after a choice is also recorded
-in a few short periods of its own, so that it is judged by needs that it was not chosen with. A third histogram has what
-no file has yet.
+seconds, between Steps. One histogram fades slowly and one fast, so that traffic of another kind is soon most of it;
+plans are chosen from either. Traffic after a choice is also recorded in a few short periods of its own, so that it is
+judged by needs that it was not chosen with. Another histogram has what no file has yet.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ PERIODS = 6
 PERIOD_SECONDS = 300.0
 PERIOD_CELLS = 170
 UNSAVED_CELLS = 1024
-LASTING_CELLS = MAX_CELLS - PERIODS * PERIOD_CELLS - UNSAVED_CELLS
+RECENT_CELLS = 512
+LASTING_CELLS = MAX_CELLS - PERIODS * PERIOD_CELLS - UNSAVED_CELLS - RECENT_CELLS
+
+RECENT_SECONDS = 1800.0
+"""Half-life of the needs that fade fast, unless all needs do."""
 
 IDLE_SECONDS = 1.0
 """A longer gap between two steps is not load: the weights of needs do not fade in it."""
@@ -70,6 +74,7 @@ class NeedRecorder:
         self._counts: dict[tuple[Stage, tuple[int, ...], str], int] = {}
         self._collected = 0.0
         self._lasting = NeedHistogram(half_life, LASTING_CELLS)
+        self._recent = NeedHistogram(min(half_life, RECENT_SECONDS), RECENT_CELLS)
         self._unsaved = NeedHistogram(half_life, UNSAVED_CELLS)
         self._periods: list[NeedHistogram] = []
         self._period_seconds = 0.0
@@ -130,9 +135,11 @@ class NeedRecorder:
         seconds, self._collected = self.seconds - self._collected, self.seconds
         counts, self._counts = self._counts, {}
         self._lasting.advance(seconds)
+        self._recent.advance(seconds)
         if self._judging:
             self._advance_period(seconds)
-        for histogram in (self._lasting, self._unsaved, *(self._periods[-1:] if self._judging else ())):
+        periods = self._periods[-1:] if self._judging else []
+        for histogram in (self._lasting, self._recent, self._unsaved, *periods):
             for (stage, dims, variant), count in counts.items():
                 histogram.add(stage, dims, float(count), variant)
 
@@ -163,11 +170,12 @@ class NeedRecorder:
             taken, self._periods = self._periods, []
             return taken
 
-    def snapshot(self, least: float = 0.0) -> NeedSnapshot:
-        """Returns the cells that weigh at least ``least`` now."""
+    def snapshot(self, recent: bool = False) -> NeedSnapshot:
+        """Returns the cells as they weigh now; ``recent``: of the needs that fade fast."""
         with self._lock:
             self._collect()
-            return NeedSnapshot(self._lasting.list_cells(least), self.steps, self.seconds)
+            cells = (self._recent if recent else self._lasting).list_cells()
+            return NeedSnapshot(cells, self.steps, self.seconds)
 
     def take_unsaved(self, least: float) -> NeedHistogram:
         """Returns the needs since the last call, without cells below ``least``, which are kept until they reach it."""

@@ -24,7 +24,15 @@ from trencadis.core.shapes.bucket_profile import learn_from_profile, list_set_st
 from trencadis.core.shapes.bucket_search import CostTable, search_choice
 from trencadis.core.shapes.cost_model import fit_bytes
 from trencadis.core.shapes.launch_costs import Costs, work_of
-from trencadis.core.shapes.learned_plan import KEPT_STAGES, GraphMemoryLimits, TooFewGraphs, expected_cost, learn_plan
+from trencadis.core.shapes.learned_plan import (
+    HEADS,
+    KEPT_STAGES,
+    GraphMemoryLimits,
+    TooFewGraphs,
+    expected_cost,
+    learn_plan,
+    thin_heads,
+)
 from trencadis.core.shapes.rectangular_launches import RowNeed, split_rows
 from trencadis.core.shapes.shape_needs import RECORDED_STAGES, NeedHistogram, count_step, round_to_grid
 from trencadis.server.plan.traffic_trace import StepNeeds, read_request, replay_steps, sum_planned_work
@@ -233,6 +241,22 @@ def test_too_few_graphs_say_the_least() -> None:
     assert learn_plan(plan, NeedHistogram(), error.value.least).graphs == error.value.least
 
 
+@pytest.mark.parametrize("sizes", [(896, 24, 14, 2, 4864), (3584, 28, 28, 4, 18944)])
+def test_launches_that_cost_little_have_few_sizes(sizes: tuple[int, int, int, int, int]) -> None:
+    """SAMPLE and RESET: every number of rows is held, and padding adds at most 2 % of a decoding launch."""
+    plan = make_plan(SERVING, GUIDE, BucketOptions(), model_of(*sizes))
+    thin, cost = thin_heads(plan), plan.policy.cost
+    least = min(cost(b) for b in plan.of(Stage.DECODE))
+    for stage in HEADS:
+        assert 3 * len(thin.of(stage)) < 2 * len(plan.of(stage)), (stage, thin.of(stage))
+        for variant in sorted({b.variant for b in plan.of(stage)}):
+            for rows in range(1, 129):
+                before, after = (p.find(stage, (rows,), variant) for p in (plan, thin))
+                assert before is not None and after is not None and cost(after) - cost(before) <= 0.02 * least
+                assert stage is Stage.SAMPLE or after.dims[0] <= 4 * before.dims[0]
+    assert [b for b in thin.buckets if b.stage not in HEADS] == [b for b in plan.buckets if b.stage not in HEADS]
+
+
 def test_sizes_that_the_user_has_set_are_kept() -> None:
     options = read_bucket_options({"VLLM_DECODE_BS_BUCKET_MAX": "64", "VLLM_MULTIMODAL_BUCKETS": "1600,12544,65536"})
     plan = make_plan(SERVING, GUIDE, options, MODEL)
@@ -270,7 +294,7 @@ def test_a_profile_is_read_as_written(tmp_path: Path) -> None:
     again = read_profile(str(path), plan.policy, 128)
     assert again.list_cells() == needs.list_cells() and list(tmp_path.iterdir()) == [path]
     assert learn_from_profile(str(path), plan, BucketOptions(), 40, WORK).plan.buckets == (
-        learn_plan(plan, needs, 40, work=WORK).plan.buckets
+        thin_heads(learn_plan(plan, needs, 40, work=WORK).plan).buckets
     )
     write_profile(str(path), needs, 128, least=5.0)
     assert all(weight >= 5 for _, _, weight in read_profile(str(path), plan.policy, 128).list_cells())

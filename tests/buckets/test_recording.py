@@ -42,7 +42,7 @@ from trencadis.core.shapes.cost_model import (
 )
 from trencadis.core.shapes.launch_costs import Costs
 from trencadis.core.shapes.learned_plan import KEPT_STAGES
-from trencadis.core.shapes.need_recorder import PERIOD_SECONDS, PERIODS, NeedRecorder
+from trencadis.core.shapes.need_recorder import PERIOD_SECONDS, PERIODS, RECENT_SECONDS, NeedRecorder
 from trencadis.core.shapes.rectangular_launches import RowNeed
 from trencadis.core.shapes.shape_needs import MAX_CELLS, NeedHistogram
 from trencadis.server.plan.traffic_trace import read_trace
@@ -83,17 +83,18 @@ def test_needs_are_counted_before_they_are_padded(plan: Plan) -> None:
 
 def test_idle_time_is_no_load_and_old_needs_fade(plan: Plan) -> None:
     clock = Clock()
-    recorder = NeedRecorder(plan, 1000.0, clock)
+    recorder = NeedRecorder(plan, 2 * RECENT_SECONDS, clock)
     recorder.count(decode(1), [])
     clock.now = 10_000.0
     recorder.count(decode(2), [])
     assert recorder.seconds == 1.0
-    for _ in range(2000):
+    for _ in range(2 * round(RECENT_SECONDS)):
         clock.now += 0.5
         recorder.count(decode(3), [])
         recorder.collect()
-    weights = {c.dims[0]: c.weight for c in recorder.snapshot().cells}
-    assert weights[1] == pytest.approx(0.5, rel=0.02) and recorder.steps == 2002
+    weights, recent = ({c.dims[0]: c.weight for c in recorder.snapshot(r).cells} for r in (False, True))
+    assert recent[1] == pytest.approx(0.5, rel=0.02) and recorder.steps == 2 * RECENT_SECONDS + 2
+    assert weights[1] == pytest.approx(0.5**0.5, rel=0.02)
 
 
 def record_random(plan: Plan, count: int) -> NeedRecorder:
@@ -109,8 +110,8 @@ def record_random(plan: Plan, count: int) -> NeedRecorder:
 
 def test_memory_is_bounded(plan: Plan) -> None:
     recorder = record_random(plan, 1500)
-    held = recorder._lasting.count + recorder._unsaved.count + sum(p.count for p in recorder._periods)
-    assert held <= MAX_CELLS
+    kept = recorder._lasting, recorder._recent, recorder._unsaved, *recorder._periods
+    assert sum(histogram.count for histogram in kept) <= MAX_CELLS
     assert sum(c.weight for c in recorder.snapshot().cells) > 0
 
 
@@ -216,6 +217,12 @@ def test_a_proposal_is_judged_by_later_traffic(plan: Plan, mode: str, monkeypatc
     feed(learning, clock, PERIODS * PERIOD_SECONDS + 5, 5)
     assert learning._gain > 0
     assert (learning.pending is not None) == (mode == ON)
+    if mode == ON:
+        return
+    shown, proposed = learning.report().proposal, learning.outcomes[engine_stats.PROPOSED]
+    assert shown is not None and shown.gain > 0, "a proposal that pays is shown, and shapes are searched again"
+    feed(learning, clock, 400.0, 11)
+    assert learning.outcomes[engine_stats.PROPOSED] == proposed + 1
 
 
 def test_a_search_without_needs_is_answered(plan: Plan) -> None:

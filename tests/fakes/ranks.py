@@ -45,7 +45,9 @@ class Said:
 
 
 class FakeRank:
-    """``mode`` is ``what@rank``: raise, differ, kill, sleep in step 3 of that rank, or raise late, in its result."""
+    """``mode`` is ``what@rank``: raise, differ, kill, sleep or use another plan in step 3 of that rank, or raise late,
+    in its result.
+    """
 
     def __init__(self, mode: str, place: RankInfo) -> None:
         what, _, rank = mode.partition("@")
@@ -74,6 +76,7 @@ class FakeRank:
                     time.sleep(3600)
         wrong = "too late" if step.number == 3 and self.what == "late" else ""
         output = StepOutput(step.number, {}, HeadOutput(np.array([token], np.int64).astype(np.int32)))
+        output.plan += step.number == 3 and self.what == "plan"
         return Said(output, wrong)
 
     def propose(self, rows: Any) -> list[tuple[int, ...]]:

@@ -20,14 +20,19 @@ import torch
 
 from tests.fakes.meta_start import GIB, Started, card, config_of, on_paper, run
 from tests.fakes.recorded_card import RecordedBackend, Records
-from tests.traffic.launch_lines import model_of
+from tests.traffic.launch_lines import GUIDE, model_of
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
+from trencadis.backends.hpu.policy import SERVING
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.device.backend import BackendConfig, ProgramState
 from trencadis.core.engine.graph_startup import DeviceStart
 from trencadis.core.engine.startup_checks import quantise_model
 from trencadis.core.errors import StartupError
 from trencadis.core.progress import SilentProgress
+from trencadis.core.shapes.bucket_options import BucketOptions
+from trencadis.core.shapes.bucket_planner import make_plan
+from trencadis.core.shapes.bucket_profile import write_profile
+from trencadis.core.shapes.shape_needs import RECORDED_STAGES, NeedHistogram
 from trencadis.multimodal.qwen2_vl.smart_resize import largest_slots
 
 RECORDINGS = Path(__file__).resolve().parents[2] / ".bench" / "records"
@@ -164,6 +169,26 @@ def test_forty_starts(every: int, layers: int, line: dict[str, Any]) -> None:
     found = [(small if i % 4 else large).play(*case, i) for i, case in cases]
     assert found.count("starts") >= 15 // every and found.count("refused") >= 10 // every, found
     assert len(found) == -(-40 // every)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("index", range(len(MODELS)))
+def test_starts_with_a_profile(index: int, tmp_path: Path) -> None:
+    """Every utilisation and reserve, with 40 shapes for needs that were drawn at random."""
+    static, needs, rng = (
+        make_plan(SERVING, GUIDE, BucketOptions(), of_sizes(index)[0]),
+        NeedHistogram(),
+        random.Random(index),
+    )
+    for _ in range(200):
+        bucket = rng.choice([b for b in static.buckets if b.stage in RECORDED_STAGES])
+        needs.add(bucket.stage, [rng.randint(1, d) for d in bucket.dims], rng.expovariate(1))
+    write_profile(str(tmp_path / "needs.json"), needs, 128)
+    line = {"bucket_profile": str(tmp_path / "needs.json"), "max_graphs": 40}
+    grid = Grid(of_sizes(index), images_of(PIXELS[index % 3]), line, Records())
+    found = Counter(grid.play(*case, i) for i, case in enumerate(itertools.product(UTILISATIONS, RESERVES)))
+    print(f"{MODELS[index]} {PIXELS[index % 3]}: {dict(found)}")
+    assert sum(found.values()) == 40
 
 
 @pytest.mark.long

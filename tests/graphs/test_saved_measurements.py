@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,8 @@ from trencadis.core.engine.dry_run import StartupPlan
 from trencadis.core.memory import graph_measurements
 from trencadis.core.memory.graph_measurements import Measurements, merge_measurements
 from trencadis.core.memory.graph_selection import GraphPrice, prices_by
+from trencadis.core.shapes.bucket_profile import write_profile
+from trencadis.core.shapes.shape_needs import NeedHistogram
 
 MODEL = dataclasses.replace(model_of(1024, 1, 8, 2, 2048, vision=False), architecture="Qwen2ForCausalLM")
 IMAGES = ImageNeeds()
@@ -92,6 +96,62 @@ def test_less_never_replaces_more() -> None:
     assert after.graphs == whole.graphs and after.activations == whole.activations
 
 
+def test_seconds_of_launches_belong_to_the_code_that_took_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later release and other kernels begin anew; bytes of graphs are kept."""
+    first = start(warmup="skip")
+    bucket, code, folder = need(first, 1)[0], first.start._code, graph_measurements.folder()
+    first.captures.keep_launches({bucket: 0.5})
+    assert known(first).code == code and known(first).launches == {bucket: 0.5}
+    assert start(warmup="skip").captures.launches == {bucket: 0.5}
+    config = dataclasses.replace(first.start.config, kv_cache_dtype="int8")
+    assert dataclasses.replace(first.start, config=config)._code != code
+    monkeypatch.setattr(sys.modules["trencadis"], "__version__", "9.9")
+    graph_measurements._digest_files.cache_clear()
+    assert first.start._code != code
+    graph_measurements.add_measurements(first.start.key, Measurements(code=first.start._code), folder, complete=False)
+    assert not known(first).launches and known(first).graphs
+    graph_measurements._digest_files.cache_clear()
+
+
+def test_the_digest_of_the_code_reads_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {
+        graph_measurements.digest_code(m) for m in ("trencadis.backends.hpu.x", "trencadis.backends.cuda", "", "o")
+    }
+    assert len(found) == 3, "a backend of another package counts by its settings alone"
+    file = tmp_path / "kernel.py"
+    monkeypatch.setattr(graph_measurements, "find_spec", lambda name: SimpleNamespace(
+        submodule_search_locations=[str(tmp_path)] if name.endswith("hpu") else None))  # fmt: skip
+    digests = []
+    for text in ("a = 1", "a = 2", "a = 1"):
+        graph_measurements._digest_files.cache_clear()
+        file.write_text(text)
+        digests.append(graph_measurements.digest_code("trencadis.backends.hpu.backend", "int8"))
+    assert digests[0] == digests[2] != digests[1]
+    graph_measurements._digest_files.cache_clear()
+
+
+def test_memory_of_graphs_is_that_of_the_shapes_of_a_profile(tmp_path: Path) -> None:
+    """Not that of the plan of the limits: what fewer graphs do not take goes to the KV cache."""
+    needs = NeedHistogram()
+    needs.add(Stage.DECODE, (1, 1))
+    write_profile(str(tmp_path / "needs.json"), needs, 128)
+    key = graph_measurements.MeasurementKey(graph_measurements.fingerprint(MODEL), "hpu (emulated)", "16 bit", 1, 128)
+
+    def plan_line(**flags: Any) -> StartupPlan:
+        line = config_of(max_model_len=4096, max_num_seqs=16, max_num_batched_tokens=4096, **flags)
+        return on_paper(MODEL, line, IMAGES, 24 * GIB)
+
+    graphs = dict.fromkeys(plan_line().plan.buckets, 1 << 20)
+    graph_measurements.store(key, Measurements(graphs), graph_measurements.folder())
+    whole = plan_line(graph_memory="auto")
+    few = plan_line(graph_memory="auto", bucket_profile=str(tmp_path / "needs.json"), max_graphs=8)
+    for planned in (whole, few):
+        taken, requested = sum(p.alone for p in planned.prices), planned.settings.requested
+        assert requested is not None and sum(requested) == pytest.approx(1.1 * taken, rel=0.01)
+    assert 2 * len(few.plan.buckets) < len(whole.plan.buckets)
+    assert few.ledger.memory_split.kv > whole.ledger.memory_split.kv
+
+
 def test_what_is_merged() -> None:
     a, b, c = (Bucket(Stage.DECODE, (n, n)) for n in (1, 2, 4))
     old = Measurements({a: 10, b: 20}, {a: 1.0}, {a: 100})
@@ -100,6 +160,9 @@ def test_what_is_merged() -> None:
     assert some == Measurements({a: 10, b: 20, c: 40}, {a: 2.0, b: 3.0}, {a: 100})
     assert all_ == Measurements({a: 10, b: 15, c: 40}, {a: 2.0, b: 3.0}, {a: 50})
     assert merge_measurements(None, new, complete=False) == new
+    mine, theirs = Measurements(launches={a: 0.1, b: 0.2}, code="1"), Measurements(launches={a: 0.3}, code="2")
+    assert merge_measurements(mine, dataclasses.replace(theirs, code="1"), False).launches == {a: 0.3, b: 0.2}
+    assert merge_measurements(mine, theirs, complete=False) == theirs
 
 
 @pytest.mark.parametrize("which", [0, -1])

@@ -17,7 +17,7 @@ import torch
 from benchmarks.hpu import device_probe
 from tests.hpu.conftest import run_in_pieces
 from tests.hpu.emulator.test_staging import VOCAB, body, expected, inputs, vars_of
-from trencadis.backends.cpu.padding import empty_inputs
+from trencadis.backends.cpu.host_padding import empty_inputs
 from trencadis.backends.cuda.timing.time_report import HostStep, simulate_timeline
 from trencadis.backends.hpu.launches.host_copies import OutputSets
 from trencadis.backends.hpu.policy import SERVING

@@ -77,6 +77,7 @@ def test_every_rank_gets_the_same_steps_in_order(group: Any, overlaps: bool) -> 
         ("late@2", True, "rank 2: ValueError: too late"),
         ("kill@2", True, "rank 2 died: killed by SIGKILL"),
         ("differ@0", False, "other tokens in step 3"),
+        ("plan@1", True, "step 3 than other ranks, or by another plan"),
     ],
 )
 def test_a_rank_that_fails_ends_the_group(group: Any, mode: str, overlaps: bool, words: str) -> None:

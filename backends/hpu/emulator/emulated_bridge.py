@@ -69,7 +69,7 @@ def bridge(environ: Mapping[str, str], index: int = 0) -> EmulatedBridge:
     grouped = int(environ.get(WORLD_SIZE) or 1) > 1
     found = replace(found, total=found.total - (found.hccl if grouped else 0))
     card = EmulatedDevice(found, kind == "compute", parse(environ.get(FAULTS, "")))
-    card.hccl_memory = grouped
+    card.hccl_memory = card.queue.grouped = grouped
     saved = recipe_cache.read(environ)
     if saved.folder is not None and card.computes:
         card.clock.saved = SavedRecipes(saved, f"{RELEASE} {card.profile.name}")

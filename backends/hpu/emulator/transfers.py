@@ -92,6 +92,8 @@ class DeviceQueue:
         """Errors of launches, which the next call that waits raises."""
         self.dice: random.Random | None = None
         """If set, random mode: at any call the card may run any piece that is allowed to run."""
+        self.grouped = False
+        """True if other ranks' cards take part in collectives of this one's work."""
         self._work: deque[Callable[[], None]] = deque()
         self._down: deque[tuple[int, Callable[[], None]]] = deque()
         self._landing: deque[Callable[[], object]] = deque()
@@ -130,12 +132,14 @@ class DeviceQueue:
     def wait(self, mark: Mark | None = None) -> None:
         """Runs everything that was submitted up to ``mark``, as synchronising the device or waiting for an event does.
 
-        A copy to the host may read its source after later work has overwritten it: here it always does.
+        A copy to the host may read its source after later work has overwritten it: on a card of its own it always does
+        here. In a group no later work runs: its collectives would wait for ranks that have no reason to run it yet.
         """
         if self.failures:
             raise self.failures.pop(0)
         goal = self.submitted if mark is None else mark
-        self._run(self.submitted.work if goal.down > self.finished.down and self.dice is None else goal.work)
+        late = goal.down > self.finished.down and self.dice is None and not self.grouped
+        self._run(self.submitted.work if late else goal.work)
         while self.finished.down < goal.down:
             self._fetch()
 

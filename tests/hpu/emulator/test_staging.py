@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trencadis.backends.hpu.emulator.refusals import Refused
-from trencadis.backends.hpu.emulator.transfers import QueueEvent
+from trencadis.backends.hpu.emulator.transfers import DeviceQueue, QueueEvent
 from trencadis.backends.hpu.launches.host_copies import cast_inputs, make_packing, types_of
 from trencadis.backends.hpu.launches.hpu_inputs import LaunchForm, arrays, leaves, rebuild
 from trencadis.core.buckets import Bucket, Stage
@@ -226,6 +226,25 @@ def test_an_event_does_not_wait_for_the_hosts_own_part(hpu: Callable[..., Any]) 
     assert np.isnan(later.held[0].numpy()).all()
     source.cpu()
     assert later.held[0].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_card_in_a_group_runs_no_later_work_than_a_result_needs(grouped: bool) -> None:
+    """Rank 0 waits for a result after both ranks got a step that draws nothing, for which rank 1 waits for nothing.
+
+    The later step's collective has no partner then.
+    """
+    queue, ran = DeviceQueue(), list[str]()
+    queue.grouped = grouped
+    queue.push(lambda: ran.append("step 1"))
+    queue.push_down(lambda: ran.append("result 1"))
+    event = QueueEvent(queue)
+    event.record()
+    queue.push(lambda: ran.append("step 2"))
+    event.synchronize()
+    assert ran == (["step 1", "result 1"] if grouped else ["step 1", "step 2", "result 1"])
+    queue.wait()
+    assert len(ran) == 3
 
 
 # The pieces of a launch
