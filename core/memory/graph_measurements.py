@@ -57,8 +57,11 @@ class Measurements:
     code: str = ""
 
 
-LIBRARIES = ("torch", "triton", "flash-attn", "flash-attn-3", "flashinfer-python", "habana-torch-plugin")
+LIBRARIES = ("torch", "triton", "flash-attn", "flash-attn-3", "flashinfer-python")
 """Packages whose version decides how long a launch takes."""
+
+PLUGINS = "torch.backends"
+"""The group of entry points by which torch loads plug-ins of devices: their versions count, too."""
 
 PARTS = ("core.device", "core.launches", "core.lora", "core.models", "core.quant", "multimodal")
 """Parts of this package, beside the device's own, whose code runs in launches."""
@@ -88,6 +91,8 @@ def _digest_files(parts: tuple[str, ...]) -> str:
     for library in LIBRARIES:
         with suppress(metadata.PackageNotFoundError):
             found.update(f"{library} {metadata.version(library)}".encode())
+    for plugin in sorted(metadata.entry_points(group=PLUGINS)):
+        found.update(f"{plugin.name} {plugin.dist.version if plugin.dist else ''}".encode())
     for part in parts:
         spec = find_spec(f"{root}.{part}")
         for place in (spec.submodule_search_locations or ()) if spec is not None else ():

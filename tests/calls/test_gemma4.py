@@ -199,11 +199,9 @@ def test_a_schema_that_would_be_followed_in_part_is_refused(marked: Path, schema
 def test_a_constant_that_spells_a_mark_is_plain_text_and_of_its_type(marked: Path) -> None:
     from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 
-    draws, schema = (
-        GrammarDraws(Tokenizer.from_checkpoint(marked)),
-        {"type": ["number", "string"], "enum": ["<turn|>", 3]},
-    )
-    parameters = {"type": "object", "properties": {"a": schema | {"enum": [None, *schema["enum"]]}}, "required": ["a"]}
+    draws = GrammarDraws(Tokenizer.from_checkpoint(marked))
+    schema = {"type": ["number", "string"], "enum": [None, "<turn|>", 3]}
+    parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
     made = write_required({"name": "f", "parameters": parameters}, draws)
 
     def accepts(value: str) -> bool:
