@@ -475,10 +475,8 @@ def _paper(
     agreement, comm, memory = RankAgreement(backend), backend.comm, backend.memory
     total, free = agreement.least(memory.total(), memory.free())
     device = PlannedDevice(backend.name, total, total - free, comm.world, backend.dtype.itemsize)
-    asked, known = (
-        bucket_env.read_bucket_options(os.environ),
-        graph_measurements.load(key, graph_measurements.folder()),
-    )
+    asked = bucket_env.read_bucket_options(os.environ)
+    known = graph_measurements.load(key, graph_measurements.folder())
     start = DryRun(config, model_config, backend.policy, asked, images, device, known)
     paper = planned_stage(start)
     (length,) = agreement.over_stages(paper.limits.max_model_len)
