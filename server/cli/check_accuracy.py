@@ -183,7 +183,7 @@ def _make_run(
 def _ask_transformers(asked: AccuracyOptions, folder: Path, engine: EngineAnswers) -> AccuracyRun:
     """Returns the run of transformers over the same prompts."""
     result = import_module(f"{devices.CONFORMANCE}.check_result")
-    module = import_module(f"{devices.CONFORMANCE}.family.transformers_oracle")
+    module = import_module(f"{devices.CONFORMANCE}.check_model.transformers_oracle")
     config = load_config(folder)
     try:
         oracle = module.TransformersAnswers(folder, config.image_token, config.eos)

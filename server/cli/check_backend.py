@@ -148,7 +148,7 @@ def check_model_main(words: Sequence[str]) -> int:
     if not asked.dummy:
         return _run_model_checks(suite, suite.CheckedModel(path, path, asked.seed), asked)
     load_config(path)  # refuses what no family serves, before anything is built
-    oracle = import_module(f"{devices.CONFORMANCE}.family.transformers_oracle")
+    oracle = import_module(f"{devices.CONFORMANCE}.check_model.transformers_oracle")
     result = import_module(f"{devices.CONFORMANCE}.check_result")
     with tempfile.TemporaryDirectory(prefix="trencadis-") as folder:
         made = Path(folder) / path.resolve().name
