@@ -82,11 +82,13 @@ class GraphMemory:
         cached: they keep every tensor passed from one recipe to the next; False: outputs only.
         cut_layers: layers between two cuts of a graph; 0: graphs are cut before collectives only.
         library: bytes of workspace of the matrix-product library, shared by the graphs of a stage.
+        outputs_apart: SAMPLE writes its outputs to tensors outside its graph, which are counted with its inputs.
     """
 
     cached: bool = True
     cut_layers: int = 1
     library: int = 0
+    outputs_apart: bool = False
 
     def cuts(self, layers: int) -> int:
         """Returns the number of cuts of a graph of ``layers`` layers."""

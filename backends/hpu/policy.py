@@ -336,7 +336,7 @@ def policy(name: str, environ: Mapping[str, str] | None = None, lazy: bool | Non
     )
     graphs = will_be_lazy(environ) if lazy is None else lazy
     if graphs:
-        return dataclasses.replace(found, graph_memory=kept, graphless="")
+        return dataclasses.replace(found, graph_memory=dataclasses.replace(kept, outputs_apart=True), graphless="")
     return dataclasses.replace(
         found, graph_memory=kept, graphless=COMPILE_MODE, inputs=shared_input_bytes, compiled=describe_compiled
     )

@@ -407,7 +407,7 @@ class DeviceStart:
             block_bytes=block,
             journal=CaptureJournal(self.config.skip_captures, self.progress.capture, self.model_config.share.stage),
             keep=lambda captures: self._keep(captures, fixed.activations),
-            launches=dict(known.launches) if known.code == self._code else {},
+            launches=dict(known.launches) if known.launches and known.code == self._code else {},
         )
 
     def _change(self, runner: ModelRunner, captures: GraphCaptures, plan: Plan) -> PlanChange:

@@ -240,7 +240,7 @@ class MemoryEstimator:
         """Returns the bytes of a graph's own outputs; text and VISION launches write to persistent tensors instead."""
         if bucket.stage is Stage.POOL:
             return 4 * bucket.dims[0] * (self.classes or self.text.width)
-        if bucket.stage is not Stage.SAMPLE:
+        if bucket.stage is not Stage.SAMPLE or self.graphs.outputs_apart:
             return 0
         has_logprobs = bucket.variant == "full" or drafts_ahead(bucket) > 0
         return 4 * bucket.dims[0] * (3 + 2 * MAX_LOGPROBS if has_logprobs else 1)

@@ -248,7 +248,7 @@ def test_launches_that_cost_little_have_few_sizes(sizes: tuple[int, int, int, in
     thin, cost = thin_heads(plan), plan.policy.cost
     least = min(cost(b) for b in plan.of(Stage.DECODE))
     for stage in HEADS:
-        assert len(thin.of(stage)) < len(plan.of(stage)), (stage, thin.of(stage))
+        assert 4 * len(thin.of(stage)) <= 3 * len(plan.of(stage)), (stage, thin.of(stage))
         for variant in sorted({b.variant for b in plan.of(stage)}):
             for rows in range(1, 129):
                 before, after = (p.find(stage, (rows,), variant) for p in (plan, thin))

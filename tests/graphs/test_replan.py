@@ -310,7 +310,7 @@ def test_shapes_change_in_compile_mode(make: Make, seed: int) -> None:
 @pytest.mark.parametrize("twin", [False, True])
 @pytest.mark.parametrize("seed", range(5))
 def test_ten_changes_in_two_thousand_requests(make: Make, seed: int, twin: bool) -> None:
-    """Of all seeds together: fifty in ten thousand."""
+    """The five seeds together change shapes fifty times in ten thousand requests."""
     assert len(change_in_flight(make, 2000, 40, seed, **(TWIN if twin else {})).versions) > 10
 
 

@@ -191,7 +191,7 @@ def test_random_schedules_read_no_result_late(
 def test_many_launches_of_a_program_wait_for_the_fetches_of_their_sets(
     hpu: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, mistake: str
 ) -> None:
-    """As in a step that scores a prompt in several launches; the card fetches as late as it may."""
+    """A step that scores a long prompt launches one program several times; the card copies as late as it may."""
     backend = hpu(vocab_size=VOCAB)
     program = backend.program(Bucket(Stage.SAMPLE, (2,), "full"), typed)
     program.compile()
@@ -231,11 +231,12 @@ def drawn(x: HeadTensors) -> HeadTensorsOut:
 
 
 def host_steps(backend: Any, count: int) -> list[tuple[HostStep, float]]:
-    """Of steps that decode and sample 256 rows: the host's seconds before the launches are under way, and after the
-    result is there, and the card's for what runs between launches.
+    """Runs ``count`` steps that decode and sample 256 rows; returns the host's seconds of each step, and the seconds
+    that the card spends between its launches.
 
-    The host's are of this thread's own work, so that other programs of the machine do not count; the card's are those
-    of the emulator's launch clock.
+    The host's seconds are those before the launches are under way and after the result has arrived. They are CPU
+    seconds of this thread, so that other programs of the machine do not count; the card's are those of the emulator's
+    launch clock.
     """
     decode = backend.program(Bucket(Stage.DECODE, (256, device_probe.BLOCKS)), device_probe.echo)
     sample = backend.program(Bucket(Stage.SAMPLE, (256,), "greedy"), drawn)

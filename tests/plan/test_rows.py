@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.fakes.meta_start import GIB, backend, card, config_of, on_paper, run
 from tests.traffic.launch_lines import model_of
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.hpu_settings import HpuSettings
-from trencadis.backends.hpu.launches.host_copies import make_packing
+from trencadis.backends.hpu.launches.host_copies import OutputSets, make_packing
 from trencadis.backends.hpu.launches.hpu_inputs import LaunchForm, arrays, leaves
 from trencadis.backends.hpu.policy import list_held_outputs, policy
 from trencadis.core.buckets import Bucket, Stage
@@ -122,6 +123,7 @@ def test_what_a_graph_keeps(kept: GraphMemory, ranks: int) -> None:
     model = model_of(1024, 5, 8, 2, 2048)
     assert isinstance(model.vision, Qwen25VisionConfig)
     model = dataclasses.replace(model, vision=dataclasses.replace(model.vision, depth=5, full_layers=(1,)))
+    graphs = dataclasses.replace(kept, outputs_apart=policy("", {}, lazy=True).graph_memory.outputs_apart)
     on = card(96 * GIB)
     made = backend(model, on, ranks, 256, 4, make_bridge(on, cached=kept.cached))
     made.hpu_ops.settings = HpuSettings(cut_layers=kept.cut_layers or 1, cuts=kept.cut_layers > 0)
@@ -138,10 +140,7 @@ def test_what_a_graph_keeps(kept: GraphMemory, ranks: int) -> None:
         program.compile()
         program.capture()
         took = program.bytes - program.static.bytes
-        estimator = MemoryEstimator(model, 2, ranks, graphs=kept)
-        above = estimator.price(bucket).alone - took
-        # Held outputs are counted with the inputs; the formula, which serves other devices too, counts them once more.
-        assert above == 0 or (list_held_outputs(bucket) and 0 < above <= estimator.outputs(bucket)), bucket
+        assert took == MemoryEstimator(model, 2, ranks, graphs=graphs).price(bucket).alone, bucket
 
 
 @pytest.mark.parametrize("bucket", [
@@ -153,6 +152,8 @@ def test_bytes_of_inputs(bucket: Bucket) -> None:
     for lazy in (True, False):
         made = make_packing(leaves(arrays(bucket, None, LaunchForm(16, 1003, SLOT, shared=not lazy))))
         counted = policy("", {}, lazy).inputs
-        held = sum(4 * max(form.columns, 1) for form in list_held_outputs(bucket)) if lazy else 0
-        sets = 4 + 2 * bucket.dims[0] * held if held else 0  # and which of the two is next
-        assert counted is not None and counted(bucket, InputSizes(1003, slot=SLOT)) == made.bytes + sets
+        forms = list_held_outputs(bucket) if lazy else ()
+        sets = OutputSets(forms, bucket.dims[0], torch.device("cpu")).sets if forms else []
+        held = sum(t.nbytes for outputs in sets for t in outputs if t is not None)
+        turn = 4 if forms else 0  # which of the two sets is next
+        assert counted is not None and counted(bucket, InputSizes(1003, slot=SLOT)) == made.bytes + held + turn

@@ -175,7 +175,7 @@ class HeldOutput(HeadTensorsOut):
     """Outputs of a launch in one of the two sets of its program (``OutputSets``)."""
 
     fetching: HpuPending | None = None
-    """What copies them to the host: the set is written again once that has ended."""
+    """Their copy to the host. The next launch that writes this set waits for its end."""
 
 
 class OutputSets:
@@ -206,8 +206,9 @@ class OutputSets:
         """Returns ``body`` with a second argument, the number of the set [1] that it stores its outputs in."""
 
         def run(inputs: object, turn: Tensor) -> None:
-            first = turn == 0
-            for new, *held in zip(body(inputs), *self.sets, strict=True):
+            made = body(inputs)
+            first = turn == 0  # after the body, so that no cut of its graph keeps it
+            for new, *held in zip(made, *self.sets, strict=True):
                 if new is None:
                     assert held == [None, None]
                     continue
