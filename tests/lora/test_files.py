@@ -20,6 +20,7 @@ from trencadis.core.lora.adapter_files import read_adapter, resolve_folder
 from trencadis.core.lora.adapter_store import load_matrices
 from trencadis.core.quant.writing.merge_adapter import merge_adapter
 from trencadis.server.cli import main
+from trencadis.server.config.hub import find_adapter_folder
 from trencadis.server.prompts.adapter_registry import AdapterRegistry, NamedAdapter, parse_modules
 
 
@@ -226,6 +227,10 @@ def test_names_of_modules_and_defaults(base: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(StartupError, match="--lora-modules"):
             parse_modules([word])
+    with pytest.raises(StartupError, match="two adapters the name a; each needs its own"):
+        parse_modules(["a=/x", "b=/y", '{"name": "a", "path": "/z"}'])
+    with pytest.raises(StartupError, match="There is no folder /no/such of an adapter"):
+        find_adapter_folder(EngineConfig(), "/no/such")
     registry = AdapterRegistry(load_config(base), EngineConfig(enable_lora=True, max_loras=2), ("base",), Path)
     folder = str(adapter_of(base, tmp_path / "a"))
     registry.set_defaults({"image": folder, "video": str(adapter_of(base, tmp_path / "b", seed=2))})
