@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,12 +97,17 @@ MIXED: dict[str, Any] = dict(
 @pytest.mark.long
 @pytest.mark.parametrize("card", CARDS)
 def test_many_requests_of_all_kinds(base: Base, adapter: Adapter, monkeypatch: pytest.MonkeyPatch, card: str) -> None:
-    """Plain, ruled and verified rows and rows with images, of the base and of adapters of decoder and tower."""
+    """Plain, ruled and verified rows and rows with images, of the base and of adapters of decoder and tower.
+
+    ``TRENCADIS_TEST_SEED`` draws other requests, so that the figure can be run in pieces.
+    """
     monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
     if card == "compiled hpu":
         monkeypatch.setenv("PT_HPU_LAZY_MODE", "0")
-    checkpoint, rng = base("qwen2_5_vl"), np.random.default_rng(1)
+    checkpoint, rng = base("qwen2_5_vl"), np.random.default_rng(int(os.environ.get("TRENCADIS_TEST_SEED", "1")))
+    begun = time.monotonic()
     llm = LLM(str(checkpoint), **{**CARDS[card], **MIXED})
+    print(f"{card}: started in {time.monotonic() - begun:.0f} s", flush=True)
     adapters = [adapter(checkpoint, seed=i, pattern=rf"{LANGUAGE}|{TOWER}" if i > 1 else LANGUAGE) for i in range(4)]
     images = [make_image(rng, low=60, high=140, aspect=1.5) for _ in range(12)]
     rules: list[dict[str, Any]] = [
@@ -124,6 +130,7 @@ def test_many_requests_of_all_kinds(base: Base, adapter: Adapter, monkeypatch: p
                 kinds.append(request_of(adapters[one]) if one >= 0 else None)
             made = llm.chat(chats, params, use_tqdm=False, lora_request=kinds)
             assert all(m.outputs[0].finish_reason in ("stop", "length") for m in made)
+            print(f"{card}: {100 * (number + 1)} requests, {time.monotonic() - begun:.0f} s", flush=True)
 
     try:
         used = planned_launches(llm, run)

@@ -59,7 +59,7 @@ def score(llm: LLM, prompt: list[int], adapters: list[LoRARequest | None]) -> li
 
 
 def scores_of_theirs(model: Any, **inputs: torch.Tensor) -> torch.Tensor:
-    """The same of a model of transformers."""
+    """The same log-probabilities of a model of transformers."""
     with torch.inference_mode():
         return model(**inputs).logits[0].float().log_softmax(-1)
 
@@ -124,7 +124,7 @@ def test_of_the_tower_and_its_merger(base: Base, tmp_path: Path, place: str) -> 
     parts = [{"type": "image", "image": image}, {"type": "text", "text": "What is in the picture?"}]
     chat: list[Any] = [{"role": "user", "content": parts}]
     inputs = oracle.inputs(chat, [image])
-    pixels = {"mm_processor_kwargs": {"min_pixels": 56 * 56, "max_pixels": 40_000}}
+    pixels: dict[str, Any] = {"mm_processor_kwargs": {"min_pixels": 56 * 56, "max_pixels": 40_000}}
     llm = LLM(str(checkpoint), limit_mm_per_prompt={"image": 1}, **pixels, **ENGINE, **PLACES[place])
     try:
         params = SamplingParams(temperature=0, max_tokens=1, logprobs=-1, prompt_logprobs=-1)
