@@ -74,8 +74,11 @@ def test_a_launch_with_adapters_multiplies_little_more(
     small = dataclasses.replace(model, architecture="Qwen2ForCausalLM", text=text)
     card = Card(model=small, blocks=40, computes=True)
     assert isinstance(card.model, Decoder)
+    buckets = Bucket(Stage.DECODE, (8, 16)), Bucket(Stage.FRESH, (1, 128))
+    without = [card.figures(bucket) for bucket in buckets]
     AdapterStore(card.model, card.backend, 8, 16)
-    for bucket in (Bucket(Stage.DECODE, (8, 16)), Bucket(Stage.FRESH, (1, 128))):
+    for bucket, before in zip(buckets, without, strict=True):
         plain, adapted = (card.figures(dataclasses.replace(bucket, variant=variant)) for variant in ("", LORA))
+        assert plain == before, "slots cost launches without adapters nothing: the same operations and bytes"
         print(f"{bucket}: {adapted.products / plain.products:.3f} of the multiplications")
         assert 1 < adapted.products / plain.products <= 1.15
