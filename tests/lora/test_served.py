@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import signal
 import threading
 import time
+from base64 import b64encode
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.fakes import checkpoints
 from tests.fakes.adapters import adapter_of
+from tests.oracles.transformers_model import make_image
 from tests.traffic.server_process import RunningServer, server
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
@@ -74,6 +79,7 @@ def running(tmp_path_factory: pytest.TempPathFactory, folders: dict[str, Path]) 
         "--data-parallel-size", "2", "--enable-lora", "--max-loras", "2", "--max-cpu-loras", "3",
         "--allowed-lora-path", str(folders["a"].parent), "--lora-modules", f"a={folders['a']}",
         f'{{"name": "b", "path": "{folders["b"]}", "base_model_name": "acme"}}',
+        "--default-mm-loras", json.dumps({"image": str(folders["a"])}),
     ]  # fmt: skip
     with server(tmp_path_factory.mktemp("served"), *flags, VLLM_ALLOW_RUNTIME_LORA_UPDATING="1") as started:
         yield started
@@ -153,6 +159,28 @@ def test_the_openai_client_names_an_adapter_as_its_model(
         assert "removed" in client.post("/unload_lora_adapter", body={"lora_name": "c"}, cast_to=str)
         with pytest.raises(openai.NotFoundError):
             client.completions.create(model="c", prompt=PROMPT, max_tokens=1)
+
+
+def test_images_bring_their_default_adapter(running: RunningServer) -> None:
+    """A request to the base model with an image has the adapter of ``--default-mm-loras``; one with text alone none."""
+    data = io.BytesIO()
+    make_image(np.random.default_rng(1), low=60, high=120, aspect=2).save(data, "PNG")
+    image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{b64encode(data.getvalue()).decode()}"}}
+    words = {"type": "text", "text": "What is in the picture?"}
+
+    def chat(model: str, *parts: dict[str, Any]) -> str:
+        body = {
+            "model": model, "messages": [{"role": "user", "content": [*parts]}], "temperature": 0, "max_tokens": LENGTH,
+            "ignore_eos": True,
+        }  # fmt: skip
+        answer = httpx.post(f"{running.url}/v1/chat/completions", json=body, timeout=60, trust_env=False)
+        assert answer.status_code == 200, answer.text
+        found: str = answer.json()["choices"][0]["message"]["content"]
+        return found
+
+    seen, own, other = (chat(model, image, words) for model in (MODEL, "a", "b"))
+    assert seen == own != other
+    assert chat(MODEL, words) != chat("a", words)
 
 
 def test_adapters_come_and_go(running: RunningServer, folders: dict[str, Path], expected: dict[str, str]) -> None:
