@@ -73,13 +73,21 @@ class AttendPlan:
     singles: SingleTokenRows | None = None
 
 
+class PlanKey(NamedTuple):
+    """What a launch's plan depends on besides the launch: the arguments of ``make_plan``."""
+
+    grouped: bool
+    window: int
+    native: bool
+
+
 class CpuAttn(Attn):
     """``Attn`` that plans its attention at the first use of each window; ``block_size`` must be set by the caller."""
 
     block_size: int
 
     @cached_property
-    def plans(self) -> dict[tuple[bool, int, bool], AttendPlan]:
+    def plans(self) -> dict[PlanKey, AttendPlan]:
         return {}
 
 
@@ -87,9 +95,10 @@ def get_plan(attn: Attn, block_size: int, grouped: bool = True, window: int = 0,
     """Returns the launch's plan; ``CpuAttn`` caches it, other tensors are planned each time."""
     if not isinstance(attn, CpuAttn):
         return make_plan(attn, block_size, grouped, window, native)
-    made = attn.plans.get((grouped, window, native))
+    key = PlanKey(grouped, window, native)
+    made = attn.plans.get(key)
     if made is None:
-        made = attn.plans[grouped, window, native] = make_plan(attn, block_size, grouped, window, native)
+        made = attn.plans[key] = make_plan(attn, block_size, grouped, window, native)
     return made
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -42,6 +43,7 @@ from trencadis.core.device.backend import (
     HeadTensors,
     LayerKV,
     Rotary,
+    RotatedHeads,
     Segments,
     Weight,
     slots_at,
@@ -246,16 +248,14 @@ class CpuOps(AdapterOps, ReferenceOps):
         cos, sin = angle.cos(), angle.sin()
         return Rotary(torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1))
 
-    def rope_store(
-        self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def rope_store(self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn) -> RotatedHeads:
         heads = q.shape[1]
         into = StoredKeys(v, kv, attn.slot_map) if can_store(v, kv) else None
         rotated = rotate(q, k, rotary.cos, rotary.sin, self.table, into)
         if rotated is None or into is None:
             rotated = torch_rotate(q, k, rotary.cos, rotary.sin) if rotated is None else rotated
             self._store(kv, rotated[:, heads:], v, attn.slot_map)
-        return rotated[:, :heads], rotated[:, heads:], v
+        return RotatedHeads(rotated[:, :heads], rotated[:, heads:], v)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0,
@@ -464,11 +464,16 @@ def _tiles(queries: Tensor, keys: Tensor, values: Tensor, span: ChunkSpan, scale
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
-def tile_mask(span: ChunkSpan, start: int, stop: int, window: int) -> tuple[int, int, Tensor]:
-    """Returns (first, end, mask): which of the keys at positions [first, end) the tokens [start, stop) of a row see.
+class KeyMask(NamedTuple):
+    """Which keys some tokens of a row attend to; all keys outside the positions [first, end) are hidden."""
 
-    The mask is bool [stop - start, end - first]; all keys outside these positions are hidden from all of them.
-    """
+    first: int
+    end: int
+    mask: Tensor  # bool [tokens, end - first]
+
+
+def tile_mask(span: ChunkSpan, start: int, stop: int, window: int) -> KeyMask:
+    """Masks the keys of the tokens [start, stop) of a row."""
     position = torch.arange(span.context + start, span.context + stop)[:, None]
     last = position if span.upto is None else span.upto[start:stop, None]
     first = max(span.context + start - window + 1, 0) if window else 0
@@ -477,7 +482,7 @@ def tile_mask(span: ChunkSpan, start: int, stop: int, window: int) -> tuple[int,
     mask = key <= last
     if window and first + window < end:
         mask &= key > position - window
-    return first, end, mask
+    return KeyMask(first, end, mask)
 
 
 def _group(q: Tensor, kv: LayerKV, group: Group, scale: float) -> Tensor:

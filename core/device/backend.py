@@ -25,6 +25,7 @@ from trencadis.core.device.launch_tensors import PoolTensors as PoolTensors
 from trencadis.core.device.launch_tensors import PoolTensorsOut as PoolTensorsOut
 from trencadis.core.device.launch_tensors import ResetTensors as ResetTensors
 from trencadis.core.device.launch_tensors import Rotary as Rotary
+from trencadis.core.device.launch_tensors import RotatedHeads as RotatedHeads
 from trencadis.core.device.launch_tensors import SamplerState as SamplerState
 from trencadis.core.device.launch_tensors import Segments as Segments
 from trencadis.core.device.launch_tensors import SinksArgument as SinksArgument
@@ -190,14 +191,11 @@ class Ops(Protocol):
         ``heads`` is the number of query heads of this rank; ``kv`` is any layer's cache, for its shape and dtype.
         """
 
-    def rope_store(
-        self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def rope_store(self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn) -> RotatedHeads:
         """Rotates q [n, h, d] and k [n, g, d], and stores k and v [n, g, d] in the cache.
 
-        Returns:
-            The rotated q, and the k and v to pass to ``attend``: those of this launch, with k rotated. A device whose
-            attention reads all keys from the cache may return k and v unchanged.
+        Returns the k and v of this launch, with k rotated. A device whose attention reads all keys from the cache may
+        return k and v unchanged.
         """
 
     def attend(

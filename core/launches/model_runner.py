@@ -66,6 +66,14 @@ from trencadis.core.step import (
 )
 
 
+class PendingScores(NamedTuple):
+    """A SAMPLE launch in flight that scores given ids of the sequence ``key``, at these positions of its prompt."""
+
+    key: int
+    positions: list[int]
+    fetched: Pending[HeadOutput]
+
+
 class PooledSlice(NamedTuple):
     """A POOL launch in flight: the key of each output row, and the keys whose rows are not summed."""
 
@@ -83,8 +91,8 @@ class PendingStep:
     plan: int = 1
     head: Pending[HeadOutput] | None = None
     pending_sample: PendingSample | None = None
-    targets: list[tuple[int, list[int], Pending[HeadOutput]]] = field(default_factory=list)
-    scored: list[tuple[int, list[int], Pending[HeadOutput]]] = field(default_factory=list)
+    targets: list[PendingScores] = field(default_factory=list)
+    scored: list[PendingScores] = field(default_factory=list)
     pools: list[PooledSlice] = field(default_factory=list)
     stats: list[StepStats] = field(default_factory=list)
 
@@ -92,7 +100,7 @@ class PendingStep:
         """Returns True if ``result`` would not block."""
         scores = (*self.targets, *self.scored)
         pools = all(p.rows.done() for p in self.pools)
-        return pools and (self.head is None or self.head.done()) and all(p.done() for _, _, p in scores)
+        return pools and (self.head is None or self.head.done()) and all(s.fetched.done() for s in scores)
 
     def result(self) -> StepOutput:
         """Waits for the fetches."""
@@ -435,7 +443,7 @@ class ModelRunner:
         positions: Sequence[int],
         pending: PendingStep,
         wide: int,
-    ) -> list[tuple[int, list[int], Pending[HeadOutput]]]:
+    ) -> list[PendingScores]:
         """Launches SAMPLE to score ``ids`` at rows of the hidden tensor, in slices that fit a planned bucket.
 
         Args:
@@ -448,7 +456,7 @@ class ModelRunner:
             count = len(ids[part])
             bucket = wide_bucket(count, wide, self.vocab, self.plan) if wide else sample_bucket(count, True, self.plan)
             out = self._run(bucket, inputs, count, pending)
-            made.append((key, list(positions[part]), self.backend.fetch(out, count)))
+            made.append(PendingScores(key, list(positions[part]), self.backend.fetch(out, count)))
         return made
 
     def _pool(self, rows: list[tuple[Row, int]], pending: PendingStep) -> None:

@@ -137,8 +137,16 @@ def add_constants(a: Tensor) -> Tensor:
     return a + made + a.new_zeros(64)
 
 
-def time_launch(bridge: Bridge, run: Callable[..., Tensor], args: tuple[Tensor, ...]) -> tuple[Tensor, float, str]:
-    """Returns (result on the host, seconds of a second launch, operations that fell back to the host)."""
+class TimedLaunch(NamedTuple):
+    """A probe's second launch."""
+
+    result: Tensor  # on the host
+    seconds: float
+    fallbacks: str  # operations that fell back to the host; "" if none did
+
+
+def time_launch(bridge: Bridge, run: Callable[..., Tensor], args: tuple[Tensor, ...]) -> TimedLaunch:
+    """Launches ``run`` twice and times the second launch."""
     module: Any = ProbeModule(run)
     call = module if bridge.is_lazy() else bridge.compile(module)
     on_card = tuple(a.to(bridge.device) for a in args)
@@ -154,7 +162,7 @@ def time_launch(bridge: Bridge, run: Callable[..., Tensor], args: tuple[Tensor, 
         stats = metric.stats()
         fallen = stats[1][1] if stats[0][1] and len(stats) > 1 and isinstance(stats[1][1], dict) else {}
         back = ", ".join(fallen) or (f"{stats[0][1]} operations" if stats[0][1] else "")
-        return out.cpu(), took, back
+        return TimedLaunch(out.cpu(), took, back)
 
 
 def compare_with_cpu(bridge: Bridge, run: Callable[..., Tensor], args: tuple[Tensor, ...]) -> str:
