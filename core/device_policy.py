@@ -174,6 +174,7 @@ class Policy:
             backend's ops are ``core.models.interface.DrawingOps``.
         penalised_head: SAMPLE has a variant ``penalised``, which returns only the best id after penalties, bias and
             mask. The backend's ops are ``core.models.interface.PenalisingOps``.
+        wide_head: SAMPLE launches that report more ids than those which draw are planned, since each shape is compiled.
         attention: optional attention libraries (`--attention-backend`) -> the bytes of workspace that they need in
             addition to a bucket's inputs; launches of a stage share the workspace as they share inputs.
         windows: ``Ops.attend`` accepts a window.
@@ -238,6 +239,7 @@ class Policy:
     adapters: bool = False
     copies_whole: bool = False
     penalised_head: bool = False
+    wide_head: bool = False
     attention: Mapping[str, Callable[[Bucket, InputSizes], int]] = field(default_factory=dict)
     windows: bool = False
     upto: bool = False

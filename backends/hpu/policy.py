@@ -220,6 +220,7 @@ SERVING = Policy(
     split_head=True,
     drawn_head=True,
     penalised_head=True,
+    wide_head=True,
     drafts=True,
     inputs=graph_input_bytes,
     quantised=FLOATS8,

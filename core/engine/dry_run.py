@@ -17,6 +17,7 @@ from trencadis.core.engine.startup_checks import check_chunking, check_start, fo
 from trencadis.core.engine_stats import LedgerRow
 from trencadis.core.errors import StartupError
 from trencadis.core.host_memory import gib
+from trencadis.core.launches.launch_splitter import plan_wide_variants
 from trencadis.core.launches.stage_transfer import own_plan
 from trencadis.core.memory import draft_estimate, weight_offload
 from trencadis.core.memory import graph_selection as budget
@@ -148,6 +149,7 @@ def shape_limits(config: EngineConfig, model: ModelConfig, policy: Policy, image
         units=arena_units(model, config.encoder_cache_images, config.max_num_seqs or seqs) if images.slots else 0,
         drafts=drafts.drafts if policy.rules and drafts is not None else 0,
         adapters=config.max_loras if config.enable_lora else 0,
+        wide=plan_wide_variants(model.text.vocab, config.max_logprobs, policy),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trencadis.core.bucket_plan import Plan
-from trencadis.core.buckets import DRAFT, Bucket, Stage, ahead_variant
+from trencadis.core.buckets import DRAFT, WIDE_ROWS, Bucket, Stage, ahead_variant
 from trencadis.core.device.backend import Backend, Inputs, Pending, Pipe, VisionTensors
 from trencadis.core.graphs.graph_manager import GraphManager, GraphObserver
 from trencadis.core.graphs.rank_agreement import RankAgreement
@@ -24,7 +24,6 @@ from trencadis.core.launches.encoder_data_parallel import GatheredRows, assign_i
 from trencadis.core.launches.host_block_copies import BlockCopies
 from trencadis.core.launches.launch_splitter import (
     HEAD_ROWS,
-    WIDE_ROWS,
     Launch,
     ahead_bucket,
     head_bucket,

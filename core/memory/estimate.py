@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from trencadis.core.bucket_plan import Plan
-from trencadis.core.buckets import LORA, Bucket, Stage, drafts_ahead, padded_tokens, verified_width
+from trencadis.core.buckets import LORA, Bucket, Stage, drafts_ahead, padded_tokens, verified_width, wide_ids
 from trencadis.core.checkpoint.family import DeviceShare
 from trencadis.core.checkpoint.model_config import OUT, SANDWICH, ModelConfig, TextConfig
 from trencadis.core.checkpoint.registry import family_of
@@ -242,8 +242,8 @@ class MemoryEstimator:
             return 4 * bucket.dims[0] * (self.classes or self.text.width)
         if bucket.stage is not Stage.SAMPLE or self.graphs.outputs_apart:
             return 0
-        has_logprobs = bucket.variant == "full" or drafts_ahead(bucket) > 0
-        return 4 * bucket.dims[0] * (3 + 2 * MAX_LOGPROBS if has_logprobs else 1)
+        top = wide_ids(bucket) or (MAX_LOGPROBS if bucket.variant == "full" or drafts_ahead(bucket) else 0)
+        return 4 * bucket.dims[0] * (3 + 2 * top if top else 1)
 
     def all_inputs(self, plan: Plan) -> int:
         """Returns the bytes of the inputs of all programs, which are allocated at the start.
