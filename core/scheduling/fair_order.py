@@ -33,6 +33,9 @@ KEPT_FREE = 16
 LATELY = 512
 """Number of started choices during which a tenant counts as active."""
 
+OTHERS_COME_BACK = 2.0
+"""Seconds after the last sequence without ``prompt_logprobs`` for which another one is expected."""
+
 COMES_BACK = 0.1
 """Seconds for which a row is reserved for the tenant whose choice has ended.
 
@@ -277,12 +280,35 @@ class FairOrder:
             self._answers = {t: n for t, n in self._answers.items() if t in self._time.ends}
 
 
+class ScoredShare:
+    """Determines how many tokens of prompts with ``prompt_logprobs`` a step computes.
+
+    Steps are short while other sequences wait or run, and for ``OTHERS_COME_BACK`` seconds after that: one that arrives
+    during a step waits until it has ended, and nothing can shorten it any more.
+    """
+
+    def __init__(self, limits: SchedulerLimits, clock: Callable[[], float]) -> None:
+        self._limits, self._clock = limits, clock
+        self._others, self._seen = 0, -OTHERS_COME_BACK  # running now; when the last one was queued or stopped
+
+    def note(self, seq: Sequence, running: int) -> None:
+        """Takes notice of a sequence that is queued (``running`` 0), starts (1) or stops (-1)."""
+        if seq.prompt_scores is None:
+            self._others += running
+            self._seen = self._clock()
+
+    def tokens(self) -> int:
+        """Returns the tokens that the next step may spend on prompts with log-probabilities."""
+        return self._limits.scored_tokens(self._others > 0 or self._clock() - self._seen < OTHERS_COME_BACK)
+
+
 class TotalOrder:
     """Orders admission, packing, preemption and arena rows. With priorities the order changes over time."""
 
     def __init__(self, limits: SchedulerLimits, clock: Callable[[], float]) -> None:
         self.moves = limits.by_priority
         self.fair = FairOrder(limits.max_rows, clock) if limits.fair else None
+        self.scored = ScoredShare(limits, clock)
         self._aging, self._clock, self._cached = limits.aging, clock, limits.caching
 
     def key(self, seq: Sequence) -> tuple[float, float, int]:
@@ -296,8 +322,14 @@ class TotalOrder:
         """Inserts ``seq`` at its position."""
         insort(into, seq, key=self.key)
 
+    def enqueue(self, seq: Sequence, waiting: list[Sequence]) -> None:
+        """Adds ``seq`` to the waiting sequences."""
+        self.scored.note(seq, 0)
+        self.insert(seq, waiting)
+
     def start(self, seq: Sequence, running: list[Sequence]) -> None:
         """Adds ``seq`` to the running sequences."""
+        self.scored.note(seq, 1)
         if self.fair is not None:
             self.fair.note_started(seq)
         self.insert(seq, running)
@@ -309,6 +341,7 @@ class TotalOrder:
     def stop(self, seq: Sequence, running: list[Sequence]) -> None:
         """Removes ``seq`` from the running sequences."""
         running.remove(seq)
+        self.scored.note(seq, -1)
         if self.fair is not None:
             self.fair.note_stopped(seq)
 
