@@ -1,4 +1,5 @@
-"""The total order of sequences (priority, arrival, key), and weighted fair order by tenants' virtual time.
+"""The total order of sequences (priority, arrival, key), weighted fair order by tenants' virtual time, and the share of
+a step that prompts with log-probabilities get.
 
 The virtual time at which a tenant is served is fixed when it is first computed, so the order is total and does not
 change, as the scheduler requires for progress. The API process uses the same virtual time to order the preparation of
