@@ -88,7 +88,7 @@ class Scheduler:
     def enqueue(self, seq: Sequence) -> None:
         """Inserts a sequence into the queue."""
         seq.wait()
-        self.order.insert(seq, self.waiting)
+        self.order.enqueue(seq, self.waiting)
 
     @property
     def admits(self) -> bool:
@@ -133,7 +133,7 @@ class Scheduler:
         vision = VisionBuilder()
         if self.with_media:
             vision = self.encoder.begin(self._media_in_order(), self._skips_vision())
-        builder = StepBuilder(self.steps + 1, self.limits.max_tokens, self.limits.scored_tokens, vision)
+        builder = StepBuilder(self.steps + 1, self.limits.max_tokens, self.order.scored.tokens(), vision)
         builder.decoding = persistent + sum(seq.due == 1 for seq in others)
         if self.times is not None:
             builder.bound_prompts(self.times)

@@ -336,6 +336,10 @@ class StepBuilder:
     resets: list[Reset] = field(default_factory=list)
     openings: list[Opening] = field(default_factory=list)
     snapshots: list[PendingSnapshot] = field(default_factory=list)  # states that the step leaves behind
+    most_scored: int = field(init=False)  # ``scored`` before any sequence has taken of it
+
+    def __post_init__(self) -> None:
+        self.most_scored = self.scored
 
     def bound_prompts(self, times: StepTimes) -> None:
         """Limits prompts in this step so that decoding rows keep the latency bound of ``times``."""
@@ -377,7 +381,7 @@ class StepBuilder:
         """
         if count <= self.scored:
             return count
-        first, start = self.scored == limits.scored_tokens, seq.computed
+        first, start = self.scored == self.most_scored, seq.computed
         if not limits.chunked:
             return count if first else 0
         split = (s.end - start for s in seq.request.spans if limits.bidirectional_images and s.offset <= start < s.end)
