@@ -32,7 +32,7 @@ from trencadis.core.engine.bucket_learning import OFF, BucketLearning, LearningS
 from trencadis.core.engine.dry_run import shape_limits
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.graph_startup import DeviceStart
-from trencadis.core.engine.kv_offload_setup import with_host_blocks
+from trencadis.core.engine.kv_offload_setup import open_block_pool, open_state_pool, with_host_blocks
 from trencadis.core.engine.request_trace import RequestTrace
 from trencadis.core.engine.startup_checks import check_chunking, check_start, format_notes
 from trencadis.core.engine_stats import EngineInfo
@@ -47,8 +47,7 @@ from trencadis.core.graphs.graph_manager import LaunchTimer
 from trencadis.core.graphs.graph_reporter import GraphReporter
 from trencadis.core.graphs.rank_agreement import RankAgreement
 from trencadis.core.host_memory import free_host, gib
-from trencadis.core.kv.block_pool import BlockPool, EvictionLog, HostBlockPool
-from trencadis.core.kv.state_pool import StatePool
+from trencadis.core.kv.block_pool import EvictionLog
 from trencadis.core.launches.draft_runner import DraftRunner, EagleRunner, allocate_draft, allocate_head, load_draft
 from trencadis.core.launches.model_runner import ModelRunner
 from trencadis.core.launches.persistent_tensors import allocate_persistent
@@ -149,12 +148,12 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
     backend, limits, plan, watch = opened.rank.backend, opened.limits, opened.plan, opened.watch
     scheduler = Scheduler(
         _limits(config, model_config, plan, limits.max_tokens, limits.max_rows, backend.policy.mixed),
-        BlockPool(plan.num_blocks, HostBlockPool(plan.host_blocks) if plan.host_blocks else None),
+        open_block_pool(plan),
         EncoderCache(plan.arena_rows, reserved_rows(model_config)),
         limits.max_rows + SPARE_SLOTS,
         packer=ImagePacker(opened.rank.plan, backend.policy.encoder_slots),
         times=_times(config, model_config, opened.rank.plan, limits.max_tokens),
-        states=_state_pool(plan),
+        states=open_state_pool(plan),
     )
     drafts = resolve_speculation(config, model_config, backend.policy, backend.label)
     if drafts is not None:
@@ -440,12 +439,6 @@ def _limits(
         adapters=config.max_loras if config.enable_lora else 0,
         drafts_adapters=mixed,
     )
-
-
-def _state_pool(plan: CachePlan) -> StatePool | None:
-    """Returns the pool of recurrent state; None: the model keeps none."""
-    held = plan.states
-    return StatePool(held.sequences + held.snapshots, held.snapshots) if held.slots else None
 
 
 def _times(config: EngineConfig, model: ModelConfig, plan: Plan, tokens: int) -> StepTimes | None:

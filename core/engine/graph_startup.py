@@ -26,7 +26,7 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.cross_attention_inputs import planned_units
 from trencadis.core.device.backend import Backend
 from trencadis.core.engine.dry_run import DryRun, PlannedDevice, StartupPlan
-from trencadis.core.engine.kv_offload_setup import planned_copies, with_host_blocks
+from trencadis.core.engine.kv_offload_setup import OffloadLaunches, planned_copies, with_host_blocks
 from trencadis.core.engine.pipeline_dry_run import planned_stage
 from trencadis.core.errors import StartupError, format_error, is_out_of_memory
 from trencadis.core.graphs.graph_capture import CaptureJournal, GraphCaptures
@@ -37,7 +37,6 @@ from trencadis.core.graphs.replan import PlanChange, PlanChanges
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.host_memory import gib
 from trencadis.core.launches.draft_runner import allocate_draft, load_draft, open_beside
-from trencadis.core.launches.host_block_copies import PlannedCopies
 from trencadis.core.launches.model_runner import ModelRunner
 from trencadis.core.launches.persistent_tensors import (
     hidden_rows,
@@ -152,7 +151,7 @@ class FixedMemory:
     runner: ModelRunner
     tensors: Persistent
     activations: Mapping[Bucket, int]
-    copies: PlannedCopies | None = None
+    copies: OffloadLaunches | None = None
     draft: Persistent | None = None
 
     def set_kv(self, backend: Backend, blocks: int, block_size: int) -> None:
@@ -288,14 +287,14 @@ class DeviceStart:
         for bucket in sorted(plan.buckets, key=lambda b: (-math.prod(b.dims), -planned_units(b.variant), b.variant)):
             runner.graphs.program(bucket)  # largest first, so that programs that share inputs allocate them once
         meter.charge("inputs")
-        copies = planned_copies(self.config, b, small)
+        copies = planned_copies(self.config, b, tensors)
         meter.charge("copies")
         activations = self.paper.estimator.activations
         held = profile_activations(
             runner.graphs, costliest_buckets(plan, lambda bucket: activations(bucket, limits.block_size))
         )
         if copies is not None:
-            copies.rehearse(small)
+            copies.rehearse(tensors)
         meter.charge("activations")
         return FixedMemory(runner, tensors, held, copies, own)
 

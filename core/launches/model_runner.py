@@ -160,6 +160,7 @@ class ModelRunner:
         self.graphs = GraphManager(backend, bodies, plan, observer, None if draft is None else draft.backend)
         self._warmup: Warmup | None = None
         self.host_kv: BlockCopies | None = None
+        self.host_states: BlockCopies | None = None
         self.adapters: AdapterStore | None = None
         """Set if requests may have LoRA adapters."""
         self.matchers = MatcherManager(self.vocab, model.config.eos)
@@ -187,6 +188,9 @@ class ModelRunner:
         if step.moves:
             assert self.host_kv is not None
             self.host_kv.run(step.moves)
+        if step.state_moves:
+            assert self.host_states is not None
+            self.host_states.run(step.state_moves)
         if step.uploads:
             assert self.adapters is not None
             self.adapters.upload(step.uploads)

@@ -126,6 +126,7 @@ class CachePlan:
     weights_bytes: int
     notes: tuple[str, ...] = ()
     host_blocks: int = 0
+    host_states: int = 0
     states: StatePlan = NO_STATES
 
     @property

@@ -275,17 +275,21 @@ class MemoryEstimator:
         )
 
     def copies(self, sizes: tuple[int, ...], block_size: int, graphs: bool) -> int:
-        """Returns the bytes that launches for KV block copies keep: buffers, the inputs of each, and graphs for
-        both directions.
+        """Returns the bytes that launches for copies of KV blocks and of a recurrent state keep: buffers, the inputs of
+        each, and graphs for both directions.
         """
         if not sizes:
             return 0
-        return sizes[-1] * self.block_bytes(block_size) + sum(sizes) * 4 * block_size + 2 * len(sizes) * GRAPH * graphs
+        own = self.slot_bytes()
+        kept = sizes[-1] * self.block_bytes(block_size) + sum(sizes) * 4 * block_size + own + 4 * (own > 0)
+        return kept + 2 * (len(sizes) + (own > 0)) * GRAPH * graphs
 
     def copying(self, sizes: tuple[int, ...], block_size: int) -> int:
         """Returns the peak bytes of such a launch: the gathered blocks, one of them once more, and slots."""
-        most = sizes[-1] if sizes else 0
-        return (most + 2) * self.block_bytes(block_size) + 8 * most * block_size if sizes else 0
+        if not sizes:
+            return 0
+        most = sizes[-1]
+        return max((most + 2) * self.block_bytes(block_size) + 8 * most * block_size, 3 * self.slot_bytes())
 
     def code(self, bucket: Bucket) -> int:
         """Returns the bytes of one graph with a shared workspace, without the workspace."""

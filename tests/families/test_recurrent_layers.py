@@ -205,3 +205,37 @@ def test_a_state_is_a_row_of_the_ledger(form: Any, case: tuple[str, str]) -> Non
         assert sum(row.bytes for row in plan.ledger) == plan.total
     finally:
         llm.close()
+
+
+CROWDED = {"num_gpu_blocks_override": 16, "block_size": 16, "max_num_seqs": 4, "max_model_len": 256}
+LENGTH = 24
+
+
+@pytest.mark.parametrize(("device", "case"), [
+    ("cpu", CASES[0]), *(pytest.param(device, case, marks=pytest.mark.long) for device, case in (
+        ("cuda twin", CASES[0]), ("emulated hpu", CASES[0]), ("cpu", CASES[-2]), ("cuda twin", CASES[-1]),
+    )),
+], ids=lambda value: value if isinstance(value, str) else value[0])  # fmt: skip
+def test_a_preempted_sequence_goes_on_with_its_state(
+    form: Any, monkeypatch: pytest.MonkeyPatch, device: str, case: tuple[str, str]
+) -> None:
+    """Four answers take turns in blocks for three of them: with host memory, the same tokens and no prompt twice."""
+    monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
+    flags = {**BASE, **(CARDS[device] if device != "cpu" else {"policy": "padded"}), **CROWDED}
+    prompts, found, computed = [random_ids(60 + 5 * i, i) for i in range(4)], [], []
+    params = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
+    for size in (0.0, 0.5):
+        llm = LLM(str(form(*case)), **flags, kv_offloading_size=size)
+        try:
+            made = llm.generate(prompts, params, use_tqdm=False)
+            found.append([one.outputs[0].token_ids for one in made])
+            llm.engine.scheduler.check()
+            stats = llm.engine.stats()
+            assert stats.preemptions > 0 and (stats.states_resumed > 0) == bool(size)
+            assert stats.states_kept >= stats.states_resumed
+            computed.append(stats.prefix_queries - stats.prefix_hits)
+            if size:
+                assert any("states of preempted sequences" in note for note in llm.engine.info().notes)
+        finally:
+            llm.close()
+    assert found[0] == found[1] and computed[1] < computed[0]
