@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from trencadis.core.bucket_plan import Plan
-from trencadis.core.buckets import Bucket, Stage, drafting_bucket, is_drafting, target_bucket
+from trencadis.core.buckets import LORA, Bucket, Stage, drafting_bucket, is_drafting, target_bucket
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.memory.estimate import MemoryEstimator, estimate_memory_in_use, state_slots
 from trencadis.core.memory.graph_selection import GraphPrice
@@ -33,8 +33,11 @@ DRAWN = ("greedy", "full")
 
 
 def with_drafting_buckets(plan: Plan) -> Plan:
-    """Returns ``plan`` with the launches of a draft model; some of its text buckets hold the needs of several."""
-    text = [b for b in plan.buckets if b.stage in READ]
+    """Returns ``plan`` with the launches of a draft model; some of its text buckets hold the needs of several.
+
+    A draft model has no adapters: it reads a launch with adapters as one without.
+    """
+    text = [b for b in plan.buckets if b.stage in READ and b.variant != LORA]
     read = pruned(text, len(text) - int(SHARE * len(text)), without_launch_cost(plan.policy.cost))
     drawn = (b for b in plan.buckets if b.stage is Stage.SAMPLE and b.variant in DRAWN)
     own = map(drafting_bucket, (*read, *drawn))

@@ -150,6 +150,11 @@ def load_draft_config(config: EngineConfig, path: str, target: ModelConfig, flag
         StartupError: it cannot draft for ``target``; one line.
     """
     if not (Path(path) / "config.json").is_file():
+        if (Path(path) / "adapter_config.json").is_file():
+            raise StartupError(
+                f"{flag}: {path} is a LoRA adapter, and a draft model takes none: it drafts as the base, and the "
+                "adapter of a request verifies"
+            )
         raise StartupError(f"{flag}: {path} is no folder of a checkpoint (it has no config.json)")
     own = dataclasses.replace(config, model=path, hf_overrides={}, runner="auto", convert="auto")
     draft = load_model_config(own)

@@ -205,7 +205,6 @@ def _check_planned(config: EngineConfig, flag: str, device: str) -> None:
     refused = {
         "--kv-offloading-size": config.kv_offloading_size,
         "--cpu-offload-gb": config.cpu_offload_gb,
-        "--enable-lora": config.enable_lora,
         "--learn-buckets on": config.learn_buckets == "on",
         "--bucket-profile": config.bucket_profile,
     }

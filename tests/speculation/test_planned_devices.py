@@ -271,7 +271,6 @@ def test_each_family_accepts_its_own_drafts(
     [
         ({"kv_offloading_size": 1.0}, "does not go with --kv-offloading-size"),
         ({"learn_buckets": "on"}, "does not go with --learn-buckets on"),
-        ({"enable_lora": True}, "does not go with --enable-lora"),
         ({"tensor_parallel_size": 2}, "leave out -tp and -pp"),
     ],
 )
