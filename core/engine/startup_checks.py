@@ -28,7 +28,6 @@ from trencadis.core.memory.weight_bytes import weight_notes
 from trencadis.core.memory.weight_offload import check_offload
 from trencadis.core.shapes.pipeline_partition import check_ranks
 from trencadis.core.shapes.shape_limits import ShapeLimits
-from trencadis.core.spec.draft_checkpoint import draft_config
 from trencadis.core.spec.spec_config import resolve_speculation
 
 
@@ -143,7 +142,6 @@ def check_start(config: EngineConfig, model: ModelConfig, policy: Policy, device
     check_adapters(config, model, policy, device)
     check_offload(config, policy, device)
     resolve_speculation(config, model, policy, device)
-    draft_config(config, model)
     _check_pooling(config, model, policy)
     check_attention(config, model, policy)
     check_ranks(model, device, policy)
