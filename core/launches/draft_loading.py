@@ -16,7 +16,7 @@ from trencadis.core.launches.persistent_tensors import kv_cache, sampler_state
 from trencadis.core.memory.estimate import row_blocks
 from trencadis.core.models import model_loader
 from trencadis.core.models.decoder import Decoder
-from trencadis.core.models.eagle3 import Eagle3Head, HeadState, StateProjection
+from trencadis.core.models.eagle3 import FROM_TARGET, Eagle3Head, HeadState, StateProjection
 from trencadis.core.models.interface import Model, Persistent
 from trencadis.core.shared_constants import RESERVED_ROWS
 from trencadis.core.spec.draft_checkpoint import Drafter, EagleConfig, sizes_of
@@ -127,7 +127,7 @@ def allocate_head(
     (kv,) = kv_cache(head.config, backend, blocks, block_size)
     charge("profile")
     made = HeadState(
-        kv, backend.zeros((rows, width), backend.dtype), backend.zeros((2 * rows, width), backend.dtype)
+        kv, backend.zeros((rows, width), backend.dtype), backend.zeros((FROM_TARGET + 2 * rows, width), backend.dtype)
     )  # fmt: skip
     charge("hidden")
     return made

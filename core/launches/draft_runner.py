@@ -19,7 +19,7 @@ from trencadis.core.launches import host_inputs as host
 from trencadis.core.launches.draft_loading import DraftingModel, list_bodies
 from trencadis.core.launches.launch_splitter import sample_bucket, split_step
 from trencadis.core.models.decoder import Decoder
-from trencadis.core.models.eagle3 import Eagle3Head
+from trencadis.core.models.eagle3 import FROM_TARGET, Eagle3Head
 from trencadis.core.step import DraftRow, HeadOutput, Int32, Row, Sample, Step, StepInputs, StepStats
 
 
@@ -164,7 +164,7 @@ class EagleRunner:
         for bucket, x in launched:
             if bucket.variant == LORA:  # the head has no adapters
                 bucket = dataclasses.replace(bucket, variant="")
-            read = self._inputs(x, following[x.out_row], slots[x.out_row], x.out_row)
+            read = self._inputs(x, following[x.out_row], slots[x.out_row], x.out_row + np.int32(FROM_TARGET))
             self.launches.run(bucket, read, len(x.tokens))
         return self.launches.take_stats()
 

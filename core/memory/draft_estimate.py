@@ -32,7 +32,7 @@ DRAWN = ("greedy", "full")
 """Variants of SAMPLE by which a draft model proposes; a head takes its likeliest ids, by the first."""
 
 KEPT = 3
-"""Rows of a head for each token of a step: those of ``HeadState``."""
+"""Rows of a head for each token of a step: those of ``HeadState``, which has one more that padding reads."""
 
 
 def with_drafting_buckets(plan: Plan, drafter: Drafter) -> Plan:
@@ -154,7 +154,7 @@ def with_draft_memory(
         return taken
     model = estimator.drafting.model
     if isinstance(estimator.drafting, HeadEstimator):
-        rows = KEPT * (max(limits.max_tokens, limits.max_rows) + 1)
+        rows = KEPT * (max(limits.max_tokens, limits.max_rows) + 1) + 1
         hidden = taken.hidden + rows * model.text.hidden * estimator.itemsize
         return dataclasses.replace(taken, draft_weights=estimator.drafting.weights(), hidden=hidden)
     few = dataclasses.replace(limits, max_rows=0, max_tokens=max(limits.max_tokens, limits.max_rows))

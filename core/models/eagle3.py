@@ -76,12 +76,17 @@ class HeadWeights:
         raise StartupError(f"{self._name}: a head has no scales of keys")
 
 
+FROM_TARGET = 1
+"""The first row of ``HeadState.states`` that a target's launches write."""
+
+
 @dataclasses.dataclass(slots=True)
 class HeadState:
-    """Persistent tensors of a head over a target whose steps have up to n tokens.
+    """Persistent tensors of a head over a target whose steps have up to n tokens, numbered from 1 on.
 
-    ``normed``: [n + 1, hidden], inputs of the output matrix; row 0 is the sink. ``states``: [2 (n + 1), hidden], what
-    the target's launches leave for the head, and from row n + 1 on the head's own outputs in the same order.
+    ``normed``: [n + 1, hidden], inputs of the output matrix; row 0 is the sink. ``states``: [2 n + 3, hidden]. Row 0
+    stays zero: padding reads it, since padding of a Gaudi's prompts may leave NaN. From ``FROM_TARGET`` on are what the
+    target's launches leave for the head, from ``own`` on the head's outputs; the first row of each is a sink.
     """
 
     kv: LayerKV
@@ -91,18 +96,18 @@ class HeadState:
     @property
     def own(self) -> int:
         """The first row of ``states`` of the head's own outputs."""
-        return len(self.normed)
+        return FROM_TARGET + len(self.normed)
 
 
 class StateProjection:
-    """The matrix that makes one hidden state of those of three layers."""
+    """The matrix that makes one hidden state of those of three layers, and stores it for the head."""
 
     def __init__(self, ops: Ops, comm: Comm) -> None:
         self.ops, self.fc = ops, Linear(ops, comm)
 
     def __call__(self, low: Tensor, middle: Tensor, high: Tensor, out_row: Tensor, states: Tensor) -> None:
-        """Stores the projection of three tensors [n, hidden] in ``states[out_row]``."""
-        self.ops.scatter_rows(states, out_row, self.fc(torch.cat([low, middle, high], 1)))
+        """Stores the projection of three tensors [n, hidden] in ``HeadState.states``."""
+        self.ops.scatter_rows(states, out_row + FROM_TARGET, self.fc(torch.cat([low, middle, high], 1)))
 
 
 class HeadEntry:

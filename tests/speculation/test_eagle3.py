@@ -18,6 +18,7 @@ from tests.speculation.test_cpu_answers import engine_of, run
 from trencadis.core.engine.engine import Engine
 from trencadis.core.errors import StartupError
 from trencadis.core.request import Request, SamplingParams
+from trencadis.core.spec import draft_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 HIDDEN, HEADS, KEYS, SIZE, INNER, DRAFTS = 64, 4, 2, 16, 96, 200
@@ -187,6 +188,20 @@ def test_a_wrong_head_changes_no_answer(drafts: int, flags: Any, vl_checkpoint: 
     found = run(engine, 3, 14)
     assert (found.tokens, found.scores, found.ended) == (plain.tokens, plain.scores, plain.ended)
     assert engine.scheduler.totals.spec_draft_tokens > 20
+
+
+@pytest.mark.parametrize("device", ["cpu", "twin"])
+def test_a_start_reads_a_heads_configuration_once(
+    device: str, vl_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRENCADIS_CACHE", str(tmp_path))
+    read, load = list[str](), draft_checkpoint.load_eagle_config
+    monkeypatch.setattr(
+        draft_checkpoint, "load_eagle_config", lambda *args: read.append(args[1]) or load(*args)
+    )  # fmt: skip
+    head = head_at(tmp_path / "head", weights_of(1))
+    headed(vl_checkpoint, head, 2, **{**ALONE, **on_device(device, monkeypatch)}).close()
+    assert read == [str(head)]
 
 
 def test_heads_of_other_sizes(vl_checkpoint: Path, tmp_path: Path) -> None:
