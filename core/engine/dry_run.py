@@ -248,7 +248,7 @@ class DryRun:
         wanted = [p for p in prices if capturable(plan.policy, p.bucket) and not settings.eager]
         selection = budget.select_graphs(wanted, ledger.memory_split, settings, self.policy.pool_cost)
         ledger = dataclasses.replace(ledger, spent=dict(selection.spent))
-        notes += mode_notes(self.model, plan, self.policy)
+        notes += mode_notes(self.model, plan, self.policy, self.draft)
         advice = self._advice(limits, ledger, selection, wanted, settings)
         forms = format_notes(self.model, self.device.itemsize, self.policy)
         lines = (

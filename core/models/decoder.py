@@ -420,10 +420,10 @@ class Decoder:
         ops.by_rows(self.leave, (x, residual, inputs.out_row), p.hidden)
 
     def _group_layers(self, ops: GroupingOps, attn: Attn) -> Iterator[tuple[int, Any]]:
-        """Yields what runs in place of the layers; the first part of a span with its number, others with -1."""
+        """Yields what runs in place of the layers; the first part of a span with its number, others beyond all."""
         for start, some in self.spans:
             for place, part in enumerate(ops.group_layers(some, attn)):
-                yield (-1 if place else start), part
+                yield (len(self.layers) if place else start), part
 
     def _causal_attn(self, given: Attn, prepared: Attn) -> Attn:
         """Returns the attention inputs of layers in which no token sees later ones; ``given``: those of the launch."""
