@@ -109,7 +109,7 @@ class PlannedModel(NamedTuple):
     cell: int
     layers: int
     kinds: int = 1
-    taps: int = 0
+    taps: tuple[int, ...] = ()
 
 
 class DecodedPieces(NamedTuple):

@@ -259,12 +259,14 @@ class CompiledParts(NamedTuple):
 
 
 GROUP = 4
-"""Layers of a DECODE launch in one function, by default (``hpu_settings.DECODE_LAYERS``)."""
+"""Layers of a DECODE or VERIFY launch in one function, by default (``hpu_settings.DECODE_LAYERS``)."""
 
 
 def count_compiled(model: PlannedModel) -> CompiledParts:
     """Counts what the launches of a model compile, for a tower with layers of two kinds."""
     buckets, cell, layers, kinds, taps = model
+    starts = sorted({0, *taps})
+    spans = [stop - start for start, stop in zip(starts, [*starts[1:], layers], strict=True)]
     found: set[tuple[object, ...]] = set()
 
     def store(name: str, rows: int, *place: int) -> None:
@@ -274,8 +276,8 @@ def count_compiled(model: PlannedModel) -> CompiledParts:
         stage, rows = bucket.stage, bucket.dims[0]
         if stage in (Stage.FRESH, Stage.CONTEXT, Stage.DECODE, Stage.VERIFY):
             tokens = padded_tokens(bucket)
-            grouped = stage is Stage.DECODE and bucket.variant != LORA
-            forms = (bool(layers // GROUP) + bool(layers % GROUP)) if grouped else 1
+            grouped = stage in (Stage.DECODE, Stage.VERIFY) and bucket.variant != LORA
+            forms = (any(n // GROUP for n in spans) + any(n % GROUP for n in spans)) if grouped else 1
             found.update(("layer", str(bucket), form) for form in range(forms * kinds))
             found.add(("start", padded_start(tokens)))
             if stage is not Stage.FRESH or kinds > 1:

@@ -63,7 +63,7 @@ def mode_notes(model: ModelConfig, plan: Plan, policy: Policy, drafter: Drafter 
 def planned_models(model: ModelConfig, plan: Plan, drafter: Drafter | None) -> list[PlannedModel]:
     """Returns the launches of the model, and those of what drafts for it, if anything does."""
     cell = model.vision.slot.cell if model.vision is not None else 1
-    taps = len(drafter.taps) if isinstance(drafter, EagleConfig) else 0
+    taps = drafter.taps if isinstance(drafter, EagleConfig) else ()
     own = [bucket for bucket in plan.buckets if not is_drafting(bucket)]
     found = [PlannedModel(own, cell, model.text.layers, len(model.text.windows), taps)]
     if drafter is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -137,15 +138,21 @@ def check(limits: ShapeLimits, around: float, functions: float) -> None:
     print(f"operations compiled: {work[True]} in layers, {work[False]} around them, {share:.2f} times those of layers")
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+@pytest.mark.parametrize(("method", "layers"), [("draft_model", 2), ("eagle3", 2), ("eagle3", 12)])
 def test_what_drafts_is_counted_beside_its_target(
-    method: str, vl_checkpoint: Path, checkpoint: Any, tmp_path: Path
+    method: str, layers: int, vl_checkpoint: Path, checkpoint: Any, tmp_path: Path
 ) -> None:
-    """Its launches are compiled apart; those of a head's target end with two more parts."""
-    draft = head_at(tmp_path / "head", weights_of(1)) if method == "eagle3" else checkpoint("qwen2", seed=9)
+    """Its launches are compiled apart; those of a head's target end with two more parts, and a layer whose input they
+    keep begins a group of layers.
+    """
+    taps = {"eagle_aux_hidden_state_layer_ids": [2, 6, 11] if layers > 2 else [0, 1, 1]}
+    draft = checkpoint("qwen2", seed=9)
+    if method == "eagle3":
+        draft = head_at(tmp_path / "head", weights_of(1), eagle_config=taps)
     asked: dict[str, Any] = {"method": method, "model": str(draft), "num_speculative_tokens": 3}
     config = EngineConfig(model=str(vl_checkpoint), load_format="dummy", speculative_config=asked, max_model_len=256)
     model_config = load_config(vl_checkpoint)
+    model_config = replace(model_config, text=replace(model_config.text, layers=layers))
     drafter = find_drafter(config, model_config)
     assert drafter is not None
     limits = ShapeLimits(2, 64, 256, 16, image_slots=64, least_slots=64, drafts=3)
