@@ -95,6 +95,23 @@ class GraphMemory:
         return layers // self.cut_layers if self.cut_layers else 0
 
 
+class PlannedModel(NamedTuple):
+    """The launches of one model of a plan: the target, or what drafts.
+
+    Args:
+        cell: slots of a row of an image.
+        layers: of the decoder.
+        kinds: of its layers, such as those with a window and those without.
+        taps: layers whose hidden states its text launches keep for a head.
+    """
+
+    buckets: Sequence[Bucket]
+    cell: int
+    layers: int
+    kinds: int = 1
+    taps: tuple[int, ...] = ()
+
+
 class DecodedPieces(NamedTuple):
     """Pieces of quantised weights that a device decodes once for many rows.
 
@@ -124,8 +141,8 @@ class Policy:
         captures: whether programs can be captured as graphs.
         graphless: name of the mode in which a device that can capture runs without graphs, for messages; empty: it has
             graphs.
-        compiled: (buckets, slots of a row of an image, layers, kinds of layers) -> a line for users about what such a
-            mode compiles; None: there is nothing to say.
+        compiled: the models of a plan -> a line for users about what such a mode compiles; None: there is nothing to
+            say.
         cost: cost of a bucket as a polynomial of its sizes; ``Plan.fit`` takes the cheapest bucket.
         rules: per stage, how the planner fills each axis; empty: no plan, needs are rounded up to the alignment. FRESH
             has a third rule, for the tokens of rows that share a launch.
@@ -204,7 +221,7 @@ class Policy:
     block_sizes: tuple[int, ...] = (16, 32, 64, 128)
     captures: bool = False
     graphless: str = ""
-    compiled: Callable[[Sequence[Bucket], int, int, int], str] | None = None
+    compiled: Callable[[Sequence[PlannedModel]], str] | None = None
     cost: Callable[[Bucket], float] = _unit_cost
     rules: Mapping[Stage, tuple[AxisRule, ...]] = field(default_factory=dict)
     corners: Mapping[Stage, tuple[str, ...]] = field(default_factory=dict)

@@ -21,7 +21,6 @@ from trencadis.core.bucket_plan import Plan
 from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig, reserved_rows
 from trencadis.core.checkpoint.pooler_config import load_model_config
-from trencadis.core.checkpoint.weight_loader import open_weights
 from trencadis.core.config import EngineConfig
 from trencadis.core.device import backend as seam
 from trencadis.core.device.backend import Backend, BackendConfig
@@ -48,7 +47,7 @@ from trencadis.core.graphs.graph_reporter import GraphReporter
 from trencadis.core.graphs.rank_agreement import RankAgreement
 from trencadis.core.host_memory import free_host, gib
 from trencadis.core.kv.block_pool import EvictionLog
-from trencadis.core.launches.draft_runner import DraftRunner, EagleRunner, allocate_draft, allocate_head, load_draft
+from trencadis.core.launches.draft_loading import HeldDraft, load_drafter
 from trencadis.core.launches.model_runner import ModelRunner
 from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.links.topology import RAY, Topology, topology
@@ -59,8 +58,6 @@ from trencadis.core.memory.estimate import SPARE_SLOTS, MemoryEstimator, arena_w
 from trencadis.core.memory.weight_bytes import adapter_bytes, host_adapters, slot_sizes
 from trencadis.core.models import model_loader
 from trencadis.core.models.decoder import Decoder
-from trencadis.core.models.eagle3 import Eagle3Head
-from trencadis.core.models.interface import Persistent
 from trencadis.core.process import torch_env
 from trencadis.core.progress import Progress, SilentProgress, WarmupPacing
 from trencadis.core.scheduling.draft_scheduler import DraftScheduler, ModelDrafts
@@ -76,7 +73,7 @@ from trencadis.core.shapes.need_recorder import NeedRecorder
 from trencadis.core.shapes.pipeline_partition import split_model
 from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.shapes.step_times import StepTimes, chunk_sizes
-from trencadis.core.spec.draft_checkpoint import EagleConfig, draft_config, eagle_config
+from trencadis.core.spec.draft_checkpoint import Drafter, find_drafter
 from trencadis.core.spec.spec_config import resolve_speculation
 
 
@@ -261,13 +258,14 @@ def open_rank(config: EngineConfig, rank_info: RankInfo, progress: Progress) -> 
     backend = make(backend_config(config, model_config, rank_info, policy, dtype, limits, index))
     watch: GraphReporter | None = None
     static: Plan | None = None
+    drafter = find_drafter(config, model_config)
     if backend.policy.captures:
-        start = DeviceStart.plan(config, model_config, backend, progress)
+        start = DeviceStart.plan(config, model_config, backend, progress, drafter=drafter)
         runner, plan, limits, watch, _ = start.run()
         static = start.paper.static
         check_chunking(config, model_config, limits.max_tokens, limits.max_rows, plan.max_model_len)
     else:
-        runner, plan = _host(config, model_config, backend, limits, progress)
+        runner, plan = _host(config, model_config, backend, limits, progress, drafter)
     seconds = 0.0
     if not backend.policy.captures and isinstance(runner.model, Decoder):
         seconds = step_seconds(runner.model, limits.max_tokens)
@@ -339,10 +337,10 @@ def trial_folder(config: EngineConfig) -> Path | None:
 
 
 def _host(
-    config: EngineConfig, model_config: ModelConfig, backend: Backend, limits: ShapeLimits, progress: Progress
-) -> tuple[ModelRunner, CachePlan]:
+    config: EngineConfig, model_config: ModelConfig, backend: Backend, limits: ShapeLimits, progress: Progress,
+    draft: Drafter | None,
+) -> tuple[ModelRunner, CachePlan]:  # fmt: skip
     """Starts a device without graphs: activations are estimated by formula, every size is its own bucket."""
-    draft = draft_config(config, model_config)
     plan = _cache_plan(config, model_config, backend, limits, draft)
     check_chunking(config, model_config, limits.max_tokens, limits.max_rows, plan.max_model_len)
     progress("weights", gib(plan.weights_bytes), 0.1)
@@ -353,45 +351,17 @@ def _host(
         seqs=limits.max_rows, tokens=limits.max_tokens, states=plan.states.slots,
     )  # fmt: skip
     model.bind(made)
-    runner = ModelRunner(backend, model, Plan(backend.policy, block_size=plan.block_size))
+    loaded = load_drafter(config, draft, model)
+    if loaded is not None:
+        HeldDraft(loaded, backend, made, plan.num_blocks, plan.block_size)
+    runner = ModelRunner(backend, model, Plan(backend.policy, block_size=plan.block_size), draft=loaded)
     runner.connect_ranks(made)
     runner.adapters = open_store(slot_sizes(config), model, backend)
-    head = eagle_config(config, model_config)
-    if head is not None:
-        runner.eagle = _open_head(head, runner, made, plan)
-    elif draft is not None:
-        runner.draft = _open_draft(config, draft, runner, made, plan)
     return runner, with_host_blocks(config, runner, made, plan)
 
 
-def _open_draft(
-    config: EngineConfig, draft: ModelConfig, runner: ModelRunner, target: Persistent, plan: CachePlan
-) -> DraftRunner:
-    """Loads the draft model and allocates its tensors."""
-    backend = runner.backend
-    model = load_draft(config, draft, backend)
-    model.bind(allocate_draft(model, backend, target, plan.num_blocks, plan.block_size))
-    return DraftRunner(backend, model, runner.plan)
-
-
-def _open_head(head: EagleConfig, runner: ModelRunner, target: Persistent, plan: CachePlan) -> EagleRunner:
-    """Loads a head of EAGLE-3, allocates its tensors, and lets the target keep the states that it reads."""
-    backend, model = runner.backend, runner.model
-    if not isinstance(model, Decoder):
-        raise StartupError(f"{head.path.name}: {model.config.architecture} is no decoder that keeps hidden states")
-    made = Eagle3Head(head.text, backend, runner.vocab, len(head.taps), model.embedding, head.norm_first)
-    weights = open_weights(head.path)
-    made.load(weights, head.path.name)
-    weights.forget()
-    model.taps = head.taps
-    target.taps = backend.zeros((len(target.hidden), len(head.taps) * head.text.hidden), backend.dtype)
-    sizes = head.as_model(model.config)
-    made.bind(allocate_head(sizes, backend, target, plan.num_blocks, plan.block_size), target)
-    return EagleRunner(backend, made, runner.plan)
-
-
 def _cache_plan(
-    config: EngineConfig, model: ModelConfig, backend: Backend, limits: ShapeLimits, draft: ModelConfig | None
+    config: EngineConfig, model: ModelConfig, backend: Backend, limits: ShapeLimits, draft: Drafter | None
 ) -> CachePlan:
     asked = CacheOptions(
         block_size=limits.block_size,

@@ -19,7 +19,8 @@ from trencadis.core.graphs.rank_agreement import RankAgreement
 from trencadis.core.graphs.replan import PlanChanges
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.launches import host_inputs as host
-from trencadis.core.launches.draft_runner import DraftRunner, EagleRunner, list_bodies
+from trencadis.core.launches.draft_loading import DraftingModel, list_bodies
+from trencadis.core.launches.draft_runner import DraftRunner, EagleRunner
 from trencadis.core.launches.encoder_data_parallel import GatheredRows, assign_images
 from trencadis.core.launches.host_block_copies import BlockCopies
 from trencadis.core.launches.launch_splitter import (
@@ -42,7 +43,7 @@ from trencadis.core.launches.sample_launches import join_scores, launch_masked, 
 from trencadis.core.launches.stage_transfer import PipelineTransfer, runs_on_stage
 from trencadis.core.lora.adapter_store import AdapterStore
 from trencadis.core.masks.manager import MatcherManager, PendingSample
-from trencadis.core.models.decoder import Decoder
+from trencadis.core.models.eagle3 import Eagle3Head
 from trencadis.core.models.interface import Model, Persistent
 from trencadis.core.progress import Warming
 from trencadis.core.request import AdapterRef
@@ -132,7 +133,7 @@ class ModelRunner:
 
     def __init__(
         self, backend: Backend, model: Model, plan: Plan, observer: GraphObserver | None = None,
-        draft: Decoder | None = None,
+        draft: DraftingModel | None = None,
     ) -> None:  # fmt: skip
         self.backend = backend
         self.model = model
@@ -155,9 +156,11 @@ class ModelRunner:
             bodies[ahead_variant(plan.drafts)] = bodies["full"]
         for variant, size in list_wide_variants(self.vocab).items():
             bodies[variant] = partial(model.score_top, size)
-        if draft is not None:
+        planned = bool(plan.policy.rules)
+        if draft is not None and planned:
             bodies |= list_bodies(draft, f"-{DRAFT}")
         self.graphs = GraphManager(backend, bodies, plan, observer, None if draft is None else draft.backend)
+        graphs = self.graphs if planned else None
         self._warmup: Warmup | None = None
         self.host_kv: BlockCopies | None = None
         self.host_states: BlockCopies | None = None
@@ -169,15 +172,15 @@ class ModelRunner:
         """Set if each rank encodes a part of the images."""
         self.passage: PipelineTransfer | None = None
         """The transfer to and from other pipeline stages, if there are any."""
-        self.draft = None if draft is None else DraftRunner(backend, draft, plan, self.graphs)
+        self.draft = None if draft is None or isinstance(draft, Eagle3Head) else DraftRunner(draft, plan, graphs)
         """The model that drafts, if one does."""
-        self.eagle: EagleRunner | None = None
+        self.eagle = EagleRunner(draft, plan, graphs) if isinstance(draft, Eagle3Head) else None
         """The head that drafts, if one does."""
         self.changes: PlanChanges | None = None
         """Changes the plan while serving, on devices with planned shapes."""
         self.recorder: NeedRecorder | None = None
         """Counts which shapes the Steps need; None: nothing is recorded."""
-        self._launched: StepInputs | None = None
+        self._launched: list[tuple[Bucket, StepInputs]] = []
         self.batches = [RankInputBatch() for _ in range(self.share.stages)]
         self.batch = self.batches[0]
         self._everything = np.full((1, -(-self.vocab // 8)), 255, np.uint8)
@@ -198,11 +201,12 @@ class ModelRunner:
             self.matchers.apply(step.closings, step.openings)
         self.batch = self.batches[step.micro_batch]
         self.batch.apply(step.batch)
-        self._launched = None
-        self._run_step(step if self.ragged else self.batch.with_all_rows(step), pending)
-        if self.eagle is not None and self._launched is not None:
-            output = None if pending.head is None else pending.head.result()
-            self.eagle.read(step, self.batch.keys, self._launched, pending.samples, output)
+        self._launched.clear()
+        whole = step if self.ragged else self.batch.with_all_rows(step)
+        self._run_step(whole, pending)
+        if self.eagle is not None and self._launched:
+            keys = self.batch.keys if self.ragged else ()
+            pending.stats += self.eagle.read(whole, keys, self._launched, pending.samples, pending.head)
         if step.batch is not None:
             self.batch.advance(step.rows, step.batch.joins)
         if self.graphs.counted:
@@ -296,7 +300,7 @@ class ModelRunner:
         else:
             inputs = self._text_inputs(step, launch)
             self._run(launch.bucket, inputs, len(inputs.tokens), pending)
-            self._launched = inputs
+            self._launched.append((launch.bucket, inputs))
             if self.draft is not None:
                 pending.stats += self.draft.read(launch.bucket, inputs)
 

@@ -97,6 +97,11 @@ class StageEntry:
         return FirstLayerInputs(x, residual, self.rotary(ops, positions), self.rotary.of_windows(ops, positions))
 
 
+def join_streams(x: Tensor, residual: Tensor) -> Tensor:
+    """Returns the residual stream [n, hidden] of which a layer's output is not yet a part."""
+    return x + residual
+
+
 class DecoderEntry:
     """The start of a text launch; its shapes depend only on the padded number of tokens."""
 
@@ -259,7 +264,20 @@ class Decoder:
         first = share.first
         self.readers = {i - first: c.kv_source(i) - first for i in share.layers if c.kv_source(i) != i}
         """Layers of this stage that read the keys of an earlier one -> that layer; by their places in ``layers``."""
-        self.taps: tuple[int, ...] = ()  # layers before which the residual stream is kept in ``persistent.taps``
+        self.taps: tuple[int, ...] = ()
+        """Layers before which the residual stream is given to ``keep_states``."""
+        self.keep_states: Callable[..., None] | None = None
+        self.spans: list[tuple[int, Sequence[DecoderLayer]]] = [(0, self.layers)]
+        """Neighbours that may run as one, each with the number of its first layer."""
+
+    def tap(self, layers: Sequence[int], keep: Callable[..., None]) -> None:
+        """Lets each text launch end with ``keep(*states, out_row, persistent.states)``.
+
+        ``states``: residual streams [n, hidden] before ``layers``, in this order; several may be of one layer.
+        """
+        self.taps, self.keep_states = tuple(layers), keep
+        starts = sorted({0, *layers})
+        self.spans = [(a, self.layers[a:b]) for a, b in zip(starts, [*starts[1:], len(self.layers)], strict=True)]
 
     def _make_mixer(self, index: int) -> StatefulLayer | None:
         """Returns the recurrent layer in the place of attention; None: layer ``index`` has attention."""
@@ -373,18 +391,18 @@ class Decoder:
             attn = ops.prepare_attn(attn, first.heads, first.kv)
         causal = self._causal_attn(inputs.attn, attn) if self.config.text.causal_full_layers else attn
         held = None if inputs.recurrent is None else self._prepare_states(inputs.recurrent, inputs.attn)
-        layers: Sequence[Any] = self.layers
+        layers: Iterable[tuple[int, Any]] = enumerate(self.layers)
         rows_of: tuple[AdapterRows, ...] = ()
         if inputs.adapter is not None:
             assert self.adapter_numbers is not None
             rows_of = (ops.prepare_adapters(inputs.adapter, self.adapter_numbers, self.backend.dtype),)
         elif not deepstack_rows and not layer_inputs and not self.readers and hasattr(ops, "group_layers"):
-            layers = cast(GroupingOps, ops).group_layers(layers, attn)
+            layers = self._group_layers(cast(GroupingOps, ops), attn)
         states: dict[int, Tensor] = {}
         given: dict[int, Sequence[Tensor]] = {}
-        for i, layer in enumerate(layers):
+        for i, layer in layers:
             if i in self.taps:
-                states[i] = x if residual is None else x + residual
+                states[i] = x if residual is None else ops.region(join_streams, x, residual)
             place = held if layer.recurrent else local if layer.local else rotary
             if layer_inputs:
                 place = cast(Rotary, place)._replace(layer_input=layer_inputs[i])
@@ -397,9 +415,15 @@ class Decoder:
             if i < len(deepstack_rows):
                 x = ops.region(self.deepstack_add, x, deepstack_rows[i], p.arena)
             ops.cut("layer")
-        if p.taps is not None and states:
-            ops.scatter_rows(p.taps, inputs.out_row, torch.cat([states[i] for i in self.taps], 1))
+        if self.keep_states is not None:
+            ops.by_rows(self.keep_states, (*(states[i] for i in self.taps), inputs.out_row), p.states)
         ops.by_rows(self.leave, (x, residual, inputs.out_row), p.hidden)
+
+    def _group_layers(self, ops: GroupingOps, attn: Attn) -> Iterator[tuple[int, Any]]:
+        """Yields what runs in place of the layers; the first part of a span with its number, others beyond all."""
+        for start, some in self.spans:
+            for place, part in enumerate(ops.group_layers(some, attn)):
+                yield (len(self.layers) if place else start), part
 
     def _causal_attn(self, given: Attn, prepared: Attn) -> Attn:
         """Returns the attention inputs of layers in which no token sees later ones; ``given``: those of the launch."""

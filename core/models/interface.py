@@ -45,7 +45,7 @@ class Persistent:
     state: SamplerState
     stream: Tensor | None = None  # like ``hidden``: received rows, from row 1 on; None on the first stage
     recurrent: list[RecurrentState] = field(default_factory=list)  # of each recurrent layer of the stage
-    taps: Tensor | None = None  # [like ``hidden``, hidden of each tapped layer]: residual streams, side by side
+    states: Tensor | None = None  # where ``Decoder.keep_states`` stores rows like those of ``hidden``
 
 
 class StatefulLayer(Protocol):
