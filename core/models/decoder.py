@@ -237,10 +237,8 @@ class Decoder:
         group = config.quant.widest_group() if config.quant is not None else 1
         aligned = config.alignment_unit(backend.policy.aligned)
         share = self.share = config.share
-        kind = DecoderLayer if c.mlp_layers is None else SinglePartLayer
-        self.layers: list[DecoderLayer | SinglePartLayer] = [
-            kind(backend, c, group, index, aligned, self._make_mixer(index)) for index in share.layers
-        ]
+        kind = DecoderLayer if c.mlp_layers is None else cast(type[DecoderLayer], SinglePartLayer)
+        self.layers = [kind(backend, c, group, index, aligned, self._make_mixer(index)) for index in share.layers]
         if share.starts:
             parts = config.row_parts if config.vision is not None else 0
             if share.stages > 1 and parts - 1 > len(self.layers):

@@ -18,7 +18,7 @@ from trencadis.core.checkpoint.model_config import TextConfig
 from trencadis.core.checkpoint.weight_source import WeightSource, take_float, take_values
 from trencadis.core.device.backend import AdapterRows, Backend, Comm, ExpertBiases, ExpertWeights, Ops
 from trencadis.core.models.linear import Linear, Matrix, merge_or_separate, pad_rows, span
-from trencadis.core.models.mlp import GatedMLP, PlainMLP, RMSNorm
+from trencadis.core.models.mlp import MLP, GatedMLP, PlainMLP, RMSNorm
 from trencadis.core.quant.quantised_tensor import QTensor
 
 
@@ -49,7 +49,7 @@ class SharedExpert:
     ) -> None:
         self.width, self.name = width, c.shared_name
         kind = PlainMLP if c.plain else GatedMLP
-        self.mlp = kind(ops, comm, width, c.shared, group=group, act=act, aligned=aligned)
+        self.mlp: MLP = kind(ops, comm, width, c.shared, group=group, act=act, aligned=aligned)
         self.gate = Linear(ops, comm) if c.shared_gate else None
 
     def load(self, source: WeightSource, name: str) -> None:
