@@ -1,4 +1,4 @@
-"""NVIDIA's Nemotron-H and Nemotron-3: layers of one part each: Mamba-2, attention, an MLP or experts.
+"""NVIDIA's Nemotron-H and Nemotron-3, whose layers are one part each: Mamba-2, attention, an MLP or experts.
 
 transformers raises the steps of prompts to ``time_step_min``, but not those of decoded tokens. NVIDIA's own code raises
 neither, as here: the key is a bound of what training begins with.
@@ -44,7 +44,7 @@ def _layer_kinds(c: JsonFields) -> list[str]:
     if listed:
         names = {name: OLD_KINDS.get(name, name) for name in (*LETTERS.values(), *OLD_KINDS)}
     given = c.values[key] if c.is_given(key) else None
-    c.is_given("hybrid_override_pattern")
+    c.is_given("hybrid_override_pattern")  # counts as read where the list is used
     if not isinstance(given, list if listed else str) or not 0 < len(given) <= MOST_LAYERS:
         kinds = ", ".join(LETTERS.values())
         c.refuse(key, f"implemented: a list of {kinds} as layers_block_type, or a pattern of {', '.join(LETTERS)}")

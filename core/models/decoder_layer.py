@@ -158,6 +158,7 @@ class SinglePartLayer:
         aligned: int = 1,
         mixer: StatefulLayer | None = None,
     ) -> None:
+        c = c.of_layer(index)
         self.width = c.hidden
         self.norm = norm_of(c.norm, backend.ops, c.hidden, c.eps)
         self.recurrent = mixer is not None

@@ -129,7 +129,7 @@ class ExpertMLP:
         self.router = Linear(ops, comm)
         self.sigmoid = None if c.sigmoid is None else SigmoidRouter(c, c.sigmoid)
         self.expert_width = c.latent or width
-        self.around = (Linear(ops, comm), Linear(ops, comm)) if c.latent else None
+        self.narrow, self.widen = (Linear(ops, comm) if c.latent else None for _ in range(2))
         self.shared = SharedExpert(ops, comm, width, c, group, act, aligned) if c.shared else None
         self.bytes = 0
 
@@ -138,10 +138,10 @@ class ExpertMLP:
             self._load_router(source, f"{name}.gate")
         else:
             self.sigmoid.load(source, f"{name}.gate", self.width)
-        if self.around is not None:
-            latent, width = self.expert_width, self.width
-            for i, (linear, shape) in enumerate(zip(self.around, ((latent, width), (width, latent)), strict=True), 1):
-                linear.pack(take_values(source, f"{name}.fc{i}_latent_proj", shape, self.device), None)
+        if self.narrow is not None and self.widen is not None:
+            shape = self.expert_width, self.width
+            self.narrow.pack(take_values(source, f"{name}.fc1_latent_proj", shape, self.device), None)
+            self.widen.pack(take_values(source, f"{name}.fc2_latent_proj", shape[::-1], self.device), None)
         if self.shared is not None:
             self.shared.load(source, name)
         biases = (self._biases(source, f"{name}.experts"),) if self.biased else ()
@@ -207,11 +207,7 @@ class ExpertMLP:
 
         ``routed``: the router's input, [n, width]; None: x.
         """
-        if self.sigmoid is not None:
-            y = self._run_by_sigmoids(x, self.sigmoid)
-        else:
-            scores = self.router(x if routed is None else routed)
-            y = self.ops.experts(x, scores, self.weights, self.top, self.normalise, self.act)
+        y = self._run_experts(x, x if routed is None else routed)
         if self.shared is not None:
             y = y + self.shared(x)
         if self.comm.world == 1:
@@ -219,17 +215,20 @@ class ExpertMLP:
         self.ops.cut("collective")
         return self.comm.all_reduce(y)
 
-    def _run_by_sigmoids(self, x: Tensor, router: SigmoidRouter) -> Tensor:
+    def _run_experts(self, x: Tensor, routed: Tensor) -> Tensor:
         """Computes this rank's part of the experts' sum, [n, width], between projections if there are any."""
-        scores, factor = router(x)
-        inner = x if self.around is None else self.around[0](x)
-        y = self.ops.experts(inner, scores, self.weights, self.top, True, self.act)
-        y = (y * factor).to(x.dtype)
-        return y if self.around is None else self.around[1](y)
+        inner = x if self.narrow is None else self.narrow(x)
+        if self.sigmoid is None:
+            y = self.ops.experts(inner, self.router(routed), self.weights, self.top, self.normalise, self.act)
+        else:
+            scores, factor = self.sigmoid(routed)
+            y = self.ops.experts(inner, scores, self.weights, self.top, True, self.act)
+            y = (y * factor).to(x.dtype)
+        return y if self.widen is None else self.widen(y)
 
     def nbytes(self) -> int:
         router = self.router.bytes if self.sigmoid is None else self.sigmoid.bytes
-        around = sum(one.bytes for one in self.around or ())
+        around = sum(one.bytes for one in (self.narrow, self.widen) if one is not None)
         return router + around + self.bytes + (self.shared.nbytes() if self.shared is not None else 0)
 
 
