@@ -92,8 +92,8 @@ HUB: dict[str, dict[str, Any]] = {
     },
     "Nemotron-Nano-9B-v2": {
         "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "hidden_size": 4480,
-        "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-", "num_attention_heads": 40,
-        "intermediate_size": 15680, "mamba_head_dim": 80, "max_position_embeddings": 131072,
+        "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+        "num_attention_heads": 40, "intermediate_size": 15680, "mamba_head_dim": 80, "max_position_embeddings": 131072,
     },
     "Nemotron-3-Nano-30B-A3B": {
         "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "hidden_size": 2688,
