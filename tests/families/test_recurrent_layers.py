@@ -18,8 +18,10 @@ from trencadis import LLM, SamplingParams
 FAMILY = "qwen3_5"
 NAMES = tuple(FORMS[FAMILY])
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-CASES = [(FAMILY, name) for name in NAMES] + [
-    (family, next(iter(FORMS[family]))) for family in ("granite_hybrid", "lfm2", "nemotron_h")
+CASES = [
+    *((FAMILY, name) for name in NAMES),
+    *((family, next(iter(FORMS[family]))) for family in ("granite_hybrid", "lfm2")),
+    ("nemotron_h", "a part a layer, two groups"),
 ]
 GRANITE, LFM2, NEMOTRON = CASES[-3:]
 each_case = pytest.mark.parametrize(("family", "name"), CASES, ids=lambda value: value.replace(" ", "-"))
@@ -128,7 +130,7 @@ def test_what_does_not_go_with_a_state_is_refused_in_one_line(form: Any, flags: 
     assert "\n" not in str(found.value)
 
 
-NEMOTRON_NAMES = tuple(FORMS["nemotron_h"])
+WITH_EXPERTS = ("nemotron_h", "experts, two of four groups, a shared one")
 SCANNED = tuple(FORMS["granite_hybrid"])
 
 
@@ -186,14 +188,14 @@ def test_a_key_of_nemotron_that_is_not_served_is_named(form: Any, key: str, valu
 
     given = {key: value} | ({"layers_block_type": None} if key == "hybrid_override_pattern" else {})
     with pytest.raises(StartupError, match=key) as found:
-        load_config(form("nemotron_h", NEMOTRON_NAMES[2]), overrides=given)
+        load_config(form(*WITH_EXPERTS), overrides=given)
     assert "\n" not in str(found.value)
 
 
 def test_a_pattern_of_letters_names_the_layers(form: Any) -> None:
     from trencadis.core.checkpoint.config_reader import load_config
 
-    path = form("nemotron_h", NEMOTRON_NAMES[2])
+    path = form(*WITH_EXPERTS)
     listed = load_config(path).text
     given = {"layers_block_type": None, "hybrid_override_pattern": "ME*E-"}
     assert load_config(path, overrides=given).text == listed
@@ -206,7 +208,7 @@ def test_a_pattern_of_letters_names_the_layers(form: Any) -> None:
     (FAMILY, NAMES[1], {"pipeline_parallel_size": 2}), (FAMILY, NAMES[0], {"tensor_parallel_size": 2}),
     (FAMILY, NAMES[1], {"tensor_parallel_size": 2}), ("granite_hybrid", SCANNED[1], {"tensor_parallel_size": 2}),
     (*LFM2, {"tensor_parallel_size": 2}), (*NEMOTRON, {"tensor_parallel_size": 2}),
-    ("nemotron_h", NEMOTRON_NAMES[2], {"tensor_parallel_size": 2}), (*NEMOTRON, {"pipeline_parallel_size": 2}),
+    (*WITH_EXPERTS, {"tensor_parallel_size": 2}), (*NEMOTRON, {"pipeline_parallel_size": 2}),
 ], ids=[
     "stages", "ranks", "ranks-tied", "granite-ranks", "lfm2-ranks", "nemotron-ranks", "nemotron-experts-ranks",
     "nemotron-stages",

@@ -312,11 +312,6 @@ FORMS: dict[str, dict[str, dict[str, Any]]] = {
         "layers by number": LFM2 | dict(layer_types=None, full_attn_idxs=[1, 3], block_ffn_dim_multiplier=1.3),
     },
     "nemotron_h": {
-        "a part a layer, two groups": NEMOTRON_H,
-        "one KV head, biases, an MLP first": NEMOTRON_H | dict(
-            layers_block_type=["mlp", "full_attention", "linear_attention", "linear_attention", "full_attention"],
-            mlp_bias=True, use_bias=True, num_key_value_heads=1, conv_kernel=3, n_groups=1, tie_word_embeddings=True,
-        ),
         "experts, two of four groups, a shared one": NEMOTRON_H | dict(
             layers_block_type=["linear_attention", "moe", "full_attention", "moe", "mlp"], n_routed_experts=8,
             num_experts_per_tok=3, moe_intermediate_size=48, moe_shared_expert_intermediate_size=80, n_group=4,
@@ -326,6 +321,11 @@ FORMS: dict[str, dict[str, dict[str, Any]]] = {
             layers_block_type=["moe", "linear_attention", "full_attention"], n_routed_experts=6,
             num_experts_per_tok=2, moe_intermediate_size=52, moe_shared_expert_intermediate_size=44,
             moe_latent_size=32, norm_topk_prob=False, mlp_hidden_act="silu",
+        ),
+        "a part a layer, two groups": NEMOTRON_H,
+        "one KV head, biases, an MLP first": NEMOTRON_H | dict(
+            layers_block_type=["mlp", "full_attention", "linear_attention", "linear_attention", "full_attention"],
+            mlp_bias=True, use_bias=True, num_key_value_heads=1, conv_kernel=3, n_groups=1, tie_word_embeddings=True,
         ),
         "no MLP, wide heads of attention": NEMOTRON_H | dict(
             layers_block_type=["linear_attention", "full_attention"], head_dim=32, use_conv_bias=False,
