@@ -352,8 +352,7 @@ class Decoder:
         for attention, kv in zip((one for one in caching if not one.reads_kv), persistent.kv, strict=True):
             attention.bind(kv)
         for reader, source in self.readers.items():
-            attention, read = (cast(Attention, self.layers[i].attention) for i in (reader, source))
-            attention.bind(read.kv)
+            self.layers[reader].attention.bind(self.layers[source].attention.kv)
         for layer, state in zip((x for x in self.layers if x.recurrent), persistent.recurrent, strict=True):
             cast(StatefulLayer, layer.attention).bind(state)
         self.first = caching[0] if caching else None
