@@ -178,7 +178,9 @@ class CpuOps(AdapterOps, ReferenceOps):
         return self._act_mul(gate_up, "silu") if made is None else made
 
     def act(self, x: Tensor, kind: str) -> Tensor:
-        """Computes the same as the reference; ``relu`` works in place."""
+        """Computes the same as the reference; ``relu`` and ``relu2`` work in place."""
+        if kind == "relu2":
+            return x.relu_().square_()
         return x.relu_() if kind == "relu" else apply_activation(x, kind)
 
     def act_mul(self, gate_up: Tensor, kind: str) -> Tensor:

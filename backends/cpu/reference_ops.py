@@ -365,6 +365,7 @@ def apply_activation(x: Tensor, kind: str) -> Tensor:
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "relu": functional.relu,
+    "relu2": lambda x: functional.relu(x).square(),
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "gelu": functional.gelu,
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),

@@ -150,7 +150,9 @@ class Ops(Protocol):
         """Returns silu of the first half of ``gate_up`` times its second half: [n, 2 x inner] -> [n, inner]."""
 
     def act(self, x: Tensor, kind: str) -> Tensor:
-        """Applies an activation to x [n, width]: ``silu``, ``gelu``, ``gelu_tanh``, ``quick_gelu`` or ``relu``."""
+        """Applies an activation to x [n, width]: ``silu``, ``gelu``, ``gelu_tanh``, ``quick_gelu``, ``relu`` or
+        ``relu2``, the square of relu.
+        """
 
     def act_mul(self, gate_up: Tensor, kind: str) -> Tensor:
         """Returns the activation of the first half of ``gate_up`` times its second half: [n, 2 x inner] -> [n,
@@ -164,12 +166,14 @@ class Ops(Protocol):
     ) -> ExpertWeights:
         """Packs gate_up [2 x inner, hidden] and down [hidden, inner] of each expert; callers omit ``biases`` if there
         are none.
+
+        Experts without gates have [inner, hidden] in place of gate_up, and no biases.
         """
         ...
 
     def experts(self, x: Tensor, scores: Tensor, w: ExpertWeights, top: int, normalise: bool, kind: str) -> Tensor:
-        """Runs gated MLPs, [n, hidden] -> [n, hidden]: for each token, the weighted sum of its ``top`` best-scored
-        experts.
+        """Runs MLPs, with gates or without, [n, hidden] -> [n, hidden]: for each token, the weighted sum of its ``top``
+        best-scored experts.
 
         Args:
             scores: [n, count], the router's output; an expert's weight is the float32 softmax of the scores over all

@@ -58,6 +58,7 @@ from trencadis.core.memory.estimate import SPARE_SLOTS, MemoryEstimator, arena_w
 from trencadis.core.memory.weight_bytes import adapter_bytes, host_adapters, slot_sizes
 from trencadis.core.models import model_loader
 from trencadis.core.models.decoder import Decoder
+from trencadis.core.models.decoder_layer import choose_timed_part
 from trencadis.core.process import torch_env
 from trencadis.core.progress import Progress, SilentProgress, WarmupPacing
 from trencadis.core.scheduling.draft_scheduler import DraftScheduler, ModelDrafts
@@ -446,18 +447,17 @@ def _info(backend: Backend, plan: CachePlan, model: ModelConfig, seconds: float)
 
 
 def step_seconds(model: Decoder, tokens: int) -> float:
-    """Predicts the seconds of a step of ``tokens``: the time of one layer's MLP, scaled to the bytes of the model.
+    """Predicts the seconds of a step of ``tokens``: the time of one part of a layer, scaled to the bytes of the model.
 
-    The supervisor uses it to distinguish a slow step from a hang. Attention is not counted, so limits derived from it
-    need a safety factor. A slot of the vision tower costs less than a token of the text model.
+    The supervisor distinguishes a slow step from a hang by it, times a factor, as attention is not counted.
     """
-    mlp = model.layers[0].mlp
-    x = torch.zeros(PROBE_ROWS, model.config.text.hidden, dtype=model.backend.dtype, device=model.backend.device)
+    timed = choose_timed_part(model.layers)
+    x = torch.zeros(PROBE_ROWS, timed.width, dtype=model.backend.dtype, device=model.backend.device)
     taken = []
     with torch.inference_mode():
         for _ in range(1 + PROBE_REPEATS):  # the first call creates kernels
             started = time.perf_counter()
-            mlp(x)
+            timed.run(x)
             taken.append(time.perf_counter() - started)
     whole = model.nbytes() * model.config.text.layers / len(model.layers)
-    return min(taken[1:]) / PROBE_ROWS * (whole / mlp.nbytes()) * tokens
+    return min(taken[1:]) / PROBE_ROWS * (whole / timed.bytes) * tokens

@@ -36,6 +36,7 @@ from trencadis.core.device.launch_tensors import RecurrentRows, first_rows
 from trencadis.core.errors import StartupError
 from trencadis.core.models.attention import Attention, TextRotary
 from trencadis.core.models.decoder_layer import DecoderLayer as DecoderLayer
+from trencadis.core.models.decoder_layer import SinglePartLayer
 from trencadis.core.models.interface import GroupingOps, HostLayering, Persistent, RecurrentOps, StatefulLayer
 from trencadis.core.models.layer_inputs import LayerInputEmbedding
 from trencadis.core.models.linear import (
@@ -241,9 +242,8 @@ class Decoder:
         group = config.quant.widest_group() if config.quant is not None else 1
         aligned = config.alignment_unit(backend.policy.aligned)
         share = self.share = config.share
-        self.layers = [
-            DecoderLayer(backend, c, group, index, aligned, self._make_mixer(index)) for index in share.layers
-        ]
+        kind = DecoderLayer if c.mlp_layers is None else cast(type[DecoderLayer], SinglePartLayer)
+        self.layers = [kind(backend, c, group, index, aligned, self._make_mixer(index)) for index in share.layers]
         if share.starts:
             parts = config.row_parts if config.vision is not None else 0
             if share.stages > 1 and parts - 1 > len(self.layers):
@@ -366,7 +366,7 @@ class Decoder:
     def bind(self, persistent: Persistent) -> None:
         """Sets the persistent tensors that the bodies read and write."""
         self.persistent = persistent
-        caching = [layer.attention for layer in self.layers if not layer.recurrent]
+        caching = [x.attention for x in self.layers if x.attention is not None and not x.recurrent]
         for attention, kv in zip((one for one in caching if not one.reads_kv), persistent.kv, strict=True):
             attention.bind(kv)
         for reader, source in self.readers.items():

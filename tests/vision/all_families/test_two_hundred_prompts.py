@@ -27,8 +27,14 @@ SMALL_GEMMA: dict[str, Any] = {
 EXPERTS: dict[str, Any] = {
     "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24,
 }  # fmt: skip
-WRITERS: dict[str, Callable[[Path], Path]] = {
+TEXTS: dict[str, Callable[[Path], Path]] = {
     "gpt-oss": partial(family_checkpoint, family="gpt_oss", form="windows of 20 in every second layer"),
+    "Nemotron-H": partial(family_checkpoint, family="nemotron_h", form="a part a layer, two groups"),
+    "Nemotron-3": partial(family_checkpoint, family="nemotron_h", form="experts, two of four groups, a shared one"),
+}
+"""Families without images."""
+
+WRITERS: dict[str, Callable[[Path], Path]] = TEXTS | {
     "Gemma-4": vision_checkpoints.gemma4,
     "Gemma-4 with experts": partial(vision_checkpoints.gemma4, **EXPERTS),
     "small Gemma-4": partial(vision_checkpoints.gemma4, **SMALL_GEMMA),
