@@ -26,7 +26,7 @@ MOST_STATES = 256
 class HostStates(NamedTuple):
     """The number of recurrent states in host memory, and the bytes of each on all ranks and stages."""
 
-    count: int = 0
+    slots: int = 0
     bytes: int = 0
 
 
@@ -99,7 +99,7 @@ def host_block_count(
     size = int(config.kv_offloading_size * 2**30)
     if free is not None and size > free:
         raise StartupError(f"{format_flag(config)}: {gib(size)} are asked for, and {gib(free)} of host memory are free")
-    count = (size - states.count * states.bytes) // (ranks * block_bytes)
+    count = (size - states.slots * states.bytes) // (ranks * block_bytes)
     if config.kv_offloading_size and not count:
         raise StartupError(f"{format_flag(config)}: a KV block of all ranks takes {gib(ranks * block_bytes)}")
     return count
@@ -115,9 +115,9 @@ def on_all_stages(model: ModelConfig, block_bytes: int) -> int:
 def format_note(count: int, block_bytes: int, block_size: int, ranks: int, states: HostStates = NO_STATES) -> str:
     """Returns the line about host memory for the start-up and for ``trencadis plan``."""
     line = f"host memory: {count} KV blocks of {block_size} tokens, {gib(count * block_bytes * ranks)}"
-    if states.count:
-        line += f", and {states.count} states of preempted sequences, {gib(states.count * states.bytes)}"
+    if states.slots:
+        line += f", and {states.slots} states of preempted sequences, {gib(states.slots * states.bytes)}"
     line += ", for what makes room on the device"
-    if states.bytes and not states.count:
+    if states.bytes and not states.slots:
         line += f"; a recurrent state takes {gib(states.bytes)}, so that preempted sequences compute theirs again"
     return line

@@ -276,6 +276,7 @@ class Calibration:
             return cast(Rotary, cast(RecurrentOps, self.ops).prepare_recurrent(t.recurrent, t.attn)), t.attn
         made = self._rotary.of_windows if layer.local else self._rotary
         rotary = made(self.ops, t.positions)
+        assert rotary is not None, "models with windows have rotary factors for them"
         return rotary, self.ops.prepare_attn(t.attn, layer.attention.heads, layer.attention.kv)
 
     def _state(self) -> RecurrentState:
