@@ -252,6 +252,7 @@ def open_rank(config: EngineConfig, rank_info: RankInfo, progress: Progress) -> 
     package = import_module(make.__module__)
     policy = package.pick_policy(config.policy)
     check_start(config, model_config, policy, device)
+    drafter = find_drafter(config, model_config)
     if config.attention_backend and config.attention_backend not in policy.attention and rank_info.rank == 0:
         log.info(f"--attention-backend {config.attention_backend} has no effect: {device} has its own attention")
     dtype: torch.dtype = package.pick_dtype(config.dtype, model_config.dtype)
@@ -259,7 +260,6 @@ def open_rank(config: EngineConfig, rank_info: RankInfo, progress: Progress) -> 
     backend = make(backend_config(config, model_config, rank_info, policy, dtype, limits, index))
     watch: GraphReporter | None = None
     static: Plan | None = None
-    drafter = find_drafter(config, model_config)
     if backend.policy.captures:
         start = DeviceStart.plan(config, model_config, backend, progress, drafter=drafter)
         runner, plan, limits, watch, _ = start.run()

@@ -204,7 +204,7 @@ class ModelRunner:
         self._launched.clear()
         whole = step if self.ragged else self.batch.with_all_rows(step)
         self._run_step(whole, pending)
-        if self.eagle is not None and self._launched:
+        if self.eagle is not None and self._launched:  # a step may have images alone
             keys = self.batch.keys if self.ragged else ()
             pending.stats += self.eagle.read(whole, keys, self._launched, pending.samples, pending.head)
         if step.batch is not None:
@@ -300,7 +300,8 @@ class ModelRunner:
         else:
             inputs = self._text_inputs(step, launch)
             self._run(launch.bucket, inputs, len(inputs.tokens), pending)
-            self._launched.append((launch.bucket, inputs))
+            if self.eagle is not None:
+                self._launched.append((launch.bucket, inputs))
             if self.draft is not None:
                 pending.stats += self.draft.read(launch.bucket, inputs)
 

@@ -84,9 +84,9 @@ NO_EFFECT: Mapping[str, str] = {
     "suffix_decoding_max_spec_factor": "how many drafts pay is measured",
     "suffix_decoding_min_token_prob": "how many drafts pay is measured",
     "max_model_len": "drafts are made at any length",
-    "enforce_eager": "a draft model runs without graphs",
+    "enforce_eager": "a draft has graphs where its target has them",
     "draft_tensor_parallel_size": "a draft model runs beside one rank",
-    "disable_padded_drafter_batch": "a draft model's batches are not padded",
+    "disable_padded_drafter_batch": "a draft's batches are padded where its target's are",
     "rejection_sample_method": "a draft is accepted where it equals what is sampled without drafts",
 }
 """Keys of vLLM's configuration that change no answer here, with the reason."""
