@@ -157,9 +157,12 @@ def test_the_number_of_experts_has_two_names(copied: Any) -> None:
         load_config(path)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "phi3"])
-def test_every_key_that_transformers_has_is_read(form: Any, family: str) -> None:
-    path = form(family, next(iter(FORMS[family])))
+@pytest.mark.parametrize(("family", "name"), [
+    *((family, next(iter(FORMS[family]))) for family in ("mixtral", "qwen3_moe", "phi3")),
+    ("nemotron_h", "a part a layer, two groups"), ("nemotron_h", "experts of 32 values, weights as they are"),
+])  # fmt: skip
+def test_every_key_that_transformers_has_is_read(form: Any, family: str, name: str) -> None:
+    path = form(family, name)
     (found,) = run(CheckedModel(path, path), ("config",)).results
     assert found.status == "pass", found.reason
 
