@@ -37,6 +37,13 @@ OTHER_NAMES = (
 """Names that transformers reads before the usual ones, which files have."""
 
 
+EXPERT_KEYS = (
+    "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "moe_shared_expert_intermediate_size",
+    "moe_latent_size", "norm_topk_prob", "n_group", "topk_group", "routed_scaling_factor",
+)  # fmt: skip
+"""Keys that change nothing in models without experts."""
+
+
 def _layer_kinds(c: JsonFields) -> list[str]:
     """Returns the kind of each layer, from a list of names or a text of letters; the list counts if both are given."""
     listed = next((key for key in ("layers_block_type", "layer_types") if c.is_given(key)), "")
@@ -74,6 +81,8 @@ def _recurrent(c: JsonFields, layers: tuple[int, ...]) -> RecurrentConfig | None
 def _experts(c: JsonFields, kinds: list[str]) -> ExpertsConfig | None:
     """Reads the experts; None: there are no such layers."""
     if MOE not in kinds:
+        for key in EXPERT_KEYS:  # they count as read, whatever they say
+            c.is_given(key)
         return None
     c.only("mlp_bias", (False,), False)
     named = c.with_defaults({"n_routed_experts": 8})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,11 @@ from trencadis.core.shapes.launch_costs import costs_of, layers_values
 HIDDEN, INNER, COUNT, TOP = 40, 24, 8, 3
 
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": torch.nn.functional.silu, "relu": torch.relu, "relu2": lambda x: x * x * (x > 0),
+}  # fmt: skip
+
+
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
@@ -43,7 +49,7 @@ def packed(ops: Any, dtype: torch.dtype = torch.float32, first: int = 0) -> Any:
 
 def recompute(x: Tensor, scores: Tensor, normalise: bool, kind: str, plain: bool) -> Tensor:
     """Token by token, in float64."""
-    act = {"silu": torch.nn.functional.silu, "relu": torch.relu, "relu2": lambda x: x * x * (x > 0)}[kind]
+    act = ACTIVATIONS[kind]
     rows = []
     for token, score in zip(x.double(), scores.double(), strict=True):
         shares = score.softmax(0)
@@ -151,9 +157,12 @@ def test_the_number_of_experts_has_two_names(copied: Any) -> None:
         load_config(path)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "phi3"])
-def test_every_key_that_transformers_has_is_read(form: Any, family: str) -> None:
-    path = form(family, next(iter(FORMS[family])))
+@pytest.mark.parametrize(("family", "name"), [
+    *((family, next(iter(FORMS[family]))) for family in ("mixtral", "qwen3_moe", "phi3")),
+    ("nemotron_h", "a part a layer, two groups"), ("nemotron_h", "experts of 32 values, weights as they are"),
+])  # fmt: skip
+def test_every_key_that_transformers_has_is_read(form: Any, family: str, name: str) -> None:
+    path = form(family, name)
     (found,) = run(CheckedModel(path, path), ("config",)).results
     assert found.status == "pass", found.reason
 

@@ -139,7 +139,7 @@ class CpuReferenceModel:
             for part, name in taps.items():
                 if getattr(layer, part) is not None:
                     setattr(layer, part, HookedPart(getattr(layer, part), _note(name, outputs)))
-            if hasattr(layer, "post_norm") and self.config.text.norm_placement not in (POST, OUT):
+            if self.config.text.mlp_layers is None and self.config.text.norm_placement not in (POST, OUT):
                 layer.post_norm = HookedPart(layer.post_norm, _note(f"sum behind attention of layer {i}", outputs, 1))
             first = _note("embeddings", outputs) if i == 0 else None
             model.layers[i] = HookedPart(layer, _note(f"sum behind layer {i}", outputs), first)
