@@ -287,3 +287,24 @@ def _split_padding_windows(seg: Segments, first: int, stop: int) -> list[ImageSp
         some.flatten().nonzero()[:, 0] + first * WINDOW_SLOTS for some in (inside, inside & ~padding, inside & padding)
     )
     return [ImageSpan(real_slots, every), ImageSpan(padding_slots, real_slots)]
+
+
+class KeyMask(NamedTuple):
+    """Which keys some tokens of a row attend to; all keys outside the positions [first, end) are hidden."""
+
+    first: int
+    end: int
+    mask: Tensor  # bool [tokens, end - first]
+
+
+def tile_mask(span: ChunkSpan, start: int, stop: int, window: int) -> KeyMask:
+    """Masks the keys of the tokens [start, stop) of a row."""
+    position = torch.arange(span.context + start, span.context + stop)[:, None]
+    last = position if span.upto is None else span.upto[start:stop, None]
+    first = max(span.context + start - window + 1, 0) if window else 0
+    end = span.context + stop if span.upto is None else int(last.max()) + 1
+    key = torch.arange(first, end)
+    mask = key <= last
+    if window and first + window < end:
+        mask &= key > position - window
+    return KeyMask(first, end, mask)

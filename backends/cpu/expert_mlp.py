@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -69,12 +69,19 @@ def route_tokens(scores: Tensor, top: int, normalise: bool) -> tuple[Tensor, Ten
     return shares, found.indices
 
 
-def activate(ops: Any, x: Tensor, inner: int, kind: str) -> Tensor:
+class ActivationOps(Protocol):
+    """The activations of ``core.device.backend.Ops``."""
+
+    def act(self, x: Tensor, kind: str) -> Tensor: ...
+
+    def act_mul(self, gate_up: Tensor, kind: str) -> Tensor: ...
+
+
+def activate(ops: ActivationOps, x: Tensor, inner: int, kind: str) -> Tensor:
     """Returns what the second matrix of experts of ``inner`` columns reads, [n, inner]: of gates and ups [n, 2 inner],
     or of ups alone.
     """
-    made: Tensor = ops.act(x, kind) if x.shape[1] == inner else ops.act_mul(x, kind)
-    return made
+    return ops.act(x, kind) if x.shape[1] == inner else ops.act_mul(x, kind)
 
 
 def run_all_experts(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +14,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from trencadis.backends.cpu.adapter_products import AdapterOps
-from trencadis.backends.cpu.attention_plan import AttendPlan, ChunkSpan, Group, Where, find_image_spans, get_plan
+from trencadis.backends.cpu.attention_plan import (
+    AttendPlan,
+    ChunkSpan,
+    Group,
+    Where,
+    find_image_spans,
+    get_plan,
+    tile_mask,
+)
 from trencadis.backends.cpu.expert_mlp import SeparateExperts, run_chosen_experts
 from trencadis.backends.cpu.int8_linear import IntegerWeight, integer_weight, product
 from trencadis.backends.cpu.native import dense, panels, recurrent, row_kernels, weight_packing
@@ -464,27 +471,6 @@ def _tiles(queries: Tensor, keys: Tensor, values: Tensor, span: ChunkSpan, scale
             )
         )
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-
-
-class KeyMask(NamedTuple):
-    """Which keys some tokens of a row attend to; all keys outside the positions [first, end) are hidden."""
-
-    first: int
-    end: int
-    mask: Tensor  # bool [tokens, end - first]
-
-
-def tile_mask(span: ChunkSpan, start: int, stop: int, window: int) -> KeyMask:
-    """Masks the keys of the tokens [start, stop) of a row."""
-    position = torch.arange(span.context + start, span.context + stop)[:, None]
-    last = position if span.upto is None else span.upto[start:stop, None]
-    first = max(span.context + start - window + 1, 0) if window else 0
-    end = span.context + stop if span.upto is None else int(last.max()) + 1
-    key = torch.arange(first, end)
-    mask = key <= last
-    if window and first + window < end:
-        mask &= key > position - window
-    return KeyMask(first, end, mask)
 
 
 def _group(q: Tensor, kv: LayerKV, group: Group, scale: float) -> Tensor:

@@ -150,9 +150,7 @@ class Ops(Protocol):
         """Returns silu of the first half of ``gate_up`` times its second half: [n, 2 x inner] -> [n, inner]."""
 
     def act(self, x: Tensor, kind: str) -> Tensor:
-        """Applies an activation to x [n, width]: ``silu``, ``gelu``, ``gelu_tanh``, ``quick_gelu``, ``relu`` or
-        ``relu2``, the square of relu.
-        """
+        """Applies ``silu``, ``gelu``, ``gelu_tanh``, ``quick_gelu``, ``relu`` or its square ``relu2`` to [n, width]."""
 
     def act_mul(self, gate_up: Tensor, kind: str) -> Tensor:
         """Returns the activation of the first half of ``gate_up`` times its second half: [n, 2 x inner] -> [n,

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -39,10 +37,10 @@ from trencadis.core.launches.launch_splitter import (
     wide_bucket,
 )
 from trencadis.core.launches.rank_input_batch import HeadNeeds, RankInputBatch
-from trencadis.core.launches.sample_launches import join_scores, launch_masked, launch_split
+from trencadis.core.launches.sample_launches import PendingScores, PendingStep, PooledSlice, launch_masked, launch_split
 from trencadis.core.launches.stage_transfer import PipelineTransfer, runs_on_stage
 from trencadis.core.lora.adapter_store import AdapterStore
-from trencadis.core.masks.manager import MatcherManager, PendingSample
+from trencadis.core.masks.manager import MatcherManager
 from trencadis.core.models.eagle3 import Eagle3Head
 from trencadis.core.models.interface import Model, Persistent
 from trencadis.core.progress import Warming
@@ -54,78 +52,10 @@ from trencadis.core.step import (
     Encode,
     HeadInputs,
     HeadOutput,
-    Pooled,
-    PoolOutput,
     Row,
     Step,
     StepInputs,
-    StepOutput,
-    StepStats,
-    TargetScores,
-    append_pooled,
 )
-
-
-class PendingScores(NamedTuple):
-    """A SAMPLE launch in flight that scores given ids of the sequence ``key``, at these positions of its prompt."""
-
-    key: int
-    positions: list[int]
-    fetched: Pending[HeadOutput]
-
-
-class PooledSlice(NamedTuple):
-    """A POOL launch in flight: the key of each output row, and the keys whose rows are not summed."""
-
-    keys: list[int]
-    each: set[int]
-    rows: Pending[PoolOutput]
-
-
-@dataclass(slots=True)
-class PendingStep:
-    """A Step in flight: the pending fetches, and the sequence of each fetched row."""
-
-    number: int
-    samples: dict[int, int]
-    plan: int = 1
-    head: Pending[HeadOutput] | None = None
-    pending_sample: PendingSample | None = None
-    targets: list[PendingScores] = field(default_factory=list)
-    scored: list[PendingScores] = field(default_factory=list)
-    pools: list[PooledSlice] = field(default_factory=list)
-    stats: list[StepStats] = field(default_factory=list)
-
-    def done(self) -> bool:
-        """Returns True if ``result`` would not block."""
-        scores = (*self.targets, *self.scored)
-        pools = all(p.rows.done() for p in self.pools)
-        return pools and (self.head is None or self.head.done()) and all(s.fetched.done() for s in scores)
-
-    def result(self) -> StepOutput:
-        """Waits for the fetches."""
-        out = StepOutput(self.number, self.samples, stats=self.stats, plan=self.plan)
-        out.head = self.head.result() if self.head is not None else None
-        if self.pending_sample is not None:
-            late = self.pending_sample
-            out.failures, out.failed_at, out.text, out.forced = late.failures, late.failed_at, late.text, late.forced
-        if self.targets or self.scored or self.pools:
-            self._add_of_prompts(out)
-        return out
-
-    def _add_of_prompts(self, out: StepOutput) -> None:
-        """Adds prompt scores and pooled rows to ``out``."""
-        for some, fetches in ((out.targets, self.targets), (out.scored, self.scored)):
-            for key, positions, pending in fetches:
-                scores = TargetScores(positions, pending.result())
-                some[key] = scores if key not in some else join_scores(some[key], scores)
-        for part in self.pools:
-            values, at = part.rows.result().values, 0
-            for key, run in groupby(part.keys):
-                each, count = key in part.each, len(list(run))
-                rows: Pooled = values[at : at + count] if each else values[at : at + 1].astype(np.float64)
-                out.pooled[key] = append_pooled(out.pooled.get(key), rows, each)
-                at += count
 
 
 class ModelRunner:

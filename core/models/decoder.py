@@ -53,6 +53,9 @@ from trencadis.core.models.pooler import Pooler
 from trencadis.core.models.recurrent_layers import make_recurrent_layer
 from trencadis.core.step import Encode, VisionInputs
 
+NumberedLayer = tuple[int, Any]
+"""What runs in a layer's place: the layer or a group of layers, and the number of its first layer."""
+
 
 class FirstLayerInputs(NamedTuple):
     """What the first layer of a stage takes, for n tokens.
@@ -391,7 +394,7 @@ class Decoder:
             attn = ops.prepare_attn(attn, first.heads, first.kv)
         causal = self._causal_attn(inputs.attn, attn) if self.config.text.causal_full_layers else attn
         held = None if inputs.recurrent is None else self._prepare_states(inputs.recurrent, inputs.attn)
-        layers: Iterable[tuple[int, Any]] = enumerate(self.layers)
+        layers: Iterable[NumberedLayer] = enumerate(self.layers)
         rows_of: tuple[AdapterRows, ...] = ()
         if inputs.adapter is not None:
             assert self.adapter_numbers is not None
@@ -419,7 +422,7 @@ class Decoder:
             ops.by_rows(self.keep_states, (*(states[i] for i in self.taps), inputs.out_row), p.states)
         ops.by_rows(self.leave, (x, residual, inputs.out_row), p.hidden)
 
-    def _group_layers(self, ops: GroupingOps, attn: Attn) -> Iterator[tuple[int, Any]]:
+    def _group_layers(self, ops: GroupingOps, attn: Attn) -> Iterator[NumberedLayer]:
         """Yields what runs in place of the layers; the first part of a span with its number, others beyond all."""
         for start, some in self.spans:
             for place, part in enumerate(ops.group_layers(some, attn)):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -110,6 +111,14 @@ class StateProjection:
         self.ops.scatter_rows(states, out_row + FROM_TARGET, self.fc(torch.cat([low, middle, high], 1)))
 
 
+class HeadStart(NamedTuple):
+    """What the layer reads, its residual stream, and rotary factors."""
+
+    x: Tensor  # [n, 2 hidden]
+    residual: Tensor  # [n, hidden]
+    rotary: Rotary
+
+
 class HeadEntry:
     """The start of a launch: what the layer reads, its residual stream, and rotary factors."""
 
@@ -122,14 +131,14 @@ class HeadEntry:
     def __call__(
         self, tokens: Tensor, from_slot: Tensor, positions: Tensor, source: Tensor, last: Tensor, arena: Tensor,
         states: Tensor,
-    ) -> tuple[Tensor, Tensor, Rotary]:  # fmt: skip
-        """Returns [n, 2 hidden], [n, hidden] and the factors; ``source``: int32 [n], rows of ``states``."""
+    ) -> HeadStart:  # fmt: skip
+        """Starts from rows of ``states``; ``source``: int32 [n], which ones."""
         none = torch.zeros_like(tokens)
         embedded = self.embedding(tokens, from_slot, last, none, arena)
         hidden = self.ops.gather_rows(states, source.long())
         normed = self.hidden_norm(hidden)[0]
         x = torch.cat([self.input_norm(embedded)[0], normed], 1)
-        return x, normed if self.norm_first else hidden, self.rotary(self.ops, positions)
+        return HeadStart(x, normed if self.norm_first else hidden, self.rotary(self.ops, positions))
 
 
 class HeadLayer:

@@ -409,10 +409,8 @@ class StepBuilder:
         )
 
     def reset(self, seq: Sequence, biased: set[int]) -> None:
-        """Adds a RESET if ``seq`` uses sampler state, or if the slot's last owner left a bias, which any full SAMPLE
-        adds.
-
-        ``biased``: slots whose sampler state holds a bias, kept up to date.
+        """Adds a RESET if ``seq`` uses sampler state, or if its slot is in ``biased``, which is kept up to date: the
+        last owner left a bias, which any full SAMPLE adds.
         """
         if seq.request.params.needs_state or seq.slot in biased:
             self._reset(seq, biased)
@@ -425,10 +423,7 @@ class StepBuilder:
         (biased.add if bias else biased.discard)(seq.slot)
 
     def draw(self, seq: Sequence) -> Draw:
-        """Adds sampling of the next token of ``seq``, PENDING until its step is fetched.
-
-        Beams are chosen by their group.
-        """
+        """Adds sampling of the next token of ``seq``, PENDING until its step is fetched; beams are their group's."""
         if seq.masked and not seq.opened:
             self.openings.append(seq.opening())
             seq.opened = True
