@@ -72,6 +72,15 @@ def find_thresholds(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) 
     return torch.where(top_p[:, None] < 1.0, torch.maximum(least, torch.minimum(nucleus, best)), least)
 
 
+def sum_units(probs: Tensor) -> Tensor:
+    """Returns int32 [r, V + 1]: whole units of ``probs`` cumulated, and their sum, as draws and thresholds have them.
+
+    They need more than the 24 bits of a float32: a card that adds int32 as floats is noticed.
+    """
+    units = count_units(probs)
+    return torch.cat([units.cumsum(-1, dtype=torch.int32), units.sum(-1, keepdim=True, dtype=torch.int32)], -1)
+
+
 def convert_fields(fields: Any, types: dict[str, torch.dtype]) -> Any:
     """Returns ``fields``, a named tuple of tensors, with those named in ``types`` converted to these dtypes."""
     held = {name: x.to(dtype) for name, dtype in types.items() if (x := getattr(fields, name)) is not None}
