@@ -111,7 +111,7 @@ def with_host_blocks(
         kv_cache_size.count_host_states(config, model, backend.dtype.itemsize, world),
     )
     count, kept = RankAgreement(backend).over_stages(
-        kv_cache_size.host_block_count(config, whole, world, free_host(), states), states.count
+        kv_cache_size.host_block_count(config, whole, world, free_host(), states), states.slots
     )
     note = kv_cache_size.format_note(count, whole, plan.block_size, world, states)
     plan = replace(plan, host_blocks=count, host_states=kept, notes=(*plan.notes, note))

@@ -23,23 +23,23 @@ STATE_SHARE = 0.25
 MOST_STATES = 256
 
 
-class HostStates(NamedTuple):
+class HostStateSlots(NamedTuple):
     """The number of recurrent states in host memory, and the bytes of each on all ranks and stages."""
 
-    count: int = 0
-    bytes: int = 0
+    slots: int = 0
+    slot_bytes: int = 0
 
 
-NO_STATES = HostStates()
+NO_STATES = HostStateSlots()
 
 
-def count_host_states(config: EngineConfig, model: ModelConfig, itemsize: int, ranks: int) -> HostStates:
+def count_host_states(config: EngineConfig, model: ModelConfig, itemsize: int, ranks: int) -> HostStateSlots:
     """Returns how many states host memory holds; ``itemsize``: of the engine's dtype."""
     held = model.text.recurrent
     if held is None:
         return NO_STATES
     each = len(held.layers) * held.slot_bytes(itemsize, ranks) * ranks
-    return HostStates(min(int(STATE_SHARE * config.kv_offloading_size * 2**30) // each, MOST_STATES), each)
+    return HostStateSlots(min(int(STATE_SHARE * config.kv_offloading_size * 2**30) // each, MOST_STATES), each)
 
 
 def requested_kv_bytes(config: EngineConfig, block_bytes: int) -> int | None:
@@ -84,7 +84,7 @@ def check_kv_offload(config: EngineConfig, policy: Policy, device: str) -> None:
 
 
 def host_block_count(
-    config: EngineConfig, block_bytes: int, ranks: int, free: int | None = None, states: HostStates = NO_STATES
+    config: EngineConfig, block_bytes: int, ranks: int, free: int | None = None, states: HostStateSlots = NO_STATES
 ) -> int:
     """Returns the number of KV blocks in host memory; 0: none are requested.
 
@@ -99,7 +99,7 @@ def host_block_count(
     size = int(config.kv_offloading_size * 2**30)
     if free is not None and size > free:
         raise StartupError(f"{format_flag(config)}: {gib(size)} are asked for, and {gib(free)} of host memory are free")
-    count = (size - states.count * states.bytes) // (ranks * block_bytes)
+    count = (size - states.slots * states.slot_bytes) // (ranks * block_bytes)
     if config.kv_offloading_size and not count:
         raise StartupError(f"{format_flag(config)}: a KV block of all ranks takes {gib(ranks * block_bytes)}")
     return count
@@ -112,12 +112,12 @@ def on_all_stages(model: ModelConfig, block_bytes: int) -> int:
     return block_bytes // len(model.cached) * model.text.cached_layers
 
 
-def format_note(count: int, block_bytes: int, block_size: int, ranks: int, states: HostStates = NO_STATES) -> str:
+def format_note(count: int, block_bytes: int, block_size: int, ranks: int, states: HostStateSlots = NO_STATES) -> str:
     """Returns the line about host memory for the start-up and for ``trencadis plan``."""
     line = f"host memory: {count} KV blocks of {block_size} tokens, {gib(count * block_bytes * ranks)}"
-    if states.count:
-        line += f", and {states.count} states of preempted sequences, {gib(states.count * states.bytes)}"
+    if states.slots:
+        line += f", and {states.slots} states of preempted sequences, {gib(states.slots * states.slot_bytes)}"
     line += ", for what makes room on the device"
-    if states.bytes and not states.count:
-        line += f"; a recurrent state takes {gib(states.bytes)}, so that preempted sequences compute theirs again"
+    if states.slot_bytes and not states.slots:
+        line += f"; a recurrent state takes {gib(states.slot_bytes)}, so that preempted sequences compute theirs again"
     return line

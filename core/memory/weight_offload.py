@@ -125,7 +125,7 @@ def offload_rows(config: EngineConfig, estimator: MemoryEstimator, block_size: i
     states = kv_cache_size.count_host_states(config, estimator.model, estimator.itemsize, ranks)
     whole = kv_cache_size.on_all_stages(estimator.model, block)
     blocks = kv_cache_size.host_block_count(config, whole, ranks, states=states)
-    own = states.count * estimator.slot_bytes() * ranks
+    own = states.slots * estimator.slot_bytes() * ranks
     found = (("weights", weights * ranks), ("KV cache", blocks * block * ranks), ("recurrent states", own))
     return tuple(LedgerRow(name, held) for name, held in found if held)
 
