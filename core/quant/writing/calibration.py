@@ -276,7 +276,7 @@ class Calibration:
             return cast(Rotary, cast(RecurrentOps, self.ops).prepare_recurrent(t.recurrent, t.attn)), t.attn
         made = self._rotary.of_windows if layer.local else self._rotary
         rotary = made(self.ops, t.positions)
-        return rotary, self.ops.prepare_attn(t.attn, layer.attention.heads, layer.attention.kv)
+        return cast(Rotary, rotary), self.ops.prepare_attn(t.attn, layer.attention.heads, layer.attention.kv)
 
     def _state(self) -> RecurrentState:
         """Returns the state of one recurrent layer for one prompt at a time."""
