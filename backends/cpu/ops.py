@@ -25,7 +25,7 @@ from trencadis.backends.cpu.attention_plan import (
 )
 from trencadis.backends.cpu.expert_mlp import SeparateExperts, run_chosen_experts
 from trencadis.backends.cpu.int8_linear import IntegerWeight, integer_weight, product
-from trencadis.backends.cpu.native import dense, panels, recurrent, row_kernels, weight_packing
+from trencadis.backends.cpu.native import dense, panels, row_kernels, weight_packing
 from trencadis.backends.cpu.native.dense import PackedWeight as PackedWeight
 from trencadis.backends.cpu.native.dense import by_sizes, pieces
 from trencadis.backends.cpu.native.kernel_table import ANY, KernelTable, Op, chosen_table
@@ -34,12 +34,12 @@ from trencadis.backends.cpu.native.row_kernels import (
     StoredKeys,
     best,
     can_store,
-    gated_norm,
     rms_norm,
     rotate,
     silu_mul,
     torch_rotate,
 )
+from trencadis.backends.cpu.recurrent_ops import RecurrentKernelOps
 from trencadis.backends.cpu.reference_ops import CLAMPED_SWIGLU, ReferenceOps, apply_activation, clamped_swiglu
 from trencadis.backends.cpu.sampler import thresholds
 from trencadis.core.checkpoint.weight_source import StoredRows
@@ -55,7 +55,6 @@ from trencadis.core.device.backend import (
     Weight,
     slots_at,
 )
-from trencadis.core.device.launch_tensors import RecurrentRows
 from trencadis.core.models import kv_cache_codes
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.shared_constants import WINDOW_SLOTS
@@ -64,7 +63,7 @@ QUERY_TILE = 512
 """Number of queries of a chunk that share one mask, if there are stored tokens before the chunk."""
 
 
-class CpuOps(AdapterOps, ReferenceOps):
+class CpuOps(RecurrentKernelOps, AdapterOps, ReferenceOps):
     """Implements ``core.device.backend.Ops`` for CPU tensors."""
 
     copies = True
@@ -308,29 +307,6 @@ class CpuOps(AdapterOps, ReferenceOps):
         else:
             held, keys = [span.to_flash_span(span.where) for span in spans], kv.k.flatten(0, 1)
             row_kernels.attend_spans(q, keys, kv.v.flatten(0, 1), held, scale, out, self.table, window, sinks)
-
-    def causal_conv(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: RecurrentRows, attn: Attn,
-        activation: str,
-    ) -> Tensor:  # fmt: skip
-        made = recurrent.causal_conv(x, weight, bias, state, rows, attn, activation, self.table)
-        return super().causal_conv(x, weight, bias, state, rows, attn, activation) if made is None else made
-
-    def delta_rule(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, rows: RecurrentRows, attn: Attn
-    ) -> Tensor:
-        made = recurrent.delta_rule(q, k, v, g, beta, state, rows, attn, self.table)
-        return super().delta_rule(q, k, v, g, beta, state, rows, attn) if made is None else made
-
-    def state_space(
-        self, c: Tensor, b: Tensor, x: Tensor, g: Tensor, step: Tensor, state: Tensor, rows: RecurrentRows, attn: Attn
-    ) -> Tensor:
-        made = recurrent.delta_rule(c, b, x, g, step, state, rows, attn, self.table, True)
-        return super().state_space(c, b, x, g, step, state, rows, attn) if made is None else made
-
-    def gated_norm(self, y: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Tensor:
-        made = gated_norm(y, weight, eps, gate, self.table)
-        return super().gated_norm(y, weight, eps, gate) if made is None else made
 
     def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         heads, made = q.shape[1], rotate(q, k, rotary.cos, rotary.sin, self.table)

@@ -151,6 +151,35 @@ class CrossAttentionOps(Protocol):
         ...
 
 
+class DeltaNetWeights(NamedTuple):
+    """What a layer of gated DeltaNet has beside its projections, for the H value heads of this rank."""
+
+    conv: Tensor  # [channels, taps], of queries, keys and values
+    decay: Tensor  # float32 [H], below 0
+    shift: Tensor  # float32 [H]
+    norm: Tensor  # [Dv]
+    eps: float
+    key_heads: int
+
+
+class FusedDeltaOps(Protocol):
+    """Additional method of ``Ops`` on devices that may compute gated DeltaNet between its projections in one call."""
+
+    def delta_net(
+        self, x: Tensor, gates: Tensor, w: DeltaNetWeights, held: RecurrentState, rows: RecurrentRows, attn: Attn
+    ) -> Tensor | None:
+        """Computes convolution, delta rule and gated norm, and updates the states of the rows.
+
+        Args:
+            x: [n, channels], queries, keys and values side by side.
+            gates: [n, H * Dv + 2 H]: the gates of the norm, then for each head beta and what its decay is made of.
+
+        Returns:
+            [n, H * Dv]; None, and no state is changed, if the layer must call one op after the other.
+        """
+        ...
+
+
 class RecurrentOps(Protocol):
     """Additional methods of ``Ops`` for layers with a recurrent state (gated DeltaNet, Mamba-2, short convolutions).
 
