@@ -149,9 +149,7 @@ class Ops(Protocol):
         """Returns silu of the first half of ``gate_up`` times its second half: [n, 2 x inner] -> [n, inner]."""
 
     def act(self, x: Tensor, kind: str) -> Tensor:
-        """Applies an activation to x [n, width]: ``silu``, ``gelu``, ``gelu_tanh``, ``quick_gelu``, ``relu`` or
-        ``relu2``, the square of relu.
-        """
+        """Applies ``silu``, ``gelu``, ``gelu_tanh``, ``quick_gelu``, ``relu`` or its square ``relu2`` to x [n, width]."""
 
     def act_mul(self, gate_up: Tensor, kind: str) -> Tensor:
         """Returns the activation of the first half of ``gate_up`` times its second half: [n, 2 x inner] -> [n,
@@ -163,10 +161,9 @@ class Ops(Protocol):
     def pack_experts(
         self, gate_up: Sequence[Tensor], down: Sequence[Tensor], biases: ExpertBiases | None = None
     ) -> ExpertWeights:
-        """Packs gate_up [2 x inner, hidden] and down [hidden, inner] of each expert; callers omit ``biases`` if there
-        are none.
+        """Packs gate_up [2 x inner, hidden], without gates [inner, hidden], and down [hidden, inner] of each expert.
 
-        Experts without gates have [inner, hidden] in place of gate_up, and no biases.
+        Callers omit ``biases`` if there are none; experts without gates have none.
         """
         ...
 
