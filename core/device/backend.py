@@ -149,7 +149,7 @@ class Ops(Protocol):
         """Returns silu of the first half of ``gate_up`` times its second half: [n, 2 x inner] -> [n, inner]."""
 
     def act(self, x: Tensor, kind: str) -> Tensor:
-        """Applies ``silu``, ``gelu``, ``gelu_tanh``, ``quick_gelu``, ``relu`` or its square ``relu2`` to x [n, width]."""
+        """Applies ``silu``, ``gelu``, ``gelu_tanh``, ``quick_gelu``, ``relu`` or its square ``relu2``: [n, width]."""
 
     def act_mul(self, gate_up: Tensor, kind: str) -> Tensor:
         """Returns the activation of the first half of ``gate_up`` times its second half: [n, 2 x inner] -> [n,
@@ -161,9 +161,8 @@ class Ops(Protocol):
     def pack_experts(
         self, gate_up: Sequence[Tensor], down: Sequence[Tensor], biases: ExpertBiases | None = None
     ) -> ExpertWeights:
-        """Packs gate_up [2 x inner, hidden], without gates [inner, hidden], and down [hidden, inner] of each expert.
-
-        Callers omit ``biases`` if there are none; experts without gates have none.
+        """Packs gate_up [2 x inner, hidden], without gates [inner, hidden], and down [hidden, inner] of each expert;
+        callers omit ``biases`` if there are none.
         """
         ...
 
