@@ -185,9 +185,7 @@ class CpuOps(RecurrentKernelOps, AdapterOps, ReferenceOps):
 
     def act(self, x: Tensor, kind: str) -> Tensor:
         """Computes the same as the reference; ``relu`` and ``relu2`` work in place."""
-        if kind == "relu2":
-            return x.relu_().square_()
-        return x.relu_() if kind == "relu" else apply_activation(x, kind)
+        return x.relu_() if kind == "relu" else x.relu_().square_() if kind == "relu2" else apply_activation(x, kind)
 
     def act_mul(self, gate_up: Tensor, kind: str) -> Tensor:
         return self.silu_mul(gate_up) if kind == "silu" else self._act_mul(gate_up, kind)
