@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trencadis.backends.cpu.sampler import count_units as count_units
-from trencadis.backends.cpu.sampler import find_bound
+from trencadis.backends.cpu.sampler import count_units, find_bound
 from trencadis.core.device.backend import HeadTensors, SamplerState
 
 HEAD_TYPES = dict.fromkeys(("hidden_row", "slot", "target", "mask_row", "place", "ahead"), torch.int64) | {

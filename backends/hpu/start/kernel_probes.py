@@ -21,7 +21,7 @@ from trencadis.backends.hpu.fused_experts import check_experts, check_fp8_expert
 from trencadis.backends.hpu.hpu_settings import settings
 from trencadis.backends.hpu.ops import HpuOps
 from trencadis.backends.hpu.recurrent_check import check_recurrent
-from trencadis.backends.hpu.sampling_thresholds import count_units
+from trencadis.backends.hpu.sampling_thresholds import sum_units
 
 T = TypeVar("T")
 Probe = tuple[str, Callable[[], str]]
@@ -113,7 +113,7 @@ def kernels(bridge: Bridge) -> dict[str, tuple[Callable[..., Tensor], tuple[Tens
         "sort": (lambda a: torch.sort(a, -1, descending=True).values, (x,)),
         "topk": (lambda a: torch.topk(a, 4).values, (x,)),
         "cumsum": (lambda a: torch.cumsum(a, -1), (x,)),
-        "whole units": (add_units, (x.softmax(-1),)),
+        "whole units": (sum_units, (x.softmax(-1),)),
         "argmax": (lambda a: torch.argmax(a, -1), (x,)),
         "where": (lambda a: torch.where(a > 0, a, -a), (x,)),
         "masked_fill": (lambda a: a.masked_fill(a < 0, -1e4), (x,)),
@@ -131,12 +131,6 @@ def kernels(bridge: Bridge) -> dict[str, tuple[Callable[..., Tensor], tuple[Tens
         "rounding": (lambda a: (a * 9).round().clamp(-8, 8).to(torch.int8).float(), (x,)),
         "masked minimum": (lambda a: torch.minimum(a, torch.where(a > 0, 1.0, 0.5)) - a.sub(1).sum(-1, True), (x,)),
     }
-
-
-def add_units(probs: Tensor) -> Tensor:
-    """Adds up probabilities as a draw does: int32 sums of more than 24 bits, which float32 would round."""
-    units = count_units(probs)
-    return torch.cat([units.cumsum(-1, dtype=torch.int32), units.sum(-1, keepdim=True, dtype=torch.int32)], -1)
 
 
 def add_constants(a: Tensor) -> Tensor:
