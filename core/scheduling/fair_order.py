@@ -1,4 +1,5 @@
-"""The total order of sequences (priority, arrival, key), and weighted fair order by tenants' virtual time.
+"""The total order of sequences (priority, arrival, key), weighted fair order by tenants' virtual time, and the share of
+a step that prompts with log-probabilities get.
 
 The virtual time at which a tenant is served is fixed when it is first computed, so the order is total and does not
 change, as the scheduler requires for progress. The API process uses the same virtual time to order the preparation of
@@ -13,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as List
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from trencadis.core.kv.block_pool import BlockPool
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
@@ -32,6 +34,9 @@ KEPT_FREE = 16
 
 LATELY = 512
 """Number of started choices during which a tenant counts as active."""
+
+OTHERS_COME_BACK = 2.0
+"""Seconds after the last sequence without ``prompt_logprobs`` for which another one is expected."""
 
 COMES_BACK = 0.1
 """Seconds for which a row is reserved for the tenant whose choice has ended.
@@ -277,27 +282,64 @@ class FairOrder:
             self._answers = {t: n for t, n in self._answers.items() if t in self._time.ends}
 
 
+class OrderKey(NamedTuple):
+    """The sort key of a sequence: what is less comes first."""
+
+    level: float  # priority, raised by age; or the tenant's virtual start
+    arrival: float
+    number: int
+
+
+class ScoredShare:
+    """Determines how many tokens of prompts with ``prompt_logprobs`` a step computes.
+
+    Steps are short while other sequences wait or run, and for ``OTHERS_COME_BACK`` seconds after that: one that arrives
+    during a step waits until it has ended, and nothing can shorten it any more.
+    """
+
+    def __init__(self, limits: SchedulerLimits, clock: Callable[[], float]) -> None:
+        self._limits, self._clock = limits, clock
+        self._others, self._seen = 0, -OTHERS_COME_BACK  # running now; when the last one was queued or stopped
+
+    def note(self, seq: Sequence, running: int) -> None:
+        """Takes notice of a sequence that is queued (``running`` 0), starts (1) or stops (-1)."""
+        if seq.prompt_scores is None:
+            self._others += running
+            self._seen = self._clock()
+
+    def tokens(self) -> int:
+        """Returns the tokens that the next step may spend on prompts with log-probabilities."""
+        return self._limits.scored_tokens(self._others > 0 or self._clock() - self._seen < OTHERS_COME_BACK)
+
+
 class TotalOrder:
     """Orders admission, packing, preemption and arena rows. With priorities the order changes over time."""
 
     def __init__(self, limits: SchedulerLimits, clock: Callable[[], float]) -> None:
         self.moves = limits.by_priority
         self.fair = FairOrder(limits.max_rows, clock) if limits.fair else None
+        self.scored = ScoredShare(limits, clock)
         self._aging, self._clock, self._cached = limits.aging, clock, limits.caching
 
-    def key(self, seq: Sequence) -> tuple[float, float, int]:
+    def key(self, seq: Sequence) -> OrderKey:
         """Returns the sort key; with priorities, a sequence rises one level for every ``aging`` seconds of age."""
         level = 0.0 if self.fair is None else self.fair.virtual_start(seq)
         if self.moves:
             level = seq.request.priority - (self._clock() - seq.arrived) // self._aging
-        return (level, seq.request.arrival, seq.key)
+        return OrderKey(level, seq.request.arrival, seq.key)
 
     def insert(self, seq: Sequence, into: list[Sequence]) -> None:
         """Inserts ``seq`` at its position."""
         insort(into, seq, key=self.key)
 
+    def enqueue(self, seq: Sequence, waiting: list[Sequence]) -> None:
+        """Adds ``seq`` to the waiting sequences."""
+        self.scored.note(seq, 0)
+        self.insert(seq, waiting)
+
     def start(self, seq: Sequence, running: list[Sequence]) -> None:
         """Adds ``seq`` to the running sequences."""
+        self.scored.note(seq, 1)
         if self.fair is not None:
             self.fair.note_started(seq)
         self.insert(seq, running)
@@ -309,6 +351,7 @@ class TotalOrder:
     def stop(self, seq: Sequence, running: list[Sequence]) -> None:
         """Removes ``seq`` from the running sequences."""
         running.remove(seq)
+        self.scored.note(seq, -1)
         if self.fair is not None:
             self.fair.note_stopped(seq)
 

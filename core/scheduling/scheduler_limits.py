@@ -10,6 +10,9 @@ from trencadis.core.checkpoint.layer_parts import CHUNK
 SCORED_SHARE = 8
 """Prompts with ``prompt_logprobs`` take at most one in this many tokens of a step."""
 
+SCORED_SHARE_BESIDE = 32
+"""The same beside other sequences, whose tokens wait until the step has ended."""
+
 
 @dataclass(frozen=True)
 class SchedulerLimits:
@@ -42,10 +45,10 @@ class SchedulerLimits:
     drafts_adapters: bool = True  # sequences with adapters are drafted, too
     chunk: int = 0  # tests: at most this many tokens of one sequence in a step
 
-    @property
-    def scored_tokens(self) -> int:
-        """Prompt tokens whose log-probabilities one step computes at most: other requests take the rest of the step.
+    def scored_tokens(self, beside_others: bool) -> int:
+        """Returns how many prompt tokens whose log-probabilities are asked for one step computes at most.
 
-        It is no less than the chunk at whose multiples recurrent states are kept.
+        Other requests take the rest of the step. The result is no less than the chunk at whose multiples recurrent
+        states are kept.
         """
-        return max(self.max_tokens // SCORED_SHARE, CHUNK)
+        return max(self.max_tokens // (SCORED_SHARE_BESIDE if beside_others else SCORED_SHARE), CHUNK)
