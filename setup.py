@@ -7,8 +7,11 @@ and torch's serve.
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -57,19 +60,25 @@ class Library(build_ext):
         return []
 
     def build_extension(self, ext: Extension) -> None:
-        """Compiles file by file."""
+        """Compiles file by file, as many at a time as there are cores."""
         made = self.get_ext_fullpath(ext.name)
         if not (self.force or newer_group([*ext.sources, *ext.depends], made, "newer")):
             return
-        missing, objects = list[str](), list[str]()
-        for name in OPTIONAL:
+        missing = list[str]()
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
             try:
-                objects += self._compiled(ext, name, missing)
-            except CompileError:
-                missing.append(name)
-        for name in NEEDED:
-            objects += self._compiled(ext, name, missing)
-        self.compiler.link_shared_object(objects, made, libraries=["m"], build_temp=self.build_temp, target_lang="c")
+                objects = list(pool.map(lambda name: self._compiled(ext, name, []), OPTIONAL))
+            except CompileError:  # again in order, since later files are told what is missing
+                objects = []
+                for name in OPTIONAL:
+                    try:
+                        objects.append(self._compiled(ext, name, missing))
+                    except CompileError:
+                        missing.append(name)
+            objects += pool.map(lambda name: self._compiled(ext, name, missing), NEEDED)
+        self.compiler.link_shared_object(
+            list(chain(*objects)), made, libraries=["m"], build_temp=self.build_temp, target_lang="c"
+        )
         if missing:
             names = ", ".join(f"{name}.c" for name in missing)
             print(f"warning: kernels are left out, since the C compiler refuses them: {names}", file=sys.stderr)
