@@ -69,7 +69,7 @@ class Library(build_ext):
                 missing.append(name)
         for name in NEEDED:
             objects += self._compiled(ext, name, missing)
-        self.compiler.link_shared_object(objects, made, build_temp=self.build_temp, target_lang="c")
+        self.compiler.link_shared_object(objects, made, libraries=["m"], build_temp=self.build_temp, target_lang="c")
         if missing:
             names = ", ".join(f"{name}.c" for name in missing)
             print(f"warning: kernels are left out, since the C compiler refuses them: {names}", file=sys.stderr)

@@ -4,6 +4,10 @@
 
 Rounds alternate between the base model, one adapter for all rows, and a different one for each row; the medians of
 their ratios count. ``--plain`` also measures an engine without slots of adapters, in turn with the others.
+
+``--loads`` measures instead how long steps take while adapters come: a request to an adapter that nobody has used yet
+(its files are read, and it is copied to a slot), to one that waits in host memory (it is copied), and to one in a slot,
+beside requests to the base model. Each such request has one token of prompt and of answer.
 """
 
 from __future__ import annotations
@@ -61,6 +65,60 @@ def measure(llm: LLM, kind: str, adapters: list[LoRARequest | None], length: int
     return Rate(kind, len(adapters) * length / (time.perf_counter() - begun))
 
 
+COMINGS = ("new", "in host memory", "in a slot")
+"""Where an adapter is when a request names it."""
+
+APART = 12
+"""Steps between two such requests, in which no adapter comes."""
+
+
+class StepTime(NamedTuple):
+    """Seconds of one step; ``coming``: one of ``COMINGS`` if an adapter was on its way, else empty."""
+
+    coming: str
+    seconds: float
+
+
+def time_steps(llm: LLM, adapters: list[LoRARequest], rows: int) -> list[StepTime]:
+    """Times the steps of ``rows`` requests to the base model, beside which each adapter is named three times."""
+    engine, rng, times = llm.llm_engine, np.random.default_rng(0), list[StepTime]()
+    one, endless = (SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (1, 900))
+    order = [(coming, adapter) for coming in COMINGS[:2] for adapter in adapters]
+    order += [(COMINGS[2], adapters[-1])] * len(adapters)
+    for _, adapter in order[: len(adapters)]:
+        engine.adapters.find(adapter)  # a server checks the files in another process
+    for row in range(rows):
+        engine.add_request(f"base {row}", {"prompt_token_ids": rng.integers(0, 900, 32).tolist()}, endless)
+
+    def step(coming: str) -> bool:
+        begun = time.perf_counter()
+        made = engine.step()
+        times.append(StepTime(coming, time.perf_counter() - begun))
+        return any(one.request_id.startswith("own") for one in made)
+
+    for number, (coming, adapter) in enumerate(order):
+        for _ in range(APART):
+            step("")
+        engine.add_request(f"own {number}", {"prompt_token_ids": [1]}, one, lora_request=adapter)
+        while not step(coming):
+            pass
+    engine.abort_request([f"base {row}" for row in range(rows)])
+    return times[rows + APART :]
+
+
+def report_steps(times: list[StepTime]) -> None:
+    """Prints the median of undisturbed steps, and by how much steps with a coming adapter were longer."""
+    usual = statistics.median(seconds for coming, seconds in times if not coming)
+    quiet = max(seconds for coming, seconds in times if not coming)
+    print(f"steps without: median {1e3 * usual:.1f} ms, the longest {1e3 * quiet:.1f} ms")
+    for kind in COMINGS:
+        own = [seconds - usual for coming, seconds in times if coming == kind]
+        print(
+            f"an adapter {kind}: {len(own)} steps, the longest {1e3 * max(own):+.1f} ms, median "
+            f"{1e3 * statistics.median(own):+.1f} ms"
+        )
+
+
 def main() -> None:
     """Prints the rates of each round, and the medians of their ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -69,12 +127,20 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--loads", action="store_true")
     given = parser.parse_args()
-    options = dict(dtype=given.dtype, max_model_len=512, max_num_seqs=given.count, kv_cache_memory_bytes=1 << 28)
+    most = 1024 if given.loads else 512
+    options = dict(
+        dtype=given.dtype, max_model_len=most, max_num_seqs=given.count + given.loads, kv_cache_memory_bytes=1 << 28
+    )
     with tempfile.TemporaryDirectory() as folder:
         made = [write_adapter(given.checkpoint, Path(folder) / str(i), given.rank, i) for i in range(given.count)]
         own: list[LoRARequest | None] = [LoRARequest(f"a{i}", 1, str(path)) for i, path in enumerate(made)]
-        llm = LLM(str(given.checkpoint), enable_lora=True, max_loras=given.count, max_lora_rank=given.rank, **options)
+        slots = {"max_loras": 1 if given.loads else given.count, "max_cpu_loras": given.count}
+        llm = LLM(str(given.checkpoint), enable_lora=True, max_lora_rank=given.rank, **slots, **options)
+        if given.loads:
+            report_steps(time_steps(llm, [one for one in own if one is not None], given.count))
+            return
         plain = LLM(str(given.checkpoint), **options) if given.plain else None
         kinds: dict[str, list[LoRARequest | None]] = {
             "base": [None] * given.count, "one adapter": own[:1] * given.count, "own adapters": own,

@@ -50,11 +50,15 @@ HEADER = ("launches", "operations", "made, MB", "peak, MB")
 
 @dataclass(frozen=True)
 class LaunchFigures:
-    """One launch, or the mean of many. ``made`` and ``peak`` in bytes."""
+    """One launch, or the mean of many. ``made`` and ``peak`` in bytes.
+
+    ``products``: multiplications of matrix products, which a card without values does not count.
+    """
 
     ops: float
     made: float
     peak: float
+    products: float = 0.0
 
 
 def mixed(seed: int, requests: int) -> Iterator[Record]:
@@ -84,11 +88,13 @@ def launches(name: str, plan: StartupPlan, seed: int, requests: int) -> Counter[
 
 
 class Card:
-    """A card without values that counts what each launch makes; a repeated layer counts what its first run did."""
+    """A card that counts what each launch makes; without values, a repeated layer counts what its first run did."""
 
-    def __init__(self, lazy: bool = True, model: ModelConfig | None = None, blocks: int = 4096) -> None:
+    def __init__(
+        self, lazy: bool = True, model: ModelConfig | None = None, blocks: int = 4096, computes: bool = False
+    ) -> None:
         self.made = 0
-        self.device = EmulatedDevice(profile(""), computes=False)
+        self.device = EmulatedDevice(profile(""), computes=computes)
         model = model or qwen_7b()
         text = model.text
         cfg = BackendConfig(
@@ -111,7 +117,7 @@ class Card:
         self.made = 0
         with self._counted(), torch.no_grad(), self.device.launch() as scope:
             body(program.inputs)
-        return LaunchFigures(scope.ops, self.made, scope.live.peak)
+        return LaunchFigures(scope.ops, self.made, scope.live.peak, scope.products)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.decode_attention import read_rate
 from trencadis.backends.cpu.attention_plan import CpuAttn
 from trencadis.backends.cpu.native.kernel_table import TORCH, table_of
 from trencadis.backends.cpu.ops import CpuOps
@@ -144,7 +145,10 @@ EXPERTS, CHOSEN, WIDTH = 8, 4, 2880
 
 
 def experts(pairs: int = 20) -> None:
-    """Median milliseconds of a layer of experts, as values of 16 bits and as MXFP4's codes, and their ratio."""
+    """Median milliseconds of a layer of experts, as values of 16 bits and as MXFP4's codes, and their ratio.
+
+    For one row also the time over that of reading its experts, at the best rate of reads before and after.
+    """
     ops, halves = CpuOps(), torch.tensor(FP4_HALVES, dtype=torch.int8)
     plain, coded = [], []
     for outputs in (2 * WIDTH, WIDTH):
@@ -153,7 +157,10 @@ def experts(pairs: int = 20) -> None:
         scheme = Scheme(8, group=32, fp4=True)
         coded.append([QTensor(scheme, one, scale, None, 32, None, torch.bfloat16) for one in codes])
         plain.append([one.values() for one in coded[-1]])
-    sides = ops.pack_experts(plain[0], plain[1]), ops.pack_quantised_experts(coded[0], coded[1])
+    packed, memory = ops.pack_quantised_experts(coded[0], coded[1]), torch.ones(1 << 27)
+    sides = ops.pack_experts(plain[0], plain[1]), packed
+    held_bytes = sum(one.nbytes for some in plain for one in some), packed.nbytes
+    read = max(read_rate(memory) for _ in range(5))
     for rows in (1, 2, 4, 8, 32):
         taken: tuple[list[float], list[float]] = ([], [])
         x = torch.randn(rows, WIDTH).bfloat16()
@@ -168,6 +175,11 @@ def experts(pairs: int = 20) -> None:
         low, high = interval(ratios)
         print(f"{rows:3} rows: bfloat16 {found[0]:.2f} ms, MXFP4 {found[1]:.2f} ms: "
               f"{np.median(ratios):.2f}x ({low:.2f} to {high:.2f}), bar 1.6", flush=True)  # fmt: skip
+        if rows == 1:
+            read = max(read, *(read_rate(memory) for _ in range(5)))
+            shares = [ms / 1e3 * read * EXPERTS / CHOSEN / size for ms, size in zip(found, held_bytes, strict=True)]
+            print(f"  one row over reading its experts at {read / 1e9:.1f} GB/s: bfloat16 {shares[0]:.2f}, MXFP4 "
+                  f"{shares[1]:.2f}, bar 1.3", flush=True)  # fmt: skip
 
 
 def least(ops: CpuOps, w: Weight, x: Tensor) -> float:

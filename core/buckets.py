@@ -23,6 +23,10 @@ MEAN pooling sums a prompt's tokens in slices of this size.
 """
 
 
+WIDE_ROWS = 8
+"""Rows of one SAMPLE launch that reports more ids than a launch which draws."""
+
+
 LORA = "lora"
 """Variant of text buckets whose rows may have LoRA adapters."""
 
@@ -105,6 +109,19 @@ def ahead_variant(drafts: int) -> str:
 def drafts_ahead(bucket: Bucket) -> int:
     """Returns the columns of ``HeadInputs.ahead`` in a SAMPLE bucket; 0: it has none."""
     return int(bucket.variant.removeprefix(AHEAD)) if bucket.variant.startswith(AHEAD) else 0
+
+
+WIDE = "top"
+
+
+def wide_variant(ids: int) -> str:
+    """Returns the variant of SAMPLE that reports ``ids`` top ids, more than a launch which draws does."""
+    return f"{WIDE}{ids}"
+
+
+def wide_ids(bucket: Bucket) -> int:
+    """Returns the top ids that a SAMPLE bucket of its own for them reports; 0: it is none."""
+    return int(bucket.variant.removeprefix(WIDE)) if bucket.variant.startswith(WIDE) else 0
 
 
 def padded_tokens(bucket: Bucket) -> int:

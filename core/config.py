@@ -193,7 +193,8 @@ class EngineConfig:
         bound=Bound(0, 2**20),
     )  # fmt: skip
     kv_offloading_size: float = opt(
-        0.0, "host memory in GiB, of all ranks together, for KV blocks that make room on the device (cuda, hpu)",
+        0.0, "host memory in GiB, of all ranks together, for KV blocks, and recurrent states of preempted "
+        "sequences, that make room on the device (cuda, hpu)",
         bound=Bound(0, 2**20),
     )  # fmt: skip
     state_snapshot_memory: float = opt(

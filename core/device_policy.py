@@ -95,6 +95,23 @@ class GraphMemory:
         return layers // self.cut_layers if self.cut_layers else 0
 
 
+class PlannedModel(NamedTuple):
+    """The launches of one model of a plan: the target, or what drafts.
+
+    Args:
+        cell: slots of a row of an image.
+        layers: of the decoder.
+        kinds: of its layers, such as those with a window and those without.
+        taps: layers whose hidden states its text launches keep for a head.
+    """
+
+    buckets: Sequence[Bucket]
+    cell: int
+    layers: int
+    kinds: int = 1
+    taps: tuple[int, ...] = ()
+
+
 class DecodedPieces(NamedTuple):
     """Pieces of quantised weights that a device decodes once for many rows.
 
@@ -124,8 +141,8 @@ class Policy:
         captures: whether programs can be captured as graphs.
         graphless: name of the mode in which a device that can capture runs without graphs, for messages; empty: it has
             graphs.
-        compiled: (buckets, slots of a row of an image, layers, kinds of layers) -> a line for users about what such a
-            mode compiles; None: there is nothing to say.
+        compiled: the models of a plan -> a line for users about what such a mode compiles; None: there is nothing to
+            say.
         cost: cost of a bucket as a polynomial of its sizes; ``Plan.fit`` takes the cheapest bucket.
         rules: per stage, how the planner fills each axis; empty: no plan, needs are rounded up to the alignment. FRESH
             has a third rule, for the tokens of rows that share a launch.
@@ -174,6 +191,7 @@ class Policy:
             backend's ops are ``core.models.interface.DrawingOps``.
         penalised_head: SAMPLE has a variant ``penalised``, which returns only the best id after penalties, bias and
             mask. The backend's ops are ``core.models.interface.PenalisingOps``.
+        wide_head: SAMPLE launches that report more ids than those which draw are planned, since each shape is compiled.
         attention: optional attention libraries (`--attention-backend`) -> the bytes of workspace that they need in
             addition to a bucket's inputs; launches of a stage share the workspace as they share inputs.
         windows: ``Ops.attend`` accepts a window.
@@ -203,7 +221,7 @@ class Policy:
     block_sizes: tuple[int, ...] = (16, 32, 64, 128)
     captures: bool = False
     graphless: str = ""
-    compiled: Callable[[Sequence[Bucket], int, int, int], str] | None = None
+    compiled: Callable[[Sequence[PlannedModel]], str] | None = None
     cost: Callable[[Bucket], float] = _unit_cost
     rules: Mapping[Stage, tuple[AxisRule, ...]] = field(default_factory=dict)
     corners: Mapping[Stage, tuple[str, ...]] = field(default_factory=dict)
@@ -238,6 +256,7 @@ class Policy:
     adapters: bool = False
     copies_whole: bool = False
     penalised_head: bool = False
+    wide_head: bool = False
     attention: Mapping[str, Callable[[Bucket, InputSizes], int]] = field(default_factory=dict)
     windows: bool = False
     upto: bool = False

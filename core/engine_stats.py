@@ -235,6 +235,9 @@ class EngineStats:
     snapshot_misses: int = 0
     snapshot_evictions: int = 0
     snapshots: int = 0
+    states_kept: int = 0
+    """Recurrent states of preempted sequences that were copied to host memory; ``states_resumed``: and back."""
+    states_resumed: int = 0
     mm_queries: int = 0
     mm_hits: int = 0
     spec_drafts: int = 0

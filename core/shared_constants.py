@@ -31,6 +31,9 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 DRAFTED_ROWS = 64
 """Most rows of SAMPLE in a step with drafts, unless more requests run at a time."""
 
+HEAD_STATES = 3
+"""Layers of a model whose hidden states a head of EAGLE-3 reads."""
+
 
 def align_up(width: int, unit: int) -> int:
     """Returns the next multiple of ``unit``: the width after zero padding."""

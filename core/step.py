@@ -228,7 +228,10 @@ class DraftRow(NamedTuple):
 
 
 class BlockMove(NamedTuple):
-    """A copy of a KV block to host memory (``out``) or back; ``slot`` is a block of host memory, from 0."""
+    """A copy of a KV block, or of a sequence's recurrent state, to host memory (``out``) or back.
+
+    ``block``: the block, or the slot of the state; ``slot``: a place in host memory, from 0.
+    """
 
     block: int
     slot: int
@@ -292,6 +295,7 @@ class Step:
     batch: BatchChange | None = None  # None: the persistent batch is empty and stays empty
     micro_batch: int = 0
     uploads: tuple[AdapterUpload, ...] = ()
+    state_moves: tuple[BlockMove, ...] = ()
 
     @property
     def persistent_count(self) -> int:

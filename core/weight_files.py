@@ -8,6 +8,9 @@ from pathlib import Path
 
 from trencadis.core.errors import StartupError
 
+MAX_HEADER = 100 << 20
+"""Most bytes of the header of a safetensors file, as the format says."""
+
 
 def files_of(path: Path, load_format: str = "auto") -> list[Path]:
     """Returns the weight files of a folder.
@@ -64,3 +67,24 @@ def _inside(path: Path, files: list[Path]) -> list[Path]:
         if not file.resolve().is_relative_to(root):
             raise StartupError(f"{file} is a link to {file.resolve()}, outside the checkpoint; copy the file there")
     return files
+
+
+HEAD_TABLE = "embed_tokens.weight"
+"""The embedding that some heads of EAGLE-3 have of their own."""
+
+
+def stores_tensor(path: Path, name: str) -> bool:
+    """Returns True if a safetensors file of the folder holds a tensor ``name``; an unreadable one holds none."""
+    for file in files_of(path):
+        if file.suffix != ".safetensors":
+            continue
+        with file.open("rb") as f:
+            length = int.from_bytes(f.read(8), "little")
+            if length > MAX_HEADER:
+                continue
+            try:
+                if name in json.loads(f.read(length)):
+                    return True
+            except (ValueError, TypeError, RecursionError):
+                continue  # the loader names the file
+    return False

@@ -110,6 +110,7 @@ TORCH: dict[str, frozenset[str]] = {
     "core/lora": frozenset({"adapter_store"}),
     "core/launches": frozenset(
         {
+            "draft_loading",
             "draft_runner",
             "encoder_data_parallel",
             "host_block_copies",

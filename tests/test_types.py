@@ -15,31 +15,6 @@ MOST_ANY = 794
 core/flag_options.py; for a value that is only passed on or checked, ``object`` says as much and is checked.
 """
 
-FIXED_TUPLES = {
-    "backends/cpu/attention_plan.py": {"plans"},
-    "backends/cpu/batch_invariant.py": {"rope_store"},
-    "backends/cpu/int8_linear.py": {"round_to_int8"},
-    "backends/cpu/native/row_kernels.py": {"_lies"},
-    "backends/cpu/native/panels.py": {"_arrange_columns"},
-    "backends/cpu/ops.py": {"rope_store", "tile_mask"},
-    "backends/cpu/reference_ops.py": {"rope_store"},
-    "backends/cuda/ops.py": {"rope_store"},
-    "backends/hpu/attention/window_attention.py": {"_ranges"},
-    "backends/hpu/emulator/fused_kernels.py": {"parts", "sdpa_recomp_parts"},
-    "backends/hpu/ops.py": {"rope_store"},
-    "backends/hpu/start/bridge_loader.py": {"sdpa_parts"},
-    "backends/hpu/start/kernel_probes.py": {"time_launch"},
-    "backends/hpu/start/machine.py": {"point_release"},
-    "core/device/backend.py": {"rope_store"},
-    "core/launches/model_runner.py": {"_scores"},
-    "core/scheduling/fair_order.py": {"key"},
-    "server/prompts/text_service.py": {"read"},
-}
-"""Functions that return, or yield in a container, a fixed tuple of three or more values, by file; all others have a
-NamedTuple, whose fields have names. ``rope_store`` is part of the interface of backends, those of plug-ins too.
-"""
-
-
 WORTH_PARSING = re.compile(r"\bAny\b|->[^:]*\btuple\[[^\]]*,[^\]]*,")
 """Text of a file that may break a rule of this module; parsing the others would take seconds."""
 
@@ -73,6 +48,6 @@ def test_results_of_three_or_more_values_have_names() -> None:
         for file, inside in nodes().items()
         for node in inside
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.returns is not None
-        if any(map(_is_fixed_tuple, ast.walk(node.returns))) and node.name not in FIXED_TUPLES.get(file, ())
+        if any(map(_is_fixed_tuple, ast.walk(node.returns)))
     ]
     assert found == [], "return a NamedTuple"

@@ -16,8 +16,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGE, SMALL = (16, 48, 128), (2, 2, 64)
 """(key heads, value heads, size): those of Qwen3.5 27B, and small ones."""
 
-SPACE = 1, 128, 128, 64
-"""(groups, heads, size of keys, size of values) of Granite 4 Small's state spaces."""
+SPACES = {"": (1, 128, 128, 64), " of 80": (8, 128, 128, 80)}
+"""(groups, heads, size of keys, size of values) of the state spaces of Granite 4 Small and of Nemotron Nano 9B v2."""
 
 
 def recurrent(arch: int) -> Iterator[Case]:
@@ -28,7 +28,9 @@ def recurrent(arch: int) -> Iterator[Case]:
             for groups, heads, size in (LARGE, SMALL) if usual else (LARGE,):
                 case = f"{kind} {groups}/{heads} heads of {size}, {name}"
                 yield case, partial(_delta_rule, dtype, groups, heads, size, rows)
-            yield f"{kind} state space, {name}", partial(_state_space, dtype, rows)
+            for label, sizes in SPACES.items():
+                if usual or not label:
+                    yield f"{kind} state space{label}, {name}", partial(_state_space, dtype, sizes, rows)
             for taps in (3, 4) if usual else (4,):
                 yield f"{kind} {taps} taps, {name}", partial(_conv, dtype, taps, rows)
 
@@ -52,8 +54,8 @@ def _delta_rule(dtype: torch.dtype, groups: int, heads: int, size: int, rows: La
     delta_rule.launch(q, k, v, gates, gates, state, rows, mixed.new_zeros(n, heads, size), 1e-6)
 
 
-def _state_space(dtype: torch.dtype, rows: LaunchRows) -> None:
-    (groups, heads, keys, values), n = SPACE, 160 if isinstance(rows, ItemRows) else 16
+def _state_space(dtype: torch.dtype, sizes: tuple[int, int, int, int], rows: LaunchRows) -> None:
+    (groups, heads, keys, values), n = sizes, 160 if isinstance(rows, ItemRows) else 16
     inner = torch.zeros(n, 2 * groups * keys + heads * values, dtype=dtype)
     x, b, c = torch.split(inner, [heads * values, groups * keys, groups * keys], dim=1)
     x, b, c = x.view(n, heads, values), b.view(n, groups, keys), c.view(n, groups, keys)

@@ -169,3 +169,23 @@ def experts(arch: int) -> Iterator[Case]:
                     expert_products.run(x, s, w, TOP, n, k)
 
                 yield name, run
+    yield from _experts_without_gates()
+
+
+PLAIN, PLAIN_TOP, PLAIN_COLUMNS, PLAIN_WIDTH = 128, 6, 1856, 2688
+"""Those of Nemotron-3 Nano."""
+
+
+def _experts_without_gates() -> Iterator[Case]:
+    """Yields the launches of a layer in bfloat16, few pairs and many."""
+    w = expert_products.StackedExperts(
+        torch.empty(PLAIN, PLAIN_COLUMNS, PLAIN_WIDTH, dtype=torch.bfloat16),
+        torch.empty(PLAIN, PLAIN_WIDTH, PLAIN_COLUMNS, dtype=torch.bfloat16), PLAIN, PLAIN_COLUMNS,
+    )  # fmt: skip
+    for count, label in ((4, "few"), (2 * PLAIN * expert_products.FEW // PLAIN_TOP, "many")):
+        x, scores = torch.empty(count, PLAIN_WIDTH, dtype=torch.bfloat16), torch.empty(count, PLAIN)
+
+        def run(x: Tensor = x, s: Tensor = scores) -> None:
+            expert_products.run(x, s, w, PLAIN_TOP, True, "relu2")
+
+        yield f"bfloat16 relu2 without gates, {label}", run

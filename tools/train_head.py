@@ -40,21 +40,27 @@ class Recorder:
     states: dict[int, list[Tensor]] = field(default_factory=dict)
     ids: dict[int, list[int]] = field(default_factory=dict)
 
-    def read(self, step: Any, persistent: Any, inputs: Any, samples: Any, output: Any) -> None:
+    def read(self, step: Any, persistent: Any, launched: Any, samples: Any, output: Any) -> list[Any]:
         """Takes the hidden states of each row, and the ids that follow its tokens."""
-        taps = self.llm.engine.executor._rank.model.persistent.taps  # type: ignore[attr-defined]
-        drawn = None if output is None else output.token
+        states = self.llm.engine.executor._rank.model.persistent.states  # type: ignore[attr-defined]
+        drawn, ((_, inputs),) = None if output is None else output.result().token, launched
         for at, key in enumerate(persistent):
-            self._take(key, taps[at + 1 : at + 2], [int(drawn[at])])
+            self._take(key, states[at + 1 : at + 2], [int(drawn[at])])
         for index, row in enumerate(step.rows, len(persistent)):
             start, stop = inputs.row_start[index], inputs.row_start[index + 1]
             first = samples.get(row.key) if row.samples else None
             ids, _ = follow(row, None if first is None else drawn[first:])
-            self._take(row.key, taps[start + 1 : stop + 1], ids)
+            self._take(row.key, states[start + 1 : stop + 1], ids)
+        return []
 
     def _take(self, key: int, states: Tensor, ids: list[int]) -> None:
         self.states.setdefault(key, []).append(states.clone())
         self.ids.setdefault(key, []).extend(ids)
+
+
+def keep_side_by_side(low: Tensor, middle: Tensor, high: Tensor, out_row: Tensor, states: Tensor) -> None:
+    """Stores the states of three layers [n, hidden] in rows of ``states``, in place of a head's projection."""
+    states.index_copy_(0, out_row, torch.cat([low, middle, high], 1))
 
 
 class Head(nn.Module):
@@ -145,8 +151,8 @@ def record(count: int) -> tuple[list[tuple[Tensor, Tensor, int]], Tensor, dict[s
     llm = LLM(str(demo_path()), speculation=False, enable_prefix_caching=False, **FLAGS)
     rank: Any = llm.engine.executor._rank  # type: ignore[attr-defined]
     text = rank.model.config.text
-    rank.model.taps = TAPS
-    rank.model.persistent.taps = torch.zeros(len(rank.model.persistent.hidden), len(TAPS) * text.hidden)
+    rank.model.tap(TAPS, keep_side_by_side)
+    rank.model.persistent.states = torch.zeros(len(rank.model.persistent.hidden), len(TAPS) * text.hidden)
     rank.eagle = recorder = Recorder(llm)
     outputs = llm.chat(chats_of(items(count, "head")), SamplingParams(temperature=0, max_tokens=64), use_tqdm=False)
     lengths = sorted((len(o.prompt_token_ids or ()), len(o.outputs[0].token_ids)) for o in outputs)

@@ -8,7 +8,7 @@ The check of products with quantised weights: the dequantised weight, in float32
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -44,7 +44,7 @@ from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.quant.scheme import FLOATS8, Scheme
 from trencadis.core.shared_constants import RESERVED_ROWS
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2")
 
 IMAGE_ROWS, UNITS = 70, np.array([4, 0, 2], np.int32)
 """Arena rows of an image, and the images that a launch sees, out of an arena of five; the launch is planned for one
@@ -108,10 +108,19 @@ def act_mul(target: CheckTarget) -> str:
     return error_summary(errors)
 
 
+class ExpertCase(NamedTuple):
+    """What experts are checked with: (experts a token, whether shares are divided by their sum, activation)."""
+
+    how: tuple[int, bool, str]
+    biased: bool = False
+    plain: bool = False
+
+
 def experts(target: CheckTarget) -> str:
     """Each token takes its best experts, by their shares as they are or divided by their sum; padding takes some too.
 
     Scores differ clearly, so that rounding does not change the choice. One expert that is never chosen overflows.
+    Experts without gates have the ups of the others.
     """
     hidden, inner, count, rows = target.model.text.hidden, 24, 5, 19
     gate_up = [randn(2 * inner, hidden, seed=i) / hidden**0.5 for i in range(count)]
@@ -121,20 +130,20 @@ def experts(target: CheckTarget) -> str:
     scores = torch.cat([0.5 * ranks, torch.full((rows, 1), -40.0)], 1)
     errors: list[float] = []
     biases = [randn(2 * inner, seed=20 + i) for i in range(count)], [randn(hidden, seed=30 + i) for i in range(count)]
-    cases = [(1, False, "silu", False), (2, True, "silu", False), (3, False, "gelu_tanh", False)]
+    cases = [ExpertCase((1, False, "silu")), ExpertCase((2, True, "silu")), ExpertCase((3, False, "gelu_tanh"))]
+    cases += [ExpertCase((2, True, "silu"), plain=True), ExpertCase((3, False, "relu2"), plain=True)]
     if target.policy_of("sinks"):  # models with sinks are those whose experts have biases
-        cases.append((2, True, CLAMPED_SWIGLU, True))
-    for top, normalise, kind, biased in cases:
+        cases.append(ExpertCase((2, True, CLAMPED_SWIGLU), biased=True))
+    for case in cases:
         for n in (1, rows):
 
-            def setup(
-                ops: Ops, put: Put, how: tuple[int, bool, str] = (top, normalise, kind), biased: bool = biased
-            ) -> Work:
-                own = [ExpertBiases(*([put(b) for b in some] for some in biases))] if biased else []
-                packed = ops.pack_experts([put(w) for w in gate_up], [put(w) for w in down], *own)
+            def setup(ops: Ops, put: Put, case: ExpertCase = case) -> Work:
+                own = [ExpertBiases(*([put(b) for b in some] for some in biases))] if case.biased else []
+                first = inner if case.plain else 0
+                packed = ops.pack_experts([put(w[first:]) for w in gate_up], [put(w) for w in down], *own)
                 if (packed.count, packed.inner) != (count, inner):
                     raise CheckFailed(f"pack_experts says {packed.count} experts of {packed.inner} columns")
-                return lambda x, s: [ops.experts(x, s, packed, *how)]
+                return lambda x, s: [ops.experts(x, s, packed, *case.how)]
 
             errors += vs_reference(target, setup, _spread(n, hidden), scores[:n])
     return error_summary(errors)

@@ -6,6 +6,7 @@ run, or over all slots where that takes less time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -119,6 +120,10 @@ class AdapterOps:
         """Implements ``core.lora.adapter_store.PackingOps``: in the layout of own kernels, if these multiply."""
         return adapters.allocate(slots, rank, inputs, widths, dtype, self.table)
 
-    def put_adapter(self, w: PackedAdapters, slot: int, part: int, a: Tensor | None, b: Tensor | None) -> None:
+    def pack_adapter(self, w: PackedAdapters, parts: Sequence[tuple[Tensor, Tensor] | None]) -> object:
         assert isinstance(w, adapters.SlotAdapters)
-        w.put(slot, part, a, b)
+        return w.pack(parts)
+
+    def put_adapter(self, w: PackedAdapters, slot: int, contents: object) -> None:
+        assert isinstance(w, adapters.SlotAdapters) and isinstance(contents, adapters.SlotContents)
+        w.put(slot, contents)

@@ -73,13 +73,21 @@ class AttendPlan:
     singles: SingleTokenRows | None = None
 
 
+class PlanKey(NamedTuple):
+    """What a launch's plan depends on besides the launch: the arguments of ``make_plan``."""
+
+    grouped: bool
+    window: int
+    native: bool
+
+
 class CpuAttn(Attn):
     """``Attn`` that plans its attention at the first use of each window; ``block_size`` must be set by the caller."""
 
     block_size: int
 
     @cached_property
-    def plans(self) -> dict[tuple[bool, int, bool], AttendPlan]:
+    def plans(self) -> dict[PlanKey, AttendPlan]:
         return {}
 
 
@@ -87,9 +95,10 @@ def get_plan(attn: Attn, block_size: int, grouped: bool = True, window: int = 0,
     """Returns the launch's plan; ``CpuAttn`` caches it, other tensors are planned each time."""
     if not isinstance(attn, CpuAttn):
         return make_plan(attn, block_size, grouped, window, native)
-    made = attn.plans.get((grouped, window, native))
+    key = PlanKey(grouped, window, native)
+    made = attn.plans.get(key)
     if made is None:
-        made = attn.plans[grouped, window, native] = make_plan(attn, block_size, grouped, window, native)
+        made = attn.plans[key] = make_plan(attn, block_size, grouped, window, native)
     return made
 
 
@@ -278,3 +287,24 @@ def _split_padding_windows(seg: Segments, first: int, stop: int) -> list[ImageSp
         some.flatten().nonzero()[:, 0] + first * WINDOW_SLOTS for some in (inside, inside & ~padding, inside & padding)
     )
     return [ImageSpan(real_slots, every), ImageSpan(padding_slots, real_slots)]
+
+
+class KeyMask(NamedTuple):
+    """Which keys some tokens of a row attend to; all keys outside the positions [first, end) are hidden."""
+
+    first: int
+    end: int
+    mask: Tensor  # bool [tokens, end - first]
+
+
+def tile_mask(span: ChunkSpan, start: int, stop: int, window: int) -> KeyMask:
+    """Masks the keys of the tokens [start, stop) of a row."""
+    position = torch.arange(span.context + start, span.context + stop)[:, None]
+    last = position if span.upto is None else span.upto[start:stop, None]
+    first = max(span.context + start - window + 1, 0) if window else 0
+    end = span.context + stop if span.upto is None else int(last.max()) + 1
+    key = torch.arange(first, end)
+    mask = key <= last
+    if window and first + window < end:
+        mask &= key > position - window
+    return KeyMask(first, end, mask)

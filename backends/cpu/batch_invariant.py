@@ -19,7 +19,7 @@ from trencadis.backends.cpu.attention_plan import ChunkSpan, get_plan
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight, stored_at
 from trencadis.backends.cpu.policy import INVARIANT_ROWS as ROWS
 from trencadis.backends.cpu.reference_ops import ReferenceOps, apply_activation
-from trencadis.core.device.backend import Attn, LayerKV, Rotary, Weight
+from trencadis.core.device.backend import Attn, LayerKV, Rotary, RotatedHeads, Weight
 from trencadis.core.errors import StartupError
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.shared_constants import WINDOW_SLOTS
@@ -136,12 +136,10 @@ class InvariantOps(ProbedOps, CpuOps):
         cos, sin = (torch.cat([f(part) for part in parts])[: len(angle)] for f in (torch.cos, torch.sin))
         return Rotary(torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1))
 
-    def rope_store(
-        self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def rope_store(self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn) -> RotatedHeads:
         k = _rotate(k, rotary)
         self._store(kv, k, v, attn.slot_map)
-        return _rotate(q, rotary), k, v
+        return RotatedHeads(_rotate(q, rotary), k, v)
 
     def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         return _rotate(q, rotary), _rotate(k, rotary)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +23,10 @@ ROWS = 8192
 
 @dataclass
 class JoinedExperts:
-    """All experts as two matrices: gate_up [count x 2 inner, hidden], down [count x inner, hidden]."""
+    """All experts as two matrices: gate_up [count x 2 inner, hidden], down [count x inner, hidden].
+
+    Of experts without gates, gate_up is [count x inner, hidden].
+    """
 
     gate_up: Tensor
     down: Tensor
@@ -47,7 +50,7 @@ class SeparateExperts:
 def join_experts(
     gate_up: Sequence[Tensor], down: Sequence[Tensor], biases: ExpertBiases | None = None
 ) -> JoinedExperts:
-    """Joins gate_up [2 inner, hidden] and down [hidden, inner] of each expert."""
+    """Joins gate_up [2 inner, hidden], or [inner, hidden] without gates, and down [hidden, inner] of each expert."""
     inner = down[0].shape[1]
     made = JoinedExperts(torch.cat(list(gate_up)), torch.cat([d.t() for d in down]), len(down), inner)
     if biases is not None:
@@ -66,21 +69,36 @@ def route_tokens(scores: Tensor, top: int, normalise: bool) -> tuple[Tensor, Ten
     return shares, found.indices
 
 
+class ActivationOps(Protocol):
+    """The activations of ``core.device.backend.Ops``."""
+
+    def act(self, x: Tensor, kind: str) -> Tensor: ...
+
+    def act_mul(self, gate_up: Tensor, kind: str) -> Tensor: ...
+
+
+def activate(ops: ActivationOps, x: Tensor, inner: int, kind: str) -> Tensor:
+    """Returns what the second matrix of experts of ``inner`` columns reads, [n, inner]: of gates and ups [n, 2 inner],
+    or of ups alone.
+    """
+    return ops.act(x, kind) if x.shape[1] == inner else ops.act_mul(x, kind)
+
+
 def run_all_experts(
     ops: Any, x: Tensor, scores: Tensor, w: JoinedExperts, top: int, normalise: bool, kind: str
 ) -> Tensor:
     """Implements ``backend.Ops.experts`` over all experts, ``ROWS`` rows at a time; other experts have share zero."""
     shares, chosen = route_tokens(scores, top, normalise)
-    n = len(x)
+    n, wide = len(x), len(w.gate_up) // w.count
     every = torch.zeros((n, w.count), dtype=torch.float32, device=x.device).scatter(1, chosen, shares)
     many = min(max(ROWS // max(n, 1), 1), w.count)
     out: Tensor | None = None
     for first in range(0, w.count, many):
         count = min(many, w.count - first)
         last = first + count
-        rows = slice(first * 2 * w.inner, last * 2 * w.inner)
+        rows = slice(first * wide, last * wide)
         gate_up = functional.linear(x, w.gate_up[rows], None if w.gate_up_bias is None else w.gate_up_bias[rows])
-        made = ops.act_mul(gate_up.reshape(n * count, 2 * w.inner), kind).view(n, count, w.inner)
+        made = activate(ops, gate_up.reshape(n * count, wide), w.inner, kind).view(n, count, w.inner)
         share = every[:, first:last, None]
         # Not only a product: an expert that no token chose may overflow, and infinity times zero is NaN.
         taken = torch.where(share > 0, made * share.to(x.dtype), 0.0).to(x.dtype)
@@ -109,7 +127,7 @@ def run_chosen_experts(
     for expert, count in enumerate(counts):
         if count:
             stop = start + count
-            inner = ops.act_mul(ops.linear(rows[start:stop], w.gate_up[expert]), kind)
+            inner = activate(ops, ops.linear(rows[start:stop], w.gate_up[expert]), w.inner, kind)
             made[start:stop] = ops.linear(inner, w.down[expert])
             start = stop
     parts = torch.empty_like(made)

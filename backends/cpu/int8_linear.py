@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -107,10 +107,16 @@ def integer_weight(q: QTensor, bias: Tensor | None) -> IntegerWeight | None:
     return IntegerWeight(packed, bias, rows, columns, None, has_narrow_sums())
 
 
-def round_to_int8(q: QTensor, step: int = 1024) -> tuple[Tensor, Tensor, float]:
-    """Rounds to int8 [out, in] and float32 [out], one scale per row; also returns the error as a share of the weight's
-    norm.
-    """
+class Int8Rows(NamedTuple):
+    """A weight in int8 with one scale per row."""
+
+    codes: Tensor  # int8 [out, in]
+    scale: Tensor  # float32 [out]
+    error: float  # norm of the rounding error over the weight's norm
+
+
+def round_to_int8(q: QTensor, step: int = 1024) -> Int8Rows:
+    """Rounds to int8, ``step`` rows at a time."""
     rows, columns = q.shape
     codes, scales = torch.empty((rows, columns), dtype=torch.int8), torch.empty(rows)
     wrong = whole = 0.0
@@ -122,7 +128,7 @@ def round_to_int8(q: QTensor, step: int = 1024) -> tuple[Tensor, Tensor, float]:
         whole += float(values.square().sum())
         codes[start : start + step] = code.to(torch.int8)
         scales[start : start + step] = scale[:, 0]
-    return codes, scales, (wrong / whole) ** 0.5 if whole else 0.0
+    return Int8Rows(codes, scales, (wrong / whole) ** 0.5 if whole else 0.0)
 
 
 def product(x: Tensor, w: IntegerWeight, by_sizes: Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]) -> Tensor:

@@ -14,10 +14,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from trencadis.backends.cpu.adapter_products import AdapterOps
-from trencadis.backends.cpu.attention_plan import AttendPlan, ChunkSpan, Group, Where, find_image_spans, get_plan
+from trencadis.backends.cpu.attention_plan import (
+    AttendPlan,
+    ChunkSpan,
+    Group,
+    Where,
+    find_image_spans,
+    get_plan,
+    tile_mask,
+)
 from trencadis.backends.cpu.expert_mlp import SeparateExperts, run_chosen_experts
 from trencadis.backends.cpu.int8_linear import IntegerWeight, integer_weight, product
-from trencadis.backends.cpu.native import dense, panels, recurrent, row_kernels, weight_packing
+from trencadis.backends.cpu.native import dense, panels, row_kernels, weight_packing
 from trencadis.backends.cpu.native.dense import PackedWeight as PackedWeight
 from trencadis.backends.cpu.native.dense import by_sizes, pieces
 from trencadis.backends.cpu.native.kernel_table import ANY, KernelTable, Op, chosen_table
@@ -26,12 +34,12 @@ from trencadis.backends.cpu.native.row_kernels import (
     StoredKeys,
     best,
     can_store,
-    gated_norm,
     rms_norm,
     rotate,
     silu_mul,
     torch_rotate,
 )
+from trencadis.backends.cpu.recurrent_ops import RecurrentKernelOps
 from trencadis.backends.cpu.reference_ops import CLAMPED_SWIGLU, ReferenceOps, apply_activation, clamped_swiglu
 from trencadis.backends.cpu.sampler import thresholds
 from trencadis.core.checkpoint.weight_source import StoredRows
@@ -42,11 +50,11 @@ from trencadis.core.device.backend import (
     HeadTensors,
     LayerKV,
     Rotary,
+    RotatedHeads,
     Segments,
     Weight,
     slots_at,
 )
-from trencadis.core.device.launch_tensors import RecurrentRows
 from trencadis.core.models import kv_cache_codes
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.shared_constants import WINDOW_SLOTS
@@ -55,7 +63,7 @@ QUERY_TILE = 512
 """Number of queries of a chunk that share one mask, if there are stored tokens before the chunk."""
 
 
-class CpuOps(AdapterOps, ReferenceOps):
+class CpuOps(RecurrentKernelOps, AdapterOps, ReferenceOps):
     """Implements ``core.device.backend.Ops`` for CPU tensors."""
 
     copies = True
@@ -176,8 +184,8 @@ class CpuOps(AdapterOps, ReferenceOps):
         return self._act_mul(gate_up, "silu") if made is None else made
 
     def act(self, x: Tensor, kind: str) -> Tensor:
-        """Computes the same as the reference; ``relu`` works in place."""
-        return x.relu_() if kind == "relu" else apply_activation(x, kind)
+        """Computes the same as the reference; ``relu`` and ``relu2`` work in place."""
+        return x.relu_() if kind == "relu" else x.relu_().square_() if kind == "relu2" else apply_activation(x, kind)
 
     def act_mul(self, gate_up: Tensor, kind: str) -> Tensor:
         return self.silu_mul(gate_up) if kind == "silu" else self._act_mul(gate_up, kind)
@@ -246,16 +254,14 @@ class CpuOps(AdapterOps, ReferenceOps):
         cos, sin = angle.cos(), angle.sin()
         return Rotary(torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1))
 
-    def rope_store(
-        self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def rope_store(self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn) -> RotatedHeads:
         heads = q.shape[1]
         into = StoredKeys(v, kv, attn.slot_map) if can_store(v, kv) else None
         rotated = rotate(q, k, rotary.cos, rotary.sin, self.table, into)
         if rotated is None or into is None:
             rotated = torch_rotate(q, k, rotary.cos, rotary.sin) if rotated is None else rotated
             self._store(kv, rotated[:, heads:], v, attn.slot_map)
-        return rotated[:, :heads], rotated[:, heads:], v
+        return RotatedHeads(rotated[:, :heads], rotated[:, heads:], v)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0,
@@ -299,29 +305,6 @@ class CpuOps(AdapterOps, ReferenceOps):
         else:
             held, keys = [span.to_flash_span(span.where) for span in spans], kv.k.flatten(0, 1)
             row_kernels.attend_spans(q, keys, kv.v.flatten(0, 1), held, scale, out, self.table, window, sinks)
-
-    def causal_conv(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: RecurrentRows, attn: Attn,
-        activation: str,
-    ) -> Tensor:  # fmt: skip
-        made = recurrent.causal_conv(x, weight, bias, state, rows, attn, activation, self.table)
-        return super().causal_conv(x, weight, bias, state, rows, attn, activation) if made is None else made
-
-    def delta_rule(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, rows: RecurrentRows, attn: Attn
-    ) -> Tensor:
-        made = recurrent.delta_rule(q, k, v, g, beta, state, rows, attn, self.table)
-        return super().delta_rule(q, k, v, g, beta, state, rows, attn) if made is None else made
-
-    def state_space(
-        self, c: Tensor, b: Tensor, x: Tensor, g: Tensor, step: Tensor, state: Tensor, rows: RecurrentRows, attn: Attn
-    ) -> Tensor:
-        made = recurrent.delta_rule(c, b, x, g, step, state, rows, attn, self.table, True)
-        return super().state_space(c, b, x, g, step, state, rows, attn) if made is None else made
-
-    def gated_norm(self, y: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Tensor:
-        made = gated_norm(y, weight, eps, gate, self.table)
-        return super().gated_norm(y, weight, eps, gate) if made is None else made
 
     def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         heads, made = q.shape[1], rotate(q, k, rotary.cos, rotary.sin, self.table)
@@ -462,22 +445,6 @@ def _tiles(queries: Tensor, keys: Tensor, values: Tensor, span: ChunkSpan, scale
             )
         )
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-
-
-def tile_mask(span: ChunkSpan, start: int, stop: int, window: int) -> tuple[int, int, Tensor]:
-    """Returns (first, end, mask): which of the keys at positions [first, end) the tokens [start, stop) of a row see.
-
-    The mask is bool [stop - start, end - first]; all keys outside these positions are hidden from all of them.
-    """
-    position = torch.arange(span.context + start, span.context + stop)[:, None]
-    last = position if span.upto is None else span.upto[start:stop, None]
-    first = max(span.context + start - window + 1, 0) if window else 0
-    end = span.context + stop if span.upto is None else int(last.max()) + 1
-    key = torch.arange(first, end)
-    mask = key <= last
-    if window and first + window < end:
-        mask &= key > position - window
-    return first, end, mask
 
 
 def _group(q: Tensor, kv: LayerKV, group: Group, scale: float) -> Tensor:

@@ -1,19 +1,23 @@
-"""The reference of the recurrent ops (``core.models.interface.RecurrentOps``), in plain torch.
+"""The recurrent ops (``core.models.interface.RecurrentOps``): the reference in plain torch, and the library's kernels.
 
-Shapes are static, and no tensor is read on the host unless ``reads_rows`` says so.
+In the reference shapes are static, and no tensor is read on the host unless ``reads_rows`` says so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from trencadis.backends.cpu.native import recurrent
+from trencadis.backends.cpu.native.kernel_table import KernelTable
+from trencadis.backends.cpu.native.row_kernels import gated_norm
 from trencadis.core.device.backend import Ops
 from trencadis.core.device.launch_tensors import Attn, RecurrentRows
+from trencadis.core.models.interface import DeltaNetWeights, RecurrentState
 
 CHUNK = 64
 """Tokens of a row that are computed together."""
@@ -150,6 +154,44 @@ class RecurrentReference:
             out.index_copy_(0, torch.where(own, at, n), made)
             held.index_copy_(0, row[i : i + 1], new[None])
         return held
+
+
+class RecurrentKernelOps(RecurrentReference):
+    """The recurrent ops by the library's kernels, by the reference where the library has none."""
+
+    if TYPE_CHECKING:  # of the class that this one is mixed into
+
+        @property
+        def table(self) -> KernelTable: ...
+
+    def causal_conv(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: RecurrentRows, attn: Attn,
+        activation: str,
+    ) -> Tensor:  # fmt: skip
+        made = recurrent.causal_conv(x, weight, bias, state, rows, attn, activation, self.table)
+        return super().causal_conv(x, weight, bias, state, rows, attn, activation) if made is None else made
+
+    def delta_rule(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, rows: RecurrentRows, attn: Attn
+    ) -> Tensor:
+        made = recurrent.delta_rule(q, k, v, g, beta, state, rows, attn, self.table)
+        return super().delta_rule(q, k, v, g, beta, state, rows, attn) if made is None else made
+
+    def state_space(
+        self, c: Tensor, b: Tensor, x: Tensor, g: Tensor, step: Tensor, state: Tensor, rows: RecurrentRows, attn: Attn
+    ) -> Tensor:
+        made = recurrent.delta_rule(c, b, x, g, step, state, rows, attn, self.table, True)
+        return super().state_space(c, b, x, g, step, state, rows, attn) if made is None else made
+
+    def gated_norm(self, y: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Tensor:
+        made = gated_norm(y, weight, eps, gate, self.table)
+        return super().gated_norm(y, weight, eps, gate) if made is None else made
+
+    def delta_net(
+        self, x: Tensor, gates: Tensor, w: DeltaNetWeights, held: RecurrentState, rows: RecurrentRows, attn: Attn
+    ) -> Tensor | None:
+        """Implements ``FusedDeltaOps``: between two products that read memory at its rate, Python's calls cost most."""
+        return recurrent.delta_net(x, gates, w, held, rows, attn, self.table)
 
 
 def locate_tokens(n: int, attn: Attn) -> TokenPlaces:

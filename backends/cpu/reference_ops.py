@@ -29,6 +29,7 @@ from trencadis.core.device.backend import (
     PackedAdapters,
     ResetTensors,
     Rotary,
+    RotatedHeads,
     SamplerState,
     Segments,
     Weight,
@@ -139,13 +140,11 @@ class ReferenceOps(RecurrentReference):
     def prepare_attn(self, attn: Attn, heads: int, kv: LayerKV) -> Attn:
         return attn
 
-    def rope_store(
-        self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def rope_store(self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn) -> RotatedHeads:
         cos, sin = rotary.cos.to(q.dtype), rotary.sin.to(q.dtype)
         k = _rotate(k, cos, sin)
         self._store(kv, k, v, attn.slot_map)
-        return _rotate(q, cos, sin), k, v
+        return RotatedHeads(_rotate(q, cos, sin), k, v)
 
     def _store(self, kv: LayerKV, k: Tensor, v: Tensor, slot_map: Tensor) -> None:
         if kv.k_scale is not None:
@@ -366,6 +365,7 @@ def apply_activation(x: Tensor, kind: str) -> Tensor:
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "relu": functional.relu,
+    "relu2": lambda x: functional.relu(x).square(),
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "gelu": functional.gelu,
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),

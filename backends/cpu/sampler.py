@@ -6,6 +6,9 @@ temperature -> min_p, top_k, top_p -> one draw by inverting the cumulated distri
 Filters are thresholds on probabilities, so ids of equal probability are kept or dropped together: top_k keeps all that
 are no less probable than the k-th; top_p keeps the shortest run of best ids whose share of the probability left by
 min_p and top_k reaches top_p, and all ids of equal probability.
+
+Probabilities are summed as whole numbers of 2^-30 (``count_units``), which no order of additions rounds: a sort and a
+bisection, one thread and many, find the same threshold and the same id.
 """
 
 from __future__ import annotations
@@ -71,13 +74,30 @@ def draw(scores: Tensor, allowed: Tensor, head: HeadTensors, limit: Callable[[Te
     best = torch.where(allowed, scores, low).argmax(-1)
     warm = scores / head.temperature.clamp_min(GREEDY_BELOW)[:, None]
     probs = torch.where(allowed, warm, low).softmax(-1)
-    kept = torch.where(probs >= limit(probs, head), probs, 0.0)
-    cumulated = kept.cumsum(-1)
+    kept = count_units(torch.where(probs >= limit(probs, head), probs, 0.0))
+    cumulated = kept.cumsum(-1, dtype=torch.int32)
     total = cumulated[:, -1:]
-    goal = head.uniform[:, None] * total
     # A uniform number that rounds to the total must still find an id of positive probability: the last one.
-    found = torch.minimum((cumulated <= goal).int().sum(-1), (cumulated < total).int().sum(-1))
+    goal = torch.minimum((head.uniform[:, None] * total.to(probs.dtype)).int(), total - 1)
+    found = (cumulated <= goal).int().sum(-1)
     return torch.where(head.temperature < GREEDY_BELOW, best, found)
+
+
+UNITS = 2.0**30
+"""Units of one probability. The sum of a row stays below 2^31, although rounding may lift it a little above 1."""
+
+
+def count_units(probs: Tensor) -> Tensor:
+    """Returns ``probs``, whose rows sum to at most 1, in whole units of 2^-30 as int32, rounded down.
+
+    Below 2^-30, nothing is left of a probability: over 151,936 ids that is less than 1.5e-4 together.
+    """
+    return (probs * UNITS).int()
+
+
+def find_bound(total: Tensor, share: Tensor) -> Tensor:
+    """Returns int32 [r, 1]: the least whole number not below ``share``, float [r], of ``total``, int32 [r, 1]."""
+    return torch.minimum((share[:, None] * total.to(share.dtype)).ceil().int(), total)
 
 
 def thresholds(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
@@ -89,8 +109,9 @@ def thresholds(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Te
     k = torch.where(top_k > 0, top_k.clamp_max(vocab), vocab).long()
     least = torch.maximum(ordered.gather(1, k[:, None] - 1), min_p[:, None] * ordered[:, :1])
     left = torch.where(ordered >= least, ordered, 0.0)
-    cumulated = left.cumsum(-1)
-    inside = cumulated - left < top_p[:, None] * cumulated[:, -1:]
+    units = count_units(left)
+    cumulated = units.cumsum(-1, dtype=torch.int32)
+    inside = cumulated - units < find_bound(cumulated[:, -1:], top_p)
     inside = (inside & (left > 0)) | (torch.arange(vocab, device=probs.device) == 0)
     nucleus = torch.where(inside, left, 2.0).amin(-1, keepdim=True)
     return torch.where(top_p[:, None] < 1.0, torch.maximum(least, nucleus), least)

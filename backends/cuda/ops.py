@@ -70,6 +70,7 @@ from trencadis.core.device.backend import (
     PackedAdapters,
     ResetTensors,
     Rotary,
+    RotatedHeads,
     SamplerState,
     Segments,
     Weight,
@@ -223,17 +224,15 @@ class CudaOps(HostLayerOps, ReferenceOps):
         rotary_kernels.rotary(positions, inv_freq, axis, cos, sin)
         return Rotary(cos, sin)
 
-    def rope_store(
-        self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def rope_store(self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn) -> RotatedHeads:
         out = q.new_empty(q.shape)
         if kv.k_scale is not None:
             rotated = k.new_empty(k.shape)
             rotary_kernels.rope_vision(q, k, rotary.cos, rotary.sin, out, rotated)
             quantised_kv_attention.store(rotated, v, kv, attn.slot_map)
-            return out, k, v
+            return RotatedHeads(out, k, v)
         rotary_kernels.rope_store(q, k, v, rotary.cos, rotary.sin, kv.k, kv.v, attn.slot_map, out)
-        return out, k, v
+        return RotatedHeads(out, k, v)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0,

@@ -32,7 +32,6 @@ from trencadis.core.device.backend import (
     Body,
     Comm,
     Inputs,
-    LayerKV,
     Memory,
     Ops,
     Pipe,
@@ -267,10 +266,17 @@ class HpuBackend:
         """
         return torch.zeros(tuple(shape), dtype=dtype, device=self.device)
 
-    def block_copies(self, kv: Sequence[LayerKV]) -> HpuBlockCopies:
+    def block_copies(self, tensors: Sequence[Tensor]) -> HpuBlockCopies:
         """Builds the block copies between card and host (``core.launches.host_block_copies.PlanningBackend``)."""
-        sizes = self.cfg.block_size, self.policy.host_blocks
-        return HpuBlockCopies(self.bridge, kv, *sizes, self._contexts, self._staging, self.hpu_ops.compiler.compile)
+        return self._copies(tensors, self.cfg.block_size, self.policy.host_blocks)
+
+    def state_copies(self, tensors: Sequence[Tensor]) -> HpuBlockCopies:
+        """Builds the copies of recurrent states, one for each launch; see ``block_copies``."""
+        return self._copies(tensors, 1, (1,))
+
+    def _copies(self, tensors: Sequence[Tensor], rows: int, sizes: Sequence[int]) -> HpuBlockCopies:
+        compile = self.hpu_ops.compiler.compile
+        return HpuBlockCopies(self.bridge, tensors, rows, sizes, self._contexts, self._staging, compile)
 
     def program(self, bucket: Bucket, body: nn.Module | Body) -> GraphProgram | CompiledProgram:
         check_bucket(bucket, self.cfg.block_size, self.settings.context_slice)

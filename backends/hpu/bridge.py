@@ -9,13 +9,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from trencadis.backends.hpu.collectives import register_opaque
 from trencadis.core.graphs.graph_manager import TimedEvent
+
+
+class AttentionPart(NamedTuple):
+    """Attention over some of a row's keys.
+
+    ``out`` is normalised; the sum of exp(score - ``high``) is 1 / ``inverse``.
+    """
+
+    out: Tensor  # [R, h, T, d]
+    high: Tensor  # [R, h, T, 1]
+    inverse: Tensor  # [R, h, T, 1]
 
 
 @dataclass(frozen=True)
@@ -81,7 +92,7 @@ class Bridge:
     pin: Callable[[Tensor], Tensor]
     event: Callable[[], Any]
     timed_event: Callable[[], TimedEvent] | None = None
-    sdpa_parts: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
+    sdpa_parts: Callable[..., AttentionPart] | None = None
     product: Callable[[Tensor, Tensor], Tensor] | None = None
     block_adjustment: Callable[..., Tensor] | None = None
     cast_to_fp8_v2: Callable[..., Tensor] | None = None

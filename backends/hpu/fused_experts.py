@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trencadis.backends.cpu.expert_mlp import join_experts, route_tokens, run_all_experts
+from trencadis.backends.cpu.expert_mlp import activate, join_experts, route_tokens, run_all_experts
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.hpu_quantised_linear import E4M3, floats8_weight, round_tokens
@@ -47,6 +47,8 @@ class ExpertOps(Protocol):
     compiler: RegionCompiler
     check_context: Callable[[], AbstractContextManager[object]]
 
+    def act(self, x: Tensor, kind: str) -> Tensor: ...
+
     def act_mul(self, gate_up: Tensor, kind: str) -> Tensor: ...
 
     def reference(self) -> ReferenceOps: ...
@@ -54,7 +56,9 @@ class ExpertOps(Protocol):
 
 @dataclass
 class ListedExperts:
-    """gate_up [2 x inner, hidden] and down [hidden, inner] of each expert, contiguous tensors of their own.
+    """gate_up [2 x inner, hidden], or [inner, hidden] without gates, and down [hidden, inner] of each expert.
+
+    They are contiguous tensors of their own.
 
     A slice of one tensor of all experts would be a view, which the compiler may read, or copy, as a whole.
     """
@@ -99,12 +103,14 @@ def list_fp8_experts(
 def run_listed_fp8_experts(
     ops: ExpertOps, x: Tensor, scores: Tensor, w: ListedFp8Experts, top: int, normalise: bool, kind: str
 ) -> Tensor:
-    """Implements ``core.device.backend.Ops.experts``; as ``run_listed_experts`` does for another activation."""
+    """Implements ``core.device.backend.Ops.experts``; as ``run_listed_experts`` does for another activation or
+    experts without gates.
+    """
     bridge, multiply = ops.bridge, ops.bridge.fp8_gemm_v2
     assert bridge.fp8_experts is not None and bridge.cast_to_fp8_v2 is not None and multiply is not None
     shares, chosen = route_tokens(scores, top, normalise)
     codes, scale = round_tokens(x, bridge.fp8_top, bridge.cast_to_fp8_v2)
-    if kind == KIND:
+    if kind == KIND and len(w.gate_up[0]) == 2 * w.inner:
         shares = shares.to(x.dtype)
         found: Tensor = bridge.fp8_experts(
             codes, scale, chosen, shares, w.gate_up, w.down, w.gate_up_scale, w.down_scale
@@ -113,7 +119,7 @@ def run_listed_fp8_experts(
     out = torch.zeros_like(x, dtype=torch.float32)
     for i in range(w.count):
         share = torch.where(chosen == i, shares, 0.0).sum(-1, keepdim=True)
-        made = ops.act_mul(multiply(codes, w.gate_up[i], x.dtype, scale, w.gate_up_scale[i], None), kind)
+        made = activate(ops, multiply(codes, w.gate_up[i], x.dtype, scale, w.gate_up_scale[i], None), w.inner, kind)
         between, own = round_tokens(made, bridge.fp8_top, bridge.cast_to_fp8_v2)
         y = multiply(between, w.down[i], x.dtype, own, w.down_scale[i], None)
         out = out + torch.where(share > 0, y.float() * share, 0.0)
@@ -130,16 +136,16 @@ def run_listed_experts(
     kernel: Callable[..., Tensor], ops: ExpertOps, x: Tensor, scores: Tensor, w: ListedExperts, top: int,
     normalise: bool, kind: str,
 ) -> Tensor:  # fmt: skip
-    """Implements ``core.device.backend.Ops.experts``; another activation than ``KIND`` takes plain products over each
-    expert.
+    """Implements ``core.device.backend.Ops.experts``; another activation than ``KIND``, and experts without gates,
+    take plain products over each expert.
     """
     shares, chosen = route_tokens(scores, top, normalise)
-    if kind == KIND:
+    if kind == KIND and len(w.gate_up[0]) == 2 * w.inner:
         return kernel(x, chosen, shares.to(x.dtype), w.gate_up, w.down)
     out = torch.zeros_like(x, dtype=torch.float32)
     for i in range(w.count):
         share = torch.where(chosen == i, shares, 0.0).sum(-1, keepdim=True)
-        made = ops.act_mul(functional.linear(x, w.gate_up[i]), kind)
+        made = activate(ops, functional.linear(x, w.gate_up[i]), w.inner, kind)
         out = out + torch.where(share > 0, functional.linear(made, w.down[i]).float() * share, 0.0)
     return out.to(x.dtype)
 

@@ -64,6 +64,7 @@ from trencadis.core.device.backend import (
     LayerKV,
     ResetTensors,
     Rotary,
+    RotatedHeads,
     SamplerState,
     Segments,
     Weight,
@@ -419,9 +420,7 @@ class HpuOps(StaticRecurrentOps, ReferenceOps):
     def prepare_segments(self, seg: Segments, merged: int = 1) -> Any:
         return self._segments.attach(seg, self.region(self._segments.compute, seg, merged))
 
-    def rope_store(
-        self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def rope_store(self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn) -> RotatedHeads:
         """Rotates q and k; stores keys and values in slots of the flat base tensors.
 
         A view of them could not be captured. Compiled, ``index_copy_`` on a graph's input is the one store that the
@@ -432,10 +431,11 @@ class HpuOps(StaticRecurrentOps, ReferenceOps):
         with_slots: Any = attn  # every type that this backend fills has the slots of its tokens
         slot = with_slots.slot.long()
         if kv.k_scale is not None:
-            return self._rotate(q, cos, sin), *quantised_kv_cache.store(rotated, v, kv, slot, self.kernels)
+            stored = quantised_kv_cache.store(rotated, v, kv, slot, self.kernels)
+            return RotatedHeads(self._rotate(q, cos, sin), *stored)
         kv.k.index_copy_(0, slot, rotated)
         kv.v.index_copy_(0, slot, v)
-        return self._rotate(q, cos, sin), rotated, v
+        return RotatedHeads(self._rotate(q, cos, sin), rotated, v)
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotates in float32: in bfloat16 neighbouring far positions would get the same factors."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trencadis.backends.hpu.hpu_settings import HpuSettings
-from trencadis.core.checkpoint.model_config import GATED, ModelConfig
+from trencadis.core.checkpoint.model_config import GATED, ModelConfig, TextConfig
 from trencadis.core.errors import StartupError
 
 BLOCK = 128
@@ -49,12 +49,14 @@ def weight_bytes(model: ModelConfig, rows: int, ranks: int = 1) -> float:
     Rows choose by chance, so that each of n experts is read with probability 1 - (1 - top / n) ^ rows.
     """
     t = model.text
-    attention = t.layers * t.hidden * t.head_dim * (2 * t.heads + 2 * t.kv_heads)
+    recurrent = 0 if t.recurrent is None else len(t.recurrent.layers) * t.recurrent.values(t.hidden)
+    attention = sum(t.of_layer(layer).attention_values for layer in _attending(t)) + recurrent
     total = float(attention + t.dense_layers * (3 if t.mlp == GATED else 2) * t.hidden * t.intermediate)
     if t.experts is not None:
         e = t.experts
         read = e.count * (1 - (1 - e.top / e.count) ** rows)
-        total += t.expert_layers * (t.hidden * (e.count + 3 * read * e.inner) + e.shared_values(t.hidden))
+        each = e.matrices * (e.latent or t.hidden) * e.inner
+        total += t.expert_layers * (t.hidden * (e.count + 2 * e.latent) + read * each + e.shared_values(t.hidden))
     return ITEM * (total + t.vocab * t.hidden) / ranks
 
 
@@ -62,7 +64,18 @@ def kv_bytes(model: ModelConfig, rows: int, context: int, ranks: int = 1) -> flo
     """Returns the bytes of keys and values in the blocks of ``rows`` rows of ``context`` tokens."""
     t = model.text
     blocks = rows * -(-context // BLOCK)
-    return 2.0 * ITEM * t.layers * blocks * BLOCK * t.kv_heads * t.head_dim / ranks
+    return 2.0 * ITEM * len(_attending(t)) * blocks * BLOCK * t.kv_heads * t.head_dim / ranks
+
+
+def state_bytes(model: ModelConfig, rows: int, ranks: int = 1) -> float:
+    """Returns the bytes of the states of recurrent layers that ``rows`` rows read and write."""
+    r = model.text.recurrent
+    return 0.0 if r is None else 2.0 * rows * len(r.layers) * r.slot_bytes(ITEM, ranks)
+
+
+def _attending(t: TextConfig) -> tuple[int, ...]:
+    """Returns the layers that attend to tokens or to images."""
+    return tuple(i for i in range(t.layers) if t.mixes_tokens(i) and i not in t.recurrent_layers)
 
 
 def spread_bytes(model: ModelConfig, rows: int, context: int, ranks: int = 1) -> float:
@@ -70,7 +83,7 @@ def spread_bytes(model: ModelConfig, rows: int, context: int, ranks: int = 1) ->
     t = model.text
     blocks = rows * -(-context // BLOCK)
     spread = t.heads * t.kv_heads / ranks**2 * (t.head_dim + BLOCK)
-    return 2.0 * ITEM * t.layers * blocks * spread
+    return 2.0 * ITEM * len(_attending(t)) * blocks * spread
 
 
 def times(
@@ -93,7 +106,7 @@ def times(
 
 def _load(model: ModelConfig, on: GaudiTimes, rows: int, context: int, ranks: int, depth: int) -> dict[str, Any]:
     weights, keys = weight_bytes(model, rows, ranks), kv_bytes(model, rows, context, ranks)
-    reference = (weights + GATHERED * keys) / on.bandwidth
+    reference = (weights + GATHERED * keys + state_bytes(model, rows, ranks)) / on.bandwidth
     device = reference + spread_bytes(model, rows, context, ranks) / on.bandwidth
     group = HpuSettings().decode_layers
     host = DISPATCH * (-(-model.text.layers // group) + AROUND)

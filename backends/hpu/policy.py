@@ -15,7 +15,16 @@ from trencadis.backends.hpu.hpu_settings import settings
 from trencadis.backends.hpu.start.environment import will_be_lazy
 from trencadis.core.buckets import LORA, Bucket, Stage, drafts_ahead, padded_tokens, target_bucket, verified_width
 from trencadis.core.cross_attention_inputs import planned_units
-from trencadis.core.device_policy import LARGEST, SMALLEST, AxisRule, Density, GraphMemory, InputSizes, Policy
+from trencadis.core.device_policy import (
+    LARGEST,
+    SMALLEST,
+    AxisRule,
+    Density,
+    GraphMemory,
+    InputSizes,
+    PlannedModel,
+    Policy,
+)
 from trencadis.core.errors import StartupError
 from trencadis.core.kv_cache_format import FP8, INT8
 from trencadis.core.quant.scheme import FLOATS8
@@ -220,6 +229,7 @@ SERVING = Policy(
     split_head=True,
     drawn_head=True,
     penalised_head=True,
+    wide_head=True,
     drafts=True,
     inputs=graph_input_bytes,
     quantised=FLOATS8,
@@ -250,17 +260,14 @@ class CompiledParts(NamedTuple):
 
 
 GROUP = 4
-"""Layers of a DECODE launch in one function, by default (``hpu_settings.DECODE_LAYERS``)."""
+"""Layers of a DECODE or VERIFY launch in one function, by default (``hpu_settings.DECODE_LAYERS``)."""
 
 
-def count_compiled(buckets: Sequence[Bucket], cell: int, layers: int, kinds: int = 1) -> CompiledParts:
-    """Counts what the launches of ``buckets`` compile, for a tower with layers of two kinds.
-
-    Args:
-        cell: slots of a row that the tower stores.
-        layers: of the decoder.
-        kinds: of its layers, such as those with a window and those without.
-    """
+def count_compiled(model: PlannedModel) -> CompiledParts:
+    """Counts what the launches of a model compile, for a tower with layers of two kinds."""
+    buckets, cell, layers, kinds, taps = model
+    starts = sorted({0, *taps})
+    spans = [stop - start for start, stop in zip(starts, [*starts[1:], layers], strict=True)]
     found: set[tuple[object, ...]] = set()
 
     def store(name: str, rows: int, *place: int) -> None:
@@ -270,13 +277,16 @@ def count_compiled(buckets: Sequence[Bucket], cell: int, layers: int, kinds: int
         stage, rows = bucket.stage, bucket.dims[0]
         if stage in (Stage.FRESH, Stage.CONTEXT, Stage.DECODE, Stage.VERIFY):
             tokens = padded_tokens(bucket)
-            grouped = stage is Stage.DECODE and bucket.variant != LORA
-            forms = (bool(layers // GROUP) + bool(layers % GROUP)) if grouped else 1
+            grouped = stage in (Stage.DECODE, Stage.VERIFY) and bucket.variant != LORA
+            forms = (any(n // GROUP for n in spans) + any(n % GROUP for n in spans)) if grouped else 1
             found.update(("layer", str(bucket), form) for form in range(forms * kinds))
             found.add(("start", padded_start(tokens)))
             if stage is not Stage.FRESH or kinds > 1:
                 found.add(("masks", str(bucket)))
             store("end", tokens, padded_start(tokens))
+            if taps:
+                found.add(("stream", tokens))
+                store("states", tokens, padded_start(tokens))
         elif stage is Stage.VISION:
             found.update((part, rows) for part in ("patches", "masks of images"))
             found.update((part, rows, bucket.variant) for part in ("windows", "images"))
@@ -291,16 +301,16 @@ def count_compiled(buckets: Sequence[Bucket], cell: int, layers: int, kinds: int
             found.update(
                 ("slots", n) for n in ((rows, rows // cell) if stage is Stage.VISION else (padded_tokens(bucket),))
             )
-    stored = ("end", "merger ", f"merger {LORA}", "reset", "counts")
+    stored = ("end", "states", "merger ", f"merger {LORA}", "reset", "counts")
     functions = {one[:2] if one[0] in stored else one for one in found}
     return CompiledParts(len(functions), len(found))
 
 
-def describe_compiled(buckets: Sequence[Bucket], cell: int, layers: int, kinds: int) -> str:
-    """Returns ``count_compiled`` as a line for users."""
-    made = count_compiled(buckets, cell, layers, kinds)
+def describe_compiled(models: Sequence[PlannedModel]) -> str:
+    """Returns the sum of ``count_compiled`` as a line for users."""
+    functions, executables = (sum(counts) for counts in zip(*map(count_compiled, models), strict=True))
     return (
-        f"compile mode: some {made.functions} functions are compiled at start, and run from {made.executables} places "
+        f"compile mode: some {functions} functions are compiled at start, and run from {executables} places "
         "in memory, each an executable; warm-up makes all of them."
     )
 

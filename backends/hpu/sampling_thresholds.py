@@ -3,8 +3,8 @@
 A sort of the vocabulary costs a Gaudi more than all other parts of a draw. Both thresholds are the largest float t for
 which the weight of the ids with a probability of at least t reaches a bound: a number of ids for top-k, a sum of
 probabilities for top-p. The weight never grows with t, so t is found bit by bit, from its exponent to the last bit of
-its mantissa, by products and sums that are exact. It is the probability at which a sorted list would be cut, so ids of
-equal probability stay or go together.
+its mantissa, by products and sums that are exact: numbers of ids in float32, probabilities in whole units of 2^-30. It
+is the probability at which a sorted list would be cut, so ids of equal probability stay or go together.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trencadis.backends.cpu.sampler import count_units, find_bound
 from trencadis.core.device.backend import HeadTensors, SamplerState
 
 HEAD_TYPES = dict.fromkeys(("hidden_row", "slot", "target", "mask_row", "place", "ahead"), torch.int64) | {
@@ -60,9 +61,23 @@ def find_thresholds(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) 
     kth = largest_float(lambda t: (probs >= t).float().sum(-1, keepdim=True) >= count, best)
     least = torch.maximum(kth, min_p[:, None] * best)
     left = torch.where(probs >= least, probs, 0.0)
-    bound = top_p[:, None] * left.sum(-1, keepdim=True)
-    nucleus = largest_float(lambda t: torch.where(left >= t, left, 0.0).sum(-1, keepdim=True) >= bound, best)
+
+    def units_from(t: Tensor | float) -> Tensor:
+        # Counted anew in each pass, since a pass would have to read a stored tensor of them beside ``left``.
+        return count_units(torch.where(left >= t, left, 0.0)).sum(-1, keepdim=True, dtype=torch.int32)
+
+    bound = find_bound(units_from(0.0), top_p)
+    nucleus = largest_float(lambda t: units_from(t) >= bound, best)
     return torch.where(top_p[:, None] < 1.0, torch.maximum(least, torch.minimum(nucleus, best)), least)
+
+
+def sum_units(probs: Tensor) -> Tensor:
+    """Returns int32 [r, V + 1]: whole units of ``probs`` cumulated, and their sum, as draws and thresholds have them.
+
+    They need more than the 24 bits of a float32: a card that adds int32 as floats is noticed.
+    """
+    units = count_units(probs)
+    return torch.cat([units.cumsum(-1, dtype=torch.int32), units.sum(-1, keepdim=True, dtype=torch.int32)], -1)
 
 
 def convert_fields(fields: Any, types: dict[str, torch.dtype]) -> Any:

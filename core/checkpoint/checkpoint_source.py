@@ -144,6 +144,10 @@ class CheckpointSource:
         """
         return self._move(self._find(name, shape))
 
+    def take_float(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Implements ``core.checkpoint.weight_source.FloatSource``."""
+        return self._find(name, shape).to(device=self.device, dtype=torch.float32).contiguous()
+
     def shard(self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> Tensor:
         """Returns ``take`` restricted to [start, stop) along ``dim``; only that part is read."""
         tensor = self._find(name, shape)

@@ -6,9 +6,23 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
+class SigmoidRouting(NamedTuple):
+    """A router whose weights of experts are sigmoids; the experts of a token are those of the highest sums of sigmoid
+    and stored correction.
+
+    Args:
+        scale: factor of the weights.
+        groups: groups of equally many experts; only the ``top_groups`` whose two best sums add up to most take part.
+    """
+
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+
+
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """The experts of a decoder's layers: gated MLPs, a few of which are applied to each token.
+    """The experts of a decoder's layers: MLPs, a few of which are applied to each token.
 
     Args:
         count: experts of a layer.
@@ -22,6 +36,9 @@ class ExpertsConfig:
         bias: True if the router and the experts have biases.
         beside: True if layers have their MLP, too: the sum of both, behind a norm each, is added to the stream. The
             router and the experts read the stream behind norms of their own.
+        plain: True if experts, and the shared one, have no gate.
+        sigmoid: the router of sigmoids, which is float32; None: weights are a softmax of the scores.
+        latent: width of what experts read and put out, between two projections of the layer; 0: the hidden size.
     """
 
     count: int
@@ -34,17 +51,31 @@ class ExpertsConfig:
     shared_name: str = ".shared_expert"
     bias: bool = False
     beside: bool = False
+    plain: bool = False
+    sigmoid: SigmoidRouting | None = None
+    latent: int = 0
+
+    @property
+    def matrices(self) -> int:
+        """Number of matrices of an expert."""
+        return 2 if self.plain else 3
+
+    def float_values(self, hidden: int) -> int:
+        """Returns how many weights of a layer are float32 in any case: those of a router of sigmoids."""
+        return self.count * (hidden + 1) if self.sigmoid is not None else 0
 
     def norm_values(self, hidden: int) -> int:
         """Returns the number of norm weights of a layer's router and experts: of what they read and of both sums."""
         return 4 * hidden if self.beside else 0
 
     def values(self, hidden: int, ranks: int = 1, only: int = 0) -> int:
-        """Returns the number of weights of one layer on one of ``ranks`` devices, router included.
+        """Returns the number of weights of one layer on one of ``ranks`` devices, with router and projections.
 
         ``only``: count just that many experts.
         """
-        return hidden * (self.count + 3 * (only or self.count) * -(-self.inner // ranks))
+        each = self.matrices * (self.latent or hidden) * -(-self.inner // ranks)
+        around = hidden * (self.count + 2 * self.latent) + (self.count if self.sigmoid is not None else 0)
+        return around + (only or self.count) * each
 
     def bias_values(self, hidden: int, ranks: int) -> int:
         """Returns the number of biases of one layer's router and experts on one of ``ranks`` devices."""
@@ -55,7 +86,7 @@ class ExpertsConfig:
 
         ``columns``: those of one device; 0: all.
         """
-        return hidden * (3 * (columns or self.shared) + self.shared_gate) if self.shared else 0
+        return hidden * (self.matrices * (columns or self.shared) + self.shared_gate) if self.shared else 0
 
 
 class FullHeads(NamedTuple):

@@ -130,6 +130,8 @@ class TextConfig:
         shared_kv: number of last layers that read keys and values of an earlier layer (``kv_source``) and have none.
         wide_readers: True if the MLP of these layers is twice as wide.
         reads_kv: True in what ``of_layer`` returns for these layers.
+        mlp_layers: layers that are an MLP or experts alone; the others are then attention or a recurrent layer alone,
+            and each layer has one norm, before its part. None: each layer has both.
         layer_inputs: width of a second embedding of each token for each layer, which a gate of the layer weighs; 0:
             there are none. ``layer_vocab``: rows of its table; ``layer_pad``: the id whose row image tokens take.
     """
@@ -193,6 +195,7 @@ class TextConfig:
     shared_kv: int = 0
     wide_readers: bool = False
     reads_kv: bool = False
+    mlp_layers: tuple[int, ...] | None = None
     layer_inputs: int = 0
     layer_vocab: int = 0
     layer_pad: int = 0
@@ -251,7 +254,7 @@ class TextConfig:
     @property
     def kv_layers(self) -> tuple[int, ...]:
         """The layers with a KV cache."""
-        others = {*self.cross_attention_layers, *self.recurrent_layers}
+        others = {*self.cross_attention_layers, *self.recurrent_layers, *(self.mlp_layers or ())}
         return tuple(layer for layer in range(self.layers - self.shared_kv) if layer not in others)
 
     @property
@@ -283,19 +286,27 @@ class TextConfig:
     @property
     def dense_layers(self) -> int:
         """Number of layers with an MLP of their own, in place of experts or beside them."""
-        return self.layers if self.experts is None or self.experts.beside else len(self.experts.dense)
+        return sum(map(self.has_mlp, range(self.layers)))
 
     @property
     def expert_layers(self) -> int:
         """Number of layers with experts."""
-        return 0 if self.experts is None else self.layers - len(self.experts.dense)
+        return sum(map(self.has_experts, range(self.layers)))
+
+    def mixes_tokens(self, layer: int) -> bool:
+        """Returns True if a layer has attention or a recurrent layer."""
+        return self.mlp_layers is None or layer not in self.mlp_layers
 
     def has_experts(self, layer: int) -> bool:
         """Returns True if a layer has experts."""
-        return self.experts is not None and layer not in self.experts.dense
+        if self.experts is None or layer in self.experts.dense:
+            return False
+        return self.mlp_layers is None or layer in self.mlp_layers
 
     def has_mlp(self, layer: int) -> bool:
         """Returns True if a layer has an MLP of its own, in place of experts or beside them."""
+        if self.mlp_layers is not None and layer not in self.mlp_layers:
+            return False
         return self.experts is None or self.experts.beside or layer in self.experts.dense
 
     def window_of(self, layer: int) -> int:

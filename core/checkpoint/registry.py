@@ -93,6 +93,8 @@ TABLE = {
     "Olmo3ForCausalLM": f"{_TEXT}.olmo2:OLMO3",
     "Olmo3ForSequenceClassification": f"{_TEXT}.olmo2:OLMO3",
     "Olmo3Model": f"{_TEXT}.olmo2:OLMO3",
+    "NemotronHForCausalLM": f"{_TEXT}.nemotron_h:FAMILY",
+    "NemotronHModel": f"{_TEXT}.nemotron_h:FAMILY",
     "OPTForCausalLM": f"{_TEXT}.opt:FAMILY",
     "OPTModel": f"{_TEXT}.opt:FAMILY",
     "Phi3ForCausalLM": f"{_TEXT}.phi3:FAMILY",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -47,6 +47,14 @@ class StoringSource(Protocol):
 
     def stored(self, parts: Sequence[StackedPart], inputs: int, start: int, stop: int) -> StoredRows | None:
         """Returns columns [start, stop) of ``parts``; None if they are not stored as such or differ in dtype."""
+        ...
+
+
+class FloatSource(Protocol):
+    """Optional method of a ``WeightSource``: access to weights that a model needs in float32."""
+
+    def take_float(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Returns the tensor [shape] in float32, not rounded to the backend's dtype before."""
         ...
 
 
@@ -133,6 +141,13 @@ def take_values(source: WeightSource, name: str, shape: tuple[int, int], device:
     coded = any(source.has(f"{name}.{mark}") for mark in CODED)
     found = source.take_quantised(name, shape, 0, 0, shape[0]) if coded else None
     return source.take(f"{name}.weight", shape) if found is None else found.values().to(device)
+
+
+def take_float(source: WeightSource, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Returns the tensor in float32, as stored if ``source`` is a ``FloatSource``."""
+    if hasattr(source, "take_float"):
+        return cast(FloatSource, source).take_float(name, shape)
+    return source.take(name, shape).float()
 
 
 def stack(source: WeightSource, parts: Sequence[StackedPart], inputs: int) -> Tensor:

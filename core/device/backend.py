@@ -25,6 +25,7 @@ from trencadis.core.device.launch_tensors import PoolTensors as PoolTensors
 from trencadis.core.device.launch_tensors import PoolTensorsOut as PoolTensorsOut
 from trencadis.core.device.launch_tensors import ResetTensors as ResetTensors
 from trencadis.core.device.launch_tensors import Rotary as Rotary
+from trencadis.core.device.launch_tensors import RotatedHeads as RotatedHeads
 from trencadis.core.device.launch_tensors import SamplerState as SamplerState
 from trencadis.core.device.launch_tensors import Segments as Segments
 from trencadis.core.device.launch_tensors import SinksArgument as SinksArgument
@@ -149,7 +150,7 @@ class Ops(Protocol):
         """Returns silu of the first half of ``gate_up`` times its second half: [n, 2 x inner] -> [n, inner]."""
 
     def act(self, x: Tensor, kind: str) -> Tensor:
-        """Applies an activation to x [n, width]: ``silu``, ``gelu``, ``gelu_tanh``, ``quick_gelu`` or ``relu``."""
+        """Applies ``silu``, ``gelu``, ``gelu_tanh``, ``quick_gelu``, ``relu`` or its square ``relu2`` to [n, width]."""
 
     def act_mul(self, gate_up: Tensor, kind: str) -> Tensor:
         """Returns the activation of the first half of ``gate_up`` times its second half: [n, 2 x inner] -> [n,
@@ -163,12 +164,14 @@ class Ops(Protocol):
     ) -> ExpertWeights:
         """Packs gate_up [2 x inner, hidden] and down [hidden, inner] of each expert; callers omit ``biases`` if there
         are none.
+
+        Experts without gates have [inner, hidden] in place of gate_up, and no biases.
         """
         ...
 
     def experts(self, x: Tensor, scores: Tensor, w: ExpertWeights, top: int, normalise: bool, kind: str) -> Tensor:
-        """Runs gated MLPs, [n, hidden] -> [n, hidden]: for each token, the weighted sum of its ``top`` best-scored
-        experts.
+        """Runs MLPs, with gates or without, [n, hidden] -> [n, hidden]: for each token, the weighted sum of its ``top``
+        best-scored experts.
 
         Args:
             scores: [n, count], the router's output; an expert's weight is the float32 softmax of the scores over all
@@ -190,14 +193,11 @@ class Ops(Protocol):
         ``heads`` is the number of query heads of this rank; ``kv`` is any layer's cache, for its shape and dtype.
         """
 
-    def rope_store(
-        self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def rope_store(self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn) -> RotatedHeads:
         """Rotates q [n, h, d] and k [n, g, d], and stores k and v [n, g, d] in the cache.
 
-        Returns:
-            The rotated q, and the k and v to pass to ``attend``: those of this launch, with k rotated. A device whose
-            attention reads all keys from the cache may return k and v unchanged.
+        Returns the k and v of this launch, with k rotated. A device whose attention reads all keys from the cache may
+        return k and v unchanged.
         """
 
     def attend(

@@ -25,6 +25,14 @@ class LayerKV(NamedTuple):
     static: Tensor | None = None  # float32 [2]: the scale of all keys and that of all values
 
 
+class RotatedHeads(NamedTuple):
+    """What ``Ops.rope_store`` returns: rotated queries [n, h, d], and the keys and values [n, g, d] for ``attend``."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
 def put_slots(cache: Tensor, x: Tensor, slot: Tensor) -> None:
     """Sets ``cache[slot] = x`` for x [n, g, ...] and a cache [blocks, block_size, g, ...]; ``slot``: int64 [n]."""
     cache.view(-1, *cache.shape[2:]).index_copy_(0, slot, x)

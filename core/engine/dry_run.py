@@ -17,6 +17,7 @@ from trencadis.core.engine.startup_checks import check_chunking, check_start, fo
 from trencadis.core.engine_stats import LedgerRow
 from trencadis.core.errors import StartupError
 from trencadis.core.host_memory import gib
+from trencadis.core.launches.launch_splitter import plan_wide_variants
 from trencadis.core.launches.stage_transfer import own_plan
 from trencadis.core.memory import draft_estimate, weight_offload
 from trencadis.core.memory import graph_selection as budget
@@ -56,7 +57,7 @@ from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.bucket_profile import plan_by_profile
 from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.shared_constants import RESERVED_BLOCKS
-from trencadis.core.spec.draft_checkpoint import draft_config
+from trencadis.core.spec.draft_checkpoint import Drafter
 from trencadis.core.spec.spec_config import resolve_speculation
 
 BUILT_FOR_FEW = 128, 2048
@@ -148,6 +149,7 @@ def shape_limits(config: EngineConfig, model: ModelConfig, policy: Policy, image
         units=arena_units(model, config.encoder_cache_images, config.max_num_seqs or seqs) if images.slots else 0,
         drafts=drafts.drafts if policy.rules and drafts is not None else 0,
         adapters=config.max_loras if config.enable_lora else 0,
+        wide=plan_wide_variants(model.text.vocab, config.max_logprobs, policy),
     )
 
 
@@ -156,7 +158,7 @@ class DryRun:
     """Plans a start-up without loading anything.
 
     ``at_most``: the model length that other pipeline stages support, 0: any. ``states_at_most``: the sequences and
-    snapshots that all ranks and stages hold states of; None: not known yet.
+    snapshots that all ranks and stages hold states of; None: not known yet. ``draft``: ``find_drafter`` of ``config``.
     """
 
     config: EngineConfig
@@ -168,6 +170,7 @@ class DryRun:
     measured: Measurements | None = None
     at_most: int = 0
     states_at_most: tuple[int, int] | None = None
+    draft: Drafter | None = None
 
     @cached_property
     def estimator(self) -> MemoryEstimator:
@@ -247,7 +250,7 @@ class DryRun:
         wanted = [p for p in prices if capturable(plan.policy, p.bucket) and not settings.eager]
         selection = budget.select_graphs(wanted, ledger.memory_split, settings, self.policy.pool_cost)
         ledger = dataclasses.replace(ledger, spent=dict(selection.spent))
-        notes += mode_notes(self.model, plan, self.policy)
+        notes += mode_notes(self.model, plan, self.policy, self.draft)
         advice = self._advice(limits, ledger, selection, wanted, settings)
         forms = format_notes(self.model, self.device.itemsize, self.policy)
         lines = (
@@ -280,7 +283,9 @@ class DryRun:
 
     def _plan(self, limits: ShapeLimits) -> Plan:
         plan = own_plan(make_plan(self.policy, limits, self.bucket_options, self.model), self.model.share)
-        return plan if self.draft is None or not self.policy.rules else draft_estimate.with_drafting_buckets(plan)
+        if self.draft is None or not self.policy.rules:
+            return plan
+        return draft_estimate.with_drafting_buckets(plan, self.draft)
 
     def _learn(self, plan: Plan) -> Plan:
         """Returns the plan of ``--bucket-profile``; without one, or if it is still to be made, ``plan``."""
@@ -345,11 +350,6 @@ class DryRun:
             states=found.states,
         )
 
-    @cached_property
-    def draft(self) -> ModelConfig | None:
-        """The model that drafts, if one does."""
-        return draft_config(self.config, self.model)
-
     def _host_ledger(self, plan: Plan, limits: ShapeLimits, found: CachePlan) -> Ledger:
         """Returns the rows of one rank; the machine's other ranks use the same and count as other use."""
         taken = estimate_memory_in_use(
@@ -360,7 +360,7 @@ class DryRun:
         held = found.num_blocks + RESERVED_BLOCKS
         kv = held * self.estimator.block_bytes(limits.block_size)
         if self.draft is not None:
-            draft = dataclasses.replace(self.estimator, model=self.draft)
+            draft = draft_estimate.drafting_estimator(self.estimator, self.draft)
             keys = held * draft.block_bytes(limits.block_size)
             taken = dataclasses.replace(taken, draft_weights=draft.weights(), draft_kv=keys)
         shared = (self.device.ranks - 1) * (taken.taken - taken.others + kv)

@@ -315,6 +315,8 @@ class Engine:
             states = s.states.pool
             made.snapshot_hits, made.snapshot_misses = states.hits, states.misses
             made.snapshot_evictions, made.snapshots = states.evictions, states.snapshots
+            if states.host is not None:
+                made.states_kept, made.states_resumed = states.host.stored, states.host.restored
         if self._adapters is not None:
             made.running_adapters, made.waiting_adapters = self._name_adapters()
         if s.pool.host is not None or s.pool.log is not None or self._watch is not None:

@@ -21,7 +21,6 @@ from trencadis.core.bucket_plan import Plan
 from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig, reserved_rows
 from trencadis.core.checkpoint.pooler_config import load_model_config
-from trencadis.core.checkpoint.weight_loader import open_weights
 from trencadis.core.config import EngineConfig
 from trencadis.core.device import backend as seam
 from trencadis.core.device.backend import Backend, BackendConfig
@@ -32,7 +31,7 @@ from trencadis.core.engine.bucket_learning import OFF, BucketLearning, LearningS
 from trencadis.core.engine.dry_run import shape_limits
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.graph_startup import DeviceStart
-from trencadis.core.engine.kv_offload_setup import with_host_blocks
+from trencadis.core.engine.kv_offload_setup import open_block_pool, open_state_pool, with_host_blocks
 from trencadis.core.engine.request_trace import RequestTrace
 from trencadis.core.engine.startup_checks import check_chunking, check_start, format_notes
 from trencadis.core.engine_stats import EngineInfo
@@ -47,9 +46,8 @@ from trencadis.core.graphs.graph_manager import LaunchTimer
 from trencadis.core.graphs.graph_reporter import GraphReporter
 from trencadis.core.graphs.rank_agreement import RankAgreement
 from trencadis.core.host_memory import free_host, gib
-from trencadis.core.kv.block_pool import BlockPool, EvictionLog, HostBlockPool
-from trencadis.core.kv.state_pool import StatePool
-from trencadis.core.launches.draft_runner import DraftRunner, EagleRunner, allocate_draft, allocate_head, load_draft
+from trencadis.core.kv.block_pool import EvictionLog
+from trencadis.core.launches.draft_loading import HeldDraft, load_drafter
 from trencadis.core.launches.model_runner import ModelRunner
 from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.links.topology import RAY, Topology, topology
@@ -60,8 +58,7 @@ from trencadis.core.memory.estimate import SPARE_SLOTS, MemoryEstimator, arena_w
 from trencadis.core.memory.weight_bytes import adapter_bytes, host_adapters, slot_sizes
 from trencadis.core.models import model_loader
 from trencadis.core.models.decoder import Decoder
-from trencadis.core.models.eagle3 import Eagle3Head
-from trencadis.core.models.interface import Persistent
+from trencadis.core.models.decoder_layer import choose_timed_part
 from trencadis.core.process import torch_env
 from trencadis.core.progress import Progress, SilentProgress, WarmupPacing
 from trencadis.core.scheduling.draft_scheduler import DraftScheduler, ModelDrafts
@@ -77,7 +74,7 @@ from trencadis.core.shapes.need_recorder import NeedRecorder
 from trencadis.core.shapes.pipeline_partition import split_model
 from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.shapes.step_times import StepTimes, chunk_sizes
-from trencadis.core.spec.draft_checkpoint import EagleConfig, draft_config, eagle_config
+from trencadis.core.spec.draft_checkpoint import Drafter, find_drafter
 from trencadis.core.spec.spec_config import resolve_speculation
 
 
@@ -149,12 +146,12 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
     backend, limits, plan, watch = opened.rank.backend, opened.limits, opened.plan, opened.watch
     scheduler = Scheduler(
         _limits(config, model_config, plan, limits.max_tokens, limits.max_rows, backend.policy.mixed),
-        BlockPool(plan.num_blocks, HostBlockPool(plan.host_blocks) if plan.host_blocks else None),
+        open_block_pool(plan),
         EncoderCache(plan.arena_rows, reserved_rows(model_config)),
         limits.max_rows + SPARE_SLOTS,
         packer=ImagePacker(opened.rank.plan, backend.policy.encoder_slots),
         times=_times(config, model_config, opened.rank.plan, limits.max_tokens),
-        states=_state_pool(plan),
+        states=open_state_pool(plan),
     )
     drafts = resolve_speculation(config, model_config, backend.policy, backend.label)
     if drafts is not None:
@@ -255,6 +252,7 @@ def open_rank(config: EngineConfig, rank_info: RankInfo, progress: Progress) -> 
     package = import_module(make.__module__)
     policy = package.pick_policy(config.policy)
     check_start(config, model_config, policy, device)
+    drafter = find_drafter(config, model_config)
     if config.attention_backend and config.attention_backend not in policy.attention and rank_info.rank == 0:
         log.info(f"--attention-backend {config.attention_backend} has no effect: {device} has its own attention")
     dtype: torch.dtype = package.pick_dtype(config.dtype, model_config.dtype)
@@ -263,12 +261,12 @@ def open_rank(config: EngineConfig, rank_info: RankInfo, progress: Progress) -> 
     watch: GraphReporter | None = None
     static: Plan | None = None
     if backend.policy.captures:
-        start = DeviceStart.plan(config, model_config, backend, progress)
+        start = DeviceStart.plan(config, model_config, backend, progress, drafter=drafter)
         runner, plan, limits, watch, _ = start.run()
         static = start.paper.static
         check_chunking(config, model_config, limits.max_tokens, limits.max_rows, plan.max_model_len)
     else:
-        runner, plan = _host(config, model_config, backend, limits, progress)
+        runner, plan = _host(config, model_config, backend, limits, progress, drafter)
     seconds = 0.0
     if not backend.policy.captures and isinstance(runner.model, Decoder):
         seconds = step_seconds(runner.model, limits.max_tokens)
@@ -340,10 +338,10 @@ def trial_folder(config: EngineConfig) -> Path | None:
 
 
 def _host(
-    config: EngineConfig, model_config: ModelConfig, backend: Backend, limits: ShapeLimits, progress: Progress
-) -> tuple[ModelRunner, CachePlan]:
+    config: EngineConfig, model_config: ModelConfig, backend: Backend, limits: ShapeLimits, progress: Progress,
+    draft: Drafter | None,
+) -> tuple[ModelRunner, CachePlan]:  # fmt: skip
     """Starts a device without graphs: activations are estimated by formula, every size is its own bucket."""
-    draft = draft_config(config, model_config)
     plan = _cache_plan(config, model_config, backend, limits, draft)
     check_chunking(config, model_config, limits.max_tokens, limits.max_rows, plan.max_model_len)
     progress("weights", gib(plan.weights_bytes), 0.1)
@@ -354,45 +352,17 @@ def _host(
         seqs=limits.max_rows, tokens=limits.max_tokens, states=plan.states.slots,
     )  # fmt: skip
     model.bind(made)
-    runner = ModelRunner(backend, model, Plan(backend.policy, block_size=plan.block_size))
+    loaded = load_drafter(config, draft, model)
+    if loaded is not None:
+        HeldDraft(loaded, backend, made, plan.num_blocks, plan.block_size)
+    runner = ModelRunner(backend, model, Plan(backend.policy, block_size=plan.block_size), draft=loaded)
     runner.connect_ranks(made)
     runner.adapters = open_store(slot_sizes(config), model, backend)
-    head = eagle_config(config, model_config)
-    if head is not None:
-        runner.eagle = _open_head(head, runner, made, plan)
-    elif draft is not None:
-        runner.draft = _open_draft(config, draft, runner, made, plan)
     return runner, with_host_blocks(config, runner, made, plan)
 
 
-def _open_draft(
-    config: EngineConfig, draft: ModelConfig, runner: ModelRunner, target: Persistent, plan: CachePlan
-) -> DraftRunner:
-    """Loads the draft model and allocates its tensors."""
-    backend = runner.backend
-    model = load_draft(config, draft, backend)
-    model.bind(allocate_draft(model, backend, target, plan.num_blocks, plan.block_size))
-    return DraftRunner(backend, model, runner.plan)
-
-
-def _open_head(head: EagleConfig, runner: ModelRunner, target: Persistent, plan: CachePlan) -> EagleRunner:
-    """Loads a head of EAGLE-3, allocates its tensors, and lets the target keep the states that it reads."""
-    backend, model = runner.backend, runner.model
-    if not isinstance(model, Decoder):
-        raise StartupError(f"{head.path.name}: {model.config.architecture} is no decoder that keeps hidden states")
-    made = Eagle3Head(head.text, backend, runner.vocab, len(head.taps), model.embedding, head.norm_first)
-    weights = open_weights(head.path)
-    made.load(weights, head.path.name)
-    weights.forget()
-    model.taps = head.taps
-    target.taps = backend.zeros((len(target.hidden), len(head.taps) * head.text.hidden), backend.dtype)
-    sizes = head.as_model(model.config)
-    made.bind(allocate_head(sizes, backend, target, plan.num_blocks, plan.block_size), target)
-    return EagleRunner(backend, made, runner.plan)
-
-
 def _cache_plan(
-    config: EngineConfig, model: ModelConfig, backend: Backend, limits: ShapeLimits, draft: ModelConfig | None
+    config: EngineConfig, model: ModelConfig, backend: Backend, limits: ShapeLimits, draft: Drafter | None
 ) -> CachePlan:
     asked = CacheOptions(
         block_size=limits.block_size,
@@ -442,12 +412,6 @@ def _limits(
     )
 
 
-def _state_pool(plan: CachePlan) -> StatePool | None:
-    """Returns the pool of recurrent state; None: the model keeps none."""
-    held = plan.states
-    return StatePool(held.sequences + held.snapshots, held.snapshots) if held.slots else None
-
-
 def _times(config: EngineConfig, model: ModelConfig, plan: Plan, tokens: int) -> StepTimes | None:
     """Returns the object that learns step durations if ``--itl-target`` is set.
 
@@ -483,18 +447,17 @@ def _info(backend: Backend, plan: CachePlan, model: ModelConfig, seconds: float)
 
 
 def step_seconds(model: Decoder, tokens: int) -> float:
-    """Predicts the seconds of a step of ``tokens``: the time of one layer's MLP, scaled to the bytes of the model.
+    """Predicts the seconds of a step of ``tokens``: the time of one part of a layer, scaled to the bytes of the model.
 
-    The supervisor uses it to distinguish a slow step from a hang. Attention is not counted, so limits derived from it
-    need a safety factor. A slot of the vision tower costs less than a token of the text model.
+    The supervisor distinguishes a slow step from a hang by it, times a factor, as attention is not counted.
     """
-    mlp = model.layers[0].mlp
-    x = torch.zeros(PROBE_ROWS, model.config.text.hidden, dtype=model.backend.dtype, device=model.backend.device)
+    timed = choose_timed_part(model.layers)
+    x = torch.zeros(PROBE_ROWS, timed.width, dtype=model.backend.dtype, device=model.backend.device)
     taken = []
     with torch.inference_mode():
         for _ in range(1 + PROBE_REPEATS):  # the first call creates kernels
             started = time.perf_counter()
-            mlp(x)
+            timed.run(x)
             taken.append(time.perf_counter() - started)
     whole = model.nbytes() * model.config.text.layers / len(model.layers)
-    return min(taken[1:]) / PROBE_ROWS * (whole / mlp.nbytes()) * tokens
+    return min(taken[1:]) / PROBE_ROWS * (whole / timed.bytes) * tokens

@@ -26,7 +26,7 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.cross_attention_inputs import planned_units
 from trencadis.core.device.backend import Backend
 from trencadis.core.engine.dry_run import DryRun, PlannedDevice, StartupPlan
-from trencadis.core.engine.kv_offload_setup import planned_copies, with_host_blocks
+from trencadis.core.engine.kv_offload_setup import OffloadLaunches, planned_copies, with_host_blocks
 from trencadis.core.engine.pipeline_dry_run import planned_stage
 from trencadis.core.errors import StartupError, format_error, is_out_of_memory
 from trencadis.core.graphs.graph_capture import CaptureJournal, GraphCaptures
@@ -36,8 +36,7 @@ from trencadis.core.graphs.rank_agreement import RankAgreement
 from trencadis.core.graphs.replan import PlanChange, PlanChanges
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.host_memory import gib
-from trencadis.core.launches.draft_runner import allocate_draft, load_draft, open_beside
-from trencadis.core.launches.host_block_copies import PlannedCopies
+from trencadis.core.launches.draft_loading import DraftingModel, HeldDraft, load_drafter
 from trencadis.core.launches.model_runner import ModelRunner
 from trencadis.core.launches.persistent_tensors import (
     hidden_rows,
@@ -58,13 +57,12 @@ from trencadis.core.memory.launch_memory import costliest_buckets
 from trencadis.core.memory.ledger import MemoryInUse, MemorySplit, check_capacity, divide_memory
 from trencadis.core.memory.weight_bytes import slot_sizes
 from trencadis.core.models import model_loader
-from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.interface import HostLayering, Model, Persistent
 from trencadis.core.progress import Progress, Throttle
 from trencadis.core.shapes import bucket_options as bucket_env
 from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.shared_constants import RESERVED_BLOCKS
-from trencadis.core.spec.draft_checkpoint import draft_config
+from trencadis.core.spec.draft_checkpoint import Drafter, sizes_of
 
 if TYPE_CHECKING:
     from trencadis.core.device.backend import Backend
@@ -152,21 +150,19 @@ class FixedMemory:
     runner: ModelRunner
     tensors: Persistent
     activations: Mapping[Bucket, int]
-    copies: PlannedCopies | None = None
-    draft: Persistent | None = None
+    copies: OffloadLaunches | None = None
+    draft: HeldDraft | None = None
 
     def set_kv(self, backend: Backend, blocks: int, block_size: int) -> None:
-        """Allocates the KV cache of the model, and of one that drafts, in place of earlier ones.
+        """Allocates the KV cache of the model, and of what drafts, in place of earlier ones.
 
         The bodies hold a cache through their model.
         """
-        drafter = self.runner.draft
-        bound = [(self.runner.model, self.tensors)]
-        if drafter is not None and self.draft is not None:
-            bound.append((drafter.model, self.draft))
-        for model, tensors in bound:
-            tensors.kv = kv_cache(model.config, backend, blocks, block_size)
-            model.bind(tensors)
+        model = self.runner.model
+        self.tensors.kv = kv_cache(model.config, backend, blocks, block_size)
+        model.bind(self.tensors)
+        if self.draft is not None:
+            self.draft.set_kv(blocks, block_size)
 
 
 class DividedMemory(NamedTuple):
@@ -199,6 +195,7 @@ class DeviceStart:
     progress: Progress
     key: graph_measurements.MeasurementKey
     paper: StartupPlan
+    drafter: Drafter | None = None
 
     @classmethod
     def plan(
@@ -208,18 +205,21 @@ class DeviceStart:
         backend: Backend,
         progress: Progress,
         images: ImageNeeds | None = None,
+        drafter: Drafter | None = None,
     ) -> DeviceStart:
         """Plans a start-up; nothing is allocated yet.
 
         Args:
             images: limits of images; None: those of the checkpoint's processor.
+            drafter: what drafts, if anything does.
 
         Raises:
             StartupError: the model cannot fit, or the ranks planned different shapes.
         """
         images = images or registry.image_needs(model_config, config.mm_processor_kwargs, config.image_alignment)
-        key = _key(config, model_config, backend)
-        return cls(config, model_config, backend, progress, key, _paper(config, model_config, backend, images, key))
+        key = _key(config, model_config, backend, drafter)
+        paper = _paper(config, model_config, backend, images, key, drafter)
+        return cls(config, model_config, backend, progress, key, paper, drafter)
 
     def run(self) -> StartedDevice:
         """Runs all phases, and warm-up as configured.
@@ -244,7 +244,7 @@ class DeviceStart:
         meter.charge("weights")
         adapters = open_store(slot_sizes(self.config), model, self.backend)
         meter.charge("adapters")
-        draft = self._load_draft()
+        draft = load_drafter(self.config, self.drafter, model)
         meter.charge("draft_weights")
         self.progress("profiling", f"{len(self.paper.plan.buckets)} planned shapes", 0.6)
         fixed = self._allocate_fixed(model, draft, meter)
@@ -258,12 +258,7 @@ class DeviceStart:
             fixed.runner.changes = PlanChanges(lambda plan: self._change(fixed.runner, captures, plan))
         return StartedDevice(fixed.runner, cache, limits, self._warm(fixed.runner, captures), captures)
 
-    def _load_draft(self) -> Decoder | None:
-        """Loads the draft model, if one drafts; it gets a backend of its own on the same device."""
-        draft = draft_config(self.config, self.model_config)
-        return None if draft is None else load_draft(self.config, draft, open_beside(self.backend, draft))
-
-    def _allocate_fixed(self, model: Model, draft: Decoder | None, meter: MemoryMeter) -> FixedMemory:
+    def _allocate_fixed(self, model: Model, draft: DraftingModel | None, meter: MemoryMeter) -> FixedMemory:
         """Allocates the tensors of fixed size and all programs' inputs, and profiles with a KV cache of three
         blocks.
         """
@@ -281,30 +276,25 @@ class DeviceStart:
         meter.charge("profile")
         tensors = Persistent(small, hidden, arena, state, stream, recurrent)
         model.bind(tensors)
-        own = None if draft is None else self._bind_draft(draft, tensors, meter)
+        own = None
+        if draft is not None:
+            own = HeldDraft(draft, b, tensors, PROFILE_BLOCKS - RESERVED_BLOCKS, limits.block_size, meter.charge)
         observer = GraphObserver(self.progress.enter, lazy=self.config.warmup == "skip")
         runner = ModelRunner(b, model, plan, observer, draft)
         runner.connect_ranks(tensors)
         for bucket in sorted(plan.buckets, key=lambda b: (-math.prod(b.dims), -planned_units(b.variant), b.variant)):
             runner.graphs.program(bucket)  # largest first, so that programs that share inputs allocate them once
         meter.charge("inputs")
-        copies = planned_copies(self.config, b, small)
+        copies = planned_copies(self.config, b, tensors)
         meter.charge("copies")
         activations = self.paper.estimator.activations
         held = profile_activations(
             runner.graphs, costliest_buckets(plan, lambda bucket: activations(bucket, limits.block_size))
         )
         if copies is not None:
-            copies.rehearse(small)
+            copies.rehearse(tensors)
         meter.charge("activations")
         return FixedMemory(runner, tensors, held, copies, own)
-
-    def _bind_draft(self, draft: Decoder, target: Persistent, meter: MemoryMeter) -> Persistent:
-        """Allocates the fixed tensors of the draft model, and a KV cache as small as the target's."""
-        count, size = PROFILE_BLOCKS - RESERVED_BLOCKS, self.paper.limits.block_size
-        made = allocate_draft(draft, self.backend, target, count, size, meter.charge)
-        draft.bind(made)
-        return made
 
     @property
     def _code(self) -> str:
@@ -451,9 +441,11 @@ class DeviceStart:
         graph_measurements.add_measurements(self.key, new, graph_measurements.folder(), complete=full)
 
 
-def _key(config: EngineConfig, model_config: ModelConfig, backend: Backend) -> graph_measurements.MeasurementKey:
+def _key(
+    config: EngineConfig, model_config: ModelConfig, backend: Backend, drafter: Drafter | None
+) -> graph_measurements.MeasurementKey:
     return graph_measurements.MeasurementKey(
-        graph_measurements.fingerprint(model_config, draft_config(config, model_config)),
+        graph_measurements.fingerprint(model_config, None if drafter is None else sizes_of(drafter)),
         backend.label,
         f"{8 * backend.dtype.itemsize} bit",
         backend.comm.world,
@@ -467,6 +459,7 @@ def _paper(
     backend: Backend,
     images: ImageNeeds,
     key: graph_measurements.MeasurementKey,
+    drafter: Drafter | None,
 ) -> StartupPlan:
     """Runs the dry run with the memory of the fullest rank of this stage.
 
@@ -477,7 +470,7 @@ def _paper(
     device = PlannedDevice(backend.name, total, total - free, comm.world, backend.dtype.itemsize)
     asked = bucket_env.read_bucket_options(os.environ)
     known = graph_measurements.load(key, graph_measurements.folder())
-    start = DryRun(config, model_config, backend.policy, asked, images, device, known)
+    start = DryRun(config, model_config, backend.policy, asked, images, device, known, draft=drafter)
     paper = planned_stage(start)
     (length,) = agreement.over_stages(paper.limits.max_model_len)
     if length < paper.limits.max_model_len:

@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from trencadis.core.bucket_plan import Plan
-from trencadis.core.buckets import Stage
+from trencadis.core.buckets import Stage, is_drafting, target_bucket
 from trencadis.core.checkpoint import registry
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.pooling_config import MEAN
 from trencadis.core.checkpoint.quant_config import ONLINE, online
 from trencadis.core.checkpoint.registry import family_of
 from trencadis.core.config import EngineConfig
-from trencadis.core.device_policy import Policy
+from trencadis.core.device_policy import PlannedModel, Policy
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.rank_info import can_share
 from trencadis.core.kv_cache_format import kv_notes
@@ -28,7 +28,7 @@ from trencadis.core.memory.weight_bytes import weight_notes
 from trencadis.core.memory.weight_offload import check_offload
 from trencadis.core.shapes.pipeline_partition import check_ranks
 from trencadis.core.shapes.shape_limits import ShapeLimits
-from trencadis.core.spec.draft_checkpoint import draft_config
+from trencadis.core.spec.draft_checkpoint import Drafter, EagleConfig, sizes_of
 from trencadis.core.spec.spec_config import resolve_speculation
 
 
@@ -50,15 +50,26 @@ def format_notes(model: ModelConfig, itemsize: int, policy: Policy) -> list[str]
     return [*weight_notes(model, itemsize, policy.quantised), *kv_notes(model.text.kv)]
 
 
-def mode_notes(model: ModelConfig, plan: Plan, policy: Policy) -> list[str]:
+def mode_notes(model: ModelConfig, plan: Plan, policy: Policy, drafter: Drafter | None = None) -> list[str]:
     """Returns notes on a mode without graphs: what a start compiles instead."""
     if not policy.graphless:
         return []
     notes = [f"graphs: none in {policy.graphless}; VLLM_GRAPH_RESERVED_MEM counts 0 there."]
     if policy.compiled is not None:
-        cell = model.vision.slot.cell if model.vision is not None else 1
-        notes.append(policy.compiled(plan.buckets, cell, model.text.layers, len(model.text.windows)))
+        notes.append(policy.compiled(planned_models(model, plan, drafter)))
     return notes
+
+
+def planned_models(model: ModelConfig, plan: Plan, drafter: Drafter | None) -> list[PlannedModel]:
+    """Returns the launches of the model, and those of what drafts for it, if anything does."""
+    cell = model.vision.slot.cell if model.vision is not None else 1
+    taps = drafter.taps if isinstance(drafter, EagleConfig) else ()
+    own = [bucket for bucket in plan.buckets if not is_drafting(bucket)]
+    found = [PlannedModel(own, cell, model.text.layers, len(model.text.windows), taps)]
+    if drafter is not None:
+        text, drafting = sizes_of(drafter).text, [target_bucket(b) for b in plan.buckets if is_drafting(b)]
+        found.append(PlannedModel(drafting, 1, text.layers, len(text.windows)))
+    return found
 
 
 def check_cross_attention(config: EngineConfig, model: ModelConfig, policy: Policy) -> None:
@@ -143,7 +154,6 @@ def check_start(config: EngineConfig, model: ModelConfig, policy: Policy, device
     check_adapters(config, model, policy, device)
     check_offload(config, policy, device)
     resolve_speculation(config, model, policy, device)
-    draft_config(config, model)
     _check_pooling(config, model, policy)
     check_attention(config, model, policy)
     check_ranks(model, device, policy)

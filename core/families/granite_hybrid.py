@@ -45,14 +45,19 @@ def _recurrent(c: JsonFields) -> RecurrentConfig | None:
     size = c.integer("mamba_d_head") if given else width // heads
     if size * heads != width:
         c.refuse("mamba_d_head", f"mamba_n_heads of it must make mamba_expand * hidden_size, which is {width}")
-    if c.is_given("time_step_limit") and not _is_unlimited(c.values["time_step_limit"]):
-        c.refuse("time_step_limit", "implemented: steps without a limit, [0.0, Infinity]")
+    refuse_step_limits(c)
     found = RecurrentConfig(
         layers, kernel=c.integer("mamba_d_conv", least=2, most=MOST_TAPS, default=4), key_heads=groups,
         value_heads=heads, key_dim=c.integer("mamba_d_state", most=WIDEST, default=256), value_dim=size,
         scan=True, conv_bias=c.boolean("mamba_conv_bias", True), projection_bias=c.boolean("mamba_proj_bias", False),
     )  # fmt: skip
     return found if layers else None
+
+
+def refuse_step_limits(c: JsonFields) -> None:
+    """Raises StartupError if the steps of Mamba-2 have limits."""
+    if c.is_given("time_step_limit") and not _is_unlimited(c.values["time_step_limit"]):
+        c.refuse("time_step_limit", "implemented: steps without a limit, [0.0, Infinity]")
 
 
 def _is_unlimited(limits: object) -> bool:

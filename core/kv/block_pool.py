@@ -14,7 +14,8 @@ ZERO (0) and SINK (1) are never allocated and never counted.
 Records what the caches have evicted, as keys cut to 8 bytes, by which a router tracks the caches of several
 engines.
 
-Host memory tier of the block pool: keeps the content of evicted blocks under its key.
+Host memory tier of the block pool: keeps the content of evicted blocks under its key. Recurrent states of preempted
+sequences are kept in the same way, in slots of their own.
 
 The hash chain over full blocks: equal keys mean equal KV content. Pure Python.
 
@@ -93,6 +94,15 @@ class BlockHashChain:
         self._hash_block(tokens)
         return self._last
 
+    def key_within_block(self, tokens: Sequence[int], count: int) -> bytes:
+        """Returns a key of the first ``count`` tokens, wherever they end; it differs from those of blocks."""
+        full, part = divmod(count, self._size)
+        digest = sha256(self.key(tokens, full - 1) if full else self._root)
+        digest.update(b"within" + array("i", tokens[count - part : count]).tobytes())
+        if self._request.spans:
+            digest.update(self._media(count - part))
+        return digest.digest()
+
     def _hash_up_to(self, tokens: Sequence[int], index: int) -> None:
         """Hashes blocks up to (excluding) block ``index``, starting from the last known key."""
         kept = len(self.keys)
@@ -149,7 +159,7 @@ def _runs_key(span: MediaSpan, start: int, end: int) -> bytes:
 
 
 class HostBlockPool:
-    """Manages slots [0, size) of host memory, one block each; the least recently used is overwritten first.
+    """Manages slots [0, size) of host memory, one block or state each; the least recently used is overwritten first.
 
     ``moves`` lists copies in the order in which they must run, before the launches of the next Step: a block may be
     reused as soon as it is evicted, and a slot as soon as it is read.
@@ -195,6 +205,12 @@ class HostBlockPool:
         self.moves.append(BlockMove(block, slot, False))
         self._slots[key] = slot
         self.restored += 1
+
+    def discard(self, key: bytes) -> None:
+        """Drops the content ``key``, if it is stored."""
+        slot = self._slots.pop(key, None)
+        if slot is not None:
+            self._free.append(slot)
 
     def take_moves(self) -> tuple[BlockMove, ...]:
         """Returns the copies that the next Step begins with, and clears the list."""
@@ -362,6 +378,13 @@ class BlockPool:
         """Records that ``block`` holds the content ``key``, unless another block is cached for it already."""
         if block not in self._key and self._by_key.setdefault(key, block) == block:
             self._key[block] = key
+
+    def withdraw(self, block: int) -> None:
+        """Removes the content of a block in use from the cache and from host memory: its sequence will change it."""
+        key = self._key.pop(block)
+        del self._by_key[key]
+        if self.host is not None:
+            self.host.discard(key)
 
     def find(self, key: bytes) -> int | None:
         """Returns the block that holds the content ``key``; None if it is not cached."""

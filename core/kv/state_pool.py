@@ -18,6 +18,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from trencadis.core.kv.block_pool import HostBlockPool
+
 
 class PendingSnapshot(NamedTuple):
     """A snapshot whose launch has not completed: the key of the block chain that it ends, and its slot."""
@@ -32,10 +34,11 @@ class StatePool:
     Args:
         size: slots of sequences and snapshots together.
         snapshots: most snapshots at a time. The least recently used one makes room for another one, and for sequences.
+        host: host memory for the states of preempted sequences.
     """
 
-    def __init__(self, size: int, snapshots: int = 0) -> None:
-        self.size, self.most = size, snapshots
+    def __init__(self, size: int, snapshots: int = 0, host: HostBlockPool | None = None) -> None:
+        self.size, self.most, self.host = size, snapshots, host
         self.hits = self.misses = self.evictions = 0
         self._free = list(range(size, 0, -1))
         self._readers: dict[int, int] = {}
@@ -129,6 +132,8 @@ class StatePool:
         """Drops all snapshots, as the prefix cache is emptied."""
         while self._keys:
             self._forget_slot(self._keys.popitem()[1])
+        if self.host is not None:
+            self.host.forget()
 
     def _evict(self) -> bool:
         """Frees the least recently used snapshot that no sequence is about to read."""
@@ -155,5 +160,7 @@ class StatePool:
         for slot in sources:
             readers[slot] = readers.get(slot, 0) + 1
         assert readers == self._readers, "claims of snapshots differ from what sequences will read"
+        if self.host is not None:
+            self.host.check()
         slots = [*held, *self._free, *self._resting, *self._keys.values(), *self._pending, *self._orphans]
         assert sorted(slots) == list(range(1, self.size + 1)), "a slot of recurrent state is lost"

@@ -1,5 +1,5 @@
-"""KV cache blocks in host memory, and the copies to and from them, which run in launch order without blocking the
-host.
+"""KV cache blocks and recurrent states in host memory, and the copies to and from them, which run in launch order
+without blocking the host.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trencadis.core.device.backend import LayerKV
+from trencadis.core.models.interface import RecurrentState
 from trencadis.core.shared_constants import SINK_BLOCK
 from trencadis.core.step import BlockMove
 
@@ -28,7 +29,7 @@ class CopyingBackend(Protocol):
 
 
 class BlockCopies(Protocol):
-    """Copies of blocks between device and host memory."""
+    """Copies of blocks, or of recurrent states, between device and host memory."""
 
     def run(self, moves: Sequence[BlockMove]) -> None:
         """Copies blocks out and back, in order, before all later launches."""
@@ -38,11 +39,11 @@ class BlockCopies(Protocol):
 class PlannedCopies(BlockCopies, Protocol):
     """Copies made by launches of their own, whose buffers are allocated at the start."""
 
-    def rehearse(self, kv: Sequence[LayerKV]) -> None:
+    def rehearse(self, tensors: Sequence[Tensor]) -> None:
         """Runs every launch on temporary caches, to measure the peak memory."""
         ...
 
-    def bind(self, kv: Sequence[LayerKV], graphs: bool) -> None:
+    def bind(self, tensors: Sequence[Tensor], graphs: bool) -> None:
         """Sets the caches and prepares the launches; ``graphs``: as graphs if the device's mode has them."""
         ...
 
@@ -54,9 +55,23 @@ class PlannedCopies(BlockCopies, Protocol):
 class PlanningBackend(Protocol):
     """The additional methods of a backend whose policy sets ``host_blocks``."""
 
-    def block_copies(self, kv: Sequence[LayerKV]) -> PlannedCopies:
-        """Returns copies for the blocks of these caches; allocates their buffers."""
+    def block_copies(self, tensors: Sequence[Tensor]) -> PlannedCopies:
+        """Returns copies for the blocks of these tensors of caches; allocates their buffers."""
         ...
+
+    def state_copies(self, tensors: Sequence[Tensor]) -> PlannedCopies:
+        """Returns copies for the slots of these tensors of recurrent state; allocates their buffers."""
+        ...
+
+
+def tensors_of(kv: Sequence[LayerKV]) -> list[Tensor]:
+    """Returns the tensors of caches that hold anything."""
+    return [t for x in kv for t in (x.k, x.v, x.k_scale, x.v_scale, x.kept) if t is not None and t.numel()]
+
+
+def state_tensors(recurrent: Sequence[RecurrentState]) -> list[Tensor]:
+    """Returns the tensors of recurrent layers, whose first dimension counts slots."""
+    return [t for layer in recurrent for t in layer if t is not None]
 
 
 def block_parts(kv: Sequence[LayerKV], blocks: int) -> list[Tensor]:
@@ -66,8 +81,7 @@ def block_parts(kv: Sequence[LayerKV], blocks: int) -> list[Tensor]:
         blocks: number of blocks of the caches, including the reserved ones. The first dimension of each tensor counts
             blocks or tokens.
     """
-    tensors = [t for x in kv for t in (x.k, x.v, x.k_scale, x.v_scale, x.kept) if t is not None and t.numel()]
-    return [t.view(blocks, -1).view(torch.uint8) for t in tensors]
+    return [t.view(blocks, -1).view(torch.uint8) for t in tensors_of(kv)]
 
 
 class HostKV:
@@ -99,3 +113,28 @@ class HostKV:
             else:
                 self._spare.copy_(self._host[slot], non_blocking=True)
                 torch._foreach_copy_(rows, self._pieces)
+
+
+class HostStates:
+    """Slots of host memory; each holds the recurrent state of one sequence over all layers of a rank.
+
+    States are large, so that each tensor is copied by itself, without a transfer buffer.
+
+    Args:
+        tensors: ``state_tensors``.
+        slots: number of states that host memory holds.
+    """
+
+    def __init__(self, backend: CopyingBackend, tensors: Sequence[Tensor], slots: int) -> None:
+        self._backend, self._tensors = backend, tensors
+        self._host = [backend.host_memory((slots, *t.shape[1:]), t.dtype) for t in tensors]
+
+    def run(self, moves: Sequence[BlockMove]) -> None:
+        """Copies states out and back, in order: each may reuse the slot of the previous one, on either side."""
+        self._backend.in_order(lambda: self._copy(moves))
+
+    def _copy(self, moves: Sequence[BlockMove]) -> None:
+        for state, slot, out in moves:
+            for own, held in zip(self._tensors, self._host, strict=True):
+                to, source = (held[slot], own[state]) if out else (own[state], held[slot])
+                to.copy_(source, non_blocking=True)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from trencadis.core.bucket_plan import Plan
-from trencadis.core.buckets import LORA, POOL_ROWS, Bucket, Stage, ahead_variant, verify_variant
+from trencadis.core.buckets import LORA, POOL_ROWS, Bucket, Stage, ahead_variant, verify_variant, wide_variant
 from trencadis.core.cross_attention_inputs import count_units, variant_of
+from trencadis.core.device_policy import Policy
 from trencadis.core.request import MAX_LOGPROBS
 from trencadis.core.shapes.need_recorder import NeedRecorder
 from trencadis.core.shapes.rectangular_launches import RowNeed, split_rows
@@ -17,9 +18,6 @@ from trencadis.core.step import BidirectionalSpan, ImageRows, Row, StateSlots, S
 
 HEAD_ROWS = 64
 """Rows of one SAMPLE launch for prompt_logprobs, which bounds the logits in memory."""
-
-WIDE_ROWS = 8
-"""Rows of one SAMPLE launch that reports more than MAX_LOGPROBS top ids."""
 
 
 class TokenRange(NamedTuple):
@@ -250,7 +248,20 @@ def list_wide_variants(vocab: int) -> dict[str, int]:
     while size < vocab:
         sizes.append(size)
         size *= 2
-    return {f"top{size}": size for size in sorted(sizes)}
+    return {wide_variant(size): size for size in sorted(sizes)}
+
+
+def plan_wide_variants(vocab: int, most: int, policy: Policy) -> tuple[str, ...]:
+    """Returns the variants of SAMPLE that a plan holds beside those which draw.
+
+    Args:
+        most: most top ids that a request may ask for (``EngineConfig.max_logprobs``); -1: the whole vocabulary.
+    """
+    if not policy.wide_head or 0 <= most <= MAX_LOGPROBS:
+        return ()
+    sizes = list_wide_variants(vocab)
+    largest = min(size for size in sizes.values() if size >= (vocab if most < 0 else min(most, vocab)))
+    return tuple(name for name, size in sizes.items() if size <= largest)
 
 
 def wide_bucket(rows: int, wide: int, vocab: int, plan: Plan) -> Bucket:

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from trencadis.core.bucket_plan import Plan
-from trencadis.core.buckets import DRAFT, Bucket, Stage, ahead_variant
+from trencadis.core.buckets import DRAFT, WIDE_ROWS, Bucket, Stage, ahead_variant
 from trencadis.core.device.backend import Backend, Inputs, Pending, Pipe, VisionTensors
 from trencadis.core.graphs.graph_manager import GraphManager, GraphObserver
 from trencadis.core.graphs.rank_agreement import RankAgreement
 from trencadis.core.graphs.replan import PlanChanges
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.launches import host_inputs as host
-from trencadis.core.launches.draft_runner import DraftRunner, EagleRunner, list_bodies
+from trencadis.core.launches.draft_loading import DraftingModel, list_bodies
+from trencadis.core.launches.draft_runner import DraftRunner, EagleRunner
 from trencadis.core.launches.encoder_data_parallel import GatheredRows, assign_images
 from trencadis.core.launches.host_block_copies import BlockCopies
 from trencadis.core.launches.launch_splitter import (
     HEAD_ROWS,
-    WIDE_ROWS,
     Launch,
     ahead_bucket,
     head_bucket,
@@ -39,11 +37,11 @@ from trencadis.core.launches.launch_splitter import (
     wide_bucket,
 )
 from trencadis.core.launches.rank_input_batch import HeadNeeds, RankInputBatch
-from trencadis.core.launches.sample_launches import join_scores, launch_masked, launch_split
+from trencadis.core.launches.sample_launches import PendingScores, PendingStep, PooledSlice, launch_masked, launch_split
 from trencadis.core.launches.stage_transfer import PipelineTransfer, runs_on_stage
 from trencadis.core.lora.adapter_store import AdapterStore
-from trencadis.core.masks.manager import MatcherManager, PendingSample
-from trencadis.core.models.decoder import Decoder
+from trencadis.core.masks.manager import MatcherManager
+from trencadis.core.models.eagle3 import Eagle3Head
 from trencadis.core.models.interface import Model, Persistent
 from trencadis.core.progress import Warming
 from trencadis.core.request import AdapterRef
@@ -54,70 +52,10 @@ from trencadis.core.step import (
     Encode,
     HeadInputs,
     HeadOutput,
-    Pooled,
-    PoolOutput,
     Row,
     Step,
     StepInputs,
-    StepOutput,
-    StepStats,
-    TargetScores,
-    append_pooled,
 )
-
-
-class PooledSlice(NamedTuple):
-    """A POOL launch in flight: the key of each output row, and the keys whose rows are not summed."""
-
-    keys: list[int]
-    each: set[int]
-    rows: Pending[PoolOutput]
-
-
-@dataclass(slots=True)
-class PendingStep:
-    """A Step in flight: the pending fetches, and the sequence of each fetched row."""
-
-    number: int
-    samples: dict[int, int]
-    plan: int = 1
-    head: Pending[HeadOutput] | None = None
-    pending_sample: PendingSample | None = None
-    targets: list[tuple[int, list[int], Pending[HeadOutput]]] = field(default_factory=list)
-    scored: list[tuple[int, list[int], Pending[HeadOutput]]] = field(default_factory=list)
-    pools: list[PooledSlice] = field(default_factory=list)
-    stats: list[StepStats] = field(default_factory=list)
-
-    def done(self) -> bool:
-        """Returns True if ``result`` would not block."""
-        scores = (*self.targets, *self.scored)
-        pools = all(p.rows.done() for p in self.pools)
-        return pools and (self.head is None or self.head.done()) and all(p.done() for _, _, p in scores)
-
-    def result(self) -> StepOutput:
-        """Waits for the fetches."""
-        out = StepOutput(self.number, self.samples, stats=self.stats, plan=self.plan)
-        out.head = self.head.result() if self.head is not None else None
-        if self.pending_sample is not None:
-            late = self.pending_sample
-            out.failures, out.failed_at, out.text, out.forced = late.failures, late.failed_at, late.text, late.forced
-        if self.targets or self.scored or self.pools:
-            self._add_of_prompts(out)
-        return out
-
-    def _add_of_prompts(self, out: StepOutput) -> None:
-        """Adds prompt scores and pooled rows to ``out``."""
-        for some, fetches in ((out.targets, self.targets), (out.scored, self.scored)):
-            for key, positions, pending in fetches:
-                scores = TargetScores(positions, pending.result())
-                some[key] = scores if key not in some else join_scores(some[key], scores)
-        for part in self.pools:
-            values, at = part.rows.result().values, 0
-            for key, run in groupby(part.keys):
-                each, count = key in part.each, len(list(run))
-                rows: Pooled = values[at : at + count] if each else values[at : at + 1].astype(np.float64)
-                out.pooled[key] = append_pooled(out.pooled.get(key), rows, each)
-                at += count
 
 
 class ModelRunner:
@@ -125,7 +63,7 @@ class ModelRunner:
 
     def __init__(
         self, backend: Backend, model: Model, plan: Plan, observer: GraphObserver | None = None,
-        draft: Decoder | None = None,
+        draft: DraftingModel | None = None,
     ) -> None:  # fmt: skip
         self.backend = backend
         self.model = model
@@ -148,11 +86,14 @@ class ModelRunner:
             bodies[ahead_variant(plan.drafts)] = bodies["full"]
         for variant, size in list_wide_variants(self.vocab).items():
             bodies[variant] = partial(model.score_top, size)
-        if draft is not None:
+        planned = bool(plan.policy.rules)
+        if draft is not None and planned:
             bodies |= list_bodies(draft, f"-{DRAFT}")
         self.graphs = GraphManager(backend, bodies, plan, observer, None if draft is None else draft.backend)
+        graphs = self.graphs if planned else None
         self._warmup: Warmup | None = None
         self.host_kv: BlockCopies | None = None
+        self.host_states: BlockCopies | None = None
         self.adapters: AdapterStore | None = None
         """Set if requests may have LoRA adapters."""
         self.matchers = MatcherManager(self.vocab, model.config.eos)
@@ -161,15 +102,15 @@ class ModelRunner:
         """Set if each rank encodes a part of the images."""
         self.passage: PipelineTransfer | None = None
         """The transfer to and from other pipeline stages, if there are any."""
-        self.draft = None if draft is None else DraftRunner(backend, draft, plan, self.graphs)
+        self.draft = None if draft is None or isinstance(draft, Eagle3Head) else DraftRunner(draft, plan, graphs)
         """The model that drafts, if one does."""
-        self.eagle: EagleRunner | None = None
+        self.eagle = EagleRunner(draft, plan, graphs) if isinstance(draft, Eagle3Head) else None
         """The head that drafts, if one does."""
         self.changes: PlanChanges | None = None
         """Changes the plan while serving, on devices with planned shapes."""
         self.recorder: NeedRecorder | None = None
         """Counts which shapes the Steps need; None: nothing is recorded."""
-        self._launched: StepInputs | None = None
+        self._launched: list[tuple[Bucket, StepInputs]] = []
         self.batches = [RankInputBatch() for _ in range(self.share.stages)]
         self.batch = self.batches[0]
         self._everything = np.full((1, -(-self.vocab // 8)), 255, np.uint8)
@@ -180,6 +121,9 @@ class ModelRunner:
         if step.moves:
             assert self.host_kv is not None
             self.host_kv.run(step.moves)
+        if step.state_moves:
+            assert self.host_states is not None
+            self.host_states.run(step.state_moves)
         if step.uploads:
             assert self.adapters is not None
             self.adapters.upload(step.uploads)
@@ -187,11 +131,12 @@ class ModelRunner:
             self.matchers.apply(step.closings, step.openings)
         self.batch = self.batches[step.micro_batch]
         self.batch.apply(step.batch)
-        self._launched = None
-        self._run_step(step if self.ragged else self.batch.with_all_rows(step), pending)
-        if self.eagle is not None and self._launched is not None:
-            output = None if pending.head is None else pending.head.result()
-            self.eagle.read(step, self.batch.keys, self._launched, pending.samples, output)
+        self._launched.clear()
+        whole = step if self.ragged else self.batch.with_all_rows(step)
+        self._run_step(whole, pending)
+        if self.eagle is not None and self._launched:  # a step may have images alone
+            keys = self.batch.keys if self.ragged else ()
+            pending.stats += self.eagle.read(whole, keys, self._launched, pending.samples, pending.head)
         if step.batch is not None:
             self.batch.advance(step.rows, step.batch.joins)
         if self.graphs.counted:
@@ -285,7 +230,8 @@ class ModelRunner:
         else:
             inputs = self._text_inputs(step, launch)
             self._run(launch.bucket, inputs, len(inputs.tokens), pending)
-            self._launched = inputs
+            if self.eagle is not None:
+                self._launched.append((launch.bucket, inputs))
             if self.draft is not None:
                 pending.stats += self.draft.read(launch.bucket, inputs)
 
@@ -435,7 +381,7 @@ class ModelRunner:
         positions: Sequence[int],
         pending: PendingStep,
         wide: int,
-    ) -> list[tuple[int, list[int], Pending[HeadOutput]]]:
+    ) -> list[PendingScores]:
         """Launches SAMPLE to score ``ids`` at rows of the hidden tensor, in slices that fit a planned bucket.
 
         Args:
@@ -448,7 +394,7 @@ class ModelRunner:
             count = len(ids[part])
             bucket = wide_bucket(count, wide, self.vocab, self.plan) if wide else sample_bucket(count, True, self.plan)
             out = self._run(bucket, inputs, count, pending)
-            made.append((key, list(positions[part]), self.backend.fetch(out, count)))
+            made.append(PendingScores(key, list(positions[part]), self.backend.fetch(out, count)))
         return made
 
     def _pool(self, rows: list[tuple[Row, int]], pending: PendingStep) -> None:

@@ -218,7 +218,7 @@ def read_adapter(folder: Path, config: ModelConfig) -> Adapter:
     modules = _pair(path, tensors, settings, config)
     for name, tensor in tensors.items():
         if not _is_finite(data, tensor):
-            raise StartupError(f"{path}: {name} holds values that are not finite")
+            raise StartupError(f"{path} holds values that are not finite: {name[:120]}")
     return Adapter(folder, modules, _digest(data, modules))
 
 

@@ -94,6 +94,18 @@ class AdaptedLayer(NamedTuple):
     layer: DecoderLayer | None = None
 
 
+class HeldLayer(NamedTuple):
+    """A layer's part of an adapter in host memory.
+
+    Args:
+        parts: the adapters of its matrices on this rank, B transposed: [rank, outputs]; None: a matrix has none.
+        packed: all of them as the device takes them, if it keeps slots in a layout of its own; ``parts`` is empty then.
+    """
+
+    parts: tuple[MatrixAdapter | None, ...]
+    packed: object = None
+
+
 @runtime_checkable
 class PackingOps(Protocol):
     """Additional methods of ``Ops`` for devices that keep A and B in a layout of their own."""
@@ -104,8 +116,15 @@ class PackingOps(Protocol):
         """Allocates zeros for a fused matrix whose parts have ``widths`` outputs; None: it is kept unpacked."""
         ...
 
-    def put_adapter(self, w: PackedAdapters, slot: int, part: int, a: Tensor | None, b: Tensor | None) -> None:
-        """Writes A [rank, inputs] and B [rank, outputs] of a part to a slot, from 0; None: zeros."""
+    def pack_adapter(self, w: PackedAdapters, parts: Sequence[MatrixAdapter | None]) -> object:
+        """Returns A [rank, inputs] and B [rank, outputs] of each part, None: zeros, as ``put_adapter`` takes them.
+
+        Runs in a thread beside launches, so that ``put_adapter``, between two of them, takes little time.
+        """
+        ...
+
+    def put_adapter(self, w: PackedAdapters, slot: int, contents: object) -> None:
+        """Writes a result of ``pack_adapter`` to a slot, from 0."""
         ...
 
 
@@ -127,7 +146,8 @@ class AdapterStore:
             _mirror(one.linear.adapters) if backend.policy.copies_whole else None for one in self.layers
         ]
         """Copies of the slots in host memory, for devices to which tensors are copied whole."""
-        self._held: dict[str, dict[str, MatrixAdapter]] = {}
+        self._held: dict[str, list[HeldLayer]] = {}
+        """Digest of an adapter -> its part of each of ``layers``."""
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="adapters")
 
     def _allocate(self, one: AdaptedLayer) -> AdapterWeights | PackedAdapters:
@@ -175,13 +195,18 @@ class AdapterStore:
             return str(error)
         return ""
 
-    def _cut(self, matrices: dict[str, MatrixAdapter]) -> dict[str, MatrixAdapter]:
-        """Returns this rank's share of an adapter, in the backend's dtype; B is transposed: [rank, outputs]."""
-        found: dict[str, MatrixAdapter] = {}
+    def _cut(self, matrices: dict[str, MatrixAdapter]) -> list[HeldLayer]:
+        """Returns this rank's share of an adapter, in the backend's dtype, for each layer."""
+        found: list[HeldLayer] = []
         for one in self.layers:
-            for part in one.parts:
-                if part.name in matrices:
-                    found[part.name] = self._cut_part(one, part, matrices[part.name])
+            named = ((part, matrices.get(part.name)) for part in one.parts)
+            parts = tuple(None if whole is None else self._cut_part(one, part, whole) for part, whole in named)
+            w = one.linear.adapters
+            if w is None or isinstance(w, AdapterWeights):
+                found.append(HeldLayer(parts))
+                continue
+            assert isinstance(self.backend.ops, PackingOps)
+            found.append(HeldLayer((), self.backend.ops.pack_adapter(w, parts)))
         return found
 
     def _cut_part(self, one: AdaptedLayer, part: LayerPart, whole: MatrixAdapter) -> MatrixAdapter:
@@ -196,28 +221,23 @@ class AdapterStore:
 
     def upload(self, uploads: Sequence[AdapterUpload]) -> None:
         """Copies adapters to slots; launches that have begun still see the slots' earlier contents."""
-        for one, mirror in zip(self.layers, self._mirrors, strict=True):
+        for number, (one, mirror) in enumerate(zip(self.layers, self._mirrors, strict=True)):
             weights = one.linear.adapters
             assert weights is not None
             for slot, digest in uploads:
-                self._fill(one, weights if mirror is None else mirror, slot - 1, self._held[digest])
+                self._fill(weights if mirror is None else mirror, slot - 1, self._held[digest][number])
             if mirror is not None:
                 assert isinstance(weights, AdapterWeights)
                 for target, source in zip((weights.a, *weights.b), (mirror.a, *mirror.b), strict=True):
                     target.copy_(source)
 
-    def _fill(
-        self, one: AdaptedLayer, w: AdapterWeights | PackedAdapters, slot: int, held: dict[str, MatrixAdapter]
-    ) -> None:
+    def _fill(self, w: AdapterWeights | PackedAdapters, slot: int, held: HeldLayer) -> None:
         """Writes the adapter of one layer to a slot; zeros where it has no matrix, or a smaller rank."""
         if not isinstance(w, AdapterWeights):
             assert isinstance(self.backend.ops, PackingOps)
-            for i, part in enumerate(one.parts):
-                found = held.get(part.name)
-                self.backend.ops.put_adapter(w, slot, i, *((None, None) if found is None else found))
+            self.backend.ops.put_adapter(w, slot, held.packed)
             return
-        for i, (part, b) in enumerate(zip(one.parts, w.b, strict=True)):
-            found = held.get(part.name)
+        for i, (found, b) in enumerate(zip(held.parts, w.b, strict=True)):
             _overwrite(w.a[slot, i], None if found is None else found.a)
             _overwrite(b[slot], None if found is None else found.b)
 
@@ -231,9 +251,9 @@ def _overwrite(target: Tensor, source: Tensor | None) -> None:
     rows, columns = (0, 0) if source is None else source.shape
     if source is not None:
         target[:rows, :columns] = source.to(target.device)
-    target[rows:] = 0
+    target[rows:].zero_()
     if rows and columns < target.shape[1]:
-        target[:rows, columns:] = 0
+        target[:rows, columns:].zero_()
 
 
 def _mirror(w: AdapterWeights | PackedAdapters | None) -> AdapterWeights:

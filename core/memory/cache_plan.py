@@ -18,11 +18,13 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.host_memory import gib
 from trencadis.core.kv_cache_format import head_bytes
+from trencadis.core.memory.draft_estimate import HeadEstimator
 from trencadis.core.memory.estimate import arena_width
 from trencadis.core.memory.ledger import DeviceTooSmall
 from trencadis.core.memory.weight_bytes import quantisation_excess
 from trencadis.core.shapes.launch_costs import layers_values
 from trencadis.core.shared_constants import RESERVED_BLOCKS
+from trencadis.core.spec.draft_checkpoint import Drafter, EagleConfig, sizes_of
 
 SHARE = 0.5
 """Share of the memory left for states and KV cache that the states of sequences take at most, unless told otherwise."""
@@ -126,6 +128,7 @@ class CachePlan:
     weights_bytes: int
     notes: tuple[str, ...] = ()
     host_blocks: int = 0
+    host_states: int = 0
     states: StatePlan = NO_STATES
 
     @property
@@ -201,12 +204,12 @@ def plan_cpu(
     ranks: int = 1,
     quantised: str = "",
     engine: EngineConfig | None = None,
-    draft: ModelConfig | None = None,
+    draft: Drafter | None = None,
 ) -> CachePlan:
     """Plans the caches of an engine on the CPU; ``engine`` has the options for recurrent state.
 
     ``available`` is the memory before weights are loaded. The ``ranks`` share one machine, so byte counts are sums over
-    all ranks. ``quantised``: ``Policy.quantised``. ``draft``: a model whose keys every block holds too.
+    all ranks. ``quantised``: ``Policy.quantised``. ``draft``: what drafts, whose keys every block holds too.
 
     Raises:
         StartupError: there is not enough memory, or the model length exceeds the model or the KV cache; the message
@@ -216,7 +219,7 @@ def plan_cpu(
     weights = weights_bytes(config, itemsize, ranks, quantised)
     per_block = block_bytes(text, asked.block_size, itemsize, ranks)
     if draft is not None:
-        per_block += block_bytes(draft.text, asked.block_size, itemsize)
+        per_block += block_bytes(sizes_of(draft).text, asked.block_size, itemsize)
         weights += _draft_bytes(draft, itemsize, quantised, available - weights)
     left = available - weights
     _check_weights(weights, available, per_block)
@@ -273,9 +276,12 @@ def _plan_states(
     return plan_states(engine or EngineConfig(), config, slot, asked.max_num_seqs, left, cache)
 
 
-def _draft_bytes(draft: ModelConfig, itemsize: int, quantised: str, left: int) -> int:
-    """Returns the bytes of a draft model's weights; raises StartupError if they are more than ``left``."""
-    need = weights_bytes(draft, itemsize, 1, quantised)
+def _draft_bytes(draft: Drafter, itemsize: int, quantised: str, left: int) -> int:
+    """Returns the bytes of the weights of what drafts; raises StartupError if they are more than ``left``."""
+    if isinstance(draft, EagleConfig):
+        need = HeadEstimator(draft.sizes, itemsize, head=draft).weights()
+    else:
+        need = weights_bytes(draft, itemsize, 1, quantised)
     if need > left:
         raise StartupError(
             f"the draft model does not fit: its weights need {gib(need)} and {gib(max(left, 0))} are left; "

@@ -1,7 +1,7 @@
-"""Memory and launches of a draft model beside its target, on a device with planned shapes.
+"""Memory and launches of a draft model or head beside its target, on a device with planned shapes.
 
-The draft model reads each of the target's text launches, at the same size or a larger one, and has SAMPLE launches of
-its own. Its keys lie in the target's blocks. Pure; sizes in bytes.
+It reads each of the target's text launches, at the same size or a larger one, and has SAMPLE launches of its own. Its
+keys lie in the target's blocks. Pure; sizes in bytes.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from trencadis.core.bucket_plan import Plan
-from trencadis.core.buckets import Bucket, Stage, drafting_bucket, is_drafting, target_bucket
-from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.buckets import LORA, Bucket, Stage, drafting_bucket, is_drafting, padded_tokens, target_bucket
 from trencadis.core.memory.estimate import MemoryEstimator, estimate_memory_in_use, state_slots
 from trencadis.core.memory.graph_selection import GraphPrice
 from trencadis.core.memory.ledger import MemoryInUse, MemorySplit
 from trencadis.core.shapes.bucket_planner import pruned, without_launch_cost
 from trencadis.core.shapes.shape_limits import ShapeLimits
-from trencadis.core.shared_constants import RESERVED_ROWS
+from trencadis.core.shared_constants import HEAD_STATES, RESERVED_ROWS
+from trencadis.core.spec.draft_checkpoint import Drafter, EagleConfig, sizes_of
 
 SHARE = 0.5
 """Text launches of the draft model, as a share of the target's: it is small, so that more padding costs less than more
@@ -29,14 +29,21 @@ READ = (Stage.PREFILL, Stage.DECODE, Stage.FRESH, Stage.CONTEXT, Stage.VERIFY)
 """Stages whose launches a draft model repeats."""
 
 DRAWN = ("greedy", "full")
-"""Variants of SAMPLE by which a draft model proposes."""
+"""Variants of SAMPLE by which a draft model proposes; a head takes its likeliest ids, by the first."""
+
+KEPT = 3
+"""Rows of a head for each token of a step: those of ``HeadState``, which has one more that padding reads."""
 
 
-def with_drafting_buckets(plan: Plan) -> Plan:
-    """Returns ``plan`` with the launches of a draft model; some of its text buckets hold the needs of several."""
-    text = [b for b in plan.buckets if b.stage in READ]
+def with_drafting_buckets(plan: Plan, drafter: Drafter) -> Plan:
+    """Returns ``plan`` with the launches of what drafts; some of its text buckets hold the needs of several.
+
+    What drafts has no adapters: it reads a launch with adapters as one without.
+    """
+    variants = DRAWN[:1] if isinstance(drafter, EagleConfig) else DRAWN
+    text = [b for b in plan.buckets if b.stage in READ and b.variant != LORA]
     read = pruned(text, len(text) - int(SHARE * len(text)), without_launch_cost(plan.policy.cost))
-    drawn = (b for b in plan.buckets if b.stage is Stage.SAMPLE and b.variant in DRAWN)
+    drawn = (b for b in plan.buckets if b.stage is Stage.SAMPLE and b.variant in variants)
     own = map(drafting_bucket, (*read, *drawn))
     return dataclasses.replace(plan, buckets=tuple(sorted([*plan.buckets, *own])))
 
@@ -46,17 +53,43 @@ def _restrict(plan: Plan, buckets: Iterable[Bucket]) -> Plan:
 
 
 @dataclass(frozen=True)
-class DraftingEstimator(MemoryEstimator):
-    """Also computes the sizes of launches of a draft model, and of its keys, which every block holds.
+class HeadEstimator(MemoryEstimator):
+    """Computes the sizes of a head of EAGLE-3; ``model``: ``EagleConfig.sizes``."""
 
-    ``weights`` are those of the target alone.
+    head: EagleConfig | None = None
+
+    def weights(self) -> int:
+        """Returns the exact bytes of weights, frequencies, and the ids of drafts.
+
+        Beside a decoder of one layer a head has the projection, a norm, and queries, keys and values of twice the
+        width; the embedding has the target's vocabulary, or is the target's.
+        """
+        assert self.head is not None
+        t = self.text
+        qkv = (t.heads + 2 * t.kv_heads) * t.head_dim
+        more = (HEAD_STATES * t.hidden + 1 + qkv) * t.hidden
+        table = (self.head.vocab if self.head.own_table else 0) - t.vocab
+        return super().weights() + (more + table * t.hidden) * self.itemsize + 4 * t.vocab
+
+    def activations(self, bucket: Bucket, block_size: int) -> int:
+        found = super().activations(bucket, block_size)
+        if bucket.stage is Stage.SAMPLE:
+            return found
+        return found + HEAD_STATES * padded_tokens(bucket) * self.text.hidden * self.itemsize  # x, and its parts
+
+
+@dataclass(frozen=True)
+class DraftingEstimator(MemoryEstimator):
+    """Also computes the sizes of launches of what drafts, and of its keys, which every block holds.
+
+    ``weights`` are those of the target alone. Its text launches keep the states that a head reads until they end.
     """
 
     draft: MemoryEstimator | None = None
 
     @property
     def drafting(self) -> MemoryEstimator:
-        """The sizes of the draft model."""
+        """The sizes of the draft model or head."""
         assert self.draft is not None
         return self.draft
 
@@ -72,7 +105,16 @@ class DraftingEstimator(MemoryEstimator):
     def activations(self, bucket: Bucket, block_size: int) -> int:
         if is_drafting(bucket):
             return self.drafting.activations(target_bucket(bucket), block_size)
-        return super().activations(bucket, block_size)
+        return super().activations(bucket, block_size) + self._state_bytes(bucket)
+
+    def kept_bytes(self, bucket: Bucket) -> int:
+        return super().kept_bytes(bucket) + (self._state_bytes(bucket) if self.graphs.cached else 0)
+
+    def _state_bytes(self, bucket: Bucket) -> int:
+        """Returns the bytes of the hidden states that a launch of the target gives to a head."""
+        if not isinstance(self.draft, HeadEstimator) or bucket.stage not in READ:
+            return 0
+        return HEAD_STATES * padded_tokens(bucket) * self.text.hidden * self.itemsize
 
     def seconds(self, bucket: Bucket) -> float:
         return self.drafting.seconds(target_bucket(bucket)) if is_drafting(bucket) else super().seconds(bucket)
@@ -88,22 +130,36 @@ def draft_plan(plan: Plan) -> Plan:
     return _restrict(plan, (target_bucket(b) for b in plan.buckets if is_drafting(b)))
 
 
-def with_draft_sizes(target: MemoryEstimator, draft: ModelConfig) -> DraftingEstimator:
-    """Returns ``target`` with the sizes of a draft model."""
+def drafting_estimator(target: MemoryEstimator, drafter: Drafter) -> MemoryEstimator:
+    """Returns the estimator of what drafts on the device of ``target``."""
     own = {f.name: getattr(target, f.name) for f in dataclasses.fields(MemoryEstimator)}
-    return DraftingEstimator(**own, draft=dataclasses.replace(target, model=draft, adapters=None))
+    own |= {"model": sizes_of(drafter), "adapters": None}
+    if isinstance(drafter, EagleConfig):
+        return HeadEstimator(**{**own, "unit": 1, "quantised": ""}, head=drafter)
+    return MemoryEstimator(**own)
+
+
+def with_draft_sizes(target: MemoryEstimator, drafter: Drafter) -> DraftingEstimator:
+    """Returns ``target`` with the sizes of what drafts."""
+    own = {f.name: getattr(target, f.name) for f in dataclasses.fields(MemoryEstimator)}
+    return DraftingEstimator(**own, draft=drafting_estimator(target, drafter))
 
 
 def with_draft_memory(
     taken: MemoryInUse, estimator: MemoryEstimator, plan: Plan, limits: ShapeLimits
 ) -> MemoryInUse:  # fmt: skip
-    """Returns the bytes in use with the weights and fixed tensors of a draft model, if there is one.
+    """Returns the bytes in use with the weights and fixed tensors of what drafts, if anything does.
 
-    It reads the last tokens of the target's sampler state. Inputs and activations are those of ``estimator`` already.
+    A draft model reads the last tokens of the target's sampler state. Inputs and activations are those of ``estimator``
+    already.
     """
     if not isinstance(estimator, DraftingEstimator):
         return taken
     model = estimator.drafting.model
+    if isinstance(estimator.drafting, HeadEstimator):
+        rows = KEPT * (max(limits.max_tokens, limits.max_rows) + 1) + 1
+        hidden = taken.hidden + rows * model.text.hidden * estimator.itemsize
+        return dataclasses.replace(taken, draft_weights=estimator.drafting.weights(), hidden=hidden)
     few = dataclasses.replace(limits, max_rows=0, max_tokens=max(limits.max_tokens, limits.max_rows))
     draft = estimate_memory_in_use(estimator.drafting, _restrict(plan, ()), few, 0, 0, RESERVED_ROWS)
     return dataclasses.replace(

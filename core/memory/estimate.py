@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from trencadis.core.bucket_plan import Plan
-from trencadis.core.buckets import LORA, Bucket, Stage, drafts_ahead, padded_tokens, verified_width
+from trencadis.core.buckets import LORA, Bucket, Stage, drafts_ahead, padded_tokens, verified_width, wide_ids
 from trencadis.core.checkpoint.family import DeviceShare
 from trencadis.core.checkpoint.model_config import OUT, SANDWICH, ModelConfig, TextConfig
 from trencadis.core.checkpoint.registry import family_of
@@ -242,8 +242,8 @@ class MemoryEstimator:
             return 4 * bucket.dims[0] * (self.classes or self.text.width)
         if bucket.stage is not Stage.SAMPLE or self.graphs.outputs_apart:
             return 0
-        has_logprobs = bucket.variant == "full" or drafts_ahead(bucket) > 0
-        return 4 * bucket.dims[0] * (3 + 2 * MAX_LOGPROBS if has_logprobs else 1)
+        top = wide_ids(bucket) or (MAX_LOGPROBS if bucket.variant == "full" or drafts_ahead(bucket) else 0)
+        return 4 * bucket.dims[0] * (3 + 2 * top if top else 1)
 
     def all_inputs(self, plan: Plan) -> int:
         """Returns the bytes of the inputs of all programs, which are allocated at the start.
@@ -275,17 +275,21 @@ class MemoryEstimator:
         )
 
     def copies(self, sizes: tuple[int, ...], block_size: int, graphs: bool) -> int:
-        """Returns the bytes that launches for KV block copies keep: buffers, the inputs of each, and graphs for
-        both directions.
+        """Returns the bytes that launches for copies of KV blocks and of a recurrent state keep: buffers, the inputs of
+        each, and graphs for both directions.
         """
         if not sizes:
             return 0
-        return sizes[-1] * self.block_bytes(block_size) + sum(sizes) * 4 * block_size + 2 * len(sizes) * GRAPH * graphs
+        own = self.slot_bytes()
+        kept = sizes[-1] * self.block_bytes(block_size) + sum(sizes) * 4 * block_size + own + 4 * (own > 0)
+        return kept + 2 * (len(sizes) + (own > 0)) * GRAPH * graphs
 
     def copying(self, sizes: tuple[int, ...], block_size: int) -> int:
         """Returns the peak bytes of such a launch: the gathered blocks, one of them once more, and slots."""
-        most = sizes[-1] if sizes else 0
-        return (most + 2) * self.block_bytes(block_size) + 8 * most * block_size if sizes else 0
+        if not sizes:
+            return 0
+        most = sizes[-1]
+        return max((most + 2) * self.block_bytes(block_size) + 8 * most * block_size, 3 * self.slot_bytes())
 
     def code(self, bucket: Bucket) -> int:
         """Returns the bytes of one graph with a shared workspace, without the workspace."""

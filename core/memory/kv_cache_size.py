@@ -1,4 +1,4 @@
-"""Computes how many KV blocks ``--kv-offloading-size`` holds in host memory.
+"""Computes how many KV blocks, and recurrent states of preempted sequences, ``--kv-offloading-size`` holds.
 
 Pure; sizes in bytes unless named otherwise.
 
@@ -7,6 +7,8 @@ The size of the KV cache that the user requests. Pure; sizes in bytes.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.config import EngineConfig
 from trencadis.core.device_policy import Policy
@@ -14,6 +16,30 @@ from trencadis.core.errors import StartupError
 from trencadis.core.host_memory import gib
 from trencadis.core.memory.ledger import MemorySplit
 from trencadis.core.shared_constants import RESERVED_BLOCKS
+
+STATE_SHARE = 0.25
+"""Share of ``--kv-offloading-size`` that recurrent states of preempted sequences take at most."""
+
+MOST_STATES = 256
+
+
+class HostStateSlots(NamedTuple):
+    """The number of recurrent states in host memory, and the bytes of each on all ranks and stages."""
+
+    slots: int = 0
+    slot_bytes: int = 0
+
+
+NO_STATES = HostStateSlots()
+
+
+def count_host_states(config: EngineConfig, model: ModelConfig, itemsize: int, ranks: int) -> HostStateSlots:
+    """Returns how many states host memory holds; ``itemsize``: of the engine's dtype."""
+    held = model.text.recurrent
+    if held is None:
+        return NO_STATES
+    each = len(held.layers) * held.slot_bytes(itemsize, ranks) * ranks
+    return HostStateSlots(min(int(STATE_SHARE * config.kv_offloading_size * 2**30) // each, MOST_STATES), each)
 
 
 def requested_kv_bytes(config: EngineConfig, block_bytes: int) -> int | None:
@@ -57,12 +83,15 @@ def check_kv_offload(config: EngineConfig, policy: Policy, device: str) -> None:
         )
 
 
-def host_block_count(config: EngineConfig, block_bytes: int, ranks: int, free: int | None = None) -> int:
+def host_block_count(
+    config: EngineConfig, block_bytes: int, ranks: int, free: int | None = None, states: HostStateSlots = NO_STATES
+) -> int:
     """Returns the number of KV blocks in host memory; 0: none are requested.
 
     Args:
         block_bytes: bytes of one block on one rank; each rank keeps its own part of a block.
         free: free bytes of the host; None: unknown.
+        states: recurrent states, which have a part of the size.
 
     Raises:
         StartupError: the size holds no block, or exceeds the free memory.
@@ -70,7 +99,7 @@ def host_block_count(config: EngineConfig, block_bytes: int, ranks: int, free: i
     size = int(config.kv_offloading_size * 2**30)
     if free is not None and size > free:
         raise StartupError(f"{format_flag(config)}: {gib(size)} are asked for, and {gib(free)} of host memory are free")
-    count = size // (ranks * block_bytes)
+    count = (size - states.slots * states.slot_bytes) // (ranks * block_bytes)
     if config.kv_offloading_size and not count:
         raise StartupError(f"{format_flag(config)}: a KV block of all ranks takes {gib(ranks * block_bytes)}")
     return count
@@ -83,7 +112,12 @@ def on_all_stages(model: ModelConfig, block_bytes: int) -> int:
     return block_bytes // len(model.cached) * model.text.cached_layers
 
 
-def format_note(count: int, block_bytes: int, block_size: int, ranks: int) -> str:
-    """Returns the line about host blocks for the start-up and for ``trencadis plan``."""
-    held = gib(count * block_bytes * ranks)
-    return f"host memory: {count} KV blocks of {block_size} tokens, {held}, for what makes room on the device"
+def format_note(count: int, block_bytes: int, block_size: int, ranks: int, states: HostStateSlots = NO_STATES) -> str:
+    """Returns the line about host memory for the start-up and for ``trencadis plan``."""
+    line = f"host memory: {count} KV blocks of {block_size} tokens, {gib(count * block_bytes * ranks)}"
+    if states.slots:
+        line += f", and {states.slots} states of preempted sequences, {gib(states.slots * states.slot_bytes)}"
+    line += ", for what makes room on the device"
+    if states.slot_bytes and not states.slots:
+        line += f"; a recurrent state takes {gib(states.slot_bytes)}, so that preempted sequences compute theirs again"
+    return line

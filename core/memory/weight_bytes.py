@@ -73,7 +73,7 @@ def mlp_matrices(t: TextConfig) -> int:
 
 def layer_norms(t: TextConfig) -> int:
     """Returns the number of norms of hidden size in a layer."""
-    return 4 if t.norm_placement == SANDWICH else 2
+    return 1 if t.mlp_layers is not None else 4 if t.norm_placement == SANDWICH else 2
 
 
 def norm_excess(model: ModelConfig, itemsize: int, ranks: int = 1) -> int:
@@ -84,7 +84,11 @@ def norm_excess(model: ModelConfig, itemsize: int, ranks: int = 1) -> int:
 
 
 def norm_excess_of(t: TextConfig, itemsize: int, index: int, ranks: int = 1) -> int:
-    """Returns ``norm_excess`` of one layer, with the decays of a recurrent one, which are float32 in any case."""
+    """Returns ``norm_excess`` of one layer, with decays of a recurrent one and a router of sigmoids, which are float32
+    in any case.
+    """
+    if t.experts is not None and t.has_experts(index) and t.experts.sigmoid is not None:
+        return t.experts.float_values(t.hidden) * (4 - itemsize)
     if t.recurrent is not None and index in t.recurrent.layers:
         decays = t.recurrent.float_values(ranks) * (4 - itemsize)
         return decays + (layer_norms(t) * t.hidden * (4 - itemsize) if t.norm == RMS_ONE else 0)
@@ -108,7 +112,7 @@ def layer_values(model: ModelConfig, index: int, ranks: int, width: int = 1) -> 
     layer += t.layer_input_values + t.hidden if t.layer_inputs else 0
     if t.recurrent is not None and index in t.recurrent.layers:
         layer += t.recurrent.values(t.hidden, ranks)
-    else:
+    elif t.mixes_tokens(index):
         layer += _attention_values(t, ranks, index in t.cross_attention_layers)
     if t.experts is not None and t.has_experts(index):
         shared = t.experts.shared_values(t.hidden, shared_columns(model, ranks, width))
@@ -244,23 +248,23 @@ def layer_matrices(model: ModelConfig, index: int, ranks: int, width: int) -> It
     t, at = model.text.of_layer(index), f"layers.{index}"
     if t.recurrent is not None and index in t.recurrent.layers:
         yield from _recurrent_matrices(f"{at}.linear_attn", t.recurrent, t.hidden, ranks)
-    else:
+    elif t.mixes_tokens(index):
         yield from _attention_matrices(at, t, ranks, index in t.cross_attention_layers)
     if t.experts is not None and t.has_experts(index):
-        inner, part = t.experts.inner, f"{at}.{'beside' if t.experts.beside else 'mlp'}{EXPERTS}"
+        inner, gated, part = (
+            t.experts.inner,
+            not t.experts.plain,
+            f"{at}.{'beside' if t.experts.beside else 'mlp'}{EXPERTS}",
+        )
         for i in range(t.experts.count):
-            yield from _gated_mlp_matrices(f"{part}{i}", t.hidden, -(-inner // ranks), inner)
+            yield from _mlp_matrices(f"{part}{i}", t.experts.latent or t.hidden, -(-inner // ranks), inner, gated)
         if t.experts.shared:
             columns = shared_columns(model, ranks, width)
-            yield from _gated_mlp_matrices(f"{at}.mlp{t.experts.shared_name}", t.hidden, columns, t.experts.shared)
+            yield from _mlp_matrices(f"{at}.mlp{t.experts.shared_name}", t.hidden, columns, t.experts.shared, gated)
     if not t.has_mlp(index):
         return
     columns = mlp_columns(model, index, ranks, width)
-    if t.mlp == GATED:
-        yield from _gated_mlp_matrices(f"{at}.mlp", t.hidden, columns, t.intermediate)
-        return
-    yield SharedMatrix(f"{at}.mlp.up_proj", columns, t.hidden, t.hidden)
-    yield SharedMatrix(f"{at}.mlp.down_proj", t.hidden, columns, t.intermediate)
+    yield from _mlp_matrices(f"{at}.mlp", t.hidden, columns, t.intermediate, t.mlp == GATED)
 
 
 def _attention_matrices(at: str, t: TextConfig, ranks: int, crosses: bool) -> Iterator[SharedMatrix]:
@@ -294,9 +298,10 @@ def _recurrent_matrices(part: str, r: RecurrentConfig, hidden: int, ranks: int) 
     yield SharedMatrix(f"{part}.out_proj", hidden, r.value_width // ranks, r.value_width)
 
 
-def _gated_mlp_matrices(at: str, hidden: int, columns: int, whole: int) -> Iterator[SharedMatrix]:
-    yield SharedMatrix(f"{at}.gate_proj", columns, hidden, hidden)
-    yield SharedMatrix(f"{at}.up_proj", columns, hidden, hidden, first=False)
+def _mlp_matrices(at: str, hidden: int, columns: int, whole: int, gated: bool) -> Iterator[SharedMatrix]:
+    if gated:
+        yield SharedMatrix(f"{at}.gate_proj", columns, hidden, hidden)
+    yield SharedMatrix(f"{at}.up_proj", columns, hidden, hidden, first=not gated)
     yield SharedMatrix(f"{at}.down_proj", hidden, columns, whole)
 
 

@@ -122,14 +122,18 @@ def offload_rows(config: EngineConfig, estimator: MemoryEstimator, block_size: i
     """Returns the bytes of each kind, over all ranks."""
     block, ranks = estimator.block_bytes(block_size), estimator.ranks
     weights = plan_offload(config, estimator).bytes
-    blocks = kv_cache_size.host_block_count(config, kv_cache_size.on_all_stages(estimator.model, block), ranks)
-    found = (("weights", weights * ranks), ("KV cache", blocks * block * ranks))
+    states = kv_cache_size.count_host_states(config, estimator.model, estimator.itemsize, ranks)
+    whole = kv_cache_size.on_all_stages(estimator.model, block)
+    blocks = kv_cache_size.host_block_count(config, whole, ranks, states=states)
+    own = states.slots * estimator.slot_bytes() * ranks
+    found = (("weights", weights * ranks), ("KV cache", blocks * block * ranks), ("recurrent states", own))
     return tuple(LedgerRow(name, held) for name, held in found if held)
 
 
 def offload_notes(config: EngineConfig, estimator: MemoryEstimator, block_size: int) -> list[str]:
     """Returns a line about each kind."""
     block, ranks = kv_cache_size.on_all_stages(estimator.model, estimator.block_bytes(block_size)), estimator.ranks
-    blocks = kv_cache_size.host_block_count(config, block, ranks)
-    lines = [kv_cache_size.format_note(blocks, block, block_size, ranks)] if blocks else []
+    states = kv_cache_size.count_host_states(config, estimator.model, estimator.itemsize, ranks)
+    blocks = kv_cache_size.host_block_count(config, block, ranks, states=states)
+    lines = [kv_cache_size.format_note(blocks, block, block_size, ranks, states)] if blocks else []
     return [*notes(config, estimator), *lines]

@@ -36,6 +36,7 @@ from trencadis.core.device.launch_tensors import RecurrentRows, first_rows
 from trencadis.core.errors import StartupError
 from trencadis.core.models.attention import Attention, TextRotary
 from trencadis.core.models.decoder_layer import DecoderLayer as DecoderLayer
+from trencadis.core.models.decoder_layer import SinglePartLayer
 from trencadis.core.models.interface import GroupingOps, HostLayering, Persistent, RecurrentOps, StatefulLayer
 from trencadis.core.models.layer_inputs import LayerInputEmbedding
 from trencadis.core.models.linear import (
@@ -51,6 +52,9 @@ from trencadis.core.models.mlp import Norm, norm_of
 from trencadis.core.models.pooler import Pooler
 from trencadis.core.models.recurrent_layers import make_recurrent_layer
 from trencadis.core.step import Encode, VisionInputs
+
+NumberedLayer = tuple[int, Any]
+"""What runs in a layer's place: the layer or a group of layers, and the number of its first layer."""
 
 
 class FirstLayerInputs(NamedTuple):
@@ -95,6 +99,11 @@ class StageEntry:
         x = ops.gather_rows(stream, tokens.long())
         residual = None if self.config.sums_stream else ops.first_residual(x)
         return FirstLayerInputs(x, residual, self.rotary(ops, positions), self.rotary.of_windows(ops, positions))
+
+
+def join_streams(x: Tensor, residual: Tensor) -> Tensor:
+    """Returns the residual stream [n, hidden] of which a layer's output is not yet a part."""
+    return x + residual
 
 
 class DecoderEntry:
@@ -236,9 +245,8 @@ class Decoder:
         group = config.quant.widest_group() if config.quant is not None else 1
         aligned = config.alignment_unit(backend.policy.aligned)
         share = self.share = config.share
-        self.layers = [
-            DecoderLayer(backend, c, group, index, aligned, self._make_mixer(index)) for index in share.layers
-        ]
+        kind = DecoderLayer if c.mlp_layers is None else cast(type[DecoderLayer], SinglePartLayer)
+        self.layers = [kind(backend, c, group, index, aligned, self._make_mixer(index)) for index in share.layers]
         if share.starts:
             parts = config.row_parts if config.vision is not None else 0
             if share.stages > 1 and parts - 1 > len(self.layers):
@@ -259,7 +267,20 @@ class Decoder:
         first = share.first
         self.readers = {i - first: c.kv_source(i) - first for i in share.layers if c.kv_source(i) != i}
         """Layers of this stage that read the keys of an earlier one -> that layer; by their places in ``layers``."""
-        self.taps: tuple[int, ...] = ()  # layers before which the residual stream is kept in ``persistent.taps``
+        self.taps: tuple[int, ...] = ()
+        """Layers before which the residual stream is given to ``keep_states``."""
+        self.keep_states: Callable[..., None] | None = None
+        self.spans: list[tuple[int, Sequence[DecoderLayer]]] = [(0, self.layers)]
+        """Neighbours that may run as one, each with the number of its first layer."""
+
+    def tap(self, layers: Sequence[int], keep: Callable[..., None]) -> None:
+        """Lets each text launch end with ``keep(*states, out_row, persistent.states)``.
+
+        ``states``: residual streams [n, hidden] before ``layers``, in this order; several may be of one layer.
+        """
+        self.taps, self.keep_states = tuple(layers), keep
+        starts = sorted({0, *layers})
+        self.spans = [(a, self.layers[a:b]) for a, b in zip(starts, [*starts[1:], len(self.layers)], strict=True)]
 
     def _make_mixer(self, index: int) -> StatefulLayer | None:
         """Returns the recurrent layer in the place of attention; None: layer ``index`` has attention."""
@@ -348,7 +369,7 @@ class Decoder:
     def bind(self, persistent: Persistent) -> None:
         """Sets the persistent tensors that the bodies read and write."""
         self.persistent = persistent
-        caching = [layer.attention for layer in self.layers if not layer.recurrent]
+        caching = [x.attention for x in self.layers if x.attention is not None and not x.recurrent]
         for attention, kv in zip((one for one in caching if not one.reads_kv), persistent.kv, strict=True):
             attention.bind(kv)
         for reader, source in self.readers.items():
@@ -373,18 +394,18 @@ class Decoder:
             attn = ops.prepare_attn(attn, first.heads, first.kv)
         causal = self._causal_attn(inputs.attn, attn) if self.config.text.causal_full_layers else attn
         held = None if inputs.recurrent is None else self._prepare_states(inputs.recurrent, inputs.attn)
-        layers: Sequence[Any] = self.layers
+        layers: Iterable[NumberedLayer] = enumerate(self.layers)
         rows_of: tuple[AdapterRows, ...] = ()
         if inputs.adapter is not None:
             assert self.adapter_numbers is not None
             rows_of = (ops.prepare_adapters(inputs.adapter, self.adapter_numbers, self.backend.dtype),)
         elif not deepstack_rows and not layer_inputs and not self.readers and hasattr(ops, "group_layers"):
-            layers = cast(GroupingOps, ops).group_layers(layers, attn)
+            layers = self._group_layers(cast(GroupingOps, ops), attn)
         states: dict[int, Tensor] = {}
         given: dict[int, Sequence[Tensor]] = {}
-        for i, layer in enumerate(layers):
+        for i, layer in layers:
             if i in self.taps:
-                states[i] = x if residual is None else x + residual
+                states[i] = x if residual is None else ops.region(join_streams, x, residual)
             place = held if layer.recurrent else local if layer.local else rotary
             if layer_inputs:
                 place = cast(Rotary, place)._replace(layer_input=layer_inputs[i])
@@ -397,9 +418,15 @@ class Decoder:
             if i < len(deepstack_rows):
                 x = ops.region(self.deepstack_add, x, deepstack_rows[i], p.arena)
             ops.cut("layer")
-        if p.taps is not None and states:
-            ops.scatter_rows(p.taps, inputs.out_row, torch.cat([states[i] for i in self.taps], 1))
+        if self.keep_states is not None:
+            ops.by_rows(self.keep_states, (*(states[i] for i in self.taps), inputs.out_row), p.states)
         ops.by_rows(self.leave, (x, residual, inputs.out_row), p.hidden)
+
+    def _group_layers(self, ops: GroupingOps, attn: Attn) -> Iterator[NumberedLayer]:
+        """Yields what runs in place of the layers; the first part of a span with its number, others beyond all."""
+        for start, some in self.spans:
+            for place, part in enumerate(ops.group_layers(some, attn)):
+                yield (len(self.layers) if place else start), part
 
     def _causal_attn(self, given: Attn, prepared: Attn) -> Attn:
         """Returns the attention inputs of layers in which no token sees later ones; ``given``: those of the launch."""

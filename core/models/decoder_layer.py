@@ -1,8 +1,9 @@
-"""A layer of the decoder: attention or a recurrent layer, an MLP or experts, and the norms around them."""
+"""A layer of the decoder: attention or a recurrent layer, an MLP or experts, and the norms around them; or one part."""
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, cast
 
 from torch import Tensor
 
@@ -15,6 +16,15 @@ from trencadis.core.models.layer_inputs import LayerInput
 from trencadis.core.models.linear import scaled
 from trencadis.core.models.mlp import MLP, GatedMLP, PlainMLP, norm_of
 from trencadis.core.models.moe import ExpertMLP, ExpertsBeside
+
+
+def make_mlp(backend: Backend, c: TextConfig, index: int, group: int = 1, aligned: int = 1) -> MLP | ExpertMLP:
+    """Returns the MLP or the experts of layer ``index``; ``c``: ``TextConfig.of_layer`` of it."""
+    ops, comm = backend.ops, backend.comm
+    if c.experts is not None and not c.has_mlp(index):
+        return ExpertMLP(ops, comm, c.hidden, c.experts, c.activation, backend.device, group, aligned)
+    kind = GatedMLP if c.mlp == GATED else PlainMLP
+    return kind(ops, comm, c.hidden, c.intermediate, c.mlp_bias, group, c.activation, aligned)
 
 
 class DecoderLayer:
@@ -33,21 +43,17 @@ class DecoderLayer:
         mixer: StatefulLayer | None = None,
     ) -> None:
         ops, full, c = backend.ops, c, c.of_layer(index)
+        self.width = c.hidden
         self.input_norm = norm_of(c.norm, ops, c.hidden, c.eps)
         self.recurrent = mixer is not None
         """True if it keeps a state for each sequence, which ``attention.bind`` then takes."""
         own = mixer or Attention(backend, c, c.window_of(index), c.score_scale_of(index))
         self.attention = cast(Attention, own)  # a recurrent layer takes ``RecurrentRows`` as its rotary factors
         self.post_norm = norm_of(c.norm, ops, c.hidden, c.eps)
-        self.mlp: MLP | ExpertMLP
+        self.mlp = make_mlp(backend, c, index, group, aligned)
         self.beside: ExpertsBeside | None = None
         if c.experts is not None and c.experts.beside:
             self.beside = ExpertsBeside(backend, c, c.experts, group, aligned)
-        if c.experts is not None and not c.has_mlp(index):
-            self.mlp = ExpertMLP(ops, backend.comm, c.hidden, c.experts, c.activation, backend.device, group, aligned)
-        else:
-            kind = GatedMLP if c.mlp == GATED else PlainMLP
-            self.mlp = kind(ops, backend.comm, c.hidden, c.intermediate, c.mlp_bias, group, c.activation, aligned)
         self.norms_after_sum, self.scale = c.norm_placement == POST, c.residual_scale
         self.norms_after_parts = c.norm_placement == OUT
         several = 2 if c.norm_placement == SANDWICH else 0
@@ -133,3 +139,77 @@ class DecoderLayer:
         beside = (part for part in (self.beside, self.layer_input) if part is not None)
         parts = (self.input_norm, self.attention, self.post_norm, self.mlp, *self.out_norms, *beside)
         return own + sum(part.nbytes() for part in parts)
+
+
+class SinglePartLayer:
+    """A decoder layer with one norm and one part behind it: attention, a recurrent layer, an MLP or experts.
+
+    Models whose ``TextConfig`` names ``mlp_layers`` have such layers alone.
+    """
+
+    local = causal = False
+
+    def __init__(
+        self,
+        backend: Backend,
+        c: TextConfig,
+        group: int = 1,
+        index: int = 0,
+        aligned: int = 1,
+        mixer: StatefulLayer | None = None,
+    ) -> None:
+        c = c.of_layer(index)
+        self.width = c.hidden
+        self.norm = norm_of(c.norm, backend.ops, c.hidden, c.eps)
+        self.recurrent = mixer is not None
+        self.attention: Attention | None = None
+        self.mlp: MLP | ExpertMLP | None = None
+        if c.mixes_tokens(index):
+            own = mixer or Attention(backend, c, c.window_of(index), c.score_scale_of(index))
+            self.attention = cast(Attention, own)  # as in ``DecoderLayer``
+        else:
+            self.mlp = make_mlp(backend, c, index, group, aligned)
+
+    def load(self, source: WeightSource, name: str) -> None:
+        self.norm.load(source, f"{name}.input_layernorm")
+        if self.attention is not None:
+            self.attention.load(source, f"{name}.{'linear' if self.recurrent else 'self'}_attn")
+        if self.mlp is not None:
+            self.mlp.load(source, f"{name}.mlp")
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, rotary: Rotary, attn: Attn, rows: AdapterRows | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns (output of the part, residual stream without it), as ``DecoderLayer`` does."""
+        normed, residual = self.norm(x, residual)
+        if self.attention is not None:
+            return self.attention(normed, rotary, attn, rows), residual
+        assert self.mlp is not None
+        return self.mlp(normed, rows), residual
+
+    def nbytes(self) -> int:
+        parts = (self.norm, self.attention, self.mlp)
+        return sum(part.nbytes() for part in parts if part is not None)
+
+
+class TimedPart(NamedTuple):
+    """A part of a layer from which the time of all layers is estimated.
+
+    Args:
+        run: [n, width] -> [n, hidden].
+        bytes: those of its weights.
+    """
+
+    run: Callable[[Tensor], Tensor]
+    width: int
+    bytes: int
+
+
+def choose_timed_part(layers: Sequence[DecoderLayer | SinglePartLayer]) -> TimedPart:
+    """Returns the first MLP of some layers, or the output projection of the first one where none has an MLP."""
+    for layer in layers:
+        if layer.mlp is not None:
+            return TimedPart(layer.mlp, layer.width, layer.mlp.nbytes())
+    mixer = layers[0].attention
+    assert mixer is not None, "a layer has an MLP or mixes tokens"
+    return TimedPart(mixer.out, mixer.out.span().width, mixer.out.bytes)

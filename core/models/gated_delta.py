@@ -19,7 +19,7 @@ from trencadis.core.checkpoint.model_config import TextConfig
 from trencadis.core.checkpoint.weight_source import StackedPart, WeightSource, stack
 from trencadis.core.device.backend import AdapterRows, Attn, Backend
 from trencadis.core.device.launch_tensors import RecurrentRows
-from trencadis.core.models.interface import RecurrentOps, RecurrentState
+from trencadis.core.models.interface import DeltaNetWeights, FusedDeltaOps, RecurrentOps, RecurrentState
 from trencadis.core.models.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear, check_heads
 from trencadis.core.quant.quantised_tensor import QTensor, join_weights
 
@@ -159,9 +159,15 @@ class GatedDeltaNet:
     def _mix(self, x: Tensor, rows: RecurrentRows, attn: Attn) -> Tensor:
         n, r, ops = len(x), self.config, cast(RecurrentOps, self.ops)
         assert self.state.state is not None
-        mixed = ops.causal_conv(self.qkv(x), self.conv, None, self.state.conv, rows, attn, "silu")
+        mixed, gates = self.qkv(x), self.gates(x)
+        if hasattr(ops, "delta_net"):
+            weights = DeltaNetWeights(self.conv, self.decay, self.shift, self.norm, self.eps, r.key_heads // self.world)
+            made = cast(FusedDeltaOps, ops).delta_net(mixed, gates, weights, self.state, rows, attn)
+            if made is not None:
+                return made
+        mixed = ops.causal_conv(mixed, self.conv, None, self.state.conv, rows, attn, "silu")
         q, k, v = torch.split(mixed, self.sizes, dim=1)
-        z, b, a = torch.split(self.gates(x), self.gate_sizes, dim=1)
+        z, b, a = torch.split(gates, self.gate_sizes, dim=1)
         g = self.decay * functional.softplus(a.float() + self.shift)
         y = ops.delta_rule(
             q.reshape(n, -1, r.key_dim), k.reshape(n, -1, r.key_dim), v.reshape(n, -1, r.value_dim),

@@ -45,7 +45,7 @@ class Persistent:
     state: SamplerState
     stream: Tensor | None = None  # like ``hidden``: received rows, from row 1 on; None on the first stage
     recurrent: list[RecurrentState] = field(default_factory=list)  # of each recurrent layer of the stage
-    taps: Tensor | None = None  # [like ``hidden``, hidden of each tapped layer]: residual streams, side by side
+    states: Tensor | None = None  # where ``Decoder.keep_states`` stores rows like those of ``hidden``
 
 
 class StatefulLayer(Protocol):
@@ -147,6 +147,35 @@ class CrossAttentionOps(Protocol):
 
         A token attends to the first ``images.reach`` rows of each unit, as if each were repeated ``images.times``
         times. The result of a token that attends to no row may be any finite value.
+        """
+        ...
+
+
+class DeltaNetWeights(NamedTuple):
+    """What a layer of gated DeltaNet has beside its projections, for the H value heads of this rank."""
+
+    conv: Tensor  # [channels, taps], of queries, keys and values
+    decay: Tensor  # float32 [H], below 0
+    shift: Tensor  # float32 [H]
+    norm: Tensor  # [Dv]
+    eps: float
+    key_heads: int
+
+
+class FusedDeltaOps(Protocol):
+    """Additional method of ``Ops`` on devices that may compute gated DeltaNet between its projections in one call."""
+
+    def delta_net(
+        self, x: Tensor, gates: Tensor, w: DeltaNetWeights, held: RecurrentState, rows: RecurrentRows, attn: Attn
+    ) -> Tensor | None:
+        """Computes convolution, delta rule and gated norm, and updates the states of the rows.
+
+        Args:
+            x: [n, channels], queries, keys and values side by side.
+            gates: [n, H * Dv + 2 H]: the gates of the norm, then for each head beta and what its decay is made of.
+
+        Returns:
+            [n, H * Dv]; None, and no state is changed, if the layer must call one op after the other.
         """
         ...
 

@@ -142,6 +142,10 @@ class PlainMLP:
         """Computes [n, width] -> [n, width] in the backend's dtype; ``rows``: the adapters of the tokens."""
         return self.down.reduce(self.ops.by_pieces(self._own, x) if rows is None else self._own(x, rows))
 
+    def rank_part(self, x: Tensor) -> Tensor:
+        """Computes this rank's part of the sum: [n, width] -> [n, width]."""
+        return self.ops.by_pieces(self._own, x)
+
     def _own(self, x: Tensor, rows: AdapterRows | None = None) -> Tensor:
         """Computes this rank's part of the sum."""
         return self.down.product(self.ops.act(self.up(x, rows), self.act), rows)

@@ -1,6 +1,6 @@
-"""Mixture of experts in place of an MLP: a router, and gated MLPs whose columns are divided over the ranks.
+"""Mixture of experts in place of an MLP: a router, and MLPs whose columns are divided over the ranks.
 
-Some models have a shared expert, too: a gated MLP for every token, multiplied by a gate or not.
+Some models have a shared expert, too: an MLP for every token, multiplied by a gate or not.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trencadis.core.checkpoint.layer_parts import ExpertsConfig
+from trencadis.core.checkpoint.layer_parts import ExpertsConfig, SigmoidRouting
 from trencadis.core.checkpoint.model_config import TextConfig
-from trencadis.core.checkpoint.weight_source import WeightSource, take_values
+from trencadis.core.checkpoint.weight_source import WeightSource, take_float, take_values
 from trencadis.core.device.backend import AdapterRows, Backend, Comm, ExpertBiases, ExpertWeights, Ops
 from trencadis.core.models.linear import Linear, Matrix, merge_or_separate, pad_rows, span
-from trencadis.core.models.mlp import GatedMLP, RMSNorm
+from trencadis.core.models.mlp import MLP, GatedMLP, PlainMLP, RMSNorm
 from trencadis.core.quant.quantised_tensor import QTensor
 
 
@@ -48,7 +48,8 @@ class SharedExpert:
         self, ops: Ops, comm: Comm, width: int, c: ExpertsConfig, group: int = 1, act: str = "silu", aligned: int = 1
     ) -> None:
         self.width, self.name = width, c.shared_name
-        self.mlp = GatedMLP(ops, comm, width, c.shared, group=group, act=act, aligned=aligned)
+        kind = PlainMLP if c.plain else GatedMLP
+        self.mlp: MLP = kind(ops, comm, width, c.shared, group=group, act=act, aligned=aligned)
         self.gate = Linear(ops, comm) if c.shared_gate else None
 
     def load(self, source: WeightSource, name: str) -> None:
@@ -65,6 +66,52 @@ class SharedExpert:
         return self.mlp.nbytes() + (self.gate.bytes if self.gate is not None else 0)
 
 
+class SigmoidRouter:
+    """A router of ``SigmoidRouting``, float32 on every device, since choices follow from small differences."""
+
+    weight: Tensor  # float32 [count, width]
+    correction: Tensor  # float32 [count]
+
+    def __init__(self, c: ExpertsConfig, routing: SigmoidRouting) -> None:
+        self.count, self.top, self.normalise, self.routing = c.count, c.top, c.normalise, routing
+
+    def load(self, source: WeightSource, name: str, width: int) -> None:
+        self.weight = take_float(source, f"{name}.weight", (self.count, width))
+        self.correction = take_float(source, f"{name}.e_score_correction_bias", (self.count,))
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns (scores float32 [n, count], factor float32 [n, 1]) of tokens x [n, width].
+
+        The softmax of the scores has each expert's share of the sum of those that the token takes, and zero elsewhere;
+        its weight is that share times the factor.
+        """
+        logits = functional.linear(x.float(), self.weight)
+        weights = logits.sigmoid()
+        taken = self._mark_taken(weights + self.correction)
+        scores = torch.where(taken, functional.logsigmoid(logits), UNTAKEN)
+        if self.normalise:
+            return scores, torch.full_like(scores[:, :1], self.routing.scale)
+        return scores, torch.where(taken, weights, 0.0).sum(-1, keepdim=True) * self.routing.scale
+
+    def _mark_taken(self, choice: Tensor) -> Tensor:
+        """Returns bool [n, count]: the best experts of each token, within its best groups."""
+        r = self.routing
+        if r.top_groups < r.groups:
+            grouped = choice.view(len(choice), r.groups, -1)
+            best = grouped.topk(2, dim=-1).values.sum(-1).topk(r.top_groups, dim=-1).indices
+            inside = torch.zeros_like(grouped[:, :, 0]).scatter(1, best, 1.0)
+            choice = torch.where(inside[:, :, None] > 0, grouped, UNTAKEN).view(choice.shape)
+        return torch.zeros_like(choice).scatter(1, choice.topk(self.top, dim=-1).indices, 1.0) > 0
+
+    @property
+    def bytes(self) -> int:
+        return self.weight.nbytes + self.correction.nbytes
+
+
+UNTAKEN = -1e30
+"""Score of an expert that a token does not take: finite in bfloat16, too, and zero behind a softmax."""
+
+
 class ExpertMLP:
     """The MoE layer: every rank computes the same routing and holds a share of each expert, zero-padded if uneven."""
 
@@ -78,12 +125,23 @@ class ExpertMLP:
         self.device = device or torch.device("cpu")
         self.count, self.top, self.inner, self.normalise = c.count, c.top, c.inner, c.normalise
         self.biased, self.beside = c.bias, c.beside
+        self.parts = ("up_proj",) if c.plain else GATED
         self.router = Linear(ops, comm)
+        self.sigmoid = None if c.sigmoid is None else SigmoidRouter(c, c.sigmoid)
+        self.expert_width = c.latent or width
+        self.narrow, self.widen = (Linear(ops, comm) if c.latent else None for _ in range(2))
         self.shared = SharedExpert(ops, comm, width, c, group, act, aligned) if c.shared else None
         self.bytes = 0
 
     def load(self, source: WeightSource, name: str) -> None:
-        self._load_router(source, f"{name}.gate")
+        if self.sigmoid is None:
+            self._load_router(source, f"{name}.gate")
+        else:
+            self.sigmoid.load(source, f"{name}.gate", self.width)
+        if self.narrow is not None and self.widen is not None:
+            shape = self.expert_width, self.width
+            self.narrow.pack(take_values(source, f"{name}.fc1_latent_proj", shape, self.device), None)
+            self.widen.pack(take_values(source, f"{name}.fc2_latent_proj", shape[::-1], self.device), None)
         if self.shared is not None:
             self.shared.load(source, name)
         biases = (self._biases(source, f"{name}.experts"),) if self.biased else ()
@@ -116,9 +174,9 @@ class ExpertMLP:
         self.router.pack(take_values(source, name, (self.count, self.width), self.device), bias)
 
     def _expert(self, source: WeightSource, name: str) -> tuple[Matrix, Matrix]:
-        """Returns this rank's gate_up [2 x share, width] and down [width, share]."""
+        """Returns this rank's gate_up [2 x share, width], or [share, width] without gates, and down [width, share]."""
         start, stop, share = span(self.inner, self.comm.rank, self.comm.world)
-        parts = merge_or_separate([self._part(source, f"{name}.{part}", 0, start, stop, share) for part in GATED])
+        parts = merge_or_separate([self._part(source, f"{name}.{part}", 0, start, stop, share) for part in self.parts])
         if len(parts) > 1:  # codes that cannot be joined to one matrix
             parts = [torch.cat(self._plain(parts))]
         return parts[0], self._part(source, f"{name}.down_proj", 1, start, stop, share)
@@ -136,10 +194,11 @@ class ExpertMLP:
 
     def _part(self, source: WeightSource, name: str, dim: int, start: int, stop: int, share: int) -> Matrix:
         """Returns a rank's share of a matrix: [share, width] if ``dim`` is 0, else [width, share]."""
-        shape = (self.inner, self.width) if dim == 0 else (self.width, self.inner)
+        width = self.expert_width
+        shape = (self.inner, width) if dim == 0 else (width, self.inner)
         found = source.take_quantised(name, shape, dim, start, stop)
         if found is not None:
-            return found.padded(share, self.width) if dim == 0 else found.padded(self.width, share)
+            return found.padded(share, width) if dim == 0 else found.padded(width, share)
         weight = source.shard(f"{name}.weight", shape, dim, start, stop)
         return pad_rows(weight, share) if dim == 0 else functional.pad(weight, (0, share - (stop - start)))
 
@@ -148,8 +207,7 @@ class ExpertMLP:
 
         ``routed``: the router's input, [n, width]; None: x.
         """
-        scores = self.router(x if routed is None else routed)
-        y = self.ops.experts(x, scores, self.weights, self.top, self.normalise, self.act)
+        y = self._run_experts(x, x if routed is None else routed)
         if self.shared is not None:
             y = y + self.shared(x)
         if self.comm.world == 1:
@@ -157,8 +215,21 @@ class ExpertMLP:
         self.ops.cut("collective")
         return self.comm.all_reduce(y)
 
+    def _run_experts(self, x: Tensor, routed: Tensor) -> Tensor:
+        """Computes this rank's part of the experts' sum, [n, width], between projections if there are any."""
+        inner = x if self.narrow is None else self.narrow(x)
+        if self.sigmoid is None:
+            y = self.ops.experts(inner, self.router(routed), self.weights, self.top, self.normalise, self.act)
+        else:
+            scores, factor = self.sigmoid(routed)
+            y = self.ops.experts(inner, scores, self.weights, self.top, True, self.act)
+            y = (y * factor).to(x.dtype)
+        return y if self.widen is None else self.widen(y)
+
     def nbytes(self) -> int:
-        return self.router.bytes + self.bytes + (self.shared.nbytes() if self.shared is not None else 0)
+        router = self.router.bytes if self.sigmoid is None else self.sigmoid.bytes
+        around = sum(one.bytes for one in (self.narrow, self.widen) if one is not None)
+        return router + around + self.bytes + (self.shared.nbytes() if self.shared is not None else 0)
 
 
 def scale_matrix(x: Matrix, factor: Tensor) -> Matrix:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as List
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from trencadis.core.kv.block_pool import BlockPool
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
@@ -281,6 +282,14 @@ class FairOrder:
             self._answers = {t: n for t, n in self._answers.items() if t in self._time.ends}
 
 
+class OrderKey(NamedTuple):
+    """The sort key of a sequence: what is less comes first."""
+
+    level: float  # priority, raised by age; or the tenant's virtual start
+    arrival: float
+    number: int
+
+
 class ScoredShare:
     """Determines how many tokens of prompts with ``prompt_logprobs`` a step computes.
 
@@ -312,12 +321,12 @@ class TotalOrder:
         self.scored = ScoredShare(limits, clock)
         self._aging, self._clock, self._cached = limits.aging, clock, limits.caching
 
-    def key(self, seq: Sequence) -> tuple[float, float, int]:
+    def key(self, seq: Sequence) -> OrderKey:
         """Returns the sort key; with priorities, a sequence rises one level for every ``aging`` seconds of age."""
         level = 0.0 if self.fair is None else self.fair.virtual_start(seq)
         if self.moves:
             level = seq.request.priority - (self._clock() - seq.arrived) // self._aging
-        return (level, seq.request.arrival, seq.key)
+        return OrderKey(level, seq.request.arrival, seq.key)
 
     def insert(self, seq: Sequence, into: list[Sequence]) -> None:
         """Inserts ``seq`` at its position."""

@@ -55,7 +55,7 @@ class Scheduler:
         states: StatePool | None = None,
     ) -> None:
         self.limits, self.times = limits, times
-        self.states = None if states is None else StateScheduler(states, limits)
+        self.states = None if states is None else StateScheduler(states, limits, pool)
         """Set if the model keeps a recurrent state for each sequence."""
         self.pool, self.arena, self.clock = pool, arena, clock
         self.totals = EngineStats(kv_total=pool.size, arena_total=arena.capacity)
@@ -171,10 +171,11 @@ class Scheduler:
         self.in_flight.append(flying)
         closings, self._closings = tuple(self._closings), []
         moves = () if self.pool.host is None else self.pool.host.take_moves()
+        swaps = () if self.states is None else self.states.take_moves()
         change = self.micro_batches.batch.take_change(grown)
         rows, resets, openings = tuple(builder.rows), tuple(builder.resets), tuple(builder.openings)
         uploads = self.adapters.take_uploads() if self.limits.adapters else ()
-        step = Step(self.steps, rows, images, resets, openings, closings, moves, change, micro_batch, uploads)
+        step = Step(self.steps, rows, images, resets, openings, closings, moves, change, micro_batch, uploads, swaps)
         if self.drafting is not None:
             flying.drafted, flying.began = builder.drafted, self.clock()
             flying.tokens = 0 if builder.prompts or images else step.tokens
@@ -401,11 +402,11 @@ class Scheduler:
             if not self.limits.chunked and len(seq.tokens) - start > builder.tokens:
                 return
             self.waiting.pop(at)
-            if hits:
+            if self.states is not None:
+                self.states.begin(seq, hits, self.totals)
+            elif hits:
                 step_builder.claim(seq, hits, size, self.pool, self.totals)
             seq.slot = self.slots.pop()
-            if self.states is not None:
-                self.states.begin(seq, len(hits))
             seq.fresh_state = True
             self.totals.prefix_queries += len(seq.tokens)
             self.start_running(seq, self.micro_batches.current)
@@ -477,10 +478,10 @@ class Scheduler:
         """Frees blocks and slot; a preempted sequence, whose PENDING token has arrived, is queued again."""
         assert seq.inflight == 0 and (seq.pending == 0 or not seq.requeue)
         self.leaving.remove(seq)
-        self.pool.drop(seq.blocks)
-        self.slots.append(seq.slot)
         if self.states is not None:
             self.states.end(seq)
+        self.pool.drop(seq.blocks)
+        self.slots.append(seq.slot)
         seq.blocks, seq.slot, seq.computed, seq.published, seq.pooled = [], 0, 0, 0, None
         seq.status = SequenceStatus.DONE
         if seq.requeue:

@@ -102,6 +102,16 @@ class PrefixFound:
 NOTHING_FOUND = PrefixFound(-1)
 
 
+class KeptState(NamedTuple):
+    """The recurrent state of a preempted sequence in host memory: the tokens that it has read, and its key."""
+
+    tokens: int = 0
+    key: bytes = b""
+
+
+NOTHING_KEPT = KeptState()
+
+
 @dataclass(slots=True, eq=False)
 class SequenceDrafter:
     """What is kept for each sequence that is drafted: its source, and how often drafts were accepted."""
@@ -172,6 +182,7 @@ class Sequence:
     state: int = 0  # slot that its next launch writes its recurrent state to; 0: it holds none
     source: int = 0  # slot that its next launch reads it from: ``state``, a snapshot that it has claimed, or 0 (zeros)
     branch_at: int = 0  # tokens of its prompt after which a snapshot is taken, because other prompts branch there
+    kept: KeptState = NOTHING_KEPT
 
     prompt: int = field(init=False)  # number of prompt tokens
 

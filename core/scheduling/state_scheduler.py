@@ -2,7 +2,10 @@
 
 A prompt that is cut at multiples of CHUNK gives the same bits as the whole, so all chunks but the last end there where
 the token budget allows. A snapshot is taken every INTERVAL tokens of a prompt, at its end, and where another prompt
-branches off: always at such a multiple that also ends a KV block. Torch-free.
+branches off: always at such a multiple that also ends a KV block.
+
+The state of a preempted sequence goes to host memory if blocks may (``--kv-offloading-size``). The sequence goes on
+from there if all its blocks are still cached, also the one in which the state ends. Torch-free.
 """
 
 from __future__ import annotations
@@ -10,11 +13,13 @@ from __future__ import annotations
 from math import lcm
 
 from trencadis.core.checkpoint.layer_parts import CHUNK
+from trencadis.core.engine_stats import EngineStats
+from trencadis.core.kv.block_pool import BlockPool
 from trencadis.core.kv.state_pool import StatePool
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
-from trencadis.core.scheduling.sequence import Sequence
-from trencadis.core.scheduling.step_builder import StepBuilder
-from trencadis.core.step import StateSlots
+from trencadis.core.scheduling.sequence import KeptState, Sequence
+from trencadis.core.scheduling.step_builder import StepBuilder, claim, publish
+from trencadis.core.step import BlockMove, StateSlots
 
 INTERVAL = 512
 """Tokens of a prompt between two snapshots."""
@@ -26,8 +31,8 @@ TAIL = 128
 class StateScheduler:
     """Gives sequences slots of state, and takes snapshots. Exists only for models with recurrent layers."""
 
-    def __init__(self, pool: StatePool, limits: SchedulerLimits) -> None:
-        self.pool, self.limits = pool, limits
+    def __init__(self, pool: StatePool, limits: SchedulerLimits, blocks: BlockPool) -> None:
+        self.pool, self.limits, self.blocks = pool, limits, blocks
         self.unit = lcm(CHUNK, limits.block_size)
         self.interval = -(-INTERVAL // self.unit) * self.unit
 
@@ -39,25 +44,69 @@ class StateScheduler:
     # Admission and leaving
 
     def shorten(self, seq: Sequence, hits: list[int]) -> list[int]:
-        """Returns the cached blocks that a sequence can begin with: up to the last one that ends with a snapshot."""
+        """Returns the cached blocks that a sequence can begin with: up to its own state in host memory, or up to the
+        last one that ends with a snapshot.
+        """
+        size, count = self.limits.block_size, 0
         seq.found.counted = seq.found.used = 0
-        if not hits or not self.takes_snapshots:
-            return []
-        count = self.pool.longest(seq.block_hashes.keys[: len(hits)])
-        branch = len(hits) * self.limits.block_size // self.unit * self.unit
-        seq.branch_at = branch if branch > count * self.limits.block_size else 0
+        if hits and self.takes_snapshots:
+            count = self.pool.longest(seq.block_hashes.keys[: len(hits)])
+            branch = len(hits) * size // self.unit * self.unit
+            seq.branch_at = branch if branch > count * size else 0
+        if seq.kept.tokens > count * size and self._resumes(seq, hits):
+            return hits[: seq.kept.tokens // size]
         return hits[:count]
 
-    def begin(self, seq: Sequence, blocks: int) -> None:
-        """Gives a sequence that starts a slot, and the snapshot at the end of its first ``blocks`` blocks, if any."""
-        seq.source = self.pool.claim(seq.block_hashes.keys[blocks - 1]) if blocks else 0
-        self.pool.misses += not blocks
+    def _resumes(self, seq: Sequence, hits: list[int]) -> bool:
+        """Returns True if a preempted sequence can go on with its own state: all its blocks and the state are there."""
+        (tokens, key), size, host = seq.kept, self.limits.block_size, self.pool.host
+        if host is None or key not in host or len(hits) < tokens // size:
+            return False
+        return tokens % size == 0 or self.blocks.find(key) is not None or self.blocks.on_host(key)
+
+    def begin(self, seq: Sequence, hits: list[int], totals: EngineStats) -> None:
+        """Gives a sequence that starts a slot and the cached blocks ``hits`` (``shorten``), with the state after them:
+        its own, or a snapshot.
+        """
+        size, kept, host = self.limits.block_size, seq.kept, self.pool.host
+        resumes = len(hits) == kept.tokens // size and self._resumes(seq, hits)
+        if hits and not resumes:
+            seq.source = self.pool.claim(seq.block_hashes.keys[len(hits) - 1])
         slot = self.pool.take()
         assert slot is not None, "a sequence was admitted without a slot for its state"
         seq.state = slot
+        if resumes and host is not None:
+            claim(seq, hits, size, self.blocks, totals, kept)
+            (place,) = host.pull([kept.key])
+            host.restore(kept.key, place, slot)
+            host.discard(kept.key)
+            seq.source = slot
+        elif hits:
+            claim(seq, hits, size, self.blocks, totals)
+        else:
+            self.pool.misses += 1
+
+    def _keep(self, seq: Sequence) -> None:
+        """Copies the state of a preempted sequence to host memory and publishes its blocks, also the one that the state
+        ends in; no other sequence writes to that one.
+        """
+        host, size = self.pool.host, self.limits.block_size
+        if host is None or not seq.source or not seq.reads_prefix or not self.limits.caching or self.limits.long_from:
+            return
+        publish(seq, self.blocks, size)
+        seq.kept = KeptState(seq.computed, seq.block_hashes.key_within_block(seq.tokens, seq.computed))
+        host.keep(seq.kept.key, seq.source)
+        if seq.computed % size and self.blocks.references(last := seq.blocks[seq.computed // size]) == 1:
+            self.blocks.publish(last, seq.kept.key)
+
+    def take_moves(self) -> tuple[BlockMove, ...]:
+        """Returns the copies of states to and from host memory that the next Step begins with."""
+        return () if self.pool.host is None else self.pool.host.take_moves()
 
     def end(self, seq: Sequence) -> None:
-        """Takes back what a sequence holds; none of its launches is in flight."""
+        """Takes back what a sequence holds; none of its launches is in flight. A preempted one still has its blocks."""
+        if seq.requeue:
+            self._keep(seq)
         if seq.source not in (0, seq.state):
             self.pool.release(seq.source, read=False)
         self.pool.drop(seq.state)

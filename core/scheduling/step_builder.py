@@ -72,16 +72,23 @@ def count_spared_blocks(seq: Sequence, hits: list[int], pool: BlockPool) -> int:
     return used
 
 
-def claim(seq: Sequence, hits: list[int], size: int, pool: BlockPool, totals: EngineStats) -> None:
-    """Starts ``seq`` after ``hits``, with a reference to each; ``size``: tokens of a block.
+def claim(
+    seq: Sequence, hits: list[int], size: int, pool: BlockPool, totals: EngineStats, own: tuple[int, bytes] = (0, b"")
+) -> None:
+    """Starts ``seq`` after ``hits``, or where its ``own`` state is (``KeptState``); ``size``: tokens of a block.
 
-    Hits in host memory get a block, to which they are copied.
+    Hits are shared, the block in which its own state ends is not. What is in host memory is copied to new blocks.
     """
+    keys, (tokens, last), seq.published = seq.block_hashes.keys[: len(hits)], own, len(hits)
+    if tokens % size:
+        hits, keys = [*hits, pool.find(last) or ON_HOST], [*keys, last]
     pool.share([block for block in hits if block != ON_HOST])
-    absent = [seq.block_hashes.keys[i] for i, block in enumerate(hits) if block == ON_HOST]
+    absent = [keys[i] for i, block in enumerate(hits) if block == ON_HOST]
     back = iter(pool.restore(absent) if absent else ())
     seq.blocks = [block if block != ON_HOST else next(back) for block in hits]
-    seq.computed, seq.published = len(hits) * size, len(hits)
+    if tokens % size:
+        pool.withdraw(seq.blocks[-1])
+    seq.computed = tokens or len(hits) * size
     seq.found = NOTHING_FOUND
     if not seq.outputs:
         seq.stats.cached_tokens = max(seq.stats.cached_tokens, seq.computed)
@@ -361,11 +368,9 @@ class StepBuilder:
             count = self._fit_scored(seq, count, limits)
         if not limits.chunked and seq.computed < seq.prompt and count < seq.due:
             return 0
-        return (
-            count
-            if self.chunk_budget is None or seq.due == 1
-            else self._within(self.chunk_budget, seq, count, limits.bidirectional_images)
-        )
+        if self.chunk_budget is None or seq.due == 1:
+            return count
+        return self._within(self.chunk_budget, seq, count, limits.bidirectional_images)
 
     def can_score(self, seq: Sequence, limits: SchedulerLimits) -> bool:
         """Returns False if ``seq``, which waits, needs log-probabilities of its prompt and this step has no more of
@@ -404,10 +409,8 @@ class StepBuilder:
         )
 
     def reset(self, seq: Sequence, biased: set[int]) -> None:
-        """Adds a RESET if ``seq`` uses sampler state, or if the slot's last owner left a bias, which any full SAMPLE
-        adds.
-
-        ``biased``: slots whose sampler state holds a bias, kept up to date.
+        """Adds a RESET if ``seq`` uses sampler state, or if its slot is in ``biased``, which is kept up to date: the
+        last owner left a bias, which any full SAMPLE adds.
         """
         if seq.request.params.needs_state or seq.slot in biased:
             self._reset(seq, biased)
@@ -420,10 +423,7 @@ class StepBuilder:
         (biased.add if bias else biased.discard)(seq.slot)
 
     def draw(self, seq: Sequence) -> Draw:
-        """Adds sampling of the next token of ``seq``, PENDING until its step is fetched.
-
-        Beams are chosen by their group.
-        """
+        """Adds sampling of the next token of ``seq``, PENDING until its step is fetched; beams are their group's."""
         if seq.masked and not seq.opened:
             self.openings.append(seq.opening())
             seq.opened = True

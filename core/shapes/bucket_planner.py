@@ -14,7 +14,7 @@ from functools import partial
 
 from trencadis.core import cross_attention_inputs
 from trencadis.core.bucket_plan import Plan
-from trencadis.core.buckets import LORA, POOL_ROWS, Bucket, Stage, ahead_variant, verify_variant
+from trencadis.core.buckets import LORA, POOL_ROWS, WIDE_ROWS, Bucket, Stage, ahead_variant, verify_variant
 from trencadis.core.checkpoint.model_config import ModelConfig, SquareImage
 from trencadis.core.checkpoint.registry import adapted_tower
 from trencadis.core.device_policy import AxisRule, Policy
@@ -461,6 +461,7 @@ def _sample(builder: PlanBuilder) -> Iterator[Bucket]:
             yield Bucket(Stage.SAMPLE, (r,), "penalised")
         if limits.drafts:
             yield Bucket(Stage.SAMPLE, (r,), ahead_variant(limits.drafts))
+    yield from (Bucket(Stage.SAMPLE, (min(r, WIDE_ROWS),), variant) for variant in limits.wide)
 
 
 def _reset(builder: PlanBuilder) -> Iterator[Bucket]:

@@ -72,7 +72,8 @@ def layers_values(t: TextConfig, active: bool = True) -> int:
     ``active``: count only those applied to one token, i.e. only the experts that it is routed to.
     """
     matrices = 3 if t.mlp == GATED else 2
-    attention = sum(t.of_layer(i).attention_values for i in range(t.layers) if i not in t.recurrent_layers)
+    attending = (i for i in range(t.layers) if t.mixes_tokens(i) and i not in t.recurrent_layers)
+    attention = sum(t.of_layer(i).attention_values for i in attending)
     if t.recurrent is not None:
         attention += len(t.recurrent.layers) * t.recurrent.values(t.hidden)
     dense = sum(t.of_layer(i).intermediate for i in range(t.layers) if t.has_mlp(i))

@@ -23,10 +23,13 @@ PARTITION = "VLLM_PP_LAYER_PARTITION"
 def layer_values(t: TextConfig) -> list[int]:
     """Returns the number of weights of each layer that are applied to one token, without norms and biases."""
     recurrent = 0 if t.recurrent is None else t.recurrent.values(t.hidden)
-    mixing = [recurrent if i in t.recurrent_layers else t.of_layer(i).attention_values for i in range(t.layers)]
+    mixing = [
+        (recurrent if i in t.recurrent_layers else t.of_layer(i).attention_values) * t.mixes_tokens(i)
+        for i in range(t.layers)
+    ]
     dense = [(3 if t.mlp == GATED else 2) * t.hidden * t.of_layer(i).intermediate for i in range(t.layers)]
     if t.experts is None:
-        return [own + dense[i] + t.layer_input_values for i, own in enumerate(mixing)]
+        return [own + dense[i] * t.has_mlp(i) + t.layer_input_values for i, own in enumerate(mixing)]
     some = t.experts.values(t.hidden, only=t.experts.top) + t.experts.shared_values(t.hidden)
     return [own + dense[i] * t.has_mlp(i) + some * t.has_experts(i) for i, own in enumerate(mixing)]
 

@@ -36,6 +36,7 @@ class ShapeLimits:
         units: most images that tokens of one launch may attend to (cross-attention).
         drafts: most drafts of a row; 0: nothing is drafted.
         adapters: slots of LoRA adapters; 0: no launch has adapters.
+        wide: variants of SAMPLE that report more ids than a launch which draws.
     """
 
     max_rows: int
@@ -51,6 +52,7 @@ class ShapeLimits:
     units: int = 0
     adapters: int = 0
     drafts: int = 0
+    wide: tuple[str, ...] = ()
 
     @property
     def sampled_rows(self) -> int:

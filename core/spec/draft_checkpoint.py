@@ -17,13 +17,12 @@ from trencadis.core.checkpoint.registry import PLAIN_DECODER
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.json_types import JsonMapping, JsonObject
+from trencadis.core.shared_constants import HEAD_STATES
 from trencadis.core.spec.spec_config import EAGLE3, draft_flag, requested_speculation
+from trencadis.core.weight_files import HEAD_TABLE, stores_tensor
 
 HEAD = "Eagle3"
 """What the names of architectures of heads contain; the rest of a name is that of the target."""
-
-STATES = 3
-"""Layers whose hidden states a head reads."""
 
 
 @dataclass(frozen=True)
@@ -31,19 +30,33 @@ class EagleConfig:
     """A head that drafts from hidden states of the target model.
 
     Args:
-        text: its one layer, whose ``vocab`` is that of drafts.
+        sizes: a plain decoder of the head's layer, whose vocabulary is that of drafts.
         taps: layers of the target before which the residual stream is read.
         norm_first: the residual stream of the head begins with the normed hidden state.
+        vocab: ids of the target.
+        own_table: True if it has an embedding of its own.
     """
 
     path: Path
-    text: TextConfig
+    sizes: ModelConfig
     taps: tuple[int, ...]
     norm_first: bool = False
+    vocab: int = 0
+    own_table: bool = False
 
-    def as_model(self, target: ModelConfig) -> ModelConfig:
-        """Returns a model whose KV cache and weights have the head's sizes."""
-        return dataclasses.replace(target, path=self.path, text=self.text, vision=None, pooling=None, quant=None)
+    @property
+    def text(self) -> TextConfig:
+        """The configuration of the layer."""
+        return self.sizes.text
+
+
+Drafter = ModelConfig | EagleConfig
+"""What drafts for a model: a smaller model or a head."""
+
+
+def sizes_of(drafter: Drafter) -> ModelConfig:
+    """Returns a model whose KV cache has the sizes of what drafts."""
+    return drafter.sizes if isinstance(drafter, EagleConfig) else drafter
 
 
 def load_eagle_config(config: EngineConfig, path: str, target: ModelConfig, flag: str) -> EagleConfig:
@@ -80,7 +93,10 @@ def load_eagle_config(config: EngineConfig, path: str, target: ModelConfig, flag
     taps = _taps_of(raw, own or {}, target, f"{flag}: {Path(path).name}")
     first = bool(raw.get("norm_before_residual", False))
     kept = dataclasses.replace(text, vocab=int(drafts), tied=False, kv=None)
-    return EagleConfig(Path(path), kept, taps, first)
+    sizes = dataclasses.replace(
+        target, path=Path(path), architecture=PLAIN_DECODER, text=kept, vision=None, pooling=None, quant=None
+    )
+    return EagleConfig(Path(path), sizes, taps, first, wanted.vocab, stores_tensor(Path(path), HEAD_TABLE))
 
 
 def _check_sizes(raw: JsonMapping, text: TextConfig, target: ModelConfig, length: int, what: str) -> None:
@@ -108,35 +124,22 @@ def _taps_of(raw: JsonMapping, own: JsonMapping, target: ModelConfig, what: str)
     if named is None:
         return tuple(min(max(at, 0), layers - 1) for at in (2, layers // 2, layers - 3))
     whole = isinstance(named, list) and all(isinstance(at, int) and 0 <= at < layers for at in named)
-    if not whole or len(named) != STATES:
-        raise StartupError(f"{what} names layers {named}; {STATES} of {layers} are read")
+    if not whole or len(named) != HEAD_STATES:
+        raise StartupError(f"{what} names layers {named}; {HEAD_STATES} of {layers} are read")
     return tuple(named)
 
 
-def draft_config(config: EngineConfig, target: ModelConfig) -> ModelConfig | None:
-    """Returns the configuration of the draft model or head that the flags name; None: they name none.
+def find_drafter(config: EngineConfig, target: ModelConfig) -> Drafter | None:
+    """Reads the configuration of the draft model or head that the flags name; None: they name none.
 
     Raises:
         StartupError: it cannot draft for ``target``; one line.
     """
-    asked, flag = requested_speculation(config), draft_flag
+    asked = requested_speculation(config)
     if asked is None or not asked.model:
         return None
-    if asked.method == EAGLE3:
-        return load_eagle_config(config, asked.model, target, flag(config)).as_model(target)
-    return load_draft_config(config, asked.model, target, flag(config))
-
-
-def eagle_config(config: EngineConfig, target: ModelConfig) -> EagleConfig | None:
-    """Returns the configuration of the head that the flags name; None: they name none.
-
-    Raises:
-        StartupError: it is no head for ``target``; one line.
-    """
-    asked = requested_speculation(config)
-    if asked is None or asked.method != EAGLE3:
-        return None
-    return load_eagle_config(config, asked.model, target, draft_flag(config))
+    load = load_eagle_config if asked.method == EAGLE3 else load_draft_config
+    return load(config, asked.model, target, draft_flag(config))
 
 
 def load_draft_config(config: EngineConfig, path: str, target: ModelConfig, flag: str) -> ModelConfig:
@@ -150,6 +153,11 @@ def load_draft_config(config: EngineConfig, path: str, target: ModelConfig, flag
         StartupError: it cannot draft for ``target``; one line.
     """
     if not (Path(path) / "config.json").is_file():
+        if (Path(path) / "adapter_config.json").is_file():
+            raise StartupError(
+                f"{flag}: {path} is a LoRA adapter, and a draft model takes none: it drafts as the base, and the "
+                "adapter of a request verifies"
+            )
         raise StartupError(f"{flag}: {path} is no folder of a checkpoint (it has no config.json)")
     own = dataclasses.replace(config, model=path, hf_overrides={}, runner="auto", convert="auto")
     draft = load_model_config(own)

@@ -84,9 +84,9 @@ NO_EFFECT: Mapping[str, str] = {
     "suffix_decoding_max_spec_factor": "how many drafts pay is measured",
     "suffix_decoding_min_token_prob": "how many drafts pay is measured",
     "max_model_len": "drafts are made at any length",
-    "enforce_eager": "a draft model runs without graphs",
+    "enforce_eager": "a draft has graphs where its target has them",
     "draft_tensor_parallel_size": "a draft model runs beside one rank",
-    "disable_padded_drafter_batch": "a draft model's batches are not padded",
+    "disable_padded_drafter_batch": "a draft's batches are padded where its target's are",
     "rejection_sample_method": "a draft is accepted where it equals what is sampled without drafts",
 }
 """Keys of vLLM's configuration that change no answer here, with the reason."""
@@ -205,7 +205,6 @@ def _check_planned(config: EngineConfig, flag: str, device: str) -> None:
     refused = {
         "--kv-offloading-size": config.kv_offloading_size,
         "--cpu-offload-gb": config.cpu_offload_gb,
-        "--enable-lora": config.enable_lora,
         "--learn-buckets on": config.learn_buckets == "on",
         "--bucket-profile": config.bucket_profile,
     }
@@ -214,11 +213,9 @@ def _check_planned(config: EngineConfig, flag: str, device: str) -> None:
         raise StartupError(f"{flag}: on {device} a draft model does not go with {named[0]}; leave one of them out")
 
 
-def _check_draft(config: EngineConfig, model: ModelConfig, policy: Policy, device: str, method: str) -> None:
+def _check_draft(config: EngineConfig, model: ModelConfig, policy: Policy, device: str) -> None:
     """Raises StartupError where the device or another flag does not go with a draft model; one line."""
     flag = _source(config)
-    if policy.rules and method == EAGLE3:
-        raise StartupError(f"{flag}: the {device} backend runs no heads of eagle3; a draft_model drafts there")
     if policy.rules:
         _check_planned(config, flag, device)
     if config.tensor_parallel_size * config.pipeline_parallel_size > 1:
@@ -262,7 +259,7 @@ def resolve_speculation(
     if policy.rules and not asked:
         return None
     if found is not None and found.model:
-        _check_draft(config, model, policy, device, found.method)
+        _check_draft(config, model, policy, device)
     if policy.rules and model.text.cross_attention_layers:
         raise StartupError(f"{_source(config)}: {model.architecture} attends to images; --device cpu drafts its texts")
     if model.text.recurrent is not None:

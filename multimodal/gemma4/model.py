@@ -12,9 +12,9 @@ from trencadis.core.checkpoint.model_config import LAYER, RMS, ModelConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
 from trencadis.core.device.backend import AdapterRows, Backend, Rotary, Segments, VisionTensors
 from trencadis.core.models.attention import HeadSpan, PartialRotarySource, inverse_frequencies
-from trencadis.core.models.decoder import Decoder
-from trencadis.core.models.linear import Linear, replicate_layers
+from trencadis.core.models.linear import Linear
 from trencadis.core.models.mlp import RMSNorm, norm_of
+from trencadis.core.models.tower_decoder import TowerDecoder
 from trencadis.core.shared_constants import SINK_ROW, WINDOW_SLOTS
 from trencadis.core.step import Encode, VisionInputs
 from trencadis.multimodal.gemma4.family import MERGE, Gemma4VisionConfig, PatchEmbedConfig
@@ -261,38 +261,41 @@ class Gemma4Tower:
         return self.patch_embed.nbytes() + self.projector.nbytes() + sum(block.nbytes() for block in self.blocks)
 
 
-class Gemma4Model(Decoder):
+class PatchTower:
+    """The 12B model's whole tower: the patch embedding alone, which is run over rows."""
+
+    def __init__(self, backend: Backend, c: PatchEmbedConfig) -> None:
+        self.ops, self.config, self.patch_embed = backend.ops, c, LargePatchEmbed(backend, c)
+
+    def load(self, source: WeightSource) -> None:
+        self.patch_embed.load(source)
+
+    def __call__(self, inputs: VisionTensors, arena: Tensor) -> None:
+        self.ops.by_rows(self.patch_embed, (inputs.pixels, inputs.position, inputs.rows), arena)
+
+    def pack(self, images: Sequence[Encode], slots: int) -> VisionInputs:
+        """Packs images one after the other, each from a window's start on."""
+        return pack_whole_images(images, slots, self.config.slot.values, 1)
+
+    def nbytes(self) -> int:
+        return self.patch_embed.nbytes()
+
+
+class Gemma4Model(TowerDecoder):
     """``VisionModel`` of Gemma-4."""
+
+    tower: Gemma4Tower | PatchTower
 
     def __init__(self, config: ModelConfig, backend: Backend) -> None:
         super().__init__(config, backend)
         c = config.vision
         assert isinstance(c, Gemma4VisionConfig)
-        self.tower: Gemma4Tower | LargePatchEmbed
-        if not self.share.starts:
-            return
-        shared = replicate_layers(backend) if config.encoder_data_parallel else backend
-        self.tower = LargePatchEmbed(shared, c) if isinstance(c, PatchEmbedConfig) else Gemma4Tower(shared, c)
-
-    def load_from(self, source: WeightSource) -> None:
-        super().load_from(source)
         if self.share.starts:
-            self.tower.load(source)
-
-    def vision(self, inputs: VisionTensors) -> None:
-        """Encodes packed images and writes their rows to ``arena[rows]``."""
-        if isinstance(self.tower, Gemma4Tower):
-            self.tower(inputs, self.persistent.arena)
-            return
-        self.ops.by_rows(self.tower, (inputs.pixels, inputs.position, inputs.rows), self.persistent.arena)
+            shared = self.tower_backend
+            self.tower = PatchTower(shared, c) if isinstance(c, PatchEmbedConfig) else Gemma4Tower(shared, c)
 
     def pack(self, images: Sequence[Encode], slots: int) -> VisionInputs:
-        if isinstance(self.tower, Gemma4Tower):
-            return self.tower.pack(images, slots)
-        return pack_whole_images(images, slots, self.tower.config.slot.values, 1)
-
-    def nbytes(self) -> int:
-        return super().nbytes() + (self.tower.nbytes() if self.share.starts else 0)
+        return self.tower.pack(images, slots)
 
 
 def make(config: ModelConfig, backend: Backend) -> Gemma4Model:

@@ -14,9 +14,9 @@ from trencadis.core.checkpoint.model_config import RMS, ModelConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
 from trencadis.core.device.backend import AdapterRows, Backend, Ops, VisionTensors
 from trencadis.core.models.attention import vision_frequencies
-from trencadis.core.models.decoder import Decoder
-from trencadis.core.models.linear import NO_ADAPTERS, ImageAdapters, Linear, TowerLayer, replicate_layers
+from trencadis.core.models.linear import NO_ADAPTERS, ImageAdapters, Linear, TowerLayer
 from trencadis.core.models.mlp import GatedMLP, LayerNorm, Norm, norm_of
+from trencadis.core.models.tower_decoder import AdaptedTowerDecoder
 from trencadis.core.step import Encode, VisionInputs
 from trencadis.multimodal.glm4v.config import CHANNELS, FRAMES, RULES, Glm4vVisionConfig, add_sampled_positions
 from trencadis.multimodal.normalisation import CLIP, PixelNormalisation
@@ -109,18 +109,18 @@ class Glm4vTower:
         scale_shift, frequencies = (tuple(t.to(backend.device) for t in some) for some in made)
         self.patch_embed = Glm4vPatchEmbed(ops, self.patch, self.norm, scale_shift, frequencies)
 
-    def load(self, source: WeightSource, name: str) -> None:
+    def load(self, source: WeightSource) -> None:
         c = self.config
         stored = (c.hidden, CHANNELS, FRAMES, c.patch, c.patch)
-        patch = source.take(f"{name}.patch_embed.proj.weight", stored).reshape(c.hidden, -1)
-        self.patch.pack(patch, source.take(f"{name}.patch_embed.proj.bias", (c.hidden,)))
+        patch = source.take("visual.patch_embed.proj.weight", stored).reshape(c.hidden, -1)
+        self.patch.pack(patch, source.take("visual.patch_embed.proj.bias", (c.hidden,)))
         if self.norm is not None:
-            self.norm.load(source, f"{name}.post_conv_layernorm")
-            table = source.take(f"{name}.embeddings.position_embedding.weight", (c.side**2, c.hidden))
+            self.norm.load(source, "visual.post_conv_layernorm")
+            table = source.take("visual.embeddings.position_embedding.weight", (c.side**2, c.hidden))
             self.patch_embed.position_table = table
         for i, block in enumerate(self.blocks):
-            block.load(source, f"{name}.blocks.{i}")
-        self.merger.load(source, name)
+            block.load(source, f"visual.blocks.{i}")
+        self.merger.load(source, "visual")
 
     def list_layers(self) -> Iterator[TowerLayer]:
         """Yields the matrices that take adapters."""
@@ -145,7 +145,7 @@ class Glm4vTower:
         return own + self.merger.nbytes() + sum(block.nbytes() for block in self.blocks)
 
 
-class Glm4v(Decoder):
+class Glm4v(AdaptedTowerDecoder):
     """``core.models.interface.Model`` with images, which the first pipeline stage encodes."""
 
     tower: Glm4vTower
@@ -157,30 +157,14 @@ class Glm4v(Decoder):
         if not self.share.starts:
             return
         read = read_preprocessor_config(config.path, patch=config.vision.patch, rules=RULES)
-        tower = replicate_layers(backend) if config.encoder_data_parallel else backend
-        self.tower = Glm4vTower(tower, config.vision, CLIP if read is None else read.normalisation)
-
-    def load_from(self, source: WeightSource) -> None:
-        super().load_from(source)
-        if self.share.starts:
-            self.tower.load(source, "visual")
-
-    def vision(self, inputs: VisionTensors) -> None:
-        """Encodes packed images and writes their tokens to ``arena[rows]``."""
-        self.tower(inputs, self.persistent.arena, self.prepare_image_adapters(inputs))
-
-    def list_tower_layers(self) -> Iterator[TowerLayer]:
-        if self.share.starts:
-            yield from self.tower.list_layers()
+        normalisation = CLIP if read is None else read.normalisation
+        self.tower = Glm4vTower(self.tower_backend, config.vision, normalisation)
 
     def pack(self, images: Sequence[Encode], slots: int) -> VisionInputs:
         """Packs images cell by cell; the rest of ``slots`` is padding."""
         c = self.vision_config
         packed = pack_whole_images(images, slots, c.slot.values, c.merge)
         return add_sampled_positions(packed, images, c.side, c.merge) if c.side else packed
-
-    def nbytes(self) -> int:
-        return super().nbytes() + (self.tower.nbytes() if self.share.starts else 0)
 
 
 def make(config: ModelConfig, backend: Backend) -> Glm4v:

@@ -10,7 +10,7 @@ from torch import Tensor
 from trencadis.core.checkpoint.model_config import LAYER, ModelConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
 from trencadis.core.device.backend import Backend, Ops, VisionTensors
-from trencadis.core.models.linear import ColumnParallelLinear, ColumnPart, Linear, RowParallelLinear, replicate_layers
+from trencadis.core.models.linear import ColumnParallelLinear, ColumnPart, Linear, RowParallelLinear
 from trencadis.core.models.mlp import norm_of
 from trencadis.core.models.tower_decoder import TowerDecoder
 from trencadis.core.step import Encode, VisionInputs
@@ -121,8 +121,7 @@ class Lfm2Vl(TowerDecoder):
         assert isinstance(config.vision, Lfm2VisionConfig)
         self.vision_config = config.vision
         if self.share.starts:
-            shared = replicate_layers(backend) if config.encoder_data_parallel else backend
-            self.tower = Siglip2Tower(shared, config.vision, load_normalisation(config))
+            self.tower = Siglip2Tower(self.tower_backend, config.vision, load_normalisation(config))
 
     def pack(self, images: Sequence[Encode], slots: int) -> VisionInputs:
         """Packs images cell by cell; the rest of ``slots`` is padding."""

@@ -112,19 +112,19 @@ class Lfm2VlImageProcessor(TileImageProcessor):
         return max(self.most_tokens, self.rows_per_tile if self.most_tiles > 1 else 0)
 
     def compute_tile_geometry(self, height: int, width: int) -> ImageGeometry:
-        whole = self._whole_geometry(height, width)
         if not self._is_large(height, width):
+            whole = self._whole_geometry(height, width)
             plain = (BEGIN, PlaceholderRun(0, 0, whole.tokens), END)
             return whole._replace(area=max(height * width, whole.area), rows=whole.tokens, layout=plain)
         grid = choose_grid(height, width, self.image, self.least_tiles, self.most_tiles)
-        last = (whole,) if self.thumbnail else ()
+        last = (self._whole_geometry(height, width),) if self.thumbnail else ()
         count, side, rows = grid[0] * grid[1], self.image // self.patch, self.rows_per_tile
         resized = (grid[0] * self.image, grid[1] * self.image)
-        area = max(height * width, resized[0] * resized[1] + whole.area)
+        area = max(height * width, resized[0] * resized[1] + sum(one.area for one in last))
         parts = (ImageGeometry(resized, (1, side, side), rows, self.slots, area),) * count + last
         return ImageGeometry(
             resized, (count, side, side), sum(one.tokens for one in parts), sum(one.slots for one in parts), area, rows,
-            layout_items(grid, rows, whole.tokens if last else 0), parts,
+            layout_items(grid, rows, sum(one.tokens for one in last)), parts,
         )  # fmt: skip
 
     def _is_large(self, height: int, width: int) -> bool:

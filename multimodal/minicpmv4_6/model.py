@@ -11,7 +11,7 @@ from torch.nn import functional
 from trencadis.core.checkpoint.model_config import LAYER, ModelConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
 from trencadis.core.device.backend import AdapterRows, Backend, Rotary, Segments, VisionTensors
-from trencadis.core.models.linear import Linear, replicate_layers
+from trencadis.core.models.linear import Linear
 from trencadis.core.models.mlp import norm_of
 from trencadis.core.models.tower_decoder import TowerDecoder
 from trencadis.core.shared_constants import WINDOW_SLOTS
@@ -185,8 +185,7 @@ class MiniCPMModel(TowerDecoder):
         super().__init__(config, backend)
         assert isinstance(config.vision, MiniCPMVisionConfig)
         if self.share.starts:
-            shared = replicate_layers(backend) if config.encoder_data_parallel else backend
-            self.tower = MiniCPMTower(shared, config.vision, load_normalisation(config))
+            self.tower = MiniCPMTower(self.tower_backend, config.vision, load_normalisation(config))
 
     def pack(self, images: Sequence[Encode], slots: int) -> VisionInputs:
         """Packs slices; the rest of ``slots`` is padding."""

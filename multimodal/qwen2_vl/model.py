@@ -15,7 +15,6 @@ from trencadis.core.checkpoint.model_config import LAYER, RMS, ModelConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
 from trencadis.core.device.backend import AdapterRows, Backend, Ops, VisionTensors
 from trencadis.core.models.attention import vision_frequencies
-from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.linear import (
     NO_ADAPTERS,
     ColumnParallelLinear,
@@ -24,9 +23,9 @@ from trencadis.core.models.linear import (
     Linear,
     RowParallelLinear,
     TowerLayer,
-    replicate_layers,
 )
 from trencadis.core.models.mlp import Norm, norm_of
+from trencadis.core.models.tower_decoder import AdaptedTowerDecoder
 from trencadis.core.shared_constants import align_up
 from trencadis.core.step import Encode, VisionInputs
 from trencadis.multimodal.normalisation import CLIP, PixelNormalisation
@@ -105,16 +104,16 @@ class Qwen2VLVisionTower:
         )
         self.patch_merger = Qwen2VLPatchMerger(ops, self.norm, self.merge_in, self.merge_out)
 
-    def load(self, source: WeightSource, name: str) -> None:
+    def load(self, source: WeightSource) -> None:
         c = self.config
         stored = (c.hidden, c.channels, c.temporal, c.patch, c.patch)
-        patch = source.take(f"{name}.patch_embed.proj.weight", stored).reshape(c.hidden, -1)
+        patch = source.take("visual.patch_embed.proj.weight", stored).reshape(c.hidden, -1)
         self.patch.pack(functional.pad(patch, (0, self.padded_columns)) if self.padded_columns else patch, None)
         for i, block in enumerate(self.blocks):
-            block.load(source, f"{name}.blocks.{i}")
-        self.norm.load(source, f"{name}.merger.ln_q")
-        self.merge_in.load(source, f"{name}.merger.mlp")
-        self.merge_out.load(source, f"{name}.merger.mlp.2")
+            block.load(source, f"visual.blocks.{i}")
+        self.norm.load(source, "visual.merger.ln_q")
+        self.merge_in.load(source, "visual.merger.mlp")
+        self.merge_out.load(source, "visual.merger.mlp.2")
 
     def list_layers(self) -> Iterator[TowerLayer]:
         """Yields the matrices that take adapters."""
@@ -137,7 +136,7 @@ class Qwen2VLVisionTower:
         return sum(parts) + sum(block.nbytes() for block in self.blocks)
 
 
-class Qwen2VL(Decoder):
+class Qwen2VL(AdaptedTowerDecoder):
     """``core.models.interface.Model`` with images, which the first pipeline stage encodes."""
 
     tower: Qwen2VLVisionTower
@@ -149,28 +148,12 @@ class Qwen2VL(Decoder):
             return
         read = read_preprocessor_config(config.path)
         unit = config.alignment_unit(backend.policy.aligned)
-        tower = replicate_layers(backend) if config.encoder_data_parallel else backend
-        self.tower = Qwen2VLVisionTower(tower, config.vision, CLIP if read is None else read.normalisation, unit)
-
-    def load_from(self, source: WeightSource) -> None:
-        super().load_from(source)
-        if self.share.starts:
-            self.tower.load(source, "visual")
-
-    def vision(self, inputs: VisionTensors) -> None:
-        """Encodes packed images and writes their tokens to ``arena[rows]``."""
-        self.tower(inputs, self.persistent.arena, self.prepare_image_adapters(inputs))
-
-    def list_tower_layers(self) -> Iterator[TowerLayer]:
-        if self.share.starts:
-            yield from self.tower.list_layers()
+        normalisation = CLIP if read is None else read.normalisation
+        self.tower = Qwen2VLVisionTower(self.tower_backend, config.vision, normalisation, unit)
 
     def pack(self, images: Sequence[Encode], slots: int) -> VisionInputs:
         """Packs images cell by cell; the rest of ``slots`` is padding."""
         return pack_whole_images(images, slots, self.tower.config.patch_values, self.tower.config.merge)
-
-    def nbytes(self) -> int:
-        return super().nbytes() + (self.tower.nbytes() if self.share.starts else 0)
 
 
 def make(config: ModelConfig, backend: Backend) -> Qwen2VL:

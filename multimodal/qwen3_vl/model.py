@@ -16,7 +16,6 @@ from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
 from trencadis.core.device.backend import AdapterRows, Backend, Ops, Rotary, VisionTensors
 from trencadis.core.models.attention import vision_frequencies
-from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.linear import (
     NO_ADAPTERS,
     ColumnParallelLinear,
@@ -25,9 +24,9 @@ from trencadis.core.models.linear import (
     Linear,
     RowParallelLinear,
     TowerLayer,
-    replicate_layers,
 )
 from trencadis.core.models.mlp import LayerNorm
+from trencadis.core.models.tower_decoder import AdaptedTowerDecoder
 from trencadis.core.shared_constants import align_up
 from trencadis.core.step import Encode, VisionInputs
 from trencadis.multimodal.normalisation import IMAGENET_STANDARD, PixelNormalisation
@@ -143,15 +142,15 @@ class DeepStackTower:
             ops, self.patch, (scale_shift[0], scale_shift[1]), (frequencies[0], frequencies[1]), 1 + c.deepstack
         )
 
-    def load(self, source: WeightSource, name: str) -> None:
+    def load(self, source: WeightSource) -> None:
         c = self.config
         stored = (c.hidden, CHANNELS, FRAMES, c.patch, c.patch)
-        patch = source.take(f"{name}.patch_embed.proj.weight", stored).reshape(c.hidden, -1)
-        bias = source.take(f"{name}.patch_embed.proj.bias", (c.hidden,))
+        patch = source.take("visual.patch_embed.proj.weight", stored).reshape(c.hidden, -1)
+        bias = source.take("visual.patch_embed.proj.bias", (c.hidden,))
         self.patch.pack(functional.pad(patch, (0, self.padded_columns)) if self.padded_columns else patch, bias)
-        self.patch_embed.position_table = source.take(f"{name}.pos_embed.weight", (c.side**2, c.hidden))
+        self.patch_embed.position_table = source.take("visual.pos_embed.weight", (c.side**2, c.hidden))
         for i, block in enumerate(self.blocks):
-            block.load(source, f"{name}.blocks.{i}")
+            block.load(source, f"visual.blocks.{i}")
         for merger, at in zip(self.mergers, c.merger_names, strict=True):
             merger.load(source, at)
 
@@ -189,28 +188,19 @@ class DeepStackTower:
         return own + sum(block.nbytes() for block in self.blocks)
 
 
-class Qwen3VL(Decoder):
-    """``core.models.interface.Model`` with images."""
+class Qwen3VL(AdaptedTowerDecoder):
+    """``core.models.interface.Model`` with images, which the first pipeline stage encodes."""
 
     def __init__(self, config: ModelConfig, backend: Backend) -> None:
         super().__init__(config, backend)
         assert isinstance(config.vision, DeepStackVisionConfig)
+        self.vision_config = config.vision
+        if not self.share.starts:
+            return
         read = read_preprocessor_config(config.path, patch=config.vision.patch)
         normalisation = IMAGENET_STANDARD if read is None else read.normalisation
-        self.vision_config = config.vision
-        tower = replicate_layers(backend) if config.encoder_data_parallel else backend
-        self.tower = DeepStackTower(tower, config.vision, normalisation, config.alignment_unit(backend.policy.aligned))
-
-    def load_from(self, source: WeightSource) -> None:
-        super().load_from(source)
-        self.tower.load(source, "visual")
-
-    def vision(self, inputs: VisionTensors) -> None:
-        """Encodes packed images and writes the parts of their rows to the arena."""
-        self.tower(inputs, self.persistent.arena, self.prepare_image_adapters(inputs))
-
-    def list_tower_layers(self) -> Iterator[TowerLayer]:
-        yield from self.tower.list_layers()
+        unit = config.alignment_unit(backend.policy.aligned)
+        self.tower = DeepStackTower(self.tower_backend, config.vision, normalisation, unit)
 
     def pack(self, images: Sequence[Encode], slots: int) -> VisionInputs:
         """Packs images cell by cell; the rest of ``slots`` is padding."""
@@ -218,9 +208,6 @@ class Qwen3VL(Decoder):
         return add_interpolated_positions(
             pack_whole_images(images, slots, c.slot.values, c.merge), images, c.side, c.merge
         )
-
-    def nbytes(self) -> int:
-        return super().nbytes() + self.tower.nbytes()
 
 
 def make(config: ModelConfig, backend: Backend) -> Qwen3VL:

@@ -91,6 +91,8 @@ def find_adapter_folder(config: EngineConfig, name: str) -> Path:
     Raises:
         StartupError: see ``resolve``.
     """
+    if not Path(name).expanduser().exists() and not _HUB_ID.fullmatch(name):
+        raise StartupError(f"There is no folder {name[:200]} of an adapter, and a hub id would be owner/name.")
     return resolve(name, "", config.hf_token, config.download_dir, ADAPTER)
 
 

@@ -113,9 +113,9 @@ def _include_routes(app: FastAPI, state: ServingState) -> None:
     common = (
         serving_models.router,
         serving_tokenization.router,
+        serving_tokenization.make_tokenizer_info_router,
         health_and_metrics.router,
         health_and_metrics.make_bucket_router,
-        serving_models.make_load_router,
         serving_models.make_adapters_router,
         dev_mode.make_sleep_router,
         dev_mode.router,

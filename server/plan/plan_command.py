@@ -24,7 +24,7 @@ from trencadis.core.memory import graph_measurements
 from trencadis.core.shapes import bucket_options as bucket_env
 from trencadis.core.shapes.bucket_profile import read_profile, write_profile
 from trencadis.core.shapes.pipeline_partition import split_model
-from trencadis.core.spec.draft_checkpoint import draft_config
+from trencadis.core.spec.draft_checkpoint import find_drafter, sizes_of
 from trencadis.multimodal.processor import PROCESSOR_FILES
 from trencadis.server.config import argv, hub, value_parsers
 from trencadis.server.config.resolve_settings import hide_keys, resolve_settings
@@ -216,14 +216,14 @@ def make_stage_plans(config: EngineConfig, model: ModelConfig, memory: int, othe
     asked, starts = bucket_env.read_bucket_options(os.environ), []
     for part in parts:
         check_start(config, part, policy, name)
-        block = config.block_size or policy.block_sizes[0]
+        drafter, block = find_drafter(config, part), config.block_size or policy.block_sizes[0]
         key = graph_measurements.MeasurementKey(
-            graph_measurements.fingerprint(part, draft_config(config, part)),
+            graph_measurements.fingerprint(part, None if drafter is None else sizes_of(drafter)),
             name,
             f"{8 * itemsize} bit",
             ranks,
             block,
         )
         known = graph_measurements.load_nearest(key, graph_measurements.folder())
-        starts.append(DryRun(config, part, policy, asked, images, device, known))
+        starts.append(DryRun(config, part, policy, asked, images, device, known, draft=drafter))
     return planned_stages(starts)

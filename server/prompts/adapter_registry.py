@@ -169,18 +169,20 @@ def parse_modules(words: Sequence[str]) -> list[NamedAdapter]:
     """Reads ``--lora-modules``: NAME=PATH, or JSON with name, path and base_model_name.
 
     Raises:
-        StartupError: a word has another form.
+        StartupError: a word has another form, or two have one name.
     """
-    found = []
+    found: dict[str, NamedAdapter] = {}
     for word in words:
         if word.lstrip().startswith("{"):
-            found.append(_parse_json_module(word))
-            continue
-        name, sign, path = word.partition("=")
-        if not (sign and name and path):
-            raise StartupError(f"--lora-modules {word[:80]}: write NAME=PATH, or JSON with name and path.")
-        found.append(NamedAdapter(name, path))
-    return found
+            one = _parse_json_module(word)
+        else:
+            name, sign, path = word.partition("=")
+            if not (sign and name and path):
+                raise StartupError(f"--lora-modules {word[:80]}: write NAME=PATH, or JSON with name and path.")
+            one = NamedAdapter(name, path)
+        if found.setdefault(one.name, one) is not one:
+            raise StartupError(f"--lora-modules gives two adapters the name {one.name[:60]}; each needs its own.")
+    return [*found.values()]
 
 
 def _parse_json_module(word: str) -> NamedAdapter:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, Unpack
+from typing import Any, NamedTuple, TypeVar, Unpack
 
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.registry import family_of
@@ -43,6 +43,14 @@ DEFAULT_MEDIA = 999
 """Most media of each kind in a prompt, unless ``--limit-mm-per-prompt`` sets another limit."""
 COUNTED_TOKENS = 1 << 18
 """Most tokens of a prompt that is only counted, unless twice the context is more."""
+
+
+class _ReadChat(NamedTuple):
+    """The media of a conversation, and its tokens; ``text`` as well where the prompt keeps it."""
+
+    media: Sequence[MediaPart]
+    tokens: list[int]
+    text: str | None
 
 
 class TextService:
@@ -160,7 +168,7 @@ class TextService:
 
         rendered = await self._render_own_template(template, rules, messages, how)
 
-        def read(check: Check) -> tuple[Sequence[MediaPart], list[int], str | None]:
+        def read(check: Check) -> _ReadChat:
             if rendered is not None:
                 conversation, text = rendered
             else:
@@ -171,9 +179,10 @@ class TextService:
             text = self._add_image_padding(text, marked=True) if self._around else text
             whole = self.tokenizer.unmark(text) if keep_text else None
             if conversation.media and self._marks is not None:
-                return conversation.media, self._encode_between_images(text, check, most, marked=True), whole
+                tokens = self._encode_between_images(text, check, most, marked=True)
+                return _ReadChat(conversation.media, tokens, whole)
             cut = truncate is not None and truncation_side != "right" and not conversation.media
-            return conversation.media, self._encode(text, check, most, marked=True, cut=cut), whole
+            return _ReadChat(conversation.media, self._encode(text, check, most, marked=True, cut=cut), whole)
 
         media, tokens, text = await _run_maybe_off_loop(read, messages, *how.values())
         if media:

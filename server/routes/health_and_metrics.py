@@ -23,6 +23,7 @@ from trencadis.core.process.engine_messages import Phase
 from trencadis.core.progress import Warming
 from trencadis.server.engine.engine_client import EngineClient, get_replicas
 from trencadis.server.metrics.bucket_metrics import describe_all_buckets
+from trencadis.server.protocol.base_request import Strict
 from trencadis.server.routes.serving_base import ServingState
 
 CACHE_SECONDS = 1.0
@@ -30,6 +31,12 @@ FRESH_PAGES = 4
 """Pages of /metrics made in a second at most; requests beyond that get the last one."""
 RENDER_SHARE = 0.05
 """Share of a second after which no further page is made in it: with many tenants a page takes long."""
+
+
+class ServerLoad(Strict):
+    """Requests inside the server: choices count one each."""
+
+    server_load: int
 
 
 def router(state: ServingState) -> APIRouter:
@@ -77,6 +84,11 @@ def router(state: ServingState) -> APIRouter:
         turned = state.fair_queued
         whole = {**make_stats(engine), "takes_images": state.service.images is not None, **each}
         return whole | {"waiting": whole["waiting"] + turned, "waiting_for_turn": turned}
+
+    @routes.get("/load", response_model=ServerLoad)
+    async def load() -> ServerLoad:
+        """How many choices the server works on or has in its queue."""
+        return ServerLoad(server_load=state.admission.inside[0])
 
     @routes.get("/metrics")
     async def metrics() -> Response:

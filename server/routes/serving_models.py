@@ -1,4 +1,4 @@
-"""/v1/models, /load and /tokenizer_info; /v1/load_lora_adapter and /v1/unload_lora_adapter.
+"""/v1/models; /v1/load_lora_adapter and /v1/unload_lora_adapter.
 
 Adapters are loaded and unloaded with VLLM_ALLOW_RUNTIME_LORA_UPDATING only.
 """
@@ -8,13 +8,10 @@ from __future__ import annotations
 import asyncio
 
 from fastapi import APIRouter
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 
-from trencadis.core.checkpoint.json_fields import read_json
-from trencadis.core.errors import NotFound
 from trencadis.core.json_types import JsonObject
 from trencadis.server.prompts.adapter_registry import change_adapters
-from trencadis.server.protocol.base_request import Strict
 from trencadis.server.protocol.models_and_tokenize import (
     LoadAdapterRequest,
     ModelCard,
@@ -52,49 +49,6 @@ def router(state: ServingState) -> APIRouter:
         return card(state.check_model(model))
 
     return routes
-
-
-TOKENIZER_CONFIG = "tokenizer_config.json"
-
-
-class ServerLoad(Strict):
-    """Requests inside the server: choices count one each."""
-
-    server_load: int
-
-
-def make_load_router(state: ServingState) -> APIRouter:
-    """Makes the routes over ``state``."""
-    routes = APIRouter(tags=["operation"])
-
-    @routes.get("/load", response_model=ServerLoad)
-    async def load() -> ServerLoad:
-        """How many choices the server works on or has in its queue."""
-        return ServerLoad(server_load=state.admission.inside[0])
-
-    if state.settings.config.enable_tokenizer_info_endpoint:
-
-        @routes.get("/tokenizer_info", include_in_schema=False)
-        async def tokenizer_info() -> Response:
-            """The checkpoint's tokenizer_config.json, with the chat template in use."""
-            return JSONResponse(get_tokenizer_settings(state))
-
-    return routes
-
-
-def get_tokenizer_settings(state: ServingState) -> JsonObject:
-    """Returns the settings that the tokenizer was made from.
-
-    Raises:
-        NotFound: the checkpoint has no such file.
-    """
-    folder = state.service.tokenizer.folder
-    found = None if folder is None else read_json(folder / TOKENIZER_CONFIG)
-    if not isinstance(found, dict):
-        raise NotFound(f"The checkpoint has no {TOKENIZER_CONFIG}.")
-    template = state.service.template
-    shown = {**found, "tokenizer_class": str(found.get("tokenizer_class") or "PreTrainedTokenizerFast")}
-    return shown if template is None else {**shown, "chat_template": template.text}
 
 
 def make_adapters_router(state: ServingState) -> APIRouter:

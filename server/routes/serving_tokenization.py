@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize."""
+"""/tokenize, /detokenize and /tokenizer_info."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import TypeVar
 from fastapi import APIRouter
 from pydantic import BaseModel
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
-from trencadis.core.errors import BadRequest
+from trencadis.core.checkpoint.json_fields import read_json
+from trencadis.core.errors import BadRequest, NotFound
+from trencadis.core.json_types import JsonObject
 from trencadis.multimodal.media_options import MediaScope
 from trencadis.server.prompts.prompt import Prompt
 from trencadis.server.protocol.models_and_tokenize import (
@@ -27,6 +29,7 @@ from trencadis.server.tenants.admission import Ticket
 from trencadis.server.text.off_event_loop import Check, OffEventLoop, no_check
 
 T = TypeVar("T")
+TOKENIZER_CONFIG = "tokenizer_config.json"
 IN_LOOP = 1000
 """Most tokens of an answer that is written in the event loop."""
 _OFF_LOOP = OffEventLoop("tokens")
@@ -130,3 +133,31 @@ async def write_response(made: Callable[[Check], BaseModel], tokens: int, header
 
     text = write(no_check) if tokens <= IN_LOOP else await _OFF_LOOP.run(write)
     return Response(text, media_type="application/json", headers=headers)
+
+
+def make_tokenizer_info_router(state: ServingState) -> APIRouter:
+    """Makes the route of the tokenizer's settings; none unless ``--enable-tokenizer-info-endpoint`` is given."""
+    routes = APIRouter(tags=["tokens"])
+    if state.settings.config.enable_tokenizer_info_endpoint:
+
+        @routes.get("/tokenizer_info", include_in_schema=False)
+        async def tokenizer_info() -> Response:
+            """The checkpoint's tokenizer_config.json, with the chat template in use."""
+            return JSONResponse(_get_tokenizer_settings(state))
+
+    return routes
+
+
+def _get_tokenizer_settings(state: ServingState) -> JsonObject:
+    """Returns the settings that the tokenizer was made from.
+
+    Raises:
+        NotFound: the checkpoint has no such file.
+    """
+    folder = state.service.tokenizer.folder
+    found = None if folder is None else read_json(folder / TOKENIZER_CONFIG)
+    if not isinstance(found, dict):
+        raise NotFound(f"The checkpoint has no {TOKENIZER_CONFIG}.")
+    template = state.service.template
+    shown = {**found, "tokenizer_class": str(found.get("tokenizer_class") or "PreTrainedTokenizerFast")}
+    return shown if template is None else {**shown, "chat_template": template.text}

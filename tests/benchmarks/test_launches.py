@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
+from benchmarks import launches as launches_benchmark
 from benchmarks.launches import TRAFFIC, Card, launches, mean, planned
 from tests.traffic.launch_lines import MODELS, model_of
-from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.buckets import LORA, Bucket, Stage
+from trencadis.core.lora.adapter_store import AdapterStore
+from trencadis.core.models.decoder import Decoder
 
 BEFORE = {"chat": (2662.8, 1207.6e6), "documents": (2651.9, 8799.1e6), "mixed": (2643.7, 5047.1e6)}
 """Operations and bytes made of a mean launch at commit 32f33fb: 120 requests, seed 401."""
@@ -54,3 +59,23 @@ def test_decoding_makes_less_than_half_and_masks_once_a_launch(name: str) -> Non
     before, layers = MADE[name]
     print(f"{name}: {now.made / before:.3f} of the bytes, {now.ops / layers:.1f} operations a layer")
     assert now.made <= 0.45 * before and now.ops <= 75 * layers
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("hidden", "heads", "kv_heads", "inner"), [(2048, 16, 2, 11008), (3584, 28, 4, 18944)])
+def test_a_launch_with_adapters_multiplies_little_more(
+    hidden: int, heads: int, kv_heads: int, inner: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One layer of 3B and of 7B, eight slots of rank 16: at most 1.15 of a launch without, though all slots count."""
+    monkeypatch.setattr(launches_benchmark, "ROWS", 8)
+    monkeypatch.setattr(launches_benchmark, "TOKENS", 256)
+    model = model_of(hidden, 1, heads, kv_heads, inner, vision=False)
+    text = dataclasses.replace(model.text, vocab=1024, mrope_section=None)
+    small = dataclasses.replace(model, architecture="Qwen2ForCausalLM", text=text)
+    card = Card(model=small, blocks=40, computes=True)
+    assert isinstance(card.model, Decoder)
+    AdapterStore(card.model, card.backend, 8, 16)
+    for bucket in (Bucket(Stage.DECODE, (8, 16)), Bucket(Stage.FRESH, (1, 128))):
+        plain, adapted = (card.figures(dataclasses.replace(bucket, variant=variant)) for variant in ("", LORA))
+        print(f"{bucket}: {adapted.products / plain.products:.3f} of the multiplications")
+        assert 1 < adapted.products / plain.products <= 1.15

@@ -17,7 +17,7 @@ from trencadis.core.device.backend import BackendConfig, LayerKV
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.engine_builder import create_engine
 from trencadis.core.errors import StartupError
-from trencadis.core.launches.host_block_copies import HostKV, block_parts
+from trencadis.core.launches.host_block_copies import HostKV, HostStates, block_parts
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.step import BlockMove
 
@@ -157,6 +157,16 @@ def test_copies_hold_every_layer_in_the_order_that_was_asked(flat: bool) -> None
     host.run([BlockMove(2, 1, False), BlockMove(5, 0, False)])
     want = whole[[0, 1, 5, 3, 3, 2]]
     assert torch.equal(torch.cat(parts, 1), want)
+
+
+def test_states_of_preempted_sequences_come_back_into_any_slot() -> None:
+    conv, state = torch.randn(5, 3, 4).bfloat16(), torch.randn(5, 2, 4, 4)
+    before = conv.clone(), state.clone()
+    host = HostStates(Now(), [conv, state], 2)
+    host.run([BlockMove(1, 0, True), BlockMove(2, 1, True), BlockMove(3, 0, False), BlockMove(4, 0, True)])
+    host.run([BlockMove(1, 1, False), BlockMove(2, 0, False)])
+    for now, was in zip((conv, state), before, strict=True):
+        assert torch.equal(now, was[[0, 2, 4, 1, 4]])
 
 
 def test_a_card_copies_in_the_order_of_its_launches() -> None:

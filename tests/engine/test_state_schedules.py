@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.engine.test_schedules import play
 from tests.oracles.shadow_engine import VOCAB, ScheduleDriver, shadow_engine
 from tests.traffic.requests import searched
+from trencadis.core.kv.block_pool import HostBlockPool
 from trencadis.core.kv.state_pool import StatePool
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.scheduling import state_scheduler
@@ -28,31 +29,34 @@ def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def play_states(seed: int, count: int, depth: int, **shape: Any) -> ScheduleDriver:
     rng = random.Random(seed)
     snapshots = rng.choice([0, 1, 3, 30])
-    states = StatePool(rng.choice([2, 4, 9]) + snapshots, snapshots)
+    kept = HostBlockPool(rng.choice([1, 2, 8])) if shape.get("host") else None
+    states = StatePool(rng.choice([2, 4, 9]) + snapshots, snapshots, kept)
     return play(seed, count, depth, states=states, **shape)
 
 
+@pytest.mark.parametrize("host", [0, 40])
 @pytest.mark.parametrize("depth", [0, 1])
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=25, deadline=None)
-def test_random_schedules(depth: int, seed: int) -> None:
-    play_states(seed, 12, depth)
+@settings(max_examples=13, deadline=None)
+def test_random_schedules(depth: int, host: int, seed: int) -> None:
+    play_states(seed, 12, depth, host=host)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("stages", [1, 2])
-def test_ten_thousand_schedules(depth: int, stages: int) -> None:
-    hits = evictions = preemptions = 0
+@pytest.mark.parametrize(("depth", "stages", "host"), [(0, 1, 0), (1, 1, 0), (1, 1, 40), (1, 2, 40)])
+def test_ten_thousand_schedules(depth: int, stages: int, host: int) -> None:
+    hits = evictions = preemptions = resumed = 0
     for seed in range(2500):
-        driver = play_states(seed, 12, depth if stages == 1 else 1, **({"stages": 2} if stages > 1 else {}))
+        driver = play_states(seed, 12, depth, host=host, **({"stages": 2} if stages > 1 else {}))
         states = driver.engine.scheduler.states
         assert states is not None
         hits += states.pool.hits
         evictions += states.pool.evictions
         preemptions += driver.engine.scheduler.totals.preemptions
-    print(f"depth {depth}, stages {stages}: {hits} hits, {evictions} evictions, {preemptions} preemptions")
-    assert hits > 1000 and evictions > 100 and preemptions > 100
+        resumed += driver.engine.stats().states_resumed
+    counts = f"{hits} hits, {evictions} evictions, {preemptions} preemptions, {resumed} of them resumed"
+    print(f"depth {depth}, stages {stages}, host {host}: {counts}")
+    assert hits > 1000 and evictions > 100 and preemptions > 100 and (resumed > 1000) == bool(host)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -117,6 +121,26 @@ def test_nothing_is_published_before_its_launch_has_completed() -> None:
     assert pool.snapshots == 2, "what an aborted request has computed stays right"
     driver.finish()
     assert driver.got["b", 0]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_with_host_memory_a_preempted_sequence_computes_nothing_twice(depth: int) -> None:
+    """Two answers of 20 blocks together in 14: one waits in host memory, with the block in which its state ends."""
+    counts = {}
+    for host in (0, 60):
+        states = StatePool(4, 0, HostBlockPool(2) if host else None)
+        engine, rank = shadow_engine(blocks=14, size=4, rows=8, depth=depth, length=56, states=states, host=host)
+        driver = ScheduleDriver(engine, random.Random(0), 56)
+        for number in range(2):
+            prompt = [1 + (i + 7 * number) % 50 for i in range(13)]
+            driver.add(Request(f"r{number}", prompt, SamplingParams(temperature=0, max_tokens=26, ignore_eos=True)))
+        driver.finish()
+        driver.verify()
+        engine.scheduler.check()
+        counts[host] = rank.computed
+        stats = engine.stats()
+        assert stats.preemptions > 0 and (stats.states_kept, stats.states_resumed) == ((1, 1) if host else (0, 0))
+    assert counts[60] == 2 * (13 + 25) < counts[0]
 
 
 def test_without_room_for_snapshots_prompts_are_computed_and_right() -> None:

@@ -18,6 +18,9 @@ LANGUAGE = r".*layers\.\d+\.(self_attn|mlp)\.\w+_proj"
 TOWER = r"(?!.*(embed|patch)).*(visual|vision|projector|connector).*"
 """The matrices of a vision tower and of the layers after it."""
 
+QWEN_TOWER = r".*visual\.(blocks\.\d+\.(attn\.(qkv|proj)|mlp\.\w+_proj)|merger\.mlp\.[02])"
+"""All layers of the tower of Qwen2.5-VL and its merger; peft takes no pattern that matches the modules around them."""
+
 
 def matrices(checkpoint: Path, pattern: str = LANGUAGE) -> Iterator[tuple[str, tuple[int, int]]]:
     """Name and shape [out, in] of each matrix of a checkpoint whose module matches; of towers only for ``TOWER``."""
@@ -68,3 +71,23 @@ def write_adapter(
 def adapter_of(checkpoint: Path, folder: Path, pattern: str = LANGUAGE, **more: Any) -> Path:
     """Writes an adapter of all matrices of a checkpoint that match ``pattern``."""
     return write_adapter(folder, dict(matrices(checkpoint, pattern)), **more)
+
+
+def load_base(checkpoint: Path) -> Any:
+    """Returns transformers' model of a checkpoint in float32."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    sees = hasattr(AutoConfig.from_pretrained(checkpoint), "vision_config")
+    kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    return kind.from_pretrained(checkpoint, dtype=torch.float32).eval()
+
+
+def train_with_peft(model: Any, folder: Path, targets: str, *, seed: int = 0, **settings: Any) -> Any:
+    """Has peft make and write a random adapter of a model of transformers; returns the adapted model."""
+    import peft
+
+    torch.manual_seed(seed)
+    config = peft.LoraConfig(target_modules=targets, init_lora_weights=False, **settings)
+    adapted: Any = peft.get_peft_model(model, config)
+    adapted.save_pretrained(folder)
+    return adapted.eval()

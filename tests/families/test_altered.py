@@ -215,6 +215,18 @@ CASES: dict[str, tuple[str, Cases]] = {
         ("tie_word_embeddings", GONE, RIGHT), ("dropout", 0.9, RIGHT), ("layerdrop", 0.5, RIGHT),
         ("init_std", 9.0, RIGHT),
     ]),
+    "nemotron_h": ("a part a layer, two groups", [
+        *SIZES, ("mlp_hidden_act", "gelu", RIGHT), ("mlp_hidden_act", "relu", RIGHT), ("mlp_hidden_act", "silu", RIGHT),
+        ("mlp_hidden_act", "tanh", REFUSED), ("mlp_hidden_act", GONE, RIGHT), ("layers_block_type", GONE, REFUSED),
+        ("layers_block_type", ["mamba", "mlp", "attention", "mlp", "mamba"], RIGHT), ("expand", 7, RIGHT),
+        ("layers_block_type", ["linear_attention"] * 5, REFUSED), ("layer_norm_epsilon", 1e-3, RIGHT),
+        ("layer_norm_epsilon", 0, REFUSED), ("attention_bias", True, REFUSED), ("use_bias", True, REFUSED),
+        ("mlp_bias", True, REFUSED), ("n_groups", 1, REFUSED), ("n_groups", 3, REFUSED), ("conv_kernel", 3, REFUSED),
+        ("ssm_state_size", 16, REFUSED), ("mamba_head_dim", 8, REFUSED), ("use_conv_bias", False, RIGHT),
+        ("chunk_size", 16, RIGHT), ("time_step_max", 5.0, RIGHT), ("mamba_proj_bias", True, RIGHT),
+        ("residual_in_fp32", True, REFUSED), ("sliding_window", 8, REFUSED), ("num_hidden_layers", 3, RIGHT),
+        ("head_dim", 8, REFUSED), ("mamba_n_groups", 1, REFUSED), ("rope_theta", 5.0, RIGHT),
+    ]),
     "gpt2": ("tied", [
         *SIZES, ("activation_function", "gelu", RIGHT), ("activation_function", "relu", RIGHT),
         ("activation_function", "quick_gelu", RIGHT), ("activation_function", "mish", REFUSED),

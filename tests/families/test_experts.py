@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,29 +18,38 @@ from trencadis.backends.conformance import op_checks_layers
 from trencadis.backends.conformance.check_model.checkpoint_checks import CheckedModel, run
 from trencadis.backends.conformance.target import make_target
 from trencadis.backends.cpu.batch_invariant import InvariantOps
+from trencadis.backends.cpu.expert_mlp import route_tokens
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.checkpoint.layer_parts import ExpertsConfig, SigmoidRouting
 from trencadis.core.checkpoint.weight_loader import open_weights
 from trencadis.core.errors import StartupError
 from trencadis.core.memory.weight_bytes import decoder_values
+from trencadis.core.models.moe import SigmoidRouter
 from trencadis.core.shapes.launch_costs import costs_of, layers_values
 
 HIDDEN, INNER, COUNT, TOP = 40, 24, 8, 3
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": torch.nn.functional.silu, "relu": torch.relu, "relu2": lambda x: x * x * (x > 0),
+}  # fmt: skip
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def packed(ops: Any, dtype: torch.dtype = torch.float32) -> Any:
-    gate_up = [normal(2 * INNER, HIDDEN, seed=i, dtype=dtype) / 6 for i in range(COUNT)]
+def packed(ops: Any, dtype: torch.dtype = torch.float32, first: int = 0) -> Any:
+    """``first``: the first row of gates and ups; INNER: there are no gates."""
+    gate_up = [normal(2 * INNER, HIDDEN, seed=i, dtype=dtype)[first:] / 6 for i in range(COUNT)]
     return ops.pack_experts(gate_up, [normal(HIDDEN, INNER, seed=50 + i, dtype=dtype) / 5 for i in range(COUNT)])
 
 
-def recompute(x: Tensor, scores: Tensor, normalise: bool, kind: str) -> Tensor:
+def recompute(x: Tensor, scores: Tensor, normalise: bool, kind: str, plain: bool) -> Tensor:
     """Token by token, in float64."""
-    act = {"silu": torch.nn.functional.silu, "relu": torch.relu}[kind]
+    act = ACTIVATIONS[kind]
     rows = []
     for token, score in zip(x.double(), scores.double(), strict=True):
         shares = score.softmax(0)
@@ -48,23 +58,48 @@ def recompute(x: Tensor, scores: Tensor, normalise: bool, kind: str) -> Tensor:
         row = torch.zeros(HIDDEN, dtype=torch.float64)
         for e in best.tolist():
             gate, up = (normal(2 * INNER, HIDDEN, seed=e).double() / 6 @ token).chunk(2)
-            row += shares[e] / total * (normal(HIDDEN, INNER, seed=50 + e).double() / 5 @ (act(gate) * up))
+            made = act(up) if plain else act(gate) * up
+            row += shares[e] / total * (normal(HIDDEN, INNER, seed=50 + e).double() / 5 @ made)
         rows.append(row)
     return torch.stack(rows)
 
 
 @pytest.mark.parametrize("ops", [ReferenceOps(), CpuOps(), InvariantOps()], ids=["reference", "fast", "invariant"])
-@pytest.mark.parametrize(("normalise", "kind"), [(True, "silu"), (False, "relu")])
+@pytest.mark.parametrize(("normalise", "kind", "plain"), [
+    (True, "silu", False), (False, "relu", False), (True, "relu2", True), (False, "silu", True),
+])  # fmt: skip
 def test_a_token_is_the_sum_over_its_best_experts(
-    ops: Any, normalise: bool, kind: str, monkeypatch: pytest.MonkeyPatch
+    ops: Any, normalise: bool, kind: str, plain: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the product over all experts takes them a few at a time."""
     monkeypatch.setattr("trencadis.backends.cpu.expert_mlp.ROWS", 70)
-    w = packed(ops)
+    w = packed(ops, first=INNER * plain)
     for n in (1, 2, 33):
         x, scores = normal(n, HIDDEN, seed=n), normal(n, COUNT, seed=n + 1)
         got = ops.experts(x.clone(), scores, w, TOP, normalise, kind)
-        torch.testing.assert_close(got.double(), recompute(x, scores, normalise, kind), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got.double(), recompute(x, scores, normalise, kind, plain), rtol=1e-5, atol=1e-5)
+
+
+def test_a_router_of_sigmoids_gives_the_weights_of_its_definition() -> None:
+    """The choice by sums of sigmoid and correction within the best groups; weights without the correction."""
+    count, top, scale, x = 8, 3, 2.5, 3 * normal(20, HIDDEN, seed=1)
+    for groups, top_groups, normalise in ((1, 1, True), (4, 2, True), (4, 2, False), (2, 2, False)):
+        c = ExpertsConfig(count, top, INNER, normalise, sigmoid=SigmoidRouting(scale, groups, top_groups))
+        assert c.sigmoid is not None
+        router = SigmoidRouter(c, c.sigmoid)
+        router.weight, router.correction = normal(count, HIDDEN, seed=2) / 6, normal(count, seed=3)
+        scores, factor = router(x)
+        shares, chosen = route_tokens(scores, top, True)
+        for i, token in enumerate(x):
+            weights = (router.weight.double() @ token.double()).sigmoid()
+            choice = (weights + router.correction).view(groups, -1)
+            best = choice.topk(2).values.sum(-1).topk(top_groups).indices.tolist()
+            left = [g * count // groups + j for g in best for j in range(count // groups)]
+            want = sorted(left, key=lambda e: -float(choice.flatten()[e]))[:top]
+            assert sorted(chosen[i].tolist()) == sorted(want)
+            total = weights[want].sum() if normalise else 1.0
+            found = (shares[i] * factor[i]).double()
+            torch.testing.assert_close(found, scale * weights[chosen[i]] / total, rtol=1e-5, atol=1e-7)
 
 
 def test_an_expert_that_nobody_chose_may_overflow() -> None:
@@ -122,9 +157,12 @@ def test_the_number_of_experts_has_two_names(copied: Any) -> None:
         load_config(path)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "phi3"])
-def test_every_key_that_transformers_has_is_read(form: Any, family: str) -> None:
-    path = form(family, next(iter(FORMS[family])))
+@pytest.mark.parametrize(("family", "name"), [
+    *((family, next(iter(FORMS[family]))) for family in ("mixtral", "qwen3_moe", "phi3")),
+    ("nemotron_h", "a part a layer, two groups"), ("nemotron_h", "experts of 32 values, weights as they are"),
+])  # fmt: skip
+def test_every_key_that_transformers_has_is_read(form: Any, family: str, name: str) -> None:
+    path = form(family, name)
     (found,) = run(CheckedModel(path, path), ("config",)).results
     assert found.status == "pass", found.reason
 

@@ -90,6 +90,18 @@ HUB: dict[str, dict[str, Any]] = {
         "intermediate_size": 10240, "vocab_size": 262144, "rms_norm_eps": 1e-6, "sliding_window": 512,
         "num_kv_shared_layers": 18, "use_double_wide_mlp": True, "final_logit_softcapping": 30.0,
     },
+    "Nemotron-Nano-9B-v2": {
+        "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "hidden_size": 4480,
+        "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+        "num_attention_heads": 40, "intermediate_size": 15680, "mamba_head_dim": 80, "max_position_embeddings": 131072,
+    },
+    "Nemotron-3-Nano-30B-A3B": {
+        "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "hidden_size": 2688,
+        "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", "num_key_value_heads": 2,
+        "mamba_num_heads": 64, "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712,
+        "n_routed_experts": 128, "num_experts_per_tok": 6, "routed_scaling_factor": 2.5,
+        "max_position_embeddings": 262144,
+    },
     "Phi-3.5-mini": {
         "architectures": ["Phi3ForCausalLM"], "hidden_size": 3072, "num_hidden_layers": 32, "num_attention_heads": 32,
         "num_key_value_heads": 32, "intermediate_size": 8192, "vocab_size": 32064, "rms_norm_eps": 1e-5,

@@ -14,7 +14,7 @@ import torch
 from tests.fakes.hand_driven_model import HandDrivenModel
 from tests.families.text_checkpoints import LONGROPE
 from trencadis.core.checkpoint import registry
-from trencadis.core.checkpoint.layer_parts import ExpertsConfig, QueryGrowth
+from trencadis.core.checkpoint.layer_parts import ExpertsConfig, QueryGrowth, SigmoidRouting
 from trencadis.core.checkpoint.model_config import LAYER, PRE, RMS, RMS_ONE, ModelConfig
 from trencadis.core.checkpoint.rope_config import LongScaling
 
@@ -24,6 +24,10 @@ MAGNITUDE = (1 + math.log(512 / 64) / math.log(64)) ** 0.5
 GEMMA = "windows of 8, four layers"
 OSS = "windows of 20 in every second layer"
 SMOLLM = "every second layer without positions"
+SIGMOIDS = "experts, two of four groups, a shared one"
+NEMOTRON_EXPERTS = ExpertsConfig(
+    8, 3, 48, True, (0, 2, 4), shared=80, shared_name=".shared_experts", plain=True, sigmoid=SigmoidRouting(1.0, 4, 2)
+)
 MISTAKES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "window off by one": ("gemma3", GEMMA, {"window": 9}),
     "every layer has a window": ("gemma3", GEMMA, {"full_layers": ()}),
@@ -73,6 +77,13 @@ MISTAKES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bias of the output dropped": ("seed_oss", "all biases, one KV head, wide heads", {"out_bias": False}),
     "norms before attention": ("olmo2", "plain", {"norm_placement": PRE}),
     "scaled positions in windows": ("olmo3", "yarn in the fourth layer", {"local_theta": 0.0}),
+    "relu not squared": ("nemotron_h", "a part a layer, two groups", {"activation": "relu"}),
+    "experts of sigmoids unscaled": ("nemotron_h", SIGMOIDS, {"experts": NEMOTRON_EXPERTS}),
+    "experts of all groups": (
+        "nemotron_h",
+        SIGMOIDS,
+        {"experts": replace(NEMOTRON_EXPERTS, sigmoid=SigmoidRouting(2.5, 4, 4))},
+    ),
     "offset 0": ("opt", "125m", {"position_offset": 0}),
     "gelu for relu": ("opt", "125m", {"activation": "gelu"}),
     "norms before": ("opt", "350m", {"norm_placement": PRE}),

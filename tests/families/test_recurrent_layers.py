@@ -18,9 +18,12 @@ from trencadis import LLM, SamplingParams
 FAMILY = "qwen3_5"
 NAMES = tuple(FORMS[FAMILY])
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-CASES = [(FAMILY, name) for name in NAMES] + [
-    (family, next(iter(FORMS[family]))) for family in ("granite_hybrid", "lfm2")
+CASES = [
+    *((FAMILY, name) for name in NAMES),
+    *((family, next(iter(FORMS[family]))) for family in ("granite_hybrid", "lfm2")),
+    ("nemotron_h", "a part a layer, two groups"),
 ]
+GRANITE, LFM2, NEMOTRON = CASES[-3:]
 each_case = pytest.mark.parametrize(("family", "name"), CASES, ids=lambda value: value.replace(" ", "-"))
 
 
@@ -46,7 +49,7 @@ def test_chunks_of_64_have_the_bits_of_the_whole_and_others_its_values(
         close(harness.prefill(ids, chunk), want)
 
 
-@pytest.mark.parametrize(("family", "name"), [(FAMILY, NAMES[0]), CASES[-2]], ids=[FAMILY, CASES[-2][0]])
+@pytest.mark.parametrize(("family", "name"), [CASES[0], GRANITE], ids=lambda value: value.replace(" ", "-"))
 def test_a_slot_may_hold_anything_before_a_prompt_begins(form: Any, family: str, name: str) -> None:
     harness = HandDrivenModel(form(family, name), "padded")
     ids = random_ids(90)
@@ -72,8 +75,8 @@ def answers(llm: LLM, prompts: list[list[int]]) -> list[tuple[tuple[int, ...], i
 
 
 @pytest.mark.parametrize(("case", "flags"), [
-    (CASES[0], {}), (CASES[0], CARDS["cuda twin"]), (CASES[-2], {}),
-], ids=["cpu", "cuda twin", "granite"])  # fmt: skip
+    (CASES[0], {}), (CASES[0], CARDS["cuda twin"]), (GRANITE, {}), (NEMOTRON, {}),
+], ids=["cpu", "cuda twin", "granite", "nemotron"])  # fmt: skip
 def test_prefixes_are_shared_by_snapshots(form: Any, case: tuple[str, str], flags: dict[str, Any]) -> None:
     path, shared, flags = form(*case), random_ids(270), {**flags, "max_model_len": 512}
     prompts = [[*shared, *random_ids(150, 1 + i)] for i in range(3)]
@@ -127,6 +130,7 @@ def test_what_does_not_go_with_a_state_is_refused_in_one_line(form: Any, flags: 
     assert "\n" not in str(found.value)
 
 
+WITH_EXPERTS = ("nemotron_h", "experts, two of four groups, a shared one")
 SCANNED = tuple(FORMS["granite_hybrid"])
 
 
@@ -169,12 +173,46 @@ def test_a_key_of_lfm2_that_is_not_served_is_named(form: Any, key: str, value: o
     assert "\n" not in str(found.value)
 
 
+@pytest.mark.parametrize(("key", "value"), [
+    ("layers_block_type", ["linear_attention", "mlp"]), ("layers_block_type", ["full_attention", "dense"]),
+    ("layers_block_type", "M*"), ("layers_block_type", []), ("layers_block_type", [{}]), ("n_groups", 3),
+    ("hybrid_override_pattern", "M*X"), ("hybrid_override_pattern", 5), ("mamba_hidden_act", "gelu"),
+    ("mlp_hidden_act", "mish"), ("time_step_limit", [0.0, 4.0]), ("attention_bias", True), ("residual_in_fp32", True),
+    ("sliding_window", 64), ("mamba_n_groups", 2), ("conv_kernel", 1), ("mamba_num_heads", 0), ("n_group", 3),
+    ("topk_group", 5), ("num_experts_per_tok", 9), ("routed_scaling_factor", 0.0), ("mlp_bias", True),
+    ("moe_latent_size", -1), ("moe_intermediate_size", None), ("norm_topk_prob", 1),
+])  # fmt: skip
+def test_a_key_of_nemotron_that_is_not_served_is_named(form: Any, key: str, value: object) -> None:
+    from trencadis.core.checkpoint.config_reader import load_config
+    from trencadis.core.errors import StartupError
+
+    given = {key: value} | ({"layers_block_type": None} if key == "hybrid_override_pattern" else {})
+    with pytest.raises(StartupError, match=key) as found:
+        load_config(form(*WITH_EXPERTS), overrides=given)
+    assert "\n" not in str(found.value)
+
+
+def test_a_pattern_of_letters_names_the_layers(form: Any) -> None:
+    from trencadis.core.checkpoint.config_reader import load_config
+
+    path = form(*WITH_EXPERTS)
+    listed = load_config(path).text
+    given = {"layers_block_type": None, "hybrid_override_pattern": "ME*E-"}
+    assert load_config(path, overrides=given).text == listed
+    old = {"layers_block_type": ["mamba", "moe", "attention", "moe", "mlp"]}
+    assert load_config(path, overrides=old).text == listed
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("family", "name", "flags"), [
     (FAMILY, NAMES[1], {"pipeline_parallel_size": 2}), (FAMILY, NAMES[0], {"tensor_parallel_size": 2}),
     (FAMILY, NAMES[1], {"tensor_parallel_size": 2}), ("granite_hybrid", SCANNED[1], {"tensor_parallel_size": 2}),
-    (*CASES[-1], {"tensor_parallel_size": 2}),
-], ids=["stages", "ranks", "ranks-tied", "granite-ranks", "lfm2-ranks"])  # fmt: skip
+    (*LFM2, {"tensor_parallel_size": 2}), (*NEMOTRON, {"tensor_parallel_size": 2}),
+    (*WITH_EXPERTS, {"tensor_parallel_size": 2}), (*NEMOTRON, {"pipeline_parallel_size": 2}),
+], ids=[
+    "stages", "ranks", "ranks-tied", "granite-ranks", "lfm2-ranks", "nemotron-ranks", "nemotron-experts-ranks",
+    "nemotron-stages",
+])  # fmt: skip
 def test_ranks_and_stages_keep_their_states(
     form: Any, greedy: Any, family: str, name: str, flags: dict[str, Any]
 ) -> None:
@@ -184,7 +222,7 @@ def test_ranks_and_stages_keep_their_states(
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
-@pytest.mark.parametrize("case", [CASES[0], *CASES[-2:], ("granite_hybrid", SCANNED[1])], ids=lambda case: case[1])
+@pytest.mark.parametrize("case", [CASES[0], *CASES[-3:], ("granite_hybrid", SCANNED[1])], ids=lambda case: case[1])
 def test_quantised_weights_answer(form: Any, kind: str, case: tuple[str, str]) -> None:
     llm = LLM(str(form(*case)), **BASE, quantization=kind)
     try:
@@ -193,7 +231,7 @@ def test_quantised_weights_answer(form: Any, kind: str, case: tuple[str, str]) -
         llm.close()
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[-2]], ids=lambda case: case[0])
+@pytest.mark.parametrize("case", [CASES[0], GRANITE, NEMOTRON], ids=lambda case: case[0])
 def test_a_state_is_a_row_of_the_ledger(form: Any, case: tuple[str, str]) -> None:
     path: Path = form(*case)
     llm = LLM(str(path), **{**BASE, **CARDS["cuda twin"]})
@@ -205,3 +243,37 @@ def test_a_state_is_a_row_of_the_ledger(form: Any, case: tuple[str, str]) -> Non
         assert sum(row.bytes for row in plan.ledger) == plan.total
     finally:
         llm.close()
+
+
+CROWDED = {"num_gpu_blocks_override": 16, "block_size": 16, "max_num_seqs": 4, "max_model_len": 256}
+LENGTH = 24
+
+
+@pytest.mark.parametrize(("device", "case"), [
+    ("cpu", CASES[0]), *(pytest.param(device, case, marks=pytest.mark.long) for device, case in (
+        ("cuda twin", CASES[0]), ("emulated hpu", CASES[0]), ("cpu", CASES[-2]), ("cuda twin", CASES[-1]),
+    )),
+], ids=lambda value: value if isinstance(value, str) else value[0])  # fmt: skip
+def test_a_preempted_sequence_goes_on_with_its_state(
+    form: Any, monkeypatch: pytest.MonkeyPatch, device: str, case: tuple[str, str]
+) -> None:
+    """Four answers take turns in blocks for three of them: with host memory, the same tokens and no prompt twice."""
+    monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
+    flags = {**BASE, **(CARDS[device] if device != "cpu" else {"policy": "padded"}), **CROWDED}
+    prompts, found, computed = [random_ids(60 + 5 * i, i) for i in range(4)], [], []
+    params = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
+    for size in (0.0, 0.5):
+        llm = LLM(str(form(*case)), **flags, kv_offloading_size=size)
+        try:
+            made = llm.generate(prompts, params, use_tqdm=False)
+            found.append([one.outputs[0].token_ids for one in made])
+            llm.engine.scheduler.check()
+            stats = llm.engine.stats()
+            assert stats.preemptions > 0 and (stats.states_resumed > 0) == bool(size)
+            assert stats.states_kept >= stats.states_resumed
+            computed.append(stats.prefix_queries - stats.prefix_hits)
+            if size:
+                assert any("states of preempted sequences" in note for note in llm.engine.info().notes)
+        finally:
+            llm.close()
+    assert found[0] == found[1] and computed[1] < computed[0]

@@ -114,6 +114,12 @@ GRANITE_HYBRID: dict[str, Any] = GRANITE | dict(
     mamba_n_heads=8, mamba_n_groups=1, mamba_d_state=32, mamba_expand=2, mamba_d_head="auto", mamba_d_conv=4,
     mamba_chunk_size=64, pad_token_id=1,
 )  # fmt: skip
+NEMOTRON_H: dict[str, Any] = dict(
+    vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    max_position_embeddings=512, mamba_num_heads=8, mamba_head_dim=16, n_groups=2, ssm_state_size=32,
+    layers_block_type=["linear_attention", "mlp", "full_attention", "mlp", "linear_attention"],
+    bos_token_id=EOS, eos_token_id=EOS, pad_token_id=1,
+)  # fmt: skip
 FORMS: dict[str, dict[str, dict[str, Any]]] = {
     "gemma3": {
         "windows of 8, four layers": GEMMA,
@@ -305,6 +311,26 @@ FORMS: dict[str, dict[str, dict[str, Any]]] = {
         ),
         "layers by number": LFM2 | dict(layer_types=None, full_attn_idxs=[1, 3], block_ffn_dim_multiplier=1.3),
     },
+    "nemotron_h": {
+        "experts, two of four groups, a shared one": NEMOTRON_H | dict(
+            layers_block_type=["linear_attention", "moe", "full_attention", "moe", "mlp"], n_routed_experts=8,
+            num_experts_per_tok=3, moe_intermediate_size=48, moe_shared_expert_intermediate_size=80, n_group=4,
+            topk_group=2, routed_scaling_factor=2.5,
+        ),
+        "experts of 32 values, weights as they are": NEMOTRON_H | dict(
+            layers_block_type=["moe", "linear_attention", "full_attention"], n_routed_experts=6,
+            num_experts_per_tok=2, moe_intermediate_size=52, moe_shared_expert_intermediate_size=44,
+            moe_latent_size=32, norm_topk_prob=False, mlp_hidden_act="silu",
+        ),
+        "a part a layer, two groups": NEMOTRON_H,
+        "one KV head, biases, an MLP first": NEMOTRON_H | dict(
+            layers_block_type=["mlp", "full_attention", "linear_attention", "linear_attention", "full_attention"],
+            mlp_bias=True, use_bias=True, num_key_value_heads=1, conv_kernel=3, n_groups=1, tie_word_embeddings=True,
+        ),
+        "no MLP, wide heads of attention": NEMOTRON_H | dict(
+            layers_block_type=["linear_attention", "full_attention"], head_dim=32, use_conv_bias=False,
+        ),
+    },
     "gpt_oss": {
         "windows of 20 in every second layer": GPT_OSS,
         "three of eight, one KV head, wide heads, tied": GPT_OSS | dict(
@@ -346,6 +372,7 @@ CLASSES = {
     "granite": ("GraniteConfig", "GraniteForCausalLM"),
     "granite_hybrid": ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM"),
     "lfm2": ("Lfm2Config", "Lfm2ForCausalLM"),
+    "nemotron_h": ("NemotronHConfig", "NemotronHForCausalLM"),
     "gpt_oss": ("GptOssConfig", "GptOssForCausalLM"),
     "opt": ("OPTConfig", "OPTForCausalLM"),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel"),
@@ -385,6 +412,8 @@ def _louder(model: Any) -> None:
         for name, b in model.named_buffers():
             if name.endswith("layer_scalar"):
                 b.copy_(0.7 + torch.rand(b.shape, generator=generator))
+            if name.endswith("e_score_correction_bias"):
+                b.copy_(0.3 * torch.randn(b.shape, generator=generator))
 
 
 def rename(folder: Path, prefixes: dict[str, str], ends: tuple[tuple[str, str], ...] = ()) -> None:

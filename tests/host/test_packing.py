@@ -120,8 +120,12 @@ def test_weights_that_nobody_holds_give_their_memory_back() -> None:
     held = list[weakref.ref[torch.Tensor]]()
     for _ in range(3):
         packed = CpuOps().pack_weight(torch.randn(200, 130).bfloat16())
-        assert isinstance(packed, PackedWeight) and packed.packed is not None
-        held.append(weakref.ref(packed.packed))
+        assert isinstance(packed, PackedWeight)
+        if packed.packed is not None:
+            held.append(weakref.ref(packed.packed))
+        else:  # a CPU on which oneDNN does not multiply bfloat16
+            assert packed.panels is not None
+            held.append(weakref.ref(packed.panels.held[1]))
         del packed
     gc.collect()
     assert [one() for one in held] == [None] * len(held)

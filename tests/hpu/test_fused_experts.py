@@ -61,6 +61,20 @@ def test_the_operation_gives_the_dense_forms_values(hpu: Any, lazy: bool, kind: 
         torch.testing.assert_close(found.cpu(), want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["silu", "relu2"])
+def test_experts_without_gates_take_plain_products(hpu: Any, kind: str) -> None:
+    """The plug-in's operation has gates in any case."""
+    backend, reference = hpu(lazy=True), ReferenceOps()
+    gate_up, down = weights()
+    ups = [one[INNER:].contiguous() for one in gate_up]
+    packed = backend.ops.pack_experts(*([t.to(DEVICE) for t in some] for some in (ups, down)))
+    x, scores = torch.randn(7, HIDDEN), torch.randn(7, COUNT)
+    want = reference.experts(x, scores, reference.pack_experts(ups, down), TOP, True, kind)
+    with backend._contexts.launch():
+        found = backend.ops.experts(x.to(DEVICE), scores.to(DEVICE), packed, TOP, True, kind)
+    torch.testing.assert_close(found.cpu(), want, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("wrong", ["values", "error", "missing"])
 def test_an_operation_that_differs_is_not_used(wrong: str, caplog: pytest.LogCaptureFixture) -> None:
     bridge = make_bridge(EmulatedDevice(profile("")))

@@ -13,6 +13,7 @@ import torch
 from trencadis.backends.hpu.emulator.device_tensor import DEVICE
 from trencadis.backends.hpu.launches.block_copies import batches
 from trencadis.core.device.backend import LayerKV
+from trencadis.core.launches.host_block_copies import tensors_of
 from trencadis.core.shared_constants import SINK_BLOCK
 from trencadis.core.step import BlockMove
 
@@ -21,33 +22,40 @@ pytestmark = pytest.mark.part("quantised")
 SIZE, BLOCKS, SLOTS = 2, 8, 5
 
 
-def caches(backend: Any, coded: bool) -> list[LayerKV]:
-    """Flat caches of two layers; coded ones have three kinds of tensors."""
+def caches(backend: Any, form: str) -> list[LayerKV]:
+    """Flat caches of two layers; those of codes have three kinds of tensors."""
 
     def made(dtype: torch.dtype, *last: int) -> torch.Tensor:
         return backend.zeros((BLOCKS * SIZE, 2, *last), dtype)  # type: ignore[no-any-return]
 
-    if not coded:
+    if form != "codes":
         return [LayerKV(made(torch.float32, 4), made(torch.float32, 4)) for _ in "ab"]
     codes, scale = torch.int8, torch.float16
     return [LayerKV(made(codes, 4), made(codes, 4), made(scale), made(scale), made(torch.bfloat16, 2)) for _ in "ab"]
 
 
 class Blocks:
-    """The caches of a backend and its copies, beside what each block and slot must hold: one number."""
+    """The caches of a backend and its copies, beside what each block and slot must hold: one number.
 
-    def __init__(self, backend: Any, coded: bool = False, graphs: bool = True) -> None:
-        self.backend, self.card, self.kv = backend, backend.card, caches(backend, coded)
-        parts = [t for x in self.kv for t in (x.k, x.v, x.k_scale, x.v_scale, x.kept)]
-        self.tensors: list[Any] = [t for t in parts if t is not None]
-        self.copies = backend.block_copies(self.kv)
-        self.copies.bind(self.kv, graphs)
+    ``form``: "plain" or "codes"; or "states", recurrent states of two layers, whose blocks are slots.
+    """
+
+    def __init__(self, backend: Any, form: str = "plain", graphs: bool = True) -> None:
+        self.backend, self.card = backend, backend.card
+        self.size, self.tensors = 1 if form == "states" else SIZE, list[Any]()
+        if form == "states":
+            self.tensors = [backend.zeros((BLOCKS, *shape), torch.float32) for shape in ((3, 4), (2, 4, 4)) * 2]
+            self.copies = backend.state_copies(self.tensors)
+        else:
+            self.tensors = tensors_of(caches(backend, form))
+            self.copies = backend.block_copies(self.tensors)
+        self.copies.bind(self.tensors, graphs)
         self.copies.hold(SLOTS)
         self.device, self.host = [0] * BLOCKS, [0] * SLOTS
 
     def write(self, block: int, number: int) -> None:
         """A later launch of the engine stores another content."""
-        at = slice(block * SIZE, (block + 1) * SIZE)
+        at = slice(block * self.size, (block + 1) * self.size)
 
         def work() -> None:
             for t in self.tensors:
@@ -88,19 +96,21 @@ def play(blocks: Blocks, seed: int, lists: int = 12) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lazy", "coded", "seeds"),
+    ("lazy", "form", "seeds"),
     [
-        (True, False, 8),
-        (True, True, 4),
-        pytest.param(False, False, 4, marks=pytest.mark.long),
-        pytest.param(True, False, 1000, marks=pytest.mark.long),
+        (True, "plain", 8),
+        (True, "codes", 4),
+        (True, "states", 4),
+        pytest.param(False, "plain", 4, marks=pytest.mark.long),
+        pytest.param(False, "states", 4, marks=pytest.mark.long),
+        pytest.param(True, "plain", 1000, marks=pytest.mark.long),
     ],
 )
 def test_blocks_go_out_and_come_back_under_random_delays(
-    hpu: Callable[..., Any], lazy: bool, coded: bool, seeds: int
+    hpu: Callable[..., Any], lazy: bool, form: str, seeds: int
 ) -> None:
     """And nothing is compiled, and no copy goes through the driver's memory."""
-    blocks = Blocks(hpu(block_size=SIZE, lazy=lazy), coded)
+    blocks = Blocks(hpu(block_size=SIZE, lazy=lazy), form)
     compiled = blocks.card.clock.compiles
     for seed in range(seeds):
         play(blocks, seed)

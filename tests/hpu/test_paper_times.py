@@ -8,7 +8,8 @@ import pytest
 
 from tests.traffic.launch_lines import MODELS, model_of
 from trencadis.backends.hpu import paper_times
-from trencadis.core.checkpoint.layer_parts import ExpertsConfig
+from trencadis.core.checkpoint.layer_parts import ExpertsConfig, RecurrentConfig
+from trencadis.core.checkpoint.model_config import PLAIN
 from trencadis.core.errors import StartupError
 from trencadis.core.shapes.launch_costs import layers_values
 from trencadis.server.plan.plan_command import main as plan
@@ -43,6 +44,18 @@ def test_one_row_reads_its_own_experts_alone() -> None:
     assert active * 0.9 < paper_times.weight_bytes(model, 1) <= 1.3 * active
     dense = 2 * (layers_values(model.text, active=False) + model.text.vocab * model.text.hidden)
     assert paper_times.weight_bytes(model, 1000) == pytest.approx(dense, rel=0.05)
+
+
+def test_layers_of_one_part_are_counted_as_what_they_are() -> None:
+    """Two state spaces, an MLP and attention: weights, keys of one layer, states that are read and written."""
+    base = model_of(2048, 4, 32, 4, 6144, False)
+    state = RecurrentConfig((0, 2), 4, key_heads=8, value_heads=64, key_dim=128, value_dim=64, scan=True)
+    text = dataclasses.replace(base.text, mlp=PLAIN, recurrent=state, mlp_layers=(1,))
+    model = dataclasses.replace(base, text=text)
+    assert paper_times.weight_bytes(model, 1) == 2 * (layers_values(text) + text.vocab * text.hidden)
+    assert paper_times.kv_bytes(model, 1, 4096) == paper_times.kv_bytes(base, 1, 4096) / 4
+    assert paper_times.state_bytes(model, 3) == 3 * 2 * 2 * state.slot_bytes(2) and not paper_times.state_bytes(base, 3)
+    assert paper_times.times(model)["loads"][0]["tpot"] > 0
 
 
 def test_plan_prints_the_times_of_a_gaudi(capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,6 +84,26 @@ ROWS = 4
 """Rows at a time: their probabilities stay in the processor's cache."""
 
 
+def pick_rows(logits: Tensor, head: Any, some: slice) -> tuple[Tensor, Any]:
+    return logits[some], SimpleNamespace(**{name: values[some] for name, values in vars(head).items()})
+
+
+@pytest.mark.parametrize(("seed", "start"), [(761, 20)])
+def test_no_order_of_additions_changes_a_draw(seed: int, start: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where float32 sums of 151,936 probabilities rounded to other thresholds than the CPU's, and among four rows to
+    others than alone.
+    """
+    monkeypatch.setattr(Tensor, "sort", sort_values)
+    logits, head = random_rows(seed, 32, 151_936)
+    allowed = torch.ones(ROWS, logits.shape[1], dtype=torch.bool)
+    allowed[:, seed] = False
+    few = pick_rows(logits, head, slice(start, start + ROWS))
+    assert count_other_draws(few[0], allowed, few[1]) == 0
+    together = drawn(find_thresholds, few[0], allowed, few[1])
+    alone = [pick_rows(*few, slice(i, i + 1)) for i in range(ROWS)]
+    assert together.tolist() == [int(drawn(find_thresholds, x, allowed[:1], one)) for x, one in alone]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(20))
 def test_50000_rows_of_a_real_vocabulary_draw_the_cpus_ids(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,9 +115,8 @@ def test_50000_rows_of_a_real_vocabulary_draw_the_cpus_ids(part: int, monkeypatc
         allowed = torch.ones(ROWS, logits.shape[1], dtype=torch.bool)
         allowed[:, seed] = False
         for start in range(0, len(logits), ROWS):
-            some = slice(start, start + ROWS)
-            few = SimpleNamespace(**{name: values[some] for name, values in vars(head).items()})
-            differ += count_other_draws(logits[some], allowed, few)
+            few = pick_rows(logits, head, slice(start, start + ROWS))
+            differ += count_other_draws(few[0], allowed, few[1])
         rows += len(logits)
     print(f"part {part}: {rows} rows, {differ} differ")
     assert rows == 2500 and differ == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ import pytest
 
 from tests.fakes.adapters import LANGUAGE, TOWER
 from tests.lora.conftest import Adapter, Base
-from tests.lora.test_same_tokens import Greedy, Merged, compare, mixed, request_of
-from tests.oracles.transformers_model import make_image
+from tests.lora.test_same_tokens import Greedy, Merged, compare, generate, mixed, request_of
+from tests.oracles.transformers_model import assert_same, make_image
+from tests.speculation.test_planned_devices import check_ledger
 from trencadis import LLM, SamplingParams, StructuredOutputsParams
-from trencadis.core.buckets import LORA
+from trencadis.core.buckets import DRAFT, LORA
 
 CARDS: dict[str, dict[str, Any]] = {
     "emulated hpu": {"device": "hpu", "warmup": "skip", "block_size": 64, "max_num_batched_tokens": 256},
@@ -71,14 +73,15 @@ def drive(llm: LLM, adapters: list[Path], count: int) -> None:
     assert any(name.endswith(f"/{LORA}") for name in used) and not all(name.endswith(f"/{LORA}") for name in used)
 
 
-def planned_launches(llm: LLM, run: Callable[[], None]) -> set[str]:
-    """Buckets that ``run`` used; asserts that all were planned, that nothing was compiled, and the ledger's row."""
+def planned_launches(llm: LLM, run: Callable[[], None], warm: bool = True) -> set[str]:
+    """Buckets that ``run`` used; asserts that all were planned, the ledger's row, and no compilation if ``warm``."""
     store = llm.engine.executor._rank.adapters  # type: ignore[attr-defined]
     assert ledger_of(llm)["adapters"] == store.nbytes
     counters = llm.engine.stats().graphs
     run()
     stats = llm.engine.stats()
-    assert stats.graphs.recompiles == counters.recompiles and stats.graphs.lazy_compiles == counters.lazy_compiles
+    if warm:
+        assert stats.graphs.recompiles == counters.recompiles and stats.graphs.lazy_compiles == counters.lazy_compiles
     assert all(use.planned for use in stats.buckets), [use.bucket for use in stats.buckets if not use.planned]
     return {use.bucket for use in stats.buckets}
 
@@ -94,12 +97,17 @@ MIXED: dict[str, Any] = dict(
 @pytest.mark.long
 @pytest.mark.parametrize("card", CARDS)
 def test_many_requests_of_all_kinds(base: Base, adapter: Adapter, monkeypatch: pytest.MonkeyPatch, card: str) -> None:
-    """Plain, ruled and verified rows and rows with images, of the base and of adapters of decoder and tower."""
+    """Plain, ruled and verified rows and rows with images, of the base and of adapters of decoder and tower.
+
+    ``TRENCADIS_TEST_SEED`` draws other requests, so that the figure can be run in pieces.
+    """
     monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
     if card == "compiled hpu":
         monkeypatch.setenv("PT_HPU_LAZY_MODE", "0")
-    checkpoint, rng = base("qwen2_5_vl"), np.random.default_rng(1)
+    checkpoint, rng = base("qwen2_5_vl"), np.random.default_rng(int(os.environ.get("TRENCADIS_TEST_SEED", "1")))
+    begun = time.monotonic()
     llm = LLM(str(checkpoint), **{**CARDS[card], **MIXED})
+    print(f"{card}: started in {time.monotonic() - begun:.0f} s", flush=True)
     adapters = [adapter(checkpoint, seed=i, pattern=rf"{LANGUAGE}|{TOWER}" if i > 1 else LANGUAGE) for i in range(4)]
     images = [make_image(rng, low=60, high=140, aspect=1.5) for _ in range(12)]
     rules: list[dict[str, Any]] = [
@@ -122,6 +130,7 @@ def test_many_requests_of_all_kinds(base: Base, adapter: Adapter, monkeypatch: p
                 kinds.append(request_of(adapters[one]) if one >= 0 else None)
             made = llm.chat(chats, params, use_tqdm=False, lora_request=kinds)
             assert all(m.outputs[0].finish_reason in ("stop", "length") for m in made)
+            print(f"{card}: {100 * (number + 1)} requests, {time.monotonic() - begun:.0f} s", flush=True)
 
     try:
         used = planned_launches(llm, run)
@@ -131,3 +140,47 @@ def test_many_requests_of_all_kinds(base: Base, adapter: Adapter, monkeypatch: p
         assert any(name.startswith("vision") and name.endswith(LORA) for name in used), used
     finally:
         llm.close()
+
+
+@pytest.mark.parametrize("warmup", ["skip", pytest.param("full", marks=pytest.mark.long)])
+@pytest.mark.parametrize("card", ["cuda twin", *(pytest.param(c, marks=pytest.mark.long) for c in CARDS if "hpu" in c)])
+def test_a_draft_model_drafts_as_the_base(
+    base: Base,
+    adapter: Adapter,
+    greedy: Greedy,
+    merged: Merged,
+    monkeypatch: pytest.MonkeyPatch,
+    card: str,
+    warmup: str,
+) -> None:
+    """The base drafts for itself, so that all its drafts are right; adapters verify such drafts, most of them wrong."""
+    monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
+    if card == "compiled hpu":
+        monkeypatch.setenv("PT_HPU_LAZY_MODE", "0")
+    checkpoint = base("llama")
+    rows, length = mixed(checkpoint, adapter, 2, 24)[3:], 6
+    drafts = {"method": "draft_model", "model": str(checkpoint), "num_speculative_tokens": 2}
+    few = {"max_model_len": 96, "max_num_batched_tokens": 32, "max_num_seqs": 2, "num_gpu_blocks_override": 12}
+    flags = {
+        **CARDS[card],
+        **few,
+        "block_size": 16,
+        "warmup": warmup,
+        "speculative_config": drafts,
+        "spec_always": True,
+    }
+    llm = LLM(str(checkpoint), dtype="float32", enable_lora=True, max_loras=2, **flags)
+    ours: list[list[int]] = []
+    try:
+        used = planned_launches(llm, lambda: ours.extend(generate(llm, rows, length)), warmup == "full")
+        accepted, drafted = (getattr(llm.engine.stats(), f"spec_{name}") for name in ("accepted", "draft_tokens"))
+        check_ledger(llm.engine)
+    finally:
+        llm.close()
+    folders = [checkpoint if one is None else merged(checkpoint, one) for _, one in rows]
+    assert_same([(o, greedy(f, p, length)) for o, f, (p, _) in zip(ours, folders, rows, strict=True)])
+    assert any(name.endswith(LORA) for name in used) and any(name.endswith(DRAFT) for name in used), used
+    assert not any(LORA in name and DRAFT in name for name in used)
+    assert 0 < accepted < drafted if card == "cuda twin" else 0 < accepted == drafted, (
+        "only a Gaudi drafts base rows alone"
+    )

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.fakes import checkpoints
-from tests.fakes.adapters import LANGUAGE, adapter_of, matrices, write_adapter
+from tests.fakes.adapters import LANGUAGE, QWEN_TOWER, adapter_of, load_base, matrices, train_with_peft, write_adapter
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
@@ -20,6 +20,7 @@ from trencadis.core.lora.adapter_files import read_adapter, resolve_folder
 from trencadis.core.lora.adapter_store import load_matrices
 from trencadis.core.quant.writing.merge_adapter import merge_adapter
 from trencadis.server.cli import main
+from trencadis.server.config.hub import find_adapter_folder
 from trencadis.server.prompts.adapter_registry import AdapterRegistry, NamedAdapter, parse_modules
 
 
@@ -166,15 +167,8 @@ PEFT: dict[str, dict[str, Any]] = {
 
 def trained(base: Path, out: Path, merged: Path, targets: str, settings: dict[str, Any]) -> None:
     """Has peft write a random adapter, and the model that it is merged into."""
-    peft = pytest.importorskip("peft", reason="peft is an extra of the tests: pip install peft --no-deps")
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    kind = AutoModelForImageTextToText if "qwen" in base.name else AutoModelForCausalLM
-    model = kind.from_pretrained(base, dtype=torch.float32)
-    config = peft.LoraConfig(target_modules=targets, init_lora_weights=False, **settings)
-    torch.manual_seed(0)
-    adapted = peft.get_peft_model(model, config)
-    adapted.save_pretrained(out)
+    pytest.importorskip("peft", reason="peft is among the packages of the tests: pip install peft")
+    adapted = train_with_peft(load_base(base), out, targets, **settings)
     adapted.merge_and_unload().save_pretrained(merged)
 
 
@@ -198,9 +192,7 @@ def same_weights(ours: Path, theirs: Path, before: dict[str, torch.Tensor]) -> N
 
 
 def test_the_tower_and_the_merger_are_merged_too(multimodal: Path, tmp_path: Path) -> None:
-    targets = (
-        r".*(visual\.blocks\.\d+\.(attn\.(qkv|proj)|mlp\.\w+_proj)|visual\.merger\.mlp\.[02]|layers\.0\.mlp\.\w+_proj)"
-    )
+    targets = rf"{QWEN_TOWER}|.*layers\.0\.mlp\.\w+_proj"
     trained(multimodal, tmp_path / "adapter", tmp_path / "theirs", targets, {"r": 8, "lora_alpha": 16})
     assert main.main(["merge-lora", str(multimodal), str(tmp_path / "adapter"), str(tmp_path / "ours")]) == 0
     same_weights(tmp_path / "ours", tmp_path / "theirs", weights(multimodal))
@@ -235,6 +227,10 @@ def test_names_of_modules_and_defaults(base: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(StartupError, match="--lora-modules"):
             parse_modules([word])
+    with pytest.raises(StartupError, match="two adapters the name a; each needs its own"):
+        parse_modules(["a=/x", "b=/y", '{"name": "a", "path": "/z"}'])
+    with pytest.raises(StartupError, match="There is no folder /no/such of an adapter"):
+        find_adapter_folder(EngineConfig(), "/no/such")
     registry = AdapterRegistry(load_config(base), EngineConfig(enable_lora=True, max_loras=2), ("base",), Path)
     folder = str(adapter_of(base, tmp_path / "a"))
     registry.set_defaults({"image": folder, "video": str(adapter_of(base, tmp_path / "b", seed=2))})

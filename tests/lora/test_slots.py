@@ -11,8 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.fakes import checkpoints
+from tests.fakes.adapters import adapter_of
 from trencadis.backends.cpu.adapter_products import add_masked_adapters, group_rows
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference_ops import ReferenceOps
@@ -21,6 +23,7 @@ from trencadis.core.buckets import LORA, Stage
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.device.backend import AdapterWeights, BackendConfig, load
 from trencadis.core.launches.launch_splitter import split_step
+from trencadis.core.lora.adapter_files import read_adapter
 from trencadis.core.lora.adapter_store import AdapterStore
 from trencadis.core.memory.weight_bytes import AdapterSlotSizes, adapter_bytes, padded_rank
 from trencadis.core.models.decoder import Decoder
@@ -30,7 +33,7 @@ from trencadis.core.scheduling.step_builder import MOST_OVERTAKES, AdapterSlots
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import TEXT, make_plan
 from trencadis.core.shapes.shape_limits import ShapeLimits
-from trencadis.core.step import BatchChange, Row, Step
+from trencadis.core.step import AdapterUpload, BatchChange, Row, Step
 
 
 def sequence(key: int, digest: str) -> Sequence:
@@ -134,6 +137,37 @@ def test_slots_take_the_planned_bytes(tmp_path: Path, world: int) -> None:
         backend = OneOfTwo(backend)
     store = AdapterStore(Decoder(config, backend), backend, 3, padded_rank(9))
     assert store.nbytes == adapter_bytes(config, 4, world, AdapterSlotSizes(3, 16))
+
+
+class NotedOps(TorchDispatchMode):
+    """Names of the operations that are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_an_upload_copies_and_lays_nothing_out(tmp_path: Path, own: bool) -> None:
+    """Between two launches: what takes longer is done by the thread that reads the files."""
+    checkpoint = checkpoints.llama(tmp_path / "llama")
+    folder = adapter_of(checkpoint, tmp_path / "a", r".*layers\.0\.(self_attn|mlp)\.\w+_proj", rank=5)
+    config = load_config(checkpoint)
+    backend: Any = load("cpu")(BackendConfig())
+    if not own:
+        backend.ops = ReferenceOps()
+    store = AdapterStore(Decoder(config, backend), backend, 2, 8)
+    digest = read_adapter(folder, config).digest
+    assert store.load(AdapterRef(digest, str(folder), "")).result() == ""
+    with NotedOps() as noted:
+        store.upload([AdapterUpload(2, digest)])
+    views = {"select", "slice", "alias"}
+    assert {*noted.names} - views == {"copy_", "zero_"}
+    assert len([name for name in noted.names if name not in views]) <= 4 * 7 * config.text.layers
 
 
 class OneOfTwo:

@@ -111,7 +111,7 @@ static void fuzz_linear(void) {
     w.middle = bits == 8 ? 128 : draw(16);
     if (bits == 4 && w.scale && draw(2)) {
         uint8_t *values = room(16, 0);
-        for (int i = 0; i < 16; i++) values[i] = (uint8_t)draw(128);
+        for (int i = 0; i < 16; i++) values[i] = (uint8_t)draw(32);
         w.values = values;
     }
     w.zero = draw(2) ? zero : NULL, w.bias = draw(2) ? some(rows, type, 1) : NULL;

@@ -75,7 +75,7 @@ def build(compiler: str, flags: Sequence[str], folder: Path) -> None:
     # The library needs nothing but libc: a C program may load it.
     whole = [] if any("sanitize" in flag for flag in flags) else ["-Wl,--no-undefined"]
     run([compiler, *flags, *objects[:-1], "-shared", *whole, "-o", folder / "_panels.so"])
-    run([compiler, *flags, *objects, "-o", folder / "fuzz", "-lpthread"])
+    run([compiler, *flags, *objects, "-o", folder / "fuzz", "-lpthread", "-lm"])
 
 
 def fuzz(home: Path, cases: int, seed: int) -> None:

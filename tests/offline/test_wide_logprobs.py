@@ -9,8 +9,14 @@ import pytest
 
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
+from trencadis.backends.cpu import policy as cpu_policy
+from trencadis.backends.hpu.policy import SERVING
+from trencadis.core.buckets import Stage, wide_ids
 from trencadis.core.errors import BadRequest
-from trencadis.core.launches.launch_splitter import list_wide_variants
+from trencadis.core.launches.launch_splitter import list_wide_variants, plan_wide_variants, wide_bucket
+from trencadis.core.shapes.bucket_options import BucketOptions
+from trencadis.core.shapes.bucket_planner import make_plan
+from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.outputs import RequestOutput
 
 BASE: dict[str, Any] = {
@@ -67,3 +73,13 @@ def test_variants_double_up_to_the_vocabulary() -> None:
     assert list_wide_variants(100) == {"top40": 40, "top80": 80, "top100": 100}
     assert [*list_wide_variants(151_936).values()][-1] == 151_936
     assert len(list_wide_variants(262_144)) < 16
+
+
+@pytest.mark.parametrize(("most", "sizes"), [(20, []), (21, [40]), (100, [40, 80, 160]), (-1, [40, 80, 160, 300])])
+def test_a_device_that_compiles_each_shape_plans_what_may_be_asked_for(most: int, sizes: list[int]) -> None:
+    limits = ShapeLimits(5, 2048, 2048, 128, wide=plan_wide_variants(300, most, SERVING))
+    plan = make_plan(SERVING, limits, BucketOptions())
+    assert sorted(wide_ids(b) for b in plan.of(Stage.SAMPLE) if wide_ids(b)) == sizes
+    for ids in range(21, most + 1 if most > 0 else 301):
+        assert wide_bucket(3, ids, 300, plan) in plan.buckets
+    assert plan_wide_variants(300, most, cpu_policy.SERVING) == ()

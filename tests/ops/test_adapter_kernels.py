@@ -26,21 +26,25 @@ def random(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def filled(kind: str, inputs: int, dtype: torch.dtype) -> tuple[SlotAdapters, AdapterWeights]:
-    """The same adapters in both layouts; a slot has a smaller rank, and one lacks a part."""
+    """The same adapters in both layouts; a slot and a part have a smaller rank, and one part is missing."""
     made = adapters.allocate(SLOTS, RANK, inputs, WIDTHS, dtype, kernel_kinds.table(kind))
     assert made is not None and made.nbytes == made.a.nbytes + made.b.nbytes
     a = torch.zeros((SLOTS, len(WIDTHS), RANK, inputs), dtype=dtype)
     b = tuple(torch.zeros((SLOTS, RANK, width), dtype=dtype) for width in WIDTHS)
     for slot in range(SLOTS):
+        parts: list[tuple[Tensor, Tensor] | None] = [
+            (random((RANK, inputs), dtype, 90), random((RANK, width), dtype, 91)) for width in WIDTHS
+        ]
+        made.put(slot, made.pack(parts))  # to be replaced
         for part, width in enumerate(WIDTHS):
-            made.put(slot, part, random((RANK, inputs), dtype, 90), random((RANK, width), dtype, 91))  # to be replaced
+            parts[part] = None
             if (slot, part) == (1, 1):
-                made.put(slot, part, None, None)
                 continue
-            rank, seed = (5 if slot == 2 else RANK), 10 * slot + part
+            rank, seed = (5 if slot == 2 or (slot, part) == (1, 0) else RANK), 10 * slot + part
             one, other = random((rank, inputs), dtype, seed), random((rank, width), dtype, seed + 50)
-            made.put(slot, part, one, other)
+            parts[part] = one, other
             a[slot, part, :rank], b[part][slot, :rank] = one, other
+        made.put(slot, made.pack(parts))
     return made, AdapterWeights(a, b)
 
 

@@ -62,6 +62,7 @@ def shadow_engine(
     rank = ShadowRank(
         blocks, size, rows + 1, slots, VOCAB,
         matchers=MatcherManager(VOCAB, EOS), host_blocks=host, stages=limits.stages,
+        host_state_slots=states.host.size if states is not None and states.host is not None else 0,
     )  # fmt: skip
     pool = BlockPool(blocks, HostBlockPool(host) if host else None)
     scheduler = Scheduler(limits, pool, EncoderCache(rows + 1, SHADOW_RESERVED), slots, Clock(), states=states)

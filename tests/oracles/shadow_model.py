@@ -118,6 +118,8 @@ class ShadowRank:
     """What the scheduler knows of the batch behind each Step, if somebody asked it."""
     states: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Recurrent state by slot: tokens read so far, and their total."""
+    host_states: dict[int, tuple[int, int]] = field(default_factory=dict)
+    host_state_slots: int = 0
 
     def execute(self, step: Step) -> ShadowPending:
         """Runs a Step at once."""
@@ -130,6 +132,8 @@ class ShadowRank:
         self.steps += 1
         for move in step.moves:
             self._move(move)
+        for move in step.state_moves:
+            self._move_state(move)
         self.matchers.apply(step.closings, step.openings)
         self.openings.update((o.key, o) for o in step.openings)
         for reset in step.resets:
@@ -218,12 +222,20 @@ class ShadowRank:
         assert RESERVED_BLOCKS <= move.block < self.blocks + RESERVED_BLOCKS and 0 <= move.slot < self.host_blocks
         if move.out:
             cells = self.kv[move.block]
-            assert None not in cells, "a block goes to host memory before it is full"
+            kept = self.host_state_slots > 0 and cells[0] is not None  # a block in which a kept state ends
+            assert kept or None not in cells, "a block goes to host memory before it is full"
             self.host[move.slot] = list(cells)
             self.stored += 1
         else:
             self.kv[move.block] = list(self.host[move.slot])
             self.restored += 1
+
+    def _move_state(self, move: BlockMove) -> None:
+        assert move.block > 0 and 0 <= move.slot < self.host_state_slots
+        if move.out:
+            self.host_states[move.slot] = self.states[move.block]
+        else:
+            self.states[move.block] = self.host_states[move.slot]
 
     def _read_states(self, rows: Sequence[Row]) -> dict[int, tuple[int, int]]:
         """The state that each row begins with, by its key; no slot that one row reads is written by another."""
@@ -256,6 +268,12 @@ class ShadowRank:
         if begun is not None and row.state is not None:
             first, total = begun
             assert first == row.context, "a row begins with the state of another token"
+            earlier = 0
+            for at in range(first):
+                cell = self.kv[row.blocks[at // size]][at % size]
+                assert cell is not None, "a block is read before it was written"
+                earlier = (earlier * 31 + cell) & MASK
+            assert earlier == total, "a state differs from the blocks before it"
         for at in range(first, row.context + len(content)):
             cell = self.kv[row.blocks[at // size]][at % size]
             assert cell is not None, "a block is read before it was written"

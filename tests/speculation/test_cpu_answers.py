@@ -200,7 +200,6 @@ def test_a_prediction_is_verified_and_changes_no_answer(vl_checkpoint: Path) -> 
         ({"ngram_prompt_lookup_min": 5, "ngram_prompt_lookup_max": 4}, "must not be greater"),
         ({"speculative_config": {"method": "ngram"}, "spec_tokens": 2}, "give one"),
         ({"speculation": False, "spec_tokens": 2}, "contradict"),
-        ({"device": "cuda", "policy": "twin", "spec_method": "eagle3", "spec_model": "m"}, "runs no heads of eagle3"),
     ],
 )
 def test_what_is_not_served_stops_the_start_in_one_line(vl_checkpoint: Path, flags: dict[str, Any], says: str) -> None:

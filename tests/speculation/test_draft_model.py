@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.adapters import adapter_of
 from tests.speculation.test_cpu_answers import LENGTH, engine_of, run
 from tests.speculation.test_families import answers, gap_at, prompts
 from trencadis.core.engine.engine import Engine
@@ -107,6 +108,7 @@ def test_what_cannot_draft_is_refused_in_one_line(vl_checkpoint: Path, checkpoin
     cases: list[tuple[str, dict[str, Any], str]] = [
         (str(checkpoint("qwen2", vocab_size=352)), {}, "has 352 ids and"),
         (str(tmp_path / "none"), {}, "is no folder of a checkpoint"),
+        (str(adapter_of(vl_checkpoint, tmp_path / "adapter")), {}, "is a LoRA adapter, and a draft model takes none"),
         (str(broken(checkpoint("qwen2"), tmp_path / "short", max_position_embeddings=64)), {}, "--max-model-len 64"),
         (str(other), {}, "the tokenizers of other and"),
         (str(checkpoint("qwen2")), {"tensor_parallel_size": 2}, "leave out -tp and -pp"),

@@ -18,6 +18,7 @@ from tests.speculation.test_cpu_answers import engine_of, run
 from trencadis.core.engine.engine import Engine
 from trencadis.core.errors import StartupError
 from trencadis.core.request import Request, SamplingParams
+from trencadis.core.spec import draft_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 HIDDEN, HEADS, KEYS, SIZE, INNER, DRAFTS = 64, 4, 2, 16, 96, 200
@@ -128,11 +129,32 @@ def states_of(path: Path, tokens: list[int]) -> tuple[Tensor, Tensor]:
     return torch.cat([hidden[at][0] for at in TAPS], 1), model.get_input_embeddings().weight.detach()
 
 
-@pytest.mark.parametrize("own_table", [False, True])
-def test_a_head_equals_a_plain_reference(own_table: bool, checkpoint: Any, tmp_path: Path) -> None:
+def on_device(device: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Flags of a start on the CPU, the twin of an NVIDIA card, or the emulated Gaudi in lazy or compile mode."""
+    planned = {"batch_invariant": False, "max_num_seqs": 1, "warmup": "skip", "block_size": 16}
+    if device == "cpu":
+        return {}
+    if device == "twin":
+        return {"device": "cuda", "policy": "twin", **planned}
+    monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
+    monkeypatch.setenv("PT_HPU_LAZY_MODE", "1" if device == "lazy" else "0")
+    return {"device": "hpu", **planned}
+
+
+@pytest.mark.parametrize(
+    ("device", "own_table"),
+    [
+        ("cpu", False), ("cpu", True), ("twin", False),
+        *(pytest.param(device, True, marks=pytest.mark.long) for device in ("twin", "lazy", "compiled")),
+    ],
+)  # fmt: skip
+def test_a_head_equals_a_plain_reference(
+    device: str, own_table: bool, checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its states within 1e-4, and its drafts, over a prompt in chunks and steps that reject drafts."""
+    monkeypatch.setenv("TRENCADIS_CACHE", str(tmp_path))
     path, weights = checkpoint("qwen2"), weights_of(3, own_table)
-    engine = headed(path, head_at(tmp_path / "head", weights), **ALONE)
+    engine = headed(path, head_at(tmp_path / "head", weights), **{**ALONE, **on_device(device, monkeypatch)})
     rank: Any = engine.executor._rank  # type: ignore[attr-defined]
     seen: list[tuple[list[int], tuple[int, ...], Tensor]] = []
     propose = rank.eagle.propose
@@ -140,7 +162,7 @@ def test_a_head_equals_a_plain_reference(own_table: bool, checkpoint: Any, tmp_p
     def noted(rows: Any) -> Any:
         (seq,) = engine.scheduler.running
         at = rank.eagle._rows.get(seq.key)
-        state = rank.eagle.head.state.normed[at].clone() if at else torch.zeros(0)
+        state = rank.eagle.head.state.normed.cpu()[at].clone() if at else torch.zeros(0)
         found = propose(rows)
         seen.append((list(seq.tokens), found[0], state))
         return found
@@ -166,6 +188,20 @@ def test_a_wrong_head_changes_no_answer(drafts: int, flags: Any, vl_checkpoint: 
     found = run(engine, 3, 14)
     assert (found.tokens, found.scores, found.ended) == (plain.tokens, plain.scores, plain.ended)
     assert engine.scheduler.totals.spec_draft_tokens > 20
+
+
+@pytest.mark.parametrize("device", ["cpu", "twin"])
+def test_a_start_reads_a_heads_configuration_once(
+    device: str, vl_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRENCADIS_CACHE", str(tmp_path))
+    read, load = list[str](), draft_checkpoint.load_eagle_config
+    monkeypatch.setattr(
+        draft_checkpoint, "load_eagle_config", lambda *args: read.append(args[1]) or load(*args)
+    )  # fmt: skip
+    head = head_at(tmp_path / "head", weights_of(1))
+    headed(vl_checkpoint, head, 2, **{**ALONE, **on_device(device, monkeypatch)}).close()
+    assert read == [str(head)]
 
 
 def test_heads_of_other_sizes(vl_checkpoint: Path, tmp_path: Path) -> None:

@@ -19,6 +19,10 @@ from tests.families.test_same_tokens import prompts
 from tests.families.text_checkpoints import family_checkpoint
 from tests.oracles.gaudi_launches import BLOCK, AttentionLayer, references, step_inputs
 from tests.speculation.test_cpu_answers import Answers, SampledTraffic, draft_by
+from tests.speculation.test_eagle3 import DRAFTS as DRAFTED_IDS
+from tests.speculation.test_eagle3 import KEYS as HEAD_KEYS
+from tests.speculation.test_eagle3 import SIZE as HEAD_SIZE
+from tests.speculation.test_eagle3 import head_at, weights_of
 from tests.traffic.ruled_requests import vocabulary
 from trencadis.backends.cpu import make_backend as make_cpu
 from trencadis.backends.hpu.backend import HpuBackend
@@ -27,7 +31,7 @@ from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.policy import graph_input_bytes, policy
-from trencadis.core.buckets import Bucket, Stage, ahead_variant, is_drafting, verify_variant
+from trencadis.core.buckets import DRAFT, Bucket, Stage, ahead_variant, is_drafting, verify_variant
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.registry import family_options
 from trencadis.core.config import EngineConfig
@@ -38,7 +42,7 @@ from trencadis.core.engine.dry_run import StartupPlan
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.engine_builder import create_engine
 from trencadis.core.errors import StartupError
-from trencadis.core.launches.draft_runner import open_beside
+from trencadis.core.launches.draft_loading import open_beside
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.shared_constants import RESERVED_BLOCKS
 
@@ -161,6 +165,12 @@ def drafting(draft: Path, drafts: int = DRAFTS) -> dict[str, Any]:
     return {"speculative_config": asked, "spec_always": True}
 
 
+def heading(head: Path, drafts: int = DRAFTS) -> dict[str, Any]:
+    """Flags by which the head at ``head`` drafts."""
+    asked = {"method": "eagle3", "model": str(head), "num_speculative_tokens": drafts}
+    return {"speculative_config": asked, "spec_always": True}
+
+
 FEW: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "warmup": "skip"}
 """Flags by which the plan has few shapes, each compiled at its first use."""
 
@@ -204,6 +214,39 @@ def test_a_model_drafts_and_the_plan_knows_it(
     cells = (FLAGS["num_gpu_blocks_override"] + RESERVED_BLOCKS) * FLAGS["block_size"]
     text = load_config(draft).text
     assert held["draft KV"] == cells * text.layers * 2 * text.kv_heads * text.head_dim * 4
+
+
+def head_bytes(own_table: bool) -> int:
+    """Bytes of the head of the tests in float32: weights, ids of drafts, and rotary frequencies with their axes."""
+    held = sum(t.nbytes for name, t in weights_of(1, own_table).items() if name != "d2t")
+    return held + 4 * DRAFTED_IDS + 12 * HEAD_SIZE // 2
+
+
+@pytest.mark.parametrize("device", ["twin", *(pytest.param(d, marks=pytest.mark.long) for d in ("lazy", "compiled"))])
+def test_a_head_drafts_and_the_plan_knows_it(
+    device: str, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head of other sizes than the target's layers: answers are those without it, and the ledger is the plan's."""
+    own_table = device == "lazy"
+    head = head_at(tmp_path / "head", weights_of(1, own_table))
+    plain = answers_of(make(device, **FEW), 2, 5, most=4)
+    papers = note_papers(monkeypatch)
+    engine = make(device, **FEW, **heading(head))
+    drafted = answers_of(engine, 2, 5, most=4)
+    assert count_different(plain.tokens, drafted.tokens) <= 1, "a draw flips where its number is at an edge"
+    assert engine.scheduler.totals.spec_draft_tokens > 10
+    hits = graphs_of(engine).hits
+    launched = [b for b in hits if is_drafting(b)]
+    assert {Stage.SAMPLE, Stage.DECODE, Stage.VERIFY} <= {b.stage for b in launched}
+    assert {b.variant for b in launched if b.stage is Stage.SAMPLE} == {f"greedy-{DRAFT}"}
+    assert set(hits) <= graphs_of(engine).planned
+    check_ledger(engine)
+    booked, held = dict(papers[0].ledger.rows()), dict(engine._watch.captures.ledger.rows())  # type: ignore[union-attr]
+    known = BOOKED if device == "twin" else ("weights", "draft weights", *BOOKED)
+    assert {row: held[row] for row in known} == {row: booked[row] for row in known}
+    assert booked["draft weights"] == head_bytes(own_table)
+    cells = (FLAGS["num_gpu_blocks_override"] + RESERVED_BLOCKS) * FLAGS["block_size"]
+    assert held["draft KV"] == cells * 2 * HEAD_KEYS * HEAD_SIZE * 4
 
 
 @pytest.mark.long
@@ -271,7 +314,6 @@ def test_each_family_accepts_its_own_drafts(
     [
         ({"kv_offloading_size": 1.0}, "does not go with --kv-offloading-size"),
         ({"learn_buckets": "on"}, "does not go with --learn-buckets on"),
-        ({"enable_lora": True}, "does not go with --enable-lora"),
         ({"tensor_parallel_size": 2}, "leave out -tp and -pp"),
     ],
 )
@@ -338,12 +380,19 @@ SEED = int(os.environ.get("TRENCADIS_TEST_SEED", "11"))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("source", ["ngram", "draft_model"])
+@pytest.mark.parametrize("source", ["ngram", "draft_model", "eagle3"])
 @pytest.mark.parametrize("device", ["twin", "lazy", "compiled"])
-def test_nothing_compiles_in_many_requests(device: str, source: str, make: Make, vl_checkpoint: Path) -> None:
-    """Verified, plain, ruled and image rows mixed, drafted by n-grams where a request repeats itself, or by a model."""
-    own = {"speculative_config": SPECULATION, "spec_always": True}
-    engine = make(device, **(own if source == "ngram" else drafting(vl_checkpoint)))
+def test_nothing_compiles_in_many_requests(
+    device: str, source: str, make: Make, vl_checkpoint: Path, tmp_path: Path
+) -> None:
+    """Verified, plain, ruled and image rows mixed, drafted by n-grams where a request repeats itself, by a model, or
+    by a head.
+    """
+    flags = {
+        "ngram": {"speculative_config": SPECULATION, "spec_always": True}, "draft_model": drafting(vl_checkpoint),
+        "eagle3": heading(head_at(tmp_path / "head", weights_of(1))),
+    }  # fmt: skip
+    engine = make(device, **flags[source])
     before = graphs_of(engine).backend.compilations()
     answers_of(engine, SEED, MANY)
     hits, totals = graphs_of(engine).hits, engine.scheduler.totals

@@ -215,3 +215,16 @@ def test_rows_of_several_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         found.append(answered(llm, range(2 if device == "compiled hpu" else 6))[0])
         llm.close()
     assert_same([(b.tokens, a) for a, b in zip(*found, strict=True)])
+
+
+@pytest.mark.long
+def test_rows_of_several_parts_on_the_first_of_two_stages(tmp_path: Path) -> None:
+    """The last stage has no tower, and gets no parts of rows."""
+    path = qwen3_vl(tmp_path, num_hidden_layers=4)
+    base = {**BASE, "mm_processor_kwargs": {"min_pixels": 4096, "max_pixels": 40_960}}
+    found = []
+    for more in ({}, {"pipeline_parallel_size": 2}):
+        llm = LLM(str(path), **{**base, **more})
+        found.append(answered(llm, range(4))[0])
+        llm.close()
+    assert_same([(b.tokens, a) for a, b in zip(*found, strict=True)])

@@ -137,16 +137,18 @@ class CpuReferenceModel:
         for i, layer in enumerate(kept):
             taps = {"attention": f"attention of layer {i}", "mlp": f"MLP of layer {i}"}
             for part, name in taps.items():
-                setattr(layer, part, HookedPart(getattr(layer, part), _note(name, outputs)))
-            if self.config.text.norm_placement not in (POST, OUT):
+                if getattr(layer, part) is not None:
+                    setattr(layer, part, HookedPart(getattr(layer, part), _note(name, outputs)))
+            if self.config.text.mlp_layers is None and self.config.text.norm_placement not in (POST, OUT):
                 layer.post_norm = HookedPart(layer.post_norm, _note(f"sum behind attention of layer {i}", outputs, 1))
             first = _note("embeddings", outputs) if i == 0 else None
             model.layers[i] = HookedPart(layer, _note(f"sum behind layer {i}", outputs), first)
         outputs["logits"] = self.logits(ids, len(ids))
         for layer in kept:
             for part in ("attention", "mlp", "post_norm"):
-                held = getattr(layer, part)
-                setattr(layer, part, held.inner if isinstance(held, HookedPart) else held)
+                held = getattr(layer, part, None)
+                if isinstance(held, HookedPart):
+                    setattr(layer, part, held.inner)
         model.layers[:] = kept
         return outputs
 

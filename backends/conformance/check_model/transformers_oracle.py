@@ -24,6 +24,8 @@ SMALL = {
     "vocab_size": 512, "head_dim": 16, "sliding_window": 24, "projection_dim": 64, "global_head_dim": 32,
     "num_global_key_value_heads": 2, "vocab_size_per_layer_input": 512, "hidden_size_per_layer_input": 16,
     "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 32, "shared_intermediate_size": 96,
+    "moe_shared_expert_intermediate_size": 96, "moe_latent_size": 32,
+    "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 32,
 }  # fmt: skip
 """Upper limits of the sizes of a random checkpoint."""
 
@@ -78,6 +80,11 @@ def _shrink(raw: JsonObject, whole: Any) -> None:
     if isinstance(raw.get("layer_types"), list):
         kinds = dict.fromkeys(raw["layer_types"])  # one layer of each kind, if there are enough layers
         raw["layer_types"] = [*kinds, *raw["layer_types"]][: SMALL["num_hidden_layers"]]
+    for key in ("layers_block_type", "hybrid_override_pattern"):  # a list or a text: one layer of each kind
+        if raw.get(key):
+            kinds = dict.fromkeys(raw[key])
+            raw[key] = "".join(kinds) if isinstance(raw[key], str) else [*kinds]
+            raw.pop("num_hidden_layers", None)
     most = SMALL["vocab_size"]
     for key in [key for key in raw if key.endswith(("token_id", "token_index"))]:
         if isinstance(raw[key], int) and raw[key] >= most:
@@ -212,7 +219,7 @@ MIXERS = ("Attention", "GatedDeltaNet", "MambaLayer", "Mixer", "ShortConv")
 READERS = ("pre_feedforward_layernorm", "post_attention_layernorm", "ffn_norm", "pre_ff_layernorm")
 """transformers' names of the norm before an MLP, whose input is the sum after attention."""
 
-MLP_NAMES = ("MLP", "MoeBlock", "MoeMoE", "HybridMoE")
+MLP_NAMES = ("MLP", "MoeBlock", "MoeMoE", "HybridMoE", "NemotronHMoE")
 """Parts of the names of transformers' classes of MLPs and of experts with their router."""
 
 POST_MLP_NORM = "post_feedforward_layernorm"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,17 @@ GROUP = 4
 
 ROWS = 32
 """Most rows of a piece of a run, so that threads share the rows of a long one."""
+
+
+class SlotContents(NamedTuple):
+    """The adapter of one fused matrix: A [parts, rank, in] and B [blocks, rank, ``BLOCK``], of its largest rank.
+
+    It is made before an upload, which then copies alone: laid out during it, an adapter of a model of half a billion
+    parameters made a step 0.3 s longer.
+    """
+
+    a: Tensor
+    b: Tensor
 
 
 @dataclass(slots=True)
@@ -49,20 +61,29 @@ class SlotAdapters:
         self.layout = AdaptersLayout(*at, parts, rank, inputs, len(self.places), TYPES[self.a.dtype])
         self.nbytes = self.a.nbytes + self.b.nbytes
 
-    def put(self, slot: int, part: int, a: Tensor | None, b: Tensor | None) -> None:
-        """Writes A [rank, in] and B [rank, out] of a part to a slot, from 0; None, or what they lack: zeros."""
-        _fill(self.a[slot, part], a)
-        of = self.places[:, 0] == part
-        blocks = self.b.new_zeros((self.a.shape[2], int(of.sum()) * BLOCK))
-        _fill(blocks, b)
-        self.b[slot, of] = blocks.view(len(blocks), -1, BLOCK).transpose(0, 1)
+    def pack(self, parts: Sequence[tuple[Tensor, Tensor] | None]) -> SlotContents:
+        """Returns A [rank, in] and B [rank, out] of each part, or zeros for None, as a slot holds them."""
+        rank = max((one[0].shape[0] for one in parts if one is not None), default=0)
+        a = self.a.new_zeros((len(parts), rank, self.a.shape[3]))
+        b = self.b.new_zeros((len(self.places), rank, BLOCK))
+        owners = self.places[:, 0].tolist()
+        for part, one in enumerate(parts):
+            if one is None:
+                continue
+            own, columns = one[0].shape
+            first, count = owners.index(part), owners.count(part)
+            a[part, :own, :columns] = one[0]
+            blocks = b.new_zeros((own, count * BLOCK))
+            blocks[:, : one[1].shape[1]] = one[1]
+            b[first : first + count, :own] = blocks.view(own, count, BLOCK).transpose(0, 1)
+        return SlotContents(a, b)
 
-
-def _fill(target: Tensor, source: Tensor | None) -> None:
-    """Writes ``source`` to the beginning of ``target`` [rows, columns], and zeros to the rest."""
-    target.zero_()
-    if source is not None:
-        target[: source.shape[0], : source.shape[1]] = source
+    def put(self, slot: int, contents: SlotContents) -> None:
+        """Writes the result of ``pack`` to a slot, from 0, and zeros to the rest of its rank."""
+        for target, source in zip((self.a[slot], self.b[slot]), contents, strict=True):
+            rank = source.shape[1]
+            target[:, :rank] = source
+            target[:, rank:].zero_()
 
 
 def allocate(

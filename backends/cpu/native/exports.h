@@ -36,6 +36,7 @@ EXPORT void trencadis_dense_pack(const Pack *p, int64_t panels, int kind, int th
 EXPORT int trencadis_flash(const Flash *asked, int kind, int threads);
 EXPORT void trencadis_convolve(const Convolution *p, int kind, int threads);
 EXPORT int trencadis_delta_rule(const Delta *asked, int kind, int threads);
+EXPORT int trencadis_delta_net(const DeltaNet *p, int kind, int threads);
 EXPORT int trencadis_adapters(const Adapters *asked, const void *x, int64_t x_row, void *y, int64_t y_row, int64_t n,
                               const int64_t *runs, int64_t count, int kind, int threads);
 EXPORT void trencadis_rotary(const Rotary *p, int64_t n, int kind, int threads);

@@ -62,6 +62,14 @@ static const int64_t delta[] = {E(q),           E(k),           E(v),           
                                 E(dk),          E(dv),          E(type),        E(plain),       E(work),
                                 E(room)};
 
+#define N(field) AT(DeltaNet, field)
+static const int64_t delta_net[] = {N(x),           N(gates),      N(weight),      N(last),       N(decay),
+                                    N(shift),       N(norm),       N(state),       N(mixed),      N(y),
+                                    N(factors),     N(out),        N(rows.slot),   N(rows.source), N(rows.begins),
+                                    N(rows.start),  N(rows.count), N(rows.n),      N(tokens),     N(x_row),
+                                    N(gates_row),   N(taps),       N(heads),       N(groups),     N(dk),
+                                    N(dv),          N(type),       N(eps)};
+
 #define L(field) AT(Adapters, field)
 static const int64_t adapters[] = {L(a),    L(b), L(places), L(parts), L(rank),  L(inputs), L(blocks), L(type),
                                    L(x),    L(y), L(runs),   L(x_row), L(y_row), L(n),      L(count),  L(shrunk)};
@@ -73,6 +81,7 @@ static const struct {
 } structures[] = {STRUCTURE(PanelWeight, panel_weight), STRUCTURE(Dense, dense), STRUCTURE(Pack, pack),
                   STRUCTURE(Attend, attend),            STRUCTURE(Rotary, rotate),   STRUCTURE(Flash, flash),
                   STRUCTURE(Span, span),              STRUCTURE(Convolution, convolution), STRUCTURE(Delta, delta),
+                  STRUCTURE(DeltaNet, delta_net),
                   STRUCTURE(Adapters, adapters)};
 
 /* Returns the bytes of structure `number`, and writes its field offsets to offsets [most]; -1 if it has another

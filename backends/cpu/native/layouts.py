@@ -117,6 +117,19 @@ class DeltaLayout(ctypes.Structure):
     ]
 
 
+class DeltaNetLayout(ctypes.Structure):
+    """``DeltaNet`` of recurrent.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "gates", "weight", "last", "decay", "shift", "norm", "state")),
+        *((name, ctypes.c_void_p) for name in ("mixed", "y", "factors", "out")),
+        *((name, ctypes.c_void_p) for name in ROWS),
+        *((name, ctypes.c_int64) for name in ("rows", "tokens", "x_row", "gates_row", "taps", "heads", "groups")),
+        *((name, ctypes.c_int64) for name in ("dk", "dv", "type")),
+        ("eps", ctypes.c_float),
+    ]
+
+
 class AdaptersLayout(ctypes.Structure):
     """``Adapters`` of adapters.h, of which a call sets all from ``x`` on."""
 
@@ -131,7 +144,7 @@ class AdaptersLayout(ctypes.Structure):
 
 STRUCTURES = (
     Layout, DenseLayout, PackCall, AttendLayout, RotaryLayout, FlashLayout, SpanLayout, ConvolutionLayout, DeltaLayout,
-    AdaptersLayout,
+    DeltaNetLayout, AdaptersLayout,
 )  # fmt: skip
 """The structures in the order of their numbers in layouts.c."""
 

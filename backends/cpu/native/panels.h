@@ -17,7 +17,7 @@
 
 #include <stdint.h>
 
-#define PANELS_VERSION 14
+#define PANELS_VERSION 15
 #define PANEL 16
 #define STEP 8 /* columns must be a multiple of this */
 #define CHUNK 256  /* keys of a row that one thread attends to at a time */
@@ -43,7 +43,7 @@ typedef struct {
     const float *factor;   /* [panels][16] */
     const int32_t *gather; /* [columns]: the input's column, or -1 for a zero; NULL: in order, then zeros */
     const void *bias;      /* [rows] of the activations' type, or NULL */
-    const uint8_t *values; /* [16]: the value of each code of 4 bits, up to 127; NULL: the code itself */
+    const uint8_t *values; /* [16]: the value of each code of 4 bits, up to 31; NULL: the code itself */
     int64_t rows, inputs, columns, group;
     int64_t bits, middle; /* middle: the value that stands for zero where there are no zero points */
 } PanelWeight;
@@ -53,7 +53,7 @@ enum { LOOKED = 5 }; /* stands for 4 bits whose values are in a table, which hav
 /* Activations of one call after rounding. */
 typedef struct {
     int8_t *codes; /* [n][columns] */
-    int32_t *sums; /* [n][groups] */
+    int32_t *sums; /* [n][groups]: minus the sum of the codes, times the middle value if there are no zero points */
     float *step;   /* [n] */
 } Rounded;
 

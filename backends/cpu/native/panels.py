@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -113,16 +113,22 @@ def panel_weight(q: QTensor, bias: Tensor | None) -> PanelWeight | None:
     )  # fmt: skip
 
 
-def _arrange_columns(q: QTensor) -> tuple[Tensor | None, int, Tensor | None]:
-    """Returns (the input's column of each stored column or None, columns of a group, the group of each stored group
-    or None).
-    """
+class _StoredColumns(NamedTuple):
+    """How panels store a weight's columns."""
+
+    slots: Tensor | None  # int32: the input's column of each stored column, -1 for padding; None: as they are
+    group: int  # columns of a group
+    group_of: Tensor | None  # int64: the group of each stored group; None: as they are
+
+
+def _arrange_columns(q: QTensor) -> _StoredColumns:
+    """Orders columns by group, and pads each group to whole steps."""
     columns = q.shape[1]
     if q.scale.shape[1] == 1:
-        return None, fill_up(columns, STEP), None
+        return _StoredColumns(None, fill_up(columns, STEP), None)
     kept = panel_columns(columns, q.group)
     if q.order is None and not kept.gathered:
-        return None, kept.group, None
+        return _StoredColumns(None, kept.group, None)
     where = torch.argsort(q.columns(), stable=True)
     sizes: list[int] = torch.bincount(q.columns(), minlength=q.scale.shape[1]).tolist()
     if not q.shared and all(n == sizes[0] for n in sizes[:-1]) and 0 < sizes[-1] <= sizes[0]:
@@ -139,7 +145,7 @@ def _arrange_columns(q: QTensor) -> tuple[Tensor | None, int, Tensor | None]:
     for size, count in zip(sizes, counts, strict=True):
         slots[at : at + size] = where[start : start + size].int()
         start, at = start + size, at + count
-    return slots, group, of
+    return _StoredColumns(slots, group, of)
 
 
 _FP4 = torch.tensor([12 + half for half in FP4_HALVES], dtype=torch.uint8)

@@ -2,7 +2,9 @@
 
 #include "exports.h"
 
+#include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 #if defined(__x86_64__) && defined(__GNUC__)
 
@@ -59,6 +61,43 @@ EXPORT int trencadis_delta_rule(const Delta *asked, int kind, int threads) {
     RecurrentCall call = {&p, panels_kernels(kind)};
     pool_run(delta_work, &call, items, longest > 1, 0, most);
     free(held);
+    return 0;
+}
+
+static float value_at(const void *x, int64_t i, int64_t type) {
+    if (type == FLOAT32) return ((const float *)x)[i];
+    const uint32_t wide = (uint32_t)((const uint16_t *)x)[i] << 16;
+    float value;
+    memcpy(&value, &wide, 4);
+    return value;
+}
+
+/* Writes what a token's state is multiplied by, as a logarithm, and the share of its change, for each head. */
+static void write_factors(const DeltaNet *p, int64_t token) {
+    const int64_t heads = p->heads, at = token * p->gates_row + heads * p->dv;
+    float *g = p->factors + token * 2 * heads, *beta = g + heads;
+    for (int64_t head = 0; head < heads; head++) {
+        const float a = value_at(p->gates, at + heads + head, p->type) + p->shift[head];
+        g[head] = p->decay[head] * (a > 20 ? a : log1pf(expf(a)));
+        beta[head] = 1 / (1 + expf(-value_at(p->gates, at + head, p->type)));
+    }
+}
+
+/* Writes p->out for the tokens of the rows, which are all tokens, and the rows' states; type: FLOAT32 or BFLOAT16.
+   Returns 0, or 1 if memory is lacking. */
+EXPORT int trencadis_delta_net(const DeltaNet *p, int kind, int threads) {
+    const int64_t bytes = p->type == FLOAT32 ? 4 : 2, keys = p->groups * p->dk, values = p->heads * p->dv;
+    const int64_t channels = 2 * keys + values;
+    const Convolution convolution = {p->x, p->weight, NULL, p->last, p->mixed, p->rows, channels, p->taps,
+                                     p->x_row, p->type, 1};
+    trencadis_convolve(&convolution, kind, threads);
+    for (int64_t token = 0; token < p->tokens; token++) write_factors(p, token);
+    const char *q = p->mixed, *k = q + keys * bytes, *v = k + keys * bytes;
+    const Delta delta = {q, k, v, p->factors, p->factors + p->heads, p->state, p->y, p->rows, channels, channels,
+                         channels, 2 * p->heads, 2 * p->heads, p->heads, p->groups, p->dk, p->dv, p->type, 0, NULL, 0};
+    if (trencadis_delta_rule(&delta, kind, threads)) return 1;
+    trencadis_gated_norm(p->y, p->norm, p->gates, p->out, p->tokens * p->heads, p->dv, p->heads, p->gates_row, p->eps,
+                         (int)p->type, kind, threads);
     return 0;
 }
 

@@ -39,6 +39,24 @@ typedef struct {
     int64_t room;
 } Delta;
 
+/* A layer of gated DeltaNet between its projections: the convolution of queries, keys and values with silu, the delta
+   rule, and the norm of each head times silu of its gate. Values are of `type` where nothing else is said. */
+typedef struct {
+    const void *x;             /* [tokens][channels], `x_row` from token to token: queries, keys and values */
+    const void *gates;         /* [tokens], `gates_row` from token to token: [heads][dv] of the norm, then beta, decay */
+    const void *weight;        /* [channels][taps] */
+    void *last;                /* [slots][taps - 1][channels] */
+    const float *decay, *shift; /* [heads] */
+    const void *norm;          /* [dv] */
+    float *state;              /* [slots][heads][dk][dv] */
+    void *mixed, *y;           /* memory for [tokens][channels], and for [tokens][heads][dv] */
+    float *factors;            /* memory for [tokens][2][heads] */
+    void *out;                 /* [tokens][heads * dv] */
+    StateRows rows;
+    int64_t tokens, x_row, gates_row, taps, heads, groups, dk, dv, type;
+    float eps;
+} DeltaNet;
+
 /* Values of a thread's memory: q, k and k transposed of a chunk, two squares, values, results and factors. */
 static inline int64_t delta_room(int64_t dk, int64_t dv, int single) {
     if (single) return 2 * dk + 2 * dv;

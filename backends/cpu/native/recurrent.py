@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ctypes
 
+import torch
 from torch import Tensor
 
 from trencadis.backends.cpu.native import bounds_checks, threads
 from trencadis.backends.cpu.native.kernel_table import KernelTable, Op
-from trencadis.backends.cpu.native.layouts import ConvolutionLayout, DeltaLayout
+from trencadis.backends.cpu.native.layouts import ConvolutionLayout, DeltaLayout, DeltaNetLayout
 from trencadis.backends.cpu.native.panels import DTYPE_NAMES, TYPES
 from trencadis.core.device.backend import Attn
 from trencadis.core.device.launch_tensors import RecurrentRows
+from trencadis.core.models.interface import DeltaNetWeights, RecurrentState
 
 LANES = 16
 """Sizes of the delta rule's heads must be multiples of this, the widest vector."""
@@ -60,6 +62,35 @@ def delta_rule(
     )  # fmt: skip
     if threads.calls().delta_rule(ctypes.addressof(layout), table.number, threads.launch_threads()):
         raise MemoryError(f"no memory for chunks of {len(v)} tokens")
+    return out
+
+
+def delta_net(
+    x: Tensor, gates: Tensor, w: DeltaNetWeights, held: RecurrentState, rows: RecurrentRows, attn: Attn,
+    table: KernelTable,
+) -> Tensor | None:  # fmt: skip
+    """Computes ``FusedDeltaOps.delta_net`` in one call; None if its parts must be computed one by one."""
+    (n, channels), (_, taps), (dv,), (heads,) = x.shape, w.conv.shape, w.norm.shape, w.decay.shape
+    state, groups, dk, kind = held.state, w.key_heads, (channels - heads * dv) // (2 * w.key_heads), x.dtype
+    served = all(table.serves(op, DTYPE_NAMES.get(kind, "")) for op in (Op.CONVOLUTION, Op.DELTA_RULE))
+    if not served or kind == torch.float16 or state is None or not 2 <= taps <= TAPS or dk % LANES or dv % LANES:
+        return None
+    if any(t.dtype != kind for t in (gates, w.conv, w.norm, held.conv)) or x.stride(1) != 1 or gates.stride(1) != 1:
+        return None
+    if not all(t.is_contiguous() for t in (w.conv, w.norm, held.conv, state)) or int(rows.count.sum()) < n:
+        return None
+    _check_slots(rows, len(state))
+    itemsize = kind.itemsize
+    mixed, factors = n * channels * itemsize, 8 * n * heads
+    room = torch.empty(factors + mixed + n * heads * dv * itemsize, dtype=torch.uint8)
+    out, at = x.new_empty((n, heads * dv)), room.data_ptr()
+    layout = DeltaNetLayout(
+        *(t.data_ptr() for t in (x, gates, w.conv, held.conv, w.decay, w.shift, w.norm, state)),
+        at + factors, at + factors + mixed, at, out.data_ptr(), *_row_fields(rows, attn), n, x.stride(0),
+        gates.stride(0), taps, heads, groups, dk, dv, TYPES[kind], w.eps,
+    )  # fmt: skip
+    if threads.calls().delta_net(ctypes.addressof(layout), table.number, threads.launch_threads()):
+        raise MemoryError(f"no memory for chunks of {n} tokens")
     return out
 
 

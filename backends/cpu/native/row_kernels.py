@@ -258,15 +258,23 @@ class Span:
         """Returns the fields of ``Span`` of flash.h."""
         assert self.upto is None or (self.upto.dtype == torch.int32 and self.upto.is_contiguous())
         upto = 0 if self.upto is None else self.upto.data_ptr()
-        return (*_lies(self.queries), *_lies(self.keys), self.first_key, self.first_query, upto, int(self.whole))
+        ranges = (*_row_range(self.queries), *_row_range(self.keys))
+        return (*ranges, self.first_key, self.first_query, upto, int(self.whole))
 
 
-def _lies(where: Where) -> tuple[int, int, int]:
-    """Returns (first row, number of rows, address of indices or 0)."""
+class RowRange(NamedTuple):
+    """Rows of a tensor as flash.h takes them: ``length`` rows from ``first`` on, or those listed at ``indices``."""
+
+    first: int
+    length: int
+    indices: int  # address of int64 [length]; 0: consecutive rows
+
+
+def _row_range(where: Where) -> RowRange:
     if isinstance(where, slice):
-        return where.start, where.stop - where.start, 0
+        return RowRange(where.start, where.stop - where.start, 0)
     assert where.dtype == torch.int64 and where.is_contiguous()
-    return 0, len(where), where.data_ptr()
+    return RowRange(0, len(where), where.data_ptr())
 
 
 def can_attend(q: Tensor, table: KernelTable, op: Op = Op.ATTENTION) -> bool:

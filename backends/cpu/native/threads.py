@@ -57,6 +57,7 @@ class Calls(NamedTuple):
     rotate: Callable[..., None]
     convolve: Callable[..., None]
     delta_rule: Callable[..., int]
+    delta_net: Callable[..., int]
     adapters: Callable[..., int]
     dense: Callable[..., int]
     pack: Callable[..., None]
@@ -103,6 +104,8 @@ def calls() -> Calls:
     convolve, delta_rule = library.trencadis_convolve, library.trencadis_delta_rule
     convolve.argtypes, convolve.restype = (pointer, number, number), None
     delta_rule.argtypes, delta_rule.restype = (pointer, number, number), number
+    delta_net = library.trencadis_delta_net
+    delta_net.argtypes, delta_net.restype = (pointer, number, number), number
     adapters = library.trencadis_adapters
     adapters.argtypes = (pointer, pointer, size, pointer, size, size, pointer, size, number, number)
     adapters.restype = number
@@ -114,7 +117,20 @@ def calls() -> Calls:
     pin = library.trencadis_pool_pin
     pin.argtypes, pin.restype = (pointer, number), None
     return Calls(
-        linear, rows, gated_norm, attend, flash, rotate, convolve, delta_rule, adapters, dense, pack, pin, pool()
+        linear,
+        rows,
+        gated_norm,
+        attend,
+        flash,
+        rotate,
+        convolve,
+        delta_rule,
+        delta_net,
+        adapters,
+        dense,
+        pack,
+        pin,
+        pool(),
     )
 
 

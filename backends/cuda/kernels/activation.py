@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 1024
-KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "quick_gelu": 3, "relu": 4, "clamped_swiglu": 5}
+KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "quick_gelu": 3, "relu": 4, "clamped_swiglu": 5, "relu2": 6}
 """Activations of ``core.device.backend.Ops.act`` -> their number in the kernel."""
 
 
@@ -26,6 +26,8 @@ def apply_activation(value, KIND: tl.constexpr):
         value = value / (1.0 + tl.exp(-1.702 * value))
     elif KIND == 4:
         value = tl.where(value < 0.0, 0.0, value)  # a maximum would drop a NaN
+    elif KIND == 6:
+        value = tl.where(value < 0.0, 0.0, value * value)
     else:
         value = tl.where(value > 7.0, 7.0, value)
         value = value / (1.0 + tl.exp(-1.702 * value))

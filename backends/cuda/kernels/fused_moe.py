@@ -152,7 +152,9 @@ BLOCK = 1024
 
 @dataclass
 class StackedExperts:
-    """The experts of a layer: gate_up [count, 2 inner, hidden], down [count, hidden, inner]."""
+    """The experts of a layer: gate_up [count, 2 inner, hidden], or [count, inner, hidden] without gates, and down
+    [count, hidden, inner].
+    """
 
     gate_up: Tensor
     down: Tensor
@@ -160,6 +162,11 @@ class StackedExperts:
     inner: int
     gate_up_bias: Tensor | None = None  # [count, 2 inner]
     down_bias: Tensor | None = None  # [count, hidden]
+
+    @property
+    def gated(self) -> bool:
+        """True if experts have gates."""
+        return self.gate_up.shape[1] == 2 * self.inner
 
 
 def run(
@@ -186,7 +193,8 @@ def check(x: Tensor, scores: Tensor, w: StackedExperts, kind: str) -> None:
     """Asserts: x [n, hidden] and scores [n, count], contiguous, and weights of x's dtype that fit them."""
     assert kind in KINDS, kind
     assert x.ndim == 2 and x.is_contiguous() and scores.shape == (x.shape[0], w.count), (x.shape, scores.shape)
-    assert w.gate_up.shape == (w.count, 2 * w.inner, x.shape[1]) and w.gate_up.is_contiguous()
+    assert w.gate_up.shape == (w.count, (1 + w.gated) * w.inner, x.shape[1]) and w.gate_up.is_contiguous()
+    assert w.gated or w.gate_up_bias is None, "experts without gates have no biases"
     assert w.down.shape == (w.count, x.shape[1], w.inner) and w.down.is_contiguous()
     assert w.gate_up.dtype == w.down.dtype == x.dtype
 
@@ -203,7 +211,7 @@ def _up(x: Tensor, w: StackedExperts, r: Routes, top: int, kind: str, out: Tenso
     bias = w.gate_up if w.gate_up_bias is None else w.gate_up_bias
     experts_kernel[grid](
         out, x, w.gate_up, bias, r.order, r.owner, x.shape[1], w.inner, TOP=top, KIND=KINDS[kind],
-        BIASED=w.gate_up_bias is not None, **sizes,
+        BIASED=w.gate_up_bias is not None, GATED=w.gated, **sizes,
     )  # fmt: skip
 
 
@@ -219,7 +227,8 @@ def _down(x: Tensor, w: StackedExperts, r: Routes, out: Tensor, sizes: dict[str,
 @triton.jit
 def experts_kernel(
     out, x, weight, bias, order, owner, hidden, inner,
-    TOP: tl.constexpr, KIND: tl.constexpr, BIASED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    TOP: tl.constexpr, KIND: tl.constexpr, BIASED: tl.constexpr, GATED: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     expert = tl.load(owner + tile)
@@ -228,10 +237,11 @@ def experts_kernel(
         column = (tl.program_id(1) * N + tl.arange(0, N)).to(tl.int64)
         here, there = pair >= 0, column < inner
         row = x + (tl.where(here, pair, 0) // TOP) * hidden
-        gates = weight + (expert.to(tl.int64) * 2 * inner + column) * hidden
-        ups = gates + inner.to(tl.int64) * hidden
+        gates = weight + (expert.to(tl.int64) * (2 if GATED else 1) * inner + column) * hidden
         gate = tl.zeros([M, N], tl.float32)
-        up = tl.zeros([M, N], tl.float32)
+        if GATED:
+            ups = gates + inner.to(tl.int64) * hidden
+            up = tl.zeros([M, N], tl.float32)
         for start in range(0, hidden, K):
             at = start + tl.arange(0, K)
             inside = at < hidden
@@ -239,13 +249,16 @@ def experts_kernel(
             inside_both = there[None, :] & inside[:, None]
             held = tl.load(gates[None, :] + at[:, None], mask=inside_both, other=0.0)
             gate = tl.dot(values, held, gate, input_precision="ieee")
-            held = tl.load(ups[None, :] + at[:, None], mask=inside_both, other=0.0)
-            up = tl.dot(values, held, up, input_precision="ieee")
+            if GATED:
+                held = tl.load(ups[None, :] + at[:, None], mask=inside_both, other=0.0)
+                up = tl.dot(values, held, up, input_precision="ieee")
         if BIASED:
             own = bias + expert.to(tl.int64) * 2 * inner + column
             gate += tl.load(own, mask=there, other=0.0).to(tl.float32)[None, :]
             up += tl.load(own + inner, mask=there, other=0.0).to(tl.float32)[None, :]
-        made = apply_activation(gate, KIND) * adjust_up(up, KIND)
+        made = apply_activation(gate, KIND)
+        if GATED:
+            made *= adjust_up(up, KIND)
         address = out + pair[:, None] * inner + column[None, :]
         tl.store(address, made.to(out.dtype.element_ty), mask=here[:, None] & there[None, :])
 

@@ -21,7 +21,6 @@ from trencadis.backends.hpu.attention.softmax import (
     MASK_ITEM,
     QUERY_TILE,
     AttentionKernels,
-    AttentionPart,
     MergedParts,
     lowest,
     mask_rows,
@@ -30,7 +29,7 @@ from trencadis.backends.hpu.attention.softmax import (
     plain_rows,
     softmax_mode,
 )
-from trencadis.backends.hpu.bridge import fused_attention
+from trencadis.backends.hpu.bridge import AttentionPart, fused_attention
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import LayerKV
 from trencadis.core.errors import StartupError
@@ -150,7 +149,7 @@ def _attend_slices(
             assert visible is not None
             return plain_part(some, keys, values, visible, scale, fp32, kernels)
         mode = softmax_mode(q.dtype, fp32, "fast")
-        return AttentionPart(*kernels.parts(some, keys, values, visible, visible is None, scale, mode))
+        return kernels.parts(some, keys, values, visible, visible is None, scale, mode)
 
     count = q.shape[2]
     position = torch.arange(count, device=q.device, dtype=torch.int32)

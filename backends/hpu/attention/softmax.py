@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from trencadis.backends.hpu.bridge import AttentionPart
+
 QUERY_TILE = 1024
 """Number of queries whose mask, or scores, exist at a time."""
 
@@ -30,7 +32,7 @@ class AttentionKernels(NamedTuple):
     """The fused symbols that attention may use; None where plain operations take their place (``bridge.Bridge``)."""
 
     sdpa: Callable[..., Tensor] | None = None
-    parts: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
+    parts: Callable[..., AttentionPart] | None = None
     exact: bool = False
     """Scores are products of float32 where the card has no product of bfloat16 into float32."""
     decode_parts: bool = False
@@ -41,17 +43,6 @@ class AttentionKernels(NamedTuple):
     from_fp8: Callable[[Tensor, torch.dtype], Tensor] | None = None
     sinks: Tensor | None = None
     """float32 [h]: a score of each head that counts in the softmax and has no value (``Ops.attend``)."""
-
-
-class AttentionPart(NamedTuple):
-    """Attention over some of a row's keys.
-
-    ``out`` is normalised; the sum of exp(score - ``high``) is 1 / ``inverse``.
-    """
-
-    out: Tensor  # [1, h, T, d]
-    high: Tensor  # [1, h, T, 1]
-    inverse: Tensor  # [1, h, T, 1]
 
 
 def lowest(dtype: torch.dtype) -> float:

@@ -138,16 +138,23 @@ def _make_mask(key: Tensor, query: Tensor, last: Tensor, window: int) -> Tensor:
     return visible & (key > query - window) if window else visible
 
 
-def _ranges(
-    count: int, window: int, further: bool, kernels: AttentionKernels, stored: int = 0
-) -> list[tuple[int, int, int, int]]:
-    """Returns (start, stop, first, end) per tile: its queries, and the row's own keys that any of them attends to."""
+class _TileRange(NamedTuple):
+    """A tile's queries [start, stop), and the row's own keys [first, end) that any of them attends to."""
+
+    start: int
+    stop: int
+    first: int
+    end: int
+
+
+def _ranges(count: int, window: int, further: bool, kernels: AttentionKernels, stored: int = 0) -> list[_TileRange]:
+    """Cuts ``count`` queries into tiles that the kernel takes."""
     rows = plain_rows(count + stored) if kernels.sdpa is None else mask_rows(count + stored)
     found = []
     for start in range(0, count, rows):
         stop = min(start + rows, count)
         first = max(start - window + 1, 0) if window else 0
-        found.append((start, stop, first, count if further else stop))
+        found.append(_TileRange(start, stop, first, count if further else stop))
     return found
 
 

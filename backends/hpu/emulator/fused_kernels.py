@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from trencadis.backends.hpu.bridge import AttentionPart
 from trencadis.backends.hpu.collectives import all_gather, all_reduce
 from trencadis.backends.hpu.emulator import refusals
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
@@ -155,7 +156,7 @@ def sdpa_recomp_fwd(
 
 def sdpa_recomp_parts(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float, softmax_mode: str
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> AttentionPart:
     """Returns ``sdpa_recomp_fwd``, each row's maximum in the inputs' type, and the inverse of its sum of exponentials.
 
     The inverse belongs to the maximum as it is rounded. It is float32, except for bfloat16 in mode fast.
@@ -166,7 +167,8 @@ def sdpa_recomp_parts(
     share = (scores.float() - high.float()).exp()
     inverse = share.sum(-1, keepdim=True).reciprocal()
     narrow = softmax_mode == "fast" and q.dtype == torch.bfloat16
-    return (share * inverse).to(q.dtype) @ values, high, inverse.to(q.dtype) if narrow else inverse
+    out = (share * inverse).to(q.dtype) @ values
+    return AttentionPart(out, high, inverse.to(q.dtype) if narrow else inverse)
 
 
 def block_softmax_adjustment(high: Tensor, total: Tensor, groups: Tensor, rows: int, shape: list[int]) -> Tensor:
@@ -338,7 +340,7 @@ class Kernels:
 
     def parts(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float, softmax_mode: str
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> AttentionPart:
         """Implements ``bridge_loader.sdpa_parts``: statistics of a causal call are correct only for multiples of
         1024.
         """
@@ -347,8 +349,8 @@ class Kernels:
             raise refusals.causal_statistics(q.shape[2], k.shape[2], CAUSAL_STEP)
         if torch.compiler.is_compiling():
             parts = torch.ops.trencadis_emulator.sdpa_recomp_fwd.parts
-            return parts(q, k, v, mask, is_causal, scale, softmax_mode.lower())  # type: ignore[no-any-return]
-        out: tuple[Tensor, Tensor, Tensor] = self.device.kernel(
+            return AttentionPart(*parts(q, k, v, mask, is_causal, scale, softmax_mode.lower()))
+        out: AttentionPart = self.device.kernel(
             sdpa_recomp_parts, q, k, v, mask, is_causal, scale, softmax_mode.lower()
         )
         return out

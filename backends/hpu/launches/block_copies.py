@@ -1,5 +1,6 @@
-"""Copies of KV blocks between the card and pinned host memory: launches of fixed shapes, and copies of whole
-tensors.
+"""Copies of KV blocks and recurrent states between the card and pinned host memory.
+
+There are launches of fixed shapes, and copies of whole tensors.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.launches.host_copies import Staging
 from trencadis.backends.hpu.launches.hpu_program import LaunchContexts
 from trencadis.backends.hpu.launches.region_compiler import own_code, part
-from trencadis.core.device.backend import LayerKV
 from trencadis.core.shared_constants import SINK_BLOCK
 from trencadis.core.step import BlockMove
 
@@ -61,17 +61,18 @@ class HpuBlockCopies:
     of one launch before the next upload or gathering; between two Steps they are done.
 
     Args:
+        tensors: of the caches, whose first dimension counts tokens; a recurrent state is a block of one row.
         sizes: blocks of a launch, ascending.
     """
 
     def __init__(
-        self, bridge: Bridge, kv: Sequence[LayerKV], block_size: int, sizes: Sequence[int],
+        self, bridge: Bridge, tensors: Sequence[Tensor], block_size: int, sizes: Sequence[int],
         contexts: LaunchContexts, staging: Staging, compile: Callable[..., Any],
     ) -> None:  # fmt: skip
         self._bridge, self._size, self._sizes = bridge, block_size, tuple(sizes)
         self._contexts, self._staging, self._compile = contexts, staging, compile
-        self._shapes = [(len(same), block_size, *same[0].shape[1:]) for same in kinds(kv)]
-        self._types = [same[0].dtype for same in kinds(kv)]
+        self._shapes = [(len(same), block_size, *same[0].shape[1:]) for same in kinds(tensors)]
+        self._types = [same[0].dtype for same in kinds(tensors)]
         device = bridge.device
         self._buffers = [
             [
@@ -86,14 +87,14 @@ class HpuBlockCopies:
         self._fetched: Any = bridge.event()
         self._fetching = False
 
-    def rehearse(self, kv: Sequence[LayerKV]) -> None:
+    def rehearse(self, tensors: Sequence[Tensor]) -> None:
         """Runs every launch on the sink of caches that are dropped afterwards."""
-        self.bind(kv, False)
+        self.bind(tensors, False)
         self._launches.clear()
 
-    def bind(self, kv: Sequence[LayerKV], graphs: bool) -> None:
+    def bind(self, tensors: Sequence[Tensor], graphs: bool) -> None:
         """Sets the caches and runs every launch on the sink block; ``graphs``: captures them if the mode has graphs."""
-        parts = kinds(kv)
+        parts = kinds(tensors)
         for size in self._sizes:
             for out in (True, False):
                 self._launches[out, size] = self._launch(BlocksLaunch(parts, self._buffers[:size], out), graphs)
@@ -169,13 +170,11 @@ class HpuBlockCopies:
         return replay
 
 
-def kinds(kv: Sequence[LayerKV]) -> Parts:
-    """Groups the caches' tensors by dtype and shape per token."""
+def kinds(tensors: Sequence[Tensor]) -> Parts:
+    """Groups tensors by dtype and shape per token."""
     found: dict[Any, list[Tensor]] = {}
-    for x in kv:
-        for t in (x.k, x.v, x.k_scale, x.v_scale, x.kept):
-            if t is not None:
-                found.setdefault((t.dtype, t.shape[1:]), []).append(t)
+    for t in tensors:
+        found.setdefault((t.dtype, t.shape[1:]), []).append(t)
     return list(found.values())
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trencadis.backends.hpu.bridge import Bridge, is_out_of_memory
+from trencadis.backends.hpu.bridge import AttentionPart, Bridge, is_out_of_memory
 from trencadis.backends.hpu.collectives import all_gather, all_reduce, receive, send
 from trencadis.backends.hpu.start import environment, hpu_env, machine
 from trencadis.core.errors import StartupError, format_error
@@ -37,7 +37,7 @@ FP8_EXPERTS = "fp8_fused_weights_dynamic"
 class OptionalSymbols(NamedTuple):
     """Optional fields of ``bridge.Bridge``; None if the plug-in or the card lacks one."""
 
-    sdpa_parts: Callable[..., tuple[Tensor, Tensor, Tensor]] | None
+    sdpa_parts: Callable[..., AttentionPart] | None
     block_adjustment: Callable[..., Tensor] | None
     cast_to_fp8_v2: Callable[..., Tensor] | None
     cast_from_fp8: Callable[..., Tensor] | None
@@ -71,12 +71,11 @@ def find_symbols(version: str | None, card: str) -> OptionalSymbols:
 
 def sdpa_parts(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float, mode: str
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> AttentionPart:
     """Computes attention of q [B, h, S, d] over k and v [B, g, T, d], which may be a part of a row's keys.
 
-    ``mask`` is boolean and broadcasts to [B, 1, S, T]. Returns (out [B, h, S, d], the largest score of each query, the
-    inverse of its sum of exponentials above that score, [B, h, S, 1] each): what training keeps for its backward pass.
-    A causal call takes multiples of 1024 queries and keys, or its statistics are wrong.
+    ``mask`` is boolean and broadcasts to [B, 1, S, T]. A causal call takes multiples of 1024 queries and keys, or its
+    statistics are wrong.
     """
     rows, heads, count, d = q.shape
     groups = k.shape[1]
@@ -86,8 +85,7 @@ def sdpa_parts(
         k, v = k[:, :, None], v[:, :, None]
         mask = None if mask is None else mask[:, None]
     found = torch.ops.hpu.sdpa_recomp_fwd(q, k, v, mask, 0.0, scale, is_causal, True, mode, None, "right")
-    out, high, inverse = (t.reshape(rows, heads, count, -1) for t in found[:3])
-    return out, high, inverse
+    return AttentionPart(*(t.reshape(rows, heads, count, -1) for t in found[:3]))
 
 
 def block_adjustment(high: Tensor, total: Tensor, rows: Tensor, count: int, shape: list[int]) -> Tensor:

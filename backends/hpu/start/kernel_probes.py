@@ -21,6 +21,7 @@ from trencadis.backends.hpu.fused_experts import check_experts, check_fp8_expert
 from trencadis.backends.hpu.hpu_settings import settings
 from trencadis.backends.hpu.ops import HpuOps
 from trencadis.backends.hpu.recurrent_check import check_recurrent
+from trencadis.backends.hpu.sampling_thresholds import sum_units
 
 T = TypeVar("T")
 Probe = tuple[str, Callable[[], str]]
@@ -112,6 +113,7 @@ def kernels(bridge: Bridge) -> dict[str, tuple[Callable[..., Tensor], tuple[Tens
         "sort": (lambda a: torch.sort(a, -1, descending=True).values, (x,)),
         "topk": (lambda a: torch.topk(a, 4).values, (x,)),
         "cumsum": (lambda a: torch.cumsum(a, -1), (x,)),
+        "whole units": (sum_units, (x.softmax(-1),)),
         "argmax": (lambda a: torch.argmax(a, -1), (x,)),
         "where": (lambda a: torch.where(a > 0, a, -a), (x,)),
         "masked_fill": (lambda a: a.masked_fill(a < 0, -1e4), (x,)),
@@ -137,8 +139,16 @@ def add_constants(a: Tensor) -> Tensor:
     return a + made + a.new_zeros(64)
 
 
-def time_launch(bridge: Bridge, run: Callable[..., Tensor], args: tuple[Tensor, ...]) -> tuple[Tensor, float, str]:
-    """Returns (result on the host, seconds of a second launch, operations that fell back to the host)."""
+class TimedLaunch(NamedTuple):
+    """A probe's second launch."""
+
+    result: Tensor  # on the host
+    seconds: float
+    fallbacks: str  # operations that fell back to the host; "" if none did
+
+
+def time_launch(bridge: Bridge, run: Callable[..., Tensor], args: tuple[Tensor, ...]) -> TimedLaunch:
+    """Launches ``run`` twice and times the second launch."""
     module: Any = ProbeModule(run)
     call = module if bridge.is_lazy() else bridge.compile(module)
     on_card = tuple(a.to(bridge.device) for a in args)
@@ -154,7 +164,7 @@ def time_launch(bridge: Bridge, run: Callable[..., Tensor], args: tuple[Tensor, 
         stats = metric.stats()
         fallen = stats[1][1] if stats[0][1] and len(stats) > 1 and isinstance(stats[1][1], dict) else {}
         back = ", ".join(fallen) or (f"{stats[0][1]} operations" if stats[0][1] else "")
-        return out.cpu(), took, back
+        return TimedLaunch(out.cpu(), took, back)
 
 
 def compare_with_cpu(bridge: Bridge, run: Callable[..., Tensor], args: tuple[Tensor, ...]) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 from trencadis.core.errors import StartupError
 from trencadis.core.process import torch_env
@@ -257,10 +258,18 @@ def release(plugin: str | None) -> tuple[int, int] | None:
     return torch_env.numbers(plugin)
 
 
-def point_release(plugin: str | None) -> tuple[int, int, int] | None:
-    """Returns (1, 24, 1) for ``1.24.1.482``; None if the version cannot be parsed."""
+class PointRelease(NamedTuple):
+    """A release of the plug-in without its build number."""
+
+    major: int
+    minor: int
+    patch: int
+
+
+def point_release(plugin: str | None) -> PointRelease | None:
+    """Returns 1.24.1 for ``1.24.1.482``; None if the version cannot be parsed."""
     found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", plugin or "")
-    return (int(found[1]), int(found[2]), int(found[3] or 0)) if found else None
+    return PointRelease(int(found[1]), int(found[2]), int(found[3] or 0)) if found else None
 
 
 def gaudis_torch(torch: str | None) -> bool:
@@ -300,7 +309,7 @@ def image(plugin: str | None, lazy: bool = False) -> str:
     """
     point = point_release(plugin)
     if point is None or not torch_of(plugin):
-        point = max(TORCH_OF)
+        point = PointRelease(*max(TORCH_OF))
     torch = torch_of(".".join(map(str, point)))
     kind = "pytorch-installer" if lazy or point < UPSTREAM_FROM else "pytorch-upstream-installer"
     return f"{CONTAINERS}/{'.'.join(map(str, point))}/ubuntu24.04/habanalabs/{kind}-{torch}"

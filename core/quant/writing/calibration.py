@@ -19,6 +19,7 @@ from trencadis.core.checkpoint.registry import family_of
 from trencadis.core.checkpoint.weight_source import StackedPart, WeightSource, stack
 from trencadis.core.device import backend as devices
 from trencadis.core.device.backend import (
+    Attn,
     Backend,
     BackendConfig,
     Body,
@@ -30,11 +31,13 @@ from trencadis.core.device.backend import (
     TextTensors,
     Weight,
 )
-from trencadis.core.device.launch_tensors import first_rows
+from trencadis.core.device.launch_tensors import Rotary, first_rows
 from trencadis.core.launches import persistent_tensors
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.decoder_layer import DecoderLayer
+from trencadis.core.models.interface import RecurrentOps, RecurrentState
 from trencadis.core.models.model_loader import make_model
+from trencadis.core.models.recurrent_layers import make_recurrent_layer
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.request import Request
 from trencadis.core.scheduling.encoder_scheduler import rows_of_run
@@ -141,7 +144,9 @@ class QuantisedOverlay:
     ) -> QTensor | None:
         self._ops.requested.append(name)
         made = self._made.get(name)
-        return self._source.take_quantised(name, shape, dim, start, stop, own) if made is None else made
+        if made is None:
+            return self._source.take_quantised(name, shape, dim, start, stop, own)
+        return made.inputs(start, stop) if dim else made.rows(start, stop)
 
     def has(self, name: str) -> bool:
         return self._source.has(name)
@@ -172,7 +177,7 @@ class Calibration:
         t = config.text
         settings = BackendConfig(
             dtype, BLOCK, max_tokens=self.longest, vocab_size=t.vocab, windows=t.windows, upto=t.upto, sinks=t.sinks,
-            options={"threads": str(threads)} if threads else None,
+            recurrent=t.recurrent is not None, options={"threads": str(threads)} if threads else None,
         )  # fmt: skip
         self.backend: Backend = devices.load("cpu")(settings)
         self.ops = CalibrationOps(self.backend.ops)
@@ -190,7 +195,7 @@ class Calibration:
     def _embed(self) -> None:
         """Computes the activations before the first layer."""
         # A model without layers and without a head, whose embedding, tower and frequencies are the checkpoint's.
-        config = replace(self.config, text=replace(self.config.text, layers=0), pooling=Pooling())
+        config = replace(self.config, text=replace(self.config.text, layers=0, recurrent=None), pooling=Pooling())
         model = cast(Decoder, make_model(config, self.backend))
         self.source = CheckpointSource(self._weights, family_of(config.architecture).names, self.backend, self.config)
         model.load_from(self.source)
@@ -241,17 +246,21 @@ class Calibration:
     def _through(self, number: int, made: Mapping[str, QTensor], keep: bool) -> None:
         self.ops.names.clear()
         self.ops.requested.clear()
-        layer = DecoderLayer(self.backend, self.config.text, index=number)
+        text, mixer = self.config.text, None
+        if text.recurrent is not None and number in text.recurrent.layers:
+            mixer = make_recurrent_layer(self.backend, text, text.recurrent)
+        layer = DecoderLayer(self.backend, text, index=number, mixer=mixer)
         layer.load(QuantisedOverlay(self.source, self.ops, made), f"layers.{number}")
-        layer.attention.kv = self._cache()
+        if mixer is not None:
+            mixer.bind(self._state())
+        else:
+            layer.attention.kv = self._cache()
         for at, inputs in enumerate(self._inputs):
 
             def body(t: TextTensors, at: int = at) -> None:
-                made = self._rotary.of_windows if layer.local else self._rotary
-                rotary = made(self.ops, t.positions)
-                attn = self.ops.prepare_attn(t.attn, layer.attention.heads, layer.attention.kv)
+                place, attn = self._prepare(t, layer)
                 x, residual = self._states[at]
-                rotary = first_rows(rotary, len(x))
+                rotary = first_rows(place, len(x)) if mixer is None else place
                 out = layer(x.clone(), None if residual is None else residual.clone(), rotary, attn)
                 found = cast(tuple[Tensor, Tensor | None], out)
                 if keep:
@@ -260,8 +269,26 @@ class Calibration:
 
             self._run(self._bucket(inputs), body, inputs)
 
+    def _prepare(self, t: TextTensors, layer: DecoderLayer) -> tuple[Rotary, Attn]:
+        """Returns what a layer gets beside its inputs; a recurrent one gets its rows in place of rotary factors."""
+        if layer.recurrent:
+            assert t.recurrent is not None
+            return cast(Rotary, cast(RecurrentOps, self.ops).prepare_recurrent(t.recurrent, t.attn)), t.attn
+        made = self._rotary.of_windows if layer.local else self._rotary
+        rotary = made(self.ops, t.positions)
+        assert rotary is not None, "models with windows have rotary factors for them"
+        return rotary, self.ops.prepare_attn(t.attn, layer.attention.heads, layer.attention.kv)
+
+    def _state(self) -> RecurrentState:
+        """Returns the state of one recurrent layer for one prompt at a time."""
+        text = self.config.text
+        assert text.recurrent is not None
+        first = replace(text.recurrent, layers=(0,))
+        one = replace(self.config, text=replace(text, layers=1, recurrent=first))
+        return persistent_tensors.recurrent_states(one, self.backend, 2)[0]
+
     def _cache(self) -> LayerKV:
-        one = replace(self.config, text=replace(self.config.text, layers=1))
+        one = replace(self.config, text=replace(self.config.text, layers=1, recurrent=None))
         return persistent_tensors.kv_cache(one, self.backend, self._blocks(self.longest), BLOCK)[0]
 
 

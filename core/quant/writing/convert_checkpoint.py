@@ -175,7 +175,9 @@ def _carry(checkpoint: Checkpoint, out: Path, recipe: Recipe) -> None:
 def _unquantised_modules(checkpoint: Checkpoint) -> list[str]:
     """Returns the linear modules that stay unquantised, in the format's ``ignore`` notation."""
     kept = ["lm_head", *(["score"] if "score.weight" in checkpoint.tensors else [])]
-    kept += [f"re:.*{re.escape(end)}$" for end in sorted(checkpoint.routers())]
+    kept += [f"re:.*{re.escape(end)}$" for end in sorted(checkpoint.small_matrices())]
+    skipped = family_of(checkpoint.config.architecture).skipped
+    kept += [f"re:{re.escape(p)}.*" for p in skipped if any(name.startswith(p) for name in checkpoint.tensors)]
     if checkpoint.config.vision is None:
         return kept
     prefixes = family_of(checkpoint.config.architecture).names.prefixes

@@ -21,12 +21,17 @@ from trencadis.core.checkpoint.weight_loader import FLOATS, read_file
 from trencadis.core.errors import StartupError
 from trencadis.core.weight_files import files_of
 
-LINEAR = re.compile(r"(layers\.(\d+)\.(?:self_attn|mlp|mlp\.shared_expert|mlp\.experts\.\d+)\.\w+_proj)\.weight")
-"""Canonical names of the decoder's linear layers."""
+LINEAR = re.compile(
+    r"(layers\.(\d+)\.(?:(?:self_attn|mlp|mlp\.shared_expert|mlp\.experts\.\d+)\.\w+_proj"
+    r"|linear_attn\.(?:in_proj_qkvz?|in_proj_z|out_proj)))\.weight"
+)
+"""Canonical names of the decoder's linear layers that are quantised."""
 EXPERTS = ".experts."
 """Part of the names of experts' matrices, canonical and stored."""
-ROUTER = re.compile(r"layers\.\d+(\.mlp\.gate)\.weight")
-"""Canonical names of the matrices whose scores select experts."""
+SMALL = re.compile(r"layers\.\d+\.(?:mlp\.gate|mlp\.shared_expert_gate|linear_attn\.in_proj_(?:a|b|ba))\.weight")
+"""Canonical names of matrices that stay unquantised: scores of experts, and decays of recurrent states. They have a row
+for each expert or head, and an error of theirs selects other experts, or is multiplied with every later token.
+"""
 
 
 class StoredWeight(NamedTuple):
@@ -67,12 +72,11 @@ class Checkpoint:
         """The decoder's linear weights by stored name."""
         return {linear.stored: linear for linears in self.layers.values() for linear in linears}
 
-    def routers(self) -> set[str]:
-        """Returns the suffixes of the stored names of routers."""
+    def small_matrices(self) -> set[str]:
+        """Returns the suffixes of the stored names of the layers' matrices that stay unquantised."""
         names, found = family_of(self.config.architecture).names, set[str]()
         for stored in self.tensors:
-            match = ROUTER.fullmatch(canonical(stored, names) or "")
-            if match is not None:
+            if SMALL.fullmatch(canonical(stored, names) or ""):
                 found.add(".".join(stored.removesuffix(".weight").split(".")[-2:]))
         return found
 
@@ -91,9 +95,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
             f"{path}: quantize knows no layers that read keys of earlier ones, nor embeddings for each layer; "
             "--quantization int8, int4 or fp8 works as the weights load"
         )
-    if config.text.recurrent is not None:
+    held = config.text.recurrent
+    if held is not None and (held.width or held.scan):
         raise StartupError(
-            f"{path}: quantize knows no recurrent layers; --quantization int8, int4 or fp8 works as the weights load"
+            f"{path}: quantize knows no recurrent layers but gated DeltaNet; --quantization int8, int4 or fp8 works as "
+            "the weights load"
         )
     names, made = family_of(config.architecture).names, Checkpoint(config)
     for file in files_of(path):
@@ -154,6 +160,8 @@ def _whole(made: Checkpoint) -> None:
     experts = text.experts
     for number in range(max(text.layers, len(made.layers))):
         wanted = 4 - text.of_layer(number).keys_as_values + 3 * text.has_mlp(number)
+        if text.recurrent is not None and number in text.recurrent.layers:
+            wanted -= 2 if text.recurrent.interleaved else 1
         if experts is not None and text.has_experts(number):
             wanted += 3 * (experts.count + (experts.shared > 0))
         held = len(made.layers.get(number, ()))

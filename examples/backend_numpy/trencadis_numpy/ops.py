@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trencadis.backends.cpu.reference_ops import ReferenceOps
-from trencadis.core.device.backend import Attn, LayerKV, Rotary, Segments, Weight
+from trencadis.core.device.backend import Attn, LayerKV, Rotary, RotatedHeads, Segments, Weight
 from trencadis.core.shared_constants import WINDOW_SLOTS
 
 Array = NDArray[Any]
@@ -51,14 +51,12 @@ class NumpyOps(ReferenceOps):
         both = np.concatenate([angle, angle], axis=-1)
         return Rotary(torch.from_numpy(np.cos(both)), torch.from_numpy(np.sin(both)))
 
-    def rope_store(
-        self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def rope_store(self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn) -> RotatedHeads:
         slots, k = attn.slot_map.numpy(), torch.from_numpy(turned(k.numpy(), rotary))
         for cache, values in zip(kv[:2], (k, v), strict=True):
             flat = cache.numpy()
             flat.reshape(-1, *flat.shape[2:])[slots] = values.numpy()
-        return torch.from_numpy(turned(q.numpy(), rotary)), k, v
+        return RotatedHeads(torch.from_numpy(turned(q.numpy(), rotary)), k, v)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
         """Attention [n, h, d] row by row over the cache, the launch's own keys included; surplus tokens get zeros."""

@@ -119,6 +119,23 @@ def test_chats_give_the_cpus_tokens_and_compile_nothing_after_warmup(compiled: A
     )
 
 
+@pytest.mark.long
+def test_more_than_twenty_log_probabilities_compile_nothing_after_warmup(
+    compiled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where ``max_logprobs`` allows more, the launches that report them are planned and warmed too."""
+    monkeypatch.setenv("TRENCADIS_HPU_EMULATOR_KIND", "meta")
+    llm = compiled(max_logprobs=50)
+    rank, clock = llm.engine.executor._rank, card().clock
+    warm = (graphs(), clock.compiles, clock.flavours)
+    for count in (21, 45):
+        params = SamplingParams(temperature=0, max_tokens=2, logprobs=count, prompt_logprobs=count)
+        (found,) = llm.generate([{"prompt_token_ids": [*range(5, 25)]}], params, use_tqdm=False)
+        assert len(found.outputs[0].logprobs or ()) == 2 and len(found.prompt_logprobs or ()) == 20
+    assert (graphs(), clock.compiles, clock.flavours) == warm and rank.graphs.recompiles == 0
+    assert not clock.lines, "nothing falls back"
+
+
 def test_a_skipped_warmup_says_what_it_costs(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRENCADIS_HPU_EMULATOR_KIND", "meta")
     llm = compiled(warmup="skip")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.speculation.test_eagle3 import head_at, weights_of
 from tests.traffic.launch_lines import GUIDE, MODELS, model_of
 from trencadis.backends.hpu.backend import HpuBackend
 from trencadis.backends.hpu.emulator.card_profiles import profile
@@ -16,20 +19,26 @@ from trencadis.backends.hpu.emulator.device_tensor import DEVICE
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.hpu_settings import HpuSettings, settings
-from trencadis.backends.hpu.policy import PIECES, count_compiled, padded_start, pieces, policy
+from trencadis.backends.hpu.policy import PIECES, count_compiled, describe_compiled, padded_start, pieces, policy
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import BackendConfig
+from trencadis.core.device_policy import PlannedModel
+from trencadis.core.engine.startup_checks import planned_models
 from trencadis.core.errors import StartupError
+from trencadis.core.launches.draft_loading import HeldDraft, load_drafter
 from trencadis.core.launches.model_runner import ModelRunner
 from trencadis.core.launches.persistent_tensors import allocate_persistent
+from trencadis.core.memory.draft_estimate import with_drafting_buckets
 from trencadis.core.models.decoder import DecoderExit
 from trencadis.core.models.mlp import RMSNorm
 from trencadis.core.models.model_loader import load_model
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.shape_limits import ShapeLimits
+from trencadis.core.spec.draft_checkpoint import find_drafter
 
 TEXTS = (Stage.FRESH, Stage.CONTEXT, Stage.DECODE)
 
@@ -116,7 +125,7 @@ def check(limits: ShapeLimits, around: float, functions: float) -> None:
     assert kinds["HpuOps"] == sizes(resets) + sizes(full), "the counts of drawn ids have a store of their own"
     layers, every = kinds["DecoderLayer"] + kinds["LayerGroup"] + kinds["ViTBlock"], sum(kinds.values())
     assert 0.9 * every <= device.clock.compiles <= every, "each is one recipe; some masks are equal ones"
-    made = count_compiled(plan.buckets, 4, model_of(*MODELS[2]).text.layers)
+    made = count_compiled(PlannedModel(plan.buckets, 4, model_of(*MODELS[2]).text.layers))
     assert made == (every, device.clock.flavours), "the plan names what a start compiles, and from how many places"
     recipes: Any = device.clock._recipes
     work = {kind: sum(len(r) for r in recipes if is_layer(r) is kind) for kind in (True, False)}
@@ -127,6 +136,48 @@ def check(limits: ShapeLimits, around: float, functions: float) -> None:
     print(f"{len(plan.buckets)} buckets: {layers} layer shapes, as many traces of layers, {every} of everything")
     print(f"functions compiled: {every / layers:.2f} times those of layers; {dict(kinds)}")
     print(f"operations compiled: {work[True]} in layers, {work[False]} around them, {share:.2f} times those of layers")
+
+
+@pytest.mark.parametrize(("method", "layers"), [("draft_model", 2), ("eagle3", 2), ("eagle3", 12)])
+def test_what_drafts_is_counted_beside_its_target(
+    method: str, layers: int, vl_checkpoint: Path, checkpoint: Any, tmp_path: Path
+) -> None:
+    """Its launches are compiled apart; those of a head's target end with two more parts, and a layer whose input they
+    keep begins a group of layers.
+    """
+    taps = {"eagle_aux_hidden_state_layer_ids": [2, 6, 11] if layers > 2 else [0, 1, 1]}
+    draft = checkpoint("qwen2", seed=9)
+    if method == "eagle3":
+        draft = head_at(tmp_path / "head", weights_of(1), eagle_config=taps)
+    asked: dict[str, Any] = {"method": method, "model": str(draft), "num_speculative_tokens": 3}
+    config = EngineConfig(model=str(vl_checkpoint), load_format="dummy", speculative_config=asked, max_model_len=256)
+    model_config = load_config(vl_checkpoint)
+    model_config = replace(model_config, text=replace(model_config.text, layers=layers))
+    drafter = find_drafter(config, model_config)
+    assert drafter is not None
+    limits = ShapeLimits(2, 64, 256, 16, image_slots=64, least_slots=64, drafts=3)
+    found = make_plan(policy("", lazy=False), limits, BucketOptions(), model_config)
+    plan = with_drafting_buckets(found, drafter)
+    device = EmulatedDevice(profile("gaudi3"), computes=False)
+    cfg = BackendConfig(
+        dtype=torch.bfloat16, block_size=16, vocab_size=model_config.text.vocab, windows=model_config.text.windows
+    )  # fmt: skip
+    backend = HpuBackend(cfg, policy("", lazy=False), make_bridge(device, lazy=False), HpuSettings())
+    model: Any = load_model(model_config, backend, config)
+    tensors = allocate_persistent(model_config, backend, blocks=60, block_size=16, arena_rows=40, seqs=2, tokens=64)
+    model.bind(tensors)
+    drafting = load_drafter(config, drafter, model)
+    assert drafting is not None
+    HeldDraft(drafting, backend, tensors, 60, 16)
+    runner = ModelRunner(backend, model, plan, draft=drafting)
+    for bucket in plan.buckets:
+        runner.graphs.make(bucket).compile()
+    backends: list[Any] = [backend, drafting.backend]
+    functions = [len(one.hpu_ops.regions.known) for one in backends]
+    made = [count_compiled(one) for one in planned_models(model_config, plan, drafter)]
+    assert [one.functions for one in made] == functions
+    assert sum(one.executables for one in made) == device.clock.flavours
+    assert f"some {sum(functions)} functions" in describe_compiled(planned_models(model_config, plan, drafter))
 
 
 def test_a_small_plan_of_a_7b() -> None:

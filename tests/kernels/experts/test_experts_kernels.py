@@ -95,6 +95,21 @@ def test_biases_and_the_clamped_activation(
     assert (got.float() - want).abs().max() <= TOLERANCE[dtype] * want.abs().max()
 
 
+@pytest.mark.parametrize(("kind", "dtype"), [("relu2", torch.float32), ("silu", torch.bfloat16)])
+def test_experts_without_gates(
+    kind: str, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in Nemotron-3."""
+    monkeypatch.setitem(tiles.FORCED, "experts", SMALL)
+    (gate_up, down), x, scores = weights(5, 40, 72, dtype), normal(7, 72, seed=3).to(dtype), scores_of(7, 5)
+    each, slow, ops = ([one[40:] for one in gate_up], down), ReferenceOps(), CudaOps()
+    want = slow.experts(
+        x.float(), scores, pack(slow, each, torch.device("cpu"), torch.float32), 2, True, kind
+    )  # fmt: skip
+    got = ops.experts(x.to(device), scores.to(device), pack(ops, each, device, dtype), 2, True, kind).cpu()
+    assert (got.float() - want).abs().max() <= TOLERANCE[dtype] * want.abs().max()
+
+
 @pytest.mark.parametrize(("n", "count", "top", "tile"), [(1, 6, 2, 16), (33, 6, 6, 16), (300, 9, 4, 32)])
 def test_every_pair_has_one_place_in_a_tile_of_its_expert(
     n: int, count: int, top: int, tile: int, device: torch.device

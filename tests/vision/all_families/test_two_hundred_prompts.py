@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.families.text_checkpoints import family_checkpoint
+from tests.families.text_checkpoints import FORMS, family_checkpoint
 from tests.oracles.transformers_model import Answer, assert_same, conversation, same_tokens
 from tests.vision import vision_checkpoints
 from tests.vision.extra_families.minicpmv import minicpmv
@@ -27,8 +27,14 @@ SMALL_GEMMA: dict[str, Any] = {
 EXPERTS: dict[str, Any] = {
     "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24,
 }  # fmt: skip
-WRITERS: dict[str, Callable[[Path], Path]] = {
+TEXTS: dict[str, Callable[[Path], Path]] = {
     "gpt-oss": partial(family_checkpoint, family="gpt_oss", form="windows of 20 in every second layer"),
+    "Nemotron-H": partial(family_checkpoint, family="nemotron_h", form="a part a layer, two groups"),
+    "Nemotron-3": partial(family_checkpoint, family="nemotron_h", form="experts, two of four groups, a shared one"),
+}
+"""Families without images."""
+
+WRITERS: dict[str, Callable[[Path], Path]] = TEXTS | {
     "Gemma-4": vision_checkpoints.gemma4,
     "Gemma-4 with experts": partial(vision_checkpoints.gemma4, **EXPERTS),
     "small Gemma-4": partial(vision_checkpoints.gemma4, **SMALL_GEMMA),
@@ -36,6 +42,11 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "GLM-4.6V-Flash": partial(vision_checkpoints.glm4v, name="Glm46V"),
     "GLM-OCR": partial(vision_checkpoints.glm4v, name="GlmOcr"),
     "MiniCPM-V 4.6": minicpmv,
+    "Qwen3.5": vision_checkpoints.qwen3_5,
+    "Qwen3.5 with experts": partial(vision_checkpoints.qwen3_5, experts=True),
+    "Qwen3-Next": partial(family_checkpoint, family="qwen3_next", form="interleaved projections"),
+    "Granite 4": partial(family_checkpoint, family="granite_hybrid", form=next(iter(FORMS["granite_hybrid"]))),
+    "LFM2": partial(family_checkpoint, family="lfm2", form=next(iter(FORMS["lfm2"]))),
 }
 SCHEDULES: dict[str, dict[str, Any]] = {
     "whole": {"max_num_batched_tokens": 1024}, "chunks of 64": {"max_num_batched_tokens": 64},
@@ -75,7 +86,8 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     @cache
     def make(family: str) -> tuple[Path, list[list[int]], list[Any], Callable[..., Answer]]:
         path, rng = WRITERS[family](tmp_path_factory.mktemp("family")), np.random.default_rng(3)
-        config, sees = load_config(path), family != "gpt-oss"
+        config = load_config(path)
+        sees = config.vision is not None
         texts = [rng.integers(0, 300, int(rng.integers(1, 120))).tolist() for _ in range(100 if sees else 200)]
         chats = [conversation(np.random.default_rng(seed), most=2, high=160) for seed in range(160 if sees else 0)]
         some = [one for one in chats if one[1]][:100]

@@ -79,13 +79,24 @@ def test_sizes_tiles_and_pixels_are_transformers(form: str, made: Any) -> None:
         assert f"<|img_row_{rows}_col_{columns}|>" in "".join(named) or rows * columns == 1
 
 
-@pytest.mark.parametrize("grid", [(2, 8), (4, 4), (4, 10), (12, 6), (24, 24), (3, 2)])
-def test_positions_are_resized_as_transformers_resizes_them(grid: tuple[int, int]) -> None:
+@pytest.mark.parametrize("size", [(70, 1500), (1200, 66), (3000, 90)])
+def test_a_long_image_without_a_thumbnail_is_cut(size: tuple[int, int], made: Any) -> None:
+    """As a whole it would be refused, but it is not shown whole."""
+    path, (height, width) = made(NAMES[1]), size
+    image = np.asarray(make_image(np.random.default_rng(1)).resize((width, height)))
+    tiles, rows, columns, _ = lfm2_vl_images.split(settings_of(path), image)
+    one = image_processor(load_config(path), {}).prepare(Image.fromarray(image), "d")
+    assert len(one.items) == len(tiles) == rows * columns > 1
+    assert [item.grid for item in one.items] == [(1, tile.shape[1] // 16, tile.shape[2] // 16) for tile in tiles]
+
+
+@pytest.mark.parametrize(("side", "h", "w"), [
+    (4, 2, 8), (4, 4, 4), (4, 4, 10), (4, 12, 6), (4, 24, 24), (8, 16, 2), (1, 2, 2), (1, 4, 30), (2, 2, 2), (2, 2, 40),
+    (3, 4, 2), (3, 2, 4), (5, 6, 2), (7, 6, 8), (16, 2, 90),
+])  # fmt: skip
+def test_positions_are_resized_as_transformers_resizes_them(side: int, h: int, w: int) -> None:
     from transformers.models.siglip2.modeling_siglip2 import Siglip2VisionEmbeddings
 
-    side, (h, w) = 4, grid
-    if h == 3:
-        side, h, w = 8, 16, 2
     table = torch.randn(side, side, 8, generator=torch.Generator().manual_seed(0))
     near, share = resized_positions(h, w, side, 2)
     assert near.shape == (h * w, 2 * side)
