@@ -20,8 +20,8 @@ from trencadis.core.errors import BadRequest, TrencadisError, Unavailable, from_
 from trencadis.core.json_types import JsonMapping
 from trencadis.core.links.topology import choose_executor_backend, topology
 from trencadis.core.process import torch_env
-from trencadis.core.progress import Progress
 from trencadis.core.request import AdapterRef, Delta, Request, SamplingParams
+from trencadis.core.startup_progress import Progress
 from trencadis.engine_args import EngineArgs, OfflineSetup, build_offline_setup
 from trencadis.offline_beam_search import EngineParams, GenerationParams, engine_params
 from trencadis.offline_tokenizer import OfflineTokenizer

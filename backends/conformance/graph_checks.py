@@ -15,7 +15,7 @@ from trencadis.backends.conformance.program_checks import (
     pick_buckets,
 )
 from trencadis.backends.conformance.target import CheckTarget
-from trencadis.backends.hooks import CAPTURE, STEP, hooks_of
+from trencadis.backends.fault_injection import CAPTURE, STEP, hooks_of
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import Bucket
 from trencadis.core.device.backend import Backend, Program, ProgramState

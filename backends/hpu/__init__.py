@@ -90,23 +90,23 @@ def cards(policy: str, environ: Mapping[str, str]) -> tuple[int, str] | None:
     Raises:
         StartupError: ``HABANA_VISIBLE_MODULES`` cannot be read.
     """
-    from trencadis.backends.hpu.start import environment, machine
+    from trencadis.backends.hpu.start import environment, gaudi_detection
 
-    here = machine.find_machine(environ)
+    here = gaudi_detection.find_machine(environ)
     try:
-        if environment.choose(environ, here, machine.find_stack()) == environment.EMULATED:
+        if environment.choose(environ, here, gaudi_detection.find_stack()) == environment.EMULATED:
             return None
     except StartupError:
         return None if here.cards else (0, "there is none here")
-    return machine.usable(environ, here)
+    return gaudi_detection.usable(environ, here)
 
 
 def listing() -> list[str]:
     """Returns one line for each card that this process may use."""
-    from trencadis.backends.hpu.start import machine
+    from trencadis.backends.hpu.start import gaudi_detection
 
-    here = machine.find_machine(os.environ)
-    named = machine.visible(os.environ, here)
+    here = gaudi_detection.find_machine(os.environ)
+    named = gaudi_detection.visible(os.environ, here)
     ids = named if named is not None else here.modules
     return [f"hpu:{i}    Gaudi, {f'module {ids[i]}' if i < len(ids) else 'module unknown'}"
             for i in range(len(named) if named is not None else here.nodes)]  # fmt: skip
@@ -114,9 +114,9 @@ def listing() -> list[str]:
 
 def usable() -> str:
     """Returns why no Gaudi of this machine can serve; an empty string if one can."""
-    from trencadis.backends.hpu.start import environment, machine
+    from trencadis.backends.hpu.start import environment, gaudi_detection
 
-    if not machine.find_machine(os.environ).cards:
+    if not gaudi_detection.find_machine(os.environ).cards:
         return "there is none; --device hpu emulates one"
     try:
         environment.find_capability(os.environ)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trencadis.backends.hooks import Hooks
+from trencadis.backends.fault_injection import Hooks
 from trencadis.backends.hpu.attention.prefill import check_bucket
 from trencadis.backends.hpu.bridge import Bridge, emulator_hooks
 from trencadis.backends.hpu.hccl_comm import HpuComm, HpuPipe

@@ -15,7 +15,7 @@ from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cpu.sampler import accepted_slots, apply_penalties, draw, sample_full
 from trencadis.backends.hpu.attention import block_decode, prefill, quantised_kv_cache, vision, window_attention
 from trencadis.backends.hpu.attention.attention_inputs import FreshAttn, JoinedContext, SharedDecode, SlicedContext
-from trencadis.backends.hpu.attention.preparation import AttnPreparation, DecodeForm, SegmentPreparation
+from trencadis.backends.hpu.attention.per_launch_inputs import AttnPreparation, DecodeForm, SegmentPreparation
 from trencadis.backends.hpu.attention.softmax import AttentionKernels, lowest
 from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.fused_experts import (
@@ -36,6 +36,14 @@ from trencadis.backends.hpu.hpu_quantised_linear import (
     packed4_weight,
     round_tokens,
 )
+from trencadis.backends.hpu.hpu_recurrent_ops import (
+    KeptLayer,
+    KeptStates,
+    StaticRecurrentOps,
+    StaticRows,
+    prepare,
+    store_states,
+)
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.launches.hpu_inputs import leaves, rebuild
 from trencadis.backends.hpu.launches.region_compiler import RegionCompiler, Regions, group_layers
@@ -46,14 +54,6 @@ from trencadis.backends.hpu.sampling_thresholds import (
     convert_fields,
     count_tokens,
     find_thresholds,
-)
-from trencadis.backends.hpu.static_recurrence import (
-    KeptLayer,
-    KeptStates,
-    StaticRecurrentOps,
-    StaticRows,
-    prepare,
-    store_states,
 )
 from trencadis.core.device.backend import (
     Attn,

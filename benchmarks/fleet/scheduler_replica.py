@@ -21,7 +21,7 @@ from trencadis.core.scheduling.image_packer import ImagePacker
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.step import HeadOutput, Step, StepOutput
-from trencadis.server.processes.fleet import make_request_cost, read_keys
+from trencadis.server.processes.multi_engine_client import make_request_cost, read_keys
 from trencadis.server.processes.replica_wait_prediction import RequestCost
 
 ANSWER, IMAGE, FIRST = 1, 2, 10

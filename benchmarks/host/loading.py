@@ -103,7 +103,7 @@ def kept_file(folder: Path, dtype: str, kept: str) -> PackedFile | None:
 
 def load(folder: Path, dtype: str, threads: int, packed: PackedFile | None) -> dict[str, Any]:
     """Loads the model as the engine's process does: its files are asked for, then torch is imported."""
-    from trencadis.core.checkpoint import prefetch
+    from trencadis.core.checkpoint import weight_prefetch
 
     import torch  # isort: skip
 
@@ -116,7 +116,7 @@ def load(folder: Path, dtype: str, threads: int, packed: PackedFile | None) -> d
     torch.set_num_threads(threads)
     torch.empty(1 << 16).add_(1)  # its threads are there
     start, busy = time.perf_counter(), time.process_time()
-    prefetch.start_prefetch(str(folder), kept=packed and packed.path)
+    weight_prefetch.start_prefetch(str(folder), kept=packed and packed.path)
     options = {"threads": str(threads)}
     backend = make_backend(BackendConfig(dtype=getattr(torch, dtype), options=options, packed=packed))
     model = load_model(config, backend)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from trencadis.core.checkpoint.decoder_layer_config import ExpertsConfig
 from trencadis.core.checkpoint.json_fields import JsonFields
-from trencadis.core.checkpoint.layer_parts import ExpertsConfig
 from trencadis.core.checkpoint.model_config import TextConfig
 from trencadis.core.checkpoint.rope_config import HALVES, Sections, partial_rope_of, rope_of
 

@@ -10,11 +10,11 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from trencadis.core.checkpoint.layer_parts import CHUNK as CHUNK
-from trencadis.core.checkpoint.layer_parts import ExpertsConfig as ExpertsConfig
-from trencadis.core.checkpoint.layer_parts import FullHeads as FullHeads
-from trencadis.core.checkpoint.layer_parts import QueryGrowth as QueryGrowth
-from trencadis.core.checkpoint.layer_parts import RecurrentConfig as RecurrentConfig
+from trencadis.core.checkpoint.decoder_layer_config import CHUNK as CHUNK
+from trencadis.core.checkpoint.decoder_layer_config import ExpertsConfig as ExpertsConfig
+from trencadis.core.checkpoint.decoder_layer_config import FullHeads as FullHeads
+from trencadis.core.checkpoint.decoder_layer_config import QueryGrowth as QueryGrowth
+from trencadis.core.checkpoint.decoder_layer_config import RecurrentConfig as RecurrentConfig
 from trencadis.core.checkpoint.pooling_config import Pooling
 from trencadis.core.checkpoint.quant_config import Quantisation
 from trencadis.core.checkpoint.rope_config import LongScaling, Scaling, YarnScaling

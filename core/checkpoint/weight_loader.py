@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trencadis.core.checkpoint.prefetch import PagePopulator
 from trencadis.core.checkpoint.pytorch_bin import read_bin
+from trencadis.core.checkpoint.weight_prefetch import PagePopulator
 from trencadis.core.errors import StartupError
 from trencadis.core.json_types import JsonObject
 from trencadis.core.weight_files import files_of

@@ -39,9 +39,8 @@ from trencadis.core.engine_stats import (
     ProposedPlan,
 )
 from trencadis.core.errors import StartupError
-from trencadis.core.shapes import change_rules
+from trencadis.core.shapes import plan_change_rules
 from trencadis.core.shapes.bucket_profile import merge_into_profile
-from trencadis.core.shapes.change_rules import ChangeGuard, ChangeRate, PlanCosts
 from trencadis.core.shapes.cost_model import (
     LEAST_LAUNCHES,
     BucketTimes,
@@ -53,6 +52,7 @@ from trencadis.core.shapes.cost_model import (
 from trencadis.core.shapes.launch_costs import Costs
 from trencadis.core.shapes.learned_plan import KEPT_STAGES
 from trencadis.core.shapes.need_recorder import NeedRecorder
+from trencadis.core.shapes.plan_change_rules import ChangeGuard, ChangeRate, PlanCosts
 
 log = logging.getLogger("trencadis.engine")
 
@@ -395,8 +395,8 @@ class BucketLearning:
         """Decides about the proposal by what the traffic since it was made costs."""
         assert self._proposal is not None
         present = self.present()
-        self._gain = change_rules.gain_of(costs)
-        verdict = change_rules.judge(costs)
+        self._gain = plan_change_rules.gain_of(costs)
+        verdict = plan_change_rules.judge(costs)
         if verdict == PUBLISHED:
             verdict = self.rate.refuses(now) or verdict
         if verdict == PUBLISHED and self.settings.mode == ON:

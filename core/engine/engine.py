@@ -16,7 +16,6 @@ from trencadis.core.engine.bucket_learning import BucketLearning
 from trencadis.core.engine.request_trace import RequestTrace
 from trencadis.core.engine_stats import BucketUse, EngineInfo, EngineStats, GraphPlan
 from trencadis.core.executor.executor_interface import Executor
-from trencadis.core.progress import WarmupPacing
 from trencadis.core.request import Delta, Request
 from trencadis.core.scheduling.image_packer import ImagePacker
 from trencadis.core.scheduling.lifecycle import Lifecycle
@@ -24,6 +23,7 @@ from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.step_builder import AdapterLoads, EvictionCounts, log_launches
 from trencadis.core.scheduling.step_builder import log as decisions
 from trencadis.core.shapes.step_times import chunk_sizes
+from trencadis.core.startup_progress import WarmupPacing
 from trencadis.core.step import PixelNeed, Step, StepOutput, UInt8
 
 if TYPE_CHECKING:

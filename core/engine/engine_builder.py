@@ -60,7 +60,6 @@ from trencadis.core.models import model_loader
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.decoder_layer import choose_timed_part
 from trencadis.core.process import torch_env
-from trencadis.core.progress import Progress, SilentProgress, WarmupPacing
 from trencadis.core.scheduling.draft_scheduler import DraftScheduler, ModelDrafts
 from trencadis.core.scheduling.encoder_scheduler import EncoderCache
 from trencadis.core.scheduling.image_packer import ImagePacker
@@ -76,6 +75,7 @@ from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.shapes.step_times import StepTimes, chunk_sizes
 from trencadis.core.spec.draft_checkpoint import Drafter, find_drafter
 from trencadis.core.spec.spec_config import resolve_speculation
+from trencadis.core.startup_progress import Progress, SilentProgress, WarmupPacing
 
 
 def launcher_of(config: EngineConfig, topology: Topology, environ: Mapping[str, str]) -> Launcher:

@@ -32,8 +32,8 @@ from trencadis.core.errors import StartupError, format_error, is_out_of_memory
 from trencadis.core.graphs.graph_capture import CaptureJournal, GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager, GraphObserver
 from trencadis.core.graphs.graph_reporter import GraphReporter
+from trencadis.core.graphs.live_plan_change import PlanChange, PlanChanges
 from trencadis.core.graphs.rank_agreement import RankAgreement
-from trencadis.core.graphs.replan import PlanChange, PlanChanges
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.host_memory import gib
 from trencadis.core.launches.draft_loading import DraftingModel, HeldDraft, load_drafter
@@ -58,11 +58,11 @@ from trencadis.core.memory.ledger import MemoryInUse, MemorySplit, check_capacit
 from trencadis.core.memory.weight_bytes import slot_sizes
 from trencadis.core.models import model_loader
 from trencadis.core.models.interface import HostLayering, Model, Persistent
-from trencadis.core.progress import Progress, Throttle
 from trencadis.core.shapes import bucket_options as bucket_env
 from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.shared_constants import RESERVED_BLOCKS
 from trencadis.core.spec.draft_checkpoint import Drafter, sizes_of
+from trencadis.core.startup_progress import Progress, Throttle
 
 if TYPE_CHECKING:
     from trencadis.core.device.backend import Backend

@@ -20,7 +20,6 @@ from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device_policy import Policy
 from trencadis.core.json_types import Json, JsonMapping, JsonObject
 from trencadis.core.process.child_process import environment
-from trencadis.core.shapes.change_rules import PlanCosts, price_periods
 from trencadis.core.shapes.cost_model import (
     BucketTimes,
     Cost,
@@ -33,6 +32,7 @@ from trencadis.core.shapes.cost_model import (
 )
 from trencadis.core.shapes.launch_costs import Costs
 from trencadis.core.shapes.learned_plan import GraphMemoryLimits, TooFewGraphs, learn_plan
+from trencadis.core.shapes.plan_change_rules import PlanCosts, price_periods
 from trencadis.core.shapes.shape_needs import NeedCell, NeedHistogram
 
 PATIENCE = 120.0

@@ -7,8 +7,8 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Protocol
 
 from trencadis.core.buckets import Bucket
-from trencadis.core.progress import Warming
 from trencadis.core.request import AdapterRef
+from trencadis.core.startup_progress import Warming
 from trencadis.core.step import DraftRow, Step, StepOutput
 
 if TYPE_CHECKING:

@@ -30,11 +30,11 @@ from trencadis.core.executor.rank_launcher import PATIENCE, Launcher, LocalLaunc
 from trencadis.core.executor.serial_thread import SerialThread
 from trencadis.core.executor.uniproc_executor import SubmittedWork
 from trencadis.core.launches.stage_transfer import StageOutputs
-from trencadis.core.links.keyed_link import HeartbeatThread
+from trencadis.core.links.authenticated_link import HeartbeatThread
 from trencadis.core.links.message_link import Link, LinkClosed
 from trencadis.core.links.topology import world_of
-from trencadis.core.progress import Warming
 from trencadis.core.request import AdapterRef
+from trencadis.core.startup_progress import Warming
 from trencadis.core.step import Step, StepOutput
 
 if TYPE_CHECKING:

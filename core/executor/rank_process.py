@@ -28,11 +28,11 @@ from trencadis.core.executor.engine_connection import connect_to_engine
 from trencadis.core.executor.executor_interface import Rank, RankHandle
 from trencadis.core.executor.rank_info import RankInfo, compute_rank_fingerprint, folder_of
 from trencadis.core.executor.serial_thread import SerialThread
-from trencadis.core.links.keyed_link import HeartbeatThread
+from trencadis.core.links.authenticated_link import HeartbeatThread
 from trencadis.core.links.message_link import Link, LinkClosed, PlainLink
 from trencadis.core.process import child_process, function_trace, log_setup, torch_env
 from trencadis.core.process.heap_trimmer import HeapTrimmer
-from trencadis.core.progress import Progress, SilentProgress
+from trencadis.core.startup_progress import Progress, SilentProgress
 from trencadis.core.step import Step, StepOutput
 
 if TYPE_CHECKING:

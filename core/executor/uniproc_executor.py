@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from trencadis.core.buckets import Bucket
 from trencadis.core.executor.executor_interface import Rank
-from trencadis.core.progress import Warming
 from trencadis.core.request import AdapterRef
+from trencadis.core.startup_progress import Warming
 from trencadis.core.step import DraftRow, Step, StepOutput
 
 if TYPE_CHECKING:

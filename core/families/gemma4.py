@@ -19,9 +19,9 @@ from trencadis.core.checkpoint.decoder_fields import (
     rotary_tables,
     windows_of,
 )
+from trencadis.core.checkpoint.decoder_layer_config import ExpertsConfig, FullHeads
 from trencadis.core.checkpoint.family import BARE, GENERATE, Family, ParsedConfig, StoredNames
 from trencadis.core.checkpoint.json_fields import JsonFields
-from trencadis.core.checkpoint.layer_parts import ExpertsConfig, FullHeads
 from trencadis.core.checkpoint.model_config import SANDWICH
 from trencadis.core.checkpoint.rope_config import LARGEST_BASE, LARGEST_FACTOR, ProportionalScaling
 from trencadis.core.families.llama import PREFIXES

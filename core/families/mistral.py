@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from trencadis.core.checkpoint.decoder_fields import experts_of, full_attention, gated_decoder, heads_of
+from trencadis.core.checkpoint.decoder_layer_config import QueryGrowth
 from trencadis.core.checkpoint.family import BARE, CLASSIFY, GENERATE, Family, ParsedConfig, StoredNames
 from trencadis.core.checkpoint.json_fields import JsonFields
-from trencadis.core.checkpoint.layer_parts import QueryGrowth
 from trencadis.core.families.llama import PREFIXES
 from trencadis.core.json_types import JsonMapping
 

@@ -17,9 +17,9 @@ from trencadis.core.checkpoint.decoder_fields import (
     experts_of,
     heads_of,
 )
+from trencadis.core.checkpoint.decoder_layer_config import ExpertsConfig, RecurrentConfig, SigmoidRouting
 from trencadis.core.checkpoint.family import BARE, GENERATE, Family, ParsedConfig, StoredNames
 from trencadis.core.checkpoint.json_fields import JsonFields
-from trencadis.core.checkpoint.layer_parts import ExpertsConfig, RecurrentConfig, SigmoidRouting
 from trencadis.core.checkpoint.model_config import PLAIN, TextConfig
 from trencadis.core.families.granite_hybrid import MOST_TAPS, refuse_step_limits
 

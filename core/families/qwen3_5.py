@@ -18,9 +18,9 @@ from trencadis.core.checkpoint.decoder_fields import (
     heads_of,
     layer_types,
 )
+from trencadis.core.checkpoint.decoder_layer_config import RecurrentConfig
 from trencadis.core.checkpoint.family import BARE, GENERATE, Family, ParsedConfig, StoredNames
 from trencadis.core.checkpoint.json_fields import JsonFields
-from trencadis.core.checkpoint.layer_parts import RecurrentConfig
 from trencadis.core.checkpoint.model_config import RMS_ONE, TextConfig
 from trencadis.core.families.qwen3 import dense_layers
 

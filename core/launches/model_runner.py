@@ -13,8 +13,8 @@ from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import DRAFT, WIDE_ROWS, Bucket, Stage, ahead_variant
 from trencadis.core.device.backend import Backend, Inputs, Pending, Pipe, VisionTensors
 from trencadis.core.graphs.graph_manager import GraphManager, GraphObserver
+from trencadis.core.graphs.live_plan_change import PlanChanges
 from trencadis.core.graphs.rank_agreement import RankAgreement
-from trencadis.core.graphs.replan import PlanChanges
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.launches import host_inputs as host
 from trencadis.core.launches.draft_loading import DraftingModel, list_bodies
@@ -43,10 +43,10 @@ from trencadis.core.lora.adapter_store import AdapterStore
 from trencadis.core.masks.manager import MatcherManager
 from trencadis.core.models.eagle3 import Eagle3Head
 from trencadis.core.models.interface import Model, Persistent
-from trencadis.core.progress import Warming
 from trencadis.core.request import AdapterRef
 from trencadis.core.shapes.need_recorder import NeedRecorder
 from trencadis.core.shared_constants import WINDOW_SLOTS
+from trencadis.core.startup_progress import Warming
 from trencadis.core.step import (
     DraftRow,
     Encode,

@@ -23,9 +23,9 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 
 from trencadis.core.errors import StartupError
+from trencadis.core.links.authenticated_link import MOST, KeyedLink, tagger
 from trencadis.core.links.byte_stream import ByteStream, PlainStream, TlsStream
 from trencadis.core.links.group_key import GroupKey
-from trencadis.core.links.keyed_link import MOST, KeyedLink, tagger
 from trencadis.core.links.message_link import LinkClosed, shut_socket
 
 MARK = b"TRNCDS\x00\x01"

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from trencadis.core.links.keyed_link import HeartbeatThread, KeyedLink
+from trencadis.core.links.authenticated_link import HeartbeatThread, KeyedLink
 from trencadis.core.links.message_link import LinkClosed, shut_socket
 
 PIECE = 256 << 10

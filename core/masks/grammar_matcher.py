@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trencadis.core.masks.healing import Spelling, TokenHealing
 from trencadis.core.masks.matchers import keep, remove
+from trencadis.core.masks.token_healing import Spelling, TokenHealing
 from trencadis.core.masks.vocabulary import Vocabulary, open_tokenizer
 from trencadis.core.step import UInt8
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import Bucket, Stage, drafts_ahead, padded_tokens
-from trencadis.core.checkpoint.layer_parts import CHUNK
+from trencadis.core.checkpoint.decoder_layer_config import CHUNK
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.cross_attention_inputs import planned_units
 from trencadis.core.device_policy import DecodedPieces, InputSizes, Policy

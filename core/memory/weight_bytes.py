@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from trencadis.core.checkpoint.layer_parts import RecurrentConfig
+from trencadis.core.checkpoint.decoder_layer_config import RecurrentConfig
 from trencadis.core.checkpoint.model_config import GATED, LAYER, RMS_ONE, SANDWICH, ModelConfig, TextConfig
 from trencadis.core.checkpoint.quant_config import Quantisation
 from trencadis.core.checkpoint.registry import adapted_tower

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trencadis.core.checkpoint.checkpoint_source import CheckpointSource
-from trencadis.core.checkpoint.layer_parts import RecurrentConfig
+from trencadis.core.checkpoint.decoder_layer_config import RecurrentConfig
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.checkpoint.pooling_config import Pooling
 from trencadis.core.checkpoint.registry import family_of

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trencadis.core.checkpoint.layer_parts import RecurrentConfig
+from trencadis.core.checkpoint.decoder_layer_config import RecurrentConfig
 from trencadis.core.checkpoint.model_config import TextConfig
 from trencadis.core.checkpoint.weight_source import StackedPart, WeightSource, stack
 from trencadis.core.device.backend import AdapterRows, Attn, Backend

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trencadis.core.checkpoint.layer_parts import ExpertsConfig, SigmoidRouting
+from trencadis.core.checkpoint.decoder_layer_config import ExpertsConfig, SigmoidRouting
 from trencadis.core.checkpoint.model_config import TextConfig
 from trencadis.core.checkpoint.weight_source import WeightSource, take_float, take_values
 from trencadis.core.device.backend import AdapterRows, Backend, Comm, ExpertBiases, ExpertWeights, Ops

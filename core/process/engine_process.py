@@ -21,14 +21,14 @@ from typing import Any, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from trencadis.core.checkpoint import prefetch
+from trencadis.core.checkpoint import weight_prefetch
 from trencadis.core.config import EngineConfig
 from trencadis.core.device.packed_weights_file import packed_file
 from trencadis.core.errors import StartupError, TrencadisError
 from trencadis.core.links.topology import topology
 from trencadis.core.process import child_process, engine_messages, function_trace, heap_trimmer, log_setup, torch_env
-from trencadis.core.progress import Progress
 from trencadis.core.request import Delta, Request
+from trencadis.core.startup_progress import Progress
 from trencadis.core.step import PixelNeed
 
 
@@ -305,7 +305,7 @@ class EngineProcess:
         for line in torch_env.prepare_device_env(config.device, world=topology(config, os.environ).here).lines:
             log.debug("%s", line)  # the server has already printed it
         kept = packed_file(config)
-        prefetch.start_prefetch(config.model, config.load_format, None if kept is None else kept.path)
+        weight_prefetch.start_prefetch(config.model, config.load_format, None if kept is None else kept.path)
         self("importing", "torch")
         torch_env.import_torch()
         factory = find_factory(config.engine)

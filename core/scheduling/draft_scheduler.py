@@ -21,7 +21,6 @@ from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.scheduling.sequence import Sequence, SequenceDrafter, SequenceStatus
 from trencadis.core.scheduling.step_builder import InFlightStep, StepBuilder
 from trencadis.core.shared_constants import DRAFTED_ROWS
-from trencadis.core.spec.answer_counts import AnswerCounts, Owner, SuffixProposer
 from trencadis.core.spec.ngram_proposer import (
     AcceptanceRates,
     DraftModes,
@@ -34,6 +33,7 @@ from trencadis.core.spec.ngram_proposer import (
 )
 from trencadis.core.spec.predicted_text import PredictionProposer
 from trencadis.core.spec.spec_config import DRAFT_MODEL, SpeculationConfig
+from trencadis.core.spec.suffix_proposer import AnswerCounts, Owner, SuffixProposer
 from trencadis.core.step import DraftRow, Draw, Row, Sample
 
 Propose = Callable[[abc.Sequence[DraftRow]], list[tuple[int, ...]]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trencadis.core.buckets import ENCODER_SLOTS
-from trencadis.core.checkpoint.layer_parts import CHUNK
+from trencadis.core.checkpoint.decoder_layer_config import CHUNK
 
 SCORED_SHARE = 8
 """Prompts with ``prompt_logprobs`` take at most one in this many tokens of a step."""

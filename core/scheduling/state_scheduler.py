@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from math import lcm
 
-from trencadis.core.checkpoint.layer_parts import CHUNK
+from trencadis.core.checkpoint.decoder_layer_config import CHUNK
 from trencadis.core.engine_stats import EngineStats
 from trencadis.core.kv.block_pool import BlockPool
 from trencadis.core.kv.state_pool import StatePool

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from trencadis.core.config import EngineConfig
     from trencadis.server.engine.supervisor import Supervisor
-    from trencadis.server.processes.fleet import Fleet
+    from trencadis.server.processes.multi_engine_client import Fleet
 
 
 TRIES = 5

@@ -28,7 +28,7 @@ from trencadis.server.bench.accuracy_scores import (
 )
 from trencadis.server.cli.command_options import parse_options, print_help_if_asked
 from trencadis.server.config import hub
-from trencadis.server.processes import process_setup
+from trencadis.server.processes import signals_and_logging
 
 USAGE = """\
 usage: trencadis check-accuracy [MODEL] [--device NAME] [--items N] [--kinds K,...] [--sizes W,...] [--seed N]
@@ -80,7 +80,7 @@ def main(words: Sequence[str]) -> int:
     if print_help_if_asked(words, USAGE):
         return 0
     asked = parse(words)
-    process_setup.raise_early_stop()
+    signals_and_logging.raise_early_stop()
     torch_env.prepare_device_env(asked.device)
     torch_env.import_torch()
     baseline = load_run(Path(asked.baseline), asked.seed) if asked.baseline else None

@@ -21,7 +21,7 @@ from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.errors import StartupError
 from trencadis.core.process import torch_env
 from trencadis.server.cli.command_options import CommandOptions, parse_options, print_help_if_asked
-from trencadis.server.processes import process_setup
+from trencadis.server.processes import signals_and_logging
 
 USAGE = """\
 usage: trencadis check-backend NAME [--json] [--quick] [--only CHECK[,CHECK ...]] [--dtype TYPE] [--policy NAME]
@@ -48,7 +48,7 @@ def main(words: Sequence[str]) -> int:
     asked = parse(words)
     if len(asked.names) != 1:
         raise StartupError(f"check-backend needs the name of one device: {', '.join(devices.list_devices())}.")
-    process_setup.raise_early_stop()
+    signals_and_logging.raise_early_stop()
     torch_env.prepare_device_env(asked.names[0])
     torch_env.import_torch()
     suite = import_module(f"{devices.CONFORMANCE}.suite")
@@ -137,7 +137,7 @@ def check_model_main(words: Sequence[str]) -> int:
         raise StartupError(f"check-model needs a folder with config.json; {asked.path or 'none'} is none")
     if not asked.dummy and not any(path.glob("*.safetensors")):
         raise StartupError(f"{path} holds no safetensors weights; --dummy makes random ones for a small model")
-    process_setup.raise_early_stop()
+    signals_and_logging.raise_early_stop()
     torch_env.prepare_device_env("cpu")
     torch_env.import_torch()
     suite = import_module(f"{devices.CONFORMANCE}.check_model.checkpoint_checks")

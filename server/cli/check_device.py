@@ -16,7 +16,7 @@ from trencadis.core import devices
 from trencadis.core.errors import StartupError
 from trencadis.core.process import torch_env
 from trencadis.server.cli.command_options import print_help_if_asked
-from trencadis.server.processes import process_setup
+from trencadis.server.processes import signals_and_logging
 
 USAGE = """\
 usage: trencadis check-device [DEVICE] [--json]      what this machine would serve on; DEVICE as --device takes it
@@ -40,7 +40,7 @@ def main(words: Sequence[str], device: str = "") -> int:
     if print_help_if_asked(words, USAGE.format(names=", ".join(list_devices()))):
         return 0
     asked, as_json = parse(words, device)
-    process_setup.raise_early_stop()
+    signals_and_logging.raise_early_stop()
     lines: list[Line] = []
 
     def tell(line: Line) -> None:

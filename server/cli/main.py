@@ -10,7 +10,7 @@ from importlib import import_module
 from trencadis import __version__
 from trencadis.core.errors import StartupError
 from trencadis.core.process.log_setup import flush_logs
-from trencadis.server.processes import process_setup
+from trencadis.server.processes import signals_and_logging
 
 USAGE = """\
 usage: trencadis serve [MODEL] [--flag value ...]   an OpenAI-compatible server (--help says more)
@@ -106,7 +106,7 @@ def _serve(words: Sequence[str]) -> int:
     if given.help is not None:
         print(helptext.make_help_text(given.help), end="")
         return 0
-    process_setup.raise_early_stop()
+    signals_and_logging.raise_early_stop()
     from trencadis.server.cli.serve import serve
     from trencadis.server.config.resolve_settings import resolve_settings
 
@@ -128,7 +128,7 @@ def _run_with_one_line_errors(command: Callable[[], int]) -> int:
         flush_logs()  # the reason is the last line
         print(f"trencadis: {error}", file=sys.stderr)
         return 2
-    except (process_setup.EarlyStop, KeyboardInterrupt):
+    except (signals_and_logging.EarlyStop, KeyboardInterrupt):
         return 0
     except BrokenPipeError:
         # The program that reads the output, such as ``head``, has closed the pipe.

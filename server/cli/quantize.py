@@ -21,7 +21,7 @@ from trencadis.core.process import torch_env
 from trencadis.core.request import SamplingParams
 from trencadis.server.cli.command_options import CommandOptions, parse_options, print_help_if_asked
 from trencadis.server.config import hub
-from trencadis.server.processes import process_setup
+from trencadis.server.processes import signals_and_logging
 from trencadis.server.prompts import text_service_builder
 from trencadis.server.prompts.prompt import Prompt
 from trencadis.server.prompts.text_service import TextService
@@ -57,7 +57,7 @@ def main(words: Sequence[str]) -> int:
     if len(names) != 2:
         raise StartupError("quantize needs a checkpoint and a new folder: trencadis quantize MODEL OUT --to int4.")
     to, group, longest = check_options(values)
-    process_setup.raise_early_stop()
+    signals_and_logging.raise_early_stop()
     torch_env.import_torch()
     # Imported by name, because it imports torch.
     convert = import_module("trencadis.core.quant.writing.convert_checkpoint")
@@ -226,7 +226,7 @@ def merge_lora_main(words: Sequence[str]) -> int:
         raise StartupError(f"merge-lora does not know {unknown}; --help says what it takes.")
     if len(words) != 3:
         raise StartupError("merge-lora needs a checkpoint, an adapter and a new folder: merge-lora MODEL ADAPTER OUT.")
-    process_setup.raise_early_stop()
+    signals_and_logging.raise_early_stop()
     torch_env.import_torch()
     merging = import_module("trencadis.core.quant.writing.merge_adapter")  # imports torch
     model = hub.find_model_folder(EngineConfig(model=words[0]))

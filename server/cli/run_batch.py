@@ -20,7 +20,7 @@ from trencadis.server.cli.batch_lines import ResultFile
 from trencadis.server.cli.batch_runner import BatchLimits, BatchProgress, BatchRunner, BatchTarget
 from trencadis.server.config import argv
 from trencadis.server.config.resolve_settings import Settings, format_startup_lines, hide_keys, resolve_settings
-from trencadis.server.processes import process_setup
+from trencadis.server.processes import signals_and_logging
 from trencadis.server.processes.start_engines import start_engines
 
 log = logging.getLogger("trencadis.server")
@@ -82,10 +82,10 @@ def main(words: Sequence[str]) -> int:
     if given.help is not None:
         parser().print_help()
         return 0
-    process_setup.raise_early_stop()
+    signals_and_logging.raise_early_stop()
     asked = resolve_settings(given, os.environ)
     settings = batch_targets.make_private_settings(asked)
-    process_setup.set_up_logging(settings.engine, settings.server)
+    signals_and_logging.set_up_logging(settings.engine, settings.server)
     if not settings.server.enable_log_requests:
         log.addFilter(_is_not_request_record)
     for note in (*hide_keys(asked), *settings.notes):
@@ -155,7 +155,7 @@ def _run_local(args: argparse.Namespace, settings: Settings, source: Path, out: 
                     return await _run(args, target, source, out, limits)
 
         return asyncio.run(work())
-    except (process_setup.EarlyStop, KeyboardInterrupt):
+    except (signals_and_logging.EarlyStop, KeyboardInterrupt):
         log.error("stopped before the engine was ready")
         return 1
     finally:
@@ -191,7 +191,7 @@ async def _watch_signals() -> AsyncIterator[asyncio.Event]:
         stopped.set()
         task.cancel()
 
-    process_setup.handle_in_loop(asyncio.get_running_loop(), stop, stop)
+    signals_and_logging.handle_in_loop(asyncio.get_running_loop(), stop, stop)
     yield stopped
 
 

@@ -20,7 +20,7 @@ from trencadis.server.config import resolve_settings
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.config.resolve_settings import Settings
 from trencadis.server.http import listener
-from trencadis.server.processes import process_setup
+from trencadis.server.processes import signals_and_logging
 from trencadis.server.processes.multi_api_server import run_multi_api_server
 from trencadis.server.processes.server_lifecycle import SingleProcessServer, find_app, list_routes
 from trencadis.server.processes.start_engines import StartedEngines, start_engines
@@ -28,7 +28,7 @@ from trencadis.server.processes.start_engines import StartedEngines, start_engin
 if TYPE_CHECKING:
     from trencadis.core.config import EngineConfig
     from trencadis.server.engine.supervisor import Supervisor
-    from trencadis.server.processes.fleet import Fleet
+    from trencadis.server.processes.multi_engine_client import Fleet
 
 log = logging.getLogger("trencadis.server")
 
@@ -45,7 +45,7 @@ def serve(settings: Settings) -> int:
         StartupError: one line for the terminal, exit code 2.
     """
     begun = time.monotonic()
-    process_setup.set_up_logging(settings.engine, settings.server)
+    signals_and_logging.set_up_logging(settings.engine, settings.server)
     function_trace.start_if_asked()
     for note in (*resolve_settings.hide_keys(settings), *settings.notes):
         log.warning("%s", note)
@@ -68,7 +68,7 @@ def serve(settings: Settings) -> int:
             log.warning("%s", NO_KEYS_WARNING)
         try:
             return _start(find_model(settings), sock, begun)
-        except (process_setup.EarlyStop, KeyboardInterrupt):
+        except (signals_and_logging.EarlyStop, KeyboardInterrupt):
             return 0
         finally:
             if settings.server.uds:
@@ -147,14 +147,14 @@ def supervise(
     }
     if len(configs) == 1:
         return Supervisor(configs[0], handles[0], **options)
-    from trencadis.server.processes.fleet import Fleet
+    from trencadis.server.processes.multi_engine_client import Fleet
 
     return Fleet(configs, handles, **options)
 
 
 def end_engines(handles: Sequence[EngineHandle]) -> None:
     """Kills engines that still run, also after an interrupted start-up; the supervisor has ended restarted ones."""
-    process_setup.ignore_signals()
+    signals_and_logging.ignore_signals()
     for handle in handles:
         if handle.process.poll() is None:
             handle.kill()

@@ -19,7 +19,7 @@ from trencadis.server.engine.supervisor import Supervisor
 from trencadis.server.metrics.bucket_metrics import describe_all_buckets
 from trencadis.server.metrics.collectors import DEPRECATED_PACE, FRONT, ProcessesCollector, SleepCollector
 from trencadis.server.metrics.prometheus import PrometheusMetrics
-from trencadis.server.processes.fleet import Fleet
+from trencadis.server.processes.multi_engine_client import Fleet
 from trencadis.server.routes.app_state import HttpSettings
 from trencadis.server.tenants.admission import Admission
 

@@ -20,8 +20,8 @@ from trencadis.server.engine.engine_client import EngineClient, get_replicas
 from trencadis.server.engine.supervisor import Supervisor
 from trencadis.server.processes import ipc_messages
 from trencadis.server.processes.api_process import ApiProcess, RequestRelay
-from trencadis.server.processes.fleet import Fleet
 from trencadis.server.processes.ipc_messages import Channel
+from trencadis.server.processes.multi_engine_client import Fleet
 from trencadis.server.tenants.shared_counters import SharedTable
 from trencadis.server.tenants.shared_process_state import FAIR_QUEUED
 

@@ -19,7 +19,7 @@ from trencadis.core.json_types import JsonObject
 from trencadis.core.process import child_process, engine_messages, function_trace, heap_trimmer
 from trencadis.server.config.resolve_settings import Settings
 from trencadis.server.http import listener
-from trencadis.server.processes import ipc_messages, process_setup
+from trencadis.server.processes import ipc_messages, signals_and_logging
 from trencadis.server.processes.remote_engine import FrontLink, make_engine_client
 from trencadis.server.processes.server_lifecycle import (
     FLUSH_SECONDS,
@@ -71,7 +71,7 @@ def main(sock: socket.socket) -> int:
     except (FrontGone, OSError):
         return 1
     settings = _log_stats_once(order.settings, order.index)
-    process_setup.set_up_logging(settings.engine, settings.server)
+    signals_and_logging.set_up_logging(settings.engine, settings.server)
     function_trace.start_if_asked()
     link = FrontLink(sock, order.replicas, SharedTable(order.table, order.count, order.index))
     try:

@@ -9,7 +9,7 @@ from trencadis.server.config.config import ServerConfig
 from trencadis.server.config.resolve_settings import Settings
 from trencadis.server.engine.supervisor import Supervisor
 from trencadis.server.http.app import create_app
-from trencadis.server.processes.fleet import Fleet
+from trencadis.server.processes.multi_engine_client import Fleet
 from trencadis.server.processes.remote_engine import RemoteEngines, RemoteFleet, RemoteReplica
 from trencadis.server.prompts.text_service_builder import MediaRules, make_text_service
 from trencadis.server.routes.app_state import HttpSettings

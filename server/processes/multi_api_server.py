@@ -18,7 +18,7 @@ from trencadis.server.processes.server_lifecycle import FLUSH_SECONDS, ServerLif
 if TYPE_CHECKING:
     from trencadis.server.engine.supervisor import Supervisor
     from trencadis.server.processes.api_process_manager import ApiProcessManager
-    from trencadis.server.processes.fleet import Fleet
+    from trencadis.server.processes.multi_engine_client import Fleet
 
 log = logging.getLogger("trencadis.server")
 

@@ -21,14 +21,14 @@ from trencadis.core.process import heap_trimmer
 from trencadis.core.process.log_setup import flush_logs
 from trencadis.server.config.resolve_settings import Settings
 from trencadis.server.http import listener
-from trencadis.server.processes import process_setup
+from trencadis.server.processes import signals_and_logging
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from trencadis.server.engine.supervisor import Supervisor
     from trencadis.server.http.listener import Certificates
-    from trencadis.server.processes.fleet import Fleet
+    from trencadis.server.processes.multi_engine_client import Fleet
     from trencadis.server.processes.remote_engine import RemoteEngines
     from trencadis.server.routes.app_state import AppState
     from trencadis.server.tenants.fair_queue import TenantFairQueue
@@ -169,8 +169,8 @@ class ServerLifecycle:
         """Handles signals and supervises the engine from now on; returns the tasks that run in addition to the
         server.
         """
-        process_setup.handle_in_loop(asyncio.get_running_loop(), self.drain, self.stop_now)
-        process_setup.on_hangup(asyncio.get_running_loop(), self.get_reload_calls())
+        signals_and_logging.handle_in_loop(asyncio.get_running_loop(), self.drain, self.stop_now)
+        signals_and_logging.on_hangup(asyncio.get_running_loop(), self.get_reload_calls())
         self.supervisor.start()
         assert self.supervisor.task is not None
         self.supervisor.task.add_done_callback(self.on_supervision_ended)
@@ -192,7 +192,7 @@ class ServerLifecycle:
         if not self.started_logged:
             self.started_logged = True
             self.systemd.notify_ready()
-            process_setup.log_started(self.address)
+            signals_and_logging.log_started(self.address)
 
     def on_fatal(self, message: str, code: int) -> None:
         """Ends the server with one last line, since the first start has failed."""

@@ -25,11 +25,10 @@ from trencadis.core.errors import StartupError
 from trencadis.core.graphs.graph_manager import LaunchTimer
 from trencadis.core.media_spans import MediaSpan
 from trencadis.core.request import Delta, Request, SamplingParams
-from trencadis.core.shapes import change_rules
+from trencadis.core.shapes import plan_change_rules
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.bucket_profile import MAX_BYTES, merge_into_profile, read_profile
-from trencadis.core.shapes.change_rules import ChangeRate, PlanCosts, judge
 from trencadis.core.shapes.cost_model import (
     LEAST_LAUNCHES,
     BucketTimes,
@@ -43,6 +42,7 @@ from trencadis.core.shapes.cost_model import (
 from trencadis.core.shapes.launch_costs import Costs
 from trencadis.core.shapes.learned_plan import KEPT_STAGES
 from trencadis.core.shapes.need_recorder import PERIOD_SECONDS, PERIODS, RECENT_SECONDS, NeedRecorder
+from trencadis.core.shapes.plan_change_rules import ChangeRate, PlanCosts, judge
 from trencadis.core.shapes.rectangular_launches import RowNeed
 from trencadis.core.shapes.shape_needs import MAX_CELLS, NeedHistogram
 from trencadis.server.plan.traffic_trace import read_trace
@@ -208,7 +208,7 @@ def test_a_proposal_is_judged_by_later_traffic(plan: Plan, mode: str, monkeypatc
     """Five rows over many blocks, for which the limits' plan has no near bucket; then they change, or do not."""
     monkeypatch.setattr(bucket_learning, "SEARCH_SECONDS", 60.0)
     monkeypatch.setattr(bucket_learning, "LEAST_STEPS", 50)
-    monkeypatch.setattr(change_rules, "LEAST_GAIN", 0.0)
+    monkeypatch.setattr(plan_change_rules, "LEAST_GAIN", 0.0)
     clock = Clock()
     learning = learning_of(plan, mode, clock)
     feed(learning, clock, 70.0, 5)

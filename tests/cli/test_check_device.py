@@ -13,8 +13,8 @@ import pytest
 from tests.stubs.gaudi_container import PUBLISHED, put_cards
 from trencadis.backends import cuda, hpu
 from trencadis.backends.cuda import visible_devices
-from trencadis.backends.hpu.start import bridge_loader, machine
-from trencadis.backends.hpu.start.machine import Stack
+from trencadis.backends.hpu.start import bridge_loader, gaudi_detection
+from trencadis.backends.hpu.start.gaudi_detection import Stack
 from trencadis.core import devices
 from trencadis.core.errors import StartupError
 from trencadis.server.cli import check_device, main
@@ -28,7 +28,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PT_HPU_LAZY_MODE", "TORCH_DEVICE_BACKEND_AUTOLOAD", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.setenv(name, "0")
         monkeypatch.delenv(name)
-    monkeypatch.setattr("trencadis.server.processes.process_setup.raise_early_stop", lambda: None)
+    monkeypatch.setattr("trencadis.server.processes.signals_and_logging.raise_early_stop", lambda: None)
 
 
 NOT_PROBED = {
@@ -107,7 +107,7 @@ def test_a_stack_that_cannot_start_is_one_line_and_2(
     monkeypatch.setenv("TRENCADIS_MACHINE_ROOT", str(tmp_path))
     for built, says in (("2.11.0", "was built for torch 2.11.0"), ("2.13.0", "card 3 is")):
         found = Stack(PUBLISHED["2.13.0+cpu"], "2.13.0+cpu", built, True)
-        monkeypatch.setattr(machine, "find_stack", lambda found=found: found)
+        monkeypatch.setattr(gaudi_detection, "find_stack", lambda found=found: found)
         assert main.main(["check-hpu", "3"]) == 2
         said = capsys.readouterr().out
         assert says in said and said.endswith("hpu:3: 0 passed, 1 failed\n")

@@ -23,7 +23,7 @@ from trencadis.core.step import StepStats
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.config.hub import resolve
 from trencadis.server.http.request_middleware import describe_missing_path
-from trencadis.server.processes.process_setup import set_up_logging
+from trencadis.server.processes.signals_and_logging import set_up_logging
 
 NAMES = ("", "trencadis", "trencadis.engine", "trencadis.server", "uvicorn", "uvicorn.access", "vllm")
 

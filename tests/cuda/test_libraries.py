@@ -17,7 +17,7 @@ from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
 from trencadis.backends.cuda import make_backend, policy
 from trencadis.backends.cuda.launches.input_buffers import InputBuffers
-from trencadis.backends.cuda.libraries import selector
+from trencadis.backends.cuda.libraries import attention_library_selector
 from trencadis.backends.cuda.libraries.library_attention import FlashInferLaunch, FlashInferWorkspaces
 from trencadis.backends.cuda.policy import SERVING
 from trencadis.backends.cuda.twin.twin_runtime import TwinRuntime
@@ -41,7 +41,7 @@ def installed(kind: str, patch: pytest.MonkeyPatch) -> str:
         flashinfer.install(patch)
     else:
         flash.install(patch, int(kind[-1]))
-        patch.setattr(selector, "HOPPER", 90 if kind == "flash3" else 0)
+        patch.setattr(attention_library_selector, "HOPPER", 90 if kind == "flash3" else 0)
     return KINDS[kind][0]
 
 
@@ -87,12 +87,13 @@ def refusal(name: str, **more: Any) -> str:
 @pytest.mark.parametrize(("name", "module"), [("FLASH_ATTN", "flash_attn"), ("FLASHINFER", "flashinfer")])
 def test_a_library_that_is_not_there_ends_the_start(name: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    for third in selector.FLASH_3:
+    for third in attention_library_selector.FLASH_3:
         monkeypatch.setitem(sys.modules, third, None)
     said = refusal(name)
+    remedy = attention_library_selector.REMEDIES[name]
     assert said == (
-        f"--attention-backend {name}: {module} is not installed; {selector.REMEDIES[name]}, or leave the flag out for "
-        "this engine's own kernels"
+        f"--attention-backend {name}: {module} is not installed; {remedy}, or leave the flag out for this engine's own "
+        "kernels"
     )
 
 
@@ -109,7 +110,7 @@ def test_a_library_that_does_not_serve_says_so_in_one_line(monkeypatch: pytest.M
     monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
     said = refusal("FLASH_ATTN")
     assert "flash_attn cannot be imported (undefined symbol: _ZN3c10); reinstall it, or" in said and "\n" not in said
-    monkeypatch.setattr(selector, "HOPPER", 0)
+    monkeypatch.setattr(attention_library_selector, "HOPPER", 0)
     flash.install(monkeypatch, 2)
     assert refusal("FLASH_ATTN", block_size=16) == (
         "--attention-backend FLASH_ATTN: flash-attn 2.8.4 takes KV blocks of 256 slots, not 16; add --block-size 256, "
@@ -135,8 +136,8 @@ def test_a_model_that_the_library_does_not_take_has_our_kernels(
     assert backend.library is None and type(backend.ops).__name__ == "TwinOps"
     notes = [n for n in backend.notes if "attention" in n]
     assert len(notes) == 1 and notes[0].endswith(why) and "this engine's own kernels do" in notes[0]
-    assert selector.unsupported_reason(
-        selector.select_library("FLASH_ATTN", 80), config(name, batch_invariant=True)
+    assert attention_library_selector.unsupported_reason(
+        attention_library_selector.select_library("FLASH_ATTN", 80), config(name, batch_invariant=True)
     ).startswith("--batch-inv")
 
 
@@ -181,7 +182,7 @@ def test_the_ledger_counts_what_a_plan_works_in(
 ) -> None:
     """Launches of a stage share one room, as large as its largest bucket needs; prices have it on paper."""
     flashinfer.install(monkeypatch)
-    found = selector.select_library("FLASHINFER", 90)
+    found = attention_library_selector.select_library("FLASHINFER", 90)
     from trencadis.backends.cuda.launches.cuda_inputs import Sizes
 
     runtime, launches = TwinRuntime(size=64 << 30), list[FlashInferLaunch]()

@@ -25,9 +25,9 @@ from trencadis.core.graphs.graph_reporter import GraphReporter
 from trencadis.core.launches.model_runner import ModelRunner
 from trencadis.core.memory import graph_measurements
 from trencadis.core.memory.cache_plan import CachePlan
-from trencadis.core.progress import SilentProgress
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.shape_limits import ShapeLimits
+from trencadis.core.startup_progress import SilentProgress
 
 GIB = 1 << 30
 

@@ -14,7 +14,7 @@ import torch
 from tests.fakes.hand_driven_model import HandDrivenModel
 from tests.families.text_checkpoints import LONGROPE
 from trencadis.core.checkpoint import registry
-from trencadis.core.checkpoint.layer_parts import ExpertsConfig, QueryGrowth, SigmoidRouting
+from trencadis.core.checkpoint.decoder_layer_config import ExpertsConfig, QueryGrowth, SigmoidRouting
 from trencadis.core.checkpoint.model_config import LAYER, PRE, RMS, RMS_ONE, ModelConfig
 from trencadis.core.checkpoint.rope_config import LongScaling
 

@@ -25,7 +25,7 @@ from trencadis.core.executor.engine_launcher import spawn_engine
 from trencadis.core.request import Request, SamplingParams
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.http.app import create_app
-from trencadis.server.processes.fleet import Fleet
+from trencadis.server.processes.multi_engine_client import Fleet
 from trencadis.server.processes.start_engines import divide_resources
 from trencadis.server.routes.app_state import HttpSettings
 from trencadis.server.routes.state_builder import make_state

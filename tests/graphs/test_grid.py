@@ -28,11 +28,11 @@ from trencadis.core.device.backend import BackendConfig, ProgramState
 from trencadis.core.engine.graph_startup import DeviceStart
 from trencadis.core.engine.startup_checks import quantise_model
 from trencadis.core.errors import StartupError
-from trencadis.core.progress import SilentProgress
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.bucket_profile import write_profile
 from trencadis.core.shapes.shape_needs import RECORDED_STAGES, NeedHistogram
+from trencadis.core.startup_progress import SilentProgress
 from trencadis.multimodal.qwen2_vl.smart_resize import largest_slots
 
 RECORDINGS = Path(__file__).resolve().parents[2] / ".bench" / "records"

@@ -33,7 +33,7 @@ from trencadis.core.engine.search_process import FoundBuckets
 from trencadis.core.engine_stats import FAILURE, PUBLISHED
 from trencadis.core.graphs.graph_capture import GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager
-from trencadis.core.graphs.replan import PlanChange
+from trencadis.core.graphs.live_plan_change import PlanChange
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.memory.graph_selection import GraphPrice
 from trencadis.core.shapes.bucket_profile import read_profile
@@ -338,7 +338,7 @@ KILLED = """
 import os, signal, sys, threading
 from trencadis.core.config import EngineConfig
 from trencadis.core.engine.engine_builder import create_engine
-from trencadis.core.graphs.replan import PlanChange
+from trencadis.core.graphs.live_plan_change import PlanChange
 from tests.graphs.test_replan import FLAGS, SMALL, serve
 
 flags = {**FLAGS, **SMALL, "learn_buckets": "on", "max_graphs": 9, "bucket_profile": sys.argv[2]}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trencadis.backends.cpu import make_backend
-from trencadis.core.checkpoint import prefetch
+from trencadis.core.checkpoint import weight_prefetch
 from trencadis.core.checkpoint.checkpoint_source import CheckpointSource
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.registry import family_of
@@ -84,7 +84,7 @@ def test_files_are_asked_for_before_torch_is_imported(monkeypatch: pytest.Monkey
     def load() -> None:
         raise Imported
 
-    monkeypatch.setattr("trencadis.core.checkpoint.prefetch.start_prefetch", lambda *args: seen.append(args))
+    monkeypatch.setattr("trencadis.core.checkpoint.weight_prefetch.start_prefetch", lambda *args: seen.append(args))
     monkeypatch.setattr("trencadis.core.process.torch_env.import_torch", load)
     engine = object.__new__(process.EngineProcess)
     monkeypatch.setattr(engine, "send", lambda message: None, raising=False)
@@ -96,14 +96,15 @@ def test_files_are_asked_for_before_torch_is_imported(monkeypatch: pytest.Monkey
 def test_what_cannot_be_read_ahead_is_left_to_the_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requested: list[Any] = []
     monkeypatch.setattr("os.posix_fadvise", lambda *args: requested.append(args))
-    thread = prefetch.start_prefetch(str(DEMO))
+    thread = weight_prefetch.start_prefetch(str(DEMO))
     assert thread is not None
     thread.join(10)
     assert sum(args[2] for args in requested) == open_weights(DEMO).nbytes
-    assert prefetch.start_prefetch(str(DEMO), "dummy") is None and prefetch.start_prefetch(str(tmp_path)) is None
-    assert prefetch.start_prefetch("some/hub-id") is None
-    monkeypatch.setattr(prefetch, "free_host", lambda: 1 << 20)
-    assert prefetch.start_prefetch(str(DEMO)) is None
+    assert weight_prefetch.start_prefetch(str(DEMO), "dummy") is None
+    assert weight_prefetch.start_prefetch(str(tmp_path)) is None
+    assert weight_prefetch.start_prefetch("some/hub-id") is None
+    monkeypatch.setattr(weight_prefetch, "free_host", lambda: 1 << 20)
+    assert weight_prefetch.start_prefetch(str(DEMO)) is None
 
 
 def resident(file: Path) -> int:
@@ -122,7 +123,7 @@ def test_mapped_files_are_entered_beside_the_loader(tmp_path: Path, monkeypatch:
         data = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
         if not Path("/proc/self/smaps").exists():
             pytest.skip("no smaps")
-        populating = prefetch.PagePopulator([data])
+        populating = weight_prefetch.PagePopulator([data])
         populating.wait()
         populating.end()
         if resident(file) == 0:
@@ -130,9 +131,9 @@ def test_mapped_files_are_entered_beside_the_loader(tmp_path: Path, monkeypatch:
         assert resident(file) >= len(data)
         assert data[1000] == 1000 % 256
         data.close()
-    monkeypatch.setattr(prefetch, "free_host", lambda: 1 << 20)
+    monkeypatch.setattr(weight_prefetch, "free_host", lambda: 1 << 20)
     with file.open("rb") as f:
         untouched = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
-        prefetch.PagePopulator([untouched]).end()
+        weight_prefetch.PagePopulator([untouched]).end()
         assert resident(file) < len(untouched)
         untouched.close()

@@ -304,10 +304,10 @@ def verdict(of: CheckTarget, fault: Fault, everything: bool = False) -> str:
 
 def stub() -> Make:
     """The Gaudi backend over the stub of its plug-in; needs tests/stubs on the path and a process of its own."""
-    from trencadis.backends.hpu.start import machine
+    from trencadis.backends.hpu.start import gaudi_detection
 
-    machine.find_stack = lambda: machine.Stack("1.21.0.555", "2.6.0+git1234", "2.6.0", True)
-    machine.find_machine = lambda environ: machine.Machine(1, 1)
+    gaudi_detection.find_stack = lambda: gaudi_detection.Stack("1.21.0.555", "2.6.0+git1234", "2.6.0", True)
+    gaudi_detection.find_machine = lambda environ: gaudi_detection.Machine(1, 1)
     from trencadis.backends.hpu.backend import HpuBackend
     from trencadis.backends.hpu.bridge import emulator_hooks
     from trencadis.backends.hpu.policy import policy

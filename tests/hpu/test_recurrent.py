@@ -14,8 +14,8 @@ from torch import Tensor
 from tests.random_recurrent import NAN, off, rows_of, seeded
 from trencadis.backends.cpu.recurrent_ops import CHUNK, scan_rows
 from trencadis.backends.cpu.reference_ops import ReferenceOps
+from trencadis.backends.hpu import hpu_recurrent_ops
 from trencadis.backends.hpu import ops as hpu_ops
-from trencadis.backends.hpu import static_recurrence
 from trencadis.backends.hpu.attention.attention_inputs import FreshAttn
 from trencadis.backends.hpu.recurrent_check import check_recurrent
 from trencadis.core.device.launch_tensors import RecurrentRows
@@ -176,7 +176,7 @@ def test_inverse_is_as_exact_as_a_triangular_solve(alike: float, beta: float) ->
     k = k / k.norm(dim=-1, keepdim=True)
     lower = (k * beta @ k.transpose(1, 2)).tril(-1)
     rows, _ = rows_of([CHUNK])
-    found = static_recurrence.invert(lower, static_recurrence.prepare(rows, CHUNK).pairs)
+    found = hpu_recurrent_ops.invert(lower, hpu_recurrent_ops.prepare(rows, CHUNK).pairs)
     exact = torch.linalg.inv(lower.double() + torch.eye(CHUNK, dtype=torch.float64))
     assert off(found, exact) < 3e-6
     assert torch.equal(found.triu(1), torch.zeros_like(found))
@@ -189,8 +189,8 @@ def test_opening_checks_one_launch_and_says_what_is_wrong(
     """A right launch and a wrong result are those of the test below, in both modes."""
     if lazy:
         assert check_recurrent(hpu(lazy=lazy).ops) < 1e-5
-    conv: Any = static_recurrence.convolve
-    scan = static_recurrence._scan_slab
+    conv: Any = hpu_recurrent_ops.convolve
+    scan = hpu_recurrent_ops._scan_slab
 
     def off_by_a_chunk(x: Any, state: Tensor, pairs: Tensor) -> Any:
         out, kept = scan(x, state, pairs)
@@ -207,7 +207,7 @@ def test_opening_checks_one_launch_and_says_what_is_wrong(
             ("scan_rows", lambda x, state: scan_rows(x._replace(g=x.g * 0), state), "the state space's"),
         )
     for name, fault, said in faults:
-        for module in (static_recurrence, hpu_ops):
+        for module in (hpu_recurrent_ops, hpu_ops):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, fault)
         with pytest.raises(StartupError, match=f"computes recurrent layers wrongly: {said}"):
@@ -226,7 +226,7 @@ def test_opening_leaves_nothing_on_the_card(
     workspace = after.pop("workspace", 0)  # it is the largest launch's, and stays for those that follow
     assert {kind: size for kind, size in after.items() if size != used.get(kind, 0)} == {}
     assert workspace < 700_000
-    monkeypatch.setattr(static_recurrence, "EPS", 1.0)
+    monkeypatch.setattr(hpu_recurrent_ops, "EPS", 1.0)
     hpu(lazy=lazy)
     with pytest.raises(StartupError, match="computes recurrent layers wrongly"):
         hpu(lazy=lazy, recurrent=True)

@@ -17,9 +17,9 @@ from trencadis.core.executor.engine_connection import connect_to_engine
 from trencadis.core.executor.multiproc_executor import MultiprocExecutor
 from trencadis.core.executor.nodes_launcher import NodesLauncher
 from trencadis.core.executor.rank_info import RankFingerprint, RankInfo, compute_rank_fingerprint
+from trencadis.core.links.authenticated_link import HeartbeatThread, KeyedLink
 from trencadis.core.links.group_key import GroupKey, TlsFiles
 from trencadis.core.links.handshake import AuthListener
-from trencadis.core.links.keyed_link import HeartbeatThread, KeyedLink
 from trencadis.core.links.message_link import LinkClosed
 from trencadis.core.links.topology import Topology
 

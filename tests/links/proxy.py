@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from trencadis.core.links.authenticated_link import FULL, HEADER, TAG
 from trencadis.core.links.handshake import CLAIM, MARK, NONCE, PROOF
-from trencadis.core.links.keyed_link import FULL, HEADER, TAG
 
 FAULTS = ("flip", "cut", "replay", "skip", "swap", "huge", "drop")
 

@@ -14,10 +14,10 @@ from tests.fakes.ranks import full_step
 from tests.links.peers import Peer, group_at, nothing_stays, recorded, start
 from tests.links.proxy import FAULTS, Relay
 from trencadis.core.executor.multiproc_executor import RankFailed
-from trencadis.core.links import keyed_link
+from trencadis.core.links import authenticated_link
+from trencadis.core.links.authenticated_link import KeyedLink
 from trencadis.core.links.group_key import GroupKey
 from trencadis.core.links.handshake import AuthListener
-from trencadis.core.links.keyed_link import KeyedLink
 from trencadis.core.links.message_link import BEAT, LinkClosed
 
 SOON = 6.0
@@ -60,7 +60,7 @@ def run(fault: str, seed: int, monkeypatch: Any) -> float:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_frame_that_is_not_as_it_was_sent_ends_the_group(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if fault == "drop":
-        monkeypatch.setattr(keyed_link, "BEAT", 0.05)
+        monkeypatch.setattr(authenticated_link, "BEAT", 0.05)
     run(fault, 0, monkeypatch)
 
 
@@ -88,18 +88,18 @@ class Slept:
 
 def test_a_machine_that_was_suspended_misses_a_beat_and_no_minute() -> None:
     """Both ends were silent, and neither could beat."""
-    tags = keyed_link.tagger(b"k" * 32)
+    tags = authenticated_link.tagger(b"k" * 32)
     sender = KeyedLink(Slept(b"", 0, 0), tags, tags)
     beat, message = (
-        b"".join(sender._seal(kind, body)) for kind, body in ((keyed_link.BEAT_STEADY, b""), (0, b"hello"))
+        b"".join(sender._seal(kind, body)) for kind, body in ((authenticated_link.BEAT_STEADY, b""), (0, b"hello"))
     )
-    stream = Slept(beat + message, len(message), keyed_link.MISSED - 1)
+    stream = Slept(beat + message, len(message), authenticated_link.MISSED - 1)
     assert KeyedLink(stream, tags, tags).receive() == b"hello"
     assert max(stream.waited) <= BEAT, "each wait is for one beat"
-    stream = Slept(beat + message, len(message), keyed_link.MISSED)
+    stream = Slept(beat + message, len(message), authenticated_link.MISSED)
     with pytest.raises(LinkClosed, match="no sign of life for 5 s"):
         KeyedLink(stream, tags, tags).receive()
-    assert sum(stream.waited) == keyed_link.MISSED * BEAT
+    assert sum(stream.waited) == authenticated_link.MISSED * BEAT
 
 
 @pytest.mark.long

@@ -20,7 +20,7 @@ from trencadis.backends.cpu.native import weight_packing
 from trencadis.backends.cpu.native.kernel_table import VARIABLE
 from trencadis.backends.cpu.native.weight_packing import CachedPages
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight
-from trencadis.core.checkpoint import prefetch
+from trencadis.core.checkpoint import weight_prefetch
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import BackendConfig
@@ -313,18 +313,18 @@ def test_snapshots_of_the_hub_are_called_as_their_repository(tmp_path: Path) -> 
 
 def test_the_file_is_read_ahead_instead_of_the_checkpoint(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requested: list[int] = []
-    entered: list[prefetch.PagePopulator] = []
+    entered: list[weight_prefetch.PagePopulator] = []
 
-    class Seen(prefetch.PagePopulator):
+    class Seen(weight_prefetch.PagePopulator):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             entered.append(self)
 
     monkeypatch.setattr("os.posix_fadvise", lambda handle, start, size, advice: requested.append(size))
-    monkeypatch.setattr(prefetch, "PagePopulator", Seen)
+    monkeypatch.setattr(weight_prefetch, "PagePopulator", Seen)
 
     def begun() -> int:
-        thread = prefetch.start_prefetch(str(checkpoint), "auto", kept.path)
+        thread = weight_prefetch.start_prefetch(str(checkpoint), "auto", kept.path)
         assert thread is not None
         thread.join(10)
         return sum(requested) + sum(p.entered for p in entered)
@@ -335,7 +335,7 @@ def test_the_file_is_read_ahead_instead_of_the_checkpoint(checkpoint: Path, monk
     assert kept.write(PIECES) and begun() == kept.path.stat().st_size
     requested.clear()
     entered.clear()
-    monkeypatch.setattr(prefetch, "_madvise", lambda: None)  # a kernel without MADV_POPULATE_READ
+    monkeypatch.setattr(weight_prefetch, "_madvise", lambda: None)  # a kernel without MADV_POPULATE_READ
     assert begun() == sum(requested) == kept.path.stat().st_size
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from trencadis.core.checkpoint.layer_parts import RecurrentConfig
+from trencadis.core.checkpoint.decoder_layer_config import RecurrentConfig
 from trencadis.server.cli.main import main
 
 GIB, MIB = 1 << 30, 1 << 20

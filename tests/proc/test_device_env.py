@@ -10,8 +10,8 @@ import pytest
 
 from tests.stubs.gaudi_container import put_cards
 from trencadis import llm_engine
-from trencadis.backends.hpu.start import machine
-from trencadis.backends.hpu.start.machine import Stack
+from trencadis.backends.hpu.start import gaudi_detection
+from trencadis.backends.hpu.start.gaudi_detection import Stack
 from trencadis.core import devices
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
@@ -76,7 +76,7 @@ def test_offline(order: list[Any]) -> None:
 
 
 def test_the_checks(order: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trencadis.server.processes.process_setup.raise_early_stop", lambda: None)
+    monkeypatch.setattr("trencadis.server.processes.signals_and_logging.raise_early_stop", lambda: None)
     with pytest.raises(Ended):
         check_backend.main(["hpu"])
     assert order == [("settle", "hpu", 0, 1), "torch", "factory"]
@@ -93,7 +93,7 @@ def test_the_server_for_its_engine(order: list[Any], caplog: pytest.LogCaptureFi
 def test_a_start_that_cannot_succeed_ends_before_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     put_cards(tmp_path, 1)
     monkeypatch.setenv("TRENCADIS_MACHINE_ROOT", str(tmp_path))
-    monkeypatch.setattr(machine, "find_stack", lambda: Stack("1.24.2.31", "2.11.0+cpu", "2.13.0", True))
+    monkeypatch.setattr(gaudi_detection, "find_stack", lambda: Stack("1.24.2.31", "2.11.0+cpu", "2.13.0", True))
     monkeypatch.setattr("subprocess.Popen", lambda *args, **kwargs: pytest.fail("an engine was started"))
     with pytest.raises(StartupError, match=r"was built for torch 2\.13\.0 and torch 2\.11\.0\+cpu is installed"):
         engine_launcher.spawn_engine(EngineConfig(device="hpu"))

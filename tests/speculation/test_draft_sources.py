@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.speculation.scripted_proposer import ScriptedProposer
-from trencadis.core.spec.answer_counts import CONTEXT_BYTES, LEAST_SHARE, AnswerCounts, Owner, SuffixProposer
 from trencadis.core.spec.ngram_proposer import (
     BULK,
     NO_DRAFT,
@@ -25,6 +24,7 @@ from trencadis.core.spec.ngram_proposer import (
     cut_at,
 )
 from trencadis.core.spec.predicted_text import PredictedText, PredictionProposer
+from trencadis.core.spec.suffix_proposer import CONTEXT_BYTES, LEAST_SHARE, AnswerCounts, Owner, SuffixProposer
 
 PAD = 9
 TEXTS = st.lists(st.integers(0, 9), max_size=60)

@@ -50,12 +50,12 @@ class ServedReplica:
         from trencadis.server.cli import serve
         from trencadis.server.config import argv
         from trencadis.server.config.resolve_settings import resolve_settings
-        from trencadis.server.processes import process_setup, server_lifecycle
+        from trencadis.server.processes import server_lifecycle, signals_and_logging
         from trencadis.server.processes.start_engines import start_engines
 
         self._failed, self._wait_estimator = "", WaitEstimator()
         settings = serve.find_model(resolve_settings(argv.parse(list(words)), os.environ))
-        process_setup.set_up_logging(settings.engine, settings.server)
+        signals_and_logging.set_up_logging(settings.engine, settings.server)
         self._drain_timeout = settings.server.shutdown_timeout
         server = settings.server
         self._handles: list[EngineHandle] = []

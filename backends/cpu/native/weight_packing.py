@@ -30,8 +30,8 @@ from trencadis.backends.cpu.native.kernel_table import ANY, KernelTable
 from trencadis.backends.cpu.native.layouts import PackCall
 from trencadis.backends.cpu.native.panels import TYPES
 from trencadis.core import envs
-from trencadis.core.checkpoint import prefetch
-from trencadis.core.checkpoint.prefetch import READERS, PagePopulator
+from trencadis.core.checkpoint import weight_prefetch
+from trencadis.core.checkpoint.weight_prefetch import READERS, PagePopulator
 from trencadis.core.device.packed_weights_file import KeptPiece, PackedFile
 from trencadis.core.shared_constants import align_up
 
@@ -184,7 +184,7 @@ def _matches_rows(
     for panel in panels:
         made, some = torch.empty_like(held[panel]), rows[panel * dense.PANEL : (panel + 1) * dense.PANEL]
         if some[0]:
-            prefetch.advise_needed(int(some[0]), int(some.max()) + length)
+            weight_prefetch.advise_needed(int(some[0]), int(some.max()) + length)
         _pack(call, some, made, kind)
         if not torch.equal(made, held[panel]):
             return False

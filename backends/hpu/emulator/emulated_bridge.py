@@ -26,7 +26,7 @@ from trencadis.backends.hpu.emulator.hpu_graphs import wrap
 from trencadis.backends.hpu.emulator.refusals import parse
 from trencadis.backends.hpu.emulator.transfers import QueueEvent
 from trencadis.backends.hpu.policy import TENSOR_CACHE
-from trencadis.backends.hpu.start.machine import WORLD_SIZE
+from trencadis.backends.hpu.start.gaudi_detection import WORLD_SIZE
 from trencadis.core.errors import StartupError
 
 

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trencadis.backends.hpu.start import machine
-from trencadis.backends.hpu.start import machine as machines
-from trencadis.backends.hpu.start import machine as stacks
-from trencadis.backends.hpu.start.machine import PLUGIN, Machine, Stack
+from trencadis.backends.hpu.start import gaudi_detection
+from trencadis.backends.hpu.start import gaudi_detection as machines
+from trencadis.backends.hpu.start import gaudi_detection as stacks
+from trencadis.backends.hpu.start.gaudi_detection import PLUGIN, Machine, Stack
 from trencadis.core.envs import FALSE, TRUE
 from trencadis.core.errors import StartupError
 
@@ -48,8 +48,8 @@ def choose(environ: Mapping[str, str], machine: Machine, stack: Stack) -> str:
     if text and text not in FALSE:
         raise StartupError(f"{SWITCH}={environ[SWITCH]!r} is neither true ({' '.join(TRUE)}) nor false.")
     emulate = f"; {SWITCH}=1 emulates a card instead"
-    if machine.cards:
-        why = machine.problem() or stack.problem()
+    if gaudi_detection.cards:
+        why = gaudi_detection.problem() or stack.problem()
         if why:
             raise StartupError(f"a Gaudi is present and {why}{emulate}")
         return REAL
@@ -254,7 +254,7 @@ def find_capability(environ: Mapping[str, str], index: int = 0, world: int = 1) 
         StartupError: one line about a stack, a mode or a card that cannot be used.
     """
     check_mode(environ)
-    here, found = machine.find_machine(environ), machine.find_stack()
+    here, found = gaudi_detection.find_machine(environ), gaudi_detection.find_stack()
     if choose(environ, here, found) == EMULATED:
         asked = requested_mode(environ)
         lazy = asked is not False
@@ -268,14 +268,14 @@ def find_capability(environ: Mapping[str, str], index: int = 0, world: int = 1) 
             raise StartupError(mode_conflict({MODE: "1" if lazy else "0"}, running) or "")
         lazy, why = running, "the plug-in was imported before Trencadis could ask for lazy mode; set PT_HPU_LAZY_MODE"
     refuse(environ, lazy, world)
-    machine.check_index(environ, here, index, world)
-    return Capability(True, found, here, lazy, why, missing(lazy, found, here), machine.describe(environ, here))
+    gaudi_detection.check_index(environ, here, index, world)
+    return Capability(True, found, here, lazy, why, missing(lazy, found, here), gaudi_detection.describe(environ, here))
 
 
 def missing(lazy: bool, found: Stack, here: Machine) -> tuple[str, ...]:
     """Returns what this stack lacks compared with others, in words for the user."""
     lacks = [] if lazy else ["HPU graphs, which exist in lazy mode alone: launches are compiled and not captured"]
-    driver, plugin = machine.release(here.driver), machine.release(found.plugin)
+    driver, plugin = gaudi_detection.release(here.driver), gaudi_detection.release(found.plugin)
     if driver is not None and plugin is not None and driver != plugin:
         lacks.append(f"a driver of its release: {here.driver} is loaded, and it is of {found.plugin}")
     return tuple(lacks)

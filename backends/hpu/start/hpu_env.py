@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from trencadis.backends.hpu.start import environment, machine
+from trencadis.backends.hpu.start import environment, gaudi_detection
 from trencadis.core.devices import DeviceEnv
 from trencadis.core.errors import StartupError
 from trencadis.core.memory import graph_measurements
@@ -167,7 +167,7 @@ def settle(environ: Mapping[str, str], index: int = 0, rank: int = 0, world: int
     kept = settle_recipe_cache(environ, f"{found.stack.plugin}-torch-{found.stack.torch}", rank)
     variables = {
         **environment.settle(environ, found.lazy),
-        **machine.variables(environ, found.machine, index + rank, world),
+        **gaudi_detection.variables(environ, found.machine, index + rank, world),
         **kept.variables,
     }
     return DeviceEnv(variables, (*found.lines(), *kept.lines), kept.removed)

@@ -12,7 +12,7 @@ import torch
 
 from tests.hpu.conftest import Run
 from trencadis.backends.hpu.bridge import Bridge, EmulatorHooks
-from trencadis.backends.hpu.start import environment, machine
+from trencadis.backends.hpu.start import environment, gaudi_detection
 from trencadis.backends.hpu.start.bridge_loader import open_bridge
 from trencadis.core.errors import StartupError
 
@@ -22,9 +22,9 @@ CODE = """
 import dataclasses, itertools, os, sys
 import numpy as np
 import torch
-from trencadis.backends.hpu.start import machine
-machine.find_stack = lambda: machine.Stack("1.23.1.25", "2.9.0+git1234", "2.9.0", True)
-machine.find_machine = lambda environ: machine.Machine(1, 1)
+from trencadis.backends.hpu.start import gaudi_detection
+gaudi_detection.find_stack = lambda: gaudi_detection.Stack("1.23.1.25", "2.9.0+git1234", "2.9.0", True)
+gaudi_detection.find_machine = lambda environ: gaudi_detection.Machine(1, 1)
 from trencadis.backends.hpu.bridge import emulator_hooks
 from trencadis.backends.hpu.start.bridge_loader import open_bridge
 bridge = open_bridge(0)
@@ -74,9 +74,9 @@ def test_real_branch_over_the_stub(lazy: str, env: dict[str, str], over_stub: Ru
 
 NUMBERED = """
 import json, os, sys
-from trencadis.backends.hpu.start import machine
-machine.find_stack = lambda: machine.Stack("1.23.1.25", "2.9.0+git1234", "2.9.0", True)
-machine.find_machine = lambda environ: machine.Machine(8, 8, tuple(range(8)))
+from trencadis.backends.hpu.start import gaudi_detection
+gaudi_detection.find_stack = lambda: gaudi_detection.Stack("1.23.1.25", "2.9.0+git1234", "2.9.0", True)
+gaudi_detection.find_machine = lambda environ: gaudi_detection.Machine(8, 8, tuple(range(8)))
 from trencadis.backends.hpu.start.bridge_loader import open_bridge
 from trencadis.core.errors import StartupError
 for card, world, env in json.loads(sys.argv[1]):
@@ -203,10 +203,10 @@ def test_emulator_variables() -> None:
 
 
 def test_a_card_is_found_by_its_vendor(tmp_path: Path) -> None:
-    environ = {machine.ROOT: str(tmp_path)}
-    assert machine.find_machine(environ) == machine.Machine()
+    environ = {gaudi_detection.ROOT: str(tmp_path)}
+    assert gaudi_detection.find_machine(environ) == gaudi_detection.Machine()
     for number, vendor in enumerate(("0x8086", "0x1da3")):
         folder = tmp_path / "sys/bus/pci/devices" / str(number)
         folder.mkdir(parents=True)
         (folder / "vendor").write_text(vendor + "\n")
-    assert machine.find_machine(environ).cards == 1
+    assert gaudi_detection.find_machine(environ).cards == 1

@@ -15,9 +15,9 @@ from trencadis.backends.hpu.start.bridge_loader import find_pinning
 pytestmark = pytest.mark.part("gaudi")
 
 PROBES = """
-from trencadis.backends.hpu.start import bridge_loader, card_probes, machine
-machine.find_stack = lambda: machine.Stack("1.23.1.25", "2.9.0+git1234", "2.9.0", True)
-machine.find_machine = lambda environ: machine.Machine(1, 1)
+from trencadis.backends.hpu.start import bridge_loader, card_probes, gaudi_detection
+gaudi_detection.find_stack = lambda: gaudi_detection.Stack("1.23.1.25", "2.9.0+git1234", "2.9.0", True)
+gaudi_detection.find_machine = lambda environ: gaudi_detection.Machine(1, 1)
 bridge_loader.DEVICE = "cpu"
 bridge = bridge_loader.open_bridge(0)
 print(bridge.pinned, len(bridge.notes))

@@ -13,10 +13,10 @@ from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 OPEN = """
 import sys
 import torch
-from trencadis.backends.hpu.start import bridge_loader, machine
-machine.find_stack = lambda: machine.Stack("1.23.1.25", "2.9.0+git1234", "2.9.0", True)
-machine.plugin_version = lambda: "1.23.1.25"
-machine.find_machine = lambda environ: machine.Machine(1, 1)
+from trencadis.backends.hpu.start import bridge_loader, gaudi_detection
+gaudi_detection.find_stack = lambda: gaudi_detection.Stack("1.23.1.25", "2.9.0+git1234", "2.9.0", True)
+gaudi_detection.plugin_version = lambda: "1.23.1.25"
+gaudi_detection.find_machine = lambda environ: gaudi_detection.Machine(1, 1)
 bridge_loader.DEVICE = "cpu"
 bridge = bridge_loader.open_bridge(0)
 from trencadis.backends.hpu.emulator import fused_kernels

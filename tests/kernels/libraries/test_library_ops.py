@@ -17,13 +17,13 @@ from trencadis.backends.cuda import runtime_of
 from trencadis.backends.cuda.launches.cuda_inputs import arrays
 from trencadis.backends.cuda.launches.input_buffers import InputBuffers, StageBuffer
 from trencadis.backends.cuda.libraries.attention_backend import AttentionLibraryAdapter, with_library
+from trencadis.backends.cuda.libraries.attention_library_selector import SelectedLibrary, select_library
 from trencadis.backends.cuda.libraries.library_attention import (
     FlashAttnLaunch,
     FlashInferLaunch,
     FlashInferWorkspace,
     FlashInferWorkspaces,
 )
-from trencadis.backends.cuda.libraries.selector import SelectedLibrary, select_library
 from trencadis.backends.cuda.runtime_protocol import Stream
 from trencadis.backends.cuda.twin.ops import TwinOps
 from trencadis.backends.cuda.twin.twin_runtime import TwinRuntime

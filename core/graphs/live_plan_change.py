@@ -20,8 +20,8 @@ from trencadis.core.graphs.graph_manager import GraphManager
 from trencadis.core.memory import graph_selection as budget
 from trencadis.core.memory.graph_selection import GraphPrice
 from trencadis.core.memory.ledger import pool_of
-from trencadis.core.progress import Warming
 from trencadis.core.shapes.learned_plan import KEPT_STAGES
+from trencadis.core.startup_progress import Warming
 
 log = logging.getLogger("trencadis.engine")
 
