@@ -25,7 +25,7 @@ from trencadis.core.cpu_affinity import available_cpus
 from trencadis.core.device.backend import LayerKV, Weight
 from trencadis.core.quant.online_quant import quantise
 from trencadis.core.quant.quantised_tensor import QTensor
-from trencadis.core.quant.scheme import FP4_HALVES, Scheme
+from trencadis.core.quant.weight_storage_format import FP4_HALVES, Scheme
 
 SIZES = {"qkv": (1152, 896), "gate_up": (9728, 896), "down": (896, 4864), "vision qkv": (3840, 1280)}
 ROWS = (1, 8, 32, 128, 512)

@@ -169,8 +169,8 @@ class Policy:
         inputs: exact bytes of a bucket's input tensors; None: a formula estimates them.
         invariant_rows: the unit that row counts are padded to so that a row's bits do not depend on the others
             (`--batch-invariant`); 0: the device cannot guarantee that.
-        quantised: the form in which quantised weights are kept (core/quant/scheme.py); empty: they are dequantised
-            while loading.
+        quantised: the form in which quantised weights are kept (core/quant/weight_storage_format.py); empty: they are
+            dequantised while loading.
         host_kv: evicted KV blocks can go to host memory. The backend is a ``CopyingBackend``
             (core/launches/host_block_copies.py).
         host_blocks: numbers of such blocks that one launch gathers or scatters, ascending; the backend is then a

@@ -19,8 +19,8 @@ _FORMER_MODULES = {
     "backends.conformance.check_model.checkpoint_checks": "backends.conformance.check_model.suite",
     "backends.conformance.check_model.image_checks": "backends.conformance.check_model.pictures",
     "backends.conformance.check_model.transformers_oracle": "backends.conformance.check_model.oracle",
-    "backends.conformance.graph_checks": "backends.conformance.graphs",
     "backends.conformance.harness": "backends.conformance.check_model.slots backends.conformance.rig",
+    "backends.conformance.memory_checks": "backends.conformance.graph_checks backends.conformance.graphs",
     "backends.conformance.op_checks": "backends.conformance.ops",
     "backends.conformance.op_checks_layers": """
         backends.conformance.ops_parts backends.conformance.ops_pooling backends.conformance.ops_quantised""",
@@ -42,7 +42,6 @@ _FORMER_MODULES = {
     "core.checkpoint.family": "core.models.family",
     "core.checkpoint.json_fields": "core.checkpoint.fields",
     "core.checkpoint.model_config": "core.checkpoint.share core.checkpoint.stage_share",
-    "core.checkpoint.pickle_reader": "core.checkpoint.opcodes",
     "core.checkpoint.pooler_config": """
         core.checkpoint.kv_cache_config core.checkpoint.kv_config core.checkpoint.label_tokens""",
     "core.checkpoint.pooling_config": "core.checkpoint.pooling",
@@ -57,6 +56,7 @@ _FORMER_MODULES = {
         core.quant.formats.fp8 core.quant.formats.gptq core.quant.formats.raw core.quant.formats.raw_weight
         core.quant.formats.table core.quant.formats.words""",
     "core.checkpoint.registry": "core.models.registry",
+    "core.checkpoint.state_dict_pickle": "core.checkpoint.opcodes core.checkpoint.pickle_reader",
     "core.checkpoint.weight_loader": "core.models.loader core.models.weight_loader",
     "core.checkpoint.weight_source": "core.layers.source core.layers.weight_source",
     "core.checkpoint.weight_prefetch": "core.checkpoint.prefetch",
@@ -68,6 +68,7 @@ _FORMER_MODULES = {
     "core.errors": """
         core.graphs.oom_errors core.name_suggestions core.nearest multimodal.error_params multimodal.errors""",
     "core.executor.engine_launcher": "core.executor.spawn",
+    "core.executor.rendezvous": "core.executor.process_groups",
     "core.families.bert": "core.families.xlm_roberta",
     "core.families.llama": "core.families.granite core.families.seed_oss core.families.smollm3",
     "core.families.mistral": "core.families.ministral3 core.families.mixtral",
@@ -97,6 +98,7 @@ _FORMER_MODULES = {
     "core.models.pooler": "core.layers.pooler",
     "core.quant.online_quant": "core.quant.online",
     "core.quant.quantised_tensor": "core.quant.tensor",
+    "core.quant.weight_storage_format": "core.quant.scheme",
     "core.quant.writing.convert_checkpoint": "core.quant.writing.convert",
     "core.quant.writing.layer_rounding": "core.quant.writing.gptq core.quant.writing.rounding",
     "core.quant.writing.safetensors_writer": "core.quant.writing.files",

@@ -23,7 +23,6 @@ from trencadis.backends.cuda.kernels import (
     tiles,
     vision_attention,
 )
-from trencadis.backends.cuda.kernels.attention_block_sizes import DRAWN, FEW, READ
 from trencadis.backends.cuda.kernels.attention_tensors import (
     CrossAttentionItems,
     CudaSegments,
@@ -31,6 +30,7 @@ from trencadis.backends.cuda.kernels.attention_tensors import (
     SingleAttn,
     SingleCrossAttention,
 )
+from trencadis.backends.cuda.kernels.query_blocks_and_key_cuts import DRAWN, FEW, READ
 from trencadis.core.device.backend import LayerKV
 
 Case = tuple[str, Callable[[], None]]

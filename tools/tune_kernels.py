@@ -31,10 +31,10 @@ from benchmarks.kernels import attention_cases as cases  # noqa: E402
 from benchmarks.kernels import layer_cases, quantised_cases  # noqa: E402
 from tools import kernel_resources  # noqa: E402
 from trencadis.backends.cuda.kernels import tiles, vision_attention  # noqa: E402
-from trencadis.backends.cuda.kernels.attention_block_sizes import FEW  # noqa: E402
+from trencadis.backends.cuda.kernels.query_blocks_and_key_cuts import FEW  # noqa: E402
 from trencadis.backends.cuda.kernels.tiles import Tile, TileEntry  # noqa: E402
 from trencadis.backends.cuda.launches.work_items import STEP  # noqa: E402
-from trencadis.core.quant.scheme import Scheme  # noqa: E402
+from trencadis.core.quant.weight_storage_format import Scheme  # noqa: E402
 
 WARPS, STAGES = (4, 8), (1, 2, 3, 4)
 GRIDS = {

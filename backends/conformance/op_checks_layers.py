@@ -41,7 +41,7 @@ from trencadis.core.models.interface import CrossAttentionOps
 from trencadis.core.models.mlp import GatedMLP, RMSNorm
 from trencadis.core.quant import online_quant
 from trencadis.core.quant.quantised_tensor import QTensor
-from trencadis.core.quant.scheme import FLOATS8, Scheme
+from trencadis.core.quant.weight_storage_format import FLOATS8, Scheme
 from trencadis.core.shared_constants import RESERVED_ROWS
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2")

@@ -34,10 +34,10 @@ from trencadis.backends.cpu.host_padding import (
     visible_ends,
     windows,
 )
-from trencadis.backends.cpu.kernel_trial import UNCHANGED, choice_of, choose_table
+from trencadis.backends.cpu.measured_kernel_choice import UNCHANGED, choice_of, choose_table
 from trencadis.backends.cpu.native import dense, threads
-from trencadis.backends.cpu.native.delayed_threads import ThreadUse, thread_use
 from trencadis.backends.cpu.native.kernel_table import KernelTable, with_choice
+from trencadis.backends.cpu.native.thread_count_control import ThreadUse, thread_use
 from trencadis.backends.cpu.native.weight_packing import CachedPages
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.policy import policy

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.device.communicators import SingleRank as SingleRank
-from trencadis.core.executor.process_groups import TIMEOUT, open_store
+from trencadis.core.executor.rendezvous import TIMEOUT, open_store
 
 
 class GlooComm:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from trencadis.backends.cpu.native import kernel_table, library
 from trencadis.core.quant.quantised_tensor import QTensor
-from trencadis.core.quant.scheme import ROW_BYTES
+from trencadis.core.quant.weight_storage_format import ROW_BYTES
 
 log = logging.getLogger("trencadis.engine")
 

@@ -10,7 +10,7 @@ from trencadis.core.buckets import DEFAULT_VISION_SLOTS, MIXED_AXES, Stage
 from trencadis.core.device_policy import Policy
 from trencadis.core.errors import StartupError
 from trencadis.core.kv_cache_format import FP8, INT8
-from trencadis.core.quant.scheme import PANELS, ROWS8
+from trencadis.core.quant.weight_storage_format import PANELS, ROWS8
 from trencadis.core.shared_constants import WINDOW_SLOTS
 
 INVARIANT_ROWS = 4

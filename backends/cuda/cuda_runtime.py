@@ -25,7 +25,7 @@ from torch import Tensor
 from triton import knobs
 
 from trencadis.backends.cuda.graph_pool import CapturedGraphs, CudaGraph, GraphPool, discard_failed_capture
-from trencadis.backends.cuda.kernels.accelerator import Accelerator, TorchGraph, in_use
+from trencadis.backends.cuda.kernels.torch_device_module import Accelerator, TorchGraph, in_use
 from trencadis.backends.cuda.runtime_protocol import Array, Graph, Stream
 from trencadis.backends.fault_injection import Hooks
 from trencadis.core.device.backend import Body, Memory, OutOfDeviceMemory

@@ -40,7 +40,7 @@ from trencadis.core.device.backend import (
 )
 from trencadis.core.device_policy import Policy
 from trencadis.core.envs import get_bool
-from trencadis.core.executor.process_groups import join_group
+from trencadis.core.executor.rendezvous import join_group
 from trencadis.core.graphs.graph_manager import EventStopwatch, Stopwatch
 from trencadis.core.vision_config import NO_SLOT, SlotForm
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from trencadis.core.quant.quantised_tensor import QTensor
-from trencadis.core.quant.scheme import FACTOR, WORD, packs4
+from trencadis.core.quant.weight_storage_format import FACTOR, WORD, packs4
 
 log = logging.getLogger("trencadis.engine")
 

@@ -20,7 +20,7 @@ from trencadis.core.device.backend import Backend
 from trencadis.core.errors import StartupError
 from trencadis.core.quant.online_quant import quantise
 from trencadis.core.quant.quantised_tensor import QTensor
-from trencadis.core.quant.scheme import FLOATS8, Scheme
+from trencadis.core.quant.weight_storage_format import FLOATS8, Scheme
 
 log = logging.getLogger("trencadis.engine")
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trencadis.core.checkpoint.pickle_reader import MAX_PICKLE, Storage, StoredTensor, tensors
+from trencadis.core.checkpoint.state_dict_pickle import MAX_PICKLE, Storage, StoredTensor, tensors
 from trencadis.core.errors import StartupError
 
 MAX_DIRECTORY = 4 << 20

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from trencadis.core.errors import StartupError
 from trencadis.core.quant.quantised_tensor import QTensor
-from trencadis.core.quant.scheme import FP4_HALVES, Scheme, groups_of
+from trencadis.core.quant.weight_storage_format import FP4_HALVES, Scheme, groups_of
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,9 @@ from trencadis.core.engine_stats import EngineInfo
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.executor_interface import Executor
 from trencadis.core.executor.nodes_launcher import NodesLauncher, open_listener
-from trencadis.core.executor.process_groups import serve_store
 from trencadis.core.executor.rank_info import RankInfo, check_size, requested_threads, threads_of
 from trencadis.core.executor.rank_launcher import Launcher, LocalLauncher
+from trencadis.core.executor.rendezvous import serve_store
 from trencadis.core.executor.uniproc_executor import UniprocExecutor
 from trencadis.core.graphs.graph_manager import LaunchTimer
 from trencadis.core.graphs.graph_reporter import GraphReporter

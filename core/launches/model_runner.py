@@ -36,8 +36,9 @@ from trencadis.core.launches.launch_splitter import (
     split_step,
     wide_bucket,
 )
+from trencadis.core.launches.pending_step import PendingScores, PendingStep, PooledSlice
 from trencadis.core.launches.rank_input_batch import HeadNeeds, RankInputBatch
-from trencadis.core.launches.sample_launches import PendingScores, PendingStep, PooledSlice, launch_masked, launch_split
+from trencadis.core.launches.sample_launches import launch_masked, launch_split
 from trencadis.core.launches.stage_transfer import PipelineTransfer, runs_on_stage
 from trencadis.core.lora.adapter_store import AdapterStore
 from trencadis.core.masks.manager import MatcherManager

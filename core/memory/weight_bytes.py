@@ -11,7 +11,16 @@ from trencadis.core.checkpoint.quant_config import Quantisation
 from trencadis.core.checkpoint.registry import adapted_tower
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.quant.scheme import FLOATS8, PANELS, ROWS8, Scheme, held_bytes, mlp_unit, notes_of, packs4
+from trencadis.core.quant.weight_storage_format import (
+    FLOATS8,
+    PANELS,
+    ROWS8,
+    Scheme,
+    held_bytes,
+    mlp_unit,
+    notes_of,
+    packs4,
+)
 from trencadis.core.shared_constants import align_up
 from trencadis.core.vision_config import SharedMatrix
 

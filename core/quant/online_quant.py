@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from trencadis.core.errors import StartupError
 from trencadis.core.quant.quantised_tensor import SLAB, QTensor
-from trencadis.core.quant.scheme import Scheme, groups_of
+from trencadis.core.quant.weight_storage_format import Scheme, groups_of
 
 
 @dataclass(frozen=True)

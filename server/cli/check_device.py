@@ -15,7 +15,7 @@ from pathlib import Path
 from trencadis.core import devices
 from trencadis.core.errors import StartupError
 from trencadis.core.process import torch_env
-from trencadis.server.cli.command_options import print_help_if_asked
+from trencadis.server.cli.small_command_parser import print_help_if_asked
 from trencadis.server.processes import signals_and_logging
 
 USAGE = """\

@@ -31,7 +31,7 @@ from trencadis.server.engine.request_link import RemotePixels, RequestLink
 from trencadis.server.metrics.collectors import API_MODULE
 from trencadis.server.processes import ipc_messages
 from trencadis.server.processes.ipc_messages import Channel, DeltaBatch, RequestRouted, Requests
-from trencadis.server.tenants.shared_counters import SharedTable
+from trencadis.server.tenants.shared_limits_table import SharedTable
 
 log = logging.getLogger("trencadis.server")
 

@@ -22,7 +22,7 @@ from trencadis.server.processes import ipc_messages
 from trencadis.server.processes.api_process import ApiProcess, RequestRelay
 from trencadis.server.processes.ipc_messages import Channel
 from trencadis.server.processes.multi_engine_client import Fleet
-from trencadis.server.tenants.shared_counters import SharedTable
+from trencadis.server.tenants.shared_limits_table import SharedTable
 from trencadis.server.tenants.shared_process_state import FAIR_QUEUED
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from trencadis.server.processes.server_lifecycle import (
     get_reload_calls,
     list_routes,
 )
-from trencadis.server.tenants.shared_counters import SharedTable
+from trencadis.server.tenants.shared_limits_table import SharedTable
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

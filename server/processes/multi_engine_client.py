@@ -24,7 +24,7 @@ from trencadis.core.request import Delta, Request
 from trencadis.server.engine.engine_client import DeltaCallback, Pixels
 from trencadis.server.engine.request_link import STOPPED
 from trencadis.server.engine.supervisor import Supervisor
-from trencadis.server.processes.engine_group import EngineGroup
+from trencadis.server.processes.combined_engine_state import EngineGroup
 from trencadis.server.processes.replica_wait_prediction import (
     Assignment,
     Key,

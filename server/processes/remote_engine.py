@@ -19,10 +19,10 @@ from trencadis.core.process.log_setup import flush_logs
 from trencadis.core.request import Delta, Request
 from trencadis.server.engine.engine_client import DeltaCallback, Pixels
 from trencadis.server.engine.request_link import RequestLink
-from trencadis.server.processes import engine_group, ipc_messages
-from trencadis.server.processes.engine_group import EngineGroup
+from trencadis.server.processes import combined_engine_state, ipc_messages
+from trencadis.server.processes.combined_engine_state import EngineGroup
 from trencadis.server.processes.ipc_messages import Channel
-from trencadis.server.tenants.shared_counters import SharedTable
+from trencadis.server.tenants.shared_limits_table import SharedTable
 from trencadis.server.tenants.shared_process_state import Answer, SharedProcessState
 
 log = logging.getLogger("trencadis.server")
@@ -111,7 +111,7 @@ class FrontLink(RequestLink):
         one.plan = known.plan
         if known.info is not None and known.info != one.info:
             one.info = known.info
-            together = engine_group.merge_infos([other.info for other in self.replicas])
+            together = combined_engine_state.merge_infos([other.info for other in self.replicas])
             if together is not None and all(other.info is not None for other in self.replicas):
                 for listener in self.on_info:
                     listener(together)

@@ -17,7 +17,13 @@ from trencadis.core.json_types import Json, JsonObject
 from trencadis.multimodal.images.processor_cache import ProcessorCache
 from trencadis.multimodal.processor import PlaceholderRun, PreparedImage, PreparedVideo
 from trencadis.server.tenants.admission import Admission, Bounds
-from trencadis.server.tenants.shared_counters import HELD, SharedAccount, SharedAdmission, SharedMediaUuids, SharedTable
+from trencadis.server.tenants.shared_limits_table import (
+    HELD,
+    SharedAccount,
+    SharedAdmission,
+    SharedMediaUuids,
+    SharedTable,
+)
 from trencadis.server.tenants.tenant_registry import Tenant, TenantAccount
 
 

@@ -12,7 +12,7 @@ from tests.kernels.cross_attention.cross_attention_cases import CrossAttentionCa
 from tests.traffic.ragged_rows import ragged_inputs
 from trencadis.backends.cuda import runtime_of
 from trencadis.backends.cuda.kernels import cross_attend
-from trencadis.backends.cuda.kernels.attention_block_sizes import IMAGE_SPAN
+from trencadis.backends.cuda.kernels.query_blocks_and_key_cuts import IMAGE_SPAN
 from trencadis.backends.cuda.launches.input_buffer_bytes import (
     cross_attention_block_tokens,
     cross_attention_bytes,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 
-from trencadis.backends.cuda.kernels.attention_block_sizes import SPAN
+from trencadis.backends.cuda.kernels.query_blocks_and_key_cuts import SPAN
 from trencadis.backends.cuda.launches.input_buffer_bytes import LEAST, WAVES, ItemCapacity, block_tokens, item_capacity
 from trencadis.backends.cuda.launches.work_items import END, HORIZON, STEP, ItemPlans, Items, blocks_of
 from trencadis.core.buckets import Bucket, Stage

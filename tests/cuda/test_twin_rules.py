@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trencadis.backends.cuda.runtime_protocol import Stream
-from trencadis.backends.cuda.timing.kernel_recorder import check_grid
+from trencadis.backends.cuda.timing.meta_launch_recorder import check_grid
 from trencadis.backends.cuda.twin.card_rules import CaptureError
 from trencadis.backends.cuda.twin.twin_runtime import DeviceError, TwinFaults, TwinRuntime, parse
 from trencadis.core.errors import StartupError

@@ -33,9 +33,9 @@ from trencadis.server.http import listener
 from trencadis.server.processes import aggregated_metrics
 from trencadis.server.processes.api_process import RequestRelay
 from trencadis.server.processes.ipc_messages import DeltaBatch, RequestRouted
-from trencadis.server.tenants import shared_counters, shared_process_state
+from trencadis.server.tenants import shared_limits_table, shared_process_state
 from trencadis.server.tenants.admission import Admission, Bounds, Ticket
-from trencadis.server.tenants.shared_counters import (
+from trencadis.server.tenants.shared_limits_table import (
     HELD,
     UUID_WAYS,
     SharedAccount,
@@ -155,7 +155,7 @@ def test_what_a_dead_process_held_is_taken_back_and_what_it_spent_stays_spent(ta
 def test_a_name_of_media_is_known_to_all_and_means_one_thing(
     tables: list[SharedTable], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_counters, "UUID_SETS", 8)
+    monkeypatch.setattr(shared_limits_table, "UUID_SETS", 8)
     ticks = iter(range(1, 1 << 30))
     books = [SharedMediaUuids(each, lambda: next(ticks)) for each in tables]
     one, other = (f"{digit:064x}" for digit in (1, 2))
@@ -219,7 +219,7 @@ def test_connections_are_dealt_among_sockets_and_bounded_together(tables: list[S
 
 HOLDER = """
 import sys, time
-from trencadis.server.tenants.shared_counters import SharedTable
+from trencadis.server.tenants.shared_limits_table import SharedTable
 table = SharedTable(int(sys.argv[1]), 3, 1)
 table.put(0, 5)
 with table:

@@ -27,7 +27,7 @@ from trencadis.core.memory.weight_bytes import largest_dequantised_bytes
 from trencadis.core.models.model_loader import load_model
 from trencadis.core.quant.online_quant import quantise
 from trencadis.core.quant.quantised_tensor import QTensor
-from trencadis.core.quant.scheme import FLOATS8, Scheme, notes_of
+from trencadis.core.quant.weight_storage_format import FLOATS8, Scheme, notes_of
 
 __all__ = ["small"]
 

@@ -19,7 +19,7 @@ from tests.fakes.ranks import full_step
 from tests.links.peers import FACTORY, group_at, nothing_stays, start
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.executor import process_groups
+from trencadis.core.executor import rendezvous
 from trencadis.core.executor.engine_connection import HeadlessRanks, make_connect_infos
 from trencadis.core.executor.multiproc_executor import MultiprocExecutor, RankFailed
 from trencadis.core.executor.nodes_launcher import open_listener
@@ -200,13 +200,13 @@ def test_pixels_go_to_ranks_that_encode(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_interface_is_that_of_the_route_to_rank_0() -> None:
-    assert process_groups.interface_to("127.0.0.1") == process_groups.interface_to("127.9.8.7") == "lo"
-    assert process_groups.interface_to("no-such-host.invalid") == ""
+    assert rendezvous.interface_to("127.0.0.1") == rendezvous.interface_to("127.9.8.7") == "lo"
+    assert rendezvous.interface_to("no-such-host.invalid") == ""
 
 
 INTERFACES = """
 import os, sys
-from trencadis.core.executor import process_groups
+from trencadis.core.executor import rendezvous
 groups.keep_to("tcp://127.0.0.1:5")
 assert os.environ["GLOO_SOCKET_IFNAME"] == "lo" and os.environ["NCCL_SOCKET_IFNAME"] == "eth7", dict(os.environ)
 """

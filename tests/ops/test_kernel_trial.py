@@ -15,9 +15,9 @@ from torch import Tensor
 
 from tests import kernel_kinds
 from trencadis.backends.cpu import backend as cpu_backend
-from trencadis.backends.cpu import kernel_trial
+from trencadis.backends.cpu import measured_kernel_choice as kernel_choice
 from trencadis.backends.cpu.backend import CpuBackend
-from trencadis.backends.cpu.kernel_trial import KernelChoice
+from trencadis.backends.cpu.measured_kernel_choice import KernelChoice
 from trencadis.backends.cpu.native import library
 from trencadis.backends.cpu.native.kernel_table import (
     ANY,
@@ -56,12 +56,12 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(str(dtype))
         return OTHER
 
-    monkeypatch.setattr(kernel_trial, "measure", measure)
+    monkeypatch.setattr(kernel_choice, "measure", measure)
     return found
 
 
 def choose(folder: Path | None, threads: int = 2) -> KernelTable:
-    return kernel_trial.choose_table(BUILT_IN, torch.bfloat16, threads, folder)
+    return kernel_choice.choose_table(BUILT_IN, torch.bfloat16, threads, folder)
 
 
 def only_file(folder: Path) -> Path:
@@ -74,7 +74,7 @@ def test_a_choice_limits_what_the_table_has() -> None:
     assert not made.bfloat16_pairs and not made.serves(Op.WINDOWS, BFLOAT16) and made.serves(Op.ATTENTION, BFLOAT16)
     assert made.digest != BUILT_IN.digest and made.digest in made.line() and "measured" in made.line()
     assert BUILT_IN.digest in BUILT_IN.line() and "built in" in BUILT_IN.line()
-    same = with_choice(BUILT_IN, BFLOAT16, *kernel_trial.choice_of(BUILT_IN, BFLOAT16))
+    same = with_choice(BUILT_IN, BFLOAT16, *kernel_choice.choice_of(BUILT_IN, BFLOAT16))
     assert same.digest == BUILT_IN.digest
     skylake = table_of("avx512", {"avx2", "avx512"})
     more = with_choice(skylake, BFLOAT16, 64, 1, 1)
@@ -86,7 +86,7 @@ def test_the_first_start_measures_and_later_ones_read(measured: list[str], tmp_p
     first, second = choose(tmp_path), choose(tmp_path)
     assert len(measured) == 1 and first == second == with_choice(BUILT_IN, BFLOAT16, *OTHER)
     choose(tmp_path, threads=1)
-    kernel_trial.choose_table(BUILT_IN, torch.float32, 2, tmp_path)
+    kernel_choice.choose_table(BUILT_IN, torch.float32, 2, tmp_path)
     assert len(measured) == 3, "other numbers of threads and other types are measured by themselves"
 
 
@@ -135,7 +135,7 @@ def test_requested_kernels_and_fixed_bits_are_not_measured(
     measured: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert choose(None) is BUILT_IN
-    assert kernel_trial.choose_table(table_of(TORCH, ZEN4), torch.float32, 2, tmp_path).kind == TORCH
+    assert kernel_choice.choose_table(table_of(TORCH, ZEN4), torch.float32, 2, tmp_path).kind == TORCH
     monkeypatch.setenv(VARIABLE, "avx2")
     assert choose(tmp_path) is BUILT_IN
     assert not measured and not list(tmp_path.iterdir())
@@ -157,7 +157,7 @@ def start_replica(folder: Path, counted: Path) -> None:
         time.sleep(0.2)
         return OTHER
 
-    kernel_trial.measure = measure
+    kernel_choice.measure = measure
     assert choose(folder) == with_choice(BUILT_IN, BFLOAT16, *OTHER)
 
 
@@ -187,7 +187,7 @@ class Ranks:
 def test_all_ranks_take_the_table_of_the_first(
     measured: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    none = (kernel_trial.UNCHANGED,) * 3
+    none = (kernel_choice.UNCHANGED,) * 3
     digests = set[str]()
     for number, others in ((0, (*none, 1)), (1, (*OTHER, 1))):
         monkeypatch.setattr(cpu_backend, "make_comm", lambda cfg, others=others: Ranks(others))
@@ -204,11 +204,13 @@ def test_all_ranks_take_the_table_of_the_first(
 def test_the_measurement_is_bounded_and_allowed_choices_result(dtype: torch.dtype) -> None:
     table = kernel_kinds.table(kernel_kinds.OWN[-1])
     begun = time.process_time()
-    found = kernel_trial.measure(table, dtype)
+    found = kernel_choice.measure(table, dtype)
     taken = time.process_time() - begun
-    assert taken < 2 * kernel_trial.SECONDS * torch.get_num_threads()
-    built_in = kernel_trial.choice_of(table, str(dtype).removeprefix("torch."))
-    assert found.rows in (built_in.rows, *kernel_trial.ROWS, kernel_trial.ROWS[-1] // 2) and found.rows <= built_in.rows
+    assert taken < 2 * kernel_choice.SECONDS * torch.get_num_threads()
+    built_in = kernel_choice.choice_of(table, str(dtype).removeprefix("torch."))
+    assert (
+        found.rows in (built_in.rows, *kernel_choice.ROWS, kernel_choice.ROWS[-1] // 2) and found.rows <= built_in.rows
+    )
     assert found.pairs <= built_in.pairs and found.windows <= built_in.windows
 
 
@@ -221,9 +223,9 @@ def test_a_candidate_replaces_the_built_in_choice_if_it_is_faster_in_time() -> N
         return call
 
     far = time.perf_counter() + 10
-    assert kernel_trial._is_faster(taking(0.02), taking(0.005), far)
-    assert not kernel_trial._is_faster(taking(0.005), taking(0.005), far)
-    assert not kernel_trial._is_faster(taking(0.02), taking(0.005), time.perf_counter())
+    assert kernel_choice._is_faster(taking(0.02), taking(0.005), far)
+    assert not kernel_choice._is_faster(taking(0.005), taking(0.005), far)
+    assert not kernel_choice._is_faster(taking(0.02), taking(0.005), time.perf_counter())
 
 
 @pytest.mark.skipif(not kernel_kinds.OWN, reason="own kernels are not built here")
@@ -233,7 +235,7 @@ def test_windows_are_left_to_torch_where_it_is_faster() -> None:
     table = kernel_kinds.table(kernel_kinds.OWN[-1])
     found = list[Tensor]()
     for windows in (0, 1):
-        made.table = with_choice(table, FLOAT32, *kernel_trial.choice_of(table, FLOAT32)._replace(windows=windows))
+        made.table = with_choice(table, FLOAT32, *kernel_choice.choice_of(table, FLOAT32)._replace(windows=windows))
         with kernel_kinds.served("attention", made.table, bool(windows)):
             found.append(made.attend_windows(q, q, q, segments, 0.25))
     torch.testing.assert_close(found[0], found[1])

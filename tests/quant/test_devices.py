@@ -36,7 +36,7 @@ from trencadis.core.memory.estimate import MemoryEstimator
 from trencadis.core.models.model_loader import load_model
 from trencadis.core.quant.online_quant import quantise
 from trencadis.core.quant.quantised_tensor import QTensor
-from trencadis.core.quant.scheme import Scheme
+from trencadis.core.quant.weight_storage_format import Scheme
 from trencadis.core.shared_constants import RESERVED_BLOCKS
 from trencadis.server.plan.plan_command import make_plan
 

@@ -21,7 +21,7 @@ from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.registry import image_needs, image_processor
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.launches.model_runner import ModelRunner
-from trencadis.core.launches.sample_launches import PendingStep
+from trencadis.core.launches.pending_step import PendingStep
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.scheduling.image_packer import ImagePacker
 from trencadis.core.shapes.bucket_options import BucketOptions

@@ -21,8 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from trencadis.backends.cuda.kernels import attention_tensors, online_softmax, tiles
-from trencadis.backends.cuda.kernels.attention_block_sizes import DRAWN, IMAGE_SPAN, cross_attention_lanes
 from trencadis.backends.cuda.kernels.attention_tensors import CrossAttentionItems, SingleCrossAttention
+from trencadis.backends.cuda.kernels.query_blocks_and_key_cuts import DRAWN, IMAGE_SPAN, cross_attention_lanes
 
 SLAB, AHEAD = 8, 4
 """Queries per program of the second kernel, and partial results that it loads ahead."""

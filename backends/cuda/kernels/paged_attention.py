@@ -20,11 +20,11 @@ import triton.language as tl
 from torch import Tensor
 
 from trencadis.backends.cuda.kernels import attention_tensors, online_softmax, quantised_kv_attention, tiles
-from trencadis.backends.cuda.kernels.attention_block_sizes import FEW, SINGLE, SPAN, lanes_of
 from trencadis.backends.cuda.kernels.attention_tensors import ItemAttn, SingleAttn
 from trencadis.backends.cuda.kernels.layers import dependent_launch
 from trencadis.backends.cuda.kernels.paged_attention_loop import KeyRanges, PagedKeys, attend_reach, start_run
 from trencadis.backends.cuda.kernels.quantised_kv_attention import CodedKeys, attend_coded_reach, few_of
+from trencadis.backends.cuda.kernels.query_blocks_and_key_cuts import FEW, SINGLE, SPAN, lanes_of
 from trencadis.core.device.backend import LayerKV
 
 SLAB, PIECES, JOIN_WARPS = 8, 4, 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from trencadis.backends.cuda.kernels.attention_block_sizes import (
+from trencadis.backends.cuda.kernels.query_blocks_and_key_cuts import (
     IMAGE_SPAN,
     LONG,
     SPAN,

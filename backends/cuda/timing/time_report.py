@@ -141,7 +141,7 @@ def times(
         StartupError: there are no figures of the card, or this Python has no torch or no triton.
     """
     try:
-        from trencadis.backends.cuda.timing.kernel_recorder import DecodeRecorder
+        from trencadis.backends.cuda.timing.meta_launch_recorder import DecodeRecorder
     except ImportError as error:
         raise StartupError(f"plan --time records launches and needs torch and triton: {error}") from error
     on = card(name or DEFAULT)

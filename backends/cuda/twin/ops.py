@@ -36,7 +36,7 @@ from trencadis.core.device.backend import (
 )
 from trencadis.core.device.launch_tensors import CrossAttentionTensors, RecurrentRows
 from trencadis.core.quant.quantised_tensor import QTensor
-from trencadis.core.quant.scheme import DECODED_BYTES, DECODED_ROWS
+from trencadis.core.quant.weight_storage_format import DECODED_BYTES, DECODED_ROWS
 from trencadis.core.shared_constants import ZERO_BLOCK
 
 BY_LENGTH = CpuOps()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.oracles.attention_cases import Case, Prepared, moved, prepared
-from trencadis.backends.cuda.kernels import attention_block_sizes, paged_attention
+from trencadis.backends.cuda.kernels import paged_attention
 from trencadis.backends.cuda.launches import input_buffer_bytes, work_items
 
 BASE = Case((), group=2, kv_heads=1, d=16, invariant=True)
@@ -20,7 +20,7 @@ MANY, FEW = 132, 0
 @pytest.fixture(autouse=True)
 def short_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spans of 128 keys, so that small prompts have several."""
-    for module in (attention_block_sizes, input_buffer_bytes, paged_attention):
+    for module in (query_blocks_and_key_cuts, input_buffer_bytes, paged_attention):
         monkeypatch.setattr(module, "SPAN", 128)
     for module in (input_buffer_bytes, work_items):
         monkeypatch.setattr(module, "LEAST", 128)

@@ -21,7 +21,7 @@ from trencadis.backends.cuda.weights.quantised_weight import QuantisedWeight
 from trencadis.core.errors import StartupError
 from trencadis.core.quant.online_quant import quantise
 from trencadis.core.quant.quantised_tensor import QTensor
-from trencadis.core.quant.scheme import CODES, Scheme, held_bytes
+from trencadis.core.quant.weight_storage_format import CODES, Scheme, held_bytes
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SMALL = {16: tiles.Tile(16, 32, 4, 1), 32: tiles.Tile(16, 32, 4, 1)}
