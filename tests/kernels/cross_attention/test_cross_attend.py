@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.cross_attention.cross_attention_cases import CrossAttentionCase, CrossAttentionLaunch, launched
-from trencadis.backends.cuda.kernels import cross_attend
+from trencadis.backends.cuda.kernels import cross_attend, query_blocks_and_key_cuts
 from trencadis.backends.cuda.launches import input_buffer_bytes, work_items
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

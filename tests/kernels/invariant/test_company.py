@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.oracles.attention_cases import Case, Prepared, moved, prepared
-from trencadis.backends.cuda.kernels import paged_attention
+from trencadis.backends.cuda.kernels import paged_attention, query_blocks_and_key_cuts
 from trencadis.backends.cuda.launches import input_buffer_bytes, work_items
 
 BASE = Case((), group=2, kv_heads=1, d=16, invariant=True)
