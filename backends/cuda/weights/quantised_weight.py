@@ -3,8 +3,8 @@ them.
 
 A weight's value is (code - zero) x scale of its group x factor of its row. Two 4-bit codes share a byte, so that
 the two halves of a tile are neighbouring columns (``core.quant.weight_storage_format.half_of``). 8-bit floats are
-decoded by shifting their bits into a float16, which is the value over 256 for every code of e4m3 and the value itself for e5m2;
-the factor compensates for it.
+decoded by shifting their bits into a float16, which is the value over 256 for every code of e4m3 and the value itself
+for e5m2; the factor compensates for it.
 """
 
 from __future__ import annotations
