@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from trencadis.backends.hpu.start import gaudi_detection
-from trencadis.backends.hpu.start import gaudi_detection as machines
-from trencadis.backends.hpu.start import gaudi_detection as stacks
 from trencadis.backends.hpu.start.gaudi_detection import PLUGIN, Machine, Stack
 from trencadis.core.envs import FALSE, TRUE
 from trencadis.core.errors import StartupError
@@ -48,8 +46,8 @@ def choose(environ: Mapping[str, str], machine: Machine, stack: Stack) -> str:
     if text and text not in FALSE:
         raise StartupError(f"{SWITCH}={environ[SWITCH]!r} is neither true ({' '.join(TRUE)}) nor false.")
     emulate = f"; {SWITCH}=1 emulates a card instead"
-    if gaudi_detection.cards:
-        why = gaudi_detection.problem() or stack.problem()
+    if machine.cards:
+        why = machine.problem() or stack.problem()
         if why:
             raise StartupError(f"a Gaudi is present and {why}{emulate}")
         return REAL
@@ -89,10 +87,10 @@ def will_be_lazy(environ: Mapping[str, str]) -> bool:
     asked = requested_mode(environ)
     if asked is not None:
         return asked
-    if environ.get(SWITCH, "").strip().lower() in TRUE or not machines.find_machine(environ).cards:
+    if environ.get(SWITCH, "").strip().lower() in TRUE or not gaudi_detection.find_machine(environ).cards:
         return True
-    found = stacks.find_stack()
-    return found.plugin is None or stacks.lazy_offered(found.plugin, found.torch)
+    found = gaudi_detection.find_stack()
+    return found.plugin is None or gaudi_detection.lazy_offered(found.plugin, found.torch)
 
 
 def pick_mode(environ: Mapping[str, str], stack: Stack) -> tuple[bool, str]:
@@ -104,19 +102,20 @@ def pick_mode(environ: Mapping[str, str], stack: Stack) -> tuple[bool, str]:
     """
     asked = requested_mode(environ)
     if asked and not stack.own:
-        container = stacks.image(stack.plugin, lazy=True)
+        container = gaudi_detection.image(stack.plugin, lazy=True)
         raise StartupError(
             f"{MODE}=1 asks for lazy mode, which needs Gaudi's own build of torch, and torch {stack.torch} is the "
             f"upstream one: unset it (compile mode), or start from the container {container}"
         )
-    if asked is False and not stacks.compiles(stack.torch):
+    if asked is False and not gaudi_detection.compiles(stack.torch):
+        least = ".".join(map(str, gaudi_detection.COMPILES_FROM))
         raise StartupError(
-            f"{MODE}=0 asks for compile mode, which needs torch {'.'.join(map(str, stacks.COMPILES_FROM))} or newer, "
+            f"{MODE}=0 asks for compile mode, which needs torch {least} or newer, "
             f"and torch {stack.torch} is here: unset it (lazy mode, with graphs)"
         )
     if asked is not None:
         return asked, "as asked"
-    if stacks.lazy_offered(stack.plugin, stack.torch):
+    if gaudi_detection.lazy_offered(stack.plugin, stack.torch):
         return True, GRAPHS
     if stack.own:
         return False, f"the default since release 1.24; {MODE}=1 asks for graphs"
@@ -167,7 +166,8 @@ def unusable_message(why: str, environ: Mapping[str, str], stack: Stack) -> str:
     problem = stack.problem()
     advice = (
         problem
-        or f"{PLUGIN} {stack.plugin} and torch {stack.torch} must be of one Gaudi release: {stacks.remedy(stack)}"
+        or f"{PLUGIN} {stack.plugin} and torch {stack.torch} must be of one Gaudi release: "
+        f"{gaudi_detection.remedy(stack)}"
     )
     return f"the Gaudi plug-in cannot be used ({why}): {reason}{advice}; {SWITCH}=1 emulates a card instead"
 
