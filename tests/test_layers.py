@@ -105,8 +105,8 @@ TORCH: dict[str, frozenset[str]] = {
     ),
     "core/device": frozenset({"backend", "launch_tensors"}),
     "core/engine": frozenset({"engine_builder", "graph_startup", "kv_offload_setup"}),
-    "core/executor": frozenset({"process_groups", "multiproc_executor"}),
-    "core/graphs": frozenset({"graph_capture", "graph_manager", "graph_reporter", "replan", "warmup"}),
+    "core/executor": frozenset({"rendezvous", "multiproc_executor"}),
+    "core/graphs": frozenset({"graph_capture", "graph_manager", "graph_reporter", "live_plan_change", "warmup"}),
     "core/lora": frozenset({"adapter_store"}),
     "core/launches": frozenset(
         {
@@ -146,8 +146,8 @@ TORCH: dict[str, frozenset[str]] = {
     "backends/cuda/kernels/layers": EVERY,
     "backends/cuda/kernels/peers": EVERY,
     "backends/cuda/launches": EVERY,
-    "backends/cuda/libraries": frozenset({"selector", "library_attention", "attention_backend"}),
-    "backends/cuda/timing": frozenset({"kernel_recorder"}),
+    "backends/cuda/libraries": frozenset({"attention_library_selector", "library_attention", "attention_backend"}),
+    "backends/cuda/timing": frozenset({"meta_launch_recorder"}),
     "backends/cuda/twin": EVERY,
     "backends/cuda/weights": EVERY,
     "backends/hpu": EVERY,
