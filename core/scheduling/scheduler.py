@@ -133,7 +133,8 @@ class Scheduler:
         vision = VisionBuilder()
         if self.with_media:
             vision = self.encoder.begin(self._media_in_order(), self._skips_vision())
-        builder = StepBuilder(self.steps + 1, self.limits.max_tokens, self.order.scored.tokens(), vision)
+        scored = self.order.scored.tokens()
+        builder = StepBuilder(self.steps + 1, self.limits.max_tokens, scored, vision, most_scored=scored)
         builder.decoding = persistent + sum(seq.due == 1 for seq in others)
         if self.times is not None:
             builder.bound_prompts(self.times)

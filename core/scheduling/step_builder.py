@@ -343,10 +343,7 @@ class StepBuilder:
     resets: list[Reset] = field(default_factory=list)
     openings: list[Opening] = field(default_factory=list)
     snapshots: list[PendingSnapshot] = field(default_factory=list)  # states that the step leaves behind
-    most_scored: int = field(init=False)  # ``scored`` before any sequence has taken of it
-
-    def __post_init__(self) -> None:
-        self.most_scored = self.scored
+    most_scored: int = 0  # ``scored`` before any sequence has taken of it
 
     def bound_prompts(self, times: StepTimes) -> None:
         """Limits prompts in this step so that decoding rows keep the latency bound of ``times``."""

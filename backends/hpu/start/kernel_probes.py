@@ -114,6 +114,7 @@ def kernels(bridge: Bridge) -> dict[str, tuple[Callable[..., Tensor], tuple[Tens
         "topk": (lambda a: torch.topk(a, 4).values, (x,)),
         "cumsum": (lambda a: torch.cumsum(a, -1), (x,)),
         "whole units": (sum_units, (x.softmax(-1),)),
+        "ceil": (torch.ceil, (x,)),
         "argmax": (lambda a: torch.argmax(a, -1), (x,)),
         "where": (lambda a: torch.where(a > 0, a, -a), (x,)),
         "masked_fill": (lambda a: a.masked_fill(a < 0, -1e4), (x,)),
