@@ -56,16 +56,11 @@ def _recurrent(c: JsonFields) -> RecurrentConfig | None:
 
 def refuse_step_limits(c: JsonFields) -> None:
     """Raises StartupError if the steps of Mamba-2 have limits."""
-    if c.is_given("time_step_limit") and not _is_unlimited(c.values["time_step_limit"]):
+    limits = c.values["time_step_limit"] if c.is_given("time_step_limit") else (0, math.inf)
+    least, most = limits if isinstance(limits, list | tuple) and len(limits) == 2 else (None, None)
+    most = most.get("__float__") if isinstance(most, dict) else most  # a form in which JSON files have infinity
+    if least != 0 or most not in (math.inf, "Infinity"):
         c.refuse("time_step_limit", "implemented: steps without a limit, [0.0, Infinity]")
-
-
-def _is_unlimited(limits: object) -> bool:
-    """Returns True for [0, infinity], in the forms that JSON files have."""
-    if not isinstance(limits, list | tuple) or len(limits) != 2:
-        return False
-    most = limits[1].get("__float__") if isinstance(limits[1], dict) else limits[1]
-    return limits[0] == 0 and most in (math.inf, "Infinity")
 
 
 def read_decoder(c: JsonFields, tied: bool) -> TextConfig:
