@@ -66,7 +66,7 @@ def measure(llm: LLM, kind: str, adapters: list[LoRARequest | None], length: int
 
 
 COMINGS = ("new", "in host memory", "in a slot")
-"""Where an adapter is when a request names it."""
+"""States of an adapter when a request names it."""
 
 APART = 12
 """Steps between two such requests, in which no adapter comes."""

@@ -74,7 +74,7 @@ class AttendPlan:
 
 
 class PlanKey(NamedTuple):
-    """What a launch's plan depends on besides the launch: the arguments of ``make_plan``."""
+    """Key of a launch's plan: the arguments of ``make_plan`` besides the launch."""
 
     grouped: bool
     window: int

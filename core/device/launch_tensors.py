@@ -26,7 +26,7 @@ class LayerKV(NamedTuple):
 
 
 class RotatedHeads(NamedTuple):
-    """What ``Ops.rope_store`` returns: rotated queries [n, h, d], and the keys and values [n, g, d] for ``attend``."""
+    """Result of ``Ops.rope_store``: rotated queries [n, h, d], and the keys and values [n, g, d] for ``attend``."""
 
     q: Tensor
     k: Tensor

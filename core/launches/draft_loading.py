@@ -22,7 +22,7 @@ from trencadis.core.shared_constants import RESERVED_ROWS
 from trencadis.core.spec.draft_checkpoint import Drafter, EagleConfig, sizes_of
 
 DraftingModel = Decoder | Eagle3Head
-"""What drafts, loaded."""
+"""A loaded draft model or head."""
 
 
 class SharedDevice(Protocol):

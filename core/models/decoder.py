@@ -54,7 +54,7 @@ from trencadis.core.models.recurrent_layers import make_recurrent_layer
 from trencadis.core.step import Encode, VisionInputs
 
 NumberedLayer = tuple[int, Any]
-"""What runs in a layer's place: the layer or a group of layers, and the number of its first layer."""
+"""A layer or a group of layers that run as one, after the number of its first layer."""
 
 
 class FirstLayerInputs(NamedTuple):

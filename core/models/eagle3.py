@@ -112,10 +112,10 @@ class StateProjection:
 
 
 class HeadStart(NamedTuple):
-    """What the layer reads, its residual stream, and rotary factors."""
+    """Inputs of the head's layer."""
 
-    x: Tensor  # [n, 2 hidden]
-    residual: Tensor  # [n, hidden]
+    x: Tensor  # [n, 2 hidden] embedding and hidden state
+    residual: Tensor  # [n, hidden] the residual stream
     rotary: Rotary
 
 
