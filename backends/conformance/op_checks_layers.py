@@ -109,7 +109,7 @@ def act_mul(target: CheckTarget) -> str:
 
 
 class ExpertCase(NamedTuple):
-    """Settings with which experts are checked: (experts a token, whether shares are divided by their sum, activation)."""
+    """Settings with which experts are checked: (experts a token, shares divided by their sum, activation)."""
 
     how: tuple[int, bool, str]
     biased: bool = False
