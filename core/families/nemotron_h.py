@@ -24,6 +24,7 @@ from trencadis.core.checkpoint.model_config import PLAIN, TextConfig
 from trencadis.core.families.granite_hybrid import MOST_TAPS, refuse_step_limits
 
 SCAN, MLP, MOE = "linear_attention", "mlp", "moe"
+PATTERN = "hybrid_override_pattern"
 LETTERS = {"M": SCAN, "*": FULL, "-": MLP, "E": MOE}
 """Letters of ``hybrid_override_pattern`` -> kinds of layers."""
 
@@ -44,14 +45,19 @@ EXPERT_KEYS = (
 """Keys that change nothing in models without experts."""
 
 
+def _layers_key(c: JsonFields) -> str:
+    """Returns the key that names the kind of each layer."""
+    return next((key for key in ("layers_block_type", "layer_types") if c.is_given(key)), PATTERN)
+
+
 def _layer_kinds(c: JsonFields) -> list[str]:
     """Returns the kind of each layer, from a list of names or a text of letters; the list counts if both are given."""
-    listed = next((key for key in ("layers_block_type", "layer_types") if c.is_given(key)), "")
-    key, names = listed or "hybrid_override_pattern", {**LETTERS}
+    key = _layers_key(c)
+    listed, names = key != PATTERN, {**LETTERS}
     if listed:
         names = {name: OLD_KINDS.get(name, name) for name in (*LETTERS.values(), *OLD_KINDS)}
     given = c.values[key] if c.is_given(key) else None
-    c.is_given("hybrid_override_pattern")  # counts as read where the list is used
+    c.is_given(PATTERN)  # counts as read where the list is used
     if not isinstance(given, list if listed else str) or not 0 < len(given) <= MOST_LAYERS:
         kinds = ", ".join(LETTERS.values())
         c.refuse(key, f"implemented: a list of {kinds} as layers_block_type, or a pattern of {', '.join(LETTERS)}")
@@ -114,8 +120,7 @@ def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
     c.only("sliding_window", (None,), None)
     kinds = _layer_kinds(c)
     if FULL not in kinds:
-        key = next((one for one in ("layers_block_type", "layer_types") if c.is_given(one)), "hybrid_override_pattern")
-        c.refuse(key, "implemented: attention in some layer")
+        c.refuse(_layers_key(c), "implemented: attention in some layer")
     scans, dense = (tuple(i for i, kind in enumerate(kinds) if kind in some) for some in ((SCAN,), (MLP, MOE)))
     named = c.with_defaults({"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8})
     return ParsedConfig(TextConfig(

@@ -152,7 +152,7 @@ class CrossAttentionOps(Protocol):
 
 
 class DeltaNetWeights(NamedTuple):
-    """What a layer of gated DeltaNet has beside its projections, for the H value heads of this rank."""
+    """Weights of a layer of gated DeltaNet besides its projections, for the H value heads of this rank."""
 
     conv: Tensor  # [channels, taps], of queries, keys and values
     decay: Tensor  # float32 [H], below 0

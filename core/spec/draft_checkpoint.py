@@ -51,7 +51,7 @@ class EagleConfig:
 
 
 Drafter = ModelConfig | EagleConfig
-"""What drafts for a model: a smaller model or a head."""
+"""A smaller model or a head that drafts for a model."""
 
 
 def sizes_of(drafter: Drafter) -> ModelConfig:

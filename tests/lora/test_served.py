@@ -134,7 +134,7 @@ def test_a_name_answers_as_offline_in_any_process(running: RunningServer, expect
 def test_the_openai_client_names_an_adapter_as_its_model(
     running: RunningServer, folders: dict[str, Path], expected: dict[str, str]
 ) -> None:
-    """As vLLM's guide to adapters does it: list, load, complete, chat as a stream, unload."""
+    """Follows the steps of vLLM's guide to adapters: list, load, complete, chat as a stream, unload."""
     import openai
 
     with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:

@@ -99,7 +99,7 @@ def test_biases_and_the_clamped_activation(
 def test_experts_without_gates(
     kind: str, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in Nemotron-3."""
+    """Compares experts without gates, as Nemotron-3 has them, with the reference."""
     monkeypatch.setitem(tiles.FORCED, "experts", SMALL)
     (gate_up, down), x, scores = weights(5, 40, 72, dtype), normal(7, 72, seed=3).to(dtype), scores_of(7, 5)
     each, slow, ops = ([one[40:] for one in gate_up], down), ReferenceOps(), CudaOps()
