@@ -20,6 +20,7 @@ import pytest
 from tests.host.paced_engine import PACED
 from tests.operations.fake_server import FakeServer
 from tests.traffic.server_process import words_of
+from trencadis.server.routes.health_and_metrics import CACHE_SECONDS
 
 ENGINE = ("--engine", "tests.host.paced_engine:PacedEngine.create")
 DEADLINE = 180.0
@@ -60,6 +61,11 @@ class Several:
                 return made
             made.close()
         raise AssertionError(f"no connection came to API process {index}")
+
+    def read_metrics(self, client: httpx.Client) -> str:
+        """A page made after this call began: one that took long to make is sent again for ``CACHE_SECONDS``."""
+        time.sleep(CACHE_SECONDS)
+        return client.get("/metrics").text
 
     def metric(self, text: str, name: str, **labels: str) -> float:
         """The value of a sample that has these labels."""
@@ -170,12 +176,8 @@ def test_bounds_and_a_tenants_limits_hold_over_both(several: Several) -> None:
     for stream in streams:
         stream.leave()
     until(lambda: clients[0].get("/load").json() == {"server_load": 0}, "tickets come back")
-    rejections = {"reason": "max_num_queued_reqs"}
-    until(  # an expensive page is sent again for a second
-        lambda: several.metric(clients[1].get("/metrics").text, "vllm:admission_rejections_total", **rejections) == 2,
-        "both rejections are counted",
-    )
-    text = clients[1].get("/metrics").text
+    text = several.read_metrics(clients[1])
+    assert several.metric(text, "vllm:admission_rejections_total", reason="max_num_queued_reqs") == 2
 
     stream = PacedStream(several.client(0), LONG, BEN)
     refused = clients[1].post("/v1/completions", json=body(), headers=BEN)
@@ -188,7 +190,7 @@ def test_bounds_and_a_tenants_limits_hold_over_both(several: Several) -> None:
         assert answer.status_code == 200
         left.append(int(answer.headers["x-ratelimit-remaining-tokens"]))
     assert left == sorted(left, reverse=True) and left[0] - left[3] > 60, "both spend the same minute's tokens"
-    text = clients[0].get("/metrics").text
+    text = several.read_metrics(clients[0])
     assert several.metric(text, "vllm:tenant_requests_total", tenant="ben") == 5
     assert several.metric(text, "vllm:tenant_rejected_total", tenant="ben", limit="concurrency") == 1
 
@@ -212,7 +214,7 @@ def test_a_hangup_has_both_read_the_keys_again(several: Several) -> None:
 
 def test_a_killed_process_takes_its_own_requests_along_and_is_started_again(several: Several) -> None:
     killed, other = several.client(0), several.client(1)
-    before = several.metric(other.get("/metrics").text, "vllm:request_success_total", finished_reason="length")
+    before = several.metric(several.read_metrics(other), "vllm:request_success_total", finished_reason="length")
     second = several.client(0)
     kept = PacedStream(several.client(1), 200)
     lost = [PacedStream(killed, LONG), PacedStream(second, LONG)]
@@ -228,7 +230,7 @@ def test_a_killed_process_takes_its_own_requests_along_and_is_started_again(seve
     until(lambda: 0 in several.processes(), "another one is started")
     again = several.client(0)
     assert again.post("/v1/completions", json=body()).status_code == 200
-    text = again.get("/metrics").text
+    text = several.read_metrics(again)
     assert several.metric(text, "vllm:request_success_total", finished_reason="length") == before + 2
     assert several.metric(text, "vllm:admission_inside", unit="requests") == 0
 
