@@ -68,15 +68,15 @@ class RegionCompiler:
 
         return run
 
-    def _first(self, run: Part, args: tuple[Any, ...]) -> Any:
+    def _first(self, run: Part, args: tuple[object, ...]) -> object:
         """Runs a compiled function for the first time, and waits, since its recipes are compiled by another thread."""
         out = run(*args)
         self._bridge.synchronize()
         return out
 
     def _replace(
-        self, make: Callable[[], Part], name: str, error: RuntimeError, args: tuple[Any, ...]
-    ) -> tuple[Part, Any]:
+        self, make: Callable[[], Part], name: str, error: RuntimeError, args: tuple[object, ...]
+    ) -> tuple[Part, object]:
         """Returns a function that takes the place of one that failed, and its result.
 
         Raises:
