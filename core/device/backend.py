@@ -86,7 +86,10 @@ class ExpertWeights(Protocol):
 class PackedAdapters(Protocol):
     """A and B of all slots of one fused matrix in a layout of the device (``core.lora.adapter_store.PackingOps``)."""
 
-    nbytes: int
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        ...
 
 
 AdapterRows = Tensor | tuple[object, ...]

@@ -153,9 +153,12 @@ def test_joined_products_are_those_of_each_row(widths: tuple[int, ...]) -> None:
     x, base = (torch.randn((9, width), generator=generator) for width in (12, sum(widths)))
     held: dict[int, Any] = {}
     numbers = torch.arange(1, 4, dtype=torch.int32).repeat_interleave(4).repeat(3)
-    for slots, rank, missing in (((0, 2), 4, ()), ((2,), 2, ()), ((1, 2), 4, (0,)), ((1,), 3, ())):
+    cases: list[tuple[tuple[int, ...], int, tuple[int, ...]]] = [
+        ((0, 2), 4, ()), ((2,), 2, ()), ((1, 2), 4, (0,)), ((1,), 3, ()),
+    ]  # fmt: skip
+    for slots, rank, missing in cases:
         shapes = [((rank, 12), (rank, width)) for width in widths]
-        made = {
+        made: dict[int, Any] = {
             slot: [
                 None if part in missing else tuple(torch.randn(shape, generator=generator) for shape in shapes[part])
                 for part in range(len(widths))
