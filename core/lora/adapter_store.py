@@ -20,7 +20,6 @@ from trencadis.core.checkpoint.registry import adapted_tower
 from trencadis.core.device.backend import AdapterWeights, Backend, PackedAdapters
 from trencadis.core.errors import StartupError
 from trencadis.core.lora.adapter_files import WEIGHTS, Adapter, AdapterTensor, check_tower, read_adapter, read_matrix
-from trencadis.core.memory.weight_bytes import AdapterSlotSizes
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.decoder_layer import DecoderLayer
 from trencadis.core.models.interface import Model
@@ -301,8 +300,11 @@ def _rows(layer: DecoderLayer | None, linear: RowParallelLinear, name: str) -> A
     return AdaptedLayer(linear, (part,), share.width, layer)
 
 
-def open_store(sizes: AdapterSlotSizes | None, model: Model, backend: Backend) -> AdapterStore | None:
-    """Allocates the slots of adapters beside a loaded model; ``sizes``: None: there are none."""
+def open_store(sizes: tuple[int, int, bool] | None, model: Model, backend: Backend) -> AdapterStore | None:
+    """Allocates the slots of adapters beside a loaded model.
+
+    ``sizes``: slots, rank, and what the backend's policy says of ``joined_adapters``; None: there are no slots.
+    """
     if sizes is None or not isinstance(model, Decoder):
         return None
-    return AdapterStore(model, backend, sizes.slots, sizes.rank)
+    return AdapterStore(model, backend, *sizes[:2])
