@@ -22,7 +22,18 @@ MAX_DEPTH = 64
 """Levels of objects and lists within a field (a JSON schema of a tool has a dozen)."""
 LONE = "half of a surrogate pair, which is not Unicode text"
 DEEP = f"more than {MAX_DEPTH} levels of lists and objects"
-_LONE = re.compile("[\ud800-\udfff]")
+
+
+def has_lone_surrogate(text: str) -> bool:
+    """Returns True if a text holds half of a surrogate pair; other threads may run between two slices of it."""
+    if text.isascii():
+        return False
+    try:
+        for at in range(0, len(text), SLICE):
+            text[at : at + SLICE].encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def check_json(value: Json, where: str) -> None:
@@ -42,7 +53,7 @@ def _refuse(value: Json, where: str) -> None:
 def is_sound(value: Json, left: int = MAX_DEPTH) -> bool:
     """Returns True if ``find_fault`` finds nothing."""
     if isinstance(value, str):
-        return value.isascii() or _LONE.search(value) is None
+        return not has_lone_surrogate(value)
     if isinstance(value, dict):
         return left > 0 and all(is_sound(key, left) and is_sound(one, left - 1) for key, one in value.items())
     return not isinstance(value, list | tuple) or (left > 0 and all(is_sound(one, left - 1) for one in value))
@@ -53,7 +64,7 @@ def find_fault(value: Json, left: int = MAX_DEPTH) -> tuple[str, str] | None:
     pass.
     """
     if isinstance(value, str):
-        return ("", LONE) if not value.isascii() and _LONE.search(value) else None
+        return ("", LONE) if has_lone_surrogate(value) else None
     if isinstance(value, dict):
         items: Json = value.items()
     elif isinstance(value, list | tuple):

@@ -13,8 +13,9 @@ import pytest
 
 from tests.hostile import floods
 from trencadis.core.errors import BadRequest, TooLarge, TrencadisError
+from trencadis.core.json_types import Json
 from trencadis.server.http import app
-from trencadis.server.protocol import json_body_limits
+from trencadis.server.protocol import base_request, json_body_limits
 from trencadis.server.protocol.base_request import FieldContext
 from trencadis.server.protocol.chat_completions import ChatRequest
 from trencadis.server.protocol.json_body_limits import LONG, SLICE, BodyLimits, BodyScan
@@ -238,6 +239,58 @@ def test_long_texts_and_many_are_read_beside_the_event_loop(harness: Any, monkey
     seen.clear()
     assert harness.chat("Hi").status_code == harness.complete("Hi").status_code == 200
     assert set(seen) == {"MainThread"}
+
+
+MANY: list[Json] = [["abc"]] * json_io.LARGE_VALUES
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"chat_template_kwargs": {"x": MANY}},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"x": MANY}}}]},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"x": MANY}}}},
+        {"stop": ["é"] * json_io.LARGE_VALUES},
+        {"cache_salt": "é" * json_io.LARGE_TEXT},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/invocations"])
+def test_the_values_of_a_large_body_are_checked_beside_the_event_loop(
+    harness: Any, monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any]
+) -> None:
+    seen, plain = set[str](), base_request.find_fault
+
+    def find_fault(value: Json) -> Any:
+        seen.add(threading.current_thread().name)
+        return plain(value)
+
+    monkeypatch.setattr(base_request, "find_fault", find_fault)
+    body = {"messages": [{"role": "user", "content": "a"}], **fields}
+    harness.call(path, {**body, "max_tokens": "x"})
+    assert seen and all(name.startswith("body") for name in seen), seen
+
+
+def test_a_large_body_is_refused_and_answered_as_a_small_one(harness: Any) -> None:
+    found = []
+    for some in ([["abc"]], MANY):
+        kwargs = {"x": some}
+        assert harness.chat("a", chat_template_kwargs=kwargs).status_code == 200
+        body = {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": kwargs}
+        answers = [
+            harness.call("/v1/chat/completions", method="POST", content=json.dumps(body | fields), headers=JSON)
+            for fields in ({"max_tokens": "x"}, {"stop": ["a", 5]}, {"tools": [5]}, {"stop_token_ids": [1, "x"]},
+                           {"chat_template_kwargs": {**kwargs, "y": "\ud800"}})
+        ]  # fmt: skip
+        found.append([(answer.status_code, answer.text) for answer in answers])
+    assert found[0] == found[1] and {status for status, _ in found[0]} == {400}
+
+
+def test_half_of_a_pair_is_found_in_each_slice() -> None:
+    for text in ("é" * 3 * SLICE, "😀" * SLICE, "a" * 3 * SLICE):
+        assert not json_body_limits.has_lone_surrogate(text)
+        for at in (0, SLICE - 1, SLICE, len(text) - 1):
+            assert json_body_limits.has_lone_surrogate(f"{text[:at]}\ud800{text[at:]}")
 
 
 def test_others_have_their_turn_while_a_body_is_read_and_its_prompts_start(harness: Any) -> None:
