@@ -271,6 +271,34 @@ def test_the_values_of_a_large_body_are_checked_beside_the_event_loop(
     assert seen and all(name.startswith("body") for name in seen), seen
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/responses", {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"x": MANY}}}}),
+        ("/v1/responses", {"chat_template_kwargs": {"x": MANY}}),
+        ("/v1/messages", {"chat_template_kwargs": {"x": MANY}}),
+        ("/v1/messages", {"tools": [{"name": "f", "input_schema": {"x": MANY}}]}),
+    ],
+    ids=lambda one: one if isinstance(one, str) else next(iter(one)),
+)
+def test_a_large_request_of_another_api_is_checked_beside_the_event_loop(
+    harness: Any, monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any]
+) -> None:
+    seen, plain = set[str](), base_request.find_fault
+
+    def find_fault(value: Json) -> Any:
+        if len(str(value)) > LONG:
+            seen.add(threading.current_thread().name)
+        return plain(value)
+
+    harness.app()
+    monkeypatch.setattr(base_request, "find_fault", find_fault)
+    kind = "input" if path == "/v1/responses" else "messages"
+    body = {kind: [{"role": "user", "content": "a"}], "max_tokens": 1, **fields}
+    assert harness.call(path, body).status_code < 500
+    assert "MainThread" not in seen and len(seen) > 1, seen
+
+
 def test_a_large_body_is_refused_and_answered_as_a_small_one(harness: Any) -> None:
     found = []
     for some in ([["abc"]], MANY):
