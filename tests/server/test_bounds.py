@@ -259,7 +259,7 @@ MANY: list[Json] = [["abc"]] * json_io.LARGE_VALUES
 def test_the_values_of_a_large_body_are_checked_beside_the_event_loop(
     harness: Any, monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any]
 ) -> None:
-    seen, plain = set[str](), base_request.find_fault
+    seen, plain = set[str](), json_body_limits.find_fault
 
     def find_fault(value: Json) -> Any:
         seen.add(threading.current_thread().name)
@@ -284,7 +284,7 @@ def test_the_values_of_a_large_body_are_checked_beside_the_event_loop(
 def test_a_large_request_of_another_api_is_checked_beside_the_event_loop(
     harness: Any, monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any]
 ) -> None:
-    seen, plain = set[str](), base_request.find_fault
+    seen, plain = set[str](), json_body_limits.find_fault
 
     def find_fault(value: Json) -> Any:
         if len(str(value)) > LONG:
