@@ -82,7 +82,7 @@ def test_a_number_that_looks_like_a_placeholder_is_a_number() -> None:
     assert read(b'["' + b"a" * LONG + b'", 1.5, 0.0e1, 1e3]') == ["a" * LONG, 1.5, 0.0, 1000.0]
 
 
-LIMITS = BodyLimits(values=10, containers=5, depth=3, outline=9000, text=10_000)
+LIMITS = BodyLimits(values=10, members=4, containers=5, depth=3, outline=9000, text=10_000)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +90,7 @@ LIMITS = BodyLimits(values=10, containers=5, depth=3, outline=9000, text=10_000)
     [
         (b"[" + b"1," * 11, BadRequest, "10 values"),
         (b"[]" * 6, BadRequest, "5 lists"),
+        (b'{"a":1,"b":[":"],"c":1,"d":1,"e":1', BadRequest, "4 members"),
         (b"[[[[", BadRequest, "3 levels"),
         (b" " * 9001, TooLarge, "beside"),
         (b'["' + b"a" * 10_001, TooLarge, "texts"),
