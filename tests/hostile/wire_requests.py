@@ -267,6 +267,11 @@ def _contents() -> Iterator[tuple[str, bytes, frozenset[int]]]:
     yield "a deep body that ends", post(b'{"messages":' + b"[" * 5000 + b"]" * 5000 + b"}"), bad
     yield "a number of 5,000 digits", post(BODY[:-1] + b', "seed": ' + b"9" * 5000 + b"}"), bad
     yield "a name of 5,000 letters", post(BODY[:-1] + b', "' + b"a" * 5000 + b'": 1}'), bad | ok
+
+
+def _forms() -> Iterator[tuple[str, bytes, frozenset[int]]]:
+    """Forms, and what other methods and routes of OpenAI's API take."""
+    ok, bad = FINE, REFUSED
     parts = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n' + b"a" * 9000 + b"\r\n--x--\r\n"
     form = b"Content-Type: multipart/form-data; boundary=x"
     for target in (
@@ -333,5 +338,5 @@ def make_pipelines() -> Iterator[tuple[str, tuple[bytes, ...], frozenset[int], i
 
 def make_requests() -> Iterator[tuple[str, bytes, frozenset[int]]]:
     """All single requests: a name, what is sent, and the statuses of the answer."""
-    for some in (_lines(), _fields(), _lengths(), _chunks(), _contents()):
+    for some in (_lines(), _fields(), _lengths(), _chunks(), _contents(), _forms()):
         yield from some
