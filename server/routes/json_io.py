@@ -34,7 +34,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from trencadis.core.errors import BadRequest, TrencadisError
-from trencadis.core.json_types import Json, JsonMapping
+from trencadis.core.json_types import Json, JsonMapping, JsonObject
 from trencadis.core.request import MAX_BIAS, MAX_SCORED
 from trencadis.server.prompts.sampling_params import RequestLimits
 from trencadis.server.protocol.chat_completions import MAX_MESSAGES
@@ -128,13 +128,13 @@ class BodyField(Protocol):
     """The parameter of a route that takes the body, as FastAPI has it."""
 
     def validate(
-        self, value: Any, values: dict[str, Any] = ..., *, loc: tuple[int | str, ...] = ...
-    ) -> tuple[Any, list[dict[str, Any]]]:
+        self, value: Json, values: JsonObject, *, loc: tuple[int | str, ...]
+    ) -> tuple[object, Sequence[JsonMapping]]:
         """Returns the route's model of a parsed body, and pydantic's errors."""
         ...
 
 
-async def read_request(request: Request, field: BodyField) -> Any:
+async def read_request(request: Request, field: BodyField) -> object:
     """Returns the parsed body, or the route's model of it, which FastAPI takes as it is; None if it is empty.
 
     A large body is validated in a thread: its values are checked one by one in Python, a quarter of a second for all
