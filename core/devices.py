@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from trencadis.core.cpu_affinity import computing_cpus
-from trencadis.core.device_policy import Policy
+from trencadis.core.device_shape_policy import Policy
 from trencadis.core.errors import StartupError
 from trencadis.core.old_names import find_successors
 

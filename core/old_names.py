@@ -10,15 +10,16 @@ import linecache
 import re
 import traceback
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 _FORMER_MODULES = {
     "backends.conformance.answer_checks": "backends.conformance.tokens",
-    "backends.conformance.check_result": "backends.conformance.result",
+    "backends.conformance.check_model.checkpoint_checks": "backends.conformance.check_model.suite",
     "backends.conformance.check_model.cpu_reference_model": """
         backends.conformance.check_model.by_hand backends.conformance.check_model.recompute""",
-    "backends.conformance.check_model.checkpoint_checks": "backends.conformance.check_model.suite",
     "backends.conformance.check_model.image_checks": "backends.conformance.check_model.pictures",
     "backends.conformance.check_model.transformers_oracle": "backends.conformance.check_model.oracle",
+    "backends.conformance.check_result": "backends.conformance.result",
     "backends.conformance.harness": "backends.conformance.check_model.slots backends.conformance.rig",
     "backends.conformance.memory_checks": "backends.conformance.graph_checks backends.conformance.graphs",
     "backends.conformance.op_checks": "backends.conformance.ops",
@@ -38,13 +39,16 @@ _FORMER_MODULES = {
     "backends.fault_injection": "backends.hooks",
     "core.checkpoint.checkpoint_source": "core.models.checkpoint_source core.models.collected",
     "core.checkpoint.config_reader": "core.checkpoint.reading",
+    "core.checkpoint.decoder_config_parsers": "core.checkpoint.decoder_fields",
     "core.checkpoint.decoder_layer_config": "core.checkpoint.layer_parts",
     "core.checkpoint.family": "core.models.family",
     "core.checkpoint.json_fields": "core.checkpoint.fields",
     "core.checkpoint.model_config": "core.checkpoint.share core.checkpoint.stage_share",
-    "core.checkpoint.pooler_config": """
-        core.checkpoint.kv_cache_config core.checkpoint.kv_config core.checkpoint.label_tokens""",
+    "core.checkpoint.model_registry": "core.checkpoint.registry core.models.registry",
     "core.checkpoint.pooling_config": "core.checkpoint.pooling",
+    "core.checkpoint.pooling_resolver": """
+        core.checkpoint.kv_cache_config core.checkpoint.kv_config core.checkpoint.label_tokens
+        core.checkpoint.pooler_config""",
     "core.checkpoint.pytorch_bin": """
         core.checkpoint.archive core.checkpoint.zip_directory core.models.bin_file core.models.pytorch_bin""",
     "core.checkpoint.quant_formats": """
@@ -55,27 +59,28 @@ _FORMER_MODULES = {
         core.quant.formats.bit_packing core.quant.formats.compressed_tensors core.quant.formats.format_table
         core.quant.formats.fp8 core.quant.formats.gptq core.quant.formats.raw core.quant.formats.raw_weight
         core.quant.formats.table core.quant.formats.words""",
-    "core.checkpoint.registry": "core.models.registry",
     "core.checkpoint.state_dict_pickle": "core.checkpoint.opcodes core.checkpoint.pickle_reader",
     "core.checkpoint.weight_loader": "core.models.loader core.models.weight_loader",
-    "core.checkpoint.weight_source": "core.layers.source core.layers.weight_source",
     "core.checkpoint.weight_prefetch": "core.checkpoint.prefetch",
+    "core.checkpoint.weight_source": "core.layers.source core.layers.weight_source",
     "core.cross_attention_inputs": "core.shapes.cross_attention_inputs",
     "core.device.backend": "core.backend",
     "core.device.communicators": "core.launches.communicators",
     "core.device.launch_tensors": "core.launches.launch_tensors core.launches.tensors",
     "core.device.packed_weights_file": "core.models.packed_file core.models.packed_weights",
+    "core.device_shape_policy": "core.device_policy",
     "core.errors": """
         core.graphs.oom_errors core.name_suggestions core.nearest multimodal.error_params multimodal.errors""",
     "core.executor.engine_launcher": "core.executor.spawn",
     "core.executor.rendezvous": "core.executor.process_groups",
-    "core.families.bert": "core.families.xlm_roberta",
-    "core.families.llama": "core.families.granite core.families.seed_oss core.families.smollm3",
-    "core.families.mistral": "core.families.ministral3 core.families.mixtral",
-    "core.families.olmo2": "core.families.olmo3",
-    "core.families.qwen2": "core.families.qwen2_moe",
-    "core.families.qwen3": "core.families.qwen3_moe",
-    "core.families.qwen3_5": "core.families.qwen3_5_moe",
+    "core.family_configs": "core.families",
+    "core.family_configs.bert": "core.families.xlm_roberta",
+    "core.family_configs.llama": "core.families.granite core.families.seed_oss core.families.smollm3",
+    "core.family_configs.mistral": "core.families.ministral3 core.families.mixtral",
+    "core.family_configs.olmo2": "core.families.olmo3",
+    "core.family_configs.qwen2": "core.families.qwen2_moe",
+    "core.family_configs.qwen3": "core.families.qwen3_moe",
+    "core.family_configs.qwen3_5": "core.families.qwen3_5_moe",
     "core.kv_cache_format": "core.quant.kv core.quant.kv_cache_format",
     "core.links.authenticated_link": "core.links.keyed_link",
     "core.links.message_link": "core.links.link",
@@ -91,10 +96,12 @@ _FORMER_MODULES = {
     "core.models.gated_delta": "core.models.interleaved_projections",
     "core.models.interface": "core.layers.model_interface",
     "core.models.kv_cache_codes": "core.layers.kv_cache_codes core.quant.kv_cache_codes core.quant.kv_codes",
-    "core.models.linear": """
-        core.layers.apart core.layers.embedding core.layers.linear core.layers.replicated core.models.embedding""",
-    "core.models.mlp": "core.layers.mlp core.layers.norm core.models.norm",
+    "core.models.linear_and_embedding": """
+        core.layers.apart core.layers.embedding core.layers.linear core.layers.replicated core.models.embedding
+        core.models.linear""",
+    "core.models.mlp_and_norms": "core.layers.mlp core.layers.norm core.models.mlp core.models.norm",
     "core.models.moe": "core.layers.experts core.layers.moe",
+    "core.models.per_layer_embeddings": "core.models.layer_inputs",
     "core.models.pooler": "core.layers.pooler",
     "core.quant.online_quant": "core.quant.online",
     "core.quant.quantised_tensor": "core.quant.tensor",
@@ -106,8 +113,9 @@ _FORMER_MODULES = {
     "core.request": "core.adapter_ref",
     "core.shared_constants": "core.layout",
     "core.spec.ngram_proposer": "core.spec.draft_source",
-    "core.startup_progress": "core.progress",
+    "core.startup_progress_and_warmup_pacing": "core.progress core.startup_progress",
     "core.structured_outputs": "core.constraints",
+    "core.token_masks": "core.masks",
     "core.vision_config": "core.checkpoint.vision_config",
     "core.weight_files": "core.models.weight_files",
     "multimodal.async_gather": "multimodal.gather",
@@ -169,10 +177,10 @@ _FORMER_MODULES = {
     "multimodal.vit": "multimodal.tiles",
     "multimodal.vit.base_config": "multimodal.vit",
     "multimodal.vit.config": "multimodal.tiles.config",
-    "multimodal.vit.vision_language_config": """
-        multimodal.hf_text_config multimodal.texts multimodal.tiles.fields multimodal.vit.hf_vision_config""",
     "multimodal.vit.model": "multimodal.tiles.model",
     "multimodal.vit.processor": "multimodal.tiles.processor",
+    "multimodal.vit.vision_language_config": """
+        multimodal.hf_text_config multimodal.texts multimodal.tiles.fields multimodal.vit.hf_vision_config""",
     "multimodal.vit.vit_block": "multimodal.vit_block",
     "server.text.incremental_parser": "server.text.incremental",
     "server.tools.json_tool_parsers": "server.tools.hermes server.tools.llama3 server.tools.mistral",
@@ -189,8 +197,8 @@ MODULES = {old: new for new, olds in _FORMER_MODULES.items() for old in olds.spl
 """Former modules, without ``trencadis.`` -> their current names."""
 
 MOVED = {
-    **dict.fromkeys(("AxisRule", "DecodedPieces", "Density", "GraphMemory", "InputSizes"), "core.device_policy"),
-    **dict.fromkeys(("LARGEST", "Policy", "SMALLEST", "capturable"), "core.device_policy"),
+    **dict.fromkeys(("AxisRule", "DecodedPieces", "Density", "GraphMemory", "InputSizes"), "core.device_shape_policy"),
+    **dict.fromkeys(("LARGEST", "Policy", "SMALLEST", "capturable"), "core.device_shape_policy"),
     **dict.fromkeys(("BucketTable", "Plan", "escape"), "core.bucket_plan"),
 }
 """Names that ``core.buckets`` had -> the modules that have them now."""
@@ -422,8 +430,8 @@ def _renamed_imports(error: ImportError) -> Iterator[tuple[str, str]]:
     inside = module.removeprefix("trencadis.")
     if not module.startswith("trencadis."):
         return
-    if inside in MODULES:
-        yield module, f"trencadis.{MODULES[inside]}"
+    if current := _find_module(inside):
+        yield module, f"trencadis.{current}"
     for alias in statement.names if isinstance(statement, ast.ImportFrom) else ():
         if alias.name in NAMES:
             yield alias.name, NAMES[alias.name]
@@ -431,6 +439,18 @@ def _renamed_imports(error: ImportError) -> Iterator[tuple[str, str]]:
             yield f"{module}.{alias.name}", f"trencadis.{MOVED[alias.name]}.{alias.name}"
         elif f"{inside}.{alias.name}" in MODULES:
             yield f"{module}.{alias.name}", f"trencadis.{MODULES[f'{inside}.{alias.name}']}"
+
+
+def _find_module(former: str) -> str:
+    """Returns the current name of a former module, also if only its folder was renamed; "" if there is none."""
+    if former in MODULES:
+        return MODULES[former]
+    folder, _, name = former.rpartition(".")
+    package = find_spec(f"trencadis.{MODULES[folder]}") if folder in MODULES else None
+    if package is None or not package.submodule_search_locations:
+        return ""
+    current = f"{MODULES[folder]}.{name}"
+    return current if find_spec(f"trencadis.{current}") is not None else ""
 
 
 def _failing_import(error: ImportError) -> ast.stmt | None:

@@ -103,7 +103,7 @@ ALONE = {
     "backends/cuda/kernels/": "one kernel a file",
     "backends/cuda/libraries/attention_backend.py": "imports the libraries, which need not be there",
     "backends/hpu/": "what a bridge, a launch or an emulator adds, each found by its name",
-    "core/families/": "near families a file",
+    "core/family_configs/": "near families a file",
     "multimodal/qwen2_vl/model.py": "keeps torch out of the API process",
 }
 """Files, or folders, whose short files may have one importer -> why."""

@@ -18,7 +18,7 @@ from trencadis.core.engine.engine import Engine
 from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import JsonMapping
 from trencadis.core.request import AdapterRef, SamplingParams
-from trencadis.core.startup_progress import Progress
+from trencadis.core.startup_progress_and_warmup_pacing import Progress
 from trencadis.engine_args import EngineArgs, build_offline_setup, read_template
 from trencadis.llm_engine import LLMEngine
 from trencadis.multimodal.async_gather import gather_or_cancel

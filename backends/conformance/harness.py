@@ -21,7 +21,7 @@ from torch import Tensor
 from trencadis.backends.conformance.check_result import CheckFailed
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import Bucket, Stage, ahead_variant, drafts_ahead, verified_width
-from trencadis.core.checkpoint import registry
+from trencadis.core.checkpoint import model_registry
 from trencadis.core.checkpoint.model_config import ModelConfig, reserved_rows
 from trencadis.core.device.backend import (
     Backend,
@@ -78,7 +78,7 @@ def most_slots(tile: int) -> int:
 
 def tile_of(config: ModelConfig) -> int:
     """Returns the slots of a tile, for models whose images are tiles; 0: launches have any number of windows."""
-    return 0 if config.vision is None else registry.image_needs(config, {}).tile
+    return 0 if config.vision is None else model_registry.image_needs(config, {}).tile
 
 
 def make_inputs(model: Model, config: ModelConfig, slots: int, rng: np.random.Generator) -> tuple[VisionInputs, int]:
@@ -89,7 +89,7 @@ def make_inputs(model: Model, config: ModelConfig, slots: int, rng: np.random.Ge
     assert config.vision is not None
     if not tile:
         return _pack_items(slots, config.vision.slot, rng), _used_windows(slots)
-    item, items = registry.image_sizes(config, {})(*IMAGE_SIZE).item, []
+    item, items = model_registry.image_sizes(config, {})(*IMAGE_SIZE).item, []
     for i in range(max(slots // tile - 1, 1)):
         pixels = rng.integers(0, 256, (item.patches, config.vision.slot.values), dtype=np.uint8)
         first = reserved_rows(config) + i * item.tokens

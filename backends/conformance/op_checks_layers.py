@@ -38,7 +38,7 @@ from trencadis.core.device.backend import Backend, ExpertBiases, LayerKV, Ops, T
 from trencadis.core.models.cross_attention import arena_row_numbers
 from trencadis.core.models.decoder import DecoderLayer
 from trencadis.core.models.interface import CrossAttentionOps
-from trencadis.core.models.mlp import GatedMLP, RMSNorm
+from trencadis.core.models.mlp_and_norms import GatedMLP, RMSNorm
 from trencadis.core.quant import online_quant
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.quant.weight_storage_format import FLOATS8, Scheme

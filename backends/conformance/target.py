@@ -16,7 +16,7 @@ from trencadis.backends.conformance.check_result import CheckFailed
 from trencadis.backends.cpu import make_backend
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.checkpoint.registry import family_options
+from trencadis.core.checkpoint.model_registry import family_options
 from trencadis.core.device import backend as seam
 from trencadis.core.device.backend import Backend, BackendConfig
 from trencadis.core.errors import StartupError

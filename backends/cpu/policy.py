@@ -7,7 +7,7 @@ from platform import machine
 
 from trencadis.backends.cpu.native import kernel_table
 from trencadis.core.buckets import DEFAULT_VISION_SLOTS, MIXED_AXES, Stage
-from trencadis.core.device_policy import Policy
+from trencadis.core.device_shape_policy import Policy
 from trencadis.core.errors import StartupError
 from trencadis.core.kv_cache_format import FP8, INT8
 from trencadis.core.quant.weight_storage_format import PANELS, ROWS8

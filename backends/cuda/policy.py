@@ -1,14 +1,14 @@
 """Launch shapes for NVIDIA devices as data: ragged launches, prefill and decode mixed, graphs that share one workspace.
 
-Torch-free; ``core.device_policy.Policy`` explains each number. Also the working memory of attention libraries in bytes:
-one workspace per stage.
+Torch-free; ``core.device_shape_policy.Policy`` explains each number. Also the working memory of attention libraries in
+bytes: one workspace per stage.
 """
 
 from __future__ import annotations
 
 from trencadis.backends.cuda.launches.input_buffer_bytes import cross_attention_bytes, input_bytes
 from trencadis.core.buckets import MIXED_AXES, Bucket, Stage, padded_tokens
-from trencadis.core.device_policy import AxisRule, DecodedPieces, Density, GraphMemory, InputSizes, Policy
+from trencadis.core.device_shape_policy import AxisRule, DecodedPieces, Density, GraphMemory, InputSizes, Policy
 from trencadis.core.errors import StartupError
 from trencadis.core.kv_cache_format import FP8, INT8
 from trencadis.core.quant.weight_storage_format import CODES, DECODED_BYTES, DECODED_ROWS

@@ -38,7 +38,7 @@ from trencadis.core.device.backend import (
     Program,
     TensorsOut,
 )
-from trencadis.core.device_policy import Policy
+from trencadis.core.device_shape_policy import Policy
 from trencadis.core.envs import get_bool
 from trencadis.core.executor.rendezvous import join_group
 from trencadis.core.graphs.graph_manager import EventStopwatch, Stopwatch

@@ -1,6 +1,6 @@
 """Launch shapes for Gaudi as data: rectangles for prompts without context, prompts with context, and decoding.
 
-Torch-free; ``core.device_policy.Policy`` explains the numbers. The ridge is Gaudi 2's 432 TFLOP/s in bfloat16
+Torch-free; ``core.device_shape_policy.Policy`` explains the numbers. The ridge is Gaudi 2's 432 TFLOP/s in bfloat16
 over 2.45 TB/s (its data sheet), scaled by the half of the peak that large products reach.
 """
 
@@ -15,7 +15,7 @@ from trencadis.backends.hpu.hpu_settings import settings
 from trencadis.backends.hpu.start.environment import will_be_lazy
 from trencadis.core.buckets import LORA, Bucket, Stage, drafts_ahead, padded_tokens, target_bucket, verified_width
 from trencadis.core.cross_attention_inputs import planned_units
-from trencadis.core.device_policy import (
+from trencadis.core.device_shape_policy import (
     LARGEST,
     SMALLEST,
     AxisRule,

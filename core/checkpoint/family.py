@@ -1,7 +1,7 @@
 """A model family as one frozen record: config parser, weight names, and the function that builds the model.
 
 Torch-free, because the API process and ``trencadis plan`` read it. Families of other packages are found by the
-entry-point group ``trencadis.models`` (core/checkpoint/registry.py).
+entry-point group ``trencadis.models`` (core/checkpoint/model_registry.py).
 """
 
 from __future__ import annotations

@@ -18,14 +18,14 @@ from pathlib import Path
 import torch
 
 from trencadis.core.bucket_plan import Plan
-from trencadis.core.checkpoint import registry
+from trencadis.core.checkpoint import model_registry
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig, reserved_rows
-from trencadis.core.checkpoint.pooler_config import load_model_config
+from trencadis.core.checkpoint.pooling_resolver import load_model_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.device import backend as seam
 from trencadis.core.device.backend import Backend, BackendConfig
 from trencadis.core.device.packed_weights_file import packed_file
-from trencadis.core.device_policy import Policy
+from trencadis.core.device_shape_policy import Policy
 from trencadis.core.devices import choose
 from trencadis.core.engine.bucket_learning import OFF, BucketLearning, LearningSettings, PlanAccess
 from trencadis.core.engine.dry_run import shape_limits
@@ -50,7 +50,7 @@ from trencadis.core.kv.block_pool import EvictionLog
 from trencadis.core.launches.draft_loading import HeldDraft, load_drafter
 from trencadis.core.launches.model_runner import ModelRunner
 from trencadis.core.launches.persistent_tensors import allocate_persistent
-from trencadis.core.links.topology import RAY, Topology, topology
+from trencadis.core.links.rank_placement import RAY, Topology, topology
 from trencadis.core.lora.adapter_store import open_store
 from trencadis.core.memory import graph_measurements, weight_offload
 from trencadis.core.memory.cache_plan import CacheOptions, CachePlan, plan_cpu
@@ -59,7 +59,7 @@ from trencadis.core.memory.weight_bytes import adapter_bytes, host_adapters, slo
 from trencadis.core.models import model_loader
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.decoder_layer import choose_timed_part
-from trencadis.core.process import torch_env
+from trencadis.core.process import torch_detection
 from trencadis.core.scheduling.draft_scheduler import DraftScheduler, ModelDrafts
 from trencadis.core.scheduling.encoder_scheduler import EncoderCache
 from trencadis.core.scheduling.image_packer import ImagePacker
@@ -72,10 +72,10 @@ from trencadis.core.shapes.learned_plan import KEPT_STAGES
 from trencadis.core.shapes.need_recorder import NeedRecorder
 from trencadis.core.shapes.pipeline_partition import split_model
 from trencadis.core.shapes.shape_limits import ShapeLimits
-from trencadis.core.shapes.step_times import StepTimes, chunk_sizes
+from trencadis.core.shapes.step_times_and_chunk_budget import StepTimes, chunk_sizes
 from trencadis.core.spec.draft_checkpoint import Drafter, find_drafter
 from trencadis.core.spec.spec_config import resolve_speculation
-from trencadis.core.startup_progress import Progress, SilentProgress, WarmupPacing
+from trencadis.core.startup_progress_and_warmup_pacing import Progress, SilentProgress, WarmupPacing
 
 
 def launcher_of(config: EngineConfig, topology: Topology, environ: Mapping[str, str]) -> Launcher:
@@ -137,7 +137,7 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
     config = dataclasses.replace(config, threads=requested_threads(config.threads, os.environ))
     started = time.perf_counter()
     layout = topology(config, os.environ)
-    torch_env.prepare_device_env(config.device, world=layout.here)
+    torch_detection.prepare_device_env(config.device, world=layout.here)
     progress("config", config.model)
     model_config = load_model_config(config)
     check_size(model_config, config.tensor_parallel_size)
@@ -325,7 +325,7 @@ def backend_config(
             "policy": config.policy,
             "attention": config.attention_backend,
             "threads": str(threads_of(config.threads, rank_info.local_world)),
-            **registry.family_options(model.architecture),
+            **model_registry.family_options(model.architecture),
         },
     )
 
@@ -372,7 +372,7 @@ def _cache_plan(
         num_blocks=config.num_gpu_blocks_override,
         arena_images=config.encoder_cache_images,
     )
-    images = registry.image_needs(model, config.mm_processor_kwargs, config.image_alignment)
+    images = model_registry.image_needs(model, config.mm_processor_kwargs, config.image_alignment)
     (available,) = RankAgreement(backend).over_stages(backend.memory.free())
     kept, size = backend.policy.quantised, backend.dtype.itemsize
     if (slots := slot_sizes(config)) is not None:

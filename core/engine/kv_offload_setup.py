@@ -14,7 +14,7 @@ from trencadis.core.errors import StartupError
 from trencadis.core.graphs.rank_agreement import RankAgreement
 from trencadis.core.host_memory import free_host
 from trencadis.core.kv.block_pool import BlockPool, HostBlockPool
-from trencadis.core.kv.state_pool import StatePool
+from trencadis.core.kv.recurrent_state_pool import StatePool
 from trencadis.core.launches.host_block_copies import (
     CopyingBackend,
     HostKV,

@@ -25,7 +25,7 @@ from trencadis.core.links.byte_stream import ByteStream, PlainStream, TlsStream
 from trencadis.core.links.group_key import GroupKey
 from trencadis.core.links.handshake import LIMIT, HandshakeFailed, handshake_as_rank
 from trencadis.core.links.message_link import LinkClosed, PlainLink
-from trencadis.core.links.topology import Topology
+from trencadis.core.links.rank_placement import Topology
 
 log = logging.getLogger("trencadis.engine")
 

@@ -21,7 +21,7 @@ from trencadis.core.executor.rank_launcher import RemoteRankState, start_local_r
 from trencadis.core.links.group_key import SIZE, GroupKey, TlsFiles
 from trencadis.core.links.handshake import AuthListener
 from trencadis.core.links.message_link import Link
-from trencadis.core.links.topology import EXTERNAL, Topology
+from trencadis.core.links.rank_placement import EXTERNAL, Topology
 
 
 @dataclass

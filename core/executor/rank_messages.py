@@ -78,7 +78,7 @@ class ChangePlan(msgspec.Struct, tag=True):
 
 
 class SetVocabulary(msgspec.Struct, tag=True):
-    """Down: a packed ``core.masks.vocabulary.Vocabulary``, sent before the first Step that needs it."""
+    """Down: a packed ``core.token_masks.canonical_tokens.Vocabulary``, sent before the first Step that needs it."""
 
     data: bytes
 

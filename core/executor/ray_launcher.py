@@ -31,8 +31,8 @@ from trencadis.core.executor.ray_cluster import ClusterNode
 from trencadis.core.links.group_key import GroupKey
 from trencadis.core.links.handshake import AuthListener
 from trencadis.core.links.message_link import Link
+from trencadis.core.links.rank_placement import Topology
 from trencadis.core.links.socket_relay import Relay
-from trencadis.core.links.topology import Topology
 from trencadis.core.process import engine_messages
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Protocol, cast
 
-from trencadis.core.checkpoint import registry
+from trencadis.core.checkpoint import model_registry
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.weight_loader import open_weights
 from trencadis.core.config import EngineConfig
@@ -55,7 +55,7 @@ def open_beside(backend: Backend, draft: ModelConfig) -> Backend:
         upto=text.upto,
         recurrent=False,
         sinks=text.sinks,
-        options={**(shared.cfg.options or {}), **registry.family_options(draft.architecture)},
+        options={**(shared.cfg.options or {}), **model_registry.family_options(draft.architecture)},
     ))  # fmt: skip
 
 

@@ -47,7 +47,8 @@ class Media(msgspec.Struct, tag=True):
 
 
 class VocabularyPart(msgspec.Struct, tag=True):
-    """Down: bytes [offset, offset + payload) of the ``total`` bytes of a packed ``core.masks.vocabulary.Vocabulary``.
+    """Down: bytes [offset, offset + payload) of the ``total`` bytes of a packed
+    ``core.token_masks.canonical_tokens.Vocabulary``.
 
     They are sent once, before the first request whose rule has a grammar.
     """

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.shapes.rectangular_launches import RowNeed
-from trencadis.core.shapes.shape_needs import (
+from trencadis.core.shapes.shape_need_histogram import (
     HALF_LIFE_SECONDS,
     MAX_CELLS,
     NeedCell,

@@ -11,7 +11,7 @@ from trencadis.core.errors import StartupError, suggest_name
 
 if TYPE_CHECKING:
     from trencadis.core.checkpoint.model_config import ModelConfig
-    from trencadis.core.device_policy import Policy
+    from trencadis.core.device_shape_policy import Policy
 
 SHORTEST, LONGEST = 2, 4
 """Default lengths in ids of the suffixes that are looked up."""

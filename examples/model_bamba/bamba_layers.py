@@ -15,7 +15,7 @@ from trencadis.core.device.backend import Attn, Backend
 from trencadis.core.device.launch_tensors import RecurrentRows
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.interface import RecurrentOps, RecurrentState
-from trencadis.core.models.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear
+from trencadis.core.models.linear_and_embedding import ColumnParallelLinear, ColumnPart, RowParallelLinear
 
 
 class StateSpace:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from trencadis.core.checkpoint.decoder_fields import gated_decoder, heads_of
+from trencadis.core.checkpoint.decoder_config_parsers import gated_decoder, heads_of
 from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.model_config import RMS_ONE

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from trencadis.core.checkpoint.family import EVERY_PART, GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
-from trencadis.core.families import gemma3
+from trencadis.core.family_configs import gemma3
 from trencadis.core.json_types import JsonMapping
 from trencadis.core.shared_constants import WINDOW_SLOTS
 from trencadis.core.vision_config import SharedMatrix

@@ -9,8 +9,8 @@ from torch import Tensor
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
 from trencadis.core.device.backend import AdapterRows, Backend
-from trencadis.core.models.linear import Linear, TowerLayer
-from trencadis.core.models.mlp import LayerNorm, RMSNorm
+from trencadis.core.models.linear_and_embedding import Linear, TowerLayer
+from trencadis.core.models.mlp_and_norms import LayerNorm, RMSNorm
 from trencadis.multimodal.gemma3.family import Gemma3VisionConfig
 from trencadis.multimodal.gemma3.processor import read_settings
 from trencadis.multimodal.normalisation import IMAGENET_STANDARD, PixelNormalisation

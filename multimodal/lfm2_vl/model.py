@@ -10,8 +10,8 @@ from torch import Tensor
 from trencadis.core.checkpoint.model_config import LAYER, ModelConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
 from trencadis.core.device.backend import Backend, Ops, VisionTensors
-from trencadis.core.models.linear import ColumnParallelLinear, ColumnPart, Linear, RowParallelLinear
-from trencadis.core.models.mlp import norm_of
+from trencadis.core.models.linear_and_embedding import ColumnParallelLinear, ColumnPart, Linear, RowParallelLinear
+from trencadis.core.models.mlp_and_norms import norm_of
 from trencadis.core.models.tower_decoder import TowerDecoder
 from trencadis.core.step import Encode, VisionInputs
 from trencadis.multimodal.lfm2_vl.config import Lfm2VisionConfig, add_resized_positions

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from trencadis.core.checkpoint.decoder_fields import activation_of
+from trencadis.core.checkpoint.decoder_config_parsers import activation_of
 from trencadis.core.checkpoint.family import EVERY_PART, GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.json_types import JsonObject

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from trencadis.core.checkpoint.decoder_fields import MOST_HEADS, MOST_LAYERS, WIDEST, activation_of
+from trencadis.core.checkpoint.decoder_config_parsers import MOST_HEADS, MOST_LAYERS, WIDEST, activation_of
 from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
-from trencadis.core.families.qwen3_5 import IGNORED, SKIPPED, read_decoder
+from trencadis.core.family_configs.qwen3_5 import IGNORED, SKIPPED, read_decoder
 from trencadis.core.json_types import JsonMapping
 from trencadis.core.vision_config import SharedMatrix, SlotForm
 from trencadis.multimodal.vit.base_config import ViTConfig

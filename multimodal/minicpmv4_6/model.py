@@ -11,8 +11,8 @@ from torch.nn import functional
 from trencadis.core.checkpoint.model_config import LAYER, ModelConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
 from trencadis.core.device.backend import AdapterRows, Backend, Rotary, Segments, VisionTensors
-from trencadis.core.models.linear import Linear
-from trencadis.core.models.mlp import norm_of
+from trencadis.core.models.linear_and_embedding import Linear
+from trencadis.core.models.mlp_and_norms import norm_of
 from trencadis.core.models.tower_decoder import TowerDecoder
 from trencadis.core.shared_constants import WINDOW_SLOTS
 from trencadis.core.step import Encode, VisionInputs

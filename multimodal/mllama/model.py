@@ -15,8 +15,8 @@ from trencadis.core.checkpoint.model_config import LAYER, ModelConfig
 from trencadis.core.checkpoint.weight_source import WeightSource
 from trencadis.core.device.backend import AdapterRows, Backend, Ops, Rotary, Segments, VisionTensors
 from trencadis.core.models.cross_attention import CrossAttentionDecoder
-from trencadis.core.models.linear import Linear, RowParallelLinear
-from trencadis.core.models.mlp import Norm, norm_of
+from trencadis.core.models.linear_and_embedding import Linear, RowParallelLinear
+from trencadis.core.models.mlp_and_norms import Norm, norm_of
 from trencadis.core.shared_constants import SINK_ROW, WINDOW_SLOTS, align_up
 from trencadis.core.step import Encode, Int32, VisionInputs
 from trencadis.multimodal.mllama.config import MllamaVisionConfig, supported_aspect_ratios

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from trencadis.core.checkpoint.decoder_fields import activation_of
+from trencadis.core.checkpoint.decoder_config_parsers import activation_of
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.json_types import JsonMapping, JsonObject
 from trencadis.core.vision_config import SharedMatrix, SlotForm

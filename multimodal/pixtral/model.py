@@ -15,7 +15,7 @@ from trencadis.core.checkpoint.weight_source import WeightSource
 from trencadis.core.device.backend import AdapterRows, Backend, Ops, VisionTensors
 from trencadis.core.models.attention import inverse_frequencies
 from trencadis.core.models.decoder import Decoder
-from trencadis.core.models.linear import (
+from trencadis.core.models.linear_and_embedding import (
     ColumnParallelLinear,
     ColumnPart,
     Linear,
@@ -23,7 +23,7 @@ from trencadis.core.models.linear import (
     TowerLayer,
     replicate_layers,
 )
-from trencadis.core.models.mlp import Norm, norm_of
+from trencadis.core.models.mlp_and_norms import Norm, norm_of
 from trencadis.core.step import Encode, VisionInputs
 from trencadis.multimodal.normalisation import PixelNormalisation
 from trencadis.multimodal.patch_packing import pack_whole_images

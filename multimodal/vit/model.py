@@ -16,7 +16,7 @@ from trencadis.core.checkpoint.weight_source import WeightSource
 from trencadis.core.device.backend import AdapterRows, Backend, Ops, Rotary, Segments, VisionTensors
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.interface import Persistent
-from trencadis.core.models.linear import (
+from trencadis.core.models.linear_and_embedding import (
     ColumnParallelLinear,
     ColumnPart,
     Linear,
@@ -24,7 +24,7 @@ from trencadis.core.models.linear import (
     TowerLayer,
     replicate_layers,
 )
-from trencadis.core.models.mlp import Norm, norm_of
+from trencadis.core.models.mlp_and_norms import Norm, norm_of
 from trencadis.core.shared_constants import RESERVED_ROWS, SINK_ROW, WINDOW_SLOTS
 from trencadis.core.step import Encode, VisionInputs
 from trencadis.multimodal.normalisation import OFFSET, PLANE_WEIGHTS, PLANES, PixelNormalisation

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from trencadis.core.checkpoint.decoder_fields import MOST_HEADS, MOST_LAYERS, WIDEST, activation_of
+from trencadis.core.checkpoint.decoder_config_parsers import MOST_HEADS, MOST_LAYERS, WIDEST, activation_of
 from trencadis.core.checkpoint.family import ParsedConfig
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.model_config import TextConfig
-from trencadis.core.families import llama, mistral, qwen2, qwen3
+from trencadis.core.family_configs import llama, mistral, qwen2, qwen3
 from trencadis.core.json_types import JsonMapping, JsonObject
 from trencadis.multimodal.vit.config import CHANNELS
 

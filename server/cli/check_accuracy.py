@@ -15,7 +15,7 @@ from trencadis.core import devices
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError, TrencadisError
-from trencadis.core.process import torch_env
+from trencadis.core.process import torch_detection
 from trencadis.core.request import SamplingParams
 from trencadis.server.bench.accuracy_items import AccuracyItem, ItemMaker, find_languages
 from trencadis.server.bench.accuracy_scores import (
@@ -81,8 +81,8 @@ def main(words: Sequence[str]) -> int:
         return 0
     asked = parse(words)
     signals_and_logging.raise_early_stop()
-    torch_env.prepare_device_env(asked.device)
-    torch_env.import_torch()
+    torch_detection.prepare_device_env(asked.device)
+    torch_detection.import_torch()
     baseline = load_run(Path(asked.baseline), asked.seed) if asked.baseline else None
     folder = hub.find_model_folder(EngineConfig(model=asked.model)) if asked.model else demo_path()
     if load_config(folder).vision is None:

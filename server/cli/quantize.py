@@ -17,7 +17,7 @@ from typing import NamedTuple
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError, TrencadisError
 from trencadis.core.json_types import Json, JsonMapping
-from trencadis.core.process import torch_env
+from trencadis.core.process import torch_detection
 from trencadis.core.request import SamplingParams
 from trencadis.server.cli.small_command_parser import CommandOptions, parse_options, print_help_if_asked
 from trencadis.server.config import hub
@@ -58,7 +58,7 @@ def main(words: Sequence[str]) -> int:
         raise StartupError("quantize needs a checkpoint and a new folder: trencadis quantize MODEL OUT --to int4.")
     to, group, longest = check_options(values)
     signals_and_logging.raise_early_stop()
-    torch_env.import_torch()
+    torch_detection.import_torch()
     # Imported by name, because it imports torch.
     convert = import_module("trencadis.core.quant.writing.convert_checkpoint")
     stored = import_module("trencadis.core.quant.writing.source_checkpoint")
@@ -227,7 +227,7 @@ def merge_lora_main(words: Sequence[str]) -> int:
     if len(words) != 3:
         raise StartupError("merge-lora needs a checkpoint, an adapter and a new folder: merge-lora MODEL ADAPTER OUT.")
     signals_and_logging.raise_early_stop()
-    torch_env.import_torch()
+    torch_detection.import_torch()
     merging = import_module("trencadis.core.quant.writing.merge_adapter")  # imports torch
     model = hub.find_model_folder(EngineConfig(model=words[0]))
     adapter = hub.find_adapter_folder(EngineConfig(), words[1])

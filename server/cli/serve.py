@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.engine_launcher import EngineHandle
-from trencadis.core.links.topology import topology
+from trencadis.core.links.rank_placement import topology
 from trencadis.core.process import function_trace, heap_trimmer
 from trencadis.server.config import resolve_settings
 from trencadis.server.config.config import ServerConfig

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trencadis.core import devices
-from trencadis.core.checkpoint import registry
+from trencadis.core.checkpoint import model_registry
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.checkpoint.pooler_config import load_model_config
+from trencadis.core.checkpoint.pooling_resolver import load_model_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.devices import likely, policy_of
 from trencadis.core.engine.dry_run import DryRun, PlannedDevice, StartupPlan
@@ -92,10 +92,10 @@ def main(words: Sequence[str]) -> int:
     model = load_model_config(replace(config, model=str(path)))
     if model.vision is not None and any((path / name).is_file() for name in PROCESSOR_FILES):
         # Raises for options that the API process would refuse.
-        registry.image_processor(model, config.mm_processor_kwargs, config.image_alignment)
+        model_registry.image_processor(model, config.mm_processor_kwargs, config.image_alignment)
     plans = make_stage_plans(config, model, own.memory, own.others)
     planned = plans[0]
-    sizes = registry.image_sizes(model, config.mm_processor_kwargs, config.image_alignment)
+    sizes = model_registry.image_sizes(model, config.mm_processor_kwargs, config.image_alignment)
     report = plan_report.make_report(planned, config, model, sizes)
     nodes = max(own.nodes, config.nnodes)
     if len(plans) > 1 or nodes > 1:
@@ -211,7 +211,7 @@ def make_stage_plans(config: EngineConfig, model: ModelConfig, memory: int, othe
     check_size(model, ranks)
     parts = split_model(model, config.pipeline_parallel_size, config.pipeline_layer_partition)
     itemsize = 4 if config.dtype == "float32" or (config.dtype == "auto" and name == "cpu") else 2
-    images = registry.image_needs(model, config.mm_processor_kwargs, config.image_alignment)
+    images = model_registry.image_needs(model, config.mm_processor_kwargs, config.image_alignment)
     device = PlannedDevice(name, memory, others, ranks, itemsize)
     asked, starts = bucket_env.read_bucket_options(os.environ), []
     for part in parts:

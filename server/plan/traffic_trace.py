@@ -20,8 +20,8 @@ from typing import NamedTuple
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import Bucket, Stage, padded_tokens
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.checkpoint.registry import image_sizes
-from trencadis.core.device_policy import SMALLEST, capturable
+from trencadis.core.checkpoint.model_registry import image_sizes
+from trencadis.core.device_shape_policy import SMALLEST, capturable
 from trencadis.core.engine.dry_run import StartupPlan
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.json_types import Json, JsonMapping, JsonObject
@@ -31,7 +31,7 @@ from trencadis.core.shapes.launch_costs import Costs, work_of
 from trencadis.core.shapes.learned_plan import TooFewGraphs, learn_plan
 from trencadis.core.shapes.rectangular_launches import RowNeed, split_rows
 from trencadis.core.shapes.shape_limits import ShapeLimits, cells
-from trencadis.core.shapes.shape_needs import NeedHistogram, count_step, list_needs
+from trencadis.core.shapes.shape_need_histogram import NeedHistogram, count_step, list_needs
 from trencadis.multimodal.processor import ImageGeometry
 
 Sizes = Callable[[int, int], ImageGeometry]

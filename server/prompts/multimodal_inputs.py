@@ -11,7 +11,7 @@ import numpy as np
 
 from trencadis.core.checkpoint.family import VisionSide
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
-from trencadis.core.checkpoint.registry import family_of, import_object
+from trencadis.core.checkpoint.model_registry import family_of, import_object
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.media_spans import MediaSpan
 from trencadis.multimodal.async_gather import gather_or_cancel

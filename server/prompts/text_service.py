@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, Unpack
 
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.checkpoint.registry import family_of
+from trencadis.core.checkpoint.model_registry import family_of
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest
 from trencadis.core.request import SamplingParams

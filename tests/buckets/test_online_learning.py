@@ -17,7 +17,7 @@ from tests.traffic.launch_lines import GUIDE, LINES, model_of, plan_of
 from trencadis.backends.hpu.policy import SERVING
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.engine import search_process
+from trencadis.core.engine import bucket_search_process
 from trencadis.core.engine.bucket_learning import ON, BucketLearning, LearningSettings, PlanAccess
 from trencadis.core.shapes import need_recorder
 from trencadis.core.shapes.bucket_options import BucketOptions
@@ -26,7 +26,7 @@ from trencadis.core.shapes.launch_costs import Costs
 from trencadis.core.shapes.learned_plan import KEPT_STAGES, learn_plan, list_covers
 from trencadis.core.shapes.need_recorder import NeedRecorder
 from trencadis.core.shapes.rectangular_launches import RowNeed, split_rows
-from trencadis.core.shapes.shape_needs import NeedHistogram, count_step, list_needs
+from trencadis.core.shapes.shape_need_histogram import NeedHistogram, count_step, list_needs
 from trencadis.server.plan.traffic_trace import StepNeeds, read_request, replay_steps
 
 MODEL = model_of(3584, 28, 28, 4, 18944)
@@ -98,7 +98,7 @@ def simulate(phases: list[Phase], seed: int, hindsight: bool = True) -> Totals:
     learning = BucketLearning(
         LearningSettings(static, most, static.policy.cost, ON),
         NeedRecorder(static, clock=lambda: clock.now), PlanAccess(lambda: rank.plan), lambda: clock.now,
-        search_process.solve,
+        bucket_search_process.solve,
     )  # fmt: skip
     prices, fixed = StepPrices(static), StepPrices(static)
     totals, changes = np.zeros(3), 0

@@ -17,7 +17,7 @@ from trencadis.backends.cuda.runtime_protocol import Stream
 from trencadis.backends.cuda.twin import twin_runtime
 from trencadis.backends.cuda.twin.card_rules import CaptureError
 from trencadis.backends.cuda.twin.twin_runtime import TwinCall, TwinRuntime
-from trencadis.core.checkpoint.pooler_config import load_model_config
+from trencadis.core.checkpoint.pooling_resolver import load_model_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.engine_builder import create_engine

@@ -23,7 +23,7 @@ from trencadis.backends.cuda.policy import SERVING
 from trencadis.backends.cuda.twin.twin_runtime import TwinRuntime
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import BackendConfig
-from trencadis.core.device_policy import InputSizes
+from trencadis.core.device_shape_policy import InputSizes
 from trencadis.core.errors import StartupError
 from trencadis.core.memory.launch_memory import attending
 

@@ -20,7 +20,7 @@ from trencadis.assets import demo_path
 from trencadis.backends.cuda.policy import policy
 from trencadis.core.buckets import Stage
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.device_policy import capturable
+from trencadis.core.device_shape_policy import capturable
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan as plan_buckets
 from trencadis.server.config import argv

@@ -27,7 +27,7 @@ from trencadis.core.memory import graph_measurements
 from trencadis.core.memory.cache_plan import CachePlan
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.shape_limits import ShapeLimits
-from trencadis.core.startup_progress import SilentProgress
+from trencadis.core.startup_progress_and_warmup_pacing import SilentProgress
 
 GIB = 1 << 30
 

@@ -13,7 +13,7 @@ from trencadis.core.errors import StartupError
 from trencadis.core.executor import rank_messages
 from trencadis.core.executor.rank_info import RankInfo
 from trencadis.core.request import AdapterRef
-from trencadis.core.startup_progress import Progress, Warming
+from trencadis.core.startup_progress_and_warmup_pacing import Progress, Warming
 from trencadis.core.step import (
     AdapterUpload,
     Bias,

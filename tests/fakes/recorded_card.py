@@ -23,11 +23,11 @@ from trencadis.backends.hpu.launches.hpu_program import GraphProgram
 from trencadis.backends.hpu.policy import SERVING
 from trencadis.core.buckets import Bucket
 from trencadis.core.device.backend import BackendConfig, OutOfDeviceMemory, ProgramState
-from trencadis.core.device_policy import InputSizes
+from trencadis.core.device_shape_policy import InputSizes
 from trencadis.core.memory.graph_measurements import bucket_of
 from trencadis.core.vision_config import SlotForm
 
-__all__ = ["Record", "Records", "RecordedBackend", "config_of"]
+__all__ = ["Record", "RecordedBackend", "Records", "config_of"]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from trencadis.core.config import EngineConfig
 from trencadis.core.engine.engine_builder import OpenedRank, rank_of
 from trencadis.core.executor.rank_info import RankInfo
-from trencadis.core.startup_progress import Progress
+from trencadis.core.startup_progress_and_warmup_pacing import Progress
 
 
 def make(config: EngineConfig, place: RankInfo, progress: Progress) -> OpenedRank:

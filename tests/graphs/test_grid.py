@@ -31,8 +31,8 @@ from trencadis.core.errors import StartupError
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.bucket_profile import write_profile
-from trencadis.core.shapes.shape_needs import RECORDED_STAGES, NeedHistogram
-from trencadis.core.startup_progress import SilentProgress
+from trencadis.core.shapes.shape_need_histogram import RECORDED_STAGES, NeedHistogram
+from trencadis.core.startup_progress_and_warmup_pacing import SilentProgress
 from trencadis.multimodal.qwen2_vl.smart_resize import largest_slots
 
 RECORDINGS = Path(__file__).resolve().parents[2] / ".bench" / "records"

@@ -19,7 +19,7 @@ from trencadis.core.memory import graph_measurements
 from trencadis.core.memory.graph_measurements import Measurements, merge_measurements
 from trencadis.core.memory.graph_selection import GraphPrice, prices_by
 from trencadis.core.shapes.bucket_profile import write_profile
-from trencadis.core.shapes.shape_needs import NeedHistogram
+from trencadis.core.shapes.shape_need_histogram import NeedHistogram
 
 MODEL = dataclasses.replace(model_of(1024, 1, 8, 2, 2048, vision=False), architecture="Qwen2ForCausalLM")
 IMAGES = ImageNeeds()

@@ -19,7 +19,7 @@ from trencadis.backends.cpu.native.kernel_table import TORCH, chosen_table
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight, is_packable
 from trencadis.core.device.backend import Comm
 from trencadis.core.device.communicators import SingleRank
-from trencadis.core.models.linear import LAST, LMHead
+from trencadis.core.models.linear_and_embedding import LAST, LMHead
 
 TYPES = kernel_kinds.dense_types()
 pytestmark = pytest.mark.skipif(not TYPES, reason="own kernels do not multiply dense weights on this CPU")

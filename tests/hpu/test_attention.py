@@ -30,7 +30,7 @@ from trencadis.backends.hpu.start import bridge_loader
 from trencadis.backends.hpu.start.bridge_loader import find_symbols
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import BackendConfig, LayerKV, Rotary, Segments
-from trencadis.core.device_policy import InputSizes
+from trencadis.core.device_shape_policy import InputSizes
 from trencadis.core.errors import StartupError
 from trencadis.core.launches.host_inputs import own_positions
 from trencadis.core.memory import estimate

@@ -20,7 +20,7 @@ from trencadis.backends.cuda.launches.input_buffers import InputBuffers, StageBu
 from trencadis.backends.cuda.launches.work_items import END, STEP
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import BackendConfig
-from trencadis.core.device_policy import InputSizes
+from trencadis.core.device_shape_policy import InputSizes
 from trencadis.core.errors import StartupError
 from trencadis.core.step import HeadInputs, ResetInputs, VisionInputs
 from trencadis.core.vision_config import SlotForm

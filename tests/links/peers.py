@@ -21,7 +21,7 @@ from trencadis.core.links.authenticated_link import HeartbeatThread, KeyedLink
 from trencadis.core.links.group_key import GroupKey, TlsFiles
 from trencadis.core.links.handshake import AuthListener
 from trencadis.core.links.message_link import LinkClosed
-from trencadis.core.links.topology import Topology
+from trencadis.core.links.rank_placement import Topology
 
 FACTORY = "tests.fakes.ranks:make"
 

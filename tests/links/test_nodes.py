@@ -25,7 +25,7 @@ from trencadis.core.executor.multiproc_executor import MultiprocExecutor, RankFa
 from trencadis.core.executor.nodes_launcher import open_listener
 from trencadis.core.executor.rank_info import RankInfo
 from trencadis.core.executor.rank_launcher import LocalLauncher
-from trencadis.core.links.topology import Topology, topology
+from trencadis.core.links.rank_placement import Topology, topology
 
 KEY = "0123456789abcdefghijklmnopqrstuvwxyz-a-key"
 SOON = 6.0

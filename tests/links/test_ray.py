@@ -27,7 +27,7 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.engine.engine_builder import launcher_of
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.multiproc_executor import MultiprocExecutor, RankFailed
-from trencadis.core.links.topology import topology
+from trencadis.core.links.rank_placement import topology
 
 pytestmark = pytest.mark.long
 

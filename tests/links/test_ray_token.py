@@ -272,7 +272,7 @@ import os, sys, time
 from trencadis.core.config import EngineConfig
 from trencadis.core.engine.engine_builder import launcher_of
 from trencadis.core.executor.multiproc_executor import MultiprocExecutor
-from trencadis.core.links.topology import topology
+from trencadis.core.links.rank_placement import topology
 from tests.fakes import ranks
 from tests.fakes.ranks import full_step
 import logging

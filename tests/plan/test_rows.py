@@ -19,7 +19,7 @@ from trencadis.backends.hpu.launches.hpu_inputs import LaunchForm, arrays, leave
 from trencadis.backends.hpu.policy import list_held_outputs, policy
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import ImageNeeds
-from trencadis.core.device_policy import GraphMemory, InputSizes
+from trencadis.core.device_shape_policy import GraphMemory, InputSizes
 from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.memory.estimate import MemoryEstimator
 from trencadis.core.models import model_loader

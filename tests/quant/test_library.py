@@ -30,7 +30,7 @@ from trencadis.core.device.backend import BackendConfig
 from trencadis.core.models.model_loader import load_model
 from trencadis.core.quant.online_quant import quantise
 from trencadis.core.quant.writing.calibration import Calibrant, Calibration
-from trencadis.core.quant.writing.recipe import Recipe
+from trencadis.core.quant.writing.quantisation_recipe import Recipe
 from trencadis.core.quant.writing.source_checkpoint import open_checkpoint
 from trencadis.core.request import Request, SamplingParams
 

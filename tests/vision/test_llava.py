@@ -21,7 +21,7 @@ from tests.vision.vision_checkpoints import IMAGE, llava
 from trencadis import LLM, SamplingParams
 from trencadis.core.buckets import ENCODER_SLOTS, Stage
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.registry import image_needs, image_processor
+from trencadis.core.checkpoint.model_registry import image_needs, image_processor
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.scheduling.image_packer import ImagePacker
 from trencadis.core.shapes.bucket_options import BucketOptions

@@ -18,7 +18,7 @@ from tests.vision.tiled_families import COMPARED, ask, prepared, rows_of_transfo
 from trencadis import LLM, SamplingParams
 from trencadis.core.buckets import ENCODER_SLOTS, Bucket, Stage
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.registry import image_needs, image_processor
+from trencadis.core.checkpoint.model_registry import image_needs, image_processor
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.launches.model_runner import ModelRunner
 from trencadis.core.launches.pending_step import PendingStep

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Metric  # noqa: E402
 
 from trencadis.core.config import EngineConfig  # noqa: E402
 from trencadis.core.engine_stats import BucketUse, EngineInfo, EngineStats, GraphCounters  # noqa: E402
-from trencadis.core.startup_progress import Warming  # noqa: E402
+from trencadis.core.startup_progress_and_warmup_pacing import Warming  # noqa: E402
 from trencadis.server.engine.engine_client import EngineClient  # noqa: E402
 from trencadis.server.metrics import collectors  # noqa: E402
 from trencadis.server.metrics.collectors import (  # noqa: E402

@@ -46,7 +46,7 @@ class ServedReplica:
     """
 
     async def __init__(self, words: Sequence[str]) -> None:  # type: ignore[misc]  # Ray Serve awaits it
-        from trencadis.core.links.topology import on_this_machine
+        from trencadis.core.links.rank_placement import on_this_machine
         from trencadis.server.cli import serve
         from trencadis.server.config import argv
         from trencadis.server.config.resolve_settings import resolve_settings

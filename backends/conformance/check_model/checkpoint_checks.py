@@ -26,8 +26,8 @@ from trencadis.core.checkpoint.checkpoint_source import CheckpointSource
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.family import GENERATE
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.checkpoint.pooler_config import pooling_of
-from trencadis.core.checkpoint.registry import family_of
+from trencadis.core.checkpoint.model_registry import family_of
+from trencadis.core.checkpoint.pooling_resolver import pooling_of
 from trencadis.core.checkpoint.weight_loader import open_weights
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError

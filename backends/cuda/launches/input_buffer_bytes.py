@@ -14,7 +14,7 @@ from trencadis.backends.cuda.kernels.query_blocks_and_key_cuts import (
 )
 from trencadis.core.buckets import LORA, Bucket, Stage, drafts_ahead, padded_tokens
 from trencadis.core.cross_attention_inputs import planned_units
-from trencadis.core.device_policy import InputSizes
+from trencadis.core.device_shape_policy import InputSizes
 from trencadis.core.request import MAX_BIAS
 
 ALIGNMENT = 256

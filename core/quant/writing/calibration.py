@@ -14,8 +14,8 @@ from torch import Tensor
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.checkpoint_source import CheckpointSource
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, reserved_rows
+from trencadis.core.checkpoint.model_registry import family_of
 from trencadis.core.checkpoint.pooling_config import Pooling
-from trencadis.core.checkpoint.registry import family_of
 from trencadis.core.checkpoint.weight_source import StackedPart, WeightSource, stack
 from trencadis.core.device import backend as devices
 from trencadis.core.device.backend import (

@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 
 from tests.stubs.gaudi_container import PUBLISHED, ROOT, Container, make, put_plugin, put_torch
-from trencadis.core.process.torch_env import package_folder
+from trencadis.core.process.torch_detection import package_folder
 
 pytestmark = pytest.mark.part("gaudi")
 
@@ -32,12 +32,12 @@ UNSETTLED = "import sys, torch; m = sys.modules.get('habana_frameworks.torch'); 
 START = """
 import sys
 from trencadis.core.errors import StartupError
-from trencadis.core.process import torch_env
+from trencadis.core.process import torch_detection
 try:
-    for line in torch_env.prepare_device_env("hpu").lines:
+    for line in torch_detection.prepare_device_env("hpu").lines:
         print("banner", line)
     assert "torch" not in sys.modules
-    torch_env.import_torch()
+    torch_detection.import_torch()
     import trencadis.core.engine.engine_builder
     from trencadis.backends.hpu.start.bridge_loader import open_bridge
     print("mode", 1 if open_bridge().is_lazy() else 0)

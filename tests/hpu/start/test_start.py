@@ -18,9 +18,9 @@ from trencadis.backends.hpu.start import environment, gaudi_detection, hpu_env
 from trencadis.backends.hpu.start.gaudi_detection import Stack
 from trencadis.core import devices
 from trencadis.core.errors import StartupError
-from trencadis.core.process import torch_env
-from trencadis.core.process import torch_env as process
-from trencadis.core.process.torch_env import TorchBuild
+from trencadis.core.process import torch_detection
+from trencadis.core.process import torch_detection as process
+from trencadis.core.process.torch_detection import TorchBuild
 
 pytestmark = pytest.mark.part("gaudi")
 
@@ -40,7 +40,7 @@ def settled(
     if not root.exists():
         put_cards(root, cards, driver=(plugin or "1.24.2.0").rpartition(".")[0] if cards else "")
     built = built or (torch or "").partition("+")[0] or None
-    monkeypatch.setattr(torch_env, "find_torch", lambda: TorchBuild(torch) if torch else None)
+    monkeypatch.setattr(torch_detection, "find_torch", lambda: TorchBuild(torch) if torch else None)
     monkeypatch.setattr(
         gaudi_detection, "find_stack", lambda: Stack(plugin, torch, built if plugin else None, plugin is not None)
     )
@@ -70,7 +70,7 @@ def test_every_published_stack_is_the_right_choice_or_one_line(monkeypatch: pyte
     assert len(cases) == 180
     chosen: dict[str, int] = {}
     for torch, requested, autoload, plugin in cases:
-        env = {k: v for k, v in ((environment.MODE, requested), (torch_env.AUTOLOAD, autoload)) if v}
+        env = {k: v for k, v in ((environment.MODE, requested), (torch_detection.AUTOLOAD, autoload)) if v}
         version = {
             "present": PUBLISHED[torch],
             "missing": None,
@@ -84,13 +84,13 @@ def test_every_published_stack_is_the_right_choice_or_one_line(monkeypatch: pyte
             assert want in str(error) and "\n" not in str(error), case
         else:
             assert environ[environment.MODE] == want, case
-            assert environ[torch_env.AUTOLOAD] == "0", case
+            assert environ[torch_detection.AUTOLOAD] == "0", case
         chosen[want] = chosen.get(want, 0) + 1
     assert chosen["1"] == 18 and chosen["0"] == 22, chosen
 
 
 def test_what_the_user_set_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    mine = {environment.MODE: "0", torch_env.AUTOLOAD: "1", environment.FUSER_THREADS: "0",
+    mine = {environment.MODE: "0", torch_detection.AUTOLOAD: "1", environment.FUSER_THREADS: "0",
             hpu_env.CONFIG: f"{tmp_path},false,9"}  # fmt: skip
     environ, _ = settled(monkeypatch, tmp_path / "m", "2.9.0+hpu_1.23.1-25.git8598e6d", "1.23.1.25", env=mine)
     assert {name: environ[name] for name in mine} == mine
@@ -143,7 +143,7 @@ BAD: dict[str, tuple[Any, dict[str, str], str]] = {
 def test_bad_input_is_one_line_that_says_what_to_do(what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (plugin, module), env, says = BAD[what]
     put_cards(tmp_path, 1)
-    monkeypatch.setattr(torch_env, "find_torch", lambda: TorchBuild("2.13.0+cpu"))
+    monkeypatch.setattr(torch_detection, "find_torch", lambda: TorchBuild("2.13.0+cpu"))
     monkeypatch.setattr(gaudi_detection, "find_stack", lambda: Stack(plugin, "2.13.0+cpu", "2.13.0", bool(module)))
     with pytest.raises(StartupError, match=says) as raised:
         folders = {gaudi_detection.ROOT: str(tmp_path), hpu_env.CACHE: str(tmp_path / "c")}
@@ -323,9 +323,9 @@ def test_a_torch_that_is_missing_or_too_old_is_one_line() -> None:
         (TorchBuild("2.5.1a0+git6fc067b"), "older than 2.6"),
     ):
         with pytest.raises(StartupError, match=says):
-            torch_env.check_version(build)
-    assert torch_env.check_version(TorchBuild("2.6.0+hpu_1.20.0-543.git4952fce")) == ""
-    assert "newer than 2.13" in torch_env.check_version(TorchBuild("2.14.0"))
+            torch_detection.check_version(build)
+    assert torch_detection.check_version(TorchBuild("2.6.0+hpu_1.20.0-543.git4952fce")) == ""
+    assert "newer than 2.13" in torch_detection.check_version(TorchBuild("2.14.0"))
 
 
 def test_the_version_is_read_from_the_files_that_python_would_import(
@@ -336,7 +336,7 @@ def test_the_version_is_read_from_the_files_that_python_would_import(
     (tmp_path / "torch" / "version.py").write_text("cuda = None\n__version__ = '2.9.0+hpu_1.23.1-25.git8598e6d'\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "torch")
-    found = torch_env.find_torch()
+    found = torch_detection.find_torch()
     assert found == TorchBuild("2.9.0+hpu_1.23.1-25.git8598e6d", str(tmp_path / "torch")) and found.numbers == (2, 9)
 
 
@@ -357,15 +357,15 @@ def test_other_devices_keep_plug_ins_out(monkeypatch: pytest.MonkeyPatch) -> Non
     for device in ("cpu", "auto", "cuda"):
         environ: dict[str, str] = {}
         process.prepare_device_env(device, environ)
-        assert environ == {torch_env.AUTOLOAD: "0"}
+        assert environ == {torch_detection.AUTOLOAD: "0"}
     monkeypatch.setattr(devices, "entry_points", lambda group: [])
-    environ = {torch_env.AUTOLOAD: "1"}
+    environ = {torch_detection.AUTOLOAD: "1"}
     process.prepare_device_env("cpu", environ)
-    assert environ == {torch_env.AUTOLOAD: "1"}
+    assert environ == {torch_detection.AUTOLOAD: "1"}
 
 
 def test_an_emulated_process_says_so_and_keeps_the_plug_in_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     environ, found = settled(monkeypatch, tmp_path / "m", "2.13.0+cpu", None, cards=0)
-    assert environ[environment.MODE] == "1" and environ[torch_env.AUTOLOAD] == "0"
+    assert environ[environment.MODE] == "1" and environ[torch_detection.AUTOLOAD] == "0"
     assert found.lines == ("hpu: emulated, lazy mode (graphs exist in lazy mode alone)",)
     assert not environment.find_capability(environ).real

@@ -21,7 +21,7 @@ from trencadis import LLM, SamplingParams
 from trencadis.backends.cpu import make_backend
 from trencadis.core.checkpoint.checkpoint_source import CheckpointSource
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.registry import family_of
+from trencadis.core.checkpoint.model_registry import family_of
 from trencadis.core.checkpoint.weight_loader import open_weights
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.errors import StartupError

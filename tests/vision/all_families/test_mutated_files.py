@@ -22,7 +22,7 @@ from tests.vision.all_families.family_list import WRITERS
 from tests.vision.extra_families import minicpmv, phi3_v
 from trencadis.backends.hpu.policy import policy
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.registry import family_of, image_needs, image_processor
+from trencadis.core.checkpoint.model_registry import family_of, image_needs, image_processor
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan

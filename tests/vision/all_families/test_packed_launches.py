@@ -17,7 +17,7 @@ from trencadis.backends.hpu.policy import SERVING
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import DEFAULT_VISION_SLOTS, Stage
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.checkpoint.registry import image_needs, image_sizes
+from trencadis.core.checkpoint.model_registry import image_needs, image_sizes
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan

@@ -18,7 +18,7 @@ from PIL import Image
 
 from tests.vision.all_families.family_list import WRITERS
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.registry import image_processor
+from trencadis.core.checkpoint.model_registry import image_processor
 from trencadis.core.kv.block_pool import BlockHashChain
 from trencadis.core.media_spans import MediaSpan
 from trencadis.core.request import Request, SamplingParams

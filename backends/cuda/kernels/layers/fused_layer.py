@@ -16,8 +16,8 @@ from trencadis.backends.cuda.weights.quantised_weight import QuantisedWeight
 from trencadis.core.device.backend import Attn, Rotary
 from trencadis.core.models.attention import Attention
 from trencadis.core.models.decoder_layer import DecoderLayer
-from trencadis.core.models.linear import Linear
-from trencadis.core.models.mlp import GatedMLP, RMSNorm
+from trencadis.core.models.linear_and_embedding import Linear
+from trencadis.core.models.mlp_and_norms import GatedMLP, RMSNorm
 
 
 class FusedLayer:
