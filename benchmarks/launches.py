@@ -30,9 +30,9 @@ from trencadis.backends.hpu.emulator.card_profiles import profile
 from trencadis.backends.hpu.emulator.device_tensor import flatten
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
-from trencadis.backends.hpu.emulator.launch_scope import LayerReuse, leaf_key, signature
+from trencadis.backends.hpu.emulator.launch_op_recorder import LayerReuse, leaf_key, signature
 from trencadis.backends.hpu.hpu_settings import HpuSettings
-from trencadis.backends.hpu.policy import SERVING, policy
+from trencadis.backends.hpu.shape_policy import SERVING, policy
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.config import EngineConfig

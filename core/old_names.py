@@ -14,13 +14,17 @@ from importlib.util import find_spec
 
 _FORMER_MODULES = {
     "backends.conformance.answer_checks": "backends.conformance.tokens",
+    "backends.conformance.backend_under_test": "backends.conformance.subject backends.conformance.target",
     "backends.conformance.check_model.checkpoint_checks": "backends.conformance.check_model.suite",
     "backends.conformance.check_model.cpu_reference_model": """
         backends.conformance.check_model.by_hand backends.conformance.check_model.recompute""",
     "backends.conformance.check_model.image_checks": "backends.conformance.check_model.pictures",
     "backends.conformance.check_model.transformers_oracle": "backends.conformance.check_model.oracle",
     "backends.conformance.check_result": "backends.conformance.result",
-    "backends.conformance.harness": "backends.conformance.check_model.slots backends.conformance.rig",
+    "backends.conformance.check_suite": """
+        backends.conformance.device backends.conformance.speed backends.conformance.suite""",
+    "backends.conformance.launch_harness": """
+        backends.conformance.check_model.slots backends.conformance.harness backends.conformance.rig""",
     "backends.conformance.memory_checks": "backends.conformance.graph_checks backends.conformance.graphs",
     "backends.conformance.op_checks": "backends.conformance.ops",
     "backends.conformance.op_checks_layers": """
@@ -28,8 +32,6 @@ _FORMER_MODULES = {
     "backends.conformance.op_checks_sampling": "backends.conformance.ops_sampling",
     "backends.conformance.op_checks_vision": "backends.conformance.ops_vision",
     "backends.conformance.program_checks": "backends.conformance.programs",
-    "backends.conformance.suite": "backends.conformance.device backends.conformance.speed",
-    "backends.conformance.target": "backends.conformance.subject",
     "backends.cpu.gloo_comm": "backends.cpu.comm",
     "backends.cpu.int8_linear": "backends.cpu.quantised",
     "backends.cpu.native.bounds_checks": "backends.cpu.native.checks",

@@ -54,7 +54,7 @@ KEPT = ("tools/demo/language/", "tools/renaming/", "tests/tools/test_rename.py",
 KEPT_NAMES = {"pictures_kernel": "docs/kernels.csv", "pictures_join_kernel": "docs/kernels.csv"}
 """Identifier with an old word -> why it stays: users or files on disk name it."""
 
-SAME_NAME = {"__init__", "__main__", "model", "family", "config", "processor", "ops", "backend", "policy"}
+SAME_NAME = {"__init__", "__main__", "model", "family", "config", "processor", "ops", "backend", "shape_policy"}
 """File names that may stand in several folders."""
 
 OPENINGS = ("As", "Of", "Where", "Who", "Until", "It", "That", "Behind", "What")

@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from trencadis.backends.conformance.backend_under_test import CheckTarget
 from trencadis.backends.conformance.check_result import CheckFailed, Skipped
-from trencadis.backends.conformance.harness import SEQS, plan_of
-from trencadis.backends.conformance.target import CheckTarget
+from trencadis.backends.conformance.launch_harness import SEQS, plan_of
 from trencadis.core.checkpoint import model_registry
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_config import ModelConfig

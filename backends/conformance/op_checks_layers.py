@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trencadis.backends.conformance.backend_under_test import CheckTarget
 from trencadis.backends.conformance.check_result import CheckFailed, Skipped
-from trencadis.backends.conformance.harness import BLOCKS, all_buckets, spread_buckets
+from trencadis.backends.conformance.launch_harness import BLOCKS, all_buckets, spread_buckets
 from trencadis.backends.conformance.op_checks import (
     TEXT,
     Put,
@@ -29,7 +30,6 @@ from trencadis.backends.conformance.op_checks import (
     vs_reference,
 )
 from trencadis.backends.conformance.program_checks import make_harness
-from trencadis.backends.conformance.target import CheckTarget
 from trencadis.backends.cpu.reference_ops import CLAMPED_SWIGLU
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import TextConfig

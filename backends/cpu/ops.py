@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trencadis.backends.cpu.adapter_products import AdapterOps
 from trencadis.backends.cpu.attention_plan import (
     AttendPlan,
     ChunkSpan,
@@ -25,12 +24,14 @@ from trencadis.backends.cpu.attention_plan import (
 )
 from trencadis.backends.cpu.expert_mlp import SeparateExperts, run_chosen_experts
 from trencadis.backends.cpu.int8_linear import IntegerWeight, integer_weight, product
-from trencadis.backends.cpu.native import dense, panels, row_kernels, weight_packing
-from trencadis.backends.cpu.native.dense import PackedWeight as PackedWeight
-from trencadis.backends.cpu.native.dense import by_sizes, pieces
-from trencadis.backends.cpu.native.kernel_table import ANY, KernelTable, Op, chosen_table
-from trencadis.backends.cpu.native.panels import DTYPE_NAMES, PanelWeight, panel_weight
-from trencadis.backends.cpu.native.row_kernels import (
+from trencadis.backends.cpu.lora_adapter_products import AdapterOps
+from trencadis.backends.cpu.native import (
+    attention_and_row_kernels,
+    dense_linear,
+    quantised_weight_panels,
+    weight_packing,
+)
+from trencadis.backends.cpu.native.attention_and_row_kernels import (
     StoredKeys,
     best,
     can_store,
@@ -39,6 +40,10 @@ from trencadis.backends.cpu.native.row_kernels import (
     silu_mul,
     torch_rotate,
 )
+from trencadis.backends.cpu.native.dense_linear import PackedWeight as PackedWeight
+from trencadis.backends.cpu.native.dense_linear import by_sizes, pieces
+from trencadis.backends.cpu.native.kernel_table import ANY, KernelTable, Op, chosen_table
+from trencadis.backends.cpu.native.quantised_weight_panels import DTYPE_NAMES, PanelWeight, panel_weight
 from trencadis.backends.cpu.recurrent_ops import RecurrentKernelOps
 from trencadis.backends.cpu.reference_ops import CLAMPED_SWIGLU, ReferenceOps, apply_activation, clamped_swiglu
 from trencadis.backends.cpu.sampler import thresholds
@@ -93,10 +98,10 @@ class CpuOps(RecurrentKernelOps, AdapterOps, ReferenceOps):
             return super().pack_weight(weight.clone(), bias)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
         bias = bias if bias is None else bias.contiguous()
-        panels = dense.panels_of(packed, weight, bias, self.table) or self._pack_panels(weight, bias)
+        panels = dense_linear.panels_of(packed, weight, bias, self.table) or self._pack_panels(weight, bias)
         return PackedWeight(packed, bias, weight.shape[0], weight.shape[1], panels)
 
-    def _pack_panels(self, weight: Tensor, bias: Tensor | None) -> dense.Panels | None:
+    def _pack_panels(self, weight: Tensor, bias: Tensor | None) -> dense_linear.Panels | None:
         """Packs a weight that oneDNN has packed in another layout again, for own products by tiles of few rows."""
         (outputs, inputs), dtype = weight.shape, weight.dtype
         if not self.table.by_tiles(Op.LINEAR, DTYPE_NAMES.get(dtype, "")):
@@ -106,20 +111,20 @@ class CpuOps(RecurrentKernelOps, AdapterOps, ReferenceOps):
         )
         if made is None:
             return None
-        return dense.panels_at(made.memory.data_ptr(), made.memory, outputs, inputs, dtype, bias, self.table)
+        return dense_linear.panels_at(made.memory.data_ptr(), made.memory, outputs, inputs, dtype, bias, self.table)
 
     def pack_stored(self, rows: StoredRows, bias: Tensor | None) -> Weight | None:
         """Implements ``weight_source.StoringOps``: packs in one pass by the library, if it knows oneDNN's
         layout.
         """
-        if not is_packable(rows.dtype) and dense.most_rows(self.table, rows.dtype) < ANY:
+        if not is_packable(rows.dtype) and dense_linear.most_rows(self.table, rows.dtype) < ANY:
             return None
         made = weight_packing.pack_rows(rows.parts, rows.widths, rows.inputs, rows.dtype, self.table, self.pages)
         if made is None:
             return None
         bias, (outputs, inputs) = bias if bias is None else bias.contiguous(), (sum(rows.widths), rows.inputs)
         keep = made.memory if made.tensor is None else made.tensor
-        panels = dense.panels_at(made.memory.data_ptr(), keep, outputs, inputs, rows.dtype, bias, self.table)
+        panels = dense_linear.panels_at(made.memory.data_ptr(), keep, outputs, inputs, rows.dtype, bias, self.table)
         if made.tensor is None and panels is None:
             return None
         return PackedWeight(made.tensor, bias, outputs, inputs, panels)
@@ -133,7 +138,11 @@ class CpuOps(RecurrentKernelOps, AdapterOps, ReferenceOps):
 
     def table_of(self, weight: Weight) -> Tensor | None:
         """Implements ``core.checkpoint.weight_source.SharingOps``: the panels of a weight that own kernels multiply."""
-        return dense.table_of(weight.panels) if isinstance(weight, PackedWeight) and weight.panels is not None else None
+        return (
+            dense_linear.table_of(weight.panels)
+            if isinstance(weight, PackedWeight) and weight.panels is not None
+            else None
+        )
 
     def pack_quantised(self, q: QTensor, bias: Tensor | None = None) -> Weight:
         """Packs integers for own kernels, or else for torch's; if neither can be used, a weight of the engine's
@@ -143,18 +152,18 @@ class CpuOps(RecurrentKernelOps, AdapterOps, ReferenceOps):
 
     def linear(self, x: Tensor, w: Weight) -> Tensor:
         if isinstance(w, PackedWeight):
-            if w.panels is not None and dense.is_supported(x, w.panels):
-                return dense.product(x, w.panels)
+            if w.panels is not None and dense_linear.is_supported(x, w.panels):
+                return dense_linear.product(x, w.panels)
             if w.packed is None:
                 assert w.panels is not None
-                return dense.product(x.contiguous(), w.panels)
+                return dense_linear.product(x.contiguous(), w.panels)
             return by_sizes(x, lambda part: _product(part, w))
         return self._quantised_linear(x, w)
 
     def _quantised_linear(self, x: Tensor, w: Weight) -> Tensor:
         """Computes ``linear`` with integers, or with a weight of a dtype that oneDNN would emulate."""
         if isinstance(w, PanelWeight):
-            return panels.product(x, w)
+            return quantised_weight_panels.product(x, w)
         if isinstance(w, IntegerWeight):
             return product(x, w, by_sizes)
         return super().linear(x, w)
@@ -204,8 +213,8 @@ class CpuOps(RecurrentKernelOps, AdapterOps, ReferenceOps):
         call at once.
         """
         sizes: Sequence[int] = pieces(len(x)) if len(x) > 1 else ()
-        if len(sizes) > 1 and dense.launches_tiles(self.table, x.dtype):
-            sizes = [min(dense.TILE_ROWS, len(x) - start) for start in range(0, len(x), dense.TILE_ROWS)]
+        if len(sizes) > 1 and dense_linear.launches_tiles(self.table, x.dtype):
+            sizes = [min(dense_linear.TILE_ROWS, len(x) - start) for start in range(0, len(x), dense_linear.TILE_ROWS)]
         return run(x) if len(sizes) < 2 else self._in_pieces(run, x, sizes)
 
     def _in_pieces(self, run: Callable[[Tensor], Tensor], x: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -267,8 +276,10 @@ class CpuOps(RecurrentKernelOps, AdapterOps, ReferenceOps):
         self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0,
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        plan = get_plan(attn, kv.k.shape[1], window=window, native=row_kernels.can_decode(q, kv, self.table))
-        if row_kernels.can_attend(q, self.table) and (sinks is None or not plan.groups):
+        plan = get_plan(
+            attn, kv.k.shape[1], window=window, native=attention_and_row_kernels.can_decode(q, kv, self.table)
+        )
+        if attention_and_row_kernels.can_attend(q, self.table) and (sinks is None or not plan.groups):
             return self._attend_parts(q, kv, plan, scale, window, sinks)
         if sinks is not None:
             return super().attend(q, k, v, kv, attn, scale, window, sinks)
@@ -281,13 +292,13 @@ class CpuOps(RecurrentKernelOps, AdapterOps, ReferenceOps):
     ) -> Tensor:
         """Computes ``attend`` span by span and group by group."""
         out = torch.zeros(q.shape, dtype=q.dtype) if plan.surplus else torch.empty(q.shape, dtype=q.dtype)
-        if plan.spans and row_kernels.can_attend(q, self.table):
+        if plan.spans and attention_and_row_kernels.can_attend(q, self.table):
             self._flash(q, kv, plan.spans, scale, window, out, sinks)
         else:
             for span in plan.spans:
                 out[span.start : span.stop] = _span(q[span.start : span.stop], kv, span, scale, window)
         if plan.singles is not None:
-            row_kernels.attend_decode(q, kv, plan.singles, scale, out, self.table, sinks)
+            attention_and_row_kernels.attend_decode(q, kv, plan.singles, scale, out, self.table, sinks)
         for group in plan.groups:
             out[group.rows] = _group(q[group.rows], kv, group, scale)
         return out
@@ -301,10 +312,12 @@ class CpuOps(RecurrentKernelOps, AdapterOps, ReferenceOps):
             for span in spans:
                 keys, values = stored_at(kv, span.where, q.dtype)
                 held = [span.to_flash_span(slice(0, len(keys)))]
-                row_kernels.attend_spans(q, keys, values, held, scale, out, self.table, window, sinks)
+                attention_and_row_kernels.attend_spans(q, keys, values, held, scale, out, self.table, window, sinks)
         else:
             held, keys = [span.to_flash_span(span.where) for span in spans], kv.k.flatten(0, 1)
-            row_kernels.attend_spans(q, keys, kv.v.flatten(0, 1), held, scale, out, self.table, window, sinks)
+            attention_and_row_kernels.attend_spans(
+                q, keys, kv.v.flatten(0, 1), held, scale, out, self.table, window, sinks
+            )
 
     def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         heads, made = q.shape[1], rotate(q, k, rotary.cos, rotary.sin, self.table)
@@ -314,10 +327,12 @@ class CpuOps(RecurrentKernelOps, AdapterOps, ReferenceOps):
     def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
         """Computes attention inside windows. Padding slots give zeros, and their values are not read."""
         padded = bool((seg.real < WINDOW_SLOTS).any())
-        if not row_kernels.can_attend(q, self.table, Op.WINDOWS):
+        if not attention_and_row_kernels.can_attend(q, self.table, Op.WINDOWS):
             return self._torch_windows(q, k, v, seg.real if padded else None, scale)
         out = torch.zeros(q.shape, dtype=q.dtype) if padded else torch.empty(q.shape, dtype=q.dtype)
-        row_kernels.attend_spans(q, k, v, row_kernels.window_spans(seg.real, WINDOW_SLOTS), scale, out, self.table)
+        attention_and_row_kernels.attend_spans(
+            q, k, v, attention_and_row_kernels.window_spans(seg.real, WINDOW_SLOTS), scale, out, self.table
+        )
         return out
 
     def _torch_windows(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, scale: float) -> Tensor:
@@ -340,9 +355,12 @@ class CpuOps(RecurrentKernelOps, AdapterOps, ReferenceOps):
     def attend_images(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
         """Computes attention over whole images. Padding slots give zeros."""
         out = torch.zeros(q.shape, dtype=q.dtype)
-        if row_kernels.can_attend(q, self.table):
-            spans = [row_kernels.Span(queries_at, where, whole=True) for queries_at, where in find_image_spans(seg)]
-            row_kernels.attend_spans(q, k, v, spans, scale, out, self.table)
+        if attention_and_row_kernels.can_attend(q, self.table):
+            spans = [
+                attention_and_row_kernels.Span(queries_at, where, whole=True)
+                for queries_at, where in find_image_spans(seg)
+            ]
+            attention_and_row_kernels.attend_spans(q, k, v, spans, scale, out, self.table)
             return out
         for queries_at, where in find_image_spans(seg):
             queries, keys, values = (t[at].transpose(0, 1)[None] for t, at in ((q, queries_at), (k, where), (v, where)))
@@ -354,7 +372,7 @@ class CpuOps(RecurrentKernelOps, AdapterOps, ReferenceOps):
         self, tokens: Tensor, from_slot: Tensor, last: Tensor, image_row: Tensor, arena: Tensor, table: Tensor
     ) -> Tensor:
         ids = torch.where(from_slot > 0, last[from_slot], tokens)
-        x = functional.embedding(ids, table) if table.dim() == 2 else dense.rows_of(table, ids)
+        x = functional.embedding(ids, table) if table.dim() == 2 else dense_linear.rows_of(table, ids)
         images = image_row.nonzero()[:, 0]
         return x.index_copy_(0, images, arena[image_row[images]]) if len(images) else x
 
@@ -368,7 +386,7 @@ class CpuOps(RecurrentKernelOps, AdapterOps, ReferenceOps):
         """
         if not isinstance(w, PackedWeight) or w.panels is None or w.bias is not None or x.dtype != w.panels.dtype:
             return None
-        return dense.best(x, w.panels, outputs, scale)
+        return dense_linear.best(x, w.panels, outputs, scale)
 
     def mask(self, logits: Tensor, head: HeadTensors) -> Tensor:
         """Overwrites the ids that a mask forbids, in rows that have a mask."""
@@ -410,8 +428,8 @@ def _by_window(x: Tensor) -> Tensor:
 
 
 def _product(x: Tensor, w: PackedWeight) -> Tensor:
-    if w.panels is not None and dense.is_supported(x, w.panels):
-        return dense.product(x, w.panels)
+    if w.panels is not None and dense_linear.is_supported(x, w.panels):
+        return dense_linear.product(x, w.panels)
     assert w.packed is not None
     y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, w.packed, w.bias, "none", [], "")
     return y

@@ -51,8 +51,8 @@ def main(words: Sequence[str]) -> int:
     signals_and_logging.raise_early_stop()
     torch_detection.prepare_device_env(asked.names[0])
     torch_detection.import_torch()
-    suite = import_module(f"{devices.CONFORMANCE}.suite")
-    subjects = import_module(f"{devices.CONFORMANCE}.target")
+    suite = import_module(f"{devices.CONFORMANCE}.check_suite")
+    subjects = import_module(f"{devices.CONFORMANCE}.backend_under_test")
     subject = subjects.make_target(
         asked.names[0], _find_model_folder(asked), dtype=asked.values.get("dtype", "auto"),
         policy=asked.values.get("policy", ""), quick="quick" in asked.flags,

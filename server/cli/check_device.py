@@ -124,7 +124,7 @@ def _make_generic_probes(name: str, index: int) -> Iterable[tuple[str, Callable[
     """Returns probes that use only the backend's protocol."""
     from trencadis.assets import demo_path
 
-    module = import_module(f"{devices.CONFORMANCE}.suite")
+    module = import_module(f"{devices.CONFORMANCE}.check_suite")
     found: Iterable[tuple[str, Callable[[], str]]] = module.probes(name, Path(demo_path()), index)
     return found
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.traffic.requests import Traffic
-from trencadis.backends.cuda.twin.twin_runtime import TwinRuntime
+from trencadis.backends.cuda.cpu_twin.twin_runtime import TwinRuntime
 from trencadis.core.config import EngineConfig
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.engine_builder import create_engine

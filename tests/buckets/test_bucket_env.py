@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.traffic.launch_lines import plan_of
-from trencadis.backends.hpu.policy import SERVING
+from trencadis.backends.hpu.shape_policy import SERVING
 from trencadis.core import envs
 from trencadis.core.buckets import Stage
 from trencadis.core.device_shape_policy import Density

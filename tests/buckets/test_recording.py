@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.traffic.launch_lines import GUIDE, model_of
-from trencadis.backends.hpu.policy import SERVING
+from trencadis.backends.hpu.shape_policy import SERVING
 from trencadis.core import engine_stats
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import LORA, Bucket, Stage

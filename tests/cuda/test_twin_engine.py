@@ -11,7 +11,7 @@ import pytest
 
 from tests.traffic.requests import Traffic
 from trencadis.assets import demo_path
-from trencadis.backends.cuda.twin.twin_runtime import TwinFaults, TwinRuntime
+from trencadis.backends.cuda.cpu_twin.twin_runtime import TwinFaults, TwinRuntime
 from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import OutOfDeviceMemory, ProgramState
 from trencadis.core.engine.engine import Engine

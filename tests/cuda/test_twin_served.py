@@ -17,7 +17,7 @@ from tests.traffic.launch_lines import GUIDE as LIMITS
 from tests.traffic.launch_lines import model_of
 from tests.traffic.server_process import server
 from trencadis.assets import demo_path
-from trencadis.backends.cuda.policy import policy
+from trencadis.backends.cuda.shape_policy import policy
 from trencadis.core.buckets import Stage
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.device_shape_policy import capturable

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from trencadis.backends.hpu.backend import HpuBackend
-from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.emulator.card_profiles import Profile
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
+from trencadis.backends.hpu.habana_bridge import Bridge
 from trencadis.backends.hpu.hpu_settings import HpuSettings
-from trencadis.backends.hpu.policy import SERVING
+from trencadis.backends.hpu.shape_policy import SERVING
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import BackendConfig

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tests.families.text_checkpoints import FORMS, set_keys
 from trencadis.backends.conformance import op_checks_layers
+from trencadis.backends.conformance.backend_under_test import make_target
 from trencadis.backends.conformance.check_model.checkpoint_checks import CheckedModel, run
-from trencadis.backends.conformance.target import make_target
 from trencadis.backends.cpu.batch_invariant import InvariantOps
 from trencadis.backends.cpu.expert_mlp import route_tokens
 from trencadis.backends.cpu.ops import CpuOps

@@ -87,7 +87,7 @@ REMAINS = {
     "core/checkpoint/config_reader.py": "a key that says whose pooling head it was; it changes nothing",
     "core/config.py": "what --load-format takes elsewhere",
     "core/envs.py": "what Intel's guide says about a variable",
-    "backends/hpu/start/environment.py": "the same",
+    "backends/hpu/start/gaudi_mode_and_env.py": "the same",
     "server/tools": "vLLM's names of the forms in which calls are written; a checkpoint of any family may use each",
     "server/tools/reasoning_parser.py": "the same, of thoughts",
     "server/config/config.py": "the same, in the help of their flags",

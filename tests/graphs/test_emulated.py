@@ -12,7 +12,7 @@ import pytest
 
 from tests.traffic.requests import Traffic
 from trencadis.backends.hpu.emulator.emulated_bridge import EmulatedRuntime
-from trencadis.backends.hpu.emulator.refusals import parse
+from trencadis.backends.hpu.emulator.emulated_errors import parse
 from trencadis.core.buckets import Stage
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.config import EngineConfig

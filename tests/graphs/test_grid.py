@@ -22,7 +22,7 @@ from tests.fakes.meta_start import GIB, Started, card, config_of, on_paper, run
 from tests.fakes.recorded_card import RecordedBackend, Records
 from tests.traffic.launch_lines import GUIDE, model_of
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
-from trencadis.backends.hpu.policy import SERVING
+from trencadis.backends.hpu.shape_policy import SERVING
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.device.backend import BackendConfig, ProgramState
 from trencadis.core.engine.graph_startup import DeviceStart

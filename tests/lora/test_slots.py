@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.fakes import checkpoints
 from tests.fakes.adapters import adapter_of
-from trencadis.backends.cpu.adapter_products import add_masked_adapters, group_rows
+from trencadis.backends.cpu.lora_adapter_products import add_masked_adapters, group_rows
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.core.bucket_plan import Plan
@@ -198,7 +198,7 @@ def test_launches_with_adapters_take_their_own_buckets() -> None:
 
 
 def test_buckets_with_adapters_are_few_and_hold_every_need() -> None:
-    from trencadis.backends.hpu.policy import policy as hpu_policy
+    from trencadis.backends.hpu.shape_policy import policy as hpu_policy
 
     limits = ShapeLimits(max_rows=64, max_tokens=4096, max_model_len=8192, block_size=128)
     for some in (limits, dataclasses.replace(limits, max_rows=8, max_tokens=512, max_model_len=1024)):

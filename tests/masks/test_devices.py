@@ -16,7 +16,7 @@ import pytest
 from tests.oracles.happens_before import races
 from tests.traffic.rule_oracle import RuleOracle
 from tests.traffic.ruled_requests import GRAMMARS, RuledTraffic, ruled_answers, vocabulary
-from trencadis.backends.cuda.twin.twin_runtime import TwinCall
+from trencadis.backends.cuda.cpu_twin.twin_runtime import TwinCall
 from trencadis.core.config import EngineConfig
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.engine_builder import create_engine

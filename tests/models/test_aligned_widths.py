@@ -19,7 +19,7 @@ from tests.models.test_shards import Group, ThreadComm
 from tests.traffic.launch_lines import model_of
 from trencadis.backends.cpu import make_backend
 from trencadis.backends.cpu.reference_ops import PlainWeight, ReferenceOps
-from trencadis.backends.cuda.policy import ALIGNED, SERVING
+from trencadis.backends.cuda.shape_policy import ALIGNED, SERVING
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_config import ModelConfig

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.traces.generate import TRACES
 from tests.traffic.launch_lines import model_of
-from trencadis.backends.hpu.policy import SERVING
+from trencadis.backends.hpu.shape_policy import SERVING
 from trencadis.core.buckets import Stage
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.config import EngineConfig

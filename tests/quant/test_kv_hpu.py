@@ -19,7 +19,7 @@ from trencadis.backends.hpu.emulator.card_profiles import profile
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.hpu_settings import HpuSettings
-from trencadis.backends.hpu.policy import policy, without_fp8
+from trencadis.backends.hpu.shape_policy import policy, without_fp8
 from trencadis.backends.hpu.start.bridge_loader import find_symbols
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.pooling_resolver import load_model_config

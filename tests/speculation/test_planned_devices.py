@@ -30,7 +30,7 @@ from trencadis.backends.hpu.emulator.card_profiles import profile
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.hpu_settings import HpuSettings
-from trencadis.backends.hpu.policy import graph_input_bytes, policy
+from trencadis.backends.hpu.shape_policy import graph_input_bytes, policy
 from trencadis.core.buckets import DRAFT, Bucket, Stage, ahead_variant, is_drafting, verify_variant
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_registry import family_options

@@ -24,7 +24,7 @@ from tests.vision.vision_checkpoints import qwen3_vl
 from trencadis import LLM
 from trencadis.assets import demo_path
 from trencadis.backends.cpu.ops import CpuOps
-from trencadis.backends.hpu.policy import SERVING
+from trencadis.backends.hpu.shape_policy import SERVING
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_registry import image_needs
 from trencadis.core.checkpoint.pooling_resolver import load_model_config

@@ -18,7 +18,7 @@ from tests.traffic.launch_lines import model_of
 from trencadis.backends.hpu.backend import HpuBackend
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.hpu_settings import HpuSettings
-from trencadis.backends.hpu.policy import SERVING
+from trencadis.backends.hpu.shape_policy import SERVING
 from trencadis.core.buckets import Stage
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.config import EngineConfig

@@ -55,7 +55,7 @@ def backend_of(device: str, vocab: int) -> Any:
         from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
         from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
         from trencadis.backends.hpu.hpu_settings import HpuSettings
-        from trencadis.backends.hpu.policy import policy
+        from trencadis.backends.hpu.shape_policy import policy
 
         cfg = BackendConfig(dtype=torch.float32, block_size=16, vocab_size=vocab)
         return HpuBackend(

@@ -279,7 +279,7 @@ def test_a_thin_image_costs_little_and_a_thinner_one_is_refused(made: Any) -> No
 
 def test_every_number_of_images_has_its_launches(made: Any) -> None:
     """Multiples of the tile: no launch misses, and at most a quarter of a launch's slots are padding."""
-    from trencadis.backends.hpu.policy import policy
+    from trencadis.backends.hpu.shape_policy import policy
 
     config = load_config(made("336"))
     needs = image_needs(config, {})
@@ -300,7 +300,7 @@ def test_every_number_of_images_has_its_launches(made: Any) -> None:
 
 
 def test_a_users_buckets_are_multiples_of_the_tile(made: Any) -> None:
-    from trencadis.backends.hpu.policy import policy
+    from trencadis.backends.hpu.shape_policy import policy
 
     config = load_config(made("336"))
     limits = ShapeLimits(16, 2048, 2048, 128, 640, 640, 640)

@@ -212,7 +212,7 @@ def test_options_and_shapes_that_do_not_apply_are_refused(family: str, form: str
 @pytest.mark.parametrize(("family", "form"), FIRST)
 def test_no_number_of_tiles_misses(family: str, form: str, made: Any) -> None:
     """Launches of multiples of the tile; an image of more tiles than the largest launch is spread over several."""
-    from trencadis.backends.hpu.policy import policy
+    from trencadis.backends.hpu.shape_policy import policy
 
     config = load_config(made(family, form))
     needs = image_needs(config, {})

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trencadis.backends.hpu.bridge import Bridge
+from trencadis.backends.hpu.habana_bridge import Bridge
 from trencadis.backends.hpu.hpu_settings import FULLGRAPH, HpuSettings
 from trencadis.core.errors import StartupError
 

@@ -23,7 +23,7 @@ from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_compiler import calls, is_view
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.hpu_settings import HpuSettings
-from trencadis.backends.hpu.policy import policy
+from trencadis.backends.hpu.shape_policy import policy
 from trencadis.backends.hpu.start import kernel_probes
 from trencadis.core.buckets import Bucket, Stage, verify_variant
 from trencadis.core.checkpoint.config_reader import load_config

@@ -19,7 +19,7 @@ from trencadis.backends.hpu.emulator.device_tensor import DEVICE
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.hpu_settings import HpuSettings, settings
-from trencadis.backends.hpu.policy import PIECES, count_compiled, describe_compiled, padded_start, pieces, policy
+from trencadis.backends.hpu.shape_policy import PIECES, count_compiled, describe_compiled, padded_start, pieces, policy
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.config_reader import load_config

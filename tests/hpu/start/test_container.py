@@ -171,7 +171,9 @@ def test_two_ranks_in_a_container_settle_each_for_itself(tmp_path: Path) -> None
 def test_recipes_that_reuse_their_inputs_would_break_the_answer(tmp_path: Path) -> None:
     """Why it is refused: inputs are filled where they change, and the stub writes into those that it has read."""
     container = make(tmp_path / "c", "2.13.0+cpu", "1.24.2.31")
-    reuse = "from trencadis.backends.hpu.start import environment\nenvironment.refuse = lambda *args: None\n"
+    reuse = (
+        "from trencadis.backends.hpu.start import gaudi_mode_and_env\ngaudi_mode_and_env.refuse = lambda *args: None\n"
+    )
     done = run(container, reuse + CHAT, **SMALL, PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE="1")
     assert f"tokens {TOKENS}" not in done.stdout
     done = run(container, CHAT, **SMALL, PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE="1")

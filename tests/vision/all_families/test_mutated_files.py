@@ -20,7 +20,7 @@ from benchmarks.vision.vision_models import KINDS
 from tests.hostile.mutated_files import FILES, mutate
 from tests.vision.all_families.family_list import WRITERS
 from tests.vision.extra_families import minicpmv, phi3_v
-from trencadis.backends.hpu.policy import policy
+from trencadis.backends.hpu.shape_policy import policy
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_registry import family_of, image_needs, image_processor
 from trencadis.core.errors import BadRequest, StartupError

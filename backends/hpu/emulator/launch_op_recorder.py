@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trencadis.backends.hpu.emulator import refusals
+from trencadis.backends.hpu.emulator import emulated_errors
 from trencadis.backends.hpu.emulator.allocator import LiveBytes, Store
 from trencadis.backends.hpu.emulator.device_tensor import (
     NODES,
@@ -94,7 +94,7 @@ class CaptureRecording:
 
         Device tensors made before in this recording become slots; others keep their place on the device.
         """
-        line = refusals.line_of_code()
+        line = emulated_errors.line_of_code()
         call = RecordedCall(function, rebuild(args, self._reference), rebuild(kwargs, self._reference), [], line)
         known = {id(leaf) for leaf in flatten((args, kwargs))}
         for leaf in flatten(out):
@@ -112,7 +112,7 @@ class CaptureRecording:
         if leaf.slot is not None and leaf.slot.recording is self:
             return leaf.slot
         if leaf.owner.computes and leaf.held.is_meta:
-            raise refusals.no_values("capture")
+            raise emulated_errors.no_values("capture")
         leaf.store.captured = True
         return leaf.held
 
@@ -143,7 +143,7 @@ class CaptureRecording:
         for call in self.calls:
             try:
                 out = call.run(values)
-            except refusals.Refused as refused:
+            except emulated_errors.Refused as refused:
                 raise refused.at(call.line) from None
             for index, made in zip(call.made, flatten(out), strict=True):
                 if index is not None:
@@ -434,7 +434,7 @@ class Scope(TorchDispatchMode):
         self.ops += 1
         limit = self.device.profile.max_ops
         if len(self._recipe) > limit:
-            raise refusals.too_many_ops(len(self._recipe), limit)
+            raise emulated_errors.too_many_ops(len(self._recipe), limit)
 
     def collect_rows(self, rows: Sequence[Hashable]) -> None:
         """Adds the rows of a part that ran before to the recipe."""

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trencadis.backends.cpu.native import kernel_table, library, threads
+from trencadis.backends.cpu.native import kernel_library, kernel_table, kernel_threads
+from trencadis.backends.cpu.native.ctypes_structs import Layout
 from trencadis.backends.cpu.native.kernel_table import BFLOAT16, FLOAT16, FLOAT32
-from trencadis.backends.cpu.native.layouts import Layout
 from trencadis.core.quant.quantised_tensor import SLAB, QTensor
 from trencadis.core.quant.weight_storage_format import CELL, FP4_HALVES, PANEL, cut_columns, fill_up, panel_columns
 
@@ -90,7 +90,7 @@ def panel_weight(q: QTensor, bias: Tensor | None) -> PanelWeight | None:
     kind = table.number
     if not kind or q.data.dtype != torch.int8 or q.dtype not in TYPES:
         return None
-    library.log_quantised_kernels(f"own kernels ({table.kind})")
+    kernel_library.log_quantised_kernels(f"own kernels ({table.kind})")
     slots, group, of = _arrange_columns(q)
     if group > LONGEST:
         return None
@@ -199,7 +199,7 @@ def product(x: Tensor, w: PanelWeight) -> Tensor:
     x = x.contiguous()
     n = len(x)
     out = x.new_empty((n, w.out_features))
-    call, team = threads.calls().linear, threads.launch_threads()
+    call, team = kernel_threads.calls().linear, kernel_threads.launch_threads()
     kind, source, target = TYPES[x.dtype], x.data_ptr(), out.data_ptr()
     for start in range(0, n, ROWS):
         rows, size = min(ROWS, n - start), x.element_size()

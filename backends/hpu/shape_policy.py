@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from trencadis.backends.hpu.hpu_settings import settings
-from trencadis.backends.hpu.start.environment import will_be_lazy
+from trencadis.backends.hpu.start.gaudi_mode_and_env import will_be_lazy
 from trencadis.core.buckets import LORA, Bucket, Stage, drafts_ahead, padded_tokens, target_bucket, verified_width
 from trencadis.core.cross_attention_inputs import planned_units
 from trencadis.core.device_shape_policy import (

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.hpu.attention.attention_inputs import MaskedSegments
-from trencadis.backends.hpu.attention.softmax import (
+from trencadis.backends.hpu.attention.attention_softmax import (
     AttentionKernels,
     Cut,
     mask_rows,
@@ -14,7 +14,7 @@ from trencadis.backends.hpu.attention.softmax import (
     plain_rows,
     softmax_mode,
 )
-from trencadis.backends.hpu.bridge import fused_attention
+from trencadis.backends.hpu.habana_bridge import fused_attention
 from trencadis.core.device.backend import Segments
 from trencadis.core.shared_constants import WINDOW_SLOTS
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trencadis.backends.hpu.attention import quantised_kv_cache
 from trencadis.backends.hpu.attention.attention_inputs import ContextAttn, FreshAttn, JoinedContext, SlicedContext
-from trencadis.backends.hpu.attention.softmax import (
+from trencadis.backends.hpu.attention.attention_softmax import (
     MASK_BYTES,
     MASK_ITEM,
     QUERY_TILE,
@@ -29,7 +29,7 @@ from trencadis.backends.hpu.attention.softmax import (
     plain_rows,
     softmax_mode,
 )
-from trencadis.backends.hpu.bridge import AttentionPart, fused_attention
+from trencadis.backends.hpu.habana_bridge import AttentionPart, fused_attention
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import LayerKV
 from trencadis.core.errors import StartupError

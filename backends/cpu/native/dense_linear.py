@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trencadis.backends.cpu.native import threads
+from trencadis.backends.cpu.native import kernel_threads
+from trencadis.backends.cpu.native.ctypes_structs import DenseLayout
 from trencadis.backends.cpu.native.kernel_table import ANY, SHARED_ROWS, KernelTable, Op
-from trencadis.backends.cpu.native.layouts import DenseLayout
-from trencadis.backends.cpu.native.panels import DTYPE_NAMES
+from trencadis.backends.cpu.native.quantised_weight_panels import DTYPE_NAMES
 from trencadis.core.shared_constants import align_up
 
 SIZES: tuple[int, ...] = (1, 4, 6, 8, 12, *range(16, 128, 8), 128, 160, 192, 256, 512)
@@ -219,7 +219,12 @@ def is_supported(x: Tensor, p: Panels) -> bool:
 def product(x: Tensor, p: Panels) -> Tensor:
     """Multiplies [n, in] -> [n, out], some rows at a time. A row's bits do not depend on the others."""
     out = x.new_empty((len(x), p.outputs))
-    call, team, size, stride = threads.calls().dense, threads.launch_threads(), x.element_size(), x.stride(0)
+    call, team, size, stride = (
+        kernel_threads.calls().dense,
+        kernel_threads.launch_threads(),
+        x.element_size(),
+        x.stride(0),
+    )
     for start in range(0, len(x), p.call_rows):
         rows = min(p.call_rows, len(x) - start)
         source, target = x.data_ptr() + start * stride * size, out.data_ptr() + start * p.outputs * size
@@ -237,7 +242,7 @@ def best(x: Tensor, p: Panels, outputs: int, scale: float) -> Tensor:
     found = torch.full((len(x),), NONE, dtype=torch.int64)
     if not outputs:
         return found
-    call, team, row = threads.calls().dense, threads.launch_threads(), x.shape[1] * x.element_size()
+    call, team, row = kernel_threads.calls().dense, kernel_threads.launch_threads(), x.shape[1] * x.element_size()
     for start in range(0, len(x), ROWS):
         rows = min(ROWS, len(x) - start)
         source, target = x.data_ptr() + start * row, found.data_ptr() + start * 8

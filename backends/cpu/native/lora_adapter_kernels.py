@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trencadis.backends.cpu.native import bounds_checks, threads, weight_packing
+from trencadis.backends.cpu.native import bounds_checks, kernel_threads, weight_packing
+from trencadis.backends.cpu.native.ctypes_structs import AdaptersLayout
 from trencadis.backends.cpu.native.kernel_table import KernelTable, Op
-from trencadis.backends.cpu.native.layouts import AdaptersLayout
-from trencadis.backends.cpu.native.panels import DTYPE_NAMES, TYPES
+from trencadis.backends.cpu.native.quantised_weight_panels import DTYPE_NAMES, TYPES
 
 BLOCK = 64
 """Outputs of a block of B: ``ADAPTER_BLOCK`` of adapters.h."""
@@ -121,9 +121,9 @@ def add(y: Tensor, x: Tensor, w: SlotAdapters, pieces: Tensor) -> None:
     if bounds_checks.enabled():
         bounds_checks.check_range("slots of adapters", pieces[:, 2], 0, len(w.a))
         bounds_checks.check_range("rows with adapters", pieces[:, :2], 0, len(x) + 1)
-    failed = threads.calls().adapters(
+    failed = kernel_threads.calls().adapters(
         ctypes.addressof(w.layout), x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0), len(x), pieces.data_ptr(),
-        len(pieces), w.kind, threads.launch_threads(),
+        len(pieces), w.kind, kernel_threads.launch_threads(),
     )  # fmt: skip
     if failed:
         raise MemoryError(f"no memory for the adapters of {len(x)} rows")

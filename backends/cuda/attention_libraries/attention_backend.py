@@ -12,22 +12,22 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from trencadis.backends.cuda.backend import CudaBackend
-from trencadis.backends.cuda.host_layers import HostLayerOps
-from trencadis.backends.cuda.kernels.attention_tensors import ItemAttn
-from trencadis.backends.cuda.launches.input_buffers import InputBuffers
-from trencadis.backends.cuda.libraries.attention_library_selector import (
+from trencadis.backends.cuda.attention_libraries.attention_library_selector import (
     SelectedLibrary,
     check_blocks,
     select_library,
     unsupported_reason,
 )
-from trencadis.backends.cuda.libraries.library_attention import (
+from trencadis.backends.cuda.attention_libraries.library_attention import (
     FlashAttnLaunch,
     FlashInferLaunch,
     FlashInferWorkspaces,
     LibraryLaunch,
 )
+from trencadis.backends.cuda.backend import CudaBackend
+from trencadis.backends.cuda.cpu_offloaded_layers import HostLayerOps
+from trencadis.backends.cuda.kernels.attention_tensors import ItemAttn
+from trencadis.backends.cuda.launches.input_buffers import InputBuffers
 from trencadis.backends.cuda.runtime_protocol import Runtime
 from trencadis.core.buckets import Stage
 from trencadis.core.device.backend import Attn, BackendConfig, Body, LayerKV

@@ -28,10 +28,10 @@ from trencadis.backends.conformance import (
     op_checks_vision,
     program_checks,
 )
+from trencadis.backends.conformance.backend_under_test import CheckTarget, make_target
 from trencadis.backends.conformance.check_result import FAIL, PASS, SKIP, CheckFailed, Report, Result, Skipped
-from trencadis.backends.conformance.harness import all_buckets
+from trencadis.backends.conformance.launch_harness import all_buckets
 from trencadis.backends.conformance.program_checks import make_harness
-from trencadis.backends.conformance.target import CheckTarget, make_target
 from trencadis.core.buckets import Stage, padded_tokens
 from trencadis.core.device.backend import Backend, ProgramState
 

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trencadis.backends.cpu.native.layouts import find_difference
+from trencadis.backends.cpu.native.ctypes_structs import find_difference
 
 log = logging.getLogger("trencadis.engine")
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from trencadis.backends.cpu.native import adapters
+from trencadis.backends.cpu.native import lora_adapter_kernels
 from trencadis.backends.cpu.native.kernel_table import KernelTable
 from trencadis.core.device.backend import AdapterRows, AdapterWeights, PackedAdapters
 
@@ -67,7 +67,7 @@ def group_rows(slot: Tensor, numbers: Tensor, dtype: torch.dtype) -> CpuAdapterR
     mask = mask_slots(slot, numbers, dtype)
     cost = sum(max(run.stop - run.start, LEAST_ROWS) for run in runs)
     few = cost < max(len(ids), LEAST_ROWS) * len(numbers)
-    return CpuAdapterRows(tuple(runs) if few else None, mask, adapters.cut_runs(runs))
+    return CpuAdapterRows(tuple(runs) if few else None, mask, lora_adapter_kernels.cut_runs(runs))
 
 
 def add_grouped_adapters(y: Tensor, x: Tensor, w: AdapterWeights, rows: CpuAdapterRows) -> Tensor:
@@ -108,8 +108,8 @@ class AdapterOps:
 
     def add_adapters(self, y: Tensor, x: Tensor, w: AdapterWeights | PackedAdapters, rows: AdapterRows) -> Tensor:
         assert isinstance(rows, CpuAdapterRows)
-        if isinstance(w, adapters.SlotAdapters):
-            adapters.add(y, x if x.stride(1) == 1 else x.contiguous(), w, rows.pieces)
+        if isinstance(w, lora_adapter_kernels.SlotAdapters):
+            lora_adapter_kernels.add(y, x if x.stride(1) == 1 else x.contiguous(), w, rows.pieces)
             return y
         assert isinstance(w, AdapterWeights)
         return add_grouped_adapters(y, x, w, rows)
@@ -118,12 +118,14 @@ class AdapterOps:
         self, slots: int, rank: int, inputs: int, widths: tuple[int, ...], dtype: torch.dtype
     ) -> PackedAdapters | None:
         """Implements ``core.lora.adapter_store.PackingOps``: in the layout of own kernels, if these multiply."""
-        return adapters.allocate(slots, rank, inputs, widths, dtype, self.table)
+        return lora_adapter_kernels.allocate(slots, rank, inputs, widths, dtype, self.table)
 
     def pack_adapter(self, w: PackedAdapters, parts: Sequence[tuple[Tensor, Tensor] | None]) -> object:
-        assert isinstance(w, adapters.SlotAdapters)
+        assert isinstance(w, lora_adapter_kernels.SlotAdapters)
         return w.pack(parts)
 
     def put_adapter(self, w: PackedAdapters, slot: int, contents: object) -> None:
-        assert isinstance(w, adapters.SlotAdapters) and isinstance(contents, adapters.SlotContents)
+        assert isinstance(w, lora_adapter_kernels.SlotAdapters) and isinstance(
+            contents, lora_adapter_kernels.SlotContents
+        )
         w.put(slot, contents)

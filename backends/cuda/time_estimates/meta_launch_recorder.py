@@ -22,8 +22,15 @@ from torch.utils._pytree import tree_leaves
 
 from trencadis.backends.cuda.launches.cuda_inputs import Sizes, arrays
 from trencadis.backends.cuda.ops import CudaOps
-from trencadis.backends.cuda.policy import policy
-from trencadis.backends.cuda.timing.kernel_times import ATTENTION, COLLECTIVE, HEAD, PRODUCT, ROWS, RecordedKernel
+from trencadis.backends.cuda.shape_policy import policy
+from trencadis.backends.cuda.time_estimates.kernel_times import (
+    ATTENTION,
+    COLLECTIVE,
+    HEAD,
+    PRODUCT,
+    ROWS,
+    RecordedKernel,
+)
 from trencadis.backends.cuda.weights.quantised_weight import E4M3, E5M2, INT4, INT8
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import ModelConfig

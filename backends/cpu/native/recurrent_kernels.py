@@ -7,10 +7,10 @@ import ctypes
 import torch
 from torch import Tensor
 
-from trencadis.backends.cpu.native import bounds_checks, threads
+from trencadis.backends.cpu.native import bounds_checks, kernel_threads
+from trencadis.backends.cpu.native.ctypes_structs import ConvolutionLayout, DeltaLayout, DeltaNetLayout
 from trencadis.backends.cpu.native.kernel_table import KernelTable, Op
-from trencadis.backends.cpu.native.layouts import ConvolutionLayout, DeltaLayout, DeltaNetLayout
-from trencadis.backends.cpu.native.panels import DTYPE_NAMES, TYPES
+from trencadis.backends.cpu.native.quantised_weight_panels import DTYPE_NAMES, TYPES
 from trencadis.core.device.backend import Attn
 from trencadis.core.device.launch_tensors import RecurrentRows
 from trencadis.core.models.interface import DeltaNetWeights, RecurrentState
@@ -39,7 +39,7 @@ def causal_conv(
         x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), state.data_ptr(), out.data_ptr(),
         *_row_fields(rows, attn), channels, taps, x.stride(0), TYPES[x.dtype], activation == "silu",
     )  # fmt: skip
-    threads.calls().convolve(ctypes.addressof(layout), table.number, threads.launch_threads())
+    kernel_threads.calls().convolve(ctypes.addressof(layout), table.number, kernel_threads.launch_threads())
     return out
 
 
@@ -60,7 +60,7 @@ def delta_rule(
         *(t.data_ptr() for t in (q, k, v, g, beta, state, out)), *_row_fields(rows, attn),
         *(t.stride(0) for t in (q, k, v, g, beta)), heads, groups, dk, dv, TYPES[v.dtype], plain,
     )  # fmt: skip
-    if threads.calls().delta_rule(ctypes.addressof(layout), table.number, threads.launch_threads()):
+    if kernel_threads.calls().delta_rule(ctypes.addressof(layout), table.number, kernel_threads.launch_threads()):
         raise MemoryError(f"no memory for chunks of {len(v)} tokens")
     return out
 
@@ -89,7 +89,7 @@ def delta_net(
         at + factors, at + factors + mixed, at, out.data_ptr(), *_row_fields(rows, attn), n, x.stride(0),
         gates.stride(0), taps, heads, groups, dk, dv, TYPES[kind], w.eps,
     )  # fmt: skip
-    if threads.calls().delta_net(ctypes.addressof(layout), table.number, threads.launch_threads()):
+    if kernel_threads.calls().delta_net(ctypes.addressof(layout), table.number, kernel_threads.launch_threads()):
         raise MemoryError(f"no memory for chunks of {n} tokens")
     return out
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trencadis.backends.cpu.native.library import load_library
+from trencadis.backends.cpu.native.kernel_library import load_library
 
 GOMP_PARALLEL = "GOMP_parallel"
 """Function of GCC's OpenMP interface, which Intel's and LLVM's runtimes have too."""

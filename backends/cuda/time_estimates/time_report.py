@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from trencadis.backends.cuda.timing.kernel_times import (
+from trencadis.backends.cuda.time_estimates.kernel_times import (
     DEFAULT,
     SCALED,
     CardTimes,
@@ -141,7 +141,7 @@ def times(
         StartupError: there are no figures of the card, or this Python has no torch or no triton.
     """
     try:
-        from trencadis.backends.cuda.timing.meta_launch_recorder import DecodeRecorder
+        from trencadis.backends.cuda.time_estimates.meta_launch_recorder import DecodeRecorder
     except ImportError as error:
         raise StartupError(f"plan --time records launches and needs torch and triton: {error}") from error
     on = card(name or DEFAULT)

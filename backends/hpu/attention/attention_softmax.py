@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trencadis.backends.hpu.bridge import AttentionPart
+from trencadis.backends.hpu.habana_bridge import AttentionPart
 
 QUERY_TILE = 1024
 """Number of queries whose mask, or scores, exist at a time."""

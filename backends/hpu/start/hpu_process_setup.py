@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from trencadis.backends.hpu.start import environment, gaudi_detection
+from trencadis.backends.hpu.start import gaudi_detection, gaudi_mode_and_env
 from trencadis.core.devices import DeviceEnv
 from trencadis.core.errors import StartupError
 from trencadis.core.memory import graph_measurements
@@ -157,16 +157,16 @@ def settle(environ: Mapping[str, str], index: int = 0, rank: int = 0, world: int
     Raises:
         StartupError: see ``environment.find_capability`` and ``settle_recipe_cache``.
     """
-    found = environment.find_capability(environ, index + rank, world)
+    found = gaudi_mode_and_env.find_capability(environ, index + rank, world)
     if not found.real:
-        variables = environment.emulated_variables(environ)
-        if {**environ, **variables}[environment.MODE] == "1":
+        variables = gaudi_mode_and_env.emulated_variables(environ)
+        if {**environ, **variables}[gaudi_mode_and_env.MODE] == "1":
             return DeviceEnv(variables, found.lines())
         kept = settle_recipe_cache(environ, "emulated", rank)
         return DeviceEnv({**variables, **kept.variables}, (*found.lines(), *kept.lines), kept.removed)
     kept = settle_recipe_cache(environ, f"{found.stack.plugin}-torch-{found.stack.torch}", rank)
     variables = {
-        **environment.settle(environ, found.lazy),
+        **gaudi_mode_and_env.settle(environ, found.lazy),
         **gaudi_detection.variables(environ, found.machine, index + rank, world),
         **kept.variables,
     }

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trencadis.backends.cuda.policy import FLASH_ATTN, FLASHINFER
+from trencadis.backends.cuda.shape_policy import FLASH_ATTN, FLASHINFER
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.errors import StartupError
 

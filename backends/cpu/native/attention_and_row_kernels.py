@@ -19,10 +19,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trencadis.backends.cpu.native import bounds_checks, threads
+from trencadis.backends.cpu.native import bounds_checks, kernel_threads
+from trencadis.backends.cpu.native.ctypes_structs import AttendLayout, FlashLayout, RotaryLayout
 from trencadis.backends.cpu.native.kernel_table import KernelTable, Op
-from trencadis.backends.cpu.native.layouts import AttendLayout, FlashLayout, RotaryLayout
-from trencadis.backends.cpu.native.panels import DTYPE_NAMES, TYPES
+from trencadis.backends.cpu.native.quantised_weight_panels import DTYPE_NAMES, TYPES
 from trencadis.core.device.backend import LayerKV
 
 SILU_MUL, RMS_NORM, BEST, WIDE_NORM = range(4)
@@ -63,9 +63,9 @@ def gated_norm(y: Tensor, weight: Tensor, eps: float, gate: Tensor, table: Kerne
     if not y.is_contiguous() or gate.stride(1) != 1:
         return None
     out = y.new_empty((n, heads * width))
-    threads.calls().gated_norm(
+    kernel_threads.calls().gated_norm(
         y.data_ptr(), weight.data_ptr(), gate.data_ptr(), out.data_ptr(), n * heads, width, heads, gate.stride(0), eps,
-        TYPES[y.dtype], table.number, threads.launch_threads(),
+        TYPES[y.dtype], table.number, kernel_threads.launch_threads(),
     )  # fmt: skip
     return out
 
@@ -85,10 +85,10 @@ def _run(
     op: int, x: Tensor, residual: Tensor | None, weight: Tensor | None, out: Tensor, n: int, width: int, eps: float,
     kind: int,
 ) -> None:  # fmt: skip
-    threads.calls().rows(
+    kernel_threads.calls().rows(
         op, x.data_ptr(), None if residual is None else residual.data_ptr(),
         None if weight is None else weight.data_ptr(), out.data_ptr(), n, width, eps, TYPES[x.dtype], kind,
-        threads.launch_threads(),
+        kernel_threads.launch_threads(),
     )  # fmt: skip
 
 
@@ -139,7 +139,7 @@ def rotate(
         q.data_ptr(), k.data_ptr(), v, cos.data_ptr(), sin.data_ptr(), out.data_ptr(), keys, values, slot,
         *q.stride()[:2], *k.stride()[:2], stride, heads, k.shape[1], size, TYPES[q.dtype],
     )  # fmt: skip
-    threads.calls().rotate(ctypes.addressof(layout), n, table.number, threads.launch_threads())
+    kernel_threads.calls().rotate(ctypes.addressof(layout), n, table.number, kernel_threads.launch_threads())
     return out
 
 
@@ -225,7 +225,7 @@ def attend_decode(
         scale, TYPES[q.dtype], CODES.get(kv.k.dtype, 0), 0 if kv.kept is None else TYPES[kv.kept.dtype],
         table.bfloat16_pairs,
     )  # fmt: skip
-    if threads.calls().attend(ctypes.addressof(layout), table.number, threads.launch_threads()):
+    if kernel_threads.calls().attend(ctypes.addressof(layout), table.number, kernel_threads.launch_threads()):
         raise MemoryError(f"no memory for the sums of {len(rows.token)} rows")
 
 
@@ -319,5 +319,5 @@ def attend_spans(
         heads, k.shape[1], size, window, made.ctypes.data, len(made), TYPES[q.dtype], scale,
         q.dtype == torch.bfloat16 and table.bfloat16_pairs, None, 0, 0, 0,
     )  # fmt: skip
-    if threads.calls().flash(ctypes.addressof(layout), table.number, threads.launch_threads()):
+    if kernel_threads.calls().flash(ctypes.addressof(layout), table.number, kernel_threads.launch_threads()):
         raise MemoryError(f"no memory for the attention of {len(made)} spans")
