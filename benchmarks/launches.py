@@ -35,14 +35,19 @@ from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.shape_policy import SERVING, policy
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
-from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.engine.dry_run import DryRun, PlannedDevice, StartupPlan
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.graphs.graph_manager import body_of
 from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.models import model_loader
 from trencadis.core.shapes.bucket_options import BucketOptions
-from trencadis.server.plan.traffic_trace import list_text_launches, list_vision_launches, read_request, replay_needs
+from trencadis.server.plan.trace_plan_comparison import (
+    list_text_launches,
+    list_vision_launches,
+    read_request,
+    replay_needs,
+)
 
 BLOCK, ROWS, TOKENS = 128, 128, 32768
 HEADER = ("launches", "operations", "made, MB", "peak, MB")

@@ -71,6 +71,7 @@ _FORMER_MODULES = {
     "core.device.launch_tensors": "core.launches.launch_tensors core.launches.tensors",
     "core.device.packed_weights_file": "core.models.packed_file core.models.packed_weights",
     "core.device_shape_policy": "core.device_policy",
+    "core.engine_config": "core.config",
     "core.errors": """
         core.graphs.oom_errors core.name_suggestions core.nearest multimodal.error_params multimodal.errors""",
     "core.executor.engine_launcher": "core.executor.spawn",
@@ -121,6 +122,7 @@ _FORMER_MODULES = {
     "core.vision_config": "core.checkpoint.vision_config",
     "core.weight_files": "core.models.weight_files",
     "multimodal.async_gather": "multimodal.gather",
+    "multimodal.convert_to_rgb": "multimodal.rgb_images",
     "multimodal.decode_workers": "multimodal.workers",
     "multimodal.decode_workers.worker_main": """
         multimodal.decode_workers.job_table multimodal.workers.jobs multimodal.workers.worker""",
@@ -131,8 +133,9 @@ _FORMER_MODULES = {
     "multimodal.glm4v.model": "multimodal.glm4v.tower",
     "multimodal.idefics3": "multimodal.smolvlm",
     "multimodal.idefics3.family": "multimodal.smolvlm.family",
-    "multimodal.images.image_decoder": """
-        multimodal.images.array_images multimodal.images.arrays multimodal.images.decoder""",
+    "multimodal.images.image_decode_client": """
+        multimodal.images.array_images multimodal.images.arrays multimodal.images.decoder
+        multimodal.images.image_decoder""",
     "multimodal.images.image_frontend": "multimodal.images.frontend",
     "multimodal.images.image_header": "multimodal.images.header",
     "multimodal.images.pil_decode": "multimodal.images.decode multimodal.images.image_job multimodal.images.jobs",
@@ -153,7 +156,8 @@ _FORMER_MODULES = {
     "multimodal.pixtral.family": "multimodal.mistral3.family",
     "multimodal.pixtral.model": "multimodal.lines.model multimodal.pixtral_tower.model",
     "multimodal.placeholders": "multimodal.videos.spoken multimodal.videos.text_timestamps",
-    "multimodal.processor": "multimodal.prepared_video multimodal.videos.items multimodal.videos.prepared_video",
+    "multimodal.processor_interface": """
+        multimodal.prepared_video multimodal.processor multimodal.videos.items multimodal.videos.prepared_video""",
     "multimodal.qwen2_5_vl.window_packing": "multimodal.qwen2_5_vl.packing",
     "multimodal.qwen2_vl.config": "multimodal.qwen2_vl.geometry multimodal.qwen2_vl.patch_geometry",
     "multimodal.qwen2_vl.model": "multimodal.qwen2_vl.tower multimodal.qwen2_vl.vision_tower",
@@ -177,13 +181,13 @@ _FORMER_MODULES = {
     "multimodal.videos.video_frontend": "multimodal.videos.frontend",
     "multimodal.videos.video_job": "multimodal.videos.jobs",
     "multimodal.vit": "multimodal.tiles",
-    "multimodal.vit.base_config": "multimodal.vit",
-    "multimodal.vit.config": "multimodal.tiles.config",
-    "multimodal.vit.model": "multimodal.tiles.model",
-    "multimodal.vit.processor": "multimodal.tiles.processor",
+    "multimodal.vit.tile_image_processor": "multimodal.tiles.processor multimodal.vit.processor",
+    "multimodal.vit.tile_vision_config": "multimodal.tiles.config multimodal.vit.config",
+    "multimodal.vit.tile_vision_model": "multimodal.tiles.model multimodal.vit.model",
     "multimodal.vit.vision_language_config": """
         multimodal.hf_text_config multimodal.texts multimodal.tiles.fields multimodal.vit.hf_vision_config""",
     "multimodal.vit.vit_block": "multimodal.vit_block",
+    "multimodal.vit.vit_config": "multimodal.vit multimodal.vit.base_config",
     "server.text.incremental_parser": "server.text.incremental",
     "server.tools.json_tool_parsers": "server.tools.hermes server.tools.llama3 server.tools.mistral",
     "server.tools.parser_registry": """

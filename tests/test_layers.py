@@ -136,7 +136,7 @@ TORCH: dict[str, frozenset[str]] = {
     "multimodal/qwen2_5_vl": frozenset({"model"}),
     "multimodal/qwen2_vl": frozenset({"model"}),
     "multimodal/qwen3_vl": frozenset({"model"}),
-    "multimodal/vit": frozenset({"model", "vit_block"}),
+    "multimodal/vit": frozenset({"tile_vision_model", "vit_block"}),
     "backends/conformance": EVERY,
     "backends/conformance/check_model": EVERY,
     "backends/cpu": EVERY,
@@ -271,7 +271,7 @@ def test_backends_do_not_see_each_other() -> None:
 
 
 NAMES_DEVICES = {
-    "core/devices.py", "core/envs.py", "core/config.py", "server/plan/plan_command.py", "server/cli/main.py",
+    "core/devices.py", "core/envs.py", "core/engine_config.py", "server/plan/plan_command.py", "server/cli/main.py",
     "server/cli/collect_env.py",
     "server/config/vllm_engine_flags.py", "server/config/vllm_flag_table.py",
     "server/config/vllm_env_compatibility.py",

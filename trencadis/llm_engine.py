@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import BadRequest, TrencadisError, Unavailable, from_status
 from trencadis.core.json_types import JsonMapping
 from trencadis.core.links.rank_placement import choose_executor_backend, topology
@@ -40,8 +40,8 @@ from trencadis.server.grammars.grammar_cache import GrammarCache
 from trencadis.server.prompts import text_service_builder
 from trencadis.server.prompts.generation import start_timing
 from trencadis.server.prompts.output_processor import ChoiceStream
-from trencadis.server.prompts.prompt import Prompt
-from trencadis.unsupported import UnsupportedFeature, UnsupportedMethods, refuse_tokenization_kwargs
+from trencadis.server.prompts.prompt_and_chat_messages import Prompt
+from trencadis.unsupported_vllm_names import UnsupportedFeature, UnsupportedMethods, refuse_tokenization_kwargs
 
 if TYPE_CHECKING:
     from trencadis.core.engine.engine import Engine

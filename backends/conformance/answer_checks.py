@@ -88,7 +88,7 @@ def prompts(config: ModelConfig, path: Path, count: int) -> list[CheckedPrompt]:
 
 
 def image_outline(config: ModelConfig) -> Any:
-    """Returns the size of an image in tokens and slots (``multimodal.processor.ImageGeometry``).
+    """Returns the size of an image in tokens and slots (``multimodal.processor_interface.ImageGeometry``).
 
     None without a vision tower, or if an image has too many tokens.
     """

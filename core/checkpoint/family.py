@@ -50,7 +50,8 @@ class VisionSide:
 
     Args:
         needs: (ModelConfig, ``--mm-processor-kwargs``, alignment) -> ``ImageNeeds``.
-        sizes: (ModelConfig or None, ``--mm-processor-kwargs``, alignment) -> ``multimodal.processor.ImageGeometry``,
+        sizes: (ModelConfig or None, ``--mm-processor-kwargs``, alignment) ->
+        ``multimodal.processor_interface.ImageGeometry``,
             the sizes of an image by height and width.
         processor: (ModelConfig, ``--mm-processor-kwargs``, alignment) -> the checkpoint's image processor.
         tokens: keys of config.json -> names of these media tokens in every tokenizer of the family.

@@ -223,7 +223,7 @@ def image_needs(config: ModelConfig, asked: JsonMapping, alignment: str = "pad")
 
 
 def image_sizes(config: ModelConfig | None, asked: JsonMapping, alignment: str = "pad") -> Callable[..., Any]:
-    """Returns a function of an image's sizes: (height, width) -> ``multimodal.processor.ImageGeometry``.
+    """Returns a function of an image's sizes: (height, width) -> ``multimodal.processor_interface.ImageGeometry``.
 
     Without a multimodal model, it is that of the first multimodal family.
     """
@@ -236,7 +236,7 @@ def image_sizes(config: ModelConfig | None, asked: JsonMapping, alignment: str =
 
 
 def image_processor(config: ModelConfig, asked: JsonMapping, alignment: str = "pad") -> Any:
-    """Creates the ``multimodal.processor.Processor`` of a multimodal checkpoint.
+    """Creates the ``multimodal.processor_interface.Processor`` of a multimodal checkpoint.
 
     Raises:
         StartupError: settings are not implemented, or ``asked`` has unknown keys.

@@ -32,7 +32,7 @@ from trencadis.core.checkpoint.pooling_config import (
     TOKEN_TASKS,
     Pooling,
 )
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.json_types import Json, JsonMapping, JsonObject
 from trencadis.core.kv_cache_format import FP8, INT8, KVFormat, parse_kv_format

@@ -11,9 +11,9 @@ from pathlib import Path
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
-from trencadis.core.config import EngineConfig
 from trencadis.core.device_shape_policy import Policy, capturable
 from trencadis.core.engine.startup_checks import check_chunking, check_start, format_notes, list_remedies, mode_notes
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.engine_stats import LedgerRow
 from trencadis.core.errors import StartupError
 from trencadis.core.host_memory import gib

@@ -21,7 +21,6 @@ from trencadis.core.bucket_plan import Plan
 from trencadis.core.checkpoint import model_registry
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig, reserved_rows
 from trencadis.core.checkpoint.pooling_resolver import load_model_config
-from trencadis.core.config import EngineConfig
 from trencadis.core.device import backend as seam
 from trencadis.core.device.backend import Backend, BackendConfig
 from trencadis.core.device.packed_weights_file import packed_file
@@ -34,6 +33,7 @@ from trencadis.core.engine.graph_startup import DeviceStart
 from trencadis.core.engine.kv_offload_setup import open_block_pool, open_state_pool, with_host_blocks
 from trencadis.core.engine.request_trace import RequestTrace
 from trencadis.core.engine.startup_checks import check_chunking, check_start, format_notes
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.engine_stats import EngineInfo
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.executor_interface import Executor
@@ -43,8 +43,8 @@ from trencadis.core.executor.rank_launcher import Launcher, LocalLauncher
 from trencadis.core.executor.rendezvous import serve_store
 from trencadis.core.executor.uniproc_executor import UniprocExecutor
 from trencadis.core.graphs.graph_manager import LaunchTimer
+from trencadis.core.graphs.graph_rank_agreement import RankAgreement
 from trencadis.core.graphs.graph_reporter import GraphReporter
-from trencadis.core.graphs.rank_agreement import RankAgreement
 from trencadis.core.host_memory import free_host, gib
 from trencadis.core.kv.block_pool import EvictionLog
 from trencadis.core.launches.draft_loading import HeldDraft, load_drafter

@@ -18,8 +18,8 @@ from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.model_registry import family_of
 from trencadis.core.checkpoint.pooling_config import MEAN
 from trencadis.core.checkpoint.quant_config import ONLINE, online
-from trencadis.core.config import EngineConfig
 from trencadis.core.device_shape_policy import PlannedModel, Policy
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.rank_info import can_share
 from trencadis.core.kv_cache_format import kv_notes

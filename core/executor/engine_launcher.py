@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from trencadis.core.config import EngineConfig
 from trencadis.core.cpu_affinity import computing_cpus
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.executor.rank_info import requested_threads, threads_of
 from trencadis.core.links.rank_placement import RAY, topology
 from trencadis.core.process import engine_messages, torch_detection

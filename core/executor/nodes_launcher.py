@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import cast
 
 from trencadis.core import envs
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.rank_info import RankInfo
 from trencadis.core.executor.rank_launcher import RemoteRankState, start_local_rank

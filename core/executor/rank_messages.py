@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trencadis.core.buckets import Bucket
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.executor.rank_info import RankFingerprint, RankInfo
 from trencadis.core.links.group_key import TlsFiles
 from trencadis.core.request import AdapterRef

@@ -17,9 +17,9 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any, cast
 
-from trencadis.core.config import EngineConfig
 from trencadis.core.cpu_affinity import computing_cpus
 from trencadis.core.devices import CARD_VARIABLES, RESOURCES, likely
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import rank_messages, ray_cluster
 from trencadis.core.executor.engine_connection import HeadlessRanks, connect_to_engine

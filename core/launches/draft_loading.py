@@ -9,8 +9,8 @@ from typing import Protocol, cast
 from trencadis.core.checkpoint import model_registry
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.weight_loader import open_weights
-from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import Backend, BackendConfig, Body
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.launches.persistent_tensors import kv_cache, sampler_state
 from trencadis.core.memory.estimate import row_blocks

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 from trencadis.core import devices, envs
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 
 UNI, MP, EXTERNAL, RAY = "uni", "mp", "external_launcher", "ray"

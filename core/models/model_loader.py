@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.model_registry import family_of, import_object
-from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import Backend
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.models.interface import Model
 
 log = logging.getLogger("trencadis.engine")

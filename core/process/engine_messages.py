@@ -10,7 +10,7 @@ import struct
 
 import msgspec
 
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.engine_stats import BucketState as BucketState
 from trencadis.core.engine_stats import BucketUse as BucketUse
 from trencadis.core.engine_stats import EngineInfo as EngineInfo

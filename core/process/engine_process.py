@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trencadis.core.checkpoint import weight_prefetch
-from trencadis.core.config import EngineConfig
 from trencadis.core.device.packed_weights_file import packed_file
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError, TrencadisError
 from trencadis.core.links.rank_placement import topology
 from trencadis.core.process import (

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from trencadis.core.config import DRAFT_MODELS, EngineConfig
+from trencadis.core.engine_config import DRAFT_MODELS, EngineConfig
 from trencadis.core.errors import StartupError, suggest_name
 
 if TYPE_CHECKING:

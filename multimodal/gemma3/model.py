@@ -14,8 +14,8 @@ from trencadis.core.models.mlp_and_norms import LayerNorm, RMSNorm
 from trencadis.multimodal.gemma3.family import Gemma3VisionConfig
 from trencadis.multimodal.gemma3.processor import read_settings
 from trencadis.multimodal.normalisation import IMAGENET_STANDARD, PixelNormalisation
-from trencadis.multimodal.vit.model import TileVisionModel
-from trencadis.multimodal.vit.processor import has_processor_settings
+from trencadis.multimodal.vit.tile_image_processor import has_processor_settings
+from trencadis.multimodal.vit.tile_vision_model import TileVisionModel
 
 
 class Gemma3Projector:

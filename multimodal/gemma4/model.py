@@ -20,7 +20,7 @@ from trencadis.core.step import Encode, VisionInputs
 from trencadis.multimodal.gemma4.family import MERGE, Gemma4VisionConfig, PatchEmbedConfig
 from trencadis.multimodal.gemma4.processor import PIXELS, UNIT_PIXELS
 from trencadis.multimodal.patch_packing import pack_whole_images, patch_coordinates
-from trencadis.multimodal.vit.config import CHANNELS
+from trencadis.multimodal.vit.tile_vision_config import CHANNELS
 from trencadis.multimodal.vit.vit_block import TowerInputs, ViTBlock, run_blocks, scale_and_shift
 
 CELL = MERGE**2

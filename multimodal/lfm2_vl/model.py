@@ -18,8 +18,8 @@ from trencadis.multimodal.lfm2_vl.config import Lfm2VisionConfig, add_resized_po
 from trencadis.multimodal.lfm2_vl.processor import load_normalisation
 from trencadis.multimodal.normalisation import PixelNormalisation
 from trencadis.multimodal.patch_packing import pack_whole_images
-from trencadis.multimodal.vit.config import CHANNELS
-from trencadis.multimodal.vit.model import CELL_EPS
+from trencadis.multimodal.vit.tile_vision_config import CHANNELS
+from trencadis.multimodal.vit.tile_vision_model import CELL_EPS
 from trencadis.multimodal.vit.vit_block import ViTBlock, run_blocks, scale_and_shift
 
 

@@ -14,8 +14,8 @@ from trencadis.multimodal.llava.processor import PROCESSOR_TYPES
 from trencadis.multimodal.normalisation import CLIP
 from trencadis.multimodal.pixtral import model as pixtral
 from trencadis.multimodal.pixtral.config import PixtralVisionConfig
-from trencadis.multimodal.vit.model import TileVisionModel
-from trencadis.multimodal.vit.processor import get_vision_config, has_processor_settings
+from trencadis.multimodal.vit.tile_image_processor import get_vision_config, has_processor_settings
+from trencadis.multimodal.vit.tile_vision_model import TileVisionModel
 
 
 class LlavaModel(TileVisionModel):

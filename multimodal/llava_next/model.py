@@ -11,7 +11,7 @@ from trencadis.multimodal.llava.family import read_settings
 from trencadis.multimodal.llava.model import LlavaModel
 from trencadis.multimodal.llava_next.processor import PROCESSOR_TYPES
 from trencadis.multimodal.normalisation import CLIP
-from trencadis.multimodal.vit.processor import get_vision_config, has_processor_settings
+from trencadis.multimodal.vit.tile_image_processor import get_vision_config, has_processor_settings
 
 
 class LlavaNextModel(LlavaModel):

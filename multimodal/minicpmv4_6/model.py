@@ -20,8 +20,8 @@ from trencadis.multimodal.minicpmv4_6.family import SIDE, WINDOW, MiniCPMVisionC
 from trencadis.multimodal.minicpmv4_6.processor import load_normalisation, nearest_positions
 from trencadis.multimodal.normalisation import PixelNormalisation
 from trencadis.multimodal.patch_packing import pack_whole_images
-from trencadis.multimodal.vit.config import CHANNELS
-from trencadis.multimodal.vit.model import TilePatchEmbed
+from trencadis.multimodal.vit.tile_vision_config import CHANNELS
+from trencadis.multimodal.vit.tile_vision_model import TilePatchEmbed
 from trencadis.multimodal.vit.vit_block import ViTBlock, run_blocks, scale_and_shift
 
 PROJECTOR_EPS = 1e-6

@@ -29,7 +29,7 @@ from trencadis.multimodal.normalisation import PixelNormalisation
 from trencadis.multimodal.patch_packing import pack_whole_images
 from trencadis.multimodal.pixtral.config import EPS, PixtralVisionConfig
 from trencadis.multimodal.pixtral.processor import load_normalisation
-from trencadis.multimodal.vit.config import CHANNELS
+from trencadis.multimodal.vit.tile_vision_config import CHANNELS
 from trencadis.multimodal.vit.vit_block import TowerInputs, ViTBlock, run_blocks, scale_and_shift
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import Conflict, NotFound, Unavailable
 from trencadis.core.executor.engine_launcher import EngineHandle
 from trencadis.core.process import engine_messages

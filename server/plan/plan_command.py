@@ -13,11 +13,11 @@ from trencadis.core import devices
 from trencadis.core.checkpoint import model_registry
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.pooling_resolver import load_model_config
-from trencadis.core.config import EngineConfig
 from trencadis.core.devices import likely, policy_of
 from trencadis.core.engine.dry_run import DryRun, PlannedDevice, StartupPlan
 from trencadis.core.engine.pipeline_dry_run import planned_stages
 from trencadis.core.engine.startup_checks import check_start
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.rank_info import check_size
 from trencadis.core.memory import graph_measurements
@@ -25,12 +25,12 @@ from trencadis.core.shapes import bucket_options as bucket_env
 from trencadis.core.shapes.bucket_profile import read_profile, write_profile
 from trencadis.core.shapes.pipeline_partition import split_model
 from trencadis.core.spec.draft_checkpoint import find_drafter, sizes_of
-from trencadis.multimodal.processor import PROCESSOR_FILES
-from trencadis.server.config import argv, hub, value_parsers
+from trencadis.multimodal.processor_interface import PROCESSOR_FILES
+from trencadis.server.config import command_line_parser, model_download, value_parsers
 from trencadis.server.config.resolve_settings import hide_keys, resolve_settings
 from trencadis.server.plan import plan_report as plan_report
 from trencadis.server.plan.plan_report import make_pipeline_report
-from trencadis.server.plan.traffic_trace import StepNeeds
+from trencadis.server.plan.trace_plan_comparison import StepNeeds
 
 USAGE = """\
 usage: trencadis plan [MODEL] --memory 96GiB [--device hpu|cuda|cpu] [--flag value ...]
@@ -85,7 +85,7 @@ def main(words: Sequence[str]) -> int:
         return 0
     own, rest = _parse_options(words)
     begun = time.perf_counter()
-    settings = resolve_settings(argv.parse(rest), os.environ)
+    settings = resolve_settings(command_line_parser.parse(rest), os.environ)
     settings.notes.extend(hide_keys(settings))
     config = replace(settings.engine, learn_buckets="off")
     path = _find_model_folder(config)
@@ -105,7 +105,7 @@ def main(words: Sequence[str]) -> int:
     report["seconds_to_plan"] = round(time.perf_counter() - begun, 3)
     needs: list[StepNeeds] = []
     if own.trace:
-        from trencadis.server.plan import traffic_trace as plan_trace
+        from trencadis.server.plan import trace_plan_comparison as plan_trace
 
         traffic = plan_trace.read_trace(own.trace, sizes)
         needs = plan_trace.replay_needs(traffic, planned)
@@ -141,7 +141,7 @@ def _save_profile(own: PlanOptions, needs: Sequence[StepNeeds], planned: Startup
     Raises:
         StartupError: there is nothing to write, a profile is refused, or the file cannot be written.
     """
-    from trencadis.server.plan.traffic_trace import record_needs
+    from trencadis.server.plan.trace_plan_comparison import record_needs
 
     found = record_needs(needs, planned.plan)
     for path in own.merge.split(",") if own.merge else ():
@@ -192,7 +192,7 @@ def _parse_value(name: str, text: str) -> int | str:
 def _find_model_folder(config: EngineConfig) -> Path:
     """Returns the folder of the model; does not download weights."""
     if config.model:
-        return hub.resolve(config.model, config.revision, config.hf_token, config.download_dir, ("*.json",))
+        return model_download.resolve(config.model, config.revision, config.hf_token, config.download_dir, ("*.json",))
     from trencadis.assets import demo_path
 
     return Path(demo_path())

@@ -20,7 +20,7 @@ from trencadis.multimodal.media_options import NO_SCOPE, MediaPart, MediaScope
 if TYPE_CHECKING:
     from trencadis.multimodal.images.processor_cache import CacheCounters
     from trencadis.multimodal.patch_packing import Grid
-    from trencadis.multimodal.processor import Media as PreparedMedia
+    from trencadis.multimodal.processor_interface import Media as PreparedMedia
 
 
 class ImageItem(Protocol):
@@ -212,7 +212,7 @@ class PlaceholderJoiner:
 def _merge_spans(
     spans: Sequence[MediaSpan], media: Sequence[PreparedMedia]
 ) -> tuple[list[MediaSpan], list[float | None]]:
-    from trencadis.multimodal.processor import position_spans
+    from trencadis.multimodal.processor_interface import position_spans
 
     return position_spans(spans, media)
 

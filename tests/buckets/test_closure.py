@@ -18,7 +18,7 @@ from trencadis.core.shapes.bucket_options import BucketOptions, read_bucket_opti
 from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.rectangular_launches import RowNeed, split_rows
 from trencadis.core.shapes.shape_limits import ShapeLimits, cells
-from trencadis.server.plan.traffic_trace import StepNeeds, list_vision_launches
+from trencadis.server.plan.trace_plan_comparison import StepNeeds, list_vision_launches
 
 SMALL = 50_000
 """Needs of a stage up to which all of them are tried."""

@@ -35,7 +35,7 @@ from trencadis.core.shapes.learned_plan import (
 )
 from trencadis.core.shapes.rectangular_launches import RowNeed, split_rows
 from trencadis.core.shapes.shape_need_histogram import RECORDED_STAGES, NeedHistogram, count_step, round_to_grid
-from trencadis.server.plan.traffic_trace import StepNeeds, read_request, replay_steps, sum_planned_work
+from trencadis.server.plan.trace_plan_comparison import StepNeeds, read_request, replay_steps, sum_planned_work
 
 MODEL = model_of(3584, 28, 28, 4, 18944)
 WORK = work_of(MODEL, 128)

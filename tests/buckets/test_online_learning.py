@@ -27,7 +27,7 @@ from trencadis.core.shapes.learned_plan import KEPT_STAGES, learn_plan, list_cov
 from trencadis.core.shapes.need_recorder import NeedRecorder
 from trencadis.core.shapes.rectangular_launches import RowNeed, split_rows
 from trencadis.core.shapes.shape_need_histogram import NeedHistogram, count_step, list_needs
-from trencadis.server.plan.traffic_trace import StepNeeds, read_request, replay_steps
+from trencadis.server.plan.trace_plan_comparison import StepNeeds, read_request, replay_steps
 
 MODEL = model_of(3584, 28, 28, 4, 18944)
 HOUR = 3600

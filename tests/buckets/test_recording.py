@@ -45,7 +45,7 @@ from trencadis.core.shapes.need_recorder import PERIOD_SECONDS, PERIODS, RECENT_
 from trencadis.core.shapes.plan_change_rules import ChangeRate, PlanCosts, judge
 from trencadis.core.shapes.rectangular_launches import RowNeed
 from trencadis.core.shapes.shape_need_histogram import MAX_CELLS, NeedHistogram
-from trencadis.server.plan.traffic_trace import read_trace
+from trencadis.server.plan.trace_plan_comparison import read_trace
 
 MODEL = model_of(3584, 28, 28, 4, 18944)
 

@@ -16,7 +16,7 @@ from trencadis.core.checkpoint import model_registry
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_config import TextConfig
 from trencadis.core.checkpoint.pooling_resolver import load_model_config
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.server.config import vllm_env_compatibility
 from trencadis.server.config.vllm_flag_row import ABSENT
 from trencadis.server.config.vllm_flag_table import EVERY, ROWS

@@ -15,11 +15,11 @@ from trencadis.backends.hpu.habana_bridge import Bridge
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.shape_policy import SERVING
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
-from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.engine.dry_run import DryRun, StartupPlan
 from trencadis.core.engine.dry_run import PlannedDevice as Paper
 from trencadis.core.engine.graph_startup import DeviceStart
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.graphs.graph_capture import GraphCaptures
 from trencadis.core.graphs.graph_reporter import GraphReporter
 from trencadis.core.launches.model_runner import ModelRunner

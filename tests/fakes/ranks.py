@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import rank_messages
 from trencadis.core.executor.rank_info import RankInfo

@@ -69,7 +69,7 @@ def test_every_name_and_member_has_a_successor_in_the_source() -> None:
         ),
         (
             "from trencadis.multimodal.tiles.model import (\n    TileModel,\n)",
-            "trencadis.multimodal.tiles.model is called trencadis.multimodal.vit.model now; "
+            "trencadis.multimodal.tiles.model is called trencadis.multimodal.vit.tile_vision_model now; "
             "TileModel is called TileVisionModel now",
         ),
         (
@@ -80,7 +80,7 @@ def test_every_name_and_member_has_a_successor_in_the_source() -> None:
             "from trencadis.core.families.opt import describe",
             "trencadis.core.families.opt is called trencadis.core.family_configs.opt now",
         ),
-        ("from trencadis.multimodal.processor import Prepared", "Prepared is called PreparedImage now"),
+        ("from trencadis.multimodal.processor_interface import Prepared", "Prepared is called PreparedImage now"),
         (
             "from trencadis.core.checkpoint.model_config import TextConfig\nTextConfig(joined=True)",
             "TextConfig(joined=) is called bidirectional_images now",

@@ -85,17 +85,17 @@ REMAINS = {
     "core/checkpoint/rope_config.py": "llama3 is the name of a rotary type in every config.json",
     "core/models/attention.py": "the same type, and whose report has its formula",
     "core/checkpoint/config_reader.py": "a key that says whose pooling head it was; it changes nothing",
-    "core/config.py": "what --load-format takes elsewhere",
+    "core/engine_config.py": "what --load-format takes elsewhere",
     "core/envs.py": "what Intel's guide says about a variable",
     "backends/hpu/start/gaudi_mode_and_env.py": "the same",
     "server/tools": "vLLM's names of the forms in which calls are written; a checkpoint of any family may use each",
     "server/tools/reasoning_parser.py": "the same, of thoughts",
-    "server/config/config.py": "the same, in the help of their flags",
+    "server/config/server_config.py": "the same, in the help of their flags",
     "server/text/checkpoint_tokenizer.py": "whose tokenizers are of a kind",
-    "server/config/hub.py": "an example of an id without an owner",
+    "server/config/model_download.py": "an example of an id without an owner",
     "server/grammars/gbnf.py": "llama.cpp, whose grammars these are",
     "server/routes/openapi.py": "qwen-vl-utils, a client's library",
-    "server/prompts/prompt.py": "the same",
+    "server/prompts/prompt_and_chat_messages.py": "the same",
 }
 """Where a family's name stands outside its record, and why it says nothing about a family's model."""
 

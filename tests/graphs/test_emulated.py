@@ -15,10 +15,10 @@ from trencadis.backends.hpu.emulator.emulated_bridge import EmulatedRuntime
 from trencadis.backends.hpu.emulator.emulated_errors import parse
 from trencadis.core.buckets import Stage
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import ProgramState
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.engine_builder import create_engine
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.shapes.bucket_profile import write_profile
 from trencadis.core.shapes.learned_plan import KEPT_STAGES

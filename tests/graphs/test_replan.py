@@ -25,11 +25,11 @@ from trencadis.backends.hpu.emulator.emulated_recipe_cache import LaunchRates
 from trencadis.backends.hpu.shape_policy import SERVING
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import ProgramState
 from trencadis.core.engine.bucket_search_process import FoundBuckets
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.engine_builder import create_engine
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.engine_stats import FAILURE, PUBLISHED
 from trencadis.core.graphs.graph_capture import GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager
@@ -336,7 +336,7 @@ ALL_DONE = 3
 
 KILLED = """
 import os, signal, sys, threading
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.engine.engine_builder import create_engine
 from trencadis.core.graphs.live_plan_change import PlanChange
 from tests.graphs.test_replan import FLAGS, SMALL, serve

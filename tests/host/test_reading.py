@@ -17,8 +17,8 @@ from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_registry import family_of
 from trencadis.core.checkpoint.weight_loader import open_weights
 from trencadis.core.checkpoint.weight_source import StackedPart, stack
-from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import BackendConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.models.model_loader import load_model
 from trencadis.core.process import engine_process as process
 

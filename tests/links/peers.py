@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from tests.fakes import ranks as fake_ranks
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.executor import rank_messages
 from trencadis.core.executor.engine_connection import connect_to_engine
 from trencadis.core.executor.multiproc_executor import MultiprocExecutor

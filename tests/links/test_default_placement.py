@@ -17,7 +17,7 @@ from trencadis.backends import cuda
 from trencadis.backends.cuda import visible_devices
 from trencadis.backends.hpu.start import gaudi_detection as hpu_machine
 from trencadis.backends.hpu.start.gaudi_detection import Stack
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import ray_engines
 from trencadis.core.executor.ray_engines import RayEngines

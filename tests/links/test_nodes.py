@@ -17,7 +17,7 @@ import pytest
 
 from tests.fakes.ranks import full_step
 from tests.links.peers import FACTORY, group_at, nothing_stays, start
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import rendezvous
 from trencadis.core.executor.engine_connection import HeadlessRanks, make_connect_infos

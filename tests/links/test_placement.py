@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import ray_cluster
 from trencadis.core.executor.engine_launcher import make_child_environment

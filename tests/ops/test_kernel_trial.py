@@ -33,9 +33,9 @@ from trencadis.backends.cpu.native.kernel_table import (
     with_choice,
 )  # fmt: skip
 from trencadis.backends.cpu.ops import CpuOps
-from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import BackendConfig, Segments
 from trencadis.core.engine.engine_builder import trial_folder
+from trencadis.core.engine_config import EngineConfig
 
 ZEN4 = {"avx2", "avx512", "avx512_vnni", "avx512_bf16"}
 BUILT_IN = table_of("avx512_vnni", ZEN4)

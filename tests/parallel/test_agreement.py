@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from trencadis.assets import demo_path
-from trencadis.core.config import EngineConfig
 from trencadis.core.engine.engine_builder import open_rank
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.executor.multiproc_executor import MultiprocExecutor
 from trencadis.core.startup_progress_and_warmup_pacing import SilentProgress
 

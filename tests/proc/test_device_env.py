@@ -13,7 +13,7 @@ from trencadis import llm_engine
 from trencadis.backends.hpu.start import gaudi_detection
 from trencadis.backends.hpu.start.gaudi_detection import Stack
 from trencadis.core import devices
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import engine_launcher, multiproc_executor, rank_messages, rank_process
 from trencadis.core.executor.rank_info import RankInfo

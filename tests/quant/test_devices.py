@@ -29,9 +29,9 @@ from trencadis.backends.hpu.hpu_quantised_linear import Floats8Weight
 from trencadis.backends.hpu.shape_policy import policy
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.pooling_resolver import load_model_config
-from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.engine.engine_builder import create_engine
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.memory.estimate import MemoryEstimator
 from trencadis.core.models.model_loader import load_model
 from trencadis.core.quant.online_quant import quantise

@@ -28,7 +28,7 @@ from trencadis.backends.hpu.shape_policy import SERVING
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_registry import image_needs
 from trencadis.core.checkpoint.pooling_resolver import load_model_config
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.rank_info import can_share
 from trencadis.core.launches.encoder_data_parallel import GatheredRows, assign_images

@@ -29,7 +29,7 @@ from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.model_registry import family_of
 from trencadis.core.checkpoint.pooling_resolver import pooling_of
 from trencadis.core.checkpoint.weight_loader import open_weights
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.memory.estimate import MemoryEstimator
 from trencadis.core.models.decoder import Decoder

@@ -34,7 +34,7 @@ from trencadis.backends.cuda.time_estimates.kernel_times import (
 from trencadis.backends.cuda.weights.quantised_weight import E4M3, E5M2, INT4, INT8
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.launches.host_inputs import SampleRow, head_inputs
 from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.memory.estimate import kv_heads

@@ -28,8 +28,8 @@ from trencadis.backends.hpu.start import kernel_probes
 from trencadis.core.buckets import Bucket, Stage, verify_variant
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.quant_config import online
-from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import BackendConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.models.model_loader import load_model
 from trencadis.multimodal.qwen2_vl.config import Qwen25VisionConfig

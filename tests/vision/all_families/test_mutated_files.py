@@ -27,7 +27,7 @@ from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.shape_limits import ShapeLimits
-from trencadis.multimodal.processor import PreparedImage
+from trencadis.multimodal.processor_interface import PreparedImage
 
 WITHIN = 5.0
 """Seconds of the processor: five times the bar."""

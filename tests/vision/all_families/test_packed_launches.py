@@ -23,8 +23,8 @@ from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.multimodal.placeholders import expand_placeholders
-from trencadis.multimodal.processor import PreparedImage
-from trencadis.multimodal.vit.processor import TileImageProcessor
+from trencadis.multimodal.processor_interface import PreparedImage
+from trencadis.multimodal.vit.tile_image_processor import TileImageProcessor
 
 CONCURRENT, WORD, IMAGE = 16, 5, 2
 UNLIKE = ("Qwen2.5-VL-3B", "Qwen2-VL-2B", "Pixtral-12B", "Mistral-Small-3.1")

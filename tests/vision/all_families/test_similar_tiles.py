@@ -24,7 +24,7 @@ from trencadis.core.media_spans import MediaSpan
 from trencadis.core.request import Request, SamplingParams
 from trencadis.multimodal.images.image_frontend import content_digest, processed_digest
 from trencadis.multimodal.placeholders import expand_placeholders
-from trencadis.multimodal.processor import PreparedImage
+from trencadis.multimodal.processor_interface import PreparedImage
 
 IMAGE, WORD, BLOCK, KEPT = 2, 5, 16, 4000
 PARAMS = SamplingParams()

@@ -21,7 +21,7 @@ from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_registry import family_of, image_processor, import_object
 from trencadis.core.errors import StartupError
 from trencadis.multimodal.media_options import MediaOptions
-from trencadis.multimodal.processor import PreparedVideo
+from trencadis.multimodal.processor_interface import PreparedVideo
 from trencadis.multimodal.videos.frame_sampling import FrameLimits, clip_frame_size, sample_clip_frames
 
 NAMES = {"Glm4v": "seconds", "Glm46V": "dense"}

@@ -28,7 +28,7 @@ from trencadis.core.models.mlp_and_norms import Norm, norm_of
 from trencadis.core.shared_constants import RESERVED_ROWS, SINK_ROW, WINDOW_SLOTS
 from trencadis.core.step import Encode, VisionInputs
 from trencadis.multimodal.normalisation import OFFSET, PLANE_WEIGHTS, PLANES, PixelNormalisation
-from trencadis.multimodal.vit.config import CHANNELS, TileVisionConfig
+from trencadis.multimodal.vit.tile_vision_config import CHANNELS, TileVisionConfig
 from trencadis.multimodal.vit.vit_block import ViTBlock, run_blocks, scale_and_shift
 
 CELL_EPS = 1e-5

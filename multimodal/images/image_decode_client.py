@@ -22,7 +22,7 @@ from trencadis.core.errors import BadRequest
 from trencadis.multimodal import media_timing
 from trencadis.multimodal.decode_workers.worker_pool import Job, JobResult, WorkerPool
 from trencadis.multimodal.images.image_header import DAMAGED, MAX_IMAGE_PIXELS, Header
-from trencadis.multimodal.processor import PreparedImage, Processor
+from trencadis.multimodal.processor_interface import PreparedImage, Processor
 
 CHANNELS = (3, 4)
 ACCEPTED_SHAPES = "[height, width, 3 or 4] or [3 or 4, height, width], of uint8 or of floats between 0 and 1"

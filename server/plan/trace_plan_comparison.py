@@ -32,7 +32,7 @@ from trencadis.core.shapes.learned_plan import TooFewGraphs, learn_plan
 from trencadis.core.shapes.rectangular_launches import RowNeed, split_rows
 from trencadis.core.shapes.shape_limits import ShapeLimits, cells
 from trencadis.core.shapes.shape_need_histogram import NeedHistogram, count_step, list_needs
-from trencadis.multimodal.processor import ImageGeometry
+from trencadis.multimodal.processor_interface import ImageGeometry
 
 Sizes = Callable[[int, int], ImageGeometry]
 """Returns the geometry of an image of a height and a width."""

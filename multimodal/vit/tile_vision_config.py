@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from trencadis.core.shared_constants import WINDOW_SLOTS, align_up
 from trencadis.core.vision_config import SharedMatrix, SlotForm
-from trencadis.multimodal.vit.base_config import ViTConfig
+from trencadis.multimodal.vit.vit_config import ViTConfig
 
 CHANNELS = 3
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trencadis.core import envs
 from trencadis.core.checkpoint.config_reader import GGUF, GGUF_HINT, load_config
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 
 TEXT = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]

@@ -16,12 +16,18 @@ from trencadis.core.checkpoint.json_fields import JsonFields, read_json
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.json_types import JsonMapping, JsonObject
+from trencadis.multimodal.convert_to_rgb import to_rgb
 from trencadis.multimodal.media_options import MediaOptions, refuse_num_crops, server_options
 from trencadis.multimodal.normalisation import CLIP, PixelNormalisation
 from trencadis.multimodal.patch_packing import check_aspect
-from trencadis.multimodal.processor import PROCESSOR_FILES, ImageGeometry, Layout, PlaceholderRun, PreparedImage
-from trencadis.multimodal.rgb_images import to_rgb
-from trencadis.multimodal.vit.config import CHANNELS, TileVisionConfig
+from trencadis.multimodal.processor_interface import (
+    PROCESSOR_FILES,
+    ImageGeometry,
+    Layout,
+    PlaceholderRun,
+    PreparedImage,
+)
+from trencadis.multimodal.vit.tile_vision_config import CHANNELS, TileVisionConfig
 
 UInt8 = npt.NDArray[np.uint8]
 FIXED_SIZE_MESSAGE = "This model's images have sizes of its own; min_pixels, max_pixels and resized sizes do not apply."
@@ -29,7 +35,7 @@ FIXED_SIZE_MESSAGE = "This model's images have sizes of its own; min_pixels, max
 
 @dataclass(frozen=True)
 class TileImageProcessor(PixelNormalisation, ABC):
-    """``multimodal.processor.Processor`` of images that are tiles, each of ``image`` x ``image`` pixels.
+    """``multimodal.processor_interface.Processor`` of images that are tiles, each of ``image`` x ``image`` pixels.
 
     Args:
         image: pixels along a side of a tile.

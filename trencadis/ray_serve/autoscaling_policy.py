@@ -27,7 +27,7 @@ DOWNSCALE_SECONDS = 120.0
 
 def scale(context: Any) -> tuple[int, dict[str, object]]:
     """Computes the number of replicas; for ``autoscaling_config: {policy: {policy_function:
-    trencadis.ray_serve.policy:scale}}``.
+    trencadis.ray_serve.autoscaling_policy:scale}}``.
 
     Args:
         context: ``ray.serve.config.AutoscalingContext``.

@@ -19,7 +19,7 @@ from trencadis.core.json_types import JsonObject
 from trencadis.server.bench import offline_benchmarks
 from trencadis.server.bench.bench_command import OneLineParser
 
-ONCE = "trencadis.server.bench.startup_child"
+ONCE = "trencadis.server.bench.bench_startup_child"
 CACHES = ("TRENCADIS_CACHE", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 """Cache folders, in which earlier starts leave files that later ones use."""
 REPORTED_TIMES = {
