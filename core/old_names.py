@@ -115,7 +115,7 @@ _FORMER_MODULES = {
     "core.quant.writing.source_checkpoint": "core.quant.writing.stored",
     "core.request": "core.adapter_ref",
     "core.shared_constants": "core.layout",
-    "core.spec.ngram_proposer": "core.spec.draft_source",
+    "core.spec.draft_proposer": "core.spec.draft_source",
     "core.startup_progress_and_warmup_pacing": "core.progress core.startup_progress",
     "core.structured_outputs": "core.constraints",
     "core.token_masks": "core.masks",
