@@ -39,7 +39,8 @@ _FORMER_MODULES = {
     "backends.cpu.sampler": "backends.cpu.sampling",
     "backends.cuda.kernels.paged_attention_loop": "backends.cuda.kernels.paged_keys",
     "backends.fault_injection": "backends.hooks",
-    "core.checkpoint.checkpoint_source": "core.models.checkpoint_source core.models.collected",
+    "core.checkpoint.checkpoint_weight_source": """
+        core.checkpoint.checkpoint_source core.models.checkpoint_source core.models.collected""",
     "core.checkpoint.config_reader": "core.checkpoint.reading",
     "core.checkpoint.decoder_config_parsers": "core.checkpoint.decoder_fields",
     "core.checkpoint.decoder_layer_config": "core.checkpoint.layer_parts",
@@ -55,16 +56,17 @@ _FORMER_MODULES = {
         core.checkpoint.archive core.checkpoint.zip_directory core.models.bin_file core.models.pytorch_bin""",
     "core.checkpoint.quant_formats": """
         core.checkpoint.formats core.checkpoint.formats.awq core.checkpoint.formats.bit_packing
-        core.checkpoint.formats.compressed_tensors core.checkpoint.formats.format_table
-        core.checkpoint.formats.fp8 core.checkpoint.formats.gptq core.checkpoint.formats.mxfp4
-        core.checkpoint.formats.raw_weight core.quant.formats core.quant.formats.awq
-        core.quant.formats.bit_packing core.quant.formats.compressed_tensors core.quant.formats.format_table
-        core.quant.formats.fp8 core.quant.formats.gptq core.quant.formats.raw core.quant.formats.raw_weight
-        core.quant.formats.table core.quant.formats.words""",
+        core.checkpoint.formats.compressed_tensors core.checkpoint.formats.format_table core.checkpoint.formats.fp8
+        core.checkpoint.formats.gptq core.checkpoint.formats.mxfp4 core.checkpoint.formats.raw_weight
+        core.quant.formats core.quant.formats.awq core.quant.formats.bit_packing
+        core.quant.formats.compressed_tensors core.quant.formats.format_table core.quant.formats.fp8
+        core.quant.formats.gptq core.quant.formats.raw core.quant.formats.raw_weight core.quant.formats.table
+        core.quant.formats.words""",
     "core.checkpoint.state_dict_pickle": "core.checkpoint.opcodes core.checkpoint.pickle_reader",
-    "core.checkpoint.weight_loader": "core.models.loader core.models.weight_loader",
+    "core.checkpoint.weight_file_reader": "core.checkpoint.weight_loader core.models.loader core.models.weight_loader",
     "core.checkpoint.weight_prefetch": "core.checkpoint.prefetch",
-    "core.checkpoint.weight_source": "core.layers.source core.layers.weight_source",
+    "core.checkpoint.weight_source_interface": """
+        core.checkpoint.weight_source core.layers.source core.layers.weight_source""",
     "core.cross_attention_inputs": "core.shapes.cross_attention_inputs",
     "core.device.backend": "core.backend",
     "core.device.communicators": "core.launches.communicators",
@@ -93,8 +95,7 @@ _FORMER_MODULES = {
         core.layers.attention core.layers.partial core.layers.partial_rotary core.layers.rope
         core.layers.rotary_embedding core.models.rotary_embedding""",
     "core.models.cross_attention": """
-        core.layers.cross_attention core.layers.crossing core.models.cross_attention_decoder
-        core.models.crossing""",
+        core.layers.cross_attention core.layers.crossing core.models.cross_attention_decoder core.models.crossing""",
     "core.models.decoder": "core.models.passing core.models.stage_entry",
     "core.models.gated_delta": "core.models.interleaved_projections",
     "core.models.interface": "core.layers.model_interface",
@@ -151,8 +152,7 @@ _FORMER_MODULES = {
     "multimodal.pixtral": "multimodal.lines multimodal.mistral3 multimodal.pixtral_tower",
     "multimodal.pixtral.config": """
         multimodal.lines.config multimodal.pixtral.fields multimodal.pixtral.names
-        multimodal.pixtral.pixtral_hf_config multimodal.pixtral.pixtral_weight_names
-        multimodal.pixtral_tower.config""",
+        multimodal.pixtral.pixtral_hf_config multimodal.pixtral.pixtral_weight_names multimodal.pixtral_tower.config""",
     "multimodal.pixtral.family": "multimodal.mistral3.family",
     "multimodal.pixtral.model": "multimodal.lines.model multimodal.pixtral_tower.model",
     "multimodal.placeholders": "multimodal.videos.spoken multimodal.videos.text_timestamps",

@@ -101,7 +101,7 @@ BACKENDS = {
 
 TORCH: dict[str, frozenset[str]] = {
     "core/checkpoint": frozenset(
-        {"checkpoint_source", "pytorch_bin", "quant_formats", "weight_loader", "weight_source"}
+        {"checkpoint_weight_source", "pytorch_bin", "quant_formats", "weight_file_reader", "weight_source_interface"}
     ),
     "core/device": frozenset({"backend", "launch_tensors"}),
     "core/engine": frozenset({"engine_builder", "graph_startup", "kv_offload_setup"}),

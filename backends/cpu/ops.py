@@ -47,7 +47,7 @@ from trencadis.backends.cpu.native.quantised_weight_panels import DTYPE_NAMES, P
 from trencadis.backends.cpu.recurrent_ops import RecurrentKernelOps
 from trencadis.backends.cpu.reference_ops import CLAMPED_SWIGLU, ReferenceOps, apply_activation, clamped_swiglu
 from trencadis.backends.cpu.sampler import thresholds
-from trencadis.core.checkpoint.weight_source import StoredRows
+from trencadis.core.checkpoint.weight_source_interface import StoredRows
 from trencadis.core.device.backend import (
     Attn,
     ExpertBiases,
@@ -130,14 +130,16 @@ class CpuOps(RecurrentKernelOps, AdapterOps, ReferenceOps):
         return PackedWeight(made.tensor, bias, outputs, inputs, panels)
 
     def keeps(self) -> bool:
-        """Implements ``core.checkpoint.weight_source.KeepingOps``."""
+        """Implements ``core.checkpoint.weight_source_interface.KeepingOps``."""
         return self.pages.has_cache
 
     def finish_loading(self) -> int:
         return self.pages.finish()
 
     def table_of(self, weight: Weight) -> Tensor | None:
-        """Implements ``core.checkpoint.weight_source.SharingOps``: the panels of a weight that own kernels multiply."""
+        """Implements ``core.checkpoint.weight_source_interface.SharingOps``: the panels of a weight that own kernels
+        multiply.
+        """
         return (
             dense_linear.table_of(weight.panels)
             if isinstance(weight, PackedWeight) and weight.panels is not None

@@ -37,7 +37,7 @@ from trencadis.backends.cuda.kernels import (
     pixel_normalisation,
     quantised_kv_attention,
     quantised_linear,
-    recurrent_rows,
+    recurrent_launch_rows,
     reset_sampler_state,
     rms_norm,
     rotary_kernels,
@@ -54,7 +54,7 @@ from trencadis.backends.cuda.kernels.attention_tensors import (
 )
 from trencadis.backends.cuda.kernels.fused_moe import StackedExperts
 from trencadis.backends.cuda.kernels.layers import fused_layer, skinny_gemm
-from trencadis.backends.cuda.kernels.recurrent_rows import ItemRows
+from trencadis.backends.cuda.kernels.recurrent_launch_rows import ItemRows
 from trencadis.backends.cuda.shape_policy import INVARIANT_ROWS as ROWS
 from trencadis.backends.cuda.weights.quantised_weight import QuantisedWeight, pack_quantised_weight
 from trencadis.core import envs
@@ -258,7 +258,7 @@ class CudaOps(HostLayerOps, ReferenceOps):
     def prepare_recurrent(self, rows: RecurrentRows, attn: Attn) -> RecurrentRows:
         """Lists the chunks of a launch once for all layers; a launch with one token per row has none."""
         single = isinstance(attn, SingleAttn)
-        found = rows if single else recurrent_rows.item_rows(rows, attn.row_start, len(attn.slot_map))
+        found = rows if single else recurrent_launch_rows.item_rows(rows, attn.row_start, len(attn.slot_map))
         return cast(RecurrentRows, found)
 
     def causal_conv(

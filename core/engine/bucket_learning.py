@@ -51,8 +51,8 @@ from trencadis.core.shapes.cost_model import (
 )
 from trencadis.core.shapes.launch_costs import Costs
 from trencadis.core.shapes.learned_plan import KEPT_STAGES
-from trencadis.core.shapes.need_recorder import NeedRecorder
 from trencadis.core.shapes.plan_change_rules import ChangeGuard, ChangeRate, PlanCosts
+from trencadis.core.shapes.shape_need_recorder import NeedRecorder
 
 log = logging.getLogger("trencadis.engine")
 

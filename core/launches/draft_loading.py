@@ -8,7 +8,7 @@ from typing import Protocol, cast
 
 from trencadis.core.checkpoint import model_registry
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.checkpoint.weight_loader import open_weights
+from trencadis.core.checkpoint.weight_file_reader import open_weights
 from trencadis.core.device.backend import Backend, BackendConfig, Body
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError

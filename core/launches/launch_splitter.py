@@ -12,8 +12,8 @@ from trencadis.core.buckets import LORA, POOL_ROWS, Bucket, Stage, ahead_variant
 from trencadis.core.cross_attention_inputs import count_units, variant_of
 from trencadis.core.device_shape_policy import Policy
 from trencadis.core.request import MAX_LOGPROBS
-from trencadis.core.shapes.need_recorder import NeedRecorder
 from trencadis.core.shapes.rectangular_launches import RowNeed, split_rows
+from trencadis.core.shapes.shape_need_recorder import NeedRecorder
 from trencadis.core.step import BidirectionalSpan, ImageRows, Row, StateSlots, Step
 
 HEAD_ROWS = 64

@@ -44,7 +44,7 @@ from trencadis.core.lora.adapter_store import AdapterStore
 from trencadis.core.models.eagle3 import Eagle3Head
 from trencadis.core.models.interface import Model, Persistent
 from trencadis.core.request import AdapterRef
-from trencadis.core.shapes.need_recorder import NeedRecorder
+from trencadis.core.shapes.shape_need_recorder import NeedRecorder
 from trencadis.core.shared_constants import WINDOW_SLOTS
 from trencadis.core.startup_progress_and_warmup_pacing import Warming
 from trencadis.core.step import (

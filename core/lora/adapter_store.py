@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trencadis.core.checkpoint.checkpoint_source import fused_parts
+from trencadis.core.checkpoint.checkpoint_weight_source import fused_parts
 from trencadis.core.checkpoint.model_config import TextConfig
 from trencadis.core.checkpoint.model_registry import adapted_tower
 from trencadis.core.device.backend import AdapterWeights, Backend, PackedAdapters

@@ -25,7 +25,7 @@ from trencadis.core.checkpoint.rope_config import (
     Scaling,
     YarnScaling,
 )
-from trencadis.core.checkpoint.weight_source import StackedPart, StoredRows, WeightSource, stack
+from trencadis.core.checkpoint.weight_source_interface import StackedPart, StoredRows, WeightSource, stack
 from trencadis.core.device.backend import AdapterRows, Attn, Backend, LayerKV, Ops, Rotary, SinksArgument
 from trencadis.core.kv_cache_format import KVFormat
 from trencadis.core.models.kv_cache_codes import pairs_of, static_of

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trencadis.core.checkpoint.model_config import RMS_ONE, ModelConfig, TextConfig
-from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import Backend, TextTensors
 from trencadis.core.device.launch_tensors import CrossAttentionTensors, first_rows
 from trencadis.core.models.decoder import Decoder, DecoderEntry, FirstLayerInputs

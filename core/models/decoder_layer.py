@@ -8,7 +8,7 @@ from typing import NamedTuple, cast
 from torch import Tensor
 
 from trencadis.core.checkpoint.model_config import GATED, OUT, POST, SANDWICH, TextConfig
-from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import AdapterRows, Attn, Backend, Rotary
 from trencadis.core.models.attention import Attention
 from trencadis.core.models.interface import StatefulLayer

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.checkpoint.weight_source import StackedPart, stack
+from trencadis.core.checkpoint.weight_source_interface import StackedPart, stack
 from trencadis.core.device.backend import (
     Attn,
     Backend,
@@ -41,7 +41,7 @@ from trencadis.core.weight_files import HEAD_TABLE
 
 
 class HeadWeights:
-    """Tensors of a head by their stored names; ``core.checkpoint.weight_source.WeightSource``."""
+    """Tensors of a head by their stored names; ``core.checkpoint.weight_source_interface.WeightSource``."""
 
     def __init__(self, weights: Iterable[tuple[str, Tensor]], backend: Backend, name: str) -> None:
         self._held = dict(weights)

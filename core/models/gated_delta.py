@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from trencadis.core.checkpoint.decoder_layer_config import RecurrentConfig
 from trencadis.core.checkpoint.model_config import TextConfig
-from trencadis.core.checkpoint.weight_source import StackedPart, WeightSource, stack
+from trencadis.core.checkpoint.weight_source_interface import StackedPart, WeightSource, stack
 from trencadis.core.device.backend import AdapterRows, Attn, Backend
 from trencadis.core.device.launch_tensors import RecurrentRows
 from trencadis.core.models.interface import DeltaNetWeights, FusedDeltaOps, RecurrentOps, RecurrentState

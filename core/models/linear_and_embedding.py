@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trencadis.core.checkpoint.weight_source import SharingOps, StackedPart, StoredRows, WeightSource
+from trencadis.core.checkpoint.weight_source_interface import SharingOps, StackedPart, StoredRows, WeightSource
 from trencadis.core.device.backend import (
     AdapterRows,
     AdapterWeights,

@@ -35,8 +35,8 @@ def load_model(
     Raises:
         StartupError: the architecture is not supported, or weights are missing, unreadable or have wrong shapes.
     """
-    from trencadis.core.checkpoint.weight_loader import open_weights
-    from trencadis.core.checkpoint.weight_source import KeepingOps  # torch
+    from trencadis.core.checkpoint.weight_file_reader import open_weights
+    from trencadis.core.checkpoint.weight_source_interface import KeepingOps  # torch
 
     model = made or make_model(config, backend)
     cfg = cfg or EngineConfig()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trencadis.core.checkpoint.model_config import TextConfig
-from trencadis.core.checkpoint.weight_source import WeightSource, take_values
+from trencadis.core.checkpoint.weight_source_interface import WeightSource, take_values
 from trencadis.core.device.backend import Backend
 from trencadis.core.models.linear_and_embedding import Linear
 from trencadis.core.models.mlp_and_norms import RMSNorm

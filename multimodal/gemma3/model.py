@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import AdapterRows, Backend
 from trencadis.core.models.linear_and_embedding import Linear, TowerLayer
 from trencadis.core.models.mlp_and_norms import LayerNorm, RMSNorm

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trencadis.core.checkpoint.model_config import RMS, ModelConfig
-from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import AdapterRows, Backend, Ops, VisionTensors
 from trencadis.core.models.attention import vision_frequencies
 from trencadis.core.models.linear_and_embedding import NO_ADAPTERS, ImageAdapters, Linear, TowerLayer

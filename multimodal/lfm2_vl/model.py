@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trencadis.core.checkpoint.model_config import LAYER, ModelConfig
-from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import Backend, Ops, VisionTensors
 from trencadis.core.models.linear_and_embedding import ColumnParallelLinear, ColumnPart, Linear, RowParallelLinear
 from trencadis.core.models.mlp_and_norms import norm_of

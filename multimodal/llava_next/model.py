@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import Backend
 from trencadis.multimodal.llava.family import read_settings
 from trencadis.multimodal.llava.model import LlavaModel

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trencadis.core.checkpoint.model_config import LAYER, ModelConfig
-from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import AdapterRows, Backend, Rotary, Segments, VisionTensors
 from trencadis.core.models.linear_and_embedding import Linear
 from trencadis.core.models.mlp_and_norms import norm_of

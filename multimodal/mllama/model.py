@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trencadis.core.checkpoint.model_config import LAYER, ModelConfig
-from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import AdapterRows, Backend, Ops, Rotary, Segments, VisionTensors
 from trencadis.core.models.cross_attention import CrossAttentionDecoder
 from trencadis.core.models.linear_and_embedding import Linear, RowParallelLinear

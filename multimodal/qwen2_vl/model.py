@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trencadis.core.checkpoint.model_config import LAYER, RMS, ModelConfig
-from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import AdapterRows, Backend, Ops, VisionTensors
 from trencadis.core.models.attention import vision_frequencies
 from trencadis.core.models.linear_and_embedding import (

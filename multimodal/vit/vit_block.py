@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trencadis.core.checkpoint.model_config import LAYER, RMS
-from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import AdapterRows, Backend, Ops, Rotary, Segments
 from trencadis.core.models.linear_and_embedding import (
     NO_ADAPTERS,

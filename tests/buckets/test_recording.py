@@ -41,10 +41,10 @@ from trencadis.core.shapes.cost_model import (
 )
 from trencadis.core.shapes.launch_costs import Costs
 from trencadis.core.shapes.learned_plan import KEPT_STAGES
-from trencadis.core.shapes.need_recorder import PERIOD_SECONDS, PERIODS, RECENT_SECONDS, NeedRecorder
 from trencadis.core.shapes.plan_change_rules import ChangeRate, PlanCosts, judge
 from trencadis.core.shapes.rectangular_launches import RowNeed
 from trencadis.core.shapes.shape_need_histogram import MAX_CELLS, NeedHistogram
+from trencadis.core.shapes.shape_need_recorder import PERIOD_SECONDS, PERIODS, RECENT_SECONDS, NeedRecorder
 from trencadis.server.plan.trace_plan_comparison import read_trace
 
 MODEL = model_of(3584, 28, 28, 4, 18944)

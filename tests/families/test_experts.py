@@ -23,7 +23,7 @@ from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.decoder_layer_config import ExpertsConfig, SigmoidRouting
-from trencadis.core.checkpoint.weight_loader import open_weights
+from trencadis.core.checkpoint.weight_file_reader import open_weights
 from trencadis.core.errors import StartupError
 from trencadis.core.memory.weight_bytes import decoder_values
 from trencadis.core.models.moe import SigmoidRouter

@@ -87,7 +87,7 @@ def test_every_name_and_member_has_a_successor_in_the_source() -> None:
         ),
         (
             "import trencadis.core.models as models\nmodels.loader.open_weights",
-            "trencadis.core.models.loader is called trencadis.core.checkpoint.weight_loader now",
+            "trencadis.core.models.loader is called trencadis.core.checkpoint.weight_file_reader now",
         ),
     ],
 )

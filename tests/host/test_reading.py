@@ -12,11 +12,11 @@ import torch
 
 from trencadis.backends.cpu import make_backend
 from trencadis.core.checkpoint import weight_prefetch
-from trencadis.core.checkpoint.checkpoint_source import CheckpointSource
+from trencadis.core.checkpoint.checkpoint_weight_source import CheckpointSource
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_registry import family_of
-from trencadis.core.checkpoint.weight_loader import open_weights
-from trencadis.core.checkpoint.weight_source import StackedPart, stack
+from trencadis.core.checkpoint.weight_file_reader import open_weights
+from trencadis.core.checkpoint.weight_source_interface import StackedPart, stack
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.models.model_loader import load_model

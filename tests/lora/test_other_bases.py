@@ -57,9 +57,9 @@ def dequantised(coded: Path, checkpoint: Path, out: Path) -> Path:
 
     from safetensors.torch import load_file, save_file
 
-    from trencadis.core.checkpoint.checkpoint_source import CheckpointSource
+    from trencadis.core.checkpoint.checkpoint_weight_source import CheckpointSource
     from trencadis.core.checkpoint.model_registry import family_of
-    from trencadis.core.checkpoint.weight_loader import open_weights
+    from trencadis.core.checkpoint.weight_file_reader import open_weights
     from trencadis.core.device.backend import BackendConfig, load
 
     shutil.copytree(checkpoint, out)

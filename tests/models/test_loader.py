@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from trencadis.backends.cpu import make_backend
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.weight_loader import open_weights
+from trencadis.core.checkpoint.weight_file_reader import open_weights
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError

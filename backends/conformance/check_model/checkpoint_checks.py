@@ -22,13 +22,13 @@ from trencadis.backends.conformance.check_result import CheckFailed, Report, Res
 from trencadis.backends.conformance.check_suite import run_check
 from trencadis.backends.conformance.launch_harness import SEQS
 from trencadis.backends.cpu import make_backend
-from trencadis.core.checkpoint.checkpoint_source import CheckpointSource
+from trencadis.core.checkpoint.checkpoint_weight_source import CheckpointSource
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.family import GENERATE
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.model_registry import family_of
 from trencadis.core.checkpoint.pooling_resolver import pooling_of
-from trencadis.core.checkpoint.weight_loader import open_weights
+from trencadis.core.checkpoint.weight_file_reader import open_weights
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.memory.estimate import MemoryEstimator

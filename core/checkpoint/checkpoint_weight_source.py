@@ -14,8 +14,8 @@ from trencadis.core.checkpoint.family import StoredNames
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.checkpoint.quant_config import canonical_name
 from trencadis.core.checkpoint.quant_formats import MARKS, READERS, RawWeight
-from trencadis.core.checkpoint.weight_loader import FLOATS, DummyWeights
-from trencadis.core.checkpoint.weight_source import StackedPart, StoredRows, stack
+from trencadis.core.checkpoint.weight_file_reader import FLOATS, DummyWeights
+from trencadis.core.checkpoint.weight_source_interface import StackedPart, StoredRows, stack
 from trencadis.core.device.backend import Backend
 from trencadis.core.errors import StartupError
 from trencadis.core.quant.online_quant import quantise
@@ -34,7 +34,7 @@ OLD_KINDS = ((".gamma", ".weight"), (".beta", ".bias"))
 
 
 class CheckpointSource:
-    """A ``core.checkpoint.weight_source.WeightSource`` over a checkpoint's tensors.
+    """A ``core.checkpoint.weight_source_interface.WeightSource`` over a checkpoint's tensors.
 
     Args:
         names: maps stored names to canonical ones; tensors without a canonical name are ignored.
@@ -145,7 +145,7 @@ class CheckpointSource:
         return self._move(self._find(name, shape))
 
     def take_float(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Implements ``core.checkpoint.weight_source.FloatSource``."""
+        """Implements ``core.checkpoint.weight_source_interface.FloatSource``."""
         return self._find(name, shape).to(device=self.device, dtype=torch.float32).contiguous()
 
     def shard(self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> Tensor:
@@ -176,7 +176,7 @@ class CheckpointSource:
         return out
 
     def stored(self, parts: Sequence[StackedPart], inputs: int, start: int, stop: int) -> StoredRows | None:
-        """Implements ``core.checkpoint.weight_source.StoringSource`` with views of the mapped files."""
+        """Implements ``core.checkpoint.weight_source_interface.StoringSource`` with views of the mapped files."""
         if not self.copied or self.dummy is not None:
             return None
         found = [self._find(p.name, (p.size, inputs))[p.start : p.stop, start:stop] for p in parts]
