@@ -1,9 +1,20 @@
-"""Statements of Python source; no expression holds an import or a definition, and expressions are most of a tree."""
+"""Python source, parsed once for all tests of a process, and its statements.
+
+No expression holds an import or a definition, and expressions are most of a tree.
+"""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+
+@cache
+def parse(path: Path) -> ast.Module:
+    """The tree of a file, which nobody changes."""
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def within(node: ast.AST) -> Iterator[ast.AST]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.syntax import within
+from tests.syntax import parse, within
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("core", "backends", "multimodal", "server", "trencadis", "assets")
@@ -197,7 +197,7 @@ def imported(path: Path) -> tuple[tuple[frozenset[str], bool, bool], ...]:
             for child in within(node):
                 visit(child, lazy or inside, typing)
 
-    visit(ast.parse(path.read_text(encoding="utf-8")), False, False)
+    visit(parse(path), False, False)
     return tuple(found)
 
 
