@@ -262,20 +262,20 @@ class DryRun:
             *advice,
         )
         return StartupPlan(
-            plan,
-            limits,
-            self.estimator,
-            ledger,
-            settings,
-            tuple(prices),
-            selection,
-            self._seconds(plan),
-            self._formula(plan, limits),
-            lines,
-            self._arena_rows(limits),
-            weight_offload.offload_rows(self.config, self.estimator, limits.block_size),
-            states,
-            static,
+            plan=plan,
+            limits=limits,
+            estimator=self.estimator,
+            ledger=ledger,
+            settings=settings,
+            prices=tuple(prices),
+            selection=selection,
+            seconds=self._seconds(plan),
+            formula=self._formula(plan, limits),
+            notes=lines,
+            arena_rows=self._arena_rows(limits),
+            host=weight_offload.offload_rows(self.config, self.estimator, limits.block_size),
+            states=states,
+            static=static,
         )
 
     def _check_chunking(self, limits: ShapeLimits) -> None:
@@ -336,17 +336,17 @@ class DryRun:
         if missing > 0:
             notes.append(f"{gib(missing)} are missing: lower --max-num-batched-tokens or --kv-cache-memory-bytes.")
         return StartupPlan(
-            plan,
-            limits,
-            self.estimator,
-            ledger,
-            settings,
-            (),
-            selection,
-            {},
-            ("activations",),
-            tuple(notes),
-            found.arena_rows,
+            plan=plan,
+            limits=limits,
+            estimator=self.estimator,
+            ledger=ledger,
+            settings=settings,
+            prices=(),
+            selection=selection,
+            seconds={},
+            formula=("activations",),
+            notes=tuple(notes),
+            arena_rows=found.arena_rows,
             states=found.states,
         )
 

@@ -20,6 +20,7 @@ from trencadis.core.engine.startup_checks import check_start
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.rank_info import check_size
+from trencadis.core.json_types import JsonObject
 from trencadis.core.memory import graph_measurements
 from trencadis.core.shapes import bucket_options as bucket_env
 from trencadis.core.shapes.bucket_profile import read_profile, write_profile
@@ -30,7 +31,7 @@ from trencadis.server.config import command_line_parser, model_download, value_p
 from trencadis.server.config.resolve_settings import hide_keys, resolve_settings
 from trencadis.server.plan import plan_report as plan_report
 from trencadis.server.plan.plan_report import make_pipeline_report
-from trencadis.server.plan.trace_plan_comparison import StepNeeds
+from trencadis.server.plan.trace_plan_comparison import Sizes, StepNeeds
 
 USAGE = """\
 usage: trencadis plan [MODEL] --memory 96GiB [--device hpu|cuda|cpu] [--flag value ...]
@@ -103,28 +104,15 @@ def main(words: Sequence[str]) -> int:
         report["notes"] += [note for p in plans[1:] for note in p.notes]
     report["notes"] = [*dict.fromkeys([*settings.notes, *report["notes"]])]
     report["seconds_to_plan"] = round(time.perf_counter() - begun, 3)
-    needs: list[StepNeeds] = []
-    if own.trace:
-        from trencadis.server.plan import trace_plan_comparison as plan_trace
-
-        traffic = plan_trace.read_trace(own.trace, sizes)
-        needs = plan_trace.replay_needs(traffic, planned)
-        compared = plan_trace.list_compared_plans(needs, planned, model)
-        report["trace"] = {"requests": len(traffic), **plan_trace.compare_plans(needs, planned, model, compared)}
-        if own.report:
-            from trencadis.server.plan import trace_page as plan_page
-
-            drawn = {name: found.plan for name, found in [*compared.items()][:2]}
-            plan_page.write_page(own.report, report["trace"], plan_trace.record_needs(needs, planned.plan), drawn)
-            report["page"] = own.report
-    elif own.report:
+    if own.report and not own.trace:
         raise StartupError("--report needs --trace.")
+    needs = _compare_on_trace(own, report, planned, model, sizes) if own.trace else []
     if own.save_profile:
         report["profile"] = _save_profile(own, needs, planned)
     if own.plot:
-        from trencadis.server.plan import padding_plot as plan_plot
+        from trencadis.server.plan import padding_plot  # needs Pillow
 
-        plan_plot.draw(planned.plan, planned.limits, own.plot, own.by_blocks, needs)
+        padding_plot.draw(planned.plan, planned.limits, own.plot, own.by_blocks, needs)
         report["plot"] = own.plot
     lines: list[str] = []
     if own.time:
@@ -133,6 +121,26 @@ def main(words: Sequence[str]) -> int:
         lines = ["", *timer.lines(report["time"])]
     print(json.dumps(report, indent=1) if own.as_json else "\n".join([plan_report.format_report(report), *lines]))
     return 0
+
+
+def _compare_on_trace(
+    own: PlanOptions, report: JsonObject, planned: StartupPlan, model: ModelConfig, sizes: Sizes
+) -> list[StepNeeds]:
+    """Adds the comparison of plans on a trace to the report and, if asked for, draws its page; returns the needs."""
+    from trencadis.server.plan import trace_page, trace_plan_comparison
+
+    traffic = trace_plan_comparison.read_trace(own.trace, sizes)
+    needs = trace_plan_comparison.replay_needs(traffic, planned)
+    compared = trace_plan_comparison.list_compared_plans(needs, planned, model)
+    found = trace_plan_comparison.compare_plans(needs, planned, model, compared)
+    report["trace"] = {"requests": len(traffic), **found}
+    if own.report:
+        drawn = {name: one.plan for name, one in [*compared.items()][:2]}
+        trace_page.write_page(
+            own.report, report["trace"], trace_plan_comparison.record_needs(needs, planned.plan), drawn
+        )
+        report["page"] = own.report
+    return needs
 
 
 def _save_profile(own: PlanOptions, needs: Sequence[StepNeeds], planned: StartupPlan) -> str:

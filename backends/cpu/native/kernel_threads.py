@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -79,79 +79,53 @@ def launch_threads() -> int:
     return launches.threads or torch.get_num_threads()
 
 
+def _bind(name: str, result: object, *arguments: object) -> Callable[..., Any]:
+    """Returns the library's function ``trencadis_<name>`` with the C types of its result and arguments."""
+    call = getattr(load_library().library, f"trencadis_{name}")
+    call.argtypes, call.restype = arguments, result
+    return cast("Callable[..., Any]", call)
+
+
 @cache
 def calls() -> Calls:
     """Returns the library's functions."""
-    library = load_library().library
     runtime = openmp()
-    if runtime is not None:
-        library.trencadis_pool_of_torch(*(ctypes.cast(f, ctypes.c_void_p) for f in runtime))
-    pointer, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-    linear, rows = library.trencadis_panels_linear, library.trencadis_panels_rows
-    linear.argtypes = (pointer, pointer, pointer, size, number, number, number)
-    linear.restype = number
-    rows.argtypes = (number, *(pointer,) * 4, size, size, ctypes.c_float, number, number, number)
-    rows.restype = None
-    gated_norm = library.trencadis_gated_norm
-    gated_norm.argtypes = (*(pointer,) * 4, *(size,) * 4, ctypes.c_float, number, number, number)
-    gated_norm.restype = None
-    attend = library.trencadis_panels_attend
-    attend.argtypes, attend.restype = (pointer, number, number), number
-    flash = library.trencadis_flash
-    flash.argtypes, flash.restype = (pointer, number, number), number
-    rotate = library.trencadis_rotary
-    rotate.argtypes, rotate.restype = (pointer, size, number, number), None
-    convolve, delta_rule = library.trencadis_convolve, library.trencadis_delta_rule
-    convolve.argtypes, convolve.restype = (pointer, number, number), None
-    delta_rule.argtypes, delta_rule.restype = (pointer, number, number), number
-    delta_net = library.trencadis_delta_net
-    delta_net.argtypes, delta_net.restype = (pointer, number, number), number
-    adapters = library.trencadis_adapters
-    adapters.argtypes = (pointer, pointer, size, pointer, size, size, pointer, size, number, number)
-    adapters.restype = number
-    dense = library.trencadis_dense
-    dense.argtypes = (*(pointer,) * 4, size, size, size, ctypes.c_float, number, number)
-    dense.restype = number
-    pack = library.trencadis_dense_pack
-    pack.argtypes, pack.restype = (pointer, size, number, number), None
-    pin = library.trencadis_pool_pin
-    pin.argtypes, pin.restype = (pointer, number), None
+    if runtime:
+        load_library().library.trencadis_pool_of_torch(*(ctypes.cast(f, ctypes.c_void_p) for f in runtime))
+    pointer, number, size, real = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+    four = (pointer,) * 4
+    adapters = (pointer, pointer, size, pointer, size, size, pointer, size, number, number)
     return Calls(
-        linear,
-        rows,
-        gated_norm,
-        attend,
-        flash,
-        rotate,
-        convolve,
-        delta_rule,
-        delta_net,
-        adapters,
-        dense,
-        pack,
-        pin,
-        pool(),
+        linear=_bind("panels_linear", number, pointer, pointer, pointer, size, number, number, number),
+        rows=_bind("panels_rows", None, number, *four, size, size, real, number, number, number),
+        gated_norm=_bind("gated_norm", None, *four, size, size, size, size, real, number, number, number),
+        attend=_bind("panels_attend", number, pointer, number, number),
+        flash=_bind("flash", number, pointer, number, number),
+        rotate=_bind("rotary", None, pointer, size, number, number),
+        convolve=_bind("convolve", None, pointer, number, number),
+        delta_rule=_bind("delta_rule", number, pointer, number, number),
+        delta_net=_bind("delta_net", number, pointer, number, number),
+        adapters=_bind("adapters", number, *adapters),
+        dense=_bind("dense", number, *four, size, size, size, real, number, number),
+        pack=_bind("dense_pack", None, pointer, size, number, number),
+        pin=_bind("pool_pin", None, pointer, number),
+        pool=pool(),
     )
 
 
 def pool() -> PoolCalls:
     """Returns the library's functions about its threads."""
     number, size = ctypes.c_int, ctypes.c_int64
-    made = []
-    for name, result, *arguments in (
-        ("in_use", number, number),
-        ("system_id", size, number),
-        ("charge", None, number, size),
-        ("late", size, number),
-        ("tend", None, number),
-        ("on_torch", None, number),
-        ("patient", None, number),
-        ("hold", None, number, size, number),
-    ):
-        call = getattr(load_library().library, f"trencadis_pool_{name}")
-        call.argtypes, call.restype = arguments, result
-        made.append(call)
-    return PoolCalls(*made)
+    return PoolCalls(
+        in_use=_bind("pool_in_use", number, number),
+        system_id=_bind("pool_system_id", size, number),
+        charge=_bind("pool_charge", None, number, size),
+        late=_bind("pool_late", size, number),
+        tend=_bind("pool_tend", None, number),
+        on_torch=_bind("pool_on_torch", None, number),
+        patient=_bind("pool_patient", None, number),
+        hold=_bind("pool_hold", None, number, size, number),
+    )
 
 
 def pin_threads(cpus: Sequence[int]) -> None:
@@ -167,7 +141,7 @@ def keep_torch_to(cpus: Sequence[int]) -> None:
     unknown.
     """
     runtime = openmp()
-    if runtime is None or len(cpus) < 2:
+    if not runtime or len(cpus) < 2:
         return
     parallel, thread_number = runtime
 
@@ -178,8 +152,8 @@ def keep_torch_to(cpus: Sequence[int]) -> None:
     parallel(ctypes.CFUNCTYPE(None, ctypes.c_void_p)(pin), None, len(cpus), 0)
 
 
-def openmp() -> tuple[Any, Any] | None:
-    """Returns the functions of torch's OpenMP runtime that start threads and that number them; None: not found."""
+def openmp() -> Sequence[Any]:
+    """Returns the functions of torch's OpenMP runtime that start threads and that number them; empty: not found."""
     own = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     for name in (str(own), None):
         try:
@@ -187,4 +161,4 @@ def openmp() -> tuple[Any, Any] | None:
             return getattr(seen, GOMP_PARALLEL), getattr(seen, OMP_THREAD)
         except (OSError, AttributeError):
             continue
-    return None
+    return ()
