@@ -206,7 +206,8 @@ class Policy:
             ops are ``core.models.interface.RecurrentOps``.
         drafts: rows of decoding sequences may have several tokens, and SAMPLE reads ``HeadInputs.ahead``, so that
             drafts can be verified (core/spec). A device with planned shapes has the stage VERIFY for them.
-        copies_whole: only whole tensors are copied to the device outside of launches: a part would be a program.
+        joined_adapters: one A and one B hold the adapters of all slots and of all parts of a fused matrix
+            (core/memory/weight_bytes.py), and the numbers of slots are repeated for each of their columns.
         adapters: text buckets have the variant ``LORA``, whose launches have ``TextTensors.adapter``.
         stages: the backend has a ``pipe`` (core/launches/stage_transfer.py) if ``BackendConfig.stages`` is above 1.
     """
@@ -254,7 +255,7 @@ class Policy:
     drawn_head: bool = False
     drafts: bool = False
     adapters: bool = False
-    copies_whole: bool = False
+    joined_adapters: bool = False
     penalised_head: bool = False
     wide_head: bool = False
     attention: Mapping[str, Callable[[Bucket, InputSizes], int]] = field(default_factory=dict)

@@ -202,7 +202,7 @@ def train(args: argparse.Namespace) -> None:
         optimiser.step()
         step += 1
         if step % 25 == 0:
-            print(f"{gone:.0f} s, step {step}: loss {float(loss):.3f}", flush=True)
+            print(f"{gone:.0f} s, step {step}: loss {loss.item():.3f}", flush=True)
     write(head, args.out, sizes, theta)
 
 

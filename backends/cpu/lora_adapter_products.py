@@ -6,7 +6,7 @@ run, or over all slots where that takes less time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -124,8 +124,8 @@ class AdapterOps:
         assert isinstance(w, lora_adapter_kernels.SlotAdapters)
         return w.pack(parts)
 
-    def put_adapter(self, w: PackedAdapters, slot: int, contents: object) -> None:
-        assert isinstance(w, lora_adapter_kernels.SlotAdapters) and isinstance(
-            contents, lora_adapter_kernels.SlotContents
-        )
-        w.put(slot, contents)
+    def put_adapters(self, w: PackedAdapters, contents: Mapping[int, object]) -> None:
+        assert isinstance(w, lora_adapter_kernels.SlotAdapters)
+        for slot, found in contents.items():
+            assert isinstance(found, lora_adapter_kernels.SlotContents)
+            w.put(slot, found)

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from trencadis.backends.cpu.lora_adapter_products import mask_slots
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cpu.sampler import accepted_slots, apply_penalties, draw, sample_full
 from trencadis.backends.hpu.attention import (
@@ -51,6 +50,7 @@ from trencadis.backends.hpu.hpu_recurrent_ops import (
     store_states,
 )
 from trencadis.backends.hpu.hpu_settings import HpuSettings
+from trencadis.backends.hpu.joined_adapters import JoinedAdapterOps, JoinedSlots
 from trencadis.backends.hpu.launches.hpu_inputs import leaves, rebuild
 from trencadis.backends.hpu.launches.region_compiler import RegionCompiler, Regions, group_layers
 from trencadis.backends.hpu.sampling_thresholds import (
@@ -96,17 +96,7 @@ class DrawnCounts(NamedTuple):
     counts: Tensor  # int32 [slots + 1, V]
 
 
-class SlotMask:
-    """Computes which slot of adapters each token has, [n, slots] of ``dtype``."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def __call__(self, slot: Tensor, numbers: Tensor) -> Tensor:
-        return mask_slots(slot, numbers, self.dtype)
-
-
-class HpuOps(StaticRecurrentOps, ReferenceOps):
+class HpuOps(JoinedAdapterOps, StaticRecurrentOps, ReferenceOps):
     """``core.device.backend.Ops`` over a bridge.
 
     Args:
@@ -154,7 +144,7 @@ class HpuOps(StaticRecurrentOps, ReferenceOps):
         self._layers, self._inside = 0, False
         self._preparations: dict[DecodeForm, AttnPreparation] = {}
         self._segments = SegmentPreparation()
-        self._mask_slots = SlotMask(dtype)
+        self.adapter_slots = JoinedSlots(bridge.device, dtype)
         self._groups: dict[int, tuple[Sequence[Any], Sequence[Any]]] = {}
         self._kept: dict[int, KeptLayer] = {}
 
@@ -171,11 +161,6 @@ class HpuOps(StaticRecurrentOps, ReferenceOps):
         if q.data.dtype == torch.int8 or bridge.fp8_gemm_v2 is None or q.dtype not in TAKEN:
             return self.pack_weight(q.values().to(device), bias)
         return floats8_weight(q, bias, bridge.fp8_top, device)
-
-    def prepare_adapters(self, slot: Tensor, numbers: Tensor, dtype: torch.dtype) -> Tensor:
-        """Computes the mask of slots; in compile mode in one small region for each number of tokens."""
-        mask: Tensor = self.region(self._mask_slots, slot, numbers)
-        return mask
 
     def linear(self, x: Tensor, w: Weight) -> Tensor:
         if isinstance(w, PackedWeight4):

@@ -21,6 +21,7 @@ from trencadis.core.device.launch_tensors import ExpertBiases as ExpertBiases
 from trencadis.core.device.launch_tensors import HeadTensors as HeadTensors
 from trencadis.core.device.launch_tensors import HeadTensorsOut as HeadTensorsOut
 from trencadis.core.device.launch_tensors import LayerKV as LayerKV
+from trencadis.core.device.launch_tensors import PackedAdapters as PackedAdapters
 from trencadis.core.device.launch_tensors import PoolTensors as PoolTensors
 from trencadis.core.device.launch_tensors import PoolTensorsOut as PoolTensorsOut
 from trencadis.core.device.launch_tensors import ResetTensors as ResetTensors
@@ -81,12 +82,6 @@ class ExpertWeights(Protocol):
 
     count: int
     inner: int
-
-
-class PackedAdapters(Protocol):
-    """A and B of all slots of one fused matrix in a layout of the device (``core.lora.adapter_store.PackingOps``)."""
-
-    nbytes: int
 
 
 AdapterRows = Tensor | tuple[object, ...]

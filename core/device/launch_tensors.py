@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypedDict, overload
+from typing import Any, NamedTuple, Protocol, TypedDict, overload
 
 from torch import Tensor
 
@@ -139,6 +139,15 @@ class AdapterWeights(NamedTuple):
 
     a: Tensor
     b: tuple[Tensor, ...]
+
+
+class PackedAdapters(Protocol):
+    """A and B of all slots of one fused matrix in a layout of the device (``core.lora.adapter_store.PackingOps``)."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        ...
 
 
 class TextTensors(NamedTuple):

@@ -187,7 +187,7 @@ class DryRun:
             policy.quantised,
             policy.aligned,
             policy.cross_attention_bytes,
-            slot_sizes(asked),
+            slot_sizes(asked, policy.joined_adapters),
             policy.decoded,
         )
         return found if self.draft is None or not policy.rules else draft_estimate.with_draft_sizes(found, self.draft)

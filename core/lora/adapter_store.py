@@ -5,7 +5,7 @@ Fused matrices of a stored adapter are cut into the model's single ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -117,14 +117,14 @@ class PackingOps(Protocol):
         ...
 
     def pack_adapter(self, w: PackedAdapters, parts: Sequence[MatrixAdapter | None]) -> object:
-        """Returns A [rank, inputs] and B [rank, outputs] of each part, None: zeros, as ``put_adapter`` takes them.
+        """Returns A [rank, inputs] and B [rank, outputs] of each part, None: zeros, as ``put_adapters`` takes them.
 
-        Runs in a thread beside launches, so that ``put_adapter``, between two of them, takes little time.
+        Runs in a thread beside launches, so that ``put_adapters``, between two of them, takes little time.
         """
         ...
 
-    def put_adapter(self, w: PackedAdapters, slot: int, contents: object) -> None:
-        """Writes a result of ``pack_adapter`` to a slot, from 0."""
+    def put_adapters(self, w: PackedAdapters, contents: Mapping[int, object]) -> None:
+        """Writes results of ``pack_adapter`` to slots; ``contents``: slot, from 0 -> result."""
         ...
 
 
@@ -140,12 +140,11 @@ class AdapterStore:
         self.layers = [*find_layers(model)]
         for one in self.layers:
             one.linear.adapters = self._allocate(one)
-        self._numbers = model.adapter_numbers = backend.zeros((slots,), torch.int32)
-        self._numbers.copy_(torch.arange(1, slots + 1, dtype=torch.int32))
-        self._mirrors: list[AdapterWeights | None] = [
-            _mirror(one.linear.adapters) if backend.policy.copies_whole else None for one in self.layers
-        ]
-        """Copies of the slots in host memory, for devices to which tensors are copied whole."""
+        numbers = torch.arange(1, slots + 1, dtype=torch.int32)
+        if backend.policy.joined_adapters:
+            numbers = numbers.repeat_interleave(rank).repeat(max(len(one.parts) for one in self.layers))
+        self._numbers = model.adapter_numbers = backend.zeros(numbers.shape, torch.int32)
+        self._numbers.copy_(numbers)
         self._held: dict[str, list[HeldLayer]] = {}
         """Digest of an adapter -> its part of each of ``layers``."""
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="adapters")
@@ -221,29 +220,27 @@ class AdapterStore:
 
     def upload(self, uploads: Sequence[AdapterUpload]) -> None:
         """Copies adapters to slots; launches that have begun still see the slots' earlier contents."""
-        for number, (one, mirror) in enumerate(zip(self.layers, self._mirrors, strict=True)):
+        for number, one in enumerate(self.layers):
+            held = {slot - 1: self._held[digest][number] for slot, digest in uploads}
             weights = one.linear.adapters
             assert weights is not None
-            for slot, digest in uploads:
-                self._fill(weights if mirror is None else mirror, slot - 1, self._held[digest][number])
-            if mirror is not None:
-                assert isinstance(weights, AdapterWeights)
-                for target, source in zip((weights.a, *weights.b), (mirror.a, *mirror.b), strict=True):
-                    target.copy_(source)
-
-    def _fill(self, w: AdapterWeights | PackedAdapters, slot: int, held: HeldLayer) -> None:
-        """Writes the adapter of one layer to a slot; zeros where it has no matrix, or a smaller rank."""
-        if not isinstance(w, AdapterWeights):
-            assert isinstance(self.backend.ops, PackingOps)
-            self.backend.ops.put_adapter(w, slot, held.packed)
-            return
-        for i, (found, b) in enumerate(zip(held.parts, w.b, strict=True)):
-            _overwrite(w.a[slot, i], None if found is None else found.a)
-            _overwrite(b[slot], None if found is None else found.b)
+            if isinstance(weights, AdapterWeights):
+                for slot, layer in held.items():
+                    _fill(weights, slot, layer)
+            else:
+                assert isinstance(self.backend.ops, PackingOps)
+                self.backend.ops.put_adapters(weights, {slot: layer.packed for slot, layer in held.items()})
 
     def close(self) -> None:
         """Ends the thread."""
         self._reader.shutdown(wait=False, cancel_futures=True)
+
+
+def _fill(w: AdapterWeights, slot: int, held: HeldLayer) -> None:
+    """Writes the adapter of one layer to a slot; zeros where it has no matrix, or a smaller rank."""
+    for i, (found, b) in enumerate(zip(held.parts, w.b, strict=True)):
+        _overwrite(w.a[slot, i], None if found is None else found.a)
+        _overwrite(b[slot], None if found is None else found.b)
 
 
 def _overwrite(target: Tensor, source: Tensor | None) -> None:
@@ -254,14 +251,6 @@ def _overwrite(target: Tensor, source: Tensor | None) -> None:
     target[rows:].zero_()
     if rows and columns < target.shape[1]:
         target[:rows, columns:].zero_()
-
-
-def _mirror(w: AdapterWeights | PackedAdapters | None) -> AdapterWeights:
-    """Returns tensors of zeros in host memory of the same shapes."""
-    assert isinstance(w, AdapterWeights)
-    return AdapterWeights(
-        torch.zeros(w.a.shape, dtype=w.a.dtype), tuple(torch.zeros(b.shape, dtype=b.dtype) for b in w.b)
-    )
 
 
 def find_layers(model: Decoder) -> Iterator[AdaptedLayer]:
@@ -311,6 +300,11 @@ def _rows(layer: DecoderLayer | None, linear: RowParallelLinear, name: str) -> A
     return AdaptedLayer(linear, (part,), share.width, layer)
 
 
-def open_store(sizes: tuple[int, int] | None, model: Model, backend: Backend) -> AdapterStore | None:
-    """Allocates the slots of adapters beside a loaded model; ``sizes``: (slots, rank), None: there are none."""
-    return AdapterStore(model, backend, *sizes) if sizes is not None and isinstance(model, Decoder) else None
+def open_store(sizes: tuple[int, int, bool] | None, model: Model, backend: Backend) -> AdapterStore | None:
+    """Allocates the slots of adapters beside a loaded model.
+
+    ``sizes``: slots, rank, and what the backend's policy says of ``joined_adapters``; None: there are no slots.
+    """
+    if sizes is None or not isinstance(model, Decoder):
+        return None
+    return AdapterStore(model, backend, *sizes[:2])

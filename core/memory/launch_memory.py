@@ -107,8 +107,9 @@ def kept_by_cuts(tokens: int, each: int, cuts: int, once: int = 0) -> int:
 def adapter_work_bytes(
     model: ModelConfig, bucket: Bucket, adapters: AdapterSlotSizes, itemsize: int, ranks: int, unit: int
 ) -> int:
-    """Returns the bytes of products with adapters: x A of all slots twice, x A B, and the sum; and the mask.
+    """Returns the bytes of products with adapters: x A of all slots twice, x A B, and the sum; and the masks.
 
+    Where B of all parts are joined, one product adds to the sum, and there is a mask for each number of parts.
     ``unit``: the multiple that widths are padded to.
     """
     t, tokens = model.text, padded_tokens(bucket)
@@ -118,9 +119,9 @@ def adapter_work_bytes(
         qkv = max(-(-(form.heads + 2 * form.kv_heads) // ranks) * form.head_dim for form in t.layer_forms)
         inner = max(form.intermediate for form in t.layer_forms)
         widest = max(qkv, 2 * align_up(-(-inner // ranks), unit), t.hidden)
-    return tokens * itemsize * (6 * adapters.slots * adapters.rank + 3 * widest + adapters.slots) + (
-        5 * tokens * adapters.slots
-    )
+    if adapters.joined:
+        return tokens * (itemsize * (12 * adapters.columns + widest) + 3 * adapters.columns)
+    return tokens * itemsize * (6 * adapters.columns + 3 * widest + adapters.slots) + 5 * tokens * adapters.slots
 
 
 NUMBER = 4

@@ -331,15 +331,27 @@ def padded_rank(rank: int) -> int:
 
 
 class AdapterSlotSizes(NamedTuple):
-    """How many slots a device has, and the rank that each has memory for."""
+    """How many slots a device has, and the rank that each has memory for.
+
+    ``joined``: one matrix has B of all parts of a fused matrix, each in rows of its own, with zeros beside it
+    (``Policy.joined_adapters``).
+    """
 
     slots: int
     rank: int
+    joined: bool = False
+
+    @property
+    def columns(self) -> int:
+        """Columns of x A for a matrix that has one part."""
+        return self.slots * self.rank
 
 
-def slot_sizes(config: EngineConfig) -> AdapterSlotSizes | None:
+def slot_sizes(config: EngineConfig, joined: bool = False) -> AdapterSlotSizes | None:
     """Returns the slots that a configuration asks for; None without ``--enable-lora``."""
-    return AdapterSlotSizes(config.max_loras, padded_rank(config.max_lora_rank)) if config.enable_lora else None
+    if not config.enable_lora:
+        return None
+    return AdapterSlotSizes(config.max_loras, padded_rank(config.max_lora_rank), joined)
 
 
 def host_adapters(config: EngineConfig) -> int:
@@ -350,7 +362,7 @@ def host_adapters(config: EngineConfig) -> int:
 def adapter_bytes(model: ModelConfig, itemsize: int, ranks: int, sizes: AdapterSlotSizes, width: int = 1) -> int:
     """Returns the bytes of A, B and the number of each slot; ``width``: as in ``layer_values``."""
     tower = adapted_tower_matrices(model, ranks, width)
-    values = 0
+    values, most = 0, 0
     for matrices in (*(layer_matrices(model, i, ranks, width) for i in model.share.layers), tower):
         groups = list[list[SharedMatrix]]()
         for matrix in matrices:
@@ -359,8 +371,12 @@ def adapter_bytes(model: ModelConfig, itemsize: int, ranks: int, sizes: AdapterS
             if matrix.first or not groups:
                 groups.append([])
             groups[-1].append(matrix)
-        values += sum(len(group) * group[0].columns + sum(one.rows for one in group) for group in groups)
-    return sizes.slots * (sizes.rank * values * itemsize + NUMBER)
+        for group in groups:
+            parts, outputs = len(group), sum(one.rows for one in group)
+            values += parts * group[0].columns + (parts * outputs if sizes.joined else outputs)
+            most = max(most, parts)
+    numbers = sizes.columns * most if sizes.joined else sizes.slots
+    return sizes.columns * values * itemsize + NUMBER * numbers
 
 
 def adapted_tower_matrices(model: ModelConfig, ranks: int, width: int = 1) -> tuple[SharedMatrix, ...]:

@@ -82,3 +82,14 @@ def test_a_launch_with_adapters_multiplies_little_more(
         assert plain == before, "slots cost launches without adapters nothing: the same operations and bytes"
         print(f"{bucket}: {adapted.products / plain.products:.3f} of the multiplications")
         assert 1 < adapted.products / plain.products <= 1.15
+
+
+def test_a_launch_with_adapters_has_three_operations_more_for_each_matrix() -> None:
+    """28 layers of 7B with four matrices each; one for the tokens' slots, three for a mask of 1, 2 and 3 parts."""
+    card = Card()
+    assert isinstance(card.model, Decoder)
+    AdapterStore(card.model, card.backend, 8, 16)
+    for bucket in (Bucket(Stage.DECODE, (32, 1024)), Bucket(Stage.FRESH, (2, 256)), Bucket(Stage.CONTEXT, (64, 16))):
+        plain, adapted = (card.figures(dataclasses.replace(bucket, variant=variant)).ops for variant in ("", LORA))
+        print(f"{bucket}: {adapted / plain:.3f} of the operations")
+        assert adapted - plain == 28 * 4 * 3 + 1 + 3 * 3

@@ -18,6 +18,12 @@ from tests.fakes.adapters import adapter_of
 from trencadis.backends.cpu.lora_adapter_products import add_masked_adapters, group_rows
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference_ops import ReferenceOps
+from trencadis.backends.hpu.backend import HpuBackend
+from trencadis.backends.hpu.emulator.card_profiles import profile
+from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
+from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
+from trencadis.backends.hpu.joined_adapters import JoinedAdapterOps, JoinedSlots
+from trencadis.backends.hpu.shape_policy import policy as hpu_policy
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import LORA, Stage
 from trencadis.core.checkpoint.config_reader import load_config
@@ -128,15 +134,66 @@ def test_products_are_those_of_each_row(ids: list[int], widths: tuple[int, ...])
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
+class PlainRegions(JoinedAdapterOps):
+    """The products of Gaudi on host tensors."""
+
+    def __init__(self) -> None:
+        self.adapter_slots = JoinedSlots(torch.device("cpu"), torch.float32)
+
+    def region(self, run: Any, *args: Any) -> Any:
+        return run(*args)
+
+
+@pytest.mark.parametrize("widths", [(24,), (16, 8, 8)])
+def test_joined_products_are_those_of_each_row(widths: tuple[int, ...]) -> None:
+    """Slots of another matrix beside them; adapters of smaller ranks and without some parts, one after the other."""
+    generator, ops = torch.Generator().manual_seed(3), PlainRegions()
+    ops.allocate_adapters(3, 4, 12, (10, 10), torch.float32)
+    w = ops.allocate_adapters(3, 4, 12, widths, torch.float32)
+    x, base = (torch.randn((9, width), generator=generator) for width in (12, sum(widths)))
+    held: dict[int, Any] = {}
+    numbers = torch.arange(1, 4, dtype=torch.int32).repeat_interleave(4).repeat(3)
+    cases: list[tuple[tuple[int, ...], int, tuple[int, ...]]] = [
+        ((0, 2), 4, ()), ((2,), 2, ()), ((1, 2), 4, (0,)), ((1,), 3, ()),
+    ]  # fmt: skip
+    for slots, rank, missing in cases:
+        shapes = [((rank, 12), (rank, width)) for width in widths]
+        made: dict[int, Any] = {
+            slot: [
+                None if part in missing else tuple(torch.randn(shape, generator=generator) for shape in shapes[part])
+                for part in range(len(widths))
+            ]
+            for slot in slots
+        }
+        ops.put_adapters(w, {slot: ops.pack_adapter(w, parts) for slot, parts in made.items()})
+        held |= made
+        ids = [0, 1, 2, 3, 3, 1, 0, 2, 3]
+        want = base.clone()
+        for row, own in enumerate(ids):
+            parts = held.get(own - 1) or [None] * len(widths)
+            added = [
+                torch.zeros(n) if one is None else x[row] @ one[0].t() @ one[1]
+                for one, n in zip(parts, widths, strict=True)
+            ]
+            want[row] += torch.cat(added)
+        rows = ops.prepare_adapters(torch.tensor(ids, dtype=torch.int32), numbers, torch.float32)
+        torch.testing.assert_close(ops.add_adapters(base.clone(), x, w, rows), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize("world", [1, 2])
-def test_slots_take_the_planned_bytes(tmp_path: Path, world: int) -> None:
+def test_slots_take_the_planned_bytes(tmp_path: Path, world: int, joined: bool) -> None:
     config = load_config(checkpoints.llama(tmp_path))
     backend: Any = load("cpu")(BackendConfig())
     backend.ops = ReferenceOps()  # the CPU's own kernels pad outputs to whole blocks
+    if joined:
+        backend = HpuBackend(
+            BackendConfig(dtype=torch.float32), hpu_policy(""), make_bridge(EmulatedDevice(profile("")), True)
+        )
     if world == 2:
         backend = OneOfTwo(backend)
     store = AdapterStore(Decoder(config, backend), backend, 3, padded_rank(9))
-    assert store.nbytes == adapter_bytes(config, 4, world, AdapterSlotSizes(3, 16))
+    assert store.nbytes == adapter_bytes(config, 4, world, AdapterSlotSizes(3, 16, joined))
 
 
 class NotedOps(TorchDispatchMode):
@@ -198,8 +255,6 @@ def test_launches_with_adapters_take_their_own_buckets() -> None:
 
 
 def test_buckets_with_adapters_are_few_and_hold_every_need() -> None:
-    from trencadis.backends.hpu.shape_policy import policy as hpu_policy
-
     limits = ShapeLimits(max_rows=64, max_tokens=4096, max_model_len=8192, block_size=128)
     for some in (limits, dataclasses.replace(limits, max_rows=8, max_tokens=512, max_model_len=1024)):
         plain = make_plan(hpu_policy(""), some, BucketOptions())

@@ -34,8 +34,9 @@ Answers = dict[tuple[str, int], list[int]]
 
 @dataclass
 class SampledTraffic(Traffic):
-    """Requests with every sampling field, some under rules, some with log-probabilities."""
+    """Requests with every sampling field, some under rules, some with log-probabilities; ``lengths``: of answers."""
 
+    lengths: tuple[int, ...] = (6, 16, 24)
     scores: dict[tuple[str, int], list[Any]] = field(default_factory=dict)
 
     def request(self, rng: random.Random) -> Request:
@@ -43,7 +44,7 @@ class SampledTraffic(Traffic):
         made = random_request(rng, self.sent, self.length, self.vocab, self.most)
         made = ruled(made, rng, self.vocab, self.engine.scheduler.limits.eos) if rng.random() < 0.5 else made
         params = replace(
-            made.params, prompt_logprobs=None, max_tokens=rng.choice([6, 16, 24]),
+            made.params, prompt_logprobs=None, max_tokens=rng.choice(self.lengths),
             min_p=rng.choice([0.0, 0.05]), top_k=rng.choice([0, 7]), top_p=rng.choice([1.0, 0.9]),
             frequency_penalty=rng.choice([0.0, 0.4]), repetition_penalty=rng.choice([1.0, 1.2]),
             presence_penalty=rng.choice([0.0, 0.5]), logprobs=rng.choice([None, None, 2]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import functional
 
 from tests.fakes.checkpoints import VOCAB
 from tests.speculation.test_cpu_answers import engine_of, run
@@ -179,6 +181,77 @@ def test_a_head_equals_a_plain_reference(
         wanted, normed = PlainHead(weights, table).drafts(taps, tokens, len(drafts))
         torch.testing.assert_close(state, normed[-1], rtol=1e-4, atol=1e-4)
         assert drafts == tuple(wanted)
+
+
+def counting_model(path: Path, folder: Path) -> tuple[Path, Tensor]:
+    """(a copy of a checkpoint whose layers add nothing and which continues every id by the next one, its embeddings).
+
+    Embeddings have 1 in the first column, and a vector of length 1 of their own in the KEYS x SIZE next ones.
+    """
+    shutil.copytree(path, folder)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+    own = functional.normalize(torch.randn((VOCAB, KEYS * SIZE), generator=torch.Generator().manual_seed(6)))
+    table = functional.pad(own, (1, HIDDEN - 1 - KEYS * SIZE))
+    tensors["lm_head.weight"] = table.roll(1, 0)
+    table[:, 0] = 1
+    tensors["model.embed_tokens.weight"], tensors["model.norm.weight"] = table.clone(), torch.ones(HIDDEN)
+    save_file(tensors, file)
+    return folder, table
+
+
+def counting_head(folder: Path, table: Tensor, reads: str) -> Path:
+    """A head that continues texts of ``counting_model``: by the model's hidden states, or by its token's embedding.
+
+    In the latter case its attention, whose queries and keys are constant but for the rotation, reads its own token, and
+    subtracts the state that the draft before it left: normed, an embedding is sqrt(32) long, and a state 8.
+    """
+    weights = {
+        name: torch.ones_like(t) if t.dim() == 1 else 0 * t for name, t in weights_of(1).items() if name != "d2t"
+    }
+    apart = functional.pad(table[:, 1:], (1, 0))
+    if reads == "states":
+        weights["fc.weight"] = torch.eye(HIDDEN, len(TAPS) * HIDDEN)
+    else:
+        for name in "qk":
+            weights[f"midlayer.self_attn.{name}_proj.weight"].view(-1, SIZE, 2 * HIDDEN)[:, : SIZE // 2, 0] = 3
+        embedded, state = weights["midlayer.self_attn.v_proj.weight"].split(HIDDEN, 1)
+        embedded[:, 1:], state[:, 1:] = (
+            torch.eye(KEYS * SIZE, HIDDEN - 1),
+            -(0.5**0.5) * torch.eye(KEYS * SIZE, HIDDEN - 1),
+        )
+        read = torch.eye(KEYS * SIZE).view(-1, KEYS, 1, SIZE).repeat(1, 1, HEADS // KEYS, 1)
+        weights["midlayer.self_attn.o_proj.weight"][1 : 1 + KEYS * SIZE] = read.reshape(-1, HEADS * SIZE)
+    weights["lm_head.weight"] = apart.roll(2 if reads == "states" else 1, 0)
+    return head_at(folder, weights, draft_vocab_size=VOCAB)
+
+
+@pytest.mark.parametrize(("reads", "drafts"), [("states", 1), ("embeddings", 3)])
+@pytest.mark.parametrize(
+    "device", ["cpu", "twin", *(pytest.param(d, marks=pytest.mark.long) for d in ("lazy", "compiled"))]
+)
+def test_right_drafts_of_a_head_are_accepted(
+    device: str, reads: str, drafts: int, checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them, in steps of two rows: they come from the states of the right rows, and from the drafts before."""
+    monkeypatch.setenv("TRENCADIS_CACHE", str(tmp_path / "cache"))
+    path, table = counting_model(checkpoint("qwen2", tie_word_embeddings=False), tmp_path / "model")
+    head = counting_head(tmp_path / "head", table, reads)
+    engine = headed(path, head, drafts, **{**ALONE, **on_device(device, monkeypatch), "max_num_seqs": 2})
+    prompts = {f"r{number}": [(37 * number + 11 * at) % 300 for at in range(9 + 20 * number)] for number in range(3)}
+    for name, prompt in prompts.items():
+        engine.add(Request(name, prompt, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)))
+    found: dict[str, list[int]] = {name: [] for name in prompts}
+    while not engine.idle():
+        for delta in engine.step():
+            found[delta.id] += delta.tokens
+    totals = engine.scheduler.totals
+    engine.close()
+    assert found == {name: [(prompt[-1] + 1 + at) % VOCAB for at in range(24)] for name, prompt in prompts.items()}
+    assert totals.spec_accepted == totals.spec_draft_tokens > 30
 
 
 @pytest.mark.parametrize(("drafts", "flags"), [(3, {"async_depth": 1}), (4, {"enable_prefix_caching": False})])

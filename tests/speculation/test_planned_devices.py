@@ -6,6 +6,7 @@ Answers are those without drafts, nothing compiles after warm-up, and the ledger
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -82,11 +83,15 @@ def make(monkeypatch: pytest.MonkeyPatch, vl_checkpoint: Path, tmp_path: Path) -
         engine.close()
 
 
-def answers_of(engine: Engine, seed: int, count: int, most: int = 8) -> SampledTraffic:
-    """Answers of random requests with every sampling field, some under grammars, some with images."""
+def answers_of(engine: Engine, seed: int, count: int, most: int = 8, **more: Any) -> SampledTraffic:
+    """Answers of random requests with every sampling field, some under grammars, some with images.
+
+    ``more``: fields of the traffic.
+    """
     sizes = engine.scheduler.limits
     engine.set_vocabulary(vocabulary(engine.info().vocab_size, sizes.eos).pack())
-    traffic = SampledTraffic(engine, seed, count, LENGTH * 2 // 3, engine.info().vocab_size, most=most, aborts=0.0)
+    vocab = engine.info().vocab_size
+    traffic = SampledTraffic(engine, seed, count, LENGTH * 2 // 3, vocab, most=most, aborts=0.0, **more)
     traffic.run()
     engine.scheduler.check()
     assert engine.scheduler.pool.used == 0
@@ -378,6 +383,9 @@ MANY = int(os.environ.get("TRENCADIS_TEST_REQUESTS", "10000"))
 SEED = int(os.environ.get("TRENCADIS_TEST_SEED", "11"))
 """Requests of the long run, which may be made in pieces."""
 
+WIDE = {"max_num_seqs": 16, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 60}
+"""Flags of the long run: an emulated launch takes as long for one row as for many."""
+
 
 @pytest.mark.long
 @pytest.mark.parametrize("source", ["ngram", "draft_model", "eagle3"])
@@ -392,16 +400,18 @@ def test_nothing_compiles_in_many_requests(
         "ngram": {"speculative_config": SPECULATION, "spec_always": True}, "draft_model": drafting(vl_checkpoint),
         "eagle3": heading(head_at(tmp_path / "head", weights_of(1))),
     }  # fmt: skip
-    engine = make(device, **flags[source])
-    before = graphs_of(engine).backend.compilations()
-    answers_of(engine, SEED, MANY)
-    hits, totals = graphs_of(engine).hits, engine.scheduler.totals
+    begun = time.monotonic()
+    engine = make(device, **WIDE, **flags[source])
+    before, ready = graphs_of(engine).backend.compilations(), time.monotonic()
+    answers_of(engine, SEED, MANY, together=24, lengths=(1, 2, 4, 16))
+    took, hits, totals = time.monotonic() - ready, graphs_of(engine).hits, engine.scheduler.totals
     assert graphs_of(engine).backend.compilations() == before and set(hits) <= graphs_of(engine).planned
     check_ledger(engine)
     verified = sum(count for bucket, count in hits.items() if bucket.stage is Stage.VERIFY)
     print(
         f"{device}, {source}: {MANY} requests, {sum(hits.values())} launches, {verified} of them VERIFY, "
-        f"{totals.spec_accepted} of {totals.spec_draft_tokens} drafts accepted, 0 compiled"
+        f"{totals.spec_accepted} of {totals.spec_draft_tokens} drafts accepted, 0 compiled; started in "
+        f"{ready - begun:.0f} s, answered in {took:.0f} s"
     )
 
 
