@@ -39,7 +39,7 @@ from trencadis.server.routes import (
 )
 from trencadis.server.routes.app_state import AppState
 from trencadis.server.routes.auth import HostRules, Keys
-from trencadis.server.routes.openapi import make_openapi
+from trencadis.server.routes.openapi import cache_openapi, make_openapi
 from trencadis.server.routes.serving_base import ServingState
 from trencadis.server.routes.serving_pooling import make_router
 
@@ -96,6 +96,7 @@ def create_app(state: ServingState) -> FastAPI:
     )
     app.state.trencadis = state
     app.openapi = make_openapi(app)  # type: ignore[method-assign]
+    cache_openapi(app)
     _include_routes(app, state)
     app.add_exception_handler(TrencadisError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)

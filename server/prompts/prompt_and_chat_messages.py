@@ -148,6 +148,8 @@ LATER_PARTS = {
     "video_embeds": "video_embeds are not supported",
     "file": "files are not supported",
 }
+LONGEST_PATH = 4096
+"""Most characters of a path, as Linux has it; each part of one is an object."""
 _SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:")
 
 
@@ -254,6 +256,8 @@ def _read_source(value: Json, key: str, where: str) -> object:
 
 def _read_url(url: str, key: str, where: str) -> str | Path:
     if url and key in PATH_KEYS and "\0" not in url and not _SCHEME.match(url):
+        if len(url) > LONGEST_PATH:
+            raise BadRequest(f"A path has at most {LONGEST_PATH} characters.", param=where)
         return Path(url)
     scheme = url.partition(":")[0].lower()
     if scheme not in ("http", "https", "data", "file"):

@@ -412,14 +412,23 @@ class TextService:
         return tokenizer.encode_marked(text) if marked else tokenizer.encode(text, True, add_special_tokens)
 
     async def encode_prediction(self, text: str) -> list[int]:
-        """Returns the ids of a predicted answer, at most as many as fit into the context; special tokens are text."""
-        cut = text[: get_max_characters(self.max_model_len)]
+        """Returns the ids of a predicted answer, at most as many as fit into the context; special tokens are text.
+
+        A long text is read in pieces from its start, for no more tokens than these; where it is cut, ids may differ.
+        """
+        step = COUNTED if len(text) > COUNTED else max(len(text), 1)
 
         def read(check: Check) -> list[int]:
-            check_json(cut, "prediction")
-            return self.tokenizer.encode(cut, allow_special=False)[: self.max_model_len]
+            check_json(text, "prediction")
+            tokens: list[int] = []
+            for at in range(0, len(text), step):
+                check()
+                tokens += self.tokenizer.encode(text[at : at + step], allow_special=False)
+                if len(tokens) >= self.max_model_len:
+                    break
+            return tokens[: self.max_model_len]
 
-        return await _run_maybe_off_loop(read, cut)
+        return await _run_maybe_off_loop(read, text)
 
     def _cut_long_text(self, text: str, check: Check, most: int, marked: bool, truncated: bool) -> str:
         """Returns the end of a long text that truncation may keep, or all of it if it is short enough.

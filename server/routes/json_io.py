@@ -23,8 +23,9 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from pydantic_core import to_json
@@ -33,13 +34,14 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from trencadis.core.errors import BadRequest, TrencadisError
-from trencadis.core.json_types import Json, JsonMapping
+from trencadis.core.json_types import Json, JsonMapping, JsonObject
 from trencadis.core.request import MAX_BIAS, MAX_SCORED
 from trencadis.server.prompts.sampling_params import RequestLimits
 from trencadis.server.protocol.chat_completions import MAX_MESSAGES
 from trencadis.server.protocol.json_body_limits import LONG, SLICE, BodyScan, get_placeholder_index, is_within_limits
 from trencadis.server.text.off_event_loop import Check, OffEventLoop, no_check
 
+T = TypeVar("T")
 MAX_FIELDS = 256
 COUNTS = {
     "messages": MAX_MESSAGES,
@@ -97,6 +99,10 @@ def _check_prompts(body: JsonMapping) -> None:
 
 IN_LOOP = 1 << 18
 """Most bytes of long strings that are decoded in the event loop."""
+LARGE_VALUES = 4096
+"""Most values of a body that is validated in the event loop, which takes a few milliseconds."""
+LARGE_TEXT = 1 << 20
+"""Most bytes of its long texts."""
 NO_JSON = "The request body is not valid JSON."
 _OFF_LOOP = OffEventLoop("body")
 
@@ -110,17 +116,52 @@ class BodyRoute(APIRoute):
 
         async def handler(request: Request) -> Response:
             if self.body_field is not None:
-                found = await read_body(request)
                 # Starlette's caches of ``json()`` and ``body()``.
-                request._json = found
-                request._body = b"" if found is None else b"{}"
+                request._json = await read_request(request, self.body_field)
+                request._body = b"" if request._json is None else b"{}"
             return await handle(request)
 
         return handler
 
 
-async def read_body(request: Request) -> Json:
-    """Returns the parsed body; None if it is empty.
+class BodyField(Protocol):
+    """The parameter of a route that takes the body, as FastAPI has it."""
+
+    def validate(
+        self, value: Json, values: JsonObject, *, loc: tuple[int | str, ...]
+    ) -> tuple[object, Sequence[JsonMapping]]:
+        """Returns the route's model of a parsed body, and pydantic's errors."""
+        ...
+
+
+async def read_request(request: Request, field: BodyField) -> object:
+    """Returns the parsed body, or the route's model of it, which FastAPI takes as it is; None if it is empty.
+
+    A large body is validated in a thread: its values are checked one by one in Python, a quarter of a second for all
+    that a body may hold.
+
+    Raises:
+        TrencadisError: the body is not JSON, or exceeds the limits of a request.
+        RequestValidationError: a large body does not fit the route.
+    """
+    found, is_large = await _read_body(request)
+    # Validation takes as long as parsing, so other tasks run between them.
+    await asyncio.sleep(0)
+    if not is_large:
+        return found
+    made, errors = await validate_off_loop(lambda: field.validate(found, {}, loc=("body",)))
+    if errors:
+        raise RequestValidationError(errors)
+    return made
+
+
+async def validate_off_loop(validate: Callable[[], T]) -> T:
+    """Returns the result of ``validate``, which runs in a thread."""
+    return await _OFF_LOOP.run(lambda check: validate())
+
+
+async def _read_body(request: Request) -> tuple[Json, bool]:
+    """Returns the parsed body, None if it is empty, and True if it is to be validated in a thread.
 
     Raises:
         TrencadisError: the body is not JSON, or exceeds the limits of a request.
@@ -131,19 +172,19 @@ async def read_body(request: Request) -> Json:
         if len(body) >= LONG:
             break
     if not body:
-        return None
+        return None, False
+    is_large = False
     try:
-        found = (
-            json.loads(body.decode("utf-8-sig"))
-            if is_within_limits(body)
-            else await _parse_long_body(_chain_chunks(body, chunks))
-        )
+        if is_within_limits(body):
+            found = json.loads(body.decode("utf-8-sig"))
+        else:
+            scan = await _scan_body(_chain_chunks(body, chunks))
+            is_large = scan.values > LARGE_VALUES or scan.text > LARGE_TEXT
+            found = parse_outline(scan.outline, await decode_long_strings(scan.long) if scan.long else [])
     except (ValueError, RecursionError):
         raise BadRequest(NO_JSON) from None
     check_counts(found)
-    # Validation takes as long as parsing, so other tasks run between them.
-    await asyncio.sleep(0)
-    return found
+    return found, is_large
 
 
 async def _chain_chunks(start: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -153,13 +194,8 @@ async def _chain_chunks(start: bytes, rest: AsyncIterator[bytes]) -> AsyncIterat
         yield chunk
 
 
-async def _parse_long_body(chunks: AsyncIterator[bytes]) -> Json:
-    """Parses a body that is long or nested."""
-    scan = await _scan_body(chunks)
-    return parse_outline(scan.outline, await decode_long_strings(scan.long) if scan.long else [])
-
-
 async def _scan_body(chunks: AsyncIterator[bytes]) -> BodyScan:
+    """Scans a body that is long or nested."""
     scan, fault = BodyScan(), None
     async for chunk in chunks:
         for at in range(0, len(chunk), SLICE):

@@ -11,10 +11,15 @@ know them.
 
 from __future__ import annotations
 
+import asyncio
+import json
+import threading
 from collections.abc import Callable, Iterator
 
 from fastapi import FastAPI
 from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
 
 from trencadis.core.json_types import JsonObject
 from trencadis.core.request import MAX_BIAS
@@ -249,6 +254,30 @@ def make_openapi(app: FastAPI) -> Callable[[], JsonObject]:
         return app.openapi_schema or {}
 
     return openapi
+
+
+def cache_openapi(app: FastAPI) -> None:
+    """Replaces FastAPI's route of the description: it is written once, in a thread, which takes half a second."""
+    if app.openapi_url is None:
+        return
+    pages: dict[str, bytes] = {}
+    lock = threading.Lock()
+
+    def write(root: str) -> bytes:
+        with lock:
+            if root not in pages:
+                made = app.openapi()
+                servers: JsonObject = {"servers": [{"url": root}]} if root else {}
+                pages[root] = json.dumps({**made, **servers}, ensure_ascii=False).encode()
+        return pages[root]
+
+    async def describe(request: Request) -> Response:
+        root = request.scope.get("root_path", "").rstrip("/")
+        page = pages.get(root) or await asyncio.to_thread(write, root)
+        return Response(page, media_type="application/json")
+
+    app.router.routes = [route for route in app.router.routes if getattr(route, "path", "") != app.openapi_url]
+    app.add_route(app.openapi_url, describe, include_in_schema=False)
 
 
 def _make_responses(path: str, method: str, found: JsonObject) -> JsonObject:

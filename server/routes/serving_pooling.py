@@ -41,7 +41,7 @@ from trencadis.server.protocol.pooling import (
     PoolRequest,
 )
 from trencadis.server.protocol.pooling_params import PoolingParams
-from trencadis.server.routes.json_io import BodyRoute
+from trencadis.server.routes.json_io import BodyRoute, validate_off_loop
 from trencadis.server.routes.pooling_base import (
     PLACE,
     BytesAnswer,
@@ -60,6 +60,7 @@ from trencadis.server.routes.pooling_base import (
 )
 from trencadis.server.routes.serving_base import ServingState
 from trencadis.server.tenants.admission import Ticket
+from trencadis.server.text.off_event_loop import is_small
 
 
 async def pool_prompts(
@@ -151,7 +152,9 @@ def make_router(routers: Iterable[APIRouter], otherwise: str) -> APIRouter:
         if path not in known:
             raise BadRequest("The body fits no route of this server; give messages or prompt.")
         endpoint = known[path]
-        return await endpoint(parse_request(endpoint, body), http)
+        if is_small(body):
+            return await endpoint(parse_request(endpoint, body), http)
+        return await endpoint(await validate_off_loop(lambda: parse_request(endpoint, body)), http)
 
     return made
 

@@ -185,12 +185,11 @@ async def respond_with_count(
 
 
 async def translate_request(
-    state: ServingState, body: TranslatedRequest, http: Request, translate: Callable[[], InnerRequest], *values: object
+    state: ServingState, body: TranslatedRequest, http: Request, translate: Callable[[], InnerRequest]
 ) -> tuple[InnerRequest, dict[str, str]]:
     """Translates a request of another API to a chat request, checks it, and returns it with the response headers.
 
-    Args:
-        values: the values that ``translate`` converts; long ones are translated off the event loop.
+    Long requests are translated off the event loop: the chat request checks all values that it gets.
 
     Raises:
         TrencadisError: the request may not run; ``param`` names its own fields.
@@ -198,6 +197,7 @@ async def translate_request(
     state.check_model(body.model)
     body.check()
     check_priority(body.priority)
+    values = (getattr(body, name) for name in body.model_fields_set)
     try:
         inner = translate() if is_small(*values) else await _OFF_LOOP.run(lambda check: translate())
     except ValidationError as error:
@@ -220,7 +220,7 @@ def make_messages_router(state: ServingState) -> APIRouter:
             reasons = state.parsers.for_template(body.chat_template).reasoning is not None
             return convert_messages(body, lambda name: state.mentions(body.chat_template, name), reasons)
 
-        return await translate_request(state, body, http, convert, body.messages, body.system, body.tools)
+        return await translate_request(state, body, http, convert)
 
     @routes.post("/v1/messages", response_model=MessagesResponse)
     async def create(body: MessagesRequest, http: Request) -> Response:
@@ -284,9 +284,7 @@ def make_responses_router(state: ServingState) -> APIRouter:
     routes = APIRouter(tags=["responses"], route_class=BodyRoute)
 
     async def translate(body: ResponsesRequest, http: Request) -> tuple[InnerRequest, dict[str, str]]:
-        return await translate_request(
-            state, body, http, lambda: convert_responses(body, state.service.max_model_len), body.input
-        )
+        return await translate_request(state, body, http, lambda: convert_responses(body, state.service.max_model_len))
 
     @routes.post("/v1/responses", response_model=ResponsesResponse)
     async def create(body: ResponsesRequest, http: Request) -> Response:

@@ -15,6 +15,9 @@ HOSTS = {
     b"localhost:abc": 403, b"localhost:1234567": 403, b"[::1": 403, b"::1": 403, b"[::ffff:8.8.8.8]": 403, b"[::]": 403,
     b"0.0.0.0:{port}": 403, b"0": 403, b"127.1": 403, b"2130706433": 403, b"0x7f000001": 403, b"[fe80::1%25lo]": 403,
     b"localhost/": 403, b"localhost, evil.example": 403, b"localhost evil.example": 403, b"http://localhost": 403,
+    b"[::ffff:127.0.0.1]": 403, b"127.0.0.1:80:80": 403, b"[::1]evil.example": 403, b"[::1]:": 403, b"[::1%251]": 403,
+    b"127.0.0.1\xe3\x80\x82": 403, b"\xef\xbd\x8cocalhost": 403, b"localhost%00.evil.example": 403, b"[localhost]": 403,
+    b"[127.0.0.1]": 200, b"127.0.0.1:{port}\tevil.example": 403, b"127.0.0.1\\@evil.example": 403, b"0177.0.0.1": 403,
     b"evil.example#localhost": 403, b"xn--lcalhost-54a": 403, b".localhost": 403, b"a.localhost": 403, b"10.0.0.1": 403,
 }  # fmt: skip
 OWN = b"Origin: http://127.0.0.1:{port}"
@@ -34,6 +37,11 @@ PAGES: dict[str, tuple[int, tuple[bytes, ...]]] = {
     "a dot": (403, (b"Origin: http://127.0.0.1.:{port}",)),
     "a second one": (403, (b"Origin: http://evil.example", OWN,)),
     "one after ours": (403, (OWN, b"Origin: http://evil.example",)), "a list": (403, (OWN + b" http://evil.example",)),
+    "an escape": (403, (OWN + b"%00.evil.example",)), "a backslash": (403, (OWN + b"\\@evil.example",)),
+    "a query": (403, (OWN + b"?",)), "a tab": (403, (OWN + b"\thttp://evil.example",)), "a port of 0": (403, (b"Origin: http://127.0.0.1:0{port}",)),
+    "letters beyond ASCII": (403, (b"Origin: http://\xef\xbc\x91\xef\xbc\x92\xef\xbc\x97.0.0.1:{port}",)),
+    "an address of IPv6": (403, (b"Origin: http://[::1]:{port}",)), "a blob": (403, (b"Origin: blob:http://127.0.0.1:{port}",)),
+    "an inline frame": (403, (b"Origin: about:srcdoc",)), "a web socket's": (403, (b"Origin: ws://127.0.0.1:{port}",)),
     "cross-site": (403, (b"Sec-Fetch-Site: cross-site",)), "CROSS-SITE": (403, (b"Sec-Fetch-Site: CROSS-SITE",)),
     "cross-site with our origin": (403, (OWN, b"Sec-Fetch-Site: cross-site",)),
     "same-site with another origin": (403, (b"Origin: http://a.evil.example", b"Sec-Fetch-Site: same-site",)),
@@ -75,6 +83,26 @@ def _keys() -> Iterator[Door]:
             frozenset({401}),
             keyed=True,
         )
+    for target in (b"http://127.0.0.1/health/../v1/models", b"http://x/v1/models", b"/health;/../v1/models",
+                   b"/health%3f/v1/models", b"/health?/../v1/models#", b"//x/health", b"*"):  # fmt: skip
+        open_one = target.startswith(b"/health?")
+        yield Door(
+            f"{target.decode()} without a key", (get(target),), FINE if open_one else frozenset({400, 401}), keyed=True
+        )
+    for name, line in {"a word": b"Expect: 100-continue", "two words": b"Expect: 100-continue, 100-continue"}.items():
+        head = post(b"", line, b"Content-Length: 9999999", length=False)
+        yield Door(
+            f"a body that waits for {name} without a key", (head,), frozenset({401}), keyed=True, absent=b"100 continue"
+        )
+        head = post(b"", line, b"Transfer-Encoding: chunked", length=False)
+        yield Door(
+            f"chunks that wait for {name} without a key", (head,), frozenset({401}), keyed=True, absent=b"100 continue"
+        )
+    yield Door("300 requests without a key", (get(b"/v1/models") * 300,), frozenset({401}), 300, True)
+    yield Door("300 bodies without a key", (post(BODY) * 300,), frozenset({401}), 300, True)
+    yield Door(
+        "chunks without a key, and a request", (chunked(in_chunks(BODY, 9)) + get(),), frozenset({401}), keyed=True
+    )
     keys = [b"x-api-key: %032d" % i for i in range(240)]
     yield Door("240 keys", (get(b"/v1/models", *keys),), frozenset({401}), keyed=True)
     yield Door("1,200 keys", (get(b"/v1/models", *keys * 5),), frozenset({431}), keyed=True)

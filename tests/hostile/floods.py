@@ -9,6 +9,7 @@ from dataclasses import dataclass
 MB = 1_000_000
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER = b'{"role":"user","content":"x"}'
+ABC = b'"abc"'
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,11 @@ def beside(field: bytes) -> bytes:
     return b'{"max_tokens":1,"messages":[' + USER + b"]," + field + b"}"
 
 
+def keys(count: int) -> bytes:
+    """An unknown field of ``count`` different keys."""
+    return b'"x":{' + b",".join(b'"%d":1' % i for i in range(count)) + b"}"
+
+
 def nested(count: int) -> bytes:
     """About ``count`` bytes of lists in lists."""
     value = b"[" + b",".join([b"0"] * 10) + b"]"
@@ -50,6 +56,7 @@ BEYOND = [
     Flood("35 MB of template kwargs", CHAT, lambda: beside(b'"chat_template_kwargs":{"x":' + nested(35 * MB) + b"}")),
     Flood("20 million stop ids", CHAT, lambda: beside(items(b'"stop_token_ids":[', b"1", 20 * MB, b"]"))),
     Flood("a million keys", CHAT, lambda: b"{" + b",".join(b'"%d":1' % i for i in range(MB)) + b"}"),
+    Flood("200,000 keys of an unknown field", CHAT, lambda: beside(keys(MB // 5))),
     Flood("a key of 60 MB", CHAT, lambda: b'{"data:' + b"k" * 60 * MB + b'":1}'),
     Flood("a prompt of 60 MB", COMPLETIONS, lambda: b'{"prompt":"' + b"word " * 12 * MB + b'"}', 413),
     Flood("60 MB of blanks", CHAT, lambda: beside(b" " * 60 * MB + b'"x":1'), 413),
@@ -83,6 +90,23 @@ WITHIN = [
           b'"image_url":{"url":"data:image/png;base64,' + b"QUJD" * 15 * MB + b'"}}]}]}', 415),
     Flood("65,000 template kwargs", CHAT, lambda: beside(
         items(b'"chat_template_kwargs":{"x":[', b'["abc"]', 65_000, b"]}")), 200),
+    Flood("65,000 template kwargs and half a pair", CHAT, lambda: beside(
+        items(b'"chat_template_kwargs":{"x":[', b'["abc"]', 65_000, b',"\\ud800"]}'))),
+    Flood("65,000 keys of an unknown field", CHAT, lambda: beside(keys(65_000)), 200),
+    Flood("60,000 objects of a tool", CHAT, lambda: beside(items(
+        b'"tools":[{"type":"function","function":{"name":"f","parameters":{"x":[', b'{"a":"b"}', 60_000, b"]}}}]"))),
+    Flood("250,000 values of a schema", CHAT, lambda: beside(items(
+        b'"response_format":{"type":"json_schema","json_schema":{"name":"a","schema":{"enum":[', ABC, 250_000,
+        b"]}}}"))),
+    Flood("250,000 values of a response's schema", "/v1/responses", lambda: items(
+        b'{"input":"x","text":{"format":{"type":"json_schema","name":"a","schema":{"enum":[', ABC, 250_000, b"]}}}}")),
+    Flood("260,000 bad words", CHAT, lambda: beside(items(b'"bad_words":[', '"é"'.encode(), 260_000, b"]"))),
+    Flood("a message of 5 million letters beyond ASCII", CHAT, lambda: items(
+        b'{"messages":[{"role":"user","content":"', "€".encode() * 5 * MB, 1, b'"}]}')),
+    Flood("a prediction of 15 MB", CHAT, lambda: beside(
+        b'"prediction":{"type":"content","content":"' + b"word " * 3 * MB + b'"}'), 200),
+    Flood("a path of 8 million folders", CHAT, lambda: items(
+        b'{"messages":[{"role":"user","content":[{"type":"image","image":"', b"a/" * 8 * MB, 1, b'"}]}]}')),
     Flood("a text to count", "/tokenize", lambda: b'{"prompt":"' + b"Some words. " * 100_000 + b'"}'),
 ]  # fmt: skip
 """Just within the bounds of a body, or of its field; most are too long for a model."""

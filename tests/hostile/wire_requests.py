@@ -178,6 +178,16 @@ def _lengths() -> Iterator[tuple[str, bytes, frozenset[int]]]:
         b"chunkedx",
     ):
         yield f"a coding of {value!r}", post(in_chunks(BODY, 9), b"Transfer-Encoding: " + value, length=False), bad
+    yield "a folded coding", post(in_chunks(BODY, 9), b"Transfer-Encoding:", b" chunked", length=False), ok | bad
+    yield "a coding and a tab", post(in_chunks(BODY, 9), b"Transfer-Encoding:\tchunked\t", length=False), ok | bad
+    yield "a coding with a parameter", post(in_chunks(BODY, 9), b"Transfer-Encoding: chunked;q=1", length=False), bad
+    yield "a length and a tab", post(BODY, b"Content-Length:\t%d\t" % len(BODY), length=False), ok | bad
+    yield (
+        "a list of equal lengths",
+        post(BODY, b"Content-Length: %d,%d" % (len(BODY), len(BODY)), length=False),
+        ok | bad,
+    )
+    yield "a length and a coding by the name of an underscore", post(BODY, b"Transfer_Encoding: chunked"), ok | bad
     yield "two codings", chunked(in_chunks(BODY, 9), b"Transfer-Encoding: chunked"), bad | ok
     yield "a coding in capitals", post(in_chunks(BODY, 9), b"Transfer-Encoding: CHUNKED", length=False), ok
 
@@ -218,6 +228,12 @@ def _chunks() -> Iterator[tuple[str, bytes, frozenset[int]]]:
         chunked(in_chunks(BODY, 99, b"0\r\na: b\r\n" + b" c\r\n" * 5000 + b"\r\n")),
         frozenset({400}),
     )
+    yield (
+        "extensions of 4 KB",
+        chunked(in_chunks(b" " * 640_000, 64).replace(b"40\r\n", b"40;" + b"a" * 4000 + b"\r\n")),
+        bad,
+    )
+    yield "a coding in a trailer", chunked(in_chunks(BODY, 99, b"0\r\nTransfer-Encoding: chunked\r\n\r\n")), ok | bad
     yield "a trailer with a length", chunked(in_chunks(BODY, 99, b"0\r\nContent-Length: 5\r\n\r\n")), ok | bad
     yield "a trailer with a key", chunked(in_chunks(BODY, 99, b"0\r\nx-api-key: k\r\n\r\n")), ok
     yield "a wrong trailer", chunked(in_chunks(BODY, 99, b"0\r\na b\r\n\r\n")), bad
@@ -251,6 +267,11 @@ def _contents() -> Iterator[tuple[str, bytes, frozenset[int]]]:
     yield "a deep body that ends", post(b'{"messages":' + b"[" * 5000 + b"]" * 5000 + b"}"), bad
     yield "a number of 5,000 digits", post(BODY[:-1] + b', "seed": ' + b"9" * 5000 + b"}"), bad
     yield "a name of 5,000 letters", post(BODY[:-1] + b', "' + b"a" * 5000 + b'": 1}'), bad | ok
+
+
+def _forms() -> Iterator[tuple[str, bytes, frozenset[int]]]:
+    """Forms, and what other methods and routes of OpenAI's API take."""
+    ok, bad = FINE, REFUSED
     parts = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n' + b"a" * 9000 + b"\r\n--x--\r\n"
     form = b"Content-Type: multipart/form-data; boundary=x"
     for target in (
@@ -262,6 +283,29 @@ def _contents() -> Iterator[tuple[str, bytes, frozenset[int]]]:
     ):
         yield f"a form to {target.decode()}", post(parts, form, target=target), frozenset({404})
     yield "a form to chat", post(parts, form), frozenset({400})
+    bomb = b"--x\r\nContent-Disposition: form-data; name=a\r\n\r\nb\r\n" * 20_000 + b"--x--\r\n"
+    yield "a form of 20,000 parts", post(bomb, form, target=b"/v1/audio/transcriptions"), frozenset({404})
+    yield "a form of 20,000 parts to chat", post(bomb, form), frozenset({400})
+    yield "a boundary of 60 KB", post(parts, b"Content-Type: multipart/form-data; boundary=" + b"x" * 60_000), bad
+    yield (
+        "a range of 9,000 pieces",
+        get(b"/openapi.json", b"Range: bytes=" + b"0-1," * 9000),
+        ok | bad | frozenset({206}),
+    )
+    yield "9,000 entity tags", get(b"/openapi.json", b"If-None-Match: " + b'"a",' * 9000), ok | bad | frozenset({304})
+    yield "9,000 languages", get(b"/health", b"Accept-Language: " + b"de;q=0.1," * 6000), ok
+    yield "a body of a GET", get(b"/health", b"Content-Length: 60000") + b"x" * 60_000, ok
+    yield (
+        "a body of a HEAD",
+        get(b"/health", b"Content-Length: 60000", b"Connection: close").replace(b"GET", b"HEAD") + b"x" * 60_000,
+        ok | bad,
+    )
+    frames = b"\x81\x85\1\2\3\4abcde" * 3000
+    yield (
+        "frames of a web socket",
+        get(b"/v1/chat/completions", b"Connection: Upgrade", b"Upgrade: websocket") + frames,
+        bad,
+    )
     yield "a speech", post(b'{"input": "a", "voice": "b"}', target=b"/v1/audio/speech"), frozenset({404})
     yield (
         "a batch of OpenAI's",
@@ -294,5 +338,5 @@ def make_pipelines() -> Iterator[tuple[str, tuple[bytes, ...], frozenset[int], i
 
 def make_requests() -> Iterator[tuple[str, bytes, frozenset[int]]]:
     """All single requests: a name, what is sent, and the statuses of the answer."""
-    for some in (_lines(), _fields(), _lengths(), _chunks(), _contents()):
+    for some in (_lines(), _fields(), _lengths(), _chunks(), _contents(), _forms()):
         yield from some

@@ -28,7 +28,7 @@ def send(server: server_process.RunningServer, path: str, body: bytes) -> int:
     """The status of one request. Sent and read without the interpreter's lock, for the prober beside it."""
     url = urlsplit(server.url)
     with socket.create_connection((url.hostname, url.port), timeout=300) as s:
-        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\nconnection: close\r\n"
         s.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode())
         s.sendall(body)
         line = s.makefile("rb").readline()

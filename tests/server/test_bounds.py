@@ -13,8 +13,9 @@ import pytest
 
 from tests.hostile import floods
 from trencadis.core.errors import BadRequest, TooLarge, TrencadisError
+from trencadis.core.json_types import Json
 from trencadis.server.http import app
-from trencadis.server.protocol import json_body_limits
+from trencadis.server.protocol import base_request, json_body_limits
 from trencadis.server.protocol.base_request import FieldContext
 from trencadis.server.protocol.chat_completions import ChatRequest
 from trencadis.server.protocol.json_body_limits import LONG, SLICE, BodyLimits, BodyScan
@@ -81,7 +82,7 @@ def test_a_number_that_looks_like_a_placeholder_is_a_number() -> None:
     assert read(b'["' + b"a" * LONG + b'", 1.5, 0.0e1, 1e3]') == ["a" * LONG, 1.5, 0.0, 1000.0]
 
 
-LIMITS = BodyLimits(values=10, containers=5, depth=3, outline=9000, text=10_000)
+LIMITS = BodyLimits(values=10, members=4, containers=5, depth=3, outline=9000, text=10_000)
 
 
 @pytest.mark.parametrize(
@@ -89,6 +90,7 @@ LIMITS = BodyLimits(values=10, containers=5, depth=3, outline=9000, text=10_000)
     [
         (b"[" + b"1," * 11, BadRequest, "10 values"),
         (b"[]" * 6, BadRequest, "5 lists"),
+        (b'{"a":1,"b":[":"],"c":1,"d":1,"e":1', BadRequest, "4 members"),
         (b"[[[[", BadRequest, "3 levels"),
         (b" " * 9001, TooLarge, "beside"),
         (b'["' + b"a" * 10_001, TooLarge, "texts"),
@@ -238,6 +240,86 @@ def test_long_texts_and_many_are_read_beside_the_event_loop(harness: Any, monkey
     seen.clear()
     assert harness.chat("Hi").status_code == harness.complete("Hi").status_code == 200
     assert set(seen) == {"MainThread"}
+
+
+MANY: list[Json] = [["abc"]] * json_io.LARGE_VALUES
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"chat_template_kwargs": {"x": MANY}},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"x": MANY}}}]},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"x": MANY}}}},
+        {"stop": ["é"] * json_io.LARGE_VALUES},
+        {"cache_salt": "é" * json_io.LARGE_TEXT},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/invocations"])
+def test_the_values_of_a_large_body_are_checked_beside_the_event_loop(
+    harness: Any, monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any]
+) -> None:
+    seen, plain = set[str](), json_body_limits.find_fault
+
+    def find_fault(value: Json) -> Any:
+        seen.add(threading.current_thread().name)
+        return plain(value)
+
+    monkeypatch.setattr(base_request, "find_fault", find_fault)
+    body = {"messages": [{"role": "user", "content": "a"}], **fields}
+    harness.call(path, {**body, "max_tokens": "x"})
+    assert seen and all(name.startswith("body") for name in seen), seen
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/responses", {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"x": MANY}}}}),
+        ("/v1/responses", {"chat_template_kwargs": {"x": MANY}}),
+        ("/v1/messages", {"chat_template_kwargs": {"x": MANY}}),
+        ("/v1/messages", {"tools": [{"name": "f", "input_schema": {"x": MANY}}]}),
+    ],
+    ids=lambda one: one if isinstance(one, str) else next(iter(one)),
+)
+def test_a_large_request_of_another_api_is_checked_beside_the_event_loop(
+    harness: Any, monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any]
+) -> None:
+    seen, plain = set[str](), json_body_limits.find_fault
+
+    def find_fault(value: Json) -> Any:
+        if len(str(value)) > LONG:
+            seen.add(threading.current_thread().name)
+        return plain(value)
+
+    harness.app()
+    monkeypatch.setattr(base_request, "find_fault", find_fault)
+    kind = "input" if path == "/v1/responses" else "messages"
+    body = {kind: [{"role": "user", "content": "a"}], "max_tokens": 1, **fields}
+    assert harness.call(path, body).status_code < 500
+    assert "MainThread" not in seen and len(seen) > 1, seen
+
+
+def test_a_large_body_is_refused_and_answered_as_a_small_one(harness: Any) -> None:
+    found = []
+    for some in ([["abc"]], MANY):
+        kwargs = {"x": some}
+        assert harness.chat("a", chat_template_kwargs=kwargs).status_code == 200
+        body = {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": kwargs}
+        answers = [
+            harness.call("/v1/chat/completions", method="POST", content=json.dumps(body | fields), headers=JSON)
+            for fields in ({"max_tokens": "x"}, {"stop": ["a", 5]}, {"tools": [5]}, {"stop_token_ids": [1, "x"]},
+                           {"chat_template_kwargs": {**kwargs, "y": "\ud800"}})
+        ]  # fmt: skip
+        found.append([(answer.status_code, answer.text) for answer in answers])
+    assert found[0] == found[1] and {status for status, _ in found[0]} == {400}
+
+
+def test_half_of_a_pair_is_found_in_each_slice() -> None:
+    for text in ("é" * 3 * SLICE, "😀" * SLICE, "a" * 3 * SLICE):
+        assert not json_body_limits.has_lone_surrogate(text)
+        for at in (0, SLICE - 1, SLICE, len(text) - 1):
+            assert json_body_limits.has_lone_surrogate(f"{text[:at]}\ud800{text[at:]}")
 
 
 def test_others_have_their_turn_while_a_body_is_read_and_its_prompts_start(harness: Any) -> None:

@@ -57,6 +57,8 @@ def test_a_uuid_may_stand_alone(harness: Any, part: Any) -> None:
             {"type": "image_url", "image_url": {"url": URL, "detail": "ultra"}},
             "messages[0].content[0].image_url.detail",
         ),
+        ({"type": "image", "image": "a/" * 2049}, "messages[0].content[0]"),
+        ({"type": "video", "video": ["a.png", "/" * 4097]}, "messages[0].content[0]"),
         ({"type": "image", "image": URL, "max_pixels": "1e9"}, "messages[0].content[0].max_pixels"),
         ({"type": "image", "image": URL, "resized_width": 28}, "messages[0].content[0].resized_height"),
     ],

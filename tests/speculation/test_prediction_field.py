@@ -11,6 +11,7 @@ import pytest
 from tests.fakes.scripted_app import ScriptedApp, scripted_app
 from tests.fakes.text_checkpoint import write_text_checkpoint
 from trencadis.core.request import Delta, Request
+from trencadis.server.text.checkpoint_tokenizer import COUNTED
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 BAD: list[tuple[dict[str, Any], str, str]] = [
@@ -72,6 +73,20 @@ def test_a_request_without_a_prediction_counts_none(app: Any) -> None:
     assert details is None or "accepted_prediction_tokens" not in details
     empty = app.chat(prediction=content(""))
     assert empty.status_code == 200 and app.engine.submitted[-1][0].prediction == []
+
+
+def test_of_a_long_prediction_no_more_is_read_than_fits(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, encode = list[int](), app.tokenizer.encode
+
+    def encode_counted(text: str, *args: Any, **how: Any) -> list[int]:
+        read.append(len(text))
+        return encode(text, *args, **how)
+
+    monkeypatch.setattr(app.tokenizer, "encode", encode_counted)
+    assert app.chat(prediction=content("a b " * 250_000)).status_code == 200
+    most = app.engine.info.max_model_len
+    assert len(app.engine.submitted[-1][0].prediction) == most
+    assert sum(read) <= COUNTED + 8 * most
 
 
 def test_a_streams_last_usage_counts_them_too(app: Any) -> None:

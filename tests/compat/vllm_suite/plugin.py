@@ -25,6 +25,7 @@ REASONS: dict[str, dict[str, str]] = tomllib.loads((Path(__file__).parent / "rea
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests() -> None:
     """Puts the shim in the place of vLLM and of the tests' own helpers, before any file of theirs is imported."""
+    stub_package.REAL["vllm.transformers_utils.repo_utils"] = {"hf_api": remote_server.HubFiles}
     stub_package.install()
     sys.path.insert(0, str(Path(os.environ["VLLM_SUITE"])))
     tests = importlib.import_module("tests")

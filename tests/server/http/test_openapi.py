@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -123,6 +124,19 @@ def test_a_probe_that_tells_of_progress_is_as_declared(harness: Any) -> None:
     harness.engine.stats = EngineStats()
     harness.engine.stats.graphs.warming = Warming(phase="capturing", done=1, total=4)
     assert harness.call("/health").json()["progress"]["total"] == 4
+
+
+def test_the_description_is_written_once_and_beside_the_event_loop(harness: Any) -> None:
+    app, threads = harness.app(), list[str]()
+    plain = app.openapi
+
+    def openapi() -> Any:
+        threads.append(threading.current_thread().name)
+        return plain()
+
+    app.openapi = openapi
+    assert harness.call("/openapi.json").content == harness.call("/openapi.json").content
+    assert len(threads) == 1 and threads[0] != "MainThread"
 
 
 def test_the_description(harness: Any) -> None:
