@@ -25,12 +25,8 @@ from trencadis.backends.cpu.attention_plan import (
 from trencadis.backends.cpu.expert_mlp import SeparateExperts, run_chosen_experts
 from trencadis.backends.cpu.int8_linear import IntegerWeight, integer_weight, product
 from trencadis.backends.cpu.lora_adapter_products import AdapterOps
-from trencadis.backends.cpu.native import (
-    attention_and_row_kernels,
-    dense_linear,
-    quantised_weight_panels,
-    weight_packing,
-)
+from trencadis.backends.cpu.native import attention_and_row_kernels as row_kernels
+from trencadis.backends.cpu.native import dense_linear, quantised_weight_panels, weight_packing
 from trencadis.backends.cpu.native.attention_and_row_kernels import (
     StoredKeys,
     best,
@@ -145,11 +141,9 @@ class CpuOps(RecurrentKernelOps, AdapterOps, ReferenceOps):
         """Implements ``core.checkpoint.weight_source_interface.SharingOps``: the panels of a weight that own kernels
         multiply.
         """
-        return (
-            dense_linear.table_of(weight.panels)
-            if isinstance(weight, PackedWeight) and weight.panels is not None
-            else None
-        )
+        if not isinstance(weight, PackedWeight) or weight.panels is None:
+            return None
+        return dense_linear.table_of(weight.panels)
 
     def pack_quantised(self, q: QTensor, bias: Tensor | None = None) -> Weight:
         """Packs integers for own kernels, or else for torch's; if neither can be used, a weight of the engine's
@@ -283,10 +277,8 @@ class CpuOps(RecurrentKernelOps, AdapterOps, ReferenceOps):
         self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0,
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        plan = get_plan(
-            attn, kv.k.shape[1], window=window, native=attention_and_row_kernels.can_decode(q, kv, self.table)
-        )
-        if attention_and_row_kernels.can_attend(q, self.table) and (sinks is None or not plan.groups):
+        plan = get_plan(attn, kv.k.shape[1], window=window, native=row_kernels.can_decode(q, kv, self.table))
+        if row_kernels.can_attend(q, self.table) and (sinks is None or not plan.groups):
             return self._attend_parts(q, kv, plan, scale, window, sinks)
         if sinks is not None:
             return super().attend(q, k, v, kv, attn, scale, window, sinks)
@@ -299,13 +291,13 @@ class CpuOps(RecurrentKernelOps, AdapterOps, ReferenceOps):
     ) -> Tensor:
         """Computes ``attend`` span by span and group by group."""
         out = torch.zeros(q.shape, dtype=q.dtype) if plan.surplus else torch.empty(q.shape, dtype=q.dtype)
-        if plan.spans and attention_and_row_kernels.can_attend(q, self.table):
+        if plan.spans and row_kernels.can_attend(q, self.table):
             self._flash(q, kv, plan.spans, scale, window, out, sinks)
         else:
             for span in plan.spans:
                 out[span.start : span.stop] = _span(q[span.start : span.stop], kv, span, scale, window)
         if plan.singles is not None:
-            attention_and_row_kernels.attend_decode(q, kv, plan.singles, scale, out, self.table, sinks)
+            row_kernels.attend_decode(q, kv, plan.singles, scale, out, self.table, sinks)
         for group in plan.groups:
             out[group.rows] = _group(q[group.rows], kv, group, scale)
         return out
@@ -319,12 +311,10 @@ class CpuOps(RecurrentKernelOps, AdapterOps, ReferenceOps):
             for span in spans:
                 keys, values = stored_at(kv, span.where, q.dtype)
                 held = [span.to_flash_span(slice(0, len(keys)))]
-                attention_and_row_kernels.attend_spans(q, keys, values, held, scale, out, self.table, window, sinks)
+                row_kernels.attend_spans(q, keys, values, held, scale, out, self.table, window, sinks)
         else:
             held, keys = [span.to_flash_span(span.where) for span in spans], kv.k.flatten(0, 1)
-            attention_and_row_kernels.attend_spans(
-                q, keys, kv.v.flatten(0, 1), held, scale, out, self.table, window, sinks
-            )
+            row_kernels.attend_spans(q, keys, kv.v.flatten(0, 1), held, scale, out, self.table, window, sinks)
 
     def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         heads, made = q.shape[1], rotate(q, k, rotary.cos, rotary.sin, self.table)
@@ -334,12 +324,10 @@ class CpuOps(RecurrentKernelOps, AdapterOps, ReferenceOps):
     def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
         """Computes attention inside windows. Padding slots give zeros, and their values are not read."""
         padded = bool((seg.real < WINDOW_SLOTS).any())
-        if not attention_and_row_kernels.can_attend(q, self.table, Op.WINDOWS):
+        if not row_kernels.can_attend(q, self.table, Op.WINDOWS):
             return self._torch_windows(q, k, v, seg.real if padded else None, scale)
         out = torch.zeros(q.shape, dtype=q.dtype) if padded else torch.empty(q.shape, dtype=q.dtype)
-        attention_and_row_kernels.attend_spans(
-            q, k, v, attention_and_row_kernels.window_spans(seg.real, WINDOW_SLOTS), scale, out, self.table
-        )
+        row_kernels.attend_spans(q, k, v, row_kernels.window_spans(seg.real, WINDOW_SLOTS), scale, out, self.table)
         return out
 
     def _torch_windows(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, scale: float) -> Tensor:
@@ -362,12 +350,9 @@ class CpuOps(RecurrentKernelOps, AdapterOps, ReferenceOps):
     def attend_images(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
         """Computes attention over whole images. Padding slots give zeros."""
         out = torch.zeros(q.shape, dtype=q.dtype)
-        if attention_and_row_kernels.can_attend(q, self.table):
-            spans = [
-                attention_and_row_kernels.Span(queries_at, where, whole=True)
-                for queries_at, where in find_image_spans(seg)
-            ]
-            attention_and_row_kernels.attend_spans(q, k, v, spans, scale, out, self.table)
+        if row_kernels.can_attend(q, self.table):
+            spans = [row_kernels.Span(queries_at, where, whole=True) for queries_at, where in find_image_spans(seg)]
+            row_kernels.attend_spans(q, k, v, spans, scale, out, self.table)
             return out
         for queries_at, where in find_image_spans(seg):
             queries, keys, values = (t[at].transpose(0, 1)[None] for t, at in ((q, queries_at), (k, where), (v, where)))
