@@ -27,7 +27,7 @@ from tests.host.test_api_processes import (
     BEN,
     DEADLINE,
     ENGINE,
-    KEEP_ALIVE_SECONDS,
+    KEEP_ALIVE,
     LONG,
     PacedStream,
     Several,
@@ -60,7 +60,7 @@ def keys(file: Path, **tenants: dict[str, Any]) -> None:
 def several(folder: Path, *flags: str) -> Iterator[Several]:
     """A server with ``COUNT`` API processes over a scripted engine; it ends well, without a traceback."""
     words = ("--api-server-count", str(COUNT), "--served-model-name", "m", "--shutdown-timeout", "60", *flags)
-    with FakeServer(*words, fakes=ENGINE, TMPDIR=str(folder), VLLM_HTTP_TIMEOUT_KEEP_ALIVE=KEEP_ALIVE_SECONDS) as made:
+    with FakeServer(*words, fakes=ENGINE, TMPDIR=str(folder), VLLM_HTTP_TIMEOUT_KEEP_ALIVE=KEEP_ALIVE) as made:
         found = Several(made)
         children = found.front.children(recursive=True)
         yield found
