@@ -1,9 +1,9 @@
 """Linear layers on this CPU, packed against plain: milliseconds, GB/s of weights and GFLOP/s; then attention of
 decoding rows with a window, as a share of its time without. ``products``: own kernels in bfloat16, int8 and int4
 beside oneDNN's in bfloat16, as ratios of alternating calls. ``experts``: those of gpt-oss-20b's sizes in MXFP4 and in
-bfloat16, in turn.
+bfloat16, in turn. ``sampling``: rows that draw from 151,936 ids, beside the reference, which takes all rows at once.
 
-usage: PYTHONPATH=$PWD python -P benchmarks/ops_cpu.py [threads] [--only linear|windows|products|experts]
+usage: PYTHONPATH=$PWD python -P benchmarks/ops_cpu.py [threads] [--only linear|windows|products|experts|sampling]
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from trencadis.backends.cpu.native.kernel_table import TORCH, table_of
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference_ops import CLAMPED_SWIGLU, ReferenceOps
 from trencadis.core.cpu_affinity import available_cpus
-from trencadis.core.device.backend import LayerKV, Weight
+from trencadis.core.device.backend import HeadTensors, LayerKV, SamplerState, Weight
 from trencadis.core.quant.online_quant import quantise
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.quant.weight_storage_format import FP4_HALVES, Scheme
@@ -68,13 +69,14 @@ def main() -> None:
     """Prints one line per size and number of rows."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("threads", nargs="?", type=int, default=available_cpus())
-    parser.add_argument("--only", choices=("linear", "windows", "products", "experts"), default="")
+    runs = {"linear": linears, "windows": windows, "products": products, "experts": experts, "sampling": sampling}
+    parser.add_argument("--only", choices=tuple(runs), default="")
     requested = parser.parse_args()
     count = requested.threads
     torch.set_num_threads(count)
     print(f"{torch.__version__}, {count} threads")
     torch.manual_seed(0)
-    for name, run in (("linear", linears), ("windows", windows), ("products", products), ("experts", experts)):
+    for name, run in runs.items():
         if requested.only in ("", name):
             run()
 
@@ -180,6 +182,34 @@ def experts(pairs: int = 20) -> None:
             shares = [ms / 1e3 * read * EXPERTS / CHOSEN / size for ms, size in zip(found, held_bytes, strict=True)]
             print(f"  one row over reading its experts at {read / 1e9:.1f} GB/s: bfloat16 {shares[0]:.2f}, MXFP4 "
                   f"{shares[1]:.2f}, bar 1.3", flush=True)  # fmt: skip
+
+
+VOCAB = 151_936
+
+
+def sampling() -> None:
+    """Compares the CPU's launch of SAMPLE, in all its parts, with the reference's, with and without filters."""
+    for rows in (1, 4, 32, 256):
+        state = SamplerState(
+            torch.zeros(rows + 1, dtype=torch.int32), torch.zeros(rows + 1, VOCAB, dtype=torch.int32),
+            torch.zeros(rows + 1, VOCAB // 8, dtype=torch.uint8), torch.zeros(rows + 1, 300, dtype=torch.int64),
+            torch.zeros(rows + 1, 300),
+        )  # fmt: skip
+        logits, number, zeros = torch.randn(rows, VOCAB) * 3, torch.arange(1, rows + 1), torch.zeros(rows)
+        for name, top_k, top_p in (("plain", 0, 1.0), ("top-k 40, top-p 0.9", 40, 0.9)):
+            head = HeadTensors(
+                number, number, zeros + 0.8, zeros.int() + top_k, zeros + top_p, zeros, zeros, zeros, zeros + 1,
+                torch.rand(rows), zeros.long() - 1, zeros.long(), torch.full((1, VOCAB // 8), 255, dtype=torch.uint8),
+            )  # fmt: skip
+            ours, theirs = (
+                1e3 * seconds(partial(_sample, ops, logits, head, state), 64 // rows * 2 + 1)
+                for ops in (CpuOps(), ReferenceOps())
+            )
+            print(f"sampling {rows:3} rows, {name}: {ours:7.1f} ms, the reference {theirs:7.1f} ms")
+
+
+def _sample(ops: ReferenceOps, logits: Tensor, head: HeadTensors, state: SamplerState) -> Tensor:
+    return ops.sample(logits, head, state, True).token
 
 
 def least(ops: CpuOps, w: Weight, x: Tensor) -> float:

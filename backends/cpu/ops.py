@@ -41,16 +41,18 @@ from trencadis.backends.cpu.native.row_kernels import (
 )
 from trencadis.backends.cpu.recurrent_ops import RecurrentKernelOps
 from trencadis.backends.cpu.reference_ops import CLAMPED_SWIGLU, ReferenceOps, apply_activation, clamped_swiglu
-from trencadis.backends.cpu.sampler import thresholds
+from trencadis.backends.cpu.sampler import cut_ordered, sample_in_parts
 from trencadis.core.checkpoint.weight_source import StoredRows
 from trencadis.core.device.backend import (
     Attn,
     ExpertBiases,
     ExpertWeights,
     HeadTensors,
+    HeadTensorsOut,
     LayerKV,
     Rotary,
     RotatedHeads,
+    SamplerState,
     Segments,
     Weight,
     slots_at,
@@ -61,6 +63,9 @@ from trencadis.core.shared_constants import WINDOW_SLOTS
 
 QUERY_TILE = 512
 """Number of queries of a chunk that share one mask, if there are stored tokens before the chunk."""
+
+TOGETHER = 1 << 17
+"""Minimum number of logits that are sampled together: few enough to stay in a core's cache, and worth the calls."""
 
 
 class CpuOps(RecurrentKernelOps, AdapterOps, ReferenceOps):
@@ -379,14 +384,36 @@ class CpuOps(RecurrentKernelOps, AdapterOps, ReferenceOps):
                 logits[i].masked_fill_(torch.from_numpy(forbidden), torch.finfo(logits.dtype).min)
         return logits
 
+    def sample(self, logits: Tensor, head: HeadTensors, state: SamplerState, full: bool) -> HeadTensorsOut:
+        """Samples rows in parts of one row a thread, or several of a small vocabulary."""
+        if not full:
+            return super().sample(logits, head, state, full)
+        given = bool((head.target >= 0).all())
+        size = max(torch.get_num_threads(), TOGETHER // logits.shape[1])
+        return sample_in_parts(logits, head, state, self.thresholds, self.update, given, size)
+
     def thresholds(self, probs: Tensor, head: HeadTensors) -> Tensor:
         """Computes thresholds; sorts only the rows that have a filter."""
         least = probs.new_zeros(len(probs), 1)
         asking = (head.temperature > 0) & ((head.top_k > 0) | (head.top_p < 1) | (head.min_p > 0))
         rows = asking.nonzero()[:, 0]
         if len(rows):
-            least[rows] = thresholds(probs[rows], head.top_k[rows], head.top_p[rows], head.min_p[rows])
+            ordered = sort_descending(probs[rows])
+            least[rows] = cut_ordered(ordered, head.top_k[rows], head.top_p[rows], head.min_p[rows])
         return least
+
+
+NUMPY_SORTS = 6
+"""Numpy sorts about so many rows of a real vocabulary in the time of one of torch's, but all on one thread."""
+
+
+def sort_descending(probs: Tensor) -> Tensor:
+    """Sorts each row of probs, float32 [r, V], in descending order, by the faster of torch and numpy."""
+    if len(probs) > NUMPY_SORTS * -(-len(probs) // torch.get_num_threads()):
+        return probs.sort(-1, descending=True).values
+    negated = np.negative(probs.numpy())
+    negated.sort(axis=-1)
+    return torch.from_numpy(np.negative(negated, out=negated))
 
 
 def is_packable(dtype: torch.dtype) -> bool:

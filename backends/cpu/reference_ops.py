@@ -285,8 +285,7 @@ class ReferenceOps(RecurrentReference):
 
     def sample(self, logits: Tensor, head: HeadTensors, state: SamplerState, full: bool) -> HeadTensorsOut:
         if full:
-            targets_only = self.reads_rows and bool((head.target >= 0).all())
-            return sample_full(logits, head, state, self.thresholds, self.update, targets_only)
+            return sample_full(logits, head, state, self.thresholds, self.update)
         return self.take(self.best(logits), head, state)
 
     def take(self, token: Tensor, head: HeadTensors, state: SamplerState) -> HeadTensorsOut:

@@ -29,19 +29,23 @@ def sample_full(
     limit: Callable[[Tensor, HeadTensors], Tensor],
     note: Callable[[Tensor, HeadTensors, SamplerState, bool], None],
     targets_only: bool = False,
+    rules: tuple[bool, bool] = (True, True),
+    find: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> HeadTensorsOut:
     """Samples with all features: [r, V] logits -> tokens and logprobs.
 
     Args:
         limit, note: the backend's ``thresholds`` and ``update``.
         targets_only: every row has a target, so that nothing is drawn: as prompts are scored.
+        rules: False where no row has penalties, and where no row has a mask.
+        find: the backend's ``count_until``.
     """
     raw = logits.float()
     logprobs = raw.log_softmax(-1)
     token = head.target.long()
     if not targets_only:
-        scores, allowed = apply_penalties(raw, head, state)
-        token = torch.where(head.target >= 0, head.target, draw(scores, allowed, head, limit))
+        scores, allowed = apply_penalties(raw, head, state, *rules)
+        token = torch.where(head.target >= 0, head.target, draw(scores, allowed, head, limit, find))
     own = logprobs.gather(1, token[:, None])
     rank = (logprobs > own).int().sum(-1) + 1
     top = logprobs.topk(min(MAX_LOGPROBS, logprobs.shape[1]), dim=-1)
@@ -49,24 +53,74 @@ def sample_full(
     return HeadTensorsOut(token.int(), own[:, 0], rank.int(), top.indices.int(), top.values)
 
 
-def apply_penalties(raw: Tensor, head: HeadTensors, state: SamplerState) -> tuple[Tensor, Tensor]:
-    """Returns ([r, V] scores after bias and penalties, [r, V] bool ids that the mask allows)."""
+def sample_in_parts(
+    logits: Tensor,
+    head: HeadTensors,
+    state: SamplerState,
+    limit: Callable[[Tensor, HeadTensors], Tensor],
+    note: Callable[[Tensor, HeadTensors, SamplerState, bool], None],
+    targets_only: bool,
+    size: int,
+) -> HeadTensorsOut:
+    """Runs ``sample_full`` over ``size`` rows at a time, whose tensors of the vocabulary stay in a CPU's caches."""
+    found = []
+    for start in range(0, len(logits), size):
+        rows = slice(start, start + size)
+        fields = (x if x is None or x is head.masks else x[rows] for x in head)
+        part = HeadTensors(*fields)  # type: ignore[arg-type]
+        rules = has_penalties(part), bool(part.mask_row.any())
+        found.append(sample_full(logits[rows], part, state, limit, _note_later, targets_only, rules, search_until))
+    out = HeadTensorsOut(*map(torch.cat, zip(*found, strict=True)))
+    note(out.token.long(), head, state, True)
+    return out
+
+
+def _note_later(token: Tensor, head: HeadTensors, state: SamplerState, full: bool) -> None:
+    """Stores nothing: the ids of all parts are stored at once, as drafts may go on from one part to the next."""
+
+
+def has_penalties(head: HeadTensors) -> bool:
+    """Returns True if a row has a penalty. Reads tensors on the host."""
+    return bool(((head.repetition != 1) | (head.frequency != 0) | (head.presence != 0)).any())
+
+
+def apply_penalties(
+    raw: Tensor, head: HeadTensors, state: SamplerState, penalised: bool = True, masked: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Returns ([r, V] scores after bias and penalties, [r, V] or [r, 1] bool ids that the mask allows).
+
+    Args:
+        penalised, masked: False where no row has penalties, or a mask: the same scores at less cost.
+    """
     vocab = raw.shape[1]
-    ids, values, counts, bits = (
-        t.index_select(0, head.slot) for t in (state.bias_id, state.bias_value, state.counts, state.prompt_mask)
-    )
+    ids, values = (t.index_select(0, head.slot) for t in (state.bias_id, state.bias_value))
     scores = raw.scatter_add(1, ids, values)
-    if head.ahead is not None:
-        counts = counts.scatter_add(1, head.ahead.clamp_min(0), (head.ahead >= 0).to(counts.dtype))
-    drawn = counts > 0
-    seen = unpack(bits, vocab) | drawn
-    factor = head.repetition[:, None]
-    scores = torch.where(seen, torch.where(scores > 0, scores / factor, scores * factor), scores)
-    scores = scores - head.frequency[:, None] * counts - head.presence[:, None] * drawn
+    if penalised:
+        scores = _penalise(scores, head, state)
+    if not masked:
+        return scores, torch.ones_like(head.mask_row, dtype=torch.bool)[:, None]
     return scores, unpack(head.masks.index_select(0, head.mask_row), vocab)
 
 
-def draw(scores: Tensor, allowed: Tensor, head: HeadTensors, limit: Callable[[Tensor, HeadTensors], Tensor]) -> Tensor:
+def _penalise(scores: Tensor, head: HeadTensors, state: SamplerState) -> Tensor:
+    """Returns ``scores`` after penalties for ids of the prompt and ids drawn so far."""
+    counts, bits = (t.index_select(0, head.slot) for t in (state.counts, state.prompt_mask))
+    if head.ahead is not None:
+        counts = counts.scatter_add(1, head.ahead.clamp_min(0), (head.ahead >= 0).to(counts.dtype))
+    drawn = counts > 0
+    seen = unpack(bits, scores.shape[1]) | drawn
+    factor = head.repetition[:, None]
+    scores = torch.where(seen, torch.where(scores > 0, scores / factor, scores * factor), scores)
+    return scores - head.frequency[:, None] * counts - head.presence[:, None] * drawn
+
+
+def draw(
+    scores: Tensor,
+    allowed: Tensor,
+    head: HeadTensors,
+    limit: Callable[[Tensor, HeadTensors], Tensor],
+    find: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> Tensor:
     """Returns int64 [r]: argmax, or the first id at which the cumulated probability exceeds the row's uniform
     number.
     """
@@ -79,8 +133,18 @@ def draw(scores: Tensor, allowed: Tensor, head: HeadTensors, limit: Callable[[Te
     total = cumulated[:, -1:]
     # A uniform number that rounds to the total must still find an id of positive probability: the last one.
     goal = torch.minimum((head.uniform[:, None] * total.to(probs.dtype)).int(), total - 1)
-    found = (cumulated <= goal).int().sum(-1)
+    found = (find or count_until)(cumulated, goal)
     return torch.where(head.temperature < GREEDY_BELOW, best, found)
+
+
+def count_until(cumulated: Tensor, goal: Tensor) -> Tensor:
+    """Returns int64 [r]: how many values of ``cumulated``, ascending int32 [r, V], are up to ``goal``, int32 [r, 1]."""
+    return (cumulated <= goal).int().sum(-1)
+
+
+def search_until(cumulated: Tensor, goal: Tensor) -> Tensor:
+    """Returns what ``count_until`` does, by bisection, which reads few values."""
+    return torch.searchsorted(cumulated, goal, right=True)[:, 0]
 
 
 UNITS = 2.0**30
@@ -104,15 +168,19 @@ def thresholds(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Te
     """Returns [r, 1] least probability kept; filters that are off (top_k 0, top_p 1, min_p 0) let everything
     through.
     """
-    vocab = probs.shape[1]
-    ordered = probs.sort(-1, descending=True).values
+    return cut_ordered(probs.sort(-1, descending=True).values, top_k, top_p, min_p)
+
+
+def cut_ordered(ordered: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Returns what ``thresholds`` does, for probabilities [r, V] in descending order."""
+    vocab = ordered.shape[1]
     k = torch.where(top_k > 0, top_k.clamp_max(vocab), vocab).long()
     least = torch.maximum(ordered.gather(1, k[:, None] - 1), min_p[:, None] * ordered[:, :1])
     left = torch.where(ordered >= least, ordered, 0.0)
     units = count_units(left)
     cumulated = units.cumsum(-1, dtype=torch.int32)
     inside = cumulated - units < find_bound(cumulated[:, -1:], top_p)
-    inside = (inside & (left > 0)) | (torch.arange(vocab, device=probs.device) == 0)
+    inside = (inside & (left > 0)) | (torch.arange(vocab, device=ordered.device) == 0)
     nucleus = torch.where(inside, left, 2.0).amin(-1, keepdim=True)
     return torch.where(top_p[:, None] < 1.0, torch.maximum(least, nucleus), least)
 

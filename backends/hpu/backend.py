@@ -188,7 +188,10 @@ class HpuBackend:
         self.memory: Memory = HpuMemory(self.bridge, None if emulator is None else emulator.backed)
         if self.values:  # a card without values simulates one rank, so it joins no group
             join_group(cfg, self.bridge.collective_backend)
-        self.comm: Comm = HpuComm(self.bridge, cfg, alone=not self.values, opaque=self.settings.eager_collectives)
+        comm = HpuComm(self.bridge, cfg, alone=not self.values, opaque=self.settings.eager_collectives)
+        if self.values:
+            comm.check_compiled()
+        self.comm: Comm = comm
         self._staging, self._landing = Staging(self.bridge), HostOutputPool(self.bridge)
         alone = not self.values
         self.pipe: Pipe | None = HpuPipe(self.bridge, cfg, self._staging, alone) if cfg.stages > 1 else None

@@ -185,6 +185,22 @@ OUT_OF_MEMORY_TEXTS = (
 """In lower case. An error of the thread that launches recipes holds one of them behind its own text."""
 
 
+GRAPH_COMPILER_TEXTS = ("graph compile failed", "synnodecreatewithid failed", "exception in lowering thread")
+"""In lower case: what the plug-in raises where the card's graph compiler refuses a recipe (``graph.cpp``), at once, or
+from a later call behind the text of the thread that lowers graphs."""
+
+
+def is_compiler_failure(error: BaseException) -> bool:
+    """Returns True if an error of the plug-in means that the card's graph compiler failed, and no lack of memory."""
+    text = str(error).lower()
+    return any(part in text for part in GRAPH_COMPILER_TEXTS) and not is_out_of_memory(error)
+
+
+def join_lines(error: BaseException) -> str:
+    """Returns the text of an error of the plug-in, which has several lines, as one of at most 240 characters."""
+    return " ".join(str(error).split())[:240]
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Returns True if an error of the plug-in, or of the emulator, means a lack of memory on the card."""
     text = str(error).lower()

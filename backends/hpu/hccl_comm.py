@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
+from io import StringIO
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trencadis.backends.hpu.bridge import Bridge
+from trencadis.backends.hpu.bridge import Bridge, join_lines
 from trencadis.backends.hpu.collectives import use_group
 from trencadis.backends.hpu.launches.host_copies import Staging
 from trencadis.backends.hpu.policy import pieces
 from trencadis.core.device.backend import BackendConfig
+
+log = logging.getLogger("trencadis.engine")
 
 SIZES = (1, 4, 16, 64, 256)
 """Numbers of rows of a piece: 341 rows of buffers in total for each tensor that is sent."""
@@ -101,6 +106,20 @@ class HpuComm:
             use_group(None)  # an earlier pipeline engine in this process may have set a group
             self._host = torch.distributed.new_group(backend="gloo")
 
+    def check_compiled(self) -> None:
+        """Keeps collectives out of compiled graphs if inside of them they fail, or are wrong, on any rank.
+
+        Collective. Parts of the model that fail would run operation by operation, which costs far more.
+        """
+        if self.world == 1 or self._bridge.is_lazy() or self._opaque is not None:
+            return
+        why = find_fault(self._bridge, self.rank, self.world)
+        if self.least((int(not why),)) == (1,):
+            return
+        log.warning("hpu: collectives inside of compiled graphs cannot be used (%s): they run between graphs, as with "
+                    "TRENCADIS_HPU_COLLECTIVES=eager", why or "on another rank")  # fmt: skip
+        self._opaque = self._bridge.opaque_collectives()
+
     def all_reduce(self, x: Tensor) -> Tensor:
         if self.world == 1:
             return x
@@ -116,6 +135,26 @@ class HpuComm:
 
     def least(self, values: Sequence[int]) -> tuple[int, ...]:
         return _least(values, self._host)
+
+
+def find_fault(bridge: Bridge, rank: int, world: int) -> str:
+    """Compiles both collectives, as parts of the model have them; returns why they cannot be used, or "".
+
+    Collective.
+    """
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        return bridge.all_reduce(x * 2) + 1, bridge.all_gather(x * 3, world)
+
+    x = torch.full((2, 4), rank + 1.0).to(bridge.device)
+    try:
+        with torch.no_grad(), redirect_stderr(StringIO()):  # a graph that fails prints its code
+            total, rows = (found.cpu() for found in bridge.compile(run)(x))
+    except Exception as error:  # whatever a release raises for a collective that it does not compile
+        return f"{type(error).__name__}: {join_lines(error)}"
+    wanted = (3.0 * torch.arange(1, world + 1)).repeat_interleave(4).expand(2, -1)
+    right = bool((total == world * (world + 1) + 1).all()) and torch.equal(rows, wanted)
+    return "" if right else "their results are wrong"
 
 
 class HpuPipe:

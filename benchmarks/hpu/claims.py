@@ -22,7 +22,7 @@ CLAIMS = (
     _Claim("released", "device", "share of a released graph's bytes that come back", 0.9, True),
     _Claim("demo_tokens", "demo", "demo, float32: answers whose tokens are not the CPU's", 0),
     _Claim("demo_top1", "demo", "demo, bf16: top-1 of our own float32 on the CPU, teacher-forced", 99, True, " %"),
-    _Claim("graph_breaks", "demo", "parts compiled with graph breaks, in start-up and answers", 0),
+    _Claim("graph_breaks", "demo", "parts compiled with graph breaks, or not at all, in start-up and answers", 0),
     _Claim("fallbacks", "demo", "operations that ran on the host, in start-up and answers", 0),
     _Claim("restart", "demo", "recipes compiled by a second start", 0),
     _Claim("captures", "mixed", "graphs captured after warm-up, 10,000 mixed requests", 0),

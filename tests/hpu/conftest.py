@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FORKS = """
 import json, os, sys, traceback
 import numpy, torch
+exec(sys.argv[1])
 
 def play(code, args, env, folder):
     for number, name in ((1, "out"), (2, "err")):
@@ -50,7 +52,8 @@ for line in sys.stdin:
         os._exit(status)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
-"""Imports torch once, then runs each piece of code in a process of its own, forked before the plug-in is imported."""
+"""Imports torch once and runs its argument, then each piece of code in a process of its own, forked before the plug-in
+is imported."""
 
 COUNTS, SECONDS = "TRENCADIS_TEST_COUNTS", "TRENCADIS_TEST_SECONDS"
 """Folder that keeps how far long counts have come, and the seconds of one run; unset: each run is whole."""
@@ -82,12 +85,23 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 @pytest.fixture(scope="session")
 def over_stub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """``over_stub(code, *args, **env)``: what ``code`` ends in, in a process over the stub of the plug-in."""
-    folder = tmp_path_factory.mktemp("forks")
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests/stubs")])
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("PT_HPU", "TRENCADIS_", "HLS_", "OMPI_"))}
     clean |= {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    with fork_starts(clean, tmp_path_factory.mktemp("forks")) as run:
+        yield run
+
+
+@contextmanager
+def fork_starts(clean: dict[str, str], folder: Path, first: str = "") -> Iterator[Run]:
+    """Yields ``run(code, *args, **env)``, which runs code in a process that has imported torch, and no plug-in.
+
+    Args:
+        clean: the environment of all processes.
+        first: code to run before they are forked.
+    """
     server = subprocess.Popen(
-        [sys.executable, "-P", "-c", FORKS], env=clean, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-P", "-c", FORKS, first], env=clean, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert server.stdin is not None and server.stdout is not None
 
@@ -99,10 +113,12 @@ def over_stub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         out, err = ((folder / name).read_text() for name in ("out", "err"))
         return subprocess.CompletedProcess(args, status, out, err)
 
-    yield run
-    server.stdin.close()
-    server.wait()
-    server.stdout.close()
+    try:
+        yield run
+    finally:
+        server.stdin.close()
+        server.wait()
+        server.stdout.close()
 
 
 @pytest.fixture

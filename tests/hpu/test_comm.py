@@ -127,3 +127,45 @@ def test_a_compiled_part_sums_in_both_forms(form: str, tmp_path: Path) -> None:
         torch.distributed.destroy_process_group()
     ours = any("trencadis_hpu" in name for name in seen)
     assert ours is (form == "eager"), seen
+
+
+@pytest.mark.parametrize("fault", ["", "refused", "late", "wrong"])
+def test_collectives_that_no_compiled_graph_has_run_between_graphs(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a card whose compiler refuses Dynamo's own collectives, at once or later, or makes them wrong."""
+    from trencadis.backends.hpu import hccl_comm
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        if not fault or not any("c10d" in name or "all_reduce" in name for name in names if "trencadis" not in name):
+            return graph.forward
+        if fault == "refused":
+            raise NotImplementedError("all_reduce")
+
+        def run(*args: Any) -> Any:
+            if fault == "late":
+                raise RuntimeError("Exception in Lowering thread...\nGraph compile failed.")
+            return [out * 0 for out in graph.forward(*args)]
+
+        return run
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    monkeypatch.setattr(collectives, "_stage", None)
+    try:
+        bridge: Any = SimpleNamespace(
+            is_lazy=lambda: False, all_reduce=collectives.all_reduce, all_gather=collectives.all_gather,
+            opaque_collectives=collectives.register_opaque, device=torch.device("cpu"),
+            compile=lambda run: torch.compile(run, backend=backend, fullgraph=True, dynamic=False),
+        )  # fmt: skip
+        comm = hccl_comm.HpuComm(bridge, SimpleNamespace(rank=0, world=2, stages=1))  # type: ignore[arg-type]
+        find_fault = hccl_comm.find_fault  # over as many ranks as there are
+        monkeypatch.setattr(hccl_comm, "find_fault", lambda bridge, rank, world: find_fault(bridge, rank, 1))
+        with caplog.at_level("WARNING", "trencadis.engine"):
+            comm.check_compiled()
+        x = torch.arange(6.0).reshape(3, 2)
+        assert torch.equal(bridge.compile(lambda x: comm.all_reduce(x * 2) + 1)(x), x * 2 + 1)
+    finally:
+        torch.distributed.destroy_process_group()
+    said = [record.getMessage() for record in caplog.records if record.name == "trencadis.engine"]
+    assert len(said) == bool(fault) and all("cannot be used" in text and "\n" not in text for text in said)

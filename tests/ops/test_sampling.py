@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from trencadis.backends.cpu import make_backend
+from trencadis.backends.cpu import make_backend, ops
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cuda.twin.twin_recording import TwinRecording
@@ -188,6 +188,34 @@ def test_padding_changes_no_row() -> None:
     for left, right in zip(a, b, strict=True):
         assert left is not None and right is not None and torch.equal(left, right[:7])
     assert torch.equal(s.counts[1:], other.counts[1:]) and torch.equal(s.last[1:], other.last[1:])
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_rows_in_parts_of_one_are_sampled_as_all_at_once(drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without penalties, masks, and drafts of a slot whose rows lie in several parts."""
+    monkeypatch.setattr(ops, "TOGETHER", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    rng = np.random.default_rng(8)
+    s, x = state(rng), filled(rows(rng, 16))
+    for name, neutral in (("presence", 0), ("frequency", 0), ("repetition", 1), ("mask_row", 0)):
+        getattr(x, name)[::3] = neutral
+    if drafts:
+        place, first = torch.arange(16) % 4, torch.arange(16) // 4 * 4
+        guesses = torch.from_numpy(rng.integers(0, VOCAB, (16, 3)))[first]
+        ahead = torch.where(torch.arange(3) < place[:, None], guesses, -1)
+        x = x._replace(slot=1 + torch.arange(16) // 4, place=place, ahead=ahead)
+    logits = torch.from_numpy(rng.normal(0, 3, (16, VOCAB)).astype(np.float32))
+    other = SamplerState(*(t.clone() for t in s))
+    parts, whole = CpuOps().sample(logits, x, s, True), ReferenceOps().sample(logits, x, other, True)
+    for left, right in zip((*parts, *s), (*whole, *other), strict=True):
+        assert left is not None and right is not None and torch.equal(left, right)
+
+
+@pytest.mark.parametrize("threads", [1, 64])
+def test_probabilities_are_sorted_alike_by_torch_and_numpy(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    probs = torch.rand(9, 300).round(decimals=2)
+    assert torch.equal(ops.sort_descending(probs), probs.sort(-1, descending=True).values)
 
 
 def test_draws_follow_the_distribution() -> None:

@@ -336,10 +336,12 @@ class Compiler:
         """Lowers a functional graph, as the backend of ``torch.compile``; returns the function that runs it."""
         lowered = lower(graph, self.device.table)
         self.device.graphs.append(lowered)
+        check = self.device.faults.check_graph()
         for key, ops in lowered.recipes:
             self.device.clock.run_recipe(key, ops)
 
         def call(args: list[Any]) -> Any:
+            check()
             taken = list(args)
             args.clear()
             return self._call(lowered, taken)

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -154,7 +155,11 @@ def too_wide(op: str, value: int) -> Refused:
     )
 
 
-ENTRY = re.compile(r"(oom|late|crash|fail)@(capture|step|compile):(\d+)|return:([01](?:\.\d+)?)")
+ENTRY = re.compile(r"(oom|late|crash|fail)@(capture|step|compile|graph):(\d+)|return:([01](?:\.\d+)?)")
+
+GRAPH_FAILED = "Graph compile failed. synStatus=synStatus 26 [Generic failure]."
+LOWERING_FAILED = f"[Rank:0] FATAL ERROR :: MODULE:PT_BRIDGE Exception in Lowering thread...\n{GRAPH_FAILED}"
+"""The same from the thread that compiles, raised by a later call."""
 
 
 @dataclass
@@ -163,10 +168,10 @@ class EmulatedFaults:
 
     Args:
         out_of_memory: (kind, number) pairs that run out of memory; kind is ``capture`` or ``step``.
-        late: (kind, number) pairs whose workspace fails in the thread that launches recipes: the error is raised by a
-            later call that waits.
+        late: (kind, number) pairs whose workspace fails in the thread that launches recipes, or whose ``graph`` fails
+            in the thread that compiles: the error is raised by a later call that waits.
         failing: (kind, number) pairs at which the graph compiler fails; ``compile`` counts launches in compile-only
-            mode.
+            mode, ``graph`` the graphs of compile mode, each of whose launches fails.
         crash: (kind, number) pairs at which the process dies.
         returned: share of a graph's bytes that its release gives back.
     """
@@ -184,6 +189,22 @@ class EmulatedFaults:
         """Makes the next ``kind`` run out of memory."""
         self.out_of_memory.add((kind, self.counts.get(kind, 0) + 1))
 
+    def check_graph(self) -> Callable[[], None]:
+        """Counts a graph of compile mode.
+
+        Returns:
+            What each of its launches calls: it fails if that was requested.
+        """
+        number = self.counts["graph"] = self.counts.get("graph", 0) + 1
+
+        def launch() -> None:
+            if ("graph", number) in self.failing:
+                raise RuntimeError(GRAPH_FAILED)
+            if ("graph", number) in self.late:
+                self.pending.append(RuntimeError(LOWERING_FAILED))
+
+        return launch
+
     def reach(self, kind: str, free: int) -> None:
         """Counts a ``kind`` and fails it if a fault was requested for that number."""
         number = self.counts[kind] = self.counts.get(kind, 0) + 1
@@ -192,7 +213,7 @@ class EmulatedFaults:
         if (kind, number) in self.out_of_memory:
             raise EmulatedOutOfMemory(free + 1, free, f"{kind} {number} (injected)", workspace=kind == "step")
         if (kind, number) in self.failing:
-            raise RuntimeError("synStatus=26 [Generic failure] Graph compile failed.")
+            raise RuntimeError(GRAPH_FAILED)
         if (kind, number) in self.late:
             text = f"{kind} {number} (injected, late)"
             self.pending.append(EmulatedOutOfMemory(free + 1, free, text, workspace=True))
@@ -206,7 +227,7 @@ def parse(text: str) -> EmulatedFaults:
         if found is None:
             raise StartupError(
                 f"TRENCADIS_HPU_EMULATOR_FAULTS: {entry!r} is none of oom@capture:N, oom@step:N, late@capture:N, "
-                "late@step:N, fail@compile:N, crash@capture:N, crash@step:N, return:SHARE"
+                "late@step:N, late@graph:N, fail@compile:N, fail@graph:N, crash@capture:N, crash@step:N, return:SHARE"
             )
         what, kind, number, share = found.groups()
         if share is not None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from trencadis.backends.hpu.bridge import Bridge
+from trencadis.backends.hpu.bridge import Bridge, is_compiler_failure, join_lines
 from trencadis.backends.hpu.launches.host_copies import (
     HostOutputPool,
     OutputSets,
@@ -25,7 +25,7 @@ from trencadis.backends.hpu.ops import HpuOps
 from trencadis.backends.hpu.policy import list_held_outputs
 from trencadis.core.buckets import Bucket, target_bucket
 from trencadis.core.device.backend import Body, Inputs, OutOfDeviceMemory, ProgramState
-from trencadis.core.errors import format_error
+from trencadis.core.errors import StartupError, format_error
 
 log = logging.getLogger("trencadis.engine")
 
@@ -63,7 +63,7 @@ class HpuProgram:
         form: LaunchForm,
         contexts: LaunchContexts,
     ) -> None:
-        self.bucket, self.bridge, self.contexts = bucket, bridge, contexts
+        self.bucket, self.bridge, self.contexts, self._compiler = bucket, bridge, contexts, ops.compiler
         self.state = ProgramState.PLANNED
         forms = list_held_outputs(bucket) if bridge.is_lazy() else ()
         self.outputs = OutputSets(forms, bucket.dims[0], bridge.device) if forms else None
@@ -110,16 +110,29 @@ class HpuProgram:
         """Enters the mode in which launches make recipes and compute as little as the device allows."""
         real = self.compiles_for_real
         before, self.compiling = self.compiling, not real
+        self._compiler.dry = not real
         try:
             with (self.contexts.rehearsal if real else self.bridge.compile_only)():
                 yield
         finally:
-            self.compiling = before
+            self.compiling, self._compiler.dry = before, False
 
     def rehearse(self) -> None:
-        """Runs a launch on the current contents of the buffers; an emulated card leaves the values out."""
-        with self.contexts.rehearsal():
-            self.replay()
+        """Runs a launch on the current contents of the buffers; an emulated card leaves the values out.
+
+        Raises:
+            StartupError: one line, if the card's graph compiler refuses a recipe of it.
+        """
+        try:
+            with self.contexts.rehearsal():
+                self.replay()
+        except RuntimeError as error:
+            if not is_compiler_failure(error):
+                raise
+            raise StartupError(
+                f"hpu: the card's graph compiler refuses {self.bucket} ({join_lines(error)}): try the other mode "
+                "(PT_HPU_LAZY_MODE) or another release"
+            ) from None
 
     @contextmanager
     def on_device(self) -> Iterator[None]:

@@ -1,7 +1,8 @@
 """Compile mode: the parts of a body that are compiled by themselves, so that layers and buckets share them.
 
-A part that Dynamo cannot trace is compiled again with graph breaks. Several layers of a DECODE launch may be one
-region, since dispatching each alone takes longer than its work on the card.
+A part that Dynamo cannot trace is compiled again with graph breaks, and one that the card's graph compiler refuses runs
+operation by operation. Several layers of a DECODE launch may be one region, since dispatching each alone takes longer
+than its work on the card.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trencadis.backends.hpu.bridge import Bridge
+from trencadis.backends.hpu.bridge import Bridge, is_compiler_failure, join_lines
 from trencadis.backends.hpu.hpu_settings import FULLGRAPH, HpuSettings
 from trencadis.core.errors import StartupError
 
@@ -30,14 +31,18 @@ class RegionCompiler:
 
     A part is compiled as one graph first. Where Dynamo fails and the settings allow it, a warning names the part and
     the line, and the part is compiled again with graph breaks (``fullgraph=False``), which costs time in each launch.
+    Where that fails too, or the card's graph compiler does, the part runs uncompiled.
 
     Attributes:
-        broken: names of the parts that are compiled with graph breaks.
+        broken: names of the parts that are compiled with graph breaks, or not at all.
+        dry: True in compile-only mode, where a failure of the graph compiler is raised: it may succeed where a launch
+            really runs.
     """
 
     def __init__(self, bridge: Bridge, settings: HpuSettings) -> None:
         self._bridge, self._settings = bridge, settings
         self.broken: set[str] = set()
+        self.dry = False
 
     def compile(self, make: Callable[[], Part], name: str) -> Part:
         """Returns the compiled function of the part ``name``.
@@ -53,34 +58,54 @@ class RegionCompiler:
             if known:
                 return known[0](*args)
             try:
-                out = compiled(*args)
+                out = self._first(compiled, args)
             except RuntimeError as error:
-                if self._bridge.out_of_memory(error) or not is_dynamos(error):
-                    raise
-                known.append(self._with_breaks(make, name, error, fullgraph))
-                return self._first(known[0], name, args)
-            known.append(compiled)
+                found, out = self._replace(make, name, error, args)
+                known.append(found)
+            else:
+                known.append(compiled)
             return out
 
         return run
 
-    def _with_breaks(self, make: Callable[[], Part], name: str, error: Exception, fullgraph: bool) -> Part:
-        """Returns the function compiled with graph breaks; raises StartupError where that is not allowed."""
-        if not fullgraph or not self._settings.graph_breaks:
-            raise StartupError(describe_failure(name, error)) from None
-        self.broken.add(name)
-        log.warning("%s; it is compiled with graph breaks, which cost time in each launch.",
-                    describe_failure(name, error))  # fmt: skip
-        return self._bridge.compile(make(), fullgraph=False)
+    def _first(self, run: Part, args: tuple[object, ...]) -> object:
+        """Runs a compiled function for the first time, and waits, since its recipes are compiled by another thread."""
+        out = run(*args)
+        self._bridge.synchronize()
+        return out
 
-    def _first(self, run: Part, name: str, args: tuple[Any, ...]) -> Any:
-        """Runs the function with graph breaks for the first time; raises StartupError where Dynamo fails again."""
-        try:
-            return run(*args)
-        except RuntimeError as error:
-            if self._bridge.out_of_memory(error) or not is_dynamos(error):
-                raise
+    def _replace(
+        self, make: Callable[[], Part], name: str, error: RuntimeError, args: tuple[object, ...]
+    ) -> tuple[Part, object]:
+        """Returns a function that takes the place of one that failed, and its result.
+
+        Raises:
+            StartupError: the settings ask for one graph without breaks.
+            RuntimeError: an error of neither compiler; a lack of memory; in compile-only mode, any of the card's
+                compiler.
+        """
+        refused = is_compiler_failure(error)
+        if self._bridge.out_of_memory(error) or (self.dry if refused else not is_dynamos(error)):
+            raise error
+        fullgraph = self._settings.fullgraph
+        if fullgraph and not self._settings.graph_breaks:
             raise StartupError(describe_failure(name, error)) from None
+        first = name not in self.broken
+        self.broken.add(name)
+        if fullgraph and not refused:
+            log.warning("%s; it is compiled with graph breaks, which cost time in each launch.",
+                        describe_failure(name, error))  # fmt: skip
+            broken = self._bridge.compile(make(), fullgraph=False)
+            try:
+                return broken, self._first(broken, args)
+            except RuntimeError as again:
+                if not (is_dynamos(again) or (is_compiler_failure(again) and not self.dry)):
+                    raise
+                error, first = again, True
+        if first:
+            log.warning("%s; it runs operation by operation, which is slow.", describe_failure(name, error))
+        plain = make()
+        return plain, plain(*args)
 
 
 def is_dynamos(error: BaseException) -> bool:
@@ -92,6 +117,8 @@ def is_dynamos(error: BaseException) -> bool:
 
 def describe_failure(name: str, error: BaseException) -> str:
     """Returns one line: the part that cannot be compiled, the line of code, and Dynamo's reason."""
+    if is_compiler_failure(error):
+        return f"hpu: the card's graph compiler refuses {name} ({join_lines(error)}); {FULLGRAPH}"
     lines = [text.strip() for text in str(error).splitlines() if text.strip()] or [type(error).__name__]
     context = [text.partition(": ")[2] for text in lines if text.startswith("Developer debug context")]
     reason = "; ".join([lines[0], *context])[:240]

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from trencadis.backends.hpu.bridge import fused_attention
 from trencadis.backends.hpu.emulator.device_tensor import DEVICE
+from trencadis.backends.hpu.emulator.refusals import GRAPH_FAILED, LOWERING_FAILED
 from trencadis.backends.hpu.hpu_settings import HpuSettings, settings
 from trencadis.backends.hpu.launches.region_compiler import RegionCompiler, Regions
+from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.errors import StartupError
 
 pytestmark = pytest.mark.part("gaudi")
@@ -51,6 +53,64 @@ def test_a_part_that_cannot_be_traced_is_compiled_with_breaks(hpu: Any, caplog: 
             assert out.cpu().tolist() == [2 * number + 1] * 3
     (record,) = caplog.records
     assert f"test_graph_breaks.py:{line_number()}" in record.getMessage() and backend.graph_breaks() == 1
+
+
+class Doubled:
+    """A part that compiles everywhere but where the card's compiler is made to fail."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+@pytest.mark.parametrize("fault", ["fail", "late"])
+@pytest.mark.parametrize("made", [Doubled, Untraceable])
+def test_a_part_that_the_graph_compiler_refuses_runs_uncompiled(
+    made: Any, fault: str, hpu: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its error comes at once, or from a thread, by a later call; also where the part was compiled with breaks."""
+    refused = ",".join(f"{fault}@graph:{n}" for n in (1, 2))
+    backend = hpu(lazy=False, switches=HpuSettings(graph_breaks=True), faults=refused)
+    part = made()
+    with caplog.at_level(logging.WARNING, "trencadis.engine"):
+        for number in (1.0, 2.0, 3.0):
+            out = backend.hpu_ops.regions(part.forward, torch.full((3,), number).to(DEVICE))
+            assert out.cpu().tolist() == [2 * number + (made is Untraceable)] * 3
+    line = caplog.records[-1].getMessage()
+    assert f"{made.__name__}.forward" in line and "Graph compile failed" in line and "operation by operation" in line
+    assert len(caplog.records) == (2 if made is Untraceable else 1) and backend.graph_breaks() == 1
+
+
+def test_a_refused_part_is_one_line_where_one_graph_is_asked_for(hpu: Any) -> None:
+    backend = hpu(lazy=False, faults="late@graph:1")
+    with pytest.raises(StartupError, match=r"compiler refuses Doubled\.forward .*Graph compile failed") as found:
+        backend.hpu_ops.regions(Doubled().forward, torch.ones(3).to(DEVICE))
+    assert "\n" not in str(found.value) and backend.graph_breaks() == 0
+
+
+def test_a_refusal_in_compile_only_mode_is_raised_and_the_part_compiled_later(hpu: Any) -> None:
+    """As for image launches, which the graph compiler was seen to refuse in that mode alone."""
+    backend = hpu(lazy=False, block_size=4, switches=HpuSettings(graph_breaks=True), faults="fail@graph:1")
+    program = backend.program(Bucket(Stage.DECODE, (2, 2)), lambda x: x)
+    part, x = Doubled(), torch.ones(3).to(DEVICE)
+    with program.compile_mode(), pytest.raises(RuntimeError, match="Graph compile failed"):
+        backend.hpu_ops.regions(part.forward, x)
+    backend.card.faults.failing.clear()
+    assert backend.hpu_ops.regions(part.forward, x).cpu().tolist() == [2.0] * 3 and backend.graph_breaks() == 0
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_launch_that_cannot_be_compiled_ends_a_start_in_one_line(hpu: Any, late: bool) -> None:
+    """In lazy mode, where no part can be left uncompiled."""
+    backend = hpu(block_size=4)
+    text = LOWERING_FAILED if late else GRAPH_FAILED
+
+    def body(x: Any) -> Any:
+        raise RuntimeError(text)
+
+    program = backend.program(Bucket(Stage.DECODE, (2, 2)), body)
+    with pytest.raises(StartupError, match=r"compiler refuses decode\[2x2\] .*Graph compile failed") as found:
+        program.rehearse()
+    assert "\n" not in str(found.value) and "PT_HPU_LAZY_MODE" in str(found.value)
 
 
 def test_an_error_inside_of_a_part_is_raised_as_it_is(hpu: Any) -> None:

@@ -20,10 +20,13 @@ SCRATCH = 1 << 16
 def hpu_backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
     """Called by Dynamo for each graph."""
     TOTALS["graph_compilation"] += 1
+    refused = TOTALS["graph_compilation"] == failures.REFUSED
     if not REUSE:
 
         def run(*args: Any) -> Any:
             failures.reach()
+            if refused:
+                failures.refuse()
             return graph.forward(*args)
 
         return run

@@ -1,4 +1,7 @@
-"""Launches that run out of memory: ``HABANA_STUB_OOM=N`` fails the Nth at once, ``late:N`` in a later call."""
+"""Launches that run out of memory: ``HABANA_STUB_OOM=N`` fails the Nth at once, ``late:N`` in a later call.
+
+``HABANA_STUB_GRAPH=N`` and ``late:N``: the card's graph compiler refuses the Nth graph of compile mode.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,11 @@ TEXT = "[Rank:0] FATAL ERROR :: MODULE:PT_SYNHELPER workspace Allocation of size
 LATE = "FATAL ERROR :: MODULE:PT_BRIDGE Exception in Launch thread...\nCheck $HABANA_LOGS/ for details" + TEXT
 _late, _, _number = os.environ.get("HABANA_STUB_OOM", "").rpartition(":")
 FAILS = int(_number or 0)
+
+GRAPH = "Graph compile failed. synStatus=synStatus 26 [Generic failure]."
+LOWERING = f"[Rank:0] FATAL ERROR :: MODULE:PT_BRIDGE Exception in Lowering thread...\n{GRAPH}"
+_lowered, _, _graph = os.environ.get("HABANA_STUB_GRAPH", "").rpartition(":")
+REFUSED = int(_graph or 0)
 
 launches = 0
 pending: list[str] = []
@@ -23,6 +31,13 @@ def reach() -> None:
     if not _late:
         raise RuntimeError(TEXT)
     pending.append(LATE)
+
+
+def refuse() -> None:
+    """Fails a launch of a graph that was refused, or a later call."""
+    if not _lowered:
+        raise RuntimeError(GRAPH)
+    pending.append(LOWERING)
 
 
 def surface() -> None:
