@@ -253,6 +253,9 @@ class LayerReuse:
 PRODUCTS = ("mm", "linear", "matmul", "sdpa", "parts", "gemm", "experts")
 """Parts of the names of operations that multiply matrices."""
 
+ADDING = ("addmm", "addbmm", "baddbmm")
+"""Parts of the names of those whose first tensor is added to the product."""
+
 PLAIN = (int, float, bool, str, torch.dtype)
 """Types of arguments that are their own key."""
 
@@ -452,7 +455,8 @@ class Scope(TorchDispatchMode):
         made = sum(t.numel() * t.element_size() for t in outputs)
         self.moved += made + sum(t.numel() * t.element_size() for t in inputs)
         if inputs and any(part in name for part in PRODUCTS):
-            self.products += sum(t.numel() for t in outputs) * inputs[0].shape[-1]
+            left = inputs[1 if any(part in name for part in ADDING) else 0]
+            self.products += sum(t.numel() for t in outputs) * left.shape[-1]
 
     @property
     def work(self) -> LaunchCounts:

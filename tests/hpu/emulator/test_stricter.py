@@ -169,6 +169,14 @@ def test_a_region_without_values_runs_once_and_counts_each_time(views: bool) -> 
     assert part.runs[0] == (5 if views else 3) and card.clock.compiles == 3
 
 
+def test_a_product_that_is_added_to_a_tensor_multiplies_as_one_that_is_not(card: EmulatedDevice) -> None:
+    x, w, y, bias = (torch.ones(size).to(DEVICE) for size in ((5, 3), (3, 7), (5, 7), (7,)))
+    for run in (lambda: x @ w, lambda: torch.addmm(y, x, w), lambda: torch.addmm(bias, x, w)):
+        with card.launch() as scope:
+            run()
+        assert scope.products == 5 * 3 * 7
+
+
 class Kept:
     """Stores rows in a tensor."""
 
