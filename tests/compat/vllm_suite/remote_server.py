@@ -25,7 +25,7 @@ ROCM_ENV_OVERRIDES: dict[str, str] = {}
 ROOM = ["--kv-cache-memory-bytes", "128MiB", "--threads", "1", "--allowed-media-domains", "127.0.0.1"]
 MOST_TOKENS = "3000"
 """Longest answer of a model that has not learned to end one, unless a test says otherwise."""
-SHORT_ANSWERS = ["--override-generation-config", '{"max_new_tokens": 500}']
+SHORT_ANSWERS = ["--override-generation-config", '{"max_new_tokens": 1000}']
 """Bounds the answers of requests without a limit, where a test gives its server a long context."""
 START = 120.0
 """Seconds until a server must answer."""
