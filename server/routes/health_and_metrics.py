@@ -30,7 +30,8 @@ CACHE_SECONDS = 1.0
 FRESH_PAGES = 4
 """Pages of /metrics made in a second at most; requests beyond that get the last one."""
 RENDER_SHARE = 0.05
-"""Share of a second after which no further page is made in it: with many tenants a page takes long."""
+"""CPU seconds of the event loop's thread for pages in a second, after which no further one is made in it: with many
+tenants a page takes long."""
 
 
 class ServerLoad(Strict):
@@ -106,7 +107,7 @@ async def _render_metrics(state: ServingState) -> bytes:
 
 @dataclass(slots=True)
 class MadePage:
-    """When a page was begun, and how many seconds it took to make."""
+    """When a page was begun, and how many CPU seconds of this thread passed until it was made."""
 
     began: float
     seconds: float = 0.0
@@ -119,8 +120,13 @@ class PageCache:
     until a second has passed since the first of them.
     """
 
-    def __init__(self, make: Callable[[], Awaitable[bytes]], clock: Callable[[], float] = time.monotonic) -> None:
-        self._make, self._clock = make, clock
+    def __init__(
+        self,
+        make: Callable[[], Awaitable[bytes]],
+        clock: Callable[[], float] = time.monotonic,
+        cpu_clock: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._make, self._clock, self._cpu_clock = make, clock, cpu_clock
         self._made: deque[MadePage] = deque()
         self._last = b""
 
@@ -131,10 +137,10 @@ class PageCache:
             self._made.popleft()
         taken = sum(page.seconds for page in self._made)
         if len(self._made) < FRESH_PAGES and taken <= RENDER_SHARE * CACHE_SECONDS:
-            page = MadePage(now)
+            page, begun = MadePage(now), self._cpu_clock()
             self._made.append(page)
             self._last = await self._make()
-            page.seconds = self._clock() - now
+            page.seconds = self._cpu_clock() - begun
         return self._last or await self._make()
 
 

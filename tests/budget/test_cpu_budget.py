@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.plugins.cpu_budget import VARIABLE, Part, part_of, read_parts
+from tests.plugins.cpu_budget import PIECE_SECONDS, VARIABLE, CpuBudget, Part, part_of, read_parts, time_piece
 
 ROOT = Path(__file__).resolve().parents[2]
 INI = """
@@ -82,6 +82,17 @@ def test_a_variable_only_warns_and_a_part_of_the_tests_is_not_judged(
     whole = run.runpytest_subprocess("-p", "no:cacheprovider")
     assert whole.ret == pytest.ExitCode.OK and figures(whole)["slow"] >= 0.2
     whole.stdout.fnmatch_lines(["slow: *ABOVE ITS BUDGET"])
+
+
+def test_budgets_grow_with_the_cpu_seconds_of_the_same_work(pytestconfig: pytest.Config) -> None:
+    budget = CpuBudget(pytestconfig, [Part("base", 10.0, ()), Part("other", 10.0, ("x/*",))])
+    budget.spent["base", "a.py"], budget.spent["other", "x/a.py"] = 25.0, 15.0
+    assert [part.name for part in budget.above(2.0)] == ["base"]
+    budget.pieces = [PIECE_SECONDS * times for times in (0.1, 1.5, 9.0)]
+    assert budget.slowness == pytest.approx(1.5) and budget.above(2.0) == [] and len(budget.above()) == 1
+    budget.pieces = [PIECE_SECONDS / 2]
+    assert budget.slowness == 1.0, "a fast machine has the same budgets"
+    assert 0.2 * PIECE_SECONDS < time_piece() < 20 * PIECE_SECONDS
 
 
 def test_the_files_of_the_parts_are_there() -> None:

@@ -22,7 +22,18 @@ import pytest
 from PIL import Image
 
 from tests.host.test_api_live import SHAPES
-from tests.host.test_api_processes import ANN, BEN, DEADLINE, ENGINE, LONG, PacedStream, Several, body, until
+from tests.host.test_api_processes import (
+    ANN,
+    BEN,
+    DEADLINE,
+    ENGINE,
+    KEEP_ALIVE,
+    LONG,
+    PacedStream,
+    Several,
+    body,
+    until,
+)
 from tests.operations.fake_server import FakeServer
 from tests.operations.test_tls import certificate, needs_openssl, put
 from tests.traffic.image_chats import data_url
@@ -49,7 +60,7 @@ def keys(file: Path, **tenants: dict[str, Any]) -> None:
 def several(folder: Path, *flags: str) -> Iterator[Several]:
     """A server with ``COUNT`` API processes over a scripted engine; it ends well, without a traceback."""
     words = ("--api-server-count", str(COUNT), "--served-model-name", "m", "--shutdown-timeout", "60", *flags)
-    with FakeServer(*words, fakes=ENGINE, TMPDIR=str(folder)) as made:
+    with FakeServer(*words, fakes=ENGINE, TMPDIR=str(folder), VLLM_HTTP_TIMEOUT_KEEP_ALIVE=KEEP_ALIVE) as made:
         found = Several(made)
         children = found.front.children(recursive=True)
         yield found

@@ -24,6 +24,8 @@ from trencadis.server.routes.health_and_metrics import CACHE_SECONDS
 
 ENGINE = ("--engine", "tests.host.paced_engine:PacedEngine.create")
 DEADLINE = 180.0
+KEEP_ALIVE = "600"
+"""A client whose idle connection was closed would open another one, to any of the processes."""
 API = "server.processes.api_server_main"
 ANN, BEN = {"authorization": "Bearer key-ann"}, {"authorization": "Bearer key-ben"}
 LONG = 3000
@@ -88,7 +90,7 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Several]:
     flags = ("--api-server-count", "2", "--max-num-seqs", "2", "--max-num-queued-reqs", "2", "--api-key-file",
              str(file), "--served-model-name", "m", "--shutdown-timeout", "30",
              "--scheduling-policy", "fair")  # fmt: skip
-    with FakeServer(*flags, fakes=ENGINE, TMPDIR=str(folder)) as server:
+    with FakeServer(*flags, fakes=ENGINE, TMPDIR=str(folder), VLLM_HTTP_TIMEOUT_KEEP_ALIVE=KEEP_ALIVE) as server:
         made = Several(server)
         made.keys = file
         yield made

@@ -5,6 +5,9 @@ system time of itself and of the children it has waited for. The rest, imports a
 A whole run is judged: no paths, no ``-k``, the ini file's own ``-m``. TRENCADIS_TEST_CPU_BUDGET=warn judges aloud only.
 ``--cpu-json=FILE`` writes the seconds of every file and of every test, whatever ran.
 
+The same work takes more CPU seconds on an older machine, and on one whose cores share their units with a busy
+neighbour. A fixed piece of work is timed between tests all through the run, and a part may take more by its median.
+
 The most memory of a process that runs tests is told too: fixtures that keep engines make it grow, and a run in one
 process may have ``MOST_MEMORY``.
 """
@@ -13,6 +16,9 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import statistics
+import time
 import tomllib
 from collections import defaultdict
 from collections.abc import Generator
@@ -26,8 +32,12 @@ import pytest
 VARIABLE = "TRENCADIS_TEST_CPU_BUDGET"
 COLLECTION = "(imports and collection)"
 SLACK = 2.0
-"""A run fails from this multiple of a budget on. Below, it says so: the same work takes up to twice the CPU seconds on
-an older or a busy machine."""
+"""A run fails from this multiple of a budget on, on a machine as fast as the one that the budgets were measured on.
+Below, it says so."""
+PIECE_SECONDS = 0.02
+"""CPU seconds of ``time_piece`` on that machine while both of its cores ran tests."""
+PIECE_EVERY = 10.0
+"""Seconds between two measurements of it."""
 
 MOST_MEMORY = 3.0
 """GB of a process that runs all tests."""
@@ -49,6 +59,17 @@ def resident_gb() -> float:
         return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE / 1e9
     except OSError:
         return 0.0
+
+
+def time_piece() -> float:
+    """CPU seconds of a fixed piece of work: objects are made, written as JSON, read, sorted and added up."""
+    begun, numbers = time.process_time(), random.Random(0)
+    rows = [{"name": f"row {i * 7919 % 1009}", "values": [numbers.random() for _ in range(8)]} for i in range(1000)]
+    read: list[dict[str, Any]] = json.loads(json.dumps(rows))
+    sums: defaultdict[str, float] = defaultdict(float)
+    for row in sorted(read, key=lambda row: str(row["name"])):
+        sums[row["name"]] += sum(row["values"])
+    return time.process_time() - begun
 
 
 @dataclass(frozen=True)
@@ -87,6 +108,9 @@ class CpuBudget:
         """GB of the process after the last test of each file."""
         self.peaks: list[float] = []
         """The most of each process that ran tests."""
+        self.pieces: list[float] = []
+        """Results of ``time_piece``, here or in all workers."""
+        self.next_piece = 0.0
         self.silent = 0
         self.ended = False
 
@@ -103,6 +127,9 @@ class CpuBudget:
             self.tests[item.nodeid] = taken
             self.memory[file] = resident_gb()
             self.spent[part_of(file, mark.args[0] if mark else None, self.parts), file] += taken
+            if (now := time.monotonic()) >= self.next_piece:
+                self.pieces.append(time_piece())
+                self.next_piece = now + PIECE_EVERY
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
@@ -113,6 +140,7 @@ class CpuBudget:
         for name, file, seconds in report or ():
             self.spent[name, file] += seconds
         self.tests |= getattr(node, "workeroutput", {}).get("cpu_tests", {})
+        self.pieces += getattr(node, "workeroutput", {}).get("pieces", [])
         self._add_memory(getattr(node, "workeroutput", {}).get("memory", {}))
 
     def _add_memory(self, found: dict[str, float]) -> None:
@@ -130,6 +158,7 @@ class CpuBudget:
             output["cpu_budget"] = [(*key, s) for key, s in self.spent.items()]
             output["cpu_tests"] = self.tests
             output["memory"] = self.memory
+            output["pieces"] = self.pieces
             return
         if not distributed:
             self._add_memory(self.memory)
@@ -153,9 +182,14 @@ class CpuBudget:
             found[part] += seconds
         return dict(found)
 
+    @property
+    def slowness(self) -> float:
+        """CPU seconds that the piece of work took, as a multiple of ``PIECE_SECONDS``; at least 1."""
+        return max(1.0, statistics.median(self.pieces) / PIECE_SECONDS) if self.pieces else 1.0
+
     def above(self, slack: float = 1.0) -> list[Part]:
-        """The parts that took more than ``slack`` times what they may."""
-        totals = self.totals()
+        """The parts that took more than ``slack`` times what they may on this machine."""
+        totals, slack = self.totals(), slack * self.slowness
         return [p for p in self.parts if totals.get(p.name, 0.0) > slack * p.seconds]
 
     def write(self, path: Path) -> None:
@@ -178,6 +212,7 @@ class CpuBudget:
                     verdict = "ABOVE ITS BUDGET" if part in above else "ok"
                     line = f"{part.name}: {totals[part.name]:.1f} s of CPU, budget {part.seconds:.0f} s: {verdict}"
                     terminalreporter.write_line(line, red=part in above)
+            terminalreporter.write_line(f"budgets times {self.slowness:.2f}: the speed of this machine during the run")
             if above:
                 terminalreporter.write_line("--cpu-files 30 lists the files that take most; see tests/budget.toml")
             sizes = ", ".join(f"{size:.2f}" for size in self.peaks)
